@@ -24,10 +24,11 @@ def assert_consistent(comm, facts: Mapping[str, object], repair: str) -> None:
     Raises:
         JointFailure: on all ranks, naming what differs, both values and both ranks, then the ``repair``.
     """
+    # Sizes as users write them.
     told = {
         name: "x".join(map(str, value)) if isinstance(value, tuple) else str(value)
         for name, value in facts.items()
-    }  # sizes as users write them
+    }
     if len(set(comm.allgather(_digest(json.dumps(told, sort_keys=True))))) == 1:
         return
     found = differences(comm.allgather(told))
@@ -47,7 +48,8 @@ def differences(of_ranks: list[Mapping[str, str]]) -> list[str]:
         if others:
             more = f" (and on {len(others) - 1} more)" if len(others) > 1 else ""
             found.append(
-                f"{name} is {first} on rank 0 and {of_ranks[others[0]].get(name, 'missing')} on rank {others[0]}{more}"
+                f"{name} is {first} on rank 0 and {of_ranks[others[0]].get(name, 'missing')} on "
+                f"rank {others[0]}{more}"
             )
     return found
 

@@ -20,7 +20,8 @@ def cuda_aware() -> bool:
     """
     from mpi4py import MPI
 
-    # The library that mpi4py has loaded, and what that is linked with: no other MPI that may lie on PATH.
+    # The library that mpi4py has loaded, and what that is linked with: no other MPI that may lie on
+    # PATH.
     return says(ctypes.CDLL(MPI.__file__), MPI.Get_library_version(), os.environ)
 
 
@@ -47,6 +48,7 @@ def says(library, version: str, environment: Mapping[str, str]) -> bool:
 def _of_ours(value: str) -> bool:
     if value not in ("0", "1"):
         raise ValueError(
-            f"{_OURS} is {value!r}: set it to 1 if MPI takes pointers to a GPU's memory, to 0 if not, or leave it out, and MPI is asked"
+            f"{_OURS} is {value!r}: set it to 1 if MPI takes pointers to a GPU's memory, to 0 if "
+            "not, or leave it out, and MPI is asked"
         )
     return value == "1"

@@ -26,14 +26,8 @@ import sys
 import time
 
 PAGE, TEXT = 4096, 500
-MOVES, LIMIT, ENDING, PHASE, DOING, WAITING = (
-    0,
-    8,
-    16,
-    24,
-    24 + TEXT,
-    24 + 2 * TEXT,
-)  # where what stands in the page
+# Where what stands in the page.
+MOVES, LIMIT, ENDING, PHASE, DOING, WAITING = (0, 8, 16, 24, 24 + TEXT, 24 + 2 * TEXT)
 DEPUTY_WAITS = 1.0  # seconds that rank 1's guardian leaves to rank 0's
 GONE_AFTER = 5.0  # seconds that a launcher gets to notice the end of a process
 CONNECTED_WITHIN = 20.0  # seconds
@@ -41,7 +35,9 @@ STILL_WITHIN = 0.5  # seconds
 STACKS_WITHIN = 1.0  # seconds
 KEPT_WITHIN = 0.3  # seconds
 SEEN_OFF_EVERY = 0.1  # seconds
-ENDS_WITHIN = 60.0  # seconds that a process gets at least after its work, unless it is stopped: on a busy machine many ranks need some to end
+# Seconds that a process gets at least after its work, unless it is stopped: on a busy machine
+# many ranks need some to end.
+ENDS_WITHIN = 60.0
 FOR_GOOD = 2  # of ENDING, where 1 is the end of the watch
 _LONGEST_LINE = 1 << 16
 
@@ -96,9 +92,9 @@ class Rank:
 
     def dump(self) -> str:
         """The stacks of its threads, from its fault handler; after that it stands still."""
-        if (
-            self.state == "T"
-        ):  # to tell its stack it has to run again: not before those that wait for it stand still
+        # To tell its stack it has to run again: not before those that wait for it stand
+        # still.
+        if self.state == "T":
             time.sleep(STILL_WITHIN)
         before = os.fstat(self.stacks).st_size
         self._signal(signal.SIGQUIT, _to_main_thread)
@@ -189,7 +185,8 @@ def report(reason: str, members: list[Member], folder: str | None) -> str:
     lines += [f"  {_ranks(ranks)} on {host}: {line}" for (line, host), ranks in places.items()]
     lines.append(f"  stacks of all ranks: {folder}" if folder else "  stacks: below")
     lines.append(
-        "  If it only was busy, set run.timeout higher; a run that was training goes on with --train.resume true."
+        "  If it only was busy, set run.timeout higher; a run that was training goes on with "
+        "--train.resume true."
     )
     return "\n".join(lines)
 
@@ -254,9 +251,8 @@ class Guardian:
         last = time.monotonic()
         while True:
             tick = min(1.0, max(0.02, self.rank.limit / 8)) if self.rank.limit else 1.0
-            guests = (
-                [*self.guests.values(), *self.strangers] if self.members else []
-            )  # others may be here before this one knows of them
+            # Others may be here before this one knows of them.
+            guests = [*self.guests.values(), *self.strangers] if self.members else []
             readers = [sys.stdin, *filter(None, [self.listener]), *self.monitors, *guests]
             ready, _, _ = select.select(readers, [], [], max(0.0, last + tick - time.monotonic()))
             self._listen(ready)
@@ -334,7 +330,8 @@ class Guardian:
             limit = self.rank.limit if stopped else max(self.rank.limit, ENDS_WITHIN)
             if self.rank.limit and passed >= limit:
                 print(
-                    f"distseg: error: rank {self.number} on {socket.gethostname()} has done its work, but does not end{', is stopped (SIGSTOP)' if stopped else ''}; "
+                    f"distseg: error: rank {self.number} on {socket.gethostname()} has done its "
+                    f"work, but does not end{', is stopped (SIGSTOP)' if stopped else ''}; "
                     f"it is killed after {limit:g} s (run.timeout{'' if stopped else f', at least {ENDS_WITHIN:g}'})", file=sys.stderr, flush=True,
                 )  # fmt: skip
                 self.rank.kill()
@@ -372,7 +369,8 @@ class Guardian:
                 lines.send({"secret": monitor["secret"], **self._told()})
         if not self.monitors:
             print(
-                f"distseg: the guardian of rank {self.number} reaches neither rank 0's nor rank 1's: it watches its own rank alone, "
+                f"distseg: the guardian of rank {self.number} reaches neither rank 0's nor rank "
+                "1's: it watches its own rank alone, "
                 "which counts as hanging while it waits for others that work (run.timeout)", file=sys.stderr, flush=True,
             )  # fmt: skip
 
@@ -422,9 +420,8 @@ class Guardian:
             print(report(reason, members, self.folder), file=sys.stderr, flush=True)
             for lines in self.guests.values():
                 lines.send({"end": True, "folder": self.folder})
-        killed_at = (
-            time.monotonic() + STILL_WITHIN + STACKS_WITHIN + KEPT_WITHIN
-        )  # not earlier: at the first death the launcher ends the others
+        # Not earlier: at the first death the launcher ends the others.
+        killed_at = time.monotonic() + STILL_WITHIN + STACKS_WITHIN + KEPT_WITHIN
         stacks = self.rank.dump()
         if os.fork() == 0:  # a disk that hangs must not keep the rank alive
             self._keep(stacks)
@@ -469,9 +466,8 @@ def _addresses() -> list[str]:
 
 
 def main() -> None:
-    memory, stacks, number, watched = map(
-        int, sys.argv[1:]
-    )  # the last is told, as a process that ends at once would leave another parent
+    # The last is told, as a process that ends at once would leave another parent.
+    memory, stacks, number, watched = map(int, sys.argv[1:])
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
         signal.signal(ignored, signal.SIG_IGN)  # they are for the rank
     Guardian(Rank(mmap.mmap(memory, PAGE), stacks, watched), number).run()

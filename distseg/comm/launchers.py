@@ -25,7 +25,8 @@ class Process:
 LONE = Process(0, 1, 0, 1)
 
 _OTHER_MPI = (
-    "mpi4py ({library}) was built for another MPI than the launcher's; use the mpirun of the same MPI, or reinstall"
+    "mpi4py ({library}) was built for another MPI than the launcher's; use the mpirun of the same "
+    "MPI, or reinstall"
     " mpi4py against it (docs/install.md)"
 )
 
@@ -44,18 +45,25 @@ class Launcher:
 
 
 _TORCHRUN = (
-    "processes of torchrun, or with RANK and WORLD_SIZE set by hand, are no MPI processes: start with mpirun -n {size}"
+    "processes of torchrun, or with RANK and WORLD_SIZE set by hand, are no MPI processes: start "
+    "with mpirun -n {size}"
     " or srun --mpi=pmix, without RANK and WORLD_SIZE"
 )
 _SRUN = (
-    "its processes can not find each other: start them with srun --mpi=pmix (srun --mpi=list shows what this Slurm"
-    " has), or with mpirun in the allocation; if they are, mpi4py ({library}) was built for another MPI"
+    "its processes can not find each other: start them with srun --mpi=pmix (srun --mpi=list "
+    "shows what this Slurm"
+    " has), or with mpirun in the allocation; if they are, mpi4py ({library}) was built for "
+    "another MPI"
     " (docs/install.md)"
 )
 
-# Who starts the innermost processes comes before whom it was started by: an mpirun in an allocation, or in a job of Flux,
-# inherits the outer one's variables, which name another number of processes. torchrun's names come first because a user
+# Who starts the innermost processes comes before whom it was started by: an mpirun in an
+# allocation, or in a job of Flux,
+# inherits the outer one's variables, which name another number of processes. torchrun's names come
+# first because a user
 # sets them by hand.
+# MPICH's Hydra, Intel MPI.
+# The size is Cray MPICH's: PALS tells none.
 LAUNCHERS = (
     Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", repair=_TORCHRUN),
     Launcher(
@@ -93,10 +101,8 @@ LAUNCHERS = (
         "MPI_LOCALRANKID",
         "MPI_LOCALNRANKS",
         beside="MPI_LOCALRANKID",
-    ),  # MPICH's Hydra, Intel MPI
-    Launcher(
-        "PALS's mpiexec", "PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE"
-    ),  # the size is Cray MPICH's: PALS tells none
+    ),
+    Launcher("PALS's mpiexec", "PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE"),
     Launcher("flux run", "FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID"),
     Launcher("mpiexec", "PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"),
     Launcher(
@@ -140,7 +146,8 @@ def contradiction(
         return f"{launcher.name} started {process.size} processes ({launcher.size}), but MPI sees {ranks}: {repair}"
     if process.size is None and process.rank > 0 and ranks == 1:
         return (
-            f"{launcher.name} started this process as rank {process.rank} ({launcher.rank}), but MPI sees it alone:"
+            f"{launcher.name} started this process as rank {process.rank} ({launcher.rank}), but "
+            "MPI sees it alone:"
             f" {repair}; or unset {launcher.rank}, if it is a leftover"
         )
     return None
@@ -160,9 +167,8 @@ def _found(environment: Mapping[str, str]) -> tuple[Launcher | None, Process]:
             )
     for launcher in LAUNCHERS:
         rank = number(launcher.rank)
-        if (
-            rank or rank == 0 and not launcher.size
-        ):  # where the size is missing too, rank 0 is what a batch script has
+        # Where the size is missing too, rank 0 is what a batch script has.
+        if rank or rank == 0 and not launcher.size:
             return launcher, Process(
                 rank, None, number(launcher.local_rank), number(launcher.local_size)
             )

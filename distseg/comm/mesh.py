@@ -44,8 +44,10 @@ class MeshShape:
         """Refuse a number of ranks that the mesh does not fill."""
         if ranks != self.size:
             raise ValueError(
-                f"a mesh of {self} needs {self.size} ranks, but {ranks} {'is' if ranks == 1 else 'are'} running: "
-                f"launch {self.size} (mpirun -n {self.size} ...), or set mesh.samples, mesh.tiles and mesh.stages to a product of {ranks}"
+                f"a mesh of {self} needs {self.size} ranks, but {ranks} "
+                f"{'is' if ranks == 1 else 'are'} running: "
+                f"launch {self.size} (mpirun -n {self.size} ...), or set mesh.samples, mesh.tiles "
+                f"and mesh.stages to a product of {ranks}"
             )
 
     def stage_ranks(self) -> list[list[int]]:

@@ -23,8 +23,10 @@ from distseg.comm.waits import waits_of
 
 _SETS: dict[tuple[int, ...], object] = {}  # Horovod's process sets of this process, by their ranks
 _STALL = "HOROVOD_STALL_CHECK_TIME_SECONDS", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
-# Milliseconds between the rounds in which Horovod's thread asks all ranks for work. There is work once a step, and on
-# a CPU every round takes the cores from the computation: at 0.1 ms a step of the demo takes twice as long (docs/performance.md).
+# Milliseconds between the rounds in which Horovod's thread asks all ranks for work. There is work
+# once a step, and on
+# a CPU every round takes the cores from the computation: at 0.1 ms a step of the demo takes twice
+# as long (docs/performance.md).
 _CYCLE = {"cpu": "20", "cuda": "1"}
 _BUCKET = 1 << 26  # bytes; Horovod's own fusion buffer has 128 MiB
 
@@ -56,7 +58,8 @@ class Gradients:
         bucket = torch.zeros(sum(p.numel() for p in group), dtype=first.dtype, device=first.device)
         offset = 0
         for p in group:
-            # With the parameter's own strides: autograd then adds without a change of layout (channels_last weights).
+            # With the parameter's own strides: autograd then adds without a change of layout
+            # (channels_last weights).
             p.grad = bucket.as_strided(p.size(), p.stride(), offset)
             offset += p.numel()
         self.buckets.append(bucket)
@@ -128,9 +131,8 @@ class MpiReducer:
         under_way: deque[Callable[[], None]] = deque()
         for bucket in buckets:
             under_way.append(self._start(bucket))
-            if (
-                not bucket.is_cuda or len(under_way) > 1
-            ):  # of one device's buckets one is copied while another travels
+            # Of one device's buckets one is copied while another travels.
+            if not bucket.is_cuda or len(under_way) > 1:
                 under_way.popleft()()
         while under_way:
             under_way.popleft()()
@@ -139,7 +141,8 @@ class MpiReducer:
         """Begin to sum a bucket; what is returned ends it."""
         from mpi4py import MPI
 
-        # MPI knows no 16-bit floats: they are summed in float32, which also keeps what fp16 compression saved of accuracy.
+        # MPI knows no 16-bit floats: they are summed in float32, which also keeps what fp16
+        # compression saved of accuracy.
         wire = bucket.to(torch.float16).float() if self.fp16 else _wire(bucket)
         host, give = self._on_the_host(wire) if wire.is_cuda else (wire, None)
         request = self.comm.Iallreduce(MPI.IN_PLACE, host.numpy())
@@ -173,12 +176,10 @@ class HorovodReducer:
     def sum(self, buckets: list[Tensor]) -> None:
         import horovod.torch as hvd
 
-        wires = [
-            b.to(torch.float16) if self.fp16 else _wire(b) for b in buckets
-        ]  # none: a pipeline stage may have no weights
-        for number, (_, group) in enumerate(
-            groupby(wires, key=lambda wire: wire.device)
-        ):  # one operation is of one device
+        # none: a pipeline stage may have no weights.
+        wires = [b.to(torch.float16) if self.fp16 else _wire(b) for b in buckets]
+        # One operation is of one device.
+        for number, (_, group) in enumerate(groupby(wires, key=lambda wire: wire.device)):
             hvd.grouped_allreduce_(
                 list(group), op=hvd.Sum, name=f"gradients{number}", process_set=self.process_set
             )
@@ -213,7 +214,8 @@ def make_reducer(kind: str, mesh, fp16: bool = False, device: str = "cpu"):
     )
     if kind == "horovod" and lacks:
         raise ValueError(
-            f"mesh.reducer is horovod, but {lacks}: set it to mpi or auto, or install Horovod (docs/install.md)"
+            f"mesh.reducer is horovod, but {lacks}: set it to mpi or auto, or install Horovod "
+            "(docs/install.md)"
         )
     if mesh.replicas.size == 1:
         return LoneReducer()
@@ -233,7 +235,8 @@ def horovod_lacks(device: str) -> str | None:
     import horovod.torch as hvd
     from mpi4py import MPI  # noqa: F401  before Horovod (see _process_set)
 
-    # Without CUDA it has no events to wait for: it would send a GPU's gradients before the kernels that compute them are done.
+    # Without CUDA it has no events to wait for: it would send a GPU's gradients before the kernels
+    # that compute them are done.
     if hvd.nccl_built() or hvd.cuda_built():
         return None
     return "Horovod is built without NCCL and CUDA and can not sum gradients on GPUs"
@@ -265,11 +268,11 @@ def _process_set(mesh, device: str):
     import horovod.torch as hvd
     from mpi4py import MPI  # noqa: F401  before Horovod, which otherwise finalizes MPI itself and aborts
 
-    # A rank that is missing is named, and ends the job as in our own waits, instead of holding it until its time limit.
+    # A rank that is missing is named, and ends the job as in our own waits, instead of holding it
+    # until its time limit.
     limit = math.ceil(mesh.waits.timeout)
-    stall = dict(
-        zip(_STALL, (str(min(60, limit or 60)), str(limit)))
-    )  # it ends no job sooner than it checks
+    # It ends no job sooner than it checks.
+    stall = dict(zip(_STALL, (str(min(60, limit or 60)), str(limit))))
     for name, value in {
         **stall,
         "HOROVOD_CYCLE_TIME": _CYCLE[device],

@@ -49,8 +49,10 @@ def check_same(model: nn.Module, comm) -> None:
         others = [rank for rank in range(comm.size) if sums[rank][position] != sums[0][position]]
         if others:
             raise ValueError(
-                f"replicas no longer hold the same weights: {name} on ranks {others} of the replicas differs from rank 0's; "
-                "the run can not be trusted from here on: resume from the last checkpoint (--train.resume true)"
+                f"replicas no longer hold the same weights: {name} on ranks {others} of the "
+                "replicas differs from rank 0's; "
+                "the run can not be trusted from here on: resume from the last checkpoint "
+                "(--train.resume true)"
             )
 
 

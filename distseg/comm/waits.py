@@ -64,7 +64,8 @@ class Waits:
             now = time.perf_counter()
             if self.timeout and now > start + self.timeout and not watched():
                 raise TimeoutError(
-                    f"{what} did not come within {self.timeout:g} s: another rank hangs or is very late; if it only was busy, set run.timeout higher"
+                    f"{what} did not come within {self.timeout:g} s: another rank hangs or is very "
+                    "late; if it only was busy, set run.timeout higher"
                 )
             if now > patience:
                 if not told:
@@ -131,7 +132,8 @@ class Waits:
         if self._pieces:
             first = self._pieces[0].action or "the next piece"
             raise RuntimeError(
-                f"{len(self._pieces)} gradients of weights are still put off (the first until {first}): "
+                f"{len(self._pieces)} gradients of weights are still put off (the first until "
+                f"{first}): "
                 "update the weights only after the backward pass has ended"
             )
 

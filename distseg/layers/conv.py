@@ -87,16 +87,14 @@ class _Convolution(torch.autograd.Function):
     ):
         frames = exchange.forward(xs)
         ctx.parameters, ctx.exchange, ctx.calls = parameters, exchange, calls
-        ctx.save_for_backward(
-            *frames, weight
-        )  # in PyTorch's own order: a checkpointed block may compute it again outside
+        # In PyTorch's own order: a checkpointed block may compute it again outside.
+        ctx.save_for_backward(*frames, weight)
         return tuple(call.forward(frame, weight, bias) for call, frame in zip(calls, frames))
 
     @staticmethod
     def backward(ctx, *gs):
-        *frames, weight = (
-            t.detach() for t in ctx.saved_tensors
-        )  # what is put off must not hold the graph behind them
+        # What is put off must not hold the graph behind them.
+        *frames, weight = (t.detach() for t in ctx.saved_tensors)
         parameters, exchange, calls, wanted = (
             ctx.parameters,
             ctx.exchange,
@@ -105,9 +103,8 @@ class _Convolution(torch.autograd.Function):
         )
         gs = [like_format(g, frame) for g, frame in zip(gs, frames)]
         dxs: Sequence[Tensor | None] = [None] * len(frames)
-        of_inputs = any(
-            wanted[5:]
-        )  # alike on all ranks: the first layer's input is pixels everywhere
+        # Alike on all ranks: the first layer's input is pixels everywhere.
+        of_inputs = any(wanted[5:])
         if of_inputs:
             dxs = [
                 call.backward(g, x, weight, [True, False, False])[0]
@@ -215,9 +212,8 @@ def _convolution(input, weight, bias=None, stride=1, padding=0, dilation=1, grou
             d * (k - 1) if padding == "same" else 0
             for d, k in zip(each(dilation), weight.shape[2:])
         ]
-        padding = (
-            [n // 2 for n in around] if not any(n % 2 for n in around) else None
-        )  # the two sides differ
+        # The two sides differ.
+        padding = [n // 2 for n in around] if not any(n % 2 for n in around) else None
     if padding is None or not _can_wait(input, weight, bias):
         return None
     return _Call(each(stride), each(padding), each(dilation), groups), input, weight, bias

@@ -109,7 +109,9 @@ def node_of(call: Call, dims: int) -> Node:
     layer = layer.inner if isinstance(layer, Derived) else layer
     if len(call.inputs) > 1:
         raise ValueError(
-            f"layer {name} ({type(layer).__name__}) is called with {len(call.inputs)} maps, and what it makes of them is not known: write it as distseg.Cat or distseg.Sum and layers of one map"
+            f"layer {name} ({type(layer).__name__}) is called with {len(call.inputs)} maps, and "
+            "what it makes of them is not known: write it as distseg.Cat or distseg.Sum and "
+            "layers of one map"
         )
     if isinstance(layer, (*NORMS, *DROPOUTS)):
         check_plain(name, layer)
@@ -119,7 +121,8 @@ def node_of(call: Call, dims: int) -> Node:
                 return Node(name, call.inputs, footprints(layer, dims))
             except _Unsupported as e:
                 raise ValueError(
-                    f"layer {name} ({type(layer).__name__}) can't be computed in tiles that exchange borders: {e}"
+                    f"layer {name} ({type(layer).__name__}) can't be computed in tiles that "
+                    f"exchange borders: {e}"
                 ) from None
     hidden = next(
         (
@@ -131,11 +134,13 @@ def node_of(call: Call, dims: int) -> Node:
     )
     if hidden not in (None, layer):
         raise ValueError(
-            f"layer {name} ({type(layer).__name__}) hides a {type(hidden).__name__}, whose statistics or masks are the whole image's: make it a layer of the flat nn.Sequential"
+            f"layer {name} ({type(layer).__name__}) hides a {type(hidden).__name__}, whose "
+            "statistics or masks are the whole image's: make it a layer of the flat nn.Sequential"
         )
     if isinstance(layer, (nn.Softmax, nn.LogSoftmax)) and layer.dim not in (1, -1 - dims):
         raise ValueError(
-            f"layer {name} ({type(layer).__name__}) runs over dim {layer.dim}, and so over places of the image: over channels (dim=1) it is known"
+            f"layer {name} ({type(layer).__name__}) runs over dim {layer.dim}, and so over places "
+            "of the image: over channels (dim=1) it is known"
         )
     if unmodified(layer, _ALIKE):
         return Node(name, call.inputs)
@@ -145,7 +150,8 @@ def node_of(call: Call, dims: int) -> Node:
         else ""
     )
     raise ValueError(
-        f"layer {name} ({type(layer).__name__}){which} is not known to look at single pixels and has no twin for parts of an image: write it as layers that have one "
+        f"layer {name} ({type(layer).__name__}){which} is not known to look at single pixels and "
+        "has no twin for parts of an image: write it as layers that have one "
         "(convolutions, poolings, up-samplings, norms, activations), or as functions of these"
     )
 
@@ -159,8 +165,10 @@ def check_plain(name: str, layer: nn.Module) -> None:
     if why := modification_of(layer):
         base = known(type(layer)).__name__
         raise ValueError(
-            f"layer {name} ({type(layer).__name__}) is a {base} that {why}; its statistics or masks are the whole image's, so it is replaced by a twin, which would "
-            f"leave that out: put what it does besides into a layer of its own behind or before a plain {base}"
+            f"layer {name} ({type(layer).__name__}) is a {base} that {why}; its statistics or "
+            "masks are the whole image's, so it is replaced by a twin, which would "
+            "leave that out: put what it does besides into a layer of its own behind or before a "
+            f"plain {base}"
         )
 
 
@@ -492,12 +500,12 @@ def _fill(layer: Fill, x: Tensor, have: Box, part: Part) -> Tensor:
 def _pad_footprints(pad: nn.Module, dims: int) -> tuple[AccessPattern, ...]:
     if isinstance(pad, nn.modules.padding._CircularPadNd):
         raise _Unsupported(
-            "circular padding joins opposite borders of the image; use zeros, reflection or replication"
+            "circular padding joins opposite borders of the image; use zeros, reflection or "
+            "replication"
         )
     mirrors = not isinstance(pad, nn.modules.padding._ConstantPadNd)
-    sides = [
-        pad.padding[2 * i : 2 * i + 2] for i in reversed(range(dims))
-    ]  # PyTorch names the last dim's first
+    # PyTorch names the last dim's first.
+    sides = [pad.padding[2 * i : 2 * i + 2] for i in reversed(range(dims))]
     return tuple(Shift(before=before, after=after, mirrored=mirrors) for before, after in sides)
 
 

@@ -43,7 +43,8 @@ class CrossEntropy(Term):
     def __init__(self, config: LossConfig, classes: int):
         if classes < 2:
             raise ValueError(
-                f"cross_entropy needs at least 2 classes, but the model has {classes} output: use binary_cross_entropy or dice"
+                f"cross_entropy needs at least 2 classes, but the model has {classes} output: use "
+                "binary_cross_entropy or dice"
             )
         self.config = config
         self.weights = _class_weights(config, classes)
@@ -82,9 +83,8 @@ class CrossEntropy(Term):
             return _beside_a_sum(valid.count_nonzero())
         if labels.device.type == "cpu":
             return _beside_a_sum(self.weights[labels[valid].long()].sum())
-        weights = upload(self.weights, labels.device)[
-            labels.where(valid, 0).long()
-        ]  # how many are valid a GPU would have to be asked
+        # How many are valid a GPU would have to be asked.
+        weights = upload(self.weights, labels.device)[labels.where(valid, 0).long()]
         return _beside_a_sum(weights.where(valid, 0).sum())
 
     def value(self, table: Tensor) -> Tensor:
@@ -109,9 +109,8 @@ class PixelMean(Term):
     def of(self, logits: Tensor, labels: Tensor) -> Tensor:
         valid = self.valid(labels)
         count = valid.count_nonzero()
-        if (
-            labels.device.type == "cpu" and count == labels.numel()
-        ):  # as nearly always; on a GPU the question would cost more than the answer saves
+        # As nearly always; on a GPU the question would cost more than the answer saves.
+        if labels.device.type == "cpu" and count == labels.numel():
             total = self.each(logits, labels).sum()
         else:
             total = self.each(logits, labels.where(valid, 0)).where(valid, 0).sum()
@@ -142,9 +141,8 @@ class Focal(PixelMean):
             log_p = F.logsigmoid(torch.where(labels.unsqueeze(1) == 1, logits, -logits)).squeeze(1)
         else:
             log_p = F.log_softmax(logits, 1).gather(1, labels.unsqueeze(1)).squeeze(1)
-        rest = (-torch.expm1(log_p)).clamp(
-            min=torch.finfo(log_p.dtype).tiny
-        )  # 1 - p; 0 has no finite slope for gamma < 1
+        # 1 - p; 0 has no finite slope for gamma < 1.
+        rest = (-torch.expm1(log_p)).clamp(min=torch.finfo(log_p.dtype).tiny)
         loss = -(rest**self.config.gamma) * log_p
         return (
             loss
@@ -159,7 +157,8 @@ class SquaredError(PixelMean):
     def __init__(self, config: LossConfig, classes: int):
         if classes != 1:
             raise ValueError(
-                f"mse and l1 are of one number, but the model has {classes} outputs: use cross_entropy, or let it have one"
+                f"mse and l1 are of one number, but the model has {classes} outputs: use "
+                "cross_entropy, or let it have one"
             )
         super().__init__(config, classes)
 
@@ -303,7 +302,8 @@ def _check_taken(config: LossConfig) -> None:
         ):
             takers = " or ".join(name for name, term in _TERMS.items() if field in term.takes)
             raise ValueError(
-                f"loss.{field} is {value}, but no term of loss.name {config.name!r} takes it: add {takers} to loss.name, or leave loss.{field} out"
+                f"loss.{field} is {value}, but no term of loss.name {config.name!r} takes it: add "
+                f"{takers} to loss.name, or leave loss.{field} out"
             )
 
 
@@ -316,7 +316,8 @@ def of_numbers(name: str) -> bool:
     kinds = {term in _OF_NUMBERS for _, term in parse(name)}
     if len(kinds) > 1:
         raise ValueError(
-            f"loss.name {name!r} has terms of numbers ({', '.join(_OF_NUMBERS)}) and of classes: take one kind"
+            f"loss.name {name!r} has terms of numbers ({', '.join(_OF_NUMBERS)}) and of classes: "
+            "take one kind"
         )
     return kinds.pop()
 
@@ -338,15 +339,18 @@ def parse(text: str) -> list[tuple[float, str]]:
                 raise ValueError
         except ValueError:
             raise ValueError(
-                f"loss.name: {weight.strip()!r} in {text!r} is no number: write for example 'cross_entropy + 0.5*dice'"
+                f"loss.name: {weight.strip()!r} in {text!r} is no number: write for example "
+                "'cross_entropy + 0.5*dice'"
             ) from None
         if value <= 0:
             raise ValueError(
-                f"loss.name: the weight {weight.strip()} of {name} in {text!r} is not above 0: leave the term out, or give it one above 0"
+                f"loss.name: the weight {weight.strip()} of {name} in {text!r} is not above 0: "
+                "leave the term out, or give it one above 0"
             )
         if name not in _TERMS:
             raise ValueError(
-                f"loss.name: unknown loss {name!r} in {text!r}: choose {', '.join(_TERMS)}, or a weighted sum of them"
+                f"loss.name: unknown loss {name!r} in {text!r}: choose {', '.join(_TERMS)}, or a "
+                "weighted sum of them"
             )
         terms.append((value, name))
     return terms
@@ -374,6 +378,7 @@ def _class_weights(config: LossConfig, classes: int) -> Tensor | None:
         return None
     if len(config.class_weights) != classes:
         raise ValueError(
-            f"loss.class_weights has {len(config.class_weights)} numbers, but the model has {classes} classes: give one a class"
+            f"loss.class_weights has {len(config.class_weights)} numbers, but the model has "
+            f"{classes} classes: give one a class"
         )
     return torch.tensor(config.class_weights, dtype=torch.float64)

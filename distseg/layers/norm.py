@@ -1,20 +1,29 @@
-"""Instance, group and batch norm of images that lie in pieces: the twins of PyTorch's layers.
+"""Distributed instance, group and batch norms for images that are split into windows.
 
-Statistics are taken over the pixels that tiles own, never their halos, and combined over the tile group in one packed
-message a layer. Every pixel of a window, its halo too, is normalised with them. So with y = xhat * w + b,
-xhat = (x - mean) * r, r = (var + eps)^(-1/2), N owned pixels in all and g the gradient of y, a statistic collects
-gradient from every window:
+Statistics are taken over the pixels that tiles own, never over their halos. All ranks of the tile
+group combine them in one packed message a layer. Every pixel of a window, halo pixels included, is
+normalised with them. Notation:
 
-    s1 = sum over all windows of g * w,    s2 = sum over all windows of g * w * xhat        (one message)
-    dx = r * (g * w)  everywhere,          dx -= r / N * (s1 + xhat * s2)  on owned pixels
+    xhat = (x - mean) * r,   r = (var + eps)^(-1/2),   y = xhat * w + b
+    N    number of owned pixels of all windows
+    g    gradient of the loss with respect to y
 
-(of vectors, xhat less its mean s0 / N, which is no more than the rounding of the mean)
+The statistics receive gradient from every window, so the backward pass is:
 
-which is the adjoint of 'mean and variance of the owned pixels, handed to every window'.
+    s1 = sum over all windows of g * w
+    s2 = sum over all windows of g * w * xhat           (s1 and s2 travel in one message)
+    dx = r * (g * w)                      everywhere
+    dx -= r / N * (s1 + xhat * s2)        on owned pixels
 
-A dropout of channels before the norm and a leaky activation behind it are computed with it (:func:`fold`): the one
-scales channels by m, so mean and deviation too, the other is a slope of g. Each would take passes over memory of its
-own, which on today's machines are what a norm costs.
+This is the adjoint of the forward pass, which takes the mean and variance of the owned pixels and
+uses them in every window. For vectors, xhat is replaced by xhat - s0 / N with s0 = sum of xhat. The
+mean of xhat differs from 0 by rounding only.
+
+A channel dropout before the norm and a leaky activation after it are computed in the same pass over
+memory (:mod:`distseg.runtime.parallelize` folds them into the norm). The dropout scales each
+channel by a mask m, and so scales the mean and the standard deviation. The activation multiplies g
+by its slope wherever y is negative. As layers of their own they would cost further passes over
+memory, which dominate the cost of a norm.
 """
 
 from __future__ import annotations
@@ -41,20 +50,19 @@ from distseg.models.layers import Mean, VectorNorm, register
 from distseg.tiling.tile import Box
 
 _ALONE = Alone()
-_SMALL = (
-    1 << 19
-)  # values up to which two passes of PyTorch's kernels are through before one of ours is called
+# Up to this many values PyTorch's norm and activation take less time than a call of our kernel.
+_SMALL = 1 << 19
 NORMS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm, nn.GroupNorm)
 RUNNING = ("running_mean", "running_var", "num_batches_tracked")
 STATISTICAL = (*NORMS, Mean)
-"""Layers that look at all of a map by its statistics."""
+"""Layers whose output depends on the whole feature map, through its statistics."""
 
 
 class DistributedNorm(nn.Module):
-    """The twin of a norm layer, with the same parameters and buffers under the same names.
+    """Distributed counterpart of a norm layer, with the same parameter and buffer names.
 
-    ``joint`` takes the windows that this rank holds together, ``forward`` one window. ``stride`` is the layer's
-    cumulative stride in pixels per dim.
+    :meth:`joint` normalises all windows that this rank holds at once, :meth:`forward` one window.
+    ``stride`` is the layer's cumulative stride in pixels per dim.
     """
 
     def __init__(self, norm: nn.Module, context: Context, stride: tuple[int, ...], name: str):
@@ -64,45 +72,44 @@ class DistributedNorm(nn.Module):
         self.eps = getattr(norm, "eps", 0.0)
         self.groups = norm.num_groups if self.kind == "group" else None
         self.momentum = getattr(norm, "momentum", None)
-        register(
-            self, {field: getattr(norm, field, None) for field in ("weight", "bias")}
-        )  # parameters, or a user's buffers
+        # User code may hold a weight or bias in a buffer, so `register` takes both kinds.
+        register(self, {field: getattr(norm, field, None) for field in ("weight", "bias")})
         self.tracks = tracks(norm)
         for field in RUNNING:
             self.register_buffer(field, getattr(norm, field) if self.tracks else None)
-        self.parts = (
-            norm.parts if isinstance(norm, VectorNorm) else None
-        )  # of each channel of a vector; None: its input is a map
-        self.frames = getattr(
-            norm, "frames", 1
-        )  # images that each image of the batch is, one behind the other in its channels
+        # Number of values per channel if the input is a vector; None if it is a feature map.
+        self.parts = norm.parts if isinstance(norm, VectorNorm) else None
+        # Number of images that are stacked in the channels of each image of the batch.
+        self.frames = getattr(norm, "frames", 1)
         self.channels = getattr(norm, "num_features", 0)
         self.frozen = False
-        self.keeper: list[
-            DistributedNorm
-        ] = []  # at most one: the same layer of the user's at a place before this one, which keeps the running statistics of both
+        # At most one: the counterpart of the same user layer at an earlier call, which
+        # keeps the running statistics of all its calls. A list hides it from `modules()`.
+        self.keeper: list[DistributedNorm] = []
         self.slope = 1.0
-        self.dropout: list[
-            KeyedDropout
-        ] = []  # at most one; in a list, as it is no child of this layer
-        self.seen: dict[
-            int, list[Moments]
-        ] = {}  # by how often the pass at hand had called it before
+        # At most one. A list hides it from `modules()`: it is no child of this layer.
+        self.dropout: list[KeyedDropout] = []
+        # Statistics by number of earlier calls of this layer in the same forward pass.
+        self.seen: dict[int, list[Moments]] = {}
         self.turn = 0
 
     def note(self, statistics: Moments) -> None:
-        """Keep statistics in mind until the step's end; a user's module, which calls its layers itself, may call one several times a pass."""
+        """Store statistics until the optimizer step, when :func:`commit` uses them.
+
+        User code may call one layer several times in a forward pass. Each call then has its own
+        entry.
+        """
         self.seen.setdefault(self.turn, []).append(statistics)
         self.turn += self.context.whole
 
     @property
     def running(self) -> "DistributedNorm":
-        """The layer that keeps its running statistics."""
+        """Layer that keeps the running statistics of this one."""
         return self.keeper[0] if self.keeper else self
 
     @property
     def live(self) -> bool:
-        """Whether the output depends on statistics of the images in hand."""
+        """True if the norm is active: its output depends on statistics of the current images."""
         return not (self.tracks and (self.frozen or not self.training))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -111,7 +118,7 @@ class DistributedNorm(nn.Module):
         return self.joint([x])[0]
 
     def joint(self, xs: list[Tensor]) -> list[Tensor]:
-        """The same windows normalised: a list of (B, C, *size), one each place of the context."""
+        """Normalise all windows of this rank: a list of (B, C, *size), one per tile placement."""
         if not (self.live or self.training or torch.is_grad_enabled()):
             return [self.fixed(x) for x in xs]
         if self.parts is not None or self.frames > 1:
@@ -128,7 +135,7 @@ class DistributedNorm(nn.Module):
         return list(_JointNorm.apply(self, self.weight, self.bias, *xs))
 
     def fixed(self, x: Tensor) -> Tensor:
-        """Images with the running statistics, where nothing goes back."""
+        """Normalise images with the running statistics, without a backward pass."""
         if x.numel() <= _SMALL and self.parts is None and self.frames == 1:
             y = F.batch_norm(
                 x,
@@ -152,7 +159,11 @@ class DistributedNorm(nn.Module):
         return self.closed(_normalised(opened, [_coefficients(*of).affine] * len(opened)), x)
 
     def opened(self, x: Tensor) -> Tensor:
-        """Its input with one dim of channels: the parts of a vector's are places, frames are images."""
+        """Return ``x`` with exactly one dim of channels.
+
+        The parts of a vector's channels become cells. Images stacked in the channels become images
+        of the batch.
+        """
         if self.frames > 1:
             return x.reshape(-1, self.channels, *x.shape[2:])
         return (
@@ -160,14 +171,19 @@ class DistributedNorm(nn.Module):
         )
 
     def closed(self, y: Tensor, x: Tensor) -> Tensor:
-        """Back in the dims of ``x``. No view where these are the same: it would forget in which format one image lies, and layers behind would copy it."""
+        """Return ``y`` in the shape of ``x``: the inverse of :meth:`opened`.
+
+        If the shapes are equal, ``y`` itself is returned and no view. A view of a single image
+        would lose its memory format, and later layers would copy it.
+        """
         return y if self.parts is None and self.frames == 1 else y.view_as(x)
 
     def is_local(self, xs: list[Tensor]) -> bool:
-        """Whether PyTorch's own kernel does, where there is none of ours: one rank, whole images, one tensor.
+        """Return True if PyTorch's own norm kernel gives the result and ours is not available.
 
-        Not in float64, where its plain sums lose digits, nor for group norm in channels_last, where it is slower, or in 16 bits on a
-        GPU, where autocast has it answer in float32.
+        This holds for one rank and one tensor of whole images. It is False in three cases: float64,
+        where PyTorch's plain sums lose digits; group norm in channels_last, where PyTorch is
+        slower; and group norm in 16 bits on a GPU, where autocast returns float32.
         """
         x = xs[0]
         if compiled.available(x) or not self.live or (self.training and self.dropout):
@@ -185,24 +201,26 @@ class DistributedNorm(nn.Module):
         )
 
     def is_whole(self, x: Tensor) -> bool:
-        """Whether one call of a compiled kernel does: statistics of whole images, all of which this rank has."""
+        """Return True if one call of a compiled kernel normalises ``x``.
+
+        This holds for an active norm over whole images that this rank holds alone.
+        """
         return compiled.available(x) and self.live and self.comm.size == 1 and self.has_all(x)
 
     def has_all(self, x: Tensor) -> bool:
-        """Whether a rank's only window has all that statistics are taken over."""
+        """Return True if this rank's only window holds all pixels of the statistics."""
         return self.context.per_window or self.context.owns_all(x.shape[2:])
 
     def local(self, x: Tensor) -> Tensor:
-        """The norm of whole images (B, C, *size) by PyTorch."""
+        """Normalise whole images (B, C, *size) with PyTorch's kernels."""
         y = self._local(x)
         return y if self.slope == 1 else F.leaky_relu_(y, self.slope)
 
     def _local(self, x: Tensor) -> Tensor:
         if self.kind == "group":
             return F.group_norm(x, self.groups, self.weight, self.bias, self.eps)
-        if (
-            self.kind == "instance"
-        ):  # an image alone in a batch, as PyTorch's instance norm is slow in channels_last
+        # Batch norm of one image at a time: PyTorch's instance norm is slow in channels_last.
+        if self.kind == "instance":
             rows = [
                 F.batch_norm(row, None, None, self.weight, self.bias, True, eps=self.eps)
                 for row in x.split(1)
@@ -210,9 +228,8 @@ class DistributedNorm(nn.Module):
             return rows[0] if len(rows) == 1 else torch.cat(rows)
         mean = torch.zeros(x.shape[1], dtype=torch.float32, device=x.device)
         var = torch.ones_like(mean)
-        y = F.batch_norm(
-            x, mean, var, self.weight, self.bias, True, 1.0, self.eps
-        )  # momentum 1: mean and unbiased variance of the batch
+        # With momentum 1 the kernel writes the batch's mean and unbiased variance to `mean`, `var`.
+        y = F.batch_norm(x, mean, var, self.weight, self.bias, True, 1.0, self.eps)
         if self.tracks and self.training and self.context.tracking:
             count = torch.full((), x.numel() / x.shape[1], dtype=torch.float64, device=x.device)
             self.note(Moments(count, mean.double(), var.double() * (count - 1)))
@@ -225,11 +242,11 @@ class DistributedNorm(nn.Module):
         return self.context.batch_comm if self.kind == "batch" else self.context.norm_comm
 
     def owned(self, x: Tensor, index: int) -> Tensor:
-        """The view of ``x`` on the cells that statistics are taken over: those that this rank owns."""
+        """Return the view of ``x`` on the cells that this rank owns and takes statistics of."""
         return x[(..., *self.own(x, index).slices)]
 
     def own(self, x: Tensor, index: int) -> Box:
-        """These cells, counted in ``x``."""
+        """Return the box of the owned cells inside ``x``."""
         return (
             Box.whole(x.shape[2:])
             if self.context.per_window or self.context.whole or self.parts is not None
@@ -239,7 +256,8 @@ class DistributedNorm(nn.Module):
     def times(self, index: int) -> float:
         """Return how often each value of window ``index`` enters the statistics.
 
-        Every window of an image holds the same vector. It counts by the share of the image that the window owns, so that each image counts once.
+        All windows of an image hold the same vector. Each window counts it by the share of the
+        image that it owns, so that each image counts once.
         """
         if self.parts is None or self.context.per_window:
             return 1
@@ -250,7 +268,7 @@ class DistributedNorm(nn.Module):
         return region.owned.pixels / math.prod(region.size)
 
     def rows(self, index: int) -> list[int]:
-        """The row of the statistics for each image of window ``index``."""
+        """Return the row of the statistics for each image of window ``index``."""
         images = self.context.places[index].images
         if self.context.per_window:
             before = sum(len(place.images) for place in self.context.places[:index])
@@ -263,20 +281,24 @@ class DistributedNorm(nn.Module):
         return [0 if self.kind == "batch" else image for image in images]
 
     def rows_of(self, x: Tensor, index: int) -> list[int]:
-        """The row of the statistics for each entry of the batch of window ``index``; a user's own module, which calls its layers itself, may have parts of images there."""
+        """Return the row of the statistics for each entry of the batch of window ``index``.
+
+        A user module that calls its layers itself may put parts of images into the batch, so there
+        the entries of ``x`` are counted.
+        """
         if not self.context.whole:
             return self.rows(index)
         return [0] * len(x) if self.kind == "batch" else list(range(len(x)))
 
     def whole(self, x: Tensor) -> compiled.Norm:
-        """What the kernel has to know of the norm of whole images (B, C, *size)."""
+        """Return the settings that the compiled kernel needs for whole images (B, C, *size)."""
         keys, p = None, 0.0
         if self.training and self.dropout:
             keys, p = self.dropout[0].keys(self.context.places[0]), self.dropout[0].p
         return compiled.Norm(self.groups or 0, self.kind == "batch", self.eps, self.slope, p, keys)
 
     def masks(self, xs: list[Tensor]) -> list[Tensor | None]:
-        """For each window what a dropout scales the channels of its images by, (B, C) float64; None where there is none."""
+        """Return the channel dropout mask of each window, (B, C) float64; None: no dropout."""
         if not (self.training and self.dropout):
             return [None] * len(xs)
         return [
@@ -285,7 +307,7 @@ class DistributedNorm(nn.Module):
         ]
 
     def moments(self, x: Tensor, index: int, mask: Tensor | None = None) -> list["Contribution"]:
-        """Moments of the channels of window ``index``, image by image."""
+        """Return the moments of the channels of window ``index``, one contribution per image."""
         owned, times = self.owned(self.opened(x), index), self.times(index)
         parts = [of_channels(owned[b : b + 1]) for b in range(len(owned))]
         if times != 1:
@@ -301,7 +323,11 @@ class DistributedNorm(nn.Module):
         ]
 
     def statistics(self, parts: list["Contribution"]) -> Moments:
-        """From the moments of all windows of this rank those over the tile group: (I, K) with I images (batch: 1) and K channels or groups."""
+        """Combine the moments of this rank's windows with those of the tile group.
+
+        Returns:
+            Moments (I, K): I images (1 for batch norm) and K channels or groups.
+        """
         by_row: dict[int, list[Contribution]] = {}
         for part in parts:
             by_row.setdefault(part.row, []).append(part)
@@ -311,9 +337,9 @@ class DistributedNorm(nn.Module):
         if self.kind == "group":
             mine = by_group(mine, self.groups)
         others = self.comm.size > 1
-        home = torch.device("cpu") if others else None  # where messages come to
+        home = torch.device("cpu") if others else None
         everyone = combine(mine.unpacked(gather(mine.packed(), self.comm, home)))
-        # What is known on the host is not read from a GPU, which would have to be waited for.
+        # A rank alone computes the count on the host: reading it from a GPU would synchronise.
         self._check_count(everyone.count.min() if others else self._least(by_row, everyone))
         everyone = everyone.on(mine.mean.device)
         if self.tracks and self.training and self.context.tracking:
@@ -321,14 +347,14 @@ class DistributedNorm(nn.Module):
         return everyone
 
     def _least(self, by_row: dict[int, list["Contribution"]], statistics: Moments) -> float:
-        """The fewest values that a statistic of this rank alone is of."""
+        """Return the smallest number of values that any statistic of this rank is taken over."""
         channels = (
             next(iter(by_row.values()))[0].moments.mean.shape[-1] // statistics.mean.shape[-1]
         )
         return channels * min(sum(part.pixels for part in parts) for parts in by_row.values())
 
     def check_map(self, cells: int, channels: int) -> None:
-        """Refuse a map of an image that has too few cells for statistics.
+        """Refuse a feature map that has too few cells for statistics.
 
         Raises:
             ValueError: naming the norm and the repair.
@@ -337,14 +363,16 @@ class DistributedNorm(nn.Module):
             self._check_count(cells * (channels // self.groups if self.kind == "group" else 1))
 
     def _check_count(self, count) -> None:
-        if count < 1.5:  # a whole number, but for rounding where windows hold shares of an image
+        # The count is a whole number up to rounding: windows add shares of an image (`times`).
+        if count < 1.5:
             raise ValueError(
-                f"{self.name}: a norm needs at least 2 values a channel, but the feature map of this image has {round(float(count))}: "
+                f"{self.name}: a norm needs at least 2 values a channel, but the feature map of "
+                f"this image has {round(float(count))}: "
                 "take a larger image or crop, or a smaller model.depth"
             )
 
     def known(self) -> Moments:
-        """The statistics of a norm that is not live: the running ones, of one row, for any number of pixels."""
+        """Return the running statistics of an inactive norm, as one row of count 1."""
         mean, var = self.running.running_mean, self.running.running_var
         return Moments(
             torch.ones(1, dtype=torch.float64, device=mean.device),
@@ -355,7 +383,7 @@ class DistributedNorm(nn.Module):
     def normalise(
         self, x: Tensor, index: int, statistics: Moments, mask: Tensor | None = None
     ) -> Tensor:
-        """Window ``index`` normalised with these statistics, and what is folded into the norm."""
+        """Normalise window ``index`` with the given statistics, folded layers included."""
         return _normalised(
             x,
             [coefficients.affine for coefficients in self.coefficients(x, index, statistics, mask)],
@@ -364,35 +392,53 @@ class DistributedNorm(nn.Module):
     def coefficients(
         self, x: Tensor, index: int, statistics: Moments, mask: Tensor | None
     ) -> list["Coefficients"]:
-        """For each image of window ``index``."""
+        """Return the coefficients of each image of window ``index``."""
         rows, channels = self.rows_of(x, index), x.shape[1]
         mean, var = (self.per_channel(v, channels) for v in (statistics.mean, statistics.var))
-        of = lambda i, mask: _coefficients(
-            mean[i], var[i], self.eps, self.weight, self.bias, self.slope, mask
-        )
-        if mask is None:  # once for the images that share statistics
-            each = {i: of(i, None) for i in set(rows)}
+
+        def of_row(i: int, mask: Tensor | None) -> Coefficients:
+            return _coefficients(
+                mean[i], var[i], self.eps, self.weight, self.bias, self.slope, mask
+            )
+
+        # Without dropout, images that share statistics share their coefficients too.
+        if mask is None:
+            each = {i: of_row(i, None) for i in set(rows)}
             return [each[i] for i in rows]
-        return [of(i, mask[b]) for b, i in enumerate(rows)]
+        return [of_row(i, mask[b]) for b, i in enumerate(rows)]
 
     def per_channel(self, values: Tensor, channels: int) -> Tensor:
-        """(I, K) -> (I, C)."""
+        """Repeat the value of each group for its channels: (I, K) -> (I, C)."""
         return values.repeat_interleave(channels // values.shape[-1], -1)
 
     def tilt_and_shift(
         self, c: "Coefficients", shares: Tensor, times: float = 1
     ) -> tuple[Tensor, Tensor]:
-        """Of -r / N * (s1 + (xhat - s0 / N) * s2), by which the gradient of owned pixels differs, each of which stands for so many; shares: s1, s2, of vectors s0, divided by N."""
+        """Return the gradient that the statistics add on owned pixels, as two vectors (C,).
+
+        The statistics add -r / N * (s1 + (xhat - s0 / N) * s2) to dx, ``times`` times. As a
+        function of x this is tilt * (x - pivot) + shift.
+
+        Args:
+            shares: s1 / N and s2 / N; for vectors also s0 / N.
+            times: how often each pixel enters the statistics (:meth:`times`).
+        """
         s1, s2, *s0 = shares
         return -c.hat * c.hat * s2 * times, -c.hat * (s1 + (c.offset - sum(s0)) * s2) * times
 
     def pending(self, statistics: Moments) -> "Pending":
-        """Windows one after another, with these statistics."""
+        """Return the norm of windows that are normalised one after another with ``statistics``."""
         return Pending(self, statistics)
 
 
 class Contribution(NamedTuple):
-    """What an image of a window adds to the statistics: their row, the moments of its channels, and the pixels these are of."""
+    """Contribution of one image of a window to the statistics.
+
+    Attributes:
+        row: the row of the statistics that it is added to.
+        moments: the moments of its channels.
+        pixels: how many pixels they were taken over.
+    """
 
     row: int
     moments: Moments
@@ -400,7 +446,7 @@ class Contribution(NamedTuple):
 
 
 class Coefficients(NamedTuple):
-    """Of one image: y by ``affine``, and xhat = hat * (x - pivot) + offset; all (C,)."""
+    """Coefficients of one image, each (C,): y = affine(x), xhat = hat * (x - pivot) + offset."""
 
     affine: Affine
     hat: Tensor
@@ -415,7 +461,8 @@ def _coefficients(
     b = torch.zeros_like(r) if bias is None else bias.detach().double()
     if mask is None:
         return Coefficients(Affine(mean, r * w, b, slope), r, 0.0)
-    # The norm's input is mask * x: mask * x - mean = mask * (x - mean / mask), but for channels that were dropped.
+    # The norm's input is mask * x, and mask * x - mean = mask * (x - mean / mask). A dropped
+    # channel has mask 0: its input is 0 everywhere, so xhat is the constant -mean * r.
     kept = mask > 0
     pivot = torch.where(kept, mean / mask.where(kept, 1), 0)
     offset = torch.where(kept, 0, -mean * r)
@@ -423,7 +470,10 @@ def _coefficients(
 
 
 class _WholeNorm(torch.autograd.Function):
-    """Of one tensor, without a message: what :class:`_JointNorm` does, in one call there and one back."""
+    """Norm of images that one rank holds whole: one fused kernel forward and one backward.
+
+    Equivalent to :class:`_JointNorm` on one rank.
+    """
 
     @staticmethod
     def forward(ctx, norm: DistributedNorm, weight, bias, x):
@@ -450,11 +500,13 @@ class _WholeNorm(torch.autograd.Function):
 
 @lru_cache(1024)
 def _number(count: int) -> Tensor:
-    """Return a count as a tensor, which nobody writes to."""
+    """Return a count as a tensor. It is cached, so the caller must not write to it."""
     return torch.tensor(count, dtype=torch.float64)
 
 
 class _JointNorm(torch.autograd.Function):
+    """Norm of all windows of a rank, with the statistics of the whole tile group."""
+
     @staticmethod
     def forward(ctx, norm: DistributedNorm, weight, bias, *xs):
         masks = norm.masks(xs)
@@ -521,9 +573,10 @@ class _JointNorm(torch.autograd.Function):
 
 
 class Pending:
-    """The backward pass of a live norm whose windows come one after another: what the statistics collect, until all are through.
+    """Active norm of windows that are computed one after another, as streamed tiles are.
 
-    ``statistics`` as :meth:`DistributedNorm.statistics` gives them.
+    It collects the gradient of the statistics until the backward pass of all windows is through.
+    ``statistics`` come from :meth:`DistributedNorm.statistics`.
     """
 
     def __init__(self, norm: DistributedNorm, statistics: Moments):
@@ -531,10 +584,13 @@ class Pending:
         self.dweight = self.dbias = self.centre = None
 
     def __call__(self, x: Tensor, index: int, mask: Tensor | None, share: float) -> Tensor:
-        """Normalise window ``index``; its backward pass takes the statistics for constants, and keeps their gradient.
+        """Normalise window ``index``.
+
+        The backward pass takes the statistics for constants and stores their gradient.
 
         Args:
-            share: of the image, that the window stands for; those of all windows of an image add up to 1, also where windows overlap.
+            share: the share of the image that the window stands for. The shares of all windows of
+                an image add up to 1, even if windows overlap.
         """
         opened = self.norm.opened(x)
         self.channels = opened.shape[1]
@@ -550,6 +606,7 @@ class Pending:
     def collect(
         self, row: int, g: Tensor, x: Tensor, coefficients: Coefficients, times: float
     ) -> None:
+        """Add an image's part of the gradients of weight, bias and statistics."""
         if self.dweight is None:
             self._begin(x.device)
         _collect(self.dweight[row], self.dbias[row], g, x, coefficients)
@@ -563,24 +620,31 @@ class Pending:
         self.centre = None if self.norm.parts is None else torch.zeros_like(self.dweight)
 
     def settle(self) -> None:
-        """Once all windows are through, on all ranks: the parameters' gradients, and what :meth:`corrected` takes."""
+        """Complete the gradients of weight and bias, and the terms that :meth:`corrected` needs.
+
+        Collective over the ranks that share statistics. Called when the backward pass of all
+        windows is through.
+        """
         norm = self.norm
-        if self.dweight is None:  # no gradient came back, as from what is detached
+        # No window had a backward pass, for instance because the result was detached.
+        if self.dweight is None:
             self._begin(self.statistics.mean.device)
         self.shares = _shares(
             norm, norm.weight, self.dweight, self.dbias, self.centre, self.statistics.count
         )
-        learns = lambda p: p is not None and p.requires_grad
-        accumulate(
-            (norm.weight, norm.bias),
-            [
-                d.sum(0).to(p.dtype) if learns(p) else None
-                for p, d in ((norm.weight, self.dweight), (norm.bias, self.dbias))
-            ],
-        )
+        gradients = [
+            d.sum(0).to(p.dtype) if p is not None and p.requires_grad else None
+            for p, d in ((norm.weight, self.dweight), (norm.bias, self.dbias))
+        ]
+        accumulate((norm.weight, norm.bias), gradients)
 
     def corrected(self, g: Tensor, x: Tensor, own: Box, index: int, mask: Tensor | None) -> Tensor:
-        """From the gradient with constant statistics that of ``x``, of which ``own`` is owned."""
+        """Add the gradient through the statistics to ``g``, the gradient with constant statistics.
+
+        Args:
+            x: the norm's input in window ``index``.
+            own: the owned cells of ``x``.
+        """
         form, g, x = x, self.norm.opened(g), self.norm.opened(x)
         own, dx = own if self.norm.parts is None else Box.whole(x.shape[2:]), torch.empty_like(x)
         for b, (i, c) in enumerate(
@@ -599,6 +663,8 @@ class Pending:
 
 
 class _PendingNorm(torch.autograd.Function):
+    """Norm of one window with constant statistics, whose gradient goes to a :class:`Pending`."""
+
     @staticmethod
     def forward(
         ctx, pending: Pending, coefficients: list[Coefficients], rows: list[int], times: float, x
@@ -627,9 +693,10 @@ def _collect(dweight: Tensor, dbias: Tensor, g: Tensor, x: Tensor, c: Coefficien
 
 
 def _centre(x: Tensor, c: Coefficients, times: float) -> Tensor:
-    """The sum of xhat over an image, which stands for so many: zero but for the rounding of the mean.
+    """Return ``times`` the sum of xhat over an image, which is 0 up to the rounding of the mean.
 
-    Of vectors of a batch, which differ by little, that is large against xhat, and gradients that nearly cancel would show it.
+    The vectors of a batch can differ by so little that this rounding is large against xhat. In a
+    gradient whose terms nearly cancel it would show.
     """
     return (
         (x.double() - c.affine.pivot.view(1, -1, *(1 for _ in x.shape[2:])))
@@ -649,7 +716,7 @@ def _shares(
     centre: Tensor | None,
     pixels: Tensor,
 ) -> Tensor:
-    """s1 / N and s2 / N of each channel, (2, I, C); of vectors s0 / N too, (3, I, C)."""
+    """Return s1 / N and s2 / N of each channel, (2, I, C); for vectors also s0 / N, (3, I, C)."""
     channels = dweight.shape[-1]
     sums = torch.stack((dbias, dweight))  # (2, I, C)
     sums = sums if weight is None else sums * weight.double()
@@ -660,25 +727,31 @@ def _shares(
 
 
 def _nowhere(x: Tensor) -> Box:
-    """No cell: where tilt and shift are those of a constant."""
+    """Return an empty box: no pixel gets the statistics' gradient."""
     return Box.whole((0,) * (x.dim() - 2))
 
 
 def _normalised(x: Tensor, affines: list[Affine]) -> Tensor:
     y = torch.empty_like(x)
     if len(affines) > 1 and all(affine is affines[0] for affine in affines):
-        if x.is_contiguous():  # images alike are one with as many times the channels
+        # Images with equal coefficients are one image with B times the channels.
+        if x.is_contiguous():
             pivot, scale, shift, slope = affines[0]
             many = Affine(*(v.repeat(len(x)) for v in (pivot, scale, shift)), slope)
             _kernels(x).forward(x.flatten(0, 1)[None], many, out=y.flatten(0, 1)[None])
             return y
-        if x.is_contiguous(memory_format=channels_last(x.dim())):  # or one below the other
-            below = lambda t: t.movedim(1, -1).flatten(0, 1).movedim(-1, 0)[None]
-            _kernels(x).forward(below(x), affines[0], out=below(y))
+        # In channels_last they are one image with B times the rows.
+        if x.is_contiguous(memory_format=channels_last(x.dim())):
+            _kernels(x).forward(_stacked_rows(x), affines[0], out=_stacked_rows(y))
             return y
     for b, affine in enumerate(affines):
         _kernels(x).forward(x[b : b + 1], affine, out=y[b : b + 1])
     return y
+
+
+def _stacked_rows(x: Tensor) -> Tensor:
+    """Return a view of images in channels_last as one image: (B, C, H, W) -> (1, C, B * H, W)."""
+    return x.movedim(1, -1).flatten(0, 1).movedim(-1, 0)[None]
 
 
 def _kernels(x: Tensor):
@@ -686,7 +759,11 @@ def _kernels(x: Tensor):
 
 
 def live_layers(layers: Iterable[nn.Module], frozen: bool) -> list[int]:
-    """The positions of those that take statistics in training; ``frozen``: batch norms take none."""
+    """Return the positions of the layers that take statistics in training.
+
+    Args:
+        frozen: batch norms use their running statistics and take none.
+    """
     return [
         position
         for position, layer in enumerate(layers)
@@ -695,20 +772,16 @@ def live_layers(layers: Iterable[nn.Module], frozen: bool) -> list[int]:
 
 
 def kind_of(norm: nn.Module) -> str:
-    """Of a plain layer: batch, group, instance or mean."""
+    """Return the kind of a plain layer: batch, group, instance or mean."""
     if isinstance(norm, Mean):
         return "mean"
-    return (
-        "group"
-        if isinstance(norm, nn.GroupNorm)
-        else "instance"
-        if isinstance(norm, nn.modules.instancenorm._InstanceNorm)
-        else "batch"
-    )
+    if isinstance(norm, nn.GroupNorm):
+        return "group"
+    return "instance" if isinstance(norm, nn.modules.instancenorm._InstanceNorm) else "batch"
 
 
 def tracks(norm: nn.Module) -> bool:
-    """Whether a plain norm layer has running statistics that serve here."""
+    """Return True if a plain norm layer has running statistics that distseg updates."""
     return kind_of(norm) == "batch" and norm.track_running_stats
 
 
@@ -716,38 +789,41 @@ def _kind(norm: nn.Module, name: str) -> str:
     kind = kind_of(norm)
     if kind == "instance" and norm.track_running_stats:
         raise ValueError(
-            f"{name}: instance norm with running statistics is not supported: set track_running_stats=False"
+            f"{name}: instance norm with running statistics is not supported: set "
+            "track_running_stats=False"
         )
     if kind == "batch" and norm.momentum is None:
         raise ValueError(
-            f"{name}: batch norm with a cumulative average (momentum=None) is not supported: give it a momentum, such as 0.1"
+            f"{name}: batch norm with a cumulative average (momentum=None) is not supported: give "
+            "it a momentum, such as 0.1"
         )
     return kind
 
 
 def commit(norms: list[DistributedNorm], groups_comm, unbiased: bool = False) -> None:
-    """Update running statistics from all that was seen since the last time, once an optimizer step.
+    """Update running statistics once an optimizer step, from all statistics noted since the last.
 
-    As torchgpipe's deferred batch norm: the mean and biased variance of all images of the step together, over
-    micro-batches and sample groups, enter the running averages once, and once for each place of a layer that stands at several. One message
-    for all layers.
+    This is deferred batch norm, as in torchgpipe. The mean and variance of all images of the step,
+    over micro-batches and sample groups, enter the running averages once. A layer that is called
+    several times in a pass updates them once per call. One message serves all layers.
 
     Args:
-        unbiased: the variance m2 / (n - 1) enters, as with PyTorch's layers, instead of m2 / n.
+        groups_comm: one rank with this rank's tile in each sample group.
+        unbiased: use the variance m2 / (n - 1), as PyTorch's layers do, instead of m2 / n.
     """
     turns = [(n, n.seen[turn]) for n in norms for turn in sorted(n.seen)]
     if not turns:
         return
     seen = [each[0] if len(each) == 1 else combine(stack(each)) for _, each in turns]
-    home = seen[0].count.device  # the layers of a pipeline in one process lie on several
+    # The layers of a pipeline in one process lie on several devices.
+    home = seen[0].count.device
     channels = [m.mean.numel() for m in seen]
     counts, means, m2s = (
         torch.cat([x.to(home).expand(c) for x, c in zip(tensors, channels)])
         for tensors in zip(*seen)
     )
-    mine = Moments(
-        counts, means.unsqueeze(-1), m2s.unsqueeze(-1)
-    )  # layers as one, whose channels have counts of their own
+    # All layers become one flat list of channels, each with its own count.
+    mine = Moments(counts, means.unsqueeze(-1), m2s.unsqueeze(-1))
     total = (
         mine
         if groups_comm.size == 1
@@ -763,5 +839,6 @@ def commit(norms: list[DistributedNorm], groups_comm, unbiased: bool = False) ->
         running.num_batches_tracked.add_(1)
         n.seen.clear()
     for n in norms:
-        for field in RUNNING if n.keeper else ():  # as checkpoints have them, by each place's name
+        # A checkpoint names these buffers at each place of the layer, so each place has a copy.
+        for field in RUNNING if n.keeper else ():
             n._buffers[field].copy_(n.running._buffers[field])

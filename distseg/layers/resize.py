@@ -37,9 +37,8 @@ class Placed(nn.Module):
         self, inner: Follows, context: Context, sizes: Callable[[Sequence[int]], Sequence[int]]
     ):
         super().__init__()
-        self.__dict__.update(
-            inner=inner, context=context, sizes=sizes
-        )  # no child: it has no weights
+        # No child: it has no weights.
+        self.__dict__.update(inner=inner, context=context, sizes=sizes)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.inner.made(x, self.sizes(self.context.place.image))
@@ -59,7 +58,8 @@ class PlacedPositions(Positions):
         place = self.context.place
         if place.window.size != place.image:
             raise ValueError(
-                "windows that go through a network as images of their own do not know where in the image they are, which this network's code asks for"
+                "windows that go through a network as images of their own do not know where in "
+                "the image they are, which this network's code asks for"
             )
         return self.on_box(x, x.shape[2:], Box.whole(x.shape[2:]))
 
@@ -101,13 +101,12 @@ def resized(x: Tensor, footprints: Sequence[Resize], part: Part, ratio: bool = F
     if x.device.type == "cpu" and torch.is_autocast_enabled("cpu"):
         x = x.float()  # as autocast has F.interpolate do
     shares = [_shares_of(x, footprints, spans, dim, ratio) for dim in range(len(spans))]
-    last, x = (
-        lies_last(x),
-        x.movedim(1, -1),
-    )  # cells are gathered several times as fast with their channels side by side
+    # Cells are gathered several times as fast with their channels side by side.
+    last, x = (lies_last(x), x.movedim(1, -1))
+    # What makes less of it first.
     for dim in sorted(
         range(len(spans)), key=lambda d: (spans[d].stop - spans[d].start) / max(1, spans[d].have)
-    ):  # what makes less of it first
+    ):
         x = _Weighted.apply(x, dim + 1, *shares[dim])
     return x.movedim(-1, 1) if last else x.movedim(-1, 1).contiguous()
 
@@ -176,11 +175,12 @@ def nearest_places(
         dims, dim: of the map, and the one that is resized.
         last: channels come last in memory.
     """
+    # Exact in bfloat16 too.
     digits = (
         torch.arange(n, device=device).view(n, 1)
         // torch.tensor([1, _BASE, _BASE**2, _BASE**3], device=device)
         % _BASE
-    )  # exact in bfloat16 too
+    )
     shape = [1, 4, *(n if d == dim else 1 for d in range(dims))]
     x = digits.t().reshape(shape).to(getattr(torch, dtype.removeprefix("torch.")))
     if last:

@@ -130,9 +130,8 @@ class DistributedLogSumExp(_OfImage):
 def exponentials(parts: Moments) -> Moments:
     """Combine parts stacked along dim 0."""
     largest = parts.mean.amax(0)
-    less = torch.where(
-        parts.mean == -math.inf, parts.mean, parts.mean - largest
-    )  # nothing of a part without cells, also where all are so
+    # Nothing of a part without cells, also where all are so.
+    less = torch.where(parts.mean == -math.inf, parts.mean, parts.mean - largest)
     return Moments(parts.count.sum(0), largest, (parts.m2 * less.exp()).sum(0))
 
 
@@ -211,7 +210,8 @@ class DistributedLargest(_OfImage):
         )
         if found.count.min() < self.of_whole.k:
             raise ValueError(
-                f"layer {self.name} takes the {self.of_whole.k} largest values of {found.count.min():.0f} places: take images that are larger"
+                f"layer {self.name} takes the {self.of_whole.k} largest values of "
+                f"{found.count.min():.0f} places: take images that are larger"
             )
         return found
 

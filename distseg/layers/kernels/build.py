@@ -44,7 +44,8 @@ def library() -> ctypes.CDLL | None:
     except (OSError, subprocess.SubprocessError) as e:
         reason = getattr(e, "stderr", None) or str(e)
         warnings.warn(
-            f"distseg's norm kernels could not be built, so PyTorch's slower ones are used (name a C++ compiler as CXX): {reason.strip()[-500:]}"
+            "distseg's norm kernels could not be built, so PyTorch's slower ones are used (name a "
+            f"C++ compiler as CXX): {reason.strip()[-500:]}"
         )
         return None
 
@@ -63,9 +64,8 @@ def _loaded(compiler: list[str]) -> ctypes.CDLL:
     except (OSError, subprocess.SubprocessError):
         pass  # a home that can't be written, as on some clusters' compute nodes, or is full
     with tempfile.TemporaryDirectory(prefix="distseg-") as private:
-        return ctypes.CDLL(
-            str(_compiled(compiler, Path(private)))
-        )  # which stays loaded without its file
+        # Which stays loaded without its file.
+        return ctypes.CDLL(str(_compiled(compiler, Path(private))))
 
 
 def _cache() -> Path:
@@ -90,12 +90,12 @@ def check_folder(folder: Path) -> None:
     """
     for place in (folder, *folder.absolute().parents, *folder.resolve().parents):
         status = place.stat()
-        shared = (
-            place != folder and status.st_mode & stat.S_ISVTX
-        )  # as /tmp, where nobody can replace another's folder
+        # As /tmp, where nobody can replace another's folder.
+        shared = place != folder and status.st_mode & stat.S_ISVTX
         if not _safe(status) and not (shared and _owners(status)):
             raise Untrusted(
-                f"others can write to {place}: chmod go-w it, or name a folder of your own as XDG_CACHE_HOME"
+                f"others can write to {place}: chmod go-w it, or name a folder of your own as "
+                "XDG_CACHE_HOME"
             )
 
 
@@ -199,9 +199,8 @@ def _compiled(compiler: list[str], place: Path) -> Path:
         subprocess.run(
             [*compiler, *command], check=True, capture_output=True, text=True, timeout=_LONGEST
         )
-    linked.chmod(
-        linked.stat().st_mode & ~(stat.S_IWGRP | stat.S_IWOTH)
-    )  # which some users' umask would leave on
+    # Which some users' umask would leave on.
+    linked.chmod(linked.stat().st_mode & ~(stat.S_IWGRP | stat.S_IWOTH))
     return linked
 
 

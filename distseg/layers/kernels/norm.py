@@ -255,9 +255,8 @@ def _call(
     images = [_in_runs(image, last) for image in images]
     size = images[0].shape[2:]
     if own is not None and not Box.whole(size).contains(own):
-        raise ValueError(
-            f"the cells {own} that are owned reach beyond a map of {tuple(size)}"
-        )  # the kernel would write there
+        # The kernel would write there.
+        raise ValueError(f"the cells {own} that are owned reach beyond a map of {tuple(size)}")
     if own in (None, Box.whole(size)):
         images, own = _merged(last, *images), None
     x = images[0]
@@ -305,9 +304,8 @@ def _into(out: Tensor, written: Tensor) -> Tensor:
 def _in_runs(x: Tensor, last: bool) -> Tensor:
     """``x``, copied where its rows are no runs: of pixels with all their channels (``last``), or of one channel's pixels."""
     channels, width = x.shape[1], x.shape[-1]
-    apart = (
-        x.stride(-1) if width > 1 else channels if last else 1
-    )  # of a lone pixel both layouts are true
+    # Of a lone pixel both layouts are true.
+    apart = x.stride(-1) if width > 1 else channels if last else 1
     if apart == (channels if last else 1) and (not last or x.stride(1) == 1):
         return x
     return x.contiguous(memory_format=channels_last(x.dim()) if last else torch.contiguous_format)

@@ -18,9 +18,9 @@ from torch import Tensor
 from distseg.layers.kernels.norm import Affine
 from distseg.tiling.tile import Box
 
-_CHUNK = (
-    1 << 9
-)  # pixels that a CPU adds one after another in float64, which is for comparing digits; a GPU adds in a tree
+# Pixels that a CPU adds one after another in float64, which is for comparing digits; a GPU adds
+# in a tree.
+_CHUNK = 1 << 9
 
 _CACHED = 1 << 17  # values
 

@@ -1,9 +1,12 @@
-"""What the distributed layers of one model know about the work in hand.
+"""The state that all distributed layers of one model share during a forward pass.
 
-A layer of a plain ``nn.Sequential`` is called with a tensor and nothing else. Its distributed twin must also know
-where that tensor lies, whose sample it is and with whom statistics are shared. The executor writes it here before each
-forward pass, and every twin of the model holds the same object. What belongs to one forward pass is of one thread, as
-the threads of a rank may compute several micro-batches at once (:mod:`distseg.runtime.devices`, autograd's own).
+A layer of a plain ``nn.Sequential`` is called with a tensor and nothing else. Its distributed
+counterpart must also know where that tensor lies in the image, whose sample it is, and which ranks
+share statistics. The executor writes this into the context before each forward pass. Every
+distributed layer of the model holds the same context object.
+
+The fields of one forward pass are local to a thread: several threads of a rank may compute
+different micro-batches at once (:mod:`distseg.runtime.devices`, autograd's own threads).
 """
 
 from __future__ import annotations
@@ -31,30 +34,37 @@ class _Pass(threading.local):
         self.tracking = True
 
     def __reduce__(self):
-        return _Pass, ()  # a copy of a model is in no forward pass
+        # A copy or pickle of a model is in no forward pass.
+        return _Pass, ()
 
 
 @dataclass
 class Context:
+    """State of one model's distributed layers: communicators, random seed, current forward pass."""
+
     norm_comm: object = field(default_factory=Alone)
     """Ranks that share the statistics of instance and group norm: the tile group."""
     batch_comm: object = field(default_factory=Alone)
-    """Ranks that share those of batch norm: the tile group, or all replicas (``norm_scope: step``)."""
+    """Ranks that share the statistics of batch norm: the tile group, or all replicas with
+    ``norm_scope: step``."""
     groups_comm: object = field(default_factory=Alone)
-    """Ranks whose batch norm statistics enter the running ones: those with this rank's tile in each sample group."""
+    """Ranks whose batch norm statistics enter the running statistics: one in each sample group,
+    with the tile of this rank."""
     per_window: bool = False
-    """Statistics of single windows, halo included, as the paper ran it: an approximation (``norm_scope: window``)."""
+    """Statistics are taken of each window by itself, halo included (``norm_scope: window``). This
+    is an approximation, the one of Seal et al. 2020."""
     whole: bool = False
-    """All windows are whole images, of a network whose maps are not known."""
+    """All windows are whole images of a network whose feature maps are not known."""
     around: Callable[[dict[str, Tensor]], ContextManager] = skip_store
-    """In which layers are called, norms aside; given the skips of the piece at hand."""
+    """Context manager in which all layers but norms are called, made from the skips of the tile
+    batch."""
     seed: int = 0
     epoch: int = 0
     _pass: _Pass = field(default_factory=_Pass, init=False, repr=False, compare=False)
 
     @property
     def places(self) -> list[TilePlacement]:
-        """The windows of this forward pass."""
+        """Placements of the windows of this forward pass."""
         return self._pass.places
 
     @places.setter
@@ -63,7 +73,10 @@ class Context:
 
     @property
     def regions(self) -> list[Region] | None:
-        """What is held and owned of the feature map that a layer is called with; None, as after new places, where it follows from the windows."""
+        """Regions, held and owned, of the feature map that a layer is called with; one per window.
+
+        None, as after ``places`` was set, if they follow from the windows and the layer's stride.
+        """
         return self._pass.regions
 
     @regions.setter
@@ -71,7 +84,12 @@ class Context:
         self._pass.regions = regions
 
     def region(self, index: int, stride: tuple[int, ...], held: Sequence[int]) -> Region:
-        """The same of window ``index``, at a layer with this cumulative stride that has ``held`` cells of it."""
+        """Return the held and owned boxes of window ``index`` in a feature map.
+
+        Args:
+            stride: the layer's cumulative stride in pixels.
+            held: how many cells of the map the window holds, per dim.
+        """
         if self.regions is not None:
             return self.regions[index]
         place = self.places[index]
@@ -85,7 +103,7 @@ class Context:
         )
 
     def owns_all(self, size: tuple[int, ...]) -> bool:
-        """Whether the first window holds a feature map of this size, and owns all of it."""
+        """Return True if the first window holds and owns the whole feature map of this size."""
         if self.regions is not None:
             return self.regions[0].owned.size == size
         place = self.places[0]
@@ -93,7 +111,7 @@ class Context:
 
     @property
     def current(self) -> int:
-        """The window that a layer is working on."""
+        """Index of the window that a layer is working on."""
         return self._pass.current
 
     @current.setter
@@ -102,7 +120,7 @@ class Context:
 
     @property
     def tracking(self) -> bool:
-        """Off while a forward pass is repeated, so that running statistics count it once."""
+        """True unless this forward pass repeats one that running statistics have counted."""
         return self._pass.tracking
 
     @tracking.setter
@@ -111,7 +129,7 @@ class Context:
 
     @contextmanager
     def repeating(self, repeated: bool = True):
-        """Forward passes inside have been counted before, if ``repeated``."""
+        """Exclude forward passes inside from the running statistics if they are ``repeated``."""
         before, self.tracking = self.tracking, not repeated
         try:
             yield
@@ -120,4 +138,5 @@ class Context:
 
     @property
     def place(self) -> TilePlacement:
+        """Placement of the window that a layer is working on."""
         return self.places[self.current]

@@ -1,9 +1,11 @@
-"""Convolutions whose backward pass is in two parts: the input's gradient at once, the weight's later.
+"""Convolutions with a backward pass in two parts: the input's gradient now, the weight's later.
 
-The two take as long as each other, and only the input's is awaited by other ranks. So it comes first, and where borders were exchanged
-before the convolution, theirs are sent. The weight's is put off (:mod:`distseg.comm.waits`), and goes right into the parameter's ``grad``.
-That is how a convolution is computed together with the exchange before it (:func:`exchanged_convolution`), and how any other is under a
-schedule that wants it so (:class:`WeightsApart`).
+Both parts take the same time, but other ranks wait only for the input's gradient. So it is computed
+first and, if a halo exchange came before the convolution, the halo's gradient is sent. The weight's
+gradient is deferred (:mod:`distseg.comm.waits`) and is added to the parameter's ``grad`` directly.
+
+:func:`exchanged_convolution` computes a convolution together with the halo exchange before it.
+:class:`WeightsApart` defers the weight gradients of all other convolutions.
 """
 
 from __future__ import annotations
@@ -26,14 +28,14 @@ from distseg.tiling.tile import Box
 
 @dataclass(frozen=True)
 class _Call:
-    """Arguments of PyTorch's convolution but for tensors, a number each dim."""
+    """Arguments of PyTorch's convolution other than tensors, with one number per dim."""
 
     stride: Sequence[int]
     padding: Sequence[int]
     dilation: Sequence[int]
     groups: int
     output_padding: Sequence[int] | None = None
-    """Of a transposed convolution; None of others."""
+    """Output padding of a transposed convolution; None for an ordinary one."""
 
     @property
     def _arguments(self) -> tuple:
@@ -51,14 +53,14 @@ class _Call:
         return torch.ops.aten.convolution(x, weight, bias, *self._arguments)
 
     def backward(self, g: Tensor, x: Tensor, weight: Tensor, mask: list[bool]):
-        """The gradients of x, weight and bias that the mask wants."""
+        """Return the gradients of x, weight and bias that ``mask`` asks for."""
         return torch.ops.aten.convolution_backward(
             g, x, weight, [g.shape[1]] if mask[2] else None, *self._arguments, mask
         )
 
 
 class _NoExchange:
-    """Of a convolution that has all it looks at."""
+    """Null object in place of a halo exchange, for a convolution that holds its whole input."""
 
     def __init__(self, waits: Waits):
         self.waits = waits
@@ -76,9 +78,10 @@ class _NoExchange:
 
 
 class _Convolution(torch.autograd.Function):
-    """The convolution of several tensors after an exchange.
+    """Convolution of several tensors after a halo exchange.
 
-    ``parameters`` are those that gradients go to, where ``weight`` and ``bias`` may be these in another type.
+    Gradients go to ``parameters``. ``weight`` and ``bias`` may be these parameters in another
+    dtype.
     """
 
     @staticmethod
@@ -87,13 +90,14 @@ class _Convolution(torch.autograd.Function):
     ):
         frames = exchange.forward(xs)
         ctx.parameters, ctx.exchange, ctx.calls = parameters, exchange, calls
-        # In PyTorch's own order: a checkpointed block may compute it again outside.
+        # The order of PyTorch's own convolution. Activation checkpointing matches saved tensors by
+        # position and may compute this convolution again as PyTorch's own.
         ctx.save_for_backward(*frames, weight)
         return tuple(call.forward(frame, weight, bias) for call, frame in zip(calls, frames))
 
     @staticmethod
     def backward(ctx, *gs):
-        # What is put off must not hold the graph behind them.
+        # Deferred work must not keep the autograd graph of these tensors alive.
         *frames, weight = (t.detach() for t in ctx.saved_tensors)
         parameters, exchange, calls, wanted = (
             ctx.parameters,
@@ -103,7 +107,7 @@ class _Convolution(torch.autograd.Function):
         )
         gs = [like_format(g, frame) for g, frame in zip(gs, frames)]
         dxs: Sequence[Tensor | None] = [None] * len(frames)
-        # Alike on all ranks: the first layer's input is pixels everywhere.
+        # The same value on all ranks, so all of them take part in the exchange or none does.
         of_inputs = any(wanted[5:])
         if of_inputs:
             dxs = [
@@ -138,7 +142,7 @@ def accumulate(
 ) -> None:
     """Add gradients to the ``grad`` of their parameters, in the memory layout of the parameter.
 
-    A convolution of a map with channels last returns the gradient of its weight with channels last,
+    A convolution of a channels_last feature map returns its weight's gradient in channels_last,
     whatever the weight's layout.
     """
     for p, g in zip(parameters, gradients):
@@ -153,8 +157,15 @@ def exchanged_convolution(
     parts: Sequence[Part],
     xs: Sequence[Tensor],
 ) -> list[Tensor]:
-    """The convolution of all tiles of this rank on what an exchange makes of their cells; zero padding only."""
-    # What a frame lacks lies beyond the image, the same on both sides of a dim (see local.framed).
+    """Exchange halos and convolve all tiles of this rank; zero padding only.
+
+    Args:
+        frames: the box that the exchange produces for each tensor.
+        parts: what the convolution reads and makes of each tensor.
+        xs: the tensors of this rank, before the exchange.
+    """
+    # The cells that a frame lacks lie outside the image, equally many on both sides of a dim (see
+    # local.framed), so the kernel pads them.
     paddings = [
         [a - r for a, r in zip(frame.start, part.raw.start)] for frame, part in zip(frames, parts)
     ]
@@ -164,7 +175,10 @@ def exchanged_convolution(
 
 
 def _lowered(*tensors: Tensor | None) -> list[Tensor | None]:
-    """Tensors in the type in which autocast computes convolutions: it does not reach into a function with a backward pass of its own."""
+    """Cast tensors to the dtype in which autocast computes convolutions.
+
+    Autocast does not reach into an ``autograd.Function``.
+    """
     kind = tensors[0].device.type
     if not torch.is_autocast_enabled(kind):
         return list(tensors)
@@ -173,10 +187,10 @@ def _lowered(*tensors: Tensor | None) -> list[Tensor | None]:
 
 
 class WeightsApart(TorchFunctionMode):
-    """Inside, convolutions put the gradients of their weights off, whichever module they are called from.
+    """Function mode in which every convolution defers the gradients of its weight and bias.
 
-    Those whose weight is computed (parametrizations, layers of the user's that scale it) and those whose gradient is watched by hooks
-    stay autograd's: what is put off goes into a parameter's ``grad`` behind autograd's back.
+    Autograd keeps the gradients of computed weights (parametrizations, weights scaled by user code)
+    and of parameters with hooks. A deferred gradient is added to ``grad`` without autograd.
     """
 
     def __init__(self, waits: Waits):
@@ -194,7 +208,7 @@ class WeightsApart(TorchFunctionMode):
 
 
 def weights_apart(waits: Waits) -> Callable[[dict[str, Tensor]], ContextManager]:
-    """:func:`distseg.models.layers.skip_store` in which layers put gradients of weights off."""
+    """Return :func:`distseg.models.layers.skip_store` with deferred weight gradients."""
 
     @contextmanager
     def around(skips: dict[str, Tensor]):
@@ -205,14 +219,17 @@ def weights_apart(waits: Waits) -> Callable[[dict[str, Tensor]], ContextManager]
 
 
 def _convolution(input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1):
-    """The call, its input, weight and bias, as PyTorch's functional convolutions are given them; None where autograd must see it whole."""
+    """Return the call, input, weight and bias of one of PyTorch's functional convolutions.
+
+    None if autograd must compute all its gradients, or if the padding differs on both sides.
+    """
     each = _each(weight)
     if isinstance(padding, str):
         around = [
             d * (k - 1) if padding == "same" else 0
             for d, k in zip(each(dilation), weight.shape[2:])
         ]
-        # The two sides differ.
+        # An odd number of cells leaves one side with more padding than the other.
         padding = [n // 2 for n in around] if not any(n % 2 for n in around) else None
     if padding is None or not _can_wait(input, weight, bias):
         return None
@@ -222,7 +239,10 @@ def _convolution(input, weight, bias=None, stride=1, padding=0, dilation=1, grou
 def _transposed(
     input, weight, bias=None, stride=1, padding=0, output_padding=0, groups=1, dilation=1
 ):
-    """The same of transposed convolutions."""
+    """Return the call, input, weight and bias of one of PyTorch's transposed convolutions.
+
+    None if autograd must compute all its gradients.
+    """
     if not _can_wait(input, weight, bias):
         return None
     each = _each(weight)
@@ -243,26 +263,29 @@ _READ: dict[Callable, Callable] = {
 
 
 def _each(weight: Tensor) -> Callable[[int | Sequence[int]], list[int]]:
-    """Makes a number for each dim of what may be one for all."""
+    """Return a function that repeats a number for each spatial dim of the weight."""
     dims = weight.dim() - 2
-    return lambda value: (
-        [value] * dims if isinstance(value, int) else list(value) * (dims // len(value))
-    )
+
+    def each(value: int | Sequence[int]) -> list[int]:
+        return [value] * dims if isinstance(value, int) else list(value) * (dims // len(value))
+
+    return each
 
 
 def _can_wait(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether autograd would do no more with the gradients of weight and bias than add them to their ``grad``."""
-    plain = lambda p: (
-        not p.requires_grad
-        or (
-            isinstance(p, nn.Parameter)
-            and not p._backward_hooks
-            and not p._post_accumulate_grad_hooks
-        )
-    )
+    """Return True if autograd would only add the gradients of weight and bias to their ``grad``."""
     return (
         x.dim() == weight.dim()
         and weight.requires_grad
-        and plain(weight)
-        and (bias is None or plain(bias))
+        and _without_hooks(weight)
+        and (bias is None or _without_hooks(bias))
+    )
+
+
+def _without_hooks(p: Tensor) -> bool:
+    """Return True if ``p`` takes no gradient or is a parameter without hooks on its gradient."""
+    if not p.requires_grad:
+        return True
+    return (
+        isinstance(p, nn.Parameter) and not p._backward_hooks and not p._post_accumulate_grad_hooks
     )

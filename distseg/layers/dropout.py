@@ -1,4 +1,7 @@
-"""Dropout whose masks depend on (seed, epoch, sample, layer, position) only, so every layout draws the same."""
+"""Dropout with masks that depend only on seed, epoch, sample, layer and position.
+
+So every layout of ranks and tiles draws the same masks.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +19,12 @@ DROPOUTS = (nn.Dropout, *CHANNEL_DROPOUTS, DropImage)
 
 
 def channel_mask(p: float, k: int, channels: int) -> Tensor:
-    """(C,) float64: 0 for a dropped channel, 1 / (1 - p) for a kept one."""
+    """Return a mask (C,) float64: 0 for a dropped channel, 1 / (1 - p) for a kept one."""
     return torch.from_numpy((rng.uniform(k, channels) >= p) / _share_kept(p))
 
 
 def image_mask(p: float, k: int) -> Tensor:
-    """() float64: 0 of an image that is dropped, else 1."""
+    """Return a mask () float64: 0 for a dropped image, 1 for a kept one."""
     return torch.tensor(float(rng.uniform(k, 1)[0] >= p), dtype=torch.float64)
 
 
@@ -34,7 +37,7 @@ def element_mask(
     device,
     dtype: torch.dtype = torch.float64,
 ) -> Tensor:
-    """(C, *box.size): the part inside ``box`` of the mask of a feature map of this size."""
+    """Return the part inside ``box`` of the mask of a feature map of this size, (C, *box.size)."""
     position = torch.arange(channels, device=device)
     for n, a, b in zip(size, box.start, box.stop):
         position = position.unsqueeze(-1) * n + torch.arange(a, b, device=device)
@@ -42,17 +45,24 @@ def element_mask(
 
 
 def _share_kept(p: float) -> float:
-    """Return 1 - p, and 1 where nothing is kept that could be divided by it."""
+    """Return 1 - p, or 1 if p is 1: then every value is dropped and nothing is scaled."""
     return 1 - p if p < 1 else 1.0
 
 
 def dropout_key(seed: int, epoch: int, sample: int, layer: str, turn: int = 0) -> int:
-    """Return the key of an image's mask; ``turn`` is how often the pass has called the layer before."""
+    """Return the key of an image's mask.
+
+    Args:
+        turn: how often the same forward pass called the layer before.
+    """
     return rng.key(seed, epoch, sample, layer, "dropout", *((turn,) if turn else ()))
 
 
 class KeyedDropout(nn.Module):
-    """The twin of PyTorch's dropout layers for a window of an image; ``stride`` is the layer's cumulative one."""
+    """Distributed counterpart of PyTorch's dropout layers for a window of an image.
+
+    ``stride`` is the layer's cumulative stride in pixels.
+    """
 
     def __init__(self, dropout: nn.Module, context: Context, stride: tuple[int, ...], name: str):
         super().__init__()
@@ -60,7 +70,8 @@ class KeyedDropout(nn.Module):
         self.by_channel = isinstance(dropout, CHANNEL_DROPOUTS)
         self.image = dropout if isinstance(dropout, DropImage) else None
         self.of_vector = isinstance(dropout, VectorDropout)
-        self.turn = 0  # of calls in the pass at hand, of a module that calls its layers itself
+        # Number of calls in this forward pass, for a user module that calls its layers itself.
+        self.turn = 0
 
     def forward(self, x: Tensor) -> Tensor:
         if self.image and not self.training:
@@ -72,7 +83,10 @@ class KeyedDropout(nn.Module):
         return x * upload(mask, x.device, x.dtype)
 
     def mask(self, x: Tensor) -> Tensor:
-        """(B, C, 1, ...) by channel, (B, C, *size) by element, (B, 1, 1, ...) by image."""
+        """Return the mask of ``x``.
+
+        Shapes: (B, C, 1, ...) by channel, (B, C, *size) by element, (B, 1, 1, ...) by image.
+        """
         place, context = self.context.place, self.context
         if self.image:
             return (
@@ -95,11 +109,11 @@ class KeyedDropout(nn.Module):
         )
 
     def channels_of(self, place: TilePlacement, channels: int) -> Tensor:
-        """(B, C) float64, where channels are dropped."""
+        """Return the channel masks of a placement's images, (B, C) float64."""
         return torch.stack([channel_mask(self.p, k, channels) for k in self.keys(place)])
 
     def keys(self, place: TilePlacement) -> list[int]:
-        """One an image: of its mask."""
+        """Return the key of each image's mask."""
         return [
             dropout_key(self.context.seed, self.context.epoch, sample, self.name, self.turn)
             for sample in place.samples

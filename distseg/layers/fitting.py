@@ -1,4 +1,4 @@
-"""Parts of maps, cut to what is wanted of them, with padding where that lies beyond the map."""
+"""Parts of feature maps, cut to a wanted box and padded where it reaches beyond the map."""
 
 from __future__ import annotations
 
@@ -13,14 +13,17 @@ from distseg.tiling.tile import Box
 
 
 def cropped(x: Tensor, have: Box, wanted: Box) -> Tensor:
-    """The part of ``x`` on ``wanted``, a view; of a vector all."""
+    """Return the view of ``x`` on ``wanted``; a vector is returned whole."""
     if have == wanted or is_vector(x, have.size):
         return x
     return x[(..., *wanted.relative_to(have).slices)]
 
 
 def fitted(x: Tensor, have: Box, wanted: Box) -> tuple[Tensor, list[tuple[int, int]]]:
-    """``x`` cut to ``wanted``, and the cells that are still missing before and behind, along each dim: all, where nothing of it is there."""
+    """Cut ``x`` to ``wanted``, and count the missing cells before and behind along each dim.
+
+    If no cell of ``wanted`` is available, all its cells are missing.
+    """
     common = have.intersection(wanted)
     pads = [
         (a - w, v - b) if a < b else (v - w, 0)
@@ -30,7 +33,10 @@ def fitted(x: Tensor, have: Box, wanted: Box) -> tuple[Tensor, list[tuple[int, i
 
 
 def mirrored(x: Tensor, have: Box, part: Part, mode: str) -> tuple[Tensor, Box]:
-    """Return the part of a map that a layer reads, with mirror images beyond the map's border if the padding needs them, and the box of that part."""
+    """Return the part of a feature map that a layer reads, and the box of that part.
+
+    Where the padding needs mirror images beyond the map's border, they are added.
+    """
     pads = [
         (max(0, -a), max(0, b - n)) for a, b, n in zip(part.raw.start, part.raw.stop, part.size)
     ]
@@ -44,6 +50,7 @@ def mirrored(x: Tensor, have: Box, part: Part, mode: str) -> tuple[Tensor, Box]:
 def padded(
     x: Tensor, pads: Sequence[tuple[int, int]], value: float = 0.0, mode: str = "constant"
 ) -> Tensor:
+    """Pad a tensor by (before, after) cells along each spatial dim."""
     if not any(map(any, pads)):
         return x
     flat = [n for pad in reversed(pads) for n in pad]
@@ -51,7 +58,7 @@ def padded(
 
 
 def taken_from(y: Tensor, start: Sequence[int], size: Sequence[int]) -> Tensor:
-    """``size`` cells of ``y`` from ``start`` on."""
+    """Return the box of ``y`` that begins at ``start`` and has ``size`` cells."""
     if tuple(y.shape[2:]) == tuple(size):
         return y
     return y[(..., *(slice(a, a + n) for a, n in zip(start, size)))]

@@ -1,4 +1,4 @@
-"""A network as geometry sees it: the footprint of each layer of a flat one, and how far any one sees."""
+"""Graph of a flat network with the access pattern of each layer; receptive field of a network."""
 
 from __future__ import annotations
 
@@ -14,21 +14,27 @@ from distseg.tiling.tile import ReceptiveField
 
 
 def receptive_field(model: nn.Module) -> ReceptiveField:
-    """Halo and stride in pixels of each spatial dim of ``model``: (N, C, *size) -> (N, C', *size).
+    """Return halo and stride in pixels of each spatial dim of a model.
 
-    Of a flat ``nn.Sequential`` of layers whose footprints are known they are worked out; of any other network they are measured.
+    The model maps (N, C, *size) to (N, C', *size). For a flat ``nn.Sequential`` of layers with
+    known access patterns both are computed. For any other network they are measured.
 
     Args:
         model: on any device, the meta device included; it is not changed.
 
     Raises:
-        ValueError: the model has no convolution, changes the spatial size, or a pixel's reach has no bound.
+        ValueError: the model has no convolution, changes the spatial size, or its receptive field
+            has no bound.
     """
     return reach_for(model, True)
 
 
 def reach_for(model: nn.Module, cut: bool) -> ReceptiveField:
-    """The receptive field of a model whose images are ``cut``; of one whose layers are not all known and which sees whole images nothing is known, nor has to be."""
+    """Return the receptive field of a model whose images are ``cut`` into tiles or not.
+
+    If the images are not cut and a layer is not known, the field is not needed: halo 0 and stride 1
+    are returned.
+    """
     try:
         graph = graph_of(model)
     except ValueError:
@@ -42,10 +48,11 @@ def reach_for(model: nn.Module, cut: bool) -> ReceptiveField:
 
 
 def graph_of(model: nn.Module) -> Graph:
-    """The layers of a flat network, perhaps only outlined, as geometry sees them.
+    """Return the layers of a flat network, which may be on the meta device, as a graph.
 
     Raises:
-        ValueError: a model that is not flat, or a layer that can't be computed in tiles that exchange borders, by name.
+        ValueError: the model is not flat, or a layer cannot be computed in tiles with halo
+            exchange; naming the layer.
     """
     if not is_flat(model):
         raise ValueError(

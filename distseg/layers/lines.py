@@ -1,12 +1,16 @@
-"""Statistics over some dims of an image that lies in pieces: the twins of :class:`distseg.models.lines.AlongLines`, and of functions of lines.
+"""Distributed counterparts of :class:`distseg.models.lines.AlongLines` and ``OfLines``.
 
-A window adds to the places along the kept dims that it owns, and what ranks have of a line is put together as moments are. With lines of L places a row of the
-statistics is (L, C), and of images of several sizes as long as the longest. ``f`` stands for a statistic, ``g`` for its gradient, summed over all windows of all
-ranks, at the place of a cell::
+These layers take statistics over some dims of an image and keep the others. The kept dims are a
+line of L places. Each window contributes to the places that it owns, and the contributions of all
+ranks are combined as moments. A row of the statistics is (L, C). If images have several sizes, L is
+the longest. ``f`` is a statistic and ``g`` its gradient at the place of a cell, summed over all
+windows of all ranks::
 
-    mean          dx = g / N                                 maximum       dx = g where the first largest is, or g / times at each of them
-    sum           dx = g                                     log sum exp   dx = g * exp(x - f)
+    mean          dx = g / N
+    sum           dx = g
     variance      dx = g * 2 (x - mean) / (N - correction)
+    log sum exp   dx = g * exp(x - f)
+    maximum       dx = g at the first maximum, or g / times at each of `times` equal maxima
 """
 
 from __future__ import annotations
@@ -31,7 +35,7 @@ from distseg.tiling.tile import Box
 
 
 class Where(NamedTuple):
-    """Cells that a window owns, counted in the window and in the map, and the size of the map."""
+    """Cells that a window owns, counted in the window and in the feature map; size of that map."""
 
     own: Box
     place: Box
@@ -39,7 +43,13 @@ class Where(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Contribution of a window to a line: moments of its places ``at``, of ``length`` places in all. None stands for a window without cells."""
+    """Contribution of a window to a line.
+
+    Attributes:
+        moments: the moments of its places; None for a window without cells.
+        at: the positions of these places in the line.
+        length: the number of places of the whole line.
+    """
 
     moments: Moments | None
     at: Tensor
@@ -48,11 +58,12 @@ class Part(NamedTuple):
 
 
 class DistributedLines(DistributedMean):
-    """The twin of :class:`distseg.models.lines.AlongLines`."""
+    """Distributed counterpart of :class:`distseg.models.lines.AlongLines`."""
 
     def __init__(self, layer: AlongLines, *args):
         super().__init__(layer, *args)
-        self.__dict__["of_whole"] = layer  # no child: it holds nothing
+        # Stored past `nn.Module.__setattr__`: this layer without state is no child.
+        self.__dict__["of_whole"] = layer
         self.kept, self.statistic = layer.kept, _STATISTICS[type(layer.of)](layer.of)
 
     def plain(self, x: Tensor) -> Tensor:
@@ -75,14 +86,17 @@ class DistributedLines(DistributedMean):
         return found
 
     def _opened(self, image: Tensor, place: Box, size: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Return an image's owned cells as (places of the line, C, cells of each), and the numbers of these cells among those of the whole map."""
+        """Return an image's owned cells by place of the line, and their positions in other dims.
+
+        Shapes: cells (places, C, cells of each place), positions (cells of each place,).
+        """
         others = [d for d in range(len(size)) if d not in self.kept]
         numbers = numbers_of(_picked(place, others), [size[d] for d in others]).to(image.device)
         cells = folded(image.unsqueeze(0), self.kept).flatten(2)
         return cells.to(torch.promote_types(cells.dtype, torch.float32)), numbers
 
     def _numbers(self, place: Box, size: Sequence[int]) -> Tensor:
-        """Return which places of the line a box of the map has."""
+        """Return the positions in the line of a box of the feature map."""
         return numbers_of(_picked(place, self.kept), [size[d] for d in self.kept])
 
     def statistics(self, parts: list[Contribution]) -> Moments:
@@ -102,7 +116,7 @@ class DistributedLines(DistributedMean):
         )
 
     def _line(self, parts: list["Part"], length: int) -> Moments:
-        """Return what the parts of an image make of a line, which has nothing behind its end."""
+        """Combine the parts of one image to a line of this length; other places are empty."""
         nothing = self.statistic.nothing(
             torch.zeros(length, parts[0].channels, dtype=torch.float64, device=parts[0].at.device)
         )
@@ -148,22 +162,23 @@ class DistributedLines(DistributedMean):
         return dx
 
     def _closed(self, cells: Tensor, like: Tensor) -> Tensor:
-        """Return what :meth:`_opened` gives as an image (C, *size)."""
+        """Return cells in the layout of :meth:`_opened` as an image (C, *size)."""
         size = like.shape[1:]
         others = [d for d in range(len(size)) if d not in self.kept]
         cells = cells.reshape(*(size[d] for d in self.kept), len(like), *(size[d] for d in others))
-        order = [*self.kept, -1, *others]  # of the image, the channels first
+        # The dims of the image in the order of `cells`; -1 stands for the channels.
+        order = [*self.kept, -1, *others]
         return cells.permute([order.index(d) for d in (-1, *range(len(size)))])
 
 
 class _Mean:
-    """Of cells (L, C, cells of each place): the moments that a statistic is made of, and its gradient."""
+    """Mean or sum of cells (L, C, cells of each place): its moments, value and gradient."""
 
     def __init__(self, layer: Mean):
         self.layer = layer
 
     def nothing(self, zeros: Tensor) -> Moments:
-        """Return the moments of no cells."""
+        """Return the moments of zero cells."""
         return Moments(zeros.new_zeros(len(zeros)), zeros, zeros)
 
     def moments(self, cells: Tensor, numbers: Tensor) -> Moments:
@@ -176,7 +191,7 @@ class _Mean:
         )
 
     def joined(self, parts: Moments) -> Moments:
-        """Return the moments of all cells from those of parts stacked along dim 0."""
+        """Combine moments of parts, stacked along dim 0, to the moments of all their cells."""
         return combine(parts)
 
     def value(self, statistics: Moments) -> Tensor:
@@ -188,12 +203,19 @@ class _Mean:
         )
 
     def gradient(self, cells: Tensor, numbers: Tensor, g: Tensor, there: Moments) -> Tensor:
-        """Return the gradient of the cells; ``there``: the statistics of their places, of which ``g`` (L, C) is the gradient."""
+        """Return the gradient of the cells.
+
+        Args:
+            g: gradient of the statistics, (L, C).
+            there: the moments of the cells' places.
+        """
         g = g if self.layer.total else g / there.count.unsqueeze(-1)
         return g.to(cells.dtype).unsqueeze(-1).expand_as(cells)
 
 
 class _Variance(_Mean):
+    """Variance of cells, with a correction of the divisor."""
+
     def value(self, statistics: Moments) -> Tensor:
         return statistics.m2 / self._divisor(statistics)
 
@@ -205,7 +227,7 @@ class _Variance(_Mean):
 
 
 class _LogSumExp(_Mean):
-    """With ``mean`` for the largest values, and ``m2`` for sums of exponentials less these."""
+    """Log of the sum of exponentials; ``mean`` is the maximum, ``m2`` sums exp(x - maximum)."""
 
     def nothing(self, zeros: Tensor) -> Moments:
         return Moments(zeros.new_zeros(len(zeros)), torch.full_like(zeros, -math.inf), zeros)
@@ -229,7 +251,7 @@ class _LogSumExp(_Mean):
 
 
 class _Max(_Mean):
-    """With ``mean`` for the largest values, and ``m2`` for where the first of them is, or how many there are."""
+    """Maximum; ``mean`` is the maximum, ``m2`` its first position or the number of ties."""
 
     def nothing(self, zeros: Tensor) -> Moments:
         nowhere = torch.full_like(zeros, math.inf) if self.layer.first else zeros
@@ -254,7 +276,7 @@ class _Max(_Mean):
 
 
 def _beside(line: Tensor, cells: Tensor) -> Tensor:
-    """Return numbers of a line (L, C) for each of its cells (L, C, 1), in their type."""
+    """Return the values (L, C) of a line as (L, C, 1), in the dtype of ``cells``."""
     return line.to(cells.dtype).unsqueeze(-1)
 
 
@@ -262,7 +284,7 @@ _STATISTICS = {Mean: _Mean, Max: _Max, Variance: _Variance, LogSumExp: _LogSumEx
 
 
 class DistributedOfLines(OfLines):
-    """The twin of :class:`distseg.models.lines.OfLines` for a window of an image."""
+    """Distributed counterpart of :class:`distseg.models.lines.OfLines` for a window of an image."""
 
     def __init__(self, layer: OfLines, context: Context, stride: tuple[int, ...], name: str):
         tensors = {**layer._parameters, **layer._buffers}
@@ -278,7 +300,7 @@ class DistributedOfLines(OfLines):
 
 
 def twin_of(layer: nn.Module) -> type[nn.Module]:
-    """Return the twin of a layer that looks at the whole image."""
+    """Return the class that is the distributed counterpart of a layer with global statistics."""
     kinds = ((AlongLines, DistributedLines), (OfLines, DistributedOfLines))
     return next(
         (twin for kind, twin in kinds if isinstance(layer, kind)), None

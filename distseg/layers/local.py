@@ -1,8 +1,8 @@
-"""What each kind of layer does on a part of its feature map: the twins of the layers that look at neighbours.
+"""Layers on a part of their feature map: the distributed counterparts of layers with neighbours.
 
-Zero padding belongs to the border of the image, not to that of a tile. So a layer is run without its own padding on just
-the cells that its part is made from; what of them lies beyond the image is filled in here, by the layer's own kernel
-where both sides of a dim are alike, which costs no copy.
+Zero padding belongs to the border of the image, not to that of a tile. So a layer runs without its
+own padding on just the cells that its part needs. Cells outside the image are filled in here. If
+both sides of a dim have equally many, the layer's own kernel pads, which costs no copy.
 """
 
 from __future__ import annotations
@@ -53,9 +53,10 @@ from distseg.tiling.tile import Box
 def _conv3d(
     x: Tensor, weight: Tensor, bias: Tensor | None, stride, padding, dilation, groups: int
 ) -> Tensor:
-    """``F.conv3d``, which for one volume of few channels in float32 unfolds it: 15 times as slow as oneDNN's kernel, and in 27 times the memory.
+    """Compute ``F.conv3d``, by oneDNN's kernel if no backward pass follows.
 
-    That kernel can be called itself where no backward pass follows.
+    For one float32 volume with few channels ``F.conv3d`` unfolds the input, which takes far more
+    time and memory than oneDNN.
     """
     fast = (
         x.device.type == "cpu"
@@ -88,10 +89,10 @@ _ALIKE = (*POINTWISE, nn.Identity, Mean, DropImage, MainOutput, DistributedNorm,
 
 
 def node_of(call: Call, dims: int) -> Node:
-    """A layer call as :class:`distseg.tiling.layout.Layout` wants it.
+    """Return the graph node of a layer call, as :class:`distseg.tiling.layout.Layout` needs it.
 
     Raises:
-        ValueError: a layer that can't be computed in parts, by name, with what to do.
+        ValueError: the layer cannot be computed in parts; naming it and the repair.
     """
     name, layer = call.name, call.layer
     if isinstance(layer, (Stash, Pop, Spread)) or type(layer) in (
@@ -157,10 +158,10 @@ def node_of(call: Call, dims: int) -> Node:
 
 
 def check_plain(name: str, layer: nn.Module) -> None:
-    """Refuse a norm or dropout that does more than its class says: its twin would leave that out.
+    """Refuse a norm or dropout with modified behaviour, which its counterpart would leave out.
 
     Raises:
-        ValueError: naming the layer and what it does besides.
+        ValueError: naming the layer and the modification.
     """
     if why := modification_of(layer):
         base = known(type(layer)).__name__
@@ -173,17 +174,18 @@ def check_plain(name: str, layer: nn.Module) -> None:
 
 
 class _Unsupported(ValueError):
-    """What a layer is asked to do."""
+    """Setting of a layer that excludes computing it in parts."""
 
 
 def run(
     layer: nn.Module, x: Tensor, have: Box, part: Part, others: Sequence[tuple[Tensor, Box]] = ()
 ) -> Tensor:
-    """A layer's result on ``part.made``.
+    """Return a layer's result on ``part.made``.
 
     Args:
-        x: (B, C, *have.size), the input on ``have``: ``part.taken`` is in it, and what it has beyond the map is padding already.
-        others: what else it is called with, and where that lies.
+        x: (B, C, *have.size), the input on the box ``have``, which contains ``part.taken``. Cells
+            of ``have`` outside the map are padding already.
+        others: further inputs of the layer, each with the box that it covers.
     """
     if isinstance(layer, Derived):
         layer = layer.filled()
@@ -203,7 +205,8 @@ def run(
             *(cropped(other, there, part.made) for other, there in others),
         )
     function = _function_of(type(layer))
-    if function is None or modification_of(layer):  # one that looks at single pixels
+    # A layer without a function here is pointwise, as `node_of` has checked.
+    if function is None or modification_of(layer):
         return layer(cropped(x, have, part.taken))
     return function(layer, x, have, part)
 
@@ -214,7 +217,10 @@ def _function_of(kind: type) -> Callable[[nn.Module, Tensor, Box, Part], Tensor]
 
 
 def fill_of(layer: nn.Module) -> float | None:
-    """What a layer's padding consists of; None where it has none of its own to fill in (mirror images are made from the map)."""
+    """Return the value of a layer's padding.
+
+    None if the layer has no padding, or takes it from the map as mirror images are.
+    """
     layer = layer.inner if isinstance(layer, Placed) else layer
     if isinstance(layer, _CONVS):
         return 0.0 if fuses(layer) else None
@@ -228,12 +234,15 @@ def fill_of(layer: nn.Module) -> float | None:
 
 
 def fuses(layer: nn.Module) -> bool:
-    """Whether a layer is a convolution that :mod:`distseg.layers.conv` computes together with the exchange before it."""
+    """Return True if :mod:`distseg.layers.conv` computes a layer with the exchange before it."""
     return isinstance(layer, _CONVS) and layer.padding_mode == "zeros"
 
 
 def framed(layer: nn.Module, part: Part) -> Box:
-    """What an exchange had best make for a layer: what it is computed from, with padding where only one side of a dim has any."""
+    """Return the box that a halo exchange produces for a layer.
+
+    This is the layer's input, and its padding in each dim where the two sides differ.
+    """
     if fill_of(layer) is None:
         return part.taken
     alike = [
@@ -260,7 +269,8 @@ def _conv_footprints(conv: nn.Module, dims: int) -> tuple[AccessPattern, ...]:
     for d in range(dims):
         k, s, dilation = conv.kernel_size[d], conv.stride[d], conv.dilation[d]
         before = after = conv.padding[d] if not isinstance(conv.padding, str) else 0
-        if conv.padding == "same":  # the odd cell goes behind
+        # PyTorch puts the odd cell of "same" padding behind.
+        if conv.padding == "same":
             before = dilation * (k - 1) // 2
             after = dilation * (k - 1) - before
         found.append(Gather(k, s, dilation, before, after, mirrored=conv.padding_mode != "zeros"))
@@ -280,7 +290,8 @@ def _conv(conv: nn.Module, x: Tensor, have: Box, part: Part) -> Tensor:
     y = _CONV[len(pads) - 1](
         x, conv.weight, conv.bias, conv.stride, [p or 0 for p in native], conv.dilation, conv.groups
     )
-    # Where only one side is padded the kernel pads both, and the other side's surplus is cut off.
+    # If only one side needs padding, the kernel pads both, and the other side's extra cells are cut
+    # off here.
     start = [0 if p is None else p - pad[0] for p, pad in zip(native, pads)]
     return taken_from(y, start, part.made.size)
 
@@ -336,7 +347,8 @@ def _max_pool(pool: nn.Module, x: Tensor, have: Box, part: Part) -> Tensor:
         _tuple(getattr(pool, field), dims) for field in ("kernel_size", "stride", "dilation")
     )
     x, pads = fitted(x, have, part.raw)
-    # The kernel itself pads both sides alike, and rounds up over an overhang behind.
+    # The kernel can pad both sides by the same number. In ceil_mode it also covers an overhang
+    # behind that is smaller than its stride.
     native = [
         (b, b) if b <= k[i] // 2 and (a == b or (pool.ceil_mode and b < a < b + s[i])) else None
         for i, (b, a) in enumerate(pads)
@@ -367,7 +379,7 @@ def _avg_pool(pool: nn.Module, x: Tensor, have: Box, part: Part) -> Tensor:
 
 
 def _factors(up: nn.Module, dims: int) -> tuple[int, ...] | None:
-    """The whole numbers of cells that each cell becomes; None where it scales by others, or to a size."""
+    """Return the up-sampling factor of each dim; None if a factor is no whole number."""
     if up.scale_factor is None:
         return None
     factors = up.scale_factor if isinstance(up.scale_factor, tuple) else (up.scale_factor,) * dims
@@ -389,17 +401,15 @@ def _up_footprints(up: nn.Module, dims: int) -> tuple[AccessPattern, ...]:
 
 
 def _resize_footprints(up: nn.Module, dims: int) -> tuple[AccessPattern, ...]:
-    """To a fixed size, or by a factor that is no whole number."""
-    wanted = _tuple(up.size, dims) if up.size is not None else None
-    factors = (
-        None
-        if wanted
-        else up.scale_factor
-        if isinstance(up.scale_factor, tuple)
-        else (up.scale_factor,) * dims
-    )
-    rules = [Follow(0, n) for n in wanted] if wanted else [Follow(factor=float(f)) for f in factors]
-    places = [None if wanted or up.recompute_scale_factor else float(f) for f in factors or wanted]
+    """Return the access patterns of a resize to a size, or by a factor that is not whole."""
+    if up.size is not None:
+        rules = [Follow(0, n) for n in _tuple(up.size, dims)]
+        places: list[float | None] = [None] * dims
+    else:
+        scale = up.scale_factor
+        factors = scale if isinstance(scale, tuple) else (scale,) * dims
+        rules = [Follow(factor=float(f)) for f in factors]
+        places = [None if up.recompute_scale_factor else float(f) for f in factors]
     return tuple(
         Resize(kernel_of(up.mode), bool(up.align_corners), rule, factor)
         for rule, factor in zip(rules, places)
@@ -439,7 +449,7 @@ def _resized(
     part: Part,
     ratio: bool = False,
 ) -> Tensor:
-    """Resize a part; of a map that is there as a whole, and wanted so, by PyTorch's kernel."""
+    """Resize a part of a map; a whole map goes through PyTorch's own kernel."""
     x = cropped(x, have, part.taken)
     if part.taken.size == part.size and part.made.size == part.result:
         return whole(x)
@@ -458,7 +468,13 @@ def _vector_at(layer: VectorAt, x: Tensor, have: Box, part: Part) -> Tensor:
 
 
 def _aligned(x: Tensor, dim: int, n: int, m: int, first: int, wanted: range) -> Tensor:
-    """Cells of m, of n along a dim, of which ``x`` has those from ``first`` on."""
+    """Resize a dim linearly with aligned corners.
+
+    Args:
+        n, m: the dim's size in the whole input and output map.
+        first: the input cell at which ``x`` begins.
+        wanted: the output cells to return.
+    """
     place = torch.arange(wanted.start, wanted.stop, dtype=torch.float64) * (
         (n - 1) / (m - 1) if m > 1 else 0.0
     )
@@ -480,7 +496,7 @@ def _shuffle(shuffle: nn.PixelShuffle, x: Tensor, have: Box, part: Part) -> Tens
 
 
 def _grown(layer: nn.Module, factors: Sequence[int], x: Tensor, have: Box, part: Part) -> Tensor:
-    """All that comes of the cells that are taken, cut to what is wanted."""
+    """Apply a layer that makes ``factors`` cells of each, and cut the result to ``part.made``."""
     y = layer(cropped(x, have, part.taken))
     return taken_from(
         y,
@@ -504,7 +520,7 @@ def _pad_footprints(pad: nn.Module, dims: int) -> tuple[AccessPattern, ...]:
             "replication"
         )
     mirrors = not isinstance(pad, nn.modules.padding._ConstantPadNd)
-    # PyTorch names the last dim's first.
+    # PyTorch lists the padding of the last dim first.
     sides = [pad.padding[2 * i : 2 * i + 2] for i in reversed(range(dims))]
     return tuple(Shift(before=before, after=after, mirrored=mirrors) for before, after in sides)
 
@@ -528,6 +544,16 @@ _FOOTPRINTS = (
     ((*_PADS, nn.modules.padding._CircularPadNd), _pad_footprints),
 )
 _RUN = (
-    (_CONVS, _conv), (_TRANSPOSED, _transposed), (_MAX, _max_pool), (_AVG, _avg_pool), (nn.Upsample, _up), (nn.PixelShuffle, _shuffle), (tuple(_PADS), _pad),
-    (Fill, _fill), *moving.RUN, (ResizeTo, _resize_to), (FitTo, _fit_to), (VectorAt, _vector_at),
-)  # fmt: skip
+    (_CONVS, _conv),
+    (_TRANSPOSED, _transposed),
+    (_MAX, _max_pool),
+    (_AVG, _avg_pool),
+    (nn.Upsample, _up),
+    (nn.PixelShuffle, _shuffle),
+    (tuple(_PADS), _pad),
+    (Fill, _fill),
+    *moving.RUN,
+    (ResizeTo, _resize_to),
+    (FitTo, _fit_to),
+    (VectorAt, _vector_at),
+)

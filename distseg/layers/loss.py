@@ -1,16 +1,18 @@
-"""Losses as functions of sums over pixels, so that pieces of an image add up to the loss of the whole.
+"""Losses as functions of sums over pixels, so that parts of an image add up to the global loss.
 
-A loss here never is a mean of means. Each image contributes a row of sums (of -log p, of class weights, of overlaps),
-rows of all tiles and ranks are added, and the loss is a function L(S) of the table S (images x sums) of the whole step.
-By the chain rule a tile's part of the gradient is dL/dS (the same on every rank) times its own rows' gradients.
+No loss here is a mean of means. Each image contributes a row of partial sums (of -log p, of class
+weights, of overlaps). The rows of all tiles and ranks are added. The loss is a function L(S) of the
+table S (images x sums) of the whole step. By the chain rule, a tile's part of the gradient is the
+loss gradient dL/dS, equal on every rank, times the gradients of the tile's own rows.
 
-Definitions, with labels y, valid pixels those with y != ignore_index:
+Definitions, with labels y; a pixel is valid if y != ignore_index:
 
-    cross_entropy         sum w_y * -log p_y / sum w_y                    (PyTorch's, label smoothing included)
+    cross_entropy         sum w_y * -log p_y / sum w_y     (PyTorch's, label smoothing included)
     binary_cross_entropy  mean over valid pixels (and classes, one against the rest)
     focal                 mean of w_y * (1 - p_y)^gamma * -log p_y        (Lin et al., 2017)
-    mse, l1               mean of (z - y)^2, of |z - y|, of a number that each image has, by a network with one output
-    dice                  mean over classes of 1 - (2 sum p t + s) / (sum p + sum t + s), of each image or of all
+    mse, l1               mean of (z - y)^2 or |z - y|; each image has one number z and one y
+    dice                  mean over classes of 1 - (2 sum p t + s) / (sum p + sum t + s),
+                          with sums over each image or over all images of the step
 """
 
 from __future__ import annotations
@@ -27,16 +29,18 @@ from distseg.config.settings import LossConfig
 
 
 class Term:
-    """A part of a loss."""
+    """One term of a loss."""
 
     def rows(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Return the sums of each image, (B, sums)."""
+        """Return the partial sums of each image, (B, sums)."""
         return torch.stack(
             [self.of(logits[b : b + 1], labels[b : b + 1]) for b in range(len(logits))]
         )
 
 
 class CrossEntropy(Term):
+    """Cross-entropy of softmax, divided by the sum of the class weights of all valid pixels."""
+
     sums, linear = 2, True
     takes = ("class_weights", "label_smoothing")
 
@@ -83,7 +87,7 @@ class CrossEntropy(Term):
             return _beside_a_sum(valid.count_nonzero())
         if labels.device.type == "cpu":
             return _beside_a_sum(self.weights[labels[valid].long()].sum())
-        # How many are valid a GPU would have to be asked.
+        # Indexing with `valid` would synchronise with a GPU, as the result's size depends on it.
         weights = upload(self.weights, labels.device)[labels.where(valid, 0).long()]
         return _beside_a_sum(weights.where(valid, 0).sum())
 
@@ -92,7 +96,7 @@ class CrossEntropy(Term):
 
 
 class PixelMean(Term):
-    """A loss that is the plain mean of a value per valid pixel."""
+    """Loss that is the plain mean of one value per valid pixel."""
 
     sums, linear = 2, True
     takes: tuple[str, ...] = ()
@@ -109,7 +113,8 @@ class PixelMean(Term):
     def of(self, logits: Tensor, labels: Tensor) -> Tensor:
         valid = self.valid(labels)
         count = valid.count_nonzero()
-        # As nearly always; on a GPU the question would cost more than the answer saves.
+        # Skip the masking if all pixels are valid, the usual case. On a GPU this test would
+        # synchronise, which costs more than the masking.
         if labels.device.type == "cpu" and count == labels.numel():
             total = self.each(logits, labels).sum()
         else:
@@ -121,6 +126,8 @@ class PixelMean(Term):
 
 
 class BinaryCrossEntropy(PixelMean):
+    """Binary cross-entropy of sigmoid; with several classes, the mean over one-against-rest."""
+
     def each(self, logits: Tensor, labels: Tensor) -> Tensor:
         each = F.binary_cross_entropy_with_logits(
             logits, _targets(labels, self.classes, logits), reduction="none"
@@ -129,6 +136,8 @@ class BinaryCrossEntropy(PixelMean):
 
 
 class Focal(PixelMean):
+    """Focal loss (Lin et al. 2017): cross-entropy with less weight on pixels classified well."""
+
     takes = ("class_weights", "gamma")
 
     def __init__(self, config: LossConfig, classes: int):
@@ -141,7 +150,7 @@ class Focal(PixelMean):
             log_p = F.logsigmoid(torch.where(labels.unsqueeze(1) == 1, logits, -logits)).squeeze(1)
         else:
             log_p = F.log_softmax(logits, 1).gather(1, labels.unsqueeze(1)).squeeze(1)
-        # 1 - p; 0 has no finite slope for gamma < 1.
+        # 1 - p, kept above 0: rest**gamma has an infinite gradient at 0 for gamma < 1.
         rest = (-torch.expm1(log_p)).clamp(min=torch.finfo(log_p.dtype).tiny)
         loss = -(rest**self.config.gamma) * log_p
         return (
@@ -152,7 +161,7 @@ class Focal(PixelMean):
 
 
 class SquaredError(PixelMean):
-    """Of a number for each image; what is ignored is NaN."""
+    """Squared error of one number per image; a label of NaN is ignored."""
 
     def __init__(self, config: LossConfig, classes: int):
         if classes != 1:
@@ -170,11 +179,15 @@ class SquaredError(PixelMean):
 
 
 class AbsoluteError(SquaredError):
+    """Absolute error of one number per image; a label of NaN is ignored."""
+
     def each(self, logits: Tensor, labels: Tensor) -> Tensor:
         return (logits.squeeze(1) - labels).abs()
 
 
 class Dice(Term):
+    """Dice loss: one minus the overlap of predicted and true regions, averaged over classes."""
+
     linear = False
     takes = ("dice_over", "smooth")
 
@@ -197,7 +210,7 @@ class Dice(Term):
             table = table.sum(0, keepdim=True)
         overlap, p, t = table.unflatten(1, (3, self.classes)).unbind(1)  # (I, C) each
         whole = p + t + self.config.smooth
-        empty = whole == 0  # no valid pixel, and nothing added to it
+        empty = whole == 0  # no valid pixel, and loss.smooth is 0
         return (
             (1 - (2 * overlap + self.config.smooth) / whole.masked_fill(empty, 1))
             .masked_fill(empty, 0)
@@ -217,18 +230,20 @@ _OF_NUMBERS = [name for name, term in _TERMS.items() if issubclass(term, Squared
 
 
 class Loss:
-    """A weighted sum of terms, such as ``cross_entropy + 0.5*dice``.
+    """Weighted sum of terms, such as ``cross_entropy + 0.5*dice``.
 
     Attributes:
-        sums: numbers K a row of the table.
-        linear: dL/dS of what depends on the logits is known from the labels alone, before any forward pass.
+        sums: number K of partial sums in each row of the table.
+        linear: True if the gradient dL/dS of all sums that depend on logits follows from the labels
+            alone, before any forward pass.
 
     Args:
-        classes: C, of each output.
-        outputs: weights of several outputs of a network, whose losses are added up; their logits lie side by side in the channels.
+        classes: number C of classes of each output.
+        outputs: weights of the network's outputs, whose losses are added. The logits of all outputs
+            are stacked along the channels.
 
     Raises:
-        ValueError: a name, value or setting that can not be, or a setting that none of the terms takes.
+        ValueError: a name, value or setting is impossible, or no term uses a setting.
     """
 
     def __init__(self, config: LossConfig, classes: int, outputs: Sequence[float] = (1.0,)):
@@ -242,7 +257,12 @@ class Loss:
         self.linear = is_linear(config.name)
 
     def rows(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """(B, outputs * C, *size) and (B, *size) of a whole-number type -> one row of sums an image, (B, K), differentiable, at least float32."""
+        """Return the partial sums of each image, (B, K), differentiable, in float32 or wider.
+
+        Args:
+            logits: (B, outputs * C, *size).
+            labels: (B, *size) of an integer dtype.
+        """
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return torch.cat(
             [
@@ -254,7 +274,7 @@ class Loss:
         )
 
     def counts(self, labels: Tensor) -> Tensor:
-        """The part of :meth:`rows` that labels determine, zeros elsewhere; float64."""
+        """Return the part of :meth:`rows` that labels alone determine, zeros elsewhere; float64."""
         return torch.stack(
             [
                 torch.cat([term.counts(y) for _, term in self.terms]).repeat(len(self.outputs))
@@ -263,7 +283,7 @@ class Loss:
         )
 
     def value(self, table: Tensor) -> Tensor:
-        """L(S) of the table (images, K) of a whole step."""
+        """Return the loss L(S) of the table S (images, K) of a whole step."""
         return sum(
             weight * self._of_output(part)
             for weight, part in zip(self.outputs, table.chunk(len(self.outputs), 1))
@@ -274,7 +294,7 @@ class Loss:
         return sum(weight * term.value(part) for (weight, term), part in zip(self.terms, parts))
 
     def slope(self, table: Tensor) -> tuple[float, Tensor]:
-        """L(S) and dL/dS."""
+        """Return the loss L(S) and the loss gradient dL/dS."""
         table = table.detach().requires_grad_()
         value = self.value(table)
         (slope,) = torch.autograd.grad(value, table)
@@ -293,7 +313,7 @@ def _check(config: LossConfig) -> None:
 
 
 def _check_taken(config: LossConfig) -> None:
-    """Refuse what the user set and no term takes."""
+    """Refuse a setting that the user changed and that no term uses."""
     names, default = [name for _, name in parse(config.name)], LossConfig()
     for field in ("class_weights", "label_smoothing", "dice_over", "smooth", "gamma"):
         value = getattr(config, field)
@@ -308,10 +328,10 @@ def _check_taken(config: LossConfig) -> None:
 
 
 def of_numbers(name: str) -> bool:
-    """Whether the loss of this name is of a number for each image, instead of a class.
+    """Return True if the loss ``name`` compares one number per image, False if it compares classes.
 
     Raises:
-        ValueError: it has terms of both kinds.
+        ValueError: the loss has terms of both kinds.
     """
     kinds = {term in _OF_NUMBERS for _, term in parse(name)}
     if len(kinds) > 1:
@@ -323,12 +343,16 @@ def of_numbers(name: str) -> bool:
 
 
 def is_linear(name: str) -> bool:
-    """Of the loss of this name: :attr:`Loss.linear`."""
+    """Return :attr:`Loss.linear` of the loss ``name``."""
     return all(_TERMS[term].linear for _, term in parse(name))
 
 
 def parse(text: str) -> list[tuple[float, str]]:
-    """``cross_entropy + 0.5*dice`` -> [(1.0, 'cross_entropy'), (0.5, 'dice')]."""
+    """Split ``cross_entropy + 0.5*dice`` into [(1.0, 'cross_entropy'), (0.5, 'dice')].
+
+    Raises:
+        ValueError: a weight is no number or not above 0, or a name is unknown.
+    """
     terms = []
     for part in text.split("+"):
         weight, _, name = part.strip().rpartition("*")
@@ -357,19 +381,22 @@ def parse(text: str) -> list[tuple[float, str]]:
 
 
 def _targets(labels: Tensor, classes: int, like: Tensor) -> Tensor:
-    """(B, *size) -> (B, C, *size) of 0 and 1; with one class the labels 0 and 1 themselves."""
+    """Expand labels (B, *size) to one-hot targets (B, C, *size); one class keeps 0 and 1."""
     if classes == 1:
         return labels.unsqueeze(1).to(like.dtype)
     return torch.zeros_like(like).scatter_(1, labels.unsqueeze(1).long(), 1)
 
 
 def _beside_a_sum(count: Tensor) -> Tensor:
-    """The row (0, count) in float64: a sum that labels tell nothing of, and what it is divided by."""
+    """Return the row (0, count), float64.
+
+    The first sum depends on logits, so labels alone do not give it. It is divided by the count.
+    """
     return torch.stack((torch.zeros_like(count), count)).double()
 
 
 def _ratio(total: Tensor, count: Tensor) -> Tensor:
-    """total / count, and 0 for a step without a valid pixel."""
+    """Return total / count, or 0 for a step without a valid pixel."""
     return total / count if count > 0 else total * 0
 
 

@@ -1,7 +1,9 @@
-"""Means, sums and maxima over an image that lies in pieces, and grids of them spread over it again: the twins of :class:`distseg.models.layers.Mean`, ``Max`` and ``Spread``.
+"""Distributed counterparts of :class:`distseg.models.layers.Mean`, ``Max`` and ``Spread``.
 
-They are norms that leave out the normalising: statistics are taken and shared alike (:mod:`distseg.layers.norm`), and what comes of them is a vector of the
-image, the same on all ranks. What is computed of that is computed by each window, and its gradient is the sum of what they send back.
+They work as norms without the normalisation (:mod:`distseg.layers.norm`): statistics are taken of
+each window and combined over the tile group. The result is a vector of the image, equal on all
+ranks. Each window computes the layers after it, and the gradient of the vector is the sum over all
+windows.
 """
 
 from __future__ import annotations
@@ -22,9 +24,11 @@ from distseg.tiling.tile import Box
 
 
 class DistributedMean(DistributedNorm):
-    """The twin of :class:`distseg.models.layers.Mean`: windows -> a vector (B, C * parts, 1, ...) for each, whose gradient all owned pixels share.
+    """Distributed counterpart of :class:`distseg.models.layers.Mean`.
 
-    The parts of an image are rows of its statistics, each with a count of its own.
+    It maps each window to the vector of its image, (B, C * parts, 1, ...). The vector's gradient is
+    shared among all owned pixels. The parts of an image are rows of the statistics, each with its
+    own count.
     """
 
     def __init__(self, mean: Mean, *args):
@@ -33,16 +37,17 @@ class DistributedMean(DistributedNorm):
         self.number = math.prod(self.grid)
 
     def joint(self, xs: list[Tensor]) -> list[Tensor]:
-        if len(xs) == 1 and self.comm.size == 1 and self.has_all(xs[0]):  # nobody else adds to it
+        if len(xs) == 1 and self.comm.size == 1 and self.has_all(xs[0]):
             return [self.plain(xs[0])]
         return list(_JointMean.apply(self, *xs))
 
     def plain(self, x: Tensor) -> Tensor:
-        """Of whole images, by PyTorch."""
-        return Mean.forward(self, x)  # a new layer would take longer than a small map
+        """Return the statistic of whole images, computed by PyTorch."""
+        # Calling the method on `self` avoids a new layer, which costs more than a small map.
+        return Mean.forward(self, x)
 
     def _check_count(self, count) -> None:
-        pass  # of one value too
+        pass  # A mean may be taken of a single value.
 
     def moments(self, x: Tensor, index: int, mask: Tensor | None = None) -> list["Contribution"]:
         found = []
@@ -59,7 +64,10 @@ class DistributedMean(DistributedNorm):
         return found
 
     def where(self, x: Tensor, index: int) -> list[Box]:
-        """What is owned of each part, in cells of ``x``; parts as ``F.adaptive_avg_pool2d`` cuts them, which may share cells."""
+        """Return the owned cells of each part of the image, counted in ``x``.
+
+        Parts are cut as by ``F.adaptive_avg_pool2d``, so neighbours may share cells.
+        """
         own = self.own(x, index)
         if not self.grid:
             return [own]
@@ -74,7 +82,12 @@ class DistributedMean(DistributedNorm):
         return [part.relative_to(held).intersection(own) for part in parts_of(self.grid, size)]
 
     def of(self, x: Tensor, rows: list[int], statistics: Moments, where: Any) -> Tensor:
-        """The vector of the images of a window, of which this rank owns what :meth:`where` says."""
+        """Return the vector of each image of a window.
+
+        Args:
+            rows: the first row of the statistics of each image.
+            where: the owned cells, as :meth:`where` returns them.
+        """
         means = statistics.mean * statistics.count.unsqueeze(-1) if self.total else statistics.mean
         return as_vector(
             torch.stack([means[i * self.number : (i + 1) * self.number].t() for i in rows]),
@@ -87,15 +100,17 @@ class DistributedMean(DistributedNorm):
             total[i * self.number : (i + 1) * self.number] += of_image.view(-1, self.number).t()
 
     def shares(self, total: Tensor, statistics: Moments) -> Tensor:
-        """What each pixel gets of that over all ranks, (rows, C)."""
+        """Return the gradient that each pixel gets, summed over all ranks, (rows, C)."""
         total = add(total, self.comm)
         return total if self.total else total / statistics.count.unsqueeze(-1)
 
     def spread(self, shares: Tensor, x: Tensor, rows: list[int], where: list[Box]) -> Tensor:
-        """The gradient of a window: zero where it does not own."""
-        of_part = lambda n: as_vector(
-            shares[[i * self.number + n for i in rows]].to(x.dtype), x.dim() - 2
-        )
+        """Return the gradient of a window, which is zero outside the owned cells."""
+
+        def of_part(n: int) -> Tensor:
+            share = shares[[i * self.number + n for i in rows]]
+            return as_vector(share.to(x.dtype), x.dim() - 2)
+
         if [box.size for box in where] == [x.shape[2:]]:
             return of_part(0).expand_as(x)
         dx = torch.zeros_like(x)
@@ -108,7 +123,11 @@ class DistributedMean(DistributedNorm):
 
 
 def largest_of(parts: Moments, first: bool) -> Moments:
-    """Return the largest values of all parts, stacked along dim 0, and where the ``first`` of them is, or how many there are."""
+    """Return the maxima over parts stacked along dim 0, as moments with ``mean`` for the maxima.
+
+    Args:
+        first: ``m2`` is the position of the first maximum; otherwise the number of maxima.
+    """
     largest = parts.mean.amax(0)
     said = parts.m2.where(
         parts.mean == largest, torch.full_like(parts.m2, math.inf if first else 0)
@@ -117,7 +136,11 @@ def largest_of(parts: Moments, first: bool) -> Moments:
 
 
 class DistributedMax(DistributedMean):
-    """The twin of :class:`distseg.models.layers.Max`. Its statistics are ``mean``, the largest values, and ``m2``: where the first is, counted row by row, or how many there are."""
+    """Distributed counterpart of :class:`distseg.models.layers.Max`.
+
+    In its statistics ``mean`` is the maximum. ``m2`` is the position of the first maximum, counted
+    row by row, or the number of cells that tie.
+    """
 
     def __init__(self, largest: Max, *args):
         super().__init__(largest, *args)
@@ -127,7 +150,7 @@ class DistributedMax(DistributedMean):
         return Max(self.first, self.grid)(x)
 
     def where(self, x: Tensor, index: int) -> tuple[Box, Box, tuple[int, ...]]:
-        """What is owned, in cells of ``x`` and of the map, and the map's size."""
+        """Return the owned cells in ``x`` and in the feature map, and the map's size."""
         own = self.own(x, index)
         if self.context.per_window:
             return own, own, x.shape[2:]
@@ -135,7 +158,7 @@ class DistributedMax(DistributedMean):
         return own, region.owned.intersection(region.held), region.size
 
     def _parts(self, own: Box, place: Box, size: Sequence[int]) -> list[tuple[Box, Box]]:
-        """Return what is owned of each part of the image, in cells of a window and of the map."""
+        """Return the owned cells of each part of the image, in the window and in the map."""
         if not self.grid:
             return [(own, place)]
         move = [a - b for a, b in zip(own.start, place.start)]
@@ -149,12 +172,17 @@ class DistributedMax(DistributedMean):
             self._contribution(image, row * self.number + n, there, size)
             for n, (part, there) in enumerate(self._parts(own, place, size))
             for image, row in zip(x[(..., *part.slices)], rows)
-        ]  # fmt: skip
+        ]
 
     def _contribution(
         self, image: Tensor, row: int, place: Box, size: Sequence[int]
     ) -> "Contribution":
-        """Return what cells of an image, which lie at a place of a map, add to a row of the statistics."""
+        """Return the contribution of an image's cells to a row of the statistics.
+
+        Args:
+            place: the cells' box in the feature map.
+            size: the map's size.
+        """
         count, values = (
             torch.tensor(float(place.pixels), dtype=torch.float64, device=image.device),
             image.flatten(1),
@@ -214,7 +242,10 @@ class DistributedMax(DistributedMean):
 
 
 class DistributedSpread(Spread):
-    """The twin of :class:`distseg.models.layers.Spread` for a window of an image: a cell is resized for its place in the image."""
+    """Distributed counterpart of :class:`distseg.models.layers.Spread` for a window of an image.
+
+    Each cell is resized according to its position in the image.
+    """
 
     def __init__(self, spread: Spread, context: Context, stride: tuple[int, ...], name: str):
         super().__init__(spread.grid, spread.kept, **spread.settings)
@@ -230,26 +261,26 @@ class DistributedSpread(Spread):
 
 
 def parts_of(grid: Sequence[int], size: Sequence[int]) -> list[Box]:
-    """Return the parts of a map as ``F.adaptive_avg_pool2d`` cuts it, which may share cells."""
+    """Return the parts of a map as ``F.adaptive_avg_pool2d`` cuts it; they may overlap."""
     spans = [[(i * n // k, -(-(i + 1) * n // k)) for i in range(k)] for k, n in zip(grid, size)]
     return [Box(*zip(*part)) for part in product(*spans)]
 
 
 def _nothing(x: Tensor) -> Moments:
-    """The moments of no cells of a map."""
+    """Return the moments of zero cells of a feature map."""
     zeros = torch.zeros(2, x.shape[1], dtype=torch.float64, device=x.device)
     return Moments(zeros.new_zeros(()), *zeros)
 
 
 def numbers_of(box: Box, size: Sequence[int]) -> Tensor:
-    """Of the cells of a box of a map, counted row by row."""
+    """Return the positions of a box's cells in a feature map, counted row by row."""
     along = [torch.arange(a, b) for a, b in zip(box.start, box.stop)]
     strides = [math.prod(size[d + 1 :]) for d in range(len(size))]
     return sum(torch.meshgrid(*(n * s for n, s in zip(along, strides)), indexing="ij")).flatten()
 
 
 def twin_of(layer: nn.Module) -> type[nn.Module]:
-    """Of a layer that looks at the whole image."""
+    """Return the class that is the distributed counterpart of a layer with global statistics."""
     return next(
         twin
         for kinds, twin in (
@@ -273,7 +304,7 @@ class _JointMean(torch.autograd.Function):
             [mean.rows(j) for j in range(len(xs))],
             [mean.where(x, j) for j, x in enumerate(xs)],
         )
-        ctx.save_for_backward(*xs)  # of which a mean looks at the form
+        ctx.save_for_backward(*xs)
         return tuple(
             mean.of(x, rows, ctx.statistics, where)
             for x, rows, where in zip(xs, ctx.rows, ctx.where)
@@ -292,7 +323,7 @@ class _JointMean(torch.autograd.Function):
 
 
 class PendingMean(Pending):
-    """The same of a mean."""
+    """Mean of windows that are computed one after another, as streamed tiles are."""
 
     def __init__(self, norm: DistributedMean, statistics: Moments):
         super().__init__(norm, statistics)

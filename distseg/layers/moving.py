@@ -1,4 +1,4 @@
-"""Layers that move places (:mod:`distseg.models.moving`) on a part of a map."""
+"""Layers that move cells (:mod:`distseg.models.moving`), computed on a part of a feature map."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Layers whose cells hang on the sizes of both maps, on a part of a map: resizing by true places, padding and cropping to a size.
+"""Layers whose cells depend on input and output size: resizing, padding and cropping to a size.
 
-A resize goes dim by dim: an output cell is a sum of a few input cells, each with its share (:mod:`distseg.tiling.resize`).
-Its gradient goes back in the same way, as sums of output cells, so that it is the same in each run and on each device.
+A resize works dim by dim. An output cell is a weighted sum of a few input cells
+(:mod:`distseg.tiling.resize`). The gradient of an input cell is a weighted sum of output cells. So
+the gradient is the same in each run and on each device.
 """
 
 from __future__ import annotations
@@ -23,21 +24,24 @@ from distseg.tiling.layout import Part
 from distseg.tiling.resize import Resize, Taps
 from distseg.tiling.tile import Box
 
-_KEPT = 256  # spans of cells whose shares are kept
+_KEPT = 256  # size of the caches of weights
 
 
 class Placed(nn.Module):
-    """A layer that is called with the size of its result, on whole images of which executors hold no other map: the twin of :class:`distseg.models.resize.Follows`.
+    """Distributed counterpart of :class:`distseg.models.resize.Follows`, for whole images.
+
+    Executors that keep no other feature maps call it. It computes the size of its result from the
+    size of the image.
 
     Args:
-        sizes: of the layer's result, from the size of an image.
+        sizes: returns the size of the layer's result from the size of an image.
     """
 
     def __init__(
         self, inner: Follows, context: Context, sizes: Callable[[Sequence[int]], Sequence[int]]
     ):
         super().__init__()
-        # No child: it has no weights.
+        # Stored past `nn.Module.__setattr__`: `inner` has no weights and is no child.
         self.__dict__.update(inner=inner, context=context, sizes=sizes)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -48,7 +52,10 @@ class Placed(nn.Module):
 
 
 class PlacedPositions(Positions):
-    """The twin of :class:`distseg.models.capture.positions.Positions`, which knows the size of the image, with the very tensors of the layer."""
+    """Distributed counterpart of :class:`distseg.models.capture.positions.Positions`.
+
+    It knows the size of the image and uses the very tensors of the layer.
+    """
 
     def __init__(self, inner: Positions, context: Context):
         nn.Module.__init__(self)
@@ -64,14 +71,18 @@ class PlacedPositions(Positions):
         return self.on_box(x, x.shape[2:], Box.whole(x.shape[2:]))
 
     def on_box(self, x: Tensor, size: Sequence[int], box: Box) -> Tensor:
-        """Return the values at a box of a map of this size."""
+        """Return the values at a box of a feature map of this size."""
         return self.part(
             x, self.context.place.image, size, [range(a, b) for a, b in zip(box.start, box.stop)]
         )
 
 
 class Spans(NamedTuple):
-    """Along a dim: of n inputs those from ``first`` on are there, ``have`` of them; outputs ``start`` to ``stop`` of m are wanted."""
+    """Available inputs and wanted outputs of a resize along one dim.
+
+    Of ``n`` inputs, ``have`` are available from ``first`` on. Of ``m`` outputs, ``start`` to
+    ``stop`` are wanted.
+    """
 
     n: int
     first: int
@@ -82,10 +93,12 @@ class Spans(NamedTuple):
 
 
 def resized(x: Tensor, footprints: Sequence[Resize], part: Part, ratio: bool = False) -> Tensor:
-    """Resize a part of a map: (B, C, *part.taken.size) -> (B, C, *part.made.size), by ``F.interpolate``'s rules for the whole of it.
+    """Resize a part of a feature map by the rules that ``F.interpolate`` has for the whole map.
+
+    Shapes: (B, C, *part.taken.size) -> (B, C, *part.made.size).
 
     Args:
-        ratio: the factor of nearest places is m / n (:class:`distseg.models.resize.ResizeTo`).
+        ratio: nearest modes use the factor m / n (:class:`distseg.models.resize.ResizeTo`).
     """
     spans = [
         Spans(*each)
@@ -99,11 +112,11 @@ def resized(x: Tensor, footprints: Sequence[Resize], part: Part, ratio: bool = F
         )
     ]
     if x.device.type == "cpu" and torch.is_autocast_enabled("cpu"):
-        x = x.float()  # as autocast has F.interpolate do
+        x = x.float()  # Autocast runs F.interpolate in float32.
     shares = [_shares_of(x, footprints, spans, dim, ratio) for dim in range(len(spans))]
-    # Cells are gathered several times as fast with their channels side by side.
+    # Gathering cells is several times faster if the channels of each lie side by side.
     last, x = (lies_last(x), x.movedim(1, -1))
-    # What makes less of it first.
+    # First the dim that shrinks most, so that later dims work on fewer cells.
     for dim in sorted(
         range(len(spans)), key=lambda d: (spans[d].stop - spans[d].start) / max(1, spans[d].have)
     ):
@@ -112,7 +125,7 @@ def resized(x: Tensor, footprints: Sequence[Resize], part: Part, ratio: bool = F
 
 
 class _Share(NamedTuple):
-    """Cells of a dim and what each has in a sum, both (cells of a sum, sums); None: all of it."""
+    """Weights of a dim's cells in sums, (cells of a sum, sums); ``parts`` None: all are 1."""
 
     places: np.ndarray
     parts: np.ndarray | None
@@ -169,13 +182,16 @@ def nearest_places(
     device: str,
     last: bool,
 ) -> np.ndarray:
-    """Return the input of each output, (m,), as PyTorch's own kernel has it for tensors of this kind: kernels round places differently.
+    """Return the input of each output, (m,), as PyTorch's kernel for these tensors chooses it.
+
+    Kernels round positions differently, so the kernel itself is asked.
 
     Args:
-        dims, dim: of the map, and the one that is resized.
+        dims: number of spatial dims of the feature map.
+        dim: the dim that is resized.
         last: channels come last in memory.
     """
-    # Exact in bfloat16 too.
+    # The kernel resizes the digits of each position, which are exact in bfloat16 too.
     digits = (
         torch.arange(n, device=device).view(n, 1)
         // torch.tensor([1, _BASE, _BASE**2, _BASE**3], device=device)
@@ -200,7 +216,7 @@ _BASE = 128
 
 
 def _back(forth: _Share, have: int) -> _Share:
-    """Return the adjoint: of each input the sums that it is in, and its parts in them."""
+    """Return the adjoint: for each input the sums that it is in, and its weights there."""
     width, count = forth.places.shape
     inputs, sums = forth.places.ravel(), np.tile(np.arange(count), width)
     parts = np.ones(len(inputs)) if forth.parts is None else forth.parts.ravel()
@@ -215,7 +231,7 @@ def _back(forth: _Share, have: int) -> _Share:
 
 
 class _Weighted(torch.autograd.Function):
-    """Sums of a few cells along a dim, each with its part; backward the adjoint, which is of the same kind."""
+    """Weighted sums of a few cells along a dim; backward is the adjoint, of the same kind."""
 
     @staticmethod
     def forward(ctx, x: Tensor, dim: int, forth: _Share, back: _Share) -> Tensor:

@@ -1,7 +1,8 @@
-"""Where a skip meets its level again: concatenation whose backward pass gives dense gradients.
+"""Concatenation with dense gradients, for skip connections.
 
-PyTorch's hands on views of the concatenated gradient. With channels last these have gaps between pixels, which the backward
-pass of up-sampling answers by copying to another memory format: 17 times its own time (docs/performance.md).
+PyTorch returns views of the concatenated gradient. In channels_last these views have gaps between
+pixels. The backward pass of up-sampling would then copy them to another memory format, which takes
+far longer than the pass itself (docs/performance.md).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class _Join(torch.autograd.Function):
 
 
 class DensePop(Pop):
-    """The twin of a pop."""
+    """Distributed counterpart of :class:`distseg.models.layers.Pop`."""
 
     @staticmethod
     def joined(skip: Tensor, x: Tensor) -> Tensor:
@@ -34,7 +35,7 @@ class DensePop(Pop):
 
 
 class DenseCat(Cat):
-    """The twin of a concatenation."""
+    """Distributed counterpart of :class:`distseg.models.layers.Cat`."""
 
     @staticmethod
     def joined(*maps: Tensor) -> Tensor:

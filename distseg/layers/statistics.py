@@ -1,12 +1,13 @@
-"""Variances, sums of exponentials and sums of products over an image that lies in pieces: the twins of :mod:`distseg.models.statistics`.
+"""Distributed counterparts of the layers of :mod:`distseg.models.statistics`.
 
-Each is a :class:`distseg.layers.mean.DistributedMean` with moments of its own. ``f`` stands for a statistic and ``g`` for the gradient of it, summed over all
-windows of all ranks::
+Each is a :class:`distseg.layers.mean.DistributedMean` with its own moments. ``f`` is a statistic
+and ``g`` its gradient, summed over all windows of all ranks::
 
-    variance           f = sum (x - mean)^2 / (N - correction)      dx = g * 2 (x - mean) / (N - correction)
-    log sum exp        f = log sum exp x                            dx = g * exp(x - f)
-    largest            f_k = the k-th largest                       dx = g_k where it is
-    products           f_ij = sum a_i b_j                           da_i = sum_j g_ij b_j,   db_j = sum_i g_ij a_i
+    variance      f = sum (x - mean)^2 / (N - correction)
+                  dx = g * 2 (x - mean) / (N - correction)
+    log sum exp   f = log sum exp x,          dx = g * exp(x - f)
+    largest       f_k = the k-th largest,     dx = g_k at its position
+    products      f_ij = sum a_i b_j,         da_i = sum_j g_ij b_j,   db_j = sum_i g_ij a_i
 """
 
 from __future__ import annotations
@@ -27,11 +28,12 @@ from distseg.tiling.tile import Box
 
 
 class _OfImage(DistributedMean):
-    """A statistic of one box, all that a window owns."""
+    """Statistic over all cells of an image that a window owns."""
 
     def __init__(self, layer: nn.Module, *args):
         super().__init__(layer, *args)
-        self.__dict__["of_whole"] = layer  # no child: it holds nothing
+        # Stored past `nn.Module.__setattr__`: this layer without state is no child.
+        self.__dict__["of_whole"] = layer
 
     def plain(self, x: Tensor) -> Tensor:
         return self.of_whole(x)
@@ -55,12 +57,18 @@ class _OfImage(DistributedMean):
         return dx
 
     def gradient(self, x: Tensor, g: Tensor, statistics: Moments, row: int) -> Tensor:
-        """Return the gradient of the owned cells of one image, (C, *size), of one row of the statistics, float64."""
+        """Return the gradient of the owned cells of one image.
+
+        Args:
+            x: the owned cells, (C, *size).
+            g: the gradient of the statistic, float64.
+            row: the image's row of ``statistics``.
+        """
         raise NotImplementedError
 
 
 class DistributedVariance(_OfImage):
-    """The twin of :class:`distseg.models.statistics.Variance`."""
+    """Distributed counterpart of :class:`distseg.models.statistics.Variance`."""
 
     def statistics(self, parts: list[Contribution]) -> Moments:
         of_channels = super().statistics(parts)
@@ -85,7 +93,10 @@ class DistributedVariance(_OfImage):
 
 
 class DistributedLogSumExp(_OfImage):
-    """The twin of :class:`distseg.models.statistics.LogSumExp`. Its statistics are ``mean``, the largest values, and ``m2``, sums of exponentials less these."""
+    """Distributed counterpart of :class:`distseg.models.statistics.LogSumExp`.
+
+    In its statistics ``mean`` is the maximum and ``m2`` the sum of exp(x - maximum).
+    """
 
     def moments(self, x: Tensor, index: int, mask: Tensor | None = None) -> list[Contribution]:
         (own,), found = self.where(x, index), []
@@ -128,15 +139,19 @@ class DistributedLogSumExp(_OfImage):
 
 
 def exponentials(parts: Moments) -> Moments:
-    """Combine parts stacked along dim 0."""
+    """Combine moments of log-sum-exp parts, stacked along dim 0."""
     largest = parts.mean.amax(0)
-    # Nothing of a part without cells, also where all are so.
+    # A part without cells has maximum -inf and contributes 0. If all parts are empty, -inf - -inf
+    # would be NaN.
     less = torch.where(parts.mean == -math.inf, parts.mean, parts.mean - largest)
     return Moments(parts.count.sum(0), largest, (parts.m2 * less.exp()).sum(0))
 
 
 class DistributedProducts(_OfImage):
-    """The twin of :class:`distseg.models.statistics.Products`. Its statistics are ``mean``, the sums (I, heads * I * J), and ``m2``, nothing."""
+    """Distributed counterpart of :class:`distseg.models.statistics.Products`.
+
+    In its statistics ``mean`` is the sums (I, heads * I * J); ``m2`` is empty.
+    """
 
     def moments(self, x: Tensor, index: int, mask: Tensor | None = None) -> list[Contribution]:
         (own,) = self.where(x, index)
@@ -168,7 +183,11 @@ class DistributedProducts(_OfImage):
 
 
 class DistributedLargest(_OfImage):
-    """The twin of :class:`distseg.models.statistics.Largest`. Its statistics are ``mean``, the largest values (I, C * k), and ``m2``, where they are, counted row by row."""
+    """Distributed counterpart of :class:`distseg.models.statistics.Largest`.
+
+    In its statistics ``mean`` is the k largest values (I, C * k), and ``m2`` their positions,
+    counted row by row.
+    """
 
     where = DistributedMax.where
 
@@ -193,7 +212,7 @@ class DistributedLargest(_OfImage):
         return found
 
     def _filled(self, x: Tensor, value: float) -> Tensor:
-        """(C, fewer) -> (C, k)."""
+        """Fill the values of each channel with ``value`` up to k: (C, fewer) -> (C, k)."""
         return torch.cat((x, x.new_full((len(x), self.of_whole.k - x.shape[1]), value)), 1)
 
     def statistics(self, parts: list[Contribution]) -> Moments:
@@ -216,9 +235,12 @@ class DistributedLargest(_OfImage):
         return found
 
     def _largest(self, parts: Moments) -> Moments:
-        """Of parts stacked along dim 0, (parts, ..., C * k)."""
+        """Return the k largest values of parts stacked along dim 0, (parts, ..., C * k)."""
         k = self.of_whole.k
-        joined = lambda x: x.unflatten(-1, (-1, k)).movedim(0, -2).flatten(-2)
+
+        def joined(x: Tensor) -> Tensor:
+            return x.unflatten(-1, (-1, k)).movedim(0, -2).flatten(-2)
+
         values, places = joined(parts.mean), joined(parts.m2)
         order = places.sort(-1)[1]
         values, places = values.gather(-1, order), places.gather(-1, order)
@@ -253,7 +275,10 @@ class DistributedLargest(_OfImage):
 
 
 class DistributedMeasure(_OfImage):
-    """The twin of :class:`distseg.models.statistics.Measure`, which no gradient goes through. Its statistics are ``mean``, the number, and ``m2``, nothing."""
+    """Distributed counterpart of :class:`distseg.models.statistics.Measure`, without a gradient.
+
+    In its statistics ``mean`` is the number; ``m2`` is empty.
+    """
 
     def moments(self, x: Tensor, index: int, mask: Tensor | None = None) -> list[Contribution]:
         size = (
@@ -282,7 +307,7 @@ class DistributedMeasure(_OfImage):
 
 
 def twin_of(layer: nn.Module) -> type[nn.Module]:
-    """Return the twin of a layer that looks at the whole image."""
+    """Return the class that is the distributed counterpart of a layer with global statistics."""
     return next((twin for kind, twin in _TWINS if isinstance(layer, kind)), None) or mean.twin_of(
         layer
     )

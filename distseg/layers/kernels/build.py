@@ -1,10 +1,12 @@
-"""Compiles the C++ of this package on first use, once a machine, and loads it.
+"""Compilation of this package's C++ code, on first use and once per machine.
 
-Neither PyTorch's headers nor Python's are needed, so it takes seconds. The library lies in the user's cache under a name
-made of its source, compiler and CPU: a cluster's login node and its compute nodes each get their own. The name also holds the
-library's checksum, and nothing is loaded that is damaged, or that anybody but this user or root could have written: it is
-compiled anew, in a private folder where the cache is no safe place. Where there is no compiler, PyTorch's kernels do the same
-work more slowly.
+The code includes neither PyTorch's nor Python's headers, so it compiles in seconds. The library is
+kept in the user's cache. Its name contains a hash of source, compiler and CPU, so a cluster's login
+and compute nodes each have their own. The name also contains the library's checksum.
+
+A library is not loaded if it is damaged, or if anyone but this user or root could have written it.
+It is then compiled again, in a private folder if the cache is not safe. Without a compiler
+PyTorch's kernels do the same work more slowly.
 """
 
 from __future__ import annotations
@@ -31,12 +33,12 @@ _LONGEST = 300  # seconds that a compilation may take
 
 
 class Untrusted(OSError):
-    """Others could have written what is in a folder."""
+    """Error of a folder that other users can write to."""
 
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The compiled kernels; None without a compiler, or where DISTSEG_KERNELS=0 asks for PyTorch's."""
+    """Return the compiled kernels, or None without a compiler or with DISTSEG_KERNELS=0."""
     if os.environ.get("DISTSEG_KERNELS") == "0":
         return None
     try:
@@ -51,7 +53,7 @@ def library() -> ctypes.CDLL | None:
 
 
 def _loaded(compiler: list[str]) -> ctypes.CDLL:
-    """From the user's cache, else, if that can't be used, compiled for this process alone."""
+    """Load the library from the user's cache, or compile it for this process alone."""
     try:
         folder = _cache()
         check_folder(folder)
@@ -62,14 +64,14 @@ def _loaded(compiler: list[str]) -> ctypes.CDLL:
     except Untrusted as e:
         warnings.warn(f"distseg's norm kernels are compiled for this process alone: {e}")
     except (OSError, subprocess.SubprocessError):
-        pass  # a home that can't be written, as on some clusters' compute nodes, or is full
+        pass  # The home folder is full or, as on some compute nodes, cannot be written.
     with tempfile.TemporaryDirectory(prefix="distseg-") as private:
-        # Which stays loaded without its file.
+        # The library stays loaded after its file is removed.
         return ctypes.CDLL(str(_compiled(compiler, Path(private))))
 
 
 def _cache() -> Path:
-    """The folder, made if it is not there, and closed to others where an older distseg made it as the umask was."""
+    """Return the cache folder. Create it if needed, and close it to other users if it is open."""
     folder = (
         Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "distseg" / "kernels"
     )
@@ -83,14 +85,14 @@ def _cache() -> Path:
 
 
 def check_folder(folder: Path) -> None:
-    """Refuse a folder whose content others can put there.
+    """Refuse a folder whose content other users can replace.
 
     Raises:
-        Untrusted: naming the folder, or the one above it, and what to do.
+        Untrusted: naming the folder, or the one above it, and the repair.
     """
     for place in (folder, *folder.absolute().parents, *folder.resolve().parents):
         status = place.stat()
-        # As /tmp, where nobody can replace another's folder.
+        # In a folder with the sticky bit nobody can replace another user's folder.
         shared = place != folder and status.st_mode & stat.S_ISVTX
         if not _safe(status) and not (shared and _owners(status)):
             raise Untrusted(
@@ -105,7 +107,10 @@ def _owners(status: os.stat_result) -> bool:
 
 @functools.cache
 def _root() -> set[int]:
-    """Root's number, and in a container that does not know root the one that stands for whom it does not know."""
+    """Return the user ids that stand for root.
+
+    In a user namespace where root is not mapped, its files belong to the overflow id.
+    """
     with suppress(OSError, ValueError):
         if Path("/proc/self/uid_map").read_text().split() != ["0", "0", str(2**32 - 1)]:
             return {0, int(Path("/proc/sys/kernel/overflowuid").read_text())}
@@ -113,16 +118,17 @@ def _root() -> set[int]:
 
 
 def _safe(status: os.stat_result) -> bool:
-    """Whether nobody but this user and root can have written it."""
+    """Return True if only this user and root can write the file or folder."""
     return _owners(status) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def _built(compiler: list[str], folder: Path, anew: bool = False) -> Path:
-    """The library in ``folder``, compiled if there is none that can be trusted, or ``anew``."""
+    """Return the library in ``folder``. Compile it if none can be trusted, or if ``anew``."""
     name = f"norm-{_key(compiler)}"
     if not anew and (found := _found(folder, name)):
         return found
-    with _alone(folder):  # the ranks of a node need it all at once
+    # All ranks of a node need the library at the same time.
+    with _alone(folder):
         if not anew and (found := _found(folder, name)):
             return found
         _tidy(folder, name)
@@ -140,7 +146,11 @@ def _found(folder: Path, name: str) -> Path | None:
 
 
 def _whole(path: Path) -> bool:
-    """Whether a library is this user's or root's, a file and no link, and has the checksum that its name tells."""
+    """Return True if a library can be trusted.
+
+    It must belong to this user or root, be a regular file and no link, and have the checksum in its
+    name.
+    """
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
@@ -159,7 +169,7 @@ def _digest(content: bytes) -> str:
 
 
 def _tidy(folder: Path, name: str) -> None:
-    """Remove libraries that were not trusted, and what killed compilations left."""
+    """Remove libraries that cannot be trusted and the files of killed compilations."""
     for path in folder.glob(f"{name}-*.so"):
         with suppress(OSError):
             path.unlink()
@@ -171,7 +181,11 @@ def _tidy(folder: Path, name: str) -> None:
 
 @contextmanager
 def _alone(folder: Path):
-    """One process of a machine at a time; after a while, or where a file system knows no locks, any, as the last one's file is as good."""
+    """Let one process of a machine compile at a time.
+
+    After a while, or on a file system without locks, others may enter. This is harmless: the file
+    that is written last is as good.
+    """
     handle = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         with suppress(OSError):
@@ -192,14 +206,18 @@ def _lock(handle: int, until: float) -> None:
 
 
 def _compiled(compiler: list[str], place: Path) -> Path:
-    """In two steps, so that the OpenMP runtime is the one that PyTorch has loaded, with the same threads, and not another."""
+    """Compile and link in two steps.
+
+    Linking without -fopenmp makes the library use the OpenMP runtime and threads that PyTorch has
+    loaded.
+    """
     compiled, linked = place / "norm.o", place / "norm.so"
     first = [*_FLAGS.split(), "-fopenmp", "-c", str(SOURCE), "-o", str(compiled)]
     for command in (first, ["-shared", str(compiled), "-o", str(linked)]):
         subprocess.run(
             [*compiler, *command], check=True, capture_output=True, text=True, timeout=_LONGEST
         )
-    # Which some users' umask would leave on.
+    # A user's umask may let others write new files.
     linked.chmod(linked.stat().st_mode & ~(stat.S_IWGRP | stat.S_IWOTH))
     return linked
 
@@ -210,7 +228,7 @@ def _key(compiler: list[str]) -> str:
 
 
 def _cpu() -> str:
-    """What -march=native depends on."""
+    """Return the CPU properties that -march=native depends on."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

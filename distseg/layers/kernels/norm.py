@@ -1,7 +1,8 @@
-"""Norm and activation of one image or a part of it, (1, C, *size), by the compiled kernels; see norm.cpp for the formulas.
+"""Norm and activation of one image or a part of it, (1, C, *size), by the compiled kernels.
 
-Parameters are (C,) vectors of float32, or float64 beside a float64 image. Any layout will do in which either the
-channels of a pixel or the pixels of a row lie side by side, so tiles and their owned parts are views, not copies.
+The formulas are in norm.cpp. Parameters are (C,) vectors of float32, or of float64 beside a float64
+image. In memory, either the channels of a pixel or the pixels of a row must lie side by side. So
+tiles and their owned parts are views, not copies.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ _TYPES = {torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "b
 
 
 class Affine(NamedTuple):
-    """z = scale * (x - pivot) + bias, each (C,), then y = z where z > 0, else slope * z."""
+    """Affine map and activation: z = scale * (x - pivot) + bias, y = z if z > 0 else slope * z.
+
+    All vectors are (C,).
+    """
 
     pivot: Tensor
     scale: Tensor
@@ -47,21 +51,21 @@ class _Strides(ctypes.Structure):
 
 
 def available(x: Tensor) -> bool:
-    """Whether a compiled kernel takes such tensors."""
+    """Return True if a compiled kernel accepts ``x``."""
     return (
         x.device.type == "cpu" and x.dtype in _TYPES and 3 <= x.dim() <= 5 and library() is not None
     )
 
 
 def moments(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and sum of squared deviations of each channel, (C,) float64."""
+    """Return mean and sum of squared deviations of each channel, (C,) float64."""
     found = torch.empty(2, x.shape[1], dtype=torch.float64)
     _call("moments", lies_last(x), [x], [], [found[0], found[1]])
     return found[0], found[1]
 
 
 def forward(x: Tensor, affine: Affine, out: Tensor) -> Tensor:
-    """y into ``out``, which may be ``x`` itself, or else ``torch.empty_like`` it."""
+    """Write y to ``out``, which is ``x`` itself or ``torch.empty_like(x)``, and return it."""
     last = lies_last(x)
     written = _in_runs(out, last)
     _call("forward", last, [x, written], affine)
@@ -69,7 +73,7 @@ def forward(x: Tensor, affine: Affine, out: Tensor) -> Tensor:
 
 
 def sums(g: Tensor, x: Tensor, affine: Affine) -> tuple[Tensor, Tensor]:
-    """Sums of g' and of g' * (x - pivot) over all pixels, (C,) float64."""
+    """Return the sums of g' and of g' * (x - pivot) over all pixels, (C,) float64."""
     found = torch.empty(2, x.shape[1], dtype=torch.float64)
     _call("sums", lies_last(x), [g, x], affine, [found[0], found[1]])
     return found[0], found[1]
@@ -78,7 +82,10 @@ def sums(g: Tensor, x: Tensor, affine: Affine) -> tuple[Tensor, Tensor]:
 def gradient(
     g: Tensor, x: Tensor, affine: Affine, tilt: Tensor, shift: Tensor, own: Box, out: Tensor
 ) -> Tensor:
-    """dx = scale * g', and inside ``own`` + tilt * (x - pivot) + shift; into ``out``, made by ``torch.empty_like`` of ``x``."""
+    """Write dx = scale * g' to ``out``, and add tilt * (x - pivot) + shift inside ``own``.
+
+    ``out`` is ``torch.empty_like(x)``.
+    """
     last = lies_last(x)
     written = _in_runs(out, last)
     _call("gradient", last, [g, x, written], [*affine, tilt, shift], own=own)
@@ -86,10 +93,14 @@ def gradient(
 
 
 class Norm(NamedTuple):
-    """A live norm of whole images.
+    """Settings of an active norm of whole images.
 
-    ``groups``: of channels that share statistics, 0: each has its own. ``joint``: the images share them, as in batch norm. ``slope``: of the activation behind.
-    ``p``: of the dropout of channels before it; which are dropped say ``keys``, one an image (:func:`distseg.tiling.rng.key`); None: nothing is.
+    Attributes:
+        groups: number of groups of channels that share statistics; 0: each channel has its own.
+        joint: all images share statistics, as in batch norm.
+        slope: slope of the activation after the norm.
+        p: probability of the channel dropout before the norm.
+        keys: key of each image's dropout mask (:func:`distseg.tiling.rng.key`); None: no dropout.
     """
 
     groups: int
@@ -100,17 +111,18 @@ class Norm(NamedTuple):
     keys: Sequence[int] | None = None
 
     def rows(self, images: int) -> int:
-        """Of statistics."""
+        """Return the number of rows of the statistics."""
         return 1 if self.joint else images
 
 
 def norm_forward(
     x: Tensor, norm: Norm, weight: Tensor | None, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Dropout, norm and activation of whole images (B, C, *size) in one call.
+    """Compute dropout, norm and activation of whole images (B, C, *size) in one call.
 
     Returns:
-        y; mean and sum of squared deviations (2, rows, channels or groups) float64; and what :func:`norm_backward` takes.
+        y, the mean and sum of squared deviations (2, rows, channels or groups) float64, and the
+            numbers that :func:`norm_backward` needs.
     """
     last = lies_last(x)
     x = _in_runs(x, last)
@@ -145,7 +157,7 @@ def norm_forward(
 def norm_backward(
     g: Tensor, x: Tensor, norm: Norm, weight: Tensor | None, numbers: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of x, and of weight and bias, (C,) float64."""
+    """Return the gradient of x and those of weight and bias, (C,) float64."""
     last = lies_last(x)
     g, x = _in_runs(g, last), _in_runs(x, last)
     dx, channels = torch.empty_like(x), x.shape[1]
@@ -173,7 +185,10 @@ def norm_backward(
 
 
 class _Plan(NamedTuple):
-    """Arguments of a kernel for whole images, without addresses: shape, norm, and the strides of each tensor inside an image and between images."""
+    """Arguments of a kernel for whole images, other than addresses.
+
+    They are shape, norm, and the strides of each tensor inside an image and between images.
+    """
 
     images: int
     told: tuple
@@ -188,7 +203,10 @@ def _plan(
     strides: Sequence[Sequence[int]],
     threads: int,
 ) -> _Plan:
-    """Return the plan for tensors of this shape and these strides. It is cached, as making it takes as long as the norm of a small map."""
+    """Return the plan for tensors of this shape and these strides.
+
+    It is cached: making it takes as long as the norm of a small feature map.
+    """
     norm = Norm(*norm)
     tensors = _merged(last, *(torch.empty_strided(shape, each, device="meta") for each in strides))
     if norm.joint and not keyed:
@@ -203,12 +221,18 @@ def _plan(
 
 
 def _as_one(images: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Return tensors of images that share statistics as the planes of one image. One call for each small image would take longer than its pixels. Volumes keep their own planes."""
+    """Return images that share statistics as the planes of one image.
+
+    One call for each small image would take longer than its pixels. Volumes keep their planes.
+    """
     return images if images[0].dim() > 4 else [x.transpose(0, 1)[None] for x in images]
 
 
 def _merged(last: bool, *images: Tensor) -> Sequence[Tensor]:
-    """The same with the pixels of a channel in one run, where they lie side by side: short rows take as long as the parameters of their channel."""
+    """Flatten the pixels of contiguous images to one row per channel.
+
+    Short rows would be dominated by the cost of loading each channel's parameters.
+    """
     return (
         [x.flatten(2) for x in images]
         if not last and all(x.is_contiguous() for x in images)
@@ -217,7 +241,7 @@ def _merged(last: bool, *images: Tensor) -> Sequence[Tensor]:
 
 
 def _widened(parameter: Tensor | None, x: Tensor) -> Tensor | None:
-    """In the type that the kernel computes in."""
+    """Return a parameter in the dtype that the kernel computes in."""
     if parameter is None:
         return None
     wanted = torch.promote_types(x.dtype, torch.float32)
@@ -251,11 +275,18 @@ def _call(
     outputs: Sequence[Tensor] = (),
     own: Box | None = None,
 ) -> None:
-    """Images of one shape and type, computed with channels ``last`` or first; parameters in the type that the kernel computes in."""
+    """Call a kernel with images of one shape and dtype.
+
+    Args:
+        last: compute with channels last in memory.
+        parameters: vectors, cast to the dtype that the kernel computes in, and numbers.
+        outputs: float64 tensors that the kernel writes to.
+        own: the owned cells; None: all.
+    """
     images = [_in_runs(image, last) for image in images]
     size = images[0].shape[2:]
     if own is not None and not Box.whole(size).contains(own):
-        # The kernel would write there.
+        # The kernel checks no bounds and would write outside the tensor.
         raise ValueError(f"the cells {own} that are owned reach beyond a map of {tuple(size)}")
     if own in (None, Box.whole(size)):
         images, own = _merged(last, *images), None
@@ -297,14 +328,17 @@ def _strides(x: Tensor) -> _Strides:
 
 
 def _into(out: Tensor, written: Tensor) -> Tensor:
-    """Return ``out`` with what the kernel has written, which is a copy where the rows of ``out`` are no runs."""
+    """Return ``out`` with the kernel's result, copied if the kernel wrote to another tensor."""
     return out if written is out else out.copy_(written)
 
 
 def _in_runs(x: Tensor, last: bool) -> Tensor:
-    """``x``, copied where its rows are no runs: of pixels with all their channels (``last``), or of one channel's pixels."""
+    """Return ``x``, copied unless its rows are contiguous.
+
+    A row holds pixels with all their channels (``last``) or the pixels of one channel.
+    """
     channels, width = x.shape[1], x.shape[-1]
-    # Of a lone pixel both layouts are true.
+    # A row of one pixel is contiguous in both layouts, whatever its stride.
     apart = x.stride(-1) if width > 1 else channels if last else 1
     if apart == (channels if last else 1) and (not last or x.stride(1) == 1):
         return x

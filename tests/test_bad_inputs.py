@@ -276,7 +276,7 @@ TABLE = {
     ),
     "attention in an exchange": (
         verify(**own("attending"), spatial__exchange_every="1"),
-        r"can't be computed on parts of an image: |layer 1 \(Attention\) is not known to look at single pixels and has no twin",
+        r"can't be computed on parts of an image: |layer 1 \(Attention\) is not known to look at single pixels and has no distributed counterpart",
     ),
     "attention in tiles": (
         verify(**own("attending"), spatial__tiles_per_rank="1x2"),

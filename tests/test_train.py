@@ -321,7 +321,7 @@ def test_a_rank_that_dies_in_the_middle_ends_the_job(mpirun, tmp_path, how, mess
     [
         ("os.kill(os.getpid(), 9)", ""),
         ("raise ValueError('band 3 is empty')", "rank 1: band 3 is empty"),
-        ("__import__('time').sleep(1000)", "waits for the borders at layer 2 from rank 1 of the image's tiles"),
+        ("__import__('time').sleep(1000)", "waits for the halo at layer 2 from rank 1 of the image's tiles"),
     ],
     ids=["killed", "raises", "late"],
 )

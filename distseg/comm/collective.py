@@ -1,8 +1,8 @@
-"""Collectives on small CPU or CUDA tensors over any mpi4py communicator, and those of a mesh.
+"""Collectives on small CPU or CUDA tensors, over the communicators of a mesh or any of mpi4py's.
 
-Everything here is packed by its callers: a layer, or a step, sends one message. Numbers travel in float64, so that
-what ranks combine is combined in more than training's precision; CUDA tensors are staged through host memory, which
-for messages of a few kilobytes costs the same as a device's own path.
+The callers pack their data, so that a layer or a step sends one message. Numbers travel as float64,
+so that combining them does not lose the precision of training. CUDA tensors are staged through host
+memory. For messages of a few kilobytes this costs the same as a direct path.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from distseg.comm.waits import waits_of
 
 
 def gather(x: Tensor, comm, home: torch.device | None = None) -> Tensor:
-    """Every rank's ``x`` in rank order: (*shape) -> (ranks, *shape), float64 on the device of ``x``, or on ``home``.
+    """Return every rank's ``x`` in rank order: (*shape) -> (ranks, *shape), float64.
 
-    The order makes what is computed from it the same on every rank, bit by bit.
+    The result is on the device of ``x``, or on ``home``. The fixed order makes all further results
+    bitwise equal on every rank.
     """
     if comm.size == 1:
         return x.detach().to(home or x.device, torch.float64).unsqueeze(0)
@@ -31,7 +32,7 @@ def gather(x: Tensor, comm, home: torch.device | None = None) -> Tensor:
 
 
 def add(x: Tensor, comm) -> Tensor:
-    """The sum of every rank's ``x``, float64 on the device of ``x``."""
+    """Return the sum of every rank's ``x``, float64, on the device of ``x``."""
     if comm.size == 1:
         return x.detach().to(torch.float64)
     send = _host(x)
@@ -45,7 +46,7 @@ def _host(x: Tensor) -> np.ndarray:
 
 
 class Alone:
-    """A communicator of one rank that needs no MPI: for serial use and tests."""
+    """Communicator of one rank that needs no MPI, for serial use and tests."""
 
     rank = 0
     size = 1

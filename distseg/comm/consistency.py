@@ -1,7 +1,7 @@
-"""What all ranks must agree on before they work together: compared once at the start, and named where it differs.
+"""Check at the start of a job that all ranks agree on settings, files and versions.
 
-Ranks that were started with other settings, that see another file system, or that run another version would train something
-that nobody asked for, or wait for each other for ever.
+Ranks with other settings, another file system or another version would train a wrong model or wait
+for each other for ever.
 """
 
 from __future__ import annotations
@@ -19,25 +19,28 @@ _MOST = 5  # differences in a message
 
 
 def assert_consistent(comm, facts: Mapping[str, object], repair: str) -> None:
-    """Compare what the ranks of ``comm`` hold of named facts. Collective: one small message, more only where something differs.
+    """Compare named facts over the ranks of ``comm``.
+
+    Collective: one small message, and a larger one only if something differs.
 
     Raises:
-        JointFailure: on all ranks, naming what differs, both values and both ranks, then the ``repair``.
+        JointFailure: on all ranks, naming what differs, both values and both ranks, then the
+            ``repair``.
     """
-    # Sizes as users write them.
-    told = {
+    # Tuples are shown as users write sizes, such as 512x512.
+    shown = {
         name: "x".join(map(str, value)) if isinstance(value, tuple) else str(value)
         for name, value in facts.items()
     }
-    if len(set(comm.allgather(_digest(json.dumps(told, sort_keys=True))))) == 1:
+    if len(set(comm.allgather(_digest(json.dumps(shown, sort_keys=True))))) == 1:
         return
-    found = differences(comm.allgather(told))
+    found = differences(comm.allgather(shown))
     more = f"; and {len(found) - _MOST} more" if len(found) > _MOST else ""
     raise JointFailure(f"the ranks do not agree: {'; '.join(found[:_MOST])}{more}. {repair}")
 
 
 def differences(of_ranks: list[Mapping[str, str]]) -> list[str]:
-    """A sentence for each fact that some rank holds otherwise than rank 0."""
+    """Return a sentence for each fact whose value on some rank differs from that on rank 0."""
     names = dict.fromkeys(name for facts in of_ranks for name in facts)
     found = []
     for name in names:
@@ -55,7 +58,7 @@ def differences(of_ranks: list[Mapping[str, str]]) -> list[str]:
 
 
 def settings(sections: Mapping[str, Mapping[str, object]]) -> dict[str, str]:
-    """``{"optim": {"lr": 0.1}}`` -> ``{"optim.lr": "0.1"}``."""
+    """Flatten sections of settings: ``{"optim": {"lr": 0.1}}`` -> ``{"optim.lr": "0.1"}``."""
     return {
         f"{section}.{field}": str(value)
         for section, fields in sections.items()
@@ -65,7 +68,7 @@ def settings(sections: Mapping[str, Mapping[str, object]]) -> dict[str, str]:
 
 @lru_cache
 def versions() -> dict[str, str]:
-    """Of what computes: distseg with a digest of its sources, Python, torch."""
+    """Return the versions of distseg (with a digest of its sources), torch and Python."""
     from importlib.metadata import version
 
     from distseg import __version__

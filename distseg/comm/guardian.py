@@ -1,15 +1,17 @@
-"""The guardian of one rank: a small process beside it that sees when a job no longer moves, and ends it.
+"""Guardian of one rank: a small process beside it that ends a job which no longer moves.
 
-It is started by :mod:`distseg.comm.watch` as a program of its own, imports nothing but the standard library, and touches no file
-until a job has to be ended. It reads its rank's place from a page of memory that both share, tells it once a second to
-the guardians of ranks 0 and 1, and these decide for all. A job is ended when
+:mod:`distseg.comm.watch` starts it as a program of its own. It imports only the standard library
+and touches no file until a job has to be ended. It reads its rank's progress from a page of shared
+memory. Once a second it sends this to the guardians of ranks 0 and 1, which decide for all. A job
+is ended if
 
-- no rank of it has moved for the time limit (a rank that waits while another works is fine),
+- no rank has moved for the time limit (a rank may wait while another works),
 - a rank is stopped (SIGSTOP) for that long, or its node does not answer,
-- a rank's process has ended without a word, and its launcher has not noticed.
+- a rank's process has ended without notice, and its launcher has not noticed.
 
-Time is counted in the guardian's own ticks: a job that is suspended and continued as a whole, or that waits for a busy
-machine, has not stood still. Each guardian kills its own rank, so that no launcher needs to help.
+Time is counted in the guardian's own ticks. So a job does not count as standing still if it is
+suspended as a whole, or waits for a busy machine. Each guardian kills its own rank, without help of
+a launcher.
 """
 
 from __future__ import annotations
@@ -26,37 +28,39 @@ import sys
 import time
 
 PAGE, TEXT = 4096, 500
-# Where what stands in the page.
+# Offsets of the fields in the shared page.
 MOVES, LIMIT, ENDING, PHASE, DOING, WAITING = (0, 8, 16, 24, 24 + TEXT, 24 + 2 * TEXT)
-DEPUTY_WAITS = 1.0  # seconds that rank 1's guardian leaves to rank 0's
-GONE_AFTER = 5.0  # seconds that a launcher gets to notice the end of a process
-CONNECTED_WITHIN = 20.0  # seconds
-STILL_WITHIN = 0.5  # seconds
-STACKS_WITHIN = 1.0  # seconds
-KEPT_WITHIN = 0.3  # seconds
-SEEN_OFF_EVERY = 0.1  # seconds
-# Seconds that a process gets at least after its work, unless it is stopped: on a busy machine
-# many ranks need some to end.
+# Times in seconds.
+DEPUTY_WAITS = 1.0  # rank 1's guardian leaves the decision to rank 0's for this long
+GONE_AFTER = 5.0  # a launcher may take this long to notice the end of a process
+CONNECTED_WITHIN = 20.0  # to connect to the guardians that decide
+STILL_WITHIN = 0.5  # until ranks that wait for a stopped one stand still
+STACKS_WITHIN = 1.0  # to write the stacks
+KEPT_WITHIN = 0.3  # to save the stacks
+SEEN_OFF_EVERY = 0.1  # between two looks at a process that ends
+# Least time that a process gets to end after its work, unless it is stopped. On a busy machine many
+# ranks need some time.
 ENDS_WITHIN = 60.0
-FOR_GOOD = 2  # of ENDING, where 1 is the end of the watch
+FOR_GOOD = 2  # value of the field ENDING if the process ends; 1: only the watch ends
 _LONGEST_LINE = 1 << 16
 
 
 class Rank:
-    """The process that is watched: its page, its state, its stacks."""
+    """Process that is watched: its page, its state, its stacks."""
 
     def __init__(self, page: mmap.mmap, stacks: int, pid: int):
         self.page, self.stacks, self.pid = page, stacks, pid
         self.moves, self.still = -1, 0.0
 
     def tick(self, seconds: float) -> None:
-        """Note whether it has moved."""
+        """Note how long the process has stood still, ``seconds`` after the last look."""
         moves = int.from_bytes(self.page[MOVES : MOVES + 8], "little")
         self.still = 0.0 if moves != self.moves else self.still + seconds
         self.moves = moves
 
     @property
     def where(self) -> str:
+        """Description of what the process is doing, for messages."""
         phase, doing, waiting = (self._text(at) for at in (PHASE, DOING, WAITING))
         parts = [phase or "starting", doing, f"waits for {waiting}" if waiting else ""]
         return ", ".join(part for part in parts if part)
@@ -66,21 +70,22 @@ class Rank:
 
     @property
     def limit(self) -> float:
-        """Seconds for which it may stand still; 0: for ever."""
+        """Seconds that the process may stand still; 0: for ever."""
         return struct.unpack("d", self.page[LIMIT : LIMIT + 8])[0]
 
     @property
     def ending(self) -> bool:
+        """True if the process has announced the end of the watch or of itself."""
         return self.page[ENDING] > 0
 
     @property
     def ends_for_good(self) -> bool:
-        """Not the watch ends, the process does."""
+        """True if the process itself ends, not only the watch."""
         return self.page[ENDING] == FOR_GOOD
 
     @property
     def state(self) -> str:
-        """The kernel's letter: R runs, S sleeps, D waits for a disk, T is stopped."""
+        """State letter of the kernel: R runs, S sleeps, D waits for a disk, T is stopped."""
         try:
             with open(f"/proc/{self.pid}/stat") as file:
                 return file.read().rpartition(")")[2].split()[0]
@@ -88,17 +93,18 @@ class Rank:
             return "?"
 
     def is_there(self) -> bool:
+        """Return True if the process still exists: it is this guardian's parent."""
         return os.getppid() == self.pid
 
     def dump(self) -> str:
-        """The stacks of its threads, from its fault handler; after that it stands still."""
-        # To tell its stack it has to run again: not before those that wait for it stand
-        # still.
+        """Return the stacks of the process's threads, and stop the process."""
+        # A stopped process must run again to write its stacks. First let the ranks that wait for it
+        # be stopped by their guardians.
         if self.state == "T":
             time.sleep(STILL_WITHIN)
         before = os.fstat(self.stacks).st_size
         self._signal(signal.SIGQUIT, _to_main_thread)
-        self._signal(signal.SIGCONT)  # a stopped process takes the other signal first
+        self._signal(signal.SIGCONT)  # A stopped process handles the pending SIGQUIT first.
         deadline, size = time.monotonic() + STACKS_WITHIN, before
         while time.monotonic() < deadline:
             time.sleep(0.02)
@@ -120,13 +126,17 @@ class Rank:
 
 
 def _to_main_thread(pid: int, number: int) -> None:
-    """The process's main thread takes the signal. The stacks are written by whichever thread takes it, while the others go on:
-    a thread of MPI's that walks the frames of a main thread at work reads freed memory."""
+    """Send a signal to the main thread of a process.
+
+    The thread that takes the signal writes the stacks, while the others go on. If this were one of
+    MPI's threads, it would read freed memory from the frames of a working main thread.
+    """
     try:
         import ctypes
 
         tgkill = ctypes.CDLL(None, use_errno=True).tgkill
-    except (ImportError, AttributeError, OSError):  # no ctypes, or a C library without it
+    # ctypes is missing, or the C library has no tgkill.
+    except (ImportError, AttributeError, OSError):
         os.kill(pid, number)
         return
     if tgkill(pid, pid, number):
@@ -134,7 +144,7 @@ def _to_main_thread(pid: int, number: int) -> None:
 
 
 class Member:
-    """What is known of a rank of the job."""
+    """State of one rank of the job, as its guardian reports it."""
 
     def __init__(self, rank: int, host: str):
         self.rank, self.host = rank, host
@@ -143,6 +153,7 @@ class Member:
         self.connected = self.said_bye = self.lost = False
 
     def hear(self, told: dict) -> None:
+        """Store a report of the rank's guardian."""
         self.connected, self.lost, self.unheard = True, False, 0.0
         self.still, self.where, self.state = (
             float(told["still"]),
@@ -151,6 +162,7 @@ class Member:
         )
 
     def line(self) -> str:
+        """Return the rank's state in words."""
         state = {"T": ", is stopped (SIGSTOP)", "D": ", waits for a disk", "Z": ", has ended"}.get(
             self.state, ""
         )
@@ -162,21 +174,23 @@ class Member:
 
 
 def verdict(members: list[Member], timeout: float) -> str | None:
-    """Why the job has to be ended, or None."""
+    """Return why the job has to be ended, or None."""
     at_work = [m for m in members if m.connected and not m.said_bye]
     if gone := [m.rank for m in at_work if m.lost and m.unheard > GONE_AFTER]:
         return f"{_ranks(gone)} ended without a word"
     if silent := [m.rank for m in at_work if m.unheard > timeout]:
-        return f"{_ranks(silent)} {'has' if len(silent) == 1 else 'have'} not been heard of for {timeout:g} s (run.timeout)"
+        have = "has" if len(silent) == 1 else "have"
+        return f"{_ranks(silent)} {have} not been heard of for {timeout:g} s (run.timeout)"
     if stopped := [m.rank for m in at_work if m.state == "T" and m.still > timeout]:
-        return f"{_ranks(stopped)} {'is' if len(stopped) == 1 else 'are'} stopped for {timeout:g} s (run.timeout)"
+        are = "is" if len(stopped) == 1 else "are"
+        return f"{_ranks(stopped)} {are} stopped for {timeout:g} s (run.timeout)"
     if at_work and min(m.still for m in at_work) > timeout:
         return f"nothing has moved for {timeout:g} s (run.timeout)"
     return None
 
 
 def report(reason: str, members: list[Member], folder: str | None) -> str:
-    """The message to the user; ranks that stand at the same place in one line."""
+    """Return the message to the user, with one line for all ranks that stand at the same place."""
     places: dict[tuple[str, str], list[int]] = {}
     for m in members:
         if m.connected and not m.said_bye:
@@ -199,7 +213,7 @@ def _ranks(ranks: list[int]) -> str:
 
 
 class Lines:
-    """A socket that carries one JSON object a line."""
+    """Socket that carries one JSON object per line."""
 
     def __init__(self, connection: socket.socket):
         self.connection, self.waiting = connection, b""
@@ -216,7 +230,10 @@ class Lines:
         return True
 
     def receive(self) -> list[dict] | None:
-        """The whole lines that have come; None where the other side has closed, or speaks something else."""
+        """Return the complete lines that have come.
+
+        None if the other side has closed the connection or does not send JSON objects.
+        """
         try:
             found = self.connection.recv(_LONGEST_LINE)
         except TimeoutError:
@@ -234,12 +251,12 @@ class Lines:
 
 
 class Guardian:
-    """Watches one rank, and, beside ranks 0 and 1, all of them."""
+    """Guardian of one rank; beside ranks 0 and 1 it watches all ranks."""
 
     def __init__(self, rank: Rank, number: int):
         self.rank, self.number = rank, number
         self.folder: str | None = None
-        self.secret = secrets.token_hex(16)  # who does not know it is not listened to
+        self.secret = secrets.token_hex(16)  # other processes must send it to be heard
         self.listener: socket.socket | None = None
         self.members: list[Member] = []
         self.monitors: list[Lines] = []  # the guardians that decide, as this one talks to them
@@ -251,14 +268,15 @@ class Guardian:
         last = time.monotonic()
         while True:
             tick = min(1.0, max(0.02, self.rank.limit / 8)) if self.rank.limit else 1.0
-            # Others may be here before this one knows of them.
+            # Other guardians may connect before `join` has named the members.
             guests = [*self.guests.values(), *self.strangers] if self.members else []
             readers = [sys.stdin, *filter(None, [self.listener]), *self.monitors, *guests]
             ready, _, _ = select.select(readers, [], [], max(0.0, last + tick - time.monotonic()))
             self._listen(ready)
             now = time.monotonic()
             if now - last >= tick:
-                self._tick(min(now - last, 2 * tick))  # more: this guardian was not there to see
+                # A longer time means that this guardian itself did not run.
+                self._tick(min(now - last, 2 * tick))
                 last = now
 
     # what comes in
@@ -286,10 +304,10 @@ class Guardian:
                     self._end(None)
 
     def _let_in(self, lines: Lines) -> None:
-        """A rank's guardian says who it is, and the secret that only the ranks of this job know."""
+        """Accept a guardian that sends its rank and this job's secret; reject all others."""
         told = lines.receive()
         if told == []:
-            return  # half a line
+            return  # The line is not complete yet.
         self.strangers.remove(lines)
         if (
             told
@@ -312,7 +330,7 @@ class Guardian:
                 member.hear(one)
 
     def _leave(self) -> None:
-        """The rank's process has ended, or ends the watch."""
+        """End this guardian: its rank's process has ended, or ends the watch."""
         if self.rank.ending:
             for lines in self.monitors:
                 lines.send({"rank": self.number, "bye": True})
@@ -321,7 +339,10 @@ class Guardian:
         os._exit(0)
 
     def _see_off(self) -> None:
-        """Wait for the process's end, which may hang too: MPI's waits for all ranks."""
+        """Wait for the end of the process, and kill it if it hangs.
+
+        MPI's own end waits for all ranks, so it can hang too.
+        """
         for lines in (*self.monitors, *self.guests.values(), *self.strangers):
             lines.connection.close()
         passed = 0.0
@@ -329,18 +350,22 @@ class Guardian:
             stopped = self.rank.state == "T"
             limit = self.rank.limit if stopped else max(self.rank.limit, ENDS_WITHIN)
             if self.rank.limit and passed >= limit:
+                state = ", is stopped (SIGSTOP)" if stopped else ""
+                least = "" if stopped else f", at least {ENDS_WITHIN:g}"
                 print(
                     f"distseg: error: rank {self.number} on {socket.gethostname()} has done its "
-                    f"work, but does not end{', is stopped (SIGSTOP)' if stopped else ''}; "
-                    f"it is killed after {limit:g} s (run.timeout{'' if stopped else f', at least {ENDS_WITHIN:g}'})", file=sys.stderr, flush=True,
-                )  # fmt: skip
+                    f"work, but does not end{state}; "
+                    f"it is killed after {limit:g} s (run.timeout{least})",
+                    file=sys.stderr,
+                    flush=True,
+                )
                 self.rank.kill()
                 return
             time.sleep(SEEN_OFF_EVERY)
             passed += SEEN_OFF_EVERY
 
     def _open(self) -> None:
-        """Listen for other guardians, and tell the rank where."""
+        """Listen for other guardians, and print the address for the rank."""
         self.listener = socket.create_server(("", 0), backlog=4096)
         print(
             json.dumps(
@@ -358,7 +383,7 @@ class Guardian:
         self.folder, self.number = told["folder"], told["rank"]
         self.members = [Member(rank, host) for rank, host in enumerate(told["join"])]
         if len(self.members) == 1:
-            self.members = []  # nothing but its own rank
+            self.members = []  # There are no other ranks.
             return
         deadline = time.monotonic() + CONNECTED_WITHIN
         for number, monitor in enumerate(told["monitors"]):
@@ -371,8 +396,10 @@ class Guardian:
             print(
                 f"distseg: the guardian of rank {self.number} reaches neither rank 0's nor rank "
                 "1's: it watches its own rank alone, "
-                "which counts as hanging while it waits for others that work (run.timeout)", file=sys.stderr, flush=True,
-            )  # fmt: skip
+                "which counts as hanging while it waits for others that work (run.timeout)",
+                file=sys.stderr,
+                flush=True,
+            )
 
     # what is decided
 
@@ -408,7 +435,7 @@ class Guardian:
             self._end(reason)
 
     def _end(self, reason: str | None) -> None:
-        """End this rank; with a reason, all of them, and say why."""
+        """End this rank; with a reason, print it and end all ranks."""
         members = self.members
         if reason:
             if self.number > 1 or not members:
@@ -420,10 +447,12 @@ class Guardian:
             print(report(reason, members, self.folder), file=sys.stderr, flush=True)
             for lines in self.guests.values():
                 lines.send({"end": True, "folder": self.folder})
-        # Not earlier: at the first death the launcher ends the others.
+        # All ranks are killed at the same time: after the first death the launcher ends the others,
+        # which would lose their stacks.
         killed_at = time.monotonic() + STILL_WITHIN + STACKS_WITHIN + KEPT_WITHIN
         stacks = self.rank.dump()
-        if os.fork() == 0:  # a disk that hangs must not keep the rank alive
+        # Another process writes the stacks, so that a disk that hangs does not keep the rank alive.
+        if os.fork() == 0:
             self._keep(stacks)
             os._exit(0)
         time.sleep(max(KEPT_WITHIN, killed_at - time.monotonic()))
@@ -441,7 +470,7 @@ class Guardian:
 
 
 def _connected(member: dict, deadline: float) -> Lines | None:
-    """A connection to a guardian, by the first of its addresses that answers."""
+    """Connect to a guardian by the first of its addresses that answers; None if none does."""
     for address in ["127.0.0.1"] * (member["host"] == socket.gethostname()) + member["addresses"]:
         try:
             return Lines(
@@ -455,7 +484,7 @@ def _connected(member: dict, deadline: float) -> Lines | None:
 
 
 def _addresses() -> list[str]:
-    """Those under which other nodes may reach this one."""
+    """Return the addresses under which other nodes may reach this one."""
     try:
         found = [
             entry[4][0] for entry in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)
@@ -466,10 +495,10 @@ def _addresses() -> list[str]:
 
 
 def main() -> None:
-    # The last is told, as a process that ends at once would leave another parent.
+    # The rank's pid is an argument: if the rank ended at once, getppid() would be another process.
     memory, stacks, number, watched = map(int, sys.argv[1:])
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
-        signal.signal(ignored, signal.SIG_IGN)  # they are for the rank
+        signal.signal(ignored, signal.SIG_IGN)  # These signals are meant for the rank.
     Guardian(Rank(mmap.mmap(memory, PAGE), stacks, watched), number).run()
 
 

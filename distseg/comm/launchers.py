@@ -1,7 +1,8 @@
-"""How each launcher tells a process who it is, and when what it says and what MPI sees can not both be true.
+"""Launchers of MPI jobs: how each describes a process, and when this contradicts MPI.
 
-mpirun, srun, jsrun and the others start the same program many times; a program that does not find the others would
-train alone, as many times as there are processes, all into one folder. So whatever hints at company is looked at.
+mpirun, srun, jsrun and others start the same program several times. A program that does not find
+the other processes would train alone, as many times as there are processes, all into one folder. So
+every hint of other processes is checked.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Mapping
 
 @dataclass(frozen=True)
 class Process:
-    """One process of a job. ``size``, and ``local_*`` that count on its node: None where the launcher does not say."""
+    """One process of a job. A field is None if the launcher does not give it."""
 
     rank: int
     size: int | None
@@ -33,14 +34,14 @@ _OTHER_MPI = (
 
 @dataclass(frozen=True)
 class Launcher:
-    """The variables that a launcher sets in each process; empty where it has none."""
+    """Environment variables that a launcher sets in each process; "" if it has none."""
 
     name: str
     rank: str
     size: str = ""
     local_rank: str = ""
     local_size: str = ""
-    beside: str = ""  # must be set too, where several launchers share the names of rank and size
+    beside: str = ""  # further variable that tells launchers with the same rank and size apart
     repair: str = _OTHER_MPI
 
 
@@ -50,20 +51,17 @@ _TORCHRUN = (
     " or srun --mpi=pmix, without RANK and WORLD_SIZE"
 )
 _SRUN = (
-    "its processes can not find each other: start them with srun --mpi=pmix (srun --mpi=list "
+    "its processes cannot find each other: start them with srun --mpi=pmix (srun --mpi=list "
     "shows what this Slurm"
     " has), or with mpirun in the allocation; if they are, mpi4py ({library}) was built for "
     "another MPI"
     " (docs/install.md)"
 )
 
-# Who starts the innermost processes comes before whom it was started by: an mpirun in an
-# allocation, or in a job of Flux,
-# inherits the outer one's variables, which name another number of processes. torchrun's names come
-# first because a user
-# sets them by hand.
-# MPICH's Hydra, Intel MPI.
-# The size is Cray MPICH's: PALS tells none.
+# The launcher that starts the innermost processes comes before the one around it. An mpirun in an
+# allocation, or in a job of Flux, inherits the outer variables, which give another number of
+# processes. torchrun comes first because users set its variables by hand. The first "mpiexec" is
+# that of MPICH's Hydra and of Intel MPI. PALS gives no size, so its first entry takes Cray MPICH's.
 LAUNCHERS = (
     Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", repair=_TORCHRUN),
     Launcher(
@@ -125,25 +123,35 @@ LAUNCHERS = (
 
 
 def identify(environment: Mapping[str, str] = os.environ) -> Process:
-    """This process by the first launcher that names rank and size, else by one that names the rank alone; else a lone
-    process."""
+    """Return this process as described by its launcher, or ``LONE`` without a launcher.
+
+    The first launcher that gives rank and size is used, otherwise the first that gives a rank.
+    """
     return _found(environment)[1]
 
 
 def contradiction(
     ranks: int, library: str, environment: Mapping[str, str] = os.environ
 ) -> str | None:
-    """What can not be where MPI sees ``ranks`` ranks: the error's text, or None if nothing speaks against it.
+    """Return an error message if the launcher contradicts MPI, or None.
 
-    Where no launcher is recognised, MPI knows. Several processes of which each believes to be alone are the danger: a
-    size that MPI does not see, or a rank above 0 that MPI sees alone (of which rank 0 can not know).
+    Without a launcher MPI is trusted. The danger is several processes that each believe to be
+    alone. They show as a size that MPI does not see, or as a rank above 0 that MPI sees alone. Rank
+    0 cannot notice the latter.
+
+    Args:
+        ranks: the size of MPI's communicator of all ranks.
+        library: MPI's version string, for the message.
     """
     launcher, process = _found(environment)
     if launcher is None:
         return None
     repair = launcher.repair.format(library=library.split(",")[0].strip(), size=process.size or "N")
     if process.size is not None and process.size > 1 and process.size != ranks:
-        return f"{launcher.name} started {process.size} processes ({launcher.size}), but MPI sees {ranks}: {repair}"
+        return (
+            f"{launcher.name} started {process.size} processes ({launcher.size}), "
+            f"but MPI sees {ranks}: {repair}"
+        )
     if process.size is None and process.rank > 0 and ranks == 1:
         return (
             f"{launcher.name} started this process as rank {process.rank} ({launcher.rank}), but "
@@ -154,7 +162,10 @@ def contradiction(
 
 
 def _found(environment: Mapping[str, str]) -> tuple[Launcher | None, Process]:
-    number = lambda name: _leading_int(environment.get(name))
+
+    def number(name: str) -> int | None:
+        return _leading_int(environment.get(name))
+
     for launcher in LAUNCHERS:
         rank, size = number(launcher.rank), number(launcher.size)
         if (
@@ -167,7 +178,7 @@ def _found(environment: Mapping[str, str]) -> tuple[Launcher | None, Process]:
             )
     for launcher in LAUNCHERS:
         rank = number(launcher.rank)
-        # Where the size is missing too, rank 0 is what a batch script has.
+        # Rank 0 with the size missing is a batch script, not a process of the launcher.
         if rank or rank == 0 and not launcher.size:
             return launcher, Process(
                 rank, None, number(launcher.local_rank), number(launcher.local_size)
@@ -176,6 +187,6 @@ def _found(environment: Mapping[str, str]) -> tuple[Launcher | None, Process]:
 
 
 def _leading_int(text: str | None) -> int | None:
-    """``4`` of '4' and of Slurm's '4(x2),3'."""
+    """Return the number that a text begins with, as 4 in Slurm's "4(x2),3", or None."""
     found = re.match(r"\s*(\d+)", text or "")
     return int(found[1]) if found else None

@@ -1,8 +1,8 @@
-"""Tensors from rank to rank, without waiting: sends that run on, receives that are posted ahead.
+"""Non-blocking messages of tensors: sends that run on, receives that are posted ahead.
 
-A message is a tensor's memory as it lies, so both sides agree on its form (shape, type, memory format) once and not per
-message. CUDA tensors go straight to an MPI that knows device memory, else through pinned host memory, by the rules of
-:mod:`distseg.comm.staging`.
+A message is a tensor's memory as it lies. So both sides agree once on its form (shape, dtype,
+memory format), not per message. CUDA tensors go directly to a CUDA-aware MPI, and otherwise through
+pinned host memory, by the rules of :mod:`distseg.comm.staging`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from distseg.comm.waits import Waits, When, waits_of
 
 @dataclass(frozen=True)
 class Form:
-    """All that a receiver must know to make room for a tensor."""
+    """Shape, dtype and memory format: all that a receiver needs to allocate a tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -46,11 +46,11 @@ class Form:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def within(self, buffer: Tensor) -> Tensor:
-        """A tensor of this form in the memory of a flat buffer of bytes."""
+        """Return a tensor of this form as a view of a flat buffer of bytes."""
         return buffer.view(self.dtype).as_strided(self.shape, self.empty("meta").stride())
 
     def fit(self, x: Tensor) -> Tensor:
-        """``x`` dense in this memory format; copied only if it is not."""
+        """Return ``x`` dense in this memory format, copied only if it is not."""
         return x.contiguous(memory_format=self.memory_format)
 
     @property
@@ -58,52 +58,61 @@ class Form:
         return channels_last(len(self.shape)) if self.channels_last else torch.contiguous_format
 
     def __str__(self) -> str:
-        return f"{'x'.join(map(str, self.shape))} {str(self.dtype).removeprefix('torch.')}{' channels_last' if self.channels_last else ''}"
+        size, dtype = "x".join(map(str, self.shape)), str(self.dtype).removeprefix("torch.")
+        return f"{size} {dtype}{' channels_last' if self.channels_last else ''}"
 
 
 class Receipt:
-    """A receive under way."""
+    """Receive that is under way."""
 
     def __init__(self, waits: Waits, request, buffer: Tensor, make: Callable[[Tensor], Tensor]):
         self._waits, self.request, self._buffer, self._make = waits, request, buffer, make
 
     def tensor(self, what: str = "a message", kind: str | None = None) -> Tensor:
-        """What came, once it is there; ``what`` and ``kind``: as of :meth:`distseg.comm.waits.Waits.wait`."""
+        """Wait for the message and return its tensor.
+
+        Args:
+            what, kind: see :meth:`distseg.comm.waits.Waits.wait`.
+        """
         self._waits.wait(self.request, what, kind)
         return self._make(self._buffer)
 
 
 class Message(NamedTuple):
-    """Values in the host's memory on their way out of or into it, where they stay until it is through."""
+    """Message from or to host memory; ``values`` must stay as they are until it is complete."""
 
     request: object
     values: Tensor
 
     @property
     def came(self) -> int | None:
-        """The bytes of a message that is through, of a received one perhaps fewer than there was room for; None, while it is under way."""
-        from mpi4py import MPI  # which runs, where there are requests
+        """Number of bytes of a complete message, or None while it is under way.
+
+        A received message may be shorter than its buffer.
+        """
+        from mpi4py import MPI  # Imported here: importing it starts MPI.
 
         status = MPI.Status()
         return status.Get_count(MPI.BYTE) if self.request.Test(status) else None
 
 
 class _Sent(NamedTuple):
-    """A message on its way, what it is read from, and the buffer that this is in, if it is in one."""
+    """Message under way, the memory that MPI reads, and that memory's pooled buffer, if any."""
 
     request: object
     memory: object
     buffer: Tensor | None
 
 
-_abandoned: list[_Sent] = []  # of mail that is gone: MPI may still read them
+# Messages of deleted Mail objects. MPI may still read their memory.
+_abandoned: list[_Sent] = []
 
 
 class Mail:
-    """Tensors from rank to rank over a communicator.
+    """Non-blocking messages of tensors over a communicator.
 
     Args:
-        device: where tensors are.
+        device: where the tensors are.
     """
 
     def __init__(self, comm, device=torch.device("cpu")):
@@ -117,7 +126,7 @@ class Mail:
         _abandoned.extend(getattr(self, "_sending", ()))
 
     def room(self, size: int) -> Tensor:
-        """Flat bytes to pack a message into, for :meth:`send`, which takes them back."""
+        """Return flat bytes to pack a message into, for :meth:`send` with ``packed``."""
         return (
             torch.empty(size, dtype=torch.uint8, device=self.device)
             if self.staged
@@ -125,11 +134,15 @@ class Mail:
         )
 
     def send(self, x: Tensor, to: int, tag: int, packed: bool = False) -> None:
-        """Start to send a dense tensor, which must not change before :meth:`flush`; ``packed``: it is :meth:`room`."""
+        """Start to send a dense tensor, which must not change before :meth:`flush`.
+
+        Args:
+            packed: ``x`` is a buffer from :meth:`room`.
+        """
         self.send_all({to: x}, tag, packed)
 
     def send_all(self, to: Mapping[int, Tensor], tag: int, packed: bool = False) -> None:
-        """The same of a tensor for each rank, which waits for the device once."""
+        """Start to send one tensor to each rank, with a single synchronisation of the device."""
         leaving = []
         for rank, x in to.items():
             x, buffer = x.detach(), x if packed else None
@@ -148,7 +161,7 @@ class Mail:
         self.progress()
 
     def receive(self, form: Form, source: int, tag: int) -> Receipt:
-        """Post a receive of a tensor, whose memory is its own."""
+        """Post a receive of a tensor, which gets memory of its own."""
         if self.device.type == "cpu":
             x = form.empty(self.device)
             return Receipt(self.waits, self.comm.Irecv(message(x), source, tag), x, lambda x: x)
@@ -167,16 +180,16 @@ class Mail:
         tag: int,
         make: Callable[[Tensor], Tensor] = lambda buffer: buffer,
     ) -> Receipt:
-        """Post a receive into a buffer, to be given back by :meth:`done`."""
+        """Post a receive into a pooled buffer, which :meth:`done` gives back."""
         buffer = self.buffers.take(size)
         return Receipt(self.waits, self.comm.Irecv(message(buffer), source, tag), buffer, make)
 
     def done(self, buffer: Tensor) -> None:
-        """Take back the bytes of a receive, whose readers are queued."""
+        """Return a receive buffer to the pool once its consumers are enqueued on the stream."""
         self.buffers.give(buffer, read_by_stream=True)
 
     def begin_send(self, values: Tensor, to: int, tag: int) -> Message:
-        """Start to send a dense tensor of the host's memory, of which its owner sees to it himself."""
+        """Start to send a dense tensor of host memory, and leave its completion to the caller."""
         self.bytes_sent, self.messages_sent = (
             self.bytes_sent + values.numel() * values.element_size(),
             self.messages_sent + 1,
@@ -184,19 +197,20 @@ class Mail:
         return Message(self.comm.Isend(message(values), to, tag), values)
 
     def begin_receive(self, room: Tensor, source: int, tag: int) -> Message:
-        """Post a receive of as much as a dense tensor of the host's memory has room for, or less."""
+        """Post a receive into a dense tensor of host memory; the message may be shorter."""
         return Message(self.comm.Irecv(message(room), source, tag), room)
 
     def tell(self, what, to: int, tag: int) -> None:
-        """Start to send a small Python object, such as forms."""
+        """Start to send a small Python object, such as a form."""
         self._sending.append(_Sent(self.comm.isend(what, to, tag), what, None))
 
     def ask(self, source: int, tag: int):
-        """Wait for the object that the other side tells."""
+        """Wait for the Python object that ``source`` sends by :meth:`tell`, and return it."""
         request = self.comm.irecv(1 << 16, source, tag)
         found: list = []
 
-        def arrived() -> bool:  # mpi4py's irecv hands the object to whoever sees it complete
+        # mpi4py's irecv returns the object only from the test that completes the request.
+        def arrived() -> bool:
             done, what = request.test()
             if done:
                 found.append(what)
@@ -206,7 +220,7 @@ class Mail:
         return found[0]
 
     def progress(self) -> None:
-        """Let MPI move what is under way, and forget what has arrived."""
+        """Let MPI advance the sends, and release the buffers of complete ones."""
         waiting = []
         for sent in self._sending:
             if sent.request.Test():
@@ -223,12 +237,12 @@ class Mail:
             self._forget(sent)
 
     def _forget(self, sent: _Sent) -> None:
-        """Give back the buffer of a message that is through."""
+        """Return the buffer of a complete message to the pool."""
         if sent.buffer is not None:
             self.buffers.give(sent.buffer)
 
 
 def message(x: Tensor):
-    """The memory of a dense tensor as bytes, in the order in which it lies."""
+    """Return the memory of a dense tensor as bytes, in the order in which it lies."""
     flat = as_bytes(x)
     return flat if flat.is_cuda else flat.numpy()

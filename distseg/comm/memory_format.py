@@ -1,4 +1,4 @@
-"""How tensors lie in memory: PyTorch's format with channels last, by the number of dims."""
+"""Memory formats of tensors: channels last or first, by the number of dims."""
 
 from __future__ import annotations
 
@@ -6,37 +6,41 @@ import torch
 
 
 def channels_last(dims: int) -> torch.memory_format:
-    """Of a tensor (N, C, H, W) or (N, C, D, H, W); others have none of their own."""
+    """Return the channels_last format for this number of dims.
+
+    It exists for (N, C, H, W) and (N, C, D, H, W). For other tensors the contiguous format is
+    returned.
+    """
     return {4: torch.channels_last, 5: torch.channels_last_3d}.get(dims, torch.contiguous_format)
 
 
 def lies_last(x: torch.Tensor) -> bool:
-    """Whether a tensor has its channels last in memory; a single channel counts as first."""
-    spread = x.shape[-1] > 1 and x.stride(-1) == 0  # one place seen as many
+    """Return True if a tensor has its channels last in memory; a single channel counts as first."""
+    spread = x.shape[-1] > 1 and x.stride(-1) == 0  # an expanded dim: one cell seen as many
     return x.stride(1) == 1 and x.shape[1] > 1 and x.dim() in (4, 5) and not spread
 
 
 def lies_alike(x: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return True if two tensors of one shape lie in memory in the same order."""
+    """Return True if two tensors of one shape have the same order in memory."""
     if x.stride() == other.stride():
         return True
     return all(n == 1 or a == b for n, a, b in zip(x.shape, x.stride(), other.stride()))
 
 
 def like_layout(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Return ``x``, copied into the layout of the dense tensor ``other`` if it lies otherwise."""
+    """Return ``x`` in the layout of the dense tensor ``other``, copied only if it differs."""
     if lies_alike(x, other):
         return x
     return torch.empty_like(other, dtype=x.dtype, device=x.device).copy_(x)
 
 
 def like_format(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """``x`` in the memory format of ``other``, as kernels that take both expect; copied only where it lies otherwise."""
+    """Return ``x`` in the memory format of ``other``, copied only if it differs."""
     return x.contiguous(memory_format=channels_last(x.dim())) if lies_last(other) else x
 
 
 def as_bytes(x: torch.Tensor) -> torch.Tensor:
-    """Return the numbers of a dense tensor as flat uint8, a view, in the order in which they lie.
+    """Return the memory of a dense tensor as a flat uint8 view.
 
     ``x.view(-1).view(torch.uint8)`` fails for a single number whose stride is not 1.
     """

@@ -1,6 +1,7 @@
-"""The mesh of ranks: sample groups x tiles x pipeline stages, and the communicators along and across its axes.
+"""Mesh of ranks, sample groups x tiles x pipeline stages, and the communicators of its axes.
 
-The ranks of one image's tiles and of one pipeline should be near each other, so the stage varies fastest::
+The ranks of one pipeline and of one image's tiles should be near each other, so the stage varies
+fastest::
 
     samples=2, tiles=(1, 2), stages=2        rank = (sample * Q + tile) * S + stage
 
@@ -20,7 +21,7 @@ from distseg.config.sizes import Size
 
 @dataclass(frozen=True)
 class MeshShape:
-    """The axes' sizes: pure arithmetic, no MPI."""
+    """Sizes of the mesh's axes, without MPI."""
 
     samples: int = 1
     tiles: Size = Size((1, 1))
@@ -34,14 +35,20 @@ class MeshShape:
 
     @property
     def axes(self) -> tuple[int, ...]:
+        """Size of each axis of the mesh; tiles have one axis per spatial dim."""
         return (self.samples, *self.tiles, self.stages)
 
     @property
     def size(self) -> int:
+        """Number of ranks of the mesh."""
         return self.samples * self.tiles.volume * self.stages
 
     def check(self, ranks: int) -> None:
-        """Refuse a number of ranks that the mesh does not fill."""
+        """Refuse a number of ranks that does not fill the mesh.
+
+        Raises:
+            ValueError: naming both numbers and the repair.
+        """
         if ranks != self.size:
             raise ValueError(
                 f"a mesh of {self} needs {self.size} ranks, but {ranks} "
@@ -51,7 +58,7 @@ class MeshShape:
             )
 
     def stage_ranks(self) -> list[list[int]]:
-        """The ranks that hold the same weights, for each stage."""
+        """Return, for each stage, the ranks that hold its weights."""
         return [list(range(stage, self.size, self.stages)) for stage in range(self.stages)]
 
     def __str__(self) -> str:
@@ -59,16 +66,16 @@ class MeshShape:
 
 
 class Mesh:
-    """This rank's place in the mesh and its communicators (collective to make).
+    """Position of this rank in the mesh, and its communicators. Making one is collective.
 
     Attributes:
         sample, tile, stage: this rank's coordinates; ``tile`` has one per spatial dim.
         world: all ranks.
         pipeline: the S stages of this rank's tile and sample group.
         tiles: the Q tiles of this rank's image and stage (``norm_comm``).
-        groups: the D ranks with this rank's tile and stage in each sample group.
+        groups: the D ranks with this rank's tile and stage, one in each sample group.
         replicas: the D x Q ranks that hold the same weights.
-        waits: how this rank waits for others, in all of these.
+        waits: the wait policy of all these communicators.
     """
 
     def __init__(self, world, samples: int = 1, tiles=(1, 1), stages: int = 1):

@@ -1,8 +1,9 @@
-"""Gradients of all replicas summed once per optimizer step, by Horovod or by MPI alone.
+"""Sum of the gradients of all replicas, once per optimizer step, by Horovod or by MPI.
 
-Where there are several replicas gradients live in a few flat buckets, of which each parameter's ``grad`` is a view: what the network reduces is
-contiguous, nothing is copied, and the global norm is one reduction. Every rank computes the gradient of *its* part of
-the loss, which is divided by global counts already, so the reduction is a plain sum and the result the serial gradient.
+With several replicas the gradients live in a few flat buckets, and each parameter's ``grad`` is a
+view of one. So messages are contiguous, nothing is copied, and the global norm is one reduction.
+Every rank computes the gradient of its part of the loss, which is already divided by global counts.
+So the reduction is a plain sum, and the result is the gradient of the serial program.
 """
 
 from __future__ import annotations
@@ -24,21 +25,21 @@ from distseg.comm.waits import waits_of
 _SETS: dict[tuple[int, ...], object] = {}  # Horovod's process sets of this process, by their ranks
 _STALL = "HOROVOD_STALL_CHECK_TIME_SECONDS", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
 # Milliseconds between the rounds in which Horovod's thread asks all ranks for work. There is work
-# once a step, and on
-# a CPU every round takes the cores from the computation: at 0.1 ms a step of the demo takes twice
-# as long (docs/performance.md).
+# once a step. On a CPU every round takes the cores from the computation (docs/performance.md).
 _CYCLE = {"cpu": "20", "cuda": "1"}
 _BUCKET = 1 << 26  # bytes; Horovod's own fusion buffer has 128 MiB
 
 
 class Gradients:
-    """The gradients of a list of parameters.
+    """Gradients of a list of parameters.
 
     Args:
-        flat: whether others add to them, and so they lie in buckets; else autograd's own tensors are left as they are.
+        flat: put the gradients into buckets, because other ranks add to them. Otherwise autograd's
+            own tensors are kept.
 
     Attributes:
-        buckets: one or more flat tensors per dtype and device, in the parameters' order; none where they are not ``flat``.
+        buckets: one or more flat tensors per dtype and device, in the order of the parameters;
+            empty if not ``flat``.
     """
 
     def __init__(self, parameters: list[nn.Parameter], flat: bool = True):
@@ -58,42 +59,48 @@ class Gradients:
         bucket = torch.zeros(sum(p.numel() for p in group), dtype=first.dtype, device=first.device)
         offset = 0
         for p in group:
-            # With the parameter's own strides: autograd then adds without a change of layout
-            # (channels_last weights).
+            # With the parameter's strides autograd adds without a change of layout (channels_last).
             p.grad = bucket.as_strided(p.size(), p.stride(), offset)
             offset += p.numel()
         self.buckets.append(bucket)
 
     def zero(self) -> None:
-        """Begin a step."""
+        """Reset all gradients before a step."""
         for bucket in self.buckets:
             bucket.zero_()
         for p in self.parameters if not self.buckets else ():
             p.grad = None
 
     def settle(self) -> None:
-        """Complete the gradients after the backward passes, for whoever reads them next.
+        """Complete the gradients after the backward passes.
 
         A parameter that no loss depends on gets a gradient of zeros. A gradient in another memory
-        layout than its parameter's is copied into that: fused optimizers look at no strides.
+        layout than its parameter is copied into that layout, because fused optimizers ignore
+        strides.
         """
         for p in self.parameters:
             p.grad = torch.zeros_like(p) if p.grad is None else like_layout(p.grad, p)
 
     @property
     def parts(self) -> list[Tensor]:
-        """Tensors that hold all of them."""
+        """Tensors that together hold all gradients."""
         return self.buckets or [p.grad for p in self.parameters]
 
     def norm(self) -> Tensor:
-        """The 2-norm of all of them."""
+        """Return the 2-norm of all gradients together."""
         parts = [torch.linalg.vector_norm(part) for part in self.parts]
         if not parts:
             return torch.zeros(())
         return torch.linalg.vector_norm(torch.stack([part.to(parts[0]) for part in parts]))
 
     def clip(self, largest: float, norm: float) -> None:
-        """Scale as ``torch.nn.utils.clip_grad_norm_`` does, so that the global norm, ``norm`` now, is at most ``largest``."""
+        """Scale all gradients so that their global norm is at most ``largest``.
+
+        Equivalent to ``torch.nn.utils.clip_grad_norm_``.
+
+        Args:
+            norm: the global norm before scaling.
+        """
         factor = largest / (norm + 1e-6)
         if factor < 1:
             for part in self.parts:
@@ -110,7 +117,7 @@ def _same_bucket(group: list[nn.Parameter], p: nn.Parameter) -> bool:
 
 
 class LoneReducer:
-    """One replica: its gradient is the sum."""
+    """Reducer of a single replica, which has nothing to sum."""
 
     name = "none"
 
@@ -119,7 +126,10 @@ class LoneReducer:
 
 
 class MpiReducer:
-    """Flat buckets over mpi4py: works wherever MPI does. Those of a GPU go through the host's memory, two at a time."""
+    """Reducer of flat buckets over mpi4py.
+
+    Buckets of a GPU go through host memory, two at a time.
+    """
 
     name = "mpi"
 
@@ -131,18 +141,18 @@ class MpiReducer:
         under_way: deque[Callable[[], None]] = deque()
         for bucket in buckets:
             under_way.append(self._start(bucket))
-            # Of one device's buckets one is copied while another travels.
+            # On a GPU one bucket is copied while another one travels.
             if not bucket.is_cuda or len(under_way) > 1:
                 under_way.popleft()()
         while under_way:
             under_way.popleft()()
 
     def _start(self, bucket: Tensor) -> Callable[[], None]:
-        """Begin to sum a bucket; what is returned ends it."""
+        """Start to sum a bucket, and return the function that completes it."""
         from mpi4py import MPI
 
-        # MPI knows no 16-bit floats: they are summed in float32, which also keeps what fp16
-        # compression saved of accuracy.
+        # MPI has no 16-bit floats, so they are summed in float32. After fp16 compression this adds
+        # no further rounding in 16 bits.
         wire = bucket.to(torch.float16).float() if self.fp16 else _wire(bucket)
         host, give = self._on_the_host(wire) if wire.is_cuda else (wire, None)
         request = self.comm.Iallreduce(MPI.IN_PLACE, host.numpy())
@@ -157,7 +167,7 @@ class MpiReducer:
         return end
 
     def _on_the_host(self, wire: Tensor) -> tuple[Tensor, Callable[[], None]]:
-        """A copy for MPI, and what gives its memory back (:mod:`distseg.comm.staging`)."""
+        """Return a copy in host memory, and a function that gives its buffer back."""
         buffers = self._buffers.setdefault(wire.device, Buffers(wire.device, staged=True))
         buffer = buffers.take(wire.numel() * wire.element_size())
         host = buffer.view(wire.dtype).copy_(wire, non_blocking=True)
@@ -166,7 +176,7 @@ class MpiReducer:
 
 
 class HorovodReducer:
-    """Horovod's grouped all-reduce over the process set of a stage's replicas."""
+    """Reducer by Horovod's grouped all-reduce, over the process set of a stage's replicas."""
 
     name = "horovod"
 
@@ -176,9 +186,9 @@ class HorovodReducer:
     def sum(self, buckets: list[Tensor]) -> None:
         import horovod.torch as hvd
 
-        # none: a pipeline stage may have no weights.
+        # The list is empty for a pipeline stage without weights.
         wires = [b.to(torch.float16) if self.fp16 else _wire(b) for b in buckets]
-        # One operation is of one device.
+        # Horovod reduces the tensors of one device in one operation.
         for number, (_, group) in enumerate(groupby(wires, key=lambda wire: wire.device)):
             hvd.grouped_allreduce_(
                 list(group), op=hvd.Sum, name=f"gradients{number}", process_set=self.process_set
@@ -189,12 +199,12 @@ class HorovodReducer:
 
 
 def _wire(bucket: Tensor) -> Tensor:
-    """What travels: bfloat16 is widened, as neither Horovod nor MPI adds it."""
+    """Return a bucket in a dtype that Horovod and MPI can add: 16-bit floats become float32."""
     return bucket.float() if bucket.dtype in (torch.bfloat16, torch.float16) else bucket
 
 
 def horovod_works() -> bool:
-    """Whether Horovod is installed with its PyTorch extension."""
+    """Return True if Horovod is installed with its PyTorch extension."""
     try:
         return importlib.util.find_spec("horovod.torch") is not None
     except ImportError:
@@ -202,10 +212,11 @@ def horovod_works() -> bool:
 
 
 def make_reducer(kind: str, mesh, fp16: bool = False, device: str = "cpu"):
-    """The reducer of ``mesh.reducer`` for this rank's replicas (collective).
+    """Return the reducer for this rank's replicas, as ``mesh.reducer`` asks. Collective.
 
     Raises:
-        ValueError: Horovod asked for by name, but on some rank it is not installed, or not built for ``device``.
+        ValueError: Horovod is required, but on some rank it is not installed or not built for
+            ``device``.
     """
     lacks = (
         None
@@ -227,7 +238,7 @@ def make_reducer(kind: str, mesh, fp16: bool = False, device: str = "cpu"):
 
 
 def horovod_lacks(device: str) -> str | None:
-    """What keeps Horovod from summing gradients on such a device, if anything."""
+    """Return why Horovod cannot sum gradients on this kind of device, or None if it can."""
     if not horovod_works():
         return "Horovod with PyTorch is not installed"
     if device != "cuda":
@@ -235,11 +246,10 @@ def horovod_lacks(device: str) -> str | None:
     import horovod.torch as hvd
     from mpi4py import MPI  # noqa: F401  before Horovod (see _process_set)
 
-    # Without CUDA it has no events to wait for: it would send a GPU's gradients before the kernels
-    # that compute them are done.
+    # Built without CUDA, Horovod would send gradients before the kernels that compute them end.
     if hvd.nccl_built() or hvd.cuda_built():
         return None
-    return "Horovod is built without NCCL and CUDA and can not sum gradients on GPUs"
+    return "Horovod is built without NCCL and CUDA and cannot sum gradients on GPUs"
 
 
 def _first(texts: list[str | None]) -> str | None:
@@ -247,7 +257,7 @@ def _first(texts: list[str | None]) -> str | None:
 
 
 def _threads() -> set[int]:
-    """The threads of this process (Linux; elsewhere none)."""
+    """Return the ids of this process's threads; empty on systems other than Linux."""
     try:
         return {int(name) for name in os.listdir("/proc/self/task")}
     except OSError:
@@ -255,23 +265,25 @@ def _threads() -> set[int]:
 
 
 def _give_way(threads: set[int]) -> None:
-    """Let threads run only where nobody else wants the core: between steps Horovod's waits for the other ranks' all the time."""
+    """Let threads run only if nobody else wants the core.
+
+    Between steps Horovod's threads wait for other ranks in a busy loop.
+    """
     for thread in threads:
         try:
             os.setpriority(os.PRIO_PROCESS, thread, 19)
         except OSError:
-            pass  # it has ended, or the system does not allow it
+            pass  # The thread has ended, or the system does not allow it.
 
 
 def _process_set(mesh, device: str):
-    """Start Horovod over the mesh, with a process set a stage; returns this rank's."""
+    """Start Horovod with one process set per stage, and return that of this rank."""
     import horovod.torch as hvd
     from mpi4py import MPI  # noqa: F401  before Horovod, which otherwise finalizes MPI itself and aborts
 
-    # A rank that is missing is named, and ends the job as in our own waits, instead of holding it
-    # until its time limit.
+    # Horovod names a missing rank and ends the job after our own time limit, not the job's.
     limit = math.ceil(mesh.waits.timeout)
-    # It ends no job sooner than it checks.
+    # Horovod ends a stalled job only when it checks, so it must check within the limit.
     stall = dict(zip(_STALL, (str(min(60, limit or 60)), str(limit))))
     for name, value in {
         **stall,

@@ -1,4 +1,4 @@
-"""Replicas start from the same weights and must keep them: the broadcast at the start and the check now and then."""
+"""Replicas of the weights: the broadcast at the start, and the check that they stay equal."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 @torch.no_grad()
 def broadcast(model: nn.Module, comm) -> None:
-    """Give every rank the weights and buffers of the communicator's first."""
+    """Copy the weights and buffers of the communicator's first rank to all ranks."""
     if comm.size == 1:
         return
     heartbeat("weights to all replicas")
@@ -26,7 +26,7 @@ def broadcast(model: nn.Module, comm) -> None:
 
 
 def broadcast_tensor(tensor: Tensor, comm) -> None:
-    """Give every rank the first one's numbers, in place."""
+    """Copy the first rank's values to every rank, in place."""
     host = _bytes(tensor)
     comm.Bcast(host.numpy(), root=0)
     if host.data_ptr() != tensor.data_ptr():
@@ -35,10 +35,10 @@ def broadcast_tensor(tensor: Tensor, comm) -> None:
 
 @torch.no_grad()
 def check_same(model: nn.Module, comm) -> None:
-    """Compare checksums of all weights and buffers over the replicas, bit by bit.
+    """Check that weights and buffers of all replicas are bitwise equal, by checksums.
 
     Raises:
-        ValueError: naming the first tensor that differs and the ranks that differ from the first.
+        ValueError: naming the first tensor that differs, and the ranks that differ from rank 0.
     """
     if comm.size == 1:
         return
@@ -51,7 +51,7 @@ def check_same(model: nn.Module, comm) -> None:
             raise ValueError(
                 f"replicas no longer hold the same weights: {name} on ranks {others} of the "
                 "replicas differs from rank 0's; "
-                "the run can not be trusted from here on: resume from the last checkpoint "
+                "the run cannot be trusted from here on: resume from the last checkpoint "
                 "(--train.resume true)"
             )
 

@@ -1,4 +1,7 @@
-"""Signals that ask a run for a checkpoint or for its end: counted from a command's first moment, heeded between steps."""
+"""Signals that ask a run for a checkpoint or for its end.
+
+They are counted from a command's first moment, and a run looks at the counts between steps.
+"""
 
 from __future__ import annotations
 
@@ -10,20 +13,23 @@ from typing import Iterator
 from distseg.comm.launch import is_program
 
 _SAVE = (signal.SIGUSR1,)
-_END = (signal.SIGTERM, signal.SIGUSR2)  # mpirun hands on USR2; at TERM it kills its ranks at once
+# mpirun forwards SIGUSR2 to its ranks. At SIGTERM it kills them at once.
+_END = (signal.SIGTERM, signal.SIGUSR2)
 
 
 class Signals:
-    """How many came so far."""
+    """Number of signals so far that asked for a checkpoint (``saves``) or the end (``ends``)."""
 
     saves = ends = 0
 
 
 @contextmanager
 def listening() -> Iterator[type[Signals]]:
-    """Inside, these signals are counted and do nothing else. Only a main thread can listen; elsewhere nothing is counted.
+    """Count these signals inside, instead of their usual effect.
 
-    In a program they do nothing afterwards either: while Python and MPI take their time to end, its exit code stays.
+    Only the main thread can listen; in other threads nothing is counted. In a program
+    (:func:`distseg.comm.launch.is_program`) the signals are ignored afterwards. So a signal that
+    comes while Python and MPI shut down does not change the exit code.
     """
     if (
         threading.current_thread() is not threading.main_thread()

@@ -1,23 +1,27 @@
-"""Memory that MPI and a GPU's stream both touch, and who may touch it when.
+"""Memory that both MPI and a GPU's stream touch, and the rules for who may touch it when.
 
-A rank queues kernels and copies on one stream of its device, which does them later, one after another. MPI knows no stream:
-it reads or writes the memory of a message at any time between its post and the completion of its request. Hence the rules
-that every message of distseg keeps, directly from a GPU's memory or staged through the host's; no other module waits for a
-stream:
+A rank queues kernels and copies on one stream of its device, which runs them later, one after
+another. MPI knows no stream: it reads or writes the memory of a message at any time between the
+post of its request and its completion. So every message of distseg follows these rules, whether it
+goes directly from GPU memory or through host memory. No other module waits for a stream.
 
-1. MPI reads what the stream has written: :func:`settled` before a send is posted, or a reduction.
-2. MPI writes only where nothing that is queued reads or writes. Memory fresh from PyTorch's allocator on a GPU is no such
-   place: it may be that of a freed tensor whose kernels are still queued. So MPI receives into :class:`Buffers` only.
-3. What MPI writes may be read by whatever is queued after the request is complete.
-4. A buffer is given back when its last reader is queued, which is not done: :meth:`Buffers.give` marks the stream there, and
-   :meth:`Buffers.take` looks for one whose mark has passed, and makes another one rather than wait: soon there are as many
-   as are under way between two sends, which do wait.
-5. Copies to the host that do not wait go to pinned memory alone, and nobody looks there before :func:`settled`.
-6. Copies to the device that do not wait come from pinned memory (:func:`upload`), or from memory that lives, unchanged,
-   until the step is over. PyTorch's allocator does not hand pinned memory out again before such a copy is done, so the
-   tensor itself may go.
+1. MPI reads what the stream has written: call :func:`settled` before posting a send or a reduction.
+2. MPI writes only to memory that no queued work reads or writes. Fresh memory of PyTorch's
+   allocator on a GPU may belong to a freed tensor whose kernels are still queued. So MPI receives
+   into :class:`Buffers` only.
+3. Work that is queued after a request is complete may read what MPI wrote.
+4. A buffer is given back when its last reader is queued, even if it has not run.
+   :meth:`Buffers.give` records an event on the stream. :meth:`Buffers.take` returns a buffer whose
+   event has passed, or makes another one instead of waiting. The number of buffers stays small, as
+   sends do wait.
+5. Non-blocking copies to the host go to pinned memory only. Nobody reads them before
+   :func:`settled`.
+6. Non-blocking copies to the device come from pinned memory (:func:`upload`), or from memory that
+   stays unchanged until the step is over. PyTorch's allocator reuses pinned memory only after the
+   copy, so the pinned tensor itself may be deleted.
 
-Where tensors are on the CPU there is no stream, nothing waits and nothing is copied. (Not run on a GPU yet: docs/gpu.md.)
+On a CPU there is no stream: nothing waits and nothing is copied. (Not run on a GPU yet:
+docs/gpu.md.)
 """
 
 from __future__ import annotations
@@ -31,7 +35,7 @@ from distseg.comm.memory_format import channels_last
 
 
 def settled(device: torch.device) -> None:
-    """Wait until all that was queued on the device's current stream is done."""
+    """Wait until all work that is queued on the device's current stream is done."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
 
@@ -39,7 +43,13 @@ def settled(device: torch.device) -> None:
 def upload(
     x: Tensor, device: torch.device, dtype: torch.dtype | None = None, last: bool = False
 ) -> Tensor:
-    """A tensor of the host's memory on a device, there with its channels ``last``, without waiting for the stream; ``x`` may go at once."""
+    """Copy a tensor of host memory to a device without waiting for the stream.
+
+    ``x`` may be deleted at once.
+
+    Args:
+        last: the copy has its channels last in memory.
+    """
     x = x if dtype is None else x.to(dtype)
     if torch.device(device).type != "cuda" or x.is_cuda:
         x = x.to(device)
@@ -49,11 +59,11 @@ def upload(
 
 
 class Buffers:
-    """Flat buffers for messages, used again once a message is through.
+    """Pool of flat buffers for messages.
 
     Args:
-        device: of the tensors that travel.
-        staged: whether messages go through the host's memory, pinned, instead of straight from a GPU's.
+        device: the device of the tensors that are sent.
+        staged: messages go through pinned host memory, not directly from GPU memory.
     """
 
     def __init__(self, device: torch.device, staged: bool = False):
@@ -61,8 +71,9 @@ class Buffers:
         self._free: dict[int, list[tuple[Tensor, torch.cuda.Event | None]]] = defaultdict(list)
 
     def take(self, size: int) -> Tensor:
-        """(size,) bytes that nothing queued touches, so that MPI may write them."""
-        room = 1 << max(0, size - 1).bit_length()  # as images come in many sizes
+        """Return (size,) bytes that no queued work touches, so that MPI may write them."""
+        # Sizes are powers of two, so that messages of many sizes share buffers.
+        room = 1 << max(0, size - 1).bit_length()
         free = self._free[room]
         done = next(
             (i for i in reversed(range(len(free))) if free[i][1] is None or free[i][1].query()),
@@ -72,7 +83,11 @@ class Buffers:
         return buffer[:size]
 
     def give(self, buffer: Tensor, read_by_stream: bool = False) -> None:
-        """Take a buffer back: MPI is done with it, and its readers on the stream, if there are any, are queued."""
+        """Take back a buffer that MPI no longer uses and whose readers on the stream are queued.
+
+        Args:
+            read_by_stream: the stream has readers of the buffer.
+        """
         mark = None
         if read_by_stream and self.device.type == "cuda":
             mark = torch.cuda.Event()

@@ -73,7 +73,7 @@ def fair_cores(cores: Sequence[frozenset[int]], me: int) -> float:
 
 
 def fair_quota(node: Sequence[CpuLimits], me: int) -> float:
-    """Return how many cores the control groups leave process ``me`` if each quota is shared evenly."""
+    """Return how many cores the quotas leave process ``me`` if each is shared evenly."""
     shares = [
         quota / sum(group in limits.quotas for limits in node)
         for group, quota in node[me].quotas.items()
@@ -82,7 +82,7 @@ def fair_quota(node: Sequence[CpuLimits], me: int) -> float:
 
 
 def _count(text: str | None) -> int | None:
-    """Read OMP_NUM_THREADS, whose first number counts where it is a list for nested regions."""
+    """Return a thread count: the first number of a list for nested regions, or None."""
     first = (text or "").split(",")[0].strip()
     return int(first) if first.isdecimal() and int(first) > 0 else None
 

@@ -1,11 +1,11 @@
-"""How a rank waits for others, and what it does meanwhile.
+"""Wait policy: how a rank waits for others, and what it does meanwhile.
 
-MPI itself waits by asking again and again, which takes the core from the very rank it waits for where ranks outnumber
-cores. Here a rank moves other messages on, does work that was put off for such moments, else asks for a moment, then sleeps
-between questions.
+MPI waits in a busy loop. If ranks outnumber cores, this takes the core from the very rank that is
+waited for. Here a rank tests the request, and between tests it advances other messages and does
+deferred work. Without such work it tests for a short while and then sleeps between tests.
 
-What is put off is work that nobody waits for: the gradients of weights. It holds its tensors in memory, so there is a time by which it is
-done: when the next piece is put off, or, where a schedule has an action for it, that action.
+Deferred work is work that no other rank waits for: the gradients of weights. It keeps its tensors
+in memory, so it has a deadline: the next deferral, or an action of the schedule.
 """
 
 from __future__ import annotations
@@ -22,34 +22,38 @@ from distseg.comm.watch import watched
 
 
 class _Piece(NamedTuple):
+    """Deferred work, and the action of the schedule at which it must be done, if any."""
+
     action: str | None
     work: Callable[[], None]
 
 
 class Waits:
-    """All waits of one mesh's communicators, which share what is done meanwhile.
+    """Wait policy of all communicators of one mesh.
 
     Attributes:
-        timeout: seconds that a rank waits for another, where no guardian watches it (:mod:`distseg.comm.watch`); 0: for ever.
-        span: makes the context of waits with a kind, and of the work that fills them, for those who watch (:mod:`distseg.runtime.trace`).
+        timeout: seconds that a rank waits for another if no guardian watches it
+            (:mod:`distseg.comm.watch`); 0: for ever.
+        span: makes a context around waits with a kind and around deferred work, for tracing
+            (:mod:`distseg.runtime.trace`).
     """
 
     def __init__(self, timeout: float = 0.0):
         self.timeout = timeout
         self.span: Callable[[str, str], ContextManager] = lambda kind, name: nullcontext()
         self._move: Callable[[], None] = lambda: None
-        self._pieces: deque[_Piece] | None = None  # None: nothing is put off
+        self._pieces: deque[_Piece] | None = None  # None: work is not deferred
         self._action: str | None = None
 
     def wait(self, request, what: str = "a message", kind: str | None = None) -> None:
-        """Complete an MPI request without holding the core for longer than a message takes on its way.
+        """Complete an MPI request without holding the core for long.
 
         Args:
-            what: is awaited, for errors.
-            kind: of the span, where somebody watches.
+            what: description of what is awaited, for errors.
+            kind: kind of the traced span, or None.
 
         Raises:
-            TimeoutError: naming what did not come in time, where no guardian would end the job.
+            TimeoutError: the request did not complete within ``timeout``, and no guardian watches.
         """
         with self.span(kind, what) if kind else nullcontext():
             self._wait(request, what)
@@ -78,7 +82,7 @@ class Waits:
 
     @contextmanager
     def moving(self, move: Callable[[], None]):
-        """Inside, every wait calls ``move`` again and again, which moves messages on that others wait for."""
+        """Call ``move`` during every wait inside, to advance messages that other ranks wait for."""
         before, self._move = self._move, move
         try:
             yield
@@ -87,7 +91,7 @@ class Waits:
 
     @contextmanager
     def putting_off(self):
-        """Inside, :meth:`later` puts work off; all of it is done in the end."""
+        """Let :meth:`later` defer work inside, and do all that is left at the end."""
         self._pieces = deque()
         try:
             yield
@@ -98,7 +102,11 @@ class Waits:
 
     @contextmanager
     def until(self, action: str | None):
-        """What is put off inside may wait for :meth:`finish` of this action; with None for no longer than until the next piece."""
+        """Give deferred work inside a deadline: :meth:`finish` of this action.
+
+        Args:
+            action: None: the deadline is the next deferral.
+        """
         before, self._action = self._action, action
         try:
             yield
@@ -106,7 +114,7 @@ class Waits:
             self._action = before
 
     def later(self, work: Callable[[], None]) -> bool:
-        """Have ``work`` done while this rank waits for another; False where nothing is put off."""
+        """Defer ``work`` until this rank waits; return False if work is not deferred here."""
         if self._pieces is None:
             return False
         self._pieces.append(_Piece(self._action, work))
@@ -115,7 +123,7 @@ class Waits:
         return True
 
     def do_next(self) -> bool:
-        """Do the oldest work that is put off; False if there is none."""
+        """Do the oldest deferred work; return False if there is none."""
         if not self._pieces:
             return False
         piece = self._pieces.popleft()
@@ -124,10 +132,10 @@ class Waits:
         return True
 
     def check_done(self) -> None:
-        """Raise an error if work is still put off, as gradients would then lack a part.
+        """Refuse deferred work that is left, as gradients would then lack a part.
 
         Raises:
-            RuntimeError: with the number of pieces and the action that the first one waits for.
+            RuntimeError: naming the number of pieces and the deadline of the first.
         """
         if self._pieces:
             first = self._pieces[0].action or "the next piece"
@@ -138,7 +146,7 @@ class Waits:
             )
 
     def finish(self, action: str) -> None:
-        """Do what may wait until this action and was not done before."""
+        """Do all work whose deadline is this action and that is not done yet."""
         while piece := next(
             (piece for piece in self._pieces or () if piece.action == action), None
         ):
@@ -148,21 +156,22 @@ class Waits:
 
 
 class When:
-    """A condition that can be waited for like a request."""
+    """Condition that can be waited for like a request."""
 
     def __init__(self, condition: Callable[[], bool]):
         self.Test = condition
 
 
 class Ranks:
-    """A communicator, mpi4py's or one like it, whose waits are its mesh's."""
+    """Communicator of mpi4py, or one like it, with the wait policy of its mesh."""
 
     def __init__(self, comm, waits: Waits):
         self.comm, self.waits = comm, waits
         self.rank, self.size = comm.rank, comm.size
 
     def __getattr__(self, name: str):
-        if name == "comm":  # of one that is being made
+        # Copying makes an object without `comm`, where this method would call itself for ever.
+        if name == "comm":
             raise AttributeError(name)
         return getattr(self.comm, name)
 
@@ -171,5 +180,5 @@ class Ranks:
 
 
 def waits_of(comm) -> Waits:
-    """A communicator's; those of their own where it comes from elsewhere than a mesh."""
+    """Return the wait policy of ``comm``; create one if ``comm`` was not made by a mesh."""
     return getattr(comm, "waits", None) or Waits()

@@ -1,9 +1,10 @@
-"""Where this process stands, for whoever must tell a job that works from one that hangs.
+"""Report of this process's progress to its guardian, which ends a job that hangs.
 
-The work says what it is at by :func:`phase` and :func:`heartbeat`; both cost a microsecond. A small process of its own, the
-*guardian* (:mod:`distseg.comm.guardian`), reads that, compares it with the other ranks', and ends a job in which nothing has
-moved for ``run.timeout``. It is a process and no thread because a rank that is stopped, that waits for a disk, or that
-MPI or HDF5 hold inside a call which keeps Python's lock has no thread that could still notice anything.
+The program reports its progress by :func:`phase` and :func:`heartbeat`, which cost about a
+microsecond. A small process beside it, the *guardian* (:mod:`distseg.comm.guardian`), reads this
+and compares it with other ranks. It ends a job in which nothing has moved for ``run.timeout``. A
+thread could not do this: a rank that is stopped, waits for a disk, or is inside a call of MPI or
+HDF5 that holds Python's lock runs none of its threads.
 
 ::
 
@@ -30,13 +31,13 @@ from typing import Iterator
 from distseg.comm.guardian import DOING, ENDING, FOR_GOOD, LIMIT, MOVES, PAGE, PHASE, TEXT, WAITING
 from distseg.comm.launch import is_program
 
-_page: mmap.mmap | None = None  # shared with the guardian; None where nobody watches
+_page: mmap.mmap | None = None  # shared with the guardian; None without a guardian
 _guardian: subprocess.Popen | None = None
 _moves = 0
 
 
 def phase(text: str) -> None:
-    """Begin a part of the work, such as ``epoch 2, step 14``."""
+    """Report the start of a part of the work, such as ``epoch 2, step 14``."""
     if _page is not None:
         _write(PHASE, text)
         _write(DOING, "")
@@ -44,14 +45,14 @@ def phase(text: str) -> None:
 
 
 def heartbeat(text: str) -> None:
-    """Begin the next operation of a phase, such as ``forward of stage 1, micro-batch 0``."""
+    """Report the next operation of a phase, such as ``forward of stage 1, micro-batch 0``."""
     if _page is not None:
         _write(DOING, text)
         _move()
 
 
 def waits(text: str) -> None:
-    """Say that this rank waits for another, and for what; an empty text: no longer."""
+    """Report what this rank waits for; an empty text ends the wait."""
     if _page is not None:
         _write(WAITING, text)
         if not text:
@@ -59,7 +60,10 @@ def waits(text: str) -> None:
 
 
 class Imports:
-    """Beats at each module that is imported, as some packages take their time; first in ``sys.meta_path``."""
+    """Import hook that reports a heartbeat for each module, as some packages import slowly.
+
+    It is the first entry of ``sys.meta_path``.
+    """
 
     @staticmethod
     def find_spec(name: str, path=None, target=None) -> None:
@@ -67,18 +71,18 @@ class Imports:
 
 
 def limit(seconds: float) -> None:
-    """Set how long a rank may stand still; 0: for ever."""
+    """Set how many seconds a rank may stand still; 0: for ever."""
     if _page is not None:
         _page[LIMIT : LIMIT + 8] = struct.pack("d", seconds)
 
 
 def watched() -> bool:
-    """Whether a guardian watches this process."""
+    """Return True if a guardian watches this process."""
     return _page is not None
 
 
 def ending() -> None:
-    """Tell the guardians that this process ends by itself, so that its end is no news."""
+    """Tell the guardian that this process ends by itself."""
     if _page is not None:
         _page[ENDING] = FOR_GOOD if is_program() else 1
 
@@ -96,10 +100,11 @@ def _write(at: int, text: str) -> None:
 
 @contextmanager
 def guarded(rank: int = 0, seconds: float = 1800.0) -> Iterator[None]:
-    """Inside, a guardian watches this process, and ends it if it stands still for so long (:func:`limit`).
+    """Start a guardian that watches this process inside and ends it if it stands still.
 
     Args:
-        rank: of this process, as the launcher tells.
+        rank: this process's rank, as the launcher gives it.
+        seconds: how long it may stand still (:func:`limit`).
     """
     if _page is not None or not sys.platform.startswith("linux"):
         yield
@@ -113,10 +118,10 @@ def guarded(rank: int = 0, seconds: float = 1800.0) -> Iterator[None]:
 
 
 def join(comm, folder: str | Path | None = None) -> None:
-    """Have the guardians of all ranks of ``comm`` watch together from now on. Collective.
+    """Connect the guardians of all ranks of ``comm``, so that they decide together. Collective.
 
     Args:
-        folder: where the stacks of a job that was ended are written; its parent is there.
+        folder: where to write the stacks of a job that is ended; its parent exists.
     """
     here = (
         None
@@ -141,12 +146,17 @@ def _start(rank: int) -> None:
     memory, stacks = os.memfd_create("distseg-watch"), os.memfd_create("distseg-stacks")
     os.ftruncate(memory, PAGE)
     program = Path(__file__).with_name("guardian.py")
+    arguments = map(str, (memory, stacks, rank, os.getpid()))
     try:
         _guardian = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(program), *map(str, (memory, stacks, rank, os.getpid()))],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=(memory, stacks), text=True,
-        )  # fmt: skip
-    except OSError as e:  # no more processes: the work itself may still do
+            [sys.executable, "-I", "-S", str(program), *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            pass_fds=(memory, stacks),
+            text=True,
+        )
+    # The system allows no more processes. The run goes on without a guardian.
+    except OSError as e:
         print(
             f"distseg: rank {rank} has no guardian ({e}): should it hang, nobody ends it",
             file=sys.stderr,
@@ -155,11 +165,11 @@ def _start(rank: int) -> None:
     _page = mmap.mmap(memory, PAGE)
     sys.meta_path.insert(0, Imports)
     faulthandler.register(signal.SIGQUIT, file=stacks, all_threads=True)
-    os.close(memory)  # the mapping stays; of stacks, the fault handler keeps the descriptor
+    os.close(memory)  # The mapping stays. `stacks` stays open for the fault handler.
 
 
 def _ask_address() -> dict:
-    """Where this rank's guardian can be reached by the others'."""
+    """Return where other guardians can reach the guardian of this rank."""
     _tell(listen=True)
     return json.loads(_guardian.stdout.readline())
 
@@ -179,6 +189,7 @@ def _stop() -> None:
     _page = None
     _guardian.stdin.close()
     _guardian.stdout.close()
-    if not is_program():  # whose guardian sees it off
+    # The guardian of a program runs on until the program has ended.
+    if not is_program():
         _guardian.wait()
     _guardian = None

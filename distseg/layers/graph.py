@@ -56,7 +56,7 @@ def graph_of(model: nn.Module) -> Graph:
     """
     if not is_flat(model):
         raise ValueError(
-            f"this model can't be computed in parts, as {not_flat(model)}; or set "
+            f"this model cannot be computed in parts, as {not_flat(model)}; or set "
             "spatial.exchange_every to all"
         )
     dims, lines = dims_of(model), getattr(model, "lines", {})

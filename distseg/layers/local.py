@@ -111,7 +111,7 @@ def node_of(call: Call, dims: int) -> Node:
     if len(call.inputs) > 1:
         raise ValueError(
             f"layer {name} ({type(layer).__name__}) is called with {len(call.inputs)} maps, and "
-            "what it makes of them is not known: write it as distseg.Cat or distseg.Sum and "
+            "how it combines them is not known: write it as distseg.Cat or distseg.Sum and "
             "layers of one map"
         )
     if isinstance(layer, (*NORMS, *DROPOUTS)):
@@ -122,8 +122,8 @@ def node_of(call: Call, dims: int) -> Node:
                 return Node(name, call.inputs, footprints(layer, dims))
             except _Unsupported as e:
                 raise ValueError(
-                    f"layer {name} ({type(layer).__name__}) can't be computed in tiles that "
-                    f"exchange borders: {e}"
+                    f"layer {name} ({type(layer).__name__}) cannot be computed in tiles with "
+                    f"halo exchange: {e}"
                 ) from None
     hidden = next(
         (
@@ -136,12 +136,13 @@ def node_of(call: Call, dims: int) -> Node:
     if hidden not in (None, layer):
         raise ValueError(
             f"layer {name} ({type(layer).__name__}) hides a {type(hidden).__name__}, whose "
-            "statistics or masks are the whole image's: make it a layer of the flat nn.Sequential"
+            "statistics or masks depend on the whole image: make it a layer of the flat "
+            "nn.Sequential"
         )
     if isinstance(layer, (nn.Softmax, nn.LogSoftmax)) and layer.dim not in (1, -1 - dims):
         raise ValueError(
-            f"layer {name} ({type(layer).__name__}) runs over dim {layer.dim}, and so over places "
-            "of the image: over channels (dim=1) it is known"
+            f"layer {name} ({type(layer).__name__}) runs over dim {layer.dim}, and so over "
+            "positions of the image: only dim=1, over channels, is supported"
         )
     if unmodified(layer, _ALIKE):
         return Node(name, call.inputs)
@@ -152,7 +153,7 @@ def node_of(call: Call, dims: int) -> Node:
     )
     raise ValueError(
         f"layer {name} ({type(layer).__name__}){which} is not known to look at single pixels and "
-        "has no twin for parts of an image: write it as layers that have one "
+        "has no distributed counterpart: write it as layers that have one "
         "(convolutions, poolings, up-samplings, norms, activations), or as functions of these"
     )
 
@@ -167,8 +168,8 @@ def check_plain(name: str, layer: nn.Module) -> None:
         base = known(type(layer)).__name__
         raise ValueError(
             f"layer {name} ({type(layer).__name__}) is a {base} that {why}; its statistics or "
-            "masks are the whole image's, so it is replaced by a twin, which would "
-            "leave that out: put what it does besides into a layer of its own behind or before a "
+            "masks depend on the whole image, so a distributed layer replaces it, which would "
+            "leave this modification out: move it to a layer of its own before or after a "
             f"plain {base}"
         )
 

@@ -83,8 +83,8 @@ class DistributedNorm(nn.Module):
         self.frames = getattr(norm, "frames", 1)
         self.channels = getattr(norm, "num_features", 0)
         self.frozen = False
-        # At most one: the counterpart of the same user layer at an earlier call, which
-        # keeps the running statistics of all its calls. A list hides it from `modules()`.
+        # At most one: the counterpart of the same user layer at an earlier call, which keeps the
+        # running statistics of all its calls. A list hides it from `modules()`.
         self.keeper: list[DistributedNorm] = []
         self.slope = 1.0
         # At most one. A list hides it from `modules()`: it is no child of this layer.

@@ -127,9 +127,11 @@ def through(
 
 
 def _three(setting: Any, dims: int) -> Any:
-    """Return a setting as a tuple with an entry for each of ``dims`` dims."""
+    """Return a setting as a tuple of ``dims`` entries; a string stays as it is."""
+    if isinstance(setting, str):
+        return setting
     given = setting if isinstance(setting, tuple) else (setting,)
-    return setting if isinstance(setting, str) else given * dims if len(given) == 1 else given
+    return given * dims if len(given) == 1 else given
 
 
 def over_depth(

@@ -154,7 +154,9 @@ def _line_that_changes(slot: Slot, model: nn.Module, passed: Pass) -> str | None
             passed(model)
     finally:
         sys.settrace(before)
-    return found[0] if found else last if print_of(slot.value()) != begun else None
+    if found:
+        return found[0]
+    return last if print_of(slot.value()) != begun else None
 
 
 def check_real(model: nn.Module) -> None:

@@ -167,12 +167,8 @@ def rows_pooled(reader: "Reader", x: Value) -> tuple[int, ...]:
     """
     made = [c.shapes[0][2:] for c in reader.current]
     gone = [d for d in range(x.dims) if all(size[d] == 1 for size in made)]
-    stays = all(
-        size[d] == before[d]
-        for size, before in zip(made, x.sizes)
-        for d in range(x.dims)
-        if d not in gone
-    )
+    kept = [d for d in range(x.dims) if d not in gone]
+    stays = all(size[d] == before[d] for size, before in zip(made, x.sizes) for d in kept)
     return tuple(2 + d for d in gone) if stays and 0 < len(gone) < x.dims else ()
 
 

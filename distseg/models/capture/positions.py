@@ -140,16 +140,15 @@ class Positions(LooksAtSize):
                         "batch, by the image's number: leave that out"
                     )
                 y = y.narrow(dim, 0, 1)
-        y = y.expand(
-            [
-                images
-                if axis.batch
-                else math.prod(size[d] for d in axis.places)
-                if axis.places
-                else axis.cell
-                for axis in self.axes
-            ]
-        )
+        lengths = []
+        for axis in self.axes:
+            if axis.batch:
+                lengths.append(images)
+            elif axis.places:
+                lengths.append(math.prod(size[d] for d in axis.places))
+            else:
+                lengths.append(axis.cell)
+        y = y.expand(lengths)
         made = closed(y, self.axes, size)
         return made if any(axis.places for axis in self.axes) else as_vector(made, len(size))
 

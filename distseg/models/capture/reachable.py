@@ -261,24 +261,22 @@ def _imported(function: types.FunctionType) -> Iterator[types.ModuleType]:
     for code in _codes(function.__code__):
         if _IMPORT in code.co_code[::2]:
             steps = list(dis.get_instructions(code))
-            for level, step in (
-                (steps[n - 2].argval, step)
-                for n, step in enumerate(steps)
-                if step.opcode == _IMPORT
-            ):
-                package = function.__globals__.get("__package__")
-                name = (
-                    step.argval
-                    if not level
-                    else importlib.util.resolve_name("." * level + step.argval, package)
-                    if package
-                    else ""
-                )
-                yield from _there(name, name.partition(".")[0])
+            for n, step in enumerate(steps):
+                if step.opcode == _IMPORT:
+                    package = function.__globals__.get("__package__")
+                    name = _imported_name(step.argval, steps[n - 2].argval, package)
+                    yield from _there(name, name.partition(".")[0])
         if {"__import__", "import_module"} & {*code.co_names}:
             yield from _there(
                 *(constant for constant in code.co_consts if isinstance(constant, str))
             )
+
+
+def _imported_name(name: str, level: int, package: str | None) -> str:
+    """Return the full name of a module; empty if it is relative and the package is unknown."""
+    if not level:
+        return name
+    return importlib.util.resolve_name("." * level + name, package) if package else ""
 
 
 def _there(*names: str) -> Iterator[types.ModuleType]:

@@ -128,12 +128,11 @@ class Reader:
             raise CanNotCapture(DIFFERENT)
         needed = _needed(traces[0])
         numbers = _image_calls(traces, needed)
-        self._modules = {
-            ".".join(path[: depth + 1])
-            for n in numbers
-            for path in [calls[n].module.split(".")]
-            for depth in range(len(path))
-        }
+        # Names of the calling modules and of the modules around them.
+        self._modules: set[str] = set()
+        for n in numbers:
+            path = calls[n].module.split(".")
+            self._modules |= {".".join(path[: depth + 1]) for depth in range(len(path))}
         self._homes = {
             module: found
             for module in {calls[n].module for n in numbers} - {""}
@@ -377,13 +376,9 @@ class Reader:
 
     def dims_of(self, dim: Any, x: Value) -> tuple[int, ...]:
         """Return the dims that a ``dim`` argument means, counted from 0; None means all dims."""
-        given = (
-            tuple(range(x.rank))
-            if dim is None or dim == ()
-            else dim
-            if isinstance(dim, tuple)
-            else (dim,)
-        )
+        if dim is None or dim == ():
+            return tuple(range(x.rank))
+        given = dim if isinstance(dim, tuple) else (dim,)
         if not all(isinstance(d, int) and -x.rank <= d < x.rank for d in given):
             raise self.refusal(f"is told dim {dim} of {x!r}")
         return tuple(d % x.rank for d in given)
@@ -1269,4 +1264,6 @@ def _main_call(module: str, calls: Sequence[Called], numbers: Sequence[int]) -> 
             for kept in found_in((calls[n].args, calls[n].kwargs), Kept)
         )
     ]
-    return weighted[0] if len(weighted) == 1 else own[0] if len(own) == 1 else None
+    if len(weighted) == 1:
+        return weighted[0]
+    return own[0] if len(own) == 1 else None

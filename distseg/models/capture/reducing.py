@@ -198,11 +198,12 @@ def norm(reader: Reader, x: Value, p: Any, dim: Any) -> Value:
     if p == 0 or not isinstance(p, (int, float)) and p not in ("fro", None):
         raise reader.refusal(f"takes a norm of order {p}: of a number other than 0 it is known")
     squares = p in (2, "fro", None)
-    each = reader.applied(
-        torch.square if squares else torch.abs if p == 1 else _Power(p),
-        [x],
-        "squares" if squares else "size" if p == 1 else "powers",
-    )
+    if squares:
+        each = reader.applied(torch.square, [x], "squares")
+    elif p == 1:
+        each = reader.applied(torch.abs, [x], "size")
+    else:
+        each = reader.applied(_Power(p), [x], "powers")
     total = _then(
         reader, over_places(reader, each, over, partial(Mean, total=True), "total"), torch.sum, rest
     )

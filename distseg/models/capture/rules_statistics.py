@@ -319,12 +319,9 @@ def _correction(reader: Reader, given: tuple, correction: Any) -> tuple[Value, A
     x, dim, unbiased, keepdim = given
     if isinstance(dim, bool):
         dim, unbiased = None, dim
-    return (
-        reader.value(x),
-        dim,
-        (1 if unbiased in (None, True) else 0) if correction is None else correction,
-        keepdim,
-    )
+    if correction is None:
+        correction = 1 if unbiased in (None, True) else 0
+    return reader.value(x), dim, correction, keepdim
 
 
 def _deviation(reader: Reader, given: tuple, correction: Any, rooted: bool, part: int = 0) -> Value:

@@ -285,7 +285,9 @@ class _Printer:
 
     def _inside(self, x: Any, again: Callable[[Any], Hashable]) -> Hashable:
         if isinstance(x, _SUBCLASSED):
-            return x.name if isinstance(x, enum.Enum) else x.real if isinstance(x, int) else repr(x)
+            if isinstance(x, enum.Enum):
+                return x.name
+            return x.real if isinstance(x, int) else repr(x)
         if isinstance(x, (np.ndarray, np.generic)):
             return (
                 x.shape,

@@ -700,12 +700,7 @@ class _Recorder(TorchFunctionMode):
             _memory(self._known[key].tensor) for key in changed if key in self._known
         }.intersection(self._apart):
             self._check_apart(called, changed, memory)
-        for key, known in [
-            pair
-            for key in changed
-            if key in self._known
-            for pair in self._sharing[_memory(self._known[key].tensor)].items()
-        ]:
+        for key, known in self._sharing_with(changed):
             if known.tensor._version == known.version:
                 if _memory(known.tensor) in self._apart:
                     known.value = None if isinstance(known.value, Made) else known.value
@@ -720,6 +715,14 @@ class _Recorder(TorchFunctionMode):
                     )
             elif key not in made:
                 known.value = None
+
+    def _sharing_with(self, changed: set[int]) -> list[tuple[int, _Known]]:
+        """Return the known tensors, by id, that share memory with changed ones."""
+        found: list[tuple[int, _Known]] = []
+        for key in changed:
+            if key in self._known:
+                found += self._sharing[_memory(self._known[key].tensor)].items()
+        return found
 
     def _check_apart(self, called: Called, changed: set[int], memory: int) -> None:
         """Refuse an in-place change of a tensor that was read as ``x.data``."""
@@ -821,13 +824,11 @@ class _Recorder(TorchFunctionMode):
 
 def _attribute(model: nn.Module, x: Tensor) -> tuple[str, str] | None:
     """Return (module name, attribute name) if a module keeps the tensor as a plain attribute."""
-    places = (
-        (place or "the model", name)
-        for place, module in model.named_modules()
-        for name, value in vars(module).items()
-        if value is x
-    )
-    return next(places, None)
+    for place, module in model.named_modules():
+        for name, value in vars(module).items():
+            if value is x:
+                return place or "the model", name
+    return None
 
 
 def _memory(x: Tensor) -> int:

@@ -136,7 +136,7 @@ def _evaluated(model: nn.Module, twin: nn.Module, image: Tensor) -> Any:
         made = last(twin)
     except Hidden as e:
         hint = (
-            "; F.dropout is told by training=self.training that there is none"
+            "; F.dropout needs training=self.training to be off in evaluation"
             if DRAWS in str(e)
             else ""
         )

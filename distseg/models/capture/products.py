@@ -136,7 +136,7 @@ def _spelled(reader: Reader, equation: str, operands: Sequence[Any]) -> tuple[li
     read, arrow, written = equation.replace(" ", "").partition("->")
     labels = read.split(",")
     if len(labels) != len(operands):
-        raise reader.refusal(f"is told {equation} of {len(operands)} tensors")
+        raise reader.refusal(f"has the equation {equation}, but {len(operands)} tensors")
     once = [label for label, count in Counter(read.replace(",", "")).items() if count == 1]
     if not arrow:
         written = "..." * ("..." in read) + "".join(sorted(label for label in once if label != "."))
@@ -162,7 +162,8 @@ def _axes_of_labels(
             twice = [axis for label, axis in zip(letters, x.axes) if letters.count(label) > 1]
             if len(letters) != x.rank or not all(axis.of_channels for axis in twice):
                 raise reader.refusal(
-                    f"is told {letters} of {x!r}: a letter of its own for each dim is known"
+                    f"has the letters {letters} for {x!r}: one letter for each dim, and no "
+                    f"letter twice for images or places, is known"
                 )
             for label, axis in zip(letters, x.axes):
                 if found.get(label, Axis()) == Axis():  # of length 1, so it is broadcast

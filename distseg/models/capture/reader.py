@@ -265,7 +265,8 @@ class Reader:
             name in kwargs and kwargs[name] is not None for name in ("dtype", "out")
         ):
             raise self.refusal(
-                "is told a type, or a tensor, for its result: leave types to train.precision"
+                "has dtype= or out=, a type or a tensor for its result: leave types to "
+                "train.precision"
             )
         try:
             made = self._rule(self, args, kwargs)
@@ -380,7 +381,7 @@ class Reader:
             return tuple(range(x.rank))
         given = dim if isinstance(dim, tuple) else (dim,)
         if not all(isinstance(d, int) and -x.rank <= d < x.rank for d in given):
-            raise self.refusal(f"is told dim {dim} of {x!r}")
+            raise self.refusal(f"has dim {dim}, but {x!r} has {x.rank} dims")
         return tuple(d % x.rank for d in given)
 
     def of_channels(self, dim: Any, x: Value) -> bool:

@@ -360,7 +360,7 @@ def _with_mean(reader: Reader, given: tuple, correction: Any, rooted: bool) -> t
 def _softmax(reader: Reader, x: Any, dim: Any, log: bool) -> Value:
     x = reader.value(x)
     if dim is None:
-        raise reader.refusal("is not told its dim")
+        raise reader.refusal("has no dim: write one, such as dim=1")
     return (
         reader.formula((x,), dict(dim=dim))
         if reader.of_channels(dim, x)

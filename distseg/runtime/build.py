@@ -42,7 +42,8 @@ def own_part(
     if partition:
         if not tiled.flat:
             raise ValueError(
-                "a norm hides inside a layer of this model, so it can't be cut into pipeline stages: flatten it, write it as a distseg.Network, or set mesh.stages to 1"
+                "a norm hides inside a layer of this model, so it can't be cut into pipeline "
+                "stages: flatten it, write it as a distseg.Network, or set mesh.stages to 1"
             )
         tiled.begin_at(partition.ranges)
         tiled.keep(mine)

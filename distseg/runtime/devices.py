@@ -49,11 +49,13 @@ def devices_of(config: Config, device: torch.device, gpus: int | None = None) ->
     for d in found:
         if d.type != device.type:
             raise ValueError(
-                f"pipeline.devices names {d}, but this rank computes on {device.type}: set run.device to {d.type}, or name {device.type} devices"
+                f"pipeline.devices names {d}, but this rank computes on {device.type}: set "
+                f"run.device to {d.type}, or name {device.type} devices"
             )
         if d.type == "cuda" and (d.index or 0) >= gpus:
             raise ValueError(
-                f"pipeline.devices names {d}, but this process sees {gpus} GPUs: name cuda:0 to cuda:{gpus - 1}, or give the rank more GPUs"
+                f"pipeline.devices names {d}, but this process sees {gpus} GPUs: name cuda:0 to "
+                f"cuda:{gpus - 1}, or give the rank more GPUs"
             )
     return found
 
@@ -67,7 +69,8 @@ def _named(names: Sequence[str]) -> list[torch.device]:
             found.append(None)
         if found[-1] is None or found[-1].type not in ("cpu", "cuda"):
             raise ValueError(
-                f"pipeline.devices names {name!r}, which is no device: write cpu, cuda:0, cuda:1 and so on"
+                f"pipeline.devices names {name!r}, which is no device: write cpu, cuda:0, cuda:1 "
+                "and so on"
             )
     return found
 
@@ -79,8 +82,10 @@ def _share(device: torch.device, stages: int, gpus: int) -> list[torch.device]:
     first = (device.index or 0) * stages
     if first + stages > gpus:
         raise ValueError(
-            f"this rank's {stages} stages would be on cuda:{first} to cuda:{first + stages - 1}, but this process sees {gpus} GPUs: start fewer "
-            "ranks a node, show each rank its own GPUs and name them as pipeline.devices, or give pipeline.balance fewer stages"
+            f"this rank's {stages} stages would be on cuda:{first} to cuda:{first + stages - 1}, "
+            f"but this process sees {gpus} GPUs: start fewer "
+            "ranks a node, show each rank its own GPUs and name them as pipeline.devices, or give "
+            "pipeline.balance fewer stages"
         )
     return [torch.device("cuda", first + stage) for stage in range(stages)]
 
@@ -93,7 +98,8 @@ def check_there(pipeline: PipelineConfig) -> None:
     """
     if pipeline.placement == "devices" and importlib.util.find_spec("torchgpipe") is None:
         raise ValueError(
-            "pipeline.placement devices needs torchgpipe: pip install --no-deps torchgpipe==0.0.7, or set pipeline.placement to line"
+            "pipeline.placement devices needs torchgpipe: pip install --no-deps "
+            "torchgpipe==0.0.7, or set pipeline.placement to line"
         )
 
 
@@ -245,7 +251,8 @@ def _handed_on(edges: Sequence[Edge]) -> Edge | None:
     found = next((edge for edge in edges if edge.target == edge.source + 1), None)
     if edges and found is None:
         raise ValueError(
-            f"with pipeline.placement devices each stage hands a map to the next, but of {edges[0]} nothing does: set pipeline.balance, or placement to line"
+            "with pipeline.placement devices each stage hands a map to the next, but of "
+            f"{edges[0]} nothing does: set pipeline.balance, or placement to line"
         )
     return found
 
@@ -255,6 +262,7 @@ def _check_alike(units: Sequence[MicroBatch]) -> None:
     if len(sizes) > 1 or len(units[0].pieces) > 1:
         found = sorted(f"{images} x {'x'.join(map(str, size))}" for images, size in sizes)
         raise ValueError(
-            f"with pipeline.placement devices all micro-batches of a step have one size, but here are (images x window) {', '.join(found)}: "
+            "with pipeline.placement devices all micro-batches of a step have one size, but here "
+            f"are (images x window) {', '.join(found)}: "
             "set data.crop, or pipeline.placement to line"
         )

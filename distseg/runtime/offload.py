@@ -1,10 +1,16 @@
-"""Feature maps larger than memory, in files that no name leads to: they are gone when the process is, however it ends.
+"""Feature maps that are too large for memory, stored in files without a name.
 
-Windows are read and written row by row, not mapped: a full disk then is an error with a name instead of a signal, and what the
-operating system caches is not this process's memory. A file has the channels of a cell side by side, so that a row of a window is
-one run of bytes; to turn a window around in memory takes less time than to call for its rows channel by channel. Where windows are
-whole rows, it has one channel behind another instead, if that is how they lie in memory: a window is a run a channel then, and goes
-between file and tensor as it is. Or maps lie in the host's memory.
+No name leads to such a file, so it disappears with the process, however the process ends.
+
+Windows are read and written row by row instead of through mmap. A full disk is then an error with a
+message instead of a signal, and the operating system's cache does not count as memory of this
+process.
+
+A file stores the channels of a cell side by side, so a row of a window is one run of bytes.
+Transposing a window in memory takes less time than one system call per row and channel. If windows
+are whole rows and memory is channels-first, the file is channels-first too. A window is then one
+run per channel and needs no transposition. Without a folder, feature maps stay in the host's
+memory.
 """
 
 from __future__ import annotations
@@ -24,16 +30,18 @@ from distseg.tiling.tile import Box
 
 
 class Map:
-    """(B, C, *box.size) of a feature map.
+    """Stored feature map, (B, C, *box.size).
 
     Args:
-        like: a part of it, for batch, channels, type, device and layout in memory.
-        folder: of the file; None: in memory.
-        rows: nearly all parts that are read or written are whole rows.
-        zero: it is 0 before it is written, so that parts can be added to it, and all of its memory is the process's at once.
+        box: the part of the feature map to store.
+        like: any part of the map, which sets batch size, channels, dtype, device and memory format.
+        folder: the folder of the file; None stores the map in memory.
+        zero: True if the map must be 0 before it is written, so that parts can be added. All of its
+            memory then belongs to the process at once.
+        rows: True if nearly all parts that are read or written are whole rows.
 
     Raises:
-        OSError: the file does not fit its disk, before anything is written.
+        OSError: if the file does not fit on its disk. Nothing is written before.
     """
 
     def __init__(
@@ -46,9 +54,8 @@ class Map:
     ):
         self.box, self.dtype, self.device, self.last = box, like.dtype, like.device, lies_last(like)
         self.rows = rows and not self.last
-        self.outer = (
-            (len(like),) if self.last else tuple(like.shape[:2])
-        )  # dims before those of the box
+        # Dims before the dims of the box:
+        self.outer = (len(like),) if self.last else tuple(like.shape[:2])
         self.images, self.channels = like.shape[:2]
         self.cell = self.channels * like.element_size()  # bytes
         self.bytes = self.bytes_of(box)
@@ -61,20 +68,21 @@ class Map:
             self._file = _reserved(self.bytes, folder)
 
     def read(self, box: Box) -> Tensor:
-        """(B, C, *box.size)."""
+        """Return a copy of a part, (B, C, *box.size), on the map's device."""
         return self._outward(self.take(box))
 
     def view(self, box: Box) -> Tensor:
-        """The same, for those who do not change it: where it lies, if it lies in memory."""
+        """Return a part that the caller must not change, without a copy if it lies in memory."""
         if self._values is None or self.device.type != "cpu":
             return self.read(box)
         return self._outward(self._part(box))
 
     def write(self, box: Box, x: Tensor) -> None:
+        """Store ``x``, (B, C, *box.size), as the part ``box``."""
         self.put(box, self._inward(x))
 
     def add(self, box: Box, x: Tensor) -> None:
-        """Add to what is there."""
+        """Add ``x``, (B, C, *box.size), to the part ``box``."""
         if self._values is not None:
             self._part(box).add_(self._inward(x))
         else:
@@ -84,18 +92,21 @@ class Map:
             self._run(os.pwritev, values, wide, "written to")
 
     def room(self, box: Box) -> Tensor:
-        """A tensor for a part of the map as it lies there, in the host's memory; pinned, where a GPU reads it next."""
+        """Return an empty host tensor for a part, in the map's storage order.
+
+        The tensor is pinned if the map's device is a GPU.
+        """
         return torch.empty(
             self._shape(box), dtype=self.dtype, pin_memory=self.device.type == "cuda"
         )
 
     def within(self, room: Tensor, box: Box) -> Tensor:
-        """What begins :meth:`room` of a larger part, as room for a smaller one."""
+        """Return the beginning of ``room``, reshaped for the smaller part ``box``."""
         shape = self._shape(box)
         return room.flatten()[: math.prod(shape)].view(shape)
 
     def take(self, box: Box) -> Tensor:
-        """:meth:`read`, as it lies."""
+        """Return a copy of a part on the host, in the map's storage order."""
         found = self.room(box)
         if self._values is not None:
             return found.copy_(self._part(box))
@@ -106,7 +117,7 @@ class Map:
         return found.copy_(self._as_it_lies(self._fetched(wide), box.relative_to(wide)))
 
     def put(self, box: Box, values: Tensor) -> None:
-        """:meth:`write`, as it lies."""
+        """Store ``values``, which are in the map's storage order, as the part ``box``."""
         if self._values is not None:
             self._part(box).copy_(values)
             return
@@ -114,23 +125,23 @@ class Map:
         self._run(os.pwritev, lying.contiguous(), box, "written to")
 
     def bytes_of(self, box: Box) -> int:
-        """Of a part of the map."""
+        """Return the size in bytes of a part of the map."""
         return self.images * box.pixels * self.cell
 
     @property
     def in_memory(self) -> int:
-        """Bytes that it takes of the process's memory."""
+        """Bytes of this process's memory that the map occupies."""
         return 0 if self._values is None else self.bytes
 
     def close(self) -> None:
-        """Let go of its memory or its disk space."""
+        """Release the map's memory or disk space."""
         self._values = None
         if self._file is not None:
             self._file.close()
 
     @property
     def _as_in_memory(self) -> bool:
-        """Whether the file has the dims in the order of a tensor in memory."""
+        """True if the file has its dims in the same order as the tensor in memory."""
         return self.last or self.rows
 
     def _shape(self, box: Box) -> tuple[int, ...]:
@@ -148,7 +159,10 @@ class Map:
         return (x.movedim(-1, 1) if self.last else x).to(self.device, non_blocking=True)
 
     def _widened(self, box: Box) -> Box:
-        """With the rest of its rows, where it has nearly all of them: one run instead of a run a row."""
+        """Return the box with whole rows, if it has nearly all cells of its rows.
+
+        One run of bytes is then read instead of one run per row.
+        """
         held = self.box
         if (
             box.size[1:] == held.size[1:]
@@ -159,7 +173,7 @@ class Map:
         return Box((box.start[0], *held.start[1:]), (box.stop[0], *held.stop[1:]))
 
     def _fetched(self, box: Box) -> Tensor:
-        """A part of the map as it lies in the file: (B, C, *box.size), or (B, *box.size, C)."""
+        """Return a part in the file's order: (B, C, *box.size), or (B, *box.size, C)."""
         values = torch.empty(
             (self.images, self.channels, *box.size)
             if self.rows
@@ -170,13 +184,13 @@ class Map:
         return values
 
     def _as_it_lies(self, values: Tensor, inside: Box) -> Tensor:
-        """A part of what was fetched, with the dims of :meth:`room`."""
+        """Return the part ``inside`` of fetched values, with the dims as in :meth:`room`."""
         if self.last:
             return values[(slice(None), *inside.slices)]
         return (values if self.rows else values.movedim(-1, 1))[(..., *inside.slices)]
 
     def _run(self, how, values: Tensor, box: Box, what: str) -> None:
-        """Between ``values``, as they lie in the file, and the part ``box`` of the map there, by runs of bytes."""
+        """Copy between ``values``, in the file's order, and the part ``box`` of the file."""
         arrays, cell = (
             (self.images * self.channels, self.cell // self.channels)
             if self.rows
@@ -188,19 +202,23 @@ class Map:
             offset += length
 
 
-_NEARLY = (
-    1.125  # as many cells a row of a map may have as a part of it, of which whole rows are read
-)
+# Whole rows are read if they have at most this factor times the cells of the part.
+_NEARLY = 1.125
 
 
 class VectorMap:
-    """In the place of a :class:`Map`, what is kept of a vector of the image, which is the same wherever it is read.
+    """Stored vector of the image, used in place of a :class:`Map`.
+
+    Every tile reads the same vector, so boxes are ignored.
 
     Args:
-        gradient: gradients are added, and read once: each place where the vector was used has its part of the sum.
+        box: the box that a :class:`Map` would store.
+        like: a tensor that sets shape, dtype and device.
+        gradient: True for a gradient: parts are added, and reading takes the sum and resets it to
+            0. Each part is therefore used once, although every tile reads the gradient.
     """
 
-    in_memory = bytes = 0  # next to nothing
+    in_memory = bytes = 0  # A vector is too small to count.
 
     def __init__(self, box: Box, like: Tensor, gradient: bool = False):
         self.box, self.dtype, self.device, self.last, self._gradient = (
@@ -241,8 +259,12 @@ class VectorMap:
 
 
 def _runs(arrays: int, box: Box, size: tuple[int, ...], cell: int):
-    """(place, length) in bytes of the runs that make up a box of each of ``arrays`` arrays of ``size`` cells, one after another."""
-    split, part = len(size), box.size  # dims from ``split`` on are whole
+    """Yield (offset, length) in bytes of the runs that make up a box.
+
+    The file holds ``arrays`` arrays one after another, each of ``size`` cells of ``cell`` bytes.
+    The box is taken from every array.
+    """
+    split, part = len(size), box.size  # The box has all cells of the dims from ``split`` on.
     while split > 1 and part[split - 1] == size[split - 1]:
         split -= 1
     strides = [cell * math.prod(size[d + 1 :]) for d in range(len(size))]
@@ -261,24 +283,27 @@ def _runs(arrays: int, box: Box, size: tuple[int, ...], cell: int):
 
 
 def _all(how, file: int, buffer: memoryview, place: int, what: str) -> None:
+    """Read or write all of ``buffer`` at ``place``, in as many calls of ``how`` as it takes."""
     done = 0
     while done < len(buffer):
         moved = how(file, [buffer[done:]], place + done)
         if not moved:
             raise OSError(
                 errno.EIO,
-                f"the scratch file ended while a feature map was {what} it: did something else cut it?",
+                f"the scratch file ended while a feature map was {what} it: did something else "
+                "cut it?",
             )
         done += moved
 
 
 def _reserved(size: int, folder: str | Path):
-    """A file without a name, with its room on the disk reserved."""
+    """Open a file without a name and reserve its disk space."""
     try:
         file = tempfile.TemporaryFile(prefix="distseg-", dir=folder, buffering=0)
     except OSError as e:
         raise OSError(
-            f"no scratch file can be made in {folder} ({e.strerror or e}): name a folder to write to as spatial.scratch"
+            f"no scratch file can be made in {folder} ({e.strerror or e}): name a folder to write "
+            "to as spatial.scratch"
         ) from None
     try:
         if size:
@@ -286,31 +311,36 @@ def _reserved(size: int, folder: str | Path):
     except OSError as e:
         file.close()
         raise OSError(
-            f"a feature map of {size / 1e9:.2f} GB does not fit the scratch folder {folder} ({e.strerror}; {free_bytes(folder) / 1e9:.2f} GB are free): "
+            f"a feature map of {size / 1e9:.2f} GB does not fit the scratch folder {folder} "
+            f"({e.strerror}; {free_bytes(folder) / 1e9:.2f} GB are free): "
             "name a folder with more room as spatial.scratch"
         ) from None
     return file
 
 
 def check_room(folder: str | Path, needed: int) -> None:
-    """Refuse a folder without ``needed`` bytes of room.
+    """Refuse a folder with fewer than ``needed`` free bytes.
 
     Raises:
-        OSError: naming the folder, both numbers and what to do.
+        OSError: naming the folder, both sizes and the repair.
     """
     free = free_bytes(folder)
     if needed > free:
         raise OSError(
-            f"feature maps of {needed / 1e9:.2f} GB must wait in the scratch folder {folder}, where {free / 1e9:.2f} GB are free: name a folder with more "
-            "room as spatial.scratch (for prediction predict.scratch), or take smaller images or crops"
+            f"feature maps of {needed / 1e9:.2f} GB must wait in the scratch folder {folder}, "
+            f"where {free / 1e9:.2f} GB are free: name a folder with more "
+            "room as spatial.scratch (for prediction predict.scratch), or take smaller images or "
+            "crops"
         )
 
 
 def free_bytes(folder: str | Path) -> int:
+    """Return the bytes that this user may still write to the disk of a folder."""
     try:
         disk = os.statvfs(folder)
     except OSError as e:
         raise OSError(
-            f"the scratch folder {folder} can not be used ({e.strerror}): name another as spatial.scratch"
+            f"the scratch folder {folder} cannot be used ({e.strerror}): name another as "
+            "spatial.scratch"
         ) from None
     return disk.f_bavail * disk.f_frsize

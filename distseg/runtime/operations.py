@@ -1,8 +1,13 @@
-"""What a rank does in a step, one plain operation after another.
+"""Operations of a rank in one step, as plain records.
 
-Pure functions make the list (:mod:`distseg.runtime.stage_program`, :mod:`distseg.runtime.tile_program`), an executor goes through it, and it prints
-as text. ``segment`` is a run of layers by its number in the network, ``position`` a feature map by the layer it lies before, ``block`` what the rank owns of an
-image of the micro-batch, ``box`` the tile of a segment's result.
+Pure functions build the list (:mod:`distseg.runtime.stage_program`,
+:mod:`distseg.runtime.tile_program`), an executor runs it, and :func:`text` prints it. The fields
+mean:
+
+    segment    the number of a run of layers in the network
+    position   a feature map, by the number of the layer that it lies before
+    block      a tile batch of the micro-batch, by number
+    box        the tile of a segment's result
 """
 
 from __future__ import annotations
@@ -15,26 +20,32 @@ from distseg.tiling.tile import Box
 
 
 class Operation:
-    """Anything that a rank does for one micro-batch."""
+    """Step of a rank for one micro-batch."""
 
     micro_batch: int
     verb: ClassVar[str]
 
     @property
     def line(self) -> str:
-        """As a person reads it."""
+        """Text of this operation, in one line."""
         return f"m{self.micro_batch}  {self.verb:<10}{self._what()}".rstrip()
 
     def _what(self) -> str:
         return ""
 
 
-# of stages that keep their graphs (distseg.runtime.stage_program)
+# Operations of stages that keep their graphs (distseg.runtime.stage_program)
 
 
 @dataclass(frozen=True)
 class OfEdge(Operation):
-    """What an edge between stages hands on, or, ``back``, the gradient that returns."""
+    """Transfer along an edge between stages.
+
+    Args:
+        micro_batch: the number of the micro-batch.
+        edge: the edge that the feature map travels along.
+        back: True if the gradient travels back instead.
+    """
 
     micro_batch: int
     edge: Edge
@@ -45,30 +56,30 @@ class OfEdge(Operation):
 
     @property
     def sender(self) -> int:
-        """The stage that has it."""
+        """Stage that sends the tensors."""
         return self.edge.target if self.back else self.edge.source
 
     @property
     def receiver(self) -> int:
-        """The stage that wants it."""
+        """Stage that receives the tensors."""
         return self.edge.source if self.back else self.edge.target
 
 
 class Receive(OfEdge):
-    """Have the tensors that the next pass takes."""
+    """Receive of the tensors that the next pass takes."""
 
     verb = "receive"
 
 
 class Hand(OfEdge):
-    """Let the other end have what the last pass made."""
+    """Send of the tensors that the last pass made."""
 
     verb = "hand"
 
 
 @dataclass(frozen=True)
 class Recompute(Operation):
-    """The forward pass of a stage once more, whose activations were not kept."""
+    """Repeated forward pass of a stage whose activations were not kept."""
 
     micro_batch: int
     stage: int
@@ -78,12 +89,12 @@ class Recompute(Operation):
         return f"stage {self.stage}"
 
 
-# of streamed tiles (distseg.runtime.tile_program)
+# Operations of streamed tiles (distseg.runtime.tile_program)
 
 
 @dataclass(frozen=True)
 class OfTile(Operation):
-    """A pass of a tile through a segment."""
+    """Pass of a tile through a segment."""
 
     micro_batch: int
     segment: int
@@ -92,7 +103,7 @@ class OfTile(Operation):
 
     @property
     def tile(self) -> tuple[int, int, int, Box]:
-        """What its passes have in common, and no other tile's."""
+        """Key that the forward and backward pass of one tile share."""
         return self.micro_batch, self.segment, self.block, self.box
 
     def _what(self) -> str:
@@ -101,7 +112,12 @@ class OfTile(Operation):
 
 @dataclass(frozen=True)
 class KeptTile(OfTile):
-    """``kept``: what autograd needs of the tile waits in memory from the forward to the backward pass; else the tile is computed twice."""
+    """Pass of a tile whose graph may be kept.
+
+    Args:
+        kept: True if the graph stays in memory from the forward to the backward pass. Otherwise the
+            tile is computed twice.
+    """
 
     kept: bool = False
 
@@ -110,14 +126,23 @@ class KeptTile(OfTile):
 
 
 class ForwardTile(KeptTile):
-    """Compute a tile from windows of the maps that the segment reads, and store it; take its moments for a live norm."""
+    """Forward pass of a tile, whose result is stored.
+
+    It reads windows of the segment's feature maps. If an active norm follows, it collects the
+    tile's moments.
+    """
 
     verb = "forward"
 
 
 @dataclass(frozen=True)
 class OutputTile(OfTile):
-    """Compute a tile of the network's result and hand it over; ``back``: with a graph, and what comes back is added to the gradients of what was read."""
+    """Forward pass of a tile of the network's result, which the executor yields.
+
+    Args:
+        back: True if the tile has a graph. Its backward pass then adds to the gradients of the
+            feature maps that were read.
+    """
 
     back: bool
     verb = "output"
@@ -127,13 +152,18 @@ class OutputTile(OfTile):
 
 
 class BackwardTile(KeptTile):
-    """Read the tile's gradient, compute the tile again with a graph if none was kept, go back through it, and add to the gradients of what was read."""
+    """Backward pass of a tile, which adds to the gradients of the feature maps that were read.
+
+    The tile is computed again with a graph if no graph was kept.
+    """
 
     verb = "backward"
 
 
 @dataclass(frozen=True)
 class OfMap(Operation):
+    """Operation on one feature map."""
+
     micro_batch: int
     position: int
 
@@ -142,14 +172,14 @@ class OfMap(Operation):
 
 
 class Expect(OfMap):
-    """A map comes from another rank, rows as they become final."""
+    """Start of a receive of a feature map, whose rows arrive as they become final."""
 
     verb = "expect"
 
 
 @dataclass(frozen=True)
 class ExpectGradient(OfMap):
-    """What another rank's readers of a map return comes."""
+    """Start of a receive of the gradient that another rank sends back for a feature map."""
 
     source: int
     verb = "expect"
@@ -159,44 +189,50 @@ class ExpectGradient(OfMap):
 
 
 class Measure(OfMap):
-    """Take the moments of a map that no segment of this rank made."""
+    """Computation of the moments of a feature map that no segment of this rank computed."""
 
     verb = "measure"
 
 
 class Statistic(OfMap):
-    """The statistics of the norm before which the map lies, from the moments of all tiles. Collective."""
+    """Computation of the statistics of the norm after a map, from all tiles. Collective."""
 
     verb = "statistic"
 
 
 class Fetch(OfMap):
-    """The margin of a map, from the ranks that own it; they get theirs. Collective over the ranks that share an image."""
+    """Fetch of a feature map's margin from the ranks that own it.
+
+    Collective over the ranks that share an image.
+    """
 
     verb = "fetch"
 
 
 class GiveBack(OfMap):
-    """Its adjoint: the gradient of the margin goes to its owners and is added there."""
+    """Adjoint of :class:`Fetch`: the margin's gradient is sent to its owners, which add it."""
 
     verb = "give back"
 
 
 class Settle(OfMap):
-    """What the statistics collect of gradients, from all tiles. Collective."""
+    """Reduction of the statistics' gradient over all tiles. Collective."""
 
     verb = "settle"
 
 
 class Correct(OfMap):
-    """Add to the stored gradient what the statistics collected."""
+    """Addition of the statistics' gradient to the stored gradient of a feature map."""
 
     verb = "correct"
 
 
 @dataclass(frozen=True)
 class Send(OfMap):
-    """Rows of a block's map before ``final`` will not change any more, and may go to the ranks that read them."""
+    """Release of the rows before ``final`` of a feature map to the ranks that read them.
+
+    These rows do not change any more. ``block`` is the number of the tile batch.
+    """
 
     block: int
     final: int
@@ -207,27 +243,27 @@ class Send(OfMap):
 
 
 class SendGradient(Send):
-    """The same of a map's gradient, for the rank that made the map."""
+    """Release of the gradient rows before ``final`` to the rank that computed the feature map."""
 
     verb = "return"
 
 
 @dataclass(frozen=True)
 class Loss(Operation):
-    """The loss's slope, from what all ranks know of the step's table by now. Collective."""
+    """Computation of the loss gradient from the partial sums of all ranks. Collective."""
 
     micro_batch: int
     verb = "loss"
 
 
 class Drop(OfMap):
-    """Let go of a map, once others have what they read of it."""
+    """Release of a feature map's memory, once other ranks have what they read of it."""
 
     verb = "drop"
 
 
 class DropGradient(OfMap):
-    """Let go of a map's gradient."""
+    """Release of the memory of a feature map's gradient."""
 
     verb = "drop grad"
 
@@ -237,7 +273,7 @@ def _block(number: int) -> str:
 
 
 def text(operations: Iterable[Operation]) -> str:
-    """A line each; runs of tiles of one segment, which differ in their boxes only, in one line."""
+    """Return one line per operation; consecutive tiles of one segment share a line."""
     return "\n".join(_lines(operations))
 
 

@@ -39,7 +39,8 @@ def freeze(model: nn.Module, config: OptimConfig) -> None:
         ]:
             tops = list(dict.fromkeys(name.partition(".")[0] for name in parameters))
             raise ValueError(
-                f"optim.{setting} names {unknown[0]!r}, but this network has no such part: its parameters begin with {', '.join(tops[:8])}{', ...' * (len(tops) > 8)}"
+                f"optim.{setting} names {unknown[0]!r}, but this network has no such part: its "
+                f"parameters begin with {', '.join(tops[:8])}{', ...' * (len(tops) > 8)}"
             )
     for name, parameter in parameters.items():
         if of_part(config.rates, name, 1.0) == 0:

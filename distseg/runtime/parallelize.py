@@ -160,8 +160,10 @@ class TiledModel(nn.Module):
         self.context.places = places
         if len(windows) > 1 and self.live_norms:
             raise ValueError(
-                f"a rank holds {len(windows)} windows of one micro-batch, but with live norms only a flat nn.Sequential computes several "
-                "together: set spatial.tiles_per_rank to 1x1 and images of one size, or flatten the model"
+                f"a rank holds {len(windows)} windows of one micro-batch, but with live norms "
+                "only a flat nn.Sequential computes several "
+                "together: set spatial.tiles_per_rank to 1x1 and images of one size, or flatten "
+                "the model"
             )
         for norm in self.norms:
             norm.turn = 0
@@ -245,7 +247,8 @@ class TiledModel(nn.Module):
         for n in norms:
             if not n.tracks:
                 raise ValueError(
-                    f"{n.name} ({n.kind} norm) has no running statistics to freeze: spatial.frozen_norm needs batch norm"
+                    f"{n.name} ({n.kind} norm) has no running statistics to freeze: "
+                    "spatial.frozen_norm needs batch norm"
                 )
             n.frozen = True
         self.live_in_training = len(norms) < len(self.norms)
@@ -259,7 +262,8 @@ class TiledModel(nn.Module):
         if not mode and self.training and any(norm.seen for norm in self.norms):
             warnings.warn(
                 "batch norms have seen images whose statistics were not taken over: call "
-                "commit_statistics() once after each optimizer step, or they keep their running statistics",
+                "commit_statistics() once after each optimizer step, or they keep their running "
+                "statistics",
                 stacklevel=2,
             )
         return super().train(mode)
@@ -303,8 +307,10 @@ def parallelize(
     for name, layer in model.named_modules():
         if isinstance(layer, _GLOBAL) and not whole:
             raise ValueError(
-                f"layer {name or 'model'} ({type(layer).__name__}) looks at the whole image and has no distributed twin: "
-                "replace it (instance, group and batch norm, dropout of channels and elements are supported)"
+                f"layer {name or 'model'} ({type(layer).__name__}) looks at the whole image and "
+                "has no distributed twin: "
+                "replace it (instance, group and batch norm, dropout of channels and elements are "
+                "supported)"
             )
     _check_own_layers(model)
     if not is_followed(model):
@@ -400,7 +406,8 @@ def _place(model: nn.Module, graph: Graph | None, context: Context) -> None:
         if isinstance(layer, Follows):
             if graph is None:
                 raise ValueError(
-                    f"layer {name} ({type(layer).__name__}) has the size of another map, but not all layers of this network are known, so its size can't be worked out"
+                    f"layer {name} ({type(layer).__name__}) has the size of another map, but not "
+                    "all layers of this network are known, so its size can't be worked out"
                 )
             _put(model, name, Placed(layer, context, partial(_size_of, graph, name)))
 
@@ -511,7 +518,8 @@ def _check_own_layers(model: nn.Module) -> None:
             continue
         if places.setdefault(layer, name) != name:
             raise ValueError(
-                f"layers {places[layer]} and {name} are one and the same {type(layer).__name__}: give each place a layer of its own"
+                f"layers {places[layer]} and {name} are one and the same {type(layer).__name__}: "
+                "give each place a layer of its own"
             )
         check_plain(name, layer)
 
@@ -544,7 +552,8 @@ def cumulative_strides(model: nn.Module, reach: ReceptiveField) -> dict[str, tup
             stride = tuple(n // m for n, m in zip(size, inputs[0].shape[2:]))
             if found.setdefault(name, stride) != stride:
                 raise ValueError(
-                    f"layer {name} is called on feature maps of different strides: give each place a layer of its own"
+                    f"layer {name} is called on feature maps of different strides: give each "
+                    "place a layer of its own"
                 )
 
         return hook

@@ -45,7 +45,8 @@ def stage_ranges(balance: Sequence[int], layers: int) -> list[range]:
     """
     if min(balance) < 1 or sum(balance) != layers:
         raise ValueError(
-            f"pipeline.balance {' '.join(map(str, balance))} adds up to {sum(balance)} layers, but the model has {layers}, and each stage needs at least one"
+            f"pipeline.balance {' '.join(map(str, balance))} adds up to {sum(balance)} layers, "
+            f"but the model has {layers}, and each stage needs at least one"
         )
     stops = list(accumulate(balance))
     return [range(stop - count, stop) for stop, count in zip(stops, balance)]
@@ -116,8 +117,10 @@ class Partition:
                 first, layer = owner.setdefault(tensor, (stage, position))
                 if first != stage:
                     raise ValueError(
-                        f"layers {layer} and {position} share {'a weight' if isinstance(tensor, nn.Parameter) else 'running statistics'}, but lie in the stages {first} and {stage}, "
-                        "each of which would keep its own: set pipeline.balance so that one stage has both, or give each its own"
+                        f"layers {layer} and {position} share "
+                        f"{'a weight' if isinstance(tensor, nn.Parameter) else 'running statistics'}, but lie in the stages {first} and {stage}, "
+                        "each of which would keep its own: set pipeline.balance so that one stage "
+                        "has both, or give each its own"
                     )
         edges = edges_between(
             ranges, [call.reads for call in calls], _names(calls), _trained(calls)

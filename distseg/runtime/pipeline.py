@@ -203,6 +203,8 @@ class Pipeline:
 def _check(form: Form, x: Tensor, message: OfEdge) -> None:
     if (form.shape, form.dtype) != (tuple(x.shape), x.dtype):
         raise ValueError(
-            f"{'the gradient of ' if message.back else ''}{message.edge} is {Form.of(x)} in micro-batch {message.micro_batch}, but {form} was agreed for windows "
-            "of this size: a layer's output must have a shape and type that depend on nothing but its input's"
+            f"{'the gradient of ' if message.back else ''}{message.edge} is {Form.of(x)} in "
+            f"micro-batch {message.micro_batch}, but {form} was agreed for windows "
+            "of this size: a layer's output must have a shape and type that depend on nothing but "
+            "its input's"
         )

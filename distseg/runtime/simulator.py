@@ -156,7 +156,8 @@ def check(
         if odd:
             rank, action = next(iter(odd))
             raise ValueError(
-                f"rank {rank} of the schedule {what} {action.name} (placement {tuple(placement)}, {micro_batches} micro-batches)"
+                f"rank {rank} of the schedule {what} {action.name} (placement {tuple(placement)}, "
+                f"{micro_batches} micro-batches)"
             )
     for edge in edges:
         if placement[edge.source] != placement[edge.target]:
@@ -176,7 +177,8 @@ def _check_messages(orders: RunControl, edge: Edge, placement: Sequence[int]) ->
         if sent != wanted:
             kind = (Backward if back else Forward).kind
             raise ValueError(
-                f"{edge}, {kind}: stage {way.sender} sends micro-batches {sent}, but stage {way.receiver} wants {wanted}"
+                f"{edge}, {kind}: stage {way.sender} sends micro-batches {sent}, but stage "
+                f"{way.receiver} wants {wanted}"
             )
 
 

@@ -1,18 +1,25 @@
-"""Streamed tiles: a rank computes its part of an image tile after tile, in the memory of one, with the whole part's gradient.
+"""Streams tiles: a rank computes its part of an image tile by tile, in the memory of one tile.
 
-Between the layers that need all of a feature map, which are the live norms, lie segments (:mod:`distseg.tiling.segment`).
-Their borders are stored, in a scratch folder or in the host's memory. Forward, a segment is run on windows of the map before
-it, tile by tile of its result, and the statistics of the next norm are collected on the way. Backward, a segment is run once
-more on each window, now with a graph, and what reaches the window is added to the stored gradient of that map. The order is that of
-the program (:mod:`distseg.runtime.tile_program`), whose operations are done here::
+The gradient is exactly the gradient of the whole part. Segments (:mod:`distseg.tiling.segment`) lie
+between the layers that need all of a feature map, which are the active norms. The feature maps
+between segments are stored in a scratch folder or in the host's memory.
 
-    forward      read window - norm act conv - write tile, moments           then: statistics over all tiles, all ranks
-    backward     read gradient of the tile, read window - the same again - backward - add to gradient of the window
-                                                                             then: what the statistics collected
+In the forward pass a segment runs on windows of the preceding feature map, one tile of its result
+at a time. Each tile adds to the statistics of the next norm. In the backward pass the segment runs
+again on each window, now with a graph, and the window's gradient is added to the stored gradient of
+that feature map. This module runs the operations that :mod:`distseg.runtime.tile_program` lists::
 
-Without live norms there is one segment, the whole network: nothing is stored but the image. In a pipeline each stage walks through
-its own segments; maps that others read travel to them (:mod:`distseg.runtime.transfer`). Where its tiles go back while others go forward
-(:mod:`distseg.runtime.interleaved`) they keep their graphs, as far as there is room (:mod:`distseg.runtime.kept_graphs`), and are computed once.
+    forward      read window - norm act conv - write tile, moments
+                 then: statistics over all tiles, all ranks
+    backward     read gradient of the tile, read window - repeat the forward pass - backward
+                 - add to gradient of the window
+                 then: the statistics' gradient
+
+Without active norms the whole network is one segment, and only the image is stored. In a pipeline
+each stage runs its own segments, and feature maps that other stages read travel to them
+(:mod:`distseg.runtime.transfer`). If some tiles go back while others go forward
+(:mod:`distseg.runtime.interleaved`), tiles keep their graphs as far as the budget allows
+(:mod:`distseg.runtime.kept_graphs`) and are computed once.
 """
 
 from __future__ import annotations
@@ -65,101 +72,111 @@ from distseg.tiling.segment import Chain, Segment, chain, rows_read, segments_of
 from distseg.tiling.tile import Box, TilePlacement, boxes_of, strips
 from distseg.tiling.tile_batch import LazyTileBatch
 
-_LABELS = 1 << 20  # labels read at once
-_PIXELS, _CELLS = (
-    1 << 20,
-    1 << 17,
-)  # pixels, or cells of a map, read at once where no tile is computed
+_LABELS = 1 << 20  # Number of labels read at once.
+# Number of pixels, or cells of a feature map, read at once when no tile is computed.
+_PIXELS, _CELLS = 1 << 20, 1 << 17
 _CPU = torch.device("cpu")
 
 
 class Sizes(Protocol):
-    """What maps and tiles take, in bytes."""
+    """Sizes of feature maps and tiles, in bytes."""
 
     def bytes_of(self, position: int, box: Box, images: int) -> int:
-        """Of a part of a map, as it is stored."""
+        """Return the size of a region of a stored feature map."""
 
     def kept(self, way: Chain, images: int) -> float:
-        """Of what a tile holds between its forward and its backward pass."""
+        """Return the bytes that a tile holds between its forward and its backward pass."""
 
     def weigh(self, way: Chain, images: int) -> Weighed:
-        """That, and more."""
+        """Return the bytes of a tile's kept graph and the most that the tile takes in a pass."""
 
 
 class Tiling(Protocol):
-    """How the result of a segment is cut into tiles."""
+    """Rule that cuts the result of a segment into tiles."""
 
     def __call__(self, layout: Layout, segment: Segment, result: Box, images: int) -> Sequence[int]:
-        """Cells of a tile along each dim; the last may be smaller."""
+        """Return the size of a tile in cells along each dim; the last tile may be smaller."""
 
 
 class StreamingExecutor:
-    """The executor of a flat model on one rank, which runs all of it or some stages.
+    """Executor of a flat model on one rank, which runs the whole model or some of its stages.
 
     Args:
-        graph: of its layers (:func:`distseg.layers.graph.graph_of`).
-        live: the numbers of norms that take statistics.
-        layout: of an image on the mesh's tiles.
-        folder: for stored maps; None: the host's memory.
-        sizes: of maps and tiles.
+        model: the model with its distributed counterparts.
+        graph: the graph of its layers (:func:`distseg.layers.graph.graph_of`).
+        live: the numbers of the active norms.
+        layout: returns the layout of an image of a given size on the mesh's tiles.
+        tiling: returns the tile size of a segment's result.
+        folder: the folder of stored feature maps; None stores them in the host's memory.
+        sizes: the sizes of feature maps and tiles.
         autocast: makes the context in which the network runs.
-        devices: where the network runs; of each stage, where a rank has several.
-        stages: the layers of each; ``placement``: the rank of each, in ``comm``, the pipeline's.
-        returns: whether backward passes follow; else maps are let go of once they are read.
-        trims: gives memory that is free again back to the system where tiles begin to be of another size, which takes some milliseconds.
-        borders: moves the margins of maps, where the layout's tiles exchange any.
-        room: bytes for a tile and those whose graphs wait for their backward pass; by default without end.
+        devices: the device of the network, or of each stage if the rank has several devices.
+        stages: the layers of each stage.
+        placement: the rank of each stage, in ``comm``.
+        comm: the ranks of the pipeline.
+        returns: True if backward passes follow. Otherwise feature maps are dropped once they are
+            read.
+        trims: True to give free memory back to the system, which takes some milliseconds. This
+            happens where tiles of another size begin.
+        borders: exchanges the margins of stored feature maps, if the layout's tiles exchange any.
+        room: budget in bytes for one tile and all tiles whose graphs wait for their backward pass;
+            unlimited by default.
 
     Attributes:
-        watch: told the share of a program that is done, now and then.
-        span: makes the context of what is done, by kind and name, for those who watch (:mod:`distseg.runtime.trace`).
+        watch: called now and then with the share of the operations that is done.
+        span: makes the tracing context of an operation from its kind and name
+            (:mod:`distseg.runtime.trace`).
     """
 
     def __init__(
-        self, model: TiledModel, graph: Graph, live: Sequence[int], layout: Callable[[Sequence[int]], Layout], tiling: Tiling, folder: str | None,
-        sizes: Sizes, autocast: Callable[[], ContextManager], devices: Sequence[torch.device] = (_CPU,), stages: Sequence[range] = (),
-        placement: Sequence[int] = (0,), comm=Alone(), returns: bool = True, trims: bool = True, borders: Borders | None = None,
+        self,
+        model: TiledModel,
+        graph: Graph,
+        live: Sequence[int],
+        layout: Callable[[Sequence[int]], Layout],
+        tiling: Tiling,
+        folder: str | None,
+        sizes: Sizes,
+        autocast: Callable[[], ContextManager],
+        devices: Sequence[torch.device] = (_CPU,),
+        stages: Sequence[range] = (),
+        placement: Sequence[int] = (0,),
+        comm=Alone(),
+        returns: bool = True,
+        trims: bool = True,
+        borders: Borders | None = None,
         room: float | None = None,
-    ):  # fmt: skip
-        self.model, self.graph, self.live, self.layout, self.tiling, self.folder = (
-            model,
-            graph,
-            set(live),
-            layout,
-            tiling,
-            folder,
-        )
-        self.sizes, self.autocast, self.devices = (
-            sizes,
-            autocast,
-            [torch.device(d) for d in devices],
-        )
+    ):
+        self.model, self.graph, self.live = model, graph, set(live)
+        self.layout, self.tiling, self.folder = layout, tiling, folder
+        self.sizes, self.autocast = sizes, autocast
+        self.devices = [torch.device(d) for d in devices]
         self.returns, self.trims, self.borders, self.room = returns, trims, borders, room
-        self.stages, self.placement, self.comm, self.transfers = (
-            tuple(stages),
-            tuple(placement),
-            comm,
-            Transfers(comm),
-        )
+        self.stages, self.placement = tuple(stages), tuple(placement)
+        self.comm, self.transfers = comm, Transfers(comm)
         self.watch: Callable[[float], None] = lambda share: None
         self.span: Callable[[str, str], ContextManager] = lambda kind, name: nullcontext()
         self._works: dict[tuple, StagePlan] = {}
         self._stored: dict[tuple, int] = {}
 
     def device_of(self, segment: Segment) -> torch.device:
+        """Return the device that a segment runs on."""
         return self.devices[segment.stage if len(self.devices) > 1 else 0]
 
     def name_of(self, segment: Segment) -> str:
+        """Return the names of a segment's first and last layer, for messages."""
+        # Layers before this one belong to other segments and are computed again here.
         begins = next(
             number for number in segment.nodes if segment.sources[-1] in self.graph[number].inputs
-        )  # behind what is computed again of other segments
+        )
         return f"{self.graph[begins].name} to {self.graph[segment.nodes[-1]].name}"
 
     def name_of_map(self, position: int) -> str:
+        """Return the name of a feature map, for messages."""
         return f"the map behind {self.graph[position - 1].name}"
 
     def label_tiles(self, block: LazyTileBatch) -> Iterator[Box]:
-        """The tile of a block, in strips that are read at once."""
+        """Return the strips in which the labels of a tile batch are read."""
         return strips(block.place.tile, _LABELS)
 
     def work(
@@ -168,10 +185,15 @@ class StreamingExecutor:
         number: int = 0,
         boxes: Sequence[Sequence[Box]] | None = None,
     ) -> StagePlan:
-        """What this rank has of micro-batch ``number``, whose blocks lie at these places; made once for each size.
+        """Return this rank's plan for micro-batch ``number``.
+
+        Plans are cached by the sizes of the placements.
 
         Args:
-            boxes: the tiles of each block to compute of the network's result; by default all, of the executor's size.
+            places: the placement of each tile batch.
+            number: the number of the micro-batch.
+            boxes: the tiles of the network's result to compute, for each tile batch. By default all
+                tiles are computed, in the executor's tile size; only this case is cached.
         """
         key = number, _sizes(places)
         if boxes is None and key in self._works:
@@ -180,7 +202,7 @@ class StreamingExecutor:
         return self._works.setdefault(key, work) if boxes is None else work
 
     def works_of_all(self, places: Sequence[TilePlacement], number: int) -> list[StagePlan]:
-        """What each rank of the pipeline has of a micro-batch."""
+        """Return the plan of every pipeline rank for one micro-batch."""
         return [self._work(places, number, None, rank) for rank in range(self.comm.size)]
 
     def _work(
@@ -191,9 +213,8 @@ class StreamingExecutor:
         rank: int,
     ) -> StagePlan:
         layouts = [self.layout(place.image) for place in places]
-        points = {source for layout in layouts for source in layout.exchanged} - {
-            0
-        }  # pixels are read, with their margin
+        # Pixels need no exchange, because they are read together with their margin.
+        points = {source for layout in layouts for source in layout.exchanged} - {0}
         live = {self.graph[number].first for number in self.live}
         segments = segments_of(self.graph, live | points, self.stages)
         rank_of = lambda segment: self.placement[segment.stage]
@@ -211,7 +232,10 @@ class StreamingExecutor:
         )
 
     def keeping(self, program: Sequence[Operation], works: Sequence[StagePlan]) -> list[Operation]:
-        """The same program with those tiles kept that there is room for; all, where no room is given."""
+        """Return the program in which as many tiles keep their graphs as the budget allows.
+
+        All tiles keep their graphs if the executor has no budget.
+        """
         if self.room is None:
             return keeping_all(program)
         cuts = {work.number: work.cut for work in works}
@@ -224,7 +248,7 @@ class StreamingExecutor:
         return keeping(program, weigh, self.room)
 
     def stored(self, places: Sequence[TilePlacement]) -> int:
-        """Bytes of the maps that a micro-batch will store, at most at once."""
+        """Return the largest number of bytes of feature maps that a micro-batch stores at once."""
         key = _sizes(places)
         if key not in self._stored:
             work = self.work(places)
@@ -237,10 +261,10 @@ class StreamingExecutor:
         return self._stored[key]
 
     def describe(self, image: Sequence[int], images: int) -> str:
-        """What a step on so many images of this size is made of, for the first of their ranks.
+        """Describe a step on ``images`` images of this size, for the first rank of the images.
 
         Raises:
-            ValueError: not even small tiles fit into the budget.
+            ValueError: if not even small tiles fit into the budget.
         """
         layout = self.layout(image)
         tile = layout.part(0, (0,) * len(layout.grid)).owned
@@ -249,18 +273,24 @@ class StreamingExecutor:
         work, stored = self.work(places), self.stored(places)
         visits = sum(isinstance(op, OfTile) for op in whole(work))
         if not stored:
-            return f"streamed tiles: {visits} windows a step, one after another"
+            return f"streamed tiles: {visits} windows per step, one after another"
         where = f"in {self.folder}" if self.folder else "in memory"
         of = f" on the first of {self.comm.size} ranks" if self.comm.size > 1 else ""
         segments = f"{len(work.mine)} segment{'s' * (len(work.mine) > 1)}{of}"
         batch = "an image" if images == 1 else f"a micro-batch of {images} images"
-        return f"streamed tiles: {segments}, {visits} tiles {batch} there and back; {stored / 1e9:.3g} GB of feature maps wait {where}"
+        return (
+            f"streamed tiles: {segments}, {visits} tile passes (forward and backward) for {batch}; "
+            f"{stored / 1e9:.3g} GB of feature maps stored {where}"
+        )
 
     def check_room(self, *under_way: Sequence[TilePlacement]) -> None:
-        """Refuse a scratch folder without room for the maps of micro-batches that are under way together, each by its places.
+        """Refuse a scratch folder that is too small for micro-batches that are under way together.
+
+        Args:
+            under_way: the placements of each of these micro-batches.
 
         Raises:
-            OSError: naming the folder and both numbers.
+            OSError: naming the folder and both sizes.
         """
         if self.folder is not None and (stored := sum(map(self.stored, under_way))):
             check_room(self.folder, stored)
@@ -272,14 +302,17 @@ class StreamingExecutor:
         micro_batches: Sequence[Sequence[LazyTileBatch]],
         settle: Callable[[], None] = lambda: None,
     ) -> Iterator[tuple[OutputTile, Tensor]]:
-        """Do the operations one after another; yields the logits (B, C', *box.size) of each tile of the network's result.
+        """Run the operations in order and yield the logits (B, C', *box.size) of each output tile.
 
-        Where an output goes back, the logits have a graph, and what is asked for next tells that they were gone back through. Collective
-        over the ranks that share statistics, and over those of the pipeline.
+        The logits have a graph if their output goes back. The caller must then have run their
+        backward pass before it asks for the next tile. Collective over the ranks that share
+        statistics and the ranks of the pipeline.
 
         Args:
-            works: of each micro-batch.
-            settle: called where the loss's slope must be known.
+            operations: the operations of this rank.
+            works: the plan of each micro-batch.
+            micro_batches: the tile batches of each micro-batch.
+            settle: called when the loss gradient must be known.
         """
         walks = [MicroBatchRun(self, work, blocks) for work, blocks in zip(works, micro_batches)]
         tiles, done = sum(isinstance(op, OfTile) for op in operations), 0
@@ -307,13 +340,13 @@ class StreamingExecutor:
 
 
 def windows(operations: Sequence[Operation], work: StagePlan) -> Iterator[Box]:
-    """What the operations of a micro-batch read of pixels, in order; for those who read ahead."""
+    """Return the windows of pixels that a micro-batch reads, in order, for prefetching."""
     there = (op for op in operations if isinstance(op, OfTile) and 0 in work.sources(op.segment))
     return (work.cut.chain(op).read[0] for op in there)
 
 
 def computed(operations: Sequence[Operation], work: StagePlan) -> Iterator[tuple[int, Box]]:
-    """(layer, cells of its result) of all that the operations of a micro-batch compute, each tile once."""
+    """Yield (layer, output box) of everything that a micro-batch's operations compute."""
     for op in (op for op in operations if isinstance(op, OfTile)):
         yield from (
             (number, part.made)
@@ -322,45 +355,51 @@ def computed(operations: Sequence[Operation], work: StagePlan) -> Iterator[tuple
 
 
 def _sizes(places: Sequence[TilePlacement]) -> tuple:
-    """By which programs are told apart."""
+    """Return the key of the placements for which plans are equal."""
     return tuple((place.image, place.tile, len(place.images)) for place in places)
 
 
 class Cut:
-    """Where the tiles of a micro-batch's blocks lie in each map.
+    """Boxes of a micro-batch's tile batches in each feature map.
 
     Args:
-        layouts, places: of each block.
-        boxes: the tiles of each block of the network's result; by default all.
+        graph: the graph of the network's layers.
+        segments: all segments of the network.
+        layouts: the layout of each tile batch's image.
+        places: the placement of each tile batch.
+        tiling: returns the tile size of a segment's result.
+        boxes: the tiles of the network's result to compute, for each tile batch; by default all.
     """
 
     def __init__(
-        self, graph: Graph, segments: Sequence[Segment], layouts: Sequence[Layout], places: Sequence[TilePlacement], tiling: Tiling,
+        self,
+        graph: Graph,
+        segments: Sequence[Segment],
+        layouts: Sequence[Layout],
+        places: Sequence[TilePlacement],
+        tiling: Tiling,
         boxes: Sequence[Sequence[Box]] | None = None,
-    ):  # fmt: skip
-        self.segments, self.layouts, self.tiling, self.boxes = (
-            segments,
-            list(layouts),
-            tiling,
-            boxes,
-        )
+    ):
+        self.segments, self.layouts = segments, list(layouts)
+        self.tiling, self.boxes = tiling, boxes
         self.images = [len(place.images) for place in places]
         self.cells = [layout.cell_of(place.tile) for layout, place in zip(layouts, places)]
         self.in_rows = cache(self._in_rows)
         inputs = [node.inputs for node in graph]
         self.frees = [last_readings(inputs, segment.nodes) for segment in segments]
-        """By segment and node, the maps that are read for the last time."""
+        """Feature maps that each node of each segment is the last to read."""
 
     @property
     def blocks(self) -> int:
+        """Number of tile batches."""
         return len(self.layouts)
 
     def made(self, block: int, position: int) -> Box:
-        """What is computed of a map."""
+        """Return the box of a feature map that is computed for a tile batch."""
         return self.layouts[block].made(position, self.cells[block])
 
     def held(self, block: int, position: int) -> Box:
-        """What is stored: that, and the margin from neighbours."""
+        """Return the stored box of a feature map: the computed box and the neighbours' margin."""
         layout, cell, made = self.layouts[block], self.cells[block], self.made(block, position)
         if position not in layout.exchanged:
             return made
@@ -368,13 +407,15 @@ class Cut:
         return made.hull(box_of([spans[c] for spans, c in zip(wanted, cell)]))
 
     def owned(self, block: int, position: int) -> Box:
+        """Return the box of a feature map that the tile batch owns."""
         return self.layouts[block].owned(position, self.cells[block])
 
     def size(self, block: int, position: int) -> tuple[int, ...]:
+        """Return the size of the whole feature map."""
         return tuple(self.layouts[block].sizes[position])
 
     def tiles(self, block: int, segment: int) -> Sequence[Box]:
-        """Of what is computed of a segment's result."""
+        """Return the tiles of a segment's output computed on this rank."""
         if self.boxes is not None and segment == len(self.segments) - 1:
             return self.boxes[block]
         result = self.made(block, self.segments[segment].result)
@@ -384,7 +425,10 @@ class Cut:
         )
 
     def _in_rows(self, block: int, position: int) -> bool:
-        """Whether all tiles that make or read a map are whole rows of their results, and no neighbours lie beside them."""
+        """Return True if all tiles that compute or read a map are whole rows.
+
+        Return False if neighbouring ranks lie beside this one.
+        """
         if any(g > 1 for g in self.layouts[block].grid[1:]):
             return False
         near = [
@@ -399,35 +443,29 @@ class Cut:
         )
 
     def rows(self, block: int, segment: int, rows: Span) -> dict[int, Span]:
+        """Return, for each feature map, the rows that ``rows`` of the result depend on."""
         return rows_read(self.layouts[block], self.segments[segment], rows)
 
     def chain(self, op: OfTile) -> Chain:
+        """Return the boxes of all layers that compute a tile."""
         return chain(self.layouts[op.block], self.segments[op.segment], op.box)
 
 
 class MicroBatchRun:
-    """The blocks of one micro-batch on their way through this rank's part of the network: does its operations."""
+    """Run of one micro-batch's tile batches through this rank's part of the network."""
 
     def __init__(
         self, executor: StreamingExecutor, work: StagePlan, blocks: Sequence[LazyTileBatch]
     ):
-        self.executor, self.work, self.blocks, self.segments = (
-            executor,
-            work,
-            list(blocks),
-            work.segments,
-        )
+        self.executor, self.work = executor, work
+        self.blocks, self.segments = list(blocks), work.segments
         self.cut, self.span = work.cut, executor.span
-        self.layers, self.transfers, self.context = (
-            executor.model.layers,
-            executor.transfers,
-            executor.model.context,
-        )
-        self.maps: dict[
-            tuple[int, int], Map | VectorMap
-        ] = {}  # by block and position, as all below
+        self.layers, self.context = executor.model.layers, executor.model.context
+        self.transfers = executor.transfers
+        # Keys (int, int) here and below are (tile batch, feature map).
+        self.maps: dict[tuple[int, int], Map | VectorMap] = {}
         self.gradients: dict[tuple[int, int], Map | VectorMap] = {}
-        self.norms: dict[int, Pending] = {}  # by their number
+        self.norms: dict[int, Pending] = {}
         self._norms_at: dict[int, list[int]] = {}
         for number in sorted(
             executor.live
@@ -440,27 +478,26 @@ class MicroBatchRun:
             for number in work.segments[segment].nodes
         }
         self._moments: dict[int, list] = {}
-        self._kept: dict[
-            tuple, tuple[Tensor, list, float]
-        ] = {}  # results and leaves of tiles whose graphs wait, and about what these take
+        # Result, leaves and approximate bytes of each tile whose graph is kept.
+        self._kept: dict[tuple, tuple[Tensor, list, float]] = {}
         self._coming: dict[tuple[int, int], Receiving] = {}
         self._returning: dict[tuple[int, int], list[Receiving]] = {}
         self._sending: dict[tuple[int, int], list[Sending]] = {}
         self._handing_back: dict[tuple[int, int], Sending] = {}
 
     def do(self, op: Operation) -> None:
-        """Any operation but an output, or the loss."""
+        """Run an operation, except :class:`OutputTile` and :class:`Loss`."""
         _DOES[type(op)](self, op)
 
     def output(self, op: OutputTile) -> Iterator[Tensor]:
-        """The logits of a tile; the gradients of what was read for them are taken in when the next is asked for."""
+        """Yield the logits of a tile, then add the gradients of the feature maps that it read."""
         with torch.set_grad_enabled(op.back), self.span("forward", self._name(op)):
             y, leaves = self._run(op)
         yield y
         self._take_in(op.block, leaves)
 
     def close(self) -> None:
-        """Let go of what is left, once others have what they read of it."""
+        """Release all maps, once other ranks have received what they read of them."""
         for block, position in [*self._sending]:
             self._wait_sent(block, position)
         for stored in self.maps.values():
@@ -470,7 +507,7 @@ class MicroBatchRun:
 
     @property
     def in_memory(self) -> float:
-        """Bytes of its maps that are in this process's memory, and of the tiles that are kept."""
+        """Bytes of this process's memory that stored maps and kept graphs occupy."""
         coming = (
             r.stored for those in self._returning.values() for r in those if r.stored is not None
         )
@@ -480,7 +517,7 @@ class MicroBatchRun:
         )
 
     def _bytes_of_graph(self, op: OfTile) -> float:
-        """Asked for by those who trim alone."""
+        """Return the bytes of a kept graph, or 0 if nobody trims memory and needs the number."""
         return (
             self.executor.sizes.kept(self.cut.chain(op), self.cut.images[op.block])
             if self.executor.trims
@@ -493,7 +530,7 @@ class MicroBatchRun:
     def _blocks(self) -> range:
         return range(len(self.blocks))
 
-    # tiles
+    # Tiles
 
     @torch.no_grad()
     def forward(self, op: ForwardTile) -> None:
@@ -524,7 +561,7 @@ class MicroBatchRun:
         self._take_in(op.block, leaves)
 
     def _gradient(self, i: int, position: int, box: Box) -> Tensor:
-        """The sum over all readers, always in the same order."""
+        """Return the gradient of a tile, summed over all readers in a fixed order."""
         parts = []
         if (i, position) in self.gradients:
             with self.span("scratch", "read gradient"):
@@ -541,7 +578,10 @@ class MicroBatchRun:
         return total
 
     def _run(self, op: OfTile) -> tuple[Tensor, list]:
-        """The segment's result on the tile; with gradients on also what was read, as (position, window, leaf)."""
+        """Return the segment's result on the tile, and the leaves of its graph.
+
+        A leaf is (feature map, window, tensor). Leaves are collected only while gradients are on.
+        """
         segment, i = self.segments[op.segment], op.block
         way, device = self.cut.chain(op), self.executor.device_of(segment)
         self.context.places = [self.blocks[i].place]
@@ -571,7 +611,8 @@ class MicroBatchRun:
         self._wait_for(i, position, window.stop[0])
         stored = self.maps[i, position]
         with self.span("scratch", "read"):
-            # A norm leaves what it is given as it is, and without a backward pass nobody keeps it.
+            # No copy is needed if only norms read the map and no graph keeps it: norms do not
+            # change their input.
             untouched = not self.executor.returns and len(self._norms_of(position)) == len(
                 self.executor.graph.readers[position]
             )
@@ -601,9 +642,10 @@ class MicroBatchRun:
             return run(layer, x, have, part, others)
 
     def _share(self, number: int, op: OfTile) -> float:
-        """Return the share of its image that a tile stands for, at a norm of vectors or lines, of which each tile has all.
+        """Return the share of its image that a tile stands for, for norms of vectors or lines.
 
-        Windows reach beyond their tiles, and results beyond what this rank owns; where several segments compute a norm, the first one counts.
+        Each tile has the whole vector or line. Only owned cells of the tile count, because windows
+        and results overlap. If several segments compute a norm, only the first segment counts.
         """
         if self._first_with[number] != op.segment:
             return 0.0
@@ -613,7 +655,7 @@ class MicroBatchRun:
         )
 
     def _take_in(self, i: int, leaves: list) -> None:
-        """Add the gradients of what was read to the stored ones."""
+        """Add the gradients of the leaves to the stored gradients."""
         for position, window, x in leaves:
             if position == 0:
                 continue
@@ -622,7 +664,7 @@ class MicroBatchRun:
                 self._map(self.gradients, i, position, x.detach()).add(window, g)
         leaves.clear()
 
-    # norms
+    # Norms
 
     @torch.no_grad()
     def measure(self, op: Measure) -> None:
@@ -631,7 +673,7 @@ class MicroBatchRun:
                 self._take_moments(op.position, i, box, self._read(op.position, i, box))
 
     def _norms_of(self, position: int) -> list[int]:
-        """Those of this rank that take statistics of a map."""
+        """Return the active norms of this rank that take statistics of a feature map."""
         return self._norms_at.get(position, [])
 
     def _take_moments(self, position: int, i: int, box: Box, x: Tensor) -> None:
@@ -667,13 +709,16 @@ class MicroBatchRun:
         return g
 
     def _at(self, position: int, i: int, box: Box) -> Box:
-        """Make block ``i`` the one at hand; what it owns of ``box``, in cells of ``box``."""
+        """Select tile batch ``i`` in the context, and return its owned part of ``box``.
+
+        The returned box is in coordinates relative to ``box``.
+        """
         owned = box.intersection(self.cut.owned(i, position))
         self.context.places = [self.blocks[i].place]
         self.context.regions = [Region(self.cut.size(i, position), owned, box)]
         return owned.relative_to(box)
 
-    # between ranks
+    # Communication between ranks
 
     def fetch(self, op: Fetch) -> None:
         for i in self._blocks():
@@ -711,7 +756,7 @@ class MicroBatchRun:
                 lambda like, i=i, box=box: self._made(
                     box, i, op.position, self._here(like), gradient=True
                 ),
-            )  # all of it comes
+            )
             self._returning.setdefault((i, op.position), []).append(
                 self.transfers.begin(coming, op.source, 2 * op.position + 1)
             )
@@ -730,9 +775,8 @@ class MicroBatchRun:
         self.transfers.progress()
 
     def send_gradient(self, op: SendGradient) -> None:
-        for i in range(
-            op.block + 1
-        ):  # images go one after another; a small one may be final all at once, after rows of the next are
+        # Tile batches are sent in order. A small one may become final only after rows of the next.
+        for i in range(op.block + 1):
             if (i, op.position) not in self._handing_back:
                 gradient = self.gradients[i, op.position]
                 sending = Sending(gradient, self.cut.made(i, op.position), gradient.close)
@@ -742,11 +786,14 @@ class MicroBatchRun:
         key = op.block, op.position
         self._handing_back[key].final = op.final
         if op.final == self.cut.made(*key).stop[0]:
-            del self.gradients[key]  # goes when it is sent
+            del self.gradients[key]  # ``Sending`` closes it once it is sent.
         self.transfers.progress()
 
     def _wait_for(self, i: int, position: int, row: int | None = None) -> None:
-        """Until a map that comes from another rank is there, up to a row, by default all of it; no wait for others."""
+        """Wait until the rows before ``row`` of a feature map are here, by default all rows.
+
+        Return at once if this rank computes the map.
+        """
         if (coming := self._coming.get((i, position))) is not None:
             self.transfers.wait_for(
                 coming,
@@ -758,11 +805,11 @@ class MicroBatchRun:
         for sending in self._sending.pop((i, position), ()):
             self.transfers.wait_sent(sending, self.executor.name_of_map(position))
 
-    # stored maps
+    # Stored feature maps
 
     def drop(self, op: Drop) -> None:
         for i in self._blocks():
-            self._wait_for(i, op.position)  # also what no window reads
+            self._wait_for(i, op.position)  # Rows that no window reads arrive too.
             self._wait_sent(i, op.position)
             self._close(self.maps, i, op.position)
 
@@ -786,12 +833,11 @@ class MicroBatchRun:
     def _made(
         self, box: Box, i: int, position: int, like: Tensor, gradient: bool
     ) -> Map | VectorMap:
-        """What keeps a map, or its gradient, to which parts are added."""
+        """Return a new store for a feature map or its gradient."""
         if position in self.executor.model.vectors:
             return VectorMap(box, like, gradient)
-        zero = (
-            gradient or self.executor.trims
-        )  # who trims looks at the size of the process, less that of its maps
+        # Trimming subtracts the maps' bytes from the process's size, so all pages must exist.
+        zero = gradient or self.executor.trims
         return Map(box, like, self.executor.folder, zero=zero, rows=self.cut.in_rows(i, position))
 
     def _here(self, like: Tensor) -> Tensor:
@@ -799,7 +845,18 @@ class MicroBatchRun:
 
 
 _DOES: dict[type[Operation], Callable[[MicroBatchRun, Operation], None]] = {
-    Expect: MicroBatchRun.expect, ExpectGradient: MicroBatchRun.expect_gradient, Measure: MicroBatchRun.measure, ForwardTile: MicroBatchRun.forward, Statistic: MicroBatchRun.statistic,
-    Send: MicroBatchRun.send, BackwardTile: MicroBatchRun.backward, Settle: MicroBatchRun.settle, Correct: MicroBatchRun.correct, SendGradient: MicroBatchRun.send_gradient,
-    Fetch: MicroBatchRun.fetch, GiveBack: MicroBatchRun.give_back, Drop: MicroBatchRun.drop, DropGradient: MicroBatchRun.drop_gradient,
-}  # fmt: skip
+    Expect: MicroBatchRun.expect,
+    ExpectGradient: MicroBatchRun.expect_gradient,
+    Measure: MicroBatchRun.measure,
+    ForwardTile: MicroBatchRun.forward,
+    Statistic: MicroBatchRun.statistic,
+    Send: MicroBatchRun.send,
+    BackwardTile: MicroBatchRun.backward,
+    Settle: MicroBatchRun.settle,
+    Correct: MicroBatchRun.correct,
+    SendGradient: MicroBatchRun.send_gradient,
+    Fetch: MicroBatchRun.fetch,
+    GiveBack: MicroBatchRun.give_back,
+    Drop: MicroBatchRun.drop,
+    DropGradient: MicroBatchRun.drop_gradient,
+}

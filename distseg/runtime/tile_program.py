@@ -1,12 +1,17 @@
-"""The operations of a rank that computes its part of images tile after tile: made from segments, tiles and who reads which map.
+"""List the operations of a rank that streams its part of an image tile by tile.
 
-Tiles of all segments run in the order in which their rows become final, as far along the network as can be, so that a
-stage behind begins with its first tiles long before this one ends; ``|`` is the statistic of a live norm, which waits for all tiles::
+The lists follow from three facts: the segments of the network, the tiles of each segment's result,
+and the feature maps that each segment reads.
 
-    segments 0, 1, 2, no live norms, three rows of tiles        0  0 1  0 1 2  1 2  2
-    a live norm before segment 1                                0  0  0 | 1  1 2  1 2  2
+Tiles of all segments run in the order in which their rows become final, and always as far along the
+network as possible. A later stage therefore begins with its first tiles long before this one ends.
+In the picture ``|`` is the statistic of an active norm, which waits for all tiles::
 
-Backward the same from behind: a segment's tile can go back once all that read its rows did.
+    segments 0, 1, 2, no active norms, three rows of tiles      0  0 1  0 1 2  1 2  2
+    an active norm before segment 1                             0  0  0 | 1  1 2  1 2  2
+
+The backward passes run in the mirrored order. A tile of a segment goes back once every segment that
+reads its rows went back.
 """
 
 from __future__ import annotations
@@ -43,31 +48,35 @@ from distseg.tiling.tile import Box
 
 
 class Cut(Protocol):
-    """Where the tiles of some blocks lie, by the numbers of blocks and segments and the positions of maps."""
+    """Tiles of a micro-batch, by numbers of tile batches, segments and feature maps."""
 
     blocks: int
 
     def tiles(self, block: int, segment: int) -> Sequence[Box]:
-        """The boxes to compute of the segment's result, row by row."""
+        """Return the boxes of the segment's result to compute, row by row."""
 
     def rows(self, block: int, segment: int, rows: Span) -> dict[int, Span]:
-        """The rows of each map that some rows of the segment's result are made from."""
+        """Return, for each feature map, the rows that ``rows`` of the result depend on."""
 
     def made(self, block: int, position: int) -> Box:
-        """The part of a map that is computed."""
+        """Return the box of a feature map that this rank computes."""
 
 
 @dataclass(frozen=True)
 class StagePlan:
-    """What one rank has of a micro-batch.
+    """Segments and feature maps that one rank handles for one micro-batch.
 
     Args:
-        segments: all of the network; ``mine``: the numbers of those that this rank runs.
-        live: the maps that this rank's norms take statistics of.
-        points: those that it reads whose margin is fetched from the ranks that share the image.
-        makers: the rank that makes each map; ``readers``: the other ranks that read it.
-        back: whether backward passes follow; else a map goes once it was read.
-        number: of the micro-batch.
+        segments: all segments of the network.
+        mine: the numbers of the segments that this rank runs.
+        live: the feature maps whose statistics this rank's active norms compute.
+        points: the feature maps that this rank reads and whose margin comes from the ranks that
+            share the image.
+        makers: the rank that computes each feature map.
+        readers: the other ranks that read each feature map.
+        cut: the tiles of the micro-batch.
+        back: True if backward passes follow. Otherwise a feature map is dropped once it was read.
+        number: the number of the micro-batch.
     """
 
     segments: Sequence[Segment]
@@ -85,10 +94,11 @@ class StagePlan:
         return self.cut.blocks
 
     def whole(self, position: int) -> bool:
-        """Whether nothing is read of a map before all of it is made."""
+        """Return True if all of a feature map must be complete before any of it is read."""
         return position in self.live or position in self.points
 
     def of_stage(self, stage: int) -> list[int]:
+        """Return the segments of this rank that belong to a stage."""
         return [s for s in self.mine if self.segments[s].stage == stage]
 
     @property
@@ -97,41 +107,42 @@ class StagePlan:
 
     @cached_property
     def made(self) -> dict[int, int]:
-        """The segment that makes each map, of this rank's."""
+        """Segment of this rank that computes each feature map."""
         return {self.segments[s].result: s for s in self.mine}
 
     @cached_property
     def elsewhere(self) -> list[int]:
-        """The maps that this rank reads and others make."""
+        """Feature maps that this rank reads and other ranks compute."""
         return sorted({p for s in self.mine for p in self.sources(s)} - set(self.made) - {0})
 
     def sources(self, segment: int) -> Sequence[int]:
-        """The maps that a segment reads."""
+        """Return the feature maps that a segment reads."""
         return self.segments[segment].sources
 
     def stop(self, segment: int) -> int:
-        """The map that a segment makes."""
+        """Return the feature map that a segment computes."""
         return self.segments[segment].result
 
     def is_last(self, segment: int) -> bool:
-        """Whether a segment's result is the network's."""
+        """Return True if the segment's result is the result of the network."""
         return segment == len(self.segments) - 1
 
     def reading(self, position: int) -> list[int]:
-        """The segments of this rank that read a map."""
+        """Return the segments of this rank that read a feature map."""
         return [s for s in self.mine if position in self.sources(s)]
 
     def stages_reading(self, position: int) -> list[int]:
+        """Return the stages of this rank that read a feature map."""
         return sorted({self.segments[s].stage for s in self.reading(position)})
 
 
 def expected(work: StagePlan) -> list[Operation]:
-    """What other ranks make and this one reads."""
+    """Return the receives of all feature maps that other ranks compute and this rank reads."""
     return [Expect(work.number, position) for position in work.elsewhere]
 
 
 def expected_back(work: StagePlan, stage: int) -> list[Operation]:
-    """The gradients that other ranks return of a stage's maps."""
+    """Return the receives of gradients that other ranks send back for a stage's maps."""
     made = [work.stop(s) for s in work.of_stage(stage) if not work.is_last(s)]
     return [
         ExpectGradient(work.number, position, reader)
@@ -141,12 +152,11 @@ def expected_back(work: StagePlan, stage: int) -> list[Operation]:
 
 
 def forward(work: StagePlan, stage: int) -> Iterator[Operation]:
-    """All segments of a stage but the network's last."""
+    """Yield the forward operations of a stage's segments, except the network's last segment."""
     fronts = _Fronts(work, [s for s in work.of_stage(stage) if not work.is_last(s)])
     for position in dict.fromkeys(p for s in work.of_stage(stage) for p in work.sources(s)):
-        if (
-            position not in work.made and work.stages_reading(position)[0] == stage
-        ):  # nobody here made it
+        # Another rank computed this map, and this stage is the first here to read it.
+        if position not in work.made and work.stages_reading(position)[0] == stage:
             yield from [Measure(work.number, position)] if position in work.live else ()
             yield from _met(work, position)
     for segment, band in fronts.in_order(reversed(fronts.segments), fronts.can_go_forward):
@@ -166,7 +176,11 @@ def forward(work: StagePlan, stage: int) -> Iterator[Operation]:
 
 
 def outputs(work: StagePlan, back: bool | None = None) -> Iterator[Operation]:
-    """The network's last segment, of the rank that has it; ``back``: with backward passes, by default as the work has them."""
+    """Yield the operations of the network's last segment, on the rank that runs it.
+
+    Args:
+        back: True to run backward passes too; by default as ``work.back`` says.
+    """
     back = work.back if back is None else back
     for segment in filter(work.is_last, work.mine):
         fronts = _Fronts(work, [segment])
@@ -180,7 +194,10 @@ def outputs(work: StagePlan, back: bool | None = None) -> Iterator[Operation]:
 
 
 def backward(work: StagePlan, stage: int) -> Iterator[Operation]:
-    """All segments of a stage from behind, but the network's last, which :func:`outputs` went through."""
+    """Yield the backward operations of a stage's segments, last segment first.
+
+    The network's last segment is left out, because :func:`outputs` went back through it already.
+    """
     fronts = _Fronts(work, [s for s in work.of_stage(stage) if not work.is_last(s)])
     maps = {p for s in work.of_stage(stage) for p in work.sources(s)} | {
         work.stop(s) for s in fronts.segments
@@ -199,11 +216,14 @@ def backward(work: StagePlan, stage: int) -> Iterator[Operation]:
 
 
 def step(works: Sequence[StagePlan], actions: Sequence[Action], linear: bool) -> list[Operation]:
-    """All operations of micro-batches that are under way together.
+    """Return all operations of the micro-batches of a step.
 
     Args:
-        actions: of this rank's stages; micro-batches count from 0 there, by their place in ``works``.
-        linear: the loss's slope is known beforehand; else it is once all tiles of all micro-batches went forward.
+        works: the plans of the micro-batches.
+        actions: the actions of this rank's stages. A micro-batch's number is its index in
+            ``works``.
+        linear: True if the loss gradient of a tile does not depend on other tiles. Otherwise it is
+            known once all tiles of all micro-batches went forward.
     """
     of = lambda action: works[action.micro_batch]
     backwards = [action for action in actions if isinstance(action, Backward)]
@@ -226,10 +246,13 @@ def step(works: Sequence[StagePlan], actions: Sequence[Action], linear: bool) ->
 
 
 def beforehand(works: Sequence[StagePlan], actions: Sequence[Action]) -> list[Operation]:
-    """The forward passes alone, for a loss whose slope follows from all results; of each micro-batch the maps go when the next one is through.
+    """Return only the forward passes, for a loss whose gradient depends on all results.
+
+    The feature maps of a micro-batch are dropped when the next micro-batch has gone forward.
 
     Args:
-        actions: as :func:`step`'s, of which the forward passes are taken.
+        works: the plans of the micro-batches.
+        actions: the actions as for :func:`step`, of which only the forward passes are used.
     """
     alone = [replace(work, back=False) for work in works]
     found = [op for work in alone for op in expected(work)]
@@ -248,7 +271,7 @@ def beforehand(works: Sequence[StagePlan], actions: Sequence[Action]) -> list[Op
 
 
 def whole(work: StagePlan) -> list[Operation]:
-    """All operations of a micro-batch that goes through the network alone."""
+    """Return all operations of a micro-batch that goes through the network alone."""
     there = [
         *expected(work),
         *(op for stage in work.stages for op in forward(work, stage)),
@@ -263,10 +286,12 @@ def whole(work: StagePlan) -> list[Operation]:
 
 
 def peak(work: StagePlan, sizes: Callable[[int, int], int]) -> int:
-    """Bytes of the maps and their gradients that are stored, at most at once.
+    """Return the largest number of bytes that feature maps and gradients occupy at once.
+
+    Data from other ranks may arrive at any time, so it is counted from the start.
 
     Args:
-        sizes: (block, position) -> of a map. What other ranks send may come at any time.
+        sizes: maps (tile batch, feature map) to bytes.
     """
     blocks = range(work.blocks)
     present = {("map", b, p): sizes(b, p) for p in work.elsewhere for b in blocks}
@@ -285,7 +310,7 @@ def peak(work: StagePlan, sizes: Callable[[int, int], int]) -> int:
 
 
 def _written(work: StagePlan, op: Operation) -> list[tuple[str, int, int]]:
-    """What an operation stores: (map or gradient, block, position)."""
+    """Return what an operation stores, as (``map`` or ``gradient``, tile batch, feature map)."""
     if isinstance(op, ForwardTile):
         return [("map", op.block, work.stop(op.segment))]
     if isinstance(op, BackwardTile) or isinstance(op, OutputTile) and op.back:
@@ -294,7 +319,7 @@ def _written(work: StagePlan, op: Operation) -> list[tuple[str, int, int]]:
 
 
 def _met(work: StagePlan, position: int) -> Iterator[Operation]:
-    """What ranks tell each other of a map, once it is made."""
+    """Yield the collectives that a complete feature map needs: margin exchange, norm statistics."""
     if position in work.points:
         yield Fetch(work.number, position)
     if position in work.live:
@@ -302,8 +327,12 @@ def _met(work: StagePlan, position: int) -> Iterator[Operation]:
 
 
 def _passed(work: StagePlan, segment: int, done: Callable[[int], bool]) -> Iterator[Operation]:
-    """Without backward passes: maps go that are made, all of them, and that all segments have read, which may be done in another order than they are
-    numbered; the last rows of a map may be for other ranks alone."""
+    """Yield drops of feature maps that are needed no more, if no backward passes follow.
+
+    A map is dropped when it is complete and all segments of this rank have read it. Segments may
+    finish in another order than their numbers, because the last rows of a map may serve other ranks
+    alone.
+    """
     for position in (*work.sources(segment), work.stop(segment)):
         reading, making = (
             work.reading(position),
@@ -314,7 +343,10 @@ def _passed(work: StagePlan, segment: int, done: Callable[[int], bool]) -> Itera
 
 
 def _returned(work: StagePlan, fronts: "_Fronts", segment: int, block: int) -> Iterator[Operation]:
-    """Rows of gradients that are final by now, of maps that other ranks made; where a norm takes statistics none are before all are."""
+    """Yield sends of the gradient rows that are final now, for feature maps of other ranks.
+
+    A map before an active norm or a margin exchange is skipped: its rows become final all at once.
+    """
     for position in work.sources(segment):
         if position not in work.elsewhere or work.whole(position):
             continue
@@ -331,7 +363,10 @@ def _returned(work: StagePlan, fronts: "_Fronts", segment: int, block: int) -> I
 
 
 def _read_back(work: StagePlan, stage: int, position: int) -> Iterator[Operation]:
-    """What comes once a stage's readers of a map went back, if no earlier stage of this rank reads it."""
+    """Yield the operations due once all readers of a feature map in a stage went back.
+
+    Yields nothing if an earlier stage of this rank reads the map too.
+    """
     if work.stages_reading(position)[:1] not in ([], [stage]):
         return
     if position in work.live:
@@ -348,7 +383,7 @@ def _read_back(work: StagePlan, stage: int, position: int) -> Iterator[Operation
 
 
 class _Band(NamedTuple):
-    """Tiles of a segment's result side by side, and the rows that they read of each map."""
+    """Tiles of a segment's result side by side, and the rows of each feature map that they read."""
 
     block: int
     rows: Span
@@ -357,7 +392,7 @@ class _Band(NamedTuple):
 
 
 class _Fronts:
-    """How far some segments are, band by band."""
+    """Progress of some segments, band by band."""
 
     def __init__(self, work: StagePlan, segments: Sequence[int]):
         self.work, self.segments = work, list(segments)
@@ -374,7 +409,7 @@ class _Fronts:
     def in_order(
         self, preferred: Iterable[int], ready: Callable[[int, _Band], bool]
     ) -> Iterator[tuple[int, _Band]]:
-        """All bands, always one of the first segment whose next band is ready."""
+        """Yield all bands, each from the first preferred segment whose next band is ready."""
         left = [s for s in preferred if self.bands[s]]
         while left:
             segment = next(s for s in left if ready(s, self.bands[s][self._at[s]]))
@@ -385,13 +420,15 @@ class _Fronts:
             yield segment, band
 
     def is_done(self, segment: int) -> bool:
+        """Return True if all bands of a segment were yielded."""
         return self._at[segment] == len(self.bands[segment])
 
     def readers(self, position: int) -> list[int]:
+        """Return the segments among these that read a feature map."""
         return self._readers.get(position, [])
 
     def can_go_forward(self, segment: int, band: _Band) -> bool:
-        """Whether all that a band reads is made, as far as a segment here makes it."""
+        """Return True if all rows that a band reads are complete, if segments here compute them."""
         return all(
             self._is_made(position, band.block, rows) for position, rows in band.reads.items()
         )
@@ -407,14 +444,14 @@ class _Fronts:
         )
 
     def can_go_back(self, segment: int, band: _Band) -> bool:
-        """Whether the gradient of a band is final, as far as segments here read it."""
+        """Return True if the gradient of a band is final, as far as segments here add to it."""
         stop = self.work.stop(segment)
         if self.work.whole(stop):
             return all(map(self.is_done, self.readers(stop)))
         return self._final(stop, band.block) >= band.rows[1]
 
     def _final(self, position: int, block: int) -> float:
-        """Rows before this one no band to come reads."""
+        """Return the first row that a later band still reads; rows before it are final."""
         return min(
             (self._reads_from(s, position, block) for s in self.readers(position)), default=math.inf
         )
@@ -430,7 +467,10 @@ class _Fronts:
         )
 
     def grown(self, position: int, block: int) -> int | None:
-        """The row before which a gradient is final, where some but not all of it has newly become so."""
+        """Return the row before which a gradient is final.
+
+        Return None if no row has become final since the last call, or if all rows are final.
+        """
         final = self._final(position, block)
         if final == math.inf or final <= self._sent.get(
             (position, block), self.work.cut.made(block, position).start[0]
@@ -451,7 +491,11 @@ def _bands(work: StagePlan, segment: int) -> list[_Band]:
 
 
 def _lowest(bands: Sequence[_Band]) -> list[dict[int, int]]:
-    """From each band on the first row that is read of each map, by bands of its block: windows at a mirrored end may reach back."""
+    """Return, for each band, the first row of each map that it or a later band needs.
+
+    Only bands of the same tile batch count. A later band may read earlier rows, because windows at
+    a mirrored border reach back.
+    """
     found: list[dict[int, int]] = []
     following: _Band | None = None
     for band in reversed(bands):

@@ -301,7 +301,7 @@ TABLE = {
     "an image of other dims": (verify(image="29x43x5"), r"image.* 29x43x5|29x43x5"),
     "pooling of the whole image": (verify(**own("pooling"), spatial__tiles_per_rank="1x2"), "it makes 2x3x29x43 of images of 192x320 pixels, but a segmentation network keeps the size, .*split samples only"),
     "circular padding": (verify(**own("circular"), spatial__tiles_per_rank="1x2"), "circular padding joins opposite borders .*use zeros"),
-    "layer norm": (verify(**own("layer_norm"), spatial__tiles_per_rank="1x2"), r"layer 1 \(LayerNorm\) looks at the whole image and has no distributed twin: replace it"),
+    "layer norm": (verify(**own("layer_norm"), spatial__tiles_per_rank="1x2"), r"layer 1 \(LayerNorm\) looks at the whole image and has no distributed counterpart: replace it"),
     "nothing to verify on": (verify(image=None), "there are no images: give --image 97x131 for random ones, or --data.store PATH"),
     "a store that is not there": (verify(image=None, data__store="/nowhere.h5"), "/nowhere.h5"),
     "no learning": (verify(optim__lr="-1"), "optim.lr is at least 0, got -1"),
@@ -516,7 +516,7 @@ def test_layers_without_a_twin_are_named(layer):
     model = unet(depth=1, num_convs=1, base_channels=4)
     reach = receptive_field(model)
     model.mid_act0 = layer
-    with pytest.raises(ValueError, match=rf"layer mid_act0 \({type(layer).__name__}\) looks at the whole image and has no distributed twin"):
+    with pytest.raises(ValueError, match=rf"layer mid_act0 \({type(layer).__name__}\) looks at the whole image and has no distributed counterpart"):
         parallelize(model, reach)
 
 

@@ -154,7 +154,7 @@ class Block(nn.Module):
 def test_norms_hidden_in_other_modules_do_not_take_several_pieces(monkeypatch):
     monkeypatch.setattr(f"{__name__}.model_of", lambda norm: nn.Sequential(Block()).double())
     step("instance", "cross_entropy", [[0, 1]])
-    with pytest.raises(ValueError, match="holds 6 windows of one micro-batch, but with live norms only a flat nn.Sequential"):
+    with pytest.raises(ValueError, match="holds 6 windows of one micro-batch, but with active norms only a flat nn.Sequential"):
         step("instance", "cross_entropy", [[0, 1]], grid=(2, 3))
 
 

@@ -1,4 +1,4 @@
-"""The passes of a pipeline schedule: forward, backward, and the gradients of weights that were put off."""
+"""Passes of a pipeline schedule: forward, backward, and postponed weight gradients."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from distseg.runtime.operations import Operation
 
 @dataclass(frozen=True)
 class Action(Operation):
-    """A pass of one micro-batch through one stage."""
+    """Pass of one micro-batch through one stage."""
 
     stage: int
     micro_batch: int
@@ -18,6 +18,7 @@ class Action(Operation):
 
     @property
     def verb(self) -> str:
+        """Verb of the pass, equal to its kind."""
         return self.kind
 
     def _what(self) -> str:
@@ -25,11 +26,13 @@ class Action(Operation):
 
     @property
     def name(self) -> str:
-        """F_ij or B_ij as in torchgpipe's paper: micro-batch i, stage j; W_ij likewise."""
+        """Name such as ``F3,0``: kind, micro-batch and stage (F_ij and B_ij in Kim et al. 2020)."""
         return f"{self.kind[0].upper()}{self.micro_batch},{self.stage}"
 
 
 class Forward(Action):
+    """Forward pass of a micro-batch."""
+
     kind = "forward"
 
     def __str__(self) -> str:
@@ -37,7 +40,10 @@ class Forward(Action):
 
 
 class Backward(Action):
-    """The gradient of the inputs; of the weights too, but for those that a :class:`Weight` computes."""
+    """Backward pass, which computes the gradient of the inputs and of most weights.
+
+    The other weight gradients belong to :class:`Weight`.
+    """
 
     kind = "backward"
 
@@ -46,7 +52,7 @@ class Backward(Action):
 
 
 class Weight(Action):
-    """The gradients of the weights that the backward pass of this micro-batch has put off."""
+    """Computation of the weight gradients that a backward pass has postponed."""
 
     kind = "weight"
 

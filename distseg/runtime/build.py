@@ -1,4 +1,7 @@
-"""From a whole model, perhaps only outlined, to the part of it that a rank of the pipeline holds."""
+"""Builds the part of a model that a rank of the pipeline holds.
+
+The whole model may be on the meta device.
+"""
 
 from __future__ import annotations
 
@@ -20,19 +23,33 @@ from distseg.tiling.tile import ReceptiveField
 
 
 def own_part(
-    model: nn.Module, partition: Partition | None, rank: int, reach: ReceptiveField, context: Context, seed: int, frozen_norm: bool = False,
-    exchange: Exchange | None = None, whole: bool = False,
-) -> TiledModel:  # fmt: skip
-    """The layers of the stages that ``rank`` runs, with memory and initial weights, ready for windows; ``model`` is changed in place.
+    model: nn.Module,
+    partition: Partition | None,
+    rank: int,
+    reach: ReceptiveField,
+    context: Context,
+    seed: int,
+    frozen_norm: bool = False,
+    exchange: Exchange | None = None,
+    whole: bool = False,
+) -> TiledModel:
+    """Return the layers of the stages that ``rank`` runs, ready for windows.
+
+    They have memory and initial weights. ``model`` is changed in place.
 
     Args:
-        partition: None for a model in one piece.
-        seed: of the weights of layers that are only outlined.
-        exchange: for tiles that exchange borders.
-        whole: images are not cut.
+        model: the whole model.
+        partition: the stages; None for a model in one piece.
+        rank: the rank in the pipeline.
+        reach: the receptive field of the model.
+        context: the context of the distributed counterparts.
+        seed: the seed for the weights of layers on the meta device.
+        frozen_norm: True to freeze batch norms.
+        exchange: the halo exchange, for tiles that exchange halos.
+        whole: True if images are not cut.
 
     Raises:
-        ValueError: layers that windows or stages can't be made of.
+        ValueError: if the layers cannot be computed from windows or cut into stages.
     """
     mine = partition.layers_of(rank) if partition else None
     materialise(model, seed, mine)
@@ -42,7 +59,7 @@ def own_part(
     if partition:
         if not tiled.flat:
             raise ValueError(
-                "a norm hides inside a layer of this model, so it can't be cut into pipeline "
+                "a norm hides inside a layer of this model, so it cannot be cut into pipeline "
                 "stages: flatten it, write it as a distseg.Network, or set mesh.stages to 1"
             )
         tiled.begin_at(partition.ranges)
@@ -66,17 +83,20 @@ def place_stages(
     precision: str,
     channels_last: bool,
 ) -> None:
-    """The same with each stage of a rank's on its device, where there are several."""
+    """Move each stage of a rank to its device, dtype and memory format.
+
+    With one device, the whole model moves there.
+    """
     if len(devices) == 1:
         return place_model(model, devices[0], precision, channels_last)
-    place_model(model, devices[0], precision, channels_last)  # what no layer has too
+    place_model(model, devices[0], precision, channels_last)  # Parameters outside layers too.
     for layers, device in zip(partition.ranges, devices):
         for layer in layers:
             place_model(model.layers[layer], device, precision, channels_last)
 
 
 def autocast(precision: str, device) -> Callable[[], ContextManager]:
-    """Makes the context in which the network runs: bf16 autocast or nothing."""
+    """Return what makes the context of the network: bf16 autocast, or nothing."""
     return (
         (lambda: torch.autocast(device.type, torch.bfloat16))
         if precision == "bf16"
@@ -85,7 +105,7 @@ def autocast(precision: str, device) -> Callable[[], ContextManager]:
 
 
 def used_reach(exact: ReceptiveField, spatial: SpatialConfig) -> ReceptiveField:
-    """A model's exact halo and stride, or the halo that the config sets."""
+    """Return a model's exact halo and stride, or the halo that the config sets."""
     if spatial.halo is None:
         return exact
     return ReceptiveField(tuple(spatial.halo for _ in exact.halo), exact.stride)

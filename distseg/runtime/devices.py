@@ -1,14 +1,15 @@
-"""One rank drives several devices: our stages as layers of torchgpipe (Kim et al., 2020, arXiv 2004.09910).
+"""Runs several stages in one process, each on its own device, with torchgpipe.
 
-Placement over ranks needs a process a stage. Here one process has all stages, each on its device, and torchgpipe's GPipe
-schedule with its portals for skips and its checkpointing computes them. The micro-batches of a step go in as one batch,
-which torchgpipe cuts up again::
+The schedule, the portals for skips and the checkpointing are torchgpipe's (Kim et al. 2020, arXiv
+2004.09910). Placement over ranks would need one process per stage. The micro-batches of a step
+enter as one batch, which torchgpipe splits again::
 
     devices[0]   0 1 2 3                3' 2' 1' 0'        a thread a device in the forward pass,
-    devices[1]     0 1 2 3          3' 2' 1' 0'            autograd's thread of the device in the backward pass
+    devices[1]     0 1 2 3          3' 2' 1' 0'            autograd's thread in the backward pass
     devices[2]       0 1 2 3 | 3' 2' 1' 0'                 | the loss of the step
 
-All devices of the kind ``cpu`` are one device to PyTorch, and share one thread: right, but no faster than one stage.
+PyTorch sees all devices of the kind ``cpu`` as one device with one thread. The result is right, but
+no faster than one stage.
 """
 
 from __future__ import annotations
@@ -28,14 +29,15 @@ from distseg.tiling.tile_batch import MicroBatch
 
 
 def devices_of(config: Config, device: torch.device, gpus: int | None = None) -> list[torch.device]:
-    """The device of each stage; of a rank that is no pipeline in itself, its one device.
+    """Return the device of each stage; one device without ``placement: devices``.
 
     Args:
-        device: what the launcher gave this rank.
-        gpus: that this process sees; PyTorch's count by default.
+        config: the run's settings.
+        device: the device that the launcher gave this rank.
+        gpus: the number of GPUs that this process sees; by default PyTorch's count.
 
     Raises:
-        ValueError: devices that are not there, or not of this rank's kind.
+        ValueError: if a device does not exist or is not of this rank's kind.
     """
     pipeline = config.pipeline
     if pipeline.placement != "devices":
@@ -76,7 +78,7 @@ def _named(names: Sequence[str]) -> list[torch.device]:
 
 
 def _share(device: torch.device, stages: int, gpus: int) -> list[torch.device]:
-    """Of the GPUs of a node those of this rank, which was given the GPU of its number on the node."""
+    """Return this rank's GPUs among those of its node, from its first GPU's number."""
     if device.type == "cpu":
         return [device] * stages
     first = (device.index or 0) * stages
@@ -91,7 +93,7 @@ def _share(device: torch.device, stages: int, gpus: int) -> list[torch.device]:
 
 
 def check_there(pipeline: PipelineConfig) -> None:
-    """Refuse stages on devices where the package that drives them is not there.
+    """Refuse ``placement: devices`` if torchgpipe is not installed.
 
     Raises:
         ValueError: saying how to install it.
@@ -104,7 +106,7 @@ def check_there(pipeline: PipelineConfig) -> None:
 
 
 def stages_of(pipeline: PipelineConfig) -> int:
-    """The number of stages with ``placement: devices``."""
+    """Return the number of stages with ``placement: devices``."""
     return len(pipeline.devices or pipeline.balance)
 
 
@@ -112,8 +114,11 @@ class DevicePipeline:
     """All stages of a model on this rank's devices.
 
     Args:
-        stages: in order; the layers of each are on its device already, and the head is behind the last.
-        recompute: which micro-batches torchgpipe checkpoints: never, except_last or always.
+        partition: the stages of the model.
+        stages: the stages in order. Their layers are on their devices already, and the head follows
+            the last stage.
+        devices: the device of each stage.
+        recompute: the micro-batches that torchgpipe checkpoints: never, except_last or always.
     """
 
     def __init__(
@@ -123,23 +128,19 @@ class DevicePipeline:
         devices: Sequence[torch.device],
         recompute: str = "never",
     ):
-        self.partition, self.stages, self.devices, self.recompute = (
-            partition,
-            list(stages),
-            list(devices),
-            recompute,
-        )
+        self.partition, self.stages = partition, list(stages)
+        self.devices, self.recompute = list(devices), recompute
         self.head = stages[-1].head
         self._layers = [as_layer(stage, self._current) for stage in stages]
-        self._gpipes: dict[int, nn.Module] = {}  # by the number of micro-batches
+        self._gpipes: dict[int, nn.Module] = {}  # Keyed by the number of micro-batches.
         self._units: Sequence[MicroBatch] = ()
         self._numbers: dict[object, int] = {}
 
     def run(self, units: Sequence[MicroBatch]) -> None:
-        """Forward and backward passes of all micro-batches of a step; adds to the parameters' gradients.
+        """Run the forward and backward passes of a step, and add to the parameters' gradients.
 
         Raises:
-            ValueError: micro-batches of several pieces or sizes.
+            ValueError: if micro-batches have several tiles or different sizes.
         """
         _check_alike(units)
         self._units = units
@@ -175,11 +176,12 @@ class DevicePipeline:
         return self._gpipes[micro_batches]
 
     def _current(self) -> MicroBatch:
-        """The micro-batch that this thread computes.
+        """Return the micro-batch that this thread computes.
 
-        torchgpipe hands a layer a chunk without its number (and wants a gradient of all that travels beside it, where it
-        checkpoints). But it keeps one tracker of skips for each micro-batch, in all stages and when it computes them again,
-        and the first stage takes micro-batches in order.
+        torchgpipe gives a layer a chunk without its number. Passing the number as a tensor does not
+        work, because checkpointing wants a gradient of every tensor. But torchgpipe keeps one
+        tracker of skips for each micro-batch, in all stages and in recomputation. The first stage
+        takes micro-batches in order.
         """
         from torchgpipe.skip.tracker import current_skip_tracker
 
@@ -187,18 +189,21 @@ class DevicePipeline:
 
 
 def as_layer(stage: Stage, current: Callable[[], MicroBatch]) -> nn.Module:
-    """A stage as torchgpipe knows layers, without parameters of its own: these are the model's, and on their device.
+    """Return a stage as a torchgpipe layer without parameters of its own.
 
-    Feature maps (B, C, *size) go in and out, rows of the loss (B, K) out of the last stage, skips by torchgpipe's commands.
+    The parameters belong to the model and stay on their device. Feature maps (B, C, *size) go in
+    and out. The last stage returns the loss's partial sums (B, K). Skips travel by torchgpipe's
+    commands.
 
     Args:
-        current: the micro-batch that the calling thread computes.
+        stage: the stage.
+        current: returns the micro-batch that the calling thread computes.
     """
     from torchgpipe import is_recomputing
     from torchgpipe.skip import pop, skippable, stash
 
     before, behind = _handed_on(stage.incoming), _handed_on(stage.outgoing)
-    # By the whole edge: a name may come again behind its pop, where torchgpipe wants another.
+    # The key is the whole edge: names may repeat, but torchgpipe refuses a name after its pop.
     incoming, outgoing = (
         {str(e): e.map for e in edges if e not in (before, behind)}
         for edges in (stage.incoming, stage.outgoing)
@@ -230,7 +235,11 @@ def as_layer(stage: Stage, current: Callable[[], MicroBatch]) -> nn.Module:
 
 
 class _Beside(torch.autograd.Function):
-    """The first of several tensors. The others have a gradient then, which torchgpipe wants of all that travels, also of a map whose size alone is looked at."""
+    """Identity of the first of several tensors, which gives the others a gradient of 0.
+
+    torchgpipe wants a gradient of every tensor that travels, even of a feature map of which only
+    the size is used.
+    """
 
     @staticmethod
     def forward(ctx, made: Tensor, *others: Tensor) -> Tensor:
@@ -243,10 +252,12 @@ class _Beside(torch.autograd.Function):
 
 
 def _handed_on(edges: Sequence[Edge]) -> Edge | None:
-    """What goes from a stage to the next one as torchgpipe's own output; None at the network's ends.
+    """Return the edge between neighbouring stages that torchgpipe's own output serves.
+
+    Return None at the ends of the network.
 
     Raises:
-        ValueError: nothing does.
+        ValueError: if edges exist, but none of them joins neighbouring stages.
     """
     found = next((edge for edge in edges if edge.target == edge.source + 1), None)
     if edges and found is None:

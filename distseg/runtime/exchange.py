@@ -1,8 +1,9 @@
-"""Runs a flat model on tiles that exchange borders between layers: no pixel is read or computed twice for its neighbours' sake.
+"""Runs a flat model on tiles that exchange halos between layers.
 
-Which layers are preceded by an exchange, and with what margin, is the layout's (:mod:`distseg.tiling.layout`); here
-tensors meet it. All tiles of an image go through a layer together, over ranks and over the several tiles of a rank. Without
-any exchange (``all``) tiles are windows at first, and each layer computes no more of them than later layers look at.
+No pixel is read or computed twice for a neighbour. The layout (:mod:`distseg.tiling.layout`)
+decides which layers need an exchange, and with what margin. This module applies that to tensors.
+All tiles of an image go through a layer together, on all ranks. If nothing is exchanged (``all``),
+tiles start as windows, and each layer computes only the part that later layers read.
 """
 
 from __future__ import annotations
@@ -32,47 +33,64 @@ Cell = tuple[int, ...]
 
 @dataclass(frozen=True)
 class TrueReach(ReceptiveField):
-    """The reach of a network whose layers see as far as the sizes of maps say: ``halo`` is what tiles of some images need, and windows are worked out for each image."""
+    """Receptive field of a network whose windows depend on the sizes of feature maps.
+
+    ``halo`` is what tiles of some images need. The exact window is computed for each image.
+    """
 
     exchange: Exchange
 
     def window(self, tile: Box, image: Sequence[int]) -> Box:
+        """Return the pixels of an image that a tile needs."""
         return self.exchange.window(tile, image)
 
 
 @dataclass(frozen=True)
 class HeldReach(TrueReach):
-    """Reach of tiles that exchange borders: a tile reads its own pixels, and those that shifted maps look at before the first exchange."""
+    """Receptive field of tiles that exchange halos.
+
+    A tile reads its own pixels, and the pixels that shifted feature maps need before the first
+    exchange.
+    """
 
     def window(self, tile: Box, image: Sequence[int]) -> Box:
+        """Return the pixels of an image that a tile reads."""
         return self.exchange.held(tile, image)
 
 
 class Exchange:
-    """The tiles of this rank among those of all ranks that share an image.
+    """Tiles of this rank among the tiles of all ranks that share an image.
 
     Args:
-        graph: of the whole model, also where this rank holds some of its layers only.
-        stride: of the model; tile borders lie on its multiples.
+        graph: the graph of the whole model, even if this rank holds only some of its layers.
+        stride: the stride of the model; tile borders lie on its multiples.
         comm: the ranks that share an image, in row-major order of ``grid``.
-        grid, per_rank: of ranks, and of the tiles that each owns.
-        every: exchange before every k-th layer that looks beyond its tile ("1", "2", ...), once a ``level``, or never (``all``).
+        grid: the grid of ranks.
+        per_rank: the grid of tiles that each rank owns.
+        every: ``1``, ``2``, ...: exchange before every k-th layer that reads beyond its tile.
+            ``level``: exchange once per level. ``all``: never exchange.
         fuse_below: layers on tiles with fewer cells than this along a dim share one exchange.
-        channels_last: how tensors lie in memory; messages do likewise.
-        stored: the layers before which maps are stored (:class:`distseg.tiling.layout.Layout`).
+        device: the device of the tensors.
+        channels_last: the memory format of tensors and messages.
+        stored: the layers before which feature maps are stored
+            (:class:`distseg.tiling.layout.Layout`).
     """
 
     def __init__(
-        self, graph: Graph, stride: Sequence[int], comm=Alone(), grid=(1, 1), per_rank=(1, 1), every: str = "1", fuse_below: int = 0,
-        device=torch.device("cpu"), channels_last: bool = False, stored: Sequence[int] = (),
-    ):  # fmt: skip
-        self.graph, self.stride, self.comm, self.every, self.fuse_below = (
-            graph,
-            tuple(stride),
-            comm,
-            every,
-            fuse_below,
-        )
+        self,
+        graph: Graph,
+        stride: Sequence[int],
+        comm=Alone(),
+        grid=(1, 1),
+        per_rank=(1, 1),
+        every: str = "1",
+        fuse_below: int = 0,
+        device=torch.device("cpu"),
+        channels_last: bool = False,
+        stored: Sequence[int] = (),
+    ):
+        self.graph, self.stride, self.comm = graph, tuple(stride), comm
+        self.every, self.fuse_below = every, fuse_below
         self.grid, self.per_rank = Size(grid), Size(per_rank)
         self.channels_last, self.stored = channels_last, tuple(stored)
         self.mail = Mail(comm, device)
@@ -81,11 +99,11 @@ class Exchange:
 
     @property
     def exchanges(self) -> bool:
-        """Whether tiles exchange anything; else they are read as windows."""
+        """True if tiles exchange halos; otherwise they are read as windows."""
         return self.every != "all"
 
     def layout(self, image: Sequence[int]) -> Layout:
-        """Of an image of this size."""
+        """Return the layout of an image of this size."""
         image = tuple(image)
         if image not in self._layouts:
             fine = Size(g * p for g, p in zip(self.grid, self.per_rank))
@@ -99,12 +117,10 @@ class Exchange:
         return self._layouts[image]
 
     def window(self, tile: Box, image: Sequence[int]) -> Box:
-        """Return the pixels that a tile needs of an image before it exchanges anything, and those that it stores for its borders."""
+        """Return the pixels that a tile reads: those needed before any exchange, and its margin."""
         layout = self.layout(image)
-        cell, first = (
-            layout.cell_of(tile),
-            [number for number in self.graph.readers[0] if self.graph[number].first == 0],
-        )
+        cell = layout.cell_of(tile)
+        first = [number for number in self.graph.readers[0] if self.graph[number].first == 0]
         taken = [layout.part(number, cell).taken for number in first if number in layout.points]
         return reduce(Box.hull, taken, layout.made(0, cell))
 
@@ -116,10 +132,15 @@ class Exchange:
     def layers(
         self, maps: list[dict[int, Tensor]], context: Context, first: int
     ) -> Callable[[int, nn.Module], list[Tensor]]:
-        """What computes a layer, by number, on all pieces of this rank at the context's places: collective over the ranks of the image.
+        """Return a function that computes a layer, given its number, on all tiles of this rank.
+
+        The tiles lie at the context's placements. The function is collective over the ranks of the
+        image.
 
         Args:
-            maps: for each piece what it has of feature maps, (B, C, *size), as the layout says; pixels on its window.
+            maps: for each tile, its part of the feature maps, (B, C, *size), as the layout says.
+                Pixels cover the tile's window.
+            context: the context of the layers.
             first: the layer that is computed first.
         """
         places = context.places
@@ -151,14 +172,15 @@ class Exchange:
         context: Context,
         stores,
     ) -> list[Tensor]:
-        """One layer on all pieces: where it looks further than they have, after an exchange."""
+        """Compute one layer on all tiles, after an exchange where it reads beyond them."""
         node = self.graph[number]
         xs, haves = [had[node.first] for had in maps], [part.held for part in parts]
+        # A vector needs no exchange, because every tile has all of it.
         concerned = [
             i
             for i, layout in enumerate(layouts)
             if number in layout.points and not isinstance(getattr(layer, "inner", None), VectorAt)
-        ]  # all tiles have a vector
+        ]
         if concerned:
             frames = [framed(layer, parts[i]) for i in concerned]
             mine = [_autocast(layer, xs[i]) for i in concerned]
@@ -183,7 +205,7 @@ class Exchange:
     def _exchange(
         self, position, layer, concerned, frames, xs, parts, layouts, cells, places
     ) -> HaloExchange:
-        # Of the shapes that a layer sees this is all that can vary from step to step.
+        # Nothing else about the shapes that a layer sees can vary from step to step.
         key = (
             position,
             xs[0].shape[1],
@@ -197,7 +219,10 @@ class Exchange:
         return self._exchanges[key]
 
     def _plan(self, position, layer, concerned, frames, xs, parts, layouts, cells) -> HaloExchange:
-        """Who sends what to whom. Both sides order the strips of a message by image, target and source."""
+        """Return the exchange before a layer: the strips that each rank sends and receives.
+
+        Both sides order the strips of a message by image, target and source.
+        """
         around = [
             Frame(parts[i].size, parts[i].owned, parts[i].held, frame)
             for i, frame in zip(concerned, frames)
@@ -219,12 +244,21 @@ class Exchange:
             sorted(strips, key=lambda s: s[:3]), lambda s: self.rank_of(s[end])
         )
         return HaloExchange(
-            self.mail, around, by_peer(sends, 1), by_peer(receives, 2), here, like=xs[0], batches=[len(x) for x in xs],
-            fill=fill_of(layer) or 0.0, tag=2 * position, name=self.graph[position].name, last=self.channels_last,
-        )  # fmt: skip
+            self.mail,
+            around,
+            by_peer(sends, 1),
+            by_peer(receives, 2),
+            here,
+            like=xs[0],
+            batches=[len(x) for x in xs],
+            fill=fill_of(layer) or 0.0,
+            tag=2 * position,
+            name=self.graph[position].name,
+            last=self.channels_last,
+        )
 
     def rank_of(self, cell: Cell) -> int:
-        """The rank that owns a tile."""
+        """Return the rank that owns a tile."""
         rank = 0
         for c, p, g in zip(cell, self.per_rank, self.grid):
             rank = rank * g + c // p
@@ -232,14 +266,20 @@ class Exchange:
 
 
 def _autocast(layer: nn.Module, x: Tensor) -> Tensor:
-    """The input in the type in which autocast computes a convolution: that is what had better travel."""
+    """Return the input in the dtype in which autocast computes a convolution.
+
+    Messages are then no larger than the convolution needs.
+    """
     if isinstance(layer, nn.modules.conv._ConvNd) and torch.is_autocast_enabled(x.device.type):
         return x.to(torch.get_autocast_dtype(x.device.type))
     return x
 
 
 def _numbered(layouts: list[Layout]) -> list[int]:
-    """The number of each piece's image size, in order of appearance, which is the same on all ranks."""
+    """Return the number of each tile's image size, in order of appearance.
+
+    The numbers are equal on all ranks.
+    """
     seen: dict[int, int] = {}
     return [seen.setdefault(id(layout), len(seen)) for layout in layouts]
 

@@ -1,13 +1,16 @@
-"""Tiles of a pipeline's stages by 1F1B: a tile goes back as soon as the stages behind have returned its gradient, while others go forward.
+"""Interleaves the tiles of a pipeline's stages by 1F1B.
 
-As micro-batches do in 1F1B, but that a tile's gradient is final only when those below it, whose windows reach into it, went back as well;
-``3`` stands for a tile's forward, ``3'`` for its backward pass::
+A tile goes back as soon as the later stages have returned its gradient, while other tiles go
+forward. Micro-batches do the same in 1F1B. But a tile's gradient is final only when the tiles below
+it went back too, because their windows overlap it. ``3`` is a tile's forward pass, ``3'`` its
+backward pass::
 
     stage 0    0 1 2 3    0' 4 1' 5 2' 6 3' ...
-    stage 1        0,0' 1,1' 2,2' 3,3' ...        there and back at once
+    stage 1        0,0' 1,1' 2,2' 3,3' ...        forward and backward at once
 
-So a stage holds a few tiles' graphs, and computes none twice. The order follows from the rows that tiles read, which all ranks know of each other: every
-rank works out the turns of all. No live norm may stand in the way, nor an exchange, before which all tiles wait for each other.
+A stage therefore holds the graphs of a few tiles, and computes none twice. The order follows from
+the rows that tiles read. All ranks know these rows, so every rank computes the turns of all ranks.
+No active norm and no exchange may lie between, because all tiles would wait for each other there.
 """
 
 from __future__ import annotations
@@ -36,9 +39,9 @@ from distseg.runtime.tile_program import (
     outputs,
 )
 
-_Awaited = tuple[
-    tuple, int, int
-]  # rows that must have come from other ranks: of what, its first row, the row before which it must be there
+# Rows that must have arrived from another rank: key of the map or gradient, its first row, and the
+# row before which it must be complete.
+_Awaited = tuple[tuple, int, int]
 
 
 @dataclass(frozen=True)
@@ -48,11 +51,18 @@ class _Group:
     operations: Sequence[Operation]
     awaited: Sequence[_Awaited]
     kept: Sequence[tuple]
-    """Tiles that must have gone forward."""
+    """Tiles that must have gone forward before."""
 
 
 def can_interleave(works: Sequence[StagePlan]) -> bool:
-    """Of a micro-batch, by rank: whether there are several, each with a stage of its own, and no map of which all must be made before any is read."""
+    """Return True if tiles of the pipeline can go forward and back in turn.
+
+    This needs several ranks with one stage each, and no barrier (active norm, exchange) between
+    them.
+
+    Args:
+        works: the plan of each rank for one micro-batch.
+    """
     apart = all(len(work.stages) == 1 for work in works)
     return (
         len(works) > 1
@@ -62,10 +72,10 @@ def can_interleave(works: Sequence[StagePlan]) -> bool:
 
 
 def interleaved(works: Sequence[Sequence[StagePlan]]) -> list[list[Operation]]:
-    """The operations of each rank of a pipeline.
+    """Return the operations of each rank of a pipeline.
 
     Args:
-        works: by rank, which is its stage's number, and micro-batch.
+        works: the plans by rank and micro-batch. The number of a rank is the number of its stage.
     """
     streams = [*map(_streams, works)]
     least = _Turns(works, streams, [1] * len(works))
@@ -86,11 +96,13 @@ def interleaved(works: Sequence[Sequence[StagePlan]]) -> list[list[Operation]]:
 
 
 class _Turns:
-    """Ranks that take turns, a tile each.
+    """Simulation of ranks that take turns, one tile each.
 
     Args:
-        streams: of each rank, there and back.
-        limits: tiles that may be under way on each rank; more, where otherwise none could go on.
+        works: the plans by rank and micro-batch.
+        streams: the forward and the backward groups of each rank.
+        limits: the number of tiles that may be under way on each rank. It grows if no rank could go
+            on otherwise.
     """
 
     def __init__(
@@ -105,7 +117,7 @@ class _Turns:
         self._sent: dict[tuple, int] = {}
 
     def taken(self) -> Iterator[tuple[int, _Group]]:
-        """(rank, what it does), turn by turn."""
+        """Yield (rank, group), turn by turn."""
         ranks = range(len(self.works))
         while any(self.there) or any(self.back):
             able = [rank for rank in ranks if self._can_go(rank, self._stream(rank))]
@@ -119,7 +131,10 @@ class _Turns:
         return there if there and (not back or self._has_room(rank, self.limits[rank])) else back
 
     def _has_room(self, rank: int, limit: float) -> bool:
-        """For one more tile, which is of no later micro-batch than 1F1B would have under way."""
+        """Return True if the rank may start one more tile.
+
+        The tile's micro-batch must not be later than the ones that 1F1B would have under way.
+        """
         under_way = self._under_way[rank]
         first = min((tile[0] for tile in under_way), default=math.inf)
         return (
@@ -128,7 +143,7 @@ class _Turns:
         )
 
     def _forced(self, ranks: range) -> Iterator[tuple[int, _Group]]:
-        """Where none can go on in its turn: a tile that can go back, or else one more that goes forward."""
+        """Go on when no rank can in its turn: take a tile back, or raise a rank's limit."""
         for rank in reversed(ranks):
             if self._can_go(rank, self.back[rank]):
                 yield rank, self._take(rank, self.back[rank])
@@ -150,13 +165,16 @@ class _Turns:
         for op in group.operations:
             if isinstance(op, ForwardTile):
                 self._under_way[rank].add(op.tile)
-            if isinstance(op, Send):  # a gradient too
+            if isinstance(op, Send):  # True for SendGradient too.
                 self._sent[_key(op, rank, op.block, op.position)] = op.final
         return group
 
 
 def _streams(works: Sequence[StagePlan]) -> tuple[list[_Group], list[_Group]]:
-    """What a rank does on the way there and on the way back; all in one, of the rank whose tiles turn around."""
+    """Return a rank's forward groups and its backward groups.
+
+    The last rank's tiles turn around, so it has one stream for both.
+    """
     stage = works[0].stages[0]
     groups = lambda *ways: [
         group for work in works for group in _groups(chain(*(way(work) for way in ways)), work)
@@ -168,7 +186,11 @@ def _streams(works: Sequence[StagePlan]) -> tuple[list[_Group], list[_Group]]:
 
 
 def _groups(operations: Iterable[Operation], work: StagePlan) -> list[_Group]:
-    """What comes before the first tile comes behind the last: maps that only others read, which go when all is sent."""
+    """Return the operations grouped by tile.
+
+    Operations before the first tile are moved after the last: these drop maps that only other ranks
+    read, once all is sent.
+    """
     before: list[Operation] = []
     found: list[list[Operation]] = []
     for op in operations:
@@ -189,7 +211,10 @@ def _group(operations: Sequence[Operation], work: StagePlan) -> _Group:
 
 
 def _abreast(there: Sequence[_Group]) -> int:
-    """The tiles of all segments of a stage for some rows of the image: as many more under way, and no stage waits for the next one's answer."""
+    """Return the number of tiles that a stage needs to complete a band of rows.
+
+    With this many more tiles under way, no stage waits for the next stage's answer.
+    """
     tiles = [op for group in there for op in group.operations if isinstance(op, ForwardTile)]
     bands = Counter(
         segment

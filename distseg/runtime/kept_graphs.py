@@ -1,4 +1,7 @@
-"""Which tiles keep their graph from the forward to the backward pass, of those that there is room for; all others are computed twice."""
+"""Chooses the tiles that keep their graph from the forward to the backward pass.
+
+All other tiles are computed twice.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from distseg.runtime.operations import BackwardTile, ForwardTile, KeptTile, OfTi
 
 
 class Weighed(NamedTuple):
-    """Bytes of a tile: that its graph holds between its passes, and that it takes while it is computed, there or back."""
+    """Bytes of a tile's graph between its passes, and the most that a pass takes."""
 
     kept: float
     most: float
@@ -21,7 +24,11 @@ class Weighed(NamedTuple):
 def keeping(
     program: Sequence[Operation], weigh: Callable[[OfTile], Weighed], room: float
 ) -> list[Operation]:
-    """The program with as many tiles kept, from the first on, as ``room`` bytes have room for at any time beside the tile at hand."""
+    """Return the program in which as many tiles keep their graphs as ``room`` bytes allow.
+
+    Tiles are considered in order. At every operation the kept graphs and the tile in work fit into
+    ``room``.
+    """
     free = np.array(
         [room - weigh(op).most if isinstance(op, OfTile) else math.inf for op in program]
     )
@@ -38,11 +45,12 @@ def keeping(
 
 
 def keeping_all(program: Sequence[Operation]) -> list[Operation]:
+    """Return the program in which all tiles keep their graphs."""
     return [replace(op, kept=True) if isinstance(op, KeptTile) else op for op in program]
 
 
 def _pairs(program: Sequence[Operation]) -> Iterator[tuple[int, int]]:
-    """The places of each tile's passes."""
+    """Yield the indices of each tile's forward and backward pass in the program."""
     there: dict[tuple, int] = {}
     for place, op in enumerate(program):
         if isinstance(op, ForwardTile):

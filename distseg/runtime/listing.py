@@ -1,19 +1,22 @@
-"""The order of actions where a rank holds several stages, found by list scheduling in unit time.
+"""Orders the actions of ranks with several stages, by list scheduling in unit time.
 
-A micro-batch passes a chain of steps, forward through the stages and backward again. Ranks that are free start, of the
-actions that are ready, the one furthest along the chain: backward before forward, and of two forwards the later stage's.
-So micro-batches that have begun are finished first, which bounds memory. The ranks are taken to be balanced, a backward
-pass to take twice a forward pass's time. All ranks compute the same lists, from nothing but the placement and the number
-of micro-batches. The V on 2 ranks, 3 stages, 3 micro-batches, 1F1B, two columns a unit of time::
+A micro-batch passes a chain of steps, forward through the stages and backward again. A free rank
+starts the ready action that is furthest along the chain: backward before forward, and the later
+stage of two forward passes. Micro-batches that have begun are therefore finished first, which
+bounds memory. Ranks are assumed balanced, and a backward pass takes twice the time of a forward
+pass. All ranks compute the same lists from the placement and the number of micro-batches. The V on
+2 ranks, 3 stages, 3 micro-batches, 1F1B, two columns a unit of time::
 
     stage 0 (rank 0)  0 1 2                   0'    1'      2'
     stage 1 (rank 1)    0   1   2   0'      1'      2'
     stage 2 (rank 0)        0 0'  1 1'  2 2'
 
-Within a stage, micro-batches go through in one order, so the messages of an edge arrive in the order they are wanted.
+Micro-batches pass a stage in one order, so the messages of an edge arrive in the order in which
+they are wanted.
 
-For ZB-H1 B and W each take a forward pass's time. W is what a rank does that has nothing else to do; a forward pass waits until the W of
-a micro-batch that is as far ahead as there may be micro-batches under way has freed its memory. The same V, three columns a unit of time::
+In ZB-H1, B and W each take the time of a forward pass. A rank runs W when it would idle. With a
+limit of n micro-batches under way, the forward pass of micro-batch m waits until the W of micro-batch
+m - n has freed its memory. The V again, three columns a unit of time::
 
     stage 0 (rank 0)  0  1                 0' 0" 1' 2  1"                2' 2"
     stage 1 (rank 1)     0     1     0'    1'    0"    2     1"    2'    2"
@@ -31,7 +34,10 @@ from distseg.runtime.actions import Action, Backward, Forward, Weight
 
 
 def listed_gpipe(placement: Sequence[int], micro_batches: int) -> list[list[Action]]:
-    """All forward passes, then the same backwards in time: a mirrored schedule keeps what must precede what."""
+    """Return GPipe's lists: all forward passes, then the mirrored backward passes.
+
+    A mirrored schedule keeps the order that actions need.
+    """
     forwards = _list(_steps(placement), micro_batches, micro_batches).orders
     return [
         order + [Backward(a.stage, a.micro_batch) for a in reversed(order)] for order in forwards
@@ -39,12 +45,15 @@ def listed_gpipe(placement: Sequence[int], micro_batches: int) -> list[list[Acti
 
 
 def listed_1f1b(placement: Sequence[int], micro_batches: int) -> list[list[Action]]:
-    """Backward first, with at most as many micro-batches under way as there are stages."""
+    """Return 1F1B's lists, with at most as many micro-batches under way as stages."""
     return _fastest(_steps(placement, backward=2), micro_batches)
 
 
 def listed_zb_h1(placement: Sequence[int], micro_batches: int) -> list[list[Action]]:
-    """The same with W in the gaps; micro-batches whose W is to come are under way."""
+    """Return ZB-H1's lists, with W in the gaps of 1F1B.
+
+    A micro-batch stays under way until its W is done.
+    """
     return _fastest(_steps(placement, backward=1, weight=1), micro_batches)
 
 
@@ -53,7 +62,7 @@ LISTED = {"gpipe": listed_gpipe, "1f1b": listed_1f1b, "zb-h1": listed_zb_h1}
 
 @dataclass(frozen=True, eq=False)
 class _Step:
-    """What every micro-batch passes, once ``after`` is done with it, which takes ``units`` of time."""
+    """Pass of every micro-batch that takes ``units`` of time and follows the step ``after``."""
 
     kind: type[Action]
     stage: int
@@ -68,7 +77,13 @@ class _Lists(NamedTuple):
 
 
 def _steps(placement: Sequence[int], backward: int = 0, weight: int = 0) -> list[_Step]:
-    """The chain of a micro-batch, then what hangs on it; ``backward``, ``weight``: in forward passes' times, 0 for none."""
+    """Return the chain of steps of a micro-batch, then the weight steps.
+
+    Args:
+        placement: the rank of each stage.
+        backward: the time of a backward pass in forward passes; 0 for none.
+        weight: the time of a weight pass in forward passes; 0 for none.
+    """
     units, chain = _units(placement), []
     there = [(Forward, stage, 1) for stage in range(len(placement))]
     back = [(Backward, stage, backward) for stage in reversed(range(len(placement))) if backward]
@@ -86,13 +101,16 @@ def _steps(placement: Sequence[int], backward: int = 0, weight: int = 0) -> list
 
 
 def _units(placement: Sequence[int]) -> list[int]:
-    """Time of each stage's forward pass where all ranks have equal work and share it equally among their stages."""
+    """Return the time of each stage's forward pass.
+
+    All ranks have equal work, and a rank's stages share it equally.
+    """
     stages_of = Counter(placement)
     return [math.lcm(*stages_of.values()) // stages_of[rank] for rank in placement]
 
 
 def _fastest(steps: Sequence[_Step], micro_batches: int) -> list[list[Action]]:
-    """Of all limits up to the number of stages the one whose lists end first, of equals the lowest."""
+    """Choose the in-flight limit with the shortest makespan; on ties the smallest."""
     limits = range(max(step.rank for step in steps) + 1, max(step.stage for step in steps) + 2)
     return min(
         (_list(steps, micro_batches, limit) for limit in limits), key=lambda lists: lists.end
@@ -100,17 +118,19 @@ def _fastest(steps: Sequence[_Step], micro_batches: int) -> list[list[Action]]:
 
 
 def _list(steps: Sequence[_Step], micro_batches: int, in_flight: int) -> _Lists:
-    """What each rank starts, in order, and when the last of it ends.
+    """Return the actions of each rank in order, and the time when the last one ends.
 
     Args:
-        in_flight: micro-batches of a stage at most between the start of its first and the end of its last step.
+        steps: the steps of a micro-batch.
+        micro_batches: the number of micro-batches.
+        in_flight: the largest number of micro-batches of a stage between the start of its first and
+            the end of its last step.
     """
-    ends: dict[_Step, list[int]] = {step: [] for step in steps}  # by micro-batch
+    ends: dict[_Step, list[int]] = {step: [] for step in steps}  # Per micro-batch.
     last = {step.stage: step for step in steps}
-    urgent = sorted(
-        reversed(steps), key=lambda step: step.kind is Weight
-    )  # what is furthest along the chain, and last what nobody waits for
-    free = [0] * (max(step.rank for step in steps) + 1)  # when each rank is
+    # Steps furthest along the chain come first; W comes last, because nothing waits for it.
+    urgent = sorted(reversed(steps), key=lambda step: step.kind is Weight)
+    free = [0] * (max(step.rank for step in steps) + 1)  # Time from which each rank is free.
     orders: list[list[Action]] = [[] for _ in free]
     time = 0
 

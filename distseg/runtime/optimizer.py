@@ -1,4 +1,4 @@
-"""Optimizers by name, the learning rate as a pure function of the step, and its factors for parts of a network."""
+"""Makes optimizers by name and computes the learning rate of each step and part."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ T = TypeVar("T")
 
 
 def of_part(settings: Mapping[str, T] | None, name: str, default: T) -> T:
-    """What ``optim.rates`` or ``optim.thaw`` say of a parameter: the value of the last part that it belongs to."""
+    """Return the value that ``optim.rates`` or ``optim.thaw`` sets for a parameter.
+
+    If the parameter belongs to several parts, the last one counts.
+    """
     fitting = [value for part, value in (settings or {}).items() if _belongs(name, part)]
     return fitting[-1] if fitting else default
 
@@ -27,10 +30,10 @@ def _belongs(name: str, part: str) -> bool:
 
 
 def freeze(model: nn.Module, config: OptimConfig) -> None:
-    """Take out of training what has a rate of 0.
+    """Freeze the parameters whose rate is 0.
 
     Raises:
-        ValueError: a part that the network has not.
+        ValueError: if the network has no part of a given name.
     """
     parameters = user_names(model.named_parameters(remove_duplicate=False), model)
     for setting, parts in (("rates", config.rates), ("thaw", config.thaw)):
@@ -50,7 +53,9 @@ def freeze(model: nn.Module, config: OptimConfig) -> None:
 def make_optimizer(
     config: OptimConfig, parameters: Mapping[str, nn.Parameter], fused: bool = True
 ) -> torch.optim.Optimizer:
-    """Return PyTorch's optimizer of parameters by name; :func:`set_learning_rate` precedes each step.
+    """Return PyTorch's optimizer of named parameters.
+
+    Call :func:`set_learning_rate` before each step.
 
     Args:
         fused: update with PyTorch's fused kernels. Gradients and momenta must then lie in memory as
@@ -61,9 +66,8 @@ def make_optimizer(
         groups.setdefault(
             (of_part(config.rates, name, 1.0), of_part(config.thaw, name, 0)), []
         ).append(parameter)
-    groups = groups or {
-        (1.0, 0): [nn.Parameter(torch.zeros(0))]
-    }  # a pipeline stage may have no weights
+    # A pipeline stage may have no weights, but PyTorch refuses an optimizer without parameters.
+    groups = groups or {(1.0, 0): [nn.Parameter(torch.zeros(0))]}
     of_group = [
         dict(params=those, factor=factor, thaw=epochs) for (factor, epochs), those in groups.items()
     ]
@@ -82,7 +86,10 @@ def _optimizer(config: OptimConfig, parameters: list[dict], fused: bool) -> torc
 
 
 def _light(kind: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
-    """The optimizer without what PyTorch wraps its methods in for torch.compile, which imports torch._dynamo: 300 modules, a second or two of each process."""
+    """Return the optimizer class without the wrappers that PyTorch adds for torch.compile.
+
+    The wrappers import torch._dynamo, which takes each process a second or two.
+    """
     methods = {
         name: unwrap(getattr(kind, name))
         for name in ("add_param_group", "state_dict", "load_state_dict")
@@ -91,16 +98,18 @@ def _light(kind: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
 
 
 def state_copies(config: OptimConfig) -> int:
-    """Numbers that the optimizer keeps a weight."""
+    """Return the number of optimizer-state values per parameter."""
     return int(config.momentum > 0) if config.name == "sgd" else 2
 
 
 def learning_rate(config: OptimConfig, step: int, total: int) -> float:
-    """The rate of step 0 .. total-1.
+    """Return the learning rate of a step from 0 to total - 1.
 
-    constant, cosine, linear: a linear rise from lr/w over the first w = warmup * total steps, then constant, or
-    lr * (1 + cos(pi t)) / 2 with t from 0 to 1 over the rest, or along a line that reaches 0 at step decay_factor * total.
-    one_cycle: from lr/25 along a cosine to lr, then along a cosine to lr/10^4 (Smith and Topin, 2018).
+    constant, cosine, linear: a linear rise from lr / w over the first w = warmup * total steps.
+    Then constant: lr. cosine: lr * (1 + cos(pi t)) / 2 with t from 0 to 1. linear: a line that
+    reaches 0 at step decay_factor * total.
+
+    one_cycle: a cosine from lr / 25 to lr, then a cosine to lr / 10^4 (Smith and Topin 2018).
     """
     rise = round(config.warmup * total)
     if step < rise:
@@ -123,5 +132,6 @@ def _cosine(start: float, stop: float, t: float) -> float:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float, epoch: int) -> None:
+    """Set the rate of each parameter group; a group that has not thawed gets 0."""
     for group in optimizer.param_groups:
         group["lr"] = rate * group["factor"] if epoch >= group["thaw"] else 0.0

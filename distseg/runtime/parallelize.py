@@ -1,8 +1,9 @@
-"""From a plain model to one that computes windows: plain layers are swapped for their distributed twins, in place.
+"""Turns a plain model into one that computes windows, by swapping layers in place.
 
-The twins keep the parameters, buffers and names of the layers they replace, so optimizers, checkpoints and the state
-dict of the model do not notice. What is left as it is (convolutions, poolings, activations) is local: its result on a
-tile is right as long as the window around it is.
+A layer that reads beyond a window is replaced by its distributed counterpart. The counterpart keeps
+the parameters, buffers and name of the layer, so optimizers, checkpoints and the state dict do not
+change. Other layers (convolutions, poolings, activations) are local. Their result on a tile is
+right as long as the window around it is.
 """
 
 from __future__ import annotations
@@ -59,44 +60,52 @@ _GLOBAL = (
 
 
 class TiledModel(nn.Module):
-    """A model on windows. ``forward`` takes all windows that this rank computes together and gives their outputs.
+    """Model on windows; ``forward`` maps all windows of this rank to their outputs.
 
-    A flat network runs layer by layer over the windows, so that a norm sees them all; any other module runs one window at a time, and only one
-    where norms are live. Where it can be computed in parts there is a ``graph``, its layers as geometry sees them, with the ``kinds`` of the plain
-    model's layers and the ``channels`` of its maps. With an ``exchange`` layers compute what is needed of a window, which may be no more than the
-    tile, and borders are exchanged between them.
+    A flat network runs layer by layer over the windows, so that a norm sees all of them. Any other
+    module runs one window at a time, and only one window if norms are active.
+
+    With an ``exchange``, layers compute only what is needed of a window, which may be no more than
+    the tile, and halos are exchanged between layers.
 
     Args:
-        inputs: of a flat network, the maps that each layer is called with; None of any other.
-        of_image: the result is a vector of each image.
+        model: the model with its distributed counterparts.
+        context: the context of the counterparts.
+        reach: the receptive field of the model.
+        inputs: the feature maps that each layer of a flat network reads; None for any other module.
+        exchange: the halo exchange; None if tiles have halos.
+        graph: the layers of a network that can be computed in parts, else None.
+        kinds: the types of the plain model's layers.
+        channels: the channels of each feature map; 0 for a vector of the image.
+        of_image: True if the result is a vector of each image.
     """
 
     def __init__(
-        self, model: nn.Module, context: Context, reach: ReceptiveField, inputs: Sequence[tuple[int, ...]] | None = None, exchange: Exchange | None = None,
-        graph: Graph | None = None, kinds: Sequence[type] = (), channels: Sequence[int] = (), of_image: bool = False,
-    ):  # fmt: skip
+        self,
+        model: nn.Module,
+        context: Context,
+        reach: ReceptiveField,
+        inputs: Sequence[tuple[int, ...]] | None = None,
+        exchange: Exchange | None = None,
+        graph: Graph | None = None,
+        kinds: Sequence[type] = (),
+        channels: Sequence[int] = (),
+        of_image: bool = False,
+    ):
         super().__init__()
-        (
-            self.model,
-            self.context,
-            self.reach,
-            self.inputs,
-            self.exchange,
-            self.graph,
-            self.kinds,
-            self.channels,
-        ) = model, context, reach, inputs, exchange, graph, kinds, channels
+        self.model, self.context, self.reach, self.inputs = model, context, reach, inputs
+        self.exchange, self.graph, self.kinds, self.channels = exchange, graph, kinds, channels
         self.vectors = {number for number, count in enumerate(channels) if not count}
-        """The maps that are vectors of the image."""
+        """Feature maps that are vectors of the image."""
         self.flat = inputs is not None
         self.layers = [layer for _, layer in flat_layers(model)] if self.flat else None
-        # Of the whole model, also where only some of its layers are kept:
+        # Taken before ``keep`` drops layers, so that it covers the whole model.
         self.live_always = [
             p
             for p, layer in enumerate(self.layers or [])
             if isinstance(layer, DistributedNorm) and not layer.tracks
         ]
-        """Positions of the norms that take statistics in evaluation too."""
+        """Numbers of the norms that are active in evaluation too."""
         self.of_image = of_image
         self.always_live = any(not n.tracks for n in self.norms)
         self.live_in_training = bool(self.norms)
@@ -104,19 +113,21 @@ class TiledModel(nn.Module):
 
     @cached_property
     def norms(self) -> list[DistributedNorm]:
+        """Distributed norms of the model."""
         return [m for m in self.model.modules() if isinstance(m, DistributedNorm)]
 
     @cached_property
     def dropouts(self) -> list[KeyedDropout]:
+        """Distributed dropouts of the model."""
         return [m for m in self.model.modules() if isinstance(m, KeyedDropout)]
 
     @property
     def live_norms(self) -> bool:
-        """Whether the windows of an image must be computed together."""
+        """True if a norm is active, so the windows of an image must be computed together."""
         return any(n.live for n in self.norms)
 
     def device_of(self, part: range) -> torch.device | None:
-        """Where the weights of some layers are; None where they have none."""
+        """Return the device of the weights of some layers, or None if they have no weights."""
         tensors = (
             t
             for layer in self.layers[part.start : part.stop]
@@ -125,7 +136,7 @@ class TiledModel(nn.Module):
         return next((t.device for t in tensors), None)
 
     def keep(self, positions: set[int]) -> None:
-        """Let go of all layers but these, by position in the flat model: the others are another rank's."""
+        """Drop all layers except ``positions``, because other ranks hold them."""
         assert self.flat
         for position, (name, layer) in enumerate(flat_layers(self.model)):
             if position not in positions:
@@ -135,7 +146,13 @@ class TiledModel(nn.Module):
         self.__dict__.pop("dropouts", None)
 
     def begin_at(self, ranges: Sequence[range]) -> None:
-        """Stages are these layers: what they are handed is another's, so nothing is done to it in place."""
+        """Keep the first layers of stages from changing their input in place.
+
+        A stage's input belongs to another stage.
+
+        Args:
+            ranges: the layers of each stage.
+        """
         for layers in ranges:
             handed = {
                 source
@@ -152,7 +169,10 @@ class TiledModel(nn.Module):
                         handed.add(number + 1)
 
     def forward(self, windows: list[Tensor], places: list[TilePlacement]) -> list[Tensor]:
-        """Windows (B, C, *window.size) -> outputs (B, C', *window.size), exact on the tiles; with an exchange (B, C', *tile.size)."""
+        """Return the outputs (B, C', *window.size) of windows (B, C, *window.size).
+
+        Outputs are exact on the tiles. With an exchange they are (B, C', *tile.size).
+        """
         if self.flat:
             maps = [{0: x} for x in windows]
             self.run(maps, places, range(len(self.layers)))
@@ -160,7 +180,7 @@ class TiledModel(nn.Module):
         self.context.places = places
         if len(windows) > 1 and self.live_norms:
             raise ValueError(
-                f"a rank holds {len(windows)} windows of one micro-batch, but with live norms "
+                f"a rank holds {len(windows)} windows of one micro-batch, but with active norms "
                 "only a flat nn.Sequential computes several "
                 "together: set spatial.tiles_per_rank to 1x1 and images of one size, or flatten "
                 "the model"
@@ -184,10 +204,14 @@ class TiledModel(nn.Module):
         leaving: Iterable[int] = (),
         after_layer: Callable[[], None] | None = None,
     ) -> None:
-        """Some layers of a flat network on all windows.
+        """Run some layers of a flat network on all windows.
 
         Args:
-            maps: for each window the feature maps that the layers are called with, by number; in the end the last one's result and those that are ``leaving``.
+            maps: for each window, the feature maps that the layers read, by number. Afterwards it
+                holds the last layer's result and the feature maps in ``leaving``.
+            places: the placement of each window.
+            part: the layers.
+            leaving: the feature maps to keep for other stages.
             after_layer: called after each layer.
         """
         self.context.places = places
@@ -211,7 +235,7 @@ class TiledModel(nn.Module):
             self.context.regions = None
 
     def _windowed(self, maps: list[dict[int, Tensor]]) -> Callable[[int, nn.Module], list[Tensor]]:
-        """What computes a layer on all windows, halos and all."""
+        """Return a function that computes a layer on all windows, including halos."""
         stores = [{} for _ in maps]
 
         def compute(number: int, layer: nn.Module) -> list[Tensor]:
@@ -228,7 +252,7 @@ class TiledModel(nn.Module):
         return compute
 
     def _frees_of(self, part: range, leaving: frozenset[int]) -> dict[int, list[int]]:
-        """By layer, the maps that nothing behind it reads."""
+        """Return, for each layer, the feature maps that no later layer reads."""
         if (part, leaving) not in self._frees:
             self._frees[part, leaving] = last_readings(self.inputs, part, leaving)
         return self._frees[part, leaving]
@@ -237,12 +261,11 @@ class TiledModel(nn.Module):
         self.context.current = index
         with self.context.around(store):
             y = layer(*inputs)
-        return (
-            y if y.dim() == inputs[0].dim() else as_vector(y, inputs[0].dim() - 2)
-        )  # what a user's module makes of a whole image
+        # A user's module may turn a whole image into a vector.
+        return y if y.dim() == inputs[0].dim() else as_vector(y, inputs[0].dim() - 2)
 
     def freeze_norms(self) -> None:
-        """Let batch norms use and keep their running statistics in training."""
+        """Freeze batch norms: they use and keep their running statistics in training."""
         norms = [n for n in self.norms if not isinstance(n, DistributedMean)]
         for n in norms:
             if not n.tracks:
@@ -254,11 +277,14 @@ class TiledModel(nn.Module):
         self.live_in_training = len(norms) < len(self.norms)
 
     def commit_statistics(self, unbiased: bool = False) -> None:
-        """Update the running statistics of batch norms, once an optimizer step; collective over the sample groups."""
+        """Update the running statistics of batch norms, once per optimizer step.
+
+        Collective over the sample groups.
+        """
         commit(self.norms, self.context.groups_comm, unbiased)
 
     def train(self, mode: bool = True) -> "TiledModel":
-        """Warn where evaluation would not see the statistics of the passes before it."""
+        """Set the mode; warn if evaluation would miss statistics that were not committed."""
         if not mode and self.training and any(norm.seen for norm in self.norms):
             warnings.warn(
                 "batch norms have seen images whose statistics were not taken over: call "
@@ -270,7 +296,7 @@ class TiledModel(nn.Module):
 
 
 class _Instead(nn.Module):
-    """Stands where a layer was."""
+    """Placeholder of a layer."""
 
     def __init__(self, layer: nn.Module):
         super().__init__()
@@ -281,7 +307,7 @@ class _Instead(nn.Module):
 
 
 class Elsewhere(_Instead):
-    """In the place of a layer that another rank holds."""
+    """Placeholder of a layer that another rank holds."""
 
 
 def parallelize(
@@ -291,24 +317,25 @@ def parallelize(
     exchange: Exchange | None = None,
     whole: bool = False,
 ) -> TiledModel:
-    """Swap the layers of ``model`` that look beyond a window for their distributed twins.
+    """Swap the layers that read beyond a window for their distributed counterparts.
 
     Args:
-        model: (N, C, *size) -> (N, C', *size), any module; changed in place.
+        model: any module (N, C, *size) -> (N, C', *size); changed in place.
         reach: its halo and stride, from :func:`distseg.receptive_field`.
-        context: who shares statistics; by default one rank.
-        exchange: for tiles that exchange borders instead of having halos; made from the plain model (:func:`distseg.layers.graph.graph_of`).
-        whole: all windows are whole images, at which layers may look as they like.
+        context: says which ranks share statistics; by default one rank.
+        exchange: for tiles that exchange halos instead of having them. It is made from the plain
+            model (:func:`distseg.layers.graph.graph_of`).
+        whole: True if all windows are whole images. Layers may then read the whole image.
 
     Raises:
-        ValueError: a layer that can not be computed from windows, by name.
+        ValueError: if a layer cannot be computed from windows, naming it.
     """
     check_launcher()
     for name, layer in model.named_modules():
         if isinstance(layer, _GLOBAL) and not whole:
             raise ValueError(
                 f"layer {name or 'model'} ({type(layer).__name__}) looks at the whole image and "
-                "has no distributed twin: "
+                "has no distributed counterpart: "
                 "replace it (instance, group and batch norm, dropout of channels and elements are "
                 "supported)"
             )
@@ -333,9 +360,8 @@ def parallelize(
         layer = model.get_submodule(name)
         _put(model, name, _twin(layer, context, stride, name))
     _share_statistics([m for m in model.modules() if isinstance(m, DistributedNorm) and m.tracks])
-    inputs = (
-        None if vector and graph is None else _inputs(model)
-    )  # nobody knows where its vector begins
+    # Without a graph it is unknown which layer makes the vector.
+    inputs = None if vector and graph is None else _inputs(model)
     _place(model, graph, context)
     for part in _flat_parts(model):
         _fold(part)
@@ -349,7 +375,10 @@ def parallelize(
 
 
 def _twin(layer: nn.Module, context: Context, stride: tuple[int, ...], name: str) -> nn.Module:
-    """Return the twin of a layer, which stays in evaluation where the layer's own ``train`` has it stay."""
+    """Return the distributed counterpart of a layer.
+
+    It stays in evaluation mode if the layer's own ``train`` keeps the layer there.
+    """
     kind = KeyedDropout if isinstance(layer, DROPOUTS) else twin_of(layer)
     twin = kind(layer, context, stride, name)
     if "train" in vars(layer):
@@ -365,10 +394,12 @@ def _as_it_is(layer: nn.Module, mode: bool = True) -> nn.Module:
 
 
 def on_whole_maps(model: nn.Module, context: Context, reach: ReceptiveField) -> TiledModel:
-    """Swap norms and dropouts of a module that is always called with whole maps, by its own forward.
+    """Swap norms and dropouts of a module that always reads whole feature maps.
+
+    The module calls its layers in its own ``forward``.
 
     Raises:
-        ValueError: a layer that cannot be swapped, by name.
+        ValueError: if a layer cannot be swapped, naming it.
     """
     _check_own_layers(model)
     context.whole = True
@@ -386,7 +417,10 @@ def _graph(model: nn.Module) -> Graph | None:
 
 
 def _inputs(model: nn.Module) -> list[tuple[int, ...]] | None:
-    """What each layer of a flat model reads; None where it is not flat, or a norm hides in another kind of module."""
+    """Return the feature maps that each layer of a flat model reads.
+
+    Return None if the model is not flat, or if another kind of module contains a norm.
+    """
     try:
         calls = calls_of(model)
     except ValueError:
@@ -399,7 +433,10 @@ def _inputs(model: nn.Module) -> list[tuple[int, ...]] | None:
 
 
 def _place(model: nn.Module, graph: Graph | None, context: Context) -> None:
-    """Tell layers whose size follows another map's what size that is, as that map may be elsewhere."""
+    """Give layers whose output has another map's size a way to compute that size.
+
+    The other map may be on another rank.
+    """
     for name, layer in list(model.named_modules()):
         if isinstance(layer, Positions):
             _put(model, name, PlacedPositions(layer, context))
@@ -413,13 +450,13 @@ def _place(model: nn.Module, graph: Graph | None, context: Context) -> None:
 
 
 def _size_of(graph: Graph, name: str, image: Sequence[int]) -> tuple[int, ...]:
-    """Return the size of what a layer makes of an image."""
+    """Return the size of a layer's result for an image."""
     number = next(number for number, node in enumerate(graph) if node.name == name)
     return graph.sizes(image)[number + 1]
 
 
 def _flat_parts(model: nn.Module) -> Iterator[nn.Module]:
-    """The flat networks inside a model, itself perhaps."""
+    """Yield the flat networks inside a model, or the model itself if it is flat."""
     if is_flat(model):
         yield model
     else:
@@ -428,20 +465,26 @@ def _flat_parts(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _put(model: nn.Module, name: str, layer: nn.Module) -> None:
-    """In the place of that name."""
+    """Put ``layer`` in the place of that name."""
     parent, _, child = name.rpartition(".")
     setattr(model.get_submodule(parent), child, layer)
 
 
 class Folded(_Instead):
-    """In the place of a layer with nothing left to do: the norm beside it computes it too, or executors know what it puts aside."""
+    """Placeholder of a layer that another part computes.
+
+    Either the norm beside it computes it too, or the executor keeps the skip that it stashes.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         return x
 
 
 def _calls(part: nn.Module) -> tuple[list[Call], Counter]:
-    """Of a flat network, or of a Sequential whose skips begin or end elsewhere; and how many read each map."""
+    """Return the calls of a flat network, and the number of readers of each feature map.
+
+    The network may also be a Sequential whose skips begin or end elsewhere.
+    """
     try:
         calls = calls_of(part)
     except ValueError:
@@ -454,7 +497,7 @@ def _calls(part: nn.Module) -> tuple[list[Call], Counter]:
 
 
 def _fold(part: nn.Module) -> None:
-    """Have norms compute the dropout of channels before them and the activation behind."""
+    """Let norms compute the channel dropout before them and the activation after them."""
     calls, readers = _calls(part)
     reading = {call.inputs[0]: call for call in calls}
     for number, call in enumerate(calls):
@@ -479,13 +522,17 @@ def _fold(part: nn.Module) -> None:
 
 
 def _act_in_place(part: nn.Module) -> None:
-    """Have activations overwrite what they are given, where that is a layer's fresh result which its backward pass does not look at, and nobody else reads."""
+    """Let activations overwrite their input where that is safe.
+
+    It is safe if the input is a layer's new result that no other layer reads. The backward pass of
+    the layer that made it must not need it.
+    """
     calls, readers = _calls(part)
     fresh: set[int] = set()
     for number, call in enumerate(calls):
         layer, alone = call.layer, call.inputs[0] in fresh and readers[call.inputs[0]] == 1
         if alone and type(layer) in (nn.ReLU, nn.LeakyReLU) and not layer.inplace:
-            layer = copy.copy(layer)  # the same object may stand elsewhere, behind another layer
+            layer = copy.copy(layer)  # The same object may follow another layer elsewhere.
             layer.inplace = True
             _put(part, call.name, layer)
         if (
@@ -498,11 +545,12 @@ def _act_in_place(part: nn.Module) -> None:
             fresh.add(number + 1)
 
 
-_HANDS_ON = (nn.Identity, KeyedDropout, Folded)  # layers whose result may be their input
+# Layers that may return their input itself.
+_HANDS_ON = (nn.Identity, KeyedDropout, Folded)
 
 
 def _share_statistics(norms: Sequence[DistributedNorm]) -> None:
-    """Have norms that are one layer of the user's at several places keep their running statistics together."""
+    """Let norms that are one user's layer at several places share running statistics."""
     keepers: dict[int, DistributedNorm] = {}
     for norm in norms:
         first = keepers.setdefault(id(norm.running_mean), norm)
@@ -511,7 +559,10 @@ def _share_statistics(norms: Sequence[DistributedNorm]) -> None:
 
 
 def _check_own_layers(model: nn.Module) -> None:
-    """Refuse norm and dropout layers that do more than their class says, or stand at several places of the model: statistics and masks belong to a place."""
+    """Refuse norms and dropouts that are modified, or stand at several places of the model.
+
+    Statistics and masks belong to a place.
+    """
     places: dict[nn.Module, str] = {}
     for name, layer in model.named_modules(remove_duplicate=False):
         if not isinstance(layer, (*NORMS, *DROPOUTS)):
@@ -530,7 +581,7 @@ def _image_of(model: nn.Module, size: Sequence[int], device: str | None = None) 
 
 
 def _told(model: nn.Module) -> list[str]:
-    """The layers that must know where what they are given lies."""
+    """Return the names of the layers that must know the position of their input."""
     return [
         name
         for name, layer in model.named_modules()
@@ -539,7 +590,10 @@ def _told(model: nn.Module) -> list[str]:
 
 
 def cumulative_strides(model: nn.Module, reach: ReceptiveField) -> dict[str, tuple[int, ...]]:
-    """Name of each layer that must know where it is -> pixels per cell of its feature map, per dim. Computed on the meta device."""
+    """Return, for each layer that needs its position, the pixels per cell and dim.
+
+    The keys are the names of the layers. The strides are computed on the meta device.
+    """
     layers = _told(model)
     if not layers:
         return {}

@@ -1,4 +1,4 @@
-"""What is trained of a network, and one step down its gradient."""
+"""Holds the trained parameters of a network and steps the optimizer."""
 
 from __future__ import annotations
 
@@ -15,10 +15,15 @@ from distseg.runtime.optimizer import make_optimizer, set_learning_rate
 
 
 class ParameterUpdate:
-    """The trained parameters of a rank's network, their gradients, who sums these over the replicas, and the optimizer.
+    """Trained parameters of a rank's network, their gradients, reducer and optimizer.
+
+    The reducer sums the gradients over the replicas.
 
     Args:
-        network: on its device; all replicas take over the first one's numbers. Collective.
+        config: the run's settings.
+        mesh: the mesh of ranks.
+        network: the network on its device. All replicas take the first one's values. Collective.
+        device: the device of the network.
     """
 
     def __init__(self, config: Config, mesh: Mesh, network: nn.Module, device: torch.device):
@@ -38,7 +43,7 @@ class ParameterUpdate:
         """Clip gradients of this ``norm``, and step the optimizer.
 
         Raises:
-            RuntimeError: a gradient of a weight is still to be computed.
+            RuntimeError: if a weight gradient is still to be computed.
         """
         self.mesh.waits.check_done()
         if self.config.optim.clip:

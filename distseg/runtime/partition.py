@@ -1,7 +1,8 @@
-"""Where a flat model is cut, and what then travels between its stages.
+"""Cuts a flat model into stages, and finds what travels between them.
 
-A stage is a run of consecutive layers. Each map that another stage reads travels straight from the stage that makes it to
-that one, past those in between (a portal; torchgpipe, arXiv 2004.09910)::
+A stage is a run of consecutive layers. A feature map that another stage reads travels straight from
+the stage that computes it, past the stages in between (a portal, as in torchgpipe, arXiv
+2004.09910)::
 
     layers   enc0_conv0 ... enc0_stash | enc0_pool ... dec0_up | dec0_pop ... head
     stages   0                         | 1                     | 2
@@ -20,12 +21,22 @@ from distseg.models.layers import Pop
 from distseg.models.network import IMAGE, Call
 from distseg.tiling.graph import crossing
 
-OUTPUT = "x"  # the edge of a stage's last map to the next stage; skips go by their own names, other maps by that of the layer which makes them
+# Name of the edge from a stage's last feature map to the next stage. A skip's edge has the skip's
+# name, any other edge the name of the layer that makes the map.
+OUTPUT = "x"
 
 
 @dataclass(frozen=True)
 class Edge:
-    """A feature map that stage ``source`` hands to stage ``target``; ``gradient``: whether one returns."""
+    """Feature map that stage ``source`` sends to stage ``target``.
+
+    Args:
+        name: the name of the feature map.
+        source: the stage that sends it.
+        target: the stage that receives it.
+        gradient: True if a gradient comes back.
+        map: the number of the feature map.
+    """
 
     name: str
     source: int
@@ -38,10 +49,10 @@ class Edge:
 
 
 def stage_ranges(balance: Sequence[int], layers: int) -> list[range]:
-    """The layers of each stage from their numbers, such as the slides' 14 24 30 22 12 7.
+    """Return the layers of each stage from the number of layers of each.
 
     Raises:
-        ValueError: the numbers do not add up to the model's layers, or a stage has none.
+        ValueError: if the numbers do not add up to the model's layers, or a stage has none.
     """
     if min(balance) < 1 or sum(balance) != layers:
         raise ValueError(
@@ -58,12 +69,13 @@ def edges_between(
     names: Sequence[str] | None = None,
     trained: Container[int] | None = None,
 ) -> list[Edge]:
-    """What travels: outputs stage by stage, then whatever else crosses a cut.
+    """Return the edges: outputs stage by stage, then all other maps that cross a cut.
 
     Args:
-        inputs: the maps that each layer is called with.
-        names: of the maps; by default their numbers.
-        trained: the maps that want a gradient; by default all.
+        ranges: the layers of each stage.
+        inputs: the feature maps that each layer reads.
+        names: the names of the feature maps; by default their numbers.
+        trained: the feature maps that need a gradient; by default all.
     """
     found = []
     ways = crossing(inputs, ranges)
@@ -73,7 +85,8 @@ def edges_between(
         if source == ranges[stage].stop and reader == stage + 1
     }
     for source, stage, reader in ways:
-        # The next stage reads it in any case, and hands it on: its rank may be that of a later stage too.
+        # If the next stage reads the map anyway, it also passes the map on to later readers: one
+        # rank may run both stages.
         sender = stage if onwards.get(source, reader) == reader else onwards[source]
         name = (
             OUTPUT
@@ -88,7 +101,7 @@ def edges_between(
 
 @dataclass(frozen=True)
 class Partition:
-    """All stages of a model: their layers, what travels between them, and the pipeline's rank that runs each."""
+    """All stages of a model: their layers, the edges between them, and the rank of each."""
 
     ranges: tuple[range, ...]
     edges: tuple[Edge, ...]
@@ -96,29 +109,36 @@ class Partition:
 
     @classmethod
     def whole(cls) -> "Partition":
-        """One stage, of any kind of model."""
+        """Return one stage for any kind of model."""
         return cls((range(0),), (), (0,))
 
     @classmethod
     def of(
         cls, calls: Sequence[Call], balance: Sequence[int], placement: Sequence[int] | None = None
     ) -> "Partition":
-        """A flat model cut into stages of these numbers of layers; by default stage s is run by rank s.
+        """Return a flat model cut into stages of ``balance`` layers.
+
+        By default rank s runs stage s.
 
         Raises:
-            ValueError: the balance does not fit the model, or stages would share a weight or running statistics.
+            ValueError: if the balance does not fit the model, or if stages would share a weight or
+                running statistics.
         """
         ranges = stage_ranges(balance, len(calls))
-        owner: dict[Tensor, tuple[int, int]] = {}  # stage and layer
+        owner: dict[Tensor, tuple[int, int]] = {}  # Stage and layer.
         for stage, position in (
             (stage, position) for stage, positions in enumerate(ranges) for position in positions
         ):
             for tensor in _kept(calls[position].layer):
                 first, layer = owner.setdefault(tensor, (stage, position))
                 if first != stage:
+                    shared = (
+                        "a weight" if isinstance(tensor, nn.Parameter) else "running statistics"
+                    )
                     raise ValueError(
                         f"layers {layer} and {position} share "
-                        f"{'a weight' if isinstance(tensor, nn.Parameter) else 'running statistics'}, but lie in the stages {first} and {stage}, "
+                        f"{shared}, "
+                        f"but lie in the stages {first} and {stage}, "
                         "each of which would keep its own: set pipeline.balance so that one stage "
                         "has both, or give each its own"
                     )
@@ -129,32 +149,38 @@ class Partition:
 
     @property
     def stages(self) -> int:
+        """Number of stages."""
         return len(self.ranges)
 
     def stages_of(self, rank: int) -> list[int]:
-        """The stages that a rank of the pipeline runs."""
+        """Return the stages that a rank of the pipeline runs."""
         return [stage for stage, at in enumerate(self.placement) if at == rank]
 
     def layers_of(self, rank: int) -> set[int]:
-        """The layers, by position, whose weights a rank holds."""
+        """Return the numbers of the layers whose weights a rank holds."""
         return {layer for stage in self.stages_of(rank) for layer in self.ranges[stage]}
 
     def incoming(self, stage: int) -> list[Edge]:
+        """Return the edges into a stage."""
         return [edge for edge in self.edges if edge.target == stage]
 
     def outgoing(self, stage: int) -> list[Edge]:
+        """Return the edges out of a stage."""
         return [edge for edge in self.edges if edge.source == stage]
 
 
 def _kept(layer: nn.Module) -> list[Tensor]:
-    """Return what a layer has that a step changes: parameters, and running statistics, perhaps those of its first place."""
+    """Return the tensors of a layer that a step changes: parameters and running statistics.
+
+    Running statistics may belong to the first place of a layer that stands at several.
+    """
     keeper = getattr(layer, "running", layer)
     running = (keeper if isinstance(keeper, nn.Module) else layer)._buffers.get("running_mean")
     return [*layer.parameters(), *([] if running is None else [running])]
 
 
 def _names(calls: Sequence[Call]) -> list[str]:
-    """Of all maps: that of the skip, or of the layer which makes it."""
+    """Return the name of each feature map: the skip's, or that of the layer that makes it."""
     found = [IMAGE, *(call.name for call in calls)]
     for call in calls:
         if isinstance(call.layer, Pop):
@@ -163,7 +189,7 @@ def _names(calls: Sequence[Call]) -> list[str]:
 
 
 def _trained(calls: Sequence[Call]) -> set[int]:
-    """The maps that are made with a weight that is trained."""
+    """Return the feature maps that depend on a trained weight."""
     found: set[int] = set()
     for number, call in enumerate(calls):
         if found.intersection(call.reads) or any(p.requires_grad for p in call.layer.parameters()):

@@ -1,7 +1,8 @@
-"""Does this rank's operations where stages keep their graphs: receives, computes, hands on (:mod:`distseg.runtime.stage_program`).
+"""Runs this rank's operations when stages keep their graphs: receive, compute, send.
 
-Messages of one edge and one direction are matched in the order in which they are sent, which every schedule keeps.
-Receives are posted for the next passes too, so that they travel while this one computes.
+The operations come from :mod:`distseg.runtime.stage_program`. Messages of one edge and direction
+are matched in the order of sending, which every schedule keeps. Receives of the next passes are
+posted early, so that messages travel while this pass computes.
 """
 
 from __future__ import annotations
@@ -22,19 +23,20 @@ from distseg.runtime.stage_program import operations, receives_ahead
 from distseg.runtime.trace import NoTrace
 from distseg.tiling.tile_batch import MicroBatch
 
-_Key = tuple[
-    Edge, int, bool
-]  # of what an edge hands on for a micro-batch, or, back, the gradient that returns
+_Key = tuple[Edge, int, bool]  # Edge, micro-batch, and True for the gradient.
 
 
 class Pipeline:
-    """This rank's stages and its links to the others.
+    """Stages of this rank and its links to the other ranks.
 
     Args:
         partition: all stages, the edges between them and the rank of each.
-        stages: those of this rank.
+        stages: the stages of this rank.
         comm: the ranks of the pipeline, in the order of the partition's placement.
-        recompute: which activations are computed again (:func:`distseg.runtime.stage_program.operations`).
+        device: the device of received tensors.
+        recompute: the activations that are computed again
+            (:func:`distseg.runtime.stage_program.operations`).
+        trace: records the spans of passes and messages; by default nothing is recorded.
     """
 
     def __init__(
@@ -51,34 +53,36 @@ class Pipeline:
         self.mail = Mail(comm, device)
         self.trace = trace or NoTrace()
         self._numbers = {edge: number for number, edge in enumerate(partition.edges)}
-        self._forms: dict[
-            tuple[Edge, tuple], list[Form]
-        ] = {}  # of the tensors of an edge, for units of a signature
+        # Shapes and dtypes of an edge's tensors, for micro-batches of one signature.
+        self._forms: dict[tuple[Edge, tuple], list[Form]] = {}
         self._posted: dict[_Key, list[Receipt]] = {}
-        self._here: dict[_Key, list[Tensor]] = {}  # made here and not yet taken, or received
+        self._here: dict[_Key, list[Tensor]] = {}  # Computed here or received.
         self._program = lru_cache(lambda actions: operations(actions, partition.edges, recompute))
         for stage in stages:
             stage.after_layer = self.mail.progress if comm.size > 1 else None
 
     @property
     def first(self) -> bool:
-        """Whether this rank runs the first stage, which wants the pixels."""
+        """True if this rank runs the first stage, which reads the pixels."""
         return self.partition.placement[0] == self.comm.rank
 
     @property
     def last(self) -> bool:
-        """Whether this rank runs the last stage, which has the results."""
+        """True if this rank runs the last stage, which has the results."""
         return self.partition.placement[-1] == self.comm.rank
 
     def run(self, actions: Sequence[Action], units: Sequence[MicroBatch]) -> None:
-        """Forward and backward passes of the units in the order of the actions; forward passes alone where gradients are off."""
+        """Run the passes of all micro-batches in the order of the actions.
+
+        Only forward passes run if gradients are off.
+        """
         program = self._program(tuple(actions))
         dropped = {(op.stage, op.micro_batch) for op in program if isinstance(op, Recompute)}
         splits = any(isinstance(op, Weight) for op in program)
         try:
             for place, op in enumerate(program):
                 unit = units[op.micro_batch]
-                if not isinstance(op, Hand):  # whose pass is over: the next one looks ahead
+                if not isinstance(op, Hand):  # The operation after a send looks ahead itself.
                     self._post_ahead(program, place, units)
                 match op:
                     case Receive():
@@ -100,7 +104,7 @@ class Pipeline:
             for stage in self.stages.values():
                 stage.clear()
 
-    # passes
+    # Passes
 
     def _forward(self, op: Forward, unit: MicroBatch, keep: bool) -> None:
         stage, m = self.stages[op.stage], op.micro_batch
@@ -114,9 +118,8 @@ class Pipeline:
         with self.trace.span(op.kind, op.name):
             outputs = stage.forward(m, unit, inputs, keep)
         for edge in stage.outgoing:
-            self._here[edge, m, False] = [
-                x.detach() for x in outputs[edge.map]
-            ]  # each reader takes gradients of its own
+            # Each reader needs leaves of its own for its gradients.
+            self._here[edge, m, False] = [x.detach() for x in outputs[edge.map]]
 
     def _recompute(self, op: Recompute) -> None:
         heartbeat(f"forward of stage {op.stage}, micro-batch {op.micro_batch}, once more")
@@ -124,7 +127,12 @@ class Pipeline:
             self.stages[op.stage].recompute(op.micro_batch)
 
     def _backward(self, op: Backward, splits: bool) -> None:
-        """``splits``: gradients of weights may wait for an action of their own."""
+        """Run a backward pass.
+
+        Args:
+            op: the pass.
+            splits: True if weight gradients may wait for an action of their own.
+        """
         stage, m = self.stages[op.stage], op.micro_batch
         heartbeat(f"backward of stage {op.stage}, micro-batch {m}")
         gradients = [
@@ -144,7 +152,7 @@ class Pipeline:
         with self.trace.span(op.kind, op.name):
             self.mail.waits.finish(op.name)
 
-    # messages
+    # Messages
 
     def _tag(self, op: OfEdge) -> int:
         return 3 * self._numbers[op.edge] + op.back
@@ -155,7 +163,7 @@ class Pipeline:
     def _hand(self, op: Hand, unit: MicroBatch) -> None:
         peer = self.partition.placement[op.receiver]
         if peer == self.comm.rank:
-            return  # it is here already
+            return  # The tensors stay on this rank.
         tensors, key = self._here.pop((op.edge, op.micro_batch, op.back)), (op.edge, unit.signature)
         if key not in self._forms:
             self._forms[key] = [Form.of(x) for x in tensors]
@@ -186,7 +194,10 @@ class Pipeline:
     def _post_ahead(
         self, program: Sequence[Operation], place: int, units: Sequence[MicroBatch]
     ) -> None:
-        """Post receives up to the first whose tensors' form is not known yet: order is what matches messages."""
+        """Post the receives of the next passes, up to the first of unknown shape.
+
+        Messages are matched by order, so later receives must not be posted before it.
+        """
         for op in receives_ahead(program, place):
             unit, key = units[op.micro_batch], (op.edge, op.micro_batch, op.back)
             if (

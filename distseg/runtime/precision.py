@@ -1,4 +1,4 @@
-"""Which number type and memory format a device computes convolutions fastest in."""
+"""Chooses the dtype and memory format in which a device computes convolutions fastest."""
 
 from __future__ import annotations
 
@@ -11,29 +11,30 @@ from distseg.config.settings import TrainConfig
 
 
 def choose(config: TrainConfig, device: torch.device, world) -> tuple[str, bool]:
-    """(precision, channels_last) of a config's ``auto`` values, the same on all ranks (collective).
+    """Return (precision, channels_last) of a config with ``auto`` resolved.
 
-    bf16 needs AVX512-BF16 or AMX on a CPU, an Ampere or later GPU; without them it is emulated and slower. It pays
-    together with channels_last only (docs/performance.md).
+    The values are equal on all ranks. Collective. bf16 needs AVX512-BF16 or AMX on a CPU, and an
+    Ampere or later GPU. Without them it is emulated and slower. bf16 pays only together with
+    channels_last (docs/performance.md).
     """
     fast = all(world.allgather(fast_bf16(device)))
     precision = config.precision if config.precision != "auto" else ("bf16" if fast else "fp32")
     last = config.channels_last
     if last is None:
-        last = precision == "bf16" or (
-            device.type == "cuda" and precision != "fp64"
-        )  # cuDNN has no float64 kernels for it
+        # cuDNN has no channels_last kernels for float64.
+        last = precision == "bf16" or (device.type == "cuda" and precision != "fp64")
     return precision, last
 
 
 def fast_bf16(device: torch.device) -> bool:
+    """Return True if the device computes in bf16 without emulation."""
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
 def gpu_lines(device: torch.device, precision: str, ranks: int) -> list[str]:
-    """What a user of a GPU should know of a run's numbers and messages, a line each."""
+    """Return one line each on the precision and the messages of a GPU run."""
     if device.type != "cuda":
         return []
     lines = [f"float32 convolutions in {_tf32(device)}"] if precision == "fp32" else []
@@ -44,10 +45,9 @@ def gpu_lines(device: torch.device, precision: str, ranks: int) -> list[str]:
 
 
 def _tf32(device: torch.device) -> str:
-    """distseg leaves this as PyTorch has it."""
-    conv = getattr(
-        torch.backends.cudnn, "conv", None
-    )  # the older setting can't be asked once the newer was set
+    """Return the precision of float32 convolutions, which distseg leaves as PyTorch sets it."""
+    # PyTorch raises if the older setting is read after the newer one was set.
+    conv = getattr(torch.backends.cudnn, "conv", None)
     on = torch.backends.cudnn.allow_tf32 if conv is None else conv.fp32_precision == "tf32"
     if (
         not on

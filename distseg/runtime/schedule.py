@@ -1,18 +1,26 @@
-"""Who computes what in which order: pipeline schedules as pure generators of actions for one stage, and as a list a rank.
+"""Generates pipeline schedules: the actions of one stage, or one list of actions per rank.
 
-Every stage runs its own list; what makes them one schedule is that an action waits for what it needs. ``3`` stands for
-the forward pass of micro-batch 3, ``3'`` for its backward pass::
+Every stage runs its own list, and an action waits for its inputs. ``3`` is the forward pass of
+micro-batch 3, ``3'`` its backward pass::
 
-    GPipe (Huang et al., 2019), 3 stages, 4 micro-batches          1F1B (PipeDream-Flush; Narayanan et al., 2021)
+    GPipe (Huang et al. 2019), 3 stages, 4 micro-batches
 
-    stage 0  0 1 2 3           3' 2' 1' 0'                         stage 0  0 1 2       0' 3 1'   2'   3'
-    stage 1    0 1 2 3      3' 2' 1' 0'                            stage 1    0 1    0' 2 1' 3 2'   3'
-    stage 2      0 1 2 3 3' 2' 1' 0'                               stage 2      0 0' 1 1' 2 2' 3 3'
+    stage 0  0 1 2 3           3' 2' 1' 0'
+    stage 1    0 1 2 3      3' 2' 1' 0'
+    stage 2      0 1 2 3 3' 2' 1' 0'
 
-GPipe holds the activations of all micro-batches; 1F1B those of as many as there are stages from here to the last.
+    1F1B (PipeDream-Flush; Narayanan et al. 2021)
 
-A backward pass is two computations: B, the gradient of the inputs, which the stages before wait for, and W, the gradients of the
-weights, which nobody waits for. ZB-H1 does W where 1F1B waits; ``3'`` stands for B, ``3"`` for W of micro-batch 3::
+    stage 0  0 1 2       0' 3 1'   2'   3'
+    stage 1    0 1    0' 2 1' 3 2'   3'
+    stage 2      0 0' 1 1' 2 2' 3 3'
+
+GPipe holds the activations of all micro-batches. In 1F1B, stage s of S holds those of S - s
+micro-batches.
+
+A backward pass is two computations: B, the gradient of the inputs, for which earlier stages wait,
+and W, the gradients of the weights, for which no stage waits. ZB-H1 runs W when 1F1B idles. ``3'``
+is B and ``3"`` is W of micro-batch 3::
 
     ZB-H1 (Qi et al., Zero Bubble Pipeline Parallelism, arXiv 2401.10241)
 
@@ -20,10 +28,12 @@ weights, which nobody waits for. ZB-H1 does W where 1F1B waits; ``3'`` stands fo
     stage 1    0 1    0' 2 1' 0" 3 2' 1" 3' 2" 3"
     stage 2      0 0' 1 1' 2 2' 0" 3 3' 1" 2" 3"
 
-Each of S stages waits for (S - 1) (F + B - W) instead of (S - 1) (F + B + W), in the times of the three.
+Each of S stages idles (S - 1) (F + B - W) instead of (S - 1) (F + B + W), where F, B and W are
+times.
 
-A *placement* says which rank of the pipeline holds each stage. ``(0, 1, 2)`` gives each rank one; the V ``(0, 1, 2, 1, 0)``
-gives a rank an encoder's level and the decoder's level that pops its skip, so that no skip ever travels.
+A *placement* is the pipeline rank of each stage. ``(0, 1, 2)`` gives each rank one stage. The V
+``(0, 1, 2, 1, 0)`` gives a rank a level of the encoder and the level of the decoder that pops its
+skip, so that no skip ever travels.
 """
 
 from __future__ import annotations
@@ -35,7 +45,7 @@ from distseg.runtime.listing import LISTED
 
 
 def gpipe(stage: int, stages: int, micro_batches: int) -> Iterator[Action]:
-    """All forward passes, then all backward passes, last micro-batch first."""
+    """Yield all forward passes, then all backward passes, last micro-batch first."""
     for m in range(micro_batches):
         yield Forward(stage, m)
     for m in reversed(range(micro_batches)):
@@ -43,7 +53,10 @@ def gpipe(stage: int, stages: int, micro_batches: int) -> Iterator[Action]:
 
 
 def one_f_one_b(stage: int, stages: int, micro_batches: int) -> Iterator[Action]:
-    """As many forward passes ahead as there are stages behind this one, then one forward, one backward in turn."""
+    """Yield 1F1B's actions: some forward passes ahead, then forward and backward in turn.
+
+    As many forward passes run ahead as there are stages after this one.
+    """
     ahead = min(stages - 1 - stage, micro_batches)
     for m in range(ahead):
         yield Forward(stage, m)
@@ -55,9 +68,10 @@ def one_f_one_b(stage: int, stages: int, micro_batches: int) -> Iterator[Action]
 
 
 def zb_h1(stage: int, stages: int, micro_batches: int) -> Iterator[Action]:
-    """1F1B whose W follow the B of so many micro-batches later as there are stages before this one.
+    """Yield 1F1B's actions with each W ``stage`` micro-batches later than its B.
 
-    Stage s holds at most S - s micro-batches that wait for their B and s that wait for their W: as many on each as 1F1B on the first.
+    Stage s holds at most S - s micro-batches that wait for their B, and s that wait for their W.
+    Each stage thus holds as many as the first stage of 1F1B.
     """
     done = 0
     for action in one_f_one_b(stage, stages, micro_batches):
@@ -73,23 +87,28 @@ SCHEDULES = {"gpipe": gpipe, "1f1b": one_f_one_b, "zb-h1": zb_h1}
 
 
 def splits(name: str) -> bool:
-    """Whether the backward passes of a schedule leave gradients of weights to actions of their own."""
+    """Return True if a schedule has separate actions for weight gradients."""
     return any(isinstance(action, Weight) for action in SCHEDULES[name](0, 1, 1))
 
 
 def v_placement(ranks: int) -> tuple[int, ...]:
-    """Down the ranks and up again, 2 * ranks - 1 stages: ``v_placement(3)`` is ``(0, 1, 2, 1, 0)``."""
+    """Return the placement down the ranks and up again, with 2 * ranks - 1 stages.
+
+    ``v_placement(3)`` is ``(0, 1, 2, 1, 0)``.
+    """
     return (*range(ranks), *reversed(range(ranks - 1)))
 
 
 def orders(name: str, placement: Sequence[int], micro_batches: int) -> list[list[Action]]:
-    """The actions of each rank of the pipeline, in order, for the schedule ``name``.
+    """Return the actions of each rank of the pipeline, in order, for the schedule ``name``.
 
     Args:
-        placement: rank of each stage; ranks are numbered from 0 without gaps.
+        name: the name of the schedule.
+        placement: the rank of each stage; ranks are numbered from 0 without gaps.
+        micro_batches: the number of micro-batches.
 
     Raises:
-        ValueError: an unknown schedule, ranks with gaps, or no micro-batch.
+        ValueError: if the schedule is unknown, ranks have gaps, or there is no micro-batch.
     """
     stages = len(placement)
     if name not in SCHEDULES:

@@ -1,8 +1,10 @@
-"""What a pipeline schedule does in time, without running it: when each action starts and ends, who idles, what is held.
+"""Simulates a pipeline schedule: start and end of each action, idle time, memory.
 
-Every rank goes through the very operations that it would run (:mod:`distseg.runtime.stage_program`), with seconds in place of work. Messages
-are sent in the background when a pass ends; those from one rank to another go one after another. No rank waits for its messages to be
-received. A real rank also does what is put off while it waits; here at its action only.
+Every rank goes through the operations that it would run (:mod:`distseg.runtime.stage_program`),
+with seconds instead of work. Messages leave in the background when a pass ends. Messages from one
+rank to another go one after another. No rank waits until its messages are received. A real rank
+also runs postponed weight gradients while it waits; a simulated rank runs them at their action
+only.
 """
 
 from __future__ import annotations
@@ -19,19 +21,19 @@ from distseg.runtime.stage_program import operations
 from distseg.runtime.trace import Span
 
 RunControl = Sequence[Sequence[Action]]
-Cost = (
-    float | Sequence[float] | Callable[[int, int], float]
-)  # seconds: of any stage, by stage, or of (stage, micro-batch)
+# Seconds: one number for all stages, one per stage, or a function of (stage, micro-batch).
+Cost = float | Sequence[float] | Callable[[int, int], float]
 
 
 @dataclass(frozen=True)
 class Simulation:
-    """What came of it.
+    """Result of a simulated schedule.
 
     Attributes:
-        spans: of computation; each rank's in their order.
-        ranks: their number.
-        live: for each stage, the largest number of micro-batches whose activations it holds, or what their W needs of them.
+        spans: the spans of computation, in order for each rank.
+        ranks: the number of ranks.
+        live: for each stage, the largest number of micro-batches whose activations it holds,
+            including activations that W still needs.
     """
 
     spans: tuple[Span, ...]
@@ -40,11 +42,12 @@ class Simulation:
 
     @property
     def makespan(self) -> float:
+        """Time in seconds at which the last action ends."""
         return max((span.end for span in self.spans), default=0.0)
 
     @property
     def idle(self) -> tuple[float, ...]:
-        """The share of the makespan in which each rank has nothing to do: the bubble."""
+        """Share of the makespan in which each rank idles: the bubble."""
         busy = Counter()
         for span in self.spans:
             busy[span.rank] += span.seconds
@@ -63,19 +66,23 @@ def simulate(
     recompute: Cost = 0.0,
     weight: Cost = 0.0,
 ) -> Simulation:
-    """Timed spans of every action.
+    """Return the timed spans of every action.
 
     Args:
-        orders: for each rank its actions in order, as :func:`distseg.runtime.schedule.orders` gives them.
-        forward, backward: seconds: one number, one a stage, or a function of (stage, micro-batch).
-        placement: rank of each stage.
-        transfer: seconds that one micro-batch's tensor of an edge is under way, and its gradient again; none by default.
-            Between stages of one rank nothing travels.
-        recompute: seconds of the forward pass that comes before a backward pass. It does not wait for the gradient.
-        weight: seconds of the gradients of the weights, where they are actions of their own; ``backward`` is without them then.
+        orders: the actions of each rank in order, from :func:`distseg.runtime.schedule.orders`.
+        edges: the edges between stages.
+        forward: seconds: one number, one number per stage, or a function of (stage, micro-batch).
+        backward: seconds, in the same forms.
+        placement: the rank of each stage.
+        transfer: seconds that one micro-batch's tensor of an edge travels, and its gradient again;
+            0 by default. Nothing travels between stages of one rank.
+        recompute: seconds of the forward pass before a backward pass. It does not wait for the
+            gradient.
+        weight: seconds of the weight gradients, if they are separate actions. ``backward`` excludes
+            them then.
 
     Raises:
-        ValueError: no rank can go on; names what they wait for.
+        ValueError: if no rank can go on, naming what each rank waits for.
     """
     costs = {"forward": forward, "backward": backward, "recompute": recompute, "weight": weight}
     programs = [operations(order, edges, "always") for order in orders]
@@ -102,12 +109,15 @@ def simulate(
 
 
 def _action(operations: Sequence[Operation]) -> Action:
-    """The pass that comes next."""
+    """Return the next pass."""
     return next(op for op in operations if isinstance(op, Action))
 
 
 def peak_live(orders: RunControl, stages: int) -> tuple[int, ...]:
-    """For each stage, the largest number of micro-batches between their forward pass and their last action."""
+    """Return, for each stage, the largest number of micro-batches that it holds at once.
+
+    A stage holds a micro-batch from its forward pass to its last action.
+    """
     return tuple(
         int(max(peak_memory(orders, [float(s == stage) for s in range(stages)]), default=0))
         for stage in range(stages)
@@ -115,12 +125,20 @@ def peak_live(orders: RunControl, stages: int) -> tuple[int, ...]:
 
 
 def peak_memory(orders: RunControl, activations: Sequence[float]) -> list[float]:
-    """For each rank, the most that the activations of its live micro-batches take together, given a micro-batch's for each stage."""
+    """Return, for each rank, the most memory that activations occupy at once.
+
+    Args:
+        orders: the actions of each rank in order.
+        activations: the memory of one micro-batch's activations in each stage.
+    """
     return [max(accumulate(_changes(order, activations)), default=0.0) for order in orders]
 
 
 def _changes(order: Sequence[Action], activations: Sequence[float]) -> Iterator[float]:
-    """What each action of a rank adds to the activations, which the last action of a micro-batch frees."""
+    """Yield the change of a rank's activation memory with each action.
+
+    The last action of a micro-batch frees its activations.
+    """
     last = {(action.stage, action.micro_batch): action for action in order}
     for action in order:
         if isinstance(action, Forward):
@@ -132,13 +150,15 @@ def _changes(order: Sequence[Action], activations: Sequence[float]) -> Iterator[
 def check(
     orders: RunControl, edges: Sequence[Edge], placement: Sequence[int], micro_batches: int
 ) -> None:
-    """That a schedule is one: complete, with messages in order, and no rank waits for ever.
+    """Refuse a schedule that is incomplete, confuses messages or deadlocks.
 
-    Messages of one edge and direction are matched first in, first out. So the source's rank must produce the micro-batches
-    of an edge in the order in which the target's rank wants them; then every send has its receive.
+    Messages of one edge and direction are matched first in, first out. The source's rank must
+    therefore produce the micro-batches of an edge in the order in which the target's rank wants
+    them. Then every send has its receive.
 
     Raises:
-        ValueError: an action that is missing, double or on a wrong rank; messages that would be mistaken; a deadlock.
+        ValueError: if an action is missing, duplicated or on a wrong rank, if messages would be
+            confused, or if the schedule deadlocks.
     """
     given = Counter((rank, action) for rank, order in enumerate(orders) for action in order)
     kinds = (
@@ -188,15 +208,12 @@ def _cost(cost: Cost) -> Callable[[int, int], float]:
     return (lambda stage, m: cost[stage]) if isinstance(cost, Sequence) else (lambda stage, m: cost)
 
 
-_FIRST = {
-    Recompute: Forward,
-    Backward: Forward,
-    Weight: Backward,
-}  # what of the same stage and micro-batch goes before
+# The pass of the same stage and micro-batch that each operation needs first.
+_FIRST = {Recompute: Forward, Backward: Forward, Weight: Backward}
 
 
 class _Run:
-    """The state of a simulation: what has been done, what has arrived when, until when ranks and links are busy."""
+    """State of a simulation: operations done, arrival times, busy ranks and links."""
 
     def __init__(self, placement, transfer, costs):
         self.placement, self.costs = placement, costs
@@ -208,11 +225,13 @@ class _Run:
         self.spans: list[Span] = []
         self.done: set[Operation] = set()
         self.arrivals: dict[tuple[Edge, int, bool], float] = {}
-        self.free = Counter()  # by rank, and by (rank, rank) for links
-        self.ready = Counter()  # when what a rank's next pass takes is there, by rank
+        # Time from which each rank, or link (rank, rank), is free.
+        self.free = Counter()
+        # Time at which the inputs of each rank's next pass have arrived.
+        self.ready = Counter()
 
     def lacks(self, op: Operation) -> str | None:
-        """What an operation still waits for."""
+        """Return the name of what an operation still waits for, or None."""
         if isinstance(op, Receive):
             kind = (Backward if op.back else Forward).kind
             return (

@@ -1,8 +1,9 @@
-"""One stage of a pipeline: forward and backward of one micro-batch, from tensors that arrive to tensors that leave.
+"""Runs one stage of a pipeline: forward and backward pass of one micro-batch.
 
-What arrives is cut off from the graph of the stage that sent it. So each micro-batch has a graph of its own in each
-stage, from its inputs (leaves) to its outputs, and the backward pass goes from gradients of the outputs, which arrive
-from the stages behind, to gradients of the inputs, which go back to where those came from.
+Received tensors are detached from the graph of the stage that sent them. Each micro-batch therefore
+has a graph of its own in each stage, from its inputs (leaves) to its outputs. The backward pass
+goes from the gradients of the outputs, which later stages send, to the gradients of the inputs,
+which go back to the stages that sent these.
 """
 
 from __future__ import annotations
@@ -18,30 +19,34 @@ from distseg.runtime.parallelize import TiledModel
 from distseg.runtime.partition import Edge
 from distseg.tiling.tile_batch import MicroBatch
 
-Tensors = dict[int, list[Tensor]]  # by feature map, a tensor for each piece of the unit
-LOSS = -1  # what the last stage puts out: rows of the loss's table
+Tensors = dict[int, list[Tensor]]  # For each feature map, a tensor for each tile batch.
+LOSS = -1  # Key of the last stage's output: the partial sums of the loss.
 
 
 class Head(Protocol):
-    """What follows the last stage."""
+    """Computation that follows the last stage."""
 
     def rows(self, unit: MicroBatch, outputs: list[Tensor]) -> list[Tensor]:
-        """What the loss is a function of, for each piece, differentiable."""
+        """Return the partial sums of the loss for each tile, differentiable."""
 
     def note(self, unit: MicroBatch, rows: list[Tensor]) -> None:
-        """Called once a unit, not again when it is recomputed."""
+        """Record the partial sums of a micro-batch; recomputation does not call this again."""
 
     def slopes(self, unit: MicroBatch, rows: list[Tensor]) -> list[Tensor]:
-        """The loss's gradient with respect to the rows."""
+        """Return the loss gradient with respect to the partial sums."""
 
 
 @dataclass
 class Stage:
-    """Layers ``layers`` of ``model``, stage ``number`` of a partition.
+    """Layers ``layers`` of ``model``, as stage ``number`` of a partition.
 
     Args:
-        incoming, outgoing: the edges to and from other stages.
-        head: behind the last stage, else None.
+        number: the number of the stage.
+        model: the model.
+        layers: the layers of the stage; None for a model in one piece.
+        incoming: the edges from other stages.
+        outgoing: the edges to other stages.
+        head: the head after the last stage, else None.
         autocast: makes the context in which the network runs.
         after_layer: called between layers, so that messages under way move on.
     """
@@ -57,7 +62,14 @@ class Stage:
     _kept: dict[int, tuple[MicroBatch, Tensors, Tensors | None]] = field(default_factory=dict)
 
     def forward(self, m: int, unit: MicroBatch, inputs: Tensors, keep: bool) -> Tensors:
-        """The tensors that leave, without a graph. ``keep``: activations wait for the backward pass; else the inputs do."""
+        """Return the outgoing tensors, without a graph.
+
+        Args:
+            m: the number of the micro-batch.
+            unit: the micro-batch.
+            inputs: the incoming feature maps.
+            keep: True if activations wait for the backward pass. Otherwise only the inputs wait.
+        """
         with torch.set_grad_enabled(keep and torch.is_grad_enabled()):
             outputs = self.run(unit, inputs)
         if self.head:
@@ -67,7 +79,14 @@ class Stage:
         return {source: [x.detach() for x in xs] for source, xs in outputs.items()}
 
     def backward(self, m: int, gradients: Sequence[tuple[int, list[Tensor]]]) -> Tensors:
-        """Adds to the parameters' gradients; returns those of the inputs that want one. ``gradients``: (map, for each piece) of the outgoing edges."""
+        """Add to the parameters' gradients, and return the gradients of the inputs.
+
+        Only inputs whose edge needs a gradient are returned.
+
+        Args:
+            m: the number of the micro-batch.
+            gradients: (feature map, gradient of each tile) of the outgoing edges.
+        """
         unit, inputs, outputs = self._kept.pop(m)
         if self.head:
             gradients = [(LOSS, self.head.slopes(unit, outputs[LOSS]))]
@@ -86,17 +105,23 @@ class Stage:
         }
 
     def dropped(self, m: int) -> bool:
-        """Whether the activations of a micro-batch were not kept."""
+        """Return True if the activations of a micro-batch were not kept."""
         return self._kept[m][2] is None
 
     def recompute(self, m: int) -> None:
-        """The forward pass once more, with the same dropout masks (they are keyed) and statistics that are not counted again."""
+        """Repeat the forward pass of a micro-batch.
+
+        Dropout masks are the same, because they are keyed. Statistics are not counted again.
+        """
         unit, inputs, _ = self._kept[m]
         with self.model.context.repeating():
             self._kept[m] = unit, inputs, self.run(unit, inputs)
 
     def run(self, unit: MicroBatch, inputs: Tensors) -> Tensors:
-        """From the incoming edges' maps (for the first stage: pixels) to the outgoing edges', or to the rows of the loss."""
+        """Compute the outgoing feature maps, or the partial sums of the loss.
+
+        The inputs are the incoming feature maps; for the first stage, the pixels.
+        """
         places = [p.place for p in unit.pieces]
         with self.autocast():
             if self.layers is None:

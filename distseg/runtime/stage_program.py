@@ -1,12 +1,14 @@
-"""The operations of ranks whose stages keep their graphs: a schedule's actions, with the messages and repeated passes around them.
+"""Lists the operations of ranks whose stages keep their graphs.
 
-A pass takes what the edges into its stage bring, and leaves what the edges out of it take away::
+The list has a schedule's actions, with the messages and repeated passes around them. A pass takes
+what the edges into its stage bring, and leaves what the edges out of it send::
 
     1F1B, rank 1 of 3:    receive x   forward    hand x
                           receive x   forward    hand x
                           receive g   backward   hand g     ...
 
-A forward pass whose activations were not kept is repeated before the gradients are awaited, while these are on their way.
+A forward pass whose activations were not kept is repeated before the rank waits for the gradients,
+while these are on their way.
 """
 
 from __future__ import annotations
@@ -18,17 +20,19 @@ from distseg.runtime.actions import Action, Backward, Forward, Weight
 from distseg.runtime.operations import Hand, Operation, Receive, Recompute
 from distseg.runtime.partition import Edge
 
-AHEAD = 2  # passes after this one whose receives are posted
+AHEAD = 2  # Number of later passes whose receives are posted.
 
 
 def operations(
     order: Sequence[Action], edges: Sequence[Edge], recompute: str = "never"
 ) -> list[Operation]:
-    """Of a rank, from its actions in order.
+    """Return the operations of a rank, from its actions in order.
 
     Args:
-        edges: between all stages.
-        recompute: never, except_last or always: which activations are computed again, of those that follow each other at once none by except_last.
+        order: the actions of the rank.
+        edges: the edges between all stages.
+        recompute: the micro-batches whose activations are computed again: never, except_last or
+            always. except_last spares a forward pass that its backward pass follows at once.
     """
     again = recomputed(order, recompute)
     return [
@@ -56,7 +60,7 @@ def _around(action: Action, edges: Sequence[Edge], again: bool) -> Iterator[Oper
 
 
 def recomputed(order: Sequence[Action], recompute: str) -> set[tuple[int, int]]:
-    """The (stage, micro-batch) pairs whose forward pass is repeated."""
+    """Return the (stage, micro-batch) pairs whose forward pass is repeated."""
     if recompute == "never":
         return set()
     spared = recompute == "except_last"
@@ -69,19 +73,22 @@ def recomputed(order: Sequence[Action], recompute: str) -> set[tuple[int, int]]:
 
 
 def _next_is_own_backward(order: Sequence[Action], place: int) -> bool:
-    """Whether a forward pass is followed at once by its backward pass, so that recomputing it would save nothing."""
+    """Return True if the next action is the backward pass of this forward pass.
+
+    Recomputing it would save nothing.
+    """
     action, following = order[place], order[place + 1 : place + 2]
     return any((f.stage, f.micro_batch) == (action.stage, action.micro_batch) for f in following)
 
 
 def soon(order: Sequence[Action], place: int) -> list[Action]:
-    """This action and the next few; gradients of weights, which nothing is received for, aside."""
+    """Return this action and the next few, without weight gradients, which receive nothing."""
     receiving = (a for a in islice(order, place, None) if not isinstance(a, Weight))
     return list(islice(receiving, 1 + AHEAD))
 
 
 def receives_ahead(program: Sequence[Operation], place: int) -> Iterator[Receive]:
-    """What an operation and the passes soon after it receive, in order."""
+    """Yield the receives of an operation and of the passes soon after it, in order."""
     passes = 0
     for op in islice(program, place, None):
         if isinstance(op, Receive):

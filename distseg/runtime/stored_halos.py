@@ -1,7 +1,8 @@
-"""Borders of stored maps, between the ranks that share an image: what streamed tiles exchange instead of computing it twice.
+"""Exchanges halos of stored feature maps between the ranks that share an image.
 
-A rank makes the cells of a map that it owns, and stores them with a margin; the margin comes from the ranks that own it. Its gradient goes
-back to them and is added. All goes at once, a message a neighbour, from map to map; what is under way is in memory.
+A rank computes the cells of a feature map that it owns, and stores them with a margin. The margin
+comes from the ranks that own it, and its gradient goes back to them and is added. Each neighbour
+gets one message per feature map. Only messages under way are in memory.
 """
 
 from __future__ import annotations
@@ -19,11 +20,15 @@ from distseg.runtime.offload import Map
 from distseg.tiling.layout import Layout
 from distseg.tiling.tile import Box
 
-_Strips = dict[int, list[tuple[Map, Box]]]  # by rank, in an order that both sides agree on
+_Strips = dict[int, list[tuple[Map, Box]]]  # By rank; both sides use one order.
 
 
 class Borders:
-    """Of feature maps, on an exchange's grid of ranks with a tile each."""
+    """Halo exchange of stored feature maps between neighbouring ranks, with one tile per rank.
+
+    Args:
+        exchange: the grid of ranks.
+    """
 
     def __init__(self, exchange: Exchange):
         self._exchange, self._mail = exchange, Mail(exchange.comm)
@@ -31,7 +36,10 @@ class Borders:
     def fetch(
         self, position: int, layouts: Sequence[Layout], cells: Sequence[Cell], maps: Sequence[Map]
     ) -> None:
-        """Fill the margins of an image's map each. Collective over the ranks that share the images."""
+        """Fill the margins of a feature map for each image.
+
+        Collective over the ranks that share the images.
+        """
         going, coming = self._strips(position, layouts, cells, maps)
         self._move(going, coming, Map.put, 2 * position, f"the borders of map {position}")
 
@@ -42,20 +50,22 @@ class Borders:
         cells: Sequence[Cell],
         gradients: Sequence[Map],
     ) -> None:
-        """The adjoint: add the gradients of margins to those of the cells that they came from, and leave none where they were."""
+        """Add the gradients of margins to the cells that they came from: the adjoint of fetch.
+
+        The margins' gradients are 0 afterwards.
+        """
         coming, going = self._strips(position, layouts, cells, gradients)
         self._move(
             going, coming, _add, 2 * position + 1, f"the gradient of the borders of map {position}"
         )
         for stored, box in (strip for strips in going.values() for strip in strips):
-            stored.put(
-                box, stored.room(box).zero_()
-            )  # a rank may have made cells that it was given all the same
+            # A rank may have computed cells of its margin itself; these must not count twice.
+            stored.put(box, stored.room(box).zero_())
 
     def _strips(
         self, position: int, layouts: Sequence[Layout], cells: Sequence[Cell], maps: Sequence[Map]
     ) -> tuple[_Strips, _Strips]:
-        """What goes to each rank, and what comes."""
+        """Return the strips to send to each rank, and the strips to receive from each."""
         going: _Strips = {}
         coming: _Strips = {}
         for layout, cell, stored in zip(layouts, cells, maps):
@@ -109,8 +119,11 @@ class Borders:
 
 
 def _cells(stored: Map, values: Tensor) -> Tensor:
-    """As they lie in a map, seen with the channels of a cell side by side, as messages have them: ranks may have made the map from other tiles, of which
-    one of a single cell does not tell how its channels lie."""
+    """Return a view of a map's values with the channels of a cell side by side.
+
+    Messages have this order. Two ranks may store one map in different memory formats, because they
+    made it from different tiles. A tile of one cell does not tell its memory format.
+    """
     return values if stored.last else values.movedim(1, -1)
 
 

@@ -1,7 +1,7 @@
-"""What a rank did when: spans of time, collected while it works, for pictures of the schedule (distseg.planning.timeline).
+"""Records spans of time of a rank, for pictures of the schedule (distseg.planning.timeline).
 
-A rank that nobody watches has a :class:`NoTrace`, which costs next to nothing. Kernels of a GPU run behind the program's
-back: there a span ends when the work is queued, unless the caller synchronises inside it.
+Without a listener a rank has a :class:`NoTrace`, which costs next to nothing. Kernels of a GPU run
+asynchronously. A span then ends when the work is queued, unless the caller synchronises inside it.
 """
 
 from __future__ import annotations
@@ -14,12 +14,16 @@ from typing import Callable, ContextManager, Iterator
 
 @dataclass(frozen=True)
 class Span:
-    """A piece of a rank's time.
+    """Span of a rank's time.
 
     Attributes:
-        kind: forward, backward, weight, recompute, read, scratch, wait, send, halo, norm-exchange, reduce or update.
-        name: of an action its ``name``, such as ``F3,0`` (micro-batch 3, stage 0); else free text.
-        start, end: seconds since the start of the trace.
+        rank: the rank.
+        kind: forward, backward, weight, recompute, read, scratch, wait, send, halo, norm-exchange,
+            reduce or update.
+        name: the ``name`` of an action, such as ``F3,0`` (micro-batch 3, stage 0); otherwise free
+            text.
+        start: seconds since the start of the trace.
+        end: seconds since the start of the trace.
     """
 
     rank: int
@@ -30,18 +34,22 @@ class Span:
 
     @property
     def seconds(self) -> float:
+        """Duration in seconds."""
         return self.end - self.start
 
 
 class Trace:
-    """Spans of one rank in ``spans``, in order of their end::
+    """Spans of one rank in ``spans``, in order of their end.
+
+    Example::
 
         with trace.span(action.kind, action.name):
             ...
 
     Args:
-        rank: of the row that the spans make in pictures.
-        clock: in seconds; time is counted from here on, so make the traces of all ranks right after a barrier.
+        rank: the row of the spans in pictures.
+        clock: returns seconds. Time counts from the construction of the trace, so make the traces
+            of all ranks right after a barrier.
     """
 
     def __init__(self, rank: int = 0, clock: Callable[[], float] = time.perf_counter):
@@ -49,12 +57,12 @@ class Trace:
         self._start = clock()
 
     def now(self) -> float:
-        """Seconds since the start of the trace."""
+        """Return the seconds since the start of the trace."""
         return self._clock() - self._start
 
     @contextmanager
     def span(self, kind: str, name: str) -> Iterator[None]:
-        """What happens inside is one span, also when it fails."""
+        """Record the time inside this context as one span, even if it fails."""
         start = self.now()
         try:
             yield
@@ -63,7 +71,7 @@ class Trace:
 
 
 class NoTrace:
-    """Watches nothing."""
+    """Trace that records nothing."""
 
     spans: tuple[Span, ...] = ()
     _nothing: ContextManager[None] = nullcontext()
@@ -73,12 +81,15 @@ class NoTrace:
 
 
 class TracedComm:
-    """A communicator whose collectives without waiting are spans, from the call until they are seen complete.
+    """Communicator that records its non-blocking collectives as spans.
 
-    It stands in for the communicator only while somebody watches, so that nothing is asked of those who use it.
+    A span lasts from the call until the request is seen complete. It wraps the communicator only
+    while a run is traced.
 
     Args:
-        kind: of the spans.
+        comm: the communicator.
+        trace: the trace of this rank.
+        kind: the kind of the spans.
     """
 
     def __init__(self, comm, trace: Trace, kind: str):
@@ -100,7 +111,7 @@ class TracedComm:
 
 
 class _Request:
-    """An MPI request that ends its span when it is complete."""
+    """MPI request that ends its span when it is complete."""
 
     def __init__(self, request, span: ContextManager[None]):
         self._request, self._span = request, span

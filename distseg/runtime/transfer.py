@@ -1,14 +1,16 @@
-"""Stored maps on their way between the stages of a pipeline, strip by strip, while both ends compute.
+"""Sends stored feature maps between the stages of a pipeline, strip by strip.
 
-Who makes a map that another stage reads sends its rows as soon as they are final. The reader stores them and waits for no more
-than the rows that its next window looks at, so stages work on one image at the same time, each a few tiles behind the one before::
+A rank sends the rows of a feature map as soon as they are final. The reader stores them, and waits
+only for the rows that its next window reads. Stages therefore work on one image at the same time,
+each a few tiles behind the one before::
 
     stage 0    tile 0   tile 1   tile 2   tile 3
     stage 1             tile 0   tile 1   tile 2   tile 3
 
-Gradients come back the same way. Rows wait in their map, not in memory, until there is room on the way: a map under way takes two
-messages of a rank's memory. A message has the rows that are final by then, up to some bytes; how many tells its length. Messages move on between layers and in
-waits.
+Gradients come back in the same way. Rows wait in the stored map, not in memory, until a message is
+free. A map under way occupies two messages of a rank's memory. A message has the rows that are
+final by then, up to a number of bytes; its length tells how many. Messages move on between layers
+and in waits.
 """
 
 from __future__ import annotations
@@ -26,21 +28,22 @@ from distseg.comm.waits import When
 from distseg.runtime.offload import Map, VectorMap
 from distseg.tiling.tile import Box
 
-_STRIP = 1e6  # bytes of a message at most, but for a row
-_UNDER_WAY = 2  # messages of a map
+_STRIP = 1e6  # Largest message in bytes, unless one row is larger.
+_UNDER_WAY = 2  # Messages of a map under way at once.
 _TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class Sending:
-    """A map on its way to another rank.
+    """Feature map on its way to another rank.
 
     Args:
-        box: the part that goes; all of it by default.
+        stored: the map.
+        box: the part to send; by default all of it.
         then: called once all is sent.
 
     Attributes:
-        final: rows before this one, counted as the map's box does, will not change any more.
-        done: whether all is sent.
+        final: rows before this one do not change any more. Rows count as in the map's box.
+        done: True once all is sent.
     """
 
     def __init__(
@@ -56,7 +59,11 @@ class Sending:
         self._under_way: deque[Message] = deque()
 
     def progress(self, start: Callable[[Tensor], Message]) -> bool:
-        """Move on; whether all is sent. ``start``: begins to send a tensor."""
+        """Move on, and return True once all is sent.
+
+        Args:
+            start: begins to send a tensor.
+        """
         while self._under_way and self._under_way[0].came is not None:
             self._under_way.popleft()
         while len(self._under_way) < _UNDER_WAY and (what := self._ready()) is not None:
@@ -67,12 +74,15 @@ class Sending:
         return self.done
 
     def _ready(self) -> Tensor | None:
-        """What goes next: the head, then all rows that are final, as many as a message has at most; of a vector all or nothing."""
+        """Return the next message, or None if no rows are final.
+
+        The first message is the head. Each later one has all rows that are final, up to the limit.
+        A vector is sent whole.
+        """
         if self._head is not None:
             head, self._head = self._head, None
-            self._next = (
-                self._next if self.box.pixels else self.box.stop[0]
-            )  # there is nothing else
+            # An empty box has no rows to send.
+            self._next = self._next if self.box.pixels else self.box.stop[0]
             return head
         rows = min(self.final, self._next + self._most, self.box.stop[0]) - self._next
         if rows <= 0 or isinstance(self.stored, VectorMap) and self.final < self.box.stop[0]:
@@ -82,15 +92,15 @@ class Sending:
 
 
 class Receiving:
-    """A map on its way from another rank.
+    """Feature map on its way from another rank.
 
     Args:
-        box: what comes.
-        make: the map that is to hold it, perhaps with more, from a tensor like it.
+        box: the part to receive.
+        make: makes the map that stores it, and perhaps more, from a tensor like it.
 
     Attributes:
-        stored: that map, once its first message is there.
-        there: rows before this one are there, counted as the map's box does.
+        stored: that map, once the first message arrived.
+        there: rows before this one have arrived. Rows count as in the map's box.
     """
 
     def __init__(self, box: Box, make: Callable[[Tensor], Map | VectorMap]):
@@ -100,7 +110,11 @@ class Receiving:
         self._under_way: deque[Message] = deque()
 
     def progress(self, start: Callable[[Tensor], Message]) -> bool:
-        """Move on; whether all is there. ``start``: begins to receive a tensor, or less than it has room for."""
+        """Move on, and return True once all has arrived.
+
+        Args:
+            start: begins to receive into a tensor. The message may be shorter.
+        """
         while True:
             while len(self._under_way) < _UNDER_WAY and (room := self._wanted()) is not None:
                 self._under_way.append(start(room))
@@ -115,7 +129,10 @@ class Receiving:
                 self._put(values, size)
 
     def _wanted(self) -> Tensor | None:
-        """Room for the next message, if it is sure to come: those before it may bring all that is left."""
+        """Return a buffer for the next message, if it is certain to come.
+
+        The messages before it may bring all remaining rows.
+        """
         if self.stored is None:
             return None if self._under_way else torch.empty(4, dtype=torch.int64)
         if self.there + self._most * len(self._under_way) >= self.box.stop[0]:
@@ -131,7 +148,7 @@ class Receiving:
             self.there = self.box.stop[0]
 
     def _put(self, room: Tensor, size: int) -> None:
-        """Rows as they came, in the first ``size`` bytes."""
+        """Store the rows that arrived in the first ``size`` bytes of ``room``."""
         whole = isinstance(self.stored, VectorMap)
         rows = (
             self.box.size[0]
@@ -147,10 +164,11 @@ _T = TypeVar("_T", Sending, Receiving)
 
 
 class Transfers:
-    """All maps under way to and from this rank.
+    """All feature maps under way to and from this rank.
 
     Args:
-        comm: of the pipeline's ranks. Maps of the same ends and tag travel one after another, in the order of the calls at either end.
+        comm: the ranks of the pipeline. Maps with the same ends and tag travel one after another,
+            in the order of the calls at either end.
     """
 
     def __init__(self, comm):
@@ -163,7 +181,7 @@ class Transfers:
         return transfer
 
     def progress(self) -> None:
-        """Move everything on, without waiting."""
+        """Move all transfers on without waiting."""
         for (kind, peer, tag), queue in list(self._queues.items()):
             start = self._mail.begin_send if kind is Sending else self._mail.begin_receive
             while queue and queue[0].progress(lambda values: start(values, peer, tag)):
@@ -172,26 +190,25 @@ class Transfers:
                 del self._queues[kind, peer, tag]
 
     def wait_for(self, receiving: Receiving, row: int, what: str) -> None:
-        """Until all rows before ``row`` are there, of those that come this way."""
+        """Wait until all rows of a transfer before ``row`` have arrived."""
         row = min(row, receiving.box.stop[0])
         while receiving.there < row:
-            before = (
-                receiving.there
-            )  # each arrival begins the time anew in which the next has to come
+            before = receiving.there  # Each arrival restarts the timeout.
             self._until(lambda: receiving.there > before, what, "wait")
 
     def wait_sent(self, sending: Sending, what: str) -> None:
+        """Wait until all of a map is sent."""
         if not sending.done:
             self._until(lambda: sending.done, what, "send")
 
     @contextmanager
     def moving(self) -> Iterator[None]:
-        """Inside, all waits move maps on."""
+        """Move maps on in all waits inside this context."""
         with self._mail.waits.moving(self.progress):
             yield
 
     def flush(self) -> None:
-        """Until nothing is under way."""
+        """Wait until no map is under way."""
         self._until(lambda: not self._queues, "the last of the feature maps that were sent", "send")
 
     def _until(self, condition: Callable[[], bool], what: str, kind: str) -> None:
@@ -199,7 +216,7 @@ class Transfers:
 
 
 def _rows(stored: Map | VectorMap, box: Box) -> int:
-    """Of a message at most; of a vector all."""
+    """Return the largest number of rows of a message; a vector goes in one message."""
     if isinstance(stored, VectorMap):
         return max(1, box.size[0])
     return max(1, int(_STRIP * box.size[0] / max(1, stored.bytes_of(box))))
@@ -210,7 +227,7 @@ def _strip(box: Box, first: int, stop: int) -> Box:
 
 
 def _head(stored: Map | VectorMap) -> Tensor:
-    """What the other side must know to make a map like this one."""
+    """Return what the receiver must know to make a map like this one."""
     return torch.tensor(
         [
             stored.images,

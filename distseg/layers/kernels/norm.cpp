@@ -1,12 +1,19 @@
-// Norm and activation of one image or a part of it in as few passes over memory as there can be: moments (read x),
-// forward (read x, write y), sums of the backward pass (read g, x), gradient (read g, x, write dx). What PyTorch stores
-// between norm and activation is computed again.
+// Norm and activation of one image or a part of it, in as few passes over memory as possible:
+//
+//     moments     read x
+//     forward     read x, write y
+//     sums        read g, x               (backward pass)
+//     gradient    read g, x, write dx     (backward pass)
+//
+// The values between norm and activation, which PyTorch stores, are computed again:
 //
 //     z = scale * (x - pivot) + bias,   y = z > 0 ? z : slope * z,   g' = z > 0 ? g : slope * g
 //
-// A tensor is a set of runs of contiguous values: rows of pixels with all their channels (channels last), or rows of one
-// channel. Where channels come last parameters are laid out anew as a period that the values of a run repeat; else they are one
-// number; so both layouts take the same inner loops, whose lengths are multiples of a vector whatever the number of channels.
+// A tensor is a set of runs of contiguous values. With channels last, a run is a row of pixels with
+// all their channels; otherwise it is a row of one channel. With channels last, parameters are
+// expanded to a period that repeats along a run; otherwise a run has one value of each parameter.
+// So both layouts use the same inner loops, whose lengths are multiples of a vector for any number
+// of channels.
 
 #include <algorithm>
 #include <cmath>
@@ -31,7 +38,7 @@ static inline float load(const BFloat16* x, int64_t i) {
 }
 static inline void store(float* y, int64_t i, float v) { y[i] = v; }
 static inline void store(double* y, int64_t i, double v) { y[i] = v; }
-static inline void store(BFloat16* y, int64_t i, float v) {  // to the nearest, ties to even
+static inline void store(BFloat16* y, int64_t i, float v) {  // rounds to nearest, ties to even
     uint32_t bits;
     std::memcpy(&bits, &v, 4);
     uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
@@ -43,25 +50,25 @@ template <> struct Wider<double> { using type = double; };
 template <class T> using Accumulated = typename Wider<T>::type;
 
 extern "C" {
-// Sizes of a part of a feature map, and which of its cells count as owned: a box of rows, columns and, in volumes, planes.
+// Sizes of a part of a feature map, and the box of its owned cells.
 struct Shape {
     int64_t channels, depth, height, width;
     int64_t channels_last;
     int64_t own[6];  // begin and end along depth, height, width
     int64_t threads;
 };
-// How a tensor of that shape lies in memory, in values: along planes, rows and, where channels come first, channels.
+// Strides of a tensor of that shape, in values. With channels last `channel` is not used.
 struct Strides {
     int64_t channel, plane, row;
 };
 }
 
-static const int64_t FLUSH = 256;  // periods that are added up in the narrow type
+static const int64_t FLUSH = 256;  // number of periods that are added in the narrow type
 
 struct Runs {
     const Shape& s;
     int64_t rows, count, period;
-    int64_t lanes;  // of the period that some run has values for: short rows of one channel do not fill it
+    int64_t lanes;  // values of a period that are used: short rows of one channel do not fill it
     explicit Runs(const Shape& s) : s(s), rows(s.depth * s.height), count(s.channels_last ? rows : rows * s.channels) {
         period = s.channels_last ? std::lcm(s.channels, int64_t(16)) : 32;
         if (s.channels_last && period < 64) period *= (64 + period - 1) / period;
@@ -70,10 +77,10 @@ struct Runs {
     int64_t values(int64_t pixels) const { return s.channels_last ? pixels * s.channels : pixels; }
 };
 
-// One of them, told on from the one before: a division for each would take as long as a short run.
+// One run. The next one is found by `advance`: a division would take as long as a short run.
 struct Run {
     const Shape& s;
-    int64_t channel, plane, row;  // the channel where channels come first, else 0
+    int64_t channel, plane, row;  // channel is 0 with channels last
     Run(const Runs& runs, int64_t number) : s(runs.s), channel(number / runs.rows), plane(number % runs.rows / runs.s.height), row(number % runs.rows % runs.s.height) {}
     void advance() {
         if (++row < s.height) return;
@@ -85,7 +92,7 @@ struct Run {
     bool owned() const { return s.own[0] <= plane && plane < s.own[1] && s.own[2] <= row && row < s.own[3]; }
 };
 
-// Parameters of channels as the inner loops want them: a period of values, or one.
+// Parameter of channels in the form of the inner loops: a period of values, or one value.
 template <class A> struct Parameter {
     const A* of_channel;
     std::vector<A> values;
@@ -117,7 +124,8 @@ template <class F> static inline void each_run(const Runs& runs, int64_t first, 
 
 // ---- moments -------------------------------------------------------------------------------------------------------
 
-// Mean and sum of squared deviations of each channel, joined without cancellation (Chan, Golub, LeVeque 1979).
+// Mean and sum of squared deviations of each channel, combined without cancellation
+// (Chan, Golub, LeVeque 1979).
 struct Moments {
     std::vector<double> count, mean, m2;
     explicit Moments(int64_t channels) : count(channels), mean(channels), m2(channels) {}
@@ -143,7 +151,7 @@ static void add_moments(const T* x, int64_t n, int64_t period, P pivot, A* __res
     }
 }
 
-// Sums against a pivot, which is the running mean: so no digits are lost to a large mean.
+// Sums of x - pivot and its square. The pivot is the running mean, so a large mean costs no digits.
 template <class T, class A> struct MomentsOfRuns {
     const Runs& runs;
     Moments found;
@@ -244,7 +252,7 @@ static void add_sums(const T* g, const T* x, int64_t n, int64_t period, P pivot,
     }
 }
 
-// Of all cells, owned or not: sum g' and sum g' * (x - pivot) of each channel.
+// Sums of g' and of g' * (x - pivot) of each channel, over all cells, owned or not.
 template <class T, class A>
 static void sums(const Shape& s, const Strides& sg, const Strides& sx, const T* g, const T* x, const A* pivot, const A* scale, const A* bias, double slope, double* sum, double* weighted) {
     Runs runs(s);
@@ -320,16 +328,16 @@ static void gradient(const Shape& s, const Strides& sg, const Strides& sx, const
 // ---- whole maps ----------------------------------------------------------------------------------------------------
 
 extern "C" {
-// What makes up a norm of whole images, all of which this process has.
+// Settings of a norm of whole images that this process holds alone.
 struct Norm {
     int64_t images, groups;  // groups of channels that share statistics; 0: each channel has its own
-    int64_t joint;           // the images share them, as in batch norm
+    int64_t joint;           // all images share statistics, as in batch norm
     double eps, slope;
-    double p;                // of the channels that a dropout before the norm leaves out
+    double p;                // probability of the channel dropout before the norm
 };
 }
 
-// One of the keyed generator's numbers in [0, 1) (distseg/tiling/rng.py).
+// Number in [0, 1) of the keyed generator (distseg/tiling/rng.py).
 static inline double uniform(uint64_t key, uint64_t position) {
     uint64_t z = key + 0x9E3779B97F4A7C15u * (position + 1);
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
@@ -338,7 +346,7 @@ static inline double uniform(uint64_t key, uint64_t position) {
     return double(z >> 11) * 0x1p-53;
 }
 
-// Of one image: y by pivot, scale and bias; xhat = hat * (x - pivot) + offset.
+// Coefficients of one image: y by pivot, scale and bias; xhat = hat * (x - pivot) + offset.
 struct Numbers {
     double *pivot, *scale, *bias, *hat, *offset;
     Numbers(double* numbers, int64_t image, int64_t channels) {
@@ -349,7 +357,8 @@ struct Numbers {
 
 template <class A> static std::vector<A> narrowed(const double* values, int64_t n) { return std::vector<A>(values, values + n); }
 
-// The moments of all rows (joint: one, else one an image) from those of the images' channels: mean and m2 (rows, statistics).
+// Combines the moments of the images' channels to mean and m2 (rows, statistics). A joint norm has
+// one row, any other norm one row per image.
 static double joined(const Norm& n, int64_t channels, double pixels, const std::vector<double>& means, const std::vector<double>& m2s, double* mean, double* m2) {
     int64_t rows = n.joint ? 1 : n.images, parts = n.joint ? n.images : 1, groups = n.groups ? n.groups : channels, width = channels / groups;
     for (int64_t row = 0; row < rows; ++row)
@@ -430,7 +439,7 @@ static void norm_backward(const Shape& s, const Norm& n, const Strides& sg, cons
     }
 }
 
-// ---- for ctypes: one function a type -------------------------------------------------------------------------------
+// ---- for ctypes: one function per dtype -----------------------------------------------------------------------------
 
 #define DISTSEG_EXPORT(NAME, T, A)                                                                                                                  \
     extern "C" void moments_##NAME(const Shape* s, const Strides* sx, const T* x, double* mean, double* m2) { moments(*s, *sx, x, mean, m2); }      \

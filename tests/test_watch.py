@@ -95,7 +95,7 @@ def program(path, limit, body="pass", before="pass", folder=None):
 @pytest.mark.covering(cases=1)
 @pytest.mark.parametrize("how, said", [("sleeps", "nothing has moved for 2 s"), ("spins", "nothing has moved for 2 s"), ("stopped", "nothing has moved for 2 s")])
 def test_a_lone_process_that_hangs_is_ended_with_its_stack(tmp_path, how, said):
-    script = program(tmp_path / "program.py", 2, f"watch.beat('the last operation'); stop(0, {how!r})", folder=str(tmp_path / "run"))
+    script = program(tmp_path / "program.py", 2, f"watch.heartbeat('the last operation'); stop(0, {how!r})", folder=str(tmp_path / "run"))
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMIX_", "PRTE_"))} | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=50)
     assert done.returncode == -signal.SIGKILL and said in done.stderr and "at work, the last operation" in done.stderr, done.stderr
@@ -139,7 +139,7 @@ def test_a_job_that_hangs_in_its_end_is_ended(mpirun, tmp_path):
 
 @pytest.mark.timeout(60)
 def test_ranks_that_wait_for_one_that_works_are_left_alone(mpirun, tmp_path):
-    busy = "[(time.sleep(0.3), watch.beat(str(k))) for k in range(16)] if comm.rank == 1 else None"
+    busy = "[(time.sleep(0.3), watch.heartbeat(str(k))) for k in range(16)] if comm.rank == 1 else None"
     done = mpirun(3, program(tmp_path / "program.py", 2, busy), env={"PYTHONPATH": str(ROOT)})
     assert done.returncode == 0 and done.stdout.count("through") == 3, str(done)
 

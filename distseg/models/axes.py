@@ -1,9 +1,13 @@
-"""Axes: the meaning of each dim of a tensor of the user's code that has the numbers of a map.
+"""Axes: the meaning of each dim of a tensor in user code.
 
-A layer makes maps (N, C, *size). The user's code may have the same numbers as (N, heads, C / heads, H, W), (N, H, W, C), (N, C, H * W), (N, H * W, C) and
-so on. Each dim of such a tensor is an :class:`Axis`: images of the batch, channels, places of the image, or a product of these. A *vector of the image* has
-no places: it is alike wherever the image is looked at. A *line* is a vector that has places of some dims of the image in its channels, all of them, as means
-of rows have: how long it is follows the size of the image (:data:`Extent`).
+Layers compute feature maps (N, C, *size). User code may hold the same numbers as (N, heads,
+C / heads, H, W), (N, H, W, C), (N, C, H * W), (N, H * W, C) and so on. Each dim of such a tensor is
+an :class:`Axis`: the images of the batch, channels, positions along dims of the image, or a product
+of these.
+
+A *vector* of the image has no positions: every tile has the same value of it. A *line* is a vector
+whose channels hold all positions along some dims of the image, such as the means of all rows. Its
+length follows the size of the image (:data:`Extent`).
 """
 
 from __future__ import annotations
@@ -15,14 +19,23 @@ from typing import NamedTuple, Sequence
 from torch import Tensor
 
 Extent = tuple[tuple[int, tuple[int, ...]], ...]
-"""A sum of so many times the product of the image's sizes along some dims: ((1, (0,)), (1, (1,))) is the sum of height and width. Empty it is 1."""
+"""A length that follows the image's size, as a sum of terms (factor, dims).
+
+A term is the factor times the product of the image's sizes along these dims. So
+((1, (0,)), (1, (1,))) is height plus width. An empty extent is 1.
+"""
 
 
 class Axis(NamedTuple):
-    """One dim of a tensor of the user's code, in this order: images of the batch (or none), ``cell`` channels, and the dims ``places`` of the image.
+    """The meaning of one dim of a tensor in user code.
+
+    The dim is a product of up to three parts, in this order.
 
     Attributes:
-        whole: of a line, how many times ``cell`` numbers lie along the dim.
+        batch: the images of the batch are part of the dim.
+        cell: the number of channels along the dim.
+        places: the dims of the image whose positions are part of the dim.
+        whole: for a line, the length of the dim in units of ``cell`` numbers.
     """
 
     batch: bool = False
@@ -32,17 +45,17 @@ class Axis(NamedTuple):
 
     @property
     def of_channels(self) -> bool:
-        """Tell that nothing but channels is along this dim."""
+        """True if the dim has channels only."""
         return not (self.batch or self.places)
 
     @property
     def mixed(self) -> bool:
-        """Tell that channels and something else are along this dim."""
+        """True if the dim has channels and images or positions."""
         return self.cell != 1 and not self.of_channels
 
     @property
     def lone(self) -> bool:
-        """Tell that one channel alone is along this dim."""
+        """True if the dim has one channel and is not part of a line."""
         return self.cell == 1 and not self.whole
 
 
@@ -50,25 +63,27 @@ Axes = tuple[Axis, ...]
 
 
 def plain_axes(channels: int, dims: int) -> Axes:
-    """Return the axes of (N, C, *size)."""
+    """Return the axes of a tensor (N, C, *size)."""
     return Axis(True), Axis(cell=channels), *(Axis(places=(d,)) for d in range(dims))
 
 
 def channels_of(axes: Axes) -> int:
+    """Return the number of channels of a tensor."""
     return math.prod(axis.cell for axis in axes)
 
 
 def places_of(axes: Axes) -> tuple[int, ...]:
+    """Return the dims of the image whose positions a tensor has, in its order."""
     return tuple(d for axis in axes for d in axis.places)
 
 
 def of_images(axes: Axes) -> bool:
-    """Tell that there is a tensor of each image, and not one for all."""
+    """Return True if a tensor has a dim of images, and is not the same for all images."""
     return any(axis.batch for axis in axes)
 
 
 def is_line(axes: Axes) -> bool:
-    """Tell that its length follows the size of the image, and yet it is no map."""
+    """Return True if a tensor is a line: no map, but its length follows the size of the image."""
     return any(axis.whole for axis in axes)
 
 
@@ -78,19 +93,22 @@ def along(d: int) -> Extent:
 
 
 def length_of(extent: Extent, size: Sequence[int]) -> int:
-    """Return what an extent is of a map of this size."""
+    """Return the length that an extent has for a map of this size."""
     return sum(times * math.prod(size[d] for d in dims) for times, dims in extent) if extent else 1
 
 
 def of_size(axes: Axes, size: Sequence[int]) -> Axes:
-    """Return the axes of a line of a map of this size, as those of a vector of so many channels."""
+    """Return the axes of a line of a map of this size, as axes of a vector."""
     return tuple(
         axis._replace(cell=axis.cell * length_of(axis.whole, size), whole=()) for axis in axes
     )
 
 
 def lines_of(axes: Axes) -> tuple[int, ...] | None:
-    """Return the dims of the image that a line has places of, each along a dim of its own; None of one that has others beside."""
+    """Return the dims of the image that a line runs along.
+
+    Returns None if some dim of the line is not exactly one dim of the image.
+    """
     found = [axis for axis in axes if axis.whole]
     plain = all(
         len(axis.whole) == 1
@@ -103,19 +121,22 @@ def lines_of(axes: Axes) -> tuple[int, ...] | None:
 
 
 def without_places(axes: Axes) -> Axes:
-    """Return the axes of what a reduction over all places leaves, with its dims kept."""
+    """Return the axes after a reduction over all positions that keeps the dims (``keepdim``)."""
     return tuple(axis._replace(places=()) for axis in axes)
 
 
 def axes_of(
     shapes: Sequence[Sequence[int]], batches: Sequence[int], sizes: Sequence[Sequence[int]]
 ) -> Axes | None:
-    """Return what each dim of a tensor is, told from its shapes in traces of several batches and sizes; None where a dim follows neither.
+    """Infer the axes of a tensor from its shapes in several traces.
 
     Args:
-        shapes: of the tensor in each trace.
-        batches: the images of each trace.
-        sizes: of the map, in each trace.
+        shapes: the shape of the tensor in each trace.
+        batches: the number of images in each trace.
+        sizes: the size of the map in each trace.
+
+    Returns:
+        The axes, or None if some dim is no product of channels, images and sizes.
     """
     if len({len(shape) for shape in shapes}) > 1:
         return None
@@ -148,7 +169,10 @@ def _axis(
 def line_of(
     shapes: Sequence[Sequence[int]], batches: Sequence[int], sizes: Sequence[Sequence[int]]
 ) -> Axes | None:
-    """Return the axes of a vector or a line, told as by :func:`axes_of`."""
+    """Infer the axes of a vector or a line from its shapes in several traces.
+
+    The arguments are those of :func:`axes_of`. Returns None if some dim follows no size.
+    """
     if len({len(shape) for shape in shapes}) > 1:
         return None
     found = [_line_axis(lengths, batches, sizes) for lengths in zip(*shapes)]
@@ -165,7 +189,15 @@ def _line_axis(
 
 
 def extent_of(numbers: Sequence[int], sizes: Sequence[Sequence[int]]) -> Extent | None:
-    """Return the sum of sizes, and of a number, that numbers are in all traces; None if there is none."""
+    """Infer the extent that equals a number in each of several traces.
+
+    Args:
+        numbers: the number in each trace.
+        sizes: the size of the map in each trace.
+
+    Returns:
+        A sum of sizes and a constant, or a multiple of a product of sizes; None if neither fits.
+    """
     dims = range(len(sizes[0]))
     for times in sorted(product(range(_MOST_TIMES + 1), repeat=len(dims)), key=sum):
         rest = {
@@ -181,11 +213,11 @@ def extent_of(numbers: Sequence[int], sizes: Sequence[Sequence[int]]) -> Extent 
     return None if found is None or found.batch else ((found.cell, found.places),)
 
 
-_MOST_TIMES = 4  # that a size is counted in a length
+_MOST_TIMES = 4  # largest factor of a size in a sum of sizes
 
 
 def order_of(axes: Axes) -> tuple:
-    """Return images, channels and places in the order in which they lie in memory: what a reshape leaves as it is."""
+    """Return the order of images, channels and positions in memory, which a reshape keeps."""
     found, cells = [], 1
     for axis in axes:
         if axis.batch:
@@ -199,8 +231,8 @@ def order_of(axes: Axes) -> tuple:
 
 
 def opened(x: Tensor, axes: Axes) -> Tensor:
-    """Return a map (N, C, *size), or a vector (N, C, 1, ...), as the user's code has it."""
-    if not of_images(axes):  # alike for all images
+    """Return a map (N, C, *size) or a vector (N, C, 1, ...) as a tensor with these axes."""
+    if not of_images(axes):  # the same for all images
         return opened(x[:1], (Axis(True), *axes))[0]
     size = x.shape[2:] if any(axis.places for axis in axes) else ()
     if len(axes) == x.dim() and axes == plain_axes(x.shape[1], x.dim() - 2):
@@ -215,7 +247,10 @@ def opened(x: Tensor, axes: Axes) -> Tensor:
 
 
 def closed(y: Tensor, axes: Axes, size: Sequence[int]) -> Tensor:
-    """Return what the user's code has as a map (N, C, *size), or a vector (N, C, 1, ...); of what is alike for all images one."""
+    """Return a tensor with these axes as a map (N, C, *size) or a vector (N, C, 1, ...).
+
+    A tensor that is the same for all images gives N = 1. ``size`` is the size of the map.
+    """
     if not of_images(axes):
         return closed(y.unsqueeze(0), (Axis(True), *axes), size)
     there = tuple(size) if any(axis.places for axis in axes) else ()
@@ -235,5 +270,11 @@ def closed(y: Tensor, axes: Axes, size: Sequence[int]) -> Tensor:
 
 
 def _atoms(axis: Axis, number: int, axes: int) -> list[int]:
-    """Return which dims of (N, channels of each axis, *size) lie along an axis, the ``number``-th of so many."""
+    """Return the dims of (N, channels of each axis, *size) that form one axis.
+
+    Args:
+        axis: the axis.
+        number: its position among the axes.
+        axes: the number of axes.
+    """
     return [0] * axis.batch + [1 + number] + [1 + axes + d for d in axis.places]

@@ -1,7 +1,9 @@
-"""The images that a network takes: their number of bands (channels) and of spatial dims.
+"""The number of bands (channels) and of spatial dims of the images that a network takes.
 
-Both are told where they are known: by the store, by ``model.in_channels``, by a trace of the network. Elsewhere they are found by trying, since the first
-convolution of a module need not be what sees the image: its weight may be computed, it may see some of the bands, or other layers may come before it.
+Both are recorded where they are known: from the store, from ``model.in_channels``, or from a trace
+of the network. Otherwise they are found by trial. They cannot be read from the first convolution of
+a module: its weight may be computed, it may read some of the bands only, or other layers may come
+before it.
 """
 
 from __future__ import annotations
@@ -23,18 +25,19 @@ from distseg.models.passes import eager
 
 _CONV = nn.modules.conv._ConvNd
 _SIDE = 256  # pixels of the images that are tried
-_USUAL = range(1, 17)  # bands that are tried where no convolution's fit
-_SUMMED = 6  # numbers of channels whose sums are tried, as of streams with bands of their own
+_USUAL = range(1, 17)  # numbers of bands that are tried if those of convolutions do not fit
+_SUMMED = 6  # numbers of channels whose sums are tried, for networks of several streams
 
 
 @dataclass(frozen=True)
 class Images:
-    """Facts about a network's images.
+    """The known facts about a network's images.
 
     Attributes:
-        bands, dims: None where not known yet.
+        bands, dims: numbers of bands and of spatial dims; None if not known yet.
         guesses: numbers of bands that are tried first.
-        answer: the shape that the network makes of one image of ``_SIDE`` pixels a side, where it was found by trying.
+        answer: the shape of the network's result for one image of ``_SIDE`` pixels along each dim,
+            if the facts were found by trial.
     """
 
     bands: int | None = None
@@ -51,7 +54,7 @@ _NOTHING = Images()
 def tell(
     model: nn.Module, bands: int | None = None, dims: int | None = None, guesses: Sequence[int] = ()
 ) -> None:
-    """Note what is known of the images that ``model`` takes."""
+    """Record facts about the images that ``model`` takes; later facts replace earlier ones."""
     before = _known.get(model, _NOTHING)
     _known[model] = replace(
         before,
@@ -62,28 +65,34 @@ def tell(
 
 
 def tell_like(model: nn.Module, other: nn.Module) -> nn.Module:
-    """Note that ``model`` takes the images that ``other`` takes; returns ``model``."""
+    """Record that ``model`` takes the same images as ``other``; return ``model``."""
     tell(model, bands_of(other), dims_of(other))
     return model
 
 
 def is_told(model: nn.Module) -> bool:
-    """Return True if the number of bands is a fact, told or found, and no guess."""
+    """Return True if the number of bands was recorded or found by trial, and is no guess."""
     return _settled(model).bands is not None
 
 
 def bands_of(model: nn.Module) -> int:
-    """Return the number of bands of a network's images: what was told, else what fits, else what the first convolution takes.
+    """Return the number of bands of a network's images.
+
+    It is the recorded number, else the first one that fits, else that of the first convolution.
 
     Raises:
-        ValueError: nothing was told, nothing fits, and there is no convolution.
+        ValueError: no number is recorded, none fits, and the network has no convolution.
     """
     found = _settled(model)
     return found.bands or next(iter((*found.guesses, first_convolution(model).in_channels)))
 
 
 def dims_of(model: nn.Module) -> int:
-    """Return the number of spatial dims of a network's images; errors as of :func:`bands_of`."""
+    """Return the number of spatial dims of a network's images.
+
+    Raises:
+        ValueError: the number is not recorded, none fits, and the network has no convolution.
+    """
     options = _dims(model)
     if len(options) == 1:
         return options[0]
@@ -91,47 +100,55 @@ def dims_of(model: nn.Module) -> int:
 
 
 def first_convolution(model: nn.Module) -> nn.Module:
-    """Return the first convolution that a module holds.
+    """Return the first convolution of a module.
 
     Raises:
-        ValueError: there is none.
+        ValueError: the module has no convolution.
     """
     found = next((m for m in model.modules() if isinstance(m, _CONV)), None)
     if found is None:
         raise ValueError(
-            "this model has no convolution layer to read the bands of its images from, and those that were tried do not fit: set model.in_channels"
+            "this model has no convolution layer to read the bands of its images from, "
+            "and those that were tried do not fit: set model.in_channels"
         )
     return found
 
 
 def channels_of(model: nn.Module) -> tuple[int, int]:
-    """Return a network's (bands, outputs), the outputs as far as they can be worked out, else those of the last convolution."""
+    """Return the numbers of bands and outputs of a network.
+
+    If the number of outputs cannot be computed, it is that of the last convolution.
+    """
     bands, made = bands_of(model), answer_of(model)
-    return bands, made[1] if made else [m for m in model.modules() if isinstance(m, _CONV)][
-        -1
-    ].out_channels
+    if made:
+        return bands, made[1]
+    return bands, [m for m in model.modules() if isinstance(m, _CONV)][-1].out_channels
 
 
 @torch.no_grad()
 def answer_of(model: nn.Module, size: Sequence[int] | None = None) -> tuple[int, ...] | None:
-    """Return the shape of what a network makes of one image; None where that can't be worked out.
+    """Return the shape of a network's result for one image, or None if it cannot be computed.
 
     Args:
-        size: of the image, for networks that take one size alone; it then holds for later calls too.
+        model: the network.
+        size: the size of the image, for networks that take a single size only. The result is then
+            kept for later calls without a size.
 
     Raises:
-        ValueError: it makes one number of each image, without a dim of outputs.
+        ValueError: the result is one number for each image, without a dim of outputs.
     """
     if size is None and model in _answers:
         return _answers[model]
     found = _settled(model)
     made = found.answer if size is None else None
     if made is None:
-        with suppress(Exception):  # a module of the user's may want another size, or numbers
+        with suppress(Exception):
+            # User code may need another size, or the numbers of a real tensor.
             made = _tried(outline(model), bands_of(model), size or (_SIDE,) * dims_of(model))
     if made is not None and len(made) < 2:
         raise ValueError(
-            "this network makes (N,) of N images, one number of each: let it keep the dim of outputs, (N, 1)"
+            "this network makes (N,) of N images, one number of each: "
+            "let it keep the dim of outputs, (N, 1)"
         )
     if size is not None and made:
         _answers[model] = made
@@ -139,12 +156,15 @@ def answer_of(model: nn.Module, size: Sequence[int] | None = None) -> tuple[int,
 
 
 def fitting(model: nn.Module) -> Images | None:
-    """Return the bands and dims of images that a network takes, the likeliest ones, whatever was told; None where none are found."""
+    """Return bands and dims with which a network runs, whatever number of bands is recorded.
+
+    The most likely numbers are tried first. Returns None if none fits.
+    """
     return _searched(model, _likely(model), _dims(model))
 
 
 def _settled(model: nn.Module) -> Images:
-    """Return what is known of a network's images, and find what is not."""
+    """Return the facts about a network's images; missing facts are found by trial."""
     known = _known.get(model, _NOTHING)
     dims = _dims(model)
     if known.bands is not None and len(dims) == 1:
@@ -157,7 +177,7 @@ def _settled(model: nn.Module) -> Images:
 
 @torch.no_grad()
 def _searched(model: nn.Module, bands: Sequence[int], dims: Sequence[int]) -> Images | None:
-    """Return the first of these numbers with which a forward pass without numbers goes through."""
+    """Return the first combination of bands and dims with which a forward pass on meta succeeds."""
     shadow = None
     for count, channels in ((d, n) for d in dims for n in bands):
         try:
@@ -165,13 +185,13 @@ def _searched(model: nn.Module, bands: Sequence[int], dims: Sequence[int]) -> Im
             answer = _tried(shadow, channels, (_SIDE,) * count)
             return Images(channels, count, answer=answer)
         except Exception as e:
-            if "meta" in str(e):  # it wants numbers, with any images
-                return None
+            if "meta" in str(e):
+                return None  # the network needs real tensors, whatever the image
     return None
 
 
 def _tried(shadow: nn.Module, bands: int, size: Sequence[int]) -> tuple[int, ...] | None:
-    """Return the shape that an outline makes of one image; None where that is no tensor."""
+    """Return the shape of an outline's result for one image, or None if it is no tensor."""
     dtype = next((p.dtype for p in shadow.parameters() if p.is_floating_point()), torch.float32)
     with skip_store({}), eager(), OnMeta():
         made = shadow(torch.empty(1, bands, *size, device="meta", dtype=dtype))
@@ -179,7 +199,7 @@ def _tried(shadow: nn.Module, bands: int, size: Sequence[int]) -> tuple[int, ...
 
 
 def _likely(model: nn.Module) -> list[int]:
-    """Return numbers of bands in the order in which they are tried."""
+    """Return the numbers of bands to try, the most likely first."""
     return list(dict.fromkeys(n for n in _numbers(model) if n > 0))
 
 
@@ -190,16 +210,15 @@ def _numbers(model: nn.Module) -> Iterator[int]:
     yield from sorted(set(convs))[:4]
     yield from _USUAL
     weights = [p for p in _made(model) if 3 <= p.dim() <= 5]
-    yield from (
-        p.shape[p.shape[1] > 1] for p in weights[:2]
-    )  # of a convolution's function; depthwise ones have one channel each
+    # Weights of F.conv are (outputs, bands, ...); of a depthwise one (bands, 1, ...).
+    yield from (p.shape[p.shape[1] > 1] for p in weights[:2])
     yield from (m.in_features for m in model.modules() if isinstance(m, nn.Linear))
     some = sorted(set(convs))[:_SUMMED]
     yield from (sum(parts) for count in (2, 3) for parts in combinations(some, count))
 
 
 def _dims(model: nn.Module) -> list[int]:
-    """Return the numbers of spatial dims that a network's images may have, the likeliest first."""
+    """Return the numbers of spatial dims that a network's images may have, most likely first."""
     if dims := _known.get(model, _NOTHING).dims:
         return [dims]
     if convs := list(
@@ -215,7 +234,7 @@ def _dims(model: nn.Module) -> list[int]:
 
 
 def _made(model: nn.Module) -> Iterator[nn.Parameter]:
-    """Yield the parameters that have a shape: lazy layers have none before their first pass."""
+    """Yield the parameters that have a shape; those of lazy layers get one in the first pass."""
     return (p for p in model.parameters() if not is_lazy(p))
 
 

@@ -1,4 +1,7 @@
-"""Small networks that make a vector of an image, of any size: for labels of whole images, and as backbones of PatchGD."""
+"""Small networks that map an image of any size to a vector.
+
+They are used for labels of whole images, and as backbones of PatchGD.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from torch import Tensor, nn
 
 
 class Block(nn.Module):
-    """Two 3x3 convolutions with norms, and a way around them (He et al., 2016)."""
+    """A residual block: two 3x3 convolutions with norms, and a shortcut (He et al. 2016)."""
 
     def __init__(self, inner: int, outer: int, stride: int, norm: str):
         super().__init__()
@@ -25,7 +28,12 @@ class Block(nn.Module):
 
 
 class Residual(nn.Module):
-    """(N, C, *size) -> (N, K): a 3x3 convolution, ``depth`` residual blocks that each halve the size and double the channels, a mean or maximum over the image, a linear layer."""
+    """A residual classifier: (N, C, H, W) -> (N, K).
+
+    It consists of a 3x3 convolution, ``depth`` residual blocks, a mean or maximum over the image
+    (``pool``), and a linear layer. The convolution and each block halve the size. From the second
+    block on, each block doubles the number of channels.
+    """
 
     def __init__(
         self,
@@ -60,7 +68,11 @@ def residual(
     norm: str = "batch",
     pool: str = "mean",
 ) -> Residual:
-    """The network by the config's fields: ``model: {name: "distseg.models.classifier:residual", base_channels: 16, depth: 4, norm: batch, args: {pool: max}}``."""
+    """Return a residual classifier; the arguments are fields of the section ``model``.
+
+    An example in a config is ``model: {name: "distseg.models.classifier:residual", depth: 4,
+    norm: batch, args: {pool: max}}``.
+    """
     return Residual(in_channels, out_channels, base_channels, depth, norm, pool)
 
 

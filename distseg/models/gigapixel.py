@@ -1,9 +1,11 @@
 """A small U-Net with large kernels and strides and additive skips, for images of a gigapixel.
 
-The network known from training on 16000 x 64000 pixels on one workstation has 7 convolutions and 4,492 parameters; its
-table of layers is not public. Of all symmetric tables (three convolutions down, one in the middle, three up with the same
-kernels; biases; kernels of 3 to 11, odd, no larger towards the middle; 2 to 16 channels, no fewer towards the middle)
-four have 4,492 parameters, and this is the one with more than 2 channels at the first level::
+It reconstructs a network that was trained on 16000 x 64000 pixels on one workstation. That network
+has 7 convolutions and 4,492 parameters; its table of layers is not public. The candidates are
+symmetric: three convolutions down, one in the middle, and three up with the same kernels. They
+have biases, odd kernel sizes of 3 to 11 that do not grow towards the middle, and 2 to 16 channels
+that do not decrease towards the middle. Four of them have 4,492 parameters. This is the only one of
+the four with more than 2 channels at the first level::
 
     image ------------------------------------------------------------------------------- add
       9x9 / 4,  4 channels ------------------------------------------- add      9x9 x 4,  1 channel
@@ -11,10 +13,11 @@ four have 4,492 parameters, and this is the one with more than 2 channels at the
           5x5 / 2,  5 channels ------------- add    5x5 x 2,  4 channels
             3x3,  5 channels
 
-    4 (81 + 1) + 4 (4 81 + 1) + 5 (4 25 + 1) + 5 (5 9 + 1) + 4 (5 25 + 1) + 4 (4 81 + 1) + (4 81 + 1) = 4492
+    4 (81 + 1) + 4 (4 81 + 1) + 5 (4 25 + 1) + 5 (5 9 + 1)
+        + 4 (5 25 + 1) + 4 (4 81 + 1) + (4 81 + 1) = 4492
 
-ReLU follows every convolution but the last. The way up is of transposed convolutions; skips cut what they make too long,
-so any image size will do.
+ReLU follows every convolution except the last. The convolutions on the way up are transposed. Their
+results are cut to the size of the skip, so images of any size work.
 """
 
 from __future__ import annotations
@@ -29,14 +32,17 @@ _TABLE = ((4, 9, 4), (4, 9, 4), (5, 5, 2))  # channels, kernel, stride on the wa
 
 
 def gigapixel(in_channels: int = 1, out_channels: int = 1) -> nn.Sequential:
-    """(N, C, H, W) -> logits (N, C', H, W); 4,492 parameters with one channel in and out.
+    """Return the network (N, C, H, W) -> logits (N, C, H, W).
+
+    With one channel it has 4,492 parameters.
 
     Raises:
         ValueError: in_channels and out_channels differ.
     """
     if in_channels != out_channels:
         raise ValueError(
-            f"gigapixel-4492 adds the image to its result, so it has as many outputs as bands, but got {in_channels} bands and {out_channels} outputs: "
+            "gigapixel-4492 adds the image to its result, so it has as many outputs as bands, "
+            f"but got {in_channels} bands and {out_channels} outputs: "
             "set model.out_channels to 1 for a grey image of two classes"
         )
     layers: OrderedDict[str, nn.Module] = OrderedDict()

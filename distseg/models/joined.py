@@ -1,7 +1,8 @@
-"""A module of several inputs or outputs as a network of one image and one result.
+"""Adapts a module of several inputs or outputs to a network of one image and one result.
 
-The bands of an image are dealt to the inputs. The outputs that are trained on lie side by side in the channels of one result, resized to the image where they are smaller; their
-losses are added up by weights (:class:`distseg.layers.loss.Loss`). In evaluation the first of them alone is the result.
+The bands of the image are split among the inputs. In training, the outputs are resized to the image
+if they are smaller, and concatenated along the channels of one result. Their losses are added with
+weights (:class:`distseg.layers.loss.Loss`). In evaluation the result is the first output.
 """
 
 from __future__ import annotations
@@ -18,25 +19,29 @@ _LINEAR = ("linear", "bilinear", "trilinear")
 
 
 class WrongEnds(ValueError):
-    """Inputs or outputs that a module does not have."""
+    """An error: the settings name inputs or outputs that a module does not have."""
 
 
 def joined(
     model: nn.Module, inputs: Sequence[int] | None = None, outputs: Sequence[str] | None = None
 ) -> nn.Module:
-    """Make a module take one image, and return one result: (N, C, *size) -> in training (N, outputs * C', *size), in evaluation (N, C', *size).
+    """Make a module take one image and return one result.
 
-    Weights and their names stay. ``model`` is changed: its class becomes one of its own. A module that was joined before stays as it is.
+    Shapes are (N, C, *size) -> (N, outputs * C', *size) in training, (N, C', *size) in evaluation.
+    ``model`` is changed and returned: it gets a class of its own. Weights and their names stay. A
+    module that is adapted already stays as it is.
 
     Args:
-        inputs: the number of bands that each argument of its forward pass has.
-        outputs: names or numbers of the outputs that are trained on, the one that is predicted first.
+        model: the module.
+        inputs: the number of bands of each argument of its forward pass.
+        outputs: names or numbers of the outputs to train; the first one is used in evaluation.
     """
     if inputs is None and outputs is None or hasattr(model, "distseg_outputs"):
         return model
     base = type(model)
 
-    def __reduce_ex__(self, protocol):  # pickle finds no class that was made in a function
+    def __reduce_ex__(self, protocol):
+        # pickle cannot find a class that was made in a function.
         plain = base.__new__(base)
         plain.__dict__.update(self.__dict__)
         return joined, (plain, inputs, outputs)
@@ -56,7 +61,7 @@ def joined(
 
 
 def outputs_of(model: nn.Module) -> int:
-    """Return the number of outputs that lie side by side in the result of a module in training."""
+    """Return the number of outputs that are concatenated in a module's result in training."""
     return getattr(model, "distseg_outputs", 1)
 
 
@@ -65,41 +70,44 @@ def _dealt(x: Tensor, inputs: Sequence[int] | None) -> Sequence[Tensor]:
         return (x,)
     if sum(inputs) != x.shape[1]:
         raise WrongEnds(
-            f"model.inputs is {list(inputs)}, together {sum(inputs)} bands, but the image has {x.shape[1]}: deal out all of them"
+            f"model.inputs is {list(inputs)}, together {sum(inputs)} bands, but the image has "
+            f"{x.shape[1]}: deal out all of them"
         )
     return x.split(list(inputs), 1)
 
 
 def _one(made: Any, names: Sequence[str], x: Tensor, training: bool) -> Tensor:
-    """Return the first of a module's outputs, in training all that are named, side by side."""
+    """Return all named outputs, concatenated, in training; in evaluation the first of them."""
     if not training:
         alone = isinstance(made, Tensor) and made.dim() <= x.dim()
         return _resized(made if alone else _picked(made, names[0], x), x)
     if isinstance(made, Tensor) and made.dim() <= x.dim():
         raise WrongEnds(
-            f"model.outputs names {', '.join(names)}, but the network returns one tensor in training: leave model.outputs out"
+            f"model.outputs names {', '.join(names)}, but the network returns one tensor in "
+            "training: leave model.outputs out"
         )
     parts = [_resized(_picked(made, name, x), x) for name in names]
     for name, part in zip(names, parts):
         if part.shape != parts[0].shape:
             raise WrongEnds(
-                f"output {name} of the network is {_shape(part)}, and {names[0]} is {_shape(parts[0])}: model.outputs takes outputs of the same classes"
+                f"output {name} of the network is {_shape(part)}, and {names[0]} is "
+                f"{_shape(parts[0])}: model.outputs takes outputs of the same classes"
             )
     return torch.cat(parts, 1) if len(parts) > 1 else parts[0]
 
 
 def _picked(made: Any, name: str, x: Tensor) -> Tensor:
-    """Return one output by its name or number: of a dict, a tuple or list, or maps stacked in a dim behind that of images."""
+    """Return one output by its name or number.
+
+    ``made`` is a dict, a tuple, a list, or a tensor whose second dim stacks several maps.
+    """
     if isinstance(made, Tensor):
         made = made.unbind(1)
-    found, there = (
-        None,
-        list(made)
-        if isinstance(made, Mapping)
-        else [str(n) for n in range(len(made))]
-        if isinstance(made, (tuple, list))
-        else [],
-    )
+    found, there = None, []
+    if isinstance(made, Mapping):
+        there = list(made)
+    elif isinstance(made, (tuple, list)):
+        there = [str(n) for n in range(len(made))]
     if isinstance(made, Mapping):
         found = made.get(name)
     elif name in there:
@@ -109,13 +117,18 @@ def _picked(made: Any, name: str, x: Tensor) -> Tensor:
     if not isinstance(found, Tensor):
         has = f"a {type(found).__name__}" if found is not None else "no tensor"
         raise WrongEnds(
-            f"model.outputs names {name}, but that is {has} of what the network returns, a {type(made).__name__} of {', '.join(map(str, there)) or 'nothing'}: name outputs that are tensors"
+            f"model.outputs names {name}, but that is {has} of what the network returns, a "
+            f"{type(made).__name__} of {', '.join(map(str, there)) or 'nothing'}: name outputs "
+            "that are tensors"
         )
     return found
 
 
 def _resized(y: Tensor, x: Tensor) -> Tensor:
-    """Resize a smaller map to the image's size, linearly, with the borders of cells aligned; a vector of the image stays."""
+    """Resize a map to the image's size by linear interpolation (``align_corners=False``).
+
+    A vector of the image stays as it is.
+    """
     size = x.shape[2:]
     if y.dim() < x.dim() or is_vector(y, size) or y.shape[2:] == size:
         return y

@@ -1,9 +1,10 @@
-"""The layers that PyTorch lacks for a flat U-Net: skips as a pair of layers, ``Stash(name)`` and ``Pop(name)`` or ``Add(name)``.
+"""Layers that PyTorch lacks: skips in a flat ``nn.Sequential``, joins, vectors and formulas.
 
-A flat ``nn.Sequential`` can be cut between any two layers, which is what pipelines and the joint execution of tiles
-need. A skip then is a tensor put aside under a name by one layer and taken up by a later one. In a plain forward pass
-they meet in a store of the current thread; executors see an edge of the network's graph (:mod:`distseg.models.network`).
-``Cat`` and ``Sum`` join maps in a :class:`distseg.models.network.Network`, whose layers say what they read.
+A flat ``nn.Sequential`` can be cut between any two layers, as pipelines and tiles need it. A skip
+is then a pair of layers: ``Stash(name)`` stores a tensor under a name, and ``Pop(name)`` or
+``Add(name)`` takes it. In a plain forward pass the tensor waits in a store of the current thread.
+Executors see an edge of the network's graph instead (:mod:`distseg.models.network`). ``Cat`` and
+``Sum`` join maps in a :class:`distseg.models.network.Network`, which lists what each layer reads.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def _store() -> dict[str, Tensor]:
 
 @contextmanager
 def skip_store(store: dict[str, Tensor]):
-    """Layers inside stash to and pop from ``store``."""
+    """Let all ``Stash`` and ``Pop`` layers of this thread use ``store`` inside the context."""
     outer = _store()
     _local.store = store
     try:
@@ -47,7 +48,7 @@ def skip_store(store: dict[str, Tensor]):
 
 
 class Stash(nn.Module):
-    """Put the input aside under ``name`` and pass it on."""
+    """The beginning of a skip: stores the input under ``name`` and returns it unchanged."""
 
     def __init__(self, name: str):
         super().__init__()
@@ -62,9 +63,10 @@ class Stash(nn.Module):
 
 
 class Pop(nn.Module):
-    """Concatenate the skip ``name`` with the input: (N, C1, ...), (N, C2, ...) -> (N, C1 + C2, ...).
+    """The end of a skip: concatenates the skip ``name`` with the input along the channels.
 
-    After ceil-mode pooling and x2 up-sampling the input may be one pixel longer than the skip (odd sizes): it is cut.
+    Shapes are (N, C1, ...), (N, C2, ...) -> (N, C1 + C2, ...). After ceil-mode pooling and x2
+    up-sampling the input may be one pixel longer than the skip (odd sizes); it is cut.
     """
 
     def __init__(self, name: str):
@@ -72,7 +74,7 @@ class Pop(nn.Module):
         self.name = name
 
     def forward(self, x: Tensor, skip: Tensor | None = None) -> Tensor:
-        """``skip``: from an executor that keeps maps itself."""
+        """Join ``x`` with the skip; an executor that stores maps itself passes it as ``skip``."""
         if skip is None:
             try:
                 skip = _store().pop(self.name)
@@ -91,7 +93,10 @@ class Pop(nn.Module):
 
 
 class Add(Pop):
-    """Add the skip ``name`` to the input: (N, C, ...), (N, C, ...) -> (N, C, ...). As after a :class:`Pop`, a longer input is cut."""
+    """The end of a skip: adds the skip ``name`` to the input.
+
+    Shapes are (N, C, ...), (N, C, ...) -> (N, C, ...). An input longer than the skip is cut.
+    """
 
     @staticmethod
     def joined(skip: Tensor, x: Tensor) -> Tensor:
@@ -99,14 +104,17 @@ class Add(Pop):
 
 
 class Join(nn.Module):
-    """Several maps of a :class:`distseg.models.network.Network` in one, each cut to the size of the last, which is the smallest."""
+    """Base class of layers that join several maps.
+
+    The last map is the smallest; the others are cut to its size.
+    """
 
     def forward(self, *maps: Tensor) -> Tensor:
         return self.joined(*(cut_to(x, maps[-1]) for x in maps))
 
 
 class Cat(Join):
-    """Channels of all: (N, C1, ...), (N, C2, ...), ... -> (N, C1 + C2 + ..., ...)."""
+    """Concatenation of channels: (N, C1, ...), (N, C2, ...), ... -> (N, C1 + C2 + ..., ...)."""
 
     @staticmethod
     def joined(*maps: Tensor) -> Tensor:
@@ -114,7 +122,7 @@ class Cat(Join):
 
 
 class Sum(Join):
-    """(N, C, ...), (N, C, ...), ... -> (N, C, ...)."""
+    """Sum of maps: (N, C, ...), (N, C, ...), ... -> (N, C, ...)."""
 
     @staticmethod
     def joined(*maps: Tensor) -> Tensor:
@@ -122,7 +130,7 @@ class Sum(Join):
 
 
 class Fill(nn.Module):
-    """Zeros behind, so that sizes are multiples of so many pixels: (N, C, *size) -> (N, C, *larger)."""
+    """Zero-padding at the end of each dim, up to a multiple: (N, C, *size) -> (N, C, *larger)."""
 
     def __init__(self, multiple: int):
         super().__init__()
@@ -136,7 +144,8 @@ class Fill(nn.Module):
 
 
 def _filled_up(x: Tensor, multiple: int) -> Tensor:
-    # Written so, torch.export sees that the sum is a multiple whatever n is; with -n % multiple it does not.
+    # torch.export can prove that this expression is a multiple for every n; for -n % multiple it
+    # cannot.
     larger = [(n + multiple - 1) // multiple * multiple for n in x.shape[2:]]
     return F.pad(
         x, [side for n, m in zip(reversed(x.shape[2:]), reversed(larger)) for side in (0, m - n)]
@@ -144,7 +153,7 @@ def _filled_up(x: Tensor, multiple: int) -> Tensor:
 
 
 class CutTo(Join):
-    """The part of a map that has the size of another: (N, C, *larger), (N, ?, *size) -> (N, C, *size)."""
+    """Crop of a map to the size of another: (N, C, *larger), (N, ?, *size) -> (N, C, *size)."""
 
     @staticmethod
     def joined(x: Tensor, like: Tensor) -> Tensor:
@@ -152,13 +161,16 @@ class CutTo(Join):
 
 
 class Mean(nn.Module):
-    """Of each channel over an image, or over each part of it: (N, C, *size) -> (N, C * parts, 1, ...), a *vector* of the image.
+    """Mean of each channel over an image, or over each cell of a grid.
 
-    A vector has one place, and is the same wherever the image is looked at. A channel's parts lie side by side.
+    Shapes are (N, C, *size) -> (N, C * parts, 1, ...), where parts is the number of grid cells. The
+    parts of a channel are adjacent. The result is a *vector* of the image: it has a single
+    position, and every tile has the same value of it.
 
     Args:
-        grid: into how many parts each dim is cut, as ``nn.AdaptiveAvgPool2d`` cuts it; by default the image is one.
-        total: sums instead of means.
+        grid: the number of parts along each dim, as in ``nn.AdaptiveAvgPool2d``; by default the
+            whole image is one part.
+        total: compute sums instead of means.
     """
 
     def __init__(self, grid: Sequence[int] = (), total: bool = False):
@@ -177,11 +189,14 @@ class Mean(nn.Module):
 
 
 class Max(Mean):
-    """The largest value of each channel of an image, or of each part of it: (N, C, *size) -> (N, C * parts, 1, ...), a vector.
+    """Maximum of each channel over an image, or over each cell of a grid, as a vector.
+
+    Shapes are (N, C, *size) -> (N, C * parts, 1, ...).
 
     Args:
-        first: of equal ones the gradient is the first place's, as of ``nn.AdaptiveMaxPool2d``; else they share it, as of ``torch.amax``.
-        grid: as of :class:`Mean`.
+        first: among equal maxima, the first one gets the whole gradient, as in
+            ``nn.AdaptiveMaxPool2d``. If False they share it, as in ``torch.amax``.
+        grid: the number of parts along each dim; by default the whole image is one part.
     """
 
     def __init__(self, first: bool, grid: Sequence[int] = ()):
@@ -202,12 +217,16 @@ class Max(Mean):
 
 
 class Spread(nn.Module):
-    """A vector of the image at all places of a map, resized as ``F.interpolate`` does where it is a grid: (N, ?, *size), (N, C * parts, 1, ...) -> (N, C, *size).
+    """Expansion of a vector of the image to all positions of a map.
+
+    Shapes are (N, ?, *size), (N, C * parts, 1, ...) -> (N, C, *size). The first map gives the size.
 
     Args:
-        grid: into how many parts the vector has each channel cut.
-        kept: the dims of the image that it has all places of (:class:`distseg.models.lines.AlongLines`).
-        settings: ``mode`` and ``align_corners``.
+        grid: the grid of parts that the vector has for each channel. A grid is resized to the map
+            as ``F.interpolate`` does.
+        kept: the dims of the image of which the vector has all positions
+            (:class:`distseg.models.lines.AlongLines`).
+        settings: ``mode`` and ``align_corners`` of ``F.interpolate``.
     """
 
     def __init__(self, grid: Sequence[int] = (), kept: Sequence[int] = (), **settings):
@@ -219,7 +238,13 @@ class Spread(nn.Module):
         return self.part(x, size, [range(n) for n in size])
 
     def part(self, x: Tensor, size: Sequence[int], places: Sequence[range]) -> Tensor:
-        """Of a map of this size only some ``places`` of each dim."""
+        """Return the expanded vector at a range of positions along each dim of a map.
+
+        Args:
+            x: the vector (N, C * parts, 1, ...).
+            size: the size of the whole map.
+            places: the range of positions along each dim.
+        """
         if self.kept:
             x = x.reshape(len(x), -1, *(n if d in self.kept else 1 for d, n in enumerate(size)))
             x = x[
@@ -240,7 +265,10 @@ class Spread(nn.Module):
         return y
 
     def _shares(self, k: int, n: int) -> Tensor:
-        """What each of k cells has in each of the n that they become, (k, n): resizing is linear, and goes dim by dim."""
+        """Return the weights (k, n) with which k cells contribute to the n cells of a resize.
+
+        Resizing is linear and separable, so the matrix of one dim is the resized identity.
+        """
         mode = {"linear": "bilinear", "trilinear": "bilinear"}.get(
             self.settings["mode"], self.settings["mode"]
         )
@@ -254,10 +282,13 @@ class Spread(nn.Module):
 
 
 class VectorNorm(nn.modules.batchnorm._BatchNorm):
-    """Batch norm of vectors, as ``nn.BatchNorm1d`` of (N, C), or as ``nn.BatchNorm2d`` of (N, C, *grid): (N, C * parts, 1, ...) -> (N, C * parts, 1, ...).
+    """Batch norm of vectors: (N, C * parts, 1, ...) -> (N, C * parts, 1, ...).
+
+    It equals ``nn.BatchNorm1d`` on (N, C), or ``nn.BatchNorm2d`` on (N, C, *grid).
 
     Args:
-        parts: of each channel; 0 of a line, of which it follows the image's size.
+        parts: the number of parts of each channel; 0 for a line, where it depends on the image's
+            size.
     """
 
     def __init__(self, channels: int, *args, parts: int = 1, **kwargs):
@@ -272,10 +303,12 @@ class VectorNorm(nn.modules.batchnorm._BatchNorm):
 
 
 class FramesNorm(nn.modules.batchnorm._BatchNorm):
-    """Batch norm of maps that are several images each, as ``nn.BatchNorm2d`` of (N * frames, C, *size): (N, frames * C, *size) -> (N, frames * C, *size).
+    """Batch norm of maps that hold several frames: (N, frames * C, *size) -> (same shape).
+
+    It equals ``nn.BatchNorm2d`` on (N * frames, C, *size).
 
     Args:
-        frames: of each image; its channels lie one frame behind the other.
+        frames: the number of frames of each image. The channels of a frame are adjacent.
     """
 
     def __init__(self, channels: int, *args, frames: int, **kwargs):
@@ -290,30 +323,36 @@ class FramesNorm(nn.modules.batchnorm._BatchNorm):
 
 
 def as_vector(x: Tensor, dims: int) -> Tensor:
-    """(N, ...) -> (N, ?, 1, ...), of an image with so many dims."""
+    """Return a tensor (N, ...) as a vector (N, ?, 1, ...) of images with ``dims`` spatial dims."""
     return x.reshape(len(x), -1, *(1,) * dims)
 
 
 def is_vector(x: Tensor, size: Sequence[int]) -> bool:
-    """Whether a tensor that stands for ``size`` cells of a map has one place for all of them."""
-    return all(n == 1 for n in x.shape[2:]) and any(
-        n > 1 for n in size
-    )  # numel() would fix sizes in torch.export
+    """Return True if a tensor has a single position, but the map it belongs to has more.
+
+    ``size`` is the size of that map.
+    """
+    # numel() would fix the sizes in torch.export.
+    return all(n == 1 for n in x.shape[2:]) and any(n > 1 for n in size)
 
 
 RANKS_OF_DROPOUTS = {"dropout1d": (3,), "dropout3d": (5,)}
-"""Dims of the tensors whose channels a function drops; others are one image for it, without a dim of the batch."""
+"""Number of dims of a batch for each dropout function; it takes fewer dims as a single image."""
 
 
 class VectorDropout(nn.Dropout):
-    """Dropout of the numbers of a vector of the image: (N, C, 1, ...) -> (N, C, 1, ...)."""
+    """Dropout of the elements of a vector of the image: (N, C, 1, ...) -> (N, C, 1, ...)."""
 
 
 class DropImage(nn.Module):
-    """Stochastic depth: all of an image becomes 0 with probability ``p``, in training; (N, C, *size) -> (N, C, *size).
+    """Stochastic depth: in training a whole image becomes 0 with probability ``p``.
+
+    The shape (N, C, *size) does not change.
 
     Args:
-        kept: what an image that is kept is multiplied by; ``evaluated``: what all are in evaluation.
+        p: the probability.
+        kept: the factor for images that are kept.
+        evaluated: the factor for all images in evaluation.
     """
 
     def __init__(self, p: float, kept: float, evaluated: float):
@@ -323,18 +362,18 @@ class DropImage(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if not self.training:
             return x * self.evaluated if self.evaluated != 1 else x
-        return (
-            x
-            * (torch.rand(len(x), *(1 for _ in x.shape[1:]), device=x.device) >= self.p).to(x.dtype)
-            * self.kept
-        )
+        drawn = torch.rand(len(x), *(1 for _ in x.shape[1:]), device=x.device)
+        return x * (drawn >= self.p).to(x.dtype) * self.kept
 
     def extra_repr(self) -> str:
         return f"p={self.p:g}"
 
 
 class MainOutput(nn.Module):
-    """In evaluation the first of several outputs that lie side by side in the channels, (N, outputs * C, *size) -> (N, C, *size); in training all."""
+    """Selection of the first of several outputs in evaluation; in training all outputs pass.
+
+    The outputs are adjacent in the channels: (N, outputs * C, *size) -> (N, C, *size).
+    """
 
     def __init__(self, outputs: int):
         super().__init__()
@@ -348,7 +387,11 @@ class MainOutput(nn.Module):
 
 
 class Step(NamedTuple):
-    """A function and its arguments, in which ``Map(i)`` stands for the i-th tensor at hand and ``Own(name)`` for one of a layer's own."""
+    """A function and its arguments.
+
+    In the arguments, ``Map(i)`` stands for the i-th available tensor, and ``Own(name)`` for a
+    parameter or buffer of the layer.
+    """
 
     function: Callable
     args: tuple
@@ -356,21 +399,31 @@ class Step(NamedTuple):
 
 
 class Read(NamedTuple):
-    """How a layer's function wants a map: with these ``axes`` (None: as it is), and as numbers of this type (None: floating point, as maps are kept)."""
+    """The form in which the functions of a layer take a map.
+
+    Attributes:
+        axes: the meaning of each dim; None to pass the map as it is.
+        dtype: the type of its numbers; None to pass the floating-point numbers of the map.
+    """
 
     axes: Axes | None = None
     dtype: torch.dtype | None = None
 
 
 class Formula(nn.Module):
-    """Functions of PyTorch's that look at single cells, of one or several maps of one size: (N, C, *size), ... -> (N, C', *size).
+    """A layer of pointwise PyTorch functions of one or several maps of the same size.
+
+    Shapes are (N, C, *size), ... -> (N, C', *size).
 
     Args:
-        steps: are done one after another; at hand are the maps, and behind them what each step makes. The last one's is the result.
-        reads: how the functions want each map; vectors of the image may be among them.
+        steps: the functions, in order. A step can use the maps and the results of earlier steps;
+            the last result is that of the layer.
+        reads: the form in which the functions take each map; vectors of the image may be among
+            them.
         tensors: parameters and buffers by name.
-        part: which of several results is meant.
-        made: the axes of the result; None: it is a map as it is. Without places it is a vector of the image, kept as (N, C', 1, ...).
+        part: the index of the result, if the last function returns several.
+        made: the axes of the result; None if it is a map already. A result without positions is a
+            vector of the image, kept as (N, C', 1, ...).
     """
 
     def __init__(
@@ -395,10 +448,11 @@ class Formula(nn.Module):
         reads: Sequence[Read],
         made: Axes | None,
     ) -> Tensor:
-        """Return what steps make of maps, as a map with these axes."""
+        """Return the result of ``steps`` on ``maps``, as a map or vector with axes ``made``."""
         y = _computed(self, steps, map(_as_read, maps, reads), maps[0])
         y = y if self.part is None else y[self.part]
-        if not y.is_floating_point():  # masks and numbers of channels are kept as what maps are
+        if not y.is_floating_point():
+            # Maps are floating-point numbers, also those that hold masks and channel numbers.
             y = y.to(torch.promote_types(maps[0].dtype, torch.float32))
         if made is None:
             return y
@@ -406,7 +460,7 @@ class Formula(nn.Module):
         return y if of_images(made) else y.expand(len(maps[0]), *(-1 for _ in y.shape[1:]))
 
     def _size(self, maps: Sequence[Tensor], reads: Sequence[Read]) -> Sequence[int]:
-        """Return the cells of the map among ``maps``; of vectors alone one."""
+        """Return the size of the map among ``maps``; (1, ...) if all of them are vectors."""
         sizes = (
             x.shape[2:] for x, read in zip(maps, reads) if read.axes is None or places_of(read.axes)
         )
@@ -422,18 +476,17 @@ def _as_read(x: Tensor, read: Read) -> Tensor:
     x = x if read.axes is None else opened(x, read.axes)
     if read.dtype is None:
         return x
-    return (x if read.dtype == torch.bool else x.round()).to(
-        read.dtype
-    )  # a count comes of means, and so of rounding
+    # A count may be the result of a mean, and so differ from a whole number by rounding.
+    return (x if read.dtype == torch.bool else x.round()).to(read.dtype)
 
 
 class Derived(nn.Module):
-    """A layer whose weights are computed from others, as by weight normalisation and standardisation.
+    """A layer whose weights are computed from other tensors, as in weight normalisation.
 
     Args:
-        inner: the layer, whose own weights are of no use.
-        weights: of its parameters, how each is made.
-        tensors: parameters and buffers by name.
+        inner: the layer; its own weights are not used.
+        weights: for each of its parameters the steps that compute it.
+        tensors: parameters and buffers by name, from which the weights are computed.
     """
 
     def __init__(
@@ -443,13 +496,13 @@ class Derived(nn.Module):
         self.weights = dict(weights)
         register(self, tensors)
         inner._parameters = dict.fromkeys(inner._parameters)
-        self.__dict__["inner"] = inner  # no child: it holds nothing
+        self.__dict__["inner"] = inner  # not a child module, since it holds no weights
 
     def forward(self, x: Tensor) -> Tensor:
         return self.filled()(x)
 
     def filled(self) -> nn.Module:
-        """The layer with its weights."""
+        """Return the layer with its computed weights."""
         layer = copy.copy(self.inner)
         layer.__dict__["_parameters"] = dict.fromkeys(self.inner._parameters) | {
             name: _computed(self, steps) for name, steps in self.weights.items()
@@ -462,20 +515,24 @@ class Derived(nn.Module):
 
 @cache
 def taken() -> frozenset[str]:
-    """Return the names that a layer's own tensors can't have, as it has them itself."""
+    """Return names that the tensors of a layer cannot have, since modules use them."""
     return frozenset((*dir(Formula((), ())), *dir(Derived(nn.Identity(), {}, {}))))
 
 
 def register(layer: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Parameters and buffers by name."""
+    """Register tensors in a layer: parameters as parameters, other tensors as buffers."""
     for name, tensor in tensors.items():
-        layer.register_parameter(name, tensor) if isinstance(
-            tensor, nn.Parameter
-        ) else layer.register_buffer(name, tensor)
+        if isinstance(tensor, nn.Parameter):
+            layer.register_parameter(name, tensor)
+        else:
+            layer.register_buffer(name, tensor)
 
 
 class Fixed(NamedTuple):
-    """In the arguments of a :class:`Step`: a tensor that the user's code makes of numbers, which goes where the layer is."""
+    """An argument of a :class:`Step`: a constant tensor of the user's code.
+
+    It is moved to the device of the layer.
+    """
 
     tensor: Tensor
 
@@ -485,48 +542,52 @@ class Fixed(NamedTuple):
 
 @dataclass(frozen=True)
 class ByType:
-    """In the arguments of a :class:`Step`: a number that the user's code takes by the type of a tensor, as ``torch.finfo(x.dtype).eps``."""
+    """An argument of a :class:`Step`: a number that depends on the dtype of a tensor.
+
+    An example is ``torch.finfo(x.dtype).eps``. ``each`` has the number for each dtype.
+    """
 
     each: tuple[tuple[torch.dtype, float], ...]
 
     def of(self, dtype: torch.dtype) -> float:
-        """Return the number beside a tensor of this type; of types that were not seen that of float32."""
+        """Return the number for a dtype; for a dtype that was not traced, the one of float32."""
         numbers = dict(self.each)
         return numbers.get(dtype, numbers.get(torch.float32, self.each[-1][1]))
 
     def __repr__(self) -> str:
-        return f"({' or '.join(f'{number:g}' for _, number in self.each)}, as the type of a tensor says)"
+        numbers = " or ".join(f"{number:g}" for _, number in self.each)
+        return f"({numbers}, as the type of a tensor says)"
 
 
 def _computed(
     layer: nn.Module, steps: Sequence[Step], maps: Iterable[Tensor] = (), like: Tensor | None = None
 ) -> Tensor:
-    """Return the result of the last step. Constants move to the device of ``like``, by default to that of the layer."""
-    at_hand, like = list(maps), next(layer.parameters(), None) if like is None else like
+    """Return the result of the last step.
+
+    Constants are moved to the device of ``like``, by default to the device of the layer.
+    """
+    available, like = list(maps), next(layer.parameters(), None) if like is None else like
     for step in steps:
-        at_hand.append(
-            step.function(
-                *_filled(layer, step.args, at_hand, like),
-                **_filled(layer, step.kwargs, at_hand, like),
-            )
-        )
-    return at_hand[-1]
+        args = _filled(layer, step.args, available, like)
+        kwargs = _filled(layer, step.kwargs, available, like)
+        available.append(step.function(*args, **kwargs))
+    return available[-1]
 
 
 class Map(NamedTuple):
-    """In the arguments of a :class:`Step`: a tensor that is at hand."""
+    """An argument of a :class:`Step`: an input map, or the result of an earlier step."""
 
     number: int
 
 
 class Own(NamedTuple):
-    """A parameter or buffer of the layer."""
+    """An argument of a :class:`Step`: a parameter or buffer of the layer."""
 
     name: str
 
 
 def _filled(layer: nn.Module, tree, maps: Sequence[Tensor], like: Tensor | None):
-    """The arguments of a function, with the tensors in their places."""
+    """Return the arguments of a function, with placeholders replaced by tensors and numbers."""
     match tree:
         case Map():
             return maps[tree.number]
@@ -545,7 +606,10 @@ def _filled(layer: nn.Module, tree, maps: Sequence[Tensor], like: Tensor | None)
 
 
 def _beside(x: Tensor, other: Tensor | None) -> Tensor:
-    """Return a constant where ``other`` is, and of its type if the user's code asked for that of the network (which float64 stands for)."""
+    """Return a constant on the device of ``other``.
+
+    A float64 constant also gets the dtype of ``other``: float64 stands for the network's dtype.
+    """
     if other is None:
         return x
     return x.to(
@@ -555,16 +619,16 @@ def _beside(x: Tensor, other: Tensor | None) -> Tensor:
 
 
 def on_meta(model: nn.Module) -> nn.Module:
-    """A copy on the meta device, without weights."""
+    """Return a copy of a module on the meta device, without weights."""
     parameters = {id(p): nn.Parameter(_weightless(p), p.requires_grad) for p in model.parameters()}
     return copied_with(model, parameters | {id(b): _weightless(b) for b in model.buffers()})
 
 
 def outline(model: nn.Module) -> nn.Module:
-    """A copy on the meta device, without weights, which works out the sizes of maps and nothing else.
+    """Return a copy of a module on the meta device that computes only the sizes of maps.
 
-    Norms and activations keep them, and skips and resized maps are worked out by arithmetic: PyTorch's own kernels of these for that device are
-    Python, and import torch._dynamo, 300 modules, a second or two of each process.
+    Norms and activations return their input. The sizes of skips and resized maps are computed by
+    arithmetic, because PyTorch's meta kernels for them import torch._dynamo, which takes seconds.
     """
     copied = on_meta(model).eval()
     for layer in copied.modules():
@@ -582,7 +646,11 @@ def outline(model: nn.Module) -> nn.Module:
 
 
 def copied_with(module: nn.Module, memo: dict[int, object]) -> nn.Module:
-    """A deep copy, in which ``memo`` has the tensors; of PyTorch's own layers and ours, which hold no other modules than their children, several times as fast as copy's."""
+    """Return a deep copy of a module, with tensors replaced as ``memo`` says.
+
+    ``memo`` maps ids of tensors to their copies. Modules of PyTorch and distseg hold no modules
+    except their children, so they can be copied much faster than by ``copy.deepcopy``.
+    """
     if id(module) in memo:
         return memo[id(module)]
     if (
@@ -617,11 +685,10 @@ def _weightless(x: Tensor) -> Tensor:
 
 
 def _joined(join: Callable, *maps: Tensor) -> Tensor:
-    """What layers that join make of several maps."""
-    x, channels = (
-        maps[-1],
-        sum(m.shape[1] for m in maps) if join in (Pop.joined, Cat.joined) else maps[0].shape[1],
-    )
+    """Return a meta tensor of the shape that a join makes of several maps."""
+    x, channels = maps[-1], maps[0].shape[1]
+    if join in (Pop.joined, Cat.joined):
+        channels = sum(m.shape[1] for m in maps)
     return torch.empty(x.shape[0], channels, *x.shape[2:], dtype=x.dtype, device="meta")
 
 
@@ -639,13 +706,15 @@ def _resized(layer: nn.Upsample, x: Tensor) -> Tensor:
 
 
 def padded(model: nn.Module, multiple: int) -> nn.Module:
-    """The same module for images of any size: it is given them with zeros behind, up to a multiple of so many pixels, and its result is cut to them.
+    """Make a module take images of any size, by zero-padding them to a multiple of pixels.
 
-    Weights and their names stay. ``model`` is changed: its class becomes one of its own.
+    Zeros are appended at the end of each dim, and the result is cut to the size of the image.
+    ``model`` is changed and returned: it gets a class of its own. Weights and their names stay.
     """
     base = type(model)
 
-    def __reduce_ex__(self, protocol):  # pickle finds no class that was made in a function
+    def __reduce_ex__(self, protocol):
+        # pickle cannot find a class that was made in a function.
         plain = base.__new__(base)
         plain.__dict__.update(self.__dict__)
         return padded, (plain, multiple)
@@ -654,9 +723,8 @@ def padded(model: nn.Module, multiple: int) -> nn.Module:
         y = base.forward(self, _filled_up(x, multiple))
         if y.dim() < x.dim() or is_vector(y, x.shape[2:]):
             return y
-        if (
-            torch.compiler.is_exporting()
-        ):  # a slice would be a view, whose strides depend on the size
+        if torch.compiler.is_exporting():
+            # A slice would be a view, whose strides depend on the size.
             return _taken(y, x.shape[2:])
         return y[(..., *(slice(0, n) for n in x.shape[2:]))]
 
@@ -669,14 +737,14 @@ def padded(model: nn.Module, multiple: int) -> nn.Module:
 
 
 def _taken(x: Tensor, size: Sequence[int]) -> Tensor:
-    """Return the first places of each dim, as a copy."""
+    """Return the first ``size`` positions along each dim, as a copy."""
     for dim, n in enumerate(size, 2):
         x = x.index_select(dim, torch.arange(n, device=x.device))
     return x
 
 
 def cut_to(x: Tensor, like: Tensor) -> Tensor:
-    """The part of ``x`` that has the spatial size of ``like``."""
+    """Return the part of ``x`` that has the spatial size of ``like``."""
     if x.shape[2:] == like.shape[2:]:
         return x
     return x[(slice(None), slice(None), *(slice(n) for n in like.shape[2:]))]

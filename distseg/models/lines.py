@@ -1,7 +1,9 @@
-"""Lines of an image: vectors that have places of some of its dims in their channels, all of them, as means of rows have.
+"""Lines: vectors whose channels hold all positions along some dims, such as the means of rows.
 
-A line of a map of H x W cells, with C numbers for each row, is kept as (N, C * H, 1, 1). So ranks have all of it, as they have vectors, and any function may be
-computed of it. How long it is follows the size of the map, which layers that open lines look at. Their twins for parts of an image: :mod:`distseg.layers.lines`.
+A line with C numbers for each row of a map of H x W cells is kept as (N, C * H, 1, 1). So every
+rank has the whole line, and any function of it can be computed. Its length follows the size of the
+map, which layers that take lines apart read. The distributed counterparts are in
+:mod:`distseg.layers.lines`.
 """
 
 from __future__ import annotations
@@ -16,17 +18,19 @@ from distseg.models.layers import Formula, Mean, Step, as_vector
 
 
 class AlongLines(Mean):
-    """A statistic over some dims of an image, for each place along the others: (N, C, *size) -> (N, C * places, 1, ...), where a channel's lie side by side.
+    """A statistic over some dims of an image, for each position along the kept dims.
+
+    Shapes are (N, C, *size) -> (N, C * positions, 1, ...). The positions of a channel are adjacent.
 
     Args:
-        of: what makes a vector of maps that have the other dims alone.
-        kept: the dims of the image that stay.
+        of: the statistic, a layer that makes a vector of a map without the kept dims.
+        kept: the dims of the image that are kept.
     """
 
     def __init__(self, of: Mean, kept: Sequence[int]):
         super().__init__(total=of.total)
         self.kept = tuple(kept)
-        self.__dict__["of"] = of  # no child: it holds nothing
+        self.__dict__["of"] = of  # not a child module, since it holds no weights
 
     def forward(self, x: Tensor) -> Tensor:
         made = self.of(folded(x, self.kept)).flatten(1)
@@ -37,19 +41,26 @@ class AlongLines(Mean):
 
 
 def folded(x: Tensor, kept: Sequence[int]) -> Tensor:
-    """Return a map (N, C, *size) with the places along some of its dims as images, (N * places, C, *others)."""
+    """Return a map (N, C, *size) with the positions along some dims moved to the batch.
+
+    The result has shape (N * positions, C, *others).
+    """
     order = [2 + d for d in range(x.dim() - 2) if d not in kept]
     return x.permute(0, *(2 + d for d in kept), 1, *order).flatten(0, len(kept))
 
 
 class Along(NamedTuple):
-    """In the arguments of a :class:`distseg.models.layers.Step`: a number that follows the size of the map."""
+    """An argument of a :class:`distseg.models.layers.Step`: a number that follows a map's size."""
 
     extent: Extent
 
 
 class OfLines(Formula):
-    """Functions of lines and vectors of the image: (N, ?, *size), (N, C, 1, ...), ... -> (N, C', 1, ...). Of the first map they look at the size alone."""
+    """A layer of functions of lines and vectors of the image.
+
+    Shapes are (N, ?, *size), (N, C, 1, ...), ... -> (N, C', 1, ...). Only the size of the first map
+    is read.
+    """
 
     def forward(self, like: Tensor, *lines: Tensor) -> Tensor:
         return self.at(like.shape[2:], lines)
@@ -58,26 +69,26 @@ class OfLines(Formula):
         """Return the result for a map of this size."""
         reads = [read._replace(axes=of_size(read.axes, size)) for read in self.reads]
         steps = [
-            Step(step.function, _told(step.args, size), _told(step.kwargs, size))
+            Step(step.function, _with_sizes(step.args, size), _with_sizes(step.kwargs, size))
             for step in self.steps
         ]
         return self.computed(lines, steps, reads, of_size(self.made, size))
 
 
-def _told(tree: Any, size: Sequence[int]) -> Any:
-    """Return arguments with the numbers that follow a size in their places."""
+def _with_sizes(tree: Any, size: Sequence[int]) -> Any:
+    """Return arguments with each :class:`Along` replaced by its length for this size."""
     match tree:
         case Along():
             return length_of(tree.extent, size)
         case slice():
-            return slice(*(_told(x, size) for x in (tree.start, tree.stop, tree.step)))
+            return slice(*(_with_sizes(x, size) for x in (tree.start, tree.stop, tree.step)))
         case tuple() if type(tree) is tuple:
-            return tuple(_told(x, size) for x in tree)
+            return tuple(_with_sizes(x, size) for x in tree)
         case dict():
-            return {key: _told(x, size) for key, x in tree.items()}
+            return {key: _with_sizes(x, size) for key, x in tree.items()}
     return tree
 
 
 def places_along(kept: Sequence[int], size: Sequence[int]) -> int:
-    """Return the places of a map along some of its dims."""
+    """Return the number of positions of a map along some of its dims."""
     return math.prod(size[d] for d in kept)

@@ -17,7 +17,7 @@ from distseg.models.network import user_names
 
 
 class _Named(NamedTuple):
-    """A tensor of a model, and the bytes of its storage between its first and its last number."""
+    """A tensor of a model, and the range of memory addresses from its first to its last number."""
 
     name: str
     tensor: Tensor
@@ -44,13 +44,15 @@ def check_own_memory(model: nn.Module) -> None:
     """Refuse a model in which the update of one weight changes another number.
 
     Raises:
-        ValueError: naming the two tensors, or the weight whose numbers lie in one place.
+        ValueError: two tensors, or two numbers of one weight, share memory; the message names them.
     """
     for name, p in user_names(model.named_parameters(), model).items():
         if p.requires_grad and not p.is_meta and _repeats(p):
             raise ValueError(
-                f"numbers of the weight {name} ({'x'.join(map(str, p.shape))}) lie in the same place "
-                "in memory, as expand makes them, so an update of one would change others: give them "
+                f"numbers of the weight {name} ({'x'.join(map(str, p.shape))}) lie in the same "
+                "place "
+                "in memory, as expand makes them, so an update of one would change others: give "
+                "them "
                 "places of their own, nn.Parameter(weight.expand(...).clone())"
             )
     for one, other in _overlapping(model):
@@ -71,7 +73,7 @@ def _repeats(x: Tensor) -> bool:
 
 
 def _overlapping(model: nn.Module) -> Iterator[tuple[_Named, _Named]]:
-    """Yield pairs of tensors in one memory, of which at least one is trained."""
+    """Yield pairs of tensors that share memory and of which at least one is trained."""
     tensors = user_names([*model.named_parameters(), *model.named_buffers()], model).items()
     spans = [_named(name, x) for name, x in tensors if not x.is_meta and x.numel()]
     before: list[_Named] = []
@@ -94,7 +96,7 @@ def _start(named: _Named) -> int:
 
 
 def _meet(x: Tensor, y: Tensor) -> bool:
-    """Return True if two tensors, whose spans of memory overlap, have a number in common."""
+    """Return True if two tensors whose address ranges overlap have a number in common."""
     if x.untyped_storage().data_ptr() != y.untyped_storage().data_ptr() or x.dtype != y.dtype:
         return True
     marks = _marks(x)

@@ -1,4 +1,4 @@
-"""Calls on tensors without memory (on the meta device), among which a module's code may have small tensors that it makes of numbers, on the CPU."""
+"""Runs user code on the meta device, although it makes small tensors on the CPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from torch.overrides import TorchFunctionMode
 
 
 class OnMeta(TorchFunctionMode):
-    """Inside, functions that are given tensors without memory are given all so, which PyTorch otherwise refuses."""
+    """A context in which a function with one meta argument gets all tensors on the meta device.
+
+    PyTorch refuses calls that mix devices.
+    """
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if (made := of_sequence(getattr(function, "__name__", ""), args)) is not None:
@@ -20,7 +23,7 @@ class OnMeta(TorchFunctionMode):
 
 
 def all_on_meta(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """Return the arguments of a function, all without memory if any of them is."""
+    """Return arguments with all tensors moved to the meta device, if any of them is there."""
     if {x.is_meta for x in found_in((args, kwargs), Tensor)} != {True, False}:
         return args, kwargs
     return _without_memory(args), _without_memory(kwargs)
@@ -40,7 +43,11 @@ _RECURRENT = ("gru", "lstm", "rnn_tanh", "rnn_relu")
 
 
 def of_sequence(name: str, args: tuple) -> tuple[Tensor, ...] | None:
-    """Return what a recurrent function makes of tensors without memory, for which PyTorch takes a step for each of a sequence; None of other functions."""
+    """Return the meta tensors that a recurrent function (LSTM, GRU, RNN) returns.
+
+    PyTorch would compute every step of the sequence, also on the meta device. Returns None for
+    other functions and for arguments that are not on the meta device.
+    """
     if (
         name.rpartition(".")[2] not in _RECURRENT
         or len(args) != 9
@@ -56,17 +63,18 @@ def of_sequence(name: str, args: tuple) -> tuple[Tensor, ...] | None:
 
 
 def as_computed(x: Tensor, shape: Sequence[int] | None = None) -> Tensor:
-    """Return a tensor like another, through which gradients go where they do."""
+    """Return an empty tensor like ``x`` that looks like the result of a computation.
+
+    It requires a gradient if a result would.
+    """
     made = x.new_empty(x.shape if shape is None else shape)
-    return (
-        made.requires_grad_().clone()
-        if torch.is_grad_enabled() and made.is_floating_point()
-        else made
-    )
+    if torch.is_grad_enabled() and made.is_floating_point():
+        return made.requires_grad_().clone()
+    return made
 
 
 def found_in(tree: Any, *kinds: type) -> list:
-    """Return what a function is called with, or returns, of these kinds."""
+    """Return all values of these classes in nested tuples, lists and dicts."""
     if isinstance(tree, (tuple, list)):
         return [x for part in tree for x in found_in(part, *kinds)]
     if isinstance(tree, dict):

@@ -1,4 +1,7 @@
-"""Layers that do not compute what their class of PyTorch's says: these can not be replaced by a twin, nor computed in parts by its formula."""
+"""Modified layers: layers that compute something other than their PyTorch class does.
+
+A modified layer cannot be replaced by a distributed counterpart or computed in parts.
+"""
 
 from __future__ import annotations
 
@@ -7,25 +10,20 @@ from functools import cache
 from torch import nn
 from torch.nn.utils import parametrize
 
-_SETTING_UP = {
-    "extra_repr",
-    "reset_parameters",
-    "reset_running_stats",
-}  # what a class of the user's may overwrite: the result stays
-
-_HOW_TO_TRAIN = {"train", "eval"}  # which a captured module may have of its own
-_CALLING = {
-    "__call__",
-    "__iter__",
-    "__len__",
-    "__getitem__",
-    "__getattr__",
-    "__getattribute__",
-}  # dunders by which it would compute something else
+# Methods that a user's class may override without changing what the layer computes.
+_SETTING_UP = {"extra_repr", "reset_parameters", "reset_running_stats"}
+# Methods that an instance may replace: a captured module does.
+_HOW_TO_TRAIN = {"train", "eval"}
+# Special methods that change what a layer computes if a user's class overrides them.
+_CALLING = {"__call__", "__iter__", "__len__", "__getitem__", "__getattr__", "__getattribute__"}
 
 
 def modification_of(layer: nn.Module) -> str | None:
-    """What makes a layer compute something else than the class of PyTorch's that it is or comes from; None where nothing does."""
+    """Return why a layer computes something other than its PyTorch class does, or None.
+
+    The reason completes a sentence about the layer, such as "has hooks". A subclass is compared
+    with the PyTorch class from which it is derived.
+    """
     if parametrize.is_parametrized(layer):
         return f"has a parametrization of its {', '.join(layer.parametrizations)}"
     if hooked(layer):
@@ -42,7 +40,7 @@ def modification_of(layer: nn.Module) -> str | None:
 
 
 def hooked(layer: nn.Module) -> bool:
-    """Whether calling a layer does more than its forward."""
+    """Return True if a layer has hooks, so that a call does more than its forward method."""
     return bool(
         layer._forward_pre_hooks
         or layer._forward_hooks
@@ -52,12 +50,12 @@ def hooked(layer: nn.Module) -> bool:
 
 
 def unmodified(layer: nn.Module, kinds: type | tuple[type, ...]) -> bool:
-    """Whether a layer is of one of these classes and computes what they say."""
+    """Return True if a layer is an instance of one of these classes and is not modified."""
     return isinstance(layer, kinds) and modification_of(layer) is None
 
 
 def known(kind: type) -> type:
-    """The class of PyTorch's (or of ours) that a layer's class is or comes from."""
+    """Return the first class of PyTorch or distseg among a class and its bases."""
     return next(k for k in kind.__mro__ if k.__module__.partition(".")[0] in ("torch", "distseg"))
 
 

@@ -1,4 +1,4 @@
-"""Layers that move places of a map: strided parts, windows as channels, and channels as places."""
+"""Layers that rearrange cells of a map: strided slices, unfold, pixel shuffle and fold."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 
 class Slices(nn.Module):
-    """Some places of a map, as ``x[..., start : -behind : step]`` takes them: (N, C, *size) -> (N, C, *fewer).
+    """A strided slice of a map, ``x[..., start : -behind : step]``: (N, C, *size) -> (N, C, *made).
 
     Args:
-        start, behind: along each dim, how many places are left out in front and behind.
-        step: of so many places one is taken.
+        start, behind: the number of cells that are left out in front and behind, along each dim.
+        step: the stride of the slice along each dim.
     """
 
     def __init__(self, start: Sequence[int], behind: Sequence[int], step: Sequence[int]):
@@ -30,12 +30,13 @@ class Slices(nn.Module):
 
 
 class Windows(nn.Module):
-    """The places of a window around each place as channels: (N, C, *size) -> (N, C * window, *made), as ``F.unfold`` has it.
+    """The cells of a sliding window as channels, as in ``F.unfold``.
 
-    What lies beyond the map is zero. A channel's places lie side by side, row by row.
+    Shapes are (N, C, *size) -> (N, C * window, *made). The cells of a channel are adjacent, row by
+    row. Cells beyond the map are zero.
 
     Args:
-        kernel, stride, dilation, padding: along each dim.
+        kernel, stride, dilation, padding: as in ``F.unfold``, one number along each dim.
     """
 
     def __init__(
@@ -47,17 +48,15 @@ class Windows(nn.Module):
     ):
         super().__init__()
         self.kernel, self.stride = tuple(kernel), tuple(stride)
-        self.dilation, self.padding = (
-            tuple(dilation) or (1,) * len(kernel),
-            tuple(padding) or (0,) * len(kernel),
-        )
+        self.dilation = tuple(dilation) or (1,) * len(kernel)
+        self.padding = tuple(padding) or (0,) * len(kernel)
 
     def forward(self, x: Tensor) -> Tensor:
         pads = [n for p in reversed(self.padding) for n in (p, p)]
         return self.unfolded(F.pad(x, pads) if any(pads) else x)
 
     def unfolded(self, x: Tensor) -> Tensor:
-        """Return the windows of a map that has its padding."""
+        """Return the windows of a map that is padded already."""
         dims = len(self.kernel)
         for dim, (k, s, d) in enumerate(zip(self.kernel, self.stride, self.dilation), 2):
             x = x.unfold(dim, (k - 1) * d + 1, s)[..., ::d]
@@ -65,15 +64,20 @@ class Windows(nn.Module):
         return x.reshape(len(x), x.shape[1] * math.prod(self.kernel), *x.shape[-dims:])
 
     def extra_repr(self) -> str:
-        return f"kernel={self.kernel}, stride={self.stride}, dilation={self.dilation}, padding={self.padding}"
+        return (
+            f"kernel={self.kernel}, stride={self.stride}, "
+            f"dilation={self.dilation}, padding={self.padding}"
+        )
 
 
 class Blocks(nn.Module):
-    """Channels as places, as ``nn.PixelShuffle`` makes them: (N, C, *size) -> (N, C / factors, *size * factors).
+    """Channels moved to new cells, as in ``nn.PixelShuffle``.
+
+    Shapes are (N, C, *size) -> (N, C / factors, *size * factors).
 
     Args:
-        cells: what the channels are a product of, in order.
-        along: of each of these the dim of the image that it becomes a part of; None: it stays.
+        cells: the factors of the number of channels, in order.
+        along: for each of these factors the dim of the image to which it moves; None if it stays.
     """
 
     def __init__(self, cells: Sequence[int], along: Sequence[int | None]):
@@ -81,7 +85,7 @@ class Blocks(nn.Module):
         self.cells, self.along = tuple(cells), tuple(along)
 
     def factors(self, dims: int) -> tuple[int, ...]:
-        """Return the places that each place becomes, along each dim."""
+        """Return the factor by which the size grows along each of ``dims`` dims."""
         return tuple(
             math.prod(n for n, d in zip(self.cells, self.along) if d == dim) for dim in range(dims)
         )
@@ -100,11 +104,11 @@ class Blocks(nn.Module):
 
 
 class Overlaid(nn.Module):
-    """Windows laid over each other, and summed up: (N, C * window, *size) -> (N, C, *made), as ``F.fold`` has it.
+    """The sum of overlapping windows, as in ``F.fold``: (N, C * window, *size) -> (N, C, *made).
 
     Args:
-        kernel, stride, dilation, padding: along each dim.
-        extra: places that are made behind, and that no window reaches.
+        kernel, stride, dilation, padding: as in ``F.fold``, one number along each dim.
+        extra: the number of cells at the end of each dim that no window reaches.
     """
 
     def __init__(
@@ -122,12 +126,11 @@ class Overlaid(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.folded(x)
-        return y[
-            (..., *(slice(p, n - p + e) for p, e, n in zip(self.padding, self.extra, y.shape[2:])))
-        ]
+        each = zip(self.padding, self.extra, y.shape[2:])
+        return y[(..., *(slice(p, n - p + e) for p, e, n in each))]
 
     def folded(self, x: Tensor) -> Tensor:
-        """Return the sums, padding and ``extra`` included."""
+        """Return the sums including the cells of the padding and of ``extra``."""
         each = zip(x.shape[2:], self.stride, self.kernel, self.dilation)
         size = [(n - 1) * s + (k - 1) * d + 1 for n, s, k, d in each]
         y = F.fold(x.flatten(2), size, self.kernel, self.dilation, 0, self.stride)
@@ -135,4 +138,7 @@ class Overlaid(nn.Module):
         return F.pad(y, [n for m in reversed(more) for n in (0, m)]) if any(more) else y
 
     def extra_repr(self) -> str:
-        return f"kernel={self.kernel}, stride={self.stride}, dilation={self.dilation}, padding={self.padding}"
+        return (
+            f"kernel={self.kernel}, stride={self.stride}, "
+            f"dilation={self.dilation}, padding={self.padding}"
+        )

@@ -1,7 +1,8 @@
-"""A network as a list of layer calls, in an order in which they can run, each with the maps that it reads.
+"""A network as a list of layer calls, each with the maps that it reads.
 
-Two kinds of module are such a list: a flat ``nn.Sequential``, whose layers read what the one before makes, and skips by ``Stash`` and
-``Pop``; and a :class:`Network`, whose layers may read anything made before. Maps are numbered: 0 is the image, call n makes map n + 1.
+Two kinds of module are such lists. In a flat ``nn.Sequential`` each layer reads the result of the
+layer before it, and skips are written with ``Stash`` and ``Pop``. In a :class:`Network` a layer may
+read the result of any earlier layer. Maps are numbered: 0 is the image, call n makes map n + 1.
 """
 
 from __future__ import annotations
@@ -23,32 +24,44 @@ from distseg.models.resize import LooksAtSize
 
 IMAGE = "image"
 UNUSED = "unused"
-"""Name of the module that holds what no layer has."""
+"""Name of the module that holds parameters and buffers which no layer uses."""
 T = TypeVar("T")
 
 
 class Network(nn.Module):
-    """Layers that read any maps made before: (N, C, *size) -> (N, C', *size), or for whole images (N, C', 1, ...), the result of the last.
+    """A network whose layers may read the results of any earlier layers.
+
+    Shapes are (N, C, *size) -> (N, C', *size), or (N, C', 1, ...) for a network of whole images.
+    The result is that of the last layer.
 
     Args:
-        layers: by name, in an order in which they can run. A name with dots is a path, so that ``state_dict`` has it like that of nested modules.
-        reads: of layers that read something else than what the one before makes: the names of what they are called with, ``image`` for the input.
+        layers: the layers by name, in an order in which they can run. A name with dots is a path,
+            so ``state_dict`` names its weights like those of nested modules.
+        reads: for layers that read something other than the result of the layer before: the names
+            of the layers whose results they are called with, and ``image`` for the input.
 
     Attributes:
-        multiple: of so many pixels are the sizes of its images.
+        multiple: sizes of images must be multiples of this number of pixels.
         of_image: the result is a vector of each image.
-        names: where it was captured (:mod:`distseg.models.capture.capture`): of its parameters and buffers, by name, in the user's module; those that differ.
-        lines: where it was captured, the line of the user's code that each layer comes from.
-        check: raises an error where the user's module would do something else with so many images of a size.
-        fingerprint: where it was captured, a digest of the calls of the user's forward pass.
-        dropouts: of its layers that are dropouts, by the number of the call of such a function in the user's forward pass.
+
+    Attributes of a captured network (:mod:`distseg.models.capture.capture`):
+        names: the user's names of its parameters and buffers, where they differ.
+        lines: the line of user code that each layer comes from.
+        check: a function ``(size, images)`` that raises an error if the user's module would compute
+            something else with this many images of this size.
+        fingerprint: a digest of the calls of the user's forward pass.
+        dropouts: the dropout layers, by the number of the dropout call in the user's forward pass.
 
     Raises:
-        ValueError: a layer that reads what is not made before it, or several maps where it takes one.
+        ValueError: a layer reads a result that no earlier layer makes, or reads several maps
+            although it takes one.
 
-    ::
+    Example::
 
-        Network({"a": nn.Conv2d(3, 8, 3, padding=1), "b": nn.Conv2d(8, 8, 3, padding=1), "sum": Sum()}, reads={"sum": ("a", "b")})
+        Network(
+            {"a": nn.Conv2d(3, 8, 1), "b": nn.Conv2d(8, 8, 1), "sum": Sum()},
+            reads={"sum": ("a", "b")},
+        )
     """
 
     def __init__(self, layers: Mapping[str, nn.Module], reads: Mapping[str, Sequence[str]] = {}):
@@ -66,11 +79,13 @@ class Network(nn.Module):
             missing = [source for source in sources if source != IMAGE and source not in self.reads]
             if missing or not sources:
                 raise ValueError(
-                    f"layer {name} reads {missing[0] if missing else 'nothing'}, but a layer reads what those before it make, or {IMAGE!r}"
+                    f"layer {name} reads {missing[0] if missing else 'nothing'}, but a layer reads "
+                    f"what those before it make, or {IMAGE!r}"
                 )
             if is_flat(layer) and len(sources) > 1:
                 raise ValueError(
-                    f"layer {name} is a {type(layer).__name__}, which takes one map, but reads {', '.join(sources)}: join them before it"
+                    f"layer {name} is a {type(layer).__name__}, which takes one map, but reads "
+                    f"{', '.join(sources)}: join them before it"
                 )
             self._put(name, layer)
             self.reads[name] = sources
@@ -79,13 +94,18 @@ class Network(nn.Module):
             raise ValueError(f"reads names {unknown[0]!r}, which is none of the layers")
 
     def _put(self, name: str, layer: nn.Module) -> None:
-        """At its path; what lies between are modules that only hold others."""
+        """Add a layer at its path; plain modules hold the levels in between.
+
+        Raises:
+            ValueError: the name is reserved, or lies inside or around that of another layer.
+        """
         *path, last = name.split(".")
         if taken := next(
             (part for part in (*path, last) if part in reserved() or name == IMAGE), None
         ):
             raise ValueError(
-                f"layer {name} has the name of something that networks have themselves ({taken}): give it another name"
+                f"layer {name} has the name of something that networks have themselves ({taken}): "
+                "give it another name"
             )
         holder = self
         for depth, part in enumerate(path):
@@ -94,7 +114,8 @@ class Network(nn.Module):
             holder = holder._modules[part]
             if ".".join(path[: depth + 1]) in self.reads:
                 raise ValueError(
-                    f"layer {name} lies inside layer {'.'.join(path[: depth + 1])}: give it another name"
+                    f"layer {name} lies inside layer {'.'.join(path[: depth + 1])}: give it "
+                    "another name"
                 )
         if last in holder._modules:
             raise ValueError(
@@ -103,21 +124,18 @@ class Network(nn.Module):
         holder.add_module(last, layer)
 
     def cells_read(self, name: str) -> tuple[str, ...]:
-        """Return what a layer reads, without the map of which it looks at the size alone."""
-        return (
-            self.reads[name][:-1]
-            if isinstance(self.get_submodule(name), LooksAtSize)
-            else self.reads[name]
-        )
+        """Return the names of what a layer reads, without a map of which it reads only the size."""
+        reads = self.reads[name]
+        return reads[:-1] if isinstance(self.get_submodule(name), LooksAtSize) else reads
 
     def hold_unused(self, tensors: Mapping[str, Tensor]) -> None:
-        """Parameters and buffers that no layer has: an optimizer may let them decay."""
+        """Hold parameters and buffers that no layer uses, since an optimizer may let them decay."""
         if tensors:
             self.add_module(UNUSED, nn.Module())
             register(self.get_submodule(UNUSED), tensors)
 
     def _apply(self, fn: Callable, *args, **kwargs) -> "Network":
-        """Move or cast all tensors, as PyTorch does, and keep buffers shared that several layers share."""
+        """Move or cast all tensors as PyTorch does, but keep buffers shared between layers."""
         places: dict[int, list[tuple[nn.Module, str]]] = {}
         for module in self.modules():
             for name, tensor in module._buffers.items():
@@ -138,13 +156,18 @@ class Network(nn.Module):
 
 @cache
 def reserved() -> frozenset[str]:
-    """Return the names that a part of a layer's name can't have, as a network, or the module that holds some of its layers, has them itself."""
+    """Return the names that no part of a layer's name may have, since modules use them."""
     return frozenset((*dir(Network({})), UNUSED))
 
 
 @dataclass(frozen=True)
 class Dropped:
-    """The layer that a call of a dropout function is; ``last``: where it is called the channels come last."""
+    """The layer of a dropout call in the user's code.
+
+    Attributes:
+        layer: the name of the layer.
+        last: the call takes a tensor whose channels are the last dim.
+    """
 
     layer: str
     last: bool
@@ -160,17 +183,17 @@ class Call:
 
     @property
     def reads(self) -> tuple[int, ...]:
-        """The maps of which it looks at cells: not the one that only tells a size."""
+        """The maps whose cells the layer reads, without a map of which it reads only the size."""
         return self.inputs if self.like is None else self.inputs[:-1]
 
     @property
     def like(self) -> int | None:
-        """The map whose size alone it looks at, the last of those that it is called with."""
+        """The map of which the layer reads only the size (its last argument), or None."""
         return self.inputs[-1] if isinstance(self.layer, LooksAtSize) else None
 
 
 def is_sequential(model: nn.Module) -> bool:
-    """Whether its forward pass is that of nn.Sequential: one child after the other, and nothing else."""
+    """Return True if the forward pass of a module is that of an unmodified nn.Sequential."""
     kind = type(model)
     plain = all(
         getattr(kind, name, None) is getattr(nn.Sequential, name)
@@ -180,23 +203,26 @@ def is_sequential(model: nn.Module) -> bool:
 
 
 def is_flat(model: nn.Module) -> bool:
-    """Whether a network is a list of layer calls."""
+    """Return True if a network is a list of layer calls."""
     return is_sequential(model) or type(model) is Network and not hooked(model)
 
 
 def children_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Name and layer of what a flat network calls, in order."""
+    """Return name and layer of the calls of a flat network, in order."""
     if isinstance(model, Network):
         return [(name, model.get_submodule(name)) for name in model.reads]
-    return list(model._modules.items())  # named_children would leave out a layer's second place
+    return list(model._modules.items())  # named_children skips repeated layers
 
 
 refusals: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
-"""Why modules were not captured (:func:`distseg.models.capture.capture.as_network`)."""
+"""Reasons why modules were not captured (:func:`distseg.models.capture.capture.as_network`)."""
 unbounded: WeakSet[nn.Module] = WeakSet()
-"""Modules among these that compute each place of all of the image, which no halo is enough for."""
+"""Modules among these whose every output pixel depends on the whole image: no halo suffices."""
 inexact: WeakSet[nn.Module] = WeakSet()
-"""Modules that no way of computing them gives exactly: they draw random numbers, or passes leave something behind."""
+"""Modules that cannot be computed exactly in any way.
+
+They draw random numbers, or a pass changes the state that the next pass uses.
+"""
 
 
 def fingerprint_of(model: nn.Module) -> str:
@@ -210,18 +236,23 @@ def is_followed(model: nn.Module) -> bool:
 
 
 def not_flat(model: nn.Module) -> str:
-    """Why a model is no list of layer calls, and what to do."""
+    """Return the reason why a model is no list of layer calls, and the repair."""
     if reason := refusals.get(model):
         return f"what it computes can't be followed: {reason}"
-    return f"it is a {type(model).__name__}{' with hooks' * hooked(model)}, which is no list of layers: write it as a flat nn.Sequential or a distseg.Network"
+    return (
+        f"it is a {type(model).__name__}{' with hooks' * hooked(model)}, which is no list of "
+        "layers: write it as a flat nn.Sequential or a distseg.Network"
+    )
 
 
 def calls_of(model: nn.Module) -> list[Call]:
-    """Of a flat network, and of flat ones inside it, in order of execution.
+    """Return the layer calls of a flat network in order of execution.
+
+    The calls of flat networks inside it are included in place of these.
 
     Raises:
-        ValueError: the model is not flat, so it can't be cut; or a skip that is popped before it is stashed, twice, or never, or overwritten
-            in place while it waits.
+        ValueError: the model is not flat, so it cannot be cut. Or a skip is popped before it is
+            stashed, twice or never, or is overwritten in place before it is popped.
     """
     layers = flat_layers(model)
     found: list[Call] = []
@@ -242,7 +273,10 @@ def _collect(
     found: list[Call],
     stashed: dict[str, int],
 ) -> int:
-    """Add the calls of the next ``layers``, which are those of a flat network that is called with map ``at``; returns the map that it makes."""
+    """Append the calls of a flat network that is called with map ``at`` to ``found``.
+
+    The layers are taken from the iterator ``layers``. Returns the number of the resulting map.
+    """
     maps = {IMAGE: at}
     for child, inner in children_of(model):
         sources = model.reads[child] if isinstance(model, Network) else ()
@@ -262,25 +296,37 @@ def _collect(
 def _skipped(
     layer: nn.Module, position: int, source: int, stashed: dict[str, int]
 ) -> tuple[int, ...]:
-    """What a layer reads that was put aside; ``source``: the map at hand."""
+    """Record a stash of map ``source``, or return the map that a pop reads in addition.
+
+    Args:
+        layer: the layer.
+        position: its number, for error messages.
+        source: the map with which it is called.
+        stashed: the maps that are stashed, by name; it is updated.
+    """
     if isinstance(layer, Stash):
         if layer.name in stashed:
             raise ValueError(
-                f"stash({layer.name!r}) at layer {position} comes before the pop of the one at layer {stashed[layer.name]}: give it a name of its own"
+                f"stash({layer.name!r}) at layer {position} comes before the pop of the one at "
+                f"layer {stashed[layer.name]}: give it a name of its own"
             )
         stashed[layer.name] = source
     elif isinstance(layer, Pop):
         if layer.name not in stashed:
             raise ValueError(
-                f"pop({layer.name!r}) at layer {position} comes before any stash({layer.name!r}) in this model"
+                f"pop({layer.name!r}) at layer {position} comes before any stash({layer.name!r}) "
+                "in this model"
             )
         return (stashed.pop(layer.name),)
     return ()
 
 
 def _check_in_place(calls: Sequence[Call]) -> None:
-    """Refuse layers that overwrite a map which others read too: what these see would depend on what runs first."""
-    same = list(range(len(calls) + 1))  # the map whose memory each map is
+    """Refuse layers that overwrite in place a map which other layers read too.
+
+    The values that the other layers read would depend on the order of execution.
+    """
+    same = list(range(len(calls) + 1))  # for each map the map whose memory it shares
     readers: dict[int, int] = {}
     for number, call in enumerate(calls):
         if isinstance(call.layer, (nn.Identity, Stash, nn.modules.dropout._DropoutNd)):
@@ -291,73 +337,71 @@ def _check_in_place(calls: Sequence[Call]) -> None:
     for number, call in enumerate(calls):
         if getattr(call.layer, "inplace", False) and readers.get(same[call.inputs[0]], 0) > 1:
             raise ValueError(
-                f"layer {number} ({type(call.layer).__name__}) overwrites in place what {_name_of(calls, same[call.inputs[0]])} has put aside, so the skip depends on what runs in "
-                "between: put the stash behind it, which gives PyTorch's result, or set inplace=False"
+                f"layer {number} ({type(call.layer).__name__}) overwrites in place what "
+                f"{_name_of(calls, same[call.inputs[0]])} has put aside, so the skip depends on "
+                "what runs in between: put the stash behind it, which gives PyTorch's result, "
+                "or set inplace=False"
             )
 
 
 def _name_of(calls: Sequence[Call], source: int) -> str:
-    stash = next(
-        (
-            call.layer
-            for call in calls
-            if isinstance(call.layer, Stash) and call.inputs == (source,)
-        ),
-        None,
-    )
-    return (
-        f"stash({stash.name!r})"
-        if stash
-        else f"layer {calls[source - 1].name}"
-        if source
-        else "the image"
-    )
+    for call in calls:
+        if isinstance(call.layer, Stash) and call.inputs == (source,):
+            return f"stash({call.layer.name!r})"
+    return f"layer {calls[source - 1].name}" if source else "the image"
 
 
 def user_names(named: Iterable[tuple[str, T]], model: nn.Module) -> dict[str, T]:
-    """Of a network that was captured the names in the user's module."""
+    """Return named tensors of a network under the names that they have in the user's module."""
     names = getattr(model, "names", {})
     return {names.get(name, name): x for name, x in named}
 
 
 def check_calls(model: nn.Module, size: Sequence[int], images: int = 1) -> None:
-    """Refuse images with which a captured network does something else than it was seen to do, alone or so many in a batch.
+    """Refuse image sizes and batch sizes with which the user's module computes something else.
 
     Raises:
-        ValueError: naming what differs.
+        ValueError: the calls differ from those that were captured; the message names the
+            difference.
     """
     if (check := getattr(model, "check", None)) is not None:
         try:
             check(tuple(size), images)
         except ValueError as e:
             raise ValueError(
-                f"with {images} image{'s' * (images > 1)} of {'x'.join(map(str, size))} pixels this network does something else than with others, so it can't be followed: {e}"
+                f"with {images} image{'s' * (images > 1)} of {'x'.join(map(str, size))} pixels "
+                "this network does something else than with others, so it can't be followed: "
+                f"{e}"
             ) from None
 
 
 def check_size(model: nn.Module, size: Sequence[int], what: str = "an image") -> None:
-    """Refuse images of a size that a captured network does not take.
+    """Refuse a size of images that a captured network does not take.
+
+    ``what`` names the images in the error message.
 
     Raises:
-        ValueError: naming both.
+        ValueError: the size is no multiple of ``model.multiple``; the message names both.
     """
     multiple = getattr(model, "multiple", 1)
     if any(n % multiple for n in size):
         raise ValueError(
-            f"this network takes images whose sizes are multiples of {multiple} pixels, and {what} has {'x'.join(map(str, size))}: set model.pad to {multiple} "
+            f"this network takes images whose sizes are multiples of {multiple} pixels, "
+            f"and {what} has {'x'.join(map(str, size))}: set model.pad to {multiple} "
             "(from Python distseg.padded), cut the images, or set data.crop to such a size"
         )
 
 
 def flat_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Name and layer of a flat network's calls in order, whatever they read.
+    """Return name and layer of all calls of a flat network and of flat networks inside it.
 
     Raises:
         ValueError: the model is not flat.
     """
     if not is_flat(model):
         raise ValueError(
-            f"this model can't be cut into pipeline stages, as {not_flat(model)}; or set mesh.stages to 1"
+            f"this model can't be cut into pipeline stages, as {not_flat(model)}; "
+            "or set mesh.stages to 1"
         )
     found: list[tuple[str, nn.Module]] = []
     for name, layer in children_of(model):
@@ -370,7 +414,11 @@ def flat_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def of_image(model: nn.Module, size: Sequence[int] | None = None) -> bool:
-    """Whether what a network, plain or captured, makes of an image is a vector, as for classification, as far as that can be worked out; ``size``: :func:`answer_of`."""
+    """Return True if a network makes a vector of each image, as for classification.
+
+    If the shape of the result cannot be computed, the answer is False. ``size`` is the size of the
+    images, for networks that take a single size only (:func:`answer_of`).
+    """
     if isinstance(model, Network):
         return model.of_image
     made = answer_of(model, size)
@@ -379,7 +427,10 @@ def of_image(model: nn.Module, size: Sequence[int] | None = None) -> bool:
 
 @torch.no_grad()
 def channels_of_maps(model: nn.Module) -> list[int]:
-    """The channels of the maps of a flat network; 0 of a vector of the image, which takes no memory to speak of."""
+    """Return the number of channels of each map of a flat network.
+
+    A vector of the image counts as 0 channels, since it takes almost no memory.
+    """
     dtype = next(model.parameters()).dtype
     maps = [torch.empty(1, bands_of(model), *(1024,) * dims_of(model), device="meta", dtype=dtype)]
     with skip_store({}):

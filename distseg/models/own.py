@@ -1,7 +1,8 @@
-"""A user's own network, ``package.module:function``: whatever fails in the user's code is told with its file and line.
+"""Builds a user's own network from ``package.module:function``.
 
-Three mistakes look alike in Python and are told apart here: a module that is not there, an error inside a module that is, and
-arguments that the function does not take.
+Errors in user code are reported with their file and line. Three mistakes that look similar in
+Python get different messages: a missing module, an error inside a module, and arguments that the
+function does not take.
 """
 
 from __future__ import annotations
@@ -24,16 +25,23 @@ from distseg.models.user_errors import user_error, user_errors
 
 
 def own_builder(name: str, setting: str = "model.name") -> Callable[..., nn.Module]:
-    """Return the function of ``package.module:function``, which a setting names; the working directory is looked in first, as by ``python -m``.
+    """Return the user's function that a setting names as ``package.module:function``.
+
+    The working directory is searched first, as by ``python -m``.
+
+    Args:
+        name: ``package.module:function``.
+        setting: the name of the setting, for error messages.
 
     Raises:
-        ValueError: it is not there, or its module fails while it is imported.
+        ValueError: the module or function does not exist, or the import of the module fails.
     """
     module, _, function = name.partition(":")
     what = "model" if setting == "model.name" else setting
     if not all(part.isidentifier() for part in [*module.split("."), function]):
         raise ValueError(
-            f"{setting} is {name!r}, but your own function is written as package.module:function, such as nets.mine:unet"
+            f"{setting} is {name!r}, but your own function is written as package.module:function, "
+            "such as nets.mine:unet"
         )
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
@@ -46,11 +54,13 @@ def own_builder(name: str, setting: str = "model.name") -> Callable[..., nn.Modu
             and (module == e.name or module.startswith(e.name + "."))
         ):
             raise ValueError(
-                f"{what} {name!r} can not be imported: there is no module {e.name}: start in the folder that holds it ({os.getcwd()} was looked in), "
+                f"{what} {name!r} can not be imported: there is no module {e.name}: start in the "
+                f"folder that holds it ({os.getcwd()} was looked in), "
                 "or put that on PYTHONPATH"
             ) from None
         raise ValueError(
-            f"{what} {name!r} can not be imported: its module fails with {user_error(e)}: mend it, or install what it needs"
+            f"{what} {name!r} can not be imported: its module fails with {user_error(e)}: mend it, "
+            "or install what it needs"
         ) from e
     builder = getattr(found, function, None)
     if not callable(builder):
@@ -67,7 +77,7 @@ def own_builder(name: str, setting: str = "model.name") -> Callable[..., nn.Modu
 
 
 def _choices(module) -> str:
-    """Up to eight functions and classes that a module defines itself."""
+    """Return the end of an error message that lists functions and classes of a module."""
     own = [
         name
         for name, value in vars(module).items()
@@ -83,15 +93,25 @@ def _choices(module) -> str:
 
 
 def built(
-    name: str, builder: Callable[..., nn.Module], arguments: dict, own: dict = {}, inputs: Sequence[int] | None = None, outputs: Sequence[str] | None = None
-) -> nn.Module:  # fmt: skip
-    """The network that a user's function makes of the config's model fields, and of arguments of its ``own``.
+    name: str,
+    builder: Callable[..., nn.Module],
+    arguments: dict,
+    own: dict = {},
+    inputs: Sequence[int] | None = None,
+    outputs: Sequence[str] | None = None,
+) -> nn.Module:
+    """Return the network that a user's function builds.
 
     Args:
-        inputs, outputs: as :func:`distseg.models.joined.joined` has them.
+        name: ``package.module:function``, for error messages.
+        builder: the function.
+        arguments: the fields of the section ``model`` that are set.
+        own: the arguments in ``model.args``, which take precedence.
+        inputs, outputs: see :func:`distseg.models.joined.joined`.
 
     Raises:
-        ValueError: it does not take the arguments, fails, or makes no network.
+        ValueError: the function does not take the arguments, fails, or returns something that is
+            no network or cannot be distributed.
     """
     wanted, arguments = arguments, _called(builder, arguments, own)
     _check_arguments(name, builder, arguments)
@@ -99,11 +119,14 @@ def built(
         model = builder(**arguments)
     if not isinstance(model, nn.Module):
         raise ValueError(
-            f"model {name!r} returns a value of type {type(model).__name__}, but it is to return a torch.nn.Module, such as an nn.Sequential"
+            f"model {name!r} returns a value of type {type(model).__name__}, but it is to return a "
+            "torch.nn.Module, such as an nn.Sequential"
         )
     if (script := scripted(model)) is not None:
         raise ValueError(
-            f"model {name!r} can not be distributed: it can't be copied, as {script} is TorchScript (torch.jit.script or trace), whose calls nobody sees: write it in plain PyTorch"
+            f"model {name!r} can not be distributed: it can't be copied, as {script} is "
+            "TorchScript (torch.jit.script or trace), whose calls nobody sees: write it in plain "
+            "PyTorch"
         )
     joined(model, inputs, outputs)
     tell(
@@ -115,9 +138,11 @@ def built(
     _check_leaves(name, model)
     try:
         on_meta(model)
-    except Exception as e:  # by whatever a module does when it is copied
+    except Exception as e:  # copying runs user code, which may raise anything
         raise ValueError(
-            f"model {name!r} can not be distributed: it can't be copied ({type(e).__name__}: {' '.join(str(e).split())[:200]}), as TorchScript and some parametrizations can't: write it in plain PyTorch"
+            f"model {name!r} can not be distributed: it can't be copied ({type(e).__name__}: "
+            f"{' '.join(str(e).split())[:200]}), as TorchScript and some parametrizations can't: "
+            "write it in plain PyTorch"
         ) from e
     if outputs is not None:
         _check_outputs(name, model)
@@ -132,7 +157,11 @@ _CALLED = {
 
 
 def _called(builder: Callable, arguments: dict, own: dict) -> dict:
-    """The arguments, bands and classes by the names that a function has for them, but for those that are given it anyhow."""
+    """Return the arguments of a user's function.
+
+    The numbers of bands and classes get the names that the function uses for them. They are left
+    out if ``own`` has them under any of these names.
+    """
     try:
         takes = inspect.signature(builder).parameters
     except (TypeError, ValueError):
@@ -146,7 +175,10 @@ def _called(builder: Callable, arguments: dict, own: dict) -> dict:
 
 
 def _bands_given(builder: Callable, arguments: dict) -> list[int]:
-    """Return what a function is told, or takes by default, as the number of bands: what sees the image may have another one."""
+    """Return the numbers of bands that a function is called with or has as defaults.
+
+    They are guesses: the layer that reads the image may take another number.
+    """
     try:
         takes = inspect.signature(builder).parameters
     except (TypeError, ValueError):
@@ -158,7 +190,9 @@ def _bands_given(builder: Callable, arguments: dict) -> list[int]:
 
 @torch.no_grad()
 def _make_lazy(name: str, model: nn.Module) -> None:
-    """Have lazy layers, such as ``nn.LazyConv2d``, make their weights, by a forward pass on an image of zeros.
+    """Make the weights of lazy layers, such as ``nn.LazyConv2d``.
+
+    This takes a forward pass on an image of zeros.
 
     Raises:
         ValueError: the number of bands is not known, or the forward pass fails.
@@ -173,7 +207,8 @@ def _make_lazy(name: str, model: nn.Module) -> None:
     kind = type(lazy[0]).__name__
     if not is_told(model):
         raise ValueError(
-            f"model {name!r} has a {kind}, which takes as many channels as the image has bands: set model.in_channels"
+            f"model {name!r} has a {kind}, which takes as many channels as the image has bands: "
+            "set model.in_channels"
         )
     training = model.training
     try:
@@ -181,7 +216,8 @@ def _make_lazy(name: str, model: nn.Module) -> None:
             model.eval()(torch.zeros(1, bands_of(model), *(_LAZY_SIDE,) * dims_of(model)))
     except Exception as e:
         raise ValueError(
-            f"model {name!r} has a {kind}, whose weights are made by a first forward pass, and that fails on an image of {bands_of(model)} bands: {user_error(e)}"
+            f"model {name!r} has a {kind}, whose weights are made by a first forward pass, and "
+            f"that fails on an image of {bands_of(model)} bands: {user_error(e)}"
         ) from e
     model.train(training)
 
@@ -190,7 +226,10 @@ _LAZY_SIDE = 64  # pixels
 
 
 def _check_leaves(name: str, model: nn.Module) -> None:
-    """Refuse weights that hooks compute anew, as torch.nn.utils.weight_norm does: such a model can't even be copied."""
+    """Refuse weights that hooks compute, as torch.nn.utils.weight_norm does.
+
+    A model with such weights cannot be copied.
+    """
     for place, layer in model.named_modules():
         made = next(
             (
@@ -202,14 +241,18 @@ def _check_leaves(name: str, model: nn.Module) -> None:
         )
         if made:
             raise ValueError(
-                f"model {name!r} can not be distributed: the {made} of its layer {place} ({type(layer).__name__}) is computed by hooks, as torch.nn.utils.weight_norm "
+                f"model {name!r} can not be distributed: the {made} of its layer {place} "
+                f"({type(layer).__name__}) is computed by hooks, as torch.nn.utils.weight_norm "
                 f"does: use torch.nn.utils.parametrizations.weight_norm"
             )
 
 
 @torch.no_grad()
 def _check_outputs(name: str, model: nn.Module) -> None:
-    """Refuse outputs that a network does not return in training, or that differ in their classes, as far as its shapes can be worked out."""
+    """Refuse outputs that the network does not return, or that differ in their classes.
+
+    Nothing is checked if the network's shapes cannot be computed on the meta device.
+    """
     for training in (True, False):
         shadow = outline(model).train(training)
         try:
@@ -223,7 +266,10 @@ def _check_outputs(name: str, model: nn.Module) -> None:
 
 @torch.no_grad()
 def _check_channels(name: str, model: nn.Module, arguments: dict) -> None:
-    """Refuse a network for other bands or classes than it was asked for, as far as its shapes can be worked out without computing."""
+    """Refuse a network whose numbers of bands or classes differ from the wanted ones.
+
+    Nothing is checked if the network's shapes cannot be computed on the meta device.
+    """
     bands, classes = arguments.get("in_channels"), arguments.get("out_channels")
     if bands is None:
         return
@@ -234,12 +280,14 @@ def _check_channels(name: str, model: nn.Module, arguments: dict) -> None:
         other = fitting(model)
         if other is not None and other.bands != bands:
             raise ValueError(
-                f"model {name!r} does not take images of {bands} bands: it takes {other.bands} ({user_error(e)}): let it take in_channels"
+                f"model {name!r} does not take images of {bands} bands: it takes {other.bands} "
+                f"({user_error(e)}): let it take in_channels"
             ) from e
         return  # such as a size that it does not like; what is wrong with it shows later
     if classes is not None and isinstance(y, Tensor) and y.dim() > 1 and y.shape[1] != classes:
         raise ValueError(
-            f"model {name!r} gives {y.shape[1]} channels, but {classes} are wanted, one a class: let it take out_channels"
+            f"model {name!r} gives {y.shape[1]} channels, but {classes} are wanted, one a class: "
+            "let it take out_channels"
         )
 
 
@@ -247,7 +295,7 @@ def _check_arguments(name: str, builder: Callable, arguments: dict) -> None:
     try:
         signature = inspect.signature(builder)
     except (TypeError, ValueError):
-        return  # of a class or function that does not tell
+        return  # the function has no signature that Python can read
     try:
         signature.bind(**arguments)
     except TypeError as e:
@@ -255,6 +303,8 @@ def _check_arguments(name: str, builder: Callable, arguments: dict) -> None:
             ", ".join(f"{field}={value!r}" for field, value in arguments.items()) or "no arguments"
         )
         raise ValueError(
-            f"model {name!r} takes {signature}, but is called with {given} ({e}): model.args and the fields of the model section that are set are its arguments, and "
-            "in_channels and out_channels (or classes) come from the data; let it take them, or leave out of the config what it does not take"
+            f"model {name!r} takes {signature}, but is called with {given} ({e}): model.args and "
+            "the fields of the model section that are set are its arguments, and "
+            "in_channels and out_channels (or classes) come from the data; let it take them, or "
+            "leave out of the config what it does not take"
         ) from None

@@ -1,4 +1,7 @@
-"""One forward pass of a user's module, as those run it who watch it: where in the user's code it is, and nothing that outlives it."""
+"""Helpers to watch a forward pass of a user's module.
+
+They find the line of user code that runs, and undo all side effects of the pass.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ import distseg
 
 
 def _folders(*files: str) -> tuple[str, ...]:
-    """Return the folders of some files, as they are named and as they are where a name is a link."""
+    """Return the folders of files, both as they are named and with links resolved."""
     return tuple(
         dict.fromkeys(
             f"{path.parent}{os.sep}"
@@ -30,20 +33,21 @@ def _folders(*files: str) -> tuple[str, ...]:
     )
 
 
-_TORCH_OR_OURS, _STANDARD, _NUMPY = (
-    _folders(torch.__file__, distseg.__file__),
-    _folders(os.__file__),
-    _folders(np.__file__),
-)
+_TORCH_OR_OURS = _folders(torch.__file__, distseg.__file__)
+_STANDARD = _folders(os.__file__)
+_NUMPY = _folders(np.__file__)
 
 
 def run(model: nn.Module, image: Tensor):
-    """Return what a module makes of an image; the frame of this function is where the user's code begins."""
+    """Return a module's result for an image.
+
+    The frame of this function marks where user code begins (:func:`user_frame`).
+    """
     return model(image)
 
 
 def user_frame(frame: FrameType | None) -> FrameType | None:
-    """Return the innermost frame inside :func:`run` whose code is neither PyTorch's nor ours; None if there is none."""
+    """Return the innermost frame of user code inside :func:`run`, or None."""
     while frame is not None and frame.f_code is not run.__code__:
         if is_users(frame.f_code):
             return frame
@@ -52,7 +56,7 @@ def user_frame(frame: FrameType | None) -> FrameType | None:
 
 
 def user_line() -> str:
-    """Return the line of the user's code that is being run inside :func:`run`, as ``nets.py, line 12``."""
+    """Return the line of user code that runs inside :func:`run`, such as ``nets.py, line 12``."""
     frame = user_frame(sys._getframe(1))
     return (
         "PyTorch's own code" if frame is None else shown(frame.f_code.co_filename, frame.f_lineno)
@@ -60,12 +64,12 @@ def user_line() -> str:
 
 
 def shown(path: str, line: int) -> str:
-    """Return a place in a file as messages have it."""
+    """Return a line of a file as messages show it, such as ``nets.py, line 12``."""
     return f"{path.rpartition('/')[2]}, line {line}"
 
 
 def is_users(code: CodeType) -> bool:
-    """Return True if code is neither PyTorch's, nor ours, nor made while the program runs."""
+    """Return True if code is from a file outside PyTorch and distseg, and not made by ``exec``."""
     return _is_users(code.co_filename)
 
 
@@ -76,7 +80,7 @@ def _is_users(path: str) -> bool:
 
 @cache
 def is_library(path: str) -> bool:
-    """Return True for a file of Python's own library or of NumPy."""
+    """Return True for a file of Python's standard library or of NumPy."""
     standard = path.startswith(_STANDARD) and not any(
         part in path for part in ("site-packages", "dist-packages")
     )
@@ -84,7 +88,10 @@ def is_library(path: str) -> bool:
 
 
 def last_line_of(passed: Callable[[], Any]) -> str | None:
-    """Return the last line of the user's code that a forward pass comes to, that of its outermost ``return``; None if it has none."""
+    """Return the last line of user code that a forward pass reaches: its outermost ``return``.
+
+    Returns None if the pass runs no user code. Errors of the pass are ignored.
+    """
     last: list[tuple[str, int]] = []
 
     def look(frame: FrameType, event: str, _: Any):
@@ -106,7 +113,7 @@ def last_line_of(passed: Callable[[], Any]) -> str | None:
 
 @contextmanager
 def generators_kept() -> Iterator[None]:
-    """Give the global random generators of PyTorch (CPU), NumPy and Python back the state that they had before."""
+    """Restore the global random generators of PyTorch (CPU), NumPy and Python on exit."""
     pythons, numpys = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(devices=[]):
@@ -118,7 +125,7 @@ def generators_kept() -> Iterator[None]:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Have PyTorch (CPU), NumPy and Python draw the random numbers of a seed inside, and go on behind as they would have."""
+    """Seed PyTorch (CPU), NumPy and Python inside the context; restore their state on exit."""
     with generators_kept():
         torch.manual_seed(seed)
         np.random.seed(seed % 2**32)
@@ -128,7 +135,10 @@ def seeded(seed: int) -> Iterator[None]:
 
 @contextmanager
 def replaced(holder: object, names: Mapping[str, object]) -> Iterator[None]:
-    """Let attributes of a module or class be others inside; names that it does not have are left out."""
+    """Replace attributes of a module or class inside the context.
+
+    Names that it does not have are ignored.
+    """
     before = {name: getattr(holder, name) for name in names if hasattr(holder, name)}
     try:
         for name in before:
@@ -140,7 +150,7 @@ def replaced(holder: object, names: Mapping[str, object]) -> Iterator[None]:
 
 
 class _NoCheckpoint:
-    """Stand-in for PyTorch's reentrant activation checkpoint: call the function, keep its graph."""
+    """Replacement of PyTorch's reentrant activation checkpoint that keeps the function's graph."""
 
     @staticmethod
     def apply(function, preserve, *args):
@@ -148,15 +158,19 @@ class _NoCheckpoint:
 
 
 def _unchecked(*args, **kwargs) -> Iterator[None]:
-    """Stand-in for PyTorch's other activation checkpoint, which is a generator around the function's call."""
+    """Replace PyTorch's non-reentrant activation checkpoint.
+
+    That is a generator around the call of the function.
+    """
     yield
 
 
 @contextmanager
 def checkpoints_ignored() -> Iterator[None]:
-    """Let ``torch.utils.checkpoint`` inside call its function and keep the graph, instead of computing it again in the backward pass.
+    """Make ``torch.utils.checkpoint`` keep the graph instead of recomputing the function.
 
-    A second computation would happen where masks of dropouts, formulas of norms and the place of an image are no longer at hand.
+    The recomputation in the backward pass would lack dropout masks, formulas of norms and the
+    position of the tile.
     """
     stands = {
         "CheckpointFunction": _NoCheckpoint,
@@ -168,10 +182,9 @@ def checkpoints_ignored() -> Iterator[None]:
 
 @contextmanager
 def eager() -> Iterator[None]:
-    """Let what ``torch.compile`` made inside be run by Python as its code says, so that its calls are seen."""
-    if (
-        "torch._dynamo" not in sys.modules
-    ):  # nothing has been compiled, and the import takes seconds
+    """Run compiled modules (``torch.compile``) as plain Python, so that their calls are seen."""
+    if "torch._dynamo" not in sys.modules:
+        # Nothing has been compiled, and the import would take seconds.
         yield
         return
     with torch.compiler.set_stance("force_eager"):
@@ -179,12 +192,11 @@ def eager() -> Iterator[None]:
 
 
 def scripted(model: nn.Module) -> str | None:
-    """Return the name of a part of a model that is TorchScript, whose calls nobody sees and which can't be copied as modules are; None if there is none."""
-    return next(
-        (
-            name or "the model"
-            for name, module in model.named_modules()
-            if isinstance(module, torch.jit.ScriptModule)
-        ),
-        None,
-    )
+    """Return the name of the first TorchScript module in a model, or None.
+
+    Calls inside a TorchScript module cannot be seen, and the module cannot be copied.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            return name or "the model"
+    return None

@@ -1,13 +1,16 @@
-"""The halo and the stride of any network, measured by asking it. Of a flat network of known layers they are worked out (:func:`distseg.tiling.layout.reach_of`).
+"""Halo and stride of any network, measured by probing it with test images.
 
-The network is probed with its non-local parts taken out (norms, dropout and activations become the identity) and every
-convolution with weights of one, so that a signal spreads wherever it can and never cancels. All channels are then
-alike, so a convolution of thousands of channels is probed as one of one channel; and the probe is a strip along one
-dim, as thin as the network accepts: a network of a billion weights takes seconds, and none of its weights.
+For a flat network of known layers they are computed instead
+(:func:`distseg.tiling.layout.reach_of`). Before probing, norms, dropout and activations are
+replaced by the identity, and the weights of all convolutions by ones. So a signal spreads wherever
+it can and never cancels. All channels are then equal, so a convolution of thousands of channels is
+probed with one channel. The probe is a strip along one dim, as thin as the network accepts. So
+probing a network of a billion weights takes seconds and needs none of its weights.
 
-* Halo: the smallest h such that no input row more than h rows before a tile border on the stride grid reaches an
-  output row behind it, nor the mirror image of that. Read off gradients; by bisection where these do not see all.
-* Stride: the smallest s for which shifting the input by s shifts the output by s.
+* Halo: the smallest h such that no input row more than h rows before a tile border (on the stride
+  grid) influences an output row behind that border, and the same in the other direction. It is
+  found from gradients, and by bisection where gradients miss an influence.
+* Stride: the smallest s such that shifting the input by s shifts the output by s.
 """
 
 from __future__ import annotations
@@ -52,63 +55,68 @@ POINTWISE = (
 )
 
 _CONVS = nn.modules.conv._ConvNd
-_LENGTHS = [
-    768 * 2**k for k in range(5)
-]  # multiples of 2^8 and of 3, so that common strides divide them
+# Multiples of 2^8 and of 3, so that common strides divide them.
+_LENGTHS = [768 * 2**k for k in range(5)]
 _WIDTHS = (1, 8, 32, 96, 384)
 
 
 def probed_reach(
     model: nn.Module, dims: int | None = None, in_channels: int | None = None
 ) -> ReceptiveField:
-    """Halo and stride in pixels of each spatial dim of ``model``: (N, C, *size) -> (N, C', *size).
+    """Return halo and stride of a model, in pixels of each spatial dim.
 
     Args:
-        model: on any device, the meta device included; it is not changed.
-        dims: number of spatial dims, by default that of its convolutions.
-        in_channels: by default those of its first convolution.
+        model: a network (N, C, *size) -> (N, C', *size) on any device, including the meta device.
+            It is not changed.
+        dims: number of spatial dims; by default that of its convolutions.
+        in_channels: number of bands; by default that of its first convolution.
 
     Raises:
-        ValueError: the model has no convolution to ask, changes the spatial size, or a pixel's reach has no bound.
+        ValueError: the model has no convolution from which to read defaults, changes the spatial
+            size, or has an unbounded receptive field.
     """
     convs = [m for m in model.modules() if isinstance(m, _CONVS)]
     if not convs and (dims is None or in_channels is None):
         raise ValueError(
-            "this model has no convolution layer to read its dims from: use one, or give probed_reach(model, dims=..., in_channels=...)"
+            "this model has no convolution layer to read its dims from: use one, "
+            "or give probed_reach(model, dims=..., in_channels=...)"
         )
     dims = dims or convs[0].weight.dim() - 2
     in_channels = in_channels or convs[0].in_channels
     try:
         probe = _simplified(model, narrow=True)
         pairs = [_along(probe, dim, dims, 1) for dim in range(dims)]
-    except _CanNotProbe:  # a layer that counts on its number of channels, most likely
+    except _CannotProbe:
+        # Most likely some layer needs its original number of channels.
         probe = _simplified(model, narrow=False)
         pairs = [_along(probe, dim, dims, in_channels) for dim in range(dims)]
     return ReceptiveField(halo=tuple(h for h, _ in pairs), stride=tuple(s for _, s in pairs))
 
 
 def _along(probe: nn.Module, dim: int, dims: int, channels: int) -> tuple[int, int]:
-    """(halo, stride) along one dim, on the shortest strip whose border the reach does not touch."""
+    """Return (halo, stride) along one dim.
+
+    They are measured on the shortest strip that is longer than the receptive field.
+    """
     without_stride = 0
     for length in _LENGTHS:
         respond, reached = _strip(probe, dim, dims, channels, length)
         if respond(0, 1)[length // 2 :].any() or reached(length // 2)[0][0]:
-            continue  # too short, or no length is enough
+            continue  # the strip is too short, or the receptive field is unbounded
         stride = _stride(respond, length)
         if stride is None:
             without_stride += 1
             if without_stride < 2:
                 continue
             raise ValueError(
-                f"this model has no stride: moving the image by up to {length // 4} pixels never moves the result alike, so a layer depends on the "
-                "image's size (up-sampling with align_corners=True?), and such a network can not be computed from windows"
+                f"this model has no stride: moving the image by up to {length // 4} pixels never "
+                "moves the result by as much, so a layer depends on the image's size (up-sampling "
+                "with align_corners=True?), and such a network cannot be computed from windows"
             )
         border = length // 2 // stride * stride
         first, last = (rows.nonzero() for rows in reached(border))
-        before, after = (
-            border - int(first.min()) if len(first) else 0,
-            int(last.max()) + 1 - border if len(last) else 0,
-        )
+        before = border - int(first.min()) if len(first) else 0
+        after = int(last.max()) + 1 - border if len(last) else 0
         before = _smallest(lambda h: bool(respond(0, border - h)[border:].any()), before, border)
         after = _smallest(
             lambda h: bool(respond(border + h, length)[:border].any()), after, length - border
@@ -116,13 +124,17 @@ def _along(probe: nn.Module, dim: int, dims: int, channels: int) -> tuple[int, i
         if before < border - stride and after < length - border - stride:
             return max(before, after), stride
     raise ValueError(
-        f"the reach of a pixel has no bound below {_LENGTHS[-1] // 2} pixels in this model: a layer looks at the whole image "
-        "(attention, global pooling?), and such a network can not be computed from windows"
+        f"the receptive field of this model is larger than {_LENGTHS[-1] // 2} pixels: a layer "
+        "looks at the whole image (attention, global pooling?), and such a network cannot be "
+        "computed from windows"
     )
 
 
 def _smallest(reaches: Callable[[int], bool], least: int, bound: int) -> int:
-    """The smallest h in least .. bound for which ``reaches(h)`` is false; it is true below and false above. Quick where that is ``least``."""
+    """Return the smallest h in ``least`` .. ``bound`` for which ``reaches(h)`` is false.
+
+    ``reaches`` is true below that number and false above it. ``least`` is tried first.
+    """
     if not reaches(least):
         return least
     low, high = least + 1, bound
@@ -133,12 +145,15 @@ def _smallest(reaches: Callable[[int], bool], least: int, bound: int) -> int:
 
 
 def _stride(respond: Callable[[int, int], Tensor], length: int) -> int | None:
-    """The smallest shift that the network commutes with; None if there is none up to a quarter of the strip."""
+    """Return the smallest shift s such that shifting the input by s shifts the output by s.
+
+    Returns None if no shift up to a quarter of the strip does.
+    """
     origin = length // 3
     base = {r: respond(r, r + 1) for r in range(origin, origin + 2)}
     for s in range(1, length // 4):
         if all(_shifted(base[r], respond(r + s, r + s + 1), s) for r in base):
-            # A stride is one of every pixel, not only of the two that were cheap to try.
+            # Two rows are a cheap first test; a stride must hold for every row.
             rows = range(origin, origin + s, max(1, s // 16))
             if all(_shifted(respond(r, r + 1), respond(r + s, r + s + 1), s) for r in rows):
                 return s
@@ -152,11 +167,13 @@ def _shifted(first: Tensor, second: Tensor, by: int) -> bool:
 def _strip(
     probe: nn.Module, dim: int, dims: int, channels: int, length: int
 ) -> tuple[Callable, Callable]:
-    """Two ways to ask a strip of this length.
+    """Return two functions that probe a strip of this length.
 
-    ``respond(a, b)``: how each output row changes when the input rows a .. b-1 are one instead of zero.
-    ``reached(border)``: by gradients, which input rows before the border reach outputs behind it, and the mirror image. This
-    sees what zeros hide, a factor taken from elsewhere (squeeze and excite), but of a maximum the largest pixel only.
+    ``respond(a, b)`` returns the change of each output row when the input rows a .. b-1 are one
+    instead of zero. ``reached(border)`` returns, from gradients, a flag for each input row: whether
+    a row before the border influences outputs behind it, and the reverse. Gradients show an
+    influence by a factor (squeeze and excite), which an input of zeros hides. But they show only
+    the largest input of a maximum.
     """
     for width in _WIDTHS:
         shape = [1, channels, *([width] * dims)]
@@ -168,7 +185,8 @@ def _strip(
             y = probe(x)
             if not isinstance(y, Tensor):
                 raise TypeError(
-                    f"the model returns a {type(y).__name__}, but a segmentation network returns one tensor of logits (N, classes, *size): wrap it"
+                    f"the model returns a {type(y).__name__}, but a segmentation network returns "
+                    "one tensor of logits (N, classes, *size): wrap it"
                 )
             if y.shape[2:] != x.shape[2:]:
                 raise _WrongSize(tuple(x.shape[2:]), tuple(y.shape[2:]))
@@ -178,18 +196,20 @@ def _strip(
             with torch.no_grad():
                 silence = run(0, 0)
             break
-        except Exception as e:  # too thin for a pooling that rounds down, most likely; else a mistake in the user's own layer
+        except Exception as e:
+            # Most likely the strip is too thin for a pooling that rounds down. Else the error is
+            # one of the user's layer, and is reported below.
             failure = e
     else:
         why = failure if isinstance(failure, _WrongSize) else user_error(failure)
-        raise _CanNotProbe(f"the model can not be probed on strips {_WIDTHS} pixels thin: {why}")
+        raise _CannotProbe(f"the model cannot be probed on strips {_WIDTHS} pixels thin: {why}")
 
-    @lru_cache(32)  # the search for the stride asks the same again
+    @lru_cache(32)  # the search for the stride repeats its calls
     @torch.no_grad()
     def respond(a: int, b: int) -> Tensor:
         return run(a, b) - silence
 
-    @lru_cache(2)  # the middle of the strip is the border too, for most strides
+    @lru_cache(2)  # for most strides the middle of the strip is also the border
     def reached(border: int) -> tuple[Tensor, Tensor]:
         x = (
             torch.rand(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -199,41 +219,43 @@ def _strip(
         y = probe(x).movedim(2 + dim, 0)
         if not y.requires_grad:
             return torch.zeros(length), torch.zeros(length)
-        behind, before = (
-            torch.autograd.grad(part.sum(), x, retain_graph=True)[0]
-            .movedim(2 + dim, 0)
-            .flatten(1)
-            .ne(0)
-            .any(1)
-            for part in (y[border:], y[:border])
-        )
+
+        def sources(part: Tensor) -> Tensor:
+            (gradient,) = torch.autograd.grad(part.sum(), x, retain_graph=True)
+            return gradient.movedim(2 + dim, 0).flatten(1).ne(0).any(1)
+
+        behind, before = sources(y[border:]), sources(y[:border])
         behind[border:], before[:border] = False, False
         return behind, before
 
     return respond, reached
 
 
-class _CanNotProbe(ValueError):
+class _CannotProbe(ValueError):
     """No strip runs through the model."""
 
 
 class _WrongSize(Exception):
     def __str__(self) -> str:
-        return "an input of {} pixels comes out as {}, but a segmentation network keeps the size".format(
-            *self.args
+        size, made = self.args
+        return (
+            f"an input of {size} pixels comes out as {made}, "
+            "but a segmentation network keeps the size"
         )
 
 
 def _simplified(model: nn.Module, narrow: bool) -> nn.Module:
-    """A copy whose convolutions are ones and whose pointwise or global layers are gone; narrow: with a channel a layer."""
+    """Return a copy for probing: weights of one, and no norms, dropout or activations.
+
+    With ``narrow``, every convolution of PyTorch has a single channel.
+    """
     model = copy.deepcopy(model)
     replacement = _replacement(model, narrow)
     if replacement is not None:
         return replacement
     for parent in list(model.modules()):
-        for name, child in list(
-            parent._modules.items()
-        ):  # named_children would leave out a layer's second place
+        # named_children would skip the second place of a repeated layer.
+        for name, child in list(parent._modules.items()):
             replacement = None if child is None else _replacement(child, narrow)
             if replacement is not None:
                 setattr(parent, name, replacement)
@@ -245,31 +267,37 @@ def _simplified(model: nn.Module, narrow: bool) -> nn.Module:
     draw = torch.Generator().manual_seed(0)
     for layer in model.modules():
         for p in layer.parameters(recurse=False):
-            # What a convolution of the user's makes of its weights may be 0 where all are alike, as of a standardised weight.
-            p.data.uniform_(0.5, 1.5, generator=draw) if isinstance(
-                layer, _CONVS
-            ) else p.data.fill_(1.0)
+            if isinstance(layer, _CONVS):
+                # A user's convolution may compute 0 from equal weights, as standardisation does.
+                p.data.uniform_(0.5, 1.5, generator=draw)
+            else:
+                p.data.fill_(1.0)
     return model
 
 
 def _replacement(layer: nn.Module, narrow: bool) -> nn.Module | None:
     if isinstance(layer, (nn.Softmax, nn.LogSoftmax)) and layer.dim not in (None, 1):
         raise ValueError(
-            f"{layer} is not taken over the channels (dim=1) but over pixels, as far as can be told: windows can not compute it"
+            f"{layer} seems to be taken over pixels and not over the channels (dim=1): "
+            "it cannot be computed from windows"
         )
     if unmodified(layer, POINTWISE):
         return nn.Identity()
     if unmodified(layer, _CONVS):
         if layer.padding_mode == "circular":
             raise ValueError(
-                "a convolution with circular padding joins opposite borders of the image: windows can not compute it; use zeros"
+                "a convolution with circular padding joins opposite borders of the image, "
+                "so it cannot be computed from windows: use zeros"
             )
         return _OnesConv(layer, 1 if narrow else layer.out_channels)
     return None
 
 
 class _OnesConv(nn.Module):
-    """A convolution of ones: the sum of the input's channels under the kernel, the same in every output channel."""
+    """A convolution with weights of one.
+
+    Every output channel is the sum of all input channels under the kernel.
+    """
 
     def __init__(self, conv: _CONVS, out_channels: int):
         super().__init__()

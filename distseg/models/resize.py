@@ -1,7 +1,7 @@
-"""Layers whose result has the size of another map, by true places: resizing by any ratio, padding and cropping.
+"""Layers whose result has the size of another map: resizing by any ratio, padding and cropping.
 
-They are called with that other map too, of which they look at nothing but the size. So it need not be there where they run:
-executors leave it out, and tell them the size (:class:`distseg.layers.resize.Placed`).
+They are called with that other map too, but read only its size. So executors need not have the map:
+they pass the size instead (:class:`distseg.layers.resize.Placed`).
 """
 
 from __future__ import annotations
@@ -18,14 +18,16 @@ RATIO = "ratio"
 
 
 class LooksAtSize(nn.Module):
-    """A layer that looks at the size alone of the last map that it is called with."""
+    """A layer that reads only the size of the last map with which it is called."""
 
 
 class Follows(LooksAtSize):
-    """A layer whose result's size follows another map's: (N, C, *size), (N, ?, *other) -> (N, C, *made).
+    """A layer whose result follows the size of another map.
+
+    Shapes are (N, C, *size), (N, ?, *other) -> (N, C, *made).
 
     Args:
-        rules: along each dim, how.
+        rules: the rule along each dim by which ``made`` follows ``other``.
     """
 
     def __init__(self, rules: Sequence[Follow]):
@@ -36,44 +38,44 @@ class Follows(LooksAtSize):
         return self.made(x, [rule.size(n) for rule, n in zip(self.rules, like.shape[2:])])
 
     def made(self, x: Tensor, size: Sequence[int]) -> Tensor:
-        """Return the result, which is to have this size."""
+        """Return the result with this size."""
         raise NotImplementedError
 
     def footprints(self) -> tuple[AccessPattern, ...]:
-        """Return the cells that are looked at, along each dim."""
+        """Return the access pattern of the first input along each dim."""
         raise NotImplementedError
 
 
 class ResizeTo(Follows):
-    """``F.interpolate`` to a size.
+    """``F.interpolate`` to the size of another map.
 
     Args:
-        mode, align_corners, antialias: as of ``F.interpolate``.
-        factors: the scale factors, by which places go then: numbers, or ``RATIO``, which is m / n and may round nearest places otherwise than no factors do.
+        rules: the rule along each dim by which the size follows that of the other map.
+        mode, align_corners, antialias: as in ``F.interpolate``.
+        factors: scale factors, from which positions are computed instead of from the sizes. They
+            are numbers, or ``RATIO`` for m / n, which may round nearest positions differently from
+            sizes.
     """
 
     def __init__(
-        self, rules: Sequence[Follow], mode: str = "nearest", align_corners: bool | None = None, antialias: bool = False,
+        self,
+        rules: Sequence[Follow],
+        mode: str = "nearest",
+        align_corners: bool | None = None,
+        antialias: bool = False,
         factors: Sequence[float] | str | None = None,
-    ):  # fmt: skip
+    ):
         super().__init__(rules)
-        self.mode, self.align_corners, self.antialias, self.factors = (
-            mode,
-            align_corners,
-            antialias,
-            factors,
-        )
+        self.mode, self.align_corners = mode, align_corners
+        self.antialias, self.factors = antialias, factors
 
     def made(self, x: Tensor, size: Sequence[int]) -> Tensor:
         if self.mode == "area":
-            return (F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d)[
-                len(size) - 1
-            ](x, tuple(size))
-        factors = (
-            tuple(m / n for n, m in zip(x.shape[2:], size))
-            if self.factors == RATIO
-            else self.factors
-        )
+            pools = (F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d)
+            return pools[len(size) - 1](x, tuple(size))
+        factors = self.factors
+        if factors == RATIO:
+            factors = tuple(m / n for n, m in zip(x.shape[2:], size))
         wanted = dict(size=tuple(size)) if factors is None else dict(scale_factor=factors)
         return F.interpolate(
             x, **wanted, mode=self.mode, align_corners=self.align_corners, antialias=self.antialias
@@ -88,21 +90,24 @@ class ResizeTo(Follows):
         )
 
     def extra_repr(self) -> str:
-        return f"{self.mode}{', align_corners' * bool(self.align_corners)}{', antialias' * self.antialias}"
+        corners = ", align_corners" * bool(self.align_corners)
+        return f"{self.mode}{corners}{', antialias' * self.antialias}"
 
 
 def kernel_of(mode: str, antialias: bool = False) -> str:
-    """Return the kernel of a mode of ``F.interpolate`` along each dim."""
+    """Return the one-dimensional kernel of a mode of ``F.interpolate``, such as ``linear``."""
     kernel = {"bilinear": "linear", "trilinear": "linear", "bicubic": "cubic"}.get(mode, mode)
     return f"{kernel}-aa" if antialias else kernel
 
 
 class FitTo(Follows):
-    """``F.pad`` to a size, or a crop to it where that is smaller.
+    """``F.pad`` to the size of another map, or a crop if that is smaller.
 
     Args:
-        sides: along each dim, what of the difference lies in front (:class:`distseg.tiling.resize.Fit`).
-        mode, value: as of ``F.pad``.
+        rules: the rule along each dim by which the size follows that of the other map.
+        sides: the part of the difference in front, along each dim
+            (:class:`distseg.tiling.resize.Fit`).
+        mode, value: as in ``F.pad``.
     """
 
     def __init__(
@@ -118,11 +123,9 @@ class FitTo(Follows):
     def made(self, x: Tensor, size: Sequence[int]) -> Tensor:
         more = [(in_front(side, m - n), m - n) for side, n, m in zip(self.sides, x.shape[2:], size)]
         pads = [n for front, both in reversed(more) for n in (front, both - front)]
-        return (
-            F.pad(x, pads, self.mode, self.value)
-            if self.mode == "constant"
-            else F.pad(x, pads, self.mode)
-        )
+        if self.mode == "constant":
+            return F.pad(x, pads, self.mode, self.value)
+        return F.pad(x, pads, self.mode)
 
     def footprints(self) -> tuple[Fit, ...]:
         return tuple(
@@ -134,7 +137,7 @@ class FitTo(Follows):
 
 
 class VectorAt(Follows):
-    """A vector of the image, where maps have the size of another: what it is called with."""
+    """A vector of the image, marked as belonging to maps of another size; it is not changed."""
 
     def forward(self, x: Tensor, like: Tensor | None = None) -> Tensor:
         return x

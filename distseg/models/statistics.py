@@ -1,6 +1,8 @@
-"""Statistics of an image beside means and maxima: variances, sums of exponentials, and sums of products; each a vector of the image.
+"""Statistics of an image other than means and maxima, each a vector of the image.
 
-They are kinds of :class:`distseg.models.layers.Mean`: they read all places of one map. Their twins for parts of an image: :mod:`distseg.layers.statistics`.
+These are variances, log-sum-exp, largest values, and sums of products. They are subclasses of
+:class:`distseg.models.layers.Mean`, since they read all cells of one map. The distributed
+counterparts are in :mod:`distseg.layers.statistics`.
 """
 
 from __future__ import annotations
@@ -14,11 +16,11 @@ from distseg.models.layers import Mean, as_vector
 
 
 class Variance(Mean):
-    """Variance of each channel, or of each group of channels, over an image: (N, C, *size) -> (N, groups, 1, ...).
+    """Variance of each channel or group of channels: (N, C, *size) -> (N, groups, 1, ...).
 
     Args:
-        groups: groups of neighbouring channels; None: each channel is one.
-        correction: what the sum of squared deviations is divided by is the number of values less this.
+        groups: the number of groups of adjacent channels; None if each channel is its own group.
+        correction: the sum of squared deviations is divided by the number of values minus this.
     """
 
     def __init__(self, groups: int | None = None, correction: float = 1):
@@ -34,16 +36,18 @@ class Variance(Mean):
 
 
 class LogSumExp(Mean):
-    """Logarithm of the sum of exponentials of each channel over an image: (N, C, *size) -> (N, C, 1, ...)."""
+    """Log-sum-exp of each channel over an image: (N, C, *size) -> (N, C, 1, ...)."""
 
     def forward(self, x: Tensor) -> Tensor:
         return as_vector(x.flatten(2).logsumexp(2), x.dim() - 2)
 
 
 class Largest(Mean):
-    """The largest values of each channel of an image, in falling order: (N, C, *size) -> (N, C * k, 1, ...), where a channel's lie side by side.
+    """The k largest values of each channel in descending order.
 
-    Of equal ones those count that come first, counted row by row; PyTorch leaves open which.
+    Shapes are (N, C, *size) -> (N, C * k, 1, ...). The values of a channel are adjacent. Among
+    equal values the first ones, counted row by row, are chosen and get the gradient; ``torch.topk``
+    leaves the choice open.
     """
 
     def __init__(self, k: int):
@@ -59,7 +63,10 @@ class Largest(Mean):
 
 
 def first_largest(x: Tensor, k: int) -> Tensor:
-    """Return where the k largest values along the last dim are, in falling order, and of equal ones in rising order of where they are."""
+    """Return the indices of the k largest values along the last dim, in descending order.
+
+    Equal values are ordered by their index.
+    """
     x = x.detach()
     least = x.topk(k, -1)[0][..., -1:]
     more, equal = x > least, x == least
@@ -70,10 +77,10 @@ def first_largest(x: Tensor, k: int) -> Tensor:
 
 
 class Measure(Mean):
-    """A number that the size of a map makes, for each image: (N, C, *size) -> (N, 1, 1, ...).
+    """A number computed from the size of a map, for each image: (N, C, *size) -> (N, 1, 1, ...).
 
     Args:
-        rule: gives it of the size.
+        rule: the function that returns the number for a size.
     """
 
     def __init__(self, rule: Callable[[Sequence[int]], float]):
@@ -88,13 +95,15 @@ class Measure(Mean):
 
 
 class Products(Mean):
-    """Sums over the places of an image of products of channels: sum_p a[h, i, p] b[h, j, p], as ``a @ b.transpose(-1, -2)`` of maps whose places are one dim.
+    """Sums over the image of products of channels: sum_p a[h, i, p] b[h, j, p].
 
-    (N, heads * (I + J), *size) -> (N, heads * I * J, 1, ...), where the channels of ``a`` come first, or (N, heads * I, *size), where both are the same.
+    This is ``a @ b.transpose(-1, -2)`` of maps whose positions p are one dim. Shapes are
+    (N, heads * (I + J), *size) -> (N, heads * I * J, 1, ...), with the channels of ``a`` first. If
+    ``a`` and ``b`` are the same, the input is (N, heads * I, *size).
 
     Args:
-        heads: groups of channels, each of which is multiplied with its own alone.
-        first: channels of ``a``, heads * I; None: ``a`` and ``b`` are the same.
+        heads: the number of groups of channels; only channels of the same group are multiplied.
+        first: the number of channels of ``a``, heads * I; None if ``a`` and ``b`` are the same.
     """
 
     def __init__(self, heads: int = 1, first: int | None = None):

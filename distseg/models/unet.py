@@ -1,4 +1,4 @@
-"""The U-Net of Seal et al. (ICPP 2020) as a flat, plain ``nn.Sequential``.
+"""The U-Net of Seal et al. 2020 as a flat ``nn.Sequential``.
 
 ::
 
@@ -6,10 +6,12 @@
     level 1      pool - conv block - stash ---------- pop - conv block - up
     bottleneck              pool - conv block - up
 
-A conv is 3x3 without bias, followed by dropout of channels, a norm and LeakyReLU(0.01): four flattened layers. With
-base width b, encoder level i has b*2^i channels, the bottleneck of a network of depth D has b*2^D inside and
-b*2^(D-1) out of its last conv, and decoder level i has b*2^(i-1) (the paper's table of parameters fixes these widths;
-at level 0 it is b/2). Poolings round up, so any image size works: the last cell of an odd row stands for fewer pixels.
+A conv is four layers: a 3x3 convolution without bias, dropout of channels, a norm and
+LeakyReLU(0.01). With base width b, encoder level i has b*2^i channels. The bottleneck of a network
+of depth D has b*2^D channels, and b*2^(D-1) after its last conv. Decoder level i has b*2^(i-1)
+channels, so level 0 has b/2; the table of parameters in Seal et al. 2020 determines these widths.
+Poolings round sizes up, so any image size works: the last cell of an odd row stands for fewer
+pixels.
 """
 
 from __future__ import annotations
@@ -42,20 +44,27 @@ def unet(
     groups: int = 8,
     dims: int = 2,
 ) -> nn.Sequential:
-    """A flat U-Net: (N, in_channels, H, W) -> logits (N, out_channels, H, W), for any H and W.
+    """Return a flat U-Net: (N, in_channels, H, W) -> logits (N, out_channels, H, W).
+
+    It takes any H and W.
 
     Args:
-        depth: poolings D; the total stride is 2^D.
-        num_convs: convolutions a level, n_c.
-        base_channels: channels b of the first level.
-        norm: ``instance`` (no affine, the paper's), ``batch``, ``group`` (both affine) or ``none``.
-        dropout: probability in [0, 1) that a channel is dropped; 0 leaves the layer in, as the identity.
-        up: ``nearest`` (the paper's), ``bilinear`` or ``transposed`` (2x2, stride 2, no bias).
-        groups: of group norm; a layer with fewer channels, or a number they do not divide, takes the greatest common divisor.
+        depth: number of poolings D; the total stride is 2^D.
+        num_convs: number of convolutions per level, n_c.
+        base_channels: number of channels b of the first level.
+        in_channels: number of bands.
+        out_channels: number of classes.
+        norm: ``instance`` (without weights, as in Seal et al. 2020), ``batch`` or ``group`` (both
+            with weights), or ``none``.
+        dropout: probability in [0, 1) that a channel is dropped; with 0 the layer is the identity.
+        up: ``nearest`` (as in Seal et al. 2020), ``bilinear`` or ``transposed`` (2x2, stride 2, no
+            bias).
+        groups: number of groups of group norm. A layer uses the greatest common divisor of it and
+            its number of channels.
         dims: 2 for images, 3 for volumes.
 
     Raises:
-        ValueError: an argument out of its range.
+        ValueError: an argument is out of range.
     """
     _check(
         depth, num_convs, base_channels, in_channels, out_channels, norm, dropout, up, groups, dims
@@ -128,11 +137,14 @@ def _check(
             raise ValueError(f"model.{field} is at most {_MOST[field]}, got {value}")
     if base_channels * 2**depth > _WIDEST:
         raise ValueError(
-            f"model.base_channels {base_channels} with model.depth {depth} makes {base_channels * 2**depth} channels at the bottom, more than {_WIDEST}: lower one of them"
+            f"model.base_channels {base_channels} with model.depth {depth} makes "
+            f"{base_channels * 2**depth} channels at the bottom, more than {_WIDEST}: "
+            "lower one of them"
         )
     if base_channels < 2 or base_channels % 2:
         raise ValueError(
-            f"model.base_channels is even (the decoder's first level has half of it), got {base_channels}"
+            "model.base_channels is even (the decoder's first level has half of it), "
+            f"got {base_channels}"
         )
     if not 0 <= dropout < 1:
         raise ValueError(f"model.dropout is a probability in [0, 1), got {dropout}")
@@ -141,7 +153,8 @@ def _check(
             raise ValueError(f"model.{field} is one of {', '.join(choices)}, got {value!r}")
 
 
-# Beyond any network that could be trained: a misplaced digit is told before memory runs out.
+# Limits beyond any network that could be trained: a mistyped digit gives an error message instead
+# of exhausting the memory.
 _WIDEST = 2**20
 _MOST = dict(
     depth=20,

@@ -1,4 +1,4 @@
-"""Errors inside a user's own code, told in a line with the file and line of the user's."""
+"""Errors inside user code, reported in one line with the user's file and line."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ _LONGEST = 600  # characters of a message; PyTorch's may have a page
 
 @contextmanager
 def user_errors(what: str):
-    """An error inside becomes a ValueError that says ``what`` failed, why, and at which line of the user's."""
+    """Turn an error inside the context into a ValueError.
+
+    The message says ``what`` failed, why, and at which line of user code.
+    """
     try:
         yield
     except (Exception, SystemExit) as e:
@@ -22,7 +25,11 @@ def user_errors(what: str):
 
 
 def user_error(error: BaseException) -> str:
-    """``TypeError: ... (file.py, line 3)``: of the last line of a traceback that is neither ours nor a library's, else of the last one."""
+    """Return an error as one line, such as ``TypeError: ... (file.py, line 3)``.
+
+    The line is the innermost one of the traceback that belongs neither to distseg nor to a library.
+    Without one it is the innermost line outside distseg.
+    """
     if isinstance(error, SyntaxError) and error.filename:
         return f"{type(error).__name__}: {error.msg} ({error.filename}, line {error.lineno})"
     frames = [

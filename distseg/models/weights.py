@@ -1,4 +1,4 @@
-"""Initial weights, layer by layer: each from a key of its own, so that a rank can make its layers' and no others."""
+"""Initial weights. Each layer draws from its own key, so a rank can initialise its layers alone."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ from distseg.tiling import rng
 
 
 def materialise(model: nn.Module, seed: int, positions: set[int] | None = None) -> None:
-    """Give a model that is only outlined (on the meta device) memory and PyTorch's default weights (float32, CPU), in place.
+    """Give a model on the meta device memory and PyTorch's default weights, in place.
+
+    The weights are float32 on the CPU. Layers that are not on the meta device stay as they are.
 
     Args:
-        seed: a layer's weights depend on it and on the layer's name alone. Layers that have memory stay as they are.
-        positions: the layers of a flat model to do this for; all by default.
+        model: the model.
+        seed: the seed; the weights of a layer depend only on it and on the layer's name.
+        positions: numbers of the layers of a flat model to initialise; all by default.
     """
     layers = flat_layers(model) if is_flat(model) else [("", model)]
     with torch.random.fork_rng(devices=[]):
@@ -27,9 +30,8 @@ def _materialise(layer: nn.Module, key: int) -> None:
     if not any(t.is_meta for t in [*layer.parameters(), *layer.buffers()]):
         return
     layer.to_empty(device="cpu")
-    torch.default_generator.manual_seed(
-        key
-    )  # torch.manual_seed notes a traceback for each kind of GPU, and keeps it
+    # torch.manual_seed would also store a traceback for each kind of GPU.
+    torch.default_generator.manual_seed(key)
     for module in layer.modules():
         if hasattr(module, "reset_parameters"):
             module.reset_parameters()

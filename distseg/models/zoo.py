@@ -1,4 +1,4 @@
-"""Models by name: the four networks of the paper's table, small ones for demos and tests, and a user's own function."""
+"""Models by name: the four networks of Seal et al. 2020, small networks, and a user's function."""
 
 from __future__ import annotations
 
@@ -33,7 +33,14 @@ _FIELDS = (
 
 @dataclass(frozen=True)
 class Entry:
-    """A named network, ``builder(**arguments)``. ``levels`` is the L of the paper's slides, ``balance`` their layers on each of six stages; None where there are none."""
+    """A named network.
+
+    Attributes:
+        arguments: arguments of ``builder``.
+        levels: L of the slides of Seal et al. 2020; None for other networks.
+        balance: the number of layers on each of six stages in those slides, or None.
+        builder: the function that makes the network.
+    """
 
     arguments: dict
     levels: int | None = None
@@ -42,7 +49,11 @@ class Entry:
 
     @property
     def paper_halo(self) -> int | None:
-        """The slides' eps = (3 * 2^(L-2) - 1) * d * n_c with d = 2. It counts the bottleneck as a level (docs/halo.md)."""
+        """The halo by the formula in the slides of Seal et al. 2020; None for other networks.
+
+        It is eps = (3 * 2^(L-2) - 1) * d * n_c with d = 2, where L counts the bottleneck as a
+        level (docs/halo.md).
+        """
         if self.levels is None:
             return None
         return (3 * 2 ** (self.levels - 2) - 1) * 2 * self.arguments["num_convs"]
@@ -80,7 +91,10 @@ ZOO: dict[str, Entry] = {
 def build_model(
     config: ModelConfig, in_channels: int | None = None, out_channels: int | None = None
 ) -> nn.Module:
-    """The model that a config names, with weights drawn from ``model.seed`` (float32, CPU); arguments as of :func:`plain_model`."""
+    """Return the model of a config, with weights drawn from ``model.seed`` (float32, CPU).
+
+    Arguments and errors are those of :func:`plain_model`.
+    """
     model = plain_model(config, in_channels, out_channels)
     materialise(model, config.seed)
     return model
@@ -89,36 +103,45 @@ def build_model(
 def outline_model(
     config: ModelConfig, in_channels: int | None = None, out_channels: int | None = None
 ) -> nn.Module:
-    """The network that a config names, in layers that can be cut: what :func:`plain_model` makes, captured where it is a module of the user's."""
+    """Return the network of a config as a list of layer calls, which can be cut.
+
+    A module of a user's function is captured. Arguments and errors are those of
+    :func:`plain_model`.
+    """
     return as_network(plain_model(config, in_channels, out_channels))
 
 
 def plain_model(
     config: ModelConfig, in_channels: int | None = None, out_channels: int | None = None
 ) -> nn.Module:
-    """The module that a config names, without memory (on the meta device): :func:`materialise` makes the weights of the layers that a rank
-    holds. A user's own function makes its model whole, with weights drawn from ``model.seed``.
+    """Return the module of a config, on the meta device.
+
+    :func:`materialise` makes the weights of the layers that a rank holds. A module of a user's
+    function is not on the meta device: it has its weights, drawn from ``model.seed``.
 
     Args:
-        in_channels, out_channels: the data's bands and classes, for fields the config leaves open.
+        config: the section ``model``.
+        in_channels, out_channels: the numbers of bands and classes of the data, for fields that
+            the config leaves open.
 
     Raises:
-        ValueError: an unknown name, an argument out of range, channels that disagree with the data, or whatever fails in a user's function.
+        ValueError: the name is unknown, an argument is out of range, the channels differ from
+            those of the data, or the user's function fails.
     """
     arguments = {f: getattr(config, f) for f in _FIELDS if getattr(config, f) is not None}
     for field, wanted in (("in_channels", in_channels), ("out_channels", out_channels)):
         if wanted is not None and arguments.setdefault(field, wanted) != wanted:
             raise ValueError(
-                f"model.{field} is {arguments[field]}, but the data has {wanted}: leave model.{field} out and it follows the data"
+                f"model.{field} is {arguments[field]}, but the data has {wanted}: "
+                f"leave model.{field} out and it follows the data"
             )
     if ":" in config.name:
         with seeded(config.seed):
-            if config.inputs is not None and arguments.get("in_channels") not in (
-                None,
-                sum(config.inputs),
-            ):
+            bands = arguments.get("in_channels")
+            if config.inputs is not None and bands not in (None, sum(config.inputs)):
                 raise ValueError(
-                    f"model.inputs is {config.inputs}, together {sum(config.inputs)} bands, but images have {arguments['in_channels']}: deal out all of them"
+                    f"model.inputs is {config.inputs}, together {sum(config.inputs)} bands, "
+                    f"but images have {bands}: deal out all of them"
                 )
             outputs = None if config.outputs is None else tuple(config.outputs)
             model = built(
@@ -148,5 +171,6 @@ def _builder(name: str) -> Callable[..., nn.Module]:
     if name in ZOO:
         return lambda **given: ZOO[name].builder(**{**ZOO[name].arguments, **given})
     raise ValueError(
-        f"unknown model {name!r}: choose unet, {', '.join(ZOO)}, or your own function as package.module:function"
+        f"unknown model {name!r}: choose unet, {', '.join(ZOO)}, "
+        "or your own function as package.module:function"
     )

@@ -81,7 +81,7 @@ def interleaved(works: Sequence[Sequence[StagePlan]]) -> list[list[Operation]]:
     least = _Turns(works, streams, [1] * len(works))
     list(least.taken())
     ahead = [
-        limit + 2 * (len(works) - 1 - rank) * _abreast(there)
+        limit + 2 * (len(works) - 1 - rank) * _tiles_per_band(there)
         for rank, (limit, (there, _)) in enumerate(zip(least.limits, streams))
     ]
     turns = _Turns(works, streams, ahead)
@@ -210,7 +210,7 @@ def _group(operations: Sequence[Operation], work: StagePlan) -> _Group:
     )
 
 
-def _abreast(there: Sequence[_Group]) -> int:
+def _tiles_per_band(there: Sequence[_Group]) -> int:
     """Return the number of tiles that a stage needs to complete a band of rows.
 
     With this many more tiles under way, no stage waits for the next stage's answer.

@@ -15,8 +15,8 @@ Micro-batches pass a stage in one order, so the messages of an edge arrive in th
 they are wanted.
 
 In ZB-H1, B and W each take the time of a forward pass. A rank runs W when it would idle. With a
-limit of n micro-batches under way, the forward pass of micro-batch m waits until the W of micro-batch
-m - n has freed its memory. The V again, three columns a unit of time::
+limit of n micro-batches under way, the forward pass of micro-batch m waits until the W of
+micro-batch m - n has freed its memory. The V again, three columns a unit of time::
 
     stage 0 (rank 0)  0  1                 0' 0" 1' 2  1"                2' 2"
     stage 1 (rank 1)     0     1     0'    1'    0"    2     1"    2'    2"

@@ -352,7 +352,7 @@ def parallelize(
     context = context or Context()
     context.whole = whole and not is_followed(model)
     strides = (
-        dict.fromkeys(_told(model), reach.stride)
+        dict.fromkeys(_positional_layers(model), reach.stride)
         if context.whole
         else cumulative_strides(model, reach)
     )
@@ -580,7 +580,7 @@ def _image_of(model: nn.Module, size: Sequence[int], device: str | None = None) 
     return torch.zeros(1, bands_of(model), *size, device=device or like.device, dtype=like.dtype)
 
 
-def _told(model: nn.Module) -> list[str]:
+def _positional_layers(model: nn.Module) -> list[str]:
     """Return the names of the layers that must know the position of their input."""
     return [
         name
@@ -594,7 +594,7 @@ def cumulative_strides(model: nn.Module, reach: ReceptiveField) -> dict[str, tup
 
     The keys are the names of the layers. The strides are computed on the meta device.
     """
-    layers = _told(model)
+    layers = _positional_layers(model)
     if not layers:
         return {}
     shadow = outline(model)

@@ -158,15 +158,15 @@ def forward(work: StagePlan, stage: int) -> Iterator[Operation]:
         # Another rank computed this map, and this stage is the first here to read it.
         if position not in work.made and work.stages_reading(position)[0] == stage:
             yield from [Measure(work.number, position)] if position in work.live else ()
-            yield from _met(work, position)
+            yield from _collectives_on(work, position)
     for segment, band in fronts.in_order(reversed(fronts.segments), fronts.can_go_forward):
         stop = work.stop(segment)
         yield from (ForwardTile(work.number, segment, band.block, box) for box in band.boxes)
         if work.readers[stop]:
             yield Send(work.number, stop, band.block, band.rows[1])
         if fronts.is_done(segment):
-            yield from _met(work, stop)
-            yield from _passed(
+            yield from _collectives_on(work, stop)
+            yield from _drops(
                 work,
                 segment,
                 lambda s: (
@@ -190,7 +190,7 @@ def outputs(work: StagePlan, back: bool | None = None) -> Iterator[Operation]:
             )
             if back:
                 yield from _returned(work, fronts, segment, band.block)
-        yield from _passed(work, segment, lambda _: True)
+        yield from _drops(work, segment, lambda _: True)
 
 
 def backward(work: StagePlan, stage: int) -> Iterator[Operation]:
@@ -318,7 +318,7 @@ def _written(work: StagePlan, op: Operation) -> list[tuple[str, int, int]]:
     return []
 
 
-def _met(work: StagePlan, position: int) -> Iterator[Operation]:
+def _collectives_on(work: StagePlan, position: int) -> Iterator[Operation]:
     """Yield the collectives that a complete feature map needs: margin exchange, norm statistics."""
     if position in work.points:
         yield Fetch(work.number, position)
@@ -326,7 +326,7 @@ def _met(work: StagePlan, position: int) -> Iterator[Operation]:
         yield Statistic(work.number, position)
 
 
-def _passed(work: StagePlan, segment: int, done: Callable[[int], bool]) -> Iterator[Operation]:
+def _drops(work: StagePlan, segment: int, done: Callable[[int], bool]) -> Iterator[Operation]:
     """Yield drops of feature maps that are needed no more, if no backward passes follow.
 
     A map is dropped when it is complete and all segments of this rank have read it. Segments may

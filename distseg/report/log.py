@@ -40,7 +40,7 @@ class SilentLog:
         Args:
             kind: ``start``, ``step``, ``validation`` or ``end``.
             step: number of completed optimizer steps.
-            epoch: number of completed epochs.
+            epoch: number of the epoch, counted from 0.
             fields: numbers, texts, and lists and dicts of these; tensors and arrays become numbers
                 and lists.
         """

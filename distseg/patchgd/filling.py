@@ -1,4 +1,7 @@
-"""A network of patches (:mod:`distseg.patchgd.network`) without gradients: Z filled a few patches at a time, whole images predicted."""
+"""A network of patches without gradients: fill Z a few patches at a time, predict whole images.
+
+The network is :class:`distseg.patchgd.network.PatchNetwork`.
+"""
 
 from __future__ import annotations
 
@@ -36,23 +39,27 @@ class Images(Protocol):
     sizes: list[tuple[int, ...]]
 
     def read(self, image: int, boxes: list[Box]) -> Tensor:
-        """Return patches of one size, (boxes, C, *size)."""
+        """Return patches of one size from one image, (boxes, C, *size)."""
 
 
 def read_pairs(images: Images, pairs: Sequence[tuple[int, Box]]) -> Tensor:
-    """Return patches of several images, (pairs, C, *patch); those of an image stand side by side."""
+    """Return patches of several images, (pairs, C, *patch); ``pairs`` are sorted by image."""
     return torch.cat(
         [images.read(i, [box for _, box in those]) for i, those in groupby(pairs, itemgetter(0))]
     )
 
 
 class Filler:
-    """A network of patches on a device.
+    """Network of patches on a device.
 
     Args:
-        network: is changed in place.
-        context, head_context: who shares statistics of the backbone's norms, and of the head's.
-        at_once: patches that the backbone is given at once in evaluation mode.
+        network: changed in place.
+        context: says which ranks share the statistics of the backbone's norms.
+        head_context: says which ranks share the statistics of the head's norms.
+        at_once: number of patches in one forward pass in evaluation mode.
+
+    Raises:
+        ValueError: a layer cannot be computed exactly.
     """
 
     def __init__(
@@ -93,7 +100,12 @@ class Filler:
         place_model(network, device, precision, channels_last)
 
     def features(self, x: Tensor, samples: Sequence[int]) -> Tensor:
-        """Patches (n, C, *patch) -> (n, s); ``samples``: the keys of their dropout masks."""
+        """Return the features of patches: (n, C, *patch) -> (n, s).
+
+        Args:
+            x: the patches.
+            samples: the keys of the patches' dropout masks.
+        """
         place = place_of(x.shape[2:], range(len(x)), samples)
         with self.autocast():
             return self.backbone([upload(x, self.device, self.dtype, self.channels_last)], [place])[
@@ -106,7 +118,13 @@ class Filler:
         sizes: Sequence[Sequence[int]],
         samples: Sequence[int] | None = None,
     ) -> Tensor:
-        """Of all patches of each image (patches, s) -> (B, K); ``samples``: the keys of the images' dropout masks in the head."""
+        """Return the head's output for several images, (B, K).
+
+        Args:
+            features: for each image the features of all its patches, (patches, s).
+            sizes: the size of each image in pixels.
+            samples: the keys of the images' dropout masks in the head.
+        """
         samples = samples or [0] * len(sizes)
         alike: dict[tuple[int, ...], list[int]] = {}  # those of a size together
         for i, size in enumerate(sizes):
@@ -129,13 +147,20 @@ class Filler:
         return torch.cat([y.flatten(1) for y in found])[[order.index(i) for i in range(len(order))]]
 
     def commit_statistics(self, unbiased: bool = False) -> None:
-        """Update the running statistics from all passes since the last time; collective over the sample groups."""
+        """Update the running statistics from all forward passes since the last update.
+
+        Collective over the sample groups.
+        """
         for part in filter(None, (self.backbone, self.head)):
             part.commit_statistics(unbiased)
 
     @torch.no_grad()
     def __call__(self, images: Images, comm) -> list[Tensor]:
-        """The features of all patches of some images, (patches, s) of each, on all ranks of ``comm``, of which each computes its share. In evaluation mode."""
+        """Return the features of all patches of each image, (patches, s), in evaluation mode.
+
+        Each rank of ``comm`` computes its share of the patches; all ranks get all features.
+        Collective.
+        """
         boxes = [self.network.patches(size) for size in images.sizes]
         pairs = [(i, p) for i, those in enumerate(boxes) for p in range(len(those))]
         mine = pairs[comm.rank :: comm.size]
@@ -151,7 +176,7 @@ class Filler:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Evaluation mode, on each rank by itself."""
+        """Switch to evaluation mode inside the context, without communication between ranks."""
         context, training = self.backbone.context, self.backbone.training
         before, context.batch_comm = context.batch_comm, Alone()
         self.backbone.eval()
@@ -163,7 +188,7 @@ class Filler:
 
 
 def _tiled_head(head: nn.Module, nowhere: ReceptiveField, context: Context) -> TiledModel | None:
-    """Return the head with norms and dropouts that ranks share; None where it has none."""
+    """Return the head with norms and dropouts that ranks share; None if it has no such layers."""
     if not any(isinstance(layer, (*STATISTICAL, *DROPOUTS)) for layer in head.modules()):
         return None
     return (
@@ -174,14 +199,22 @@ def _tiled_head(head: nn.Module, nowhere: ReceptiveField, context: Context) -> T
 
 
 def place_of(size: Sequence[int], images: Sequence[int], samples: Sequence[int]) -> TilePlacement:
-    """Of whole images of this size."""
+    """Return the tile placement of whole images of this size."""
     return TilePlacement(
         tuple(size), Box.whole(size), Box.whole(size), tuple(images), tuple(samples)
     )
 
 
 def shared(mine: Tensor | None, count: int, comm, device) -> Tensor:
-    """Rows that ranks have made in turn, (count, s), on all of them; None where a rank has none."""
+    """Return the rows of all ranks on every rank, (count, s). Collective.
+
+    Args:
+        mine: this rank's rows: every ``comm.size``-th one, beginning with ``comm.rank``. None if it
+            has none.
+        count: the number of rows of all ranks together.
+        comm: the ranks that share the rows.
+        device: where the result is placed.
+    """
     if comm.size == 1:
         return mine.detach().to(torch.promote_types(mine.dtype, torch.float32))
     forms = comm.allgather(
@@ -195,13 +228,17 @@ def shared(mine: Tensor | None, count: int, comm, device) -> Tensor:
 
 
 class PatchPredictor:
-    """The network of patches on whole images, an image a rank; in the place of :class:`distseg.inference.predictor.Predictor`."""
+    """Predictor of whole images with a network of patches, one image per rank.
+
+    It has the interface of :class:`distseg.inference.predictor.Predictor`.
+    """
 
     def __init__(self, filler: Filler, replicas):
         self.filler, self.model, self.replicas = filler, filler.backbone, replicas
 
     @property
     def writes(self) -> bool:
+        """True on the rank that writes results."""
         return self.replicas.rank == 0
 
     def check(self, size: Sequence[int]) -> None:
@@ -220,12 +257,12 @@ class PatchPredictor:
         return part
 
     def features(self, scene: ImageSource) -> Tensor:
-        """(patches, s)"""
+        """Return the features of all patches of an image, (patches, s)."""
         return self.filler(OneScene(scene), Alone())[0]
 
     @torch.no_grad()
     def __call__(self, scene: ImageSource, tiles: None = None) -> Iterator[tuple[Box, np.ndarray]]:
-        """Yield (the image, its logits (K, 1, ...))."""
+        """Yield one pair: the box of the whole image and its logits (K, 1, ...)."""
         head = self.filler.network.head
         training = head.training
         head.eval()
@@ -236,7 +273,7 @@ class PatchPredictor:
 
 @dataclass(frozen=True)
 class OneScene:
-    """An image alone, as :class:`Images`."""
+    """Single image with the interface of :class:`Images`."""
 
     scene: ImageSource
 

@@ -1,4 +1,7 @@
-"""A U-Net of patches (:mod:`distseg.patchgd.unet`) without gradients: Z filled, the class maps of whole images patch by patch."""
+"""A U-Net of patches without gradients: fill Z, predict class maps of whole images patch by patch.
+
+The network is :class:`distseg.patchgd.unet.PatchUNet`.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +26,11 @@ from distseg.tiling.tile import Box
 
 
 class MapFiller(Filler):
-    """A U-Net of patches on a device.
+    """U-Net of patches on a device.
 
     Args:
-        network: is changed in place: masks of its dropouts are keyed.
-        context, device, precision, channels_last, at_once: as :class:`Filler`'s.
+        network: changed in place: its dropouts are replaced by ones with keyed masks.
+        context, device, precision, channels_last, at_once: see :class:`Filler`.
     """
 
     def __init__(
@@ -50,7 +53,13 @@ class MapFiller(Filler):
         self._place(network, device, precision, channels_last, at_once)
 
     def encode(self, x: Tensor, samples: Sequence[int]) -> tuple[Tensor, dict[str, Tensor]]:
-        """Patches (n, C, *patch) -> (n, s, *cells), and the skips; ``samples``: the keys of their dropout masks, here and in what decodes them."""
+        """Return coarse features and skips of patches: (n, C, *patch) -> (n, s, *cells), skips.
+
+        Args:
+            x: the patches.
+            samples: the keys of the patches' dropout masks, in the encoder and in the following
+                :meth:`decode`.
+        """
         self.context.places, self.context.current = (
             [place_of(x.shape[2:], range(len(x)), samples)],
             0,
@@ -60,7 +69,13 @@ class MapFiller(Filler):
         return z, skips
 
     def decode(self, z: Tensor, told: Tensor, skips: dict[str, Tensor]) -> Tensor:
-        """(n, K, *patch), of the patches that were encoded last."""
+        """Return the logits of the patches that were encoded last, (n, K, *patch).
+
+        Args:
+            z: the coarse features that :meth:`encode` returned.
+            told: the head's output for these patches, (n, s, *cells).
+            skips: the skips that :meth:`encode` returned.
+        """
         with self.autocast(), skip_store(dict(skips)):
             return self.network.decoder(z + told.to(z.dtype))
 
@@ -68,7 +83,12 @@ class MapFiller(Filler):
         return self.encode(x, samples)[0].flatten(1)
 
     def told(self, features: Tensor, size: Sequence[int]) -> Tensor:
-        """What the head tells each patch of an image: (patches, s * cells) -> (patches, s, *cells)."""
+        """Return the head's output for each patch of an image, (patches, s, *cells).
+
+        Args:
+            features: the coarse features of all patches, (patches, s * cells).
+            size: the size of the image in pixels.
+        """
         return self.network.told(features[None].to(self.dtype), size)[0]
 
     def commit_statistics(self, unbiased: bool = False) -> None:
@@ -85,7 +105,10 @@ class MapFiller(Filler):
 
 
 class MapPredictor(Predictor):
-    """A U-Net of patches over whole images; each rank fills Z of the images of which it has tiles."""
+    """Predictor of whole images with a U-Net of patches.
+
+    Each rank fills Z of the images of which it computes tiles.
+    """
 
     def __init__(self, filler: MapFiller, replicas):
         super().__init__(

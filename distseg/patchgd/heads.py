@@ -1,8 +1,9 @@
-"""Heads of a network of patches: what PatchGD makes of Z, the features of all patches, (N, s, *grid) -> (N, K).
+"""Heads of PatchGD's network: from Z, the features of all patches, to the output for the image.
 
-``cnn``, ``cnn-max`` and ``transformer`` take a grid of any size. ``conv3``, ``conv4`` and ``attention`` are the heads of Gupta et al. (2023); the
-convolutions keep the places of the grid apart up to the last layer, so they are made for one grid. A head of the user's own is a function
-``package.module:function``.
+A head maps (N, s, *grid) to (N, K). ``cnn``, ``cnn-max`` and ``transformer`` take a grid of any
+size. ``conv3``, ``conv4`` and ``attention`` are the heads of Gupta et al. (2023). The two
+convolutional ones have weights for each place of the grid in the last layer, so they are made for
+one grid. A user's own head is a function ``package.module:function``.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ OF_ONE_GRID = ("conv3", "conv4")
 _CONV = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _NORM = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _DROPOUT = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
-_KEYED = (nn.Dropout, *_DROPOUT)  # whose masks ranks share
+_KEYED = (nn.Dropout, *_DROPOUT)  # dropouts whose masks all ranks share
 
 
 def is_own(head: str) -> bool:
@@ -34,7 +35,10 @@ def is_own(head: str) -> bool:
 
 
 def of_one_grid(head: str) -> bool:
-    """Return True if a head is made for one grid of patches; a user's function says so by taking ``grid``."""
+    """Return True if a head is made for one grid of patches.
+
+    A user's function is, if it has the parameter ``grid``.
+    """
     return "grid" in _parameters(head) if is_own(head) else head in OF_ONE_GRID
 
 
@@ -63,10 +67,12 @@ def make_head(
 
 
 def check_head(head: nn.Module, name: str, shape: Sequence[int], outputs: int) -> None:
-    """Refuse a head that does not take Z of this shape, (N, s, *grid), or that draws random numbers which ranks would not share.
+    """Refuse a head that does not take Z of this shape, (N, s, *grid).
+
+    A head is also refused if it draws random numbers itself, since ranks would not share them.
 
     Raises:
-        ValueError: naming the head, the grid and the repair.
+        ValueError: the message names the head, the grid and the repair.
     """
     like = next(head.parameters(), torch.zeros(0))
     rates = {m: m.p for m in head.modules() if isinstance(m, _KEYED)}
@@ -89,19 +95,22 @@ def _check_call(head: nn.Module, name: str, z: Tensor, outputs: int) -> None:
         before = torch.get_rng_state()
         try:
             y = head(z)
-        except Exception as e:  # by whatever a user's function does
+        except Exception as e:  # a user's function can raise anything
             raise ValueError(
-                f"{what} of {z.shape[1]} features: {user_error(e)}: take a head for any grid, such as cnn, or other patches (patchgd.patch)"
+                f"{what} of {z.shape[1]} features: {user_error(e)}: "
+                "take a head for any grid, such as cnn, or other patches (patchgd.patch)"
             ) from e
         if not torch.equal(before, torch.get_rng_state()):
             raise ValueError(
-                f"patchgd.head {name} draws random numbers of its own, other ones on each rank: use nn.Dropout or nn.Dropout2d layers"
+                f"patchgd.head {name} draws random numbers of its own, other ones on each rank: "
+                "use nn.Dropout or nn.Dropout2d layers"
             )
     wanted = (len(z), outputs)
     if not isinstance(y, Tensor) or y.dim() < 2 or y.flatten(1).shape != wanted:
         shape = tuple(y.shape) if isinstance(y, Tensor) else type(y).__name__
         raise ValueError(
-            f"patchgd.head {name} makes {shape} of Z, but {wanted} is wanted, a number a class: let it take outputs"
+            f"patchgd.head {name} makes {shape} of Z, but {wanted} is wanted, "
+            "a number a class: let it take outputs"
         )
 
 
@@ -119,7 +128,11 @@ def _parameters(name: str) -> list[str]:
 
 
 def _own_head(name: str, features: int, outputs: int, grid: Sequence[int]) -> nn.Module:
-    """Return what a user's function makes of the numbers of features and outputs, and of the grid if it takes that."""
+    """Return the head that a user's function builds.
+
+    The function is called with the numbers of features and outputs, and with the grid if it takes
+    it.
+    """
     builder, takes = own_builder(name, "patchgd.head"), _parameters(name)
     given = {"features": features, "outputs": outputs, "grid": tuple(grid)}
     arguments = {
@@ -131,28 +144,30 @@ def _own_head(name: str, features: int, outputs: int, grid: Sequence[int]) -> nn
     for field in ("features", "outputs"):
         if not any(called in takes for called in _CALLED[field]):
             raise ValueError(
-                f"patchgd.head {name!r} takes ({', '.join(takes)}), but is called with the number of {field}: let it take {field}"
+                f"patchgd.head {name!r} takes ({', '.join(takes)}), but is called "
+                f"with the number of {field}: let it take {field}"
             )
     with user_errors(f"patchgd.head {name!r} can not be built"):
         head = builder(**arguments)
     if not isinstance(head, nn.Module):
         raise ValueError(
-            f"patchgd.head {name!r} returns a value of type {type(head).__name__}, but it is to return a torch.nn.Module"
+            f"patchgd.head {name!r} returns a value of type {type(head).__name__}, "
+            "but it is to return a torch.nn.Module"
         )
     return head
 
 
 class GridHead(nn.Module):
-    """The convolutional head of Gupta et al. (2023).
+    """Convolutional head of Gupta et al. (2023): (N, s, *grid) -> (N, K).
 
-    (N, s, *grid) -> (N, K): ``keeping`` 3-wide convolutions, then three that halve the grid, each with a rectifier, batch norm and a dropout of
-    channels; all that is left in one vector, a linear layer.
+    It has ``keeping`` 3-wide convolutions, then three that halve the grid. Each is followed by a
+    ReLU, batch norm and a dropout of channels. A linear layer takes the flattened result.
 
     Args:
         features, channels, outputs: s, the width and K.
         grid: patches along each dim.
-        keeping: convolutions that keep the grid's size.
-        dropout: the share of channels that is dropped.
+        keeping: number of convolutions that keep the grid's size.
+        dropout: the probability that a channel is dropped.
     """
 
     def __init__(
@@ -187,18 +202,20 @@ _HALVINGS = 3
 
 
 class AttentionHead(nn.Module):
-    """The attention head of Gupta et al. (2023).
+    """Attention head of Gupta et al. (2023): (N, s, *grid) -> (N, K).
 
-    (N, s, *grid) -> (N, K): a token for each patch, and one more for the image; sines of their order; one layer of attention and its two linear
-    layers, each behind a layer norm; a linear layer of the image's token. Features of another number than the width are first projected to it.
+    There is a token for each patch and one more for the image, with a sinusoidal encoding of their
+    order. One transformer layer follows, with a layer norm before each of its two parts. A linear
+    layer takes the image's token. If s is not the width, the features are first projected to it.
 
     Args:
         features, channels, outputs: s, the width and K.
-        heads: of the attention, among which the width is shared.
-        dropout: the share of numbers that is dropped, of tokens, weights of the attention and results of the two parts.
+        heads: number of attention heads, among which the width is divided.
+        dropout: the probability that a number is dropped, for tokens, attention weights and the
+            results of the two parts.
 
     Raises:
-        ValueError: a width that the heads do not divide.
+        ValueError: the width is not a multiple of twice the number of heads.
     """
 
     def __init__(
@@ -207,7 +224,8 @@ class AttentionHead(nn.Module):
         super().__init__()
         if channels % (2 * heads):
             raise ValueError(
-                f"patchgd.head_channels is {channels}, but attention of {heads} heads wants a multiple of {2 * heads}"
+                f"patchgd.head_channels is {channels}, but attention of {heads} heads "
+                f"wants a multiple of {2 * heads}"
             )
         self.heads, self.embed = (
             heads,
@@ -241,7 +259,7 @@ class AttentionHead(nn.Module):
         return self.last(self.behind(tokens + self.drop_narrower(self.narrower(wide)))[:, 0])
 
     def _attended(self, tokens: Tensor) -> Tensor:
-        """Return the values of all tokens, weighed for each token: (N, tokens, channels) -> (N, tokens, channels)."""
+        """Return the output of multi-head self-attention, (N, tokens, channels)."""
         query, key, value = (
             x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
             for x in self.project(tokens).chunk(3, -1)
@@ -251,7 +269,11 @@ class AttentionHead(nn.Module):
 
 
 class ConvHead(nn.Module):
-    """(N, s, *grid) -> (N, K): two 3-wide convolutions with batch norm, a mean or maximum over all places, a linear layer."""
+    """Convolutional head for grids of any size: (N, s, *grid) -> (N, K).
+
+    It has two 3-wide convolutions with batch norm, a mean or maximum over all places, and a linear
+    layer.
+    """
 
     def __init__(
         self, features: int, channels: int, outputs: int, dims: int = 2, largest: bool = False
@@ -263,10 +285,8 @@ class ConvHead(nn.Module):
             conv(features, channels, 3, padding=1, bias=False),
             conv(channels, channels, 3, padding=1, bias=False),
         )
-        self.norm_first, self.norm_second = (
-            norm(channels),
-            norm(channels),
-        )  # without them nothing was learnt of 7,000 images
+        # Without these norms the network does not learn from a few thousand images.
+        self.norm_first, self.norm_second = norm(channels), norm(channels)
         self.last = nn.Linear(channels, outputs)
 
     def forward(self, z: Tensor) -> Tensor:
@@ -276,13 +296,18 @@ class ConvHead(nn.Module):
 
 
 class TransformerHead(nn.Module):
-    """(N, s, *grid) -> (N, K): the patches as tokens, with sines of their places, through an encoder; the mean of what it makes, a linear layer."""
+    """Transformer head for grids of any size: (N, s, *grid) -> (N, K).
+
+    The patches are the tokens, with a sinusoidal encoding of their place. A linear layer takes the
+    mean of the encoder's output.
+    """
 
     def __init__(self, features: int, channels: int, outputs: int, layers: int = 2, heads: int = 4):
         super().__init__()
         if channels % (2 * heads):
             raise ValueError(
-                f"patchgd.head_channels is {channels}, but a transformer of {heads} heads wants a multiple of {2 * heads}"
+                f"patchgd.head_channels is {channels}, but a transformer of {heads} heads "
+                f"wants a multiple of {2 * heads}"
             )
         self.embed, self.last = nn.Linear(features, channels), nn.Linear(channels, outputs)
         layer = nn.TransformerEncoderLayer(
@@ -296,7 +321,11 @@ class TransformerHead(nn.Module):
 
 
 def places_of(grid: Sequence[int], like: Tensor) -> Tensor:
-    """(places, channels): sines and cosines of the place along each dim, of wavelengths from 2 pi to 10,000 x 2 pi (Vaswani et al., 2017)."""
+    """Return the encoding of each place of a grid, (places, channels).
+
+    It consists of sines and cosines of the place along each dim, with wavelengths from 2 pi to
+    10,000 x 2 pi (Vaswani et al., 2017).
+    """
     channels = like.shape[-1]
     each = channels // (2 * len(grid))
     exact = dict(device=like.device, dtype=torch.float64)

@@ -1,11 +1,16 @@
-"""Where a network's answer to a whole image comes from: gradient-weighted class activation maps (Grad-CAM, Selvaraju et al., 2017).
+"""Heat maps: which parts of a whole image a network's answer comes from.
 
-Of the map A before the last pooling over the image, or of the block Z of a network of patches, with y the logit of the likeliest class::
+The method is Grad-CAM (gradient-weighted class activation maps, Selvaraju et al., 2017). A is the
+feature map before the last pooling over the image, or the block Z of a network of patches; y is the
+logit of the likeliest class::
 
     heat = max(0, sum over channels c of A_c * mean over places of dy/dA_c)
 
-resized to the image, bilinear. A pooling hands on all of the gradient of what it makes, so that the mean is dy/d(pooled) but for a factor. Hence images need not fit: the
-network up to the pooling says what is pooled, and with a layer that weighs the channels it is a network for segmentation, drawn tile by tile (:mod:`distseg.inference.predictor`).
+The result is resized to the image, bilinearly. A pooling passes its gradient on to all cells alike,
+so the mean is dy/d(pooled) except for a factor. Images therefore need not fit into memory. The
+network up to the pooling gives the pooled values. The same layers, and one more that weighs the
+channels, are a network for segmentation, which :mod:`distseg.inference.predictor` computes tile by
+tile.
 """
 
 from __future__ import annotations
@@ -39,28 +44,34 @@ from distseg.tiling.layout import Layout, scales_of
 from distseg.tiling.resize import Follow
 from distseg.tiling.tile import Box, strips
 
-_MOST = 1 << 24  # pixels of a picture
-_STRIP = 1 << 20  # and of a part of it
-_NO_POOLING = "predict.heat draws the map before the last pooling over the image, and this network has none that is known: leave it out"
+_MOST = 1 << 24  # the most pixels of a picture
+_STRIP = 1 << 20  # pixels that are computed at a time
+_NO_POOLING = (
+    "predict.heat draws the map before the last pooling over the image, "
+    "and this network has none that is known: leave it out"
+)
 
 
 def heat_of(
     model: nn.Module, predictor: Predictor | PatchPredictor
 ) -> Callable[[ImageSource], Iterator[tuple[Box, np.ndarray]]]:
-    """What yields (tile, its heat (h, w) float32, not negative) for all tiles of an image of any size, on one rank.
+    """Return a function that yields (tile, heat) for all tiles of an image of any size.
+
+    The heat of a tile is (h, w) float32 and not negative. The function works on one rank.
 
     Args:
-        model: plain, with its weights.
-        predictor: of the same network: its device, numbers, tiles and memory are taken.
+        model: a plain network with its weights.
+        predictor: a predictor of the same network; its device, precision, tiles and memory are
+            used.
 
     Raises:
-        ValueError: the network is not followed, or has no pooling over the image.
+        ValueError: the network could not be captured, or has no pooling over the image.
     """
     return _OfPatches(predictor) if isinstance(model, PatchNetwork) else _OfPooled(model, predictor)
 
 
 class _OfPatches:
-    """Of the block Z."""
+    """Heat of the block Z of a network of patches."""
 
     def __init__(self, predictor: PatchPredictor):
         self.network, self.predictor = predictor.filler.network, predictor
@@ -83,14 +94,13 @@ class _OfPatches:
 
 
 class _OfPooled:
-    """Of the map before the last pooling over the image."""
+    """Heat of the feature map before the last pooling over the image."""
 
     def __init__(self, model: nn.Module, predictor: Predictor):
         self.network, self.predictor = as_network(model).eval(), predictor
         reads = self.network.reads if isinstance(self.network, Network) else {}
-        if reads and isinstance(
-            self.network.get_submodule(last := [*reads][-1]), MainOutput
-        ):  # poolings of other outputs say nothing of the first one
+        # Of several outputs only the first one counts, with the poolings that lead to it.
+        if reads and isinstance(self.network.get_submodule(last := [*reads][-1]), MainOutput):
             self.network = self._up_to(reads[reads[last][0]][0])
             reads = self.network.reads
         pools = [name for name in reads if isinstance(self.network.get_submodule(name), Mean)]
@@ -98,7 +108,7 @@ class _OfPooled:
             raise ValueError(_NO_POOLING)
         self.source = reads[pools[-1]][0]
         self.pools = [name for name in pools if reads[name][0] == self.source]
-        self.after: list[str] = []  # what makes the answer of what is pooled
+        self.after: list[str] = []  # the layers from the pooled values to the output
         for name in reads:
             if name not in self.pools and set(self.network.cells_read(name)) & {
                 *self.pools,
@@ -140,15 +150,21 @@ class _OfPooled:
             yield box, heat[0]
 
     def _vector(self, predictor: Predictor, scene: ImageSource) -> Tensor:
-        for _, vector in predictor(scene):  # the same with each tile
+        for _, vector in predictor(scene):  # each tile yields the same vector
             found = vector
         return torch.from_numpy(found)[None].to(next(self.network.parameters()).dtype)
 
     def _drawing(self, slopes: Tensor, size: tuple[int, ...], cells: tuple[int, ...]) -> Network:
-        """The network whose answer to an image of this size is its heat, of a map of so many cells."""
+        """Return a network whose output for an image of this size is the image's heat.
+
+        Args:
+            slopes: the weight of each channel.
+            size: the size of the image in pixels.
+            cells: the size of the feature map.
+        """
         weigh = nn.Conv2d(self.channels, 1, 1, bias=False)
         weigh.weight.data = slopes.view(1, -1, 1, 1)
-        if self.graph.sized:  # whose cells share the image evenly
+        if self.graph.sized:  # the cells of the feature map divide the image evenly
             to_image = ResizeTo([Follow()] * len(size), "bilinear", False)
             return self._up_to(
                 self.source,
@@ -184,7 +200,7 @@ class _OfPooled:
         more: Mapping[str, nn.Module] = {},
         reads: Mapping[str, tuple[str, ...]] = {},
     ) -> Network:
-        """A copy of the layers that make one of the maps, and ``more`` behind them."""
+        """Return a network of copies of the layers up to ``last``, followed by ``more``."""
         wanted = {last}
         for name in reversed(list(self.network.reads)):
             wanted |= set(self.network.reads[name]) if name in wanted else set()
@@ -202,7 +218,7 @@ class _OfPooled:
         return tell_like(found, self.network).eval()
 
     def _predictor(self, network: Network) -> Predictor:
-        """Of another network, on this rank alone."""
+        """Return a predictor of another network, on this rank alone."""
         like = self.predictor
         place_model(
             network,
@@ -226,7 +242,10 @@ class _OfPooled:
 
 @torch.enable_grad()
 def _slopes(given: Sequence[Tensor], answer: Callable[..., Tensor]) -> tuple[Tensor, ...]:
-    """Of the likeliest class's logit, or towards what a single one says, by what is given."""
+    """Return the gradient of the likeliest class's logit in each of ``given``.
+
+    With a single logit it is the gradient towards the class that the logit's sign says.
+    """
     given = [x.detach().requires_grad_() for x in given]
     logits = answer(*given).flatten()
     return torch.autograd.grad(
@@ -237,10 +256,15 @@ def _slopes(given: Sequence[Tensor], answer: Callable[..., Tensor]) -> tuple[Ten
 def picture(
     heat: Iterator[tuple[Box, np.ndarray]], scene: ImageSource, data: Mapping
 ) -> np.ndarray:
-    """(H, W, 3) uint8: the image, fainter where nothing comes from, and red to yellow where the answer does; smaller by a whole number where the image has more than 16 million pixels.
+    """Return a picture (H, W, 3) uint8: the image, with the heat in red to yellow.
+
+    The image is fainter where the heat is low. Images of more than 16 million pixels are made
+    smaller by a whole number.
 
     Args:
-        data: of a run's manifest: by what images were normalised.
+        heat: the tiles of the image and their heat.
+        scene: the image.
+        data: the section of a run's manifest that has the constants of normalisation.
     """
     by = next(k for k in count(1) if math.prod(n // k for n in scene.size) <= _MOST)
     size = tuple(n // by for n in scene.size)
@@ -257,7 +281,10 @@ def picture(
         warmth[Box(first, stop).slices] = part[inside][
             tuple(slice(b - a) for a, b in zip(first, stop))
         ]
-    by_band = lambda numbers: np.asarray(numbers[: len(pixels)], np.float32)[:, None, None]
+
+    def by_band(numbers):
+        return np.asarray(numbers[: len(pixels)], np.float32)[:, None, None]
+
     for rows in strips(Box.whole(size), _STRIP / by**2):
         read = scene.read(Box(tuple(by * a for a in rows.start), tuple(by * b for b in rows.stop)))[
             : len(pixels)
@@ -272,7 +299,7 @@ def picture(
 
 
 def drawn_over(image: np.ndarray, heat: np.ndarray) -> np.ndarray:
-    """A picture (H, W, 3) uint8: the image, fainter where nothing comes from, and red to yellow where the answer does."""
+    """Return a picture (H, W, 3) uint8: the image, fainter, with the heat in red to yellow."""
     warm = np.stack((np.ones_like(heat), heat, 0.2 * heat), -1)
     share = (0.75 * heat)[..., None]
     return (

@@ -1,11 +1,12 @@
-"""A network for whole images that sees them as a grid of patches: that of PatchGD.
+"""Network of PatchGD: it sees a whole image as a grid of patches.
 
-"Patch Gradient Descent: Training Neural Networks on Very Large Images" (Gupta et al., 2023). In the paper's symbols::
+The method is "Patch Gradient Descent: Training Neural Networks on Very Large Images" (Gupta et al.,
+2023). In the symbols of that publication::
 
-    X        an image, cut into m x n patches, even or overlapping          patches_of
+    X        an image, cut into m x n patches, which may overlap            patches_of
     theta_1  the backbone: a patch -> s features                            PatchNetwork.backbone
     Z        the features of all patches, an s x m x n block                PatchNetwork.block
-    theta_2  the head: Z -> what is said of the image                       PatchNetwork.head
+    theta_2  the head: Z -> the output for the image                        PatchNetwork.head
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ from distseg.tiling.tile import Box
 
 
 def starts_of(size: Sequence[int], patch: Sequence[int], step: Sequence[int]) -> list[list[int]]:
-    """Where patches begin along each dim: every ``step`` pixels; the last one ends where the image does."""
+    """Return the first pixel of each patch along each dim.
+
+    A patch begins every ``step`` pixels; the last one is moved back to end where the image ends.
+    """
     return [
         [min(a, n - p) for a in range(0, max(n - p, 0) + s, s)] if n > p else [0]
         for n, p, s in zip(size, patch, step)
@@ -35,7 +39,10 @@ def starts_of(size: Sequence[int], patch: Sequence[int], step: Sequence[int]) ->
 def patches_of(
     size: tuple[int, ...], patch: tuple[int, ...], step: tuple[int, ...]
 ) -> tuple[Box, ...]:
-    """The patches of an image, row by row, all of one size: the ``patch``, as far as the image goes. Together they cover it."""
+    """Return the patches of an image, row by row; together they cover the image.
+
+    All have one size: ``patch``, or that of the image along dims where the image is smaller.
+    """
     return tuple(
         Box(start, tuple(min(a + p, n) for a, p, n in zip(start, patch, size)))
         for start in product(*starts_of(size, patch, step))
@@ -43,21 +50,28 @@ def patches_of(
 
 
 class PatchNetwork(nn.Module):
-    """(N, C, *size) -> (N, K): the head's answer to the features of all patches.
+    """Network (N, C, *size) -> (N, K): a head on the features of all patches.
 
     Args:
         backbone: (N, C, *patch) -> (N, s), or (N, s, 1, ...).
         head: (N, s, *grid) -> (N, K), for grids of any size.
-        patch: its size; ``step``: from one to the next, by default as much.
-        outputs: K, for those who ask.
-        made_for: the grid of patches that the head is made for; None: any.
+        patch: the size of a patch in pixels.
+        step: the pixels from one patch to the next; by default ``patch``.
+        outputs: K; only stored as an attribute.
+        made_for: the grid of patches that the head is made for; None if it takes any.
     """
 
     made_for: tuple[int, ...] | None = None
 
     def __init__(
-        self, backbone: nn.Module, head: nn.Module, patch: Sequence[int], step: Sequence[int] | None = None, outputs: int | None = None, made_for: Sequence[int] | None = None
-    ):  # fmt: skip
+        self,
+        backbone: nn.Module,
+        head: nn.Module,
+        patch: Sequence[int],
+        step: Sequence[int] | None = None,
+        outputs: int | None = None,
+        made_for: Sequence[int] | None = None,
+    ):
         super().__init__()
         self.outputs, self.made_for = outputs, made_for and tuple(made_for)
         self.backbone, self.head, self.patch, self.step = (
@@ -76,7 +90,7 @@ class PatchNetwork(nn.Module):
 
     @property
     def begun(self) -> nn.Module:
-        """What ``train.init`` gives weights to."""
+        """The module whose weights ``train.init`` sets."""
         return self.backbone
 
     def patches(self, size: Sequence[int]) -> tuple[Box, ...]:
@@ -87,19 +101,20 @@ class PatchNetwork(nn.Module):
         return tuple(map(len, starts_of(size, self.patch, self.step)))
 
     def check_grid(self, size: Sequence[int]) -> None:
-        """Refuse images of which the head cannot take the grid of patches.
+        """Refuse images whose grid of patches the head cannot take.
 
         Raises:
-            ValueError: naming both grids.
+            ValueError: the grid differs from ``made_for``; the message names both.
         """
         if self.made_for not in (None, self.grid(size)):
             raise ValueError(
-                f"an image of {Size(size)} pixels has a grid of {Size(self.grid(size))} patches, but this patchgd.head is made for {Size(self.made_for)} (patchgd.grid): "
+                f"an image of {Size(size)} pixels has a grid of {Size(self.grid(size))} patches, "
+                f"but this patchgd.head is made for {Size(self.made_for)} (patchgd.grid): "
                 "take a head for any grid, such as cnn, or images of one size"
             )
 
     def block(self, features: Tensor, size: Sequence[int]) -> Tensor:
-        """Z: features (N, patches, s) of images of this size -> (N, s, *grid)."""
+        """Return Z: features (N, patches, s) of images of this size -> (N, s, *grid)."""
         return features.movedim(1, -1).unflatten(-1, self.grid(size))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -113,13 +128,16 @@ def check_patches(size: Sequence[int], patch: Sequence[int], what: str = "an ima
     """Refuse images that are smaller than a patch.
 
     Raises:
-        ValueError: naming both.
+        ValueError: the image is smaller, or has another number of dims; the message names both
+            sizes.
     """
     if len(size) != len(patch):
         raise ValueError(
-            f"{what} has {Size(size)} pixels, of {len(size)} dims, but patchgd.patch is {Size(patch)}: give it as many numbers"
+            f"{what} has {Size(size)} pixels, of {len(size)} dims, "
+            f"but patchgd.patch is {Size(patch)}: give it as many numbers"
         )
     if any(n < p for n, p in zip(size, patch)):
         raise ValueError(
-            f"{what} has {Size(size)} pixels, but patchgd.patch is {Size(patch)}: take a smaller patch"
+            f"{what} has {Size(size)} pixels, but patchgd.patch is {Size(patch)}: "
+            "take a smaller patch"
         )

@@ -1,17 +1,26 @@
-"""Patch gradient descent: training on large images by a few of their patches at a time (Gupta et al., 2023; :mod:`distseg.patchgd.network`).
+"""Patch gradient descent (PatchGD): train on large images with a few patches of each at a time.
 
-In a step on B images, in the paper's symbols::
+The method is that of Gupta et al. (2023); :mod:`distseg.patchgd.network` has its network. A step on
+B images, in the symbols of that publication::
 
     Z <- theta_1 of all patches, k of each image at a time                filling; without gradients
     for j = 1 .. zeta:                                                    patchgd.inner
-        k patches of each image are drawn, and Z[those] <- theta_1        patchgd.sampled; with gradients
+        k patches of each image are drawn, and Z[those] <- theta_1        patchgd.sampled; with
+            gradients
         L = loss of theta_2 of Z, dL/dtheta added up
         every epsilon-th j: theta <- theta - alpha (sum / epsilon)        patchgd.accumulate
 
-As in the authors' program, patches are drawn without replacement until all of an image were drawn, and batch norms take the statistics of the patches that are
-computed together, also where Z is filled. The patches of a sample group's images are dealt to the ranks of its tile group. Each rank has all of Z and computes the head,
-whose gradient counts once; dL/dZ, which all have then, goes back through the backbone on the rank that has the patch. What is drawn is keyed by seed, epoch, image and
-j, so it does not depend on the ranks. It approximates the gradient: the exact one is what streamed tiles give (docs/whole_images.md compares both).
+Patches are drawn without replacement until every patch of an image was drawn once, as in the
+authors' program. Batch norms take the statistics of the patches that are computed together, also
+while Z is filled.
+
+The ranks of a tile group share the patches of their sample group's images. Each rank holds all of Z
+and computes the head, whose gradient is counted on one rank only. All ranks then have dL/dZ. The
+rank that computed a patch takes its part of dL/dZ back through the backbone.
+
+The draws are keyed by seed, epoch, image and j, so they do not depend on the number of ranks.
+PatchGD approximates the gradient; streamed tiles give the exact one (docs/whole_images.md compares
+both).
 """
 
 from __future__ import annotations
@@ -44,19 +53,25 @@ from distseg.runtime.parameter_update import ParameterUpdate
 from distseg.tiling import rng
 from distseg.tiling.tile import Box
 
-_HELD = 8  # times the pixels that are computed together, images are kept in memory for a step: the maps made of those take more
+# Images stay in memory for a step if they have at most 8 times the pixels of the patches that
+# are computed together: the feature maps of these patches need more memory than that.
+_HELD = 8
 
 
 @dataclass(frozen=True)
 class Patches:
-    """Images of a step of one sample group, read patch by patch.
+    """Images of one step and one sample group, read patch by patch.
 
     Args:
-        note: told how many bytes are read, whenever some are.
-        step: the samples of all groups.
+        store: the store that holds the images.
+        samples: the samples of this sample group.
+        note: called with the number of bytes at each read.
+        step: the samples of all sample groups.
 
     Attributes:
-        numbers: of the images in the epoch; ``sizes``, ``labels``: of each.
+        numbers: the number of each image in the epoch.
+        sizes: the size of each image in pixels.
+        labels: the class number of each image, (images,).
     """
 
     store: Store
@@ -81,14 +96,14 @@ class Patches:
         return []
 
     def hold(self) -> None:
-        """Read the images whole, if they have not been: patches are then cut out of them."""
+        """Read the images whole, unless they were read already; patches are then cut out of memory."""
         if not self._held:
             self._held.extend(
                 [self.read(i, [Box.whole(size)])[0] for i, size in enumerate(self.sizes)]
             )
 
     def read(self, image: int, boxes: list[Box]) -> Tensor:
-        """Return patches of one size, (boxes, C, *size)."""
+        """Return patches of one size from one image, (boxes, C, *size)."""
         if self._held:
             return torch.stack([self._held[image][(..., *box.slices)] for box in boxes])
         self.note(len(boxes) * bytes_of(self.store, [self.samples[image]], boxes[0].pixels, 0))
@@ -99,7 +114,10 @@ class Patches:
         return {}
 
     def order(self, image: int, key: int, count: int) -> np.ndarray:
-        """Return the random order of an image's patches that belongs to a key; the last one is kept, as several iterations take a part of it."""
+        """Return the random order of an image's patches that belongs to ``key``.
+
+        The last order of each image is cached, because several iterations take a part of it.
+        """
         known, order = self._orders.get(image, (None, None))
         if known != key:
             order = rng.permutation(key, count)
@@ -107,13 +125,17 @@ class Patches:
         return order
 
     def read_labels(self, image: int, box: Box) -> Tensor:
-        """Of pixels, (*box.size)."""
+        """Return the labels of the pixels in ``box``, (*box.size)."""
         self.note(bytes_of(self.store, [self.samples[image]], 0, box.pixels))
         return read_labels(self.store, [self.samples[image]], box)[0]
 
 
 class PatchLoader:
-    """The steps of an epoch for one sample group: as :class:`distseg.data.loader.StepLoader`, but read by whoever computes."""
+    """Source of the steps of an epoch for one sample group.
+
+    It has the interface of :class:`distseg.data.loader.StepLoader`, but the rank that computes a
+    patch reads it.
+    """
 
     def __init__(self, store: Store, config: Config, mesh: Mesh):
         self.store, self.config, self.mesh = store, config, mesh
@@ -121,6 +143,7 @@ class PatchLoader:
         self.steps_per_epoch = len(self._samples(0))
 
     def epoch(self, number: int, first_step: int = 0) -> Iterator[Patches]:
+        """Yield the steps of epoch ``number``, beginning with ``first_step``."""
         steps, images = self._samples(number), self.config.data.images
         for k in range(first_step, len(steps)):
             self.steps_read += 1
@@ -147,11 +170,11 @@ class PatchLoader:
 
 
 class PatchEngine(ParameterUpdate):
-    """A network of patches ready to train by PatchGD.
+    """Network of patches, ready to train by PatchGD.
 
     Args:
-        network: is changed in place.
-        device, precision, channels_last: as :class:`distseg.training.engine.Engine`'s.
+        network: changed in place.
+        device, precision, channels_last: see :class:`distseg.training.engine.Engine`.
     """
 
     partition = None
@@ -179,9 +202,8 @@ class PatchEngine(ParameterUpdate):
             own_memory(network)
             self.loss = Loss(config.loss, network.outputs)
             step = config.spatial.norm_scope == "step"
-            groups = (
-                Alone() if step else mesh.groups
-            )  # norms that met all groups are not counted once for each again
+            # Norms over all sample groups must not be summed over the groups once more.
+            groups = Alone() if step else mesh.groups
             self.context = Context(
                 norm_comm=Alone(),
                 batch_comm=mesh.replicas if step else mesh.tiles,
@@ -210,19 +232,25 @@ class PatchEngine(ParameterUpdate):
         )
 
     def lines(self, size: Sequence[int]) -> list[str]:
-        """What training is made of, for images of this size."""
+        """Return log lines that describe training on images of this size."""
         settings, patches, inner = (
             self.config.patchgd,
             len(self.network.patches(size)),
             self.config.patchgd.inner or self._rounds(size),
         )
         return [
-            f"PatchGD: {patches} patches of {settings.patch} an image of {'x'.join(map(str, size))}, {inner} inner iterations of {drawn(settings.sampled, patches)} of them, "
+            f"PatchGD: {patches} patches of {settings.patch} an image of "
+            f"{'x'.join(map(str, size))}, {inner} inner iterations of "
+            f"{drawn(settings.sampled, patches)} of them, "
             f"an update after {min(settings.accumulate or inner, inner)}; gradients are approximate"
         ]
 
     def step(self, images: Patches, rate: float) -> tuple[float, float]:
-        """The inner iterations on a batch of images; returns the mean of their losses, and of the gradients' norms before clipping. Collective."""
+        """Run the inner iterations on a batch of images. Collective.
+
+        Returns:
+            The mean of the iterations' losses, and the mean of the gradient norms before clipping.
+        """
         losses, norms, inner = [], [], self.config.patchgd.inner or self._most_rounds(images)
         features, every = self.fill(images), self.config.patchgd.accumulate or inner
         for j in range(inner):
@@ -235,21 +263,21 @@ class PatchEngine(ParameterUpdate):
 
     @torch.no_grad()
     def fill(self, images: Patches) -> list[Tensor]:
-        """Z: of each image the features of all its patches, (patches, s), on all ranks of the tile group. Collective.
+        """Return Z: for each image the features of all its patches, (patches, s). Collective.
 
-        An image whose patches are through goes on being computed beside those that have more, for the statistics of norms, but its part of Z stays.
+        All ranks of the tile group get the same result. An image with fewer rounds than others is
+        computed again beside them, since norms share statistics, but its part of Z keeps the first
+        values.
         """
         counts = [len(self.network.patches(size)) for size in images.sizes]
         turns = [self._rounds(size) for size in images.sizes]
-        step = (
-            self.config.spatial.norm_scope == "step"
-        )  # norms then meet those of all sample groups
+        # With the scope "step", norms communicate with all sample groups, so all do the same rounds.
+        step = self.config.spatial.norm_scope == "step"
         rounds = range(self._most_rounds(images) if step or self._at_once else max(turns))
         drawn, features = [self._draw(images, "fill", j) for j in rounds], None
         read = (self._read(images, pairs) for pairs in drawn)
-        with self.context.repeating(
-            not self._at_once
-        ):  # otherwise running statistics move by the inner iterations alone
+        # Unless statistics move with each pass, only the inner iterations update them.
+        with self.context.repeating(not self._at_once):
             for j, pairs, x in zip(rounds, drawn, prefetch(read, 1)):
                 with self._masks("fill", j):
                     rows = self._shared(self._features(x, self._keys(images, pairs)), pairs)
@@ -259,11 +287,18 @@ class PatchEngine(ParameterUpdate):
         return features
 
     def _first(self, images: Patches, pairs: list[tuple[int, int]], j: int) -> list[int]:
-        """Return which of the pairs of round ``j`` of a filling are of images whose patches were not all through before."""
+        """Return the indices of the pairs in round ``j`` whose image still has patches to fill."""
         return [n for n, (i, _) in enumerate(pairs) if j < self._rounds(images.sizes[i])]
 
     def backward(self, images: Patches, features: list[Tensor], j: int) -> float:
-        """The gradient of inner iteration ``j``, added to the parameters' ``grad``: this rank's part; and the loss. New features take their place in ``features``."""
+        """Add this rank's part of the gradient of inner iteration ``j`` to ``grad``.
+
+        The new features of the patches that were drawn replace the old ones in ``features``.
+        Collective.
+
+        Returns:
+            The loss.
+        """
         pairs = self._draw(images, "patches", j)
         with self._masks("patches", j):
             made = self._features(self._read(images, pairs), self._keys(images, pairs))
@@ -287,7 +322,10 @@ class PatchEngine(ParameterUpdate):
         return made
 
     def _passed(self) -> None:
-        """Move the running statistics after a forward pass, where they move with each. Collective over the sample groups."""
+        """Update the running statistics if they move with each forward pass.
+
+        Collective over the sample groups.
+        """
         if self._at_once:
             self.filler.commit_statistics(unbiased=True)
 
@@ -295,16 +333,21 @@ class PatchEngine(ParameterUpdate):
         return drawn(self.config.patchgd.sampled, patches)
 
     def _rounds(self, size: Sequence[int]) -> int:
-        """Return how many draws have each patch of an image of this size once."""
+        """Return the number of draws until each patch of an image of this size was drawn once."""
         count = len(self.network.patches(size))
         return math.ceil(count / self._drawn_of(count))
 
     def _most_rounds(self, images: Patches) -> int:
-        """Return the most rounds of any image of the step, of all sample groups."""
+        """Return the largest number of rounds of any image of the step, over all sample groups."""
         return max(self._rounds(sample.size) for sample in images.step)
 
     def _draw(self, images: Patches, what: str, j: int) -> list[tuple[int, int]]:
-        """(image, patch) of all that are computed together: of each image the next ones of an order in which each comes once; then of another."""
+        """Return (image, patch) pairs that are computed together in iteration ``j``.
+
+        Each image has a random order of its patches, and each draw takes the next ones. When the
+        order is used up, a new one begins. ``what`` separates the draws of filling from those of
+        training.
+        """
         found = []
         for i, (number, size) in enumerate(zip(images.numbers, images.sizes)):
             count = len(self.network.patches(size))
@@ -313,7 +356,7 @@ class PatchEngine(ParameterUpdate):
             order = images.order(
                 i, rng.key(self.config.train.seed, self.context.epoch, number, what, turn), count
             )
-            start = min(at * share, count - share)  # the last ones of an order may have come before
+            start = min(at * share, count - share)  # the last draw may repeat some patches
             found += [(i, p) for p in sorted(order[start : start + share].tolist())]
         return found
 
@@ -321,19 +364,19 @@ class PatchEngine(ParameterUpdate):
         return pairs[self.mesh.tiles.rank :: self.mesh.tiles.size]
 
     def _read(self, images: Patches, pairs: list[tuple[int, int]]) -> Tensor:
-        """This rank's patches of the pairs, (patches, C, *patch)."""
+        """Read this rank's patches of the pairs, (patches, C, *patch)."""
         boxes = [(i, self.network.patches(images.sizes[i])[p]) for i, p in self._mine(pairs)]
         if sum(map(math.prod, images.sizes)) <= _HELD * sum(box.pixels for _, box in boxes):
             images.hold()
         return read_pairs(images, boxes)
 
     def _keys(self, images: Patches, pairs: list[tuple[int, int]]) -> list[int]:
-        """Of the dropout masks of this rank's patches."""
+        """Return the keys of the dropout masks of this rank's patches."""
         return [rng.key(images.numbers[i], p) for i, p in self._mine(pairs)]
 
     @contextmanager
     def _masks(self, what: str, j: int) -> Iterator[None]:
-        """Masks of dropout are others each time."""
+        """Give dropout new masks inside the context, keyed by the epoch, ``what`` and ``j``."""
         epoch = self.context.epoch
         self.context.epoch = self.head_context.epoch = rng.key(epoch, what, j)
         try:
@@ -342,11 +385,14 @@ class PatchEngine(ParameterUpdate):
             self.context.epoch = epoch
 
     def _shared(self, made: Tensor, pairs: list[tuple[int, int]]) -> Tensor:
-        """Features of all pairs, of this rank's."""
+        """Return the features of all pairs on every rank, given those of this rank's pairs."""
         return shared(made, len(pairs), self.mesh.tiles, self.device)
 
     def _head(self, images: Patches, block: list[Tensor]) -> float:
-        """The loss of the head's answers over all sample groups, gone back through to Z; each image counts on one rank."""
+        """Compute the loss of the head's answers over all sample groups and its gradient in Z.
+
+        Each image counts on one rank of the tile group.
+        """
         logits = self.filler.logits(block, images.sizes, images.numbers)
         self._passed()
         labels = images.labels.to(self.device)
@@ -363,7 +409,15 @@ class PatchEngine(ParameterUpdate):
         counts: bool = True,
         besides: Tensor | None = None,
     ) -> float:
-        """The loss, of rows (n, sums) of the step's table which belong to ``those`` images, gone back through to what they were made of; ``counts``: they do, and are no other rank's too; ``besides`` (images, sums): of the same images, without gradients."""
+        """Return the loss of the step and take its gradient back from ``found``. Collective.
+
+        Args:
+            images: the images of this sample group.
+            those: the image that each row of ``found`` belongs to.
+            found: this rank's partial sums of the loss, (n, sums), with their autograd graph.
+            counts: False if another rank counts the same rows.
+            besides: partial sums of the same images without gradients, (images, sums).
+        """
         rows = Rows(self.mesh.shape.samples, self.mesh.sample, 1, len(images.numbers))
         at = torch.tensor([rows.of(0, i) for i in those])
         table = torch.zeros(rows.total, self.loss.sums, dtype=torch.float64)
@@ -376,9 +430,13 @@ class PatchEngine(ParameterUpdate):
         return value
 
     def _update(self, rate: float, iterations: int) -> float:
-        """An optimizer step on the mean gradient of some inner iterations; returns its norm before clipping."""
+        """Make an optimizer step on the mean gradient of ``iterations`` inner iterations.
+
+        Returns:
+            The norm of the gradient before clipping.
+        """
         self.gradients.settle()
-        if self.mesh.tiles.rank:  # the first rank's counts
+        if self.mesh.tiles.rank:  # only the head's gradient of the first rank is counted
             for p in self.network.head.parameters():
                 if p.grad is not None:
                     p.grad.zero_()
@@ -391,27 +449,30 @@ class PatchEngine(ParameterUpdate):
         return norm
 
     def pixels(self, images: Patches) -> int:
-        """Of a step, of all sample groups."""
+        """Return the number of pixels of a step, over all sample groups."""
         return self.mesh.shape.samples * sum(math.prod(size) for size in images.sizes)
 
     def watch_step(self, watch: Callable[[float], None]) -> None:
-        """Steps are not told of part by part."""
+        """Do nothing: PatchGD does not report the parts of a step."""
 
     def predictor(self) -> "PatchPredictor":
+        """Return a predictor that uses this engine's network."""
         return PatchPredictor(self.filler, self.mesh.replicas)
 
 
 def check_images(store: Store, config: Config) -> None:
-    """Refuse a store whose images can't be trained on.
+    """Refuse a store whose images cannot be trained on.
 
     Raises:
-        ValueError: an image without labels, smaller than a patch, or of which fewer patches are drawn than ranks share.
+        ValueError: an image has no labels, is smaller than a patch, or fewer patches are drawn than
+            ranks share.
     """
     settings, ranks = config.patchgd, config.mesh.tiles.volume
     for name in store.split("train"):
         if not (store.has_labels(name) or store.of_images):
             raise ValueError(
-                f"image {name!r} of the split 'train' of {store.path} has no labels: prepare the store with masks"
+                f"image {name!r} of the split 'train' of {store.path} has no labels: "
+                "prepare the store with masks"
             )
         size = crop_size(store.size(name), config.data.crop)
         check_patches(size, settings.patch, f"image {name!r}")
@@ -425,12 +486,14 @@ def check_images(store: Store, config: Config) -> None:
         )
         if count < ranks:
             raise ValueError(
-                f"patchgd.sampled {settings.sampled} draws {count} patches of {config.data.images} images such as {name!r}, but {ranks} ranks share them (mesh.tiles {config.mesh.tiles}): draw more, or take fewer ranks"
+                f"patchgd.sampled {settings.sampled} draws {count} patches of "
+                f"{config.data.images} images such as {name!r}, but {ranks} ranks share them "
+                f"(mesh.tiles {config.mesh.tiles}): draw more, or take fewer ranks"
             )
 
 
 def put(features: list[Tensor], pairs: list[tuple[int, int]], rows: Tensor) -> None:
-    """Features of pairs of (image, patch), image by image, in their places."""
+    """Write the features of (image, patch) pairs into ``features``; pairs are sorted by image."""
     those: dict[int, list[int]] = {}
     for i, p in pairs:
         those.setdefault(i, []).append(p)
@@ -441,8 +504,10 @@ def put(features: list[Tensor], pairs: list[tuple[int, int]], rows: Tensor) -> N
 
 
 def drawn(share: float, patches: int) -> int:
-    """Return k, how many patches of an image an inner iteration draws: a share of them, rounded up, or their number."""
-    wanted = (
-        math.ceil(share * patches - 1e-9) if share <= 1 else int(share)
-    )  # a product such as 0.07 * 100 is a little above 7
+    """Return k, the number of patches of an image that an inner iteration draws.
+
+    ``share`` up to 1 is a fraction of ``patches``, rounded up; above 1 it is the number itself.
+    """
+    # A product such as 0.07 * 100 is a little above 7 and must not be rounded up to 8.
+    wanted = math.ceil(share * patches - 1e-9) if share <= 1 else int(share)
     return max(1, min(patches, wanted))

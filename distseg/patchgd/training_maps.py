@@ -1,15 +1,20 @@
-"""Patch gradient descent for labels of pixels: a U-Net of patches (:mod:`distseg.patchgd.unet`).
+"""Patch gradient descent for labels of pixels: train a U-Net of patches.
 
-An inner iteration, of the loss of the pixels of the patches that are drawn, goes back in four parts, as what a patch is told comes from all of them::
+The network is :class:`distseg.patchgd.unet.PatchUNet`. The head's output for a patch depends on all
+patches, so the backward pass of an inner iteration has four parts::
 
     skips, z = encoder(patch), Z[those] <- z         each rank its patches, all of Z on all ranks
     told = head(Z)                                   on all ranks alike
     loss(decoder(skips, z + told[patch]))            each rank its patches
-    back through the decoder, to skips, z and told; dL/dtold summed over the tile group; back through the head, to Z; back through the encoder
+    back through the decoder, to skips, z and told
+    dL/dtold summed over the tile group
+    back through the head, to Z
+    back through the encoder
 
-With ``patchgd.y_filling`` the loss is that of y, the answers to all pixels of the images: like Z, y is filled without gradients, and the patches that are drawn take
-their places in it. A loss is a function of sums over pixels (:mod:`distseg.layers.loss`), so of y the sums of each patch are kept, not the answers; each pixel counts in the one
-patch that it belongs to.
+With ``patchgd.y_filling`` the loss is that of y, the output for all pixels of the images. As for Z,
+y is first filled without gradients, and the patches that are drawn then replace their part of it. A
+loss is a function of sums over pixels (:mod:`distseg.layers.loss`), so only the sums of each patch
+of y are stored. Each pixel counts in the one patch that owns it.
 """
 
 from __future__ import annotations
@@ -25,7 +30,7 @@ from distseg.patchgd.training import PatchEngine, Patches, put
 
 
 class MapEngine(PatchEngine):
-    """A U-Net of patches ready to train by PatchGD."""
+    """U-Net of patches, ready to train by PatchGD."""
 
     _answers: list[Tensor] | None = None
 
@@ -40,13 +45,17 @@ class MapEngine(PatchEngine):
         )
 
     def fill(self, images: Patches) -> list[Tensor]:
+        """Return Z as :meth:`PatchEngine.fill` does, and fill y if ``patchgd.y_filling`` is set."""
         features = super().fill(images)
         self._answers = self._filled(images, features) if self.config.patchgd.y_filling else None
         return features
 
     @torch.no_grad()
     def _filled(self, images: Patches, features: list[Tensor]) -> list[Tensor]:
-        """Return y: of each image the sums of the loss of all its patches, (patches, sums), on all ranks of the tile group. Collective."""
+        """Return y: for each image the loss sums of all its patches, (patches, sums). Collective.
+
+        All ranks of the tile group get the same result.
+        """
         found = [torch.zeros(len(rows), self.loss.sums, dtype=torch.float64) for rows in features]
         told = [self.filler.told(rows, size) for rows, size in zip(features, images.sizes)]
         for j in range(max(map(self._rounds, images.sizes))):
@@ -62,13 +71,16 @@ class MapEngine(PatchEngine):
         return found
 
     def _sums(self, found: Tensor, pairs: list[tuple[int, int]]) -> Tensor:
-        """Return the sums of the loss of all pairs, (pairs, sums), of this rank's."""
+        """Return the loss sums of all pairs, (pairs, sums), given those of this rank's pairs."""
         return shared(
             found.detach().double().cpu(), len(pairs), self.mesh.tiles, torch.device("cpu")
         )
 
     def _labels(self, images: Patches, pairs: list[tuple[int, int]]) -> Tensor:
-        """Return the labels of this rank's patches, (n, *patch); of y, pixels that belong to another patch count nowhere."""
+        """Return the labels of this rank's patches, (n, *patch).
+
+        With ``patchgd.y_filling``, pixels that another patch owns get the label to ignore.
+        """
         found = []
         for i, p in self._mine(pairs):
             box = self.network.patches(images.sizes[i])[p]
@@ -81,7 +93,10 @@ class MapEngine(PatchEngine):
         return torch.stack(found).to(self.device)
 
     def _besides(self, pairs: list[tuple[int, int]]) -> Tensor | None:
-        """Return the sums of the loss of the patches of y that are not drawn, (images, sums), on the first rank of the tile group."""
+        """Return the loss sums of the patches of y that are not drawn, (images, sums).
+
+        Only the first rank of the tile group has them; the others return None.
+        """
         if self._answers is None or self.mesh.tiles.rank:
             return None
         return torch.stack(
@@ -92,6 +107,11 @@ class MapEngine(PatchEngine):
         )
 
     def backward(self, images: Patches, features: list[Tensor], j: int) -> float:
+        """Add this rank's part of the gradient of inner iteration ``j`` to ``grad``. Collective.
+
+        Returns:
+            The loss.
+        """
         pairs = self._draw(images, "patches", j)
         mine = self._mine(pairs)
         with self._masks("patches", j):

@@ -1,10 +1,14 @@
-"""A U-Net for labels of pixels that PatchGD trains: it sees patches, and each is told the coarse features of all.
+"""U-Net for labels of pixels that PatchGD trains on patches.
 
-In the symbols of :mod:`distseg.patchgd.network`::
+A head on the coarse features of all patches adds global context to each patch. In the symbols of
+:mod:`distseg.patchgd.network`::
 
-    theta_1  the U-Net: of a patch its encoder makes s coarse features, its decoder the logits     PatchUNet.encoder, .decoder
-    Z        the coarse features of all patches, side by side, an s x m cells x n cells block      PatchUNet.block
-    theta_2  the head: of Z what is added to the coarse features of each patch                     PatchUNet.head
+    theta_1  the U-Net: its encoder makes s coarse features of a patch,
+             its decoder the logits                                        .encoder, .decoder
+    Z        the coarse features of all patches, side by side,
+             an s x (m * cells) x (n * cells) block                        .block
+    theta_2  the head: Z -> the features that are added to those of
+             each patch                                                    .head
 """
 
 from __future__ import annotations
@@ -26,15 +30,16 @@ _UP = (nn.Upsample, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
 class PatchUNet(PatchNetwork):
-    """(N, C, *size) -> (N, K, *size).
+    """Network (N, C, *size) -> (N, K, *size) of patches with shared context.
 
     Args:
-        unet: flat, with its skips from before all poolings to behind them; (N, C, *patch) -> (N, K, *patch).
-        patch, step, outputs: as :class:`PatchNetwork`'s.
-        channels: of the head.
+        unet: (N, C, *patch) -> (N, K, *patch); a flat U-Net whose skips lead from before all
+            poolings to behind them.
+        patch, step, outputs: see :class:`PatchNetwork`.
+        channels: the width of the head.
 
     Raises:
-        ValueError: a network of another form, or with batch norm.
+        ValueError: the network has another form, or batch norm.
     """
 
     of_image = False
@@ -80,7 +85,11 @@ class PatchUNet(PatchNetwork):
         return self
 
     def own(self, size: Sequence[int]) -> list[Box]:
-        """The part of each patch that is the image's: from its beginning to that of the next; together they are the image."""
+        """Return the part of the image that each patch owns.
+
+        It reaches from the patch's beginning to that of the next patch. Together these boxes are
+        the image.
+        """
         spans = []
         for starts, n in zip(starts_of(size, self.patch, self.step), size):
             spans.append(list(zip(starts, [*starts[1:], n])))
@@ -92,7 +101,12 @@ class PatchUNet(PatchNetwork):
         return [Box(*zip(*(spans[d][k] for d, k in enumerate(cell)))) for cell in grid]
 
     def block(self, features: Tensor, size: Sequence[int]) -> Tensor:
-        """Z: features (N, patches, s * cells) of images of this size -> (N, s, *(grid * cells))."""
+        """Return Z, (N, s, *(grid * cells)), for images of this size.
+
+        Args:
+            features: the coarse features of all patches, (N, patches, s * cells).
+            size: the size of the images in pixels.
+        """
         grid, dims = self.grid(size), len(self.cells)
         z = features.view(len(features), *grid, self.features, *self.cells)
         order = [0, dims + 1, *(n for d in range(dims) for n in (1 + d, dims + 2 + d))]
@@ -101,7 +115,12 @@ class PatchUNet(PatchNetwork):
         )
 
     def told(self, features: Tensor, size: Sequence[int]) -> Tensor:
-        """What the head tells each patch: (N, patches, s * cells) -> (N, patches, s, *cells)."""
+        """Return the head's output for each patch, (N, patches, s, *cells).
+
+        Args:
+            features: the coarse features of all patches, (N, patches, s * cells).
+            size: the size of the images in pixels.
+        """
         grid, dims = self.grid(size), len(self.cells)
         y = self.head(self.block(features, size)).view(
             len(features), self.features, *(n for pair in zip(grid, self.cells) for n in pair)
@@ -130,10 +149,10 @@ def _flat(name: str) -> str:
 
 
 def halves(unet: nn.Module) -> tuple[list[tuple[str, nn.Module]], list[tuple[str, nn.Module]]]:
-    """The layers of a flat U-Net's encoder, up to its coarsest features, and decoder.
+    """Return the layers of a flat U-Net's encoder, up to its coarsest features, and of its decoder.
 
     Raises:
-        ValueError: a network of another form, or with batch norm.
+        ValueError: the network has another form, or batch norm.
     """
     layers = flat_layers(unet) if is_flat(unet) else []
     kinds = [type(layer) for _, layer in layers]
@@ -148,10 +167,13 @@ def halves(unet: nn.Module) -> tuple[list[tuple[str, nn.Module]], list[tuple[str
     )
     if cut is None or any(kind is Pop for kind in kinds[:cut]):
         raise ValueError(
-            "PatchGD trains networks that make a vector of a patch, such as distseg.models.classifier:residual, and for labels of pixels flat U-Nets (model.name: unet); this one is neither"
+            "PatchGD trains networks that make a vector of a patch, such as "
+            "distseg.models.classifier:residual, and for labels of pixels flat U-Nets "
+            "(model.name: unet); this one is neither"
         )
     if any(issubclass(kind, nn.modules.batchnorm._BatchNorm) for kind in kinds):
         raise ValueError(
-            "this U-Net has batch norm, but PatchGD for labels of pixels takes each patch by itself: set model.norm to instance, group or none"
+            "this U-Net has batch norm, but PatchGD for labels of pixels takes each patch by "
+            "itself: set model.norm to instance, group or none"
         )
     return layers[:cut], layers[cut:]

@@ -1,4 +1,4 @@
-"""The network that a config trains: in layers that can be cut, or for PatchGD one of patches."""
+"""Build the network that a config trains: layers that can be cut, or a network of patches."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from distseg.tiling import rng
 
 
 def network_of(config: Config, bands: int | None, outputs: int | None) -> nn.Module:
-    """The network that a config trains.
+    """Return the network that a config trains.
 
     Raises:
-        ValueError: what :func:`distseg.models.zoo.plain_model` says; or a network that PatchGD can't train.
+        ValueError: see :func:`distseg.models.zoo.plain_model`; or PatchGD cannot train the network.
     """
     if config.train.method != "patchgd":
         return outline_model(config.model, bands, outputs)
@@ -38,14 +38,19 @@ def network_of(config: Config, bands: int | None, outputs: int | None) -> nn.Mod
 def patch_network(
     config: Config, made: Callable[[int], nn.Module], outputs: int, head: nn.Module | None = None
 ) -> PatchNetwork:
-    """A network of patches, and the head that ``patchgd`` says, whose weights follow from ``model.seed``.
+    """Return a network of patches with the head that ``patchgd`` names.
+
+    The head's weights follow from ``model.seed``.
 
     Args:
-        made: makes the backbone with so many outputs: features of a patch, or classes of its pixels.
-        head: takes the place of the one that ``patchgd.head`` names.
+        config: the settings ``patchgd`` and ``model``.
+        made: returns a backbone with the given number of outputs: features of a patch, or classes
+            of its pixels.
+        outputs: the number of outputs of the whole network.
+        head: used instead of the one that ``patchgd.head`` names.
 
     Raises:
-        ValueError: a network, or a head, that PatchGD can't train.
+        ValueError: PatchGD cannot train the network or the head.
     """
     settings, backbone = config.patchgd, as_network(made(config.patchgd.features))
     by_pixels = not of_image(backbone, settings.patch)
@@ -55,11 +60,13 @@ def patch_network(
         materialise(backbone, config.model.seed)
     elif settings.y_filling:
         raise ValueError(
-            "patchgd.y_filling is true, but the network makes a vector of a patch, and y is a map of labels: leave patchgd.y_filling out"
+            "patchgd.y_filling is true, but the network makes a vector of a patch, "
+            "and y is a map of labels: leave patchgd.y_filling out"
         )
     elif config.model.out_channels not in (None, settings.features):
         raise ValueError(
-            f"model.out_channels is {config.model.out_channels}, but the backbone makes patchgd.features, {settings.features}, of a patch: leave model.out_channels out"
+            f"model.out_channels is {config.model.out_channels}, but the backbone makes "
+            f"patchgd.features, {settings.features}, of a patch: leave model.out_channels out"
         )
     with seeded(rng.key(config.model.seed, "head") & (2**63 - 1)):
         if by_pixels:
@@ -88,7 +95,10 @@ _NORMS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm
 
 
 def with_grid(config: Config, size: Sequence[int]) -> Config:
-    """Return the config with the grid of patches of a training image of this size, where the head is made for one grid and none is given."""
+    """Return the config with ``patchgd.grid`` set for training images of this size.
+
+    The config stays as it is if the head takes any grid, or if a grid is given.
+    """
     settings = config.patchgd
     if (
         config.train.method != "patchgd"
@@ -102,10 +112,10 @@ def with_grid(config: Config, size: Sequence[int]) -> Config:
 
 
 def check_grids(network: PatchNetwork, config: Config, sizes: Sequence[Sequence[int]]) -> None:
-    """Refuse a head that does not take the grid of patches of an image of one of these sizes.
+    """Refuse a head that cannot take the grid of patches of an image of one of these sizes.
 
     Raises:
-        ValueError: naming the head, the grid and the repair.
+        ValueError: the message names the head, the grid and the repair.
     """
     settings = config.patchgd
     grids = {network.grid(size): size for size in sizes}
@@ -128,15 +138,19 @@ def check_grids(network: PatchNetwork, config: Config, sizes: Sequence[Sequence[
         and any(isinstance(m, _NORMS) for m in network.head.modules())
     ):
         raise ValueError(
-            f"patchgd.head {settings.head} has norms and cannot be followed ({refusals[network.head]}), so it takes images of one grid of patches together, but they have "
-            f"{' and '.join(str(Size(grid)) for grid in sorted(grids))}: set data.images to 1, or take a head such as cnn"
+            f"patchgd.head {settings.head} has norms and cannot be followed "
+            f"({refusals[network.head]}), so it takes images of one grid of patches together, "
+            f"but they have {' and '.join(str(Size(grid)) for grid in sorted(grids))}: "
+            "set data.images to 1, or take a head such as cnn"
         )
 
 
 def _check_unread(settings: PatchgdConfig) -> None:
     unread = {
-        "features": "Z is the coarse features of the U-Net", "head": "the head of a U-Net is two convolutions", "statistics": "a U-Net of patches has no batch norm",
-    }  # fmt: skip
+        "features": "Z is the coarse features of the U-Net",
+        "head": "the head of a U-Net is two convolutions",
+        "statistics": "a U-Net of patches has no batch norm",
+    }
     for field, what in unread.items():
         if getattr(settings, field) != getattr(PatchgdConfig(), field):
             raise ValueError(

@@ -1,4 +1,4 @@
-"""How good a network is on whole images: one confusion matrix over all images, tiles and ranks."""
+"""Evaluation on whole images: one confusion matrix over all images, tiles and ranks."""
 
 from __future__ import annotations
 
@@ -17,10 +17,17 @@ from distseg.inference.rounds import in_rounds
 def evaluate(
     predictor: Predictor, store: Store, split: str, world, stop: Callable[[], bool] = lambda: False
 ) -> np.ndarray | None:
-    """The confusion matrix (classes, classes) over the images of ``split``, the same on every rank. Collective over ``world``.
+    """Return the confusion matrix (classes, classes) over the images of ``split``.
+
+    It is the same on every rank. Collective over ``world``.
 
     Args:
-        stop: asked now and then, on all ranks, for the same answer: whether to give up, which returns None.
+        predictor: the network.
+        store: the store of the images and their labels.
+        split: such as ``val``.
+        world: all ranks.
+        stop: called after each round, on all ranks with the same result; True ends the evaluation,
+            and None is returned.
     """
     classes = len(store.classes)
     total = np.zeros((classes, classes))
@@ -48,7 +55,10 @@ def evaluate(
 
 
 def score_rows(matrices: dict[str, np.ndarray], classes: list[str]) -> list[dict]:
-    """Rows of the table that compares methods: a row a class, then the means; a column a method and score."""
+    """Return the rows of the table that compares methods.
+
+    There is a row for each class, then one of the means, and a column for each method and score.
+    """
     found = {method: scores(matrix, classes) for method, matrix in matrices.items()}
     rows = []
     for c in classes:

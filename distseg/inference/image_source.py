@@ -1,4 +1,4 @@
-"""Images to predict, from a store or from files, and what tells their results from others."""
+"""Images to predict, from a store or from files, and the identity of their results."""
 
 from __future__ import annotations
 
@@ -21,15 +21,24 @@ from distseg.tiling.tile import Box
 
 
 def everywhere(box: Box) -> None:
-    """Say that an image has data in all pixels of a box."""
+    """Return None: the image has data in all pixels of a box."""
 
 
 @dataclass(frozen=True)
 class ImageSource:
-    """An image: its size, normalised pixels (C, *box.size) float32 of any box, the ``source``, which tells it from others of its name, and
-    the bytes that the first read takes for a while, where its file can only be decoded whole (``decoding``).
+    """Image that is read box by box.
 
-    ``without_data`` says of a box which pixels have no data in any band, (*box.size) bool; None where all have.
+    Attributes:
+        name: the image's name, which also names its results.
+        size: its size in pixels.
+        read: returns the normalised pixels (C, *box.size) float32 of a box.
+        source: the identity of the data, which differs between images of one name.
+        decoding: the bytes that the first read needs for a while, if the file can only be decoded
+            whole.
+        notes: remarks on its file (:func:`distseg.data.notes.notes_on`).
+        without_data: returns which pixels of a box have no data in any band, (*box.size) bool; None
+            if all have data.
+        place: where on earth the image lies.
     """
 
     name: str
@@ -37,13 +46,13 @@ class ImageSource:
     read: Callable[[Box], np.ndarray]
     source: str = ""
     decoding: int = 0
-    notes: tuple[str, ...] = ()  # on its file (:func:`distseg.data.notes.notes_on`)
+    notes: tuple[str, ...] = ()
     without_data: Callable[[Box], np.ndarray | None] = everywhere
-    place: Georeference | None = None  # where on earth it lies
+    place: Georeference | None = None
 
 
 def store_scene(store: Store, name: str) -> ImageSource:
-    """An image of a store."""
+    """Return an image of a store."""
     return ImageSource(
         name,
         tuple(store.size(name)),
@@ -61,17 +70,22 @@ def file_scene(
     shrink: int = 1,
     scratch: str | None = None,
 ) -> ImageSource:
-    """An image file, normalised with the constants of the store that the network was trained on.
+    """Return an image of a file, normalised with the constants of the training's store.
 
-    As in a store, it is 0 where there is no data. Transparency is no band, unless the network was trained with one more than the file has without it.
+    Pixels without data are 0, as in a store. Transparency counts as a band only if the network was
+    trained with one band more than the file has without it.
 
     Args:
-        nodata: the number that stands for no data; by default what a TIFF file says of itself.
-        shrink: a pixel is the mean of so many along each dim (``data.shrink``).
-        scratch: folder for what can only be decoded whole (:func:`distseg.data.formats.readers.open_image`).
+        path: the file.
+        manifest: the manifest of the run.
+        nodata: the number that stands for no data; by default the one that a TIFF file names.
+        shrink: a pixel is the mean of this number of pixels along each dim (``data.shrink``).
+        scratch: the folder for images that can only be decoded whole
+            (:func:`distseg.data.formats.readers.open_image`).
 
     Raises:
-        ValueError: another number of bands; when it is read, pixels that are no numbers and do not stand for no data.
+        ValueError: the number of bands differs; later, while reading, a pixel is not a number and
+            does not stand for no data.
     """
     data = manifest["data"]
     mean, std = np.asarray(data["mean"]), np.asarray(data["std"])
@@ -86,10 +100,14 @@ def file_scene(
         )
     if reader.bands != len(mean):
         raise ValueError(
-            f"{path} has {reader.bands} bands, but the network was trained on {len(mean)}: predict images like those it knows"
+            f"{path} has {reader.bands} bands, but the network was trained on {len(mean)}: "
+            "predict images with the same bands"
         )
     check_type(path, reader.dtype, data)
-    no_mean = f"data.shrink is {shrink}, but {path} has pixels without data, of which no mean can be taken: leave it out"
+    no_mean = (
+        f"data.shrink is {shrink}, but {path} has pixels without data, "
+        "of which no mean can be taken: leave it out"
+    )
     if shrink > 1 and number is not None:
         raise ValueError(no_mean)
 
@@ -100,8 +118,9 @@ def file_scene(
             raise ValueError(no_mean)
         if (bad := first_bad(pixels, missing(pixels, number, valid))) is not None:
             raise ValueError(
-                f"{path}: band {bad[0]} is {pixels[bad]} at {position(box, bad[1:])}: replace what is no number, "
-                f"such as by the band's mean, or say that it stands for no data: --nodata={pixels[bad]}"
+                f"{path}: band {bad[0]} is {pixels[bad]} at {position(box, bad[1:])}: "
+                "replace what is no number, such as by the band's mean, "
+                f"or say that it stands for no data: --nodata={pixels[bad]}"
             )
         return normalised(
             pixels if shrink == 1 else shrunken(pixels, shrink), mean, std, number, valid
@@ -132,20 +151,31 @@ def file_scene(
 
 
 def check_type(image: str, dtype: np.dtype, data: dict) -> None:
-    """Refuse pixels of another type than those a network was trained on: the same picture has other numbers in it.
+    """Refuse pixels of another dtype than those that a network was trained on.
+
+    Another dtype has another range of values, so the normalisation would be wrong.
 
     Args:
-        data: of a run's manifest.
+        image: the image's name, for the message.
+        dtype: the dtype of its pixels.
+        data: the section ``data`` of a run's manifest.
+
+    Raises:
+        ValueError: the dtypes differ.
     """
-    types = data.get("types")  # older runs do not know
+    types = data.get("types")  # None in manifests of older versions
     if types and str(dtype) not in types:
         raise ValueError(
-            f"{image} holds {dtype}, but the network was trained on {' and '.join(types)}, in whose range its numbers hardly are: convert the image to {types[0]}"
+            f"{image} holds {dtype}, but the network was trained on {' and '.join(types)}, "
+            f"which has another range of numbers: convert the image to {types[0]}"
         )
 
 
 def network_identity(checkpoint: Path, config: Config, manifest: dict) -> str:
-    """Tells a network's results from those of other weights, also of a run that was trained anew in its folder, and of other settings."""
+    """Return a text that identifies the weights and settings of a network.
+
+    It changes if a run is trained anew in the same folder.
+    """
     spatial = config.spatial
     settings = [spatial.halo, spatial.norm_scope, spatial.exchange_every, config.train.precision]
     return json.dumps(
@@ -159,6 +189,6 @@ def network_identity(checkpoint: Path, config: Config, manifest: dict) -> str:
 
 
 def _file_identity(path: str | Path) -> str:
-    """Path, size and time of a file: another one under its name is another."""
+    """Return the path, size and modification time of a file; a replaced file differs."""
     found = os.stat(path)
     return f"{Path(path).resolve()}, {found.st_size} bytes, {found.st_mtime_ns}"

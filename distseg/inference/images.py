@@ -1,4 +1,4 @@
-"""What a network says of whole images: of each one a vector, and how good these are."""
+"""Outputs of networks for whole images, one vector an image, and their scores."""
 
 from __future__ import annotations
 
@@ -21,17 +21,23 @@ def vectors_of(
     what: str,
     stop: Callable[[], bool] = lambda: False,
 ) -> np.ndarray | None:
-    """The network's vector of each image, (images, C'), the same on every rank. Collective over ``world``.
+    """Return the network's vector of each image, (images, C').
+
+    It is the same on every rank. Collective over ``world``.
 
     Args:
-        scenes: open the images, of these ``sizes``.
-        what: is said beside the bar.
-        stop: asked now and then, on all ranks, for the same answer: whether to give up, which returns None.
+        predictor: the network.
+        scenes: functions that open the images.
+        sizes: the size of each image in pixels.
+        world: all ranks.
+        what: the text beside the progress bar.
+        stop: called after each round, on all ranks with the same result; True ends the work, and
+            None is returned.
     """
     found: dict[int, np.ndarray] = {}
 
     def work(image: int, results) -> None:
-        for _, vector in results:  # the same with each tile, and on each rank
+        for _, vector in results:  # each tile yields the same vector
             found[image] = vector.reshape(-1)
 
     if not in_rounds(predictor, scenes, sizes, world, what, work, stop):
@@ -43,7 +49,10 @@ def vectors_of(
 def evaluate_images(
     predictor: Predictor, store: Store, split: str, world, stop: Callable[[], bool] = lambda: False
 ) -> dict | None:
-    """The scores (:func:`scores_of_images`) over the images of ``split``; None where it was stopped. Collective over ``world``."""
+    """Return the scores (:func:`scores_of_images`) over the images of ``split``.
+
+    None is returned if ``stop`` ended the evaluation. Collective over ``world``.
+    """
     names = store.split(split)
     vectors = vectors_of(
         predictor,
@@ -63,11 +72,24 @@ def evaluate_images(
 
 
 def scores_of_images(vectors: np.ndarray, labels: np.ndarray, classes: Sequence[str]) -> dict:
-    """Of logits (images, classes), or of one logit for two classes, against class numbers (images,); of one class, against the numbers that it names.
+    """Return the scores of a network for whole images.
 
-    Classes: accuracy, the share of images whose largest logit is right; of each class accuracy = tp / (tp + fn), precision = tp / (tp + fp)
-    and auc, the area under the curve of true over false positives of its probability; their means; of a class that no image has none. kappa: quadratic weighted, for classes in an order (:func:`quadratic_kappa`).
-    Numbers: mae, rmse, and r2 = 1 - squared error / squared deviation.
+    With several classes the scores are:
+
+    - accuracy: the share of images whose largest logit is that of the right class;
+    - for each class accuracy = tp / (tp + fn), precision = tp / (tp + fp), and auc, the area under
+    the curve of true over false positive rate; None for a class without images;
+    - the means of these over classes;
+    - kappa: with quadratic weights, for classes that have an order (:func:`quadratic_kappa`).
+
+    With one class the labels are numbers to predict. Their scores are mae, rmse, and r2 = 1 -
+    squared error / squared deviation.
+
+    Args:
+        vectors: logits (images, classes); for two classes also one logit (images, 1); for one class
+            the predicted numbers (images, 1).
+        labels: class numbers, or the true numbers, (images,).
+        classes: the names of the classes.
     """
     if len(classes) == 1:
         return _of_numbers(vectors[:, 0].astype(float), labels.astype(float))
@@ -83,7 +105,10 @@ def scores_of_images(vectors: np.ndarray, labels: np.ndarray, classes: Sequence[
         }
         for c, name in enumerate(classes)
     }
-    over = lambda kind: mean(row[kind] for row in table.values() if row["images"])
+
+    def over(kind: str) -> float | None:
+        return mean(row[kind] for row in table.values() if row["images"])
+
     means = {
         "accuracy": ratio(hit.sum(), matrix.sum()),
         "mean_accuracy": over("accuracy"),
@@ -94,7 +119,7 @@ def scores_of_images(vectors: np.ndarray, labels: np.ndarray, classes: Sequence[
 
 
 def most_frequent(store: Store, split: str) -> float | None:
-    """The accuracy on ``split`` of always saying the class that most training images have."""
+    """Return the accuracy on ``split`` of always predicting the most frequent training class."""
     labels = [store.label(name) for name in store.split("train")]
     most = max(set(labels), key=labels.count)
     names = store.split(split)
@@ -102,17 +127,22 @@ def most_frequent(store: Store, split: str) -> float | None:
 
 
 def area_under_curve(scores: np.ndarray, positive: np.ndarray) -> float | None:
-    """How often a positive image scores higher than another one, ties by half; None where all are alike."""
+    """Return the probability that a positive image scores higher than a negative one.
+
+    Ties count half. None is returned if there are no positive or no negative images.
+    """
     n, m = int(positive.sum()), int((~positive).sum())
     if not n or not m:
         return None
     _, place, count = np.unique(scores, return_inverse=True, return_counts=True)
-    ranks = (np.cumsum(count) - (count - 1) / 2)[place]  # from 1 on, of equal scores the middle one
+    ranks = (np.cumsum(count) - (count - 1) / 2)[
+        place
+    ]  # from 1 on; equal scores share their mean rank
     return float((ranks[positive].sum() - n * (n + 1) / 2) / (n * m))
 
 
 def probabilities(vectors: np.ndarray) -> np.ndarray:
-    """(images, classes) of logits; of one logit (images, 2)."""
+    """Return class probabilities (images, classes) of logits; (images, 2) of a single logit."""
     logits = vectors.astype(float)
     if logits.shape[1] == 1:
         logits = np.concatenate((np.zeros_like(logits), logits), 1)

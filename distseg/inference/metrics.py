@@ -1,4 +1,7 @@
-"""IoU, Dice and accuracy per class, all from one confusion matrix of pixel counts, which adds up over tiles and ranks."""
+"""Scores of each class (IoU, Dice, accuracy) from one confusion matrix of pixel counts.
+
+Confusion matrices of tiles and ranks are added up before the scores are computed.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +9,21 @@ import numpy as np
 
 
 def confusion(truth: np.ndarray, prediction: np.ndarray, classes: int, ignore: int) -> np.ndarray:
-    """(classes, classes) int64: pixels of true class (row) predicted as class (column); ignored pixels count nowhere."""
+    """Return the confusion matrix (classes, classes) int64 of pixel counts.
+
+    Rows are true classes, columns predicted ones. Pixels with the label ``ignore`` are not counted.
+    """
     valid = truth != ignore
     index = truth[valid].astype(np.int64) * classes + prediction[valid]
     return np.bincount(index, minlength=classes * classes).reshape(classes, classes)
 
 
 def scores(matrix: np.ndarray, names: list[str]) -> dict:
-    """From a confusion matrix: per class IoU = tp / (tp + fp + fn), Dice = 2 tp / (2 tp + fp + fn), accuracy = tp / (tp + fn).
+    """Return the scores of a confusion matrix, for each class and as means.
 
-    A class that is neither in the truth nor predicted has no score (None) and is left out of the means.
+    For each class IoU = tp / (tp + fp + fn), Dice = 2 tp / (2 tp + fp + fn), accuracy = tp / (tp +
+    fn). A class that is neither in the truth nor predicted has the score None and is left out of
+    the means.
     """
     hit = np.diag(matrix).astype(float)
     truth, predicted = matrix.sum(1), matrix.sum(0)
@@ -38,13 +46,14 @@ def scores(matrix: np.ndarray, names: list[str]) -> dict:
 
 
 def quadratic_kappa(matrix: np.ndarray) -> float | None:
-    """Return Cohen's kappa with quadratic weights, 1 for no error, 0 for guessing.
+    """Return Cohen's kappa with quadratic weights: 1 for no error, 0 for guessing.
 
-    kappa = 1 - sum w_ij O_ij / sum w_ij E_ij, with w_ij = (i - j)^2, O the confusion matrix, and E_ij = (images of class i) (predictions of class j) / images
-    (Cohen, 1968). An error counts by the square of how many classes it is off, so the classes must have an order.
+    kappa = 1 - sum w_ij O_ij / sum w_ij E_ij, with w_ij = (i - j)^2, O the confusion matrix, and
+    E_ij = (images of class i) (predictions of class j) / images (Cohen, 1968). An error is weighted
+    by the square of the distance of the two classes, so the classes must have an order.
 
     Returns:
-        None where all images are, and are said to be, of one class, so that no error could be expected.
+        None if all images are, and are predicted to be, of one class, so that no error is expected.
     """
     observed, classes = matrix.astype(float), np.arange(len(matrix))
     weights = (classes[:, None] - classes[None]) ** 2.0
@@ -63,14 +72,20 @@ def mean(values) -> float | None:
 
 
 def most_likely(logits: np.ndarray) -> np.ndarray:
-    """Logits (C, *size) -> class map (*size) uint8; with one channel the class is 1 where the logit is positive."""
+    """Return the class map (*size) uint8 of logits (C, *size).
+
+    With one channel, the class is 1 where the logit is positive.
+    """
     return (
         (logits[0] > 0).astype(np.uint8) if len(logits) == 1 else logits.argmax(0).astype(np.uint8)
     )
 
 
 def score_of(validation: dict) -> float | None:
-    """By which checkpoints are told better from worse: the mean IoU, of whole images the accuracy, of numbers the error, negative."""
+    """Return the score by which checkpoints are compared; higher is better.
+
+    It is the mean IoU; for whole images the accuracy, for numbers the negative rmse.
+    """
     if "rmse" in validation:
         return -validation["rmse"]
     return validation["mean_iou"] if "mean_iou" in validation else validation["accuracy"]

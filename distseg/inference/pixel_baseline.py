@@ -1,9 +1,10 @@
-"""The colour baseline: the best that a classifier can do which sees one pixel and nothing around it.
+"""Per-pixel baseline: the best that a classifier can do which sees one pixel only.
 
-Whether a network understands more than colour is told only beside this. Colours are quantised, and the joint counts of
-(colour, class) over the training split give p(colour | class) and the share of each class; a pixel is given the class
-that maximises p(colour | class) * share^a. The exponent a (1 is Bayes' rule, 0 treats rare classes as frequent ones)
-is the one with the best mean IoU on the training split, which the counts alone tell.
+Comparing a network with it shows if the network understands more than colour. Colours are
+quantised. The joint counts of (colour, class) over the training split give p(colour | class) and
+the share of each class. A pixel gets the class that maximises p(colour | class) * share^a. The
+exponent a is the one with the best mean IoU on the training split: 1 is Bayes' rule, 0 treats rare
+classes like frequent ones.
 """
 
 from __future__ import annotations
@@ -18,13 +19,16 @@ from distseg.inference.metrics import scores
 from distseg.tiling.tile import Box
 
 _BINS = 1 << 16
-_BANDS = 16  # of more, the first ones: two levels of each
+_BANDS = 16  # further bands are ignored; each of 16 has two levels
 _EXPONENTS = (0.0, 0.25, 0.5, 0.75, 1.0)
 _BLOCK = 512
 
 
 def baseline(store: Store, split: str, world) -> np.ndarray:
-    """The confusion matrix on ``split`` of a colour classifier fitted to the training split, (classes, classes). Collective."""
+    """Return the confusion matrix on ``split`` of a classifier of single pixels. Collective.
+
+    The classifier is fitted to the training split. The matrix is (classes, classes).
+    """
     classes, levels = len(store.classes), int(_BINS ** (1 / min(store.bands, _BANDS)))
     known = _counts(store, "train", levels, world)
     lookup = max(
@@ -35,7 +39,7 @@ def baseline(store: Store, split: str, world) -> np.ndarray:
 
 
 def _counts(store: Store, split: str, levels: int, world) -> np.ndarray:
-    """Pixels of each colour and class, (levels^bands, classes), over all ranks."""
+    """Count the pixels of each colour and class over all ranks, (levels^bands, classes)."""
     classes = len(store.classes)
     total = np.zeros(levels ** min(store.bands, _BANDS) * classes)
     for position, (name, box) in enumerate(_blocks(store, split)):
@@ -58,7 +62,10 @@ def _blocks(store: Store, split: str) -> Iterator[tuple[str, Box]]:
 
 
 def _quantised(pixels: np.ndarray, levels: int) -> np.ndarray:
-    """Normalised pixels (C, *size) -> one colour number (*size): ``levels`` steps a band between -2.5 and 2.5 deviations."""
+    """Return one colour number for each pixel, (*size), given normalised pixels (C, *size).
+
+    Each band has ``levels`` steps between -2.5 and 2.5 standard deviations.
+    """
     steps = np.clip((pixels + 2.5) * (levels / 5), 0, levels - 1).astype(np.int64)
     colour = np.zeros(pixels.shape[1:], dtype=np.int64)
     for band in steps:
@@ -67,11 +74,10 @@ def _quantised(pixels: np.ndarray, levels: int) -> np.ndarray:
 
 
 def _classifier(counts: np.ndarray, exponent: float) -> np.ndarray:
-    """The class of each colour, (colours,); a colour never seen is the most frequent class."""
+    """Return the class of each colour, (colours,); unseen colours get the most frequent class."""
     share = counts.sum(0) / max(1, counts.sum())
-    weight = np.where(
-        share > 0, share ** (exponent - 1), 0
-    )  # counts = share * p(colour | class) * N
+    # A count is share * p(colour | class) * N, so one power of the share is in it already.
+    weight = np.where(share > 0, share ** (exponent - 1), 0)
     found = (counts * weight).argmax(1)
     found[counts.sum(1) == 0] = share.argmax()
     return found

@@ -1,9 +1,11 @@
-"""A trained network over whole images: tile after tile, in the memory of one, with the whole image's result.
+"""Prediction of whole images: compute an image tile by tile, in the memory of one tile, exactly.
 
-What runs is the executor of streamed tiles (:mod:`distseg.runtime.streaming`), forward only. Where every norm has fixed
-statistics a tile depends on its own window alone, so tiles are dealt to the ranks one by one. A live norm (instance,
-group) needs all of a map first: each rank then has a block of the image, and maps wait in memory or in a scratch folder
-between one norm and the next. A network that can not be computed in parts goes window by window
+It runs the executor of streamed tiles (:mod:`distseg.runtime.streaming`), forward only. If every
+norm is frozen, a tile depends on its own window alone, so tiles are dealt to the ranks one by one.
+
+An active norm (instance, group) needs all of a feature map first. Each rank then computes a block
+of the image, and feature maps wait in memory or in a scratch folder between one norm and the next.
+A network that cannot be computed in parts is computed window by window
 (:mod:`distseg.inference.windows`).
 """
 
@@ -43,18 +45,18 @@ from distseg.tiling.segment import segments_of
 from distseg.tiling.tile import Box, TilePlacement, most_even_grid, split, tiles, window
 from distseg.tiling.tile_batch import LazyTileBatch
 
-_SHARE = 0.5  # of the memory that is free, in which maps may wait
+_SHARE = 0.5  # the share of free memory that waiting feature maps may take
 
 
 def check_images(predictor, sizes: Mapping[Sequence[int], str]) -> None:
     """Refuse images that cannot be predicted, before anything is computed.
 
     Args:
-        predictor: with a method ``check(size)``.
-        sizes: the name of an image of each size that there is.
+        predictor: an object with a method ``check(size)``.
+        sizes: maps each size of the images to the name of one image of that size.
 
     Raises:
-        ValueError: naming the image and the setting.
+        ValueError: the message names the image and the setting.
     """
     for size, name in sorted(sizes.items()):
         try:
@@ -64,27 +66,42 @@ def check_images(predictor, sizes: Mapping[Sequence[int], str]) -> None:
 
 
 class Predictor:
-    """A model in evaluation mode over whole images; every rank calls it alike.
+    """Model in evaluation mode that is applied to whole images. All ranks make the same calls.
 
     Args:
         model: already parallelized and on its devices; its context's communicators are set here.
         replicas: the ranks that hold the same layers; the tiles of an image are dealt to them.
-        devices: of this rank; of each stage, where it has several.
+        devices: the devices of this rank, one for each of its stages or one for all.
         autocast: makes the context in which the network runs.
-        tile: pixels of a tile; memory follows from it, where no ``room`` is given.
-        room: bytes for activations, the same on all ranks: tiles are as large as fit, and maps wait in memory where these do too.
-        scratch: folder where maps wait between live norms; ``memory``; by default memory where they fit into half of
-            what is free, else the system's folder for such files.
-        pipeline: this rank's links to the other stages, where the model is cut into stages.
-        outputs: channels of the result; for probabilities.
-        exact: the model's halo is its own; with another, whole windows go through every layer.
-        neighbours: ranks that share this one's memory, itself included.
+        tile: the size of a tile in pixels; used if no ``room`` is given.
+        scratch: the folder where feature maps wait between active norms, or ``memory``. By default
+            they wait in memory if they fit into half of the free bytes, else in the system's folder
+            for temporary files.
+        channels_last: True if tensors have the memory format ``channels_last``.
+        pipeline: this rank's links to the other stages, if the model is cut into stages.
+        outputs: the channels of the result; used for probabilities.
+        exact: True if the halo is the model's own; with another halo, whole windows go through
+            every layer.
+        neighbours: the number of ranks that share this rank's memory, itself included.
+        room: the budget for activations in bytes, the same on all ranks. Tiles are as large as fit,
+            and feature maps wait in memory if they fit too.
     """
 
     def __init__(
-        self, model: TiledModel, replicas, devices: Sequence[torch.device], autocast: Callable[[], ContextManager], tile: Size, scratch: str | None = None,
-        channels_last: bool = False, pipeline: Pipeline | None = None, outputs: int | None = None, exact: bool = True, neighbours: int = 1, room: float | None = None,
-    ):  # fmt: skip
+        self,
+        model: TiledModel,
+        replicas,
+        devices: Sequence[torch.device],
+        autocast: Callable[[], ContextManager],
+        tile: Size,
+        scratch: str | None = None,
+        channels_last: bool = False,
+        pipeline: Pipeline | None = None,
+        outputs: int | None = None,
+        exact: bool = True,
+        neighbours: int = 1,
+        room: float | None = None,
+    ):
         self.model, self.replicas, self.devices, self.autocast = (
             model,
             replicas,
@@ -98,9 +115,8 @@ class Predictor:
             pipeline,
         )
         self.outputs, self.exact, self.neighbours = outputs, exact, neighbours
-        self.room = (
-            None if room is None else 2 ** (int(4 * math.log2(room)) / 4)
-        )  # so that another day's tiles are the same
+        # Rounded down, so that small changes of the free memory do not change the tiles.
+        self.room = None if room is None else 2 ** (int(4 * math.log2(room)) / 4)
         self._workers = {replicas.size: replicas}
         self._sizes: dict[tuple[int, ...], Size] = {}
         self._layouts: dict[tuple, Layout] = {}
@@ -108,17 +124,17 @@ class Predictor:
 
     @property
     def last(self) -> bool:
-        """Whether this rank holds the last stage, which has the results."""
+        """True if this rank holds the last stage, which has the results."""
         return self.pipeline is None or self.pipeline.last
 
     @property
     def writes(self) -> bool:
-        """Whether this rank is the one that writes results: the first that has them."""
+        """True on the rank that writes results: the first one with the last stage."""
         return self.last and self.replicas.rank == 0
 
     @property
     def windowed(self) -> bool:
-        """Whether windows go through every layer whole."""
+        """True if whole windows go through every layer."""
         approximate = not self.exact or (
             self.model.context.per_window and self.model.live_in_training
         )
@@ -126,11 +142,14 @@ class Predictor:
 
     @property
     def independent(self) -> bool:
-        """Whether a tile's result depends on its own window only."""
+        """True if the result of a tile depends on its own window only."""
         return not self.model.always_live or self.model.context.per_window
 
     def grid_of(self, size) -> Size:
-        """The tiles of an image, of at most the configured size, or a stride cell more."""
+        """Return the number of tiles of an image along each dim.
+
+        A tile has at most the configured size, or one cell of the stride if that is larger.
+        """
         steps = (
             n if t >= n else max(1, t // s) * s
             for t, s, n in zip(self._tile_of(size), self.model.reach.stride, size)
@@ -138,22 +157,25 @@ class Predictor:
         return Size(-(-n // step) for n, step in zip(size, steps))
 
     def layout(self, size, borders: Sequence[Sequence[int]] | None = None) -> Layout:
-        """The maps of an image, in one piece or cut at ``borders`` along each dim."""
+        """Return the layout of the feature maps of an image.
+
+        The image is one block, or cut into blocks at ``borders`` along each dim.
+        """
         borders = borders or [(0, n) for n in size]
         key = tuple(map(tuple, borders))
         if key not in self._layouts:
-            self._layouts = {
-                key: Layout(self.model.graph, size, borders, "all").check_result(borders)
-            }  # the last one: images often are of one size
+            # Only the last layout is kept, since images often have one size.
+            layout = Layout(self.model.graph, size, borders, "all").check_result(borders)
+            self._layouts = {key: layout}
         return self._layouts[key]
 
     def _tiling(self, budget: float) -> BudgetTiling:
-        """Tiles within a budget, which are searched for once."""
+        """Return the search for tiles within a budget; each budget is searched once."""
         return self._tilings.setdefault(budget, BudgetTiling(self._activations, budget))
 
     def _tile_of(self, size) -> Size:
-        """The size of the tiles of an image."""
-        if self.exact and self.model.graph is None:  # nothing is known of how far it sees
+        """Return the size of the tiles of an image."""
+        if self.exact and self.model.graph is None:  # its receptive field is not known
             return Size(size)
         if self.room is None or self.windowed:
             return self.tile
@@ -168,14 +190,15 @@ class Predictor:
         return self._sizes[size]
 
     def check(self, size) -> None:
-        """Refuse an image that can't be predicted, before anything is computed.
+        """Refuse an image that cannot be predicted, before anything is computed.
 
         Raises:
-            ValueError: naming the setting.
+            ValueError: the message names the setting.
         """
         if len(self.tile) != len(size):
             raise ValueError(
-                f"predict.tile is {self.tile}, of {len(self.tile)} dims, but images have {len(size)}: give it as many numbers"
+                f"predict.tile is {self.tile}, of {len(self.tile)} dims, "
+                f"but images have {len(size)}: give it as many numbers"
             )
         check_size(self.model.model, size)
         check_calls(self.model.model, size)
@@ -187,26 +210,32 @@ class Predictor:
             self._check_norms(self.layout(size).sizes)
         if self.windowed and not self.independent and len(self.tiles_of(size)) > 1:
             raise ValueError(
-                f"an image of {Size(size)} pixels has several tiles of predict.tile {self.tile}, but a model with live norms that is not a flat nn.Sequential "
-                "is predicted in one: raise predict.tile, flatten the model, or use batch norm"
+                f"an image of {Size(size)} pixels has several tiles of predict.tile "
+                f"{self.tile}, but a model with active norms that is not a flat nn.Sequential is "
+                "predicted in one: raise predict.tile, flatten the model, or use batch norm"
             )
 
     def _check_norms(self, sizes: Sequence[tuple[int, ...]]) -> None:
-        """Of this rank's stages; ``sizes``: of the maps of an image."""
+        """Refuse images for which an active norm of this rank's stages has too few values.
+
+        Args:
+            sizes: the sizes of the feature maps of an image.
+        """
         for number in self.model.live_always:
             norm, source = self.model.layers[number], self.model.graph[number].first
             if isinstance(norm, DistributedNorm):
                 norm.check_map(math.prod(sizes[source]), self.model.channels[source])
 
     def tiles_of(self, size) -> list[Box]:
-        """The tiles of an image, row by row; they do not depend on the ranks."""
+        """Return the tiles of an image, row by row; they do not depend on the number of ranks."""
         return tiles(size, self.grid_of(size), self.model.reach.stride)
 
     def deal(self, size, numbers: Sequence[int] | None = None) -> list[list[int]]:
-        """The tiles of each rank, by number, in the order in which it computes them.
+        """Return for each rank the numbers of its tiles, in the order of computation.
 
         Args:
-            numbers: of the tiles to compute; all by default.
+            size: the size of the image in pixels.
+            numbers: the tiles to compute; by default all.
         """
         wanted = range(len(self.tiles_of(size))) if numbers is None else numbers
         if self._dealt_singly:
@@ -216,10 +245,14 @@ class Predictor:
         return [[n for n in wanted if owners[n] == rank] for rank in range(self.replicas.size)]
 
     def deal_images(self, sizes: Sequence[Sequence[int]]) -> tuple[int, list[list[Share]]]:
-        """(ranks an image, what each rank computes) of several images, so that all ranks have about as much to do.
+        """Divide the work on several images so that all ranks have about as much to do.
 
-        Images of several tiles that do not depend on each other are cut up between ranks; those whose tiles do are dealt to groups of
-        as many ranks as the image with the fewest tiles can use.
+        If tiles do not depend on each other, they are divided among all ranks. Otherwise images are
+        dealt to groups of ranks; a group has as many ranks as the image with the fewest tiles can
+        use.
+
+        Returns:
+            The number of ranks in a group, and for each rank its shares of the images.
         """
         if self._dealt_singly:
             every = [
@@ -255,7 +288,7 @@ class Predictor:
         ]
 
     def among(self, ranks: int) -> "Predictor":
-        """The same for every so many consecutive ranks by themselves. Collective."""
+        """Return this predictor for groups of ``ranks`` consecutive ranks. Collective."""
         if ranks == self.replicas.size:
             return self
         part = copy.copy(self)
@@ -270,18 +303,21 @@ class Predictor:
     def __call__(
         self, scene: ImageSource, numbers: Sequence[int] | None = None
     ) -> Iterator[tuple[Box, np.ndarray]]:
-        """Yield (tile, logits (C', *tile.size) float32, of a network in float64 float64) for the tiles of this rank (:meth:`deal`); nothing on ranks without the last stage.
+        """Yield (tile, logits) for the tiles of this rank (:meth:`deal`).
 
-        Of a network for whole images yield its vector (C', 1, ...) with each of some boxes.
+        Logits are (C', *tile.size) float32, or float64 if the network is. A network for whole
+        images yields its vector (C', 1, ...) with each of some boxes. Ranks without the last stage
+        yield nothing.
 
         Args:
-            numbers: of the tiles to compute, the same on all ranks. All by default.
+            scene: the image.
+            numbers: the tiles to compute, the same on all ranks; by default all.
         """
         every = self.tiles_of(scene.size)
         mine = [every[n] for n in self.deal(scene.size, numbers)[self.replicas.rank]]
-        if (
-            self.windowed or len(every) == 1 and self._cut is None and self.room is None
-        ):  # a tile as large as the image needs no maps to wait
+        # If one tile is the whole image, no feature maps have to wait.
+        whole_image = len(every) == 1 and self._cut is None and self.room is None
+        if self.windowed or whole_image:
             yield from self._by_windows(scene, mine)
         elif self._dealt_singly:
             if mine:
@@ -290,7 +326,10 @@ class Predictor:
             yield from self._in_blocks(scene, mine)
 
     def computed(self, size, numbers: Sequence[int] | None = None) -> Iterator[tuple[int, Box]]:
-        """(layer, cells of its result) of all that this rank computes of an image; not of a model over windows."""
+        """Return (layer, box of its output) for all that this rank computes of an image.
+
+        It is not defined for models that are computed by windows.
+        """
         every = self.tiles_of(size)
         mine = [every[n] for n in self.deal(size, numbers)[self.replicas.rank]]
         block, borders = (Box.whole(size), None) if self._dealt_singly else self._block(size)
@@ -300,11 +339,17 @@ class Predictor:
 
     @property
     def _dealt_singly(self) -> bool:
-        """Whether any rank may compute any tile: none depends on another, nor on another rank's weights."""
+        """True if any rank may compute any tile.
+
+        No tile then depends on another tile, or on the weights of another rank.
+        """
         return self.independent and (self.pipeline is None or self.pipeline.comm.size == 1)
 
     def _ranks_of(self, grid: Size) -> Size:
-        """How the ranks share a grid of tiles; fewer of them, where there are fewer tiles."""
+        """Return the number of ranks along each dim that share a grid of tiles.
+
+        If there are fewer tiles than ranks, some ranks are not used.
+        """
         return most_even_grid(grid, (1,) * len(grid), self.replicas.size)
 
     def _in_blocks(self, scene: ImageSource, mine: list[Box]) -> Iterator[tuple[Box, np.ndarray]]:
@@ -314,7 +359,10 @@ class Predictor:
             yield from self._streaming(scene, workers, *self._block(scene.size), mine)
 
     def _block(self, size) -> tuple[Box, list[list[int]]]:
-        """This rank's part of an image, and the borders between all ranks' along each dim: those of tiles."""
+        """Return this rank's block of an image, and the borders of all blocks along each dim.
+
+        Borders between blocks are borders between tiles.
+        """
         grid, stride = self.grid_of(size), self.model.reach.stride
         ranks = self._ranks_of(grid)
         starts = [[a for a, _ in split(n, g, s)] for n, g, s in zip(size, grid, stride)]
@@ -350,14 +398,18 @@ class Predictor:
 
     @torch.no_grad()
     def _next(self, results: Iterator[tuple[Box, torch.Tensor]]) -> tuple[Box, np.ndarray] | None:
-        """Within a call, so that whoever takes results keeps his own setting of gradients."""
+        """Return the next (tile, logits), or None at the end.
+
+        Gradients are disabled only during the call, so the caller of the generator keeps its own
+        setting.
+        """
         for box, output in results:
             return box, output[0].to(torch.promote_types(output.dtype, torch.float32)).cpu().numpy()
         return None
 
     @property
     def _cut(self) -> Partition | None:
-        """The stages, where they lie on several ranks or devices."""
+        """The partition into stages if they lie on several ranks or devices, else None."""
         return (
             self.pipeline.partition
             if self.pipeline and (self.pipeline.comm.size > 1 or len(self.devices) > 1)
@@ -367,7 +419,10 @@ class Predictor:
     def _executor(
         self, size, block: Box, borders: Sequence[Sequence[int]] | None
     ) -> tuple[StreamingExecutor, TilePlacement]:
-        """Of a block of an image, and where that lies; maps wait in memory or in files."""
+        """Return an executor for a block of an image, and the block's tile placement.
+
+        Feature maps wait in memory if they fit, else in files.
+        """
         place = TilePlacement(tuple(size), block, window(block, size, self.model.reach), (0,), (0,))
         layout = self.layout(size, borders)
         executor = self._in_memory(layout)
@@ -385,12 +440,24 @@ class Predictor:
             (cut.ranges, cut.placement, self.pipeline.comm) if cut else ((), (0,), Alone())
         )
         return StreamingExecutor(
-            model, model.graph, model.live_always, lambda image: layout, SizeTiling(self._tile_of(layout.image)), None, self._activations, self.autocast,
-            self.devices, stages, placement, comm, returns=False, trims=self.room is not None,
-        )  # fmt: skip
+            model,
+            model.graph,
+            model.live_always,
+            lambda image: layout,
+            SizeTiling(self._tile_of(layout.image)),
+            None,
+            self._activations,
+            self.autocast,
+            self.devices,
+            stages,
+            placement,
+            comm,
+            returns=False,
+            trims=self.room is not None,
+        )
 
     def _fits(self, stored: int) -> bool:
-        """Whether maps of so many bytes wait in memory."""
+        """Return True if feature maps of ``stored`` bytes wait in memory."""
         if self.scratch is not None:
             return self.scratch == "memory"
         return stored <= _SHARE * (
@@ -410,9 +477,8 @@ class Predictor:
             self._evaluating(workers),
             closing(prefetch((scene.read(place.window) for place in places if reads), 1)) as ahead,
         ):
-            results = self._windows(
-                places, lambda i: self._uploaded(next(ahead))
-            )  # windows are asked for in order, each once
+            # Windows are requested in order, each once, so the index is not needed.
+            results = self._windows(places, lambda i: self._uploaded(next(ahead)))
             while (found := self._next((mine[i], output) for i, output in results)) is not None:
                 yield found
 
@@ -442,17 +508,21 @@ class Predictor:
         )
 
     def _uploaded(self, pixels: np.ndarray) -> torch.Tensor:
-        """(C, *size) -> (1, C, *size) where and as the network takes it."""
+        """Return pixels (C, *size) as a tensor (1, C, *size) with the network's device and dtype."""
         return upload(
             torch.from_numpy(pixels).unsqueeze(0), self.devices[0], self.dtype, self.channels_last
         )
 
     @property
     def dtype(self) -> torch.dtype:
+        """The dtype of the model's parameters."""
         return next((p.dtype for p in self.model.parameters()), torch.float32)
 
     def _first(self, count: int):
-        """The communicator of the first ``count`` ranks, for images with fewer tiles than ranks (collective)."""
+        """Return the communicator of the first ``count`` ranks. Collective.
+
+        It is used for images with fewer tiles than ranks.
+        """
         if count not in self._workers:
             self._workers[count] = self.replicas.Split(
                 int(self.replicas.rank >= count), self.replicas.rank
@@ -460,7 +530,7 @@ class Predictor:
         return self._workers[count]
 
     def agree(self, numbers: list[int] | None) -> list[int] | None:
-        """What the first rank with the last stage says, on all ranks (collective)."""
+        """Send ``numbers`` from the first rank with the last stage to all ranks. Collective."""
         numbers = self.replicas.bcast(numbers, root=0) if self.last else numbers
         return (
             numbers
@@ -470,7 +540,11 @@ class Predictor:
 
     @contextmanager
     def _evaluating(self, workers):
-        """Evaluation mode, with instance and group statistics shared by the ranks at work on the image."""
+        """Switch to evaluation mode inside the context.
+
+        The statistics of instance and group norms are shared by ``workers``, the ranks that compute
+        the image.
+        """
         context, training = self.model.context, self.model.training
         before = context.norm_comm, context.batch_comm, self.model.exchange
         context.norm_comm = context.batch_comm = workers
@@ -485,14 +559,14 @@ class Predictor:
 
 @dataclass(frozen=True)
 class Share:
-    """A part of the work on several images: an image, and of its tiles these, by number, or all."""
+    """Part of the work on several images: one image, and the numbers of its tiles or None for all."""
 
     image: int
     tiles: list[int] | None
 
 
 class _Reader:
-    """Reads windows of an image, those that are expected next ahead."""
+    """Reader of the windows of an image that reads the next expected window ahead."""
 
     def __init__(self, read: Callable[[Box], np.ndarray]):
         self.read = read
@@ -501,7 +575,7 @@ class _Reader:
 
     @contextmanager
     def ahead(self, windows: Sequence[Box]) -> Iterator[None]:
-        """Inside, a thread reads one of these windows while another is computed."""
+        """Let a thread read the next of ``windows`` while the current one is computed."""
         with closing(prefetch(map(self.read, windows), 1)) as self._ahead:
             self._expected.extend(windows)
             yield
@@ -514,7 +588,7 @@ class _Reader:
 
 
 def _blocks(grid: Size, ranks: Size) -> list[int]:
-    """The rank of each tile of a grid that a coarser grid of ranks shares."""
+    """Return the rank of each tile of a grid that a coarser grid of ranks shares."""
     owner = [
         [r for r, (a, b) in enumerate(split(g, n, 1)) for _ in range(a, b)]
         for g, n in zip(grid, ranks)

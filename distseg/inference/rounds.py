@@ -1,4 +1,7 @@
-"""A network over several images, dealt to the ranks: what evaluation and prediction of whole images have in common."""
+"""Apply a network to several images that are dealt to the ranks.
+
+Evaluation and prediction of whole images share this loop.
+"""
 
 from __future__ import annotations
 
@@ -16,24 +19,31 @@ from distseg.tiling.tile import Box
 
 
 def in_rounds(
-    predictor: Predictor, scenes: Sequence[Callable[[], ImageSource]], sizes: Sequence[Sequence[int]], world, what: str,
-    work: Callable[[int, Iterator[tuple[Box, np.ndarray]]], None], stop: Callable[[], bool],
-) -> bool:  # fmt: skip
-    """Have every image computed, of which each rank does its share; whether all were. Collective over ``world``.
+    predictor: Predictor,
+    scenes: Sequence[Callable[[], ImageSource]],
+    sizes: Sequence[Sequence[int]],
+    world,
+    what: str,
+    work: Callable[[int, Iterator[tuple[Box, np.ndarray]]], None],
+    stop: Callable[[], bool],
+) -> bool:
+    """Compute all images; return True unless ``stop`` ended the work. Collective over ``world``.
 
     Args:
-        scenes: open the images, of these ``sizes``.
-        what: is said beside the bar.
-        work: is given an image's number and (tile, logits) of this rank's share of it, and goes through these.
-        stop: asked after each round, on all ranks, for the same answer: whether to give up.
+        predictor: the network; each rank computes its share.
+        scenes: functions that open the images.
+        sizes: the size of each image in pixels.
+        world: all ranks.
+        what: the text beside the progress bar.
+        work: called with an image's number and an iterator of (tile, logits) of this rank's share,
+            which it must exhaust.
+        stop: called after each round, on all ranks with the same result; True ends the work.
     """
     together, shares = predictor.deal_images(sizes)
     part, mine = predictor.among(together), shares[predictor.replicas.rank]
-    ends = {
-        share.image: number
-        for number, round in enumerate(zip_longest(*shares))
-        for share in filter(None, round)
-    }  # in which round an image is done
+    ends: dict[int, int] = {}  # the round in which each image is done
+    for number, round in enumerate(zip_longest(*shares)):
+        ends |= {share.image: number for share in filter(None, round)}
     with progress(len(scenes), "image", what, enabled=world.rank == 0) as bar:
         for number in range(max(map(len, shares))):
             for share in mine[number : number + 1]:

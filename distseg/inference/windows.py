@@ -1,7 +1,8 @@
-"""Windows one after another through every layer: how a network is predicted that can not be computed in parts.
+"""Prediction window by window, for networks that cannot be computed in parts.
 
-That is any module that is no flat Sequential of known layers, and what is approximate on purpose: a halo of the config's own,
-norms over single windows. Through the stages of a pipeline windows go as its micro-batches do, without gradients.
+These are modules that are not a flat Sequential of known layers, and settings that approximate: a
+halo given in the config, or norms over single windows. In a pipeline, windows go through the stages
+as micro-batches do, without gradients.
 """
 
 from __future__ import annotations
@@ -22,15 +23,17 @@ from distseg.runtime.stage import Stage
 from distseg.tiling.tile import TilePlacement
 from distseg.tiling.tile_batch import MicroBatch, TileBatch, on_tile
 
-_AT_ONCE = 4  # windows in a pipeline
+_AT_ONCE = 4  # windows that are in a pipeline at once
 
 
 class Windows:
-    """A model over windows.
+    """Model that is applied to whole windows.
 
     Args:
-        partition: its stages; None for a model in one piece.
-        comm: of the pipeline's ranks.
+        model: the parallelized model.
+        partition: its stages; None for a model that is not cut.
+        comm: the communicator of the pipeline's ranks.
+        device: this rank's device.
         autocast: makes the context in which the network runs.
     """
 
@@ -70,11 +73,14 @@ class Windows:
     def __call__(
         self, places: list[TilePlacement], load: Callable[[int], Tensor]
     ) -> Iterator[tuple[int, Tensor]]:
-        """Yield (index, output on the tile (1, C', *tile.size)) on the rank with the last stage; nothing on the others.
+        """Yield (index, output (1, C', *tile.size)) on the rank with the last stage.
+
+        The other ranks yield nothing.
 
         Args:
             places: the windows, the same on all ranks of a pipeline.
-            load: index -> the window's pixels (1, C, *window.size); asked on the rank with the first stage only.
+            load: maps an index to the window's pixels (1, C, *window.size); only called on the rank
+                with the first stage.
         """
         for i, output in (
             self._alone(places, load) if self.comm.size == 1 else self._through_stages(places, load)
@@ -94,9 +100,8 @@ class Windows:
             return self.model([x], [place])[0]
         maps = {0: x}
         for number, layers in enumerate(self.partition.ranges):
-            device = (
-                self.model.device_of(layers) or x.device
-            )  # stages of one rank may lie on several
+            # The stages of one rank may lie on several devices.
+            device = self.model.device_of(layers) or x.device
             maps = {source: y.to(device) for source, y in maps.items()}
             later = {edge.map for edge in self.partition.edges if edge.target > number}
             self.model.run([maps], [place], layers, later)
@@ -121,7 +126,7 @@ class Windows:
 
 @dataclass
 class _Results:
-    """Behind the last stage: keeps what comes out."""
+    """Store of the last stage's outputs, by micro-batch."""
 
     found: dict[int, Tensor] = field(default_factory=dict)
 

@@ -96,7 +96,10 @@ class Patches:
         return []
 
     def hold(self) -> None:
-        """Read the images whole, unless they were read already; patches are then cut out of memory."""
+        """Read the images whole, unless they were read already.
+
+        Patches are then cut out of memory.
+        """
         if not self._held:
             self._held.extend(
                 [self.read(i, [Box.whole(size)])[0] for i, size in enumerate(self.sizes)]
@@ -271,7 +274,7 @@ class PatchEngine(ParameterUpdate):
         """
         counts = [len(self.network.patches(size)) for size in images.sizes]
         turns = [self._rounds(size) for size in images.sizes]
-        # With the scope "step", norms communicate with all sample groups, so all do the same rounds.
+        # With the scope "step", norms communicate with all sample groups: all do equal rounds.
         step = self.config.spatial.norm_scope == "step"
         rounds = range(self._most_rounds(images) if step or self._at_once else max(turns))
         drawn, features = [self._draw(images, "fill", j) for j in rounds], None

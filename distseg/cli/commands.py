@@ -1,4 +1,4 @@
-"""What the subcommands evaluate, predict, plot, prepare and models do, put together from the modules that can do it."""
+"""Implementation of the subcommands evaluate, predict, plot, prepare, check and models."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ from distseg.training.run_config import load_named
 
 
 def run_evaluate(run: str, config: Config, world, split: str, output: str | None) -> int:
-    """Print the table of scores on a split, ours beside the colour baseline's."""
+    """Print the scores of a run on a split, beside those of the per-pixel baseline. Collective."""
     device, threads = set_up(world, config.run.device, config.run.threads)
     predictor, manifest = load_predictor(run, config, world, device)
     with raise_jointly(world):
@@ -64,14 +64,17 @@ def run_evaluate(run: str, config: Config, world, split: str, output: str | None
         _check_types(store, split, manifest)
         if store.of_images != predictor.model.of_image:
             raise ValueError(
-                f"{run} is a network for labels of {'images' if predictor.model.of_image else 'pixels'}, but {store.path} has the other kind: evaluate it on a store like the one it was trained on"
+                f"{run} is a network for labels of "
+                f"{'images' if predictor.model.of_image else 'pixels'}, but {store.path} has the "
+                "other kind: evaluate it on a store like the one it was trained on"
             )
         unlabelled = [
             name for name in store.split(split) if not (store.has_labels(name) or store.of_images)
         ]
         if unlabelled:
             raise ValueError(
-                f"image {unlabelled[0]!r} of {store.path} has no labels to evaluate on: choose another split than {split!r}, or prepare the store with masks"
+                f"image {unlabelled[0]!r} of {store.path} has no labels to evaluate on: choose "
+                f"another split than {split!r}, or prepare the store with masks"
             )
         check_images(predictor, {store.size(name): name for name in store.split(split)})
     if world.rank == 0:
@@ -85,7 +88,8 @@ def run_evaluate(run: str, config: Config, world, split: str, output: str | None
     if world.rank == 0:
         beside = "; colour: a classifier of single pixels" if colour else ""
         print(
-            f"{split} split of {config.data.store}: {len(store.split(split))} images; network: {find(run)}{beside}"
+            f"{split} split of {config.data.store}: {len(store.split(split))} images; network: "
+            f"{find(run)}{beside}"
         )
         print(table(score_rows(matrices, store.classes)))
         if output:
@@ -102,7 +106,7 @@ def run_evaluate(run: str, config: Config, world, split: str, output: str | None
 
 
 def _folder_of(run: str) -> str:
-    """Return the folder of a run, of which ``run`` is the folder or one of its checkpoints."""
+    """Return the folder of the run that ``run`` names, itself or by one of its checkpoints."""
     checkpoint = find(run)
     return str(checkpoint.parents[1] if checkpoint.parent.name == FOLDER else checkpoint)
 
@@ -110,7 +114,7 @@ def _folder_of(run: str) -> str:
 def _evaluate_images(
     predictor: Predictor, store: Store, split: str, world, run: str, output: str | None
 ) -> int:
-    """Print the table of scores of whole images."""
+    """Print the scores of a network for whole images."""
     found = evaluate_images(predictor, store, split, world)
     if world.rank == 0:
         print(
@@ -132,7 +136,8 @@ def _evaluate_images(
                 )
             )
             print(
-                f"accuracy {found['accuracy']:.4f}; of always saying the most frequent class of the training images {most_frequent(store, split):.4f}"
+                f"accuracy {found['accuracy']:.4f}; of always saying the most frequent class of "
+                f"the training images {most_frequent(store, split):.4f}"
             )
             if found["kappa"] is not None:
                 print(f"quadratic weighted kappa {found['kappa']:.4f}, for classes in an order")
@@ -153,7 +158,7 @@ def _draw_heat(
     world,
     folder: Path,
 ) -> None:
-    """Draw where the answers come from, each rank its share of the images. Collective."""
+    """Draw heat maps, each rank those of its share of the images. Collective."""
     from PIL import Image
 
     path = lambda name: folder / f"{name}.heat.png"
@@ -176,7 +181,10 @@ def _predict_images(
     world,
     output: str,
 ) -> None:
-    """Write a table with a line an image: its class, and the probability of each; or its number."""
+    """Write a table with a line for each image.
+
+    A line has the image's class and the probability of each class, or the predicted number.
+    """
     opened = list(scenes.values())
     vectors = vectors_of(predictor, opened, [scene().size for scene in opened], world, "predict")
     if world.rank == 0:
@@ -206,7 +214,7 @@ def run_predict(
     output: str,
     nodata: str | None = None,
 ) -> int:
-    """Write class maps of image files or of a split of the store."""
+    """Write the class maps of image files, or of the images of a split of the store. Collective."""
     device, threads = set_up(world, config.run.device, config.run.threads)
     predictor, manifest = load_predictor(run, config, world, device)
     settings, data = config.predict, manifest["data"]
@@ -220,7 +228,8 @@ def run_predict(
         network = network_identity(checkpoint, config, manifest)
         if nodata is not None and not images:
             raise ValueError(
-                f"--nodata is {nodata}, but a store knows its own: give it with --images, or leave it out"
+                f"--nodata is {nodata}, but a store knows its own: give it with --images, or "
+                "leave it out"
             )
         if images:
             missing = None if nodata is None else parse(nodata)
@@ -237,7 +246,8 @@ def run_predict(
                     if sum(Path(other).stem == Path(path).stem for other in images) > 1
                 )
                 raise ValueError(
-                    f"results are named after images, and {twice} is not the only {Path(twice).stem}: predict images of one name into different --output"
+                    f"results are named after images, and {twice} is not the only "
+                    f"{Path(twice).stem}: predict images of one name into different --output"
                 )
         else:
             store = Store(config.data.store, _constants(manifest), config.data.shrink)
@@ -254,12 +264,14 @@ def run_predict(
             if not predictor.model.of_image:
                 if settings.heat:
                     raise ValueError(
-                        "predict.heat is True, but it draws where an answer for a whole image comes from, and this network makes a map: leave it out"
+                        "predict.heat is True, but it draws where an answer for a whole image "
+                        "comes from, and this network makes a map: leave it out"
                     )
                 are_there(files(scene), "")
             elif settings.heat and len(scene.size) != 2:
                 raise ValueError(
-                    f"predict.heat draws pictures, but {scene.name} has {len(scene.size)} dims: leave it out"
+                    f"predict.heat draws pictures, but {scene.name} has {len(scene.size)} dims: "
+                    "leave it out"
                 )
     sizes = world.bcast(sizes, root=0)
     with raise_jointly(world):
@@ -303,7 +315,8 @@ def run_predict(
         )
         if predictor.writes:
             print(
-                f"{paths[0]}: {scene.name}, {'x'.join(map(str, scene.size))} pixels{'' if anew else ', is there already'}"
+                f"{paths[0]}: {scene.name}, {'x'.join(map(str, scene.size))} "
+                f"pixels{'' if anew else ', is there already'}"
             )
     if world.rank == 0:
         print(
@@ -315,7 +328,10 @@ def run_predict(
 
 
 def _network_of_heat(predictor: Predictor, checkpoint: Path, config: Config) -> nn.Module:
-    """Return the plain network whose heat is drawn; a network of patches is the predictor's own."""
+    """Return the plain network whose heat is drawn.
+
+    A network of patches is used by the predictor as it is; others are loaded again.
+    """
     return (
         predictor.filler.network
         if isinstance(predictor, PatchPredictor)
@@ -349,13 +365,15 @@ def _overlay(path: str, store: Store, box: str | None, output: str) -> None:
     with hdf5.opened(path, "class map", "'distseg predict' writes them") as f:
         if "classes" not in f:
             raise ValueError(
-                f"{path} is no prediction (it has no classes): give the NAME.h5 that 'distseg predict' wrote"
+                f"{path} is no prediction (it has no classes): give the NAME.h5 that 'distseg "
+                "predict' wrote"
             )
         classes = hdf5.dataset(f, "classes").open()
         if classes.shape != store.size(name) or classes.dtype != np.uint8:
             sizes = ("x".join(map(str, size)) for size in (classes.shape, store.size(name)))
             raise ValueError(
-                "{} has {} pixels of {}, but the image {} of the store {}: give the store that was predicted".format(
+                "{} has {} pixels of {}, but the image {} of the store {}: "
+                "give the store that was predicted".format(
                     path, next(sizes), classes.dtype, name, next(sizes)
                 )
             )
@@ -375,7 +393,11 @@ def _overlay(path: str, store: Store, box: str | None, output: str) -> None:
 
 
 def _box(text: str | None, size: tuple[int, ...]) -> Box:
-    """``100:900,0:675`` inside ``size``; all of it by default."""
+    """Return the box that a text such as ``100:900,0:675`` names; the whole image for None.
+
+    Raises:
+        ValueError: the text has another form, or the box is empty or not inside ``size``.
+    """
     if text is None:
         return Box.whole(size)
     try:
@@ -395,14 +417,15 @@ def _box(text: str | None, size: tuple[int, ...]) -> Box:
 
 
 def _constants(manifest: dict) -> tuple[list[float], list[float]]:
-    """By which the images that a network was trained with were normalised."""
+    """Return the mean and standard deviation of each band that normalise a network's images."""
     return manifest["data"]["mean"], manifest["data"]["std"]
 
 
 def _check_classes(store: Store, manifest: dict, run: str) -> None:
     if store.classes != manifest["data"]["classes"]:
         raise ValueError(
-            f"{run} was trained on the classes {manifest['data']['classes']}, but this store has {store.classes}: evaluate on a store of the same classes"
+            f"{run} was trained on the classes {manifest['data']['classes']}, but this store has "
+            f"{store.classes}: evaluate on a store of the same classes"
         )
 
 
@@ -415,7 +438,8 @@ def run_prepare(arguments) -> int:
     """Write a store from folders or from the Blue Marble."""
     if arguments.size and arguments.source not in ("gigapixel", "ultramnist"):
         raise ValueError(
-            f"--size is for the sources gigapixel and ultramnist, not for {arguments.source}: leave it out"
+            f"--size is for the sources gigapixel and ultramnist, not for {arguments.source}: "
+            "leave it out"
         )
     if arguments.source == "ultramnist":
         from distseg.data.examples.ultramnist import prepare_ultramnist
@@ -469,7 +493,8 @@ def run_prepare(arguments) -> int:
 
     if arguments.classes is None:
         raise ValueError(
-            "prepare needs --classes, the names in the order of their labels, such as background,road"
+            "prepare needs --classes, the names in the order of their labels, such as "
+            "background,road"
         )
     prepare_folder(
         arguments.source,
@@ -489,7 +514,11 @@ def run_prepare(arguments) -> int:
 
 
 def _numbers(flag: str, text: str, between: str, count: int) -> list[int]:
-    """So many whole numbers; of ``3-3`` one may be left out."""
+    """Return ``count`` whole numbers; if ``count`` is 2, one number stands for both.
+
+    Raises:
+        ValueError: the text has another form.
+    """
     parts = text.split(between)
     parts = parts * 2 if count == 2 and len(parts) == 1 else parts
     if len(parts) != count or not all(part.strip().isdecimal() for part in parts):
@@ -500,7 +529,10 @@ def _numbers(flag: str, text: str, between: str, count: int) -> list[int]:
 
 
 def run_check(path: str) -> int:
-    """Read all of a store, or of a run's checkpoints, and print what is damaged; 0 if nothing is, else 2."""
+    """Check a store or a run's checkpoints, print what is damaged, and return the exit status.
+
+    The exit status is 0 if nothing is damaged, else 2.
+    """
     if not path.strip():
         raise ValueError("check reads a store or a run, but its path is empty: name one")
     if Path(path).is_dir():
@@ -526,7 +558,8 @@ def _values(text: str | None) -> dict[int, int] | None:
     for value, label in pairs:
         if value in values:
             raise ValueError(
-                f"--values {text} says twice what {value} stands for, {values[value]} and {label}: leave one of them out"
+                f"--values {text} says twice what {value} stands for, {values[value]} and "
+                f"{label}: leave one of them out"
             )
         values[value] = label
     return values
@@ -539,13 +572,18 @@ def _shares(text: str) -> tuple[float, ...]:
         shares = ()
     if len(shares) != 3 or not all(share >= 0 for share in shares) or abs(sum(shares) - 1) > 1e-6:
         raise ValueError(
-            f"--split is three shares that add up to 1, for train, val and test, such as 0.8,0.1,0.1, got {text!r}"
+            "--split is three shares that add up to 1, for train, val and test, such as "
+            f"0.8,0.1,0.1, got {text!r}"
         )
     return shares
 
 
 def describe_model(name: str) -> dict:
-    """A row of ``distseg models``: name, parameters, layers, stride, halo, paper_halo. Only a user's own network is allocated."""
+    """Return a row of ``distseg models``.
+
+    It has name, parameters, layers, stride, halo and paper_halo. Memory is only allocated for a
+    user's own network.
+    """
     model = outline_model(ModelConfig(name))
     reach = receptive_field(model)
     return {

@@ -1,8 +1,9 @@
-"""The main job from nothing to a picture: ``make demo``, or ``python -m distseg.cli.demo``.
+"""Demonstration from data to pictures: ``make demo``, or ``python -m distseg.cli.demo``.
 
-NASA's Blue Marble becomes a store; eight MPI ranks, two sample groups of two tiles of two pipeline stages, train a U-Net to
-tell ocean, land and lake; the test images are evaluated beside the colour baseline, predicted and drawn. Every line it runs is
-printed, so that it can be repeated by hand.
+NASA's Blue Marble becomes a store. Eight MPI ranks (two sample groups, two tiles, two pipeline
+stages) train a U-Net to separate ocean, land and lake. The test images are evaluated beside the
+per-pixel baseline, predicted and drawn. Each command is printed, so that it can be repeated by
+hand.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ def main() -> None:
     began = time.monotonic()
     if not CONFIG.exists():
         sys.exit(
-            f"distseg demo: {CONFIG} is not here: run it from the root of the project's checkout (make demo)"
+            f"distseg demo: {CONFIG} is not here: run it from the root of the project's checkout "
+            "(make demo)"
         )
     if not STORE.exists():
         _distseg("prepare", "blue-marble", STORE)
@@ -51,7 +53,7 @@ def _options() -> argparse.Namespace:
 
 
 def _distseg(*arguments, ranks: int = 1) -> None:
-    """Run a subcommand, under mpirun where it takes several ranks; its failure is ours."""
+    """Run a subcommand, under mpirun if it takes several ranks; exit if it fails."""
     command = [sys.executable, "-m", "distseg", *map(str, arguments)]
     if ranks > 1:
         command = ["mpirun", "-n", str(ranks), "--oversubscribe", "--bind-to", "none", *command]

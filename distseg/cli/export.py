@@ -1,7 +1,8 @@
-"""A trained network for use without distseg: its weights, and programs that other software runs.
+"""Export of a trained network for use without distseg: weights, and programs for other software.
 
-Programs take images as they are in files, as float32 (N, bands, *size), normalise them, and give logits (N, classes, *size), of any
-number of images and any size that is a multiple of what ``export.json`` says.
+Programs take images as they are in files, float32 (N, bands, *size), and normalise them. They
+return logits (N, classes, *size). They take any number of images, of any size that is a multiple of
+the one in ``export.json``.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from distseg.training.checkpoint.tensors import write_tensors
 from distseg.training.run_config import load_named, normalised, of_patches
 
 FORMATS = ("safetensors", "torch", "onnx")
-_ASIDE = 32  # pixels, of which sizes are multiples where nothing is known of a network
+_ASIDE = 32  # sizes are multiples of this number of pixels if the network's stride is not known
 
 
 def export(
@@ -38,11 +39,13 @@ def export(
     Args:
         run: the folder of a run or of a checkpoint.
         own: the model of the run (:func:`distseg.training.run_config.check_model`).
-        formats: some of ``FORMATS``; by default safetensors and torch, and of a network of patches,
-            which cannot be a program, safetensors alone.
+        output: the folder for the files.
+        formats: some of ``FORMATS``. The default is safetensors and torch; for a network of
+            patches, which cannot be a program, safetensors alone.
 
     Raises:
-        ValueError: a package is missing, or PyTorch can't follow the network, or what it made gives other logits.
+        ValueError: a package is missing, PyTorch cannot export the network, or the exported program
+            returns other logits.
     """
     checkpoint = find(run)
     manifest = read_run_manifest(checkpoint)
@@ -54,11 +57,14 @@ def export(
         ]
     ):
         raise ValueError(
-            f"format onnx needs the package {missing[0]}: pip install onnx onnxscript, or leave onnx out of --formats"
+            f"format onnx needs the package {missing[0]}: pip install onnx onnxscript, or leave "
+            "onnx out of --formats"
         )
     if patches and (others := [name for name in formats if name != "safetensors"]):
         raise ValueError(
-            f"{run} is a network of patches, of which every size of images has another number, so it can't be written as {others[0]}: export it to safetensors, or take distseg.load"
+            f"{run} is a network of patches, of which every size of images has another number, "
+            f"so it can't be written as {others[0]}: export it to safetensors, or take "
+            "distseg.load"
         )
     model = load_named(checkpoint, own)
     data, folder = manifest["data"], Path(output)
@@ -100,10 +106,13 @@ def export(
 
 
 def _unit(model: nn.Module, padded: bool) -> tuple[int, ...]:
-    """Return the multiple of pixels that sizes are along each dim: cells of the deepest map, in which nothing has to be cut or filled up.
+    """Return the number of pixels of which sizes must be multiples, along each dim.
+
+    It is one cell of the coarsest feature map, so that no layer has to cut or pad.
 
     Args:
-        padded: whether the network fills up images of any size by itself.
+        model: the network.
+        padded: True if the network pads images of any size itself.
     """
     dims = dims_of(model)
     if padded:
@@ -122,13 +131,21 @@ def _unit(model: nn.Module, padded: bool) -> tuple[int, ...]:
 def _program(
     model: nn.Module, bands: int, unit: Sequence[int], least: int = 1
 ) -> torch.export.ExportedProgram:
-    """Make a program by torch.export, and hold it against the module on images of another number and size.
+    """Make a program with torch.export, and compare it with the module on another image size.
 
     Args:
+        model: the network.
+        bands: the channels of its input.
         unit: sizes are multiples of it.
         least: the smallest size along a dim, in units.
+
+    Raises:
+        ValueError: PyTorch cannot export the network, or the program returns other logits.
     """
-    size = lambda *counts: tuple(n * count for n, count in zip(unit, counts))
+
+    def size(*counts: int) -> tuple[int, ...]:
+        return tuple(n * count for n, count in zip(unit, counts))
+
     cells = tuple(-(-64 // n) for n in unit)
     image = torch.rand(2, bands, *size(*(n + 1 for n in cells)))
     shape = {0: torch.export.Dim("images", min=1)}
@@ -142,13 +159,15 @@ def _program(
             program = torch.export.export(model, (image,), dynamic_shapes=(shape,), strict=False)
             other = torch.rand(1, bands, *size(*(n + 2 + d for d, n in enumerate(cells))))
             found, wanted = program.module()(other), model(other)
-    except Exception as e:  # by whatever a network does that PyTorch can't follow
+    except Exception as e:  # torch.export can raise anything
         raise ValueError(
-            f"torch.export can't follow this network ({type(e).__name__}: {' '.join(str(e).split())[:300]}): export its weights alone, --formats safetensors"
+            f"torch.export can't follow this network ({type(e).__name__}: "
+            f"{' '.join(str(e).split())[:300]}): export its weights alone, --formats safetensors"
         ) from e
     if not torch.allclose(found, wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max())):
         raise ValueError(
-            "what torch.export makes of this network gives other logits on another size of image: export its weights alone, --formats safetensors"
+            "what torch.export makes of this network gives other logits on another size of "
+            "image: export its weights alone, --formats safetensors"
         )
     return program
 
@@ -166,7 +185,7 @@ def _write_onnx(program: torch.export.ExportedProgram, path: Path) -> None:
 
 @contextmanager
 def _quiet():
-    """Without what PyTorch tells of its own inside."""
+    """Silence PyTorch's log messages and warnings inside the context."""
     level = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

@@ -1,6 +1,7 @@
-"""The head of a command's help: how it is called, and the settings that most runs set.
+"""Head of a command's help: examples, and the settings that most runs set.
 
-The flags of all settings follow it. They are about 90, and the few that matter would be lost.
+The flags of all settings follow it. They are about 90, and the important ones would be hard to find
+among them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Ctrl-C that is not lost.
+"""Handling of Ctrl-C that never loses an interrupt.
 
-Python raises KeyboardInterrupt wherever the program stands. In the callback of a weak reference, of which h5py has thousands, it is
-printed and forgotten: one interrupt in three of a program that writes HDF5. There it is put off for a moment.
+Python raises KeyboardInterrupt wherever the program stands. In the callback of a weak reference the
+exception is printed and ignored. h5py has thousands of these callbacks, so programs that write HDF5
+often ignored Ctrl-C. Inside a callback the interrupt is therefore repeated a moment later.
 """
 
 from __future__ import annotations
@@ -12,12 +13,15 @@ import threading
 import weakref
 from contextlib import contextmanager
 
-_SOON = 0.02  # seconds
+_SOON = 0.02  # seconds until an interrupt is repeated
 
 
 @contextmanager
 def interruptible():
-    """Inside, an interrupt ends what is done, whatever that is. Only a main thread with Python's own handler can have that."""
+    """Let Ctrl-C end the code inside the context, wherever it stands.
+
+    It does nothing outside the main thread, or if SIGINT has another handler than Python's own.
+    """
     if (
         threading.current_thread() is not threading.main_thread()
         or signal.getsignal(signal.SIGINT) is not signal.default_int_handler

@@ -1,4 +1,4 @@
-"""The life of a command on all ranks of a job: guarded from its first moment, with settings that all of them share."""
+"""Frame of a command on all ranks of a job: watchdog, shared settings, MPI."""
 
 from __future__ import annotations
 
@@ -19,14 +19,16 @@ def job(
     settle: Callable[[], tuple[Config, dict]],
     stacks: Callable[[Config], str | None] = lambda config: None,
 ) -> Iterator[tuple[Config, dict, object]]:
-    """Inside, the command runs: yields its settings, its own flags, and the communicator of all ranks. Collective.
+    """Yield the settings of a command, its own flags and the communicator of all ranks. Collective.
+
+    The watchdog guards the job from the beginning until the context ends.
 
     Args:
-        settle: reads the settings and the flags beside them, on each rank.
-        stacks: the folder for the stacks of a job that hangs, by the settings.
+        settle: reads the settings and the command's own flags, on each rank.
+        stacks: returns the folder for the stack traces of a job that hangs, given the settings.
 
     Raises:
-        JointFailure: settings that can not be, on some rank or all; ranks that disagree.
+        JointFailure: the settings are not possible on some rank, or ranks have different settings.
     """
     process = identify()
     with guarded(process.rank, RunConfig.timeout):
@@ -36,7 +38,7 @@ def job(
             config, flags = settle()
         except JointFailure as e:
             if process.size == 1:
-                raise  # needs no MPI
+                raise  # a single process reports it without MPI
             failure = e
         else:
             limit(config.run.timeout)

@@ -1,6 +1,6 @@
-"""The console command ``distseg``: one subcommand a task, all flags from the sections of :mod:`distseg.config.settings`.
+"""Console command ``distseg``: one subcommand a task, flags from :mod:`distseg.config.settings`.
 
-Heavy modules are imported by the subcommand that needs them, so that ``distseg --help`` answers at once.
+Each subcommand imports the heavy modules that it needs, so ``distseg --help`` answers at once.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ plan      pipeline stages of a model: layers, time and memory of each, other spl
 verify    one step on the mesh and serially, in float64, compared
 profile   where the time of a step goes, rank by rank: a table, a timeline, a trace
 runs      the runs of a folder: how far each is, its best checkpoint, mesh and versions
-submit    a batch job, a sweep or a scaling study: its script, printed or handed in to Slurm, LSF, PBS or Flux
+submit    script of a batch job, a sweep or a scaling study, for Slurm, LSF, PBS or Flux
 
 distseg COMMAND --help lists a command's flags."""
 
@@ -60,18 +60,19 @@ _HELP = {"-h", "--help"}
 
 
 def main(arguments: list[str] | None = None) -> None:
+    """Run the command line ``arguments``, by default that of the process."""
     if arguments is None:
         as_program()
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # closed by whoever started us
+        if getattr(sys, name) is None:  # closed by the parent process
             setattr(sys, name, open(os.devnull, "w"))
-    # The fields' documentation is the flags' help. To find it takes longer than all else of a command line.
+    # The flags' help is the documentation of the fields. Parsing it is slow, so only --help does.
     set_parsing_settings(docstring_parse_attribute_docstrings=bool(_HELP & set(arguments)))
     try:
         with interruptible():
             end_as_one(lambda: _command(arguments))
-    except OSError as e:  # its last words could not be written, as to a full disk
+    except OSError as e:  # the last output was not written, as on a full disk
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         print(
             f"distseg: error: the output can not be written ({e.strerror}): write it elsewhere",
@@ -95,18 +96,18 @@ def _command(arguments: list[str]) -> int | None:
         raise JointFailure(f"unknown command {name!r}: choose {', '.join(_COMMANDS)}")
     try:
         return _COMMANDS[name](flags)
-    except SystemExit as e:  # argparse's, after --help
+    except SystemExit as e:  # raised by argparse after --help
         return e.code
 
 
 def _joint(read: Callable) -> Callable:
-    """A user's mistake while a command line is read is told by all ranks together."""
+    """Decorate a function that reads a command line: its errors are reported once for all ranks."""
 
     @wraps(read)
     def joint(*arguments):
         try:
             return read(*arguments)
-        except BrokenPipeError:  # whoever reads our output has had enough
+        except BrokenPipeError:  # the reader of our output closed it
             raise
         except (ValueError, OSError) as e:
             raise JointFailure(str(e)) from e
@@ -128,7 +129,10 @@ def _parser(command: str, sections: bool = True) -> ArgumentParser:
 
 
 def _parse(parser: ArgumentParser, arguments: list[str], given: list[Setting] = []) -> Namespace:
-    """Arguments parsed, over settings that are ``given``; a first argument without a dash is the config file, ``--memory`` is ``--run.memory``."""
+    """Parse arguments; they override the settings that are ``given``.
+
+    A first argument without a dash is the config file. ``--memory`` stands for ``--run.memory``.
+    """
     arguments = [re.sub(r"^--memory(?==|$)", "--run.memory", argument) for argument in arguments]
     if arguments and not arguments[0].startswith("-"):
         arguments = ["--config", *arguments]
@@ -146,7 +150,7 @@ def _parse(parser: ArgumentParser, arguments: list[str], given: list[Setting] = 
 
 
 def _print_head(parser: ArgumentParser) -> None:
-    """Print what matters of a command's help before the flags of all settings."""
+    """Print the important part of a command's help, before the flags of all settings."""
     from distseg.cli.help import head
 
     _, command, *run = parser.prog.split()
@@ -174,13 +178,18 @@ def settings_flags() -> list[str]:
 
 
 def _without_files(arguments: list[str]) -> tuple[list[str], list[Setting]]:
-    """Each config file replaced by its settings, as flags; and these settings."""
+    """Replace each config file by flags with its settings.
+
+    Returns:
+        The arguments, and the settings of the files.
+    """
     found, read, rest = [], [], iter(arguments)
     for argument in rest:
         flag, equals, path = argument.partition("=")
         if flag.startswith("--") and flag[2:] in sections():
             raise ValueError(
-                f"{flag} is a section: give its fields, such as --{_example(flag[2:])} VALUE, or a config file first"
+                f"{flag} is a section: give its fields, such as --{_example(flag[2:])} VALUE, or "
+                "a config file first"
             )
         if flag != "--config":
             found.append(argument)
@@ -205,7 +214,7 @@ def _config(parsed: Namespace) -> Config:
 
 
 def _own(parsed: Namespace) -> dict:
-    """The flags that are a command's own."""
+    """Return the flags that are not settings of the config."""
     return {
         name: value
         for name, value in vars(parsed).items()
@@ -241,7 +250,8 @@ def _verify(arguments: list[str]) -> int:
         _check_count("--steps", parsed.steps)
         if not 0 <= parsed.tolerance < math.inf:
             raise ValueError(
-                f"--tolerance is the largest relative error that passes, a number of at least 0 such as 1e-12, got {parsed.tolerance}"
+                "--tolerance is the largest relative error that passes, a number of at least 0 "
+                f"such as 1e-12, got {parsed.tolerance}"
             )
         _check_file(parsed.dump, "--dump")
         return _config(parsed), _own(parsed)
@@ -329,7 +339,8 @@ def _plan(arguments: list[str]) -> int:
     parser.add_argument(
         "--program",
         action="store_true",
-        help="Print what each rank does in a step of a job: distseg plan CONFIG --program --image 512x512.",
+        help="Print what each rank does in a step of a job: distseg plan CONFIG --program "
+        "--image 512x512.",
     )
     parser.add_argument("--stages", type=int, default=6, help="S: pipeline stages.")
     parser.add_argument(
@@ -396,7 +407,7 @@ def _plan(arguments: list[str]) -> int:
 
 
 def _program(arguments: list[str]) -> int:
-    """The operations of each rank of a config's pipeline, as text."""
+    """Print the operations of each rank of a config's pipeline."""
     parser = _parser("plan")
     parser.add_argument(
         "--program", action="store_true", help="Print what each rank does in a step of this job."
@@ -415,7 +426,8 @@ def _program(arguments: list[str]) -> int:
     config, model, images = prepare(_config(parsed), parsed.image)
     for rank, (legend, operations) in enumerate(programs(config, as_network(model), images.size)):
         print(
-            f"{'' if rank == 0 else chr(10)}rank {rank} of {config.mesh.stages} of the pipeline\n{legend}\n\n{operations}"
+            f"{'' if rank == 0 else chr(10)}rank {rank} of {config.mesh.stages} of the "
+            f"pipeline\n{legend}\n\n{operations}"
         )
     return 0
 
@@ -496,7 +508,8 @@ def _predict(arguments: list[str]) -> int:
         "--nodata",
         type=str | None,
         default=None,
-        help="The number that stands for no data in --images, such as -9999 or nan; by default what a TIFF file says of itself.",
+        help="The number that stands for no data in --images, such as -9999 or nan; by default "
+        "what a TIFF file says of itself.",
     )
 
     @_joint
@@ -504,7 +517,8 @@ def _predict(arguments: list[str]) -> int:
         config, flags = _parse_run(parser, arguments)
         if flags["images"] is not None and flags["split"] is not None:
             raise ValueError(
-                f"--split {flags['split']} is of the store, but --images names the images: leave one of them out"
+                f"--split {flags['split']} is of the store, but --images names the images: leave "
+                "one of them out"
             )
         check_folder(flags["output"], "--output")
         return config, flags
@@ -535,7 +549,8 @@ def _export(arguments: list[str]) -> int:
         nargs="+",
         choices=["safetensors", "torch", "onnx"],
         default=None,
-        help="model.safetensors, model.pt2 (torch.export), model.onnx; by default safetensors and torch, of PatchGD safetensors.",
+        help="model.safetensors, model.pt2 (torch.export), model.onnx; by default safetensors "
+        "and torch, of PatchGD safetensors.",
     )
     config, flags = _parse_run(parser, arguments)
     check_folder(flags["output"], "--output")
@@ -583,17 +598,20 @@ def _plot(arguments: list[str]) -> int:
         "--output",
         type=str | None,
         default=None,
-        help="The picture; by default curves.png in the first run, NAME.overlay.png beside each prediction.",
+        help="The picture; by default curves.png in the first run, NAME.overlay.png beside each "
+        "prediction.",
     )
     parsed = _parse_plain(parser, arguments)
     for flag in ("store", "box") if parsed.what == "curves" else ():
         if parsed[flag] is not None:
             raise ValueError(
-                f"--{flag} {parsed[flag]} is for overlays, but curves are drawn: leave it out, or plot overlay"
+                f"--{flag} {parsed[flag]} is for overlays, but curves are drawn: leave it out, "
+                "or plot overlay"
             )
     if parsed.what == "overlay" and parsed.output and len(parsed.paths) > 1:
         raise ValueError(
-            f"--output {parsed.output} names one picture, but there are {len(parsed.paths)} predictions: leave it out, or plot one by one"
+            f"--output {parsed.output} names one picture, but there are {len(parsed.paths)} "
+            "predictions: leave it out, or plot one by one"
         )
     for path in parsed.paths:
         if not (os.path.isfile(path) or parsed.what == "curves" and os.path.isdir(path)):
@@ -603,7 +621,8 @@ def _plot(arguments: list[str]) -> int:
                 else "a prediction, NAME.h5"
             )
             raise ValueError(
-                f"{path!r} is {'a folder' if os.path.isdir(path) else 'no file'}: {parsed.what} are drawn from {kind}"
+                f"{path!r} is {'a folder' if os.path.isdir(path) else 'no file'}: {parsed.what} "
+                f"are drawn from {kind}"
             )
     _check_file(parsed.output, "--output")
     from distseg.cli.commands import run_plot
@@ -630,7 +649,8 @@ def _prepare(arguments: list[str]) -> int:
     parser = ArgumentParser(prog="distseg prepare", exit_on_error=False)
     parser.add_argument(
         "source",
-        help="blue-marble, gigapixel (one grey image from it), ultramnist (digits to be summed), or the folder of images.",
+        help="blue-marble, gigapixel (one grey image from it), ultramnist (digits to be summed), "
+        "or the folder of images.",
     )
     parser.add_argument("output", help="The HDF5 store to write.")
     parser.add_argument(
@@ -653,13 +673,15 @@ def _prepare(arguments: list[str]) -> int:
         dest="sum_below",
         type=int | None,
         default=None,
-        help="Of ultramnist: only sums below this, equally many images of each; the PatchGD paper has 10.",
+        help="Of ultramnist: only sums below this, equally many images of each; the PatchGD "
+        "paper has 10.",
     )
     parser.add_argument(
         "--noise",
         type=int,
         default=16,
-        help="Of ultramnist: the background is drawn evenly below this, of 255; the PatchGD paper has none, 0.",
+        help="Of ultramnist: the background is drawn evenly below this, of 255; the PatchGD "
+        "paper has none, 0.",
     )
     parser.add_argument(
         "--masks", type=str | None, default=None, help="The folder of masks; files pair by name."
@@ -668,7 +690,8 @@ def _prepare(arguments: list[str]) -> int:
         "--labels",
         type=str | None,
         default=None,
-        help="Where each image has one label: a CSV file with the columns image, label and perhaps split; or folders, if they lie in folders named after classes.",
+        help="Where each image has one label: a CSV file with the columns image, label and "
+        "perhaps split; or folders, if they lie in folders named after classes.",
     )
     parser.add_argument(
         "--classes",
@@ -689,13 +712,15 @@ def _prepare(arguments: list[str]) -> int:
         "--nodata",
         type=str | None,
         default=None,
-        help="The number that stands for no data in images, such as -9999 or nan; by default what a TIFF file says of itself.",
+        help="The number that stands for no data in images, such as -9999 or nan; by default "
+        "what a TIFF file says of itself.",
     )
     parser.add_argument(
         "--alpha",
         choices=["mask", "band"],
         default=None,
-        help="Transparency of images: mask, pixels where it is 0 have no data (the default); or a band like others.",
+        help="Transparency of images: mask, pixels where it is 0 have no data (the default); or "
+        "a band like others.",
     )
     parser.add_argument(
         "--absent",
@@ -731,22 +756,26 @@ def _prepare(arguments: list[str]) -> int:
     ):
         if parsed[flag] != parser.get_default(flag):
             raise ValueError(
-                f"--{flag} is for folders of images, but the source is {parsed.source}, which has its own: leave it out"
+                f"--{flag} is for folders of images, but the source is {parsed.source}, which "
+                "has its own: leave it out"
             )
     for flag in ("images", "digits", "sum_below", "noise") if parsed.source != "ultramnist" else ():
         if parsed[flag] != parser.get_default(flag):
             raise ValueError(
-                f"--{flag.replace('_', '-')} is for the source ultramnist, not for {parsed.source}: leave it out"
+                f"--{flag.replace('_', '-')} is for the source ultramnist, not for "
+                f"{parsed.source}: leave it out"
             )
     for flag in ("masks", "values", "ignore", "absent") if parsed.labels is not None else ():
         if parsed[flag] != parser.get_default(flag):
             raise ValueError(
-                f"--{flag} is about masks, but --labels gives each image one label: leave one of them out"
+                f"--{flag} is about masks, but --labels gives each image one label: leave one of "
+                "them out"
             )
     for flag in ("values", "ignore") if parsed.masks is None else ():
         if parsed[flag] != parser.get_default(flag):
             raise ValueError(
-                f"--{flag} {parsed[flag]} is about masks, but there are none: give --masks FOLDER, or leave it out"
+                f"--{flag} {parsed[flag]} is about masks, but there are none: give --masks "
+                "FOLDER, or leave it out"
             )
     _check_file(parsed.output, "the store")
     from distseg.cli.commands import run_prepare
@@ -755,8 +784,11 @@ def _prepare(arguments: list[str]) -> int:
 
 
 def _parse_run(parser: ArgumentParser, arguments: list[str]) -> tuple[Config, dict]:
-    """The config of a command whose first argument is the folder of a run: its flags over what is taken over from the training; and its own flags,
-    with what is ``left`` behind."""
+    """Return the config and the own flags of a command whose first argument is a run.
+
+    Flags override the settings of the training. ``left`` among the own flags names the settings
+    that are not taken over from the training.
+    """
     if not arguments or arguments[0].startswith("-"):
         _parse(parser, arguments)  # --help ends here
         raise ValueError(f"name the folder of a run or of a checkpoint first: {parser.prog} ...")
@@ -770,7 +802,7 @@ def _parse_run(parser: ArgumentParser, arguments: list[str]) -> tuple[Config, di
     )
 
     run, *flags = arguments
-    checkpoint = find(run)  # once: training may write a better one meanwhile
+    checkpoint = find(run)  # found once, as training may write a better one
     trained = read_manifest(checkpoint).get("config")
     taken = taken_over(trained, run)
     if not any(flag.partition("=")[0] in ("--model.name", "--config") for flag in flags) and all(
@@ -791,7 +823,8 @@ def _parse_run(parser: ArgumentParser, arguments: list[str]) -> tuple[Config, di
 def _tell(left: list[str], comm) -> None:
     if left and comm.rank == 0:
         print(
-            f"distseg: of the machine it was trained on, and not taken over: {', '.join(left)}; flags set them for this one",
+            f"distseg: of the machine it was trained on, and not taken over: {', '.join(left)}; "
+            "flags set them for this one",
             file=sys.stderr,
             flush=True,
         )
@@ -806,7 +839,7 @@ _MOST = 10**6
 
 
 def _check_file(path: str | None, what: str) -> None:
-    """Refuse a path that a file can not be written to, before work of which it is the result."""
+    """Refuse a path that a file cannot be written to, before the work whose result it is."""
     if path is None:
         return
     if not path.strip() or "\0" in path:
@@ -818,27 +851,43 @@ def _check_file(path: str | None, what: str) -> None:
 
 
 def check_folder(path: str, what: str, whole: str | None = None) -> None:
-    """Refuse a path where no folder is and none can be made. It may be that of a file, ``whole``."""
+    """Refuse a path that is not a folder and cannot be made one.
+
+    Args:
+        path: the folder.
+        what: the flag or setting, for the message.
+        whole: the file in this folder that the user named, for the message.
+
+    Raises:
+        ValueError: the message names the path and the repair.
+    """
     if not path.strip() or "\0" in path:
         raise ValueError(f"{what} is {path!r}, which names no folder: give a path")
     there = next(p for p in (Path(path), *Path(path).absolute().parents) if p.exists())
     if not there.is_dir():
         raise ValueError(
-            f"{what} is {whole or path}, but {there} is a file: name a path that does not go through it"
+            f"{what} is {whole or path}, but {there} is a file: name a path that does not go "
+            "through it"
         )
     if not os.access(there, os.W_OK | os.X_OK):
         raise ValueError(
-            f"{what} is {whole or path}, but nothing can be written to {there}: name a folder of yours, or change its permissions"
+            f"{what} is {whole or path}, but nothing can be written to {there}: name a folder of "
+            "yours, or change its permissions"
         )
 
 
 def _parse_plain(
     parser: ArgumentParser, arguments: list[str], places: Mapping[str, str] = {}
 ) -> Namespace:
-    """Arguments parsed.
+    """Parse arguments.
 
     Args:
-        places: where settings stand that are no flags of the user's.
+        parser: the parser of the command.
+        arguments: the flags.
+        places: the file and line of settings that are not flags of the user, by name.
+
+    Raises:
+        ValueError: a flag is unknown or has a wrong value.
     """
     for before, argument in zip(["", *arguments], arguments):
         flag, equals, value = argument.partition("=")
@@ -860,7 +909,10 @@ def _told(error: Exception, parser: ArgumentParser, places: Mapping[str, str]) -
 
 
 def _in_a_line(error: Exception) -> str:
-    """jsonargparse's words on a wrong value in ours: the flag, what it takes, what it was given."""
+    """Translate jsonargparse's message on a wrong value.
+
+    The result names the flag, what it takes, and what was given.
+    """
     text = " ".join(str(error).split())
     key = re.match(r'Parser key "([^"]+)": ', text)
     if key is None:
@@ -892,7 +944,7 @@ _KINDS = {
 
 
 def _cut(text: str) -> str:
-    """Its first part, where it is very long."""
+    """Return the first 400 characters of a long text."""
     return text if len(text) <= 400 else f"{text[:400]}..."
 
 

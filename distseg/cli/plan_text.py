@@ -1,4 +1,4 @@
-"""What the ranks of a pipeline do in a step, as text: the operations that training would run, made without running any."""
+"""Text of the operations that each rank of a pipeline runs in a step, made without running any."""
 
 from __future__ import annotations
 
@@ -40,26 +40,30 @@ from distseg.training.step import InTiles
 
 @dataclass(frozen=True)
 class _Rank:
-    """Stands for a communicator whose messages nobody sends."""
+    """Stand-in for a communicator that sends no messages."""
 
     rank: int
     size: int
 
 
 def programs(config: Config, model: nn.Module, image: Sequence[int]) -> Iterator[tuple[str, str]]:
-    """(legend, operations) of each rank of the pipeline that computes the first tile of the first image.
+    """Yield (legend, operations) of each rank of one pipeline, as text.
+
+    The pipeline is the one that computes the first tile of the first image.
 
     Args:
-        model: plain, perhaps only outlined.
-        image: size in pixels of all images of the step.
+        config: the settings of the training.
+        model: the plain model, which may be on the meta device.
+        image: the size in pixels of all images of the step.
 
     Raises:
-        ValueError: a model, or settings, that can't be trained.
+        ValueError: the model or the settings cannot be trained.
     """
     check_settings(config, model)
     if config.pipeline.placement == "devices":
         raise ValueError(
-            "pipeline.placement is devices: torchgpipe orders what it does by itself; plan line or v"
+            "pipeline.placement is devices: torchgpipe orders what it does by itself; plan line "
+            "or v"
         )
     reach = used_reach(
         reach_for(model, config.spatial.halo is not None or is_cut(config)), config.spatial
@@ -114,7 +118,7 @@ def _streaming(
     executor = make_streaming_executor(
         config, exchange, activations, budget, partition, _Rank(rank, config.mesh.stages)
     )
-    executor.folder = None  # of which no room is asked for
+    executor.folder = None  # so that the free disk space is not checked
     every = [places] * config.train.accumulate
     works = [executor.work(places, m) for m in range(len(every))]
     step = InTiles(
@@ -129,7 +133,7 @@ def _live(config: Config, model: nn.Module) -> list[int]:
 
 
 def _base(config: Config, model: nn.Module) -> float:
-    """About what a process takes besides activations."""
+    """Return an estimate of the bytes that a process takes besides activations."""
     weights = sum(p.numel() for p in model.parameters()) * 4
     return memory_in_use(torch.device("cpu")) + weights * (2 + state_copies(config.optim))
 
@@ -163,16 +167,17 @@ def _legend(
     places: list[TilePlacement],
     rank: int,
 ) -> Iterator[str]:
-    """What a pass through each stage does on its way."""
+    """Yield lines that describe a pass through each stage: layers, halo exchanges, statistics."""
     names = [name for name, _ in flat_layers(model)]
     layout = exchange.layout(places[0].image) if exchange else None
     points = sorted(layout.points) if layout else []
     live = _live(config, model)
     for stage in partition.stages_of(rank):
         layers = partition.ranges[stage] or range(len(names))
-        inside = lambda positions: ", ".join(names[p] for p in positions if p in layers)
+        exchanged = ", ".join(names[p] for p in points if p in layers)
+        norms = ", ".join(names[p] for p in live if p in layers)
         yield f"stage {stage}: {names[layers.start]} to {names[layers.stop - 1]}"
-        if inside(points):
-            yield f"         borders exchanged before {inside(points)}"
-        if inside(live):
-            yield f"         statistics at {inside(live)}"
+        if exchanged:
+            yield f"         borders exchanged before {exchanged}"
+        if norms:
+            yield f"         statistics at {norms}"

@@ -1,4 +1,4 @@
-"""Class maps of whole images, written to files by the network of a run."""
+"""Prediction of class maps of whole images, written to files."""
 
 from __future__ import annotations
 
@@ -44,9 +44,10 @@ from distseg.training.run_config import check_model
 
 
 def load_predictor(run: str, config: Config, world, device: torch.device) -> tuple[Predictor, dict]:
-    """The network of a run or checkpoint on all ranks of ``world``, ready to predict, and its manifest. Collective.
+    """Load the network of a run or checkpoint on all ranks; return a predictor and the manifest.
 
-    It is cut into ``mesh.stages``. Where the stages of the training do not divide the ranks, every rank holds all of it.
+    The network is cut into ``mesh.stages``. If the stages of the training do not divide the number
+    of ranks, every rank holds the whole network. Collective over ``world``.
     """
     precision, channels_last = choose(config.train, device, world)
     if config.train.method == "patchgd":
@@ -85,13 +86,13 @@ def load_predictor(run: str, config: Config, world, device: torch.device) -> tup
         model = outline_model(config.model, *manifest["channels"])
         if model in refusals:
             size = manifest["data"].get("size")
-            answer_of(model, size)  # it may take images of one size alone
+            answer_of(model, size)  # refuses networks that do not take this size
             check_module(model, size or [0] * len(config.predict.tile), modes=(False,))
         reach = used_reach(reach_for(model, cut=config.spatial.halo is not None), config.spatial)
         partition = partition_of(config, model, config.predict.tile, reach, device.type)
     mesh = Mesh(world, world.size // stages, config.mesh.tiles, stages)
     mesh.waits.timeout = config.run.timeout
-    # Weights come last, into the numbers that the network computes with.
+    # Weights are loaded last, when the parameters have their final dtype and device.
     with raise_jointly(world):
         context = Context(per_window=config.spatial.norm_scope == "window")
         tiled = own_part(
@@ -137,19 +138,21 @@ def load_predictor(run: str, config: Config, world, device: torch.device) -> tup
 
 
 def _of_mesh(mesh: MeshConfig, trained: dict, ranks: int) -> list[str]:
-    """What of the mesh acts otherwise than in training, each in a sentence.
+    """Return notes on mesh settings that act otherwise than in training, each a sentence.
 
     Raises:
-        ValueError: it asks for other stages than the training had, which do not divide the ranks.
+        ValueError: the number of stages is not that of the training and does not divide the ranks.
     """
     found = []
     if ranks % mesh.stages:
         if mesh.stages != trained.get("mesh", {}).get("stages"):
             raise ValueError(
-                f"mesh.stages is {mesh.stages}, which does not divide {ranks} process{'es' * (ranks > 1)}: start a multiple of {mesh.stages}, or leave it out"
+                f"mesh.stages is {mesh.stages}, which does not divide {ranks} "
+                f"process{'es' * (ranks > 1)}: start a multiple of {mesh.stages}, or leave it out"
             )
         found.append(
-            f"note: the {mesh.stages} stages of the training do not divide {ranks} process{'es' * (ranks > 1)}, so each has all of the network"
+            f"note: the {mesh.stages} stages of the training do not divide {ranks} "
+            f"process{'es' * (ranks > 1)}, so each has all of the network"
         )
     if mesh.tiles.volume > 1 or mesh.samples > 1:
         what = " and ".join(
@@ -169,7 +172,7 @@ def _of_mesh(mesh: MeshConfig, trained: dict, ranks: int) -> list[str]:
 def _load_patches(
     run: str, config: Config, world, device: torch.device, precision: str, channels_last: bool
 ) -> tuple[PatchPredictor | MapPredictor, dict]:
-    """The same of a network of patches."""
+    """Load a network of patches on all ranks; return a predictor and the manifest. Collective."""
     with raise_jointly(world):
         checkpoint = find(run)
         manifest = read_run_manifest(checkpoint)
@@ -196,16 +199,24 @@ def predict(
     probabilities: bool = False,
     network: str = "",
 ) -> bool:
-    """Write the class map of an image, and on request the probability of each class, to files (:mod:`distseg.data.class_files`).
+    """Write the class map of an image, and on request the probability of each class. Collective.
 
-    The first rank with the last stage writes, a tile of each rank at a time, into ``NAME.partial``; the files appear when they are whole.
-    Taken up after an interruption, tiles that are there are not computed again. Collective.
+    The first rank with the last stage writes into ``NAME.partial``, one tile of each rank at a
+    time. The files (:mod:`distseg.data.class_files`) appear when they are complete. After an
+    interruption, tiles that were written are not computed again.
 
     Args:
-        network: tells the network and its settings from others (:func:`distseg.inference.image_source.network_identity`).
+        predictor: the network.
+        scene: the image.
+        paths: the files to write.
+        classes: the classes and what stands for no data.
+        probabilities: also write the probability of each class.
+        network: the identity of the network and its settings
+            (:func:`distseg.inference.image_source.network_identity`).
 
     Returns:
-        on the rank that writes, whether there was anything to do: files of the same network and image are left as they are.
+        True on the rank that writes if it wrote files, else False. Files of the same network and
+            image are not written again.
     """
     ranks = predictor.replicas
     first = predictor.writes
@@ -239,7 +250,7 @@ def predict(
     number_of = {tile: number for number, tile in enumerate(every)}
     mine = predictor(scene, numbers) if numbers else iter(())
     if not predictor.last:
-        next(mine, None)  # which hands everything on and yields nothing
+        next(mine, None)  # runs this rank's stages; it yields nothing
         return False
     rounds = max(map(len, predictor.deal(scene.size, numbers)))
     try:
@@ -253,7 +264,7 @@ def predict(
                 for tile, found, likelihood in filter(None, parts or []):
                     partial.write(number_of[tile], found, likelihood)
                 bar.advance(pixels=sum(part[0].pixels for part in filter(None, parts or [])))
-            next(mine, None)  # lets the generator leave evaluation mode
+            next(mine, None)  # ends the generator, which then leaves evaluation mode
         if first:
             partial.pack(paths, classes)
     finally:
@@ -265,7 +276,10 @@ def predict(
 def _part(
     scene: ImageSource, tile: Box, logits: np.ndarray, nodata: int, probabilities: bool
 ) -> tuple[Box, np.ndarray, np.ndarray | None]:
-    """Return a tile, its classes and, on request, their probabilities; ``nodata`` and nan where the image has no data."""
+    """Return a tile, its classes and, on request, their probabilities.
+
+    Pixels without data have the class ``nodata`` and the probability nan.
+    """
     found, likely = most_likely(logits), _likelihood(logits) if probabilities else None
     hidden = scene.without_data(tile)
     if hidden is not None:

@@ -1,7 +1,8 @@
-"""Where the time of an optimizer step goes, rank by rank: a table, a picture of the schedule, and a trace for Perfetto; and what it was expected to take.
+"""Profile of an optimizer step: where its time goes on each rank, and what was expected.
 
-Steps run as training runs them. Only for the last one the pipeline, the reducer and the communicators of norms and
-losses are handed a trace, from outside, so that training itself pays nothing for being watchable.
+The results are a table, a picture of the schedule and a trace for Perfetto. Steps run as in
+training. Only for the last step a trace is attached to the pipeline, the reducer and the
+communicators of norms and losses, so training itself has no cost for profiling.
 """
 
 from __future__ import annotations
@@ -31,22 +32,27 @@ from distseg.training.engine import Engine
 from distseg.training.verify import own_pieces, prepare
 
 COMPUTING = ("forward", "backward", "weight", "recompute")
-_COMPARED = "passes of all ranks beside what a model of a device expects, by which stages are balanced; its times are multiplied by"
+_COMPARED = (
+    "passes of all ranks beside what a model of a device expects, "
+    "by which stages are balanced; its times are multiplied by"
+)
 KINDS = (*COMPUTING, "read", "scratch", "wait", "send", "halo", "norm-exchange", "reduce", "update")
 
 
 @dataclass(frozen=True)
 class Profile:
-    """One step of all ranks.
+    """Timing of one step on all ranks.
 
     Attributes:
-        title: mesh and schedule.
-        details: of the run, for the text.
-        names: of the ranks, by rank.
-        spans: of all ranks, in seconds since the step's start.
-        seconds: until the slowest rank had done the step.
-        expected: of all ranks, modelled (:mod:`distseg.planning.forecast`).
-        simulated: the step of a pipeline, whose passes take so many times as long as modelled.
+        title: the mesh and the schedule.
+        details: facts about the run, for the text.
+        names: the name of each rank.
+        spans: the spans of all ranks, in seconds since the step's start.
+        seconds: the time until the slowest rank finished the step.
+        expected: the modelled seconds of the passes of all ranks
+            (:mod:`distseg.planning.forecast`).
+        simulated: simulates the step of a pipeline, given the factor by which passes take longer
+            than modelled.
     """
 
     title: str
@@ -59,7 +65,7 @@ class Profile:
 
     @property
     def factor(self) -> float:
-        """How much longer than modelled all passes took together."""
+        """The ratio of the measured to the modelled seconds of all passes together."""
         modelled = sum(self.expected.values())
         return (
             sum(seconds for key, (_, seconds) in self.passes().items() if key in self.expected)
@@ -69,7 +75,10 @@ class Profile:
         )
 
     def passes(self) -> dict[tuple[str, str], tuple[int, float]]:
-        """How many passes there were by kind and by what was computed, and their seconds, of all ranks."""
+        """Return the number and the seconds of the passes of all ranks.
+
+        The keys are the kind of a pass and what it computes.
+        """
         found: dict[tuple[str, str], tuple[int, float]] = {}
         for rank in range(len(self.names)):
             mine = [span for span in self.spans if span.rank == rank]
@@ -80,7 +89,10 @@ class Profile:
         return found
 
     def compared(self) -> list[dict[str, float | str]]:
-        """Of each kind of pass how many there were, and one's mean milliseconds, measured and as modelled, where all passes together take as long."""
+        """Return a row for each kind of pass, with its count and its mean milliseconds.
+
+        The modelled times are scaled so that their sum is the measured one.
+        """
         measured, factor, rows = self.passes(), self.factor, []
         for (kind, what), modelled in self.expected.items():
             count, seconds = measured.get((kind, what), (0, 0.0))
@@ -98,7 +110,10 @@ class Profile:
         return rows
 
     def rows(self) -> list[dict[str, float | str]]:
-        """For each rank the seconds that it spent by kind; ``other`` is what no span covers, so that they add up to the step."""
+        """Return for each rank the seconds that it spent by kind.
+
+        ``other`` is the time that no span covers, so that a row adds up to the step.
+        """
         found = []
         for rank, name in enumerate(self.names):
             own = own_seconds([s for s in self.spans if s.rank == rank])
@@ -107,7 +122,7 @@ class Profile:
         return found
 
     def text(self) -> str:
-        """The table for a terminal, in milliseconds, with shares of the step."""
+        """Return the table for a terminal, in milliseconds, with shares of the step."""
         rows = self.rows()
         kinds = [*(kind for kind in KINDS if any(row[kind] > 0 for row in rows)), "other"]
         lines = [
@@ -126,7 +141,8 @@ class Profile:
                 **self._shares(means),
             }
         )
-        head = f"{self.title}, {self.details}\nstep {1e3 * self.seconds:.4g} ms; bubble: share of the step in which a rank waits for other stages"
+        head = f"{self.title}, {self.details}\nstep {1e3 * self.seconds:.4g} ms; "
+        head += "bubble: share of the step in which a rank waits for other stages"
         return "\n\n".join([head, table(lines), *self._comparison()])
 
     def _comparison(self) -> Iterator[str]:
@@ -134,8 +150,12 @@ class Profile:
             return
         yield f"{_COMPARED} {self.factor:.3g}\n{table(self.compared())}"
         if self.simulated:
-            of = self.simulated(self.factor)
-            yield f"simulated from these: {1e3 * of.makespan:.4g} ms without sums of gradients and the update; bubble {', '.join(f'{idle:.1%}' for idle in of.idle)} by rank"
+            simulation = self.simulated(self.factor)
+            idle = ", ".join(f"{share:.1%}" for share in simulation.idle)
+            yield (
+                f"simulated from these: {1e3 * simulation.makespan:.4g} ms without sums of "
+                f"gradients and the update; bubble {idle} by rank"
+            )
 
     def _shares(self, times: dict) -> dict[str, str]:
         return {
@@ -148,7 +168,7 @@ class Profile:
 
 
 def _pass(span: Span) -> tuple[str, str]:
-    """The kind of a span, and what it computes."""
+    """Return the kind of a span, and what it computes."""
     action = ACTION.match(span.name)
     return span.kind, f"stage {action[2]}" if action else span.name
 
@@ -156,7 +176,10 @@ def _pass(span: Span) -> tuple[str, str]:
 def own_seconds(
     spans: Sequence[Span], by: Callable[[Span], Hashable] = lambda span: span.kind
 ) -> Counter:
-    """Seconds of one rank's spans, by default by kind; what lies inside another span counts for the inner one alone."""
+    """Return the seconds of one rank's spans, by default by kind.
+
+    Time inside a nested span counts for the inner span alone.
+    """
     found: Counter = Counter()
     around: list[Span] = []
     for span in sorted(spans, key=lambda s: (s.start, -s.end)):
@@ -170,7 +193,10 @@ def own_seconds(
 
 
 def row_names(shape: MeshShape) -> list[str]:
-    """The place in the mesh of each rank, by the axes that are split: ``sample 0 tile 1 stage 0``, tiles numbered row by row."""
+    """Return the place of each rank in the mesh, such as ``sample 0 tile 1 stage 0``.
+
+    Only axes that are split are named. Tiles are numbered row by row.
+    """
     sizes = {"sample": shape.samples, "tile": shape.tiles.volume, "stage": shape.stages}
     places = zip(*np.unravel_index(range(shape.size), tuple(sizes.values())))
     split = [axis for axis, size in sizes.items() if size > 1]
@@ -183,14 +209,20 @@ def row_names(shape: MeshShape) -> list[str]:
 def profile(
     config: Config, world, image: Size | None = None, steps: int = 3, output: str = "profile"
 ) -> Profile | None:
-    """Run ``steps`` optimizer steps and watch the last; writes ``timeline.png`` and ``trace.json``. Collective.
+    """Run ``steps`` optimizer steps and profile the last one. Collective.
+
+    It writes ``timeline.png`` and ``trace.json``.
 
     Args:
-        image: size of random images; by default those of the first step on ``data.store``.
+        config: the settings of the training.
+        world: all ranks.
+        image: the size of random images; by default the images are those of the first step on
+            ``data.store``.
+        steps: the number of steps; those before the last one warm up.
         output: a folder.
 
     Returns:
-        the profile on rank 0, None elsewhere.
+        The profile on rank 0, None on the others.
     """
     device = set_up(world, config.run.device, config.run.threads).device
     with raise_jointly(world):
@@ -198,7 +230,8 @@ def profile(
             raise ValueError(f"--steps is at least 1, got {steps}")
         if config.pipeline.placement == "devices":
             raise ValueError(
-                "pipeline.placement is devices: torchgpipe's threads can't be watched; profile line or v, where ranks hold the stages"
+                "pipeline.placement is devices: torchgpipe's threads can't be watched; profile "
+                "line or v, where ranks hold the stages"
             )
         config, plain, images = prepare(config, image)
         model = as_network(plain)
@@ -243,7 +276,10 @@ def profile(
 def _expected(
     engine: Engine, costs: Modelled, image: Sequence[int], own: list[list[TileBatch]]
 ) -> tuple[Passes, Callable[[float], Simulation] | None]:
-    """What this rank's passes are expected to take, and how the pipeline's step is simulated, where there is one."""
+    """Return the modelled seconds of this rank's passes, and a simulation of the pipeline's step.
+
+    The simulation is None if there is no pipeline.
+    """
     if engine.streaming:
         way, given = engine.streaming, engine.streaming.given(own)
         return of_tiles(
@@ -264,7 +300,7 @@ def _expected(
 
 
 def _laid_over(found: Profile) -> tuple[Sequence[Span], list[str]]:
-    """Spans and the names of their rows: what was measured, and under it a pipeline as it was simulated."""
+    """Return spans and names of rows: the measured ones, and the simulated pipeline below them."""
     if not found.simulated:
         return found.spans, [*found.names]
     below = found.simulated(found.factor)
@@ -276,30 +312,31 @@ def _laid_over(found: Profile) -> tuple[Sequence[Span], list[str]]:
 
 
 def watch(engine: Engine, world) -> Trace:
-    """From now on, the same moment on all ranks, an engine's work is traced. Collective."""
+    """Attach a trace to an engine, at the same moment on all ranks. Collective.
+
+    Returns:
+        The trace of this rank.
+    """
     world.Barrier()
     trace = Trace(world.rank, _clock(engine.device))
     engine.pipeline.trace = trace
     engine.mesh.waits.span = trace.span
     engine.reducer = _TracedReducer(engine.reducer, trace)
-    engine.mesh.pipeline = TracedComm(
-        engine.mesh.pipeline, trace, "wait"
-    )  # the loss and the gradient's norm over all stages
+    # The loss and the gradient's norm are sums over all stages.
+    engine.mesh.pipeline = TracedComm(engine.mesh.pipeline, trace, "wait")
     for name in ("norm_comm", "batch_comm", "groups_comm"):
         setattr(
             engine.context, name, TracedComm(getattr(engine.context, name), trace, "norm-exchange")
         )
     if engine.streaming:
         engine.streaming.executor.span = trace.span
-    if engine.gradient_step.head:
-        engine.gradient_step.head.replicas = TracedComm(
-            engine.gradient_step.head.replicas, trace, "reduce"
-        )  # the loss's table
+    if head := engine.gradient_step.head:
+        head.replicas = TracedComm(head.replicas, trace, "reduce")  # sums the loss
     return trace
 
 
 class _TracedReducer:
-    """A reducer whose sum is a span."""
+    """Reducer that records each sum as a span."""
 
     def __init__(self, reducer, trace: Trace):
         self.name, self._reducer, self._trace = reducer.name, reducer, trace
@@ -310,7 +347,10 @@ class _TracedReducer:
 
 
 def _clock(device: torch.device) -> Callable[[], float]:
-    """Seconds. On a GPU it waits for the work that is queued, so that spans hold their kernels' time."""
+    """Return a function that returns the time in seconds.
+
+    On a GPU it first waits for the queued kernels, so that spans include their time.
+    """
     if device.type != "cuda":
         return time.perf_counter
 
@@ -322,7 +362,7 @@ def _clock(device: torch.device) -> Callable[[], float]:
 
 
 def _title(engine: Engine) -> tuple[str, str]:
-    """Mesh and schedule; what else a reader wants to know."""
+    """Return the title (mesh and schedule) and the details of a profile."""
     config = engine.config
     schedule = (
         f", {engine.gradient_step.way.schedule}, {config.pipeline.placement}"
@@ -336,5 +376,6 @@ def _title(engine: Engine) -> tuple[str, str]:
     )
     return (
         f"{engine.mesh.shape}{schedule}",
-        f"{config.train.accumulate} micro-batches{recompute}, {engine.device.type}, {engine.precision}",
+        f"{config.train.accumulate} micro-batches{recompute}, {engine.device.type}, "
+        f"{engine.precision}",
     )

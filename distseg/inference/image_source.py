@@ -95,7 +95,8 @@ def file_scene(
     number = reader.nodata if nodata is None else fitting(nodata, reader.dtype)
     if nodata is not None and number is None:
         raise ValueError(
-            f"--nodata is {nodata}, but no pixel of {reader.dtype}, as those of {path}, can be that: "
+            f"--nodata is {nodata}, but no pixel of {reader.dtype}, as those of {path}, can be "
+            "that: "
             "leave it out, or name another number"
         )
     if reader.bands != len(mean):

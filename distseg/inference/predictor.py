@@ -508,7 +508,10 @@ class Predictor:
         )
 
     def _uploaded(self, pixels: np.ndarray) -> torch.Tensor:
-        """Return pixels (C, *size) as a tensor (1, C, *size) with the network's device and dtype."""
+        """Return pixels (C, *size) as a tensor (1, C, *size), as the network takes them.
+
+        It has the network's dtype and memory format, and lies on its first device.
+        """
         return upload(
             torch.from_numpy(pixels).unsqueeze(0), self.devices[0], self.dtype, self.channels_last
         )
@@ -559,7 +562,7 @@ class Predictor:
 
 @dataclass(frozen=True)
 class Share:
-    """Part of the work on several images: one image, and the numbers of its tiles or None for all."""
+    """Part of the work on several images: one image, and the numbers of its tiles (None: all)."""
 
     image: int
     tiles: list[int] | None

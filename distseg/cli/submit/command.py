@@ -1,4 +1,4 @@
-"""``distseg submit``: from a config and a few figures to a job's script; printed, written, or handed in."""
+"""Command ``distseg submit``: print, write or hand in the script of a job, made from a config."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from distseg.report.disk import atomic_write, check_replaceable
 
 
 def add_flags(parser) -> None:
-    """The flags beside those of the config's sections."""
+    """Add the command's own flags to a parser."""
     add = parser.add_argument
     add(
         "--system",
@@ -35,7 +35,8 @@ def add_flags(parser) -> None:
         "--site",
         type=str,
         default="generic",
-        help=f"What a node has and how it is bound: {', '.join(SITES)}, or a YAML file (docs/jobs.md).",
+        help=f"What a node has and how it is bound: {', '.join(SITES)}, or a YAML file "
+        "(docs/jobs.md).",
     )
     add(
         "--nodes",
@@ -58,7 +59,8 @@ def add_flags(parser) -> None:
         "--warn",
         type=int | None,
         default=None,
-        help="Seconds before the limit at which Slurm tells distseg to write a checkpoint and end; 300 by default.",
+        help="Seconds before the limit at which Slurm tells distseg to write a checkpoint and "
+        "end; 300 by default.",
     )
     add("--account", type=str | None, default=None, help="Account or project that pays.")
     add("--queue", type=str | None, default=None, help="Queue; Slurm's partition.")
@@ -74,20 +76,23 @@ def add_flags(parser) -> None:
         "--option",
         type=str,
         action="append",
-        help="One more option of the batch system, written --option=--constraint=gpu; may be given again.",
+        help="One more option of the batch system, written --option=--constraint=gpu; may be "
+        "given again.",
     )
     add(
         "--launcher",
         type=str | None,
         default=None,
-        help="The line that starts the processes, such as 'mpirun -n {tasks}'; by default the site's.",
+        help="The line that starts the processes, such as 'mpirun -n {tasks}'; by default the "
+        "site's.",
     )
     add("--name", type=str | None, default=None, help="The job's name; by default the config's.")
     add(
         "--sweep",
         type=str,
         action="append",
-        help="An array with a training for each value: optim.lr=1e-3,3e-4; given again, for each pair.",
+        help="An array with a training for each value: optim.lr=1e-3,3e-4; given again, for each "
+        "pair.",
     )
     add(
         "--scaling",
@@ -114,17 +119,17 @@ def add_flags(parser) -> None:
 
 
 def submit(asked, config: Config, arguments: list[str], read: Callable[[list[str]], Config]) -> int:
-    """Print, write or hand in the scripts that ``asked`` describes.
+    """Print, write or hand in the scripts that ``asked`` describes; return the exit status.
 
     Args:
         asked: the parsed flags.
-        config: the settings that they and the config file give.
+        config: the settings of these flags and the config file.
         arguments: the flags as they were written.
-        read: settings from other flags.
+        read: returns the settings of other flags.
     """
     path = _config_file(arguments)
     jobs = _jobs(asked, path, config, _differences(read([path]), config), read, _command(arguments))
-    scripts = [(job, render(job)) for job in jobs]  # all of them before one is written
+    scripts = [(job, render(job)) for job in jobs]  # all are made before the first is written
     _note_missing_store(config.data.store)
     if not (asked.output or asked.submit):
         print("\n\n".join(script for _, script in scripts), end="")
@@ -142,13 +147,18 @@ def submit(asked, config: Config, arguments: list[str], read: Callable[[list[str
 
 
 def _config_file(arguments: list[str]) -> str:
-    """The config among the flags: first without a flag, or with ``--config``."""
+    """Return the config file among the flags: the first argument, or the value of ``--config``.
+
+    Raises:
+        ValueError: there is no file, or more than one.
+    """
     named = [word.partition("=")[2] for word in arguments if word.startswith("--config=")]
     named += [path for flag, path in zip(arguments, arguments[1:]) if flag == "--config"]
     named += [word for word in arguments[:1] if not word.startswith("-")]
     if len(named) != 1 or not Path(named[0]).is_file():
         raise ValueError(
-            "name the one config that is to be trained, a file, first: distseg submit CONFIG.yaml ..."
+            "name the one config that is to be trained, a file, first: distseg submit "
+            "CONFIG.yaml ..."
         )
     return named[0]
 
@@ -161,23 +171,32 @@ def _jobs(
     read: Callable[[list[str]], Config],
     command: str,
 ) -> list[Job]:
-    """The jobs that are asked for, known to be possible."""
+    """Return the jobs that the flags ask for, after checking that they are possible.
+
+    Raises:
+        ValueError: a flag or the mesh does not fit; the message names the repair.
+    """
     site = site_of(asked.site)
     if not (asked.system or site.system):
         raise ValueError(
-            f"site {site.name} does not say its batch system: give --system, one of {', '.join(SYSTEMS)}"
+            f"site {site.name} does not say its batch system: give --system, one of "
+            f"{', '.join(SYSTEMS)}"
         )
     system = system_of(asked.system or site.system)
     if site.system not in (None, system.name):
-        site = replace(site, launcher=None, binding="", options=())  # the other system's words
+        site = replace(
+            site, launcher=None, binding="", options=()
+        )  # those of the site are for its own batch system
     name = asked.name or Path(path).stem
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
         raise ValueError(
-            f"a job's name has letters, digits and . _ - only, got {name!r}: give another with --name"
+            f"a job's name has letters, digits and . _ - only, got {name!r}: give another with "
+            "--name"
         )
     if config.train.resume not in (True, False):
         raise ValueError(
-            f"train.resume is {config.train.resume}, but a job goes on from its own last checkpoint each time it queues "
+            f"train.resume is {config.train.resume}, but a job goes on from its own last "
+            "checkpoint each time it queues "
             "again: leave it out, and train once with it by hand first"
         )
     shape, seconds = _shape(config), seconds_of(asked.time)
@@ -218,13 +237,14 @@ def _check_entry(job: Job, entry: tuple[str, ...], shape: MeshShape) -> None:
     """Refuse a training whose mesh does not fill the nodes of the array's jobs."""
     if shape.size != job.shape.size:
         raise ValueError(
-            f"--sweep: {shlex.join(entry[:-2])} makes a mesh of {shape}, {shape.size} processes, but the array's jobs"
+            f"--sweep: {shlex.join(entry[:-2])} makes a mesh of {shape}, {shape.size} processes, "
+            "but the array's jobs"
             f" have {job.shape.size}: sweep meshes of one size, or use --scaling"
         )
 
 
 def _scaling(job: Job, asked, output: str) -> list[Job]:
-    """A job for each number of nodes, with the mesh grown to fill them."""
+    """Return a job for each number of nodes, with the mesh grown to fill them."""
     if asked.sweep or asked.nodes:
         raise ValueError(
             f"--scaling {asked.scaling} names the nodes of each job: leave"
@@ -236,7 +256,7 @@ def _scaling(job: Job, asked, output: str) -> list[Job]:
 
 
 def _scaled(job: Job, count: int, axis: str, output: str) -> Job:
-    """The job on ``count`` nodes."""
+    """Return the job on ``count`` nodes."""
     shape = grown(job.shape, count * job.nodes.processes, axis)
     own = (f"--mesh.{axis}", str(getattr(shape, axis)), "--train.output", f"{output}/nodes={count}")
     script = Path(job.script)
@@ -260,7 +280,7 @@ def _without(flags: tuple[str, ...], names: tuple[str, ...]) -> list[str]:
 
 
 def _differences(one: Config, other: Config) -> list[str]:
-    """The flags that make ``other`` of ``one``."""
+    """Return the flags that turn the config ``one`` into ``other``."""
     fields = [
         (section, key)
         for section in Config.__dataclass_fields__
@@ -274,7 +294,7 @@ def _differences(one: Config, other: Config) -> list[str]:
 
 
 def _text(value) -> str:
-    """A field's value as a flag takes it."""
+    """Return a field's value as it is written in a flag."""
     if value is None or isinstance(value, (bool, list)):
         return json.dumps(value)
     return str(value)
@@ -289,23 +309,23 @@ def _command(arguments: list[str]) -> str:
 def _note_missing_store(store: str | None) -> None:
     if store is None or not Path(store).exists():
         print(
-            f"distseg: note: data.store is {store}, which is not there yet: prepare it before the job starts",
+            f"distseg: note: data.store is {store}, which is not there yet: prepare it before "
+            "the job starts",
             file=sys.stderr,
         )
 
 
 def _check_free(path: Path, script: str, config: Path, overwrite: bool) -> None:
-    """Refuse to write over another file than the same script, unless told to, and over the config at all."""
+    """Refuse to overwrite the config, or without ``overwrite`` a file with other content."""
     if path.resolve() == config.resolve():
         raise ValueError(f"--output {path} is the config: name another file for the script")
     if not path.is_dir():
         check_replaceable(path)
     if path.is_dir() or path.exists() and not overwrite and path.read_bytes() != script.encode():
-        raise ValueError(
-            f"{path} is there,"
-            f" {'a folder: give' if path.is_dir() else 'with another content: give --overwrite to replace it, or'}"
-            " another --output"
-        )
+        found = "with another content: give --overwrite to replace it, or"
+        if path.is_dir():
+            found = "a folder: give"
+        raise ValueError(f"{path} is there, {found} another --output")
 
 
 def _write(path: Path, script: str) -> None:
@@ -322,10 +342,10 @@ def _umask() -> int:
 
 
 def hand_in(job: Job) -> Iterator[str]:
-    """Give a written script to its batch system; the jobs' numbers, one by one.
+    """Submit a written script to its batch system; yield the jobs' numbers one by one.
 
     Raises:
-        ValueError: the system's command is not there, or refuses.
+        ValueError: the system's command is not there, or refuses the script.
     """
     for command in job.system.commands(job.script, len(job.entries)):
         yield _number(job.system, command, job.script)
@@ -337,13 +357,15 @@ def _number(system: System, command: list[str], script: str) -> str:
             done = subprocess.run(command, stdin=given, capture_output=True, text=True)
     except FileNotFoundError:
         raise ValueError(
-            f"{command[0]} is not here, so {script} is written but not submitted: submit it where {system.name} is"
+            f"{command[0]} is not here, so {script} is written but not submitted: submit it "
+            f"where {system.name} is"
         ) from None
     number = system.number(done.stdout) if done.returncode == 0 else None
     if number is None:
         answer = " ".join((done.stderr + done.stdout).split())
         raise ValueError(
-            f"{shlex.join(command)} did not take the script (code {done.returncode}): {answer}; it is written to"
+            f"{shlex.join(command)} did not take the script (code {done.returncode}): {answer}; "
+            "it is written to"
             f" {script}"
         )
     return number

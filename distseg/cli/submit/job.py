@@ -1,4 +1,4 @@
-"""One job: what is asked for, checked against the config's mesh and the site's nodes before a script is written."""
+"""One job: what is asked for, checked against the config's mesh and the site's nodes."""
 
 from __future__ import annotations
 
@@ -11,8 +11,15 @@ from distseg.comm.mesh import MeshShape
 
 @dataclass(frozen=True)
 class Nodes:
-    """What a job takes of a cluster: ``count`` nodes, each with so many processes, GPUs, cores, and CPUs as the batch
-    system counts them."""
+    """Nodes of a cluster that a job takes.
+
+    Attributes:
+        count: the number of nodes.
+        processes: processes on each node.
+        gpus: GPUs on each node.
+        cores: cores on each node.
+        cpus: CPUs on each node, as the batch system counts them.
+    """
 
     count: int
     processes: int
@@ -31,10 +38,12 @@ class Nodes:
 def node_of(
     site: Site, processes: int | None = None, gpus: int | None = None, cores: int | None = None
 ) -> Nodes:
-    """One node of a site, with what is asked instead of the site's figures; one process a GPU unless said.
+    """Return one node of a site; figures that are given replace those of the site.
+
+    By default there is one process for each GPU.
 
     Raises:
-        ValueError: what a node has is not known; more processes than cores.
+        ValueError: the figures of a node are not known, or there are more processes than cores.
     """
     cpus = site.cpus if cores in (None, site.cores) else None
     gpus, cores = (
@@ -43,7 +52,8 @@ def node_of(
     )
     if missing := [flag for flag, value in (("--gpus", gpus), ("--cores", cores)) if value is None]:
         raise ValueError(
-            f"site {site.name} does not say what a node has: give {' and '.join(missing)} (--gpus 0 where there are"
+            f"site {site.name} does not say what a node has: give {' and '.join(missing)} "
+            "(--gpus 0 where there are"
             " none), or name a site with --site"
         )
     for flag, value, least in (
@@ -56,21 +66,23 @@ def node_of(
     processes = processes or gpus
     if not processes:
         raise ValueError(
-            f"a node has no GPU, so how many processes to start on it is not clear: give --processes, up to its {cores}"
+            "a node has no GPU, so how many processes to start on it is not clear: give "
+            f"--processes, up to its {cores}"
             " cores"
         )
     if processes > cores:
         raise ValueError(
-            f"{processes} processes a node are more than its {cores} cores: give --processes up to {cores}"
+            f"{processes} processes a node are more than its {cores} cores: give --processes up "
+            f"to {cores}"
         )
     return Nodes(1, processes, gpus, cores, cpus or cores)
 
 
 def nodes_for(shape: MeshShape, node: Nodes, count: int | None = None) -> Nodes:
-    """So many nodes for a mesh; as many as it fills unless said.
+    """Return ``count`` nodes for a mesh; by default as many as the mesh fills.
 
     Raises:
-        ValueError: the mesh is of another size, with both numbers and the repair.
+        ValueError: the mesh has another size; the message names both numbers and the repair.
     """
     if count is not None and count < 1:
         raise ValueError(f"--nodes is at least 1, got {count}")
@@ -101,12 +113,12 @@ def _repairs(size: int, nodes: Nodes) -> list[str]:
 
 @dataclass(frozen=True)
 class Job:
-    """A training of one config on some nodes, or an array of such trainings that differ in some flags."""
+    """Training of one config on some nodes, or an array of trainings that differ in some flags."""
 
     name: str
     config: str
     flags: tuple[str, ...]
-    """Beside the config file."""
+    """The flags beside the config file."""
     shape: MeshShape
     site: Site
     system: System
@@ -118,7 +130,7 @@ class Job:
     script: str
     """The file of the script."""
     command: str = "distseg submit"
-    """What made it."""
+    """The command that made the script."""
     account: str | None = None
     queue: str | None = None
     qos: str | None = None
@@ -131,12 +143,19 @@ class Job:
 
 
 def warning_of(seconds: int, asked: int | None) -> int:
-    """Seconds before the limit at which the job is told: 300, or a quarter of a short job."""
+    """Return the seconds before the limit at which the job is warned.
+
+    The default is 300 s, or a quarter of the time of a short job.
+
+    Raises:
+        ValueError: the warning would come in the first half of the job.
+    """
     if asked is None:
         return min(300, seconds // 4)
     if not 0 < 2 * asked <= seconds:
         raise ValueError(
-            f"--warn is {asked} s, but --time is {seconds} s: a warning comes at most half the time before the limit"
+            f"--warn is {asked} s, but --time is {seconds} s: a warning comes at most half the "
+            "time before the limit"
             f" (and up to a minute early); choose up to {seconds // 2}"
         )
     return asked

@@ -1,13 +1,15 @@
-"""The rules of jsrun's resource sets (LSF with JSM, as on Summit), checked before a job waits in the queue for nothing.
+"""Rules of jsrun's resource sets (LSF with JSM, as on Summit), checked before a job is queued.
 
-jsrun cuts nodes into resource sets, each a fence around some cores and GPUs, and starts tasks in them::
+jsrun cuts nodes into resource sets, each with some cores and GPUs of its own, and starts tasks in
+them::
 
-    jsrun -n 4 -r 2 -a 3 -c 21 -g 3        node 0                                   node 1
-                                           [set 0: tasks 0-2, 21 cores, 3 GPUs]     [set 2: tasks 6-8, ...]
-                                           [set 1: tasks 3-5, 21 cores, 3 GPUs]     [set 3: tasks 9-11, ...]
+    jsrun -n 4 -r 2 -a 3 -c 21 -g 3
+    node 0                                   node 1
+    [set 0: tasks 0-2, 21 cores, 3 GPUs]     [set 2: tasks 6-8, ...]
+    [set 1: tasks 3-5, 21 cores, 3 GPUs]     [set 3: tasks 9-11, ...]
 
-Rules as the Summit user guide of OLCF gives them (docs.olcf.ornl.gov): a set never spans nodes; the sets of a node
-share neither cores nor GPUs.
+The rules are those of the Summit user guide of OLCF (docs.olcf.ornl.gov): a set never spans nodes;
+the sets of a node share neither cores nor GPUs.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ _NUMBERS = {
 }
 _WORDS = {"b": "bind", "l": "latency_priority", "d": "launch_distribution"}
 _FLAGS = {**_NUMBERS, **_WORDS}
-_TAKE_A_VALUE = ("E", "M", "h", "k", "o", "e", "X")  # of the other short options
+_TAKE_A_VALUE = ("E", "M", "h", "k", "o", "e", "X")  # other short options that take a value
 _ALONE = ("--immediate", "--verbose", "-v", "-i")
 _FORMS = {
     "bind": r"none|rs|(proportional-)?packed(:smt)?(:\d+)?",
@@ -42,7 +44,7 @@ _HINTS = {
 
 @dataclass(frozen=True)
 class ResourceSets:
-    """What a jsrun line asks for, with jsrun's defaults; None: as many as fit."""
+    """Resource sets of a jsrun line, with jsrun's defaults; None means as many as fit."""
 
     nrs: int | str | None = None
     tasks_per_rs: int | None = None
@@ -56,11 +58,12 @@ class ResourceSets:
 
 
 def parse(line: str) -> ResourceSets:
-    """What a line ``jsrun OPTIONS PROGRAM ...`` asks for; an option is written ``-n12``, ``-n 12``, ``--nrs 12`` or
-    ``--nrs=12``.
+    """Return the resource sets that a line ``jsrun OPTIONS PROGRAM ...`` asks for.
+
+    An option is written ``-n12``, ``-n 12``, ``--nrs 12`` or ``--nrs=12``.
 
     Raises:
-        ValueError: an option that is none, or a value that its option does not take.
+        ValueError: an option is unknown, or has a wrong value.
     """
     words = iter(shlex.split(line.replace("\\\n", " ")))
     if (first := next(words, "")).rpartition("/")[2] != "jsrun":
@@ -76,7 +79,10 @@ def parse(line: str) -> ResourceSets:
 
 
 def _option(word: str, words) -> tuple[str | None, str | None]:
-    """(Name, value) of an option that counts here; its value is taken from the words that follow it if need be."""
+    """Return (name, value) of an option; (None, value) if it does not concern resource sets.
+
+    If the option is written without ``=``, its value is taken from ``words``.
+    """
     if word in _ALONE:
         return None, None
     if word.startswith("--"):
@@ -108,11 +114,17 @@ def _value(name: str, text: str | None) -> int | str:
 
 
 def check(line: str, nodes: int, cores: int, gpus: int, tasks: int) -> ResourceSets:
-    """Hold a jsrun line against a job of ``nodes`` nodes with ``cores`` cores and ``gpus`` GPUs each, and a mesh of
-    ``tasks`` processes.
+    """Check a jsrun line against the nodes of a job and the size of its mesh.
+
+    Args:
+        line: the jsrun line.
+        nodes: the number of nodes.
+        cores: cores on each node.
+        gpus: GPUs on each node.
+        tasks: the number of processes that the mesh needs.
 
     Raises:
-        ValueError: the first rule that is broken, with both numbers and the repair.
+        ValueError: the first rule that is broken; the message has both numbers and the repair.
     """
     asked = parse(line)
     cpu = cores if asked.cpu_per_rs == "ALL_CPUS" else asked.cpu_per_rs
@@ -127,7 +139,8 @@ def check(line: str, nodes: int, cores: int, gpus: int, tasks: int) -> ResourceS
             else f"{room} a node, which is what fits"
         )
         raise ValueError(
-            f"jsrun asks for {sets} resource sets (--nrs), but {_count(nodes, 'node')} hold {nodes * room}, {why}: "
+            f"jsrun asks for {sets} resource sets (--nrs), but {_count(nodes, 'node')} hold "
+            f"{nodes * room}, {why}: "
             f"set --nrs to {nodes * room} at most, or take {-(-sets // room)} nodes"
         )
     started = _started(asked, sets)
@@ -139,7 +152,8 @@ def check(line: str, nodes: int, cores: int, gpus: int, tasks: int) -> ResourceS
             else f"set --nrs and --tasks_per_rs to a product of {tasks}"
         )
         raise ValueError(
-            f"jsrun starts {started} tasks ({sets} resource sets of {_share(started, sets)}), but the mesh needs"
+            f"jsrun starts {started} tasks ({sets} resource sets of {_share(started, sets)}), "
+            "but the mesh needs"
             f" {tasks}: {repair}, or change the mesh"
         )
     _binds(asked, started, sets, cpu)
@@ -154,13 +168,16 @@ def _fits_a_node(asked: ResourceSets, cpu: int, gpu: int, cores: int, gpus: int)
     ):
         if each > have:
             raise ValueError(
-                f"jsrun asks for resource sets of {each} {what} (--{flag}), but a node has {have} and a resource set"
+                f"jsrun asks for resource sets of {each} {what} (--{flag}), but a node has "
+                f"{have} and a resource set"
                 f" never spans nodes: set --{flag} to {have} at most"
             )
         if per_host * each > have:
             raise ValueError(
-                f"jsrun asks for {per_host} resource sets a node (--rs_per_host) of {each} {what} (--{flag}), which is"
-                f" {per_host * each}, but a node has {have}: set --rs_per_host to {have // each} at most, or --{flag}"
+                f"jsrun asks for {per_host} resource sets a node (--rs_per_host) of {each} "
+                f"{what} (--{flag}), which is"
+                f" {per_host * each}, but a node has {have}: set --rs_per_host to {have // each} "
+                f"at most, or --{flag}"
                 f" to {have // per_host}"
             )
 
@@ -170,7 +187,8 @@ def _started(asked: ResourceSets, sets: int) -> int:
         return sets * (asked.tasks_per_rs or 1)
     if asked.tasks_per_rs is not None and asked.np != sets * asked.tasks_per_rs:
         raise ValueError(
-            f"jsrun is given {asked.np} tasks (--np), but {sets} resource sets of {asked.tasks_per_rs} (--tasks_per_rs)"
+            f"jsrun is given {asked.np} tasks (--np), but {sets} resource sets of "
+            f"{asked.tasks_per_rs} (--tasks_per_rs)"
             f" start {sets * asked.tasks_per_rs}: leave one of them out"
         )
     return asked.np
@@ -178,10 +196,11 @@ def _started(asked: ResourceSets, sets: int) -> int:
 
 def _binds(asked: ResourceSets, started: int, sets: int, cpu: int) -> None:
     found = re.fullmatch(r".*packed:(?:smt:)?(\d+)", asked.bind)
-    most = -(-started // sets)  # tasks of the fullest set
+    most = -(-started // sets)  # tasks of the resource set with the most tasks
     if found and ":smt" not in asked.bind and int(found[1]) * most > cpu:
         raise ValueError(
-            f"jsrun binds {most} tasks of a resource set to {found[1]} cores each (--bind {asked.bind}), which is"
+            f"jsrun binds {most} tasks of a resource set to {found[1]} cores each (--bind "
+            f"{asked.bind}), which is"
             f" {int(found[1]) * most}, but a resource set has {cpu} (--cpu_per_rs): set --bind to"
             f" packed:{max(1, cpu // most)}, or --cpu_per_rs to {int(found[1]) * most}"
         )

@@ -1,7 +1,7 @@
-"""A job's script from the template of its batch system: short enough to be read before it is sent.
+"""Script of a job, made from the template of its batch system.
 
-A template is a script with ``@words@``. A line whose word has nothing to say is left out; a line whose word has several
-values stands once for each.
+A template is a script with ``@words@``. A line whose word has no value is left out. A line whose
+word has several values is repeated for each.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _AGAIN = {"pbs": '-v ENTRY="$ENTRY" ', "flux": '--env=ENTRY="$ENTRY" '}
 
 
 def render(job: Job) -> str:
-    """The job's script.
+    """Return the job's script.
 
     Raises:
-        ValueError: a launcher's line with an unknown word in braces, or a jsrun line that breaks jsrun's rules.
+        ValueError: the launcher's line has an unknown word in braces, or breaks jsrun's rules.
     """
     template = (
         files("distseg.cli.submit").joinpath("templates", f"train.{job.system.suffix}").read_text()
@@ -46,11 +46,14 @@ def render(job: Job) -> str:
 
 
 def _refuse_line_breaks(words: dict[str, object]) -> None:
-    """Refuse a value that would begin a line of its own; the flags of an array are quoted for the shell."""
+    """Refuse a value with a line break, which would begin a new line of the script.
+
+    The flags of an array are not checked, since they are quoted for the shell.
+    """
     for name in (
         *(words.keys() - {"entries", "command"}),
-        "command",
-    ):  # last: it repeats the others
+        "command",  # last, as it repeats the other values
+    ):
         value = words[name]
         if "\n" in "".join(map(str, value if isinstance(value, tuple) else (value,))):
             raise ValueError(
@@ -59,7 +62,7 @@ def _refuse_line_breaks(words: dict[str, object]) -> None:
 
 
 def fill(template: str, words: dict[str, object]) -> str:
-    """The template with its words replaced."""
+    """Return the template with its words replaced."""
     return "".join(
         line for written in template.splitlines(keepends=True) for line in _lines(written, words)
     )
@@ -79,7 +82,11 @@ def _lines(line: str, words: dict[str, object]) -> list[str]:
 
 
 def launch_line(job: Job) -> str:
-    """What starts the processes, held against jsrun's rules where it is jsrun."""
+    """Return the line that starts the processes; a jsrun line is checked against jsrun's rules.
+
+    Raises:
+        ValueError: the line has an unknown word in braces, or breaks jsrun's rules.
+    """
     nodes = job.nodes
     words = dict(
         nodes=nodes.count,
@@ -131,9 +138,8 @@ def _words(job: Job) -> dict[str, object]:
         "minutes": max(1, job.seconds // 60 - 1),
         "warn": job.warn,
         "last": last if many else None,
-        "me": (
-            "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID" if many else "$SLURM_JOB_ID"
-        ),  # the number of an array's last job is that of all of them
+        # In an array, the last job's $SLURM_JOB_ID stands for the whole array.
+        "me": "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID" if many else "$SLURM_JOB_ID",
         "log": f"{job.name}.{log}.log",
         "modules": shlex.join((*job.site.modules, *job.modules)) or None,
         "activate": shlex.quote(str(Path(job.venv).expanduser() / "bin/activate"))
@@ -157,7 +163,7 @@ def _words(job: Job) -> dict[str, object]:
 
 
 def _cases(job: Job) -> str:
-    """Which flags an entry of the array has."""
+    """Return the shell code that selects the flags of an entry of the array."""
     cases = [
         f"    {index}) ENTRY_FLAGS=({shlex.join(flags)}) ;;"
         for index, flags in enumerate(job.entries, job.system.first)

@@ -1,6 +1,7 @@
-"""What a job has to know of a cluster: its batch system, a node's GPUs and cores, how processes are started and bound.
+"""Sites: the batch system of a cluster, a node's GPUs and cores, how processes start and are bound.
 
-The built-in sites are written down from the centres' public documentation. None of them has been run on by distseg yet.
+The built-in sites follow the centres' public documentation. distseg has not been run on any of them
+yet.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import yaml
 
 @dataclass(frozen=True)
 class Site:
-    """A cluster. Every field is a key of a site's own YAML file (``--site my.yaml``)."""
+    """Cluster; every field is a key of a site's own YAML file (``--site my.yaml``)."""
 
     name: str = "generic"
     system: str | None = None
@@ -25,13 +26,18 @@ class Site:
     cores: int | None = None
     """Cores a node that jobs may use."""
     cpus: int | None = None
-    """CPUs a node as the batch system counts them, where it counts hardware threads; by default ``cores``."""
+    """CPUs a node, if the batch system counts hardware threads; by default ``cores``."""
     launcher: str | None = None
-    """The line that starts the processes; by default the system's. It may hold {nodes}, {tasks}, {processes}, {gpus} and
-    {node_cores} (a node), {cores} and {cpus} (a process), {binding}."""
+    """The line that starts the processes; by default the system's.
+
+    It may hold {nodes}, {tasks}, {processes}, {gpus} and {node_cores} (a node), {cores} and
+    {cpus} (a process), {binding}.
+    """
     binding: str = ""
-    """What of that line binds each process to the cores near the GPU of its number; left out where there is not one
-    process a GPU."""
+    """The options of that line that bind each process to the cores near its GPU.
+
+    They are left out if there is not one process for each GPU.
+    """
     modules: tuple[str, ...] = ()
     """Modules to load."""
     options: tuple[str, ...] = ()
@@ -39,12 +45,19 @@ class Site:
     environment: Mapping[str, str] = field(default_factory=dict)
     """More variables to export."""
     about: str = ""
-    """Where the figures are from."""
+    """The source of the figures."""
 
 
-_SRUN = "srun {binding} --kill-on-bad-exit=0 --wait=60"  # with the MPI that srun takes by itself: Cray's
-_MI250X = "0xfe000000000000,0xfe00000000000000,0xfe0000,0xfe000000,0xfe,0xfe00,0xfe00000000,0xfe0000000000"
-_NEAR = "GPUs 0 to 7 are near the cores from 48, 56, 16, 24, 0, 8, 32 and 40 on, of which the first of each 8 is the system's"
+# Without --mpi: the default of srun at these sites is Cray's MPI.
+_SRUN = "srun {binding} --kill-on-bad-exit=0 --wait=60"
+_MI250X = (
+    "0xfe000000000000,0xfe00000000000000,0xfe0000,0xfe000000,"
+    "0xfe,0xfe00,0xfe00000000,0xfe0000000000"
+)
+_NEAR = (
+    "GPUs 0 to 7 are near the cores from 48, 56, 16, 24, 0, 8, 32 and 40 on, "
+    "of which the first of each 8 is the system's"
+)
 
 SITES = {
     site.name: site
@@ -55,7 +68,8 @@ SITES = {
             "lsf",
             gpus=6,
             cores=42,
-            about="Summit (OLCF, until 2024): 42 of 44 cores and 6 V100 a node, from its user guide; not run here",
+            about="Summit (OLCF, until 2024): 42 of 44 cores and 6 V100 a node, from its user "
+            "guide; not run here",
         ),
         Site(
             "frontier",
@@ -64,7 +78,8 @@ SITES = {
             cores=56,
             launcher=_SRUN,
             binding=f"--cpu-bind=mask_cpu:{_MI250X}",
-            about="Frontier (OLCF): 56 of 64 cores and 8 GPUs (halves of MI250X) a node, from its user guide: "
+            about="Frontier (OLCF): 56 of 64 cores and 8 GPUs (halves of MI250X) a node, from "
+            "its user guide: "
             f"{_NEAR}; not run here",
         ),
         Site(
@@ -74,7 +89,8 @@ SITES = {
             cores=56,
             launcher=_SRUN,
             binding=f"--cpu-bind=mask_cpu:{_MI250X}",
-            about=f"Crusher (OLCF): nodes as Frontier's, from its quick-start guide: {_NEAR}; not run here",
+            about=f"Crusher (OLCF): nodes as Frontier's, from its quick-start guide: {_NEAR}; "
+            "not run here",
         ),
         Site(
             "perlmutter",
@@ -85,7 +101,8 @@ SITES = {
             launcher=_SRUN,
             binding="--cpu-bind=cores",
             options=("--constraint=gpu",),
-            about="Perlmutter (NERSC), GPU nodes: 64 cores of 2 threads and 4 A100 a node, from docs.nersc.gov; "
+            about="Perlmutter (NERSC), GPU nodes: 64 cores of 2 threads and 4 A100 a node, from "
+            "docs.nersc.gov; "
             "not run here",
         ),
         Site(
@@ -97,7 +114,8 @@ SITES = {
             launcher="mpiexec -n {tasks} --ppn {processes} {binding}",
             binding="--cpu-bind list:24-31:16-23:8-15:0-7",
             options=("-l filesystems=home:eagle",),
-            about="Polaris (ALCF): 32 cores of 2 threads and 4 A100 a node, GPU 0 near the last cores, from its user "
+            about="Polaris (ALCF): 32 cores of 2 threads and 4 A100 a node, GPU 0 near the last "
+            "cores, from its user "
             "guide; not run here",
         ),
     )
@@ -105,16 +123,17 @@ SITES = {
 
 
 def site_of(name: str) -> Site:
-    """A built-in site by its name, or one of your own from a YAML file.
+    """Return a built-in site by its name, or the user's own site from a YAML file.
 
     Raises:
-        ValueError: no such site; a file with something else in it than a site's fields.
+        ValueError: there is no such site, or the file has other content than a site's fields.
     """
     if name in SITES:
         return SITES[name]
     if not name.endswith((".yaml", ".yml")):
         raise ValueError(
-            f"there is no site {name!r}: choose {', '.join(SITES)}, or give a YAML file with its figures (docs/jobs.md)"
+            f"there is no site {name!r}: choose {', '.join(SITES)}, or give a YAML file with its "
+            "figures (docs/jobs.md)"
         )
     return _read(Path(name))
 
@@ -127,11 +146,13 @@ def _read(path: Path) -> Site:
     known = [f.name for f in fields(Site)]
     if not isinstance(found, dict):
         raise ValueError(
-            f"site {path} holds no fields: write one a line, such as gpus: 4; there are {', '.join(known)}"
+            f"site {path} holds no fields: write one a line, such as gpus: 4; there are "
+            f"{', '.join(known)}"
         )
     if strange := [key for key in found if key not in known]:
         raise ValueError(
-            f"site {path} has a field {strange[0]!r}, which there is not: choose of {', '.join(known)}"
+            f"site {path} has a field {strange[0]!r}, which there is not: choose of "
+            f"{', '.join(known)}"
         )
     values = {
         "name": path.stem,
@@ -141,7 +162,11 @@ def _read(path: Path) -> Site:
 
 
 def _checked(path: Path, key: str, value):
-    """A field's value as its type."""
+    """Return a field's value in the field's type.
+
+    Raises:
+        ValueError: the value has another type.
+    """
     if key in ("gpus", "cores", "cpus"):
         if (
             not isinstance(value, int)
@@ -149,20 +174,23 @@ def _checked(path: Path, key: str, value):
             or value < (0 if key == "gpus" else 1)
         ):
             raise ValueError(
-                f"site {path}: {key} is a whole number from {0 if key == 'gpus' else 1} on, got {reprlib.repr(value)}"
+                f"site {path}: {key} is a whole number from {0 if key == 'gpus' else 1} on, got "
+                f"{reprlib.repr(value)}"
             )
         return value
     if key in ("modules", "options"):
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
             raise ValueError(
                 f"site {path}: {key} is a list of texts, such as"
-                f" [{'cuda' if key == 'modules' else '--constraint=gpu'}], got {reprlib.repr(value)}"
+                f" [{'cuda' if key == 'modules' else '--constraint=gpu'}], got "
+                f"{reprlib.repr(value)}"
             )
         return tuple(value)
     if key == "environment":
         if not isinstance(value, dict):
             raise ValueError(
-                f"site {path}: environment is a variable a line, such as NCCL_DEBUG: INFO, got {reprlib.repr(value)}"
+                f"site {path}: environment is a variable a line, such as NCCL_DEBUG: INFO, got "
+                f"{reprlib.repr(value)}"
             )
         return {str(k): str(v) for k, v in value.items()}
     if not isinstance(value, str):

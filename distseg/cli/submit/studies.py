@@ -1,4 +1,4 @@
-"""Several trainings from one config: a sweep over settings, and a mesh that grows with the nodes."""
+"""Several trainings from one config: a sweep over settings, or a mesh that grows with the nodes."""
 
 from __future__ import annotations
 
@@ -11,15 +11,18 @@ from distseg.comm.mesh import MeshShape
 from distseg.config.settings import Config
 from distseg.config.sizes import Size
 
-_OWN = ("train.output", "train.resume")  # the array's own affair
+_OWN = ("train.output", "train.resume")  # set by the array itself
 
 
 def sweep(asked: list[str], output: str) -> list[tuple[str, ...]]:
-    """The flags of each training of a sweep such as ``["optim.lr=1e-3,3e-4", "train.seed=0,1"]``, each with a folder of its
-    own below ``output``.
+    """Return the flags of each training of a sweep, each with its own folder below ``output``.
+
+    Args:
+        asked: such as ``["optim.lr=1e-3,3e-4", "train.seed=0,1"]``.
+        output: the folder of all trainings.
 
     Raises:
-        ValueError: a setting that there is not, that is swept twice, without values, with one value twice.
+        ValueError: a setting does not exist, is given twice, has no values, or has a value twice.
     """
     axes = [_axis(text) for text in asked]
     keys = [key for key, _ in axes]
@@ -42,21 +45,21 @@ def sweep(asked: list[str], output: str) -> list[tuple[str, ...]]:
     folders = [entry[-1] for entry in entries]
     if twice := next((folder for folder in folders if folders.count(folder) > 1), None):
         raise ValueError(
-            f"--sweep has two trainings for the folder {twice}: give values that differ in letters and digits"
+            f"--sweep has two trainings for the folder {twice}: give values that differ in "
+            "letters and digits"
         )
     return entries
 
 
 def _plain(value: str) -> str:
-    """A value as part of a folder's name."""
+    """Return a value as part of a folder's name."""
     return re.sub(r"[^A-Za-z0-9.+_-]+", "-", value).strip("-") or "none"
 
 
 def _axis(text: str) -> tuple[str, list[str]]:
     key, given, rest = text.partition("=")
-    values = [
-        value.strip() for value in re.split(r",(?![^\[]*\])", rest)
-    ]  # not at the commas of a list
+    # Commas inside a list [a, b] do not separate values.
+    values = [value.strip() for value in re.split(r",(?![^\[]*\])", rest)]
     section, _, name = key.partition(".")
     known = {
         section.name: [f.name for f in fields(section.default_factory)]
@@ -64,7 +67,8 @@ def _axis(text: str) -> tuple[str, list[str]]:
     }
     if name not in known.get(section, ()):
         raise ValueError(
-            f"--sweep {key} is no setting: write section.field=value,value, such as optim.lr=1e-3,3e-4; sections are"
+            f"--sweep {key} is no setting: write section.field=value,value, such as "
+            "optim.lr=1e-3,3e-4; sections are"
             f" {', '.join(known)}"
         )
     if key in _OWN:
@@ -77,15 +81,21 @@ def _axis(text: str) -> tuple[str, list[str]]:
 
 
 def grown(shape: MeshShape, size: int, axis: str) -> MeshShape:
-    """The mesh with ``size`` ranks, grown along ``samples`` (more images a step) or ``tiles`` (an image on more ranks).
+    """Return the mesh with ``size`` ranks, grown along one axis.
+
+    Args:
+        shape: the mesh.
+        size: the number of ranks.
+        axis: ``samples`` (more images a step) or ``tiles`` (an image on more ranks).
 
     Raises:
-        ValueError: the other axes do not divide ``size``.
+        ValueError: the product of the other axes does not divide ``size``.
     """
     rest = shape.stages * (shape.tiles.volume if axis == "samples" else shape.samples)
     if size % rest:
         raise ValueError(
-            f"a mesh of {shape} can not grow to {size} processes by its {axis}: the rest of it takes multiples of"
+            f"a mesh of {shape} can not grow to {size} processes by its {axis}: the rest of it "
+            "takes multiples of"
             f" {rest}; choose --scaling so that nodes x processes is one, or another mesh"
         )
     if axis == "samples":
@@ -94,7 +104,7 @@ def grown(shape: MeshShape, size: int, axis: str) -> MeshShape:
 
 
 def _grid(tiles: int, dims: int) -> Size:
-    """As many tiles in a grid as square as can be, the last dims larger."""
+    """Return a grid of ``tiles`` tiles that is as square as possible, the last dims larger."""
     sides = [1] * dims
     for factor in sorted(_primes(tiles), reverse=True):
         sides[sides.index(min(sides))] *= factor
@@ -109,10 +119,10 @@ def _primes(number: int) -> list[int]:
 
 
 def node_counts(text: str) -> list[int]:
-    """``1,2,4,8``
+    """Return the numbers of a list such as ``1,2,4,8``.
 
     Raises:
-        ValueError: anything else.
+        ValueError: the text is not a list of different positive numbers.
     """
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() and int(part) > 0 for part in parts) or len(

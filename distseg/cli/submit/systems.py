@@ -1,4 +1,4 @@
-"""What the batch systems call things: how a script is handed in, what its number looks like, how long is an hour."""
+"""Batch systems: how a script is submitted, how its number looks, how a time limit is written."""
 
 from __future__ import annotations
 
@@ -8,43 +8,48 @@ from typing import Callable
 
 
 def _clock(seconds: int) -> str:
-    """``02:30:00``"""
+    """Return a time such as ``02:30:00``."""
     return f"{seconds // 3600:02d}:{seconds % 3600 // 60:02d}:{seconds % 60:02d}"
 
 
 def _minutes(seconds: int) -> str:
-    """``2:30``: LSF knows no seconds."""
+    """Return a time such as ``2:30``, rounded up, since LSF has no seconds."""
     minutes = -(-seconds // 60)
     return f"{minutes // 60}:{minutes % 60:02d}"
 
 
 @dataclass(frozen=True)
 class System:
-    """A batch system."""
+    """Batch system."""
 
     name: str
     suffix: str
-    """Of a script's file, by which its template is found too."""
+    """The suffix of a script and of its template."""
     launcher: str
-    """The line that starts the processes, where a site has no own."""
+    """The line that starts the processes, unless the site has its own."""
     limit: Callable[[int], str]
-    """A job's time limit as it is written."""
+    """Writes a time limit, given in seconds."""
     submit: tuple[str, ...]
     """The command that takes a script, named last."""
     job_id: str
-    """Where its answer has the job's number: a regular expression with one group."""
+    """Regular expression with one group: the job's number in the command's output."""
     look: str
-    """How to look at a job."""
+    """The command that shows a job."""
     first: int = 0
     """The first index of an array."""
     array: tuple[str, ...] = ()
-    """What the command takes for an array, where the script does not say it; it may hold {last} and {index}."""
+    """Arguments of the command for an array, if the script cannot name it; {last}, {index}."""
     by_stdin: bool = False
     one_by_one: bool = False
-    """An array is as many jobs."""
+    """True if each entry of an array is submitted as a job of its own."""
 
     def commands(self, script: str, entries: int) -> list[list[str]]:
-        """The commands that hand in a script, whose array has so many entries; 0: it has none."""
+        """Return the commands that submit a script.
+
+        Args:
+            script: the file.
+            entries: the number of entries of the script's array; 0 if it has no array.
+        """
         if not entries:
             arrays = [[]]
         elif self.one_by_one:
@@ -54,18 +59,22 @@ class System:
         return [[*self.submit, *array, *([] if self.by_stdin else [script])] for array in arrays]
 
     def number(self, answer: str) -> str | None:
-        """The job's number in what the command printed."""
+        """Return the job's number in the output of the command, or None."""
         found = re.search(self.job_id, answer)
         return found and found[1]
 
 
 _SRUN = "srun --mpi=pmix {binding} --kill-on-bad-exit=0 --wait=60"
 _JSRUN = (
-    "jsrun --nrs {nodes} --rs_per_host 1 --tasks_per_rs {processes} --gpu_per_rs {gpus} --cpu_per_rs {node_cores} "
+    "jsrun --nrs {nodes} --rs_per_host 1 --tasks_per_rs {processes} --gpu_per_rs {gpus} "
+    "--cpu_per_rs {node_cores} "
     "--launch_distribution packed --bind packed:{cores}"
 )
 _MPIRUN = "mpirun -n {tasks} --map-by ppr:{processes}:node:PE={cores} --bind-to core"
-_FLUX = "flux run --nodes={nodes} --ntasks={tasks} --exclusive -o cpu-affinity=per-task -o gpu-affinity=off"
+_FLUX = (
+    "flux run --nodes={nodes} --ntasks={tasks} --exclusive "
+    "-o cpu-affinity=per-task -o gpu-affinity=off"
+)
 
 SYSTEMS = {
     system.name: system
@@ -110,16 +119,21 @@ SYSTEMS = {
 
 
 def system_of(name: str) -> System:
+    """Return a batch system by its name.
+
+    Raises:
+        ValueError: there is no such system.
+    """
     if name not in SYSTEMS:
         raise ValueError(f"there is no batch system {name!r} here: choose {', '.join(SYSTEMS)}")
     return SYSTEMS[name]
 
 
 def seconds_of(text: str) -> int:
-    """``02:30:00`` or ``1-12:00:00`` (days first) in seconds.
+    """Return a time such as ``02:30:00`` or ``1-12:00:00`` (days first) in seconds.
 
     Raises:
-        ValueError: anything else, or no time at all.
+        ValueError: the text has another form, or the time is 0.
     """
     found = re.fullmatch(r"(?:(\d+)-)?(\d{1,3}):([0-5]?\d):([0-5]?\d)", text.strip())
     seconds = (
@@ -129,6 +143,7 @@ def seconds_of(text: str) -> int:
     )
     if not seconds:
         raise ValueError(
-            f"--time is the job's limit as HH:MM:SS, such as 02:00:00, or with days as 1-12:00:00, got {text!r}"
+            "--time is the job's limit as HH:MM:SS, such as 02:00:00, or with days as "
+            f"1-12:00:00, got {text!r}"
         )
     return seconds

@@ -286,10 +286,10 @@ def test_the_command_line_trains_evaluates_and_predicts(tmp_path, refused, monke
         ("conv4", ["--patchgd.grid", "3x3"], "an image of 64x64 pixels has a grid of 4x4 patches, but this patchgd.head is made for 3x3 (patchgd.grid)"),
         ("conv4", ["--data.images", "1"], "patchgd.head conv4 does not take a grid of 4x4 patches of 8 features: ValueError: Expected more than 1 value per channel"),
         ("test_patch_heads:Drawing", [], "patchgd.head test_patch_heads:Drawing draws random numbers of its own, other ones on each rank: use nn.Dropout"),
-        ("test_patch_heads:GridHead", [], "patchgd.head 'test_patch_heads:GridHead' can not be built: TypeError"),
+        ("test_patch_heads:GridHead", [], "patchgd.head 'test_patch_heads:GridHead' cannot be built: TypeError"),
         ("test_patch_heads:published", [], "patchgd.head 'test_patch_heads:published' takes (place, ranks, patchgd), but is called with the number of features"),
         ("test_patch_heads:nothing", [], "patchgd.head 'test_patch_heads:nothing' can not be imported: there is no nothing in"),
-        ("test_patch_heads:AttentionHead", [], "patchgd.head 'test_patch_heads:AttentionHead' can not be built: TypeError"),
+        ("test_patch_heads:AttentionHead", [], "patchgd.head 'test_patch_heads:AttentionHead' cannot be built: TypeError"),
         ("test_patch_heads:mapped", [], "patchgd.head test_patch_heads:mapped makes (2, 2, 4, 4) of Z, but (2, 2) is wanted"),
     ],
 )

@@ -137,8 +137,8 @@ def test_a_site_of_your_own(capsys, folder):
         ("options: --exclusive", "options is a list of texts"),
         ("environment: [A]", "environment is a variable a line"),
         ("launcher: [srun]", "launcher is a text"),
-        ("a: [", "can not be read"),
-        ("a: !!python/object/apply:os.system [touch harm]", "can not be read"),
+        ("a: [", "cannot be read"),
+        ("a: !!python/object/apply:os.system [touch harm]", "cannot be read"),
     ],
 )
 def test_a_site_that_can_not_be(folder, text, told):
@@ -203,7 +203,7 @@ def test_a_mesh_grows_along_an_axis():
     assert grown(shape, 48, "samples") == MeshShape(4, Size("2x2"), 3)
     assert grown(shape, 72, "tiles") == MeshShape(2, Size("3x4"), 3)
     assert grown(MeshShape(1, Size("1x1x1"), 1), 24, "tiles") == MeshShape(1, Size("2x3x4"), 1)
-    with pytest.raises(ValueError, match="can not grow to 8 processes by its tiles: the rest of it takes multiples of 6"):
+    with pytest.raises(ValueError, match="cannot grow to 8 processes by its tiles: the rest of it takes multiples of 6"):
         grown(shape, 8, "tiles")
 
 
@@ -217,7 +217,7 @@ MESH = "a mesh of 2 samples x (2x2) tiles x 1 stages needs 8 processes"
         ([*PERLMUTTER, "--nodes", "4"], f"{MESH}, but 4 nodes of 4 start 16: set --nodes 2, or --processes 2, or mesh.samples"),
         (["--site", "summit"], f"{MESH}, but 1 node of 6 starts 6: set mesh.samples, mesh.tiles and mesh.stages to a product of 6"),
         (["--site", "perlmuter"], "there is no site 'perlmuter': choose generic, summit"),
-        (["--site", "none.yaml"], "site none.yaml can not be read"),
+        (["--site", "none.yaml"], "site none.yaml cannot be read"),
         ([], "site generic does not say its batch system: give --system, one of slurm, lsf, pbs, flux"),
         (["--system", "sge"], "there is no batch system 'sge' here: choose slurm, lsf, pbs, flux"),
         (["--system", "slurm"], "site generic does not say what a node has: give --gpus and --cores"),
@@ -232,7 +232,7 @@ MESH = "a mesh of 2 samples x (2x2) tiles x 1 stages needs 8 processes"
         ([*PERLMUTTER, "--time", "00:08:00", "--warn", "300"], "--warn is 300 s, but --time is 480 s"),
         ([*PERLMUTTER, "--account", "a\ntouch harm"], "account is 'a\\ntouch harm': what stands in a line of a script has no line break"),
         ([*PERLMUTTER, "--name", "a b"], "a job's name has letters, digits and . _ - only, got 'a b'"),
-        ([*PERLMUTTER, "--launcher", "srun {gpu}"], "the launcher's line 'srun {gpu}' can not be filled in ('gpu'): it may hold {nodes}, {tasks}"),
+        ([*PERLMUTTER, "--launcher", "srun {gpu}"], "the launcher's line 'srun {gpu}' cannot be filled in ('gpu'): it may hold {nodes}, {tasks}"),
         (["--site", "summit", "--mesh.samples", "3", "--launcher", "jsrun -n2 -r1 -a6 -g6 -c48 {binding}"], "resource sets of 48 cores (--cpu_per_rs), but a node has 42"),
         ([*PERLMUTTER, "--sweep", "lr=1,2"], "--sweep lr is no setting: write section.field=value,value"),
         ([*PERLMUTTER, "--sweep", "optim.rate=1,2"], "--sweep optim.rate is no setting"),
@@ -250,7 +250,7 @@ MESH = "a mesh of 2 samples x (2x2) tiles x 1 stages needs 8 processes"
         ([*PERLMUTTER, "--scaling", "1,2", "--nodes", "2"], "--scaling 1,2 names the nodes of each job: leave --nodes out"),
         ([*PERLMUTTER, "--scaling", "1,2", "--sweep", "train.seed=1,2"], "leave --sweep out"),
         ([*PERLMUTTER, "--scaling", "1,2", "--scale", "stages"], "--scale is samples or tiles, got 'stages'"),
-        ([*PERLMUTTER, "--scaling", "1,2", "--mesh.stages", "3"], "can not grow to 4 processes by its samples: the rest of it takes multiples of 12"),
+        ([*PERLMUTTER, "--scaling", "1,2", "--mesh.stages", "3"], "cannot grow to 4 processes by its samples: the rest of it takes multiples of 12"),
         ([*PERLMUTTER, "--output", "c.yaml", "--overwrite"], "--output c.yaml is the config"),
         ([*PERLMUTTER, "--output", "folder"], "folder is there, a folder: give another --output"),
         ([*PERLMUTTER, "--scaling", "1,2", "--output", "taken.sbatch"], "taken-2.sbatch is there, with another content"),

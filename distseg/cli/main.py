@@ -75,7 +75,7 @@ def main(arguments: list[str] | None = None) -> None:
     except OSError as e:  # the last output was not written, as on a full disk
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         print(
-            f"distseg: error: the output can not be written ({e.strerror}): write it elsewhere",
+            f"distseg: error: the output cannot be written ({e.strerror}): write it elsewhere",
             file=sys.stderr,
             flush=True,
         )

@@ -57,9 +57,9 @@ def load_predictor(run: str, config: Config, world, device: torch.device) -> tup
         manifest = read_run_manifest(checkpoint)
         if size := manifest["data"].get("size"):
             config = with_dims(config, len(size), str(Size(size)))
-        told = _of_mesh(config.mesh, manifest["config"], world.size)
+        notes = _of_mesh(config.mesh, manifest["config"], world.size)
     if world.rank == 0:
-        print(*told, sep="\n", end="\n" if told else "")
+        print(*notes, sep="\n", end="\n" if notes else "")
     stages = config.mesh.stages if world.size % config.mesh.stages == 0 else 1
     if stages < config.mesh.stages:
         config = replace(config, pipeline=replace(config.pipeline, balance=None))
@@ -178,12 +178,12 @@ def _load_patches(
         manifest = read_run_manifest(checkpoint)
         check_model(manifest["config"], config.model, run)
         network = network_of(config, *manifest["channels"])
-        told = (device, precision, channels_last, config.patchgd.at_once)
+        settings = (device, precision, channels_last, config.patchgd.at_once)
         by_pixels = isinstance(network, PatchUNet)
         filler = (
-            MapFiller(network, Context(), *told)
+            MapFiller(network, Context(), *settings)
             if by_pixels
-            else Filler(network, Context(), Context(), *told)
+            else Filler(network, Context(), Context(), *settings)
         )
         if world.rank == 0:
             load_weights(checkpoint, network)

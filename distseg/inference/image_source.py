@@ -134,10 +134,10 @@ def file_scene(
         found = missing(pixels, number, valid)
         return None if found is None else found.all(0)
 
-    told = ("" if number is None else f", no data is {number}") + (
+    remarks = ("" if number is None else f", no data is {number}") + (
         ", transparency is no data" if reader.alpha is not None else ""
     )
-    source = "; ".join(map(_file_identity, (path, *reader.sources))) + told
+    source = "; ".join(map(_file_identity, (path, *reader.sources))) + remarks
     known = number is not None or reader.masked
     return ImageSource(
         Path(path).stem,

@@ -123,7 +123,7 @@ _CALLED = {
 
 def _parameters(name: str) -> list[str]:
     """Return the names of the parameters of a user's function."""
-    with user_errors(f"patchgd.head {name!r} can not be built"):
+    with user_errors(f"patchgd.head {name!r} cannot be built"):
         return list(inspect.signature(own_builder(name, "patchgd.head")).parameters)
 
 
@@ -147,7 +147,7 @@ def _own_head(name: str, features: int, outputs: int, grid: Sequence[int]) -> nn
                 f"patchgd.head {name!r} takes ({', '.join(takes)}), but is called "
                 f"with the number of {field}: let it take {field}"
             )
-    with user_errors(f"patchgd.head {name!r} can not be built"):
+    with user_errors(f"patchgd.head {name!r} cannot be built"):
         head = builder(**arguments)
     if not isinstance(head, nn.Module):
         raise ValueError(

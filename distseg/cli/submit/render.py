@@ -102,7 +102,7 @@ def launch_line(job: Job) -> str:
         line = " ".join(written.format(**words).split())
     except (KeyError, IndexError, ValueError) as e:
         raise ValueError(
-            f"the launcher's line {written!r} can not be filled in ({e}): it may hold"
+            f"the launcher's line {written!r} cannot be filled in ({e}): it may hold"
             f" {', '.join('{' + word + '}' for word in words)}"
         ) from None
     if line.split()[0].rpartition("/")[2] == "jsrun":

@@ -142,7 +142,7 @@ def _read(path: Path) -> Site:
     try:
         found = yaml.safe_load(path.read_text())
     except (OSError, yaml.YAMLError, UnicodeDecodeError) as e:
-        raise ValueError(f"site {path} can not be read: {' '.join(str(e).split())}") from e
+        raise ValueError(f"site {path} cannot be read: {' '.join(str(e).split())}") from e
     known = [f.name for f in fields(Site)]
     if not isinstance(found, dict):
         raise ValueError(

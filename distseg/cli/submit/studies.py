@@ -94,7 +94,7 @@ def grown(shape: MeshShape, size: int, axis: str) -> MeshShape:
     rest = shape.stages * (shape.tiles.volume if axis == "samples" else shape.samples)
     if size % rest:
         raise ValueError(
-            f"a mesh of {shape} can not grow to {size} processes by its {axis}: the rest of it "
+            f"a mesh of {shape} cannot grow to {size} processes by its {axis}: the rest of it "
             "takes multiples of"
             f" {rest}; choose --scaling so that nodes x processes is one, or another mesh"
         )

@@ -3,11 +3,7 @@
 from pathlib import Path
 
 from distseg.cli.help import FIRST, field_documents, head
-from distseg.report.closing import (
-    closing_of_evaluation,
-    closing_of_prediction,
-    closing_of_training,
-)
+from distseg.report.closing import closing_of_evaluation, closing_of_prediction, closing_of_training
 
 
 def test_training_ends_with_the_best_checkpoint_and_the_next_command():

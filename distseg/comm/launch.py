@@ -36,7 +36,7 @@ def world():
     """
     process = identify()
     # Open MPI waits in a busy loop, for instance in Horovod's thread. It must yield the core to the
-    # thread that computes (docs/performance.md).
+    # thread that computes (benchmarks/performance.md).
     name = "OMPI_MCA_mpi_yield_when_idle"
     ours = name not in os.environ
     os.environ.setdefault(name, "1")
@@ -170,7 +170,7 @@ def keep_freed_memory(large: bool = True) -> None:
     """Make glibc keep large freed blocks instead of returning them to the system.
 
     Otherwise each activation above 32 MB is mapped, zeroed page by page and unmapped in every
-    layer. This costs more than the arithmetic of most layers (docs/performance.md). Other C
+    layer. This costs more than the arithmetic of most layers (benchmarks/performance.md). Other C
     libraries are not affected.
 
     Args:

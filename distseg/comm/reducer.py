@@ -25,7 +25,7 @@ from distseg.comm.waits import waits_of
 _SETS: dict[tuple[int, ...], object] = {}  # Horovod's process sets of this process, by their ranks
 _STALL = "HOROVOD_STALL_CHECK_TIME_SECONDS", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
 # Milliseconds between the rounds in which Horovod's thread asks all ranks for work. There is work
-# once a step. On a CPU every round takes the cores from the computation (docs/performance.md).
+# once a step. On a CPU every round takes cores from the computation (benchmarks/performance.md).
 _CYCLE = {"cpu": "20", "cuda": "1"}
 _BUCKET = 1 << 26  # bytes; Horovod's own fusion buffer has 128 MiB
 

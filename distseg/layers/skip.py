@@ -2,7 +2,7 @@
 
 PyTorch returns views of the concatenated gradient. In channels_last these views have gaps between
 pixels. The backward pass of up-sampling would then copy them to another memory format, which takes
-far longer than the pass itself (docs/performance.md).
+far longer than the pass itself (benchmarks/performance.md).
 """
 
 from __future__ import annotations

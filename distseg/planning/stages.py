@@ -30,8 +30,8 @@ from distseg.tiling.layout import Layout
 from distseg.tiling.segment import segments_of
 from distseg.tiling.tile import ReceptiveField, tiles, window
 
-# One core in float32, roughly (docs/performance.md). These are constants and not measured, so that
-# ranks on different machines find the same stages.
+# One core in float32, roughly (benchmarks/performance.md). These are constants and not measured,
+# so that ranks on different machines find the same stages.
 CORE = Device("a CPU core", 90e9, 10e9)
 
 

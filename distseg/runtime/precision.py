@@ -15,7 +15,7 @@ def choose(config: TrainConfig, device: torch.device, world) -> tuple[str, bool]
 
     The values are equal on all ranks. Collective. bf16 needs AVX512-BF16 or AMX on a CPU, and an
     Ampere or later GPU. Without them it is emulated and slower. bf16 pays only together with
-    channels_last (docs/performance.md).
+    channels_last (benchmarks/performance.md).
     """
     fast = all(world.allgather(fast_bf16(device)))
     precision = config.precision if config.precision != "auto" else ("bf16" if fast else "fp32")

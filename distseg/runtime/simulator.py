@@ -20,7 +20,7 @@ from distseg.runtime.partition import Edge
 from distseg.runtime.stage_program import operations
 from distseg.runtime.trace import Span
 
-RunControl = Sequence[Sequence[Action]]
+Orders = Sequence[Sequence[Action]]
 # Seconds: one number for all stages, one per stage, or a function of (stage, micro-batch).
 Cost = float | Sequence[float] | Callable[[int, int], float]
 
@@ -57,7 +57,7 @@ class Simulation:
 
 
 def simulate(
-    orders: RunControl,
+    orders: Orders,
     edges: Sequence[Edge],
     forward: Cost,
     backward: Cost,
@@ -113,7 +113,7 @@ def _action(operations: Sequence[Operation]) -> Action:
     return next(op for op in operations if isinstance(op, Action))
 
 
-def peak_live(orders: RunControl, stages: int) -> tuple[int, ...]:
+def peak_live(orders: Orders, stages: int) -> tuple[int, ...]:
     """Return, for each stage, the largest number of micro-batches that it holds at once.
 
     A stage holds a micro-batch from its forward pass to its last action.
@@ -124,7 +124,7 @@ def peak_live(orders: RunControl, stages: int) -> tuple[int, ...]:
     )
 
 
-def peak_memory(orders: RunControl, activations: Sequence[float]) -> list[float]:
+def peak_memory(orders: Orders, activations: Sequence[float]) -> list[float]:
     """Return, for each rank, the most memory that activations occupy at once.
 
     Args:
@@ -148,7 +148,7 @@ def _changes(order: Sequence[Action], activations: Sequence[float]) -> Iterator[
 
 
 def check(
-    orders: RunControl, edges: Sequence[Edge], placement: Sequence[int], micro_batches: int
+    orders: Orders, edges: Sequence[Edge], placement: Sequence[int], micro_batches: int
 ) -> None:
     """Refuse a schedule that is incomplete, confuses messages or deadlocks.
 
@@ -185,7 +185,7 @@ def check(
     simulate(orders, edges, 1.0, 1.0, placement, weight=1.0)
 
 
-def _check_messages(orders: RunControl, edge: Edge, placement: Sequence[int]) -> None:
+def _check_messages(orders: Orders, edge: Edge, placement: Sequence[int]) -> None:
     for back in (False, True)[: 1 + edge.gradient]:
         way = Receive(0, edge, back)
         of = lambda kind, stage: [

@@ -167,7 +167,6 @@ def _check_mode(twin: nn.Module, network: Network, image: Tensor, wanted: Any = 
     Args:
         wanted: the module's result, if it is known.
     """
-
     wanted, found = _passed(image, twin) if wanted is None else wanted, _passed(image, network)
     same = (
         isinstance(wanted, Tensor)

@@ -70,7 +70,7 @@ class Statistics:
         )
 
     def amin(self: Reader, input, dim=(), keepdim=False):
-        """Return the minimum over some dims, computed as amin(x) = -amax(-x)."""
+        """Return the minimum over some dims, which is the negative maximum of -x."""
         x = self.value(input)
         if self.of_channels(dim, x):
             return self.formula((x, dim, keepdim), {})

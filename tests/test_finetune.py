@@ -139,6 +139,27 @@ def test_all_weights_of_a_file_are_taken(tmp_path):
     assert all(torch.equal(tensors[name], x) for name, x in source.state_dict().items()) and len(lines) == 1 and lines[0].startswith("begins with 11 of its 11 tensors")
 
 
+class Siamese(nn.Module):
+    """One encoder with a norm for both halves of the bands."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU())
+        self.head = nn.Conv2d(4, 2, 1)
+
+    def forward(self, x):
+        return self.head((self.encoder(x[:, :2]) - self.encoder(x[:, 2:])).abs())
+
+
+def test_layers_that_are_called_twice_are_loaded_once(tmp_path):
+    torch.manual_seed(1)
+    source = Siamese()
+    source.encoder[1].running_mean.fill_(0.25)
+    tensors, lines = loaded(saved(source, tmp_path / "a.safetensors"), Siamese())
+    assert all(torch.equal(tensors[name], x) for name, x in source.state_dict().items())
+    assert len(lines) == 1 and lines[0].startswith("begins with 9 of its 9 tensors"), lines
+
+
 def test_an_encoder_alone_under_other_names(tmp_path):
     source, model = Encoder(3, 4), Net()
     before = model.head.weight.clone()

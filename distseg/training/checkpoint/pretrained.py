@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from distseg.models.bands import channels_of
 from distseg.models.layers import Derived
-from distseg.models.network import calls_of, channels_of_maps, user_names
+from distseg.models.network import calls_of, channels_of_maps
 from distseg.training.checkpoint.files import file_of, find, read_manifest
 from distseg.training.checkpoint.tensors import read_tensors, shapes_in
 
@@ -84,10 +84,9 @@ def pretrained(path: str, model: nn.Module, renamed: Mapping[str, str] | None = 
         for name, shape in shapes_in(file).items()
     }
     own = model.state_dict()
-    names = {
-        name: name if folder and name in shapes else user
-        for user, name in user_names(((name, name) for name in own), model).items()
-    }
+    # A layer that is called at several places has several names here and one in the user's module.
+    of_user = getattr(model, "names", {})
+    names = {name: name if folder and name in shapes else of_user.get(name, name) for name in own}
     classes, readers = channels_of(model)[1], _readers(model)
     sources, anew, adapted = {}, [], []
     for name, tensor in own.items():
@@ -119,7 +118,9 @@ def pretrained(path: str, model: nn.Module, renamed: Mapping[str, str] | None = 
             'set train.init_names, such as {"backbone.": "encoder."}'
         )
     unused = sorted({there for there, _ in shapes.values()} - set(sources.values()))
-    lines = [f"begins with {len(sources)} of its {len(own)} tensors from {path}"]
+    taken, total = (len({names[name] for name in some}) for some in (sources, own))
+    lines = [f"begins with {taken} of its {total} tensors from {path}"]
+    anew = list(dict.fromkeys(anew))
     lines += [f"begins anew, as the file has no such: {_some(anew)}"] if anew else []
     lines += [f"adapted: {'; '.join(adapted)}"] if adapted else []
     lines += [f"of the file not used: {_some(unused)}"] if unused else []

@@ -78,6 +78,20 @@ def of_volumes(m, x):
     return x - x.mean(2, keepdim=True) + m.fc(x.mean((3, 4)).transpose(1, 2)).transpose(1, 2)[..., None, None] + x.logsumexp(4, keepdim=True) / 9
 
 
+class Gated(nn.Module):
+    """A gate from a batch norm of the image's mean: one vector an image."""
+
+    def __init__(self, in_channels, out_channels):
+        super().__init__()
+        self.stem, self.norm = nn.Conv2d(in_channels, 5, 3, padding=1), nn.BatchNorm1d(5)
+        self.mid, self.head = nn.Conv2d(5, 5, 3, padding=1), nn.Conv2d(5, out_channels, 1)
+
+    def forward(self, x):
+        y = torch.relu(self.stem(x))
+        gate = torch.sigmoid(self.norm(y.mean((2, 3))))
+        return self.head(torch.relu(self.mid(y * gate[:, :, None, None])))
+
+
 def of(function, dims=2):
     return lambda in_channels, out_channels: Made(function, in_channels, out_channels, dims)
 

@@ -89,3 +89,11 @@ def test_streamed_images_of_different_sizes_count_by_their_lines(comm, shared_pa
         found[way] = {tensor: w for part in find(shared_path / way, "last").glob("weights-*") for tensor, w in load_file(part).items()}
     for tensor, w in found["memory"].items():
         torch.testing.assert_close(found["streamed"][tensor], w, rtol=0, atol=1e-12, msg=tensor)
+
+
+@pytest.mark.parallel(4)
+def test_stages_share_a_norm_of_one_vector_a_rank(comm):
+    """Costs are modelled with the one image that a rank has, of which PyTorch's norm takes no statistics."""
+    plan = replace(config(samples=2, stages=2, accumulate=2, norm_scope="step"), model=ModelConfig(f"{made_lines.__name__}:Gated", in_channels=3, out_channels=3))
+    report = verify(plan, comm, Size("24x20"))
+    assert comm.bcast(report and report["max_error"]) <= TOLERANCE

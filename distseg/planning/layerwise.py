@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from distseg.models.bands import channels_of
-from distseg.models.layers import skip_store
+from distseg.models.layers import VectorNorm, skip_store
 from distseg.models.network import calls_of
 from distseg.tiling.graph import last_readings
 
@@ -118,9 +118,17 @@ class Numbers:
 
 
 def copied(model: nn.Module, convert: Callable[[Tensor], Tensor]) -> nn.Module:
-    """Return a copy of a model in training mode with converted parameters and buffers."""
+    """Return a copy of a model in training mode with converted parameters and buffers.
+
+    Batch norms of vectors are in evaluation mode: PyTorch refuses statistics of the one vector that
+    a rank has of an image, although all ranks together may have several.
+    """
     parameters = {id(p): _as_parameter(convert(p), p) for p in model.parameters()}
-    return copy.deepcopy(model, parameters | {id(b): convert(b) for b in model.buffers()}).train()
+    made = copy.deepcopy(model, parameters | {id(b): convert(b) for b in model.buffers()}).train()
+    for layer in made.modules():
+        if isinstance(layer, VectorNorm):
+            layer.eval()
+    return made
 
 
 def _as_parameter(tensor: Tensor, like: nn.Parameter) -> nn.Parameter:

@@ -191,7 +191,7 @@ def test_what_a_lone_process_tells_open_mpi_does_not_reach_a_job_that_it_starts(
 
 
 PROGRAM = """
-from distseg.comm.launch import end_as_one, together, world
+from distseg.comm.launch import end_as_one, raise_jointly, world
 
 def main():
     comm = world()
@@ -210,8 +210,8 @@ end_as_one(main)
     [
         ("if comm.rank == 1: raise ValueError('the disk is full')", "distseg: error: rank 1: the disk is full"),
         ("raise ValueError('the disk is full')", "distseg: error: rank 0: the disk is full"),
-        ("with together(comm): assert comm.rank == 0, 'the disk is full'", "distseg: error: rank 1: Traceback"),
-        ("with together(comm): open('/nowhere/the disk is full')", "distseg: error: [Errno 2] No such file or directory: '/nowhere/the disk is full'"),
+        ("with raise_jointly(comm): assert comm.rank == 0, 'the disk is full'", "distseg: error: rank 1: Traceback"),
+        ("with raise_jointly(comm): open('/nowhere/the disk is full')", "distseg: error: [Errno 2] No such file or directory: '/nowhere/the disk is full'"),
     ],
 )
 def test_a_real_job_ends_within_seconds_and_says_why_once(mpirun, tmp_path, body, message):

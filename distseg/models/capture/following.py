@@ -7,19 +7,19 @@ from typing import Iterable, Protocol, Sequence, TypeVar
 
 from distseg.tiling.resize import Follow
 
-Size = tuple[int, ...]
-
 
 class Sized(Protocol):
     """Object with ``sizes``, the size of a map in each trace."""
 
-    sizes: tuple[Size, ...]
+    sizes: tuple[tuple[int, ...], ...]
 
 
 T = TypeVar("T", bound=Sized)
 
 
-def followed(sizes: Sequence[Size], first: T, maps: Iterable[T]) -> tuple[T, list[Follow]] | None:
+def followed(
+    sizes: Sequence[tuple[int, ...]], first: T, maps: Iterable[T]
+) -> tuple[T, list[Follow]] | None:
     """Return a map, and the rules by which ``sizes`` follow its size.
 
     A size may be constant, equal to the map's, or a fraction of it. Return None if no rule fits.

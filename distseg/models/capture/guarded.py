@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from distseg.models.capture.trace import EVALUATED_BEHIND, Hidden
+from distseg.models.capture.trace import EVALUATED_BEHIND, Hidden, itself
 from distseg.models.layers import RANKS_OF_DROPOUTS, DropImage
 from distseg.models.passes import user_line
 
@@ -42,7 +42,7 @@ def guarded(
         elif isinstance(layer, _DROPOUTS):
             layer.forward = partial(_handed_on, layer, name, images)
         elif apart and isinstance(layer, _NORMS[0]):
-            layer.forward = _itself
+            layer.forward = itself
         elif (
             isinstance(layer, _NORMS)
             and layer.track_running_stats
@@ -92,10 +92,6 @@ class Readings(TorchFunctionMode):
                 and f"{getattr(function, '__name__', 'a function')} ({user_line()}) reads {read}"
             )
         return function(*args, **kwargs or {})
-
-
-def _itself(x: Tensor) -> Tensor:
-    return x
 
 
 def _handed_on(layer: nn.Module, name: str, images: int, x: Tensor) -> Tensor:

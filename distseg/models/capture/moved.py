@@ -16,7 +16,6 @@ from distseg.models.moving import Slices
 from distseg.models.resize import FitTo
 from distseg.tiling.resize import in_front
 
-Size = tuple[int, ...]
 Sides = tuple[tuple[int, int], ...]
 """For each spatial dim, the places added in front and at the end; negative numbers remove."""
 

@@ -12,13 +12,13 @@ from distseg.models.axes import Axis, places_of
 from distseg.models.capture.constants import FILLS
 from distseg.models.capture.pointwise import POINTWISE
 from distseg.models.capture.positions import LIKE, MOVES, Labels, Number, Plan, Positions
-from distseg.models.capture.trace import IMAGE, Called, Kept, Made, found_in
+from distseg.models.capture.trace import EMPTY, IMAGE, Called, Kept, Made, found_in
 from distseg.models.capture.values import Sizes, Value
 
 if TYPE_CHECKING:
     from distseg.models.capture.reader import Reader
 
-_RANDOM = {
+RANDOM = {
     "rand",
     "randn",
     "rand_like",
@@ -33,11 +33,7 @@ _RANDOM = {
     "alpha_dropout",
     "gumbel_softmax",
 }
-_UNKNOWN = (
-    _RANDOM
-    | {"empty", "new_empty", "empty_like"}
-    | {"dropout", "dropout1d", "dropout2d", "dropout3d", "feature_dropout"}
-)
+_UNKNOWN = RANDOM | EMPTY | {"dropout", "dropout1d", "dropout2d", "dropout3d", "feature_dropout"}
 _CELLWISE = {
     "add",
     "mul",

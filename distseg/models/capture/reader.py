@@ -34,7 +34,7 @@ from distseg.models.capture.following import followed
 from distseg.models.capture.inplace import out_of_place
 from distseg.models.capture.lining import lines_spread, told_by_size
 from distseg.models.capture.measures import measured
-from distseg.models.capture.placing import plan_of, with_positions
+from distseg.models.capture.placing import RANDOM, plan_of, with_positions
 from distseg.models.capture.trace import (
     DRAWS,
     EMPTY,
@@ -44,6 +44,7 @@ from distseg.models.capture.trace import (
     Made,
     Trace,
     found_in,
+    itself,
 )
 from distseg.models.capture.trace import IMAGE as PIXELS
 from distseg.models.capture.values import Sizes, Value
@@ -828,7 +829,7 @@ class Reader:
         """Return the steps that compute a weight from parameters; add these to ``own``."""
         steps: list[Step] = []
         written = self._written(value, (), own, steps, {})
-        return tuple(steps) if isinstance(written, Map) else (*steps, Step(_itself, (written,), {}))
+        return tuple(steps) if isinstance(written, Map) else (*steps, Step(itself, (written,), {}))
 
     def _written(
         self,
@@ -1101,24 +1102,7 @@ _DROPOUTS = (
 _CASTS = {"to", "type", "float", "double", "half", "bfloat16"}
 _OVER_PLACES = FILLS | {"expand", "expand_as", "broadcast_to", "repeat", "tile"}
 _AS_NUMPY = {"axis": "dim", "keepdims": "keepdim"}
-_RANDOM = {
-    "rand",
-    "randn",
-    "rand_like",
-    "randn_like",
-    "bernoulli",
-    "normal",
-    "uniform",
-    "randint",
-    "randperm",
-    "multinomial",
-    "empty",
-    "rrelu",
-    "alpha_dropout",
-    "gumbel_softmax",
-    "new_empty",
-    "empty_like",
-}
+_RANDOM = RANDOM | EMPTY
 
 
 def follows_size(calls: Sequence[Called]) -> bool:
@@ -1205,10 +1189,6 @@ def _divisor(large: Sequence[int], small: Sequence[int]) -> int | None:
         ),
         None,
     )
-
-
-def _itself(x: Tensor) -> Tensor:
-    return x
 
 
 def _scaled(x: Tensor, weight: Tensor | None, bias: Tensor | None, times: int, each: int) -> Tensor:

@@ -13,8 +13,6 @@ from distseg.models.capture.values import Value
 from distseg.models.resize import RATIO, ResizeTo
 from distseg.tiling.resize import Follow
 
-Size = tuple[int, ...]
-
 
 class Places:
     """Rules by function name for resizing, padding and cropping."""
@@ -76,12 +74,14 @@ class Places:
     upsample = interpolate
 
 
-def _made(reader: Reader) -> tuple[Size, ...]:
+def _made(reader: Reader) -> tuple[tuple[int, ...], ...]:
     """Return the size of the call's result in each trace."""
     return tuple(call.shapes[0][2:] for call in reader.current)
 
 
-def _whole_factors(before: Sequence[Size], after: Sequence[Size]) -> tuple[int, ...] | None:
+def _whole_factors(
+    before: Sequence[tuple[int, ...]], after: Sequence[tuple[int, ...]]
+) -> tuple[int, ...] | None:
     """Return the whole factor by which each dim is enlarged.
 
     Return None if it is not a whole number, or not the same in all traces.
@@ -93,12 +93,12 @@ def _whole_factors(before: Sequence[Size], after: Sequence[Size]) -> tuple[int, 
 
 
 def _by_factor(
-    x: Value, sizes: Sequence[Size], factors: tuple[float, ...]
+    x: Value, sizes: Sequence[tuple[int, ...]], factors: tuple[float, ...]
 ) -> tuple[Value, list[Follow]]:
     return x, [Follow(factor=float(factor)) for factor in factors]
 
 
-def _ratio(reader: Reader, x: Value, sizes: Sequence[Size], factors: Any) -> str:
+def _ratio(reader: Reader, x: Value, sizes: Sequence[tuple[int, ...]], factors: Any) -> str:
     """Return RATIO if the scale factors are the ratios of the sizes of two maps."""
     each = [of_trace(factors, n) for n in range(len(sizes))]
     ratios = [tuple(m / n for n, m in zip(*pair)) for pair in zip(x.sizes, sizes)]

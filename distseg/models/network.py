@@ -353,8 +353,15 @@ def _name_of(calls: Sequence[Call], source: int) -> str:
 
 def user_names(named: Iterable[tuple[str, T]], model: nn.Module) -> dict[str, T]:
     """Return named tensors of a network under the names that they have in the user's module."""
-    names = getattr(model, "names", {})
-    return {names.get(name, name): x for name, x in named}
+    return {user_name(name, model): x for name, x in named}
+
+
+def user_name(name: str, model: nn.Module) -> str:
+    """Return the name that a tensor of a network has in the user's module.
+
+    A layer that the module calls at several places has one name there and several in the network.
+    """
+    return getattr(model, "names", {}).get(name, name)
 
 
 def check_calls(model: nn.Module, size: Sequence[int], images: int = 1) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from distseg.models.bands import channels_of
 from distseg.models.layers import Derived
-from distseg.models.network import calls_of, channels_of_maps
+from distseg.models.network import calls_of, channels_of_maps, user_name
 from distseg.training.checkpoint.files import file_of, find, read_manifest
 from distseg.training.checkpoint.tensors import read_tensors, shapes_in
 
@@ -84,9 +84,7 @@ def pretrained(path: str, model: nn.Module, renamed: Mapping[str, str] | None = 
         for name, shape in shapes_in(file).items()
     }
     own = model.state_dict()
-    # A layer that is called at several places has several names here and one in the user's module.
-    of_user = getattr(model, "names", {})
-    names = {name: name if folder and name in shapes else of_user.get(name, name) for name in own}
+    names = {name: name if folder and name in shapes else user_name(name, model) for name in own}
     classes, readers = channels_of(model)[1], _readers(model)
     sources, anew, adapted = {}, [], []
     for name, tensor in own.items():

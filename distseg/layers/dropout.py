@@ -5,6 +5,8 @@ So every layout of ranks and tiles draws the same masks.
 
 from __future__ import annotations
 
+from typing import Iterable
+
 import torch
 from torch import Tensor, nn
 
@@ -56,6 +58,16 @@ def dropout_key(seed: int, epoch: int, sample: int, layer: str, turn: int = 0) -
         turn: how often the same forward pass called the layer before.
     """
     return rng.key(seed, epoch, sample, layer, "dropout", *((turn,) if turn else ()))
+
+
+def begin_pass(layers: Iterable[nn.Module]) -> None:
+    """Let the dropouts among some layers count their calls from 0, as a forward pass begins.
+
+    Masks depend on how often the same pass called a layer, never on the passes before.
+    """
+    for layer in layers:
+        if isinstance(layer, KeyedDropout):
+            layer.turn = 0
 
 
 class KeyedDropout(nn.Module):

@@ -17,7 +17,7 @@ from distseg.comm.staging import upload
 from distseg.inference.image_source import ImageSource
 from distseg.inference.predictor import Predictor
 from distseg.layers.context import Context
-from distseg.layers.dropout import DROPOUTS, KeyedDropout
+from distseg.layers.dropout import DROPOUTS, KeyedDropout, begin_pass
 from distseg.models.layers import skip_store
 from distseg.patchgd.filling import Filler, OneScene, place_of
 from distseg.patchgd.network import check_patches
@@ -64,10 +64,7 @@ class MapFiller(Filler):
             [place_of(x.shape[2:], range(len(x)), samples)],
             0,
         )
-        # Masks depend on how often this round has called a layer, not on the rounds before.
-        for layer in self.network.modules():
-            if isinstance(layer, KeyedDropout):
-                layer.turn = 0
+        begin_pass(self.network.modules())
         with self.autocast(), skip_store({}) as skips:
             z = self.network.encoder(upload(x, self.device, self.dtype, self.channels_last))
         return z, skips

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from distseg.comm.launch import check_launcher
 from distseg.layers.context import Context
-from distseg.layers.dropout import DROPOUTS, KeyedDropout
+from distseg.layers.dropout import DROPOUTS, KeyedDropout, begin_pass
 from distseg.layers.graph import graph_of
 from distseg.layers.lines import twin_of
 from distseg.layers.local import check_plain
@@ -192,8 +192,7 @@ class TiledModel(nn.Module):
 
     def _user_module(self, window: Tensor, index: int) -> Tensor:
         """Call a module that calls its layers itself."""
-        for dropout in self.dropouts:
-            dropout.turn = 0
+        begin_pass(self.dropouts)
         return self._one(self.model, window, index=index, store={})
 
     def run(

@@ -647,6 +647,8 @@ class MicroBatchRun:
         Each tile has the whole vector or line. Only owned cells of the tile count, because windows
         and results overlap. If several segments compute a norm, only the first segment counts.
         """
+        if self.norms[number].norm.parts is None:  # A norm of maps does not use its share.
+            return 1.0
         if self._first_with[number] != op.segment:
             return 0.0
         result = self.segments[op.segment].result

@@ -59,7 +59,7 @@ def rate_of_the_layer(m: Around, x: Tensor) -> Tensor:
 
 
 def attention_dropout(m: Around, x: Tensor) -> Tensor:
-    """As attention in transformers of timm's."""
+    """Drop attention weights as timm's transformers do."""
     tokens = F.avg_pool2d(x, 8).flatten(2).transpose(1, 2)
     made = F.scaled_dot_product_attention(tokens, tokens, tokens, dropout_p=m.drop.p if m.training else 0.0)
     return x + made.mean(1)[:, :, None, None]
@@ -138,7 +138,7 @@ def evaluated_unseen(m: Around, x: Tensor) -> Tensor:
 
 
 def statistics_read_unseen(m: Around, x: Tensor) -> Tensor:
-    """What a norm has just moved."""
+    """Read running statistics that a norm has just moved."""
     y = m.norm(looked_at(m, x))
     return y - m.norm.running_mean.view(1, -1, 1, 1)
 

@@ -635,7 +635,7 @@ def test_a_dropout_at_several_places_is_exact_on_groups_of_whole_images(comm):
 
 
 def test_random_numbers_of_the_constructor_are_those_of_the_seed():
-    """So that all ranks, and those who take up the run, have the same network."""
+    """All ranks, and those that resume the run, have the same network."""
     before = random.getstate(), np.random.get_state()[1].tolist()
     first, second, other = (plain_model(ModelConfig("made_random:Wired", in_channels=3, out_channels=3, seed=seed)) for seed in (0, 0, 1))
     assert (first.order, first.scale) == (second.order, second.scale) != (other.order, other.scale)

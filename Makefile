@@ -26,7 +26,7 @@ demo: setup  ## train, predict and evaluate on a real satellite image, on this m
 
 lint: setup  ## style, format and types of the code
 	@.venv/bin/ruff check --quiet
-	@.venv/bin/ruff format --check --quiet distseg
+	@.venv/bin/ruff format --check --quiet
 	@.venv/bin/mypy --no-error-summary
 
 test: lint  ## the tests, those on several ranks too, but no slow ones; ARGS='-k halo -x' goes to pytest

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Sequence
 
 import torch
 
@@ -30,9 +30,22 @@ STAGES = 6
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=QUESTION, parents=[parent(3)])
-    parser.add_argument("--window", type=Size, default=Size("1434"), help="of the modelled costs (default: %(default)s)")
-    parser.add_argument("--model", default="summit-small", help="the one measured (default: %(default)s)")
-    parser.add_argument("--measured", type=Size, default=Size("384"), metavar="WINDOW", help="of the measured costs (default: %(default)s)")
+    parser.add_argument(
+        "--window",
+        type=Size,
+        default=Size("1434"),
+        help="of the modelled costs (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--model", default="summit-small", help="the one measured (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--measured",
+        type=Size,
+        default=Size("384"),
+        metavar="WINDOW",
+        help="of the measured costs (default: %(default)s)",
+    )
     parser.add_argument("--threads", type=int, default=2, help="(default: %(default)s)")
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
@@ -40,7 +53,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.quick:
         options.model, options.measured = "tiny", Size("32")
     policy = Policy(micro_batches=2)
-    plans = [(options.window, plan(model, costs_of(model, window_of(options.window), 1), STAGES, policy)) for model in models]
+    plans = [
+        (options.window, plan(model, costs_of(model, window_of(options.window), 1), STAGES, policy))
+        for model in models
+    ]
     plans.append((options.measured, _measured_plan(options, policy)))
     rows = [row for window, found in plans for row in _rows(window, found)]
     parameters = {
@@ -52,7 +68,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "70% of 15.7 TFLOP/s or 80% of 900 GB/s. Measured: layer by layer, splits chosen by one measurement and judged by a second."
     )
     more = {"stages": [{"window": str(window), **found} for window, found in plans]}
-    report("balance", QUESTION, Rows(rows, more), options, parameters, notes, lambda path: _plot(path, rows))
+    report(
+        "balance",
+        QUESTION,
+        Rows(rows, more),
+        options,
+        parameters,
+        notes,
+        lambda path: _plot(path, rows),
+    )
 
 
 def _measured_plan(options: argparse.Namespace, policy: Policy) -> dict:
@@ -60,7 +84,11 @@ def _measured_plan(options: argparse.Namespace, policy: Policy) -> dict:
     costs = []
     for turn in ("chosen by", "judged by"):
         costs.append(measured(model, window_of(options.measured), 1, repeats_of(options)))
-        print(f"{turn}: {sum(costs[-1].forward) + sum(costs[-1].backward):.3g} s a pass", file=sys.stderr, flush=True)
+        print(
+            f"{turn}: {sum(costs[-1].forward) + sum(costs[-1].backward):.3g} s a pass",
+            file=sys.stderr,
+            flush=True,
+        )
     return plan(options.model, costs[0], STAGES, policy, judged_by=costs[1])
 
 
@@ -89,11 +117,23 @@ def _plot(path: Path, rows: list[dict]) -> None:
         axis = figure.subplots()
         for index, split in enumerate(splits):
             mine = [row for row in rows if row["split"] == split]
-            at = [groups.index((row["model"], row["costs"], row["window"])) + (index - (len(splits) - 1) / 2) * 0.2 for row in mine]
-            bars = axis.bar(at, [1 / row["efficiency"] for row in mine], 0.18, color=PALETTE[index], label="ours, exact" if split == OURS else split)
+            at = [
+                groups.index((row["model"], row["costs"], row["window"]))
+                + (index - (len(splits) - 1) / 2) * 0.2
+                for row in mine
+            ]
+            bars = axis.bar(
+                at,
+                [1 / row["efficiency"] for row in mine],
+                0.18,
+                color=PALETTE[index],
+                label="ours, exact" if split == OURS else split,
+            )
             axis.bar_label(bars, fmt="%.2f", fontsize=8, padding=2)
         axis.axhline(1, color=FAINT, linestyle="--", linewidth=1)
-        axis.set_xticks(range(len(groups)), [f"{model}\n{costs}, {window}²" for model, costs, window in groups])
+        axis.set_xticks(
+            range(len(groups)), [f"{model}\n{costs}, {window}²" for model, costs, window in groups]
+        )
         axis.set(title=f"Slowest of {STAGES} stages", ylabel="time / time if all were alike")
         axis.grid(axis="x", visible=False)
         axis.legend(ncols=len(splits), loc="upper center", bbox_to_anchor=(0.5, -0.14))

@@ -15,9 +15,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
-from typing import Sequence
 
 import numpy as np
 
@@ -33,13 +33,52 @@ MESHES = {  # name: (ranks, flags)
     "1": (1, []),
     "2 samples": (2, ["--mesh.samples", "2", "--data.images", "1"]),
     "1x2 tiles": (2, ["--mesh.tiles", "1x2"]),
-    "2 stages": (2, ["--mesh.stages", "2", "--train.accumulate", "2", "--data.images", "1", "--spatial.norm_scope", "group", "--model.norm", "instance"]),
+    "2 stages": (
+        2,
+        [
+            "--mesh.stages",
+            "2",
+            "--train.accumulate",
+            "2",
+            "--data.images",
+            "1",
+            "--spatial.norm_scope",
+            "group",
+            "--model.norm",
+            "instance",
+        ],
+    ),
     "2x2 tiles": (4, ["--mesh.tiles", "2x2"]),
     "3x1 tiles, exchange": (3, ["--mesh.tiles", "3x1", "--spatial.exchange_every", "1"]),
-    "2 samples x 1x2 tiles, MPI": (4, ["--mesh.samples", "2", "--mesh.tiles", "1x2", "--data.images", "1", "--mesh.reducer", "mpi"]),
+    "2 samples x 1x2 tiles, MPI": (
+        4,
+        [
+            "--mesh.samples",
+            "2",
+            "--mesh.tiles",
+            "1x2",
+            "--data.images",
+            "1",
+            "--mesh.reducer",
+            "mpi",
+        ],
+    ),
     "1x2 tiles x 2 stages": (4, ["--mesh.tiles", "1x2", "--mesh.stages", "2"]),
-    "1x2 tiles, in time": (2, ["--mesh.tiles", "1x2", "--spatial.tiles_per_rank", "2x1", "--spatial.streaming", "offload"]),
-    "2 samples x 1x2 tiles x 2 stages": (8, ["--mesh.samples", "2", "--mesh.tiles", "1x2", "--mesh.stages", "2", "--data.images", "1"]),
+    "1x2 tiles, in time": (
+        2,
+        [
+            "--mesh.tiles",
+            "1x2",
+            "--spatial.tiles_per_rank",
+            "2x1",
+            "--spatial.streaming",
+            "offload",
+        ],
+    ),
+    "2 samples x 1x2 tiles x 2 stages": (
+        8,
+        ["--mesh.samples", "2", "--mesh.tiles", "1x2", "--mesh.stages", "2", "--data.images", "1"],
+    ),
 }
 PLACES = {  # what a rank says of itself: how often it is said, about
     "reading its settings": 1, "starting MPI": 1, "import of torch.nn": 30, "opening the store": 1, "building the network": 1, "start of what sums gradients": 1,
@@ -60,19 +99,35 @@ run: {threads: 1}
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=QUESTION, parents=[parent(1)])
     parser.add_argument("--trials", type=int, default=110, help="faults (default: %(default)s)")
-    parser.add_argument("--pairs", type=int, default=30, help="changes of mesh (default: %(default)s)")
-    parser.add_argument("--limit", type=float, default=8.0, help="run.timeout, in seconds (default: %(default)s)")
+    parser.add_argument(
+        "--pairs", type=int, default=30, help="changes of mesh (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--limit", type=float, default=8.0, help="run.timeout, in seconds (default: %(default)s)"
+    )
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
     if options.quick:
         options.trials, options.pairs, options.limit = 1, 0, 60.0
     with tempfile.TemporaryDirectory(prefix="distseg-faults-") as folder:
         bench = Bench(Path(folder), random.Random(options.seed), options.limit)
-        trials = [bench.trial(fault) for fault in bench.faults(options.trials, ["1x2 tiles"] if options.quick else list(MESHES))]
+        trials = [
+            bench.trial(fault)
+            for fault in bench.faults(
+                options.trials, ["1x2 tiles"] if options.quick else list(MESHES)
+            )
+        ]
         pairs = [bench.change(*pair) for pair in bench.pairs(options.pairs)]
     rows = [*summary(trials), _pairs_row(pairs)]
     notes = f"Limit {options.limit:g} s; a stopped or hanging job has to end within {GRACE:g} s after it. Each resumed run's log is compared with that of a run without a fault."
-    report("faults", QUESTION, Rows(rows, {"trials": trials, "pairs": pairs}), options, {"trials": options.trials, "pairs": options.pairs, "seed": options.seed}, notes)
+    report(
+        "faults",
+        QUESTION,
+        Rows(rows, {"trials": trials, "pairs": pairs}),
+        options,
+        {"trials": options.trials, "pairs": options.pairs, "seed": options.seed},
+        notes,
+    )
     if any(trial["wrong"] for trial in trials) or any(pair["error"] > 1e-12 for pair in pairs):
         sys.exit(1)
 
@@ -81,7 +136,13 @@ class Bench:
     """A folder with a store, whole runs to compare with, and the trials."""
 
     def __init__(self, folder: Path, chance: random.Random, limit: float):
-        self.folder, self.chance, self.limit, self._whole, self._numbers = folder, chance, limit, {}, count()
+        self.folder, self.chance, self.limit, self._whole, self._numbers = (
+            folder,
+            chance,
+            limit,
+            {},
+            count(),
+        )
         (folder / "config.yaml").write_text(CONFIG)
         _write_store(folder / "store.h5")
 
@@ -94,10 +155,27 @@ class Bench:
             ranks = MESHES[mesh][0]
             if number % 5 < 3 and places:
                 place, how = places.pop(self.chance.randrange(len(places)))
-                found.append({"mesh": mesh, "rank": self.chance.randrange(ranks), "place": place, "count": self.chance.randint(1, PLACES[place]), "signal": how})
+                found.append(
+                    {
+                        "mesh": mesh,
+                        "rank": self.chance.randrange(ranks),
+                        "place": place,
+                        "count": self.chance.randint(1, PLACES[place]),
+                        "signal": how,
+                    }
+                )
             else:
                 how = self.chance.choice(SIGNALS)
-                found.append({"mesh": mesh, "rank": self.chance.randrange(ranks), "place": "epoch 1, step", "count": 1, "after": self.chance.uniform(0.01, 2.0), "signal": how})
+                found.append(
+                    {
+                        "mesh": mesh,
+                        "rank": self.chance.randrange(ranks),
+                        "place": "epoch 1, step",
+                        "count": 1,
+                        "after": self.chance.uniform(0.01, 2.0),
+                        "signal": how,
+                    }
+                )
         return found
 
     def pairs(self, number: int) -> list[tuple[str, str]]:
@@ -127,7 +205,13 @@ class Bench:
             wrong.append("the loss curve is another")
         if left := _left(run):
             wrong.append(f"processes are left: {left}")
-        result = {**fault, "seconds": None if struck is None else round(ended - struck, 2), "whole": round(ended - began, 1), "struck": struck is not None, "wrong": wrong}
+        result = {
+            **fault,
+            "seconds": None if struck is None else round(ended - struck, 2),
+            "whole": round(ended - began, 1),
+            "struck": struck is not None,
+            "wrong": wrong,
+        }
         print(json.dumps(result), file=sys.stderr, flush=True)
         return result
 
@@ -135,14 +219,31 @@ class Bench:
         """A run that ends on one mesh and goes on on another."""
         whole, run = self.whole(first), self.folder / f"pair-{next(self._numbers)}"
         run.mkdir()
-        fault = {"rank": 0, "place": "epoch 1, step", "count": self.chance.randint(2, 5), "signal": "SIGUSR2"}
+        fault = {
+            "rank": 0,
+            "place": "epoch 1, step",
+            "count": self.chance.randint(2, 5),
+            "signal": "SIGUSR2",
+        }
         code, said = self._train(first, run, fault)
         if code == 75 or code == 0:
             code, said = self._train(second, run)
         found = self.curve(run)
         same = code == 0 and [row[:2] for row in found] == [row[:2] for row in whole]
-        error = max((abs(a[2] - b[2]) / abs(b[2]) for a, b in zip(found, whole) if a[2] is not None), default=1.0) if same else 1.0
-        result = {"from": first, "to": second, "error": error, **({} if same else {"said": said[-300:]})}
+        error = (
+            max(
+                (abs(a[2] - b[2]) / abs(b[2]) for a, b in zip(found, whole) if a[2] is not None),
+                default=1.0,
+            )
+            if same
+            else 1.0
+        )
+        result = {
+            "from": first,
+            "to": second,
+            "error": error,
+            **({} if same else {"said": said[-300:]}),
+        }
         print(json.dumps(result), file=sys.stderr, flush=True)
         return result
 
@@ -159,25 +260,62 @@ class Bench:
 
     def curve(self, run: Path) -> list:
         lines = [json.loads(line) for line in (run / "run/log.jsonl").read_text().splitlines()]
-        return [(e["kind"], e["step"], e.get("loss"), e.get("gradient_norm"), e.get("iou")) for e in lines if e["kind"] in ("step", "validation")]
+        return [
+            (e["kind"], e["step"], e.get("loss"), e.get("gradient_norm"), e.get("iou"))
+            for e in lines
+            if e["kind"] in ("step", "validation")
+        ]
 
     def _train(self, mesh: str, run: Path, fault: dict | None = None) -> tuple[int, str]:
         ranks, flags = MESHES[mesh]
         never = {"rank": -1, "place": "", "count": 0, "signal": "SIGKILL"}
-        program = ["-m", "benchmarks.faulty", str(run), json.dumps(fault or never), "train", str(self.folder / "config.yaml")]
-        more = ["--data.store", str(self.folder / "store.h5"), "--train.output", str(run / "run"), "--train.resume", "true", "--run.timeout", str(self.limit)]
-        done = subprocess.run(command(ranks, [*program, *flags, *more]), env=job_environment(1) | {"HOROVOD_CYCLE_TIME": "5"}, capture_output=True, text=True, timeout=600)
+        program = [
+            "-m",
+            "benchmarks.faulty",
+            str(run),
+            json.dumps(fault or never),
+            "train",
+            str(self.folder / "config.yaml"),
+        ]
+        more = [
+            "--data.store",
+            str(self.folder / "store.h5"),
+            "--train.output",
+            str(run / "run"),
+            "--train.resume",
+            "true",
+            "--run.timeout",
+            str(self.limit),
+        ]
+        done = subprocess.run(
+            command(ranks, [*program, *flags, *more]),
+            env=job_environment(1) | {"HOROVOD_CYCLE_TIME": "5"},
+            capture_output=True,
+            text=True,
+            timeout=600,
+        )
         return done.returncode, done.stdout + done.stderr
 
 
-def _judge(fault: dict, code: int, said: str, struck: float | None, ended: float, limit: float) -> list[str]:
+def _judge(
+    fault: dict, code: int, said: str, struck: float | None, ended: float, limit: float
+) -> list[str]:
     """What is wrong with the end of a job that met with a fault."""
     how, wrong = fault["signal"], []
     if struck is None:
-        return [] if code == 0 else [f"the fault never came, and yet the status is {code}: {said[-300:]}"]
+        return (
+            []
+            if code == 0
+            else [f"the fault never came, and yet the status is {code}: {said[-300:]}"]
+        )
     seconds = ended - struck
     if how == "SIGSTOP":
-        if code == 0 or "run.timeout" not in said or f"rank {fault['rank']}" not in said and "ranks " not in said:
+        if (
+            code == 0
+            or "run.timeout" not in said
+            or f"rank {fault['rank']}" not in said
+            and "ranks " not in said
+        ):
             wrong.append(f"status {code}, and nobody is named: {said[-300:]}")
         if seconds > limit + GRACE:
             wrong.append(f"it took {seconds:.1f} s to end")
@@ -208,11 +346,17 @@ def _left(run: Path) -> list[int]:
 
 def summary(trials: list[dict]) -> list[dict]:
     """A row a kind of fault."""
-    kinds = dict.fromkeys((t["signal"], "anywhere" if "after" in t else "at a place") for t in trials)
+    kinds = dict.fromkeys(
+        (t["signal"], "anywhere" if "after" in t else "at a place") for t in trials
+    )
     rows = []
     for how, where in kinds:
-        those = [t for t in trials if t["signal"] == how and ("after" in t) == (where == "anywhere")]
-        times = [t["seconds"] for t in those if t["seconds"] is not None and how != "SIGUSR1"]  # after that one the run goes on
+        those = [
+            t for t in trials if t["signal"] == how and ("after" in t) == (where == "anywhere")
+        ]
+        times = [
+            t["seconds"] for t in those if t["seconds"] is not None and how != "SIGUSR1"
+        ]  # after that one the run goes on
         rows.append({
             "fault": f"{how} {where}", "trials": len(those), "struck": sum(t["struck"] for t in those), "meshes": len({t["mesh"] for t in those}),
             "slowest end [s]": max(times, default=None), "gone on, same curve": sum(not t["wrong"] for t in those),
@@ -230,9 +374,18 @@ def _pairs_row(pairs: list[dict]) -> dict:
 def _write_store(path: Path) -> None:
     chance = np.random.default_rng(0)
     with StoreWriter(path, ["a", "b", "c"], 2) as writer:
-        for name, split, size in (("one", "train", (64, 80)), ("two", "train", (48, 97)), ("three", "val", (60, 52)), ("four", "val", (44, 64))):
+        for name, split, size in (
+            ("one", "train", (64, 80)),
+            ("two", "train", (48, 97)),
+            ("three", "val", (60, 52)),
+            ("four", "val", (44, 64)),
+        ):
             image = writer.add_image(name, size, np.uint8, split, True)
-            image.write(Box.whole(size), chance.integers(0, 256, (2, *size)).astype(np.uint8), chance.integers(0, 3, size).astype(np.uint8))
+            image.write(
+                Box.whole(size),
+                chance.integers(0, 256, (2, *size)).astype(np.uint8),
+                chance.integers(0, 3, size).astype(np.uint8),
+            )
 
 
 if __name__ == "__main__":

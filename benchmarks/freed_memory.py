@@ -6,8 +6,8 @@ The setting (:func:`distseg.comm.launch.keep_freed_memory`) can not be undone in
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Sequence
 
 from benchmarks.harness import Reading, measure, parent, repeats_of, report, run_ranks
 from benchmarks.steps import Setting, arguments_of
@@ -19,13 +19,24 @@ FORMATS = {"fp32": {}, "bf16 channels_last": {"precision": "bf16", "channels_las
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=QUESTION, parents=[parent(5)])
-    parser.add_argument("--size", type=Size, default=Size((768, 768)), help="of the image (default: %(default)s)")
-    parser.add_argument("--base", type=int, default=32, help="channels of the first level (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=3, help="steps of a job (default: %(default)s)")
+    parser.add_argument(
+        "--size", type=Size, default=Size((768, 768)), help="of the image (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--base", type=int, default=32, help="channels of the first level (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=3, help="steps of a job (default: %(default)s)"
+    )
     options = parser.parse_args(arguments)
     setting, formats = Setting(options.size, 3, 1, options.base), FORMATS
     if options.quick:
-        setting, formats, options.repeats, options.steps = Setting(Size((32, 32)), 1, 1, 4), {"fp32": {}}, 1, 1
+        setting, formats, options.repeats, options.steps = (
+            Setting(Size((32, 32)), 1, 1, 4),
+            {"fp32": {}},
+            1,
+            1,
+        )
     cases = {}
     for name, form in formats.items():
         given = [*arguments_of(replace(setting, **form)), "--steps", str(options.steps)]

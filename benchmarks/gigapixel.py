@@ -12,9 +12,9 @@ import json
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import Sequence
 
 import numpy as np
 import torch
@@ -50,16 +50,25 @@ from distseg.training.engine import Engine
 from distseg.training.run import step_loader
 from distseg.training.verify import verify
 
-QUESTION = "How long does a step on a gigapixel take, in how much memory, and does the network learn?"
+QUESTION = (
+    "How long does a step on a gigapixel take, in how much memory, and does the network learn?"
+)
 SEED = {"seconds": 81.0, "GB": 103.61, "Dice": 0.989}  # 16000 x 64000 on an M1 Ultra, as published
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=QUESTION, parents=[parent(3)])
-    parser.add_argument("--store", type=Path, default=Path("demo-data/gigapixel.h5"), help="made if it is not there (1 GB; default: %(default)s)")
+    parser.add_argument(
+        "--store",
+        type=Path,
+        default=Path("demo-data/gigapixel.h5"),
+        help="made if it is not there (1 GB; default: %(default)s)",
+    )
     parser.add_argument("--size", type=Size, default=Size((16000, 64000)))
     parser.add_argument("--memory", nargs="*", default=["1GB", "4GB"])
-    parser.add_argument("--epochs", type=int, default=300, help="of the training (default: %(default)s)")
+    parser.add_argument(
+        "--epochs", type=int, default=300, help="of the training (default: %(default)s)"
+    )
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--job", choices=("step", "learn"), help="internal: what one process does")
     options = parser.parse_args(arguments)
@@ -69,13 +78,31 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         if options.quick:
-            options.store, options.size, options.memory, options.repeats, options.epochs = Path(folder) / "g.h5", Size((160, 320)), ["2GB"], 1, 1
+            options.store, options.size, options.memory, options.repeats, options.epochs = (
+                Path(folder) / "g.h5",
+                Size((160, 320)),
+                ["2GB"],
+                1,
+                1,
+            )
         if not options.store.exists():
             with redirect_stdout(sys.stderr):
                 prepare_gigapixel(options.store, options.size)
-        rows, samples = [{"run": "seed, M1 Ultra", "step [s]": SEED["seconds"], "peak [GB]": SEED["GB"], "Mpx/s": 1024 / SEED["seconds"]}], {}
+        rows, samples = (
+            [
+                {
+                    "run": "seed, M1 Ultra",
+                    "step [s]": SEED["seconds"],
+                    "peak [GB]": SEED["GB"],
+                    "Mpx/s": 1024 / SEED["seconds"],
+                }
+            ],
+            {},
+        )
         for memory in options.memory:
-            samples[memory] = [_run(options, "step", memory, folder) for _ in range(options.repeats)]
+            samples[memory] = [
+                _run(options, "step", memory, folder) for _ in range(options.repeats)
+            ]
             seconds = Spread.of([s["seconds"] for s in samples[memory]])
             pixels = samples[memory][0]["pixels"]
             rows.append({
@@ -90,17 +117,48 @@ def main(arguments: Sequence[str] | None = None) -> None:
         f"gradient against the serial program, float64, 301x331 in 3x3 streamed tiles: largest relative error {error:.1e}\n"
         f"land after {options.epochs} epochs on six sectors of 2000x4000: Dice {learned['train']:.4f} (train), {learned['test']:.4f} (two other sectors); published: {SEED['Dice']}, on other data"
     )
-    report("gigapixel", QUESTION, Rows(rows, {"samples": samples, "error": error, "learned": learned}), options, {"size": str(options.size)}, notes, lambda path: draw(learned, path))
+    report(
+        "gigapixel",
+        QUESTION,
+        Rows(rows, {"samples": samples, "error": error, "learned": learned}),
+        options,
+        {"size": str(options.size)},
+        notes,
+        lambda path: draw(learned, path),
+    )
 
 
 def _run(options: argparse.Namespace, job: str, memory: str, folder: str) -> dict:
-    flags = ["--job", job, "--store", str(Path(options.store).resolve()), "--memory", memory, "--epochs", str(options.epochs), "--threads", str(options.threads)]
-    return run_ranks(1, ["-m", "benchmarks.gigapixel", *flags, *["--quick"] * options.quick, "--output", folder], threads=options.threads, timeout=3000)
+    flags = [
+        "--job",
+        job,
+        "--store",
+        str(Path(options.store).resolve()),
+        "--memory",
+        memory,
+        "--epochs",
+        str(options.epochs),
+        "--threads",
+        str(options.threads),
+    ]
+    return run_ranks(
+        1,
+        ["-m", "benchmarks.gigapixel", *flags, *["--quick"] * options.quick, "--output", folder],
+        threads=options.threads,
+        timeout=3000,
+    )
 
 
 def _config(store: str, **sections) -> Config:
     model = ModelConfig(name="gigapixel-4492", out_channels=1)
-    return Config(model=model, mesh=MeshConfig(), loss=LossConfig("binary_cross_entropy"), data=DataConfig(store=store), optim=OptimConfig("adam", lr=1e-3), **sections)
+    return Config(
+        model=model,
+        mesh=MeshConfig(),
+        loss=LossConfig("binary_cross_entropy"),
+        data=DataConfig(store=store),
+        optim=OptimConfig("adam", lr=1e-3),
+        **sections,
+    )
 
 
 def _engine(config: Config, store: Store) -> tuple[Engine, StepLoader]:
@@ -114,13 +172,20 @@ def _engine(config: Config, store: Store) -> tuple[Engine, StepLoader]:
 
 def _step(options: argparse.Namespace) -> dict:
     store = Store(options.store)
-    engine, loader = _engine(_config(str(options.store), run=RunConfig(memory=options.memory[0])), store)
+    engine, loader = _engine(
+        _config(str(options.store), run=RunConfig(memory=options.memory[0])), store
+    )
     start = time.perf_counter()
     for step in loader.epoch(0):
         loss = engine.backward(step)
         engine.update(1e-3)
     seconds = time.perf_counter() - start
-    return {"seconds": seconds, "peak": peak(), "loss": loss, "pixels": int(np.prod(store.size("earth")))}
+    return {
+        "seconds": seconds,
+        "peak": peak(),
+        "loss": loss,
+        "pixels": int(np.prod(store.size("earth"))),
+    }
 
 
 def _exactness(options: argparse.Namespace) -> float:
@@ -137,7 +202,13 @@ def _learn(options: argparse.Namespace) -> dict:
     with StoreWriter(path, CLASSES, ("luminance",), overwrite=True) as writer:
         for k in range(sectors):
             columns = slice(k * width, (k + 1) * width)
-            target = writer.add_image(f"sector{k}", (size[0], width), np.uint8, "test" if k % 4 == 2 else "train", labels=True)
+            target = writer.add_image(
+                f"sector{k}",
+                (size[0], width),
+                np.uint8,
+                "test" if k % 4 == 2 else "train",
+                labels=True,
+            )
             target.write(Box.whole((size[0], width)), grey[None, :, columns], land[:, columns])
     store = Store(path)
     config = _config(str(path), train=TrainConfig(precision="fp32"))
@@ -149,8 +220,15 @@ def _learn(options: argparse.Namespace) -> dict:
             found.append(engine.backward(step))
             engine.update(1e-3 if epoch < 0.8 * options.epochs else 1e-4)
         losses.append(sum(found) / len(found))
-    predictor = Predictor(engine.model, engine.mesh.replicas, engine.devices, engine.autocast, Size((1024, 1024)))
-    dice = {split: scores(evaluate(predictor, store, split, world()), store.classes)["classes"]["land"]["dice"] for split in ("train", "test")}
+    predictor = Predictor(
+        engine.model, engine.mesh.replicas, engine.devices, engine.autocast, Size((1024, 1024))
+    )
+    dice = {
+        split: scores(evaluate(predictor, store, split, world()), store.classes)["classes"]["land"][
+            "dice"
+        ]
+        for split in ("train", "test")
+    }
     return {**dice, "losses": losses}
 
 
@@ -161,7 +239,9 @@ def draw(learned: dict, path: Path) -> None:
         axes.set_yscale("log")
         axes.set_xlabel("epoch")
         axes.set_ylabel("loss")
-        axes.set_title(f"Land on six sectors: Dice {learned['train']:.3f}; on two others {learned['test']:.3f}")
+        axes.set_title(
+            f"Land on six sectors: Dice {learned['train']:.3f}; on two others {learned['test']:.3f}"
+        )
         figure.tight_layout()
 
 

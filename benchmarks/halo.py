@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import Callable, Iterable, Sequence
 
 from torch import nn
 
@@ -32,8 +32,14 @@ from distseg.tiling.tile import Box, window
 QUESTION = "What does each number of layers between exchanges cost, in work, bytes, messages, time and memory, and where is the best?"
 EVERY = ("1", "2", "4", "8", "level", "all")
 GRID, MIDDLE = Size((3, 3)), (1, 1)
-MODEL, SIZES = "summit-small", (64, 128, 256, 512, 1024, 1440)  # the paper's 1434 on the stride grid
-MEASURED, MEASURED_SIZES = Setting(depth=3, num_convs=2, base_channels=16, norm="instance"), [64, 128, 256, 384]
+MODEL, SIZES = (
+    "summit-small",
+    (64, 128, 256, 512, 1024, 1440),
+)  # the paper's 1434 on the stride grid
+MEASURED, MEASURED_SIZES = (
+    Setting(depth=3, num_convs=2, base_channels=16, norm="instance"),
+    [64, 128, 256, 384],
+)
 GRIDS = [Size((1, 2)), Size((2, 2))]  # of a rank a tile
 MB, FLOAT = 1e6, 4
 _COLORS = dict(zip(EVERY, (*PALETTE[:5], PALETTE[7])))
@@ -67,7 +73,11 @@ class Cost:
 
     def seconds(self, machine: Machine) -> float:
         """The backward pass is taken to be two forward passes; nothing overlaps."""
-        return 3 * 2 * self.made / machine.flops + self.messages * machine.latency + self.bytes / machine.bandwidth
+        return (
+            3 * 2 * self.made / machine.flops
+            + self.messages * machine.latency
+            + self.bytes / machine.bandwidth
+        )
 
 
 class Network:
@@ -80,7 +90,9 @@ class Network:
         self.multiply_adds: list[int] = []
         for _, call in alone(model, random_input(model, (256, 256), 1, "meta")):
             self.channels.append(call.inputs[0].shape[1])
-            self.multiply_adds.append(call.layer.weight.numel() if isinstance(call.layer, nn.Conv2d) else 0)
+            self.multiply_adds.append(
+                call.layer.weight.numel() if isinstance(call.layer, nn.Conv2d) else 0
+            )
             call.forward()
 
     def layout(self, every: str, image: Sequence[int], grid: Sequence[int]) -> Layout:
@@ -101,10 +113,22 @@ class Network:
             tile = layout.part(0, cell).owned
             read = window(tile, image, self.reach)
             whole = self.cost("1", Size(read.size), Size((1, 1)), (0, 0)).own
-            return Cost(own, made, whole=whole, read=(read.pixels - tile.pixels) * self.channels[0] * FLOAT)
+            return Cost(
+                own, made, whole=whole, read=(read.pixels - tile.pixels) * self.channels[0] * FLOAT
+            )
         # Pixels need no gradient, so nothing returns of what the first layer got.
-        arriving = [(layer, copy) for layer in layout.points for copy in copies_to(cell, *layout.spans(layer)) * (2 if layer else 1)]
-        return Cost(own, made, len(layout.points), len(arriving), sum(copy.box.pixels * self.channels[layer] * FLOAT for layer, copy in arriving))
+        arriving = [
+            (layer, copy)
+            for layer in layout.points
+            for copy in copies_to(cell, *layout.spans(layer)) * (2 if layer else 1)
+        ]
+        return Cost(
+            own,
+            made,
+            len(layout.points),
+            len(arriving),
+            sum(copy.box.pixels * self.channels[layer] * FLOAT for layer, copy in arriving),
+        )
 
     def _work(self, boxes: Iterable[Box]) -> int:
         return sum(each * box.pixels for each, box in zip(self.multiply_adds, boxes))
@@ -112,13 +136,35 @@ class Network:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=QUESTION, parents=[parent(5)])
-    parser.add_argument("--sizes", type=int, nargs="*", default=MEASURED_SIZES, metavar="T", help="of measured tiles, or none (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=3, help="undisturbed steps of a job; the fastest counts (default: %(default)s)")
-    parser.add_argument("--patience", type=float, default=60.0, help="seconds a job waits for a quiet machine (default: %(default)s)")
+    parser.add_argument(
+        "--sizes",
+        type=int,
+        nargs="*",
+        default=MEASURED_SIZES,
+        metavar="T",
+        help="of measured tiles, or none (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=3,
+        help="undisturbed steps of a job; the fastest counts (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--patience",
+        type=float,
+        default=60.0,
+        help="seconds a job waits for a quiet machine (default: %(default)s)",
+    )
     options = parser.parse_args(arguments)
     sizes, setting, grids, wanted = SIZES, MEASURED, GRIDS, EVERY
     if options.quick:
-        sizes, setting, grids, wanted = SIZES[:2], Setting(depth=1, num_convs=1, base_channels=4), GRIDS[:1], ("1", "all")
+        sizes, setting, grids, wanted = (
+            SIZES[:2],
+            Setting(depth=1, num_convs=1, base_channels=4),
+            GRIDS[:1],
+            ("1", "all"),
+        )
         options.sizes, options.repeats, options.steps, options.patience = [32], 1, 1, 0.0
     network = Network(ModelConfig(MODEL))
     modelled = [row for size in sizes for row in modelled_rows(network, size, wanted)]
@@ -132,41 +178,91 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "measured grids": list(map(str, grids)), "steps": options.steps, "dtype": "float32",
     }  # fmt: skip
     notes, plot = _notes(modelled, setting), lambda path: _plot(path, modelled, measured)
-    report("halo", QUESTION, Rows(modelled + measured, {"samples": samples}), options, parameters, notes, plot)
+    report(
+        "halo",
+        QUESTION,
+        Rows(modelled + measured, {"samples": samples}),
+        options,
+        parameters,
+        notes,
+        plot,
+    )
 
 
 def modelled_rows(network: Network, size: int, wanted: Sequence[str]) -> list[dict]:
     """Of the tile in the middle of a grid, on the modelled machines."""
     image = Size(n * size for n in GRID)
-    costs = {name: network.cost(every, image, GRID, MIDDLE) for name, every in network.choices(wanted, image, GRID).items()}
+    costs = {
+        name: network.cost(every, image, GRID, MIDDLE)
+        for name, every in network.choices(wanted, image, GRID).items()
+    }
     best = {machine: min(cost.seconds(machine) for cost in costs.values()) for machine in MACHINES}
-    times = {name: {f"{machine.name} / best": cost.seconds(machine) / best[machine] for machine in MACHINES} for name, cost in costs.items()}
+    times = {
+        name: {
+            f"{machine.name} / best": cost.seconds(machine) / best[machine] for machine in MACHINES
+        }
+        for name, cost in costs.items()
+    }
     return [_row(f"{GRID} tiles", size, name, cost) | times[name] for name, cost in costs.items()]
 
 
-def measured_rows(setting: Setting, grid: Size, size: int, wanted: Sequence[str], options: argparse.Namespace) -> tuple[list[dict], Results]:
+def measured_rows(
+    setting: Setting, grid: Size, size: int, wanted: Sequence[str], options: argparse.Namespace
+) -> tuple[list[dict], Results]:
     """Of a tile a rank, all of which lie in a corner of the image or at one of its sides."""
     setting = replace(setting, size=Size(n * size for n in grid), tiles=grid)
     network = Network(setting.config().model)
-    chosen = {name: replace(setting, exchange_every=every) for name, every in network.choices(wanted, setting.size, grid).items()}
+    chosen = {
+        name: replace(setting, exchange_every=every)
+        for name, every in network.choices(wanted, setting.size, grid).items()
+    }
     peaks: dict[str, int] = {}  # bytes
-    cases = {name: lambda name=name: _seconds(name, chosen[name], options, peaks) for name in chosen}
+    cases = {
+        name: lambda name=name: _seconds(name, chosen[name], options, peaks) for name in chosen
+    }
     results, rows = measure(cases, repeats_of(options), warmup=0, baseline="all"), []
     for name in chosen:
         spread, ratio = results.spread(name), results.ratio(name)
-        row = _row(f"{grid.volume} ranks", size, name, network.cost(chosen[name].exchange_every, setting.size, grid, (0, 0)))
-        row |= {"min [s]": spread.min, "median [s]": spread.median, "/ all": ratio.median, "from": ratio.min, "to": ratio.max}
-        rows.append(row | {"memory / all": peaks[name] / peaks["all"] if size == max(options.sizes) else None})
+        row = _row(
+            f"{grid.volume} ranks",
+            size,
+            name,
+            network.cost(chosen[name].exchange_every, setting.size, grid, (0, 0)),
+        )
+        row |= {
+            "min [s]": spread.min,
+            "median [s]": spread.median,
+            "/ all": ratio.median,
+            "from": ratio.min,
+            "to": ratio.max,
+        }
+        rows.append(
+            row
+            | {"memory / all": peaks[name] / peaks["all"] if size == max(options.sizes) else None}
+        )
     return rows, results
 
 
-def _seconds(name: str, setting: Setting, options: argparse.Namespace, peaks: dict[str, int]) -> Reading:
+def _seconds(
+    name: str, setting: Setting, options: argparse.Namespace, peaks: dict[str, int]
+) -> Reading:
     """Of a job; its peak of memory goes to ``peaks``."""
-    given = [*arguments_of(setting), "--steps", str(options.steps), "--patience", str(options.patience), *["--reducer", "mpi"] * options.quick]
+    given = [
+        *arguments_of(setting),
+        "--steps",
+        str(options.steps),
+        "--patience",
+        str(options.patience),
+        *["--reducer", "mpi"] * options.quick,
+    ]
     # The harness's own HOROVOD_CYCLE_TIME would burn a core's time; distseg's default for CPUs counts.
     found = run_ranks(setting.tiles.volume, given, environment={"HOROVOD_CYCLE_TIME": "20"})
     if not found["undisturbed"]:
-        print(f"{setting.tiles} tiles, {name}: no step of {len(found['every'])} was undisturbed; is the machine in use?", file=sys.stderr, flush=True)
+        print(
+            f"{setting.tiles} tiles, {name}: no step of {len(found['every'])} was undisturbed; is the machine in use?",
+            file=sys.stderr,
+            flush=True,
+        )
     peaks[name] = found["memory"]
     return Reading(min(found["undisturbed"] or found["every"]))
 
@@ -179,8 +275,17 @@ def _row(case: str, size: int, name: str, cost: Cost) -> dict:
 
 
 def _notes(modelled: list[dict], setting: Setting) -> str:
-    machines = "; ".join(f"{m.name} {m.flops:.3g} FLOP/s, {m.latency:.3g} s a message, {m.bandwidth:.3g} B/s" for m in MACHINES)
-    best = "; ".join(f"{m.name} " + ", ".join(f"{row['tile']}: {row['every']}" for row in modelled if row[f"{m.name} / best"] == 1) for m in MACHINES)
+    machines = "; ".join(
+        f"{m.name} {m.flops:.3g} FLOP/s, {m.latency:.3g} s a message, {m.bandwidth:.3g} B/s"
+        for m in MACHINES
+    )
+    best = "; ".join(
+        f"{m.name} "
+        + ", ".join(
+            f"{row['tile']}: {row['every']}" for row in modelled if row[f"{m.name} / best"] == 1
+        )
+        for m in MACHINES
+    )
     return f"""\
 every: layers that look beyond their tile, from one exchange to the next (spatial.exchange_every); a = b: the same layers; all: windows
 messages, MB: float32, arriving at a tile in a step, forward and backward (as much leaves), but for norms and the sum of gradients, alike for all
@@ -200,27 +305,70 @@ def _plot(path: Path, modelled: list[dict], measured: list[dict]) -> None:
         (work, moved), (times, model) = figure.subplots(2, 2)
         _lines(work, modelled, lambda row: row["work"])
         _lines(work, modelled, lambda row: row["whole"], ":", " (whole windows)")
-        work.set(title=f"Work, {MODEL}, middle of {GRID} tiles", ylabel="multiply-adds / those on own cells", yscale="log")
+        work.set(
+            title=f"Work, {MODEL}, middle of {GRID} tiles",
+            ylabel="multiply-adds / those on own cells",
+            yscale="log",
+        )
         _lines(moved, modelled, lambda row: per_pixel(row, "MB"))
-        _lines(moved, modelled, lambda row: per_pixel(row, "more read [MB]"), ":", " (read, not exchanged)")
+        _lines(
+            moved,
+            modelled,
+            lambda row: per_pixel(row, "more read [MB]"),
+            ":",
+            " (read, not exchanged)",
+        )
         moved.set(title="Bytes that arrive in a step", ylabel="bytes / own pixel", yscale="log")
         pair = [row for row in measured if row["case"] == "2 ranks"]
         _lines(times, pair, lambda row: row["/ all"], ranges=True)
-        times.set(title="Measured time of a step, 2 ranks, a smaller U-Net", ylabel="seconds / seconds of windows (all)")
+        times.set(
+            title="Measured time of a step, 2 ranks, a smaller U-Net",
+            ylabel="seconds / seconds of windows (all)",
+        )
         for machine, style in zip(MACHINES, ("-", "--")):
-            _lines(model, modelled, lambda row: row[f"{machine.name} / best"], style, f", {machine.name}")
-        model.set(title=f"Modelled time of a step, {MODEL}", ylabel="seconds / seconds of the best", yscale="log")
+            _lines(
+                model,
+                modelled,
+                lambda row: row[f"{machine.name} / best"],
+                style,
+                f", {machine.name}",
+            )
+        model.set(
+            title=f"Modelled time of a step, {MODEL}",
+            ylabel="seconds / seconds of the best",
+            yscale="log",
+        )
         for axis, rows in ((work, modelled), (moved, modelled), (times, pair), (model, modelled)):
             _finish(axis, sorted({row["tile"] for row in rows}))
 
 
-def _lines(axis, rows: list[dict], value: Callable[[dict], float | None], style: str = "-", more: str = "", ranges: bool = False) -> None:
+def _lines(
+    axis,
+    rows: list[dict],
+    value: Callable[[dict], float | None],
+    style: str = "-",
+    more: str = "",
+    ranges: bool = False,
+) -> None:
     """One for each setting, over the tile's size; rows without a value are left out."""
     for name in dict.fromkeys(row["every"] for row in rows if value(row) is not None):
         mine, color = [row for row in rows if row["every"] == name], _COLORS[name.split(" = ")[0]]
-        axis.plot([row["tile"] for row in mine], list(map(value, mine)), style, color=color, marker="o", markersize=4, label=name + more)
+        axis.plot(
+            [row["tile"] for row in mine],
+            list(map(value, mine)),
+            style,
+            color=color,
+            marker="o",
+            markersize=4,
+            label=name + more,
+        )
         if ranges:
-            axis.vlines([row["tile"] for row in mine], [row["from"] for row in mine], [row["to"] for row in mine], color=color)
+            axis.vlines(
+                [row["tile"] for row in mine],
+                [row["from"] for row in mine],
+                [row["to"] for row in mine],
+                color=color,
+            )
 
 
 def _finish(axis, sizes: list[int]) -> None:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Sequence
 
 import numpy as np
 import torch
@@ -55,9 +55,19 @@ class Exact:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=QUESTION, parents=[parent(1)])
-    parser.add_argument("--model", default="summit-small", help="a name of distseg models (default: %(default)s)")
-    parser.add_argument("--size", type=Size, default=Size((128, 768)), help="of the image (default: %(default)s)")
-    parser.add_argument("--halos", type=int, nargs="*", default=[0, 32, 64, 92, 128, 160], help="beside the exact one (default: %(default)s)")
+    parser.add_argument(
+        "--model", default="summit-small", help="a name of distseg models (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--size", type=Size, default=Size((128, 768)), help="of the image (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--halos",
+        type=int,
+        nargs="*",
+        default=[0, 32, 64, 92, 128, 160],
+        help="beside the exact one (default: %(default)s)",
+    )
     parser.add_argument("--threads", type=int, default=1, help="(default: %(default)s)")
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
@@ -75,7 +85,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         f"{parameters['parameters']:,} parameters, float64, {GRID} tiles of an image of {options.size}; errors against the serial program. Output: max or rms of the\n"
         "difference over the rms of the output. Statistics of norms: of the image (exact), or of each window, as the paper ran it."
     )
-    report("halo_error", QUESTION, Rows(rows, {"curves": curves}), options, parameters, notes, lambda path: _plot(path, rows, curves, exact))
+    report(
+        "halo_error",
+        QUESTION,
+        Rows(rows, {"curves": curves}),
+        options,
+        parameters,
+        notes,
+        lambda path: _plot(path, rows, curves, exact),
+    )
 
 
 def _cases(options: argparse.Namespace, exact: int):
@@ -90,7 +108,9 @@ def _cases(options: argparse.Namespace, exact: int):
             yield Case("Blue Marble", 0.0, halo)
 
 
-def _measure_all(cases: list[Case], model: ModelConfig, size: Size) -> tuple[list[dict], list[dict]]:
+def _measure_all(
+    cases: list[Case], model: ModelConfig, size: Size
+) -> tuple[list[dict], list[dict]]:
     rows, curves, known = [], [], {}
     for case in cases:
         config = _config(case, model)
@@ -99,7 +119,11 @@ def _measure_all(cases: list[Case], model: ModelConfig, size: Size) -> tuple[lis
         if at not in known:
             known = {at: serially(config, pixels, labels)}
         row, curve = compare(case, config, pixels, labels, known[at])
-        print(f"{case}: output {row['output max']:.1e}, gradient {row['gradient']:.1e}", file=sys.stderr, flush=True)
+        print(
+            f"{case}: output {row['output max']:.1e}, gradient {row['gradient']:.1e}",
+            file=sys.stderr,
+            flush=True,
+        )
         rows.append(row)
         curves.append(curve)
     return rows, curves
@@ -107,7 +131,11 @@ def _measure_all(cases: list[Case], model: ModelConfig, size: Size) -> tuple[lis
 
 def _config(case: Case, model: ModelConfig) -> Config:
     spatial = SpatialConfig(tiles_per_rank=GRID, halo=case.halo, norm_scope=case.scope)
-    return Config(model=replace(model, dropout=case.dropout), spatial=spatial, loss=LossConfig("binary_cross_entropy"))
+    return Config(
+        model=replace(model, dropout=case.dropout),
+        spatial=spatial,
+        loss=LossConfig("binary_cross_entropy"),
+    )
 
 
 def _image(kind: str, size: Size, config: Config) -> tuple[Tensor, Tensor]:
@@ -142,7 +170,9 @@ def serially(config: Config, pixels: Tensor, labels: Tensor) -> Exact:
     return Exact(outputs[0], outcome.gradients)
 
 
-def compare(case: Case, config: Config, pixels: Tensor, labels: Tensor, exact: Exact) -> tuple[dict, dict]:
+def compare(
+    case: Case, config: Config, pixels: Tensor, labels: Tensor, exact: Exact
+) -> tuple[dict, dict]:
     """A row of the table and the error as a function of the distance from the tile border."""
     model = build_model(config.model)
     engine = Engine(config, Mesh(world()), model, labels.shape, precision="fp64")
@@ -150,12 +180,19 @@ def compare(case: Case, config: Config, pixels: Tensor, labels: Tensor, exact: E
     model[-1].register_forward_hook(lambda _, __, y: outputs.append(y.detach()))
     cells = owned_tiles(size, (1, 1), GRID, (0, 0), engine.reach)
     pieces = [
-        TileBatch(pixels[(None, slice(None), *window.slices)], labels[tile.slices][None], TilePlacement(size, tile, window, (0,), (0,))) for tile, window in cells
+        TileBatch(
+            pixels[(None, slice(None), *window.slices)],
+            labels[tile.slices][None],
+            TilePlacement(size, tile, window, (0,), (0,)),
+        )
+        for tile, window in cells
     ]
     engine.backward([pieces])
     difference = torch.empty_like(exact.output)
     for piece, output in zip(pieces, outputs):
-        difference[(slice(None), *piece.place.tile.slices)] = output[(0, slice(None), *piece.place.owned.slices)]
+        difference[(slice(None), *piece.place.tile.slices)] = output[
+            (0, slice(None), *piece.place.owned.slices)
+        ]
     difference = (difference - exact.output) / exact.output.square().mean().sqrt()
     border = cells[0][0].stop[1]
     largest, rms = by_distance(difference, border)
@@ -175,7 +212,11 @@ def compare(case: Case, config: Config, pixels: Tensor, labels: Tensor, exact: E
         "worst layer": worst,
         "named": layer.removesuffix(".weight"),
     }
-    return row, {"distance": [BIN * i + BIN // 2 for i in range(len(rms))], "max": largest, "rms": rms}
+    return row, {
+        "distance": [BIN * i + BIN // 2 for i in range(len(rms))],
+        "max": largest,
+        "rms": rms,
+    }
 
 
 def by_distance(difference: Tensor, border: int) -> tuple[list[float], list[float]]:
@@ -187,7 +228,10 @@ def by_distance(difference: Tensor, border: int) -> tuple[list[float], list[floa
 
 def _gradient_error(model, exact: Exact) -> tuple[float, float, str]:
     """|g - g*| / |g*| over all weights together, and of the worst layer with its name."""
-    squares = {name: ((p.grad - g).square().sum().item(), g.square().sum().item()) for (name, p), g in zip(model.named_parameters(), exact.gradients.values())}
+    squares = {
+        name: ((p.grad - g).square().sum().item(), g.square().sum().item())
+        for (name, p), g in zip(model.named_parameters(), exact.gradients.values())
+    }
     different, size = (sum(values) for values in zip(*squares.values()))
     worst, layer = max((d / s, name) for name, (d, s) in squares.items())
     return (different / size) ** 0.5, worst**0.5, layer
@@ -196,19 +240,46 @@ def _gradient_error(model, exact: Exact) -> tuple[float, float, str]:
 def _plot(path: Path, rows: list[dict], curves: list[dict], exact: int) -> None:
     with new_figure(path, (11.0, 4.4), layout="constrained") as figure:
         left, right = figure.subplots(1, 2)
-        plain = [(r, c) for r, c in zip(rows, curves) if (r["images"], r["dropout"], r["statistics"]) == ("noise", "0.0", "image")]
+        plain = [
+            (r, c)
+            for r, c in zip(rows, curves)
+            if (r["images"], r["dropout"], r["statistics"]) == ("noise", "0.0", "image")
+        ]
         for index, (row, curve) in enumerate(plain):
-            left.plot(curve["distance"], curve["max"], color=PALETTE[index % len(PALETTE)], label=f"halo {row['halo']} ({row['computed']} computed)")
-        left.set(title="Output: largest error, by distance from the tile border", xlabel="pixels from the border", ylabel="|difference| / rms of the output", yscale="log")
+            left.plot(
+                curve["distance"],
+                curve["max"],
+                color=PALETTE[index % len(PALETTE)],
+                label=f"halo {row['halo']} ({row['computed']} computed)",
+            )
+        left.set(
+            title="Output: largest error, by distance from the tile border",
+            xlabel="pixels from the border",
+            ylabel="|difference| / rms of the output",
+            yscale="log",
+        )
         left.legend(ncols=2, loc="center right")
         series = dict.fromkeys((r["images"], r["dropout"], r["statistics"]) for r in rows)
         for index, key in enumerate(series):
             mine = [r for r in rows if (r["images"], r["dropout"], r["statistics"]) == key]
             images, dropout, statistics = key
-            label = f"{images}, dropout {dropout}" + (", statistics of windows" if statistics == "window" else "")
-            right.plot([r["computed"] for r in mine], [r["gradient"] for r in mine], marker="o", color=PALETTE[index % len(PALETTE)], label=label)
+            label = f"{images}, dropout {dropout}" + (
+                ", statistics of windows" if statistics == "window" else ""
+            )
+            right.plot(
+                [r["computed"] for r in mine],
+                [r["gradient"] for r in mine],
+                marker="o",
+                color=PALETTE[index % len(PALETTE)],
+                label=label,
+            )
         right.axvline(exact, color="#777777", linestyle="--", linewidth=1)
-        right.set(title="Gradient: relative error", xlabel="halo computed [pixels]", ylabel="|g - g*| / |g*|", yscale="log")
+        right.set(
+            title="Gradient: relative error",
+            xlabel="halo computed [pixels]",
+            ylabel="|g - g*| / |g*|",
+            yscale="log",
+        )
         right.legend(loc="center left")
 
 

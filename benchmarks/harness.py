@@ -16,16 +16,28 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any, Callable
+from typing import Any
 
 from benchmarks.machine import command_line, environment, summary
 from benchmarks.ranks import last_json, run_ranks
 from distseg.report.tables import table
 
-__all__ = ["Reading", "Results", "Spread", "environment", "last_json", "measure", "parent", "repeats_of", "report", "run_ranks"]
+__all__ = [
+    "Reading",
+    "Results",
+    "Spread",
+    "environment",
+    "last_json",
+    "measure",
+    "parent",
+    "repeats_of",
+    "report",
+    "run_ranks",
+]
 
 RESULTS = Path(__file__).with_name("results")
 
@@ -43,7 +55,7 @@ class Spread:
     max: float
 
     @classmethod
-    def of(cls, values: list[float]) -> "Spread":
+    def of(cls, values: list[float]) -> Spread:
         return cls(min(values), median(values), max(values))
 
 
@@ -72,13 +84,22 @@ class Results:
 
     def _row(self, case: str) -> dict:
         spread, ratio = self.spread(case), self.ratio(case)
-        times = {f"{name} [{self.unit}]": getattr(spread, name) for name in ("min", "median", "max")}
-        return {"case": case, **times, f"/ {self.baseline}": ratio.median, "from": ratio.min, "to": ratio.max}
+        times = {
+            f"{name} [{self.unit}]": getattr(spread, name) for name in ("min", "median", "max")
+        }
+        return {
+            "case": case,
+            **times,
+            f"/ {self.baseline}": ratio.median,
+            "from": ratio.min,
+            "to": ratio.max,
+        }
 
     def as_dict(self) -> dict:
         """For JSON."""
         cases = {
-            case: {"samples": values, **vars(self.spread(case)), "ratio": vars(self.ratio(case))} for case, values in self.samples.items()
+            case: {"samples": values, **vars(self.spread(case)), "ratio": vars(self.ratio(case))}
+            for case, values in self.samples.items()
         }
         return {"unit": self.unit, "baseline": self.baseline, "cases": cases}
 
@@ -104,7 +125,9 @@ def measure(
     """
     baseline = next(iter(cases), None) if baseline is None else baseline
     if baseline not in cases or repeats < 1:
-        raise ValueError(f"baseline {baseline!r}, cases {list(cases)}, repeats {repeats}: give a case, a baseline among them and at least one repeat")
+        raise ValueError(
+            f"baseline {baseline!r}, cases {list(cases)}, repeats {repeats}: give a case, a baseline among them and at least one repeat"
+        )
     samples: dict[str, list[float]] = {name: [] for name in cases}
     for turn in range(warmup + repeats):
         for name, case in cases.items():
@@ -124,9 +147,25 @@ def _sample(case: Callable[[], Any], clock: Callable[[], float]) -> float:
 def parent(repeats: int = 5) -> argparse.ArgumentParser:
     """The options that every benchmark has, for ``argparse.ArgumentParser(parents=[parent()])``."""
     parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("--repeats", type=int, default=repeats, metavar="N", help="measured turns of all cases (default: %(default)s)")
-    parser.add_argument("--output", type=Path, default=None, metavar="FOLDER", help="where NAME.json goes (default: benchmarks/results)")
-    parser.add_argument("--quick", action="store_true", help="small sizes, at most 2 turns: does it run? Its result goes to results/quick")
+    parser.add_argument(
+        "--repeats",
+        type=int,
+        default=repeats,
+        metavar="N",
+        help="measured turns of all cases (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=None,
+        metavar="FOLDER",
+        help="where NAME.json goes (default: benchmarks/results)",
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="small sizes, at most 2 turns: does it run? Its result goes to results/quick",
+    )
     return parser
 
 
@@ -150,12 +189,35 @@ def report(
         notes: what the reader should know of the figures; printed and kept.
     """
     machine = environment()
-    print("\n".join(filter(None, [question, "", table(results.rows()), "", notes, summary(machine), f"reproduce: {command_line()}"])))
+    print(
+        "\n".join(
+            filter(
+                None,
+                [
+                    question,
+                    "",
+                    table(results.rows()),
+                    "",
+                    notes,
+                    summary(machine),
+                    f"reproduce: {command_line()}",
+                ],
+            )
+        )
+    )
     folder = options.output or (RESULTS / "quick" if options.quick else RESULTS)
     folder.mkdir(parents=True, exist_ok=True)
-    entry = {"name": name, "question": question, "notes": notes, "quick": options.quick, "parameters": parameters or {}}
+    entry = {
+        "name": name,
+        "question": question,
+        "notes": notes,
+        "quick": options.quick,
+        "parameters": parameters or {},
+    }
     path = folder / f"{name}.json"
-    path.write_text(json.dumps({**entry, "results": results.as_dict(), "environment": machine}, indent=2) + "\n")
+    path.write_text(
+        json.dumps({**entry, "results": results.as_dict(), "environment": machine}, indent=2) + "\n"
+    )
     if plot:
         plot(path.with_suffix(".png"))
     return path

@@ -24,7 +24,9 @@ def environment() -> dict:
     """CPU, cores, memory, accelerators, versions, threads, git commit, command line and time."""
     return {
         "cpu": cpu_model(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "accelerators": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "system": f"{platform.system()} {platform.machine()}",
@@ -49,7 +51,9 @@ def summary(machine: dict) -> str:
 
 def cpu_model() -> str:
     try:
-        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        found = re.search(
+            r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE
+        )
     except OSError:
         found = None
     return found.group(1) if found else platform.processor() or platform.machine()
@@ -58,7 +62,9 @@ def cpu_model() -> str:
 def git_commit() -> str | None:
     """The short hash, with ``+changes`` if tracked files differ from it; None outside a repository."""
     commit = _git("rev-parse", "--short=12", "HEAD")
-    return commit and commit + ("+changes" if _git("status", "--porcelain", "--untracked-files=no") else "")
+    return commit and commit + (
+        "+changes" if _git("status", "--porcelain", "--untracked-files=no") else ""
+    )
 
 
 def command_line() -> str:
@@ -86,7 +92,9 @@ def _version(package: str) -> str | None:
 
 def _git(*arguments: str) -> str | None:
     try:
-        done = subprocess.run(["git", "--no-optional-locks", *arguments], cwd=ROOT, capture_output=True, text=True)
+        done = subprocess.run(
+            ["git", "--no-optional-locks", *arguments], cwd=ROOT, capture_output=True, text=True
+        )
     except OSError:
         return None
     return done.stdout.strip() if done.returncode == 0 else None

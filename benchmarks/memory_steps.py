@@ -14,9 +14,9 @@ import gc
 import json
 import re
 import weakref
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -32,7 +32,10 @@ from distseg.planning.memory import Policy, ranges_of, stage_memory
 from distseg.training.engine import Engine
 
 RECOMPUTE = ("never", "except_last", "always")
-RETURN_FREED = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}  # environment of the ranks
+RETURN_FREED = {
+    "MALLOC_MMAP_THRESHOLD_": "65536",
+    "MALLOC_TRIM_THRESHOLD_": "65536",
+}  # environment of the ranks
 
 
 class Alive(TorchDispatchMode):
@@ -89,8 +92,17 @@ def resident_peak(work: Callable[[], object]) -> int | None:
 
 def lasting(engine: Engine) -> dict[str, list[Tensor]]:
     """What is there between steps: weights, gradients, the optimizer's numbers."""
-    states = [t for state in engine.optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
-    return {"weights": engine.parameters, "gradients": engine.gradients.buckets, "optimizer": states}
+    states = [
+        t
+        for state in engine.optimizer.state.values()
+        for t in state.values()
+        if isinstance(t, Tensor)
+    ]
+    return {
+        "weights": engine.parameters,
+        "gradients": engine.gradients.buckets,
+        "optimizer": states,
+    }
 
 
 def measured(step: Step) -> dict[str, int | None]:
@@ -101,7 +113,9 @@ def measured(step: Step) -> dict[str, int | None]:
     gc.collect()
     with Alive([*sum(there.values(), []), *step.engine.model.buffers(), *pixels]) as alive:
         step()
-    return {"tensors": alive.peak, "resident": resident_peak(step)} | {name: sum(t.nbytes for t in tensors) for name, tensors in there.items()}
+    return {"tensors": alive.peak, "resident": resident_peak(step)} | {
+        name: sum(t.nbytes for t in tensors) for name, tensors in there.items()
+    }
 
 
 def predicted(step: Step, setting: Setting, stage: int) -> dict[str, float]:
@@ -109,12 +123,18 @@ def predicted(step: Step, setting: Setting, stage: int) -> dict[str, float]:
     config, ranges = step.engine.config, step.engine.partition.ranges
     policy = Policy(config.train.accumulate, config.pipeline.schedule, config.pipeline.recompute)
     costs = modelled(build_model(config.model), setting.size)
-    return asdict(stage_memory(ranges_of(costs), (ranges[stage].start, ranges[stage].stop), stage, len(ranges), policy))
+    return asdict(
+        stage_memory(
+            ranges_of(costs), (ranges[stage].start, ranges[stage].stop), stage, len(ranges), policy
+        )
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--setting", type=json.loads, default={}, help="fields of benchmarks.steps.Setting")
+    parser.add_argument(
+        "--setting", type=json.loads, default={}, help="fields of benchmarks.steps.Setting"
+    )
     parser.add_argument("--micro_batches", type=int, default=4)
     parser.add_argument("--schedules", nargs="+", default=SCHEDULES)
     options = parser.parse_args()
@@ -122,10 +142,22 @@ def main() -> None:
     comm, setting, found = world(), Setting(**options.setting), []
     for schedule in options.schedules:
         for recompute in RECOMPUTE:
-            step = Step.of(config_of(setting, options.micro_batches, comm.size, schedule=schedule, recompute=recompute), setting, comm)
+            step = Step.of(
+                config_of(
+                    setting,
+                    options.micro_batches,
+                    comm.size,
+                    schedule=schedule,
+                    recompute=recompute,
+                ),
+                setting,
+                comm,
+            )
             mine = {"measured": measured(step), "predicted": predicted(step, setting, comm.rank)}
             mine["layers"] = len(step.engine.partition.ranges[comm.rank])
-            found.append({"schedule": schedule, "recompute": recompute, "stages": comm.allgather(mine)})
+            found.append(
+                {"schedule": schedule, "recompute": recompute, "stages": comm.allgather(mine)}
+            )
             del step
     if comm.rank == 0:
         print(json.dumps({"cases": found}))

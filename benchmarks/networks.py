@@ -12,8 +12,8 @@ import copy
 import importlib.util
 import json
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -46,11 +46,21 @@ WAYS = {  # name: (ranks, settings by section)
     "whole": (1, {}),
     "tiles": (2, dict(mesh=dict(tiles=Size((1, 2))))),
     "exchange 1": (2, dict(mesh=dict(tiles=Size((2, 1))), spatial=dict(exchange_every="1"))),
-    "exchange level": (2, dict(mesh=dict(tiles=Size((1, 2))), spatial=dict(exchange_every="level"))),
+    "exchange level": (
+        2,
+        dict(mesh=dict(tiles=Size((1, 2))), spatial=dict(exchange_every="level")),
+    ),
     "in time": (1, dict(spatial=dict(tiles_per_rank=Size((2, 2)), streaming="offload"))),
     "stages": (2, dict(mesh=dict(stages=2), train=dict(accumulate=2))),
     "samples": (2, dict(mesh=dict(samples=2))),
-    "all at once": (4, dict(mesh=dict(stages=2, tiles=Size((1, 2))), spatial=dict(exchange_every="1"), train=dict(accumulate=2))),
+    "all at once": (
+        4,
+        dict(
+            mesh=dict(stages=2, tiles=Size((1, 2))),
+            spatial=dict(exchange_every="1"),
+            train=dict(accumulate=2),
+        ),
+    ),
 }
 SECTIONS = dict(mesh=MeshConfig, spatial=SpatialConfig, train=TrainConfig, pipeline=PipelineConfig)
 
@@ -60,15 +70,28 @@ class Example(nn.Module):
 
     def __init__(self, in_channels: int, out_channels: int):
         super().__init__()
-        self.stem, self.conv, self.norm = nn.Conv2d(in_channels, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8)
-        self.squeeze, self.excite, self.head = nn.Conv2d(8, 2, 1), nn.Conv2d(2, 8, 1), nn.Conv2d(16, out_channels, 3, padding=1)
+        self.stem, self.conv, self.norm = (
+            nn.Conv2d(in_channels, 8, 3, padding=1),
+            nn.Conv2d(8, 8, 3, padding=1),
+            nn.BatchNorm2d(8),
+        )
+        self.squeeze, self.excite, self.head = (
+            nn.Conv2d(8, 2, 1),
+            nn.Conv2d(2, 8, 1),
+            nn.Conv2d(16, out_channels, 3, padding=1),
+        )
 
     def forward(self, x):
         skip = F.relu(self.stem(x))
         y = F.max_pool2d(skip, 2)
         z = F.relu(self.norm(self.conv(y)))
         y = y + z * torch.sigmoid(self.excite(F.relu(self.squeeze(F.adaptive_avg_pool2d(z, 1)))))
-        return self.head(torch.cat((skip, F.interpolate(y, size=skip.shape[2:], mode="bilinear", align_corners=True)), 1))
+        return self.head(
+            torch.cat(
+                (skip, F.interpolate(y, size=skip.shape[2:], mode="bilinear", align_corners=True)),
+                1,
+            )
+        )
 
 
 class Module(nn.Module):
@@ -90,7 +113,9 @@ class Module(nn.Module):
 
 def summit_small(in_channels: int, out_channels: int) -> nn.Sequential:
     """The paper's network of 72,301,856 parameters."""
-    return unet(depth=5, num_convs=2, base_channels=64, in_channels=in_channels, out_channels=out_channels)
+    return unet(
+        depth=5, num_convs=2, base_channels=64, in_channels=in_channels, out_channels=out_channels
+    )
 
 
 def summit_small_module(in_channels: int, out_channels: int) -> nn.Module:
@@ -113,16 +138,22 @@ def _smp(architecture: str, encoder: str, **more) -> Callable[[int, int], nn.Mod
     def build(in_channels: int, out_channels: int) -> nn.Module:
         import segmentation_models_pytorch as smp
 
-        return getattr(smp, architecture)(encoder, encoder_weights=None, in_channels=in_channels, classes=out_channels, **more)
+        return getattr(smp, architecture)(
+            encoder, encoder_weights=None, in_channels=in_channels, classes=out_channels, **more
+        )
 
     return build
 
 
-def _monai(architecture: str, *arguments, first: bool = False, **more) -> Callable[[int, int], nn.Module]:
+def _monai(
+    architecture: str, *arguments, first: bool = False, **more
+) -> Callable[[int, int], nn.Module]:
     def build(in_channels: int, out_channels: int) -> nn.Module:
         import monai.networks.nets as nets
 
-        model = getattr(nets, architecture)(*arguments, spatial_dims=2, in_channels=in_channels, out_channels=out_channels, **more)
+        model = getattr(nets, architecture)(
+            *arguments, spatial_dims=2, in_channels=in_channels, out_channels=out_channels, **more
+        )
         return Result(model) if first else model
 
     return build
@@ -132,7 +163,11 @@ def _torchvision(name: str, **more) -> Callable[[int, int], nn.Module]:
     def build(in_channels: int, out_channels: int) -> nn.Module:
         import torchvision.models.segmentation as models
 
-        return Result(getattr(models, name)(weights=None, weights_backbone=None, num_classes=out_channels, **more))
+        return Result(
+            getattr(models, name)(
+                weights=None, weights_backbone=None, num_classes=out_channels, **more
+            )
+        )
 
     return build
 
@@ -145,21 +180,55 @@ _ENCODERS = (
 )  # fmt: skip
 NETWORKS: dict[str, Callable[[int, int], nn.Module]] = {
     "example": Example,
-    **{f"smp_Unet_{encoder.replace('-', '_')}": _smp("Unet", encoder, **_THIN) for encoder in _ENCODERS},
-    "smp_Unet_convnext_atto": _smp("Unet", "tu-convnext_atto", encoder_depth=4, decoder_channels=(32, 16, 16, 8)),
-    **{f"smp_{name}": _smp(name, "resnet18") for name in ("UnetPlusPlus", "Linknet", "FPN", "PSPNet", "PAN", "DeepLabV3", "DeepLabV3Plus", "MAnet", "UPerNet")},
+    **{
+        f"smp_Unet_{encoder.replace('-', '_')}": _smp("Unet", encoder, **_THIN)
+        for encoder in _ENCODERS
+    },
+    "smp_Unet_convnext_atto": _smp(
+        "Unet", "tu-convnext_atto", encoder_depth=4, decoder_channels=(32, 16, 16, 8)
+    ),
+    **{
+        f"smp_{name}": _smp(name, "resnet18")
+        for name in (
+            "UnetPlusPlus",
+            "Linknet",
+            "FPN",
+            "PSPNet",
+            "PAN",
+            "DeepLabV3",
+            "DeepLabV3Plus",
+            "MAnet",
+            "UPerNet",
+        )
+    },
     "smp_Unet_scse": _smp("Unet", "resnet18", decoder_attention_type="scse"),
     "smp_Linknet_mobilenet": _smp("Linknet", "mobilenet_v2"),
     "smp_FPN_cat": _smp("FPN", "resnet18", decoder_merge_policy="cat"),
     "smp_Segformer": _smp("Segformer", "mit_b0"),
-    "monai_UNet": _monai("UNet", channels=(8, 16, 32), strides=(2, 2), num_res_units=2, dropout=0.2),
-    "monai_UNet_plain": _monai("UNet", channels=(8, 16, 32), strides=(2, 2), act="GELU", norm="BATCH"),
-    "monai_UNet_group": _monai("UNet", channels=(8, 16, 32), strides=(2, 2), norm=("GROUP", {"num_groups": 4})),
+    "monai_UNet": _monai(
+        "UNet", channels=(8, 16, 32), strides=(2, 2), num_res_units=2, dropout=0.2
+    ),
+    "monai_UNet_plain": _monai(
+        "UNet", channels=(8, 16, 32), strides=(2, 2), act="GELU", norm="BATCH"
+    ),
+    "monai_UNet_group": _monai(
+        "UNet", channels=(8, 16, 32), strides=(2, 2), norm=("GROUP", {"num_groups": 4})
+    ),
     "monai_HighResNet": _monai("HighResNet"),
-    "monai_BasicUNet_batch": _monai("BasicUNet", features=(8, 8, 16, 32, 64, 8), norm="batch", upsample="nontrainable"),
+    "monai_BasicUNet_batch": _monai(
+        "BasicUNet", features=(8, 8, 16, 32, 64, 8), norm="batch", upsample="nontrainable"
+    ),
     "monai_BasicUNet": _monai("BasicUNet", features=(8, 8, 16, 32, 64, 8)),
-    "monai_BasicUNetPlusPlus": _monai("BasicUNetPlusPlus", features=(8, 8, 16, 32, 64, 8), first=True),
-    "monai_DynUNet": _monai("DynUNet", kernel_size=[3, 3, 3], strides=[1, 2, 2], upsample_kernel_size=[2, 2], filters=[8, 16, 32]),
+    "monai_BasicUNetPlusPlus": _monai(
+        "BasicUNetPlusPlus", features=(8, 8, 16, 32, 64, 8), first=True
+    ),
+    "monai_DynUNet": _monai(
+        "DynUNet",
+        kernel_size=[3, 3, 3],
+        strides=[1, 2, 2],
+        upsample_kernel_size=[2, 2],
+        filters=[8, 16, 32],
+    ),
     "monai_SegResNet": _monai("SegResNet", init_filters=8),
     "monai_SegResNetDS": _monai("SegResNetDS", init_filters=8),
     "monai_AttentionUnet": _monai("AttentionUnet", channels=(8, 16, 32), strides=(2, 2)),
@@ -169,8 +238,13 @@ NETWORKS: dict[str, Callable[[int, int], nn.Module]] = {
     "torchvision_deeplabv3_mobilenet": _torchvision("deeplabv3_mobilenet_v3_large"),
     "torchvision_lraspp": _torchvision("lraspp_mobilenet_v3_large"),
 }
-_MULTIPLES = {"smp_PAN": 2}  # times the size that others are tried with: it wants multiples of 128 pixels
-_IMAGES = {"smp_Unet_timm_skresnet18": 3, "smp_UPerNet": 3}  # a batch norm of two vectors gives 1 and -1 whatever they are: what comes back through it is rounding
+_MULTIPLES = {
+    "smp_PAN": 2
+}  # times the size that others are tried with: it wants multiples of 128 pixels
+_IMAGES = {
+    "smp_Unet_timm_skresnet18": 3,
+    "smp_UPerNet": 3,
+}  # a batch norm of two vectors gives 1 and -1 whatever they are: what comes back through it is rounding
 _TOLERANCE = 1e-12
 _PACKAGES = {"smp": "segmentation_models_pytorch", "monai": "monai", "torchvision": "torchvision"}
 
@@ -184,18 +258,38 @@ def __getattr__(name: str):
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=QUESTION, parents=[parent(1)])
-    parser.add_argument("--size", type=Size, default=Size((64, 128)), help="of the images (default: %(default)s)")
+    parser.add_argument(
+        "--size", type=Size, default=Size((64, 128)), help="of the images (default: %(default)s)"
+    )
     parser.add_argument("--images", type=int, default=2, help="in a batch (default: %(default)s)")
-    parser.add_argument("--networks", nargs="*", default=list(NETWORKS), metavar="NAME", help="of the table; those whose package is not installed are left out")
-    parser.add_argument("--job", help="internal: the network whose ways on this number of ranks are tried")
-    parser.add_argument("--last-bit", action="store_true", help="internal: of that network, how far the eager module's gradient moves with the last bit of the pixels")
-    parser.add_argument("--go-on", action="store_true", help="leave networks as they are that the table has already")
+    parser.add_argument(
+        "--networks",
+        nargs="*",
+        default=list(NETWORKS),
+        metavar="NAME",
+        help="of the table; those whose package is not installed are left out",
+    )
+    parser.add_argument(
+        "--job", help="internal: the network whose ways on this number of ranks are tried"
+    )
+    parser.add_argument(
+        "--last-bit",
+        action="store_true",
+        help="internal: of that network, how far the eager module's gradient moves with the last bit of the pixels",
+    )
+    parser.add_argument(
+        "--go-on", action="store_true", help="leave networks as they are that the table has already"
+    )
     options = parser.parse_args(arguments)
     if options.job:
         return last_bit(options) if options.last_bit else job(options)
     if options.quick:
         options.networks, options.size = ["example"], Size((16, 24))
-    there = [name for name in options.networks if importlib.util.find_spec(_PACKAGES.get(name.partition("_")[0], "torch"))]
+    there = [
+        name
+        for name in options.networks
+        if importlib.util.find_spec(_PACKAGES.get(name.partition("_")[0], "torch"))
+    ]
     known = {} if options.quick else _before(options)
     for name in there:
         if name not in known or not options.go_on:
@@ -207,25 +301,49 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _before(options: argparse.Namespace) -> dict[str, dict]:
     """The rows of earlier calls, by network: a table takes two hours."""
     path = (options.output or RESULTS) / "networks.json"
-    return {row["network"]: row for row in json.loads(path.read_text())["results"]["rows"]} if path.exists() else {}
+    return (
+        {row["network"]: row for row in json.loads(path.read_text())["results"]["rows"]}
+        if path.exists()
+        else {}
+    )
 
 
 def _report(rows: list[dict], options: argparse.Namespace) -> None:
     exact = sum(all(row[way] != "refused" for way in WAYS) for row in rows)
-    wrong = [f"{row['network']}, {way}" for row in rows for way in WAYS if row[way] != "refused" and not float(row[way]) <= max(_TOLERANCE, 10 * float(row["last bit"] or 0))]
+    wrong = [
+        f"{row['network']}, {way}"
+        for row in rows
+        for way in WAYS
+        if row[way] != "refused"
+        and not float(row[way]) <= max(_TOLERANCE, 10 * float(row["last bit"] or 0))
+    ]
     notes = (
         f"{len(rows)} networks: {exact} computed in all {len(WAYS)} ways, {len(rows) - exact} refused in some or all, {len(wrong)} wrong{': ' if wrong else ''}{'; '.join(wrong)}; {options.images} images of "
         f"{options.size} a batch, float64; a number: the largest relative error of loss, gradients, weights and running statistics against the eager module; "
         f"last bit: where that is above {_TOLERANCE:.0e}, how far the eager module's own gradient moves when the last bit of its pixels does"
     )
-    report("networks", QUESTION, Rows(rows), options, {"image": str(options.size), "images": options.images}, notes)
+    report(
+        "networks",
+        QUESTION,
+        Rows(rows),
+        options,
+        {"image": str(options.size), "images": options.images},
+        notes,
+    )
 
 
 def _row(name: str, options: argparse.Namespace) -> dict:
     found: dict[str, float | str] = {}
     for ranks in sorted({ranks for ranks, _ in WAYS.values()}):
         size = Size(n * _MULTIPLES.get(name, 1) for n in options.size)
-        given = ["--job", name, "--size", str(size), "--images", str(max(options.images, _IMAGES.get(name, 0)))]
+        given = [
+            "--job",
+            name,
+            "--size",
+            str(size),
+            "--images",
+            str(max(options.images, _IMAGES.get(name, 0))),
+        ]
         try:
             found |= run_ranks(ranks, ["-m", "benchmarks.networks", *given], timeout=1200)
         except Exception as e:
@@ -234,11 +352,22 @@ def _row(name: str, options: argparse.Namespace) -> dict:
     moved = ""
     if any(isinstance(error, float) and not error <= _TOLERANCE for error in found.values()):
         moved = f"{run_ranks(1, ['-m', 'benchmarks.networks', *given, '--last-bit'], timeout=1200)['moved']:.0e}"
-    return {"network": name, **{way: f"{found[way]:.0e}" if isinstance(found[way], float) else "refused" for way in WAYS}, "last bit": moved, "refused": refused}
+    return {
+        "network": name,
+        **{
+            way: f"{found[way]:.0e}" if isinstance(found[way], float) else "refused" for way in WAYS
+        },
+        "last bit": moved,
+        "refused": refused,
+    }
 
 
 def _config(options: argparse.Namespace) -> Config:
-    return Config(model=ModelConfig(f"benchmarks.networks:{options.job}", in_channels=3, out_channels=2), data=DataConfig(images=options.images), optim=OptimConfig("sgd"))
+    return Config(
+        model=ModelConfig(f"benchmarks.networks:{options.job}", in_channels=3, out_channels=2),
+        data=DataConfig(images=options.images),
+        optim=OptimConfig("sgd"),
+    )
 
 
 def last_bit(options: argparse.Namespace) -> None:
@@ -246,11 +375,19 @@ def last_bit(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     config, model, images = prepare(_config(options), options.size)
     dropouts, model = getattr(as_network(copy.deepcopy(model)), "dropouts", {}), model.double()
-    wholes = [Image(*images.whole(n), number=n, group=0, micro_batch=0) for n in range(options.images)]
+    wholes = [
+        Image(*images.whole(n), number=n, group=0, micro_batch=0) for n in range(options.images)
+    ]
     generator = torch.Generator().manual_seed(0)
-    bit = lambda x: x * (1 + 2.0**-52 * torch.randint(-1, 2, x.shape, generator=generator).double())
+
+    def bit(x):
+        return x * (1 + 2.0**-52 * torch.randint(-1, 2, x.shape, generator=generator).double())
+
     moved = [replace(whole, pixels=bit(whole.pixels)) for whole in wholes]
-    one, other = (serial_step(copy.deepcopy(model), those, config, dropouts=dropouts).gradients for those in (wholes, moved))
+    one, other = (
+        serial_step(copy.deepcopy(model), those, config, dropouts=dropouts).gradients
+        for those in (wholes, moved)
+    )
     print(json.dumps({"moved": max(relative_errors(other, one).values())}))
 
 
@@ -261,7 +398,9 @@ def job(options: argparse.Namespace) -> None:
     for way, (ranks, sections) in WAYS.items():
         if ranks != comm.size:
             continue
-        config = replace(base, **{name: SECTIONS[name](**fields) for name, fields in sections.items()})
+        config = replace(
+            base, **{name: SECTIONS[name](**fields) for name, fields in sections.items()}
+        )
         try:
             result = verify(config, comm, options.size)
             found[way] = comm.bcast(result and float(result["max_error"]))

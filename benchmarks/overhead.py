@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Sequence
 
 import torch
 
@@ -22,10 +22,21 @@ NORMS = ("instance", "batch", "group")
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=QUESTION, parents=[parent(7)])
-    parser.add_argument("--size", type=Size, default=Size((384, 384)), help="of the image (default: %(default)s)")
-    parser.add_argument("--base", type=int, default=32, help="channels of the first level (default: %(default)s)")
-    parser.add_argument("--model", default="unet", help="another network, as package.module:function, such as benchmarks.networks:smp_Unet_resnet34; norm and base are its own then")
-    parser.add_argument("--against", help="our step on this network in the place of plain PyTorch's, such as the same one in another form")
+    parser.add_argument(
+        "--size", type=Size, default=Size((384, 384)), help="of the image (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--base", type=int, default=32, help="channels of the first level (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--model",
+        default="unet",
+        help="another network, as package.module:function, such as benchmarks.networks:smp_Unet_resnet34; norm and base are its own then",
+    )
+    parser.add_argument(
+        "--against",
+        help="our step on this network in the place of plain PyTorch's, such as the same one in another form",
+    )
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     keep_freed_memory()
@@ -33,19 +44,34 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.quick:
         setting = replace(setting, size=Size((64, 64)), base_channels=4, depth=2)
     found = {
-        (norm, name): measure(_cases(replace(setting, norm=norm, **form), options.against), repeats_of(options), clock=time.process_time)
+        (norm, name): measure(
+            _cases(replace(setting, norm=norm, **form), options.against),
+            repeats_of(options),
+            clock=time.process_time,
+        )
         for norm in (NORMS if options.model == "unet" else ("its own",))
         for name, form in FORMATS.items()
     }
     rows = [_row(norm, name, results) for (norm, name), results in found.items()]
-    network = f"U-Net of depth {setting.depth}, {setting.num_convs} convs a level, base {setting.base_channels}, dropout 0.1" if options.model == "unet" else options.model
+    network = (
+        f"U-Net of depth {setting.depth}, {setting.num_convs} convs a level, base {setting.base_channels}, dropout 0.1"
+        if options.model == "unet"
+        else options.model
+    )
     notes = (
         f"{network}, AdamW, gradient norm in both; image {setting.size};\n"
         "processor seconds of one thread (the wall clock's on a quiet machine); ratio: median of the turns, with its range"
     )
     notes += f"\nplain: our step on {options.against}" if options.against else ""
     samples = {f"{norm}, {name}": results.as_dict() for (norm, name), results in found.items()}
-    report("overhead", QUESTION, Rows(rows, {"samples": samples}), options, {"setting": setting.as_dict()}, notes)
+    report(
+        "overhead",
+        QUESTION,
+        Rows(rows, {"samples": samples}),
+        options,
+        {"setting": setting.as_dict()},
+        notes,
+    )
 
 
 def _cases(setting: Setting, against: str | None) -> dict:

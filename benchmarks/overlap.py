@@ -7,7 +7,7 @@ is what distseg does in the backward pass (:func:`distseg.comm.collective.later`
 from __future__ import annotations
 
 import argparse
-from typing import Callable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -19,14 +19,21 @@ from benchmarks.steps import Setting, arguments_of
 from distseg.comm.launch import keep_freed_memory
 from distseg.config.sizes import Size
 
-QUESTION = "Does it pay to compute while borders travel, in the forward pass and in the backward pass?"
+QUESTION = (
+    "Does it pay to compute while borders travel, in the forward pass and in the backward pass?"
+)
 SHAPES = [(32, 384), (64, 192), (128, 96), (256, 48)]  # channels, pixels a side
 SETTING = Setting(Size((384, 384)), 3, 2, 32)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=QUESTION, parents=[parent(5)])
-    parser.add_argument("--steps", type=int, default=5, help="steps of a job; the fastest counts (default: %(default)s)")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=5,
+        help="steps of a job; the fastest counts (default: %(default)s)",
+    )
     options = parser.parse_args(arguments)
     shapes, setting = SHAPES, SETTING
     if options.quick:
@@ -36,14 +43,29 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rows, samples = [], {}
     for channels, side in shapes:
         cases = split_cases(channels, side)
-        results = measure(cases, repeats_of(options) if options.quick else 4 * options.repeats, warmup=1)
+        results = measure(
+            cases, repeats_of(options) if options.quick else 4 * options.repeats, warmup=1
+        )
         samples[f"{channels} channels"] = results.as_dict()
-        rows.append(_row(f"forward: {channels} channels, {side}x{side}, whole against split", results, "split"))
+        rows.append(
+            _row(
+                f"forward: {channels} channels, {side}x{side}, whole against split",
+                results,
+                "split",
+            )
+        )
     results = measure(step_cases(setting, options), repeats_of(options), warmup=0)
     samples["steps"] = results.as_dict()
     rows.append(_row("step of 2 ranks: waits filled against idle", results, "idle"))
     notes = "one thread; slower: the second case over the first, turn by turn, median and range"
-    report("overlap", QUESTION, Rows(rows, {"samples": samples}), options, {"shapes": shapes, "step": setting.as_dict()}, notes)
+    report(
+        "overlap",
+        QUESTION,
+        Rows(rows, {"samples": samples}),
+        options,
+        {"shapes": shapes, "step": setting.as_dict()},
+        notes,
+    )
 
 
 def split_cases(channels: int, side: int) -> dict[str, Callable[[], Tensor]]:
@@ -53,8 +75,15 @@ def split_cases(channels: int, side: int) -> dict[str, Callable[[], Tensor]]:
     def split() -> Tensor:
         y = torch.empty(1, channels, side, side)
         y[..., 1:-1, 1:-1] = F.conv2d(x[..., 1:-1, 1:-1], weight)
-        for rows, columns in ((slice(0, 1), slice(None)), (slice(-1, None), slice(None)), (slice(1, -1), slice(0, 1)), (slice(1, -1), slice(-1, None))):
-            y[..., rows, columns] = F.conv2d(x[..., _wider(rows, side), _wider(columns, side)], weight)
+        for rows, columns in (
+            (slice(0, 1), slice(None)),
+            (slice(-1, None), slice(None)),
+            (slice(1, -1), slice(0, 1)),
+            (slice(1, -1), slice(-1, None)),
+        ):
+            y[..., rows, columns] = F.conv2d(
+                x[..., _wider(rows, side), _wider(columns, side)], weight
+            )
         return y
 
     assert torch.allclose(split(), F.conv2d(x, weight), rtol=1e-3, atol=1e-3)
@@ -68,7 +97,16 @@ def _wider(wanted: slice, side: int) -> slice:
 
 
 def step_cases(setting: Setting, options: argparse.Namespace) -> dict[str, Callable[[], Reading]]:
-    tiles = ["--tiles", "2x1", "--exchange_every", "1", "--steps", str(options.steps), "--reducer", "mpi"]
+    tiles = [
+        "--tiles",
+        "2x1",
+        "--exchange_every",
+        "1",
+        "--steps",
+        str(options.steps),
+        "--reducer",
+        "mpi",
+    ]
     base = [argument for argument in arguments_of(setting)]
 
     def seconds(*flags: str) -> Reading:
@@ -79,7 +117,13 @@ def step_cases(setting: Setting, options: argparse.Namespace) -> dict[str, Calla
 
 def _row(what: str, results, second: str) -> dict:
     ratio = results.ratio(second)
-    return {"comparison": what, "first [ms]": 1e3 * results.spread(results.baseline).median, "slower": ratio.median, "from": ratio.min, "to": ratio.max}
+    return {
+        "comparison": what,
+        "first [ms]": 1e3 * results.spread(results.baseline).median,
+        "slower": ratio.median,
+        "from": ratio.min,
+        "to": ratio.max,
+    }
 
 
 if __name__ == "__main__":

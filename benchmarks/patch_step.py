@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median, quantiles
-from typing import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -72,9 +72,18 @@ class Basic(nn.Module):
 
     def __init__(self, inner: int, outer: int, stride: int):
         super().__init__()
-        self.conv1, self.bn1 = nn.Conv2d(inner, outer, 3, stride, 1, bias=False), nn.BatchNorm2d(outer)
+        self.conv1, self.bn1 = (
+            nn.Conv2d(inner, outer, 3, stride, 1, bias=False),
+            nn.BatchNorm2d(outer),
+        )
         self.conv2, self.bn2 = nn.Conv2d(outer, outer, 3, 1, 1, bias=False), nn.BatchNorm2d(outer)
-        self.around = None if stride == 1 else nn.Sequential(nn.Conv2d(inner, outer, 1, stride, bias=False), nn.BatchNorm2d(outer))
+        self.around = (
+            None
+            if stride == 1
+            else nn.Sequential(
+                nn.Conv2d(inner, outer, 1, stride, bias=False), nn.BatchNorm2d(outer)
+            )
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x)))))
@@ -86,9 +95,15 @@ class ResNet18(nn.Module):
 
     def __init__(self, in_channels: int, out_channels: int):
         super().__init__()
-        self.conv1, self.bn1, self.pool = nn.Conv2d(in_channels, 64, 7, 2, 3, bias=False), nn.BatchNorm2d(64), nn.MaxPool2d(3, 2, 1)
+        self.conv1, self.bn1, self.pool = (
+            nn.Conv2d(in_channels, 64, 7, 2, 3, bias=False),
+            nn.BatchNorm2d(64),
+            nn.MaxPool2d(3, 2, 1),
+        )
         widths = [64, 64, 64, 128, 128, 256, 256, 512, 512]
-        self.blocks = nn.Sequential(*(Basic(a, b, 1 if a == b else 2) for a, b in zip(widths, widths[1:])))
+        self.blocks = nn.Sequential(
+            *(Basic(a, b, 1 if a == b else 2) for a, b in zip(widths, widths[1:]))
+        )
         self.last = nn.Linear(512, out_channels)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -111,8 +126,23 @@ class PlainLoop:
         filled, drawn: (images, patches) of each round that fills Z, and of each inner iteration.
     """
 
-    def __init__(self, backbone: nn.Module, head: nn.Module, images: Tensor, labels: Tensor, patch: int, filled: list, drawn: list):
-        self.backbone, self.head, self.labels, self.filled, self.drawn = backbone, head, labels, filled, drawn
+    def __init__(
+        self,
+        backbone: nn.Module,
+        head: nn.Module,
+        images: Tensor,
+        labels: Tensor,
+        patch: int,
+        filled: list,
+        drawn: list,
+    ):
+        self.backbone, self.head, self.labels, self.filled, self.drawn = (
+            backbone,
+            head,
+            labels,
+            filled,
+            drawn,
+        )
         self.parameters = [*backbone.parameters(), *head.parameters()]
         self.optimizer = torch.optim.Adam(self.parameters, _RATE, fused=True)
         self.images, self.patch = images, patch
@@ -122,14 +152,21 @@ class PlainLoop:
         return self.backbone(patches[at]).flatten(1)
 
     def step(self) -> float:
-        patches = self.images.unfold(2, self.patch, self.patch).unfold(3, self.patch, self.patch).movedim((2, 3), (1, 2)).flatten(1, 2)
+        patches = (
+            self.images.unfold(2, self.patch, self.patch)
+            .unfold(3, self.patch, self.patch)
+            .movedim((2, 3), (1, 2))
+            .flatten(1, 2)
+        )
         z = self._fill(patches)
         self.optimizer.zero_grad()
         losses = []
         for at in self.drawn:
             z = z.detach()
             z[at] = self.features(patches, at)
-            loss = F.cross_entropy(self.head(z.movedim(1, -1).unflatten(-1, self.grid)), self.labels)
+            loss = F.cross_entropy(
+                self.head(z.movedim(1, -1).unflatten(-1, self.grid)), self.labels
+            )
             (loss / len(self.drawn)).backward()
             losses.append(loss.item())
         self.optimizer.step()
@@ -149,7 +186,13 @@ def modules(case: Case, config: Config, store: Store, network: nn.Module) -> nn.
     """Backbone and head as a user writes them, with the weights of ``network``, in training mode."""
     settings = config.patchgd
     backbone = plain_model(config.model, store.bands, settings.features)
-    head = make_head(settings.head, settings.features, settings.head_channels, len(store.classes), (case.side // _PATCH,) * 2)
+    head = make_head(
+        settings.head,
+        settings.features,
+        settings.head_channels,
+        len(store.classes),
+        (case.side // _PATCH,) * 2,
+    )
     found = nn.ModuleDict({"backbone": backbone, "head": head})
     found.load_state_dict(user_names(network.state_dict().items(), network))
     return found.train()
@@ -158,15 +201,27 @@ def modules(case: Case, config: Config, store: Store, network: nn.Module) -> nn.
 def both(case: Case, path: str, precision: str) -> tuple[PatchEngine, Patches, PlainLoop]:
     """Return an engine and the images of its first step, and the plain program for the same."""
     store, config, mesh = Store(path), case.config(path, precision), Mesh(world())
-    network, device = network_of(config, store.bands, len(store.classes)), set_up(world(), "cpu", 1).device
+    network, device = (
+        network_of(config, store.bands, len(store.classes)),
+        set_up(world(), "cpu", 1).device,
+    )
     dtype = torch.float64 if precision == "fp64" else torch.float32
     plain = modules(case, config, store, network).to(dtype)
     engine = PatchEngine(config, mesh, network, device, precision)
     images = next(iter(PatchLoader(store, config, mesh).epoch(0)))
-    pixels = torch.stack([torch.from_numpy(store.read_normalised(s.image, s.box)) for s in images.samples]).to(dtype)
+    pixels = torch.stack(
+        [torch.from_numpy(store.read_normalised(s.image, s.box)) for s in images.samples]
+    ).to(dtype)
     rounds = range(engine._rounds(images.sizes[0]))
-    drawn = [[tuple(torch.tensor(engine._draw(images, what, j)).T) for j in rounds] for what in ("fill", "patches")]
-    return engine, images, PlainLoop(plain["backbone"], plain["head"], pixels, images.labels, _PATCH, *drawn)
+    drawn = [
+        [tuple(torch.tensor(engine._draw(images, what, j)).T) for j in rounds]
+        for what in ("fill", "patches")
+    ]
+    return (
+        engine,
+        images,
+        PlainLoop(plain["backbone"], plain["head"], pixels, images.labels, _PATCH, *drawn),
+    )
 
 
 def difference(case: Case, path: str) -> float:
@@ -180,9 +235,15 @@ def difference(case: Case, path: str) -> float:
     found = user_names(engine.network.state_dict().items(), engine.network)
     modules = nn.ModuleDict({"backbone": plain.backbone, "head": plain.head})
     apart = [abs(loss - wanted) / wanted]
-    apart += [((found[name] - t).norm() / t.norm().clamp(min=1e-3)).item() for name, t in modules.state_dict().items() if t.is_floating_point()]
+    apart += [
+        ((found[name] - t).norm() / t.norm().clamp(min=1e-3)).item()
+        for name, t in modules.state_dict().items()
+        if t.is_floating_point()
+    ]
     if max(apart) > _TOLERANCE:
-        raise RuntimeError(f"{case.name}: the two programs differ by {max(apart):.1e} after a step, so their times say nothing")
+        raise RuntimeError(
+            f"{case.name}: the two programs differ by {max(apart):.1e} after a step, so their times say nothing"
+        )
     return max(apart)
 
 
@@ -193,7 +254,10 @@ def compare(cases: Sequence[Case], repeats: int, store: Callable[[Case], str]) -
         path = store(case)
         apart = difference(case, path)
         engine, images, plain = both(case, path, "fp32")
-        turns = [(_timed(lambda: engine.step(replace(images), _RATE)), _timed(plain.step)) for _ in range(repeats + 1)][1:]
+        turns = [
+            (_timed(lambda: engine.step(replace(images), _RATE)), _timed(plain.step))
+            for _ in range(repeats + 1)
+        ][1:]
         ratios = [[a / b for a, b in zip(*turn)] for turn in turns]
         cpu, wall = ([ratio[clock] for ratio in ratios] for clock in (0, 1))
         low, middle, high = quantiles(cpu, n=4, method="inclusive") if len(cpu) > 1 else cpu * 3

@@ -16,7 +16,7 @@ import json
 import sys
 import time
 import types
-from typing import Callable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -47,9 +47,21 @@ NEEDS = {"lightstream": "lightstream", "MONAI": "monai"}
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=QUESTION, parents=[parent(3)])
-    parser.add_argument("--side", type=int, default=3072, help="of the square image of the gradient (default: %(default)s)")
-    parser.add_argument("--inference_side", type=int, default=4096, help="of the inference's (default: %(default)s)")
-    parser.add_argument("--tile", type=int, default=768, help="side of all tools' tiles in the step; 1024 in inference (default: %(default)s)")
+    parser.add_argument(
+        "--side",
+        type=int,
+        default=3072,
+        help="of the square image of the gradient (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--inference_side", type=int, default=4096, help="of the inference's (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--tile",
+        type=int,
+        default=768,
+        help="side of all tools' tiles in the step; 1024 in inference (default: %(default)s)",
+    )
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--job", help="internal: what one process does")
     options = parser.parse_args(arguments)
@@ -60,7 +72,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.quick:
         options.side, options.inference_side, options.tile = 128, 128, 64
     rows, samples = [], {}
-    for what, names in (("gradient", ("distseg, recompute", "lightstream", "plain PyTorch")), ("inference", ("distseg, Predictor", "MONAI", "plain PyTorch, whole"))):
+    for what, names in (
+        ("gradient", ("distseg, recompute", "lightstream", "plain PyTorch")),
+        ("inference", ("distseg, Predictor", "MONAI", "plain PyTorch, whole")),
+    ):
         there = [name for name in names if importlib.util.find_spec(NEEDS.get(name, "torch"))]
         found: dict[str, list[dict]] = {name: [] for name in there}
         for _ in range(repeats_of(options)):
@@ -74,13 +89,29 @@ def main(arguments: Sequence[str] | None = None) -> None:
         f"bf16 channels_last, {options.inference_side}x{options.inference_side}; / distseg: seconds of neighbours in time, median and range; "
         "peak: of the whole process; error: of the gradient at 512x512 against the whole image in float64, of inference at 1024x1024 in fp32 against the whole image, relative to the largest logit"
     )
-    parameters = {"side": options.side, "inference_side": options.inference_side, "tile": options.tile, "threads": options.threads}
+    parameters = {
+        "side": options.side,
+        "inference_side": options.inference_side,
+        "tile": options.tile,
+        "threads": options.threads,
+    }
     report("peers", QUESTION, Rows(rows, {"samples": samples}), options, parameters, notes)
 
 
 def _run(name: str, options: argparse.Namespace) -> dict:
-    flags = ["--side", str(options.side), "--inference_side", str(options.inference_side), "--tile", str(options.tile), "--threads", str(options.threads)]
-    return run_ranks(1, ["-m", "benchmarks.peers", "--job", name, *flags], threads=options.threads, timeout=3000)
+    flags = [
+        "--side",
+        str(options.side),
+        "--inference_side",
+        str(options.inference_side),
+        "--tile",
+        str(options.tile),
+        "--threads",
+        str(options.threads),
+    ]
+    return run_ranks(
+        1, ["-m", "benchmarks.peers", "--job", name, *flags], threads=options.threads, timeout=3000
+    )
 
 
 def _row(what: str, name: str, found: dict[str, list[dict]], baseline: str) -> dict:
@@ -106,7 +137,9 @@ def stack() -> nn.Sequential:
 
 def picture(side: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
-    return torch.randn(1, 3, side, side, generator=generator), (torch.rand(1, side, side, generator=generator) < 0.5).to(torch.uint8)
+    return torch.randn(1, 3, side, side, generator=generator), (
+        torch.rand(1, side, side, generator=generator) < 0.5
+    ).to(torch.uint8)
 
 
 def _fastest(step: Callable[[], None], repeats: int = 2) -> float:
@@ -123,14 +156,35 @@ def recompute(options: argparse.Namespace, side: int | None = None, dtype: str =
     side = side or options.side
     x, labels = picture(side)
     grid = Size((-(-side // min(options.tile, side // 2)),) * 2)
-    config = Config(loss=LossConfig("binary_cross_entropy"), optim=OptimConfig("sgd"), spatial=SpatialConfig(streaming="recompute", tiles_per_rank=grid), mesh=MeshConfig(reducer="mpi"))
+    config = Config(
+        loss=LossConfig("binary_cross_entropy"),
+        optim=OptimConfig("sgd"),
+        spatial=SpatialConfig(streaming="recompute", tiles_per_rank=grid),
+        mesh=MeshConfig(reducer="mpi"),
+    )
     model = stack()
-    engine = Engine(config, Mesh(world(), 1, Size((1, 1)), 1), model, (side, side), precision=dtype, channels_last=True)
+    engine = Engine(
+        config,
+        Mesh(world(), 1, Size((1, 1)), 1),
+        model,
+        (side, side),
+        precision=dtype,
+        channels_last=True,
+    )
     whole = Box.whole((side, side))
-    block = LazyTileBatch(TilePlacement((side, side), whole, whole, (0,), (0,)), lambda box: x[(..., *box.slices)], lambda box: labels[(..., *box.slices)])
+    block = LazyTileBatch(
+        TilePlacement((side, side), whole, whole, (0,), (0,)),
+        lambda box: x[(..., *box.slices)],
+        lambda box: labels[(..., *box.slices)],
+    )
     seconds = _fastest(lambda: engine.backward([[block]]))
     error = None if side > 512 else _gradient_error([p.grad for p in engine.parameters], side)
-    return {"seconds": seconds, "pixels": side * side, "peak": peak(), "error": error if error is not None else recompute(options, 512)["error"]}
+    return {
+        "seconds": seconds,
+        "pixels": side * side,
+        "peak": peak(),
+        "error": error if error is not None else recompute(options, 512)["error"],
+    }
 
 
 def _gradient_error(found: list[torch.Tensor], side: int) -> float:
@@ -138,7 +192,9 @@ def _gradient_error(found: list[torch.Tensor], side: int) -> float:
     model = stack().double()
     x, labels = picture(side)
     F.binary_cross_entropy_with_logits(model(x.double()), labels[:, None].double()).backward()
-    return max(((g - p.grad).norm() / p.grad.norm()).item() for g, p in zip(found, model.parameters()))
+    return max(
+        ((g - p.grad).norm() / p.grad.norm()).item() for g, p in zip(found, model.parameters())
+    )
 
 
 def lightstream(options: argparse.Namespace, side: int | None = None) -> dict:
@@ -158,7 +214,12 @@ def lightstream(options: argparse.Namespace, side: int | None = None) -> dict:
 
     seconds = _fastest(step)
     error = None if side > 512 else _gradient_error([p.grad for p in model.parameters()], side)
-    return {"seconds": seconds, "pixels": side * side, "peak": peak(), "error": error if error is not None else lightstream(options, 512)["error"]}
+    return {
+        "seconds": seconds,
+        "pixels": side * side,
+        "peak": peak(),
+        "error": error if error is not None else lightstream(options, 512)["error"],
+    }
 
 
 def _streaming_cnn():
@@ -182,7 +243,12 @@ def plain(options: argparse.Namespace, side: int | None = None) -> dict:
 
     seconds = _fastest(step)
     error = None if side > 512 else _gradient_error([p.grad for p in model.parameters()], side)
-    return {"seconds": seconds, "pixels": side * side, "peak": peak(), "error": error if error is not None else plain(options, 512)["error"]}
+    return {
+        "seconds": seconds,
+        "pixels": side * side,
+        "peak": peak(),
+        "error": error if error is not None else plain(options, 512)["error"],
+    }
 
 
 # inference
@@ -190,7 +256,15 @@ def plain(options: argparse.Namespace, side: int | None = None) -> dict:
 
 def network(precision: str) -> nn.Sequential:
     torch.manual_seed(0)
-    model = unet(depth=4, num_convs=2, base_channels=16, in_channels=3, out_channels=3, norm="batch", dropout=0.0).eval()
+    model = unet(
+        depth=4,
+        num_convs=2,
+        base_channels=16,
+        in_channels=3,
+        out_channels=3,
+        norm="batch",
+        dropout=0.0,
+    ).eval()
     for layer in model:
         if isinstance(layer, nn.BatchNorm2d):
             layer.running_mean.normal_(0, 0.1)
@@ -199,7 +273,10 @@ def network(precision: str) -> nn.Sequential:
     return model
 
 
-def _inference(options: argparse.Namespace, inference: Callable[[str, int], Callable[[torch.Tensor], torch.Tensor]]) -> dict:
+def _inference(
+    options: argparse.Namespace,
+    inference: Callable[[str, int], Callable[[torch.Tensor], torch.Tensor]],
+) -> dict:
     """``inference(precision, side)`` makes a function from images of this side to logits, before the clock runs."""
     side = options.inference_side
     x, _ = picture(side)
@@ -223,11 +300,20 @@ def predictor(options: argparse.Namespace) -> dict:
     def inference(precision: str, side: int) -> Callable[[torch.Tensor], torch.Tensor]:
         model = network(precision)
         tiled = parallelize(model, receptive_field(model), Context())
-        found = Predictor(tiled, Alone(), [torch.device("cpu")], autocast(precision, torch.device("cpu")), Size((_tile(side),) * 2), channels_last=precision == "bf16")
+        found = Predictor(
+            tiled,
+            Alone(),
+            [torch.device("cpu")],
+            autocast(precision, torch.device("cpu")),
+            Size((_tile(side),) * 2),
+            channels_last=precision == "bf16",
+        )
 
         def infer(x: torch.Tensor) -> torch.Tensor:
             out = torch.empty(1, 3, side, side)
-            for box, logits in found(ImageSource("x", (side, side), lambda box: x[0][(slice(None), *box.slices)].numpy())):
+            for box, logits in found(
+                ImageSource("x", (side, side), lambda box: x[0][(slice(None), *box.slices)].numpy())
+            ):
                 out[(0, slice(None), *box.slices)] = torch.from_numpy(logits)
             return out
 
@@ -241,7 +327,9 @@ def monai(options: argparse.Namespace) -> dict:
 
     def inference(precision: str, side: int) -> Callable[[torch.Tensor], torch.Tensor]:
         model, tile = network(precision), (_tile(side),) * 2
-        return _plainly(precision, lambda x: sliding_window_inference(x, tile, 1, model, overlap=0.25))
+        return _plainly(
+            precision, lambda x: sliding_window_inference(x, tile, 1, model, overlap=0.25)
+        )
 
     return _inference(options, inference)
 
@@ -250,7 +338,9 @@ def plain_inference(options: argparse.Namespace) -> dict:
     return _inference(options, lambda precision, side: _plainly(precision, network(precision)))
 
 
-def _plainly(precision: str, forward: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+def _plainly(
+    precision: str, forward: Callable[[torch.Tensor], torch.Tensor]
+) -> Callable[[torch.Tensor], torch.Tensor]:
     def infer(x: torch.Tensor) -> torch.Tensor:
         x = x.contiguous(memory_format=torch.channels_last) if precision == "bf16" else x
         with torch.no_grad(), autocast(precision, torch.device("cpu"))():

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
-from typing import Sequence
 
 from benchmarks.harness import Spread, parent, repeats_of, report, run_ranks
 from benchmarks.pipeline_steps import ONE, PLACEMENTS, SCHEDULES, TWICE, placement_of, simulated
@@ -33,15 +33,38 @@ SIMULATED = (2, 3, 4)  # ranks
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=QUESTION, parents=[parent(3)])
-    parser.add_argument("--size", type=Size, default=Size((192, 192)), help="of an image, a micro-batch each (default: %(default)s)")
+    parser.add_argument(
+        "--size",
+        type=Size,
+        default=Size((192, 192)),
+        help="of an image, a micro-batch each (default: %(default)s)",
+    )
     parser.add_argument("--depth", type=int, default=3, help="(default: %(default)s)")
-    parser.add_argument("--base", type=int, default=24, help="channels of the first level (default: %(default)s)")
-    parser.add_argument("--micro_batches", type=int, nargs="+", default=[1, 2, 4, 8, 16], metavar="M", help="(default: %(default)s)")
-    parser.add_argument("--patience", type=float, default=10.0, help="seconds a case waits for a quiet machine (default: %(default)s)")
+    parser.add_argument(
+        "--base", type=int, default=24, help="channels of the first level (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--micro_batches",
+        type=int,
+        nargs="+",
+        default=[1, 2, 4, 8, 16],
+        metavar="M",
+        help="(default: %(default)s)",
+    )
+    parser.add_argument(
+        "--patience",
+        type=float,
+        default=10.0,
+        help="seconds a case waits for a quiet machine (default: %(default)s)",
+    )
     options = parser.parse_args(arguments)
     setting = Setting(options.size, options.depth, 2, options.base)
     if options.quick:
-        setting, options.micro_batches, options.patience = Setting(Size((32, 32)), 1, 1, 4), [1, 2], 0.0
+        setting, options.micro_batches, options.patience = (
+            Setting(Size((32, 32)), 1, 1, 4),
+            [1, 2],
+            0.0,
+        )
     repeats = 1 if options.quick else repeats_of(options)
     found = run_ranks(
         RANKS, ["-m", "benchmarks.pipeline_steps", "--setting", json.dumps(asdict(setting)), "--micro_batches", *map(str, options.micro_batches),
@@ -51,7 +74,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _row(setting, found["balances"][placement], schedule, placement, run)
         for run in found["micro-batches"] for schedule in SCHEDULES for placement in PLACEMENTS
     ]  # fmt: skip
-    parameters = {"setting": setting.as_dict(), "ranks": RANKS, "threads": 1, "repeats": repeats, "balances": found["balances"]}
+    parameters = {
+        "setting": setting.as_dict(),
+        "ranks": RANKS,
+        "threads": 1,
+        "repeats": repeats,
+        "balances": found["balances"],
+    }
     notes = (
         f"U-Net of depth {setting.depth}, {setting.num_convs} convs a level, base {setting.base_channels}, instance norm, fp32; a micro-batch is "
         f"one image of {setting.size}; layers of the stages: {', '.join(f'{name} {split}' for name, split in found['balances'].items())}\n"
@@ -61,19 +90,41 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "the ranks' time in which they work, by the measured stages without messages (bubble and balance together); rest: efficiency / (machine x\n"
         "simulated), 1 if messages and all else cost nothing; disturbed: samples during which others used the machine"
     )
-    bubbles = [_bubble(ranks, placement, m) for ranks in SIMULATED for placement in PLACEMENTS for m in options.micro_batches]
+    bubbles = [
+        _bubble(ranks, placement, m)
+        for ranks in SIMULATED
+        for placement in PLACEMENTS
+        for m in options.micro_batches
+    ]
     notes += f"\n\nsimulated, equal ranks, no messages, F = B = W: share of time in which ranks idle\n{table(bubbles)}"
-    report("pipeline_bubble", QUESTION, Rows(rows, {"runs": found["micro-batches"], "simulated": bubbles}), options, parameters, notes, lambda path: _plot(path, rows))
+    report(
+        "pipeline_bubble",
+        QUESTION,
+        Rows(rows, {"runs": found["micro-batches"], "simulated": bubbles}),
+        options,
+        parameters,
+        notes,
+        lambda path: _plot(path, rows),
+    )
 
 
 def _row(setting: Setting, balance: list[int], schedule: str, placement: str, run: dict) -> dict:
     m, name = run["m"], f"{schedule}, {placement}"
     samples, stages, where = run["samples"], run["stages"][name], placement_of(placement, RANKS)
     spread = Spread.of([one / (RANKS * two) for one, two in zip(samples[ONE], samples[name])])
-    busy = [m * sum(seconds for stage, seconds in stages.items() if where[int(stage.split()[1])] == rank) for rank in range(RANKS)]
+    busy = [
+        m
+        * sum(seconds for stage, seconds in stages.items() if where[int(stage.split()[1])] == rank)
+        for rank in range(RANKS)
+    ]
     working = sum(busy) / (RANKS * simulated(setting, balance, where, schedule, m, stages))
-    ratio = Spread.of([seconds / one for seconds, one in zip(samples[name], samples[f"1f1b, {placement}"])])
-    machine, formula = median(one / both for one, both in zip(samples[ONE], samples[TWICE])), m / (m + RANKS - 1)
+    ratio = Spread.of(
+        [seconds / one for seconds, one in zip(samples[name], samples[f"1f1b, {placement}"])]
+    )
+    machine, formula = (
+        median(one / both for one, both in zip(samples[ONE], samples[TWICE])),
+        m / (m + RANKS - 1),
+    )
     return {
         "m": m,
         "schedule": schedule,
@@ -106,8 +157,16 @@ def _bubble(ranks: int, placement: str, m: int) -> dict:
     idle = {}
     for name in ("1f1b", "zb-h1"):
         backward = unit if splits(name) else [2 * seconds for seconds in unit]
-        idle[name] = sum(simulate(orders(name, where, m), edges, unit, backward, where, weight=unit).idle) / ranks
-    return {"ranks": ranks, "placement": placement, "m": m, **{f"idle, {name}": share for name, share in idle.items()}}
+        idle[name] = (
+            sum(simulate(orders(name, where, m), edges, unit, backward, where, weight=unit).idle)
+            / ranks
+        )
+    return {
+        "ranks": ranks,
+        "placement": placement,
+        "m": m,
+        **{f"idle, {name}": share for name, share in idle.items()},
+    }
 
 
 def _plot(path: Path, rows: list[dict]) -> None:
@@ -117,21 +176,53 @@ def _plot(path: Path, rows: list[dict]) -> None:
         for axis, placement in zip(axes, PLACEMENTS):
             formula = [m / (m + RANKS - 1) for m in counts]
             axis.plot(counts, formula, "--", color=FAINT, label="m / (m + S - 1)")
-            axis.fill_between(counts, [0.9 * f for f in formula], formula, color=FAINT, alpha=0.15, linewidth=0, label="0.9 of it and more")
+            axis.fill_between(
+                counts,
+                [0.9 * f for f in formula],
+                formula,
+                color=FAINT,
+                alpha=0.15,
+                linewidth=0,
+                label="0.9 of it and more",
+            )
             for color, schedule in zip(PALETTE, SCHEDULES):
-                _draw(axis, [row for row in rows if (row["schedule"], row["placement"]) == (schedule, placement)], schedule, color)
+                _draw(
+                    axis,
+                    [
+                        row
+                        for row in rows
+                        if (row["schedule"], row["placement"]) == (schedule, placement)
+                    ],
+                    schedule,
+                    color,
+                )
             axis.set_xscale("log", base=2)
             axis.set_xticks(counts, [str(m) for m in counts])
-            axis.set(title=f"{RANKS} ranks, placement {placement}", xlabel="micro-batches m", ylim=(0, 1.05))
+            axis.set(
+                title=f"{RANKS} ranks, placement {placement}",
+                xlabel="micro-batches m",
+                ylim=(0, 1.05),
+            )
         axes[0].set_ylabel("efficiency, t(1 rank) / (2 t(2 ranks))")
         axes[0].legend(loc="lower right", fontsize=8)
 
 
 def _draw(axis, rows: list[dict], schedule: str, color: str) -> None:
     m, efficiency = [row["m"] for row in rows], [row["efficiency"] for row in rows]
-    ranges = [[row["efficiency"] - row["from"] for row in rows], [row["to"] - row["efficiency"] for row in rows]]
-    axis.errorbar(m, efficiency, yerr=ranges, color=color, marker="o", markersize=5, capsize=3, label=schedule)
-    axis.plot(m, [row["simulated"] for row in rows], ":", color=color, label=f"{schedule}, simulated with the measured stages")
+    ranges = [
+        [row["efficiency"] - row["from"] for row in rows],
+        [row["to"] - row["efficiency"] for row in rows],
+    ]
+    axis.errorbar(
+        m, efficiency, yerr=ranges, color=color, marker="o", markersize=5, capsize=3, label=schedule
+    )
+    axis.plot(
+        m,
+        [row["simulated"] for row in rows],
+        ":",
+        color=color,
+        label=f"{schedule}, simulated with the measured stages",
+    )
 
 
 if __name__ == "__main__":

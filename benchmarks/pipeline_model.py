@@ -7,10 +7,10 @@ A micro-batch is one window; a batch is split into micro-batches along its first
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Sequence
 
 from benchmarks.harness import parent, report
 from benchmarks.rows import Rows
@@ -30,7 +30,9 @@ from distseg.runtime.stage_program import recomputed
 QUESTION = "How far from the paper's speed-up by model parallelism is a simulation, and where does the V placement beat contiguous stages?"
 GB = 1e9
 LINKS = {"NVLink": 50 * GB, "100 Gbit/s": 12.5 * GB}
-PAPER_BALANCE = {name: ZOO[name].balance for name in ("summit-small", "summit-medium-2")}  # 6 stages
+PAPER_BALANCE = {
+    name: ZOO[name].balance for name in ("summit-small", "summit-medium-2")
+}  # 6 stages
 PAPER = {  # speed-up of 6 stages over 1; taken for summit-small's where our source names only the window
     ("summit-small", 1434): 1.97, ("summit-medium-2", 1434): 2.01,
     ("summit-small", 192): 2.8, ("summit-small", 512): 2.5, ("summit-small", 1024): 2.0,
@@ -64,13 +66,19 @@ class Pipeline:
     @property
     def travelling(self) -> int:
         """Bytes between ranks of one micro-batch, forward and backward."""
-        return 2 * sum(self.bytes(e) for e in self.edges if self.placement[e.source] != self.placement[e.target])
+        return 2 * sum(
+            self.bytes(e)
+            for e in self.edges
+            if self.placement[e.source] != self.placement[e.target]
+        )
 
     @property
     def slowest(self) -> float:
         """The busiest rank's share of the work; 1 / share bounds the speed-up."""
         work = [f + b for f, b in zip(self.total("forward"), self.total("backward"))]
-        return max(sum(w for w, r in zip(work, self.placement) if r == rank) for rank in self.placement) / sum(work)
+        return max(
+            sum(w for w, r in zip(work, self.placement) if r == rank) for rank in self.placement
+        ) / sum(work)
 
     def run(self, schedule: str, micro_batches: int, recompute: str = "never") -> dict:
         """Makespan [s], mean bubble, activations of the fullest rank and what a micro-batch moves [bytes]."""
@@ -79,9 +87,22 @@ class Pipeline:
         check(actions, self.edges, self.placement, micro_batches)
         repeated = set().union(*(recomputed(order, recompute) for order in actions))
         again = lambda stage, m: forward[stage] * ((stage, m) in repeated)  # noqa: E731
-        found = simulate(actions, self.edges, forward, self.total("backward"), self.placement, lambda e: self.bytes(e) / self.link, again)
+        found = simulate(
+            actions,
+            self.edges,
+            forward,
+            self.total("backward"),
+            self.placement,
+            lambda e: self.bytes(e) / self.link,
+            again,
+        )
         held = max(peak_memory(actions, self.total("activation")))
-        return {"makespan": found.makespan, "bubble": sum(found.idle) / found.ranks, "held": held, "moved": self.travelling}
+        return {
+            "makespan": found.makespan,
+            "bubble": sum(found.idle) / found.ranks,
+            "held": held,
+            "moved": self.travelling,
+        }
 
 
 @lru_cache
@@ -91,19 +112,34 @@ def costs_of(model: str, window: int) -> Costs:
 
 def contiguous(costs: Costs, ranks: int, link: float = LINKS["NVLink"]) -> list[Pipeline]:
     """With the splits whose slowest rank is fastest, messages not counted and counted."""
-    tables = [stage_seconds(costs, ranges_of(costs), Policy(), ranks, counted) for counted in (None, link)]
-    return [Pipeline(costs, tuple(fastest_split(table, ranks)), tuple(range(ranks)), link) for table in tables]
+    tables = [
+        stage_seconds(costs, ranges_of(costs), Policy(), ranks, counted) for counted in (None, link)
+    ]
+    return [
+        Pipeline(costs, tuple(fastest_split(table, ranks)), tuple(range(ranks)), link)
+        for table in tables
+    ]
 
 
 def folded(costs: Costs, ranks: int, link: float = LINKS["NVLink"]) -> list[Pipeline]:
     """The same for the V."""
     seconds = [f + b for f, b in zip(costs.forward, costs.backward)]
     travels = [None, [2 * layer.output / link for layer in costs.layers]]
-    return [Pipeline(costs, tuple(v_split(seconds, costs.skips, ranks, travel)), v_placement(ranks), link) for travel in travels]
+    return [
+        Pipeline(
+            costs, tuple(v_split(seconds, costs.skips, ranks, travel)), v_placement(ranks), link
+        )
+        for travel in travels
+    ]
 
 
-def best(pipelines: Sequence[Pipeline], schedule: str, micro_batches: int, recompute: str = "never") -> dict:
-    return min((pipeline.run(schedule, micro_batches, recompute) for pipeline in pipelines), key=lambda found: found["makespan"])
+def best(
+    pipelines: Sequence[Pipeline], schedule: str, micro_batches: int, recompute: str = "never"
+) -> dict:
+    return min(
+        (pipeline.run(schedule, micro_batches, recompute) for pipeline in pipelines),
+        key=lambda found: found["makespan"],
+    )
 
 
 def paper_rows(models: Sequence[str], windows: Sequence[int], most: int) -> list[dict]:
@@ -116,15 +152,27 @@ def paper_rows(models: Sequence[str], windows: Sequence[int], most: int) -> list
                 rows.append(_paper_row(model, window, "ours", contiguous(costs, stages)))
             if model in PAPER_BALANCE:
                 paper = [Pipeline(costs, PAPER_BALANCE[model], tuple(range(6)))]
-                rows.append(_paper_row(model, window, "paper's", paper) | {"paper": PAPER.get((model, window))})
+                rows.append(
+                    _paper_row(model, window, "paper's", paper)
+                    | {"paper": PAPER.get((model, window))}
+                )
     return rows
 
 
 def _paper_row(model: str, window: int, split: str, pipelines: Sequence[Pipeline]) -> dict:
     stages, one = len(pipelines[0].balance), contiguous(pipelines[0].costs, 1)
-    row = {"model": model, "window": window, "stages": stages, "split": split, "slowest": f"{min(p.slowest for p in pipelines):.1%}"}
+    row = {
+        "model": model,
+        "window": window,
+        "stages": stages,
+        "split": split,
+        "slowest": f"{min(p.slowest for p in pipelines):.1%}",
+    }
     for text, m in (("m = 2", 2), ("m = 3", 3), ("m = 2 S", 2 * stages)):
-        seconds = [best(p, "gpipe", count, "except_last")["makespan"] / count for p, count in ((one, 2), (pipelines, m))]
+        seconds = [
+            best(p, "gpipe", count, "except_last")["makespan"] / count
+            for p, count in ((one, 2), (pipelines, m))
+        ]
         row[text] = round(seconds[0] / seconds[1], 2)
     return row | {"paper": None}
 
@@ -135,10 +183,22 @@ def v_rows(models: Sequence[str], window: int, ranks: Sequence[int], most: int) 
     for model in models:
         for count in ranks:
             for name, link in LINKS.items():
-                pipelines = {"S": contiguous(costs_of(model, window), count, link), "V": folded(costs_of(model, window), count, link)}
+                pipelines = {
+                    "S": contiguous(costs_of(model, window), count, link),
+                    "V": folded(costs_of(model, window), count, link),
+                }
                 for schedule in ("gpipe", "1f1b"):
                     for m in range(1, most + 1):
-                        rows.append({"model": model, "ranks": count, "link": name, "schedule": schedule, "m": m} | _compared(pipelines, schedule, m))
+                        rows.append(
+                            {
+                                "model": model,
+                                "ranks": count,
+                                "link": name,
+                                "schedule": schedule,
+                                "m": m,
+                            }
+                            | _compared(pipelines, schedule, m)
+                        )
     return rows
 
 
@@ -152,14 +212,24 @@ def _compared(pipelines: dict[str, list[Pipeline]], schedule: str, m: int) -> di
         "moved": {name: f"{run['moved'] / GB:.2f} GB" for name, run in found.items()},
         "held": {name: f"{run['held'] / GB:.1f} GB" for name, run in found.items()},
     }
-    row = {f"{name} {column}": value for column, values in columns.items() for name, value in values.items()}
+    row = {
+        f"{name} {column}": value
+        for column, values in columns.items()
+        for name, value in values.items()
+    }
     return row | {"V / S": round(found["V"]["makespan"] / found["S"]["makespan"], 3)}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=QUESTION, parents=[parent(1)])
     options = parser.parse_args(arguments)
-    models, windows, window, ranks, most = list(PAPER_BALANCE), [1434, 192, 512, 1024], 1434, (2, 3, 4, 6), 16
+    models, windows, window, ranks, most = (
+        list(PAPER_BALANCE),
+        [1434, 192, 512, 1024],
+        1434,
+        (2, 3, 4, 6),
+        16,
+    )
     if options.quick:
         models, windows, window, ranks, most = ["demo"], [64], 64, (2, 3), 3
     first, second = paper_rows(models, windows, max(ranks)), v_rows(models, window, ranks, most)
@@ -174,7 +244,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     }  # fmt: skip
     notes = f"{table(shown)}\n\n{NOTES}"
     results = Rows(first, {"v": second})
-    report("pipeline_model", QUESTION, results, options, parameters, notes, lambda path: _plot(path, first, second))
+    report(
+        "pipeline_model",
+        QUESTION,
+        results,
+        options,
+        parameters,
+        notes,
+        lambda path: _plot(path, first, second),
+    )
 
 
 NOTES = """\
@@ -191,20 +269,52 @@ def _plot(path: Path, first: list[dict], second: list[dict]) -> None:
         axes = figure.subplots(1, 3)
         _plot_paper(axes[0], [row for row in first if row["window"] == first[0]["window"]])
         for axis, link in zip(axes[1:], LINKS):
-            _plot_v(axis, [row for row in second if row["link"] == link and row["schedule"] == "1f1b"], link)
+            _plot_v(
+                axis,
+                [row for row in second if row["link"] == link and row["schedule"] == "1f1b"],
+                link,
+            )
         axes[-1].legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8)
 
 
 def _plot_paper(axis, rows: list[dict]) -> None:
     for color, model in zip(PALETTE, dict.fromkeys(row["model"] for row in rows)):
-        ours, theirs = ([r for r in rows if r["model"] == model and r["split"] == split] for split in ("ours", "paper's"))
+        ours, theirs = (
+            [r for r in rows if r["model"] == model and r["split"] == split]
+            for split in ("ours", "paper's")
+        )
         for text, line in (("m = 2", ":"), ("m = 2 S", "-")):
-            axis.plot([r["stages"] for r in ours], [r[text] for r in ours], line, color=color, marker="o", label=f"{model}, {text}")
-            axis.plot([r["stages"] for r in theirs], [r[text] for r in theirs], "s", color=color, markerfacecolor="white")
-        axis.plot([r["stages"] for r in theirs], [r["paper"] for r in theirs], "*", color=color, markersize=13, markeredgecolor=INK)
+            axis.plot(
+                [r["stages"] for r in ours],
+                [r[text] for r in ours],
+                line,
+                color=color,
+                marker="o",
+                label=f"{model}, {text}",
+            )
+            axis.plot(
+                [r["stages"] for r in theirs],
+                [r[text] for r in theirs],
+                "s",
+                color=color,
+                markerfacecolor="white",
+            )
+        axis.plot(
+            [r["stages"] for r in theirs],
+            [r["paper"] for r in theirs],
+            "*",
+            color=color,
+            markersize=13,
+            markeredgecolor=INK,
+        )
     axis.plot([], [], "s", color=INK, markerfacecolor="white", label="the paper's split, simulated")
     axis.plot([], [], "*", color=INK, label="the paper, measured")
-    axis.set(title=f"GPipe, window {rows[0]['window']}", xlabel="stages", ylabel="speed-up over one stage", ylim=(0, None))
+    axis.set(
+        title=f"GPipe, window {rows[0]['window']}",
+        xlabel="stages",
+        ylabel="speed-up over one stage",
+        ylim=(0, None),
+    )
     axis.legend(loc="upper left", fontsize=8)
 
 
@@ -213,8 +323,19 @@ def _plot_v(axis, rows: list[dict], link: str) -> None:
     for line, model in zip(("-", "--"), dict.fromkeys(row["model"] for row in rows)):
         for color, ranks in zip(PALETTE, dict.fromkeys(row["ranks"] for row in rows)):
             mine = [row for row in rows if (row["model"], row["ranks"]) == (model, ranks)]
-            axis.plot([r["m"] for r in mine], [r["V / S"] for r in mine], line, color=color, label=f"{model}, {ranks} ranks")
-    axis.set(title=f"V against contiguous, 1F1B, {link}", xlabel="micro-batches", ylabel="makespan, V / contiguous", ylim=(0.7, 1.2))
+            axis.plot(
+                [r["m"] for r in mine],
+                [r["V / S"] for r in mine],
+                line,
+                color=color,
+                label=f"{model}, {ranks} ranks",
+            )
+    axis.set(
+        title=f"V against contiguous, 1F1B, {link}",
+        xlabel="micro-batches",
+        ylabel="makespan, V / contiguous",
+        ylim=(0.7, 1.2),
+    )
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import re
 import sys
 import tempfile
 import time
-from typing import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -40,19 +40,42 @@ from distseg.runtime.offload import Map
 from distseg.runtime.parallelize import parallelize
 from distseg.tiling.tile import Box, strips
 
-QUESTION = "How fast and in what memory are whole images predicted with norms that need all of them?"
+QUESTION = (
+    "How fast and in what memory are whole images predicted with norms that need all of them?"
+)
 CPU = torch.device("cpu")
 BANDS, CLASSES = 3, 3
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=QUESTION, parents=[parent(3)])
-    parser.add_argument("--side", type=int, default=4096, help="of the square image (default: %(default)s)")
-    parser.add_argument("--volume", type=int, default=160, help="side of the volume (default: %(default)s)")
-    parser.add_argument("--sides", type=int, nargs="*", default=[1024, 2048, 4096, 8192], help="of the images whose peaks are compared, with --memory and files")
-    parser.add_argument("--volumes", type=int, nargs="*", default=[64, 128, 256], help="sides of volumes, the same")
-    parser.add_argument("--cases", default="", help="of these, the ones whose name this regular expression finds; 'instance, in memory' always, as what others are compared with")
-    parser.add_argument("--memory", type=float, default=0.9e9, help="bytes, run.memory of these (default: %(default)s)")
+    parser.add_argument(
+        "--side", type=int, default=4096, help="of the square image (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--volume", type=int, default=160, help="side of the volume (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--sides",
+        type=int,
+        nargs="*",
+        default=[1024, 2048, 4096, 8192],
+        help="of the images whose peaks are compared, with --memory and files",
+    )
+    parser.add_argument(
+        "--volumes", type=int, nargs="*", default=[64, 128, 256], help="sides of volumes, the same"
+    )
+    parser.add_argument(
+        "--cases",
+        default="",
+        help="of these, the ones whose name this regular expression finds; 'instance, in memory' always, as what others are compared with",
+    )
+    parser.add_argument(
+        "--memory",
+        type=float,
+        default=0.9e9,
+        help="bytes, run.memory of these (default: %(default)s)",
+    )
     parser.add_argument("--tile", type=int, default=1024)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--precision", default="bf16")
@@ -63,28 +86,77 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(json.dumps(job(json.loads(options.job), options)))
         return
     if options.quick:
-        options.side, options.volume, options.sides, options.volumes, options.tile, options.precision, options.threads = 64, 16, [64], [], 32, "fp32", 1
-    wanted = lambda name: name in _QUICK if options.quick else name == _REFERENCE or re.search(options.cases, name)
+        (
+            options.side,
+            options.volume,
+            options.sides,
+            options.volumes,
+            options.tile,
+            options.precision,
+            options.threads,
+        ) = 64, 16, [64], [], 32, "fp32", 1
+
+    def wanted(name):
+        return (
+            name in _QUICK
+            if options.quick
+            else name == _REFERENCE or re.search(options.cases, name)
+        )
+
     cases = [case for case in _cases(options) if wanted(case[0])]
     found: dict[str, list[dict]] = {name: [] for name, _, _ in cases}
     for _ in range(repeats_of(options)):
         for name, ranks, case in cases:
-            flags = ["--threads", str(max(1, options.threads // ranks)), "--precision", options.precision, "--tile", str(options.tile)]
-            found[name].append(run_ranks(ranks, ["-m", "benchmarks.prediction", "--job", json.dumps(case), *flags], threads=max(1, options.threads // ranks), timeout=3000))
+            flags = [
+                "--threads",
+                str(max(1, options.threads // ranks)),
+                "--precision",
+                options.precision,
+                "--tile",
+                str(options.tile),
+            ]
+            found[name].append(
+                run_ranks(
+                    ranks,
+                    ["-m", "benchmarks.prediction", "--job", json.dumps(case), *flags],
+                    threads=max(1, options.threads // ranks),
+                    timeout=3000,
+                )
+            )
             print(name, found[name][-1], file=sys.stderr, flush=True)
     rows = [_row(name, samples, found[_REFERENCE]) for name, samples in found.items()]
-    rows += [_work("summit-small, 4096x4096", ModelConfig("summit-small", out_channels=1), (4096, 4096), options.tile)] if not options.quick else []
+    rows += (
+        [
+            _work(
+                "summit-small, 4096x4096",
+                ModelConfig("summit-small", out_channels=1),
+                (4096, 4096),
+                options.tile,
+            )
+        ]
+        if not options.quick
+        else []
+    )
     notes = (
         f"U-Net of depth 4, base 16, {options.precision}, channels_last; image {options.side}x{options.side}, tile {options.tile}, volume {options.volume}^3 of tiles of {options.tile}^(2/3), depth 3; "
         f"{options.threads} threads in all; / in memory: seconds of neighbours in time over those of 'instance, in memory'; work: of the convolutions over the whole image's own; peak: of the process (the largest rank), "
         f"which in MB given reads the image from a file, else holds it"
     )
-    parameters = {name: getattr(options, name) for name in ("side", "volume", "sides", "volumes", "memory", "tile", "threads", "precision")}
+    parameters = {
+        name: getattr(options, name)
+        for name in ("side", "volume", "sides", "volumes", "memory", "tile", "threads", "precision")
+    }
     report("prediction", QUESTION, Rows(rows, {"samples": found}), options, parameters, notes)
 
 
 _REFERENCE = "instance, in memory"
-_QUICK = (_REFERENCE, "instance, plain PyTorch, whole", "instance, 2 ranks", "instance, volume, in memory", "instance, 64x64, in 900 MB")
+_QUICK = (
+    _REFERENCE,
+    "instance, plain PyTorch, whole",
+    "instance, 2 ranks",
+    "instance, volume, in memory",
+    "instance, 64x64, in 900 MB",
+)
 
 
 def _cases(options: argparse.Namespace) -> Iterator[tuple[str, int, dict]]:
@@ -105,9 +177,17 @@ def _cases(options: argparse.Namespace) -> Iterator[tuple[str, int, dict]]:
     given = {"scratch": tempfile.gettempdir(), "memory": options.memory}
     for norm in ("instance", "group"):
         for side in options.sides:
-            yield f"{norm}, {side}x{side}, in {options.memory / 1e6:.0f} MB", 1, {"size": [side] * 2, "norm": norm, **given}
+            yield (
+                f"{norm}, {side}x{side}, in {options.memory / 1e6:.0f} MB",
+                1,
+                {"size": [side] * 2, "norm": norm, **given},
+            )
     for side in options.volumes:
-        yield f"instance, {side}^3, in {options.memory / 1e6:.0f} MB", 1, {"size": [side] * 3, "norm": "instance", **given}
+        yield (
+            f"instance, {side}^3, in {options.memory / 1e6:.0f} MB",
+            1,
+            {"size": [side] * 3, "norm": "instance", **given},
+        )
 
 
 _MANY = 2**24  # pixels
@@ -122,7 +202,9 @@ def job(case: dict, options: argparse.Namespace) -> dict:
     work = None
     if case.get("tool"):
         infer = _plain(model, options) if case["tool"] == "plain" else _monai(model, options)
-        run: Callable[[], None] = lambda: infer(x.view(x.box))
+
+        def run() -> None:
+            return infer(x.view(x.box))
     else:
         predictor = _predictor(model, case, options)
         scene = ImageSource("x", tuple(size), lambda box: x.view(box)[0].numpy())
@@ -139,7 +221,12 @@ def job(case: dict, options: argparse.Namespace) -> dict:
         run()
         world().Barrier()
         seconds.append(time.perf_counter() - start)
-    return {"seconds": min(seconds), "pixels": x.box.pixels, "peak": max(world().allgather(peak())), "work": work}
+    return {
+        "seconds": min(seconds),
+        "pixels": x.box.pixels,
+        "peak": max(world().allgather(peak())),
+        "work": work,
+    }
 
 
 def _image(size: Sequence[int], folder: str | None) -> Map:
@@ -153,7 +240,14 @@ def _image(size: Sequence[int], folder: str | None) -> Map:
 
 def _network(norm: str, dims: int, precision: str) -> nn.Module:
     torch.manual_seed(0)
-    model = unet(depth=4 if dims == 2 else 3, base_channels=16, in_channels=BANDS, out_channels=CLASSES, norm=norm, dims=dims).eval()
+    model = unet(
+        depth=4 if dims == 2 else 3,
+        base_channels=16,
+        in_channels=BANDS,
+        out_channels=CLASSES,
+        norm=norm,
+        dims=dims,
+    ).eval()
     place_model(model, CPU, precision, channels_last=True)
     return model
 
@@ -162,13 +256,29 @@ def _predictor(model: nn.Module, case: dict, options: argparse.Namespace) -> Pre
     dims = len(case["size"])
     tile = Size((options.tile if dims == 2 else round(options.tile ** (2 / 3)),) * dims)
     tiled = parallelize(model, receptive_field(model), Context())
-    room = room_of(int(case["memory"]), memory_in_use(CPU), "weights", world()) if "memory" in case else None
-    return Predictor(tiled, world(), [CPU], autocast(options.precision, CPU), tile, case.get("scratch"), channels_last=True, room=room)
+    room = (
+        room_of(int(case["memory"]), memory_in_use(CPU), "weights", world())
+        if "memory" in case
+        else None
+    )
+    return Predictor(
+        tiled,
+        world(),
+        [CPU],
+        autocast(options.precision, CPU),
+        tile,
+        case.get("scratch"),
+        channels_last=True,
+        room=room,
+    )
 
 
 def share_of_work(predictor: Predictor, size: Sequence[int]) -> float:
     """Of all ranks' convolutions, over what the whole image takes in one piece."""
-    cost = [getattr(layer, "weight", torch.empty(0)).numel() if "Conv" in kind.__name__ else 0 for layer, kind in zip(predictor.model.layers, predictor.model.kinds)]
+    cost = [
+        getattr(layer, "weight", torch.empty(0)).numel() if "Conv" in kind.__name__ else 0
+        for layer, kind in zip(predictor.model.layers, predictor.model.kinds)
+    ]
     done = sum(cost[position] * box.pixels for position, box in predictor.computed(size))
     layout = predictor.layout(size)
     own = sum(c * Box.whole(after).pixels for c, after in zip(cost, layout.sizes[1:]))
@@ -177,7 +287,9 @@ def share_of_work(predictor: Predictor, size: Sequence[int]) -> float:
 
 def _plain(model: nn.Module, options: argparse.Namespace) -> Callable[[torch.Tensor], torch.Tensor]:
     def infer(x: torch.Tensor) -> torch.Tensor:
-        x = x.contiguous(memory_format=torch.channels_last if x.dim() == 4 else torch.channels_last_3d)
+        x = x.contiguous(
+            memory_format=torch.channels_last if x.dim() == 4 else torch.channels_last_3d
+        )
         with torch.no_grad(), autocast(options.precision, CPU)():
             return model(x).float()
 
@@ -193,7 +305,9 @@ def _monai(model: nn.Module, options: argparse.Namespace) -> Callable[[torch.Ten
 
 def _row(name: str, samples: list[dict], first: list[dict]) -> dict:
     seconds = Spread.of([s["seconds"] for s in samples])
-    ratio = Spread.of([s["seconds"] * f["pixels"] / f["seconds"] / s["pixels"] for s, f in zip(samples, first)])
+    ratio = Spread.of(
+        [s["seconds"] * f["pixels"] / f["seconds"] / s["pixels"] for s, f in zip(samples, first)]
+    )
     last = samples[-1]
     return {
         "case": name, "Mpx/s": last["pixels"] / seconds.median / 1e6, "least": last["pixels"] / seconds.max / 1e6, "most": last["pixels"] / seconds.min / 1e6,
@@ -204,7 +318,14 @@ def _row(name: str, samples: list[dict], first: list[dict]) -> dict:
 def _work(name: str, config: ModelConfig, size: Sequence[int], tile: int) -> dict:
     """Counted, not run."""
     model = outline_model(config)
-    predictor = Predictor(parallelize(model, receptive_field(model), Context()), Alone(), [CPU], autocast("fp32", CPU), Size((tile,) * 2), "memory")
+    predictor = Predictor(
+        parallelize(model, receptive_field(model), Context()),
+        Alone(),
+        [CPU],
+        autocast("fp32", CPU),
+        Size((tile,) * 2),
+        "memory",
+    )
     return {"case": name, "work": share_of_work(predictor, size)}
 
 

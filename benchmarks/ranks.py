@@ -15,9 +15,9 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Sequence
 
 _ROOT = Path(__file__).resolve().parents[1]
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
@@ -38,16 +38,31 @@ def mpi_version() -> str | None:
     mpirun = find_mpirun()
     if mpirun is None:
         return None
-    lines = subprocess.run([mpirun, "--version"], capture_output=True, text=True, env=job_environment(1)).stdout.splitlines()
+    lines = subprocess.run(
+        [mpirun, "--version"], capture_output=True, text=True, env=job_environment(1)
+    ).stdout.splitlines()
     return lines[0].strip() if lines else None
 
 
 def job_environment(threads: int) -> dict[str, str]:
     """This process's environment, made fit for the ranks of a job with ``threads`` threads each."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(_INHERITED) and k not in _INHERITED_NAMES}
+    kept = {
+        k: v
+        for k, v in os.environ.items()
+        if not k.startswith(_INHERITED) and k not in _INHERITED_NAMES
+    }
     path = os.pathsep.join([str(_ROOT), *filter(None, [kept.get("PYTHONPATH")])])
-    allow = dict.fromkeys(("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"), "1") if os.getuid() == 0 else {}
-    return kept | dict.fromkeys(_THREADS, str(threads)) | allow | {"PYTHONPATH": path, "HOROVOD_CYCLE_TIME": "0.1"}
+    allow = (
+        dict.fromkeys(("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"), "1")
+        if os.getuid() == 0
+        else {}
+    )
+    return (
+        kept
+        | dict.fromkeys(_THREADS, str(threads))
+        | allow
+        | {"PYTHONPATH": path, "HOROVOD_CYCLE_TIME": "0.1"}
+    )
 
 
 def command(ranks: int, arguments: Sequence[str]) -> list[str]:
@@ -58,12 +73,20 @@ def command(ranks: int, arguments: Sequence[str]) -> list[str]:
     """
     mpirun = find_mpirun()
     if mpirun is None:
-        raise ValueError(f"there is no mpirun on PATH nor beside this Python, and {ranks} ranks need one: load the site's MPI module, or set MPIEXEC")
+        raise ValueError(
+            f"there is no mpirun on PATH nor beside this Python, and {ranks} ranks need one: load the site's MPI module, or set MPIEXEC"
+        )
     flags = ["--oversubscribe", "--bind-to", "none"] if "Open MPI" in (mpi_version() or "") else []
     return [mpirun, *flags, "-n", str(ranks), sys.executable, *arguments]
 
 
-def run_ranks(ranks: int, arguments: Sequence[str], threads: int = 1, timeout: float = 600.0, environment: dict[str, str] | None = None) -> dict:
+def run_ranks(
+    ranks: int,
+    arguments: Sequence[str],
+    threads: int = 1,
+    timeout: float = 600.0,
+    environment: dict[str, str] | None = None,
+) -> dict:
     """Run ``python arguments...`` on ``ranks`` ranks in the repository's root and return the JSON object of its last line.
 
     Args:
@@ -82,7 +105,9 @@ def run_ranks(ranks: int, arguments: Sequence[str], threads: int = 1, timeout: f
     try:
         out, err = job.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
-        raise RuntimeError(f"{name} took more than {timeout:g} s and was ended: is a rank missing from a collective? Else raise timeout") from None
+        raise RuntimeError(
+            f"{name} took more than {timeout:g} s and was ended: is a rank missing from a collective? Else raise timeout"
+        ) from None
     finally:
         _end(job)
     if job.returncode != 0:
@@ -98,7 +123,9 @@ def last_json(text: str, name: str = "the command") -> dict:
     except ValueError:
         found = None
     if not isinstance(found, dict):
-        raise RuntimeError(f"the last line of {name} is {last[:200]!r}, not a JSON object: print(json.dumps(...)) at the end of rank 0")
+        raise RuntimeError(
+            f"the last line of {name} is {last[:200]!r}, not a JSON object: print(json.dumps(...)) at the end of rank 0"
+        )
     return found
 
 

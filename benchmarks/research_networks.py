@@ -14,9 +14,9 @@ import subprocess
 import sys
 import threading
 import warnings
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Iterator, Sequence
 
 from benchmarks.harness import parent, report
 from benchmarks.ranks import job_environment

@@ -13,10 +13,10 @@ import re
 import struct
 import tempfile
 import traceback
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Iterator
 
 import numpy as np
 import torch
@@ -39,7 +39,10 @@ from distseg.training.verify import passed, verify
 CLASSES, IMAGES, IGNORED = 3, 2, 255
 SIZES = {1: (371,), 2: (61, 75), 3: (19, 29, 27)}
 LAYOUTS = {  # name: (tiles of a rank by dims, settings of spatial)
-    "exchange": ({1: (4,), 2: (2, 3), 3: (1, 2, 3)}, dict(exchange_every="1", streaming="in_memory")),
+    "exchange": (
+        {1: (4,), 2: (2, 3), 3: (1, 2, 3)},
+        dict(exchange_every="1", streaming="in_memory"),
+    ),
     "streaming": ({1: (3,), 2: (3, 2), 3: (2, 2, 1)}, dict(streaming="offload", scratch="memory")),
 }
 TOLERANCE = 1e-12  # of distseg's comparison
@@ -184,10 +187,7 @@ def _config(entry: Entry, layout: str, seed: int) -> Config:
     tiles, settings = LAYOUTS[layout]
     return Config(
         model=ModelConfig(
-            entry.target,
-            in_channels=entry.bands,
-            out_channels=CLASSES,
-            outputs=_weights(entry),
+            entry.target, in_channels=entry.bands, out_channels=CLASSES, outputs=_weights(entry)
         ),
         data=DataConfig(images=IMAGES),
         mesh=MeshConfig(tiles=Size((1,) * entry.dims)),

@@ -10,8 +10,8 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Callable, Sequence
 
 import torch
 from torch import nn
@@ -33,16 +33,31 @@ KINDS = {
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=QUESTION, parents=[parent(5)])
-    parser.add_argument("--size", type=Size, default=Size((1024, 1024)), help="of the image (default: %(default)s)")
-    parser.add_argument("--base", type=int, default=32, help="channels of the first level (default: %(default)s)")
+    parser.add_argument(
+        "--size", type=Size, default=Size((1024, 1024)), help="of the image (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--base", type=int, default=32, help="channels of the first level (default: %(default)s)"
+    )
     parser.add_argument("--norms", nargs="*", default=["instance", "batch", "group"])
     parser.add_argument("--precision", default="bf16", choices=("bf16", "fp32"))
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--plain", metavar="NORM", help="only PyTorch's layers, with glibc as it is: prints the seconds of the fastest of 3 steps")
+    parser.add_argument(
+        "--plain",
+        metavar="NORM",
+        help="only PyTorch's layers, with glibc as it is: prints the seconds of the fastest of 3 steps",
+    )
     options = parser.parse_args(arguments)
-    size, depth, base, norms = (Size((32, 32)), 2, 4, ["batch"]) if options.quick else (options.size, 4, options.base, options.norms)
+    size, depth, base, norms = (
+        (Size((32, 32)), 2, 4, ["batch"])
+        if options.quick
+        else (options.size, 4, options.base, options.norms)
+    )
     torch.set_num_threads(options.threads)
-    setting_of = lambda norm: Setting(size, depth, 2, base, norm, precision=options.precision, channels_last=True)
+
+    def setting_of(norm):
+        return Setting(size, depth, 2, base, norm, precision=options.precision, channels_last=True)
+
     if options.plain:
         return _print_plain(setting_of(options.plain))
     keep_freed_memory()
@@ -50,21 +65,56 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for norm in norms:
         setting = setting_of(norm)
         ours, engine = distributed_step(setting)
-        flags = ["--size", str(size), "--base", str(base), "--precision", options.precision, "--threads", str(options.threads), *["--quick"] * options.quick]
+        flags = [
+            "--size",
+            str(size),
+            "--base",
+            str(base),
+            "--precision",
+            options.precision,
+            "--threads",
+            str(options.threads),
+            *["--quick"] * options.quick,
+        ]
         cases = {
             "distseg": ours,
             "PyTorch's layers": plain_step(setting),
-            "PyTorch's layers, glibc as it is": lambda: Reading(run_ranks(1, ["-m", "benchmarks.step_time", "--plain", norm, *flags])["seconds"]),
+            "PyTorch's layers, glibc as it is": lambda: Reading(
+                run_ranks(1, ["-m", "benchmarks.step_time", "--plain", norm, *flags])["seconds"]
+            ),
             "convolutions alone": convolutions(engine, ours),
         }
         results = measure(cases, repeats_of(options), warmup=0 if options.quick else 1)
-        samples[norm], bars[norm] = results.as_dict(), shares(ours, results.spread("distseg").median)
+        samples[norm], bars[norm] = (
+            results.as_dict(),
+            shares(ours, results.spread("distseg").median),
+        )
         rows += [_row(norm, case, results) for case in cases]
-    by_kind = [f"{norm}: " + ", ".join(f"{kind} {seconds / sum(parts.values()):.1%}" for kind, seconds in parts.items()) for norm, parts in bars.items()]
+    by_kind = [
+        f"{norm}: "
+        + ", ".join(
+            f"{kind} {seconds / sum(parts.values()):.1%}" for kind, seconds in parts.items()
+        )
+        for norm, parts in bars.items()
+    ]
     network = f"U-Net of depth {depth}, 2 convs a level, base {base}, image {size}, dropout 0.1, {options.precision} channels_last, {options.threads} threads"
     notes = "\n".join([f"{network}; / distseg: of neighbours in time, median and range", *by_kind])
-    parameters = {"size": str(size), "depth": depth, "base": base, "precision": options.precision, "threads": options.threads}
-    report("step_time", QUESTION, Rows(rows, {"samples": samples, "seconds by kind": bars}), options, parameters, notes, lambda path: draw(bars, samples, path))
+    parameters = {
+        "size": str(size),
+        "depth": depth,
+        "base": base,
+        "precision": options.precision,
+        "threads": options.threads,
+    }
+    report(
+        "step_time",
+        QUESTION,
+        Rows(rows, {"samples": samples, "seconds by kind": bars}),
+        options,
+        parameters,
+        notes,
+        lambda path: draw(bars, samples, path),
+    )
 
 
 def _print_plain(setting: Setting) -> None:
@@ -80,15 +130,32 @@ def convolutions(engine, step: Callable[[], float]) -> Callable[[], None]:
     """All convolutions of a step, one after another, forward and backward."""
     seen: list[tuple[nn.Module, torch.Size, torch.dtype]] = []
     convs = [layer for layer in engine.model.layers if isinstance(layer, nn.modules.conv._ConvNd)]
-    hooks = [conv.register_forward_hook(lambda conv, inputs, y: seen.append((conv, inputs[0].shape, y.dtype))) for conv in convs]
+    hooks = [
+        conv.register_forward_hook(
+            lambda conv, inputs, y: seen.append((conv, inputs[0].shape, y.dtype))
+        )
+        for conv in convs
+    ]
     step()
     for hook in hooks:
         hook.remove()
     calls = []
     for number, (conv, shape, dtype) in enumerate(seen):
-        alone = nn.Conv2d(conv.in_channels, conv.out_channels, conv.kernel_size, padding=conv.padding, bias=False).to(dtype=dtype, memory_format=torch.channels_last)
-        x = torch.randn(shape, dtype=dtype).contiguous(memory_format=last_format(4)).requires_grad_(number > 0)  # an image wants no gradient
-        calls.append((alone, x, torch.randn(alone(x).shape).to(dtype).contiguous(memory_format=last_format(4))))
+        alone = nn.Conv2d(
+            conv.in_channels, conv.out_channels, conv.kernel_size, padding=conv.padding, bias=False
+        ).to(dtype=dtype, memory_format=torch.channels_last)
+        x = (
+            torch.randn(shape, dtype=dtype)
+            .contiguous(memory_format=last_format(4))
+            .requires_grad_(number > 0)
+        )  # an image wants no gradient
+        calls.append(
+            (
+                alone,
+                x,
+                torch.randn(alone(x).shape).to(dtype).contiguous(memory_format=last_format(4)),
+            )
+        )
 
     def run() -> None:
         for conv, x, g in calls:
@@ -106,18 +173,30 @@ def shares(step: Callable[[], float], seconds: float) -> dict[str, float]:
         step()
     times = {event.key: event.self_cpu_time_total for event in profiled.key_averages()}
     scale = seconds / sum(times.values())
-    found = {kind: scale * sum(t for key, t in times.items() if _kind(key) == kind) for kind in KINDS}
+    found = {
+        kind: scale * sum(t for key, t in times.items() if _kind(key) == kind) for kind in KINDS
+    }
     return found | {"other": seconds - sum(found.values())}
 
 
 def _kind(operation: str) -> str | None:
     name = operation.lower()
-    return next((kind for kind, parts in KINDS.items() if any(part in name for part in parts)), None)
+    return next(
+        (kind for kind, parts in KINDS.items() if any(part in name for part in parts)), None
+    )
 
 
 def _row(norm: str, case: str, results) -> dict:
     spread, ratio = results.spread(case), results.ratio(case)
-    return {"norm": norm, "case": case, "min [s]": spread.min, "median [s]": spread.median, "/ distseg": ratio.median, "from": ratio.min, "to": ratio.max}
+    return {
+        "norm": norm,
+        "case": case,
+        "min [s]": spread.min,
+        "median [s]": spread.median,
+        "/ distseg": ratio.median,
+        "from": ratio.min,
+        "to": ratio.max,
+    }
 
 
 def draw(bars: dict[str, dict[str, float]], samples: dict, path: Path) -> None:
@@ -128,11 +207,24 @@ def draw(bars: dict[str, dict[str, float]], samples: dict, path: Path) -> None:
         for row, (norm, parts) in enumerate(bars.items()):
             left = 0.0
             for kind, seconds in parts.items():
-                axes.barh(row, seconds, 0.34, left, color=colours[kind], label=kind if row == 0 else None)
+                axes.barh(
+                    row, seconds, 0.34, left, color=colours[kind], label=kind if row == 0 else None
+                )
                 left += seconds
             cases = samples[norm]["cases"]
-            axes.barh(row + 0.36, cases["PyTorch's layers"]["median"], 0.26, color="#DDDDDD", label="PyTorch's layers, in all" if row == 0 else None)
-            axes.plot([cases["convolutions alone"]["median"]] * 2, [row - 0.25, row + 0.25], color=INK, label="convolutions alone" if row == 0 else None)
+            axes.barh(
+                row + 0.36,
+                cases["PyTorch's layers"]["median"],
+                0.26,
+                color="#DDDDDD",
+                label="PyTorch's layers, in all" if row == 0 else None,
+            )
+            axes.plot(
+                [cases["convolutions alone"]["median"]] * 2,
+                [row - 0.25, row + 0.25],
+                color=INK,
+                label="convolutions alone" if row == 0 else None,
+            )
         axes.set_yticks(range(len(bars)), [f"{norm} norm" for norm in bars])
         axes.invert_yaxis()
         axes.set_xlabel("seconds a step")

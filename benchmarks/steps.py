@@ -13,9 +13,9 @@ import math
 import os
 import resource
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Callable
 
 import torch
 import torch.nn.functional as F
@@ -61,19 +61,39 @@ class Setting:
             depth=self.depth, num_convs=self.num_convs, base_channels=self.base_channels, in_channels=4, out_channels=CLASSES,
             norm=self.norm, dropout=self.dropout,
         )  # fmt: skip
-        return Config(model=model, mesh=MeshConfig(self.samples, self.tiles, reducer=reducer), data=DataConfig(images=1), spatial=SpatialConfig(exchange_every=self.exchange_every))
+        return Config(
+            model=model,
+            mesh=MeshConfig(self.samples, self.tiles, reducer=reducer),
+            data=DataConfig(images=1),
+            spatial=SpatialConfig(exchange_every=self.exchange_every),
+        )
 
     def as_dict(self) -> dict:
-        return {name: str(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
+        return {
+            name: str(value) if isinstance(value, tuple) else value
+            for name, value in asdict(self).items()
+        }
 
 
-def distributed_step(setting: Setting, comm=None, reducer: str = "auto") -> tuple[Callable[[], float], Engine]:
+def distributed_step(
+    setting: Setting, comm=None, reducer: str = "auto"
+) -> tuple[Callable[[], float], Engine]:
     """distseg's step on the ranks of ``comm`` (by default this one)."""
     config = setting.config(reducer)
     mesh = Mesh(comm or world(), setting.samples, setting.tiles)
-    engine = Engine(config, mesh, as_network(build_model(config.model)), setting.size, precision=setting.precision, channels_last=setting.channels_last)
+    engine = Engine(
+        config,
+        mesh,
+        as_network(build_model(config.model)),
+        setting.size,
+        precision=setting.precision,
+        channels_last=setting.channels_last,
+    )
     images = RandomImages(setting.size, 4, CLASSES, config)
-    pieces = [engine.to_device(p) for p in images.mine([mesh.sample], setting.tiles, (1, 1), mesh.tile, engine.reading)]
+    pieces = [
+        engine.to_device(p)
+        for p in images.mine([mesh.sample], setting.tiles, (1, 1), mesh.tile, engine.reading)
+    ]
 
     def step() -> float:
         loss = engine.backward([[TileBatch(p.pixels, p.labels, p.place) for p in pieces]])
@@ -92,7 +112,9 @@ def plain_step(setting: Setting) -> Callable[[], float]:
     optimizer = make_optimizer(config.optim, dict(model.named_parameters()))
     cast = autocast(setting.precision, torch.device("cpu"))
     x, labels = RandomImages(setting.size, 4, CLASSES, config).whole(0)
-    x = x.float()[None].contiguous(memory_format=torch.channels_last if setting.channels_last else torch.contiguous_format)
+    x = x.float()[None].contiguous(
+        memory_format=torch.channels_last if setting.channels_last else torch.contiguous_format
+    )
 
     def step() -> float:
         optimizer.zero_grad()
@@ -128,7 +150,9 @@ def timed(step: Callable[[], float], comm, steps: int, patience: float) -> dict:
     After a disturbed step all ranks sleep until the machine is quiet; after ``patience`` seconds what there is must do.
     """
     undisturbed, every, deadline = [], [], time.monotonic() + patience
-    while comm.bcast(len(undisturbed) < steps and (len(every) < steps or time.monotonic() < deadline)):
+    while comm.bcast(
+        len(undisturbed) < steps and (len(every) < steps or time.monotonic() < deadline)
+    ):
         if len(every) > len(undisturbed):
             _sleep_until_quiet(comm, deadline)
         comm.Barrier()
@@ -168,12 +192,22 @@ def peak() -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_arguments(parser)
-    parser.add_argument("--alone", action="store_true", help="every rank a job of its own: what the machine gives to ranks that exchange nothing")
+    parser.add_argument(
+        "--alone",
+        action="store_true",
+        help="every rank a job of its own: what the machine gives to ranks that exchange nothing",
+    )
     parser.add_argument("--reducer", default="auto")
-    parser.add_argument("--idle_waits", action="store_true", help="waits are not filled with weight gradients")
-    parser.add_argument("--system_malloc", action="store_true", help="leave glibc's allocator as it is")
+    parser.add_argument(
+        "--idle_waits", action="store_true", help="waits are not filled with weight gradients"
+    )
+    parser.add_argument(
+        "--system_malloc", action="store_true", help="leave glibc's allocator as it is"
+    )
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--patience", type=float, default=0.0, help="seconds to wait for a quiet machine")
+    parser.add_argument(
+        "--patience", type=float, default=0.0, help="seconds to wait for a quiet machine"
+    )
     parser.add_argument("--warmup", type=int, default=2)
     given = vars(parser.parse_args())
     names = ("alone", "reducer", "idle_waits", "system_malloc", "steps", "patience", "warmup")
@@ -184,23 +218,43 @@ def main() -> None:
     if idle:
         conv.later = lambda work: False
     comm = world()
-    step, engine = distributed_step(Setting(**given), comm.Split(comm.rank) if alone else comm, reducer)
+    step, engine = distributed_step(
+        Setting(**given), comm.Split(comm.rank) if alone else comm, reducer
+    )
     before = peak()
     for _ in range(warmup):
         step()
     cpu = time.process_time()
     found = timed(step, comm, steps, patience)
-    found["processor"] = (time.process_time() - cpu) / len(found["every"])  # seconds a step on this rank
-    found["memory"] = max(comm.allgather(peak() - before))  # bytes of the largest rank, without what it held before the first step
+    found["processor"] = (time.process_time() - cpu) / len(
+        found["every"]
+    )  # seconds a step on this rank
+    found["memory"] = max(
+        comm.allgather(peak() - before)
+    )  # bytes of the largest rank, without what it held before the first step
     window = sum(comm.allgather(_window_pixels(engine, Setting(**given))))
     if comm.rank == 0:
         owned = math.prod(given["size"]) * (comm.size if alone else given["samples"])
-        print(json.dumps(found | {"redundancy": window / owned, "reducer": engine.reducer.name, "halo": list(engine.reach.halo)}))
+        print(
+            json.dumps(
+                found
+                | {
+                    "redundancy": window / owned,
+                    "reducer": engine.reducer.name,
+                    "halo": list(engine.reach.halo),
+                }
+            )
+        )
 
 
 def _window_pixels(engine: Engine, setting: Setting) -> int:
     """Pixels of this rank's window."""
-    return sum(window.pixels for _, window in owned_tiles(setting.size, setting.tiles, (1, 1), engine.mesh.tile, engine.reading))
+    return sum(
+        window.pixels
+        for _, window in owned_tiles(
+            setting.size, setting.tiles, (1, 1), engine.mesh.tile, engine.reading
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -12,9 +12,9 @@ import json
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
-from typing import Sequence
 
 import numpy as np
 import torch
@@ -54,16 +54,51 @@ NETWORKS = {
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=QUESTION, parents=[parent(1)])
-    parser.add_argument("--network", default="unet-16", help=f"{', '.join(NETWORKS)}, or another as package.module:function, with its own norms (default: %(default)s)")
-    parser.add_argument("--args", type=json.loads, default={}, help="""of such a function, as '{"encoder_name": "resnet18"}'""")
-    parser.add_argument("--images", type=int, default=1, help="in a batch; a batch norm of vectors wants two (default: %(default)s)")
-    parser.add_argument("--sizes", type=int, nargs="*", default=[1024, 2048, 4096, 8192], help="sides of square images (default: %(default)s)")
-    parser.add_argument("--plain", type=int, nargs="*", default=[512, 768, 1024, 1536], help="sides for plain PyTorch (default: %(default)s)")
+    parser.add_argument(
+        "--network",
+        default="unet-16",
+        help=f"{', '.join(NETWORKS)}, or another as package.module:function, with its own norms (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--args",
+        type=json.loads,
+        default={},
+        help="""of such a function, as '{"encoder_name": "resnet18"}'""",
+    )
+    parser.add_argument(
+        "--images",
+        type=int,
+        default=1,
+        help="in a batch; a batch norm of vectors wants two (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--sizes",
+        type=int,
+        nargs="*",
+        default=[1024, 2048, 4096, 8192],
+        help="sides of square images (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--plain",
+        type=int,
+        nargs="*",
+        default=[512, 768, 1024, 1536],
+        help="sides for plain PyTorch (default: %(default)s)",
+    )
     parser.add_argument("--memory", default="1GB")
     parser.add_argument("--modes", nargs="*", default=["offload", "recompute"])
     parser.add_argument("--precision", default="bf16", choices=("bf16", "fp32"))
-    parser.add_argument("--scratch", default=None, help="folder for stored maps and the images (default: the system's)")
-    parser.add_argument("--seconds", type=float, default=120, help="that a case in time trains, two steps at least (default: %(default)s)")
+    parser.add_argument(
+        "--scratch",
+        default=None,
+        help="folder for stored maps and the images (default: the system's)",
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=120,
+        help="that a case in time trains, two steps at least (default: %(default)s)",
+    )
     parser.add_argument("--name", default="streaming", help="of the result files")
     parser.add_argument("--job", help="one step of a mode on a store, or of plain: internal")
     parser.add_argument("--store")
@@ -71,21 +106,49 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.job:
         return _job(options)
     if options.quick:
-        options.sizes, options.plain, options.memory, options.precision, options.seconds = [64], [64], "2GB", "fp32", 0
+        options.sizes, options.plain, options.memory, options.precision, options.seconds = (
+            [64],
+            [64],
+            "2GB",
+            "fp32",
+            0,
+        )
     rows = []
     with tempfile.TemporaryDirectory(dir=options.scratch) as folder:
-        stores = {side: _store(Path(folder) / f"{side}.h5", side, options.images) for side in {*options.sizes, *options.plain}}
-        for mode, sides in [*((mode, options.sizes) for mode in options.modes), ("plain", options.plain)]:
+        stores = {
+            side: _store(Path(folder) / f"{side}.h5", side, options.images)
+            for side in {*options.sizes, *options.plain}
+        }
+        for mode, sides in [
+            *((mode, options.sizes) for mode in options.modes),
+            ("plain", options.plain),
+        ]:
             for side in sides:
                 rows.append(_row(mode, side, _run(options, mode, stores[side], folder)))
                 print(rows[-1], file=sys.stderr, flush=True)
     extrapolated = _extrapolated(rows, max(options.sizes))
-    ours, own = "offload: instance norm in training mode; recompute: no norm; plain: PyTorch's layers, instance norm", "offload: its norms in training mode; plain: the module itself"
-    notes = (
-        f"{options.network}{options.args or ''}, batch {options.images}, {options.precision}, --memory {options.memory}; {own if ':' in options.network else ours}, glibc as it is; a line through its peaks gives {extrapolated:.0f} GB at {max(options.sizes)}x{max(options.sizes)}"
+    ours, own = (
+        "offload: instance norm in training mode; recompute: no norm; plain: PyTorch's layers, instance norm",
+        "offload: its norms in training mode; plain: the module itself",
     )
-    parameters = {"network": NETWORKS.get(options.network, options.network), "args": options.args, "images": options.images, "memory": options.memory, "precision": options.precision, "extrapolated [GB]": extrapolated}
-    report(options.name, QUESTION, Rows(rows), options, parameters, notes, lambda path: draw(rows, options, path))
+    notes = f"{options.network}{options.args or ''}, batch {options.images}, {options.precision}, --memory {options.memory}; {own if ':' in options.network else ours}, glibc as it is; a line through its peaks gives {extrapolated:.0f} GB at {max(options.sizes)}x{max(options.sizes)}"
+    parameters = {
+        "network": NETWORKS.get(options.network, options.network),
+        "args": options.args,
+        "images": options.images,
+        "memory": options.memory,
+        "precision": options.precision,
+        "extrapolated [GB]": extrapolated,
+    }
+    report(
+        options.name,
+        QUESTION,
+        Rows(rows),
+        options,
+        parameters,
+        notes,
+        lambda path: draw(rows, options, path),
+    )
 
 
 def _store(path: Path, side: int, images: int) -> str:
@@ -100,24 +163,73 @@ def _store(path: Path, side: int, images: int) -> str:
     labels = (land_mask(folder / "lsmask_1.25min_f.bin", (side, side)) == 1).astype(np.uint8)
     with StoreWriter(path, ("water", "land"), ("red", "green", "blue", "luminance")) as writer:
         for number in range(images):  # turned by a part of the earth each
-            target = writer.add_image(f"earth{number}", (side, side), np.uint8, "train", labels=True)
-            turned = lambda x: np.roll(x, number * side // images, -1)
+            target = writer.add_image(
+                f"earth{number}", (side, side), np.uint8, "train", labels=True
+            )
+
+            def turned(x):
+                return np.roll(x, number * side // images, -1)
+
             target.write(Box.whole((side, side)), turned(np.stack(bands)), turned(labels))
     return str(path)
 
 
 def _run(options: argparse.Namespace, mode: str, store: str, folder: str) -> dict:
-    flags = ["--job", mode, "--store", store, "--network", options.network, "--args", json.dumps(options.args), "--images", str(options.images), "--memory", options.memory, "--precision", options.precision]
-    return run_ranks(1, ["-m", "benchmarks.streaming", *flags, "--scratch", folder, "--seconds", str(options.seconds)], threads=torch.get_num_threads(), timeout=7200)
+    flags = [
+        "--job",
+        mode,
+        "--store",
+        store,
+        "--network",
+        options.network,
+        "--args",
+        json.dumps(options.args),
+        "--images",
+        str(options.images),
+        "--memory",
+        options.memory,
+        "--precision",
+        options.precision,
+    ]
+    return run_ranks(
+        1,
+        [
+            "-m",
+            "benchmarks.streaming",
+            *flags,
+            "--scratch",
+            folder,
+            "--seconds",
+            str(options.seconds),
+        ],
+        threads=torch.get_num_threads(),
+        timeout=7200,
+    )
 
 
 def _config(options: argparse.Namespace, mode: str) -> Config:
     norm = "none" if mode == "recompute" else "instance"
-    known = dict(NETWORKS[options.network], norm=norm) if options.network in NETWORKS else dict(name=options.network, args=options.args or None)
+    known = (
+        dict(NETWORKS[options.network], norm=norm)
+        if options.network in NETWORKS
+        else dict(name=options.network, args=options.args or None)
+    )
     model = ModelConfig(**known, in_channels=4, out_channels=1)
-    spatial = SpatialConfig() if mode == "plain" else SpatialConfig(streaming=mode, scratch=options.scratch)
+    spatial = (
+        SpatialConfig()
+        if mode == "plain"
+        else SpatialConfig(streaming=mode, scratch=options.scratch)
+    )
     run = RunConfig() if mode == "plain" else RunConfig(memory=options.memory)
-    return Config(model=model, mesh=MeshConfig(), spatial=spatial, loss=LossConfig("binary_cross_entropy"), data=DataConfig(store=options.store, images=options.images), optim=OptimConfig("adam"), run=run)
+    return Config(
+        model=model,
+        mesh=MeshConfig(),
+        spatial=spatial,
+        loss=LossConfig("binary_cross_entropy"),
+        data=DataConfig(store=options.store, images=options.images),
+        optim=OptimConfig("adam"),
+        run=run,
+    )
 
 
 def _job(options: argparse.Namespace) -> None:
@@ -132,22 +244,43 @@ def _job(options: argparse.Namespace) -> None:
     engine = Engine(config, mesh, model, size, device, options.precision, last)
     loader = step_loader(config, store, mesh, engine)
     seconds, stored = [], 0
-    while len(seconds) < 2 or sum(seconds) < options.seconds:  # the first one makes the optimizer's state
+    while (
+        len(seconds) < 2 or sum(seconds) < options.seconds
+    ):  # the first one makes the optimizer's state
         for blocks in loader.epoch(len(seconds)):
             stored = engine.streaming.executor.stored([block.place for block in blocks[0]])
             start = time.perf_counter()
             loss = engine.backward(blocks)
             engine.update(1e-3)
             seconds.append(time.perf_counter() - start)
-    print(json.dumps({"steps": len(seconds), "seconds": median(seconds), "peak": peak(), "scratch": stored, "loss": loss}))
+    print(
+        json.dumps(
+            {
+                "steps": len(seconds),
+                "seconds": median(seconds),
+                "peak": peak(),
+                "scratch": stored,
+                "loss": loss,
+            }
+        )
+    )
 
 
 def _plain(config: Config, store: Store, options: argparse.Namespace) -> None:
     model = build_model(config.model).train()
     place_model(model, torch.device("cpu"), options.precision, options.precision == "bf16")
-    optimizer, cast = make_optimizer(config.optim, dict(model.named_parameters())), autocast(options.precision, torch.device("cpu"))
-    box, names = Box.whole(store.size("earth0")), [f"earth{number}" for number in range(options.images)]
-    x, labels = (torch.from_numpy(np.stack([read(name, box) for name in names])) for read in (store.read_normalised, store.labels))
+    optimizer, cast = (
+        make_optimizer(config.optim, dict(model.named_parameters())),
+        autocast(options.precision, torch.device("cpu")),
+    )
+    box, names = (
+        Box.whole(store.size("earth0")),
+        [f"earth{number}" for number in range(options.images)],
+    )
+    x, labels = (
+        torch.from_numpy(np.stack([read(name, box) for name in names]))
+        for read in (store.read_normalised, store.labels)
+    )
     labels = labels.unsqueeze(1).float()
     x = x.contiguous(memory_format=torch.channels_last) if options.precision == "bf16" else x
     seconds = []
@@ -160,17 +293,40 @@ def _plain(config: Config, store: Store, options: argparse.Namespace) -> None:
         loss.backward()
         optimizer.step()
         seconds.append(time.perf_counter() - start)
-    print(json.dumps({"steps": len(seconds), "seconds": min(seconds), "peak": peak(), "scratch": 0, "loss": loss.item()}))
+    print(
+        json.dumps(
+            {
+                "steps": len(seconds),
+                "seconds": min(seconds),
+                "peak": peak(),
+                "scratch": 0,
+                "loss": loss.item(),
+            }
+        )
+    )
 
 
 def _row(mode: str, side: int, found: dict) -> dict:
     rate = side * side / found["seconds"] / 1e6
-    return {"mode": mode, "size": f"{side}x{side}", "steps": found["steps"], "step [s]": found["seconds"], "Mpx/s": rate, "peak [GB]": found["peak"] / 1e9, "scratch [GB]": found["scratch"] / 1e9, "loss": found["loss"]}
+    return {
+        "mode": mode,
+        "size": f"{side}x{side}",
+        "steps": found["steps"],
+        "step [s]": found["seconds"],
+        "Mpx/s": rate,
+        "peak [GB]": found["peak"] / 1e9,
+        "scratch [GB]": found["scratch"] / 1e9,
+        "loss": found["loss"],
+    }
 
 
 def _extrapolated(rows: list[dict], side: int) -> float:
     """GB that plain PyTorch would need, by a line through its peaks."""
-    plain = [(int(row["size"].split("x")[0]) ** 2, row["peak [GB]"]) for row in rows if row["mode"] == "plain"]
+    plain = [
+        (int(row["size"].split("x")[0]) ** 2, row["peak [GB]"])
+        for row in rows
+        if row["mode"] == "plain"
+    ]
     if len(plain) < 2:
         return float("nan")
     slope, start = np.polyfit(*zip(*plain), 1)
@@ -180,18 +336,42 @@ def _extrapolated(rows: list[dict], side: int) -> float:
 def draw(rows: list[dict], options: argparse.Namespace, path: Path) -> None:
     with new_figure(path, (7.5, 4.5)) as figure:
         axes = figure.add_subplot()
-        side = lambda row: int(row["size"].split("x")[0])
+
+        def side(row):
+            return int(row["size"].split("x")[0])
+
         for mode, colour in zip([*options.modes, "plain"], PALETTE):
             mine = [row for row in rows if row["mode"] == mode]
-            axes.plot([side(r) for r in mine], [r["peak [GB]"] for r in mine], "o-", color=colour, label=f"{mode}: peak of the process")
+            axes.plot(
+                [side(r) for r in mine],
+                [r["peak [GB]"] for r in mine],
+                "o-",
+                color=colour,
+                label=f"{mode}: peak of the process",
+            )
             if mode == "offload":
-                axes.plot([side(r) for r in mine], [r["scratch [GB]"] for r in mine], "s--", color=colour, alpha=0.5, label="offload: scratch files, apart")
+                axes.plot(
+                    [side(r) for r in mine],
+                    [r["scratch [GB]"] for r in mine],
+                    "s--",
+                    color=colour,
+                    alpha=0.5,
+                    label="offload: scratch files, apart",
+                )
         if any(row["mode"] == "plain" for row in rows) and max(options.sizes) > max(options.plain):
             ends = [max(options.plain), max(options.sizes)]
-            axes.plot(ends, [_extrapolated(rows, n) for n in ends], ":", color=INK, label="plain, by a line in pixels")
+            axes.plot(
+                ends,
+                [_extrapolated(rows, n) for n in ends],
+                ":",
+                color=INK,
+                label="plain, by a line in pixels",
+            )
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
-        axes.set_xticks(sorted({*options.sizes, *options.plain}), sorted({*options.sizes, *options.plain}))
+        axes.set_xticks(
+            sorted({*options.sizes, *options.plain}), sorted({*options.sizes, *options.plain})
+        )
         axes.set_xlabel("pixels a side")
         axes.set_ylabel("GB")
         axes.legend()

@@ -14,12 +14,12 @@ import json
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from functools import partial
 from itertools import count
 from pathlib import Path
 from statistics import mean
-from typing import Callable, Sequence
 
 import numpy as np
 import torch
@@ -70,23 +70,81 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=QUESTION, parents=[parent(5)])
     parser.add_argument("--parts", nargs="*", choices=list(_PARTS), default=list(_PARTS))
     parser.add_argument("--methods", nargs="*", choices=METHODS, default=list(METHODS))
-    parser.add_argument("--size", type=int, default=256, help="side of the images compared on (default: %(default)s)")
-    parser.add_argument("--digits", type=int, nargs=2, default=[1, 1], help="of an image, at least and at most (default: %(default)s)")
-    parser.add_argument("--images", type=int, nargs=3, default=[4000, 0, 500], help="of train, val and test (default: %(default)s)")
-    parser.add_argument("--seconds", type=float, default=150, help="of its one processor that each case trains, evaluations apart (default: %(default)s)")
-    parser.add_argument("--pretrain", type=float, default=0, help="seconds that the backbone is trained on digits alone before (default: not at all)")
+    parser.add_argument(
+        "--size",
+        type=int,
+        default=256,
+        help="side of the images compared on (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--digits",
+        type=int,
+        nargs=2,
+        default=[1, 1],
+        help="of an image, at least and at most (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--images",
+        type=int,
+        nargs=3,
+        default=[4000, 0, 500],
+        help="of train, val and test (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=150,
+        help="of its one processor that each case trains, evaluations apart (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--pretrain",
+        type=float,
+        default=0,
+        help="seconds that the backbone is trained on digits alone before (default: not at all)",
+    )
     parser.add_argument("--seeds", type=int, default=2, help="(default: %(default)s)")
-    parser.add_argument("--rate", type=float, default=5e-3, help="of Adam, which stays (default: %(default)s)")
-    parser.add_argument("--base", type=int, default=8, help="channels of the backbone's first level (default: %(default)s)")
-    parser.add_argument("--memory", default="700MB", help="budget of streamed tiles (default: %(default)s)")
-    parser.add_argument("--sizes", type=int, nargs="*", default=[512, 1024, 2048, 4096], help="sides for the memory (default: %(default)s)")
-    parser.add_argument("--plain", type=int, nargs="*", default=[512, 1024, 2048, 4096], help="sides for plain PyTorch's memory; of the last one times are taken (default: %(default)s)")
+    parser.add_argument(
+        "--rate", type=float, default=5e-3, help="of Adam, which stays (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--base",
+        type=int,
+        default=8,
+        help="channels of the backbone's first level (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--memory", default="700MB", help="budget of streamed tiles (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--sizes",
+        type=int,
+        nargs="*",
+        default=[512, 1024, 2048, 4096],
+        help="sides for the memory (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--plain",
+        type=int,
+        nargs="*",
+        default=[512, 1024, 2048, 4096],
+        help="sides for plain PyTorch's memory; of the last one times are taken (default: %(default)s)",
+    )
     parser.add_argument("--name", default="whole_images", help="of the result files")
     parser.add_argument("--job", help="a method: internal")
     parser.add_argument("--store")
     parser.add_argument("--init", help="weights of the backbone: internal")
-    parser.add_argument("--patches", type=int, default=4, help="that PatchGD computes at once, for the memory (default: %(default)s)")
-    parser.add_argument("--filled", type=int, default=128, help="that it computes at once where filling Z is timed; the paper's 1/8 of 4096x4096 (default: %(default)s)")
+    parser.add_argument(
+        "--patches",
+        type=int,
+        default=4,
+        help="that PatchGD computes at once, for the memory (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--filled",
+        type=int,
+        default=128,
+        help="that it computes at once where filling Z is timed; the paper's 1/8 of 4096x4096 (default: %(default)s)",
+    )
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
     if options.job == "pretrain":
@@ -94,7 +152,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.job:
         return _step_of_job(options) if options.seconds == 0 else _job(options)
     if options.quick:
-        options.size, options.images, options.seconds, options.seeds, options.base, options.sizes, options.plain, options.methods = 64, [8, 0, 4], 0.5, 1, 4, [64], [64], ["patchgd", "exact"]
+        (
+            options.size,
+            options.images,
+            options.seconds,
+            options.seeds,
+            options.base,
+            options.sizes,
+            options.plain,
+            options.methods,
+        ) = 64, [8, 0, 4], 0.5, 1, 4, [64], [64], ["patchgd", "exact"]
         options.memory = "8GB"  # the process may be others' too
     parts: dict[str, list[dict]] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -108,7 +175,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         f"memory and time: one image a step, patchgd by patches of 128x128, {options.patches} of them in each of 4 inner iterations, Z filled by {options.filled} at once where that is timed;\n"
         "step: patches of 64x64 of images of 512x512, an eighth of them in each of 8 inner iterations, cnn head, Adam, float32, processor seconds of one thread; the plain program has the images in memory"
     )
-    report(options.name, QUESTION, Rows(shown, {"rows": rows}), options, {k: v for k, v in vars(options).items() if k not in ("output", "job", "store", "init")}, notes, (lambda path: draw(parts, path)) if {"compare", "memory"} & set(parts) else None)
+    report(
+        options.name,
+        QUESTION,
+        Rows(shown, {"rows": rows}),
+        options,
+        {k: v for k, v in vars(options).items() if k not in ("output", "job", "store", "init")},
+        notes,
+        (lambda path: draw(parts, path)) if {"compare", "memory"} & set(parts) else None,
+    )
 
 
 def config_of(options: argparse.Namespace, method: str, store: str, size: int) -> Config:
@@ -119,12 +194,38 @@ def config_of(options: argparse.Namespace, method: str, store: str, size: int) -
     budget = method == "exact in time"
     images = {"exact by 2": 2}.get(method, 8) if compared else 1
     return Config(
-        model=ModelConfig(_BACKBONE, args={"pool": "max"}, base_channels=options.base, depth=3, norm=norm, seed=options.seed),
+        model=ModelConfig(
+            _BACKBONE,
+            args={"pool": "max"},
+            base_channels=options.base,
+            depth=3,
+            norm=norm,
+            seed=options.seed,
+        ),
         spatial=SpatialConfig(streaming="offload") if budget else SpatialConfig(),
-        data=DataConfig(store=store, images=images, crop=Size((size // 2,) * 2) if method == "crops" else None, shrink=4 if method == "downscale" else 1),
+        data=DataConfig(
+            store=store,
+            images=images,
+            crop=Size((size // 2,) * 2) if method == "crops" else None,
+            shrink=4 if method == "downscale" else 1,
+        ),
         optim=OptimConfig("adam", lr=1e-3, schedule="constant", warmup=0.0),
-        train=TrainConfig(method="patchgd" if method == "patchgd" else "exact", seed=options.seed, precision="fp32", accumulate=8 // images if compared else 1),
-        patchgd=PatchgdConfig(patch=patch, features=32, sampled=0.25 if compared else options.patches, inner=4, head="cnn-max", head_channels=32) if method == "patchgd" else PatchgdConfig(),
+        train=TrainConfig(
+            method="patchgd" if method == "patchgd" else "exact",
+            seed=options.seed,
+            precision="fp32",
+            accumulate=8 // images if compared else 1,
+        ),
+        patchgd=PatchgdConfig(
+            patch=patch,
+            features=32,
+            sampled=0.25 if compared else options.patches,
+            inner=4,
+            head="cnn-max",
+            head_channels=32,
+        )
+        if method == "patchgd"
+        else PatchgdConfig(),
         predict=PredictConfig(tile=Size((size, size))),
         run=RunConfig(memory=options.memory) if budget else RunConfig(),
     )
@@ -139,14 +240,21 @@ def _opened(options: argparse.Namespace, method: str):
     store = Store(options.store, shrink=config.data.shrink)
     config = with_store(config, store.ignore)
     network, mesh = network_of(config, store.bands, len(store.classes)), Mesh(comm)
-    renamed = {part: f"backbone.{part}" for part in ("stem", "blocks")} if method == "patchgd" else {}
+    renamed = (
+        {part: f"backbone.{part}" for part in ("stem", "blocks")} if method == "patchgd" else {}
+    )
     found = pretrained(options.init, network, renamed) if options.init else None
     if method == "patchgd":
         engine = PatchEngine(config, mesh, network, device)
         loader, predictor = PatchLoader(store, config, mesh), engine.predictor()
     else:
         engine = Engine(config, mesh, network, store.size(store.split("train")[0]), device)
-        loader, predictor = step_loader(config, store, mesh, engine), Predictor(engine.model, mesh.replicas, engine.devices, engine.autocast, config.predict.tile)
+        loader, predictor = (
+            step_loader(config, store, mesh, engine),
+            Predictor(
+                engine.model, mesh.replicas, engine.devices, engine.autocast, config.predict.tile
+            ),
+        )
     if found:
         found.load(network if method == "patchgd" else engine.model)
     return engine, loader, predictor, store
@@ -158,21 +266,39 @@ def _pretrain(options: argparse.Namespace) -> None:
     torch.manual_seed(options.seed)
     store, (pictures, values) = Store(options.store), mnist()["train"]
     model = plain_model(config_of(options, "exact", options.store, 64).model, store.bands, 10)
-    optimizer, draws, right, count = torch.optim.Adam(model.parameters(), 3e-3, fused=True), np.random.default_rng(options.seed), 0.0, 0
+    optimizer, draws, right, count = (
+        torch.optim.Adam(model.parameters(), 3e-3, fused=True),
+        np.random.default_rng(options.seed),
+        0.0,
+        0,
+    )
     while time.process_time() < options.seconds:
         those = draws.integers(len(pictures), size=64)
         canvas = (draws.random((64, 1, 64, 64), np.float32) * 16).round()
         for at, number in zip(canvas, those):
             side = int(draws.integers(12, 57))
             y, x = draws.integers(0, 65 - side, size=2)
-            at[0, y : y + side, x : x + side] = np.maximum(at[0, y : y + side, x : x + side], Image.fromarray(pictures[number]).resize((side, side), Image.BILINEAR))
+            at[0, y : y + side, x : x + side] = np.maximum(
+                at[0, y : y + side, x : x + side],
+                Image.fromarray(pictures[number]).resize((side, side), Image.BILINEAR),
+            )
         logits = model(torch.from_numpy(normalised(canvas, store.mean, store.std)))
         labels = torch.from_numpy(values[those])
         optimizer.zero_grad()
         F.cross_entropy(logits, labels).backward()
         optimizer.step()
-        right, count = 0.98 * right + 0.02 * (logits.argmax(1) == labels).float().mean().item(), count + 1
-    save_file({name: tensor for name, tensor in model.state_dict().items() if not name.startswith("last.")}, options.init)
+        right, count = (
+            0.98 * right + 0.02 * (logits.argmax(1) == labels).float().mean().item(),
+            count + 1,
+        )
+    save_file(
+        {
+            name: tensor
+            for name, tensor in model.state_dict().items()
+            if not name.startswith("last.")
+        },
+        options.init,
+    )
     print(json.dumps({"right": right, "steps": count}))
 
 
@@ -189,7 +315,14 @@ def _job(options: argparse.Namespace) -> None:
             spent += time.process_time() - start
             if spent >= options.seconds * (len(curve) + 1) / _TIMES:
                 found = evaluate_images(predictor, store, "test", Alone())
-                curve.append({"seconds": spent, "images": images, "accuracy": found["accuracy"], "auc": found["auc"]})
+                curve.append(
+                    {
+                        "seconds": spent,
+                        "images": images,
+                        "accuracy": found["accuracy"],
+                        "auc": found["auc"],
+                    }
+                )
             if len(curve) == _TIMES:
                 print(json.dumps({"curve": curve, "peak": peak(), "seconds": spent}))
                 return
@@ -203,20 +336,44 @@ def _step_of_job(options: argparse.Namespace) -> None:
         step = _plain(options)
     else:
         engine, loader, _, _ = _opened(options, options.job)
-        step = lambda: engine.step(next(iter(loader.epoch(0))), 1e-3)
+
+        def step():
+            return engine.step(next(iter(loader.epoch(0))), 1e-3)
+
     step()
     start = time.process_time()
     step()
     print(json.dumps({"peak": peak(), "seconds": time.process_time() - start}))
 
 
-def _run(options: argparse.Namespace, method: str, store: Path, seed: int = 0, seconds: float = 0.0) -> dict:
-    flags = ["--job", method, "--store", str(store), "--seed", str(seed), "--seconds", str(seconds), "--base", str(options.base), "--memory", options.memory, "--rate", str(options.rate), "--patches", str(options.patches)]
+def _run(
+    options: argparse.Namespace, method: str, store: Path, seed: int = 0, seconds: float = 0.0
+) -> dict:
+    flags = [
+        "--job",
+        method,
+        "--store",
+        str(store),
+        "--seed",
+        str(seed),
+        "--seconds",
+        str(seconds),
+        "--base",
+        str(options.base),
+        "--memory",
+        options.memory,
+        "--rate",
+        str(options.rate),
+        "--patches",
+        str(options.patches),
+    ]
     flags += ["--init", options.init] if options.init else []
     return run_ranks(1, ["-m", "benchmarks.whole_images", *flags], threads=1, timeout=3600)
 
 
-def _prepare(store: str | Path, side: int, images: Sequence[int], digits: tuple[int, int] = (3, 5)) -> None:
+def _prepare(
+    store: str | Path, side: int, images: Sequence[int], digits: tuple[int, int] = (3, 5)
+) -> None:
     with redirect_stdout(sys.stderr):  # its table
         prepare_ultramnist(store, Size((side, side)), images, digits)
 
@@ -226,9 +383,13 @@ def _compare(options: argparse.Namespace, folder: Path) -> list[dict]:
     _prepare(store, options.size, options.images, tuple(options.digits))
     if options.pretrain:
         options.init = str(folder / "pretrained.safetensors")
-        print(_run(options, "pretrain", store, seconds=options.pretrain), file=sys.stderr, flush=True)
+        print(
+            _run(options, "pretrain", store, seconds=options.pretrain), file=sys.stderr, flush=True
+        )
     for method in options.methods:
-        found = [_run(options, method, store, seed, options.seconds) for seed in range(options.seeds)]
+        found = [
+            _run(options, method, store, seed, options.seconds) for seed in range(options.seeds)
+        ]
         last = [one["curve"][-1] for one in found]
         accuracies = [one["accuracy"] for one in last]
         rows.append({
@@ -245,17 +406,29 @@ def _compare(options: argparse.Namespace, folder: Path) -> list[dict]:
 
 def _after(images: int, curve: Sequence[dict]) -> float:
     """The accuracy after so many images, on a line between those that were taken."""
-    return float(np.interp(images, [at["images"] for at in curve], [at["accuracy"] for at in curve]))
+    return float(
+        np.interp(images, [at["images"] for at in curve], [at["accuracy"] for at in curve])
+    )
 
 
 def _memory(options: argparse.Namespace, folder: Path) -> list[dict]:
     rows = []
-    for method, sides in (("patchgd", options.sizes), ("exact in time", options.sizes), ("plain", options.plain)):
+    for method, sides in (
+        ("patchgd", options.sizes),
+        ("exact in time", options.sizes),
+        ("plain", options.plain),
+    ):
         for side in sides:
             store = folder / f"{side}.h5"
             if not store.exists():
                 _prepare(store, side, (2, 0, 0))
-            rows.append({"method": method, "size": f"{side}x{side}", "peak [MB]": _run(options, method, store)["peak"] / 1e6})
+            rows.append(
+                {
+                    "method": method,
+                    "size": f"{side}x{side}",
+                    "peak [MB]": _run(options, method, store)["peak"] / 1e6,
+                }
+            )
             print(rows[-1], file=sys.stderr, flush=True)
     return rows
 
@@ -275,11 +448,23 @@ def _time(options: argparse.Namespace, folder: Path) -> list[dict]:
         return Reading(found["seconds"])
 
     rows, methods = [], ("plain", "exact", "exact in time")
-    for kind, cases, warmup in (("a step", {method: partial(job, method) for method in methods}, 0), ("filling Z", _fills(options), 1)):
+    for kind, cases, warmup in (
+        ("a step", {method: partial(job, method) for method in methods}, 0),
+        ("filling Z", _fills(options), 1),
+    ):
         results = measure(cases, repeats_of(options), warmup, clock=time.process_time)
         for case in cases:
             ratio = results.ratio(case)
-            rows.append({"method": f"{kind}: {case}", "size": f"{side}x{side}", "ratio": ratio.median, "from": ratio.min, "to": ratio.max, "seconds": results.spread(case).median})
+            rows.append(
+                {
+                    "method": f"{kind}: {case}",
+                    "size": f"{side}x{side}",
+                    "ratio": ratio.median,
+                    "from": ratio.min,
+                    "to": ratio.max,
+                    "seconds": results.spread(case).median,
+                }
+            )
             if case in peaks:
                 rows[-1]["peak [MB]"] = peaks[case] / 1e6
     return rows
@@ -289,19 +474,29 @@ def _plain(options: argparse.Namespace) -> Callable[[], None]:
     """A step on an image in plain PyTorch."""
     store = Store(options.store)
     name = store.split("train")[0]
-    model = plain_model(config_of(options, "exact", options.store, 64).model, store.bands, len(store.classes))
-    optimizer, whole, label = torch.optim.Adam(model.parameters(), fused=True), Box.whole(store.size(name)), torch.tensor([store.label(name)])
+    model = plain_model(
+        config_of(options, "exact", options.store, 64).model, store.bands, len(store.classes)
+    )
+    optimizer, whole, label = (
+        torch.optim.Adam(model.parameters(), fused=True),
+        Box.whole(store.size(name)),
+        torch.tensor([store.label(name)]),
+    )
 
     def step() -> None:
         optimizer.zero_grad()
-        F.cross_entropy(model(torch.from_numpy(store.read_normalised(name, whole))[None]), label).backward()
+        F.cross_entropy(
+            model(torch.from_numpy(store.read_normalised(name, whole))[None]), label
+        ).backward()
         optimizer.step()
 
     return step
 
 
 def _fills(options: argparse.Namespace) -> dict[str, Callable[[], None]]:
-    engine, loader, _, store = _opened(argparse.Namespace(**{**vars(options), "patches": options.filled}), "patchgd")
+    engine, loader, _, store = _opened(
+        argparse.Namespace(**{**vars(options), "patches": options.filled}), "patchgd"
+    )
     batch = next(iter(loader.epoch(0)))
     backbone = plain_model(engine.config.model, store.bands, 32)
     boxes, together = engine.network.patches(batch.sizes[0]), int(engine.config.patchgd.sampled)
@@ -332,9 +527,15 @@ _PARTS = {"compare": _compare, "memory": _memory, "time": _time, "step": _step}
 
 def draw(parts: dict[str, list[dict]], path: Path) -> None:
     """Of the parts that there are: accuracy over time, memory over size."""
-    drawn = {part: how for part, how in {"compare": _draw_accuracies, "memory": _draw_peaks}.items() if parts.get(part)}
+    drawn = {
+        part: how
+        for part, how in {"compare": _draw_accuracies, "memory": _draw_peaks}.items()
+        if parts.get(part)
+    }
     with new_figure(path, (4.5 * len(drawn), 4)) as figure:
-        for axes, (part, how) in zip(figure.subplots(1, len(drawn), squeeze=False)[0], drawn.items()):
+        for axes, (part, how) in zip(
+            figure.subplots(1, len(drawn), squeeze=False)[0], drawn.items()
+        ):
             how(axes, parts[part])
             axes.legend()
         figure.tight_layout()
@@ -343,14 +544,27 @@ def draw(parts: dict[str, list[dict]], path: Path) -> None:
 def _draw_accuracies(axes, rows: list[dict]) -> None:
     for row, colour in zip(rows, PALETTE):
         for number, curve in enumerate(row["curve"]):
-            axes.plot([0, *(at["seconds"] for at in curve)], [0.1, *(at["accuracy"] for at in curve)], "o-", color=colour, markersize=3, label=None if number else row["method"])
+            axes.plot(
+                [0, *(at["seconds"] for at in curve)],
+                [0.1, *(at["accuracy"] for at in curve)],
+                "o-",
+                color=colour,
+                markersize=3,
+                label=None if number else row["method"],
+            )
     axes.set(xlabel="seconds of training", ylabel="accuracy on the test images")
 
 
 def _draw_peaks(axes, rows: list[dict]) -> None:
     for method, colour in zip(dict.fromkeys(row["method"] for row in rows), PALETTE[2:]):
         mine = [row for row in rows if row["method"] == method]
-        axes.plot([int(row["size"].split("x")[0]) for row in mine], [row["peak [MB]"] for row in mine], "o-", color=colour, label=method)
+        axes.plot(
+            [int(row["size"].split("x")[0]) for row in mine],
+            [row["peak [MB]"] for row in mine],
+            "o-",
+            color=colour,
+            label=method,
+        )
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set(xlabel="pixels a side", ylabel="peak of the process [MB]")

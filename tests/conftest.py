@@ -9,7 +9,9 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # The user's own state folder has the runs that he trained; tests leave nothing in it.
-os.environ["XDG_STATE_HOME"] = os.path.join(tempfile.gettempdir(), f"distseg-tests-state-{os.getuid()}")
+os.environ["XDG_STATE_HOME"] = os.path.join(
+    tempfile.gettempdir(), f"distseg-tests-state-{os.getuid()}"
+)
 
 pytest_plugins = ("mpirunner.plugin", "covering")
 

@@ -22,8 +22,13 @@ SELDOM = (6, 9)
 
 
 def pytest_configure(config):
-    config.addinivalue_line("markers", "slow: left out unless `-m ''` is given, as `make test-all` does")
-    config.addinivalue_line("markers", "covering(strength=0, cases=0): all combinations of so many values, and so many cases more, are not slow")
+    config.addinivalue_line(
+        "markers", "slow: left out unless `-m ''` is given, as `make test-all` does"
+    )
+    config.addinivalue_line(
+        "markers",
+        "covering(strength=0, cases=0): all combinations of so many values, and so many cases more, are not slow",
+    )
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest's own hook deselects by -m
@@ -40,7 +45,12 @@ def mark_slow(items: Sequence[pytest.Item]) -> None:
     for name, cases in tests.items():
         usual = [item for item in cases if ranks_of(item) not in SELDOM] or cases
         if (mark := cases[0].get_closest_marker("covering")) is not None:
-            kept = chosen([_values(item) for item in usual], *mark.args, **mark.kwargs, seed=name.rpartition("/")[2])
+            kept = chosen(
+                [_values(item) for item in usual],
+                *mark.args,
+                **mark.kwargs,
+                seed=name.rpartition("/")[2],
+            )
             usual = [usual[number] for number in kept]
         for item in {*cases} - {*usual}:
             item.add_marker("slow")
@@ -48,7 +58,10 @@ def mark_slow(items: Sequence[pytest.Item]) -> None:
 
 def _values(item: pytest.Item) -> Case:
     """Return the values of a case's parameters."""
-    return {name: value if name == "ranks" else (type(value), _hashable(value)) for name, value in item.callspec.params.items()}
+    return {
+        name: value if name == "ranks" else (type(value), _hashable(value))
+        for name, value in item.callspec.params.items()
+    }
 
 
 def _hashable(value) -> Hashable:
@@ -67,7 +80,10 @@ def chosen(every: Sequence[Case], strength: int = 0, cases: int = 0, seed: str =
     on the fewest ranks. What is left open is decided by ``seed``, so the choice is the same in every run.
     """
     order = random.Random(seed).sample(range(len(every)), len(every))
-    wanted = {number: _combinations(every[number], strength) for number in sorted(order, key=lambda number: every[number].get("ranks", 1))}
+    wanted = {
+        number: _combinations(every[number], strength)
+        for number in sorted(order, key=lambda number: every[number].get("ranks", 1))
+    }
     kept: set[int] = set()
     while any(wanted.values()):
         best = max(wanted, key=lambda number: len(wanted[number]))

@@ -36,7 +36,10 @@ class Memory(nn.Module):
     def __init__(self, in_channels, out_channels, dim=8):
         super().__init__()
         self.stem, self.head = nn.Conv2d(in_channels, dim, 3, 1, 1), nn.Conv2d(dim, out_channels, 1)
-        self.memory, self.bias = nn.Parameter(torch.randn(1, 5, dim)), nn.Parameter(torch.randn(1, 5))
+        self.memory, self.bias = (
+            nn.Parameter(torch.randn(1, 5, dim)),
+            nn.Parameter(torch.randn(1, 5)),
+        )
         self.look = nn.MultiheadAttention(dim, 2)
         self.token = nn.Parameter(torch.randn(dim))
 
@@ -47,7 +50,9 @@ class Memory(nn.Module):
         tokens = tokens + self.look(tokens, memory, memory, attn_mask=None, need_weights=False)[0]
         keys = tokens.transpose(0, 1)
         y = F.scaled_dot_product_attention(keys, self.memory, self.memory, self.bias)
-        pooled = F.scaled_dot_product_attention(self.token.expand(len(x), 1, -1), keys, y, scale=0.5)
+        pooled = F.scaled_dot_product_attention(
+            self.token.expand(len(x), 1, -1), keys, y, scale=0.5
+        )
         return self.head((y * pooled.sigmoid()).transpose(1, 2).reshape(x.shape))
 
 
@@ -64,7 +69,10 @@ class Pixels(nn.Module):
 
     def __init__(self, in_channels, out_channels, dim=6):
         super().__init__()
-        self.stem, self.head = nn.Conv2d(in_channels, dim, 3, 1, 1), nn.Linear(2 * dim, out_channels)
+        self.stem, self.head = (
+            nn.Conv2d(in_channels, dim, 3, 1, 1),
+            nn.Linear(2 * dim, out_channels),
+        )
         self.norm, self.codes = nn.BatchNorm1d(dim), nn.Parameter(torch.randn(4, dim))
 
     def forward(self, x):

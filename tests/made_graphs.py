@@ -13,5 +13,7 @@ def line(*steps: tuple, dims: int = 1) -> Graph:
         if name == "stash":
             put_aside = number
         popped = (put_aside,) if looks == ["pop"] else ()
-        nodes.append(Node(name, (number, *popped), () if popped or not looks else tuple(looks) * dims))
+        nodes.append(
+            Node(name, (number, *popped), () if popped or not looks else tuple(looks) * dims)
+        )
     return Graph(nodes)

@@ -8,9 +8,21 @@ from torch import nn
 class Moved(nn.Module):
     def __init__(self, in_channels, out_channels, function):
         super().__init__()
-        self.conv, self.norm, self.head = nn.Conv2d(in_channels, 6, 3, padding=1), nn.BatchNorm2d(6), nn.Conv2d(6, out_channels, 3, padding=1)
-        self.deep, self.wide, self.fc = nn.Conv2d(6, 6, 3, padding=1), nn.Conv2d(24, 24, 3, padding=1), nn.Linear(24, 6)
-        self.weights, self.last, self.function = nn.Conv2d(6, 9, 3, padding=1), nn.InstanceNorm2d(6, affine=True), function
+        self.conv, self.norm, self.head = (
+            nn.Conv2d(in_channels, 6, 3, padding=1),
+            nn.BatchNorm2d(6),
+            nn.Conv2d(6, out_channels, 3, padding=1),
+        )
+        self.deep, self.wide, self.fc = (
+            nn.Conv2d(6, 6, 3, padding=1),
+            nn.Conv2d(24, 24, 3, padding=1),
+            nn.Linear(24, 6),
+        )
+        self.weights, self.last, self.function = (
+            nn.Conv2d(6, 9, 3, padding=1),
+            nn.InstanceNorm2d(6, affine=True),
+            function,
+        )
 
     def forward(self, x):
         return self.head(F.relu(self.last(self.function(self, F.relu(self.norm(self.conv(x)))))))
@@ -26,7 +38,11 @@ def unet(m, x):
     maps.append(F.max_pool2d(maps[1], 2))
     y = m.deep(F.max_pool2d(maps[2], 2))
     for skip in reversed(maps):
-        y = padded_to(F.interpolate(y, scale_factor=2, mode="bilinear", align_corners=True), skip) * 0.5 + skip
+        y = (
+            padded_to(F.interpolate(y, scale_factor=2, mode="bilinear", align_corners=True), skip)
+            * 0.5
+            + skip
+        )
     return y
 
 
@@ -78,8 +94,12 @@ def patch_merging(m, x):
     y = x.permute(0, 2, 3, 1)
     h, w = y.shape[1:3]
     y = F.pad(y, (0, 0, 0, w % 2, 0, h % 2))
-    y = torch.cat([y[:, 0::2, 0::2, :], y[:, 1::2, 0::2, :], y[:, 0::2, 1::2, :], y[:, 1::2, 1::2, :]], -1)
-    return F.interpolate(m.fc(F.layer_norm(y, (24,))).permute(0, 3, 1, 2), scale_factor=2)[:, :, :h, :w]
+    y = torch.cat(
+        [y[:, 0::2, 0::2, :], y[:, 1::2, 0::2, :], y[:, 0::2, 1::2, :], y[:, 1::2, 1::2, :]], -1
+    )
+    return F.interpolate(m.fc(F.layer_norm(y, (24,))).permute(0, 3, 1, 2), scale_factor=2)[
+        :, :, :h, :w
+    ]
 
 
 def other_strides(m, x):
@@ -92,7 +112,11 @@ def unshuffled(m, x):
 
 def space_to_depth(m, x):
     n, c, h, w = x.shape
-    y = x.view(n, c, h // 2, 2, w // 2, 2).permute(0, 3, 5, 1, 2, 4).reshape(n, 4 * c, h // 2, w // 2)
+    y = (
+        x.view(n, c, h // 2, 2, w // 2, 2)
+        .permute(0, 3, 5, 1, 2, 4)
+        .reshape(n, 4 * c, h // 2, w // 2)
+    )
     return m.wide(y).view(n, 2, 2, c, h // 2, w // 2).permute(0, 3, 4, 1, 5, 2).reshape(n, c, h, w)
 
 
@@ -124,12 +148,20 @@ def zeros_between(m, x):
 def rows_between(m, x):
     n, c, h, w = x.shape
     y = torch.stack([x, m.deep(x)], 3).view(n, c, 2 * h, w)
-    return F.max_pool2d(y, (2, 1)) * x[:, :, :, None].expand(n, c, h, 2, w).reshape(n, c, 2 * h, w)[:, :, ::2]
+    return (
+        F.max_pool2d(y, (2, 1))
+        * x[:, :, :, None].expand(n, c, h, 2, w).reshape(n, c, 2 * h, w)[:, :, ::2]
+    )
 
 
 def differences(m, x):
     dy, dx = x[:, :, 1:] - x[:, :, :-1], x[:, :, :, 1:] - x[:, :, :, :-1]
-    return F.pad(dy, (0, 0, 0, 1)) + F.pad(dx, (0, 1)).abs() + F.pad(x.diff(dim=2), (0, 0, 1, 0)) + F.pad(torch.diff(x, n=2), (1, 1))
+    return (
+        F.pad(dy, (0, 0, 0, 1))
+        + F.pad(dx, (0, 1)).abs()
+        + F.pad(x.diff(dim=2), (0, 0, 1, 0))
+        + F.pad(torch.diff(x, n=2), (1, 1))
+    )
 
 
 def sobel(m, x):
@@ -139,7 +171,9 @@ def sobel(m, x):
 
 def shifts(m, x):
     a, b, c = x.chunk(3, 1)
-    return torch.cat([F.pad(a[:, :, 1:], (0, 0, 0, 1)), F.pad(b, (2, -2)), F.pad(c[..., :-1], (1, 0))], 1)
+    return torch.cat(
+        [F.pad(a[:, :, 1:], (0, 0, 0, 1)), F.pad(b, (2, -2)), F.pad(c[..., :-1], (1, 0))], 1
+    )
 
 
 def narrowed(m, x):
@@ -178,7 +212,9 @@ def patches(m, x):
 
 def folded(m, x):
     u, v = F.unfold(x, 3, padding=1), F.unfold(x, 4, stride=4)
-    return F.fold(u * u.sigmoid(), x.shape[2:], 3, padding=1) + F.fold(v - v.mean(1, keepdim=True), x.shape[2:], 4, stride=4)
+    return F.fold(u * u.sigmoid(), x.shape[2:], 3, padding=1) + F.fold(
+        v - v.mean(1, keepdim=True), x.shape[2:], 4, stride=4
+    )
 
 
 def unpooled(m, x):
@@ -188,12 +224,20 @@ def unpooled(m, x):
 
 def grids(m, x):
     y = F.interpolate(F.adaptive_avg_pool2d(x, (x.shape[2] // 4, x.shape[3] // 5)), x.shape[2:])
-    return x * F.interpolate(F.adaptive_max_pool2d(F.relu(x - 0.5), (3, 2)), x.shape[2:], mode="bilinear") + y
+    return (
+        x
+        * F.interpolate(
+            F.adaptive_max_pool2d(F.relu(x - 0.5), (3, 2)), x.shape[2:], mode="bilinear"
+        )
+        + y
+    )
 
 
 def means_of_parts(m, x):
     y = F.conv2d(x, m.deep.weight).mean((2, 3), keepdim=True)
-    return x * (x[:, :, 3:, :-5].mean((2, 3), keepdim=True) + y) + x * x[:, :, ::2, 1::2].amax((2, 3), keepdim=True)
+    return x * (x[:, :, 3:, :-5].mean((2, 3), keepdim=True) + y) + x * x[:, :, ::2, 1::2].amax(
+        (2, 3), keepdim=True
+    )
 
 
 def windows_of_a_shifted_grid(m, x):
@@ -201,14 +245,51 @@ def windows_of_a_shifted_grid(m, x):
     y = F.pad(x, (2, 2 - w % 4 + 4, 2, 2 - h % 4 + 4))
     rows, columns = y.shape[2:]
     t = y.view(n, c, rows // 4, 4, columns // 4, 4).permute(0, 2, 4, 3, 5, 1).reshape(-1, 16, c)
-    t = ((t @ t.transpose(1, 2) * c**-0.5).softmax(-1) @ t).view(n, rows // 4, columns // 4, 4, 4, c)
+    t = ((t @ t.transpose(1, 2) * c**-0.5).softmax(-1) @ t).view(
+        n, rows // 4, columns // 4, 4, 4, c
+    )
     return t.permute(0, 5, 1, 3, 2, 4).reshape(n, c, rows, columns)[:, :, 2 : h + 2, 2 : w + 2]
 
 
-SIZED = [means_of_parts, windows_of_a_shifted_grid, grids, unet, cropped_skip, on_both_sides, down_to_multiple, in_front, patch_merging, other_strides]
-WHOLE = [negative_pads, differences, sobel, shifts, narrowed, tokens, kernels_of_places, local_attention, unfolded_dims, unpooled, zeros_between, rows_between]
-IN_BLOCKS = {focus: 2, unshuffled: 2, space_to_depth: 2, depth_last: 2, attention_in_windows: 4, means_of_blocks: 2, patches: 4, folded: 4}
-FUNCTIONS = {f.__name__: f for f in (*SIZED, *WHOLE, *IN_BLOCKS)} | {f"multiple_{mode}": up_to_multiple(mode) for mode in ("constant", "reflect")}
+SIZED = [
+    means_of_parts,
+    windows_of_a_shifted_grid,
+    grids,
+    unet,
+    cropped_skip,
+    on_both_sides,
+    down_to_multiple,
+    in_front,
+    patch_merging,
+    other_strides,
+]
+WHOLE = [
+    negative_pads,
+    differences,
+    sobel,
+    shifts,
+    narrowed,
+    tokens,
+    kernels_of_places,
+    local_attention,
+    unfolded_dims,
+    unpooled,
+    zeros_between,
+    rows_between,
+]
+IN_BLOCKS = {
+    focus: 2,
+    unshuffled: 2,
+    space_to_depth: 2,
+    depth_last: 2,
+    attention_in_windows: 4,
+    means_of_blocks: 2,
+    patches: 4,
+    folded: 4,
+}
+FUNCTIONS = {f.__name__: f for f in (*SIZED, *WHOLE, *IN_BLOCKS)} | {
+    f"multiple_{mode}": up_to_multiple(mode) for mode in ("constant", "reflect")
+}
 MULTIPLES = {f.__name__: k for f, k in IN_BLOCKS.items()}
 
 

@@ -12,9 +12,20 @@ class Deep(nn.Module):
 
     def __init__(self, in_channels, out_channels, aux_channels=None):
         super().__init__()
-        self.first, self.down, self.up = nn.Conv2d(in_channels, 6, 3, padding=1), nn.Conv2d(6, 8, 3, 2, 1), nn.Conv2d(14, 6, 3, padding=1)
-        self.norm, self.drop, self.head = nn.BatchNorm2d(8), nn.Dropout2d(0.2), nn.Conv2d(6, out_channels, 1)
-        self.aux, self.early = nn.Conv2d(8, aux_channels or out_channels, 3, padding=1), nn.Conv2d(6, out_channels, 3, padding=1)
+        self.first, self.down, self.up = (
+            nn.Conv2d(in_channels, 6, 3, padding=1),
+            nn.Conv2d(6, 8, 3, 2, 1),
+            nn.Conv2d(14, 6, 3, padding=1),
+        )
+        self.norm, self.drop, self.head = (
+            nn.BatchNorm2d(8),
+            nn.Dropout2d(0.2),
+            nn.Conv2d(6, out_channels, 1),
+        )
+        self.aux, self.early = (
+            nn.Conv2d(8, aux_channels or out_channels, 3, padding=1),
+            nn.Conv2d(6, out_channels, 3, padding=1),
+        )
 
     def heads(self, x):
         a = F.relu(self.first(x))
@@ -48,7 +59,11 @@ class Stacked(Deep):
 
     def forward(self, x):
         out, aux, early = self.heads(x)
-        return torch.stack((out, F.interpolate(aux, size=x.shape[2:]), early), 1) if self.training else out
+        return (
+            torch.stack((out, F.interpolate(aux, size=x.shape[2:]), early), 1)
+            if self.training
+            else out
+        )
 
 
 class Quarter(nn.Module):
@@ -86,7 +101,11 @@ class Inputs(nn.Module):
 
     def __init__(self, in_channels, out_channels):
         super().__init__()
-        self.colours, self.depth, self.head = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(1, 4, 5, padding=2), nn.Conv2d(8, out_channels, 3, padding=1)
+        self.colours, self.depth, self.head = (
+            nn.Conv2d(3, 4, 3, padding=1),
+            nn.Conv2d(1, 4, 5, padding=2),
+            nn.Conv2d(8, out_channels, 3, padding=1),
+        )
 
     def forward(self, colours, depth):
         return self.head(F.relu(torch.cat((self.colours(colours), self.depth(depth)), 1)))

@@ -15,7 +15,12 @@ class StridedUNet(nn.Module):
     def __init__(self, in_channels, out_channels, **how):
         super().__init__()
         self.a, self.b, self.c = conv(in_channels, 4), conv(4, 6, stride=2), conv(6, 8, stride=2)
-        self.norm, self.up1, self.up0, self.head = nn.BatchNorm2d(6), conv(14, 6), conv(10, 4), nn.Conv2d(4, out_channels, 1)
+        self.norm, self.up1, self.up0, self.head = (
+            nn.BatchNorm2d(6),
+            conv(14, 6),
+            conv(10, 4),
+            nn.Conv2d(4, out_channels, 1),
+        )
         self.how = how
 
     def forward(self, x):
@@ -42,7 +47,11 @@ class Levels(nn.Module):
         super().__init__()
         self.down = nn.ModuleList([conv(n, 4, stride=2) for n in (in_channels, 4, 4)])
         self.side = nn.ModuleList([nn.Conv2d(4, 3, 1) for _ in range(3)])
-        self.norm, self.join, self.head = nn.GroupNorm(3, 9), conv(9, 6), nn.Conv2d(6, out_channels, 1)
+        self.norm, self.join, self.head = (
+            nn.GroupNorm(3, 9),
+            conv(9, 6),
+            nn.Conv2d(6, out_channels, 1),
+        )
 
     def forward(self, x):
         maps = []
@@ -53,8 +62,22 @@ class Levels(nn.Module):
         for k in (1, 0):
             maps[k] = maps[k] + F.interpolate(maps[k + 1], size=maps[k].shape[-2:], mode="nearest")
         first, *others = maps
-        y = torch.cat([first, *(F.interpolate(m, size=first.shape[2:], mode="bicubic", align_corners=True) for m in others)], 1)
-        return F.interpolate(self.head(F.relu(self.join(self.norm(y)))), size=x.shape[2:], mode="bilinear", align_corners=False)
+        y = torch.cat(
+            [
+                first,
+                *(
+                    F.interpolate(m, size=first.shape[2:], mode="bicubic", align_corners=True)
+                    for m in others
+                ),
+            ],
+            1,
+        )
+        return F.interpolate(
+            self.head(F.relu(self.join(self.norm(y)))),
+            size=x.shape[2:],
+            mode="bilinear",
+            align_corners=False,
+        )
 
 
 def feature_pyramid(in_channels, out_channels):
@@ -66,7 +89,11 @@ class Branches(nn.Module):
 
     def __init__(self, in_channels, out_channels):
         super().__init__()
-        self.first, self.branches, self.head = conv(in_channels, 4), nn.ModuleList([conv(4, 4) for _ in range(4)]), nn.Conv2d(4, out_channels, 1)
+        self.first, self.branches, self.head = (
+            conv(in_channels, 4),
+            nn.ModuleList([conv(4, 4) for _ in range(4)]),
+            nn.Conv2d(4, out_channels, 1),
+        )
 
     def forward(self, x):
         y = F.relu(self.first(x))

@@ -11,15 +11,23 @@ from torch import nn
 class Positioned(Moved):
     def __init__(self, *args):
         super().__init__(*args)
-        self.grid, self.other, self.row = nn.Parameter(torch.randn(1, 6, 8, 8)), nn.Parameter(torch.randn(1, 6, 5, 9)), nn.Parameter(torch.randn(6, 600, 1))
+        self.grid, self.other, self.row = (
+            nn.Parameter(torch.randn(1, 6, 8, 8)),
+            nn.Parameter(torch.randn(1, 6, 5, 9)),
+            nn.Parameter(torch.randn(6, 600, 1)),
+        )
         self.rows, self.two = nn.Embedding(600, 6), nn.Parameter(torch.randn(2))
         self.down = nn.Conv2d(6, 6, 3, stride=2, padding=1)
 
 
 def coordinates(m, x):
     n, _, h, w = x.shape
-    ys = torch.linspace(-1, 1, h, device=x.device, dtype=x.dtype).view(1, 1, h, 1).expand(n, 1, h, w)
-    xs = torch.linspace(-1, 1, w, device=x.device, dtype=x.dtype).view(1, 1, 1, w).expand(n, 1, h, w)
+    ys = (
+        torch.linspace(-1, 1, h, device=x.device, dtype=x.dtype).view(1, 1, h, 1).expand(n, 1, h, w)
+    )
+    xs = (
+        torch.linspace(-1, 1, w, device=x.device, dtype=x.dtype).view(1, 1, 1, w).expand(n, 1, h, w)
+    )
     return torch.cat([x[:, :4], ys, xs], dim=1) + x
 
 
@@ -34,7 +42,14 @@ def radius(m, x):
 def sinusoids(m, x):
     mask = torch.ones(x.shape[0], x.shape[2], x.shape[3], dtype=x.dtype, device=x.device)
     scale = 100 ** (2 * torch.arange(2, dtype=x.dtype) / 3)
-    found = torch.cat([f(e[:, :, :, None] / scale) for e in (mask.cumsum(1), mask.cumsum(2)) for f in (torch.sin, torch.cos)], dim=3)
+    found = torch.cat(
+        [
+            f(e[:, :, :, None] / scale)
+            for e in (mask.cumsum(1), mask.cumsum(2))
+            for f in (torch.sin, torch.cos)
+        ],
+        dim=3,
+    )
     return x + found.permute(0, 3, 1, 2)[:, :6]
 
 
@@ -46,27 +61,38 @@ def learned_grid(m, x):
 
 def rows_and_columns(m, x):
     h, w = x.shape[-2:]
-    found = m.rows(torch.arange(w, device=x.device)).unsqueeze(0) + m.rows(torch.arange(h, device=x.device)).unsqueeze(1)
+    found = m.rows(torch.arange(w, device=x.device)).unsqueeze(0) + m.rows(
+        torch.arange(h, device=x.device)
+    ).unsqueeze(1)
     return (x + found.permute(2, 0, 1).unsqueeze(0)) * m.row[:, :h]
 
 
 def fourier(m, x):
     n, _, h, w = x.shape
-    grid = torch.stack(torch.meshgrid(torch.arange(h) / h, torch.arange(w) / w, indexing="ij"), dim=-1).to(x)
+    grid = torch.stack(
+        torch.meshgrid(torch.arange(h) / h, torch.arange(w) / w, indexing="ij"), dim=-1
+    ).to(x)
     found = 2 * math.pi * grid @ m.fc.weight[:2, :3]
-    return x + torch.cat([found.sin(), found.cos()], dim=-1).permute(2, 0, 1).unsqueeze(0).repeat(n, 1, 1, 1)
+    return x + torch.cat([found.sin(), found.cos()], dim=-1).permute(2, 0, 1).unsqueeze(0).repeat(
+        n, 1, 1, 1
+    )
 
 
 def vignette(m, x):
     h, w = x.shape[2], x.shape[3]
-    yy, xx = (torch.arange(h, dtype=x.dtype) - (h - 1) / 2) / h, (torch.arange(w, dtype=x.dtype) - (w - 1) / 2) / w
+    yy, xx = (
+        (torch.arange(h, dtype=x.dtype) - (h - 1) / 2) / h,
+        (torch.arange(w, dtype=x.dtype) - (w - 1) / 2) / w,
+    )
     r = yy[:, None] ** 2 + xx[None, :] ** 2
     return x * (1 + m.two[0] * r + m.two[1] * r**2)
 
 
 def of_tokens(m, x):
     n, c, h, w = x.shape
-    places = torch.arange(h * w, device=x.device)[:, None] * torch.exp(torch.arange(6, device=x.device) / -6)
+    places = torch.arange(h * w, device=x.device)[:, None] * torch.exp(
+        torch.arange(6, device=x.device) / -6
+    )
     return (x.flatten(2).transpose(1, 2) + torch.sin(places)).transpose(1, 2).view(n, c, h, w)
 
 
@@ -135,7 +161,11 @@ class Pixels(nn.Module):
 
     def __init__(self, in_channels, out_channels):
         super().__init__()
-        self.first, self.second, self.head = nn.Conv2d(in_channels, 6, 1), nn.Conv2d(6, 6, 1), nn.Conv2d(6, out_channels, 1)
+        self.first, self.second, self.head = (
+            nn.Conv2d(in_channels, 6, 1),
+            nn.Conv2d(6, 6, 1),
+            nn.Conv2d(6, out_channels, 1),
+        )
 
     def forward(self, x):
         x = F.relu(self.first(x))
@@ -148,18 +178,38 @@ class Patches(nn.Module):
 
     def __init__(self, in_channels, out_channels):
         super().__init__()
-        self.embed, self.grid = nn.Conv2d(in_channels, 6, 4, stride=4), nn.Parameter(torch.randn(1, 6, 8, 8))
+        self.embed, self.grid = (
+            nn.Conv2d(in_channels, 6, 4, stride=4),
+            nn.Parameter(torch.randn(1, 6, 8, 8)),
+        )
         self.head = nn.ConvTranspose2d(6, out_channels, 4, stride=4)
 
     def forward(self, x):
         x = self.embed(x)
-        return self.head(F.gelu(x + F.interpolate(self.grid, size=x.shape[-2:], mode="bicubic", align_corners=False)))
+        return self.head(
+            F.gelu(
+                x + F.interpolate(self.grid, size=x.shape[-2:], mode="bicubic", align_corners=False)
+            )
+        )
 
 
 pixels_network, patches_network = Pixels, Patches
 FUNCTIONS = {
     f.__name__: f
-    for f in (coordinates, radius, sinusoids, learned_grid, rows_and_columns, fourier, vignette, of_tokens, soft_argmax, numbers, chequered, without_gradients)
+    for f in (
+        coordinates,
+        radius,
+        sinusoids,
+        learned_grid,
+        rows_and_columns,
+        fourier,
+        vignette,
+        of_tokens,
+        soft_argmax,
+        numbers,
+        chequered,
+        without_gradients,
+    )
 } | {f.__name__: f for f in (framed, inverse_wavelets, shifted_channels, pasted)}
 MULTIPLES = {"inverse_wavelets": 2, "patches": 4}
 

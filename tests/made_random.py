@@ -19,9 +19,15 @@ class Around(nn.Module):
         drop: the dropout that ``function`` has as ``drop``.
     """
 
-    def __init__(self, function, whole: bool = False, drop: nn.Module | None = None, in_channels: int = 2):
+    def __init__(
+        self, function, whole: bool = False, drop: nn.Module | None = None, in_channels: int = 2
+    ):
         super().__init__()
-        self.first, self.block, self.last = nn.Conv2d(in_channels, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 3, 1)
+        self.first, self.block, self.last = (
+            nn.Conv2d(in_channels, 4, 3, padding=1),
+            nn.Conv2d(4, 4, 3, padding=1),
+            nn.Conv2d(4, 3, 1),
+        )
         self.linear, self.norm = nn.Linear(4, 4), nn.BatchNorm2d(4)
         self.function, self.whole, self.drop = function, whole, drop
 
@@ -61,7 +67,9 @@ def rate_of_the_layer(m: Around, x: Tensor) -> Tensor:
 def attention_dropout(m: Around, x: Tensor) -> Tensor:
     """Drop attention weights as timm's transformers do."""
     tokens = F.avg_pool2d(x, 8).flatten(2).transpose(1, 2)
-    made = F.scaled_dot_product_attention(tokens, tokens, tokens, dropout_p=m.drop.p if m.training else 0.0)
+    made = F.scaled_dot_product_attention(
+        tokens, tokens, tokens, dropout_p=m.drop.p if m.training else 0.0
+    )
     return x + made.mean(1)[:, :, None, None]
 
 
@@ -74,7 +82,12 @@ def windows(m: Around, x: Tensor) -> Tensor:
     """Dropout in windows that lie in the dim of the batch, as in Swin."""
     n, c, h, w = x.shape
     cut = x.view(n, c, h // 8, 8, w // 8, 8).permute(0, 2, 4, 3, 5, 1).reshape(-1, 64, c)
-    return m.drop(m.linear(cut)).view(n, h // 8, w // 8, 8, 8, c).permute(0, 5, 1, 3, 2, 4).reshape(n, c, h, w)
+    return (
+        m.drop(m.linear(cut))
+        .view(n, h // 8, w // 8, 8, 8, c)
+        .permute(0, 5, 1, 3, 2, 4)
+        .reshape(n, c, h, w)
+    )
 
 
 def frames(m: Around, x: Tensor) -> Tensor:
@@ -84,7 +97,9 @@ def frames(m: Around, x: Tensor) -> Tensor:
 
 def of_all_images(m: Around, x: Tensor) -> Tensor:
     """One mask for all images."""
-    return x + m.drop(m.linear.weight[None, :, :, None].mean(2, keepdim=True).expand(1, 4, *x.shape[2:]))
+    return x + m.drop(
+        m.linear.weight[None, :, :, None].mean(2, keepdim=True).expand(1, 4, *x.shape[2:])
+    )
 
 
 def tokens(m: Around, x: Tensor) -> Tensor:
@@ -163,7 +178,9 @@ def norm_of_frames(m: Around, x: Tensor) -> Tensor:
 
 def norm_by_function(m: Around, x: Tensor) -> Tensor:
     """A function that moves the running statistics of a layer."""
-    return F.batch_norm(x, m.norm.running_mean, m.norm.running_var, m.norm.weight, m.norm.bias, m.training)
+    return F.batch_norm(
+        x, m.norm.running_mean, m.norm.running_var, m.norm.weight, m.norm.bias, m.training
+    )
 
 
 class Wired(nn.Module):
@@ -172,14 +189,19 @@ class Wired(nn.Module):
     def __init__(self, in_channels: int = 3, out_channels: int = 3):
         super().__init__()
         self.order, self.scale = random.sample(range(8), 8), float(np.random.rand())
-        self.first, self.last = nn.Conv2d(in_channels, 8, 3, padding=1), nn.Conv2d(8, out_channels, 1)
+        self.first, self.last = (
+            nn.Conv2d(in_channels, 8, 3, padding=1),
+            nn.Conv2d(8, out_channels, 1),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(F.relu(self.first(x)[:, self.order]) * self.scale)
 
 
 def twice_network(in_channels=3, out_channels=3):
-    return Around(lambda m, x: F.relu(m.drop(m.norm(m.drop(x)))), True, nn.Dropout2d(0.3), in_channels)
+    return Around(
+        lambda m, x: F.relu(m.drop(m.norm(m.drop(x)))), True, nn.Dropout2d(0.3), in_channels
+    )
 
 
 def joined_network(in_channels=3, out_channels=3):
@@ -194,7 +216,11 @@ def frames_network(kind, frozen=False, in_channels=3, out_channels=3):
         frozen: it stays in evaluation, with statistics of its own.
     """
     made = Around(norm_of_frames, True, None, in_channels)
-    made.frames = {"batch": nn.BatchNorm2d, "instance": nn.InstanceNorm2d, "group": lambda n: nn.GroupNorm(1, n)}[kind](2)
+    made.frames = {
+        "batch": nn.BatchNorm2d,
+        "instance": nn.InstanceNorm2d,
+        "group": lambda n: nn.GroupNorm(1, n),
+    }[kind](2)
     if frozen:
         made.frames.running_mean.uniform_(), made.frames.running_var.uniform_(0.5, 2)
         made.frames.train = lambda mode=True: made.frames

@@ -29,7 +29,9 @@ def write_image(writer, name, split, pixels, labels, rows=50):
     image = writer.add_image(name, size, pixels.dtype, split, labels is not None)
     for top in range(0, size[0], rows):
         box = Box((top, *(0 for _ in size[1:])), (min(top + rows, size[0]), *size[1:]))
-        image.write(box, pixels[(slice(None), *box.slices)], None if labels is None else labels[box.slices])
+        image.write(
+            box, pixels[(slice(None), *box.slices)], None if labels is None else labels[box.slices]
+        )
 
 
 def made_store(path, images, bands=2, **options):
@@ -42,21 +44,57 @@ def made_store(path, images, bands=2, **options):
 
 def old_store(path, images, bands=2):
     """A store of version 1, as HDF5 writes it by itself; ``images`` as above."""
-    index, train = [], np.concatenate([p.reshape(bands, -1) for split, p, _ in images.values() if split == "train"], 1).astype(np.float64)
+    index, train = (
+        [],
+        np.concatenate(
+            [p.reshape(bands, -1) for split, p, _ in images.values() if split == "train"], 1
+        ).astype(np.float64),
+    )
     with h5py.File(path, "w") as file:
         for name, (split, pixels, labels) in images.items():
             group, size = file.create_group(f"images/{name}"), pixels.shape[1:]
-            group.create_dataset("pixels", data=pixels, chunks=layout.pixel_chunk(bands, size, pixels.itemsize))
+            group.create_dataset(
+                "pixels", data=pixels, chunks=layout.pixel_chunk(bands, size, pixels.itemsize)
+            )
             counts = None
             if labels is not None:
-                group.create_dataset("labels", data=labels, chunks=layout.label_chunk(size), compression="gzip", compression_opts=1)
+                group.create_dataset(
+                    "labels",
+                    data=labels,
+                    chunks=layout.label_chunk(size),
+                    compression="gzip",
+                    compression_opts=1,
+                )
                 found = ClassCounts(len(CLASSES), size)
                 found.add(Box.whole(size), labels)
-                group.create_dataset("counts", data=found.table, dtype="u4", compression="gzip", compression_opts=1)
+                group.create_dataset(
+                    "counts", data=found.table, dtype="u4", compression="gzip", compression_opts=1
+                )
                 counts = found.totals
-            index.append(dict(name=name, size=size, dtype=pixels.dtype.str, labels=labels is not None, counts=counts, split=split))
-        file.attrs.update(format=layout.FORMAT, version=1, complete=True, layout=layout.LAYOUT, block=layout.BLOCK, ignore=255)
-        file.attrs.update(bands=[f"band{b}" for b in range(bands)], classes=CLASSES, mean=train.mean(1), std=train.std(1))
+            index.append(
+                dict(
+                    name=name,
+                    size=size,
+                    dtype=pixels.dtype.str,
+                    labels=labels is not None,
+                    counts=counts,
+                    split=split,
+                )
+            )
+        file.attrs.update(
+            format=layout.FORMAT,
+            version=1,
+            complete=True,
+            layout=layout.LAYOUT,
+            block=layout.BLOCK,
+            ignore=255,
+        )
+        file.attrs.update(
+            bands=[f"band{b}" for b in range(bands)],
+            classes=CLASSES,
+            mean=train.mean(1),
+            std=train.std(1),
+        )
         file["index"], file["provenance"] = json.dumps(index), "{}"
     return path
 

@@ -15,7 +15,11 @@ class Siamese(nn.Module):
 
     def __init__(self, in_channels, out_channels):
         super().__init__()
-        self.first, self.second, self.head = block(2, 4), block(4, 6), nn.Conv2d(10, out_channels, 1)
+        self.first, self.second, self.head = (
+            block(2, 4),
+            block(4, 6),
+            nn.Conv2d(10, out_channels, 1),
+        )
 
     def encode(self, x):
         y = self.first(x)
@@ -23,7 +27,9 @@ class Siamese(nn.Module):
 
     def forward(self, x):
         (a, deep), (b, deeper) = map(self.encode, x.chunk(2, 1))
-        return self.head(torch.cat([a - b, F.interpolate((deep - deeper).abs(), size=x.shape[2:])], 1))
+        return self.head(
+            torch.cat([a - b, F.interpolate((deep - deeper).abs(), size=x.shape[2:])], 1)
+        )
 
 
 class Recurrent(nn.Module):
@@ -31,7 +37,11 @@ class Recurrent(nn.Module):
 
     def __init__(self, in_channels, out_channels):
         super().__init__()
-        self.stem, self.conv, self.norm = nn.Conv2d(in_channels, 5, 1), nn.Conv2d(5, 5, 3, padding=1, bias=False), nn.BatchNorm2d(5, affine=False, momentum=0.3)
+        self.stem, self.conv, self.norm = (
+            nn.Conv2d(in_channels, 5, 1),
+            nn.Conv2d(5, 5, 3, padding=1, bias=False),
+            nn.BatchNorm2d(5, affine=False, momentum=0.3),
+        )
         self.head = nn.Conv2d(5, out_channels, 1)
 
     def forward(self, x):
@@ -46,7 +56,12 @@ class Gated(nn.Module):
 
     def __init__(self, in_channels, out_channels):
         super().__init__()
-        self.conv, self.norm, self.fc, self.head = nn.Conv2d(in_channels, 6, 3, padding=1), nn.BatchNorm1d(6), nn.Linear(6, 6), nn.Conv2d(6, out_channels, 1)
+        self.conv, self.norm, self.fc, self.head = (
+            nn.Conv2d(in_channels, 6, 3, padding=1),
+            nn.BatchNorm1d(6),
+            nn.Linear(6, 6),
+            nn.Conv2d(6, out_channels, 1),
+        )
 
     def forward(self, x):
         for _ in range(2):
@@ -58,13 +73,29 @@ class Gated(nn.Module):
 def flat(in_channels, out_channels):
     """A list of layers with a norm and a dropout at two places."""
     norm, drop = nn.BatchNorm2d(4), nn.Dropout2d(0.3)
-    return nn.Sequential(nn.Conv2d(in_channels, 4, 3, padding=1), norm, drop, nn.ReLU(), nn.Conv2d(4, 4, 3, padding=1), norm, nn.ReLU(), drop, nn.Conv2d(4, out_channels, 1))
+    return nn.Sequential(
+        nn.Conv2d(in_channels, 4, 3, padding=1),
+        norm,
+        drop,
+        nn.ReLU(),
+        nn.Conv2d(4, 4, 3, padding=1),
+        norm,
+        nn.ReLU(),
+        drop,
+        nn.Conv2d(4, out_channels, 1),
+    )
 
 
 def twice(in_channels, out_channels):
     """A norm without weights at two places."""
     norm = nn.BatchNorm2d(4, affine=False)
-    return nn.Sequential(nn.Conv2d(in_channels, 4, 3, padding=1), norm, nn.Conv2d(4, 4, 3, padding=1), norm, nn.Conv2d(4, out_channels, 1))
+    return nn.Sequential(
+        nn.Conv2d(in_channels, 4, 3, padding=1),
+        norm,
+        nn.Conv2d(4, 4, 3, padding=1),
+        norm,
+        nn.Conv2d(4, out_channels, 1),
+    )
 
 
 class Attending(nn.Module):
@@ -72,7 +103,11 @@ class Attending(nn.Module):
 
     def __init__(self, in_channels, out_channels):
         super().__init__()
-        self.stem, self.norm, self.head = nn.Conv2d(in_channels, 4, 3, 2, 1), nn.BatchNorm2d(4), nn.ConvTranspose2d(4, out_channels, 2, 2)
+        self.stem, self.norm, self.head = (
+            nn.Conv2d(in_channels, 4, 3, 2, 1),
+            nn.BatchNorm2d(4),
+            nn.ConvTranspose2d(4, out_channels, 2, 2),
+        )
 
     def forward(self, x):
         y = self.norm(self.stem(x))
@@ -86,11 +121,19 @@ class Equilibrium(nn.Module):
 
     def __init__(self, in_channels, out_channels):
         super().__init__()
-        self.inject, self.conv, self.batch, self.norm = nn.Conv2d(in_channels, 6, 3, padding=1), nn.Conv2d(6, 6, 3, padding=1), nn.BatchNorm2d(6), nn.GroupNorm(2, 6)
+        self.inject, self.conv, self.batch, self.norm = (
+            nn.Conv2d(in_channels, 6, 3, padding=1),
+            nn.Conv2d(6, 6, 3, padding=1),
+            nn.BatchNorm2d(6),
+            nn.GroupNorm(2, 6),
+        )
         self.head, self.scale = nn.Conv2d(6, out_channels, 1), nn.Parameter(torch.rand(6, 1, 1))
 
     def step(self, z, x):
-        return F.relu(self.norm(z + self.batch(self.conv(z)) + x)) * z.mean((2, 3), keepdim=True).sigmoid()
+        return (
+            F.relu(self.norm(z + self.batch(self.conv(z)) + x))
+            * z.mean((2, 3), keepdim=True).sigmoid()
+        )
 
     def forward(self, x):
         x = self.inject(x)
@@ -98,7 +141,9 @@ class Equilibrium(nn.Module):
             z, scale = torch.zeros_like(x), self.scale / self.scale.norm()
             for _ in range(2):
                 z = self.step(z, x)
-        return self.head(self.step(z, x) * scale + F.interpolate(F.max_pool2d(z, 2), size=x.shape[2:]))
+        return self.head(
+            self.step(z, x) * scale + F.interpolate(F.max_pool2d(z, 2), size=x.shape[2:])
+        )
 
 
 class Frames(nn.Module):
@@ -106,7 +151,14 @@ class Frames(nn.Module):
 
     def __init__(self, in_channels, out_channels):
         super().__init__()
-        self.encode = nn.Sequential(*block(2, 6), nn.MaxPool2d(2, ceil_mode=True), nn.Conv2d(6, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.Dropout2d(0.0), nn.ConvTranspose2d(4, 5, 2, 2))
+        self.encode = nn.Sequential(
+            *block(2, 6),
+            nn.MaxPool2d(2, ceil_mode=True),
+            nn.Conv2d(6, 4, 3, padding=1),
+            nn.GroupNorm(2, 4),
+            nn.Dropout2d(0.0),
+            nn.ConvTranspose2d(4, 5, 2, 2),
+        )
         self.gate, self.head = nn.Conv2d(5, 5, 1), nn.Conv2d(5, out_channels, 3, padding=1)
 
     def forward(self, x):
@@ -121,8 +173,16 @@ class Slices(nn.Module):
 
     def __init__(self, in_channels, out_channels):
         super().__init__()
-        self.plane = nn.Sequential(*block(in_channels, 5), nn.MaxPool2d(3, 2, 1), nn.Conv2d(5, 4, (3, 1), padding=(1, 0), bias=False), nn.ConvTranspose2d(4, 4, 2, 2))
-        self.fuse, self.head = nn.Conv3d(4, 5, (3, 1, 1), padding=(1, 0, 0)), nn.Conv3d(5, out_channels, 1)
+        self.plane = nn.Sequential(
+            *block(in_channels, 5),
+            nn.MaxPool2d(3, 2, 1),
+            nn.Conv2d(5, 4, (3, 1), padding=(1, 0), bias=False),
+            nn.ConvTranspose2d(4, 4, 2, 2),
+        )
+        self.fuse, self.head = (
+            nn.Conv3d(4, 5, (3, 1, 1), padding=(1, 0, 0)),
+            nn.Conv3d(5, out_channels, 1),
+        )
 
     def forward(self, x):
         n, c, d, h, w = x.shape
@@ -135,7 +195,13 @@ class Batches(nn.Module):
 
     def __init__(self, in_channels, out_channels):
         super().__init__()
-        self.half, self.encode, self.deep = in_channels // 2, block(in_channels // 2, 6), nn.Sequential(nn.MaxPool2d(2), *block(6, 4), nn.Upsample(scale_factor=2, mode="bilinear"))
+        self.half, self.encode, self.deep = (
+            in_channels // 2,
+            block(in_channels // 2, 6),
+            nn.Sequential(
+                nn.MaxPool2d(2), *block(6, 4), nn.Upsample(scale_factor=2, mode="bilinear")
+            ),
+        )
         self.head = nn.Conv2d(12, out_channels, 3, padding=1)
 
     def forward(self, x):
@@ -150,8 +216,18 @@ class Spectral(nn.Module):
 
     def __init__(self, in_channels, out_channels):
         super().__init__()
-        self.cubes = nn.Sequential(nn.Conv3d(1, 3, (3, 3, 3), padding=(0, 1, 1)), nn.BatchNorm3d(3), nn.ReLU(), nn.Conv3d(3, 4, (3, 3, 3), padding=1, stride=(2, 2, 1), bias=False), nn.InstanceNorm3d(4, affine=True))
-        self.plane = nn.Sequential(nn.Conv2d(4 * ((in_channels - 1) // 2), 6, 3, padding=1), nn.ReLU(), nn.Conv2d(6, out_channels, 1))
+        self.cubes = nn.Sequential(
+            nn.Conv3d(1, 3, (3, 3, 3), padding=(0, 1, 1)),
+            nn.BatchNorm3d(3),
+            nn.ReLU(),
+            nn.Conv3d(3, 4, (3, 3, 3), padding=1, stride=(2, 2, 1), bias=False),
+            nn.InstanceNorm3d(4, affine=True),
+        )
+        self.plane = nn.Sequential(
+            nn.Conv2d(4 * ((in_channels - 1) // 2), 6, 3, padding=1),
+            nn.ReLU(),
+            nn.Conv2d(6, out_channels, 1),
+        )
 
     def forward(self, x):
         y = self.cubes(x[:, None])
@@ -182,4 +258,11 @@ def stays(in_channels, out_channels):
     frozen = nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)).eval()
     frozen.train = lambda mode=True: frozen
     frozen[1].running_mean += 0.5
-    return nn.Sequential(nn.Conv2d(in_channels, 4, 3, padding=1), nn.Dropout2d(1.0), frozen, nn.Dropout(1.0), nn.ReLU(), nn.Conv2d(4, out_channels, 3, padding=1))
+    return nn.Sequential(
+        nn.Conv2d(in_channels, 4, 3, padding=1),
+        nn.Dropout2d(1.0),
+        frozen,
+        nn.Dropout(1.0),
+        nn.ReLU(),
+        nn.Conv2d(4, out_channels, 3, padding=1),
+    )

@@ -21,7 +21,10 @@ class Around(nn.Module):
     def __init__(self, in_channels: int, out_channels: int, dims: int = 2):
         super().__init__()
         conv = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dims - 1]
-        self.first, self.head = conv(in_channels, 6, 3, padding=1), conv(6, out_channels, 3, padding=1)
+        self.first, self.head = (
+            conv(in_channels, 6, 3, padding=1),
+            conv(6, out_channels, 3, padding=1),
+        )
         self.register_buffer("filter", binomial(6, dims))
         self.register_buffer("scale", torch.linspace(0.5, 1.5, 6))
         self.register_buffer("shift", torch.linspace(-1, 1, 6))
@@ -34,7 +37,10 @@ class Blurred(Around):
     """Blur pool."""
 
     def middle(self, x):
-        return F.interpolate(F.conv2d(F.pad(x, (1, 2, 1, 2), mode="reflect"), self.filter, stride=2, groups=6), scale_factor=2)
+        return F.interpolate(
+            F.conv2d(F.pad(x, (1, 2, 1, 2), mode="reflect"), self.filter, stride=2, groups=6),
+            scale_factor=2,
+        )
 
 
 class Blurred1d(Around):
@@ -42,7 +48,13 @@ class Blurred1d(Around):
         super().__init__(in_channels, out_channels, dims=1)
 
     def middle(self, x):
-        return F.conv_transpose1d(F.conv1d(x, self.filter, stride=2, padding=1, groups=6), self.filter * 2, stride=2, padding=1, groups=6)
+        return F.conv_transpose1d(
+            F.conv1d(x, self.filter, stride=2, padding=1, groups=6),
+            self.filter * 2,
+            stride=2,
+            padding=1,
+            groups=6,
+        )
 
 
 class Blurred3d(Around):
@@ -50,7 +62,13 @@ class Blurred3d(Around):
         super().__init__(in_channels, out_channels, dims=3)
 
     def middle(self, x):
-        return F.conv_transpose3d(F.conv3d(x, self.filter, stride=2, padding=1, groups=6), self.filter, stride=2, padding=1, groups=6)
+        return F.conv_transpose3d(
+            F.conv3d(x, self.filter, stride=2, padding=1, groups=6),
+            self.filter,
+            stride=2,
+            padding=1,
+            groups=6,
+        )
 
 
 class Resampled(Around):
@@ -73,7 +91,9 @@ class Repeated(Around):
         with torch.no_grad():
             kernel = torch.flip(self.filter[:1], [2, 3]).type_as(x)
         blurred = F.conv2d(F.pad(x, (1, 2, 1, 2)), kernel.repeat(x.shape[1], 1, 1, 1), groups=6)
-        return blurred + F.conv2d(x, kernel.detach().expand(6, -1, -1, -1), padding="same", groups=6)
+        return blurred + F.conv2d(
+            x, kernel.detach().expand(6, -1, -1, -1), padding="same", groups=6
+        )
 
 
 class Edges(nn.Module):
@@ -83,7 +103,10 @@ class Edges(nn.Module):
         super().__init__()
         sobel = torch.tensor([[1.0, 0, -1], [2, 0, -2], [1, 0, -1]])
         self.register_buffer("sobel", sobel.expand(in_channels, 1, 3, 3).clone(), persistent=False)
-        self.norm, self.head = nn.BatchNorm2d(2 * in_channels), nn.Conv2d(2 * in_channels, out_channels, 3, padding=1)
+        self.norm, self.head = (
+            nn.BatchNorm2d(2 * in_channels),
+            nn.Conv2d(2 * in_channels, out_channels, 3, padding=1),
+        )
 
     def forward(self, x):
         edges = F.conv2d(x, self.sobel, padding=1, groups=x.shape[1])
@@ -100,7 +123,10 @@ class HalfFixed(Around):
 
     def __init__(self, in_channels, out_channels):
         super().__init__(in_channels, out_channels)
-        self.weight, self.bias = nn.Parameter(torch.rand(6, 6, 3, 3) - 0.5), nn.Parameter(torch.rand(6))
+        self.weight, self.bias = (
+            nn.Parameter(torch.rand(6, 6, 3, 3) - 0.5),
+            nn.Parameter(torch.rand(6)),
+        )
         self.factor = nn.Parameter(torch.rand(6) + 0.5)
         self.register_buffer("mixer", torch.randn(6, 6, 1, 1))
 
@@ -116,7 +142,9 @@ class ComputedNorms(Around):
 
     def __init__(self, in_channels, out_channels):
         super().__init__(in_channels, out_channels)
-        self.factor, self.bias, self.shift, self.last = (nn.Parameter(torch.rand(6)) for _ in range(4))
+        self.factor, self.bias, self.shift, self.last = (
+            nn.Parameter(torch.rand(6)) for _ in range(4)
+        )
 
     def middle(self, x):
         x = F.group_norm(x, 3, 1 + self.factor, self.bias)
@@ -146,7 +174,9 @@ class Shared(Around):
 
     def middle(self, x):
         for conv in (self.deep, self.more):
-            x = F.silu(conv(F.avg_pool2d(F.conv2d(F.pad(x, (2, 2, 2, 2)), self.filter, groups=6), 2, 1)))
+            x = F.silu(
+                conv(F.avg_pool2d(F.conv2d(F.pad(x, (2, 2, 2, 2)), self.filter, groups=6), 2, 1))
+            )
         return F.conv2d(x, self.filter, padding="same", groups=6)
 
 
@@ -160,8 +190,19 @@ def fixed(layer: nn.Module) -> nn.Module:
 
 def frozen_layers(in_channels, out_channels):
     """A list of PyTorch's own layers, of which some keep their weights as buffers, and one a weight that is not trained."""
-    layers = [nn.Conv2d(in_channels, 6, 3, padding=1), fixed(nn.BatchNorm2d(6)), nn.ReLU(), fixed(nn.Conv2d(6, 6, 3, 2, 1))]
-    layers += [fixed(nn.GroupNorm(2, 6)), nn.LeakyReLU(0.1), fixed(nn.ConvTranspose2d(6, 6, 2, 2)), fixed(nn.PReLU(6)), nn.Conv2d(6, 6, 3, padding=1)]
+    layers = [
+        nn.Conv2d(in_channels, 6, 3, padding=1),
+        fixed(nn.BatchNorm2d(6)),
+        nn.ReLU(),
+        fixed(nn.Conv2d(6, 6, 3, 2, 1)),
+    ]
+    layers += [
+        fixed(nn.GroupNorm(2, 6)),
+        nn.LeakyReLU(0.1),
+        fixed(nn.ConvTranspose2d(6, 6, 2, 2)),
+        fixed(nn.PReLU(6)),
+        nn.Conv2d(6, 6, 3, padding=1),
+    ]
     layers[-1].weight.requires_grad_(False)
     return nn.Sequential(*layers, nn.Conv2d(6, out_channels, 1))
 
@@ -177,7 +218,9 @@ class WeightNormed(nn.Sequential):
 class StandardConv(nn.Conv2d):
     def forward(self, x):
         w = self.weight
-        flat = F.batch_norm(w.reshape(1, len(w), -1), None, None, training=True, momentum=0.0, eps=1e-6)
+        flat = F.batch_norm(
+            w.reshape(1, len(w), -1), None, None, training=True, momentum=0.0, eps=1e-6
+        )
         return self._conv_forward(x, flat.reshape_as(w), self.bias)
 
 
@@ -186,7 +229,10 @@ class Standardised(nn.Module):
 
     def __init__(self, in_channels, out_channels):
         super().__init__()
-        self.first, self.second = StandardConv(in_channels, 6, 5, 2, 2), StandardConv(6, 6, 3, padding=1)
+        self.first, self.second = (
+            StandardConv(in_channels, 6, 5, 2, 2),
+            StandardConv(6, 6, 3, padding=1),
+        )
         self.norm, self.head = nn.GroupNorm(2, 6), StandardConv(6, out_channels, 3, padding=1)
 
     def forward(self, x):
@@ -204,7 +250,9 @@ class Streams(nn.Module):
         self.head = conv(4 * len(parts), out_channels, 3, padding=1)
 
     def forward(self, x):
-        found = [F.relu(encoder(part)) for encoder, part in zip(self.encoders, x.split(self.parts, 1))]
+        found = [
+            F.relu(encoder(part)) for encoder, part in zip(self.encoders, x.split(self.parts, 1))
+        ]
         return self.head(torch.cat(found, 1))
 
 
@@ -235,7 +283,9 @@ class Deeper(nn.Module):
     def __init__(self, in_channels, out_channels):
         super().__init__()
         self.head, self.second = nn.Conv2d(12, out_channels, 1), nn.Conv2d(8, 12, 3, padding=1)
-        self.first = nn.Conv2d(in_channels, 8, 3, padding=1, groups=in_channels if 8 % in_channels == 0 else 1)
+        self.first = nn.Conv2d(
+            in_channels, 8, 3, padding=1, groups=in_channels if 8 % in_channels == 0 else 1
+        )
 
     def forward(self, x):
         return self.head(F.relu(self.second(F.relu(self.first(x)))))
@@ -246,10 +296,15 @@ class Coordinates(nn.Module):
 
     def __init__(self, in_channels, out_channels):
         super().__init__()
-        self.first, self.head = nn.Conv2d(in_channels + 2, 6, 3, padding=1), nn.Conv2d(6, out_channels, 3, padding=1)
+        self.first, self.head = (
+            nn.Conv2d(in_channels + 2, 6, 3, padding=1),
+            nn.Conv2d(6, out_channels, 3, padding=1),
+        )
 
     def forward(self, x):
-        return self.head(F.relu(self.first(torch.cat((x, x.mean(1, keepdim=True), x.amax(1, keepdim=True)), 1))))
+        return self.head(
+            F.relu(self.first(torch.cat((x, x.mean(1, keepdim=True), x.amax(1, keepdim=True)), 1)))
+        )
 
 
 class NormFirst(nn.Module):
@@ -257,7 +312,11 @@ class NormFirst(nn.Module):
 
     def __init__(self, in_channels, out_channels):
         super().__init__()
-        self.norm, self.embed, self.head = nn.LayerNorm(in_channels), nn.Linear(in_channels, 20), nn.Conv2d(20, out_channels, 3, padding=1)
+        self.norm, self.embed, self.head = (
+            nn.LayerNorm(in_channels),
+            nn.Linear(in_channels, 20),
+            nn.Conv2d(20, out_channels, 3, padding=1),
+        )
 
     def forward(self, x):
         return self.head(F.gelu(self.embed(self.norm(x.permute(0, 2, 3, 1)))).permute(0, 3, 1, 2))
@@ -268,7 +327,11 @@ class NoConvolution(nn.Module):
 
     def __init__(self, in_channels, out_channels):
         super().__init__()
-        self.hidden, self.norm, self.head = nn.Linear(in_channels, 8), nn.BatchNorm2d(8), nn.Linear(8, out_channels)
+        self.hidden, self.norm, self.head = (
+            nn.Linear(in_channels, 8),
+            nn.BatchNorm2d(8),
+            nn.Linear(8, out_channels),
+        )
 
     def forward(self, x):
         y = F.relu(self.norm(self.hidden(x.movedim(1, -1)).movedim(-1, 1)))
@@ -280,8 +343,14 @@ class Functional(nn.Module):
 
     def __init__(self, in_channels, out_channels):
         super().__init__()
-        self.first, self.bias = nn.Parameter(torch.randn(6, in_channels, 3, 3) / 5), nn.Parameter(torch.zeros(6))
-        self.depthwise, self.head = nn.Parameter(torch.randn(6, 1, 3, 3)), nn.Parameter(torch.randn(out_channels, 6, 1, 1))
+        self.first, self.bias = (
+            nn.Parameter(torch.randn(6, in_channels, 3, 3) / 5),
+            nn.Parameter(torch.zeros(6)),
+        )
+        self.depthwise, self.head = (
+            nn.Parameter(torch.randn(6, 1, 3, 3)),
+            nn.Parameter(torch.randn(out_channels, 6, 1, 1)),
+        )
 
     def forward(self, x):
         y = F.relu(F.conv2d(x, self.first, self.bias, padding=1))
@@ -294,7 +363,13 @@ class Twice(nn.Module):
     def __init__(self, in_channels, out_channels):
         super().__init__()
         self.half = in_channels // 2
-        self.encoder = nn.Sequential(nn.Conv2d(self.half, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 6, 3, padding=1), nn.BatchNorm2d(6, affine=False))
+        self.encoder = nn.Sequential(
+            nn.Conv2d(self.half, 6, 3, padding=1),
+            nn.BatchNorm2d(6),
+            nn.ReLU(),
+            nn.Conv2d(6, 6, 3, padding=1),
+            nn.BatchNorm2d(6, affine=False),
+        )
         self.head = nn.Conv2d(6, out_channels, 3, padding=1)
 
     def forward(self, x):
@@ -306,7 +381,9 @@ class Levels(Around):
 
     def __init__(self, in_channels, out_channels):
         super().__init__(in_channels, out_channels)
-        self.block = nn.Sequential(nn.Conv2d(6, 6, 3, padding=1, bias=False), nn.BatchNorm2d(6, momentum=0.3), nn.SiLU())
+        self.block = nn.Sequential(
+            nn.Conv2d(6, 6, 3, padding=1, bias=False), nn.BatchNorm2d(6, momentum=0.3), nn.SiLU()
+        )
 
     def middle(self, x):
         for _ in range(2):
@@ -322,14 +399,21 @@ class MadeInForward(Around):
         blur = torch.tensor([[1.0, 2, 1], [2, 4, 2], [1, 2, 1]]) / 16
         edges = torch.from_numpy(np.array([[0.1, -0.1], [0.3, -0.3]], np.float32))
         x = F.conv2d(x, blur.expand(x.shape[1], 1, 3, 3), padding=1, groups=x.shape[1])
-        return F.conv2d(F.pad(x, (0, 1, 0, 1)), edges.repeat(x.shape[1], 1, 1, 1), groups=x.shape[1])
+        return F.conv2d(
+            F.pad(x, (0, 1, 0, 1)), edges.repeat(x.shape[1], 1, 1, 1), groups=x.shape[1]
+        )
 
 
 class Lazy(nn.Sequential):
     """The number of bands is that of the first image."""
 
     def __init__(self, in_channels, out_channels):
-        super().__init__(nn.LazyConv2d(6, 3, padding=1), nn.LazyBatchNorm2d(), nn.ReLU(), nn.LazyConv2d(out_channels, 3, padding=1))
+        super().__init__(
+            nn.LazyConv2d(6, 3, padding=1),
+            nn.LazyBatchNorm2d(),
+            nn.ReLU(),
+            nn.LazyConv2d(out_channels, 3, padding=1),
+        )
 
 
 class Unshuffled(nn.Module):
@@ -337,7 +421,10 @@ class Unshuffled(nn.Module):
 
     def __init__(self, in_channels, out_channels):
         super().__init__()
-        self.first, self.head = nn.Conv2d(4 * in_channels, 8, 3, padding=1), nn.Conv2d(8, 4 * out_channels, 3, padding=1)
+        self.first, self.head = (
+            nn.Conv2d(4 * in_channels, 8, 3, padding=1),
+            nn.Conv2d(8, 4 * out_channels, 3, padding=1),
+        )
         self.down, self.up = nn.PixelUnshuffle(2), nn.PixelShuffle(2)
 
     def forward(self, x):
@@ -349,7 +436,11 @@ class Described(nn.Module):
 
     def __init__(self, in_channels, out_channels):
         super().__init__()
-        self.first, self.second, self.last = StandardConv(in_channels, 6, 3, padding=1), StandardConv(6, 6, 3, padding=1), nn.Linear(6, out_channels)
+        self.first, self.second, self.last = (
+            StandardConv(in_channels, 6, 3, padding=1),
+            StandardConv(6, 6, 3, padding=1),
+            nn.Linear(6, out_channels),
+        )
         self.register_buffer("filter", binomial(6))
 
     def forward(self, x):

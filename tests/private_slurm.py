@@ -13,8 +13,8 @@ import socket
 import subprocess
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Callable
 
 _OVER = ("FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "COMPLETED")
 NEEDED = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "squeue", "scontrol", "scancel")
@@ -53,7 +53,11 @@ PartitionName=debug Nodes=n1 Default=YES MaxTime=INFINITE
 def missing() -> str | None:
     """Why there can be no Slurm here, or None."""
     lacking = [program for program in NEEDED if _program(program) is None]
-    return f"no Slurm here ({', '.join(lacking)} not installed): jobs/try_slurm.sh installs it on Debian" if lacking else None
+    return (
+        f"no Slurm here ({', '.join(lacking)} not installed): jobs/try_slurm.sh installs it on Debian"
+        if lacking
+        else None
+    )
 
 
 class PrivateSlurm:
@@ -63,9 +67,13 @@ class PrivateSlurm:
         self.cpus = cpus
         self.daemons: list[subprocess.Popen] = []
 
-    def __enter__(self) -> "PrivateSlurm":
+    def __enter__(self) -> PrivateSlurm:
         self.folder = Path(tempfile.mkdtemp(prefix="distseg-slurm-"))
-        self.environment = {**os.environ, "SLURM_CONF": str(self.folder / "slurm.conf"), "TMPDIR": str(self.folder / "tmp")}
+        self.environment = {
+            **os.environ,
+            "SLURM_CONF": str(self.folder / "slurm.conf"),
+            "TMPDIR": str(self.folder / "tmp"),
+        }
         try:
             self._start()
         except BaseException:
@@ -83,32 +91,56 @@ class PrivateSlurm:
         key.chmod(0o400)
         ports = dict(zip(("control_port", "node_port"), _free_ports(2)))
         host, user = socket.gethostname().partition(".")[0], _user()
-        (self.folder / "slurm.conf").write_text(_CONFIG.format(folder=self.folder, host=host, user=user, cpus=self.cpus, **ports))
-        self._daemon("munged", "-F", *(f"--{option}={self.folder}/munge/{name}" for option, name in _MUNGE.items()))
+        (self.folder / "slurm.conf").write_text(
+            _CONFIG.format(folder=self.folder, host=host, user=user, cpus=self.cpus, **ports)
+        )
+        self._daemon(
+            "munged",
+            "-F",
+            *(f"--{option}={self.folder}/munge/{name}" for option, name in _MUNGE.items()),
+        )
         self._wait(lambda: (self.folder / "munge/socket").exists(), "munged opens its socket")
         self._daemon("slurmctld", "-D", "-i")
         self._daemon("slurmd", "-D", "-N", "n1")
-        self._wait(lambda: "idle" in self.run("sinfo", "-h", "-o", "%T", check=False), "the node is idle")
+        self._wait(
+            lambda: "idle" in self.run("sinfo", "-h", "-o", "%T", check=False), "the node is idle"
+        )
 
     def _daemon(self, program: str, *arguments: str) -> None:
         with (self.folder / f"{program}.out").open("wb") as out:
             self.daemons.append(
-                subprocess.Popen([_program(program), *arguments], env=self.environment, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+                subprocess.Popen(
+                    [_program(program), *arguments],
+                    env=self.environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
             )
 
     def _wait(self, done, what: str, seconds: float = 30) -> None:
         deadline = time.monotonic() + seconds
         while not done():
-            if time.monotonic() > deadline or any(daemon.poll() is not None for daemon in self.daemons):
-                logs = "\n".join(f"--- {path.name}\n{path.read_text()[-2000:]}" for path in sorted(self.folder.glob("*.out")))
+            if time.monotonic() > deadline or any(
+                daemon.poll() is not None for daemon in self.daemons
+            ):
+                logs = "\n".join(
+                    f"--- {path.name}\n{path.read_text()[-2000:]}"
+                    for path in sorted(self.folder.glob("*.out"))
+                )
                 raise RuntimeError(f"Slurm did not come so far that {what}\n{logs}")
             time.sleep(0.1)
 
     def run(self, *command: str, check: bool = True, cwd: Path | None = None) -> str:
         """A command's output; with ``check``, a failure is an error."""
-        done = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=60, cwd=cwd)
+        done = subprocess.run(
+            command, env=self.environment, capture_output=True, text=True, timeout=60, cwd=cwd
+        )
         if check and done.returncode:
-            raise RuntimeError(f"$ {' '.join(command)}\ncode {done.returncode}\n{done.stdout}{done.stderr}")
+            raise RuntimeError(
+                f"$ {' '.join(command)}\ncode {done.returncode}\n{done.stdout}{done.stderr}"
+            )
         return done.stdout
 
     def state(self, job: str) -> dict[str, str]:
@@ -116,7 +148,14 @@ class PrivateSlurm:
         words = self.run("scontrol", "-o", "show", "job", job).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
-    def until(self, job: str, states: str, seconds: float, restarts: int = 0, watch: Callable[[dict], None] = lambda now: None) -> dict[str, str]:
+    def until(
+        self,
+        job: str,
+        states: str,
+        seconds: float,
+        restarts: int = 0,
+        watch: Callable[[dict], None] = lambda now: None,
+    ) -> dict[str, str]:
         """What Slurm knows of the job once it is in one of the states, after so many requeues at least."""
         deadline = time.monotonic() + seconds
         while True:
@@ -125,7 +164,11 @@ class PrivateSlurm:
             if now["JobState"] in states.split("|") and int(now["Restarts"]) >= restarts:
                 return now
             if time.monotonic() > deadline or now["JobState"] in _OVER:
-                told = Path(now["StdOut"]).read_text(errors="replace")[-3000:] if Path(now["StdOut"]).exists() else "(no log)"
+                told = (
+                    Path(now["StdOut"]).read_text(errors="replace")[-3000:]
+                    if Path(now["StdOut"]).exists()
+                    else "(no log)"
+                )
                 raise RuntimeError(
                     f"job {job} should be {states} within {seconds:.0f} s, but is {now['JobState']} ({now['Reason']}, "
                     f"exit code {now['ExitCode']}) after {now['Restarts']} restarts\n--- its log\n{told}"
@@ -165,7 +208,13 @@ class PrivateSlurm:
         return found
 
 
-_MUNGE = {"socket": "socket", "key-file": "key", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
+_MUNGE = {
+    "socket": "socket",
+    "key-file": "key",
+    "pid-file": "pid",
+    "log-file": "log",
+    "seed-file": "seed",
+}
 
 
 def _program(name: str) -> str | None:

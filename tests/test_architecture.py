@@ -11,7 +11,11 @@ PACKAGE = ROOT / "distseg"
 
 def order() -> list[str]:
     """Return the rooms, lowest first, as the page lists them."""
-    block = re.search(r"## Rooms of the code.*?```\n(.*?)```", (ROOT / "docs" / "architecture.md").read_text(), re.S).group(1)
+    block = re.search(
+        r"## Rooms of the code.*?```\n(.*?)```",
+        (ROOT / "docs" / "architecture.md").read_text(),
+        re.S,
+    ).group(1)
     return [line.split()[0] for line in block.splitlines()]
 
 
@@ -49,23 +53,41 @@ def test_no_file_imports_upwards():
     for room in rooms():
         for path in (PACKAGE / room).rglob("*.py"):
             others = {name.split(".")[1] for name in imported(path)} & set(place)
-            upwards += [f"{path.relative_to(ROOT)} imports {other}" for other in others if place[other] > place[room]]
+            upwards += [
+                f"{path.relative_to(ROOT)} imports {other}"
+                for other in others
+                if place[other] > place[room]
+            ]
     assert not upwards
 
 
 def test_no_files_import_each_other_in_a_circle():
-    files = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in PACKAGE.rglob("*.py") if path.stem != "__init__"}
-    sorter = graphlib.TopologicalSorter({name: imported(path) & set(files) - {name} for name, path in files.items()})
+    files = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts): path
+        for path in PACKAGE.rglob("*.py")
+        if path.stem != "__init__"
+    }
+    sorter = graphlib.TopologicalSorter(
+        {name: imported(path) & set(files) - {name} for name, path in files.items()}
+    )
     sorter.prepare()  # raises CycleError, which names the files
 
 
 def test_the_readme_names_every_room():
-    text = re.search(r"## Where things are.*?```\n(.*?)```", (ROOT / "README.md").read_text(), re.S).group(1)
+    text = re.search(
+        r"## Where things are.*?```\n(.*?)```", (ROOT / "README.md").read_text(), re.S
+    ).group(1)
     assert rooms() <= set(re.findall(r"\w+", text))
 
 
 def test_files_that_the_page_names_are_there():
     text = (ROOT / "docs" / "architecture.md").read_text()
     named = set(re.findall(r"\b((?:\w+/)?\w+\.py)\b", text))
-    files = [path.relative_to(ROOT).as_posix() for folder in ("distseg", "tests") for path in (ROOT / folder).rglob("*.py")]
-    assert not {name for name in named if not any(f"/{file}".endswith(f"/{name}") for file in files)}
+    files = [
+        path.relative_to(ROOT).as_posix()
+        for folder in ("distseg", "tests")
+        for path in (ROOT / folder).rglob("*.py")
+    ]
+    assert not {
+        name for name in named if not any(f"/{file}".endswith(f"/{name}") for file in files)
+    }

@@ -35,15 +35,26 @@ HERE = __name__
 
 
 def pooling(in_channels=4, out_channels=2):
-    return nn.Sequential(nn.Conv2d(in_channels, 4, 3, padding=1), nn.AdaptiveAvgPool2d((29, 43)), nn.Conv2d(4, out_channels, 1))
+    return nn.Sequential(
+        nn.Conv2d(in_channels, 4, 3, padding=1),
+        nn.AdaptiveAvgPool2d((29, 43)),
+        nn.Conv2d(4, out_channels, 1),
+    )
 
 
 def circular(in_channels=4, out_channels=2):
-    return nn.Sequential(nn.Conv2d(in_channels, 4, 3, padding=1, padding_mode="circular"), nn.Conv2d(4, out_channels, 1))
+    return nn.Sequential(
+        nn.Conv2d(in_channels, 4, 3, padding=1, padding_mode="circular"),
+        nn.Conv2d(4, out_channels, 1),
+    )
 
 
 def layer_norm(in_channels=4, out_channels=2):
-    return nn.Sequential(nn.Conv2d(in_channels, 4, 3, padding=1), nn.LayerNorm([4, 29, 43]), nn.Conv2d(4, out_channels, 1))
+    return nn.Sequential(
+        nn.Conv2d(in_channels, 4, 3, padding=1),
+        nn.LayerNorm([4, 29, 43]),
+        nn.Conv2d(4, out_channels, 1),
+    )
 
 
 class Attention(nn.Module):
@@ -63,7 +74,9 @@ class Turned(nn.Module):
 
 
 def _with(layer, in_channels, out_channels):
-    return nn.Sequential(nn.Conv2d(in_channels, 4, 3, padding=1), layer, nn.Conv2d(4, out_channels, 1))
+    return nn.Sequential(
+        nn.Conv2d(in_channels, 4, 3, padding=1), layer, nn.Conv2d(4, out_channels, 1)
+    )
 
 
 def attending(in_channels=4, out_channels=2):
@@ -85,7 +98,15 @@ def own(function: str) -> dict:
 def verify(**flags) -> list[str]:
     """``distseg verify`` with these flags over those of BASE; None leaves one out, and ``__`` is a dot."""
     flags = {name.replace("__", "."): value for name, value in flags.items()}
-    return ["verify", *(text for name, value in {**BASE, **flags}.items() if value is not None for text in (f"--{name}", value))]
+    return [
+        "verify",
+        *(
+            text
+            for name, value in {**BASE, **flags}.items()
+            if value is not None
+            for text in (f"--{name}", value)
+        ),
+    ]
 
 
 def file(name: str) -> list[str]:
@@ -115,7 +136,9 @@ CONFIGS = {
     "number-for-section.yaml": "model: 5\n",
     "tag.yaml": 'model:\n  name: !!python/object/apply:os.system ["touch pwned"]\n',
     "class.yaml": "model:\n  class_path: os.system\n",
-    "laughs.yaml": "".join(f"l{k}: &l{k} [{', '.join([f'*l{k - 1}' if k else '1'] * 9)}]\n" for k in range(9)),
+    "laughs.yaml": "".join(
+        f"l{k}: &l{k} [{', '.join([f'*l{k - 1}' if k else '1'] * 9)}]\n" for k in range(9)
+    ),
     "itself.yaml": "model: &all\n  depth: *all\n",
     "quoted-laughs.yaml": 'loss:\n  class_weights: "&a [*a, *a]"\n',
     "deep.yaml": "model: " + "[" * 5000,
@@ -168,110 +191,339 @@ MANIFESTS = {  # of what the manifest's config is changed into
 
 TABLE = {
     "no such command": (["trian"], "unknown command 'trian': choose prepare, check, train"),
-    "a flag misspelt": (["train", "--model.dpth", "2"], "--model.dpth 2: did you mean --model.depth[?]"),
-    "a flag of before": (["train", "--spatial.in_time", "recompute"], "--spatial.in_time recompute: it is called spatial.streaming now"),
-    "a section for a flag": (["train", "--model", "unet"], "--model is a section: give its fields, such as --model.name VALUE"),
-    "words for a number": (["train", "--model.depth", "deep"], "--model.depth takes a whole number or null, got 'deep'"),
-    "nothing for a number": (["train", "--model.depth", ""], "--model.depth takes a whole number or null, got ''"),
-    "a number for a list": (["train", "--data.augment", "1"], r"--data.augment takes a list such as \[a, b\], got '1'"),
-    "a word that is no choice": (["train", "--data.augment", "[flop]"], "--data.augment takes one of 'flip', 'turn', 'colour', got 'flop'"),
+    "a flag misspelt": (
+        ["train", "--model.dpth", "2"],
+        "--model.dpth 2: did you mean --model.depth[?]",
+    ),
+    "a flag of before": (
+        ["train", "--spatial.in_time", "recompute"],
+        "--spatial.in_time recompute: it is called spatial.streaming now",
+    ),
+    "a section for a flag": (
+        ["train", "--model", "unet"],
+        "--model is a section: give its fields, such as --model.name VALUE",
+    ),
+    "words for a number": (
+        ["train", "--model.depth", "deep"],
+        "--model.depth takes a whole number or null, got 'deep'",
+    ),
+    "nothing for a number": (
+        ["train", "--model.depth", ""],
+        "--model.depth takes a whole number or null, got ''",
+    ),
+    "a number for a list": (
+        ["train", "--data.augment", "1"],
+        r"--data.augment takes a list such as \[a, b\], got '1'",
+    ),
+    "a word that is no choice": (
+        ["train", "--data.augment", "[flop]"],
+        "--data.augment takes one of 'flip', 'turn', 'colour', got 'flop'",
+    ),
     "a flag without a value": (["train", "--model.depth"], "--model.depth: expected one argument"),
-    "no boolean": (["train", "--train.tensorboard", "maybe"], "--train.tensorboard takes true or false, got 'maybe'"),
-    "no size": (["train", "--data.crop", "axb"], "--data.crop: expected whole numbers joined by 'x', such as 97x131, got 'axb'"),
-    "an empty size": (["train", "--data.crop", "0x3"], "--data.crop: sizes and grids are positive, got 0x3"),
-    "a value of thousands of digits": (["train", "--model.depth", "9" * 5000], "--model.depth is a whole number of thousands of digits"),
-    "a value that refers to itself": (["train", "--loss.class_weights", "&a [*a]"], "--loss.class_weights is .*refers to itself: give a number, text or a list"),
-    "a value nested without end": (["train", "--data.augment", "[" * 50000], "--data.augment is .*nested"),
+    "no boolean": (
+        ["train", "--train.tensorboard", "maybe"],
+        "--train.tensorboard takes true or false, got 'maybe'",
+    ),
+    "no size": (
+        ["train", "--data.crop", "axb"],
+        "--data.crop: expected whole numbers joined by 'x', such as 97x131, got 'axb'",
+    ),
+    "an empty size": (
+        ["train", "--data.crop", "0x3"],
+        "--data.crop: sizes and grids are positive, got 0x3",
+    ),
+    "a value of thousands of digits": (
+        ["train", "--model.depth", "9" * 5000],
+        "--model.depth is a whole number of thousands of digits",
+    ),
+    "a value that refers to itself": (
+        ["train", "--loss.class_weights", "&a [*a]"],
+        "--loss.class_weights is .*refers to itself: give a number, text or a list",
+    ),
+    "a value nested without end": (
+        ["train", "--data.augment", "[" * 50000],
+        "--data.augment is .*nested",
+    ),
     # config files
-    "a config that is not there": (file("nowhere.yaml"), "'nowhere.yaml' cannot be read .No such file or directory.: name a YAML file"),
+    "a config that is not there": (
+        file("nowhere.yaml"),
+        "'nowhere.yaml' cannot be read .No such file or directory.: name a YAML file",
+    ),
     "a folder for a config": (file("images"), "config file 'images' is a folder: name a YAML file"),
     "a pipe for a config": (file("pipe"), "config file 'pipe' is a pipe or device"),
     "a device for a config": (file("/dev/zero"), "config file '/dev/zero' is a pipe or device"),
-    "a picture for a config": (file("images/a.png"), "'images/a.png' is not UTF-8 text .byte 0 is 0x89.: save it as UTF-8"),
+    "a picture for a config": (
+        file("images/a.png"),
+        "'images/a.png' is not UTF-8 text .byte 0 is 0x89.: save it as UTF-8",
+    ),
     "a name of two lines": (file("a\nb.yaml"), r"config file 'a\\nb.yaml' cannot be read"),
-    "an empty config": (file("nothing.yaml"), "nothing.yaml is empty: write sections such as 'model:'"),
-    "a list for a config": (file("list.yaml"), "list.yaml, line 1: here is no section: write NAME: VALUE"),
+    "an empty config": (
+        file("nothing.yaml"),
+        "nothing.yaml is empty: write sections such as 'model:'",
+    ),
+    "a list for a config": (
+        file("list.yaml"),
+        "list.yaml, line 1: here is no section: write NAME: VALUE",
+    ),
     "words for a config": (file("text.yaml"), "text.yaml, line 1: here is no section"),
     "a tab": (file("tab.yaml"), "tab.yaml, line 2: this is no YAML .*cannot start any token"),
     "a bracket left open": (file("open.yaml"), "open.yaml, line 2: this is no YAML"),
     "two documents": (file("two.yaml"), "two.yaml, line 2: this is no YAML .*single document"),
-    "a field twice": (file("twice.yaml"), "twice.yaml, line 3: 'depth' is a field of model that line 2 has already: leave one of them out"),
-    "a section twice": (file("section-twice.yaml"), "section-twice.yaml, line 2: 'model' is a section that line 1 has already"),
-    "a section misspelt": (file("section.yaml"), "section.yaml, line 1: 'modle' is no section: did you mean model[?]"),
-    "a field misspelt": (file("field.yaml"), "field.yaml, line 2: 'model.dpth' is no setting: did you mean model.depth[?]"),
-    "words for a number in a file": (file("value.yaml"), "value.yaml, line 2: model.depth takes a whole number or null, got 'deep'"),
-    "nothing where something must be": (file("null.yaml"), "null.yaml, line 2: mesh.samples takes a whole number, got 'None'"),
-    "a list for a number": (file("list-for-number.yaml"), r"list-for-number.yaml, line 2: model.depth takes a whole number or null, got '\[1, 2\]'"),
-    "fields for a number": (file("fields-for-number.yaml"), "fields-for-number.yaml, line 2: model.depth holds fields or lists of lists"),
-    "a number for a section": (file("number-for-section.yaml"), "number-for-section.yaml, line 1: here is no field of model"),
-    "a tag that would run": (file("tag.yaml"), "tag.yaml, line 2: the tag 'tag:yaml.org,2002:python/object/apply:os.system' is refused"),
-    "a class to import": (file("class.yaml"), "class.yaml, line 2: 'model.class_path' is no setting: choose name, args, pad, depth"),
+    "a field twice": (
+        file("twice.yaml"),
+        "twice.yaml, line 3: 'depth' is a field of model that line 2 has already: leave one of them out",
+    ),
+    "a section twice": (
+        file("section-twice.yaml"),
+        "section-twice.yaml, line 2: 'model' is a section that line 1 has already",
+    ),
+    "a section misspelt": (
+        file("section.yaml"),
+        "section.yaml, line 1: 'modle' is no section: did you mean model[?]",
+    ),
+    "a field misspelt": (
+        file("field.yaml"),
+        "field.yaml, line 2: 'model.dpth' is no setting: did you mean model.depth[?]",
+    ),
+    "words for a number in a file": (
+        file("value.yaml"),
+        "value.yaml, line 2: model.depth takes a whole number or null, got 'deep'",
+    ),
+    "nothing where something must be": (
+        file("null.yaml"),
+        "null.yaml, line 2: mesh.samples takes a whole number, got 'None'",
+    ),
+    "a list for a number": (
+        file("list-for-number.yaml"),
+        r"list-for-number.yaml, line 2: model.depth takes a whole number or null, got '\[1, 2\]'",
+    ),
+    "fields for a number": (
+        file("fields-for-number.yaml"),
+        "fields-for-number.yaml, line 2: model.depth holds fields or lists of lists",
+    ),
+    "a number for a section": (
+        file("number-for-section.yaml"),
+        "number-for-section.yaml, line 1: here is no field of model",
+    ),
+    "a tag that would run": (
+        file("tag.yaml"),
+        "tag.yaml, line 2: the tag 'tag:yaml.org,2002:python/object/apply:os.system' is refused",
+    ),
+    "a class to import": (
+        file("class.yaml"),
+        "class.yaml, line 2: 'model.class_path' is no setting: choose name, args, pad, depth",
+    ),
     "a billion laughs": (file("laughs.yaml"), "laughs.yaml, line 1: 'l0' is no section"),
-    "a section that holds itself": (file("itself.yaml"), "itself.yaml, line 2: model.depth holds fields"),
+    "a section that holds itself": (
+        file("itself.yaml"),
+        "itself.yaml, line 2: model.depth holds fields",
+    ),
     "laughs in quotes": (file("quoted-laughs.yaml"), "--loss.class_weights is .*refers to itself"),
-    "a deep file": (file("deep.yaml"), "deep.yaml, line 1: values are nested deeper than a config's can be"),
+    "a deep file": (
+        file("deep.yaml"),
+        "deep.yaml, line 1: values are nested deeper than a config's can be",
+    ),
     "a deep value": (file("deep-value.yaml"), r"class_weights (takes a list|is '\[\[)"),
-    "digits in a file": (file("digits.yaml"), "digits.yaml, line 2: model.depth is a whole number of thousands of digits"),
+    "digits in a file": (
+        file("digits.yaml"),
+        "digits.yaml, line 2: model.depth is a whole number of thousands of digits",
+    ),
     "no number at all": (file("nan.yaml"), "optim.lr is at least 0, got nan"),
     "a file too large": (file("large.yaml"), "config file 'large.yaml' has more than 262144 bytes"),
     # settings that can not be
     "no threads": (["train", "--run.threads", "-1"], "run.threads is from 1 to 1024, got -1"),
-    "threads beyond all": (["train", "--run.threads", "5000000"], "run.threads is from 1 to 1024, got 5000000"),
-    "a limit that is none": (["train", "--run.timeout", ".nan"], "run.timeout is at least 0, got nan"),
+    "threads beyond all": (
+        ["train", "--run.threads", "5000000"],
+        "run.threads is from 1 to 1024, got 5000000",
+    ),
+    "a limit that is none": (
+        ["train", "--run.timeout", ".nan"],
+        "run.timeout is at least 0, got nan",
+    ),
     "an endless limit": (["train", "--train.max_minutes", ".inf"], "train.max_minutes is inf"),
-    "memory without a number": (["train", "--memory", "lots"], "memory is written as 16GB or 15.5GiB, got 'lots'"),
+    "memory without a number": (
+        ["train", "--memory", "lots"],
+        "memory is written as 16GB or 15.5GiB, got 'lots'",
+    ),
     "memory without end": (["train", "--memory", "9" * 400], "memory is written as 16GB"),
-    "an output of no name": (["train", "--train.output", ""], "train.output is '', which is no path"),
-    "images without number": (["train", "--data.images", "1000000", "--train.accumulate", "1000000"], "1000000 x data.images 1000000 are 1000000000000 images a step, more than 1000000"),
-    "one augmentation twice": (["train", "--data.augment", "[flip, flip]"], "data.augment has flip more than once"),
-    "weights below 0": (["train", "--loss.class_weights", "[1, -1]"], r"loss.class_weights are numbers of at least 0, got \[1.0, -1.0\]"),
-    "weights of nothing": (["train", "--loss.class_weights", "[0, 0]"], "loss.class_weights are .*so no pixel would count"),
+    "an output of no name": (
+        ["train", "--train.output", ""],
+        "train.output is '', which is no path",
+    ),
+    "images without number": (
+        ["train", "--data.images", "1000000", "--train.accumulate", "1000000"],
+        "1000000 x data.images 1000000 are 1000000000000 images a step, more than 1000000",
+    ),
+    "one augmentation twice": (
+        ["train", "--data.augment", "[flip, flip]"],
+        "data.augment has flip more than once",
+    ),
+    "weights below 0": (
+        ["train", "--loss.class_weights", "[1, -1]"],
+        r"loss.class_weights are numbers of at least 0, got \[1.0, -1.0\]",
+    ),
+    "weights of nothing": (
+        ["train", "--loss.class_weights", "[0, 0]"],
+        "loss.class_weights are .*so no pixel would count",
+    ),
     # settings without effect
-    "class weights of dice": (verify(loss__name="dice", loss__class_weights="[1, 2, 1]"), r"loss.class_weights is \[1.0, 2.0, 1.0\], but no term of loss.name 'dice' takes it: add cross_entropy or focal"),
-    "class weights of binary cross-entropy": (verify(loss__name="binary_cross_entropy + dice", loss__class_weights="[1, 2, 1]"), "loss.class_weights is .*add cross_entropy or focal to loss.name, or leave"),
-    "label smoothing of focal": (verify(loss__name="focal", loss__label_smoothing="0.1"), "loss.label_smoothing is 0.1, but no term of loss.name 'focal' takes it: add cross_entropy"),
-    "gamma of cross-entropy": (verify(loss__gamma="3"), "loss.gamma is 3.0, but no term of loss.name 'cross_entropy' takes it: add focal"),
-    "smooth of cross-entropy": (verify(loss__smooth="3"), "loss.smooth is 3.0, but no term .*: add dice"),
-    "dice over nothing": (verify(loss__dice_over="batch"), "loss.dice_over is batch, but no term .*: add dice"),
-    "a term of no weight": (verify(loss__name="0*dice"), "the weight 0 of dice in '0[*]dice' is not above 0"),
-    "a term of negative weight": (verify(loss__name="cross_entropy + -1*dice"), "the weight -1 of dice in .* is not above 0"),
-    "momentum of Adam": (verify(optim__momentum="0.5"), "optim.momentum is 0.5, but optim.name is adamw, which has none: set that to sgd, or leave optim.momentum out"),
-    "a share of no class": (verify(data__focus_share="0.9"), "data.focus_share is 0.9, but data.focus_class is not set: name a class"),
-    "an epoch of no crops": (verify(data__epoch_samples="9"), "data.epoch_samples is 9, but whole images are trained on, .*: set data.crop"),
-    "groups of instance norm": (verify(model__groups="2"), "model.groups is 2, but model.norm is instance: set it to group"),
-    "a fusion of no exchanges": (verify(spatial__fuse_below="8"), "spatial.fuse_below is 8, but spatial.exchange_every is all"),
-    "scratch for nothing": (verify(spatial__scratch="/tmp"), "spatial.scratch is /tmp, but feature maps are stored only with streamed tiles: give run.memory or spatial.streaming"),
-    "tiles and memory": (verify(spatial__tiles_per_rank="2x2", run__memory="4GB"), "spatial.tiles_per_rank is 2x2, but run.memory is given and decides the tiles"),
-    "recomputing in time": (verify(pipeline__recompute="always", run__memory="4GB"), "pipeline.recompute is always, but streamed tiles .* decide by themselves"),
+    "class weights of dice": (
+        verify(loss__name="dice", loss__class_weights="[1, 2, 1]"),
+        r"loss.class_weights is \[1.0, 2.0, 1.0\], but no term of loss.name 'dice' takes it: add cross_entropy or focal",
+    ),
+    "class weights of binary cross-entropy": (
+        verify(loss__name="binary_cross_entropy + dice", loss__class_weights="[1, 2, 1]"),
+        "loss.class_weights is .*add cross_entropy or focal to loss.name, or leave",
+    ),
+    "label smoothing of focal": (
+        verify(loss__name="focal", loss__label_smoothing="0.1"),
+        "loss.label_smoothing is 0.1, but no term of loss.name 'focal' takes it: add cross_entropy",
+    ),
+    "gamma of cross-entropy": (
+        verify(loss__gamma="3"),
+        "loss.gamma is 3.0, but no term of loss.name 'cross_entropy' takes it: add focal",
+    ),
+    "smooth of cross-entropy": (
+        verify(loss__smooth="3"),
+        "loss.smooth is 3.0, but no term .*: add dice",
+    ),
+    "dice over nothing": (
+        verify(loss__dice_over="batch"),
+        "loss.dice_over is batch, but no term .*: add dice",
+    ),
+    "a term of no weight": (
+        verify(loss__name="0*dice"),
+        "the weight 0 of dice in '0[*]dice' is not above 0",
+    ),
+    "a term of negative weight": (
+        verify(loss__name="cross_entropy + -1*dice"),
+        "the weight -1 of dice in .* is not above 0",
+    ),
+    "momentum of Adam": (
+        verify(optim__momentum="0.5"),
+        "optim.momentum is 0.5, but optim.name is adamw, which has none: set that to sgd, or leave optim.momentum out",
+    ),
+    "a share of no class": (
+        verify(data__focus_share="0.9"),
+        "data.focus_share is 0.9, but data.focus_class is not set: name a class",
+    ),
+    "an epoch of no crops": (
+        verify(data__epoch_samples="9"),
+        "data.epoch_samples is 9, but whole images are trained on, .*: set data.crop",
+    ),
+    "groups of instance norm": (
+        verify(model__groups="2"),
+        "model.groups is 2, but model.norm is instance: set it to group",
+    ),
+    "a fusion of no exchanges": (
+        verify(spatial__fuse_below="8"),
+        "spatial.fuse_below is 8, but spatial.exchange_every is all",
+    ),
+    "scratch for nothing": (
+        verify(spatial__scratch="/tmp"),
+        "spatial.scratch is /tmp, but feature maps are stored only with streamed tiles: give run.memory or spatial.streaming",
+    ),
+    "tiles and memory": (
+        verify(spatial__tiles_per_rank="2x2", run__memory="4GB"),
+        "spatial.tiles_per_rank is 2x2, but run.memory is given and decides the tiles",
+    ),
+    "recomputing in time": (
+        verify(pipeline__recompute="always", run__memory="4GB"),
+        "pipeline.recompute is always, but streamed tiles .* decide by themselves",
+    ),
     # verify
-    "a mesh that the ranks do not fill": (verify(mesh__tiles="1x2"), r"needs 2 ranks, but 1 is running: launch 2 \(mpirun -n 2 ...\)"),
-    "a grid too fine": (verify(spatial__tiles_per_rank="9x2"), "grid of 9x2 tiles is too fine for an image of 29x43 .* stride 4x4, so the largest grid that fits is 8x11"),
-    "a grid of other dims": (verify(spatial__tiles_per_rank="1x1x2", mesh__tiles="1x1x1"), r"spatial.tiles_per_rank is 1x1x2, of 3 dims, but images have 2 \(29x43\): give it 2 numbers, such as 1x1"),
+    "a mesh that the ranks do not fill": (
+        verify(mesh__tiles="1x2"),
+        r"needs 2 ranks, but 1 is running: launch 2 \(mpirun -n 2 ...\)",
+    ),
+    "a grid too fine": (
+        verify(spatial__tiles_per_rank="9x2"),
+        "grid of 9x2 tiles is too fine for an image of 29x43 .* stride 4x4, so the largest grid that fits is 8x11",
+    ),
+    "a grid of other dims": (
+        verify(spatial__tiles_per_rank="1x1x2", mesh__tiles="1x1x1"),
+        r"spatial.tiles_per_rank is 1x1x2, of 3 dims, but images have 2 \(29x43\): give it 2 numbers, such as 1x1",
+    ),
     "pipelines": (verify(mesh__stages="2"), "2.*stages|needs 2 ranks"),
     "no samples": (verify(mesh__samples="0"), "mesh.samples is at least 1, got 0"),
-    "an unknown model": (verify(model__name="resnet"), "unknown model 'resnet': choose unet, .*package.module:function"),
-    "a model that is not there": (verify(model__name="nowhere:model"), "'nowhere:model' can not be imported"),
+    "an unknown model": (
+        verify(model__name="resnet"),
+        "unknown model 'resnet': choose unet, .*package.module:function",
+    ),
+    "a model that is not there": (
+        verify(model__name="nowhere:model"),
+        "'nowhere:model' can not be imported",
+    ),
     "an unknown norm": (verify(model__norm="layer"), "model.norm.*instance.*batch.*group.*none"),
-    "dropout of everything": (verify(model__dropout="1"), r"model.dropout is a probability in \[0, 1\), got 1"),
+    "dropout of everything": (
+        verify(model__dropout="1"),
+        r"model.dropout is a probability in \[0, 1\), got 1",
+    ),
     "negative dropout": (verify(model__dropout="-0.1"), "model.dropout is a probability"),
-    "odd base_channels": (verify(model__base_channels="5"), "model.base_channels is even .*, got 5"),
+    "odd base_channels": (
+        verify(model__base_channels="5"),
+        "model.base_channels is even .*, got 5",
+    ),
     "depth 0": (verify(model__depth="0"), "model.depth is a whole number of at least 1, got 0"),
     "a depth beyond all": (verify(model__depth="99"), "model.depth is at most 20, got 99"),
-    "a width beyond all": (verify(model__depth="20"), "model.base_channels 4 with model.depth 20 makes 4194304 channels at the bottom"),
-    "an unknown loss": (verify(loss__name="dicee"), "loss.name: unknown loss 'dicee' in 'dicee': choose cross_entropy"),
-    "the syntax of a sum": (verify(loss__name="half*dice"), "'half' in 'half[*]dice' is no number: write for example 'cross_entropy [+] 0.5[*]dice'"),
-    "cross-entropy of one output": (verify(model__out_channels="1"), "cross_entropy needs at least 2 classes, but the model has 1 output: use binary_cross_entropy or dice"),
-    "too few class weights": (verify(loss__class_weights="[1, 2]", model__out_channels="3"), "class_weights has 2 numbers, but the model has 3 classes"),
-    "label smoothing of more than all": (verify(loss__label_smoothing="1.5"), "loss.label_smoothing .*1.5"),
-    "frozen statistics that are not there": (verify(spatial__frozen_norm="true"), r"spatial.frozen_norm is True, but enc0_norm0 \(instance norm\) has no running statistics to freeze: set model.norm to batch"),
-    "a negative halo": (verify(spatial__halo="-4", spatial__tiles_per_rank="1x2"), "spatial.halo .*-4"),
-    "an exchange of nothing": (verify(spatial__exchange_every="0"), "spatial.exchange_every is a whole number of layers from 1 on, level or all, got '0'"),
-    "an exchange of a digit that is no number": (verify(spatial__exchange_every="²"), "spatial.exchange_every is .*got '²'"),
-    "an exchange of something else": (verify(spatial__exchange_every="often"), "spatial.exchange_every is .*got 'often'"),
-    "a halo and an exchange": (verify(spatial__exchange_every="2", spatial__halo="4"), "spatial.halo is 4, but with spatial.exchange_every 2 tiles have no halo"),
-    "windows and an exchange": (verify(spatial__exchange_every="1", spatial__norm_scope="window"), "norm_scope is window, but .* there are no windows"),
+    "a width beyond all": (
+        verify(model__depth="20"),
+        "model.base_channels 4 with model.depth 20 makes 4194304 channels at the bottom",
+    ),
+    "an unknown loss": (
+        verify(loss__name="dicee"),
+        "loss.name: unknown loss 'dicee' in 'dicee': choose cross_entropy",
+    ),
+    "the syntax of a sum": (
+        verify(loss__name="half*dice"),
+        "'half' in 'half[*]dice' is no number: write for example 'cross_entropy [+] 0.5[*]dice'",
+    ),
+    "cross-entropy of one output": (
+        verify(model__out_channels="1"),
+        "cross_entropy needs at least 2 classes, but the model has 1 output: use binary_cross_entropy or dice",
+    ),
+    "too few class weights": (
+        verify(loss__class_weights="[1, 2]", model__out_channels="3"),
+        "class_weights has 2 numbers, but the model has 3 classes",
+    ),
+    "label smoothing of more than all": (
+        verify(loss__label_smoothing="1.5"),
+        "loss.label_smoothing .*1.5",
+    ),
+    "frozen statistics that are not there": (
+        verify(spatial__frozen_norm="true"),
+        r"spatial.frozen_norm is True, but enc0_norm0 \(instance norm\) has no running statistics to freeze: set model.norm to batch",
+    ),
+    "a negative halo": (
+        verify(spatial__halo="-4", spatial__tiles_per_rank="1x2"),
+        "spatial.halo .*-4",
+    ),
+    "an exchange of nothing": (
+        verify(spatial__exchange_every="0"),
+        "spatial.exchange_every is a whole number of layers from 1 on, level or all, got '0'",
+    ),
+    "an exchange of a digit that is no number": (
+        verify(spatial__exchange_every="²"),
+        "spatial.exchange_every is .*got '²'",
+    ),
+    "an exchange of something else": (
+        verify(spatial__exchange_every="often"),
+        "spatial.exchange_every is .*got 'often'",
+    ),
+    "a halo and an exchange": (
+        verify(spatial__exchange_every="2", spatial__halo="4"),
+        "spatial.halo is 4, but with spatial.exchange_every 2 tiles have no halo",
+    ),
+    "windows and an exchange": (
+        verify(spatial__exchange_every="1", spatial__norm_scope="window"),
+        "norm_scope is window, but .* there are no windows",
+    ),
     "threads and an exchange": (
-        verify(spatial__exchange_every="1", pipeline__placement="devices", pipeline__devices="[cpu, cpu]"),
+        verify(
+            spatial__exchange_every="1",
+            pipeline__placement="devices",
+            pipeline__devices="[cpu, cpu]",
+        ),
         "pipeline.placement is devices, but spatial.exchange_every is 1, .* set that to all, or put the stages on ranks",
     ),
     "attention in an exchange": (
@@ -290,116 +542,375 @@ TABLE = {
         verify(**own("turned"), spatial__streaming="offload", spatial__tiles_per_rank="1x2"),
         "it calls other functions with other sizes of images",
     ),
-    "gradients clipped to less than nothing": (verify(optim__clip="-1"), "optim.clip is a norm of gradients above 0, got -1"),
+    "gradients clipped to less than nothing": (
+        verify(optim__clip="-1"),
+        "optim.clip is a norm of gradients above 0, got -1",
+    ),
     "a warmup of more than all": (verify(optim__warmup="2"), "optim.warmup is from 0 to 1, got 2"),
-    "more crops than all": (verify(data__focus_share="50"), "data.focus_share is from 0 to 1, got 50"),
+    "more crops than all": (
+        verify(data__focus_share="50"),
+        "data.focus_share is from 0 to 1, got 50",
+    ),
     "no format": (verify(predict__formats="[]"), "predict.formats is empty"),
     "no micro-batches": (verify(train__accumulate="0"), "train.accumulate .*0"),
     "no images": (verify(data__images="0"), "data.images .*0"),
-    "one pixel a channel": (verify(image="4x4"), "mid_norm0: a norm needs at least 2 values a channel, but .* has 1: take a larger image or crop, or a smaller model.depth"),
-    "an image beyond memory": (verify(image="1000000x1000000"), r"a step of 1 images of 1000000x1000000 .* takes .* GB .*: give a smaller --image"),
+    "one pixel a channel": (
+        verify(image="4x4"),
+        "mid_norm0: a norm needs at least 2 values a channel, but .* has 1: take a larger image or crop, or a smaller model.depth",
+    ),
+    "an image beyond memory": (
+        verify(image="1000000x1000000"),
+        r"a step of 1 images of 1000000x1000000 .* takes .* GB .*: give a smaller --image",
+    ),
     "an image of other dims": (verify(image="29x43x5"), r"image.* 29x43x5|29x43x5"),
-    "pooling of the whole image": (verify(**own("pooling"), spatial__tiles_per_rank="1x2"), "it makes 2x3x29x43 of images of 192x320 pixels, but a segmentation network keeps the size, .*split samples only"),
-    "circular padding": (verify(**own("circular"), spatial__tiles_per_rank="1x2"), "circular padding joins opposite borders .*use zeros"),
-    "layer norm": (verify(**own("layer_norm"), spatial__tiles_per_rank="1x2"), r"layer 1 \(LayerNorm\) looks at the whole image and has no distributed counterpart: replace it"),
-    "nothing to verify on": (verify(image=None), "there are no images: give --image 97x131 for random ones, or --data.store PATH"),
+    "pooling of the whole image": (
+        verify(**own("pooling"), spatial__tiles_per_rank="1x2"),
+        "it makes 2x3x29x43 of images of 192x320 pixels, but a segmentation network keeps the size, .*split samples only",
+    ),
+    "circular padding": (
+        verify(**own("circular"), spatial__tiles_per_rank="1x2"),
+        "circular padding joins opposite borders .*use zeros",
+    ),
+    "layer norm": (
+        verify(**own("layer_norm"), spatial__tiles_per_rank="1x2"),
+        r"layer 1 \(LayerNorm\) looks at the whole image and has no distributed counterpart: replace it",
+    ),
+    "nothing to verify on": (
+        verify(image=None),
+        "there are no images: give --image 97x131 for random ones, or --data.store PATH",
+    ),
     "a store that is not there": (verify(image=None, data__store="/nowhere.h5"), "/nowhere.h5"),
     "no learning": (verify(optim__lr="-1"), "optim.lr is at least 0, got -1"),
-    "no tolerance": (verify(tolerance=".nan"), "--tolerance is the largest relative error that passes, .*got nan"),
-    "a dump into a folder": (verify(dump="images"), "--dump is images, which is a folder: name a file in it"),
-    "a dump through a file": (verify(dump="words.txt/x"), "--dump is words.txt/x, but words.txt is a file"),
+    "no tolerance": (
+        verify(tolerance=".nan"),
+        "--tolerance is the largest relative error that passes, .*got nan",
+    ),
+    "a dump into a folder": (
+        verify(dump="images"),
+        "--dump is images, which is a folder: name a file in it",
+    ),
+    "a dump through a file": (
+        verify(dump="words.txt/x"),
+        "--dump is words.txt/x, but words.txt is a file",
+    ),
     # a user's own network
-    "a network nowhere": (["models", "nowhere:net"], "'nowhere:net' can not be imported: there is no module nowhere: start in the folder that holds it"),
+    "a network nowhere": (
+        ["models", "nowhere:net"],
+        "'nowhere:net' can not be imported: there is no module nowhere: start in the folder that holds it",
+    ),
     "a network inside nowhere": (["models", "nets.deep:net"], "there is no module nets.deep"),
-    "a network of wrong syntax": (["models", "wrong:net"], "its module fails with SyntaxError: .*wrong.py, line 1"),
-    "a network that needs another package": (["models", "imports:net"], "ModuleNotFoundError: No module named 'a_package_that_is_nowhere' .*imports.py, line 1.: mend it, or install what it needs"),
-    "a module that leaves": (["models", "leaves:net"], "its module fails with SystemExit: 0 .*leaves.py, line 1"),
-    "a network that is none": (["models", "nets:value"], "'nets:value' can not be imported: value is a int, no function, in .*nets.py: choose plain"),
-    "a function that is not there": (["models", "nets:missing"], "there is no missing in .*nets.py: choose plain, needs"),
-    "a name of two colons": (["models", "nets:a:b"], "model.name is 'nets:a:b', but your own function is written as package.module:function"),
-    "a function of other arguments": (["models", "nets:needs"], r"'nets:needs' takes \(width\), but is called with no arguments"),
-    "a network without depth": (["train", "--data.store", "store.h5", "--train.output", "new", "--model.name", "nets:plain", "--model.depth", "2"], "'nets:plain' takes .*is called with depth=2.*leave out of the config what it does not take"),
-    "a function that fails": (["models", "nets:fails"], "model 'nets:fails' can not be built: KeyError: 'boom' .*nets.py, line 6"),
+    "a network of wrong syntax": (
+        ["models", "wrong:net"],
+        "its module fails with SyntaxError: .*wrong.py, line 1",
+    ),
+    "a network that needs another package": (
+        ["models", "imports:net"],
+        "ModuleNotFoundError: No module named 'a_package_that_is_nowhere' .*imports.py, line 1.: mend it, or install what it needs",
+    ),
+    "a module that leaves": (
+        ["models", "leaves:net"],
+        "its module fails with SystemExit: 0 .*leaves.py, line 1",
+    ),
+    "a network that is none": (
+        ["models", "nets:value"],
+        "'nets:value' can not be imported: value is a int, no function, in .*nets.py: choose plain",
+    ),
+    "a function that is not there": (
+        ["models", "nets:missing"],
+        "there is no missing in .*nets.py: choose plain, needs",
+    ),
+    "a name of two colons": (
+        ["models", "nets:a:b"],
+        "model.name is 'nets:a:b', but your own function is written as package.module:function",
+    ),
+    "a function of other arguments": (
+        ["models", "nets:needs"],
+        r"'nets:needs' takes \(width\), but is called with no arguments",
+    ),
+    "a network without depth": (
+        [
+            "train",
+            "--data.store",
+            "store.h5",
+            "--train.output",
+            "new",
+            "--model.name",
+            "nets:plain",
+            "--model.depth",
+            "2",
+        ],
+        "'nets:plain' takes .*is called with depth=2.*leave out of the config what it does not take",
+    ),
+    "a function that fails": (
+        ["models", "nets:fails"],
+        "model 'nets:fails' can not be built: KeyError: 'boom' .*nets.py, line 6",
+    ),
     "a function that leaves": (["models", "nets:leaves"], "can not be built: SystemExit: 0"),
-    "a function of nothing": (["models", "nets:none"], "'nets:none' returns a value of type NoneType, but it is to return a torch.nn.Module"),
-    "a network of dicts": (["models", "nets:dict_"], "the model returns a dict, but a segmentation network returns one tensor of logits"),
-    "a network that fails": (["models", "nets:broken"], "AttributeError: 'Broken' object has no attribute 'missing' .*nets.py, line"),
-    "a network that shrinks": (["models", "nets:shrinks"], "comes out as .*but a segmentation network keeps the size"),
-    "a network without convolutions": (["models", "nets:blind"], "this model has no convolution layer"),
+    "a function of nothing": (
+        ["models", "nets:none"],
+        "'nets:none' returns a value of type NoneType, but it is to return a torch.nn.Module",
+    ),
+    "a network of dicts": (
+        ["models", "nets:dict_"],
+        "the model returns a dict, but a segmentation network returns one tensor of logits",
+    ),
+    "a network that fails": (
+        ["models", "nets:broken"],
+        "AttributeError: 'Broken' object has no attribute 'missing' .*nets.py, line",
+    ),
+    "a network that shrinks": (
+        ["models", "nets:shrinks"],
+        "comes out as .*but a segmentation network keeps the size",
+    ),
+    "a network without convolutions": (
+        ["models", "nets:blind"],
+        "this model has no convolution layer",
+    ),
     # plan
     "no stages": (["plan", "--stages", "0"], "--stages is a whole number from 1 to 1000000, got 0"),
-    "more stages than layers": (["plan", "--model", "tiny", "--stages", "99"], r"of 29 layers can't be cut into 99 stages \(--stages\): choose 1 to 29"),
-    "a tile of other dims": (["plan", "--model", "tiny", "--tile", "8x8x8"], "--tile is 8x8x8, of 3 dims, but the model's images have 2"),
-    "a tile too small": (["plan", "--model", "tiny", "--stages", "2", "--tile", "1"], r"model tiny cannot be planned on 1 windows of 1x1 pixels \(--tile, --batch\): "),
-    "a tile too large": (["plan", "--model", "tiny", "--stages", "2", "--tile", "99999999999"], "--tile is 99999999999x99999999999, more than"),
-    "an unknown device": (["plan", "--model", "tiny", "--device", "tpu", "--stages", "2"], "unknown --device 'tpu': choose v100, cpu"),
+    "more stages than layers": (
+        ["plan", "--model", "tiny", "--stages", "99"],
+        r"of 29 layers can't be cut into 99 stages \(--stages\): choose 1 to 29",
+    ),
+    "a tile of other dims": (
+        ["plan", "--model", "tiny", "--tile", "8x8x8"],
+        "--tile is 8x8x8, of 3 dims, but the model's images have 2",
+    ),
+    "a tile too small": (
+        ["plan", "--model", "tiny", "--stages", "2", "--tile", "1"],
+        r"model tiny cannot be planned on 1 windows of 1x1 pixels \(--tile, --batch\): ",
+    ),
+    "a tile too large": (
+        ["plan", "--model", "tiny", "--stages", "2", "--tile", "99999999999"],
+        "--tile is 99999999999x99999999999, more than",
+    ),
+    "an unknown device": (
+        ["plan", "--model", "tiny", "--device", "tpu", "--stages", "2"],
+        "unknown --device 'tpu': choose v100, cpu",
+    ),
     "no schedule": (["plan", "--schedule", "chaos"], "invalid choice: 'chaos'"),
     # prepare
     "no classes": (FOLDER[:5], "prepare needs --classes, the names in the order of their labels"),
-    "classes for another source": (["prepare", "blue-marble", "new.h5", "--classes", "a,b"], "--classes is for folders of images, but the source is blue-marble"),
-    "a size for a folder": ([*FOLDER, "--size", "8x8"], "--size is for the sources gigapixel and ultramnist, not for images: leave it out"),
-    "a size of no pixels": (["prepare", "gigapixel", "new.h5", "--size", "0x8"], "--size: sizes and grids are positive, got 0x8"),
-    "values without masks": (["prepare", "images", "new.h5", "--classes", "a,b", "--values", "255=1"], "--values 255=1 is about masks, but there are none: give --masks"),
-    "values of no form": ([*FOLDER, "--values", "255"], "--values is written as 255=1,128=2, got '255'"),
-    "a value twice": ([*FOLDER, "--values=1=1,1=0"], "--values 1=1,1=0 says twice what 1 stands for, 1 and 0: leave one of them out"),
-    "a pipe for a store": (["prepare", "images", "pipe", "--classes", "a,b", "--overwrite"], "pipe is a pipe or device, which no file may replace: choose another output"),
-    "an image for a store": (["prepare", "images", "images/a.png", "--classes", "a,b", "--overwrite"], "the store images/a.png would replace images/a.png, which it is made of"),
-    "shares of no number": ([*FOLDER, "--split", "nan,nan,nan"], "--split is three shares that add up to 1, .*got 'nan,nan,nan'"),
-    "a folder of images that is none": (["prepare", "words.txt", "new.h5", "--classes", "a,b"], "words.txt"),
-    "a store that is a folder": (["prepare", "images", "masks", "--classes", "a,b"], "the store is masks, which is a folder: name a file in it"),
-    "a store that is there": (["prepare", "images", "store.h5", "--masks", "masks", "--classes", "a,b"], "store.h5 is already there"),
+    "classes for another source": (
+        ["prepare", "blue-marble", "new.h5", "--classes", "a,b"],
+        "--classes is for folders of images, but the source is blue-marble",
+    ),
+    "a size for a folder": (
+        [*FOLDER, "--size", "8x8"],
+        "--size is for the sources gigapixel and ultramnist, not for images: leave it out",
+    ),
+    "a size of no pixels": (
+        ["prepare", "gigapixel", "new.h5", "--size", "0x8"],
+        "--size: sizes and grids are positive, got 0x8",
+    ),
+    "values without masks": (
+        ["prepare", "images", "new.h5", "--classes", "a,b", "--values", "255=1"],
+        "--values 255=1 is about masks, but there are none: give --masks",
+    ),
+    "values of no form": (
+        [*FOLDER, "--values", "255"],
+        "--values is written as 255=1,128=2, got '255'",
+    ),
+    "a value twice": (
+        [*FOLDER, "--values=1=1,1=0"],
+        "--values 1=1,1=0 says twice what 1 stands for, 1 and 0: leave one of them out",
+    ),
+    "a pipe for a store": (
+        ["prepare", "images", "pipe", "--classes", "a,b", "--overwrite"],
+        "pipe is a pipe or device, which no file may replace: choose another output",
+    ),
+    "an image for a store": (
+        ["prepare", "images", "images/a.png", "--classes", "a,b", "--overwrite"],
+        "the store images/a.png would replace images/a.png, which it is made of",
+    ),
+    "shares of no number": (
+        [*FOLDER, "--split", "nan,nan,nan"],
+        "--split is three shares that add up to 1, .*got 'nan,nan,nan'",
+    ),
+    "a folder of images that is none": (
+        ["prepare", "words.txt", "new.h5", "--classes", "a,b"],
+        "words.txt",
+    ),
+    "a store that is a folder": (
+        ["prepare", "images", "masks", "--classes", "a,b"],
+        "the store is masks, which is a folder: name a file in it",
+    ),
+    "a store that is there": (
+        ["prepare", "images", "store.h5", "--masks", "masks", "--classes", "a,b"],
+        "store.h5 is already there",
+    ),
     # train
-    "no store": (["train", *SMALL], "data.store is not set: name the HDF5 store that 'distseg prepare' wrote"),
+    "no store": (
+        ["train", *SMALL],
+        "data.store is not set: name the HDF5 store that 'distseg prepare' wrote",
+    ),
     "a store of words": ([*TRAIN, "--data.store", "words.txt"], "words.txt is no HDF5 file"),
-    "an output that is a file": ([*TRAIN, "--train.output", "words.txt"], "train.output is words.txt, but words.txt is a file"),
-    "an output in a file": ([*TRAIN, "--train.output", "words.txt/run"], "train.output is words.txt/run, but .*words.txt is a file: name a path that does not go through it"),
-    "another ignore value than the store's": ([*TRAIN, "--loss.ignore_index", "3"], "loss.ignore_index is 3, but the labels of store.h5 have 255 where nothing counts: .*prepare the store with --ignore 3"),
-    "other bands than the store's": ([*TRAIN, "--model.in_channels", "5"], "model.in_channels is 5, but the data has 2"),
+    "an output that is a file": (
+        [*TRAIN, "--train.output", "words.txt"],
+        "train.output is words.txt, but words.txt is a file",
+    ),
+    "an output in a file": (
+        [*TRAIN, "--train.output", "words.txt/run"],
+        "train.output is words.txt/run, but .*words.txt is a file: name a path that does not go through it",
+    ),
+    "another ignore value than the store's": (
+        [*TRAIN, "--loss.ignore_index", "3"],
+        "loss.ignore_index is 3, but the labels of store.h5 have 255 where nothing counts: .*prepare the store with --ignore 3",
+    ),
+    "other bands than the store's": (
+        [*TRAIN, "--model.in_channels", "5"],
+        "model.in_channels is 5, but the data has 2",
+    ),
     "no such class": ([*TRAIN, "--data.crop", "8x8", "--data.focus_class", "moon"], "moon"),
-    "a crop of other dims": ([*TRAIN, "--data.crop", "8"], "data.crop is 8, but image .* has 2 dims"),
-    "a network of other bands": ([*TRAIN[:5], "--model.name", "nets:seven"], "model 'nets:seven' does not take images of 2 bands: .*: let it take in_channels"),
-    "a network of other classes": ([*TRAIN[:5], "--model.name", "nets:two"], "model 'nets:two' gives 2 channels, but 3 are wanted, one a class: let it take out_channels"),
-    "a scratch folder nowhere": ([*TRAIN, "--memory", "4GB", "--spatial.scratch", "nowhere"], "spatial.scratch is nowhere, which is no folder: make it, or name another"),
-    "no GPU": ([*TRAIN, "--run.device", "cuda"], "run.device is cuda, but this node shows no GPU to PyTorch: set run.device to cpu or auto"),
+    "a crop of other dims": (
+        [*TRAIN, "--data.crop", "8"],
+        "data.crop is 8, but image .* has 2 dims",
+    ),
+    "a network of other bands": (
+        [*TRAIN[:5], "--model.name", "nets:seven"],
+        "model 'nets:seven' does not take images of 2 bands: .*: let it take in_channels",
+    ),
+    "a network of other classes": (
+        [*TRAIN[:5], "--model.name", "nets:two"],
+        "model 'nets:two' gives 2 channels, but 3 are wanted, one a class: let it take out_channels",
+    ),
+    "a scratch folder nowhere": (
+        [*TRAIN, "--memory", "4GB", "--spatial.scratch", "nowhere"],
+        "spatial.scratch is nowhere, which is no folder: make it, or name another",
+    ),
+    "no GPU": (
+        [*TRAIN, "--run.device", "cuda"],
+        "run.device is cuda, but this node shows no GPU to PyTorch: set run.device to cpu or auto",
+    ),
     # runs of others
-    "no run": (["evaluate"], "name the folder of a run or of a checkpoint first: distseg evaluate RUN"),
+    "no run": (
+        ["evaluate"],
+        "name the folder of a run or of a checkpoint first: distseg evaluate RUN",
+    ),
     "a run that is not there": (["evaluate", "nowhere"], "no checkpoint in nowhere: train first"),
     "a store for a run": (["predict", "store.h5"], "store.h5"),
-    "code in a manifest": (["evaluate", "with-code"], "with-code was trained with the network os:system: its manifest may come from anywhere, .* add --model.name os:system"),
-    "code in a manifest to predict": (["predict", "with-code", "--output", "new"], "add --model.name os:system"),
-    "code other than the manifest's": (["evaluate", "with-code", "--model.name", "nets:plain"], "trained with the network os:system, not nets:plain: .* add --model.name os:system"),
-    "code where the manifest has none": (["evaluate", "run", "--model.name", "nets:plain"], "model.name is nets:plain, but run was trained with unet: leave --model.name out"),
-    "a class in a manifest": (["evaluate", "with-class"], "with-class: the network in manifest.json has class_path, which this distseg does not know"),
-    "a manifest without a network": (["evaluate", "with-no-model"], "with-no-model: manifest.json names no network"),
-    "a manifest without a name": (["evaluate", "with-no-name"], "with-no-name: manifest.json names no network"),
-    "a manifest of words": (["evaluate", "with-deep"], "with-deep, config in manifest.json: model.depth takes a whole number or null, got 'deep'"),
-    "a nested manifest": (["evaluate", "with-nested"], r"with-nested, config in manifest.json: model.depth is .*but a setting is a number, text or a list"),
-    "a manifest of digits": (["evaluate", "with-huge"], "model.depth is from -?[0-9]+ to [0-9]+, got 10{30}"),
+    "code in a manifest": (
+        ["evaluate", "with-code"],
+        "with-code was trained with the network os:system: its manifest may come from anywhere, .* add --model.name os:system",
+    ),
+    "code in a manifest to predict": (
+        ["predict", "with-code", "--output", "new"],
+        "add --model.name os:system",
+    ),
+    "code other than the manifest's": (
+        ["evaluate", "with-code", "--model.name", "nets:plain"],
+        "trained with the network os:system, not nets:plain: .* add --model.name os:system",
+    ),
+    "code where the manifest has none": (
+        ["evaluate", "run", "--model.name", "nets:plain"],
+        "model.name is nets:plain, but run was trained with unet: leave --model.name out",
+    ),
+    "a class in a manifest": (
+        ["evaluate", "with-class"],
+        "with-class: the network in manifest.json has class_path, which this distseg does not know",
+    ),
+    "a manifest without a network": (
+        ["evaluate", "with-no-model"],
+        "with-no-model: manifest.json names no network",
+    ),
+    "a manifest without a name": (
+        ["evaluate", "with-no-name"],
+        "with-no-name: manifest.json names no network",
+    ),
+    "a manifest of words": (
+        ["evaluate", "with-deep"],
+        "with-deep, config in manifest.json: model.depth takes a whole number or null, got 'deep'",
+    ),
+    "a nested manifest": (
+        ["evaluate", "with-nested"],
+        r"with-nested, config in manifest.json: model.depth is .*but a setting is a number, text or a list",
+    ),
+    "a manifest of digits": (
+        ["evaluate", "with-huge"],
+        "model.depth is from -?[0-9]+ to [0-9]+, got 10{30}",
+    ),
     "a manifest of no stages": (["evaluate", "with-no-stages"], "mesh.stages is at least 1, got 0"),
-    "a manifest's tile": (["evaluate", "with-tile"], "with-tile, config in manifest.json: predict.tile: sizes and grids are positive, got 0x8"),
-    "a manifest's tile of other dims": (["evaluate", "with-tile-of-one"], "predict.tile is 8, of 1 dims, but images have 2"),
-    "a manifest's formats": (["predict", "with-formats", "--output", "new"], "with-formats, config in manifest.json: predict.formats takes one of"),
+    "a manifest's tile": (
+        ["evaluate", "with-tile"],
+        "with-tile, config in manifest.json: predict.tile: sizes and grids are positive, got 0x8",
+    ),
+    "a manifest's tile of other dims": (
+        ["evaluate", "with-tile-of-one"],
+        "predict.tile is 8, of 1 dims, but images have 2",
+    ),
+    "a manifest's formats": (
+        ["predict", "with-formats", "--output", "new"],
+        "with-formats, config in manifest.json: predict.formats takes one of",
+    ),
     "a manifest's pipe": (["evaluate", "with-pipe"], "pipe"),
-    "another network than the run's": (["evaluate", "run", "--model.depth", "3"], "model.depth is 3, but run was trained with 1: leave --model.depth out"),
+    "another network than the run's": (
+        ["evaluate", "run", "--model.depth", "3"],
+        "model.depth is 3, but run was trained with 1: leave --model.depth out",
+    ),
     "no such split": (["evaluate", "run", "--split", "holdout"], "no split 'holdout': choose"),
-    "scores into a pipe": (["evaluate", "run", "--output", "pipe"], "pipe is a pipe or device, which no file may replace: choose another output"),
-    "scores into a folder": (["evaluate", "run", "--output", "images"], "--output is images, which is a folder"),
-    "a split of image files": (["predict", "run", "--images", "images/a.png", "--split", "test", "--output", "new"], "--split test is of the store, but --images names the images"),
-    "an image that is not there": (["predict", "run", "--images", "nowhere.png", "--output", "new"], "nowhere.png"),
-    "words for an image": (["predict", "run", "--images", "words.txt", "--output", "new"], "words.txt cannot be read as an image"),
-    "one format twice": (["predict", "run", "--predict.formats", "[png, png]", "--output", "new"], "predict.formats has png more than once"),
-    "stages for which there are no processes": (["predict", "run", "--mesh.stages", "2", "--output", "new"], "mesh.stages is 2, which does not divide 1 process: start a multiple of 2, or leave it out"),
-    "scratch that is not there": (["predict", "run", "--predict.scratch", "nowhere", "--output", "new"], "predict.scratch is nowhere, which is no folder: make it, or name another"),
+    "scores into a pipe": (
+        ["evaluate", "run", "--output", "pipe"],
+        "pipe is a pipe or device, which no file may replace: choose another output",
+    ),
+    "scores into a folder": (
+        ["evaluate", "run", "--output", "images"],
+        "--output is images, which is a folder",
+    ),
+    "a split of image files": (
+        ["predict", "run", "--images", "images/a.png", "--split", "test", "--output", "new"],
+        "--split test is of the store, but --images names the images",
+    ),
+    "an image that is not there": (
+        ["predict", "run", "--images", "nowhere.png", "--output", "new"],
+        "nowhere.png",
+    ),
+    "words for an image": (
+        ["predict", "run", "--images", "words.txt", "--output", "new"],
+        "words.txt cannot be read as an image",
+    ),
+    "one format twice": (
+        ["predict", "run", "--predict.formats", "[png, png]", "--output", "new"],
+        "predict.formats has png more than once",
+    ),
+    "stages for which there are no processes": (
+        ["predict", "run", "--mesh.stages", "2", "--output", "new"],
+        "mesh.stages is 2, which does not divide 1 process: start a multiple of 2, or leave it out",
+    ),
+    "scratch that is not there": (
+        ["predict", "run", "--predict.scratch", "nowhere", "--output", "new"],
+        "predict.scratch is nowhere, which is no folder: make it, or name another",
+    ),
     # plot and profile
-    "curves of nothing": (["plot", "curves", "nowhere"], "'nowhere' is no file: curves are drawn from the folder of a run, or a log"),
+    "curves of nothing": (
+        ["plot", "curves", "nowhere"],
+        "'nowhere' is no file: curves are drawn from the folder of a run, or a log",
+    ),
     "curves of a pipe": (["plot", "curves", "pipe"], "'pipe' is no file"),
     "curves of words": (["plot", "curves", "words.txt"], "words.txt holds no line of kind 'step'"),
-    "curves of a part": (["plot", "curves", "run", "--box", "1:2,3:4"], "--box 1:2,3:4 is for overlays, but curves are drawn: leave it out, or plot overlay"),
-    "an overlay of no image": (["plot", "overlay", "store.h5"], "an overlay needs the image: give --store"),
-    "an overlay of a store": (["plot", "overlay", "other.h5", "--store", "store.h5"], "other.h5 is no prediction .*: give the NAME.h5 that 'distseg predict' wrote"),
-    "one picture of two": (["plot", "overlay", "store.h5", "other.h5", "--output", "new.png"], "--output new.png names one picture, but there are 2 predictions"),
-    "no steps to profile": (["profile", "--image", "9x11", "--steps", "0", *SMALL], "--steps is a whole number from 1 to 1000000, got 0"),
-    "a profile into a file": (["profile", "--image", "9x11", "--output", "words.txt", *SMALL], "--output is words.txt, but words.txt is a file"),
+    "curves of a part": (
+        ["plot", "curves", "run", "--box", "1:2,3:4"],
+        "--box 1:2,3:4 is for overlays, but curves are drawn: leave it out, or plot overlay",
+    ),
+    "an overlay of no image": (
+        ["plot", "overlay", "store.h5"],
+        "an overlay needs the image: give --store",
+    ),
+    "an overlay of a store": (
+        ["plot", "overlay", "other.h5", "--store", "store.h5"],
+        "other.h5 is no prediction .*: give the NAME.h5 that 'distseg predict' wrote",
+    ),
+    "one picture of two": (
+        ["plot", "overlay", "store.h5", "other.h5", "--output", "new.png"],
+        "--output new.png names one picture, but there are 2 predictions",
+    ),
+    "no steps to profile": (
+        ["profile", "--image", "9x11", "--steps", "0", *SMALL],
+        "--steps is a whole number from 1 to 1000000, got 0",
+    ),
+    "a profile into a file": (
+        ["profile", "--image", "9x11", "--output", "words.txt", *SMALL],
+        "--output is words.txt, but words.txt is a file",
+    ),
     "a profile of no images": (["profile", *SMALL], "there are no images: give --image"),
 }
 
@@ -417,8 +928,14 @@ def place(tmp_path_factory):
         (folder / kind).mkdir()
         for name in "abc":
             pixels = draw.integers(0, most, shape).astype(np.uint8)
-            Image.fromarray(pixels if kind == "masks" else np.concatenate([pixels, pixels[..., :1]], 2)).save(folder / kind / f"{name}.png")
-    for name, text in {**CONFIGS, **{name: dedent(text) for name, text in MODULES.items()}, "words.txt": "words\n"}.items():
+            Image.fromarray(
+                pixels if kind == "masks" else np.concatenate([pixels, pixels[..., :1]], 2)
+            ).save(folder / kind / f"{name}.png")
+    for name, text in {
+        **CONFIGS,
+        **{name: dedent(text) for name, text in MODULES.items()},
+        "words.txt": "words\n",
+    }.items():
         (folder / name).write_text(text)
     os.mkfifo(folder / "pipe")
     random_store(folder / "store.h5", train=[(20, 28)], val=[(20, 28)], test=[(20, 28)])
@@ -445,13 +962,19 @@ def _change(path: Path, changes: dict) -> None:
             manifest["config"][section][field] = value
         else:
             del manifest["config"][section]
-    path.write_text(json.dumps({**manifest, "digest": digest_of(manifest)}))  # whoever changes it can do that as well
+    path.write_text(
+        json.dumps({**manifest, "digest": digest_of(manifest)})
+    )  # whoever changes it can do that as well
 
 
 def contents(folder: Path) -> dict[str, str]:
     """A digest of each file, and the names of all."""
-    files = {str(p.relative_to(folder)): p for p in folder.rglob("*") if "__pycache__" not in p.parts}
-    return {name: sha256(p.read_bytes()).hexdigest() if p.is_file() else "" for name, p in files.items()}
+    files = {
+        str(p.relative_to(folder)): p for p in folder.rglob("*") if "__pycache__" not in p.parts
+    }
+    return {
+        name: sha256(p.read_bytes()).hexdigest() if p.is_file() else "" for name, p in files.items()
+    }
 
 
 def refused(capfd, arguments: list[str]) -> str:
@@ -490,7 +1013,12 @@ def test_what_stands_beside_the_mistakes_is_right(comm, capfd, monkeypatch, plac
     """The commands of the table are not refused for another reason."""
     monkeypatch.chdir(place)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    for arguments in (["models", "nets:plain"], ["plan", "--model", "tiny", "--stages", "2", "--tile", "16"], verify(), ["evaluate", "run"]):
+    for arguments in (
+        ["models", "nets:plain"],
+        ["plan", "--model", "tiny", "--stages", "2", "--tile", "16"],
+        verify(),
+        ["evaluate", "run"],
+    ):
         with pytest.raises(SystemExit) as end:
             main(arguments)
         assert not end.value.code, (arguments, capfd.readouterr().err)
@@ -502,21 +1030,40 @@ def test_a_mistake_is_told_once_by_all_ranks_together(comm, capsys):
         main(["verify", "--image", "29x43", "--mesh.tiles", "1x2", "--model.base_channels", "5"])
     err = capsys.readouterr().err
     assert end.value.code == 2
-    assert err == ("distseg: error: model.base_channels is even (the decoder's first level has half of it), got 5\n" if comm.rank == 0 else "")
+    assert err == (
+        "distseg: error: model.base_channels is even (the decoder's first level has half of it), got 5\n"
+        if comm.rank == 0
+        else ""
+    )
 
 
 @pytest.mark.parallel(1)
 def test_horovod_that_is_not_installed(comm, capfd, monkeypatch):
     monkeypatch.setattr(reducer, "horovod_works", lambda: False)
-    assert "mesh.reducer is horovod, but Horovod with PyTorch is not installed: set it to mpi or auto" in refused(capfd, verify(mesh__reducer="horovod"))
+    assert (
+        "mesh.reducer is horovod, but Horovod with PyTorch is not installed: set it to mpi or auto"
+        in refused(capfd, verify(mesh__reducer="horovod"))
+    )
 
 
-@pytest.mark.parametrize("layer", [nn.AdaptiveAvgPool2d(1), nn.AdaptiveMaxPool2d(1), nn.LayerNorm(4), nn.LocalResponseNorm(2), nn.AlphaDropout()])
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.AdaptiveAvgPool2d(1),
+        nn.AdaptiveMaxPool2d(1),
+        nn.LayerNorm(4),
+        nn.LocalResponseNorm(2),
+        nn.AlphaDropout(),
+    ],
+)
 def test_layers_without_a_twin_are_named(layer):
     model = unet(depth=1, num_convs=1, base_channels=4)
     reach = receptive_field(model)
     model.mid_act0 = layer
-    with pytest.raises(ValueError, match=rf"layer mid_act0 \({type(layer).__name__}\) looks at the whole image and has no distributed counterpart"):
+    with pytest.raises(
+        ValueError,
+        match=rf"layer mid_act0 \({type(layer).__name__}\) looks at the whole image and has no distributed counterpart",
+    ):
         parallelize(model, reach)
 
 

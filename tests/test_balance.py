@@ -17,13 +17,23 @@ def all_splits(layers: int, stages: int):
 def of_stages(table: np.ndarray, balance: list[int]) -> list[float]:
     """Entries of a table over runs of layers, or of one such table a stage."""
     runs = [(a, a + n) for a, n in zip(starts_of(balance), balance)]
-    return [float(table[(stage, *run)] if table.ndim == 3 else table[run]) for stage, run in enumerate(runs)]
+    return [
+        float(table[(stage, *run)] if table.ndim == 3 else table[run])
+        for stage, run in enumerate(runs)
+    ]
 
 
 def best_of_all(seconds, stages, peaks=None, limit=None) -> tuple[float, float] | None:
     """(slowest stage, sum of squares) of the best split that fits."""
-    fit = [s for s in all_splits(len(seconds) - 1, stages) if limit is None or max(of_stages(peaks, s)) <= limit]
-    return min(((max(t), sum(v * v for v in t)) for t in (of_stages(seconds, s) for s in fit)), default=None)
+    fit = [
+        s
+        for s in all_splits(len(seconds) - 1, stages)
+        if limit is None or max(of_stages(peaks, s)) <= limit
+    ]
+    return min(
+        ((max(t), sum(v * v for v in t)) for t in (of_stages(seconds, s) for s in fit)),
+        default=None,
+    )
 
 
 def random_case(seed: int) -> tuple[np.ndarray, int, np.ndarray]:
@@ -32,7 +42,11 @@ def random_case(seed: int) -> tuple[np.ndarray, int, np.ndarray]:
     layers = int(rng.integers(2, 11))
     stages = int(rng.integers(1, min(layers, 6) + 1))
     activations, weights = sums(rng.integers(0, 8, layers)), sums(rng.integers(0, 8, layers))
-    return sums(rng.integers(0, 10, layers)), stages, np.stack([4 * weights + (stages - s) * activations for s in range(stages)])
+    return (
+        sums(rng.integers(0, 10, layers)),
+        stages,
+        np.stack([4 * weights + (stages - s) * activations for s in range(stages)]),
+    )
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -82,14 +96,25 @@ def test_a_full_first_stage_gives_layers_away():
 
 def test_says_the_least_memory_and_the_repair():
     peaks = np.stack([sums([2**30] * 4)] * 2)
-    with pytest.raises(ValueError, match=r"at least 2 GiB, but the limit is 1.5 GiB: take more stages, recompute"):
+    with pytest.raises(
+        ValueError, match=r"at least 2 GiB, but the limit is 1.5 GiB: take more stages, recompute"
+    ):
         fastest_split(sums([1] * 4), 2, peaks, 1.5 * 2**30)
 
 
-@pytest.mark.parametrize("split", [lambda s: fastest_split(sums([1, 2, 3]), s), lambda s: even_split(3, s), lambda s: torchgpipe_split([1, 2, 3], s)])
+@pytest.mark.parametrize(
+    "split",
+    [
+        lambda s: fastest_split(sums([1, 2, 3]), s),
+        lambda s: even_split(3, s),
+        lambda s: torchgpipe_split([1, 2, 3], s),
+    ],
+)
 @pytest.mark.parametrize("stages", [0, 4])
 def test_refuses_more_stages_than_layers(split, stages):
-    with pytest.raises(ValueError, match=f"3 layers can't be cut into {stages} stages: choose 1 to 3"):
+    with pytest.raises(
+        ValueError, match=f"3 layers can't be cut into {stages} stages: choose 1 to 3"
+    ):
         split(stages)
 
 
@@ -114,5 +139,7 @@ def test_even_split():
 
 def test_torchgpipes_split():
     pytest.importorskip("torchgpipe")
-    balance = torchgpipe_split([1.0, 2.0, 3.0, 4.0, 5.0, 6.0], 2)  # the case of torchgpipe's own tests: 1 2 3 4 | 5 6
+    balance = torchgpipe_split(
+        [1.0, 2.0, 3.0, 4.0, 5.0, 6.0], 2
+    )  # the case of torchgpipe's own tests: 1 2 3 4 | 5 6
     assert balance == [4, 2]

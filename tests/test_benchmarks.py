@@ -19,7 +19,9 @@ from benchmarks.halo_error import by_distance  # noqa: E402
 from benchmarks.steps import Setting, distributed_step, plain_step  # noqa: E402
 from distseg.config.sizes import Size  # noqa: E402
 
-BENCHMARKS = sorted(path.stem for path in (ROOT / "benchmarks").glob("*.py") if "\nQUESTION = " in path.read_text())
+BENCHMARKS = sorted(
+    path.stem for path in (ROOT / "benchmarks").glob("*.py") if "\nQUESTION = " in path.read_text()
+)
 
 
 def test_all_are_found():
@@ -44,10 +46,19 @@ def quick(name: str, folder: Path) -> dict:
 @pytest.fixture(scope="module")
 def runs(request, tmp_path_factory):
     """Of all benchmarks that are asked for, two at a time: most of them wait for a job on one core."""
-    asked = [item.callspec.params["name"] for item in request.session.items if item.module is request.module and "runs" in item.fixturenames]
-    default = signal.SIGTERM, signal.SIG_DFL  # by which a pool ends its processes; pytest's own handler, which they are born with, raises an exception
+    asked = [
+        item.callspec.params["name"]
+        for item in request.session.items
+        if item.module is request.module and "runs" in item.fixturenames
+    ]
+    default = (
+        signal.SIGTERM,
+        signal.SIG_DFL,
+    )  # by which a pool ends its processes; pytest's own handler, which they are born with, raises an exception
     with get_context("fork").Pool(2, signal.signal, default) as pool:
-        yield {name: pool.apply_async(quick, (name, tmp_path_factory.mktemp(name))) for name in asked}
+        yield {
+            name: pool.apply_async(quick, (name, tmp_path_factory.mktemp(name))) for name in asked
+        }
 
 
 @pytest.mark.covering(cases=1)

@@ -18,13 +18,25 @@ class Called(nn.Module):
 
     def __init__(self, function, channels=6):
         super().__init__()
-        self.conv, self.head, self.function = nn.Conv2d(2, 6, 3, padding=1), nn.Conv2d(channels, 3, 1), function
-        self.scale, self.vector, self.fc = nn.Parameter(torch.rand(6, 1, 1) + 0.5), nn.Parameter(torch.rand(6)), nn.Linear(6, 6)
+        self.conv, self.head, self.function = (
+            nn.Conv2d(2, 6, 3, padding=1),
+            nn.Conv2d(channels, 3, 1),
+            function,
+        )
+        self.scale, self.vector, self.fc = (
+            nn.Parameter(torch.rand(6, 1, 1) + 0.5),
+            nn.Parameter(torch.rand(6)),
+            nn.Linear(6, 6),
+        )
         self.register_buffer("mean", torch.rand(1, 6, 1, 1))
         self.norm = nn.BatchNorm2d(6)
         self.blur = torch.ones(6, 1, 1, 1)
         self.register_buffer("whole", torch.ones(6, 1, 1, 1, dtype=torch.long))
-        self.gru, self.lstm, self.both = nn.GRU(6, 6, batch_first=True), nn.LSTM(6, 6, batch_first=True), nn.LSTM(1, 3, num_layers=2, bidirectional=True)
+        self.gru, self.lstm, self.both = (
+            nn.GRU(6, 6, batch_first=True),
+            nn.LSTM(6, 6, batch_first=True),
+            nn.LSTM(1, 3, num_layers=2, bidirectional=True),
+        )
         self.cell, self.gate = nn.LSTMCell(6, 6), nn.GRUCell(6, 6)
         self.temperature = nn.Parameter(torch.tensor(0.7))
 
@@ -43,86 +55,295 @@ SAME = {
     "parameters": lambda m, x: (x - m.mean) * m.scale + m.vector.view(1, -1, 1, 1) * m.temperature,
     "in place": lambda m, x: F.leaky_relu_(x.mul_(2).add_(1), 0.1),
     "detached": lambda m, x: x * (x * 1).detach_() + x.detach(),
-    "data": lambda m, x: x.view(*x.data.size()[:2], *x.data.shape[2:]) * (x * 2).data.sigmoid() + m.scale.data * m.mean.data,
+    "data": lambda m, x: (
+        x.view(*x.data.size()[:2], *x.data.shape[2:]) * (x * 2).data.sigmoid()
+        + m.scale.data * m.mean.data
+    ),
     "in place, read before": lambda m, x: (lambda y, z: y.add_(z) * z)(x * 2, x.tanh()),
     "operators in place": lambda m, x: operators(x),
-    "activations": lambda m, x: F.gelu(F.silu(F.elu(x)) + F.hardswish(x) + F.softplus(x)) + F.leaky_relu(x, 0.3),
+    "activations": lambda m, x: (
+        F.gelu(F.silu(F.elu(x)) + F.hardswish(x) + F.softplus(x)) + F.leaky_relu(x, 0.3)
+    ),
     "softmax": lambda m, x: x.softmax(1) + F.log_softmax(x, dim=-3),
-    "chunks": lambda m, x: torch.cat([part * k for k, part in enumerate(x.chunk(3, dim=1), 1)], dim=1),
+    "chunks": lambda m, x: torch.cat(
+        [part * k for k, part in enumerate(x.chunk(3, dim=1), 1)], dim=1
+    ),
     "splits": lambda m, x: torch.cat(x.split((4, 2), 1)[::-1], 1),
     "parts of the channels": lambda m, x: torch.cat((x[:, 4:], x[:, :4]), 1),
     "pool": lambda m, x: F.interpolate(F.max_pool2d(x, 2), scale_factor=2),
-    "average": lambda m, x: F.interpolate(F.avg_pool2d(x, 3, 1, 1, count_include_pad=False), size=x.shape[2:]),
-    "to the size of a map": lambda m, x: x + F.interpolate(F.max_pool2d(x, 4), size=x.shape[2:], mode="bilinear", align_corners=True),
-    "to the size of an odd map": lambda m, x: x + F.interpolate(F.conv2d(x, m.fc.weight.view(6, 6, 1, 1), stride=3), size=x.shape[2:], mode="bicubic", align_corners=True),
+    "average": lambda m, x: F.interpolate(
+        F.avg_pool2d(x, 3, 1, 1, count_include_pad=False), size=x.shape[2:]
+    ),
+    "to the size of a map": lambda m, x: (
+        x + F.interpolate(F.max_pool2d(x, 4), size=x.shape[2:], mode="bilinear", align_corners=True)
+    ),
+    "to the size of an odd map": lambda m, x: (
+        x
+        + F.interpolate(
+            F.conv2d(x, m.fc.weight.view(6, 6, 1, 1), stride=3),
+            size=x.shape[2:],
+            mode="bicubic",
+            align_corners=True,
+        )
+    ),
     "a half": lambda m, x: F.interpolate(F.interpolate(x, scale_factor=0.5), size=x.shape[2:]),
-    "other factors": lambda m, x: F.interpolate(F.interpolate(x, scale_factor=(1.5, 0.7), mode="bilinear"), size=x.shape[2:], mode="area"),
-    "factors of sizes": lambda m, x: F.interpolate(y := F.max_pool2d(x, 2, ceil_mode=True), scale_factor=(x.shape[2] / y.shape[2], x.shape[3] / y.shape[3])),
-    "a third, anti-aliased": lambda m, x: F.interpolate(F.interpolate(x, size=(x.shape[2] // 3, x.shape[3] // 3 + 1), mode="bilinear", antialias=True), size=x.shape[2:]),
-    "a fixed size": lambda m, x: F.interpolate(F.interpolate(x, size=(5, 7), mode="nearest-exact"), size=x.shape[2:], mode="bilinear"),
-    "pads": lambda m, x: F.conv2d(F.pad(x, (1, 1, 1, 1), mode="reflect"), m.fc.weight.view(6, 6, 1, 1).expand(6, 6, 3, 3) / 9),
+    "other factors": lambda m, x: F.interpolate(
+        F.interpolate(x, scale_factor=(1.5, 0.7), mode="bilinear"), size=x.shape[2:], mode="area"
+    ),
+    "factors of sizes": lambda m, x: F.interpolate(
+        y := F.max_pool2d(x, 2, ceil_mode=True),
+        scale_factor=(x.shape[2] / y.shape[2], x.shape[3] / y.shape[3]),
+    ),
+    "a third, anti-aliased": lambda m, x: F.interpolate(
+        F.interpolate(
+            x, size=(x.shape[2] // 3, x.shape[3] // 3 + 1), mode="bilinear", antialias=True
+        ),
+        size=x.shape[2:],
+    ),
+    "a fixed size": lambda m, x: F.interpolate(
+        F.interpolate(x, size=(5, 7), mode="nearest-exact"), size=x.shape[2:], mode="bilinear"
+    ),
+    "pads": lambda m, x: F.conv2d(
+        F.pad(x, (1, 1, 1, 1), mode="reflect"), m.fc.weight.view(6, 6, 1, 1).expand(6, 6, 3, 3) / 9
+    ),
     "more channels": lambda m, x: F.pad(x[:, :5], (0, 0, 0, 0, 0, 1)),
-    "standardised": lambda m, x: F.conv2d(x, (m.fc.weight - m.fc.weight.mean(1, keepdim=True))[:, :, None, None], m.fc.bias),
-    "channels last": lambda m, x: m.fc(F.layer_norm(x.permute(0, 2, 3, 1), (6,))).permute(0, 3, 1, 2),
+    "standardised": lambda m, x: F.conv2d(
+        x, (m.fc.weight - m.fc.weight.mean(1, keepdim=True))[:, :, None, None], m.fc.bias
+    ),
+    "channels last": lambda m, x: m.fc(F.layer_norm(x.permute(0, 2, 3, 1), (6,))).permute(
+        0, 3, 1, 2
+    ),
     "moved": lambda m, x: (x.movedim(1, -1) * m.vector).movedim(-1, 1).contiguous(),
     "mean": lambda m, x: x * x.mean((2, 3), keepdim=True),
     "mean of all places": lambda m, x: x + m.fc(x.mean(dim=(-2, -1))).relu()[..., None, None],
-    "pooled vector": lambda m, x: x * torch.sigmoid(m.fc(F.adaptive_avg_pool2d(x, 1).flatten(1))).view(-1, 6, 1, 1),
-    "vector with its batch": lambda m, x: x * m.fc(F.adaptive_avg_pool2d(x, 1).view(x.shape[0], -1)).reshape(x.shape[0], x.shape[1], 1, 1).expand_as(x),
-    "filled up": lambda m, x: F.max_pool2d(F.pad(x, (0, -x.shape[3] % 8, 0, -x.shape[2] % 8)), 3, 1, 1)[..., : x.shape[2], : x.shape[3]],
-    "sums of all places": lambda m, x: x * torch.tanh(x.sum((2, 3), keepdim=True)) + m.fc(x.permute(0, 2, 3, 1).square().sum((1, 2)))[..., None, None],
-    "norms of all places": lambda m, x: x / x.norm(p=2, dim=(2, 3), keepdim=True) + torch.linalg.vector_norm(x, dim=(2, 3), keepdim=True) * x.norm(dim=1, keepdim=True),
-    "response norm, channels last": lambda m, x: (lambda y: y + torch.addcmul(m.vector, m.vector, y * ((g := y.norm(p=2, dim=(1, 2), keepdim=True)) / (g.mean(-1, keepdim=True) + 1e-6))))(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2),
+    "pooled vector": lambda m, x: (
+        x * torch.sigmoid(m.fc(F.adaptive_avg_pool2d(x, 1).flatten(1))).view(-1, 6, 1, 1)
+    ),
+    "vector with its batch": lambda m, x: (
+        x
+        * m.fc(F.adaptive_avg_pool2d(x, 1).view(x.shape[0], -1))
+        .reshape(x.shape[0], x.shape[1], 1, 1)
+        .expand_as(x)
+    ),
+    "filled up": lambda m, x: F.max_pool2d(
+        F.pad(x, (0, -x.shape[3] % 8, 0, -x.shape[2] % 8)), 3, 1, 1
+    )[..., : x.shape[2], : x.shape[3]],
+    "sums of all places": lambda m, x: (
+        x * torch.tanh(x.sum((2, 3), keepdim=True))
+        + m.fc(x.permute(0, 2, 3, 1).square().sum((1, 2)))[..., None, None]
+    ),
+    "norms of all places": lambda m, x: (
+        x / x.norm(p=2, dim=(2, 3), keepdim=True)
+        + torch.linalg.vector_norm(x, dim=(2, 3), keepdim=True) * x.norm(dim=1, keepdim=True)
+    ),
+    "response norm, channels last": lambda m, x: (
+        lambda y: (
+            y
+            + torch.addcmul(
+                m.vector,
+                m.vector,
+                y
+                * (
+                    (g := y.norm(p=2, dim=(1, 2), keepdim=True)) / (g.mean(-1, keepdim=True) + 1e-6)
+                ),
+            )
+        )
+    )(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2),
     "norm of nothing": lambda m, x: x * F.relu(x - 100).norm(p=2, dim=(2, 3), keepdim=True),
-    "maxima of all places": lambda m, x: x * x.amax((2, 3), keepdim=True) + F.adaptive_max_pool2d(x, 1) - F.max_pool2d(F.relu(x), x.shape[2:]),
-    "equal maxima": lambda m, x: x * F.relu(x - 100).amax((2, 3), keepdim=True) + F.adaptive_max_pool2d(x.round(), 1) * F.relu(1 - x.round()).amax((-1, -2))[:, :, None, None],
-    "grid": lambda m, x: x + F.interpolate(F.adaptive_avg_pool2d(x, 2), x.shape[2:]) + F.interpolate(F.adaptive_avg_pool2d(x, (3, 1)).tanh(), x.shape[2:], mode="bicubic"),
-    "grid of weights": lambda m, x: x * F.interpolate(F.conv2d(F.adaptive_avg_pool2d(x, (3, 4)), m.fc.weight.view(6, 6, 1, 1).expand(6, 6, 3, 3), m.fc.bias, padding=1), x.shape[2:], mode="bilinear", align_corners=True),
-    "grid to a vector": lambda m, x: x * F.linear(F.adaptive_avg_pool2d(x, 2).flatten(1), m.fc.weight.repeat(1, 4))[:, :, None, None],
-    "gate of channels": lambda m, x: x * torch.sigmoid(x.mean(1, keepdim=True) + x.max(1, keepdim=True)[0] + x.amax(1, keepdim=True)),
-    "norms": lambda m, x: F.group_norm(F.instance_norm(x, weight=m.vector, bias=m.vector), 3, m.vector, m.vector),
+    "maxima of all places": lambda m, x: (
+        x * x.amax((2, 3), keepdim=True)
+        + F.adaptive_max_pool2d(x, 1)
+        - F.max_pool2d(F.relu(x), x.shape[2:])
+    ),
+    "equal maxima": lambda m, x: (
+        x * F.relu(x - 100).amax((2, 3), keepdim=True)
+        + F.adaptive_max_pool2d(x.round(), 1)
+        * F.relu(1 - x.round()).amax((-1, -2))[:, :, None, None]
+    ),
+    "grid": lambda m, x: (
+        x
+        + F.interpolate(F.adaptive_avg_pool2d(x, 2), x.shape[2:])
+        + F.interpolate(F.adaptive_avg_pool2d(x, (3, 1)).tanh(), x.shape[2:], mode="bicubic")
+    ),
+    "grid of weights": lambda m, x: (
+        x
+        * F.interpolate(
+            F.conv2d(
+                F.adaptive_avg_pool2d(x, (3, 4)),
+                m.fc.weight.view(6, 6, 1, 1).expand(6, 6, 3, 3),
+                m.fc.bias,
+                padding=1,
+            ),
+            x.shape[2:],
+            mode="bilinear",
+            align_corners=True,
+        )
+    ),
+    "grid to a vector": lambda m, x: (
+        x
+        * F.linear(F.adaptive_avg_pool2d(x, 2).flatten(1), m.fc.weight.repeat(1, 4))[
+            :, :, None, None
+        ]
+    ),
+    "gate of channels": lambda m, x: (
+        x
+        * torch.sigmoid(
+            x.mean(1, keepdim=True) + x.max(1, keepdim=True)[0] + x.amax(1, keepdim=True)
+        )
+    ),
+    "norms": lambda m, x: F.group_norm(
+        F.instance_norm(x, weight=m.vector, bias=m.vector), 3, m.vector, m.vector
+    ),
     "batch norm": lambda m, x: F.batch_norm(x, None, None, m.vector, m.vector, True),
     "ones like a weight": lambda m, x: x * torch.ones_like(m.scale),
-    "groups of channels": lambda m, x: torch.cat([(y := x.view(len(x), 2, 3, *x.shape[2:])).sum(1), y[:, 0] * y.select(1, 1), y.amax((1, 2), keepdim=True)[:, 0]], 1)[:, :6],
+    "groups of channels": lambda m, x: torch.cat(
+        [
+            (y := x.view(len(x), 2, 3, *x.shape[2:])).sum(1),
+            y[:, 0] * y.select(1, 1),
+            y.amax((1, 2), keepdim=True)[:, 0],
+        ],
+        1,
+    )[:, :6],
     "split attention": lambda m, x: split_attention(x),
-    "selected paths": lambda m, x: (lambda p: (p * p.sum(1).mean((2, 3), keepdim=True).unsqueeze(1).softmax(2)).sum(1))(torch.stack([x, x.tanh()], 1)),
-    "shuffled": lambda m, x: x.view(len(x), 2, 3, *x.shape[2:]).transpose(1, 2).contiguous().view(x.shape),
-    "shuffled, channels last": lambda m, x: x.permute(0, 2, 3, 1).unflatten(-1, (3, 2)).transpose(-1, -2).flatten(3).permute(0, 3, 1, 2),
-    "heads": lambda m, x: F.rms_norm(F.layer_norm(x.permute(0, 2, 3, 1).unflatten(-1, (2, 3)), (3,)), (2, 3)).flatten(3).permute(0, 3, 1, 2) * m.scale,
-    "heads of a vector": lambda m, x: x * x.mean((2, 3)).view(-1, 2, 3).softmax(-1).transpose(1, 2).reshape(-1, 6)[:, :, None, None],
-    "gate without a dim": lambda m, x: x * (x.mean(1) + x.max(1)[0]).unsqueeze(1) + x.min(1)[0][:, None],
-    "matrices": lambda m, x: torch.einsum("bchw,kc->bkhw", x, m.fc.weight) + (x.movedim(1, -1) @ m.fc.weight).movedim(-1, 1) + (x.mean((2, 3)) @ m.fc.weight)[..., None, None],
-    "over channels": lambda m, x: (x - x.logsumexp(1, keepdim=True)) / (x.std(dim=1, keepdim=True) + 1) + x.flip(1) * x.cumsum(1) + x.var(1).unsqueeze(1),
-    "repeated": lambda m, x: x.repeat(1, 2, 1, 1)[:, 3:9] + x.narrow(1, 2, 3).repeat_interleave(2, 1),
-    "unbound": lambda m, x: torch.cat([part * k for k, part in enumerate(x.view(len(x), 3, 2, *x.shape[2:]).unbind(1), 1)], 1),
-    "alike at fewer places": lambda m, x: x * F.max_pool2d(x, 2).mean((2, 3), keepdim=True) + F.interpolate(F.interpolate(x.mean((2, 3), keepdim=True), size=(x.shape[2] // 4, x.shape[3] // 4)) * F.max_pool2d(x, 4), x.shape[2:]),
+    "selected paths": lambda m, x: (
+        lambda p: (p * p.sum(1).mean((2, 3), keepdim=True).unsqueeze(1).softmax(2)).sum(1)
+    )(torch.stack([x, x.tanh()], 1)),
+    "shuffled": lambda m, x: (
+        x.view(len(x), 2, 3, *x.shape[2:]).transpose(1, 2).contiguous().view(x.shape)
+    ),
+    "shuffled, channels last": lambda m, x: (
+        x.permute(0, 2, 3, 1).unflatten(-1, (3, 2)).transpose(-1, -2).flatten(3).permute(0, 3, 1, 2)
+    ),
+    "heads": lambda m, x: (
+        F.rms_norm(F.layer_norm(x.permute(0, 2, 3, 1).unflatten(-1, (2, 3)), (3,)), (2, 3))
+        .flatten(3)
+        .permute(0, 3, 1, 2)
+        * m.scale
+    ),
+    "heads of a vector": lambda m, x: (
+        x
+        * x.mean((2, 3)).view(-1, 2, 3).softmax(-1).transpose(1, 2).reshape(-1, 6)[:, :, None, None]
+    ),
+    "gate without a dim": lambda m, x: (
+        x * (x.mean(1) + x.max(1)[0]).unsqueeze(1) + x.min(1)[0][:, None]
+    ),
+    "matrices": lambda m, x: (
+        torch.einsum("bchw,kc->bkhw", x, m.fc.weight)
+        + (x.movedim(1, -1) @ m.fc.weight).movedim(-1, 1)
+        + (x.mean((2, 3)) @ m.fc.weight)[..., None, None]
+    ),
+    "over channels": lambda m, x: (
+        (x - x.logsumexp(1, keepdim=True)) / (x.std(dim=1, keepdim=True) + 1)
+        + x.flip(1) * x.cumsum(1)
+        + x.var(1).unsqueeze(1)
+    ),
+    "repeated": lambda m, x: (
+        x.repeat(1, 2, 1, 1)[:, 3:9] + x.narrow(1, 2, 3).repeat_interleave(2, 1)
+    ),
+    "unbound": lambda m, x: torch.cat(
+        [part * k for k, part in enumerate(x.view(len(x), 3, 2, *x.shape[2:]).unbind(1), 1)], 1
+    ),
+    "alike at fewer places": lambda m, x: (
+        x * F.max_pool2d(x, 2).mean((2, 3), keepdim=True)
+        + F.interpolate(
+            F.interpolate(x.mean((2, 3), keepdim=True), size=(x.shape[2] // 4, x.shape[3] // 4))
+            * F.max_pool2d(x, 4),
+            x.shape[2:],
+        )
+    ),
     "stacked": lambda m, x: torch.stack([x, x * 2]).sum(0),
     "no effect": lambda m, x: F.dropout(x, 0.5, False).contiguous().clone(),
     "a norm twice": lambda m, x: m.norm(m.norm(x) + x),
-    "without gradients": lambda m, x: x + without_gradients(x) + without_gradients(x.mean((2, 3), keepdim=True)) * m.vector.view(6, 1, 1),
-    "weights without gradients": lambda m, x: x * without_gradients(m.scale) + m.scale * F.conv2d(x, without_gradients(m.fc.weight)[..., None, None]),
+    "without gradients": lambda m, x: (
+        x
+        + without_gradients(x)
+        + without_gradients(x.mean((2, 3), keepdim=True)) * m.vector.view(6, 1, 1)
+    ),
+    "weights without gradients": lambda m, x: (
+        x * without_gradients(m.scale)
+        + m.scale * F.conv2d(x, without_gradients(m.fc.weight)[..., None, None])
+    ),
     "a fixed point": lambda m, x: fixed_point(m, x),
     "frames": lambda m, x: frames(m, x),
-    "pooled frames": lambda m, x: (lambda y: (y * F.adaptive_avg_pool2d(y, 1).sigmoid() + y.mean((2, 3), keepdim=True)).view(len(x), 3, 2, *x.shape[2:]).flatten(1, 2))(x.reshape(-1, 2, *x.shape[2:])),
-    "filters of each channel": lambda m, x: F.conv2d(F.pad(x.reshape(-1, 1, *x.shape[2:]), (1, 1, 1, 1), mode="replicate"), m.fc.weight[0].view(1, 1, 2, 3)[..., :2, :3].mean(2, keepdim=True).expand(-1, -1, 3, -1)).view_as(x),
-    "two batches": lambda m, x: (lambda y: y.chunk(2)[0] * y[len(x) :].sigmoid() + y[: len(x)].mean((2, 3), keepdim=True))(two_batches(m, torch.cat((x, x.tanh()), dim=0))),
+    "pooled frames": lambda m, x: (
+        lambda y: (
+            (y * F.adaptive_avg_pool2d(y, 1).sigmoid() + y.mean((2, 3), keepdim=True))
+            .view(len(x), 3, 2, *x.shape[2:])
+            .flatten(1, 2)
+        )
+    )(x.reshape(-1, 2, *x.shape[2:])),
+    "filters of each channel": lambda m, x: F.conv2d(
+        F.pad(x.reshape(-1, 1, *x.shape[2:]), (1, 1, 1, 1), mode="replicate"),
+        m.fc.weight[0].view(1, 1, 2, 3)[..., :2, :3].mean(2, keepdim=True).expand(-1, -1, 3, -1),
+    ).view_as(x),
+    "two batches": lambda m, x: (
+        lambda y: y.chunk(2)[0] * y[len(x) :].sigmoid() + y[: len(x)].mean((2, 3), keepdim=True)
+    )(two_batches(m, torch.cat((x, x.tanh()), dim=0))),
     "spectra": lambda m, x: spectra(m, x),
     "series of pixels": lambda m, x: series(m, x),
-    "a depth of one": lambda m, x: F.conv3d(x.unsqueeze(2), m.fc.weight[:, :, None, None, None].expand(-1, -1, 1, 3, 3), m.fc.bias, padding=(0, 1, 1)).squeeze(2),
-    "stacked batches": lambda m, x: two_batches(m, torch.stack([x, x.tanh()], 0).view(-1, *x.shape[1:])).view(2, len(x), *x.shape[1:]).mean(0),
-    "batches of chunks": lambda m, x: (lambda y: y[: len(x)] - y[len(x) :])(two_batches(m, torch.cat(x.repeat(1, 2, 1, 1).chunk(2, 1), 0))),
-    "norms of frames": lambda m, x: (lambda y: F.group_norm(F.instance_norm(y, weight=m.vector[:3]), 1, m.vector[:3], m.vector[3:]).view_as(x))(x.reshape(len(x) * 2, 3, *x.shape[2:])),
-    "rows": lambda m, x: (lambda y: F.max_pool1d(F.conv1d(y, m.fc.weight.view(6, 6, 1).expand(6, 6, 3), m.fc.bias, padding=1), 3, 1, 1).view(len(x), x.shape[2], 6, -1).transpose(1, 2))(x.transpose(1, 2).reshape(-1, 6, x.shape[3])),
+    "a depth of one": lambda m, x: F.conv3d(
+        x.unsqueeze(2),
+        m.fc.weight[:, :, None, None, None].expand(-1, -1, 1, 3, 3),
+        m.fc.bias,
+        padding=(0, 1, 1),
+    ).squeeze(2),
+    "stacked batches": lambda m, x: (
+        two_batches(m, torch.stack([x, x.tanh()], 0).view(-1, *x.shape[1:]))
+        .view(2, len(x), *x.shape[1:])
+        .mean(0)
+    ),
+    "batches of chunks": lambda m, x: (lambda y: y[: len(x)] - y[len(x) :])(
+        two_batches(m, torch.cat(x.repeat(1, 2, 1, 1).chunk(2, 1), 0))
+    ),
+    "norms of frames": lambda m, x: (
+        lambda y: F.group_norm(
+            F.instance_norm(y, weight=m.vector[:3]), 1, m.vector[:3], m.vector[3:]
+        ).view_as(x)
+    )(x.reshape(len(x) * 2, 3, *x.shape[2:])),
+    "rows": lambda m, x: (
+        lambda y: (
+            F.max_pool1d(
+                F.conv1d(y, m.fc.weight.view(6, 6, 1).expand(6, 6, 3), m.fc.bias, padding=1),
+                3,
+                1,
+                1,
+            )
+            .view(len(x), x.shape[2], 6, -1)
+            .transpose(1, 2)
+        )
+    )(x.transpose(1, 2).reshape(-1, 6, x.shape[3])),
     "recurrence over channels": lambda m, x: over_channels(m, x),
     "recurrent cells": lambda m, x: cells(m, x),
-    "not a mask": lambda m, x: torch.where(~(x > 0), x, x * 0.5) + torch.where(x > 0.1, torch.tensor(1.0), torch.tensor(0.25)),
-    "leaves": lambda m, x: x * x.detach().requires_grad_(False) + x.detach().requires_grad_() * m.scale,
+    "not a mask": lambda m, x: (
+        torch.where(~(x > 0), x, x * 0.5)
+        + torch.where(x > 0.1, torch.tensor(1.0), torch.tensor(0.25))
+    ),
+    "leaves": lambda m, x: (
+        x * x.detach().requires_grad_(False) + x.detach().requires_grad_() * m.scale
+    ),
     "TorchScript": lambda m, x: scripted(x) + compiled(x),
-    "spread over frames": lambda m, x: x.flatten(0, 1).unsqueeze(1).expand(-1, 4, -1, -1).reshape(len(x), 6, 4, *x.shape[2:]).sum(2),
-    "maxima of a grid": lambda m, x: x * F.interpolate(F.adaptive_max_pool2d(x, (2, 3)), x.shape[2:]),
+    "spread over frames": lambda m, x: (
+        x.flatten(0, 1)
+        .unsqueeze(1)
+        .expand(-1, 4, -1, -1)
+        .reshape(len(x), 6, 4, *x.shape[2:])
+        .sum(2)
+    ),
+    "maxima of a grid": lambda m, x: (
+        x * F.interpolate(F.adaptive_max_pool2d(x, (2, 3)), x.shape[2:])
+    ),
     "places": lambda m, x: x * torch.linspace(0, 1, x.shape[-1], device=x.device),
-    "filled by parts": lambda m, x: filled_by_parts(x, torch.empty(x.shape, device=x.device, dtype=x.dtype)) * filled_by_parts(x, x.new_empty(x.shape)),
-    "filled": lambda m, x: torch.relu_(x * torch.empty_like(x).fill_(0.3) + torch.empty(x.size(0), 6, 1, 1).fill_(2).to(x)) - torch.zeros_like(x).add_(1) + torch.empty_like(x).copy_(x.tanh()) * (x * 2).zero_(),
+    "filled by parts": lambda m, x: (
+        filled_by_parts(x, torch.empty(x.shape, device=x.device, dtype=x.dtype))
+        * filled_by_parts(x, x.new_empty(x.shape))
+    ),
+    "filled": lambda m, x: (
+        torch.relu_(
+            x * torch.empty_like(x).fill_(0.3) + torch.empty(x.size(0), 6, 1, 1).fill_(2).to(x)
+        )
+        - torch.zeros_like(x).add_(1)
+        + torch.empty_like(x).copy_(x.tanh()) * (x * 2).zero_()
+    ),
     "maximum": lambda m, x: torch.maximum(x, torch.max(x.tanh(), x.sigmoid())),
 }
 
@@ -146,7 +367,10 @@ def same(model, size, images):
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
     g = torch.randn_like(wanted)
     used = [p for p in model.parameters()]
-    for a, b in zip(torch.autograd.grad((wanted * g).sum(), used, allow_unused=True), torch.autograd.grad((found * g).sum(), used, allow_unused=True)):
+    for a, b in zip(
+        torch.autograd.grad((wanted * g).sum(), used, allow_unused=True),
+        torch.autograd.grad((found * g).sum(), used, allow_unused=True),
+    ):
         assert (a is None) == (b is None)
         if a is not None:
             torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
@@ -161,7 +385,22 @@ def test_a_function_is_what_it_was(name, images):
     assert network.multiple == {"pool": 2}.get(name, 1)
 
 
-@pytest.mark.parametrize("name", ["residual", "hooked_block", "standardised", "weight_normed", "squeezed", "excited", "convnext", "merged", "written", "joined_unknown", "again"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "residual",
+        "hooked_block",
+        "standardised",
+        "weight_normed",
+        "squeezed",
+        "excited",
+        "convnext",
+        "merged",
+        "written",
+        "joined_unknown",
+        "again",
+    ],
+)
 def test_a_network_is_what_it_was(name):
     torch.manual_seed(0)
     model = getattr(made_networks, name)(2, 3)
@@ -204,9 +443,16 @@ def fixed_point(m, x):
     with torch.no_grad():
         z = torch.zeros_like(x)
         for _ in range(3):
-            z = F.group_norm(torch.tanh(F.conv2d(z, m.fc.weight[:, :, None, None], m.fc.bias) * m.scale.mul(2) + x), 3)
+            z = F.group_norm(
+                torch.tanh(
+                    F.conv2d(z, m.fc.weight[:, :, None, None], m.fc.bias) * m.scale.mul(2) + x
+                ),
+                3,
+            )
         mask = (z > 0).to(x.dtype)
-    return torch.tanh(F.conv2d(z, m.fc.weight[:, :, None, None]) + x) * mask + m.norm(z.view(len(x), 2, 3, *x.shape[2:]).flatten(1, 2))
+    return torch.tanh(F.conv2d(z, m.fc.weight[:, :, None, None]) + x) * mask + m.norm(
+        z.view(len(x), 2, 3, *x.shape[2:]).flatten(1, 2)
+    )
 
 
 def watched(x):
@@ -235,7 +481,10 @@ def over_channels(m, x):
     forward, last = m.gru(x.permute(0, 2, 3, 1).reshape(n * h * w, 1, c))
     both, (hidden, _) = m.both(x.permute(1, 0, 2, 3).reshape(c, -1, 1))
     series = m.lstm(x.mean((2, 3)).view(n, 1, c))[0][:, -1]
-    found = [y.view(n, h, w, 6).permute(0, 3, 1, 2) for y in (forward[:, -1], last[-1], both.mean(0), torch.cat(hidden.unbind(0)[:2], -1))]
+    found = [
+        y.view(n, h, w, 6).permute(0, 3, 1, 2)
+        for y in (forward[:, -1], last[-1], both.mean(0), torch.cat(hidden.unbind(0)[:2], -1))
+    ]
     return sum(found) * series[:, :, None, None]
 
 
@@ -245,14 +494,33 @@ def cells(m, x):
     state = cell = torch.zeros(len(places), c, dtype=x.dtype, device=x.device)
     for _ in range(2):
         state, cell = m.cell(places, (state, cell))
-    return state.view(n, h * w, c).transpose(1, 2).reshape(n, c, h, w) * m.gate(x.mean((2, 3)), x.new_zeros(n, c))[..., None, None]
+    return (
+        state.view(n, h * w, c).transpose(1, 2).reshape(n, c, h, w)
+        * m.gate(x.mean((2, 3)), x.new_zeros(n, c))[..., None, None]
+    )
 
 
 def spectra(m, x):
     """Convolutions over bands too (HybridSN)."""
-    y = F.conv3d(x.unsqueeze(1), m.fc.weight[:4].view(4, 1, 6, 1, 1)[:, :, :3].expand(-1, -1, -1, 3, 3), m.fc.bias[:4], padding=(0, 1, 1))
+    y = F.conv3d(
+        x.unsqueeze(1),
+        m.fc.weight[:4].view(4, 1, 6, 1, 1)[:, :, :3].expand(-1, -1, -1, 3, 3),
+        m.fc.bias[:4],
+        padding=(0, 1, 1),
+    )
     y = F.batch_norm(y, None, None, m.vector[:4], m.vector[2:], True).relu()
-    y = F.max_pool3d(F.conv3d(y, m.fc.weight[:, :2, None, None, None].expand(-1, -1, 3, 1, 1), stride=(2, 1, 1), padding=(1, 0, 0), groups=2), (1, 3, 3), (1, 1, 1), (0, 1, 1))
+    y = F.max_pool3d(
+        F.conv3d(
+            y,
+            m.fc.weight[:, :2, None, None, None].expand(-1, -1, 3, 1, 1),
+            stride=(2, 1, 1),
+            padding=(1, 0, 0),
+            groups=2,
+        ),
+        (1, 3, 3),
+        (1, 1, 1),
+        (0, 1, 1),
+    )
     y = F.group_norm(F.instance_norm(y, weight=m.vector), 2, m.vector, m.vector)
     return y.flatten(1, 2)[:, 1:7] + x
 
@@ -260,25 +528,53 @@ def spectra(m, x):
 def series(m, x):
     """Each pixel's bands as a series of its own (1D networks on spectra)."""
     n, c, h, w = x.shape
-    y = F.conv1d(x.permute(0, 2, 3, 1).reshape(n * h * w, 1, c), m.fc.weight[:4, None, :3], m.fc.bias[:4], padding=1)
+    y = F.conv1d(
+        x.permute(0, 2, 3, 1).reshape(n * h * w, 1, c),
+        m.fc.weight[:4, None, :3],
+        m.fc.bias[:4],
+        padding=1,
+    )
     y = F.batch_norm(y, None, None, m.vector[:4], m.vector[2:], True).relu()
-    y = F.max_pool1d(F.group_norm(F.conv1d(y, m.fc.weight[:, :4, None].expand(-1, -1, 3)), 2, m.vector, m.vector), 2)
+    y = F.max_pool1d(
+        F.group_norm(
+            F.conv1d(y, m.fc.weight[:, :4, None].expand(-1, -1, 3)), 2, m.vector, m.vector
+        ),
+        2,
+    )
     y = torch.cat([F.adaptive_avg_pool1d(y, 1), F.interpolate(y, size=3)], 2).mean(-1)
     return y.view(n, h, w, 6).permute(0, 3, 1, 2)
 
 
 def two_batches(m, y):
-    y = F.batch_norm(F.conv2d(y, m.fc.weight[:, :, None, None].expand(-1, -1, 3, 3), m.fc.bias, padding=1), None, None, m.vector, m.vector, True)
-    y = F.interpolate(F.max_pool2d(y.relu(), 3, 2, 1), size=y.shape[2:]) * m.scale + y.mean(1, keepdim=True)
+    y = F.batch_norm(
+        F.conv2d(y, m.fc.weight[:, :, None, None].expand(-1, -1, 3, 3), m.fc.bias, padding=1),
+        None,
+        None,
+        m.vector,
+        m.vector,
+        True,
+    )
+    y = F.interpolate(F.max_pool2d(y.relu(), 3, 2, 1), size=y.shape[2:]) * m.scale + y.mean(
+        1, keepdim=True
+    )
     return torch.cat([y[:, :2], y[:, 2:] * y.mean((2, 3), keepdim=True)[:, 2:]], 1)
 
 
 def frames(m, x):
     """Three frames of two bands each, as many images of a batch."""
     y = x.view(len(x) * 3, 2, *x.shape[2:])
-    y = F.batch_norm(F.conv2d(y, m.fc.weight[:4, :2, None, None].expand(-1, -1, 3, 3), m.fc.bias[:4], padding=1), None, None, m.vector[:4], m.vector[2:], True)
+    y = F.batch_norm(
+        F.conv2d(y, m.fc.weight[:4, :2, None, None].expand(-1, -1, 3, 3), m.fc.bias[:4], padding=1),
+        None,
+        None,
+        m.vector[:4],
+        m.vector[2:],
+        True,
+    )
     y = F.interpolate(F.avg_pool2d(y.relu(), 3, 2, 1), size=x.shape[2:], mode="bilinear")
-    y = F.conv_transpose2d(y, m.fc.weight[:4, 2:5, None, None].expand(-1, -1, 3, 3), m.fc.bias[:3], padding=1)
+    y = F.conv_transpose2d(
+        y, m.fc.weight[:4, 2:5, None, None].expand(-1, -1, 3, 3), m.fc.bias[:3], padding=1
+    )
     return y.view(len(x), 3, 3, *x.shape[2:]).max(2)[0].repeat(1, 2, 1, 1) * x
 
 
@@ -291,67 +587,243 @@ def split_attention(x):
     """As ResNeSt's."""
     y = x.view(len(x), 2, 3, *x.shape[2:])
     mean = y.sum(1).mean((2, 3), keepdim=True)
-    attention = torch.cat([mean, mean * 2], 1).view(len(x), 1, 2, -1).transpose(1, 2).softmax(1).reshape(len(x), -1).view(len(x), -1, 1, 1)
+    attention = (
+        torch.cat([mean, mean * 2], 1)
+        .view(len(x), 1, 2, -1)
+        .transpose(1, 2)
+        .softmax(1)
+        .reshape(len(x), -1)
+        .view(len(x), -1, 1, 1)
+    )
     chosen = (y * attention.reshape(len(x), 2, 3, 1, 1)).sum(1)
     return torch.cat([chosen, chosen], 1)
 
 
 REFUSED = {
-    "a convolution of groups": (lambda m, x: F.conv2d(x.mean(1), m.fc.weight.view(6, 6, 1, 1)), r"takes a map whose channels are \(\): one dim of them is expected|forward pass fails"),
-    "products of places": (lambda m, x: torch.einsum("bchw,bcHw->bcHw", x, x), "einsum .* multiplies places of the image with all others, as attention does"),
+    "a convolution of groups": (
+        lambda m, x: F.conv2d(x.mean(1), m.fc.weight.view(6, 6, 1, 1)),
+        r"takes a map whose channels are \(\): one dim of them is expected|forward pass fails",
+    ),
+    "products of places": (
+        lambda m, x: torch.einsum("bchw,bcHw->bcHw", x, x),
+        "einsum .* multiplies places of the image with all others, as attention does",
+    ),
     "products of maps": (lambda m, x: x @ x.transpose(2, 3) @ x, "transpose .* turns the image"),
-    "mirrored": (lambda m, x: x + x.flip(-1), "flip .* turns the image round, so that each part would need the one on the other side: channels may be"),
+    "mirrored": (
+        lambda m, x: x + x.flip(-1),
+        "flip .* turns the image round, so that each part would need the one on the other side: channels may be",
+    ),
     "rows summed up": (lambda m, x: x.cumsum(2), "runs over .*places of the image"),
-    "deviation of all": (lambda m, x: x / x.std(), "std .* joins the images of a batch along all dims"),
-    "rows repeated": (lambda m, x: x.repeat(1, 1, 2, 1)[:, :, : x.shape[2]], "repeat .* single cells alone are known"),
-    "rows unbound": (lambda m, x: torch.stack(x.unbind(2), 2), "unbind .* cuts the image into parts|calls other functions"),
-    "as many channels as rows": (lambda m, x: x * x.mean(1, keepdim=True).repeat(1, x.shape[2], 1, 1).sum(1, keepdim=True), "repeat .* joins all places with all"),
-    "attention": (lambda m, x: (lambda t: (t @ t.transpose(1, 2)).softmax(-1) @ t)(x.flatten(2).transpose(1, 2)).transpose(1, 2).view_as(x), r"matmul in the model \(test_capture.py, line \d+\) multiplies places of the image with all others, as attention does"),
-    "attention of heads": (lambda m, x: (lambda t: F.scaled_dot_product_attention(t, t, t))(x.flatten(2).mT).mT.view_as(x), "scaled_dot_product_attention .* is attention between places of the image"),
+    "deviation of all": (
+        lambda m, x: x / x.std(),
+        "std .* joins the images of a batch along all dims",
+    ),
+    "rows repeated": (
+        lambda m, x: x.repeat(1, 1, 2, 1)[:, :, : x.shape[2]],
+        "repeat .* single cells alone are known",
+    ),
+    "rows unbound": (
+        lambda m, x: torch.stack(x.unbind(2), 2),
+        "unbind .* cuts the image into parts|calls other functions",
+    ),
+    "as many channels as rows": (
+        lambda m, x: x * x.mean(1, keepdim=True).repeat(1, x.shape[2], 1, 1).sum(1, keepdim=True),
+        "repeat .* joins all places with all",
+    ),
+    "attention": (
+        lambda m, x: (
+            (lambda t: (t @ t.transpose(1, 2)).softmax(-1) @ t)(x.flatten(2).transpose(1, 2))
+            .transpose(1, 2)
+            .view_as(x)
+        ),
+        r"matmul in the model \(test_capture.py, line \d+\) multiplies places of the image with all others, as attention does",
+    ),
+    "attention of heads": (
+        lambda m, x: (lambda t: F.scaled_dot_product_attention(t, t, t))(
+            x.flatten(2).mT
+        ).mT.view_as(x),
+        "scaled_dot_product_attention .* is attention between places of the image",
+    ),
     "a row": (lambda m, x: x - x[:, :, :1], "__getitem__ .* takes a part of the image"),
-    "another norm": (lambda m, x: x / x.norm(p=0, dim=(2, 3), keepdim=True), "norm .* takes a norm of order 0"),
-    "a grid that grows": (lambda m, x: x + F.interpolate(F.adaptive_avg_pool2d(x, (x.shape[2] // 8, 4)), x.shape[2:]), "pools to .* whose cells depend on the image's size"),
-    "a size of nothing": (lambda m, x: F.interpolate(F.interpolate(x, size=(x.shape[2] ** 2 % 97 + 1, 9)), size=x.shape[2:]), "makes .* as many as no other map has, and no fraction of one"),
-    "a factor of nothing": (lambda m, x: F.interpolate(F.interpolate(x, scale_factor=0.5 + 1 / x.shape[2]), size=x.shape[2:]), "has a scale factor that follows the image's size|no fraction of one"),
+    "another norm": (
+        lambda m, x: x / x.norm(p=0, dim=(2, 3), keepdim=True),
+        "norm .* takes a norm of order 0",
+    ),
+    "a grid that grows": (
+        lambda m, x: x + F.interpolate(F.adaptive_avg_pool2d(x, (x.shape[2] // 8, 4)), x.shape[2:]),
+        "pools to .* whose cells depend on the image's size",
+    ),
+    "a size of nothing": (
+        lambda m, x: F.interpolate(
+            F.interpolate(x, size=(x.shape[2] ** 2 % 97 + 1, 9)), size=x.shape[2:]
+        ),
+        "makes .* as many as no other map has, and no fraction of one",
+    ),
+    "a factor of nothing": (
+        lambda m, x: F.interpolate(
+            F.interpolate(x, scale_factor=0.5 + 1 / x.shape[2]), size=x.shape[2:]
+        ),
+        "has a scale factor that follows the image's size|no fraction of one",
+    ),
     "noise": (lambda m, x: x + torch.randn_like(x), "randn_like .* draws random numbers"),
-    "a function of one's own": (lambda m, x: Straight.apply(x), r"conv2d in head \(test_capture.py, line \d+\) takes what Straight makes, an autograd.Function of your own"),
-    "a function of one's own, behind a norm": (lambda m, x: Straight.apply(m.norm(x)), "takes what Straight makes, an autograd.Function of your own"),
-    "in place without gradients, behind a norm": (lambda m, x: in_place_without_gradients(m.norm(x)), "mul .* changes a tensor in place without gradients"),
-    "recurrence over places": (lambda m, x: m.gru(x.flatten(2).mT)[0].mT.view_as(x), r"gru in gru \(test_capture.py, line \d+\) goes from place to place of the image"),
-    "recurrence over rows": (lambda m, x: m.lstm(x.permute(0, 2, 3, 1).reshape(-1, x.shape[3], 6))[0].reshape(len(x), *x.shape[2:], 6).permute(0, 3, 1, 2), r"(lstm|zeros) in lstm .* (goes from place to place of the image|has neither the places)"),
-    "a function of functions": (lambda m, x: torch.vmap(torch.sigmoid)(x), r"sigmoid in the model \(test_capture.py, line \d+\) is called by a function of torch.func"),
-    "images with each other": (lambda m, x: x * ((v := x.mean((2, 3))) @ v.t() @ v)[:, :, None, None], "joins the images of a batch"),
-    "a function of one's own, of weights": (lambda m, x: x * Straight.apply(m.scale), "takes what Straight makes, an autograd.Function of your own"),
-    "in place without gradients": (lambda m, x: in_place_without_gradients(x * 1), "mul .* changes a tensor in place without gradients"),
-    "a part without gradients": (lambda m, x: part_without_gradients(x * 1), "setitem.* changes a tensor in place without gradients"),
-    "all without gradients": (lambda m, x: torch.set_grad_enabled(False) and None or x, "is computed without gradients|forward pass fails"),
-    "a hook on a gradient": (lambda m, x: watched(x * 1), "register_hook .* changes gradients by a hook"),
-    "data in place": (lambda m, x: (x.data.clamp_(0), x)[1], r"clamp .* changes the data of a tensor \(test_capture.py, line \d+\), past its gradient"),
-    "a part of data in place": (lambda m, x: (x.data[:, 1].zero_(), x)[1], r"changes the data of a tensor \(test_capture.py, line \d+\)|takes a part by an index|overwritten in place"),
-    "data that is old": (lambda m, x: (lambda d, y: d + y)(x.data, x.mul_(2)), "reads a tensor that was overwritten in place"),
-    "another's running statistics": (lambda m, x: F.batch_norm(m.norm(x), m.norm.running_mean, m.norm.running_var, training=True), "is called on the running statistics of another module"),
-    "autocast": (autocasting, r"mul in the model \(test_capture.py, line \d+\) runs under an autocast of its own"),
-    "a gradient": (lambda m, x: x if m.scale.grad is None else x * 2, r"the model \(test_capture.py, line \d+\) reads the gradient of a tensor"),
-    "running statistics": (lambda m, x: m.norm(x) * m.norm.running_var.view(-1, 1, 1), r"view in the model .* reads norm.running_var, which a norm moves once a step"),
-    "a count of passes": (lambda m, x: m.norm(x) * min(1, m.norm.num_batches_tracked.item()), r"reads norm.num_batches_tracked, which a norm moves once a step"),
-    "a choice by type": (lambda m, x: x * 2 if x.dtype == torch.float32 else x + 1, "what code calls must not depend on the type of a tensor"),
-    "a norm by type": (lambda m, x: F.layer_norm(x.movedim(1, -1), (6,), eps=torch.finfo(x.dtype).eps).movedim(-1, 1), "is told .*, as the type of a tensor says"),
-    "large values in evaluation": (lambda m, x: F.relu(x) if m.training else F.relu6(x), "in evaluation it computes something else than in training"),
-    "a choice": (lambda m, x: x * 2 if x.shape[2] > 200 else x, "calls other functions with other sizes of images"),
-    "by value": (lambda m, x: x * 2 if x.mean() > 0 else x, r"(bool|item) in the model \(test_capture.py, line \d+\) looks at the numbers of a tensor"),
-    "a number": (lambda m, x: x * x.mean().item(), r"item in the model .* looks at the numbers of a tensor"),
-    "numbers of a weight": (lambda m, x: x * sum(m.scale.flatten().tolist()), r"tolist in the model .* looks at the numbers of a tensor: .* must not depend"),
-    "numbers of a parameter": (lambda m, x: x * m.scale.numpy(force=True).sum(), r"looks at the numbers of scale: "),
-    "chosen values": (lambda m, x: x * x[x > 0].mean(), r"getitem in the model .* looks at the numbers of a tensor"),
-    "evaluation": (lambda m, x: x * 2 if m.training else x, "in evaluation it computes something else than in training"),
+    "a function of one's own": (
+        lambda m, x: Straight.apply(x),
+        r"conv2d in head \(test_capture.py, line \d+\) takes what Straight makes, an autograd.Function of your own",
+    ),
+    "a function of one's own, behind a norm": (
+        lambda m, x: Straight.apply(m.norm(x)),
+        "takes what Straight makes, an autograd.Function of your own",
+    ),
+    "in place without gradients, behind a norm": (
+        lambda m, x: in_place_without_gradients(m.norm(x)),
+        "mul .* changes a tensor in place without gradients",
+    ),
+    "recurrence over places": (
+        lambda m, x: m.gru(x.flatten(2).mT)[0].mT.view_as(x),
+        r"gru in gru \(test_capture.py, line \d+\) goes from place to place of the image",
+    ),
+    "recurrence over rows": (
+        lambda m, x: (
+            m.lstm(x.permute(0, 2, 3, 1).reshape(-1, x.shape[3], 6))[0]
+            .reshape(len(x), *x.shape[2:], 6)
+            .permute(0, 3, 1, 2)
+        ),
+        r"(lstm|zeros) in lstm .* (goes from place to place of the image|has neither the places)",
+    ),
+    "a function of functions": (
+        lambda m, x: torch.vmap(torch.sigmoid)(x),
+        r"sigmoid in the model \(test_capture.py, line \d+\) is called by a function of torch.func",
+    ),
+    "images with each other": (
+        lambda m, x: x * ((v := x.mean((2, 3))) @ v.t() @ v)[:, :, None, None],
+        "joins the images of a batch",
+    ),
+    "a function of one's own, of weights": (
+        lambda m, x: x * Straight.apply(m.scale),
+        "takes what Straight makes, an autograd.Function of your own",
+    ),
+    "in place without gradients": (
+        lambda m, x: in_place_without_gradients(x * 1),
+        "mul .* changes a tensor in place without gradients",
+    ),
+    "a part without gradients": (
+        lambda m, x: part_without_gradients(x * 1),
+        "setitem.* changes a tensor in place without gradients",
+    ),
+    "all without gradients": (
+        lambda m, x: torch.set_grad_enabled(False) and None or x,
+        "is computed without gradients|forward pass fails",
+    ),
+    "a hook on a gradient": (
+        lambda m, x: watched(x * 1),
+        "register_hook .* changes gradients by a hook",
+    ),
+    "data in place": (
+        lambda m, x: (x.data.clamp_(0), x)[1],
+        r"clamp .* changes the data of a tensor \(test_capture.py, line \d+\), past its gradient",
+    ),
+    "a part of data in place": (
+        lambda m, x: (x.data[:, 1].zero_(), x)[1],
+        r"changes the data of a tensor \(test_capture.py, line \d+\)|takes a part by an index|overwritten in place",
+    ),
+    "data that is old": (
+        lambda m, x: (lambda d, y: d + y)(x.data, x.mul_(2)),
+        "reads a tensor that was overwritten in place",
+    ),
+    "another's running statistics": (
+        lambda m, x: F.batch_norm(
+            m.norm(x), m.norm.running_mean, m.norm.running_var, training=True
+        ),
+        "is called on the running statistics of another module",
+    ),
+    "autocast": (
+        autocasting,
+        r"mul in the model \(test_capture.py, line \d+\) runs under an autocast of its own",
+    ),
+    "a gradient": (
+        lambda m, x: x if m.scale.grad is None else x * 2,
+        r"the model \(test_capture.py, line \d+\) reads the gradient of a tensor",
+    ),
+    "running statistics": (
+        lambda m, x: m.norm(x) * m.norm.running_var.view(-1, 1, 1),
+        r"view in the model .* reads norm.running_var, which a norm moves once a step",
+    ),
+    "a count of passes": (
+        lambda m, x: m.norm(x) * min(1, m.norm.num_batches_tracked.item()),
+        r"reads norm.num_batches_tracked, which a norm moves once a step",
+    ),
+    "a choice by type": (
+        lambda m, x: x * 2 if x.dtype == torch.float32 else x + 1,
+        "what code calls must not depend on the type of a tensor",
+    ),
+    "a norm by type": (
+        lambda m, x: F.layer_norm(x.movedim(1, -1), (6,), eps=torch.finfo(x.dtype).eps).movedim(
+            -1, 1
+        ),
+        "is told .*, as the type of a tensor says",
+    ),
+    "large values in evaluation": (
+        lambda m, x: F.relu(x) if m.training else F.relu6(x),
+        "in evaluation it computes something else than in training",
+    ),
+    "a choice": (
+        lambda m, x: x * 2 if x.shape[2] > 200 else x,
+        "calls other functions with other sizes of images",
+    ),
+    "by value": (
+        lambda m, x: x * 2 if x.mean() > 0 else x,
+        r"(bool|item) in the model \(test_capture.py, line \d+\) looks at the numbers of a tensor",
+    ),
+    "a number": (
+        lambda m, x: x * x.mean().item(),
+        r"item in the model .* looks at the numbers of a tensor",
+    ),
+    "numbers of a weight": (
+        lambda m, x: x * sum(m.scale.flatten().tolist()),
+        r"tolist in the model .* looks at the numbers of a tensor: .* must not depend",
+    ),
+    "numbers of a parameter": (
+        lambda m, x: x * m.scale.numpy(force=True).sum(),
+        r"looks at the numbers of scale: ",
+    ),
+    "chosen values": (
+        lambda m, x: x * x[x > 0].mean(),
+        r"getitem in the model .* looks at the numbers of a tensor",
+    ),
+    "evaluation": (
+        lambda m, x: x * 2 if m.training else x,
+        "in evaluation it computes something else than in training",
+    ),
     "rolled": (lambda m, x: x.roll(1, 2), "roll .* shifts the image: channels may be"),
     "turned": (lambda m, x: x.transpose(2, 3), "transpose .* turns the image"),
-    "a tensor that is no buffer": (lambda m, x: F.conv2d(x, m.blur, groups=6), "conv2d .* takes blur of the model, which is neither a parameter nor a buffer.*register_buffer"),
-    "a cast of a buffer": (lambda m, x: F.conv2d(x, m.whole.to(x.dtype), groups=6), "conv2d .* takes what to .* makes, a cast: keep that parameter or buffer in floating point"),
-    "batches mixed": (lambda m, x: torch.cat((x, x * 2)).view(len(x), 2, 6, *x.shape[2:]).sum(1), "view .* mixes batches that were put one behind the other"),
-    "batches of two kinds": (lambda m, x: (torch.cat((x[:, :2], x[:, 2:4])) + x[:, :4].reshape(-1, 2, *x.shape[2:])).chunk(2)[0].repeat(1, 3, 1, 1), "add .* mixes batches"),
-    "part of two batches": (lambda m, x: torch.cat((x, x * 2))[1 : len(x) + 1], "__getitem__ .* mixes batches"),
-    "a batch": (lambda m, x: x - x.mean(0, keepdim=True), "mean .* joins the images of a batch along dim 0"),
+    "a tensor that is no buffer": (
+        lambda m, x: F.conv2d(x, m.blur, groups=6),
+        "conv2d .* takes blur of the model, which is neither a parameter nor a buffer.*register_buffer",
+    ),
+    "a cast of a buffer": (
+        lambda m, x: F.conv2d(x, m.whole.to(x.dtype), groups=6),
+        "conv2d .* takes what to .* makes, a cast: keep that parameter or buffer in floating point",
+    ),
+    "batches mixed": (
+        lambda m, x: torch.cat((x, x * 2)).view(len(x), 2, 6, *x.shape[2:]).sum(1),
+        "view .* mixes batches that were put one behind the other",
+    ),
+    "batches of two kinds": (
+        lambda m, x: (
+            (torch.cat((x[:, :2], x[:, 2:4])) + x[:, :4].reshape(-1, 2, *x.shape[2:]))
+            .chunk(2)[0]
+            .repeat(1, 3, 1, 1)
+        ),
+        "add .* mixes batches",
+    ),
+    "part of two batches": (
+        lambda m, x: torch.cat((x, x * 2))[1 : len(x) + 1],
+        "__getitem__ .* mixes batches",
+    ),
+    "a batch": (
+        lambda m, x: x - x.mean(0, keepdim=True),
+        "mean .* joins the images of a batch along dim 0",
+    ),
 }
 
 
@@ -368,9 +840,14 @@ def test_scripts_are_named():
 
 
 def test_results_that_are_no_map_are_named():
-    with pytest.raises(CanNotCapture, match=r"returns a dict of 'out' \(test_capture.py, line \d+\), but a network returns one tensor: say in model.outputs .* as {out: 1.0}"):
+    with pytest.raises(
+        CanNotCapture,
+        match=r"returns a dict of 'out' \(test_capture.py, line \d+\), but a network returns one tensor: say in model.outputs .* as {out: 1.0}",
+    ):
         distseg.capture(Wrapped(nn.Conv2d(2, 3, 1)))
-    with pytest.raises(CanNotCapture, match="makes 2x3x.* but a segmentation network keeps the size"):
+    with pytest.raises(
+        CanNotCapture, match="makes 2x3x.* but a segmentation network keeps the size"
+    ):
         distseg.capture(nn.Sequential(nn.Conv2d(2, 3, 3), nn.Tanhshrink()))
 
 
@@ -387,7 +864,11 @@ def test_networks_that_want_large_images_are_compared_on_such():
     class Deep(nn.Module):
         def __init__(self):
             super().__init__()
-            self.down, self.valid, self.head = nn.Conv2d(2, 4, 16, 16), nn.Conv2d(4, 4, 5), nn.Linear(4, 3)
+            self.down, self.valid, self.head = (
+                nn.Conv2d(2, 4, 16, 16),
+                nn.Conv2d(4, 4, 5),
+                nn.Linear(4, 3),
+            )
 
         def forward(self, x):
             return self.head(self.valid(self.down(x)).mean((2, 3)))
@@ -412,7 +893,11 @@ def test_lists_of_layers_that_are_called_in_another_way():
     conv, x = nn.Conv2d(2, 3, 3, padding=1), torch.randn(1, 2, 9, 8)
     changed = nn.Conv2d(2, 3, 3, padding=1)
     changed._conv_forward = lambda x, weight, bias: F.conv2d(x, weight * 2, bias, padding=1)
-    for model in (Doubling(conv, nn.Tanh()), Shorter(conv, nn.Tanh()), nn.Sequential(changed, nn.Tanh())):
+    for model in (
+        Doubling(conv, nn.Tanh()),
+        Shorter(conv, nn.Tanh()),
+        nn.Sequential(changed, nn.Tanh()),
+    ):
         torch.testing.assert_close(as_network(model)(x), model(x))
 
 
@@ -425,7 +910,10 @@ class Longer(nn.Conv2d):
         return y if y.dtype == torch.float64 else z
 
 
-@pytest.mark.parametrize("groups, words", [(1, "its result is another one in another type"), (2, "is called in one type alone")])
+@pytest.mark.parametrize(
+    "groups, words",
+    [(1, "its result is another one in another type"), (2, "is called in one type alone")],
+)
 def test_what_is_computed_last_by_the_type_of_a_tensor(groups, words):
     with pytest.raises(CanNotCapture, match=words):
         distseg.capture(Longer(2, 4, 3, padding=1, groups=groups))
@@ -435,7 +923,9 @@ def test_numbers_by_the_type_of_a_tensor():
     """Of a type's smallest and largest numbers, in the type that a run computes in."""
 
     def function(m, x):
-        masked = x.masked_fill(x < 0, torch.finfo(x.dtype).min / 1e38).clamp(min=-torch.finfo(x.dtype).eps)
+        masked = x.masked_fill(x < 0, torch.finfo(x.dtype).min / 1e38).clamp(
+            min=-torch.finfo(x.dtype).eps
+        )
         return masked + torch.log(x.abs() + torch.finfo(x.dtype).tiny)
 
     torch.manual_seed(0)
@@ -462,7 +952,10 @@ def test_images_with_which_it_does_something_else_are_refused():
     network = distseg.capture(Small())
     check_calls(network, (31, 8), 4)
     for size, images in (((30, 8), 1), ((40, 40), 5)):
-        with pytest.raises(ValueError, match=f"with {images} images? of .* pixels this network does something else than with others"):
+        with pytest.raises(
+            ValueError,
+            match=f"with {images} images? of .* pixels this network does something else than with others",
+        ):
             check_calls(network, size, images)
 
 
@@ -483,7 +976,9 @@ def test_random_depth_is_a_layer():
 def test_parts_that_nothing_uses_stay():
     model = made_networks.written(2, 3)
     network = distseg.capture(model)
-    assert {network.names.get(name, name) for name, _ in network.named_parameters()} == {name for name, _ in model.named_parameters()}
+    assert {network.names.get(name, name) for name, _ in network.named_parameters()} == {
+        name for name, _ in model.named_parameters()
+    }
 
 
 def test_the_module_is_left_alone():
@@ -491,4 +986,7 @@ def test_the_module_is_left_alone():
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     distseg.capture(model)
     assert model.training and all(module.training for module in model.modules())
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items()) and not model[2].norm._forward_hooks
+    assert (
+        all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+        and not model[2].norm._forward_hooks
+    )

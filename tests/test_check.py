@@ -20,54 +20,151 @@ from distseg.training.conflicts import (
     with_store,
 )
 
-MEMORY, TIME = {"run.memory": "4GB"}, {"spatial.streaming": "offload", "spatial.tiles_per_rank": Size("2x2")}
+MEMORY, TIME = (
+    {"run.memory": "4GB"},
+    {"spatial.streaming": "offload", "spatial.tiles_per_rank": Size("2x2")},
+)
 DEVICES = {"pipeline.placement": "devices", "pipeline.devices": ["cpu", "cpu"]}
 PATCHES = {"train.method": "patchgd", "patchgd.patch": Size("64x64")}
 LINE = {"pipeline.placement": "line", "pipeline.devices": None}
 BESIDE = {  # by setting and other one: settings that are refused, and what makes them fit
-    ("spatial.halo", "spatial.exchange_every"): ({"spatial.halo": 4, "spatial.exchange_every": "2"}, {"spatial.exchange_every": "all"}),
-    ("spatial.norm_scope", "spatial.exchange_every"): ({"spatial.norm_scope": "window", "spatial.exchange_every": "2"}, {"spatial.norm_scope": "group"}),
+    ("spatial.halo", "spatial.exchange_every"): (
+        {"spatial.halo": 4, "spatial.exchange_every": "2"},
+        {"spatial.exchange_every": "all"},
+    ),
+    ("spatial.norm_scope", "spatial.exchange_every"): (
+        {"spatial.norm_scope": "window", "spatial.exchange_every": "2"},
+        {"spatial.norm_scope": "group"},
+    ),
     ("spatial.frozen_norm", "model.norm"): ({"spatial.frozen_norm": True}, {"model.norm": "batch"}),
     ("spatial.streaming", "pipeline.placement"): ({**TIME, **DEVICES}, LINE),
     ("run.memory", "pipeline.placement"): ({**MEMORY, **DEVICES}, LINE),
-    ("pipeline.schedule", "spatial.streaming"): ({**TIME, "pipeline.schedule": "zb-h1"}, {"pipeline.schedule": "1f1b"}),
+    ("pipeline.schedule", "spatial.streaming"): (
+        {**TIME, "pipeline.schedule": "zb-h1"},
+        {"pipeline.schedule": "1f1b"},
+    ),
     ("spatial.streaming", "spatial.halo"): ({**TIME, "spatial.halo": 4}, {"spatial.halo": None}),
     ("run.memory", "spatial.halo"): ({**MEMORY, "spatial.halo": 4}, {"run.memory": None}),
-    ("spatial.streaming", "spatial.norm_scope"): ({**TIME, "spatial.norm_scope": "window"}, {"spatial.norm_scope": "step"}),
-    ("run.memory", "spatial.norm_scope"): ({**MEMORY, "spatial.norm_scope": "window"}, {"spatial.norm_scope": "step"}),
-    ("run.memory", "spatial.streaming"): ({**MEMORY, "spatial.streaming": "in_memory"}, {"spatial.streaming": "auto"}),
+    ("spatial.streaming", "spatial.norm_scope"): (
+        {**TIME, "spatial.norm_scope": "window"},
+        {"spatial.norm_scope": "step"},
+    ),
+    ("run.memory", "spatial.norm_scope"): (
+        {**MEMORY, "spatial.norm_scope": "window"},
+        {"spatial.norm_scope": "step"},
+    ),
+    ("run.memory", "spatial.streaming"): (
+        {**MEMORY, "spatial.streaming": "in_memory"},
+        {"spatial.streaming": "auto"},
+    ),
     ("spatial.streaming", "spatial.tiles_per_rank"): ({"spatial.streaming": "offload"}, TIME),
-    ("spatial.streaming", "model.norm"): ({**TIME, "spatial.streaming": "recompute"}, {"model.norm": "none"}),
-    ("pipeline.placement", "spatial.exchange_every"): ({**DEVICES, "spatial.exchange_every": "1"}, {"spatial.exchange_every": "all"}),
+    ("spatial.streaming", "model.norm"): (
+        {**TIME, "spatial.streaming": "recompute"},
+        {"model.norm": "none"},
+    ),
+    ("pipeline.placement", "spatial.exchange_every"): (
+        {**DEVICES, "spatial.exchange_every": "1"},
+        {"spatial.exchange_every": "all"},
+    ),
     ("pipeline.placement", "mesh.stages"): ({**DEVICES, "mesh.stages": 2}, {"mesh.stages": 1}),
-    ("pipeline.placement", "pipeline.schedule"): ({**DEVICES, "pipeline.schedule": "zb-h1"}, {"pipeline.schedule": "gpipe"}),
-    ("pipeline.placement", "spatial.tiles_per_rank"): ({**DEVICES, "spatial.tiles_per_rank": Size("1x2")}, {"spatial.tiles_per_rank": Size("1x1")}),
-    ("pipeline.placement", "mesh.tiles"): ({**DEVICES, "mesh.tiles": Size("1x2")}, {"model.norm": "none"}),
+    ("pipeline.placement", "pipeline.schedule"): (
+        {**DEVICES, "pipeline.schedule": "zb-h1"},
+        {"pipeline.schedule": "gpipe"},
+    ),
+    ("pipeline.placement", "spatial.tiles_per_rank"): (
+        {**DEVICES, "spatial.tiles_per_rank": Size("1x2")},
+        {"spatial.tiles_per_rank": Size("1x1")},
+    ),
+    ("pipeline.placement", "mesh.tiles"): (
+        {**DEVICES, "mesh.tiles": Size("1x2")},
+        {"model.norm": "none"},
+    ),
     ("model.groups", "model.norm"): ({"model.groups": 4}, {"model.norm": "group"}),
-    ("pipeline.recompute", "spatial.streaming"): ({"pipeline.recompute": "always", **MEMORY}, {"run.memory": None}),
-    ("spatial.fuse_below", "spatial.exchange_every"): ({"spatial.fuse_below": 8}, {"spatial.exchange_every": "1"}),
+    ("pipeline.recompute", "spatial.streaming"): (
+        {"pipeline.recompute": "always", **MEMORY},
+        {"run.memory": None},
+    ),
+    ("spatial.fuse_below", "spatial.exchange_every"): (
+        {"spatial.fuse_below": 8},
+        {"spatial.exchange_every": "1"},
+    ),
     ("spatial.scratch", "spatial.streaming"): ({"spatial.scratch": "/tmp"}, MEMORY),
-    ("spatial.tiles_per_rank", "run.memory"): ({"spatial.tiles_per_rank": Size("2x2"), **MEMORY}, {"run.memory": None}),
-    ("data.focus_share", "data.focus_class"): ({"data.focus_share": 0.9}, {"data.focus_class": "lake"}),
+    ("spatial.tiles_per_rank", "run.memory"): (
+        {"spatial.tiles_per_rank": Size("2x2"), **MEMORY},
+        {"run.memory": None},
+    ),
+    ("data.focus_share", "data.focus_class"): (
+        {"data.focus_share": 0.9},
+        {"data.focus_class": "lake"},
+    ),
     ("data.epoch_samples", "data.crop"): ({"data.epoch_samples": 9}, {"data.crop": Size("8x8")}),
-    ("train.init_names", "train.init"): ({"train.init_names": {"a": "b"}}, {"train.init": "a.safetensors"}),
+    ("train.init_names", "train.init"): (
+        {"train.init_names": {"a": "b"}},
+        {"train.init": "a.safetensors"},
+    ),
     **{
-        (setting, "train.method"): ({setting: value, **PATCHES, **more}, {"train.method": "exact", "patchgd.patch": Size((128, 128))})
+        (setting, "train.method"): (
+            {setting: value, **PATCHES, **more},
+            {"train.method": "exact", "patchgd.patch": Size((128, 128))},
+        )
         for setting, value, more in [
-            ("mesh.stages", 2, {}), ("pipeline.placement", "v", {"mesh.stages": 1}), ("pipeline.schedule", "gpipe", {}), ("pipeline.balance", [2], {}), ("pipeline.recompute", "always", {}),
-            ("spatial.tiles_per_rank", Size("2x2"), {}), ("spatial.halo", 4, {}), ("spatial.exchange_every", "1", {}), ("train.accumulate", 2, {}),
-            ("spatial.norm_scope", "window", {}), ("run.memory", "4GB", {}), ("model.outputs", {"out": 1.0, "aux": 0.4}, {"model.name": "nets:deep"}),
+            ("mesh.stages", 2, {}),
+            ("pipeline.placement", "v", {"mesh.stages": 1}),
+            ("pipeline.schedule", "gpipe", {}),
+            ("pipeline.balance", [2], {}),
+            ("pipeline.recompute", "always", {}),
+            ("spatial.tiles_per_rank", Size("2x2"), {}),
+            ("spatial.halo", 4, {}),
+            ("spatial.exchange_every", "1", {}),
+            ("train.accumulate", 2, {}),
+            ("spatial.norm_scope", "window", {}),
+            ("run.memory", "4GB", {}),
+            ("model.outputs", {"out": 1.0, "aux": 0.4}, {"model.name": "nets:deep"}),
         ]
     },
-    ("spatial.streaming", "train.method"): ({"spatial.streaming": "offload", **PATCHES}, {"train.method": "exact", "patchgd.patch": Size((128, 128)), "spatial.tiles_per_rank": Size("2x2")}),
-    ("spatial.frozen_norm", "train.method"): ({"spatial.frozen_norm": True, **PATCHES}, {"train.method": "exact", "patchgd.patch": Size((128, 128)), "model.norm": "batch"}),
+    ("spatial.streaming", "train.method"): (
+        {"spatial.streaming": "offload", **PATCHES},
+        {
+            "train.method": "exact",
+            "patchgd.patch": Size((128, 128)),
+            "spatial.tiles_per_rank": Size("2x2"),
+        },
+    ),
+    ("spatial.frozen_norm", "train.method"): (
+        {"spatial.frozen_norm": True, **PATCHES},
+        {"train.method": "exact", "patchgd.patch": Size((128, 128)), "model.norm": "batch"},
+    ),
     **{
-        (f"patchgd.{field}", "train.method"): ({f"patchgd.{field}": value}, {"train.method": "patchgd"})
-        for field, value in [("patch", Size("64x64")), ("step", Size("64x64")), ("features", 8), ("sampled", 0.5), ("inner", 2), ("accumulate", 2), ("head", "transformer"), ("head_channels", 32), ("at_once", 4), ("statistics", "pass"), ("y_filling", True)]
+        (f"patchgd.{field}", "train.method"): (
+            {f"patchgd.{field}": value},
+            {"train.method": "patchgd"},
+        )
+        for field, value in [
+            ("patch", Size("64x64")),
+            ("step", Size("64x64")),
+            ("features", 8),
+            ("sampled", 0.5),
+            ("inner", 2),
+            ("accumulate", 2),
+            ("head", "transformer"),
+            ("head_channels", 32),
+            ("at_once", 4),
+            ("statistics", "pass"),
+            ("y_filling", True),
+        ]
     },
-    ("patchgd.grid", "train.method"): ({"patchgd.grid": Size("4x4")}, {"train.method": "patchgd", "patchgd.head": "conv4"}),
-    ("patchgd.grid", "patchgd.head"): ({"patchgd.grid": Size("4x4"), **PATCHES}, {"patchgd.head": "conv4"}),
-    ("optim.decay_factor", "optim.schedule"): ({"optim.decay_factor": 2.0}, {"optim.schedule": "linear"}),
+    ("patchgd.grid", "train.method"): (
+        {"patchgd.grid": Size("4x4")},
+        {"train.method": "patchgd", "patchgd.head": "conv4"},
+    ),
+    ("patchgd.grid", "patchgd.head"): (
+        {"patchgd.grid": Size("4x4"), **PATCHES},
+        {"patchgd.head": "conv4"},
+    ),
+    ("optim.decay_factor", "optim.schedule"): (
+        {"optim.decay_factor": 2.0},
+        {"optim.schedule": "linear"},
+    ),
     ("optim.momentum", "optim.name"): ({"optim.momentum": 0.5}, {"optim.name": "sgd"}),
 }
 
@@ -77,7 +174,12 @@ def config(settings: dict, base: Config = Config()) -> Config:
     for setting, value in settings.items():
         section, _, field = setting.partition(".")
         sections.setdefault(section, {})[field] = value
-    return Config(**{section.name: replace(getattr(base, section.name), **sections.get(section.name, {})) for section in fields(Config)})
+    return Config(
+        **{
+            section.name: replace(getattr(base, section.name), **sections.get(section.name, {}))
+            for section in fields(Config)
+        }
+    )
 
 
 def test_the_defaults_are_not_refused():
@@ -88,19 +190,30 @@ def test_the_defaults_are_not_refused():
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: f"{rule.setting} {rule.other}")
 def test_settings_that_can_not_be_together_are_refused_and_fit_otherwise(rule):
     refused, repaired = BESIDE[rule.setting, rule.other]
-    network = lambda found: unet(depth=1, num_convs=1, base_channels=2, norm=found.model.norm or "instance")
+
+    def network(found):
+        return unet(depth=1, num_convs=1, base_channels=2, norm=found.model.norm or "instance")
+
     found = config(refused)
     value = "4GB" if rule.setting == "run.memory" else str(of(found, rule.setting))
-    with pytest.raises(ValueError, match=rf"^{rule.setting} is {re.escape(value)}, but .*(leave|set|give)"):
+    with pytest.raises(
+        ValueError, match=rf"^{rule.setting} is {re.escape(value)}, but .*(leave|set|give)"
+    ):
         check_settings(found, network(found))
     found = config({**refused, **repaired})
     check_settings(found, network(found))
 
 
 def test_every_setting_of_the_table_is_one():
-    known = {f"{section.name}.{field.name}" for section in fields(Config) for field in fields(section.default_factory)}
+    known = {
+        f"{section.name}.{field.name}"
+        for section in fields(Config)
+        for field in fields(section.default_factory)
+    }
     pairs = [(rule.setting, rule.other) for rule in RULES]
-    assert sorted(pairs) == sorted(BESIDE) and {setting for pair in pairs for setting in pair} <= known
+    assert (
+        sorted(pairs) == sorted(BESIDE) and {setting for pair in pairs for setting in pair} <= known
+    )
 
 
 @pytest.mark.parametrize("name", ["zoo", "own"])
@@ -118,38 +231,72 @@ def test_groups_are_a_matter_of_the_network(name):
 def test_the_configs_that_come_along_are_accepted(path):
     found = _config(_parse(_parser("train"), [str(path)]))
     check_settings(found)
-    assert found.data.store and notes(found, unet(depth=1, num_convs=1, base_channels=2, norm=found.model.norm)) == []
+    assert (
+        found.data.store
+        and notes(found, unet(depth=1, num_convs=1, base_channels=2, norm=found.model.norm)) == []
+    )
 
 
 @pytest.mark.parametrize(
     "settings, norm, words",
     [
-        ({"spatial.norm_scope": "step"}, "instance", "spatial.norm_scope step is without effect: the model has no batch norm"),
+        (
+            {"spatial.norm_scope": "step"},
+            "instance",
+            "spatial.norm_scope step is without effect: the model has no batch norm",
+        ),
         ({"spatial.norm_scope": "step"}, "batch", None),
         ({"spatial.norm_scope": "window"}, "instance", None),
-        ({"spatial.norm_scope": "window"}, "none", "spatial.norm_scope window is without effect: the model has no norm"),
-        ({"spatial.frozen_norm": True}, "none", "spatial.frozen_norm is without effect: the model has no norm"),
-        ({"pipeline.placement": "v"}, "none", "pipeline.placement v is without effect: mesh.stages is 1"),
+        (
+            {"spatial.norm_scope": "window"},
+            "none",
+            "spatial.norm_scope window is without effect: the model has no norm",
+        ),
+        (
+            {"spatial.frozen_norm": True},
+            "none",
+            "spatial.frozen_norm is without effect: the model has no norm",
+        ),
+        (
+            {"pipeline.placement": "v"},
+            "none",
+            "pipeline.placement v is without effect: mesh.stages is 1",
+        ),
         ({"pipeline.placement": "v", "mesh.stages": 2}, "none", None),
-        ({"mesh.compression": "fp16"}, "none", "mesh.compression fp16 is without effect: one rank holds all of the gradient"),
+        (
+            {"mesh.compression": "fp16"},
+            "none",
+            "mesh.compression fp16 is without effect: one rank holds all of the gradient",
+        ),
         ({"mesh.compression": "fp16", "mesh.samples": 2}, "none", None),
     ],
 )
 def test_notes(settings, norm, words):
-    assert notes(config(settings), unet(depth=1, num_convs=1, base_channels=2, norm=norm)) == ([words] if words else [])
+    assert notes(config(settings), unet(depth=1, num_convs=1, base_channels=2, norm=norm)) == (
+        [words] if words else []
+    )
 
 
 def test_groups_that_do_not_divide_the_channels():
     model = unet(depth=1, num_convs=1, base_channels=4, norm="group", groups=3)
     words = "model.groups 3 does not divide the channels of enc0_norm0, so it takes 1"
     assert notes(config({"model.norm": "group", "model.groups": 3}), model) == [words]
-    assert notes(config({"model.norm": "group", "model.groups": 2}), unet(depth=1, num_convs=1, base_channels=4, norm="group", groups=2)) == []
+    assert (
+        notes(
+            config({"model.norm": "group", "model.groups": 2}),
+            unet(depth=1, num_convs=1, base_channels=4, norm="group", groups=2),
+        )
+        == []
+    )
 
 
 def test_the_stores_ignore_value_holds_unless_another_is_set():
     assert with_store(Config(), 7).loss.ignore_index == 7
     assert with_store(config({"loss.ignore_index": 7}), 7).loss.ignore_index == 7
-    with pytest.raises(ValueError, match="loss.ignore_index is 3, but the labels of a.h5 have 7 where nothing counts: leave loss.ignore_index out, or prepare the store with --ignore 3"):
+    with pytest.raises(
+        ValueError,
+        match="loss.ignore_index is 3, but the labels of a.h5 have 7 where nothing counts: leave loss.ignore_index out, or prepare the store with --ignore 3",
+    ):
         with_store(config({"loss.ignore_index": 3, "data.store": "a.h5"}), 7)
 
 
@@ -158,7 +305,9 @@ def test_an_image_too_small_for_a_norm_is_named_before_work():
     sizes = {"large": (64, 64), "sliver": (24, 4), "wide": (8, 400)}
     assert list(smallest(sizes)) == ["sliver", "wide"]
     deep = unet(depth=5, base_channels=2, norm="instance")
-    with pytest.raises(ValueError, match=r"image 'sliver' of 24x4 pixels: the norm mid_norm0 takes"):
+    with pytest.raises(
+        ValueError, match=r"image 'sliver' of 24x4 pixels: the norm mid_norm0 takes"
+    ):
         check_norms(Config(), deep, sizes)
     check_norms(Config(), deep, {"large": (64, 64)})
     check_norms(replace(Config(), spatial=SpatialConfig(norm_scope="window")), deep, sizes)

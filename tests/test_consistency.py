@@ -10,10 +10,21 @@ from distseg.comm.launch import JointFailure
 
 
 def test_differences_name_both_values_and_ranks():
-    ranks = [{"optim.lr": "0.1", "a": "1"}, {"optim.lr": "0.1", "a": "1"}, {"optim.lr": "0.2", "a": "1"}, {"optim.lr": "0.3"}]
-    assert differences(ranks) == ["optim.lr is 0.1 on rank 0 and 0.2 on rank 2 (and on 1 more)", "a is 1 on rank 0 and missing on rank 3"]
+    ranks = [
+        {"optim.lr": "0.1", "a": "1"},
+        {"optim.lr": "0.1", "a": "1"},
+        {"optim.lr": "0.2", "a": "1"},
+        {"optim.lr": "0.3"},
+    ]
+    assert differences(ranks) == [
+        "optim.lr is 0.1 on rank 0 and 0.2 on rank 2 (and on 1 more)",
+        "a is 1 on rank 0 and missing on rank 3",
+    ]
     assert differences(ranks[:2]) == []
-    assert settings({"optim": {"lr": 0.1, "name": "sgd"}}) == {"optim.lr": "0.1", "optim.name": "sgd"}
+    assert settings({"optim": {"lr": 0.1, "name": "sgd"}}) == {
+        "optim.lr": "0.1",
+        "optim.name": "sgd",
+    }
 
 
 def test_one_rank_agrees_with_itself():
@@ -23,7 +34,9 @@ def test_one_rank_agrees_with_itself():
 @pytest.mark.parallel(3)
 def test_what_differs_is_told_on_all_ranks(comm):
     assert_consistent(comm, {"x": 1}, "nothing")
-    with pytest.raises(JointFailure, match=r"the ranks do not agree: x is 0 on rank 0 and 2 on rank 2. Start anew"):
+    with pytest.raises(
+        JointFailure, match=r"the ranks do not agree: x is 0 on rank 0 and 2 on rank 2. Start anew"
+    ):
         assert_consistent(comm, {"x": comm.rank // 2 * 2, "y": 5}, "Start anew")
     with pytest.raises(JointFailure, match="and 3 more. Start anew"):
         assert_consistent(comm, {f"x{k}": comm.rank for k in range(8)}, "Start anew")
@@ -39,7 +52,17 @@ if identify().rank == 1:
     {do}
 main([*{arguments!r}, *(others if identify().rank == 1 else [])])
 """
-SMALL = ["verify", "--image", "29x43", "--model.depth", "2", "--model.base_channels", "4", "--mesh.tiles", "1x2"]
+SMALL = [
+    "verify",
+    "--image",
+    "29x43",
+    "--model.depth",
+    "2",
+    "--model.base_channels",
+    "4",
+    "--mesh.tiles",
+    "1x2",
+]
 TRAIN = ["train", "c.yaml", "--mesh.tiles", "1x2", "--train.resume", "true"]
 
 
@@ -82,5 +105,11 @@ def test_another_folder_or_store_on_one_rank(mpirun, tmp_path):
     elsewhere = "os.makedirs('other', exist_ok=True); os.path.exists('other/s.h5') or os.symlink(os.path.abspath({0!r}), 'other/s.h5'); os.chdir('other'); open('c.yaml', 'w').write(open('../c.yaml').read())"
     log = (tmp_path / "run/log.jsonl").read_bytes()
     done = apart(mpirun, tmp_path, TRAIN, ["--train.epochs", "1"], elsewhere.format("s.h5"))
-    assert done.returncode == 2 and "the checkpoint to go on from is step-00000002" in done.stderr and "none on rank 1" in done.stderr, str(done)
-    assert (tmp_path / "run/log.jsonl").read_bytes() == log and not (tmp_path / "other/run").exists()
+    assert (
+        done.returncode == 2
+        and "the checkpoint to go on from is step-00000002" in done.stderr
+        and "none on rank 1" in done.stderr
+    ), str(done)
+    assert (tmp_path / "run/log.jsonl").read_bytes() == log and not (
+        tmp_path / "other/run"
+    ).exists()

@@ -43,7 +43,10 @@ def gradients(layer: nn.Module, x, apart: bool, autocast: bool = False) -> dict:
     """Of the inputs and of the parameters; what is put off is checked to be all of what there is, and done at its action."""
     layer, x = copy.deepcopy(layer), x.clone(memory_format=torch.preserve_format).requires_grad_()
     waits = Waits()
-    with weights_apart(waits)({}) if apart else torch.enable_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+    with (
+        weights_apart(waits)({}) if apart else torch.enable_grad(),
+        torch.autocast("cpu", torch.bfloat16, enabled=autocast),
+    ):
         y = layer(x) + layer(0.5 * x)  # its weights are shared by two places
     with waits.putting_off():
         with waits.until("W0,0"):
@@ -57,7 +60,9 @@ def gradients(layer: nn.Module, x, apart: bool, autocast: bool = False) -> dict:
 def same(found: dict, wanted: dict, tolerance: float) -> None:
     for name in wanted.keys() - {"at once"}:
         assert found[name].dtype == wanted[name].dtype
-        assert (found[name].double() - wanted[name].double()).norm() <= tolerance * wanted[name].double().norm(), name
+        assert (found[name].double() - wanted[name].double()).norm() <= tolerance * wanted[
+            name
+        ].double().norm(), name
         assert name in ("x", "y") or lies_alike(found[name], wanted[name]), f"{name} lies otherwise"
 
 
@@ -71,15 +76,21 @@ def test_gradients_are_autograds(name, last):
     found, wanted = gradients(layer, x, True), gradients(layer, x, False)
     same(found, wanted, 1e-14)
     assert found["at once"] == (["weight", "bias"] if name == "even same" else [])
-    assert found["y"].is_contiguous(memory_format=torch.channels_last) == wanted["y"].is_contiguous(memory_format=torch.channels_last)
+    assert found["y"].is_contiguous(memory_format=torch.channels_last) == wanted["y"].is_contiguous(
+        memory_format=torch.channels_last
+    )
 
 
 @pytest.mark.parametrize("dims", [1, 3])
 def test_lines_and_volumes(dims):
     torch.manual_seed(0)
-    conv, transposed = ((nn.Conv1d, nn.ConvTranspose1d), None, (nn.Conv3d, nn.ConvTranspose3d))[dims - 1]
+    conv, transposed = ((nn.Conv1d, nn.ConvTranspose1d), None, (nn.Conv3d, nn.ConvTranspose3d))[
+        dims - 1
+    ]
     layer = nn.Sequential(conv(4, 5, 3, padding=1), transposed(5, 6, 2, stride=2)).double()
-    x = torch.randn(1, 4, *[8, 6, 5][:dims], dtype=torch.float64).contiguous(memory_format=channels_last(dims + 2))
+    x = torch.randn(1, 4, *[8, 6, 5][:dims], dtype=torch.float64).contiguous(
+        memory_format=channels_last(dims + 2)
+    )
     found = gradients(layer, x, True)
     same(found, gradients(layer, x, False), 1e-14)
     assert found["at once"] == []
@@ -90,8 +101,14 @@ def test_in_bf16_to_the_last_bit(last):
     torch.manual_seed(0)
     layer, x = LAYERS["3x3"](), torch.randn(2, 4, 16, 16)
     if last:
-        layer, x = layer.to(memory_format=torch.channels_last), x.to(memory_format=torch.channels_last)
-    found, wanted = gradients(layer, x, True, autocast=True), gradients(layer, x, False, autocast=True)
+        layer, x = (
+            layer.to(memory_format=torch.channels_last),
+            x.to(memory_format=torch.channels_last),
+        )
+    found, wanted = (
+        gradients(layer, x, True, autocast=True),
+        gradients(layer, x, False, autocast=True),
+    )
     same(found, wanted, 1e-2)
     assert found["y"].dtype == torch.bfloat16 and torch.equal(found["y"], wanted["y"])
 
@@ -103,12 +120,16 @@ def test_frozen_parameters_get_none(frozen):
         getattr(layer, name).requires_grad_(False)
     found = gradients(layer, x, True)
     same(found, gradients(layer, x, False), 1e-14)
-    assert found["at once"] == [name for name in ("bias",) if "weight" in frozen and name not in frozen]
+    assert found["at once"] == [
+        name for name in ("bias",) if "weight" in frozen and name not in frozen
+    ]
 
 
 class Standardised(nn.Conv2d):
     def forward(self, x):
-        return self._conv_forward(x, self.weight - self.weight.mean((1, 2, 3), keepdim=True), self.bias)
+        return self._conv_forward(
+            x, self.weight - self.weight.mean((1, 2, 3), keepdim=True), self.bias
+        )
 
 
 def watched() -> nn.Module:
@@ -117,7 +138,11 @@ def watched() -> nn.Module:
     return layer
 
 
-PLAIN = {"parametrized": lambda: weight_norm(nn.Conv2d(4, 6, 3)), "computed": lambda: Standardised(4, 6, 3), "watched": watched}
+PLAIN = {
+    "parametrized": lambda: weight_norm(nn.Conv2d(4, 6, 3)),
+    "computed": lambda: Standardised(4, 6, 3),
+    "watched": watched,
+}
 
 
 @pytest.mark.parametrize("name", PLAIN)

@@ -30,7 +30,11 @@ def test_pairs_that_occur_in_no_case_are_not_asked_for():
 
 
 def test_the_choice_is_that_of_the_seed():
-    assert chosen(EVERY, cases=10, seed="a") == chosen(EVERY, cases=10, seed="a") != chosen(EVERY, cases=10, seed="b")
+    assert (
+        chosen(EVERY, cases=10, seed="a")
+        == chosen(EVERY, cases=10, seed="a")
+        != chosen(EVERY, cases=10, seed="b")
+    )
     assert len(chosen(EVERY, cases=10)) == 10
 
 
@@ -59,7 +63,9 @@ def test_on_ranks(comm, a):
 def suite(tmp_path_factory):
     folder = tmp_path_factory.mktemp("suite")
     (folder / "test_it.py").write_text(SUITE)
-    (folder / "pytest.ini").write_text('[pytest]\naddopts = -p covering -m "not slow"\nparallel_batch = session\n')
+    (folder / "pytest.ini").write_text(
+        '[pytest]\naddopts = -p covering -m "not slow"\nparallel_batch = session\n'
+    )
     return folder
 
 
@@ -77,4 +83,6 @@ def test_what_is_selected(suite, arguments, count):
 
 
 def test_ranks_run_what_is_selected(suite):
-    assert [verdict for _, verdict in verdicts(pytest_on(suite, "-m", "slow", "-k", "ranks"))] == ["PASSED"] * 2
+    assert [verdict for _, verdict in verdicts(pytest_on(suite, "-m", "slow", "-k", "ranks"))] == [
+        "PASSED"
+    ] * 2

@@ -79,7 +79,11 @@ def everything(path) -> list:
             store.read(name, whole).tobytes(),
         ]
         found += (
-            [store.labels(name, whole).tobytes(), store.block_counts(name).tolist(), store.class_counts(name)]
+            [
+                store.labels(name, whole).tobytes(),
+                store.block_counts(name).tolist(),
+                store.class_counts(name),
+            ]
             if store.has_labels(name)
             else []
         )
@@ -141,7 +145,12 @@ def test_bits_flipped_and_cuts_at_random_are_told_or_harmless(path):
             (0, 1, 1),
             r"the pixels of image 'a' at \[256:300, 256:270\] are not those that were written, their checksum differs",
         ),
-        ("a", "labels", (1, 0), r"the labels of image 'a' at \[256:300, 0:256\] are not those that were written"),
+        (
+            "a",
+            "labels",
+            (1, 0),
+            r"the labels of image 'a' at \[256:300, 0:256\] are not those that were written",
+        ),
         ("b", "pixels", (0, 0, 0), r"the pixels of image 'b' at \[0:64, 0:70\] are not"),
         (
             "b",
@@ -156,12 +165,17 @@ def test_damage_is_told_by_image_and_place_and_the_rest_is_read(path, name, what
     flipped(path, at + size // 2)
     store, whole = Store(path), Box.whole(IMAGES[name][1].shape[1:])
     with pytest.raises(Damage, match=words):
-        {"pixels": store.read, "labels": store.labels, "counts": lambda name, _: store.block_counts(name)}[what](
-            name, whole
-        )
+        {
+            "pixels": store.read,
+            "labels": store.labels,
+            "counts": lambda name, _: store.block_counts(name),
+        }[what](name, whole)
     assert np.array_equal(store.read("a", Box((0, 0), (200, 200))), IMAGES["a"][1][:, :200, :200])
     (finding,) = findings(path)
-    assert finding.startswith(f"{path} is damaged: the {what} of image {name!r}") and finding.count("\n") == 0
+    assert (
+        finding.startswith(f"{path} is damaged: the {what} of image {name!r}")
+        and finding.count("\n") == 0
+    )
 
 
 def test_chunks_in_each_others_place_are_told(path):
@@ -180,7 +194,9 @@ def test_a_store_made_of_two_is_told(path, tmp_path):
         del file["images/b/labels"]
         other.copy("images/b/labels", file["images/b"])
         file["sums"][:] = other["sums"][:]
-    with pytest.raises(Damage, match="the checksums of the labels of image 'b' are not those that were written"):
+    with pytest.raises(
+        Damage, match="the checksums of the labels of image 'b' are not those that were written"
+    ):
         Store(path).labels("b", Box.whole((64, 70)))
     assert len(findings(path)) == 2, "the pixels of b and its labels"
 
@@ -189,7 +205,12 @@ def test_a_store_made_of_two_is_told(path, tmp_path):
 def test_the_header_is_under_a_checksum_too(path, name):
     """HDF5's own would not tell who changed a value through it."""
     with h5py.File(path, "r+") as file:
-        file.attrs[name] = {"mean": [1.0, 2.0], "classes": ["a", "b", "c"], "ignore": 254, "layout": "other"}[name]
+        file.attrs[name] = {
+            "mean": [1.0, 2.0],
+            "classes": ["a", "b", "c"],
+            "ignore": 254,
+            "layout": "other",
+        }[name]
     with pytest.raises(
         ValueError,
         match="s.h5 is damaged or cut off: its header cannot be read .*checksum differs.*: copy it again, or prepare it anew",
@@ -198,7 +219,9 @@ def test_the_header_is_under_a_checksum_too(path, name):
     assert len(findings(path)) == 1
 
 
-@pytest.mark.parametrize("what", ["images/b/pixels", "images/b/labels", "images/b/counts", "images/b", "sums", "index"])
+@pytest.mark.parametrize(
+    "what", ["images/b/pixels", "images/b/labels", "images/b/counts", "images/b", "sums", "index"]
+)
 def test_what_is_missing_is_told(path, what):
     with h5py.File(path, "r+") as file:
         del file[what]
@@ -213,17 +236,25 @@ def test_a_disk_that_can_not_be_read_is_told_with_the_place(path, monkeypatch):
     store.reader("a", "pixels")
     monkeypatch.setattr(chunks.os, "preadv", broken)
     with pytest.raises(
-        OSError, match=r"s.h5: the pixels of image 'a' at .* cannot be read from the disk \(Input/output error\)"
+        OSError,
+        match=r"s.h5: the pixels of image 'a' at .* cannot be read from the disk \(Input/output error\)",
     ):
         store.read("a", Box((0, 0), (5, 5)))
 
 
-def test_check_finds_labels_that_are_no_class_counts_that_are_wrong_and_pixels_that_are_no_number(tmp_path):
+def test_check_finds_labels_that_are_no_class_counts_that_are_wrong_and_pixels_that_are_no_number(
+    tmp_path,
+):
     """In a store of version 1, in which each of them is silent."""
     pixels, labels = random_image((300, 70))
     pixels, labels = pixels.astype("f4"), labels.copy()
     path = old_store(
-        tmp_path / "s.h5", {"a": ("train", pixels, labels), "b": ("val", pixels, labels), "c": ("val", pixels, labels)}
+        tmp_path / "s.h5",
+        {
+            "a": ("train", pixels, labels),
+            "b": ("val", pixels, labels),
+            "c": ("val", pixels, labels),
+        },
     )
     with h5py.File(path, "r+") as file:
         file["images/a/pixels"][1, 280, 7] = np.nan
@@ -231,8 +262,14 @@ def test_check_finds_labels_that_are_no_class_counts_that_are_wrong_and_pixels_t
         file["images/c/labels"][70, 66] = 2 if labels[70, 66] != 2 else 1
     found = findings(path)
     assert len(found) == 3
-    assert "pixels of image 'a' at [256:300, 0:70] have what is no number: band band1 is nan at (280, 7)" in found[0]
-    assert "labels of image 'b' at [0:256, 0:70] have the label 77 at (3, 5), which is no class" in found[1]
+    assert (
+        "pixels of image 'a' at [256:300, 0:70] have what is no number: band band1 is nan at (280, 7)"
+        in found[0]
+    )
+    assert (
+        "labels of image 'b' at [0:256, 0:70] have the label 77 at (3, 5), which is no class"
+        in found[1]
+    )
     assert "counts of image 'c' say " in found[2] and "at [64:128, 64:70]" in found[2]
 
 
@@ -254,13 +291,17 @@ def test_an_old_store_is_read_and_says_once_what_it_lacks(tmp_path, capsys, monk
         for name, (_, pixels, labels) in IMAGES.items():
             whole = Box.whole(pixels.shape[1:])
             assert np.array_equal(store.read(name, whole), pixels)
-            assert np.allclose(store.read_normalised(name, whole), new.read_normalised(name, whole), atol=1e-6)
+            assert np.allclose(
+                store.read_normalised(name, whole), new.read_normalised(name, whole), atol=1e-6
+            )
             if labels is not None:
                 assert np.array_equal(store.labels(name, whole), labels) and np.array_equal(
                     store.block_counts(name), new.block_counts(name)
                 )
     err = capsys.readouterr().err
-    assert err.count("s.h5 is a store of version 1, which has no checksums") == 1 and "t.h5" not in err
+    assert (
+        err.count("s.h5 is a store of version 1, which has no checksums") == 1 and "t.h5" not in err
+    )
     assert not findings(path) and store.digest != new.digest
 
 
@@ -298,7 +339,9 @@ def raw_data_elsewhere(file, folder):
     pixels = file["images/a/pixels"]
     shape, dtype = pixels.shape, pixels.dtype
     del file["images/a/pixels"]
-    file["images/a"].create_dataset("pixels", shape, dtype, external=[(str(folder / "pipe"), 0, h5py.h5f.UNLIMITED)])
+    file["images/a"].create_dataset(
+        "pixels", shape, dtype, external=[(str(folder / "pipe"), 0, h5py.h5f.UNLIMITED)]
+    )
 
 
 def virtual(file, folder):
@@ -352,8 +395,14 @@ def enormous(file, folder):
 
 
 HOSTILE = {
-    "a link into another file": (external_link, "images/a/pixels is a link into another file, which is not followed"),
-    "a link to a pipe": (link_to_a_pipe, "images/a is a link into another file, which is not followed"),
+    "a link into another file": (
+        external_link,
+        "images/a/pixels is a link into another file, which is not followed",
+    ),
+    "a link to a pipe": (
+        link_to_a_pipe,
+        "images/a is a link into another file, which is not followed",
+    ),
     "a soft link": (soft_link, "images/a/pixels is a soft link, which is not followed"),
     "raw data in a pipe": (
         raw_data_elsewhere,
@@ -371,14 +420,23 @@ HOSTILE = {
         another(shape=(2, 300, 270), dtype="f8", chunks=(2, 256, 256)),
         "are .* of float64, the index says .* of uint8",
     ),
-    "another size": (another(shape=(2, 300, 271), dtype="u1", chunks=(2, 256, 256)), "the index says"),
-    "no data": (another(shape=(2, 300, 270), dtype="u1", chunks=(2, 256, 256)), "are missing or cut off"),
+    "another size": (
+        another(shape=(2, 300, 271), dtype="u1", chunks=(2, 256, 256)),
+        "the index says",
+    ),
+    "no data": (
+        another(shape=(2, 300, 270), dtype="u1", chunks=(2, 256, 256)),
+        "are missing or cut off",
+    ),
     "a group": (
         lambda file, _: (file.__delitem__("images/a/pixels"), file.create_group("images/a/pixels")),
         "images/a/pixels holds no data",
     ),
     "an enormous image": (enormous, r"its images take 23058\d+ bytes, the file has"),
-    "a name that leads out": (named("../../up"), r"the name of an image is UTF-8, not empty, .* got '../../up': rename it"),
+    "a name that leads out": (
+        named("../../up"),
+        r"the name of an image is UTF-8, not empty, .* got '../../up': rename it",
+    ),
     "an absolute name": (named("/tmp/up"), "got '/tmp/up': rename it"),
     "no name": (named(""), "got '': rename it"),
     "a number for a name": (named(7), "the name 7 cannot be"),
@@ -399,7 +457,10 @@ def test_what_is_no_file(tmp_path, kind):
     path = {"a pipe": tmp_path / "pipe", "a folder": tmp_path, "a device": "/dev/zero"}[kind]
     if kind == "a pipe":
         os.mkfifo(path)
-    with at_once(), pytest.raises(ValueError, match=f"is no file but {kind}: 'distseg prepare' writes a store"):
+    with (
+        at_once(),
+        pytest.raises(ValueError, match=f"is no file but {kind}: 'distseg prepare' writes a store"),
+    ):
         Store(path)
 
 
@@ -470,14 +531,33 @@ def test_an_index_of_any_values_is_refused_or_read(old, tmp_path_factory, data):
     for _ in range(data.draw(st.integers(1, 2))):
         key = data.draw(st.sampled_from([*index[entry], "more"]))
         index[entry][key] = data.draw(NASTY)
-    text = data.draw(st.sampled_from([json.dumps(index), json.dumps(index)[:-9], json.dumps(index[entry]), "[" * 5000]))
-    refused_or_read(tmp_path_factory, path, lambda file: (file.__delitem__("index"), file.__setitem__("index", text)))
+    text = data.draw(
+        st.sampled_from(
+            [json.dumps(index), json.dumps(index)[:-9], json.dumps(index[entry]), "[" * 5000]
+        )
+    )
+    refused_or_read(
+        tmp_path_factory,
+        path,
+        lambda file: (file.__delitem__("index"), file.__setitem__("index", text)),
+    )
 
 
 @FUZZ
 @given(
     name=st.sampled_from(
-        ["format", "version", "complete", "bands", "classes", "ignore", "block", "mean", "std", "layout"]
+        [
+            "format",
+            "version",
+            "complete",
+            "bands",
+            "classes",
+            "ignore",
+            "block",
+            "mean",
+            "std",
+            "layout",
+        ]
     ),
     value=NASTY.filter(lambda v: v not in (None, 10**30, {}, {"a": 1})),
 )

@@ -32,7 +32,9 @@ def on(devices: int, **settings) -> dict:
 
 
 @pytest.mark.parallel(1)
-@pytest.mark.parametrize("norm, devices", [("instance", 1), *((norm, devices) for norm in NORMS for devices in (2, 3))])
+@pytest.mark.parametrize(
+    "norm, devices", [("instance", 1), *((norm, devices) for norm in NORMS for devices in (2, 3))]
+)
 def test_every_norm_and_number_of_devices(comm, norm, devices):
     check(comm, "33x47", norm=norm, accumulate=2, images=2, **on(devices))
 
@@ -41,25 +43,44 @@ def test_every_norm_and_number_of_devices(comm, norm, devices):
 @pytest.mark.parametrize("recompute", ["except_last", "always"])
 @pytest.mark.parametrize("norm", NORMS)
 def test_recomputing(comm, recompute, norm):
-    check(comm, "33x47", norm=norm, recompute=recompute, accumulate=3, images=2, loss="dice", **on(2))
+    check(
+        comm, "33x47", norm=norm, recompute=recompute, accumulate=3, images=2, loss="dice", **on(2)
+    )
 
 
 @pytest.mark.parallel(1)
 @pytest.mark.parametrize("micro_batches", [1, 2, 3])
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 def test_every_number_of_micro_batches(comm, micro_batches, recompute):
-    check(comm, "33x47", accumulate=micro_batches, loss="cross_entropy + 0.5*dice", dice_over="batch", recompute=recompute, **on(3))
+    check(
+        comm,
+        "33x47",
+        accumulate=micro_batches,
+        loss="cross_entropy + 0.5*dice",
+        dice_over="batch",
+        recompute=recompute,
+        **on(3),
+    )
 
 
 @pytest.mark.parallel(1)
 @pytest.mark.parametrize("balance", [[1, 48], [9, 1, 39], [10, 18, 1, 20], [21, 8, 20]])
 def test_cuts_anywhere(comm, balance):
     """Before and after a stash and a pop, stages without weights."""
-    check(comm, "33x47", placement="devices", balance=balance, accumulate=2, recompute="except_last")
+    check(
+        comm, "33x47", placement="devices", balance=balance, accumulate=2, recompute="except_last"
+    )
 
 
 @pytest.mark.parallel(2)
-@pytest.mark.parametrize("norm, more", [("instance", {}), ("batch", dict(reducer="mpi")), ("batch", dict(recompute="always", images=2))])
+@pytest.mark.parametrize(
+    "norm, more",
+    [
+        ("instance", {}),
+        ("batch", dict(reducer="mpi")),
+        ("batch", dict(recompute="always", images=2)),
+    ],
+)
 def test_data_parallel(comm, norm, more):
     check(comm, "33x47", samples=2, norm=norm, accumulate=2, loss="dice", **on(2, **more))
 
@@ -85,7 +106,10 @@ def engine_of(found, mesh, precision="fp64"):
     """An engine, and its part of a step's random images."""
     engine = Engine(found, mesh, outline_model(found.model), (33, 47), precision=precision)
     images = RandomImages(Size("33x47"), 3, 3, found)
-    return engine, [images.mine([m], Size("1x1"), Size("1x1"), (0, 0), engine.reach) for m in range(found.train.accumulate)]
+    return engine, [
+        images.mine([m], Size("1x1"), Size("1x1"), (0, 0), engine.reach)
+        for m in range(found.train.accumulate)
+    ]
 
 
 def gradients(found, mesh) -> dict:
@@ -101,7 +125,9 @@ def test_autocast_reaches_the_threads(comm, recompute):
     losses = []
     for pipeline, precision in ((on(2, recompute=recompute), "bf16"), ({}, "bf16"), ({}, "fp32")):
         engine, micro_batches = engine_of(config(accumulate=2, **pipeline), Mesh(comm), precision)
-        losses.append([engine.backward(micro_batches), engine.update(1e-3), engine.backward(micro_batches)])
+        losses.append(
+            [engine.backward(micro_batches), engine.update(1e-3), engine.backward(micro_batches)]
+        )
     assert losses[0][0] == losses[1][0] != losses[2][0]
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
 
@@ -113,23 +139,44 @@ def test_training_validation_and_prediction(comm, shared_path, norm):
     write_store(shared_path / "store.h5")
 
     def run(name, pipeline, **more):
-        return train_config(shared_path, norm=norm, accumulate=2, output=str(shared_path / name), **pipeline, **more)
+        return train_config(
+            shared_path, norm=norm, accumulate=2, output=str(shared_path / name), **pipeline, **more
+        )
 
-    plain, three, two = run("plain", {}, epochs=1), run("three", on(3, recompute="except_last"), epochs=1), run("three", on(2), epochs=2, resume=True)
+    plain, three, two = (
+        run("plain", {}, epochs=1),
+        run("three", on(3, recompute="except_last"), epochs=1),
+        run("three", on(2), epochs=2, resume=True),
+    )
     assert train(plain, comm) == train(three, comm)
-    cut, whole = ({name: w.double() for name, w in weights(shared_path / name).items()} for name in ("three", "plain"))
+    cut, whole = (
+        {name: w.double() for name, w in weights(shared_path / name).items()}
+        for name in ("three", "plain")
+    )
     assert max(relative_errors(cut, whole).values()) < 1e-10
     assert train(two, comm)
     scene = store_scene(Store(shared_path / "store.h5"), "image3")
-    whole, cut = ([y for _, y in load_predictor(str(shared_path / "three"), found, comm, torch.device("cpu"))[0](scene)] for found in (plain, two))
-    assert len(whole) > 1 and max(abs(a - b).max() for a, b in zip(whole, cut)) < 1e-12  # a processor's kernels may round by the size of a window
+    whole, cut = (
+        [
+            y
+            for _, y in load_predictor(
+                str(shared_path / "three"), found, comm, torch.device("cpu")
+            )[0](scene)
+        ]
+        for found in (plain, two)
+    )
+    assert (
+        len(whole) > 1 and max(abs(a - b).max() for a, b in zip(whole, cut)) < 1e-12
+    )  # a processor's kernels may round by the size of a window
 
 
 def test_a_thread_has_its_own_forward_pass():
     context, seen = Context(), []
     context.places, context.current = ["a"], 3
     with context.repeating():
-        thread = threading.Thread(target=lambda: seen.append((context.places, context.current, context.tracking)))
+        thread = threading.Thread(
+            target=lambda: seen.append((context.places, context.current, context.tracking))
+        )
         thread.start()
         thread.join()
         assert not context.tracking
@@ -141,8 +188,14 @@ def test_a_thread_has_its_own_forward_pass():
 def test_a_rank_has_its_share_of_the_gpus():
     found = config(placement="devices", balance=[20, 29])
     assert devices_of(found, CPU) == [CPU, CPU]
-    assert devices_of(found, torch.device("cuda", 2), gpus=6) == [torch.device("cuda", 4), torch.device("cuda", 5)]
-    with pytest.raises(ValueError, match="2 stages would be on cuda:4 to cuda:5, but this process sees 4 GPUs: start fewer ranks a node"):
+    assert devices_of(found, torch.device("cuda", 2), gpus=6) == [
+        torch.device("cuda", 4),
+        torch.device("cuda", 5),
+    ]
+    with pytest.raises(
+        ValueError,
+        match="2 stages would be on cuda:4 to cuda:5, but this process sees 4 GPUs: start fewer ranks a node",
+    ):
         devices_of(found, torch.device("cuda", 2), gpus=4)
     assert devices_of(config(), CPU) == [CPU]
 
@@ -152,10 +205,19 @@ def wrong(**settings):
 
 
 PIPELINES = {
-    "no devices": (wrong(), r"no devices are given: give pipeline.devices, such as \[cuda:0, cuda:1\], or pipeline.balance"),
+    "no devices": (
+        wrong(),
+        r"no devices are given: give pipeline.devices, such as \[cuda:0, cuda:1\], or pipeline.balance",
+    ),
     "an empty list": (wrong(devices=[]), "no devices are given"),
-    "devices of another placement": (dict(devices=["cpu"]), "pipeline.placement is line: set it to devices, or leave pipeline.devices out"),
-    "another number than balance": (wrong(devices=["cpu"], balance=[9, 40]), "1 devices, but pipeline.balance has 2 numbers: give as many"),
+    "devices of another placement": (
+        dict(devices=["cpu"]),
+        "pipeline.placement is line: set it to devices, or leave pipeline.devices out",
+    ),
+    "another number than balance": (
+        wrong(devices=["cpu"], balance=[9, 40]),
+        "1 devices, but pipeline.balance has 2 numbers: give as many",
+    ),
 }
 
 
@@ -167,13 +229,28 @@ def test_pipelines_that_contradict_themselves(name):
 
 
 CONFIGS = {
-    "stages on ranks too": (on(2, stages=2), "puts all 2 stages on each rank, but mesh.stages is 2: set mesh.stages to 1"),
+    "stages on ranks too": (
+        on(2, stages=2),
+        "puts all 2 stages on each rank, but mesh.stages is 2: set mesh.stages to 1",
+    ),
     "1f1b": (on(2, schedule="1f1b"), "knows gpipe only: set it to gpipe or auto"),
-    "tiles": (on(2, tiles_per_rank=Size("1x2")), "all micro-batches to have one size, and so one tile: set it to 1x1"),
-    "no such device": (wrong(devices=["cpu", "gpu"]), "names 'gpu', which is no device: write cpu, cuda:0"),
+    "tiles": (
+        on(2, tiles_per_rank=Size("1x2")),
+        "all micro-batches to have one size, and so one tile: set it to 1x1",
+    ),
+    "no such device": (
+        wrong(devices=["cpu", "gpu"]),
+        "names 'gpu', which is no device: write cpu, cuda:0",
+    ),
     "a device that is none": (wrong(devices=["meta"]), "names 'meta', which is no device"),
-    "another kind than the rank's": (wrong(devices=["cpu", "cuda:0"]), "cuda:0, but this rank computes on cpu: set run.device to cuda"),
-    "a balance of other layers": (on(2, balance=[9, 9]), "pipeline.balance 9 9 adds up to 18 layers, but the model has 49"),
+    "another kind than the rank's": (
+        wrong(devices=["cpu", "cuda:0"]),
+        "cuda:0, but this rank computes on cpu: set run.device to cuda",
+    ),
+    "a balance of other layers": (
+        on(2, balance=[9, 9]),
+        "pipeline.balance 9 9 adds up to 18 layers, but the model has 49",
+    ),
 }
 
 
@@ -188,7 +265,10 @@ def test_what_can_not_be_is_refused_before_any_work(comm, name):
 @pytest.mark.parallel(1)
 def test_without_torchgpipe(comm, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match="needs torchgpipe: pip install --no-deps torchgpipe==0.0.7, or set pipeline.placement to line"):
+    with pytest.raises(
+        ValueError,
+        match="needs torchgpipe: pip install --no-deps torchgpipe==0.0.7, or set pipeline.placement to line",
+    ):
         engine_of(config(**on(2)), Mesh(comm))
 
 
@@ -200,13 +280,23 @@ def test_without_torchgpipe(comm, monkeypatch):
 def test_statistics_that_ranks_share(comm, settings, text):
     found = config(**settings, **on(2))
     with pytest.raises(ValueError, match=text):
-        Engine(found, Mesh(comm, found.mesh.samples, found.mesh.tiles), outline_model(found.model), (33, 47))
+        Engine(
+            found,
+            Mesh(comm, found.mesh.samples, found.mesh.tiles),
+            outline_model(found.model),
+            (33, 47),
+        )
 
 
 @pytest.mark.parallel(1)
 def test_micro_batches_of_different_sizes(comm):
     engine, micro_batches = engine_of(config(accumulate=2, **on(2)), Mesh(comm))
-    other = RandomImages(Size("41x47"), 3, 3, engine.config).mine([1], Size("1x1"), Size("1x1"), (0, 0), engine.reach)
-    with pytest.raises(ValueError, match=r"one size, but here are \(images x window\) 1 x 33x47, 1 x 41x47: set data.crop"):
+    other = RandomImages(Size("41x47"), 3, 3, engine.config).mine(
+        [1], Size("1x1"), Size("1x1"), (0, 0), engine.reach
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"one size, but here are \(images x window\) 1 x 33x47, 1 x 41x47: set data.crop",
+    ):
         engine.backward([micro_batches[0], other])
     assert engine.backward(micro_batches) > 0, "nothing is left behind of a step that failed"

@@ -40,7 +40,9 @@ def test_the_folder_may_be_renamed_as_soon_as_the_file_is_there(tmp_path, monkey
 
     def and_renamed(source, destination):
         replace(source, destination)
-        replace(tmp_path / "partial", tmp_path / "final")  # as the first stage does with a checkpoint of which this was the last part
+        replace(
+            tmp_path / "partial", tmp_path / "final"
+        )  # as the first stage does with a checkpoint of which this was the last part
 
     (tmp_path / "partial").mkdir()
     monkeypatch.setattr(os, "replace", and_renamed)
@@ -98,11 +100,18 @@ def test_what_is_no_file_is_not_replaced(tmp_path):
     (tmp_path / "dangling").symlink_to("nowhere")
     before = names(tmp_path)
     for name, kind in dict(pipe="pipe or device", link="pipe or device", folder="folder").items():
-        with pytest.raises(FileExistsError, match=f"{name} is a {kind}, which no file may replace"), atomic_write(tmp_path / name):
+        with (
+            pytest.raises(FileExistsError, match=f"{name} is a {kind}, which no file may replace"),
+            atomic_write(tmp_path / name),
+        ):
             pytest.fail("the work was begun")
     with atomic_write(tmp_path / "dangling") as growing:
         growing.write_text("new")
-    assert (tmp_path / "pipe").is_fifo() and (tmp_path / "link").is_symlink() and names(tmp_path) == before
+    assert (
+        (tmp_path / "pipe").is_fifo()
+        and (tmp_path / "link").is_symlink()
+        and names(tmp_path) == before
+    )
 
 
 def test_what_killed_jobs_left_is_removed_what_grows_is_kept(tmp_path, monkeypatch):
@@ -150,14 +159,17 @@ def test_room_is_asked_for_before_the_work(tmp_path):
     [
         OSError(errno.ENOSPC, "No space left on device"),
         OSError(errno.EDQUOT, "Disk quota exceeded"),
-        RuntimeError("Can't decrement id ref count (file write failed: error message = 'No space left on device')"),
+        RuntimeError(
+            "Can't decrement id ref count (file write failed: error message = 'No space left on device')"
+        ),
         ValueError("Error while serializing: I/O error: No space left on device (os error 28)"),
     ],
 )
 def test_a_full_disk_is_told_with_file_and_free_bytes_whoever_finds_it(tmp_path, error):
     (tmp_path / "a").write_text("old")
     with pytest.raises(
-        NoRoom, match="a could not be written, (no space is left|the quota) .* after 5 B of it: .*B are free; make room"
+        NoRoom,
+        match="a could not be written, (no space is left|the quota) .* after 5 B of it: .*B are free; make room",
     ):
         with atomic_write(tmp_path / "a") as growing:
             growing.write_text("12345")
@@ -173,11 +185,20 @@ def test_other_errors_stay_what_they_are(tmp_path):
 def test_the_limit_of_a_file(tmp_path):
     """In a process of its own, which ends with the words, not by the signal."""
     code = "import sys; from distseg.report.disk import atomic_write\nwith atomic_write(sys.argv[1]) as growing: growing.write_bytes(bytes(100_000))"
-    limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
+
+    def limit():
+        return resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
+
     found = subprocess.run(
-        [sys.executable, "-c", code, tmp_path / "a"], preexec_fn=limit, capture_output=True, text=True
+        [sys.executable, "-c", code, tmp_path / "a"],
+        preexec_fn=limit,
+        capture_output=True,
+        text=True,
     )
-    assert "a could not be written, files may not grow so large here (ulimit -f" in found.stderr and not names(tmp_path)
+    assert (
+        "a could not be written, files may not grow so large here (ulimit -f" in found.stderr
+        and not names(tmp_path)
+    )
 
 
 # locks
@@ -201,4 +222,6 @@ def test_a_lock_on_a_file_that_was_renamed_meanwhile_is_not_taken(tmp_path, monk
     second = locked(tmp_path / "s.partial", tmp_path / "s")
     second.write(b"other")
     second.close()
-    assert (tmp_path / "s").read_bytes() == b"finished" and (tmp_path / "s.partial").read_bytes() == b"other"
+    assert (tmp_path / "s").read_bytes() == b"finished" and (
+        tmp_path / "s.partial"
+    ).read_bytes() == b"other"

@@ -1,6 +1,5 @@
 """Dropout that does not know of tiles: the masks are those of the whole image."""
 
-
 import numpy as np
 import pytest
 import torch
@@ -24,7 +23,10 @@ def masks(layer: nn.Module, image, stride, grid, samples=SAMPLES, **context):
         yield box, twin(torch.ones(len(samples), 5, *box.size))
 
 
-@pytest.mark.parametrize("image, stride, grid", [((13, 22), (2, 2), (2, 3)), ((13, 22), (1, 4), (3, 1)), ((9, 10, 13), (2, 1, 4), (2, 3, 2))])
+@pytest.mark.parametrize(
+    "image, stride, grid",
+    [((13, 22), (2, 2), (2, 3)), ((13, 22), (1, 4), (3, 1)), ((9, 10, 13), (2, 1, 4), (2, 3, 2))],
+)
 @pytest.mark.parametrize("layer", [nn.Dropout(0.4), nn.Dropout2d(0.4), nn.Dropout3d(0.4)])
 def test_windows_of_every_grid_see_the_whole_images_mask(layer, image, stride, grid):
     one = tuple(1 for _ in image)
@@ -40,7 +42,11 @@ def test_windows_of_every_grid_see_the_whole_images_mask(layer, image, stride, g
 def test_a_mask_depends_on_seed_epoch_sample_and_layer_alone():
     def draw(name="a", samples=(7,), **context):
         twin = KeyedDropout(nn.Dropout2d(0.5), Context(**context), (1, 1), name)
-        twin.context.places = [TilePlacement((1, 1), Box.whole((1, 1)), Box.whole((1, 1)), tuple(range(len(samples))), samples)]
+        twin.context.places = [
+            TilePlacement(
+                (1, 1), Box.whole((1, 1)), Box.whole((1, 1)), tuple(range(len(samples))), samples
+            )
+        ]
         return twin(torch.ones(len(samples), 64, 1, 1))
 
     first = draw()
@@ -78,7 +84,9 @@ def test_evaluation_and_p_0_are_the_identity():
 def test_the_gradient_is_masked_alike():
     ((_, y),) = masks(nn.Dropout2d(0.5), (4, 4), (1, 1), (1, 1))
     twin = KeyedDropout(nn.Dropout2d(0.5), Context(), (1, 1), "enc0_drop0")
-    twin.context.places = [TilePlacement((4, 4), Box.whole((4, 4)), Box.whole((4, 4)), (0, 1), SAMPLES)]
+    twin.context.places = [
+        TilePlacement((4, 4), Box.whole((4, 4)), Box.whole((4, 4)), (0, 1), SAMPLES)
+    ]
     x = torch.ones(2, 5, 4, 4, requires_grad=True)
     twin(x).sum().backward()
     assert torch.equal(x.grad, y)

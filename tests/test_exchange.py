@@ -44,15 +44,26 @@ BATCH, CHANNELS = 2, 4
 def uneven(n: int, tiles: int) -> tuple[int, ...]:
     """Borders that lie on nothing: the first tiles are about half as wide as the last ones."""
     weights = [1 + k / max(1, tiles - 1) for k in range(tiles)]
-    inner = [max(k, min(n - tiles + k, round(n * sum(weights[:k]) / sum(weights)))) for k in range(1, tiles)]
+    inner = [
+        max(k, min(n - tiles + k, round(n * sum(weights[:k]) / sum(weights))))
+        for k in range(1, tiles)
+    ]
     return (0, *inner, n)
 
 
-def exchange_of(graph, comm, size, grid, per_rank=None, every="1", borders=uneven, **more) -> Exchange:
+def exchange_of(
+    graph, comm, size, grid, per_rank=None, every="1", borders=uneven, **more
+) -> Exchange:
     """An exchange with a layout on odd borders, and of any layers: results need not have the image's size."""
     per_rank = per_rank or (1,) * len(size)
     exchange = Exchange(graph, (1,) * len(size), comm, grid, per_rank, every, **more)
-    exchange._layouts[tuple(size)] = Layout(graph, size, [borders(n, g * p) for n, g, p in zip(size, grid, per_rank)], every, more.get("fuse_below", 0))
+    exchange._layouts[tuple(size)] = Layout(
+        graph,
+        size,
+        [borders(n, g * p) for n, g, p in zip(size, grid, per_rank)],
+        every,
+        more.get("fuse_below", 0),
+    )
     return exchange
 
 
@@ -90,7 +101,9 @@ def compare(layers: list[nn.Module], graph, comm, size, grid, tolerance=1e-12, *
     context.regions = None
     ys = [had[len(layers)] for had in maps]
     owned = [layout.result_of(cell) for cell in own_cells(exchange)]
-    gradients = torch.autograd.grad(ys, [*xs, *parameters], [g[(..., *box.slices)] for box in owned])
+    gradients = torch.autograd.grad(
+        ys, [*xs, *parameters], [g[(..., *box.slices)] for box in owned]
+    )
     for found, box in zip(ys, owned):
         close(found, y[(..., *box.slices)], tolerance)
     for found, place in zip(gradients, places):
@@ -109,7 +122,14 @@ def close(found, wanted, tolerance, scale=None) -> None:
 
 
 def one(layer: nn.Module, comm, size, **settings) -> None:
-    compare([layer.double()], Graph([node_of(Call("layer", layer, (0,)), len(size))]), comm, size, settings.pop("grid", GRIDS[comm.size]), **settings)
+    compare(
+        [layer.double()],
+        Graph([node_of(Call("layer", layer, (0,)), len(size))]),
+        comm,
+        size,
+        settings.pop("grid", GRIDS[comm.size]),
+        **settings,
+    )
 
 
 RANKS = [1, 2, 3, 6, 9]
@@ -120,7 +140,9 @@ RANKS = [1, 2, 3, 6, 9]
 @pytest.mark.parametrize("kernel", range(1, 8))
 def test_convolutions(comm, kernel):
     cases = list(product((1, 2, 3, 4), (1, 2, 3), (0, kernel // 2, "more")))
-    for stride, dilation, padding in cases[(kernel + comm.size) % 3 :: 3]:  # other ones for other numbers of ranks
+    for stride, dilation, padding in cases[
+        (kernel + comm.size) % 3 :: 3
+    ]:  # other ones for other numbers of ranks
         padding = dilation * (kernel - 1) if padding == "more" else padding
         size = (dilation * (kernel - 1) + 13, dilation * (kernel - 1) + 17)
         one(nn.Conv2d(CHANNELS, 3, kernel, stride, padding, dilation, bias=stride == 1), comm, size)
@@ -132,7 +154,9 @@ def test_convolutions(comm, kernel):
 def test_convolutions_of_other_kinds(comm, mode):
     one(nn.Conv2d(CHANNELS, 4, (3, 5), (2, 1), (1, 2), padding_mode=mode), comm, (15, 13))
     one(nn.Conv2d(CHANNELS, 8, (5, 2), padding="same", groups=2, padding_mode=mode), comm, (9, 13))
-    one(nn.Conv2d(CHANNELS, 2, 7, padding=3, dilation=1, padding_mode=mode), comm, (9, 9))  # halos wider than tiles
+    one(
+        nn.Conv2d(CHANNELS, 2, 7, padding=3, dilation=1, padding_mode=mode), comm, (9, 9)
+    )  # halos wider than tiles
     one(nn.Conv2d(CHANNELS, 2, 3, padding=6, dilation=6, padding_mode=mode), comm, (13, 11))
 
 
@@ -142,7 +166,13 @@ def test_convolutions_of_other_kinds(comm, mode):
 def test_transposed_convolutions(comm, stride):
     for kernel, dilation in product(range(1, 8), (1, 2, 3)):
         for padding, extra in ((0, 0), (min(1, dilation * (kernel - 1)), stride - 1)):
-            one(nn.ConvTranspose2d(CHANNELS, 6, kernel, stride, padding, extra, groups=2, dilation=dilation), comm, (5, 7))
+            one(
+                nn.ConvTranspose2d(
+                    CHANNELS, 6, kernel, stride, padding, extra, groups=2, dilation=dilation
+                ),
+                comm,
+                (5, 7),
+            )
 
 
 @pytest.mark.parallel(RANKS)
@@ -168,7 +198,12 @@ def test_up_sampling(comm, mode):
 
 @pytest.mark.parallel(RANKS)
 def test_padding_layers(comm):
-    for layer in (nn.ZeroPad2d((1, 2, 3, 0)), nn.ConstantPad2d((0, 5, 1, 1), 2.5), nn.ReflectionPad2d((2, 4, 3, 1)), nn.ReplicationPad2d((3, 3, 0, 4))):
+    for layer in (
+        nn.ZeroPad2d((1, 2, 3, 0)),
+        nn.ConstantPad2d((0, 5, 1, 1), 2.5),
+        nn.ReflectionPad2d((2, 4, 3, 1)),
+        nn.ReplicationPad2d((3, 3, 0, 4)),
+    ):
         one(layer, comm, (7, 8))
 
 
@@ -188,13 +223,20 @@ def test_volumes(comm):
 
 @pytest.mark.parallel([1, 2, 4])
 def test_several_tiles_a_rank(comm):
-    for layer in (nn.Conv2d(CHANNELS, 3, 5, padding=2), nn.ConvTranspose2d(CHANNELS, 3, 4, 2, 1), nn.MaxPool2d(3, 2, 1)):
+    for layer in (
+        nn.Conv2d(CHANNELS, 3, 5, padding=2),
+        nn.ConvTranspose2d(CHANNELS, 3, 4, 2, 1),
+        nn.MaxPool2d(3, 2, 1),
+    ):
         one(layer, comm, (17, 19), per_rank=(2, 3))
 
 
 def net(norm=lambda: nn.Identity()) -> nn.Sequential:
     """Two levels with a skip, bilinear and transposed up-sampling, odd sizes cut at the skip."""
-    conv = lambda a, b, k=3: nn.Conv2d(a, b, k, padding=k // 2, bias=False)
+
+    def conv(a, b, k=3):
+        return nn.Conv2d(a, b, k, padding=k // 2, bias=False)
+
     return nn.Sequential(
         conv(CHANNELS, 6), norm(), nn.LeakyReLU(0.1), conv(6, 6, 5), Stash("a"), nn.MaxPool2d(2, ceil_mode=True),
         conv(6, 8), norm.__call__() if norm is None else nn.ReLU(), Stash("b"), nn.AvgPool2d(2, ceil_mode=True),
@@ -210,10 +252,24 @@ def net(norm=lambda: nn.Identity()) -> nn.Sequential:
 def test_a_network_with_skips_at_every_interval(comm, every, size):
     torch.manual_seed(1)
     model = net()
-    on_grid = lambda n, tiles: (0, *(round(k * n / tiles / 4) * 4 for k in range(1, tiles)), n)
+
+    def on_grid(n, tiles):
+        return (0, *(round(k * n / tiles / 4) * 4 for k in range(1, tiles)), n)
+
     for borders in (on_grid, uneven):
-        compare(list(model), graph_of(model), comm, size, GRIDS[comm.size], every=every, borders=borders)
-    compare(list(model), graph_of(model), comm, size, GRIDS[comm.size], every=every, per_rank=(1, 2), fuse_below=5)
+        compare(
+            list(model), graph_of(model), comm, size, GRIDS[comm.size], every=every, borders=borders
+        )
+    compare(
+        list(model),
+        graph_of(model),
+        comm,
+        size,
+        GRIDS[comm.size],
+        every=every,
+        per_rank=(1, 2),
+        fuse_below=5,
+    )
 
 
 @pytest.mark.parallel(RANKS)
@@ -223,18 +279,27 @@ def test_the_exchange_and_its_adjoint(comm):
         torch.manual_seed(10 * seed + comm.rank)
         layer = nn.Conv2d(CHANNELS, CHANNELS, kernel, padding=kernel // 2)
         size = (13, 11)
-        exchange = exchange_of(Graph([node_of(Call("c", layer, (0,)), 2)]), comm, size, GRIDS[comm.size], per_rank)
+        exchange = exchange_of(
+            Graph([node_of(Call("c", layer, (0,)), 2)]), comm, size, GRIDS[comm.size], per_rank
+        )
         layout = exchange.layout(size)
         cells = own_cells(exchange)
         parts = [layout.part(0, cell) for cell in cells]
         places = [TilePlacement(size, part.owned, part.owned, (0, 1), (0, 1)) for part in parts]
         xs = [torch.randn(BATCH, CHANNELS, *part.held.size, dtype=torch.float64) for part in parts]
         frames = [framed(layer, part) for part in parts]
-        for halo in [exchange._exchange(0, layer, range(len(xs)), frames, xs, parts, [layout] * len(parts), cells, places)]:
+        for halo in [
+            exchange._exchange(
+                0, layer, range(len(xs)), frames, xs, parts, [layout] * len(parts), cells, places
+            )
+        ]:
             made = halo.forward(xs)
             ys = [torch.randn(m.shape, dtype=torch.float64) for m in made]
             back = halo.adjoint(ys)
-            dot = lambda a, b: comm.allreduce(sum((p * q).sum().item() for p, q in zip(a, b)))
+
+            def dot(a, b):
+                return comm.allreduce(sum((p * q).sum().item() for p, q in zip(a, b)))
+
             scale = (dot(made, made) * dot(ys, ys)) ** 0.5
             assert abs(dot(made, ys) - dot(xs, back)) <= 1e-14 * scale
 
@@ -248,7 +313,9 @@ def test_a_step_of_all_tiles_has_the_arithmetic_of_the_serial_one(comm, per_rank
         mesh=MeshConfig(tiles=grid, reducer="mpi"), spatial=SpatialConfig(exchange_every=1, tiles_per_rank=per_rank),
     )  # fmt: skip
     plain = build_model(config.model).double()
-    engine = Engine(config, Mesh(comm, 1, grid), build_model(config.model), (61, 75), precision="fp64")
+    engine = Engine(
+        config, Mesh(comm, 1, grid), build_model(config.model), (61, 75), precision="fp64"
+    )
     images = RandomImages(Size("61x75"), 3, 2, config)
     own = own_pieces(config, engine.mesh, images, engine.reading)
     with FlopCounterMode(display=False) as mine:
@@ -263,14 +330,19 @@ def test_a_step_of_all_tiles_has_the_arithmetic_of_the_serial_one(comm, per_rank
     "layer, words",
     [
         (nn.MaxPool2d(2, return_indices=True), "set return_indices=False"),
-        (nn.Conv2d(4, 4, 3, padding=1, padding_mode="circular"), "circular padding joins opposite borders"),
+        (
+            nn.Conv2d(4, 4, 3, padding=1, padding_mode="circular"),
+            "circular padding joins opposite borders",
+        ),
         (nn.CircularPad2d(1), "circular padding joins opposite borders"),
         (nn.FractionalMaxPool2d(2, output_ratio=0.5), "has no distributed counterpart"),
     ],
 )
 def test_layers_that_can_not_be_computed_in_parts_are_named(layer, words):
     model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), layer, nn.Conv2d(4, 2, 1))
-    with pytest.raises(ValueError, match=rf"layer 1 \({type(layer).__name__}\) .*{re.escape(words)}"):
+    with pytest.raises(
+        ValueError, match=rf"layer 1 \({type(layer).__name__}\) .*{re.escape(words)}"
+    ):
         graph_of(model)
 
 
@@ -280,17 +352,35 @@ def test_a_layer_of_the_user_s_own_is_captured_or_refused():
             return 3 * x.tanh()
 
     model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), Scale(), nn.Conv2d(4, 2, 1))
-    assert [bool(node.footprints) for node in graph_of(as_network(model))] == [True, False, False, True]
-    with pytest.raises(ValueError, match=r"layer 1 \(Scale\) is not known to look at single pixels"):
+    assert [bool(node.footprints) for node in graph_of(as_network(model))] == [
+        True,
+        False,
+        False,
+        True,
+    ]
+    with pytest.raises(
+        ValueError, match=r"layer 1 \(Scale\) is not known to look at single pixels"
+    ):
         graph_of(model)
 
 
 @pytest.mark.parallel(4)
-@pytest.mark.parametrize("norm", [lambda: nn.InstanceNorm2d(6, affine=True), lambda: nn.BatchNorm2d(6), nn.Identity])
+@pytest.mark.parametrize(
+    "norm", [lambda: nn.InstanceNorm2d(6, affine=True), lambda: nn.BatchNorm2d(6), nn.Identity]
+)
 def test_a_user_s_own_model_as_the_documentation_says(comm, norm):
     size, grid = (37, 45), (2, 2)
-    blocks = [nn.Sequential(nn.Conv2d(3, 6, 5, padding=2, bias=False), norm(), nn.ReLU()), Stash("a"), nn.MaxPool2d(2, ceil_mode=True)]
-    blocks += [nn.Sequential(nn.Conv2d(6, 6, 3, padding=2, dilation=2, bias=False), norm(), nn.ELU()), nn.ConvTranspose2d(6, 6, 3, 2, 1, 1), Pop("a"), nn.Conv2d(12, 2, 1)]
+    blocks = [
+        nn.Sequential(nn.Conv2d(3, 6, 5, padding=2, bias=False), norm(), nn.ReLU()),
+        Stash("a"),
+        nn.MaxPool2d(2, ceil_mode=True),
+    ]
+    blocks += [
+        nn.Sequential(nn.Conv2d(6, 6, 3, padding=2, dilation=2, bias=False), norm(), nn.ELU()),
+        nn.ConvTranspose2d(6, 6, 3, 2, 1, 1),
+        Pop("a"),
+        nn.Conv2d(12, 2, 1),
+    ]
     plain = nn.Sequential(*blocks).double()
     whole = torch.randn(2, 3, *size, dtype=torch.float64)
     y = plain(whole)
@@ -303,7 +393,9 @@ def test_a_user_s_own_model_as_the_documentation_says(comm, norm):
     box = tiles(size, grid, reach.stride)[comm.rank]
     (mine,) = tiled([whole[(..., *box.slices)]], [TilePlacement(size, box, box, (0, 1), (0, 1))])
     close(mine, y[(..., *box.slices)], 1e-12)
-    for found, right in zip(torch.autograd.grad(mine, list(tiled.parameters()), g[(..., *box.slices)]), wanted):
+    for found, right in zip(
+        torch.autograd.grad(mine, list(tiled.parameters()), g[(..., *box.slices)]), wanted
+    ):
         close(torch.from_numpy(comm.allreduce(found.numpy())), right, 1e-11)
 
 
@@ -316,9 +408,13 @@ def test_the_snippet_of_the_page_trains_with_the_serial_gradient(comm):
     names = {}
     exec(snippet.replace("torch.rand(1, 3,", "torch.ones(1, 3,"), names)
     torch.manual_seed(0)
-    plain = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.GELU(), nn.Conv2d(8, 2, 1))
+    plain = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.GELU(), nn.Conv2d(8, 2, 1)
+    )
     logits = plain(torch.ones(1, 3, *names["image"]))
-    nn.functional.cross_entropy(logits, torch.zeros(1, *names["image"], dtype=torch.long)).backward()
+    nn.functional.cross_entropy(
+        logits, torch.zeros(1, *names["image"], dtype=torch.long)
+    ).backward()
     for p, q in zip(names["module"].parameters(), plain.parameters()):
         assert torch.allclose(p.grad, q.grad, atol=1e-5)
     assert torch.allclose(names["module"][1].running_mean, plain[1].running_mean, atol=1e-6)
@@ -331,4 +427,3 @@ def test_statistics_that_were_not_taken_over_are_told():
     tiled([torch.rand(1, 1, 6, 7)], [TilePlacement((6, 7), box, box, (0,), (0,))])
     with pytest.warns(UserWarning, match="commit_statistics"):
         tiled.eval()
-

@@ -26,16 +26,37 @@ NETWORKS = {
 }
 
 
-@pytest.fixture(scope="module", params=["own", *(pytest.param(name, marks=pytest.mark.slow) for name in ("batch", "instance"))])
+@pytest.fixture(
+    scope="module",
+    params=["own", *(pytest.param(name, marks=pytest.mark.slow) for name in ("batch", "instance"))],
+)
 def exported(request, tmp_path_factory):
     """The folder of a run, what is exported of it, and the trained module."""
     folder = tmp_path_factory.mktemp(request.param)
     random_store(folder / "store.h5", train=[(32, 48)] * 2, val=[(32, 32)])
     model, own = NETWORKS[request.param]
-    train(Config(model=model, data=DataConfig(store=str(folder / "store.h5")), mesh=MeshConfig(reducer="mpi"), train=TrainConfig(epochs=1, output=str(folder / "run"))), MPI.COMM_SELF)
-    flags = [str(folder / "run"), "--output", str(folder / "out"), "--formats", "safetensors", "torch", "onnx"]
+    train(
+        Config(
+            model=model,
+            data=DataConfig(store=str(folder / "store.h5")),
+            mesh=MeshConfig(reducer="mpi"),
+            train=TrainConfig(epochs=1, output=str(folder / "run")),
+        ),
+        MPI.COMM_SELF,
+    )
+    flags = [
+        str(folder / "run"),
+        "--output",
+        str(folder / "out"),
+        "--formats",
+        "safetensors",
+        "torch",
+        "onnx",
+    ]
     with pytest.raises(SystemExit) as end:
-        distseg_main(["export", *flags, *(["--model.name", model.name] if ":" in model.name else [])])
+        distseg_main(
+            ["export", *flags, *(["--model.name", model.name] if ":" in model.name else [])]
+        )
     assert not end.value.code
     return folder / "out", distseg.load(folder / "run", own(), normalise=False)
 
@@ -55,34 +76,69 @@ def wanted(model: nn.Module, facts: dict, image: torch.Tensor) -> torch.Tensor:
 def test_weights_have_the_modules_names(exported):
     folder, model = exported
     found = load_file(folder / "model.safetensors")
-    assert found.keys() == model.state_dict().keys() and all(torch.equal(x, found[name]) for name, x in model.state_dict().items())
+    assert found.keys() == model.state_dict().keys() and all(
+        torch.equal(x, found[name]) for name, x in model.state_dict().items()
+    )
 
 
 def test_programs_give_the_modules_logits_at_any_size(exported):
     folder, model = exported
     facts = json.loads((folder / "export.json").read_text())
-    program, session = torch.export.load(folder / "model.pt2").module(), onnx.reference.ReferenceEvaluator(onnx.load(folder / "model.onnx"))
-    assert facts["bands"] == 2 and facts["classes"] == ["ocean", "land", "lake"] and all(n in (2, 4) for n in facts["multiple"])
+    program, session = (
+        torch.export.load(folder / "model.pt2").module(),
+        onnx.reference.ReferenceEvaluator(onnx.load(folder / "model.onnx")),
+    )
+    assert (
+        facts["bands"] == 2
+        and facts["classes"] == ["ocean", "land", "lake"]
+        and all(n in (2, 4) for n in facts["multiple"])
+    )
     for n, height, width in SIZES:
         image = torch.rand(n, 2, height, width, generator=torch.Generator().manual_seed(n)) * 200
         logits = wanted(model, facts, image)
         assert logits.shape == (n, 3, height, width)
         torch.testing.assert_close(program(image), logits, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(torch.from_numpy(session.run(None, {"image": image.numpy()})[0]), logits, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(
+            torch.from_numpy(session.run(None, {"image": image.numpy()})[0]),
+            logits,
+            rtol=1e-3,
+            atol=1e-3,
+        )
 
 
 def test_a_package_that_is_missing_is_named(exported, monkeypatch, capsys):
     folder, _ = exported
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     flags = ["--model.name", "test_finetune:Net"] if "own" in str(folder) else []
-    code, _, err = run(capsys, "export", str(folder.parent / "run"), *flags, "--output", str(folder), "--formats", "onnx")
+    code, _, err = run(
+        capsys,
+        "export",
+        str(folder.parent / "run"),
+        *flags,
+        "--output",
+        str(folder),
+        "--formats",
+        "onnx",
+    )
     assert code == 2 and "format onnx needs the package onnx: pip install onnx onnxscript" in err
 
 
 def test_code_has_to_be_named_again(exported, capsys):
     folder, _ = exported
-    code, _, err = run(capsys, "export", str(folder.parent / "run"), "--output", str(folder / "new"), "--model.name", "os:system")
-    assert code == 2 and ("leave --model.name out" in err or "was trained with the network" in err) and not (folder / "new").exists()
+    code, _, err = run(
+        capsys,
+        "export",
+        str(folder.parent / "run"),
+        "--output",
+        str(folder / "new"),
+        "--model.name",
+        "os:system",
+    )
+    assert (
+        code == 2
+        and ("leave --model.name out" in err or "was trained with the network" in err)
+        and not (folder / "new").exists()
+    )
 
 
 class Unfollowed(nn.Module):
@@ -97,5 +153,7 @@ class Unfollowed(nn.Module):
 def test_what_pytorch_can_not_follow_is_said():
     from distseg.cli.export import _program
 
-    with pytest.raises(ValueError, match="torch.export can't follow this network .*--formats safetensors"):
+    with pytest.raises(
+        ValueError, match="torch.export can't follow this network .*--formats safetensors"
+    ):
         _program(Normalised(Unfollowed(), [0.0], [1.0]), 1, (4, 4))

@@ -17,7 +17,20 @@ pytestmark = pytest.mark.slow
 TESTS = Path(__file__).parent
 
 
-def case(waits, *, tile=(0, 0), image="64x64", precision="fp32", last=False, direct=False, loss="cross_entropy", norm="instance", reach=None, predict=None, **sections) -> dict:
+def case(
+    waits,
+    *,
+    tile=(0, 0),
+    image="64x64",
+    precision="fp32",
+    last=False,
+    direct=False,
+    loss="cross_entropy",
+    norm="instance",
+    reach=None,
+    predict=None,
+    **sections,
+) -> dict:
     """A step; ``waits`` of each stage's rank.
 
     Args:
@@ -25,15 +38,50 @@ def case(waits, *, tile=(0, 0), image="64x64", precision="fp32", last=False, dir
         reach: halo and stride of a network for which they take long to find.
         predict: in tiles of this size, once the step is done; its waits are those of the prediction.
     """
-    network = dict(depth=1, num_convs=1, base_channels=4, in_channels=2, out_channels=3, norm=norm, dropout=0.1, groups=2 if norm == "group" else None)
-    config = {"model": {**network, **sections.pop("model", {})}, "mesh": {"reducer": "mpi", **sections.pop("mesh", {})}, **sections}
+    network = dict(
+        depth=1,
+        num_convs=1,
+        base_channels=4,
+        in_channels=2,
+        out_channels=3,
+        norm=norm,
+        dropout=0.1,
+        groups=2 if norm == "group" else None,
+    )
+    config = {
+        "model": {**network, **sections.pop("model", {})},
+        "mesh": {"reducer": "mpi", **sections.pop("mesh", {})},
+        **sections,
+    }
     config["loss"] = {"name": loss, **sections.pop("loss_fields", {})}
     config.pop("loss_fields", None)
     more = {"predict": predict} if predict else {}
-    return {**more, "waits": waits, "config": config, "image": image, "tile": tile, "precision": precision, "channels_last": last, "direct": direct, "reach": reach}
+    return {
+        **more,
+        "waits": waits,
+        "config": config,
+        "image": image,
+        "tile": tile,
+        "precision": precision,
+        "channels_last": last,
+        "direct": direct,
+        "reach": reach,
+    }
 
 
-SUMMIT = dict(model=dict(name="summit-small", norm=None, depth=None, num_convs=None, base_channels=None, in_channels=None, out_channels=None, dropout=None, groups=None))
+SUMMIT = dict(
+    model=dict(
+        name="summit-small",
+        norm=None,
+        depth=None,
+        num_convs=None,
+        base_channels=None,
+        in_channels=None,
+        out_channels=None,
+        dropout=None,
+        groups=None,
+    )
+)
 PAPER = dict(loss="binary_cross_entropy", precision="bf16", last=True, reach=(190, 32), **SUMMIT)
 MIDDLE = dict(tile=(1, 1), image="96x96")  # of 3x3 tiles
 GRID = dict(tiles="3x3")
@@ -42,35 +90,111 @@ WEIGHTS = dict(class_weights=[1.0, 2.0, 3.0])
 CASES = {
     # one tile: the gradient's norm and the table of the loss
     "instance": case([2]),
-    "instance, nothing folded into it": case([2], precision="bf16", last=True, model=dict(dropout=0.0), loss="cross_entropy + 0.5*dice"),
+    "instance, nothing folded into it": case(
+        [2], precision="bf16", last=True, model=dict(dropout=0.0), loss="cross_entropy + 0.5*dice"
+    ),
     "batch": case([2], norm="batch", loss="binary_cross_entropy", precision="bf16", last=True),
     "batch, frozen": case([2], norm="batch", loss="dice", spatial=dict(frozen_norm=True)),
     "group": case([2], norm="group", loss="focal", loss_fields=WEIGHTS, precision="fp64"),
-    "group, nothing folded into it": case([2], norm="group", model=dict(dropout=0.0), precision="bf16"),
-    "no norm": case([2], norm="none", loss="dice", precision="bf16", last=True, optim=dict(clip=1.0, name="sgd")),
+    "group, nothing folded into it": case(
+        [2], norm="group", model=dict(dropout=0.0), precision="bf16"
+    ),
+    "no norm": case(
+        [2], norm="none", loss="dice", precision="bf16", last=True, optim=dict(clip=1.0, name="sgd")
+    ),
     "micro-batches": case([3], norm="batch", train=dict(accumulate=3), loss_fields=WEIGHTS),
     "the paper's network": case([2], image="256x256", **PAPER),
     # windows
     "middle window": case([9], norm="batch", loss="focal", last=True, mesh=GRID, **MIDDLE),
-    "middle window, statistics of all groups": case([10], norm="batch", loss="dice", mesh=dict(samples=2, tiles="3x3"), spatial=dict(norm_scope="step"), **MIDDLE),
-    "middle window, statistics of its own": case([3], norm="instance", mesh=GRID, spatial=dict(norm_scope="window"), precision="bf16", last=True, **MIDDLE),
-    "several windows": case([9], norm="group", mesh=GRID, spatial=dict(tiles_per_rank="2x2"), tile=(1, 1), image="128x128", precision="fp64"),
+    "middle window, statistics of all groups": case(
+        [10],
+        norm="batch",
+        loss="dice",
+        mesh=dict(samples=2, tiles="3x3"),
+        spatial=dict(norm_scope="step"),
+        **MIDDLE,
+    ),
+    "middle window, statistics of its own": case(
+        [3],
+        norm="instance",
+        mesh=GRID,
+        spatial=dict(norm_scope="window"),
+        precision="bf16",
+        last=True,
+        **MIDDLE,
+    ),
+    "several windows": case(
+        [9],
+        norm="group",
+        mesh=GRID,
+        spatial=dict(tiles_per_rank="2x2"),
+        tile=(1, 1),
+        image="128x128",
+        precision="fp64",
+    ),
     "gradients in half": case([9], mesh=dict(tiles="3x3", compression="fp16"), **MIDDLE),
     # borders
-    "borders": case([14], mesh=GRID, spatial=dict(exchange_every="1"), precision="bf16", last=True, **MIDDLE),
-    "borders, straight": case([14], norm="group", loss="dice", mesh=GRID, spatial=dict(exchange_every="1"), direct=True, **MIDDLE),
-    "borders of a level": case([14], norm="batch", loss="focal", mesh=GRID, spatial=dict(exchange_every="level"), precision="fp64", **MIDDLE),
-    "the paper's network, borders": case([94], mesh=GRID, spatial=dict(exchange_every="1"), tile=(1, 1), image="768x768", **PAPER),
+    "borders": case(
+        [14], mesh=GRID, spatial=dict(exchange_every="1"), precision="bf16", last=True, **MIDDLE
+    ),
+    "borders, straight": case(
+        [14],
+        norm="group",
+        loss="dice",
+        mesh=GRID,
+        spatial=dict(exchange_every="1"),
+        direct=True,
+        **MIDDLE,
+    ),
+    "borders of a level": case(
+        [14],
+        norm="batch",
+        loss="focal",
+        mesh=GRID,
+        spatial=dict(exchange_every="level"),
+        precision="fp64",
+        **MIDDLE,
+    ),
+    "the paper's network, borders": case(
+        [94], mesh=GRID, spatial=dict(exchange_every="1"), tile=(1, 1), image="768x768", **PAPER
+    ),
     # in time
-    "streamed tiles, computed again": case([3], norm="none", spatial=dict(streaming="recompute", tiles_per_rank="2x2"), precision="bf16", last=True),
-    "streamed tiles, stored": case([31], spatial=dict(streaming="offload", tiles_per_rank="2x2", scratch="memory"), loss="dice"),
+    "streamed tiles, computed again": case(
+        [3],
+        norm="none",
+        spatial=dict(streaming="recompute", tiles_per_rank="2x2"),
+        precision="bf16",
+        last=True,
+    ),
+    "streamed tiles, stored": case(
+        [31], spatial=dict(streaming="offload", tiles_per_rank="2x2", scratch="memory"), loss="dice"
+    ),
     # prediction: each of four tiles is copied to the host
-    "prediction": case([4], norm="batch", image="64x64", predict="32x32", precision="bf16", last=True),
+    "prediction": case(
+        [4], norm="batch", image="64x64", predict="32x32", precision="bf16", last=True
+    ),
     # stages
-    "stages": case([7, 9], mesh=dict(stages=2), train=dict(accumulate=3), precision="bf16", last=True),
-    "stages, straight": case([4, 7, 6], norm="batch", mesh=dict(stages=3), train=dict(accumulate=3), pipeline=dict(schedule="1f1b", recompute="always"), direct=True),
-    "stages in a V": case([7, 5], norm="none", mesh=dict(stages=2), pipeline=dict(placement="v"), train=dict(accumulate=2)),
-    "stages and tiles": case([9, 11], mesh=dict(stages=2, tiles="3x3"), spatial=dict(exchange_every="1"), **MIDDLE),
+    "stages": case(
+        [7, 9], mesh=dict(stages=2), train=dict(accumulate=3), precision="bf16", last=True
+    ),
+    "stages, straight": case(
+        [4, 7, 6],
+        norm="batch",
+        mesh=dict(stages=3),
+        train=dict(accumulate=3),
+        pipeline=dict(schedule="1f1b", recompute="always"),
+        direct=True,
+    ),
+    "stages in a V": case(
+        [7, 5],
+        norm="none",
+        mesh=dict(stages=2),
+        pipeline=dict(placement="v"),
+        train=dict(accumulate=2),
+    ),
+    "stages and tiles": case(
+        [9, 11], mesh=dict(stages=2, tiles="3x3"), spatial=dict(exchange_every="1"), **MIDDLE
+    ),
 }
 
 BORDERS = dict(mesh=GRID, spatial=dict(exchange_every="1"), **MIDDLE)
@@ -79,11 +203,26 @@ DEVICES, RACE = "found at least two devices, cuda:0 and cpu", "Race: "
 
 PLANTED = {  # fault: a step that has it, and what tells it
     "a tensor of the host in the loss": (case([], norm="none"), DEVICES),
-    "what the CPU's kernel alone takes": (case([]), "save_mean and save_invstd should always be defined"),
-    "sent before it is computed": (case([], **BORDERS), f"{RACE}MPI reads memory that something queued has yet to write"),
-    "received where it is still read": (case([], norm="none", model=dict(num_convs=3), **BORDERS), f"{RACE}MPI writes memory that something queued has yet to touch"),
-    "received into fresh memory": (case([], direct=True, **BORDERS), f"{RACE}MPI writes memory that something queued has yet to touch"),
-    "looked at before it is copied": (case([], mesh=dict(samples=2)), f"{RACE}the host reads memory that something queued has yet to write"),
+    "what the CPU's kernel alone takes": (
+        case([]),
+        "save_mean and save_invstd should always be defined",
+    ),
+    "sent before it is computed": (
+        case([], **BORDERS),
+        f"{RACE}MPI reads memory that something queued has yet to write",
+    ),
+    "received where it is still read": (
+        case([], norm="none", model=dict(num_convs=3), **BORDERS),
+        f"{RACE}MPI writes memory that something queued has yet to touch",
+    ),
+    "received into fresh memory": (
+        case([], direct=True, **BORDERS),
+        f"{RACE}MPI writes memory that something queued has yet to touch",
+    ),
+    "looked at before it is copied": (
+        case([], mesh=dict(samples=2)),
+        f"{RACE}the host reads memory that something queued has yet to write",
+    ),
 }
 
 
@@ -94,13 +233,33 @@ def found(tmp_path_factory) -> dict:
         device = library.build(tmp_path_factory.mktemp("device"))
     except (OSError, subprocess.SubprocessError) as e:
         pytest.skip(f"no compiler for PyTorch's headers: {e}")
-    return play(device, {**CASES, **{name: {**step, "plant": name} for name, (step, _) in PLANTED.items()}, MORE: {**CASES["instance"], "plant": MORE}})
+    return play(
+        device,
+        {
+            **CASES,
+            **{name: {**step, "plant": name} for name, (step, _) in PLANTED.items()},
+            MORE: {**CASES["instance"], "plant": MORE},
+        },
+    )
 
 
 def play(device: Path, cases: dict) -> dict:
-    path = os.pathsep.join(filter(None, (str(TESTS.parent), str(TESTS), os.environ.get("PYTHONPATH"))))
-    environment = {**os.environ, "PYTHONPATH": path, "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-m", "fakecuda", str(device)], env=environment, input=json.dumps(cases), capture_output=True, text=True)
+    path = os.pathsep.join(
+        filter(None, (str(TESTS.parent), str(TESTS), os.environ.get("PYTHONPATH")))
+    )
+    environment = {
+        **os.environ,
+        "PYTHONPATH": path,
+        "PYTHONWARNINGS": "ignore",
+        "OMP_NUM_THREADS": "1",
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "fakecuda", str(device)],
+        env=environment,
+        input=json.dumps(cases),
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

@@ -30,7 +30,15 @@ SIZE = Size("41x53")
 
 
 def net(in_channels=3, out_channels=2, norm="batch"):
-    return unet(depth=1, num_convs=1, base_channels=4, in_channels=in_channels, out_channels=out_channels, norm=norm, dropout=0.0)
+    return unet(
+        depth=1,
+        num_convs=1,
+        base_channels=4,
+        in_channels=in_channels,
+        out_channels=out_channels,
+        norm=norm,
+        dropout=0.0,
+    )
 
 
 def _frozen(model, *parts):
@@ -86,27 +94,47 @@ class Faint(nn.Module):
 
 
 def faint(in_channels=3, out_channels=2):
-    return nn.Sequential(nn.Conv2d(in_channels, 4, 3, padding=1), Faint(), nn.Conv2d(4, out_channels, 1))
+    return nn.Sequential(
+        nn.Conv2d(in_channels, 4, 3, padding=1), Faint(), nn.Conv2d(4, out_channels, 1)
+    )
 
 
 def plan(network: str, optim="adamw", **sections) -> Config:
-    return Config(model=ModelConfig(name=f"{HERE}:{network}"), optim=OptimConfig(optim, weight_decay=0.01, clip=0.5), **sections)
+    return Config(
+        model=ModelConfig(name=f"{HERE}:{network}"),
+        optim=OptimConfig(optim, weight_decay=0.01, clip=0.5),
+        **sections,
+    )
 
 
 LAYOUTS = {
     "one rank": (1, {}),
     "tiles": (2, dict(mesh=MeshConfig(tiles=Size("1x2")))),
-    "exchanges": (2, dict(mesh=MeshConfig(tiles=Size("2x1")), spatial=SpatialConfig(exchange_every="1"))),
+    "exchanges": (
+        2,
+        dict(mesh=MeshConfig(tiles=Size("2x1")), spatial=SpatialConfig(exchange_every="1")),
+    ),
     "stages": (2, dict(mesh=MeshConfig(stages=2))),
-    "stages, streamed tiles": (2, dict(mesh=MeshConfig(stages=2), spatial=SpatialConfig(streaming="offload", tiles_per_rank=Size("2x2")))),
-    "streamed tiles": (1, dict(spatial=SpatialConfig(streaming="offload", tiles_per_rank=Size("2x2")))),
+    "stages, streamed tiles": (
+        2,
+        dict(
+            mesh=MeshConfig(stages=2),
+            spatial=SpatialConfig(streaming="offload", tiles_per_rank=Size("2x2")),
+        ),
+    ),
+    "streamed tiles": (
+        1,
+        dict(spatial=SpatialConfig(streaming="offload", tiles_per_rank=Size("2x2"))),
+    ),
     "samples and stages": (4, dict(mesh=MeshConfig(samples=2, stages=2))),
 }
 
 
 @pytest.mark.parallel([1, 2, 4])
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("network", ["encoder_frozen", "decoder_frozen", "middle_frozen", "some_unused"])
+@pytest.mark.parametrize(
+    "network", ["encoder_frozen", "decoder_frozen", "middle_frozen", "some_unused"]
+)
 def test_exact_in_every_layout(comm, network):
     for ranks, sections in LAYOUTS.values():
         if ranks != comm.size:
@@ -115,15 +143,25 @@ def test_exact_in_every_layout(comm, network):
         if report:
             assert passed(report, 1e-12), summary(report, 1e-12)
             frozen, unused = len(report["frozen"]), report["unused"]
-            assert (frozen > 0, sorted(unused)) == ((False, ["enc0_conv0.spare", "head.spare"]) if network == "some_unused" else (True, []))
+            assert (frozen > 0, sorted(unused)) == (
+                (False, ["enc0_conv0.spare", "head.spare"])
+                if network == "some_unused"
+                else (True, [])
+            )
             assert len(report["gradients"]) + frozen == len(report["weights"])
             words = summary(report, 1e-12)
-            assert f"note: {frozen} parameters frozen (requires_grad is off), such as" in words or "note: 2 parameters unused, such as" in words
+            assert (
+                f"note: {frozen} parameters frozen (requires_grad is off), such as" in words
+                or "note: 2 parameters unused, such as" in words
+            )
 
 
 @pytest.mark.parallel(2)
 def test_nothing_to_train_is_refused(comm):
-    with pytest.raises(JointFailure, match=r"all 10 parameters of this model are frozen \(requires_grad is off\), so there is nothing to train"):
+    with pytest.raises(
+        JointFailure,
+        match=r"all 10 parameters of this model are frozen \(requires_grad is off\), so there is nothing to train",
+    ):
         verify(plan("all_frozen", mesh=MeshConfig(stages=2)), comm, SIZE)
 
 
@@ -131,7 +169,9 @@ def test_nothing_to_train_is_refused(comm):
 @pytest.mark.parametrize("network, optim", [("encoder_frozen", "sgd"), ("decoder_frozen", "adamw")])
 def test_training_leaves_the_frozen_alone_and_resumes(comm, folder, network, optim):  # noqa: F811
     found = train_config(folder, stages=2, epochs=2, output=str(folder / "whole"))
-    found = replace(found, model=ModelConfig(name=f"{HERE}:{network}"), optim=OptimConfig(optim, lr=3e-3))
+    found = replace(
+        found, model=ModelConfig(name=f"{HERE}:{network}"), optim=OptimConfig(optim, lr=3e-3)
+    )
     train(found, comm)
     parts = replace(found, train=replace(found.train, output=str(folder / "parts")))
     train(replace(parts, train=replace(parts.train, max_minutes=0)), comm)  # an epoch
@@ -140,7 +180,9 @@ def test_training_leaves_the_frozen_alone_and_resumes(comm, folder, network, opt
         torch.manual_seed(found.model.seed)
         model = globals()[network](in_channels=2, out_channels=2).double()
         whole, resumed = weights(folder / "whole"), weights(folder / "parts")
-        assert json.loads((find(folder / "parts", "last") / "manifest.json").read_text())["epoch"] == 2
+        assert (
+            json.loads((find(folder / "parts", "last") / "manifest.json").read_text())["epoch"] == 2
+        )
         for name, p in model.named_parameters():
             assert torch.equal(whole[name], resumed[name]), name
             assert torch.equal(whole[name], p.float().double()) != p.requires_grad, name
@@ -156,7 +198,10 @@ def test_a_bias_before_a_norm(comm, network, optim):
     if report:
         assert passed(report, 1e-12), summary(report, 1e-12)
         assert sorted(report["zero_gradients"]) == ["0.bias", "3.bias"]
-        assert "note: 2 parameters with a gradient that is zero but for rounding, such as" in summary(report, 1e-12)
+        assert (
+            "note: 2 parameters with a gradient that is zero but for rounding, such as"
+            in summary(report, 1e-12)
+        )
         assert ("divides rounding by rounding" in summary(report, 1e-12)) == (optim != "sgd")
 
 
@@ -198,7 +243,9 @@ def spoilt(gradient_of=None, weight_of=None, by=0.0):
         ("some_unused", dict(gradient_of="enc0_conv0.spare", by=1e-10), "gradients"),
     ],
 )
-def test_a_real_error_is_found_where_something_is_set_apart(comm, monkeypatch, network, harm, part, optim):
+def test_a_real_error_is_found_where_something_is_set_apart(
+    comm, monkeypatch, network, harm, part, optim
+):
     for name, wrong in spoilt(**harm).items():
         monkeypatch.setattr(Engine, name, wrong)
     report = verify(plan(network, optim), comm, SIZE)

@@ -48,7 +48,12 @@ class Machine:
 
 def test_cases_take_turns_and_the_warm_up_does_not_count():
     machine = Machine()
-    results = measure({"a": machine.case("a", 9, 1, 2), "b": machine.case("b", 9, 3, 4)}, repeats=2, warmup=1, clock=machine.clock)
+    results = measure(
+        {"a": machine.case("a", 9, 1, 2), "b": machine.case("b", 9, 3, 4)},
+        repeats=2,
+        warmup=1,
+        clock=machine.clock,
+    )
     assert machine.order == "ababab"
     assert results.samples == {"a": [1, 2], "b": [3, 4]} and results.baseline == "a"
 
@@ -59,7 +64,15 @@ def test_ratios_are_taken_turn_by_turn():
     assert results.ratio("b") == Spread(1, 2, 2)
     assert results.speedup("b") == Spread(0.5, 0.5, 1)
     assert results.spread("b") == Spread(2, 3, 20)
-    assert results.rows()[1] == {"case": "b", "min [s]": 2, "median [s]": 3, "max [s]": 20, "/ a": 2, "from": 1, "to": 2}
+    assert results.rows()[1] == {
+        "case": "b",
+        "min [s]": 2,
+        "median [s]": 3,
+        "max [s]": 20,
+        "/ a": 2,
+        "from": 1,
+        "to": 2,
+    }
 
 
 def test_a_reading_counts_instead_of_the_clock():
@@ -67,9 +80,14 @@ def test_a_reading_counts_instead_of_the_clock():
     assert results.samples == {"a": [5.0, 5.0]} and results.unit == "GiB"
 
 
-@pytest.mark.parametrize("given", [{"cases": {}}, {"cases": {"a": int}, "baseline": "b"}, {"cases": {"a": int}, "repeats": 0}])
+@pytest.mark.parametrize(
+    "given",
+    [{"cases": {}}, {"cases": {"a": int}, "baseline": "b"}, {"cases": {"a": int}, "repeats": 0}],
+)
 def test_measure_refuses_what_can_not_be_compared(given):
-    with pytest.raises(ValueError, match="give a case, a baseline among them and at least one repeat"):
+    with pytest.raises(
+        ValueError, match="give a case, a baseline among them and at least one repeat"
+    ):
         measure(**given)
 
 
@@ -78,18 +96,39 @@ def options(*arguments: str) -> argparse.Namespace:
 
 
 def test_options():
-    assert (repeats_of(options()), repeats_of(options("--quick")), repeats_of(options("--quick", "--repeats", "1"))) == (7, 2, 1)
+    assert (
+        repeats_of(options()),
+        repeats_of(options("--quick")),
+        repeats_of(options("--quick", "--repeats", "1")),
+    ) == (7, 2, 1)
 
 
 def test_report_prints_the_question_and_writes_json(tmp_path, capsys):
     results = Results({"a": [1.0, 2.0], "b": [2.0, 8.0]}, "a")
     drawn = []
-    path = report("x", "Is b slower?", results, options("--output", str(tmp_path)), {"size": 8}, "A note.", drawn.append)
+    path = report(
+        "x",
+        "Is b slower?",
+        results,
+        options("--output", str(tmp_path)),
+        {"size": 8},
+        "A note.",
+        drawn.append,
+    )
     printed = capsys.readouterr().out
-    assert printed.startswith("Is b slower?\n") and "machine: " in printed and "reproduce: python" in printed and "A note." in printed
+    assert (
+        printed.startswith("Is b slower?\n")
+        and "machine: " in printed
+        and "reproduce: python" in printed
+        and "A note." in printed
+    )
     written = json.loads((tmp_path / "x.json").read_text())
     assert path == tmp_path / "x.json" and drawn == [tmp_path / "x.png"]
-    assert written["question"] == "Is b slower?" and written["parameters"] == {"size": 8} and written["environment"]["cores"] >= 1
+    assert (
+        written["question"] == "Is b slower?"
+        and written["parameters"] == {"size": 8}
+        and written["environment"]["cores"] >= 1
+    )
     assert written["results"]["cases"]["b"] == {
         "samples": [2.0, 8.0], "min": 2.0, "median": 5.0, "max": 8.0, "ratio": {"min": 2.0, "median": 3.0, "max": 4.0},
     }  # fmt: skip
@@ -103,11 +142,27 @@ def test_a_quick_result_does_not_replace_a_real_one(tmp_path, monkeypatch):
 
 
 def test_environment_is_complete_and_has_no_path(monkeypatch):
-    monkeypatch.setattr(sys, "argv", [str(ROOT / "benchmarks" / "x.py"), "--output=/somewhere/else", "/data/world.h5", str(ROOT / "runs")])
+    monkeypatch.setattr(
+        sys,
+        "argv",
+        [
+            str(ROOT / "benchmarks" / "x.py"),
+            "--output=/somewhere/else",
+            "/data/world.h5",
+            str(ROOT / "runs"),
+        ],
+    )
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
     machine = environment()
-    assert machine["command"] == command_line() == "python benchmarks/x.py --output=else world.h5 runs"
-    assert machine["cores"] >= 1 and machine["memory_gib"] > 0 and machine["packages"]["torch"] and machine["threads"] >= 1
+    assert (
+        machine["command"] == command_line() == "python benchmarks/x.py --output=else world.h5 runs"
+    )
+    assert (
+        machine["cores"] >= 1
+        and machine["memory_gib"] > 0
+        and machine["packages"]["torch"]
+        and machine["threads"] >= 1
+    )
     assert str(ROOT) not in json.dumps(machine) and machine["cpu"] in summary(machine)
 
 
@@ -135,7 +190,11 @@ def test_one_and_two_ranks_return_their_last_line(monkeypatch):
 
 def test_a_job_that_fails_says_why():
     with pytest.raises(RuntimeError, match=r"(?s)on 2 ranks ended with status 3.*too few tiles"):
-        run_ranks(2, ["-c", "import sys; print('too few tiles', file=sys.stderr); sys.exit(3)"], timeout=NEVER)
+        run_ranks(
+            2,
+            ["-c", "import sys; print('too few tiles', file=sys.stderr); sys.exit(3)"],
+            timeout=NEVER,
+        )
 
 
 def test_a_job_that_hangs_is_ended():

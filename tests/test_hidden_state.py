@@ -45,7 +45,13 @@ from distseg.tiling.tile import Box, ReceptiveField, TilePlacement
 from distseg.training.verify import verify
 
 P = 0.001  # so rare that a pass hardly ever shows it
-CALLS, METER, LAST, TURN, SCALES = 0, SimpleNamespace(passes=0), {}, [False], itertools.cycle([1.0, 1.5])
+CALLS, METER, LAST, TURN, SCALES = (
+    0,
+    SimpleNamespace(passes=0),
+    {},
+    [False],
+    itertools.cycle([1.0, 1.5]),
+)
 DICE = random.Random(3)
 
 
@@ -89,14 +95,41 @@ class Kept(nn.Module):
 
     def __init__(self, function, attends=False):
         super().__init__()
-        self.first, self.block, self.last = nn.Conv2d(2, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 2, 1)
-        self.function, self.attends, self.drop, self.norm = function, attends, nn.Dropout2d(0.1), nn.BatchNorm2d(4)
+        self.first, self.block, self.last = (
+            nn.Conv2d(2, 4, 3, padding=1),
+            nn.Conv2d(4, 4, 3, padding=1),
+            nn.Conv2d(4, 2, 1),
+        )
+        self.function, self.attends, self.drop, self.norm = (
+            function,
+            attends,
+            nn.Dropout2d(0.1),
+            nn.BatchNorm2d(4),
+        )
         self.register_buffer("ema", torch.ones(1, 4, 1, 1))
         self.register_buffer("steps", torch.zeros(()))
-        self.n, self.rate, self.flag, self.last_size, self.cache, self.center = 0, 0.1, True, None, {}, 0.0
-        self.history, self.recent, self.seen, self.counter, self.kinds = [], deque(maxlen=3), set(), itertools.count(), Counter()
+        self.n, self.rate, self.flag, self.last_size, self.cache, self.center = (
+            0,
+            0.1,
+            True,
+            None,
+            {},
+            0.0,
+        )
+        self.history, self.recent, self.seen, self.counter, self.kinds = (
+            [],
+            deque(maxlen=3),
+            set(),
+            itertools.count(),
+            Counter(),
+        )
         self.meter, self.nested = SimpleNamespace(total=0.0), {"a": [{"passes": 0}]}
-        self.pythons, self.numpys, self.old, self.torchs = random.Random(0), default_rng(0), np.random.RandomState(0), torch.Generator()
+        self.pythons, self.numpys, self.old, self.torchs = (
+            random.Random(0),
+            default_rng(0),
+            np.random.RandomState(0),
+            torch.Generator(),
+        )
         self.sobol = torch.quasirandom.SobolEngine(1)
         self.plain, self.array = torch.zeros(3), np.zeros(3)
         self.helper, self.kind = Helper(), Helper
@@ -241,7 +274,7 @@ def renamed(m, x):
 
 
 def by_setattr(m, x):
-    setattr(m, "ema", m.ema * 0.5)
+    m.ema = m.ema * 0.5
     return x
 
 
@@ -277,7 +310,7 @@ def closure():
     return counted
 
 
-def default(m, x, found=[]):
+def default(m, x, found=[]):  # noqa: B006  (kept from call to call: what the test is about)
     found.append(1)
     return x
 
@@ -295,12 +328,24 @@ def hook(m, x):
 STATE = {
     "a buffer that is assigned": (by_setattr, "changes ema of the model"),
     "a buffer in its dict": (renamed, "changes ema of the model"),
-    "a buffer overwritten": (without_gradient, r"changes ema with each forward pass|changes ema of the model"),
-    "a buffer counted": (lambda m, x: (m.steps.add_(1), x)[1], "changes steps with each forward pass|changes steps of the model"),
+    "a buffer overwritten": (
+        without_gradient,
+        r"changes ema with each forward pass|changes ema of the model",
+    ),
+    "a buffer counted": (
+        lambda m, x: (m.steps.add_(1), x)[1],
+        "changes steps with each forward pass|changes steps of the model",
+    ),
     "a buffer's data": (data_of, "gives ema other data|changes ema of the model"),
     "a weight's data": (weight_data, "gives block.weight other data|changes weight of block"),
-    "a weight's data in place": (data_in_place, "changes the data of block.weight|changes weight of block"),
-    "a buffer set": (lambda m, x: (m.ema.set_(m.ema * 2), x)[1], "gives ema other data|changes ema of the model"),
+    "a weight's data in place": (
+        data_in_place,
+        "changes the data of block.weight|changes weight of block",
+    ),
+    "a buffer set": (
+        lambda m, x: (m.ema.set_(m.ema * 2), x)[1],
+        "gives ema other data|changes ema of the model",
+    ),
     "a new buffer": (registered, "changes mask of the model"),
     "a running mean": (assigned, "changes center of the model|takes a tensor of"),
     "a counter": (in_training, "changes n of the model"),
@@ -309,20 +354,44 @@ STATE = {
     "a list": (lambda m, x: (m.history.append(x.mean()), x)[1], "changes history of the model"),
     "a dict": (lambda m, x: (m.kinds.update([x.shape[1]]), x)[1], "changes kinds of the model"),
     "a set": (lambda m, x: (m.seen.add(len(m.seen)), x)[1], "changes seen of the model"),
-    "a full deque": (lambda m, x: (m.recent.append(len(m.recent) + m.n), m.nested["a"].append(0), x)[2], "changes (recent|nested) of the model"),
-    "nested": (lambda m, x: (m.nested["a"][0].update(passes=m.nested["a"][0]["passes"] + 1), x)[1], "changes nested of the model"),
-    "an object": (lambda m, x: (setattr(m.meter, "total", m.meter.total + 1), x)[1], "changes meter of the model"),
+    "a full deque": (
+        lambda m, x: (m.recent.append(len(m.recent) + m.n), m.nested["a"].append(0), x)[2],
+        "changes (recent|nested) of the model",
+    ),
+    "nested": (
+        lambda m, x: (m.nested["a"][0].update(passes=m.nested["a"][0]["passes"] + 1), x)[1],
+        "changes nested of the model",
+    ),
+    "an object": (
+        lambda m, x: (setattr(m.meter, "total", m.meter.total + 1), x)[1],
+        "changes meter of the model",
+    ),
     "an iterator": (lambda m, x: x * (1 + (next(m.counter) > 100)), "changes counter of the model"),
-    "a plain tensor": (lambda m, x: (m.plain.add_(1), x)[1], "changes plain of the model|takes a tensor of"),
+    "a plain tensor": (
+        lambda m, x: (m.plain.add_(1), x)[1],
+        "changes plain of the model|takes a tensor of",
+    ),
     "an array": (lambda m, x: (m.array.__iadd__(1), x)[1], "changes array of the model"),
     "a global": (globally, r"changes CALLS of test_hidden_state.py"),
     "an object of the file, in a helper": (by_helper, r"changes METER of test_hidden_state.py"),
-    "a dict of the file": (lambda m, x: (LAST.update(n=LAST.get("n", 0) + 1), x)[1], "changes LAST of test_hidden_state.py"),
+    "a dict of the file": (
+        lambda m, x: (LAST.update(n=LAST.get("n", 0) + 1), x)[1],
+        "changes LAST of test_hidden_state.py",
+    ),
     "a class attribute": (of_class, "changes count of class Kept"),
-    "a list of the class": (lambda m, x: (m.passes.append(1), x)[1], "changes passes of class Kept"),
-    "a closure": (closure(), "changes (a variable around function closure.*counted|function of the model)"),
+    "a list of the class": (
+        lambda m, x: (m.passes.append(1), x)[1],
+        "changes passes of class Kept",
+    ),
+    "a closure": (
+        closure(),
+        "changes (a variable around function closure.*counted|function of the model)",
+    ),
     "a default": (default, "changes (a variable around function default|function of the model)"),
-    "an attribute of a function": (attribute, "changes (a variable around function attribute|attribute of|function of the model)"),
+    "an attribute of a function": (
+        attribute,
+        "changes (a variable around function attribute|attribute of|function of the model)",
+    ),
     "the first pass": (first_pass, "changes flag of the model"),
     "every other pass": (alternating, "changes flag of the model"),
     "a few passes": (saturating, "changes n of the model"),
@@ -331,6 +400,8 @@ STATE = {
     "a hook": (hook, "changes _forward_hooks of block"),
     "a mode": (lambda m, x: (m.history.append(m.training), x)[1], "changes history of the model"),
 }
+
+
 class Named(dict):
     """A dict with attributes of its own."""
 
@@ -361,20 +432,41 @@ def of_c(m, x):
 
 
 PRINTED = {
-    "an attribute of a weight": (partial(counted, lambda m: m.block.weight), "changes weight of block"),
+    "an attribute of a weight": (
+        partial(counted, lambda m: m.block.weight),
+        "changes weight of block",
+    ),
     "an attribute of a buffer": (partial(counted, lambda m: m.ema), "changes ema of the model"),
-    "an attribute of a dict": (partial(counted, lambda m: NAMED), "changes NAMED of test_hidden_state.py"),
-    "an attribute of an enum": (partial(counted, lambda m: Modes.PLAIN), "changes PLAIN of class Modes"),
+    "an attribute of a dict": (
+        partial(counted, lambda m: NAMED),
+        "changes NAMED of test_hidden_state.py",
+    ),
+    "an attribute of an enum": (
+        partial(counted, lambda m: Modes.PLAIN),
+        "changes PLAIN of class Modes",
+    ),
     "of a thread": (partial(counted, lambda m: PLACE), "changes PLACE of test_hidden_state.py"),
     "an array of Python's": (of_an_array, "changes NUMBERS of test_hidden_state.py"),
     "a number of C's": (of_c, "changes NUMBER of test_hidden_state.py"),
-    "a file in memory": (lambda m, x: (BYTES.write(b"0"), x)[1], "changes BYTES of test_hidden_state.py"),
-    "a context": (lambda m, x: (CONTEXT.set(CONTEXT.get() + 1), x)[1], "changes CONTEXT of test_hidden_state.py"),
+    "a file in memory": (
+        lambda m, x: (BYTES.write(b"0"), x)[1],
+        "changes BYTES of test_hidden_state.py",
+    ),
+    "a context": (
+        lambda m, x: (CONTEXT.set(CONTEXT.get() + 1), x)[1],
+        "changes CONTEXT of test_hidden_state.py",
+    ),
     "Sobol's points": (lambda m, x: x * (1 + m.sobol.draw(1).item()), "changes sobol of the model"),
 }
 REACHED = PRINTED | {
-    "a method of an attribute": (lambda m, x: (m.helper.tick(), x)[1], "changes count of class Helper"),
-    "a method of a global": (lambda m, x: (HELPER.globally(), x)[1], "changes CALLS of test_hidden_state.py"),
+    "a method of an attribute": (
+        lambda m, x: (m.helper.tick(), x)[1],
+        "changes count of class Helper",
+    ),
+    "a method of a global": (
+        lambda m, x: (HELPER.globally(), x)[1],
+        "changes CALLS of test_hidden_state.py",
+    ),
     "an operator": (lambda m, x: (m.helper[0], x)[1], "changes CALLS of test_hidden_state.py"),
     "a property": (lambda m, x: (HELPER.next, x)[1], "changes METER of test_hidden_state.py"),
     "an object as a hook": (by_a_hook, "changes CALLS of test_hidden_state.py"),
@@ -442,7 +534,10 @@ ASKED = {
     "a clock": (lambda: time.perf_counter() > 1e9, r"time\.perf_counter"),
     "the date": (lambda: datetime.datetime.now().year > 3000, r"datetime\.now"),
     "the time in a seed": (seeded_anew, r"time\.time_ns"),
-    "numpy, seeded by the time": (lambda: default_rng(time.time_ns()).random() < P, r"time\.time_ns"),
+    "numpy, seeded by the time": (
+        lambda: default_rng(time.time_ns()).random() < P,
+        r"time\.time_ns",
+    ),
     "the system's numbers": (lambda: urandom(1) == b"0", r"os\.urandom"),
     "the system's numbers in a thread": (in_a_thread, r"os\.urandom"),
     "a name that is nowhere else": (lambda: uuid.uuid1().int == 0, r"uuid|time"),
@@ -465,18 +560,46 @@ def left_out_by_own(draw, m, x):
 
 
 CASES = {f"state: {name}": case for name, case in (STATE | REACHED).items()}
-CASES |= {f"draw: {name}": (partial(left_out, draw), "draws random numbers|takes random numbers from the system") for name, draw in DRAWN.items()}
-CASES |= {f"own generator: {name}": (partial(left_out_by_own, draw), words) for name, (draw, words) in OWN.items()}
-CASES |= {f"asked: {name}": (partial(left_out, ask), f"({words}).* asks the machine") for name, (ask, words) in ASKED.items()}
-FEW = [*(f"state: {name}" for name in REACHED), *(f"asked: {name}" for name in ASKED if name != "the time")]  # which whole images have by the same way
-UNUSED = {"draw: unused": (lambda m, x: (torch.rand(3), x)[1], "rand in the model .* draws random numbers")}
+CASES |= {
+    f"draw: {name}": (
+        partial(left_out, draw),
+        "draws random numbers|takes random numbers from the system",
+    )
+    for name, draw in DRAWN.items()
+}
+CASES |= {
+    f"own generator: {name}": (partial(left_out_by_own, draw), words)
+    for name, (draw, words) in OWN.items()
+}
+CASES |= {
+    f"asked: {name}": (partial(left_out, ask), f"({words}).* asks the machine")
+    for name, (ask, words) in ASKED.items()
+}
+FEW = [
+    *(f"state: {name}" for name in REACHED),
+    *(f"asked: {name}" for name in ASKED if name != "the time"),
+]  # which whole images have by the same way
+UNUSED = {
+    "draw: unused": (
+        lambda m, x: (torch.rand(3), x)[1],
+        "rand in the model .* draws random numbers",
+    )
+}
 
 
-EACH = [(name, attends) for name in (*CASES, *UNUSED) for attends in (False, True)[: 1 if name in FEW else 2]]
+EACH = [
+    (name, attends)
+    for name in (*CASES, *UNUSED)
+    for attends in (False, True)[: 1 if name in FEW else 2]
+]
 
 
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("name, attends", EACH, ids=[f"{name}-{'whole' if attends else 'captured'}" for name, attends in EACH])
+@pytest.mark.parametrize(
+    "name, attends",
+    EACH,
+    ids=[f"{name}-{'whole' if attends else 'captured'}" for name, attends in EACH],
+)
 def test_what_a_pass_does_besides_is_refused(name, attends):
     function, words = (CASES | UNUSED)[name]
     model = Kept(function, attends)
@@ -485,7 +608,9 @@ def test_what_a_pass_does_besides_is_refused(name, attends):
     assert not is_followed(network)
     with pytest.raises(ValueError, match=f"can't be trained exactly: .*({words})") as refused:
         check_exact(network, (40, 56))
-    assert re.search(r"(test_hidden_state|made_outside)\.py, line", str(refused.value)), refused.value
+    assert re.search(r"(test_hidden_state|made_outside)\.py, line", str(refused.value)), (
+        refused.value
+    )
     after = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
     assert before[:2] == after[:2] and torch.equal(before[2], after[2])
 
@@ -525,7 +650,15 @@ def told(m, x):
     return x * len(os.path.join("a", "b"))
 
 
-HARMLESS = {"told": told, "size": size_of, "flag": once, "features": shown, "size again": by_size, "seeded": seeded, "dropout that nothing uses": lambda m, x: (F.dropout(x, 0.2, m.training), x)[1]}
+HARMLESS = {
+    "told": told,
+    "size": size_of,
+    "flag": once,
+    "features": shown,
+    "size again": by_size,
+    "seeded": seeded,
+    "dropout that nothing uses": lambda m, x: (F.dropout(x, 0.2, m.training), x)[1],
+}
 
 
 @pytest.mark.parametrize("name", HARMLESS)
@@ -552,17 +685,61 @@ def test_collections_of_garbage_are_no_alarm():
 
 
 UNFOLLOWED = {
-    "a rate that is read": (made_random.rate_of_the_layer, nn.Dropout(0.3), "bernoulli in the model .* draws random numbers"),
-    "attention": (made_random.attention_dropout, nn.Dropout(0.3), "(dropout|bernoulli|attention).* in the model .* draws random numbers"),
-    "noise of large images": (made_random.large_images_alone, None, "randn_like in the model .* draws random numbers"),
-    "windows": (made_random.windows, nn.Dropout(0.3), "drop .* drops numbers of a tensor of .* the dim of 2 images is to be the first"),
-    "frames": (made_random.frames, nn.Dropout2d(0.3), "drop .* drops numbers of a tensor of .* the dim of 2 images is to be the first"),
-    "all images": (made_random.of_all_images, nn.Dropout(0.3), "drop .* drops numbers of a tensor of .* the dim of 2 images is to be the first"),
-    "an image by Dropout3d": (made_random.once, nn.Dropout3d(0.3), "drop .* nn.Dropout3d, .* 4 dims"),
-    "a vector by Dropout1d": (made_random.vector, nn.Dropout1d(0.3), "drop .* nn.Dropout1d, .* 2 dims"),
-    "a norm behind itself": (made_random.evaluated_behind, None, "norm .* in evaluation behind a call in training"),
-    "a norm behind itself, unseen": (made_random.evaluated_unseen, None, "norm .* in evaluation behind a call in training"),
-    "statistics, unseen": (made_random.statistics_read_unseen, None, "view .* reads norm.running_mean, which a norm moves once a step"),
+    "a rate that is read": (
+        made_random.rate_of_the_layer,
+        nn.Dropout(0.3),
+        "bernoulli in the model .* draws random numbers",
+    ),
+    "attention": (
+        made_random.attention_dropout,
+        nn.Dropout(0.3),
+        "(dropout|bernoulli|attention).* in the model .* draws random numbers",
+    ),
+    "noise of large images": (
+        made_random.large_images_alone,
+        None,
+        "randn_like in the model .* draws random numbers",
+    ),
+    "windows": (
+        made_random.windows,
+        nn.Dropout(0.3),
+        "drop .* drops numbers of a tensor of .* the dim of 2 images is to be the first",
+    ),
+    "frames": (
+        made_random.frames,
+        nn.Dropout2d(0.3),
+        "drop .* drops numbers of a tensor of .* the dim of 2 images is to be the first",
+    ),
+    "all images": (
+        made_random.of_all_images,
+        nn.Dropout(0.3),
+        "drop .* drops numbers of a tensor of .* the dim of 2 images is to be the first",
+    ),
+    "an image by Dropout3d": (
+        made_random.once,
+        nn.Dropout3d(0.3),
+        "drop .* nn.Dropout3d, .* 4 dims",
+    ),
+    "a vector by Dropout1d": (
+        made_random.vector,
+        nn.Dropout1d(0.3),
+        "drop .* nn.Dropout1d, .* 2 dims",
+    ),
+    "a norm behind itself": (
+        made_random.evaluated_behind,
+        None,
+        "norm .* in evaluation behind a call in training",
+    ),
+    "a norm behind itself, unseen": (
+        made_random.evaluated_unseen,
+        None,
+        "norm .* in evaluation behind a call in training",
+    ),
+    "statistics, unseen": (
+        made_random.statistics_read_unseen,
+        None,
+        "view .* reads norm.running_mean, which a norm moves once a step",
+    ),
     "a norm by its function": (made_random.norm_by_function, None, "changes running_mean of norm"),
 }
 
@@ -577,7 +754,17 @@ def test_masks_and_statistics_of_whole_images_that_would_be_others_are_refused(n
     assert "made_random.py, line" in str(refused.value), refused.value
 
 
-@pytest.mark.parametrize("function, drop", [("once", nn.Dropout(0.3)), ("tokens", nn.Dropout(0.3)), ("tokens", nn.Dropout1d(0.3)), ("vector", nn.Dropout(0.3)), ("twice", nn.Dropout2d(0.3)), ("evaluated_before", None)])
+@pytest.mark.parametrize(
+    "function, drop",
+    [
+        ("once", nn.Dropout(0.3)),
+        ("tokens", nn.Dropout(0.3)),
+        ("tokens", nn.Dropout1d(0.3)),
+        ("vector", nn.Dropout(0.3)),
+        ("twice", nn.Dropout2d(0.3)),
+        ("evaluated_before", None),
+    ],
+)
 def test_masks_of_whole_images_that_are_known_are_no_alarm(function, drop):
     network = as_network(made_random.Around(getattr(made_random, function), True, drop))
     assert not is_followed(network)
@@ -585,11 +772,31 @@ def test_masks_of_whole_images_that_are_known_are_no_alarm(function, drop):
 
 
 FOLLOWED = {
-    "a draw at two places": (made_random.both_modalities, None, "by bernoulli in the model .* at several places"),
-    "a draw at two scales": (made_random.both_scales, None, "by bernoulli in the model .* at several places"),
-    "an image by Dropout3d": (made_random.once, nn.Dropout3d(0.3), "dropout3d in drop .* of 4 dims"),
-    "a vector by Dropout1d": (made_random.vector, nn.Dropout1d(0.3), "dropout1d in drop .* of 2 dims"),
-    "a norm behind itself": (made_random.evaluated_behind, None, "batch_norm in norm .* in evaluation behind a call in training"),
+    "a draw at two places": (
+        made_random.both_modalities,
+        None,
+        "by bernoulli in the model .* at several places",
+    ),
+    "a draw at two scales": (
+        made_random.both_scales,
+        None,
+        "by bernoulli in the model .* at several places",
+    ),
+    "an image by Dropout3d": (
+        made_random.once,
+        nn.Dropout3d(0.3),
+        "dropout3d in drop .* of 4 dims",
+    ),
+    "a vector by Dropout1d": (
+        made_random.vector,
+        nn.Dropout1d(0.3),
+        "dropout1d in drop .* of 2 dims",
+    ),
+    "a norm behind itself": (
+        made_random.evaluated_behind,
+        None,
+        "batch_norm in norm .* in evaluation behind a call in training",
+    ),
 }
 
 
@@ -598,7 +805,9 @@ def test_masks_and_statistics_of_layers_that_would_be_others_are_refused(name):
     function, drop, words = FOLLOWED[name]
     network = as_network(made_random.Around(function, False, drop))
     assert not is_followed(network)
-    assert re.search(words, refusals[network]) and "made_random.py, line" in refusals[network], refusals[network]
+    assert re.search(words, refusals[network]) and "made_random.py, line" in refusals[network], (
+        refusals[network]
+    )
     with pytest.raises(ValueError, match="can't be trained exactly"):
         check_exact(network, (64, 64))
 
@@ -619,7 +828,16 @@ def test_dropouts_of_other_dims_in_a_list_of_layers_are_refused(drop):
 def test_a_dropout_at_several_places_of_whole_images_has_a_mask_at_each():
     torch.manual_seed(0)
     context = Context(seed=1)
-    model = parallelize(made_random.Around(made_random.twice, True, nn.Dropout2d(0.5)), ReceptiveField((0, 0), (1, 1)), context, whole=True).double().train()
+    model = (
+        parallelize(
+            made_random.Around(made_random.twice, True, nn.Dropout2d(0.5)),
+            ReceptiveField((0, 0), (1, 1)),
+            context,
+            whole=True,
+        )
+        .double()
+        .train()
+    )
     image = torch.randn(1, 2, 32, 32, dtype=torch.float64)
     (place,) = [TilePlacement((32, 32), Box.whole((32, 32)), Box.whole((32, 32)), (0,), (0,))]
     made = [model([image], [place])[0] for _ in range(2)]
@@ -629,7 +847,10 @@ def test_a_dropout_at_several_places_of_whole_images_has_a_mask_at_each():
 
 @pytest.mark.parallel(2)
 def test_a_dropout_at_several_places_is_exact_on_groups_of_whole_images(comm):
-    plan = replace(config(samples=2), model=ModelConfig(f"{made_random.__name__}:twice_network", in_channels=3, out_channels=3))
+    plan = replace(
+        config(samples=2),
+        model=ModelConfig(f"{made_random.__name__}:twice_network", in_channels=3, out_channels=3),
+    )
     report = verify(plan, comm, Size("32x48"), steps=2)
     assert comm.bcast(report and report["max_error"]) <= TOLERANCE
 
@@ -637,7 +858,10 @@ def test_a_dropout_at_several_places_is_exact_on_groups_of_whole_images(comm):
 def test_random_numbers_of_the_constructor_are_those_of_the_seed():
     """All ranks, and those that resume the run, have the same network."""
     before = random.getstate(), np.random.get_state()[1].tolist()
-    first, second, other = (plain_model(ModelConfig("made_random:Wired", in_channels=3, out_channels=3, seed=seed)) for seed in (0, 0, 1))
+    first, second, other = (
+        plain_model(ModelConfig("made_random:Wired", in_channels=3, out_channels=3, seed=seed))
+        for seed in (0, 0, 1)
+    )
     assert (first.order, first.scale) == (second.order, second.scale) != (other.order, other.scale)
     assert before == (random.getstate(), np.random.get_state()[1].tolist())
 
@@ -650,24 +874,47 @@ def test_images_that_other_means_than_norms_join_are_of_one_group(name):
     if name in ("once", "norm"):
         check_apart(network, (64, 64))
     else:
-        with pytest.raises(ValueError, match="spatial.norm_scope is step.* joins the images of a batch.* set spatial.norm_scope to group"):
+        with pytest.raises(
+            ValueError,
+            match="spatial.norm_scope is step.* joins the images of a batch.* set spatial.norm_scope to group",
+        ):
             check_apart(network, (64, 64))
 
 
 @pytest.mark.parallel(2)
 def test_images_that_other_means_join_are_refused_in_a_batch_of_groups(comm):
-    plan = replace(config(samples=2, norm_scope="step"), model=ModelConfig(f"{made_random.__name__}:joined_network", in_channels=3, out_channels=3))
+    plan = replace(
+        config(samples=2, norm_scope="step"),
+        model=ModelConfig(f"{made_random.__name__}:joined_network", in_channels=3, out_channels=3),
+    )
     with pytest.raises(ValueError, match="spatial.norm_scope is step"):
         verify(plan, comm, Size("32x48"))
 
 
 @pytest.mark.parallel([1, 2])
-@pytest.mark.parametrize("kind, frozen, scope", [("batch", False, "group"), ("batch", False, "step"), ("batch", True, "step"), ("instance", False, "step"), ("group", False, "step")])
+@pytest.mark.parametrize(
+    "kind, frozen, scope",
+    [
+        ("batch", False, "group"),
+        ("batch", False, "step"),
+        ("batch", True, "step"),
+        ("instance", False, "step"),
+        ("group", False, "step"),
+    ],
+)
 def test_norms_of_frames_of_whole_images_are_exact(comm, kind, frozen, scope, monkeypatch):
     """Also by PyTorch's kernels, as on a GPU."""
     for available in (None, lambda x: False):
         if available:
             monkeypatch.setattr(compiled, "available", available)
-        plan = replace(config(samples=comm.size, norm_scope=scope, images=2), model=ModelConfig(f"{made_random.__name__}:frames_network", {"kind": kind, "frozen": frozen}, in_channels=3, out_channels=3))
+        plan = replace(
+            config(samples=comm.size, norm_scope=scope, images=2),
+            model=ModelConfig(
+                f"{made_random.__name__}:frames_network",
+                {"kind": kind, "frozen": frozen},
+                in_channels=3,
+                out_channels=3,
+            ),
+        )
         report = verify(plan, comm, Size("32x48"), steps=2)
         assert comm.bcast(report and report["max_error"]) <= TOLERANCE

@@ -31,7 +31,12 @@ def coded(write, *arguments, **options) -> bytes:
 
 def png(width, height, data=b"", depth=8, colour=2, chunks=()):
     def chunk(kind, content):
-        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+        return (
+            struct.pack(">I", len(content))
+            + kind
+            + content
+            + struct.pack(">I", zlib.crc32(kind + content))
+        )
 
     header = struct.pack(">IIBBBBB", width, height, depth, colour, 0, 0, 0)
     return (
@@ -49,7 +54,9 @@ def npy(shape, dtype="<f4", data=b""):
     return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(head)) + head + data
 
 
-def tiff(tags: dict[int, tuple[int, tuple]], following: int = 0, data: bytes = b"", pages: int = 1) -> bytes:
+def tiff(
+    tags: dict[int, tuple[int, tuple]], following: int = 0, data: bytes = b"", pages: int = 1
+) -> bytes:
     """Little-endian pages one after another with the same tags, (type, values) each; the last one leads to byte ``following``."""
     sizes = {3: "H", 4: "I"}
     length = 2 + 12 * len(tags) + 4
@@ -76,7 +83,12 @@ def page(width, height, compression=8, tile=None, offsets=(8,), counts=(10,), **
         277: (3, (1,)),
     }
     if tile:
-        return tags | {322: (4, (tile[1],)), 323: (4, (tile[0],)), 324: (4, offsets), 325: (4, counts)}
+        return tags | {
+            322: (4, (tile[1],)),
+            323: (4, (tile[0],)),
+            324: (4, offsets),
+            325: (4, counts),
+        }
     return tags | {273: (4, offsets), 278: (4, (more.get("rows", height),)), 279: (4, counts)}
 
 
@@ -152,12 +164,16 @@ def test_a_file_made_to_do_harm(tmp_path, kind, little_memory):
 def test_ghostscript_is_not_reached(tmp_path, monkeypatch):
     from PIL import EpsImagePlugin
 
-    monkeypatch.setattr(EpsImagePlugin, "Ghostscript", lambda *_, **__: pytest.fail("Ghostscript was called"))
+    monkeypatch.setattr(
+        EpsImagePlugin, "Ghostscript", lambda *_, **__: pytest.fail("Ghostscript was called")
+    )
     for suffix in readers.SUFFIXES:
         path = tmp_path / f"a{suffix}"
         path.write_bytes(HOSTILE["EPS under another name"][1])
         for opened in (open_image, open_mask):
-            with pytest.raises(ValueError, match=f"a{suffix} cannot be read as an image|a{suffix} is beyond Pillow"):
+            with pytest.raises(
+                ValueError, match=f"a{suffix} cannot be read as an image|a{suffix} is beyond Pillow"
+            ):
                 opened(path)
 
 
@@ -194,7 +210,9 @@ def test_free_memory_is_what_the_tightest_limit_leaves(tmp_path, monkeypatch):
     read = plausible.Path.read_text
     monkeypatch.setattr(plausible, "_CGROUPS", tmp_path)
     monkeypatch.setattr(
-        plausible.Path, "read_text", lambda path: "0::/slurm/job\n" if str(path) == "/proc/self/cgroup" else read(path)
+        plausible.Path,
+        "read_text",
+        lambda path: "0::/slurm/job\n" if str(path) == "/proc/self/cgroup" else read(path),
     )
     assert plausible.free_memory() == 5_000_000
     (inner / "memory.max").write_text("4100000\n")
@@ -208,7 +226,8 @@ def test_a_store_that_the_disk_has_no_room_for_is_told_before_it_is_begun(tmp_pa
         file.truncate(file.tell() + (1 << 36))  # a hole
     monkeypatch.setattr("distseg.report.disk.free_bytes", lambda path: 1 << 35)
     with pytest.raises(
-        OSError, match="s.h5 has no room for the pixels of the store: it takes 68.7 GB, 34.4 GB are free"
+        OSError,
+        match="s.h5 has no room for the pixels of the store: it takes 68.7 GB, 34.4 GB are free",
     ):
         prepare_folder(tmp_path / "i", None, tmp_path / "s.h5", ["x", "y"], splits=(1, 0, 0))
     assert [p.name for p in tmp_path.iterdir()] == ["i"]
@@ -250,7 +269,9 @@ def changed(draw, data: bytes) -> bytes:
         if how == "flip":
             data[at] ^= 1 << draw(st.integers(0, 7))
         elif how == "number":
-            data[at : at + 4] = draw(st.sampled_from(NUMBERS)).to_bytes(4, draw(st.sampled_from(["big", "little"])))
+            data[at : at + 4] = draw(st.sampled_from(NUMBERS)).to_bytes(
+                4, draw(st.sampled_from(["big", "little"]))
+            )
         elif how == "copy":
             start = draw(st.integers(0, len(data) - 1))
             data[at : at + 8] = data[start : start + 8]

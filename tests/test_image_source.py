@@ -19,12 +19,16 @@ def image(nodata) -> np.ndarray:
 
 
 def manifest(store) -> dict:
-    return {"data": {"mean": store.mean.tolist(), "std": store.std.tolist(), "classes": store.classes}}
+    return {
+        "data": {"mean": store.mean.tolist(), "std": store.std.tolist(), "classes": store.classes}
+    }
 
 
 def both(tmp_path, name, **options):
     """The image ``name`` of a store and the file itself, and a box."""
-    store = prepare_folder(tmp_path, None, tmp_path / "s.h5", ["low", "high"], splits=(1, 0, 0), **options)
+    store = prepare_folder(
+        tmp_path, None, tmp_path / "s.h5", ["low", "high"], splits=(1, 0, 0), **options
+    )
     return (
         store_scene(store, "a"),
         file_scene(str(tmp_path / name), manifest(store), *options.values()),
@@ -74,7 +78,10 @@ def test_numbers_that_are_none_say_what_to_do(tmp_path):
 def test_another_type_than_that_of_the_training_images(tmp_path, form):
     np.save(tmp_path / "a.npy", np.zeros((9, 9), form))
     told = {"data": {"mean": [100.0], "std": [9.0], "types": ["uint8"]}}
-    with pytest.raises(ValueError, match=f"a.npy holds {np.dtype(form)}, but the network was trained on uint8.*convert the image to uint8"):
+    with pytest.raises(
+        ValueError,
+        match=f"a.npy holds {np.dtype(form)}, but the network was trained on uint8.*convert the image to uint8",
+    ):
         file_scene(str(tmp_path / "a.npy"), told)
     np.save(tmp_path / "a.npy", np.zeros((9, 9), "u1"))
     file_scene(str(tmp_path / "a.npy"), told)
@@ -82,7 +89,10 @@ def test_another_type_than_that_of_the_training_images(tmp_path, form):
 
 def test_no_data_that_no_pixel_can_be(tmp_path):
     np.save(tmp_path / "a.npy", np.zeros((9, 9), np.uint8))
-    with pytest.raises(ValueError, match="--nodata is -9999, but no pixel of uint8, as those of .*a.npy, can be that"):
+    with pytest.raises(
+        ValueError,
+        match="--nodata is -9999, but no pixel of uint8, as those of .*a.npy, can be that",
+    ):
         file_scene(str(tmp_path / "a.npy"), {"data": {"mean": [100.0], "std": [9.0]}}, -9999)
 
 

@@ -45,26 +45,59 @@ def test_lines_that_keep_the_rules(line, nodes, tasks):
         ("jsrun -g -1 a.out", "jsrun --gpu_per_rs is '-1': it takes a whole number from 0 on"),
         ("jsrun --nrs", "jsrun --nrs has no value"),
         ("jsrun -b tight a.out", "jsrun --bind is 'tight': it takes none, rs or packed:N"),
-        ("jsrun -d scattered a.out", "jsrun --launch_distribution is 'scattered': it takes packed, cyclic or plane:N"),
+        (
+            "jsrun -d scattered a.out",
+            "jsrun --launch_distribution is 'scattered': it takes packed, cyclic or plane:N",
+        ),
         ("jsrun -l fast a.out", "jsrun --latency_priority is 'fast': it takes gpu-cpu"),
-        ("jsrun -n2 -r1 -a6 -g6 -c43 a.out", "resource sets of 43 cores (--cpu_per_rs), but a node has 42 and a resource set never spans nodes: set --cpu_per_rs to 42 at most"),
-        ("jsrun -n1 -r1 -a12 -g12 -c42 a.out", "resource sets of 12 GPUs (--gpu_per_rs), but a node has 6 and a resource set never spans nodes"),
+        (
+            "jsrun -n2 -r1 -a6 -g6 -c43 a.out",
+            "resource sets of 43 cores (--cpu_per_rs), but a node has 42 and a resource set never spans nodes: set --cpu_per_rs to 42 at most",
+        ),
+        (
+            "jsrun -n1 -r1 -a12 -g12 -c42 a.out",
+            "resource sets of 12 GPUs (--gpu_per_rs), but a node has 6 and a resource set never spans nodes",
+        ),
         (
             "jsrun -n12 -r6 -a1 -g1 -c8 a.out",
             "6 resource sets a node (--rs_per_host) of 8 cores (--cpu_per_rs), which is 48, but a node has 42: set --rs_per_host to 5 at most, or --cpu_per_rs to 7",
         ),
-        ("jsrun -n12 -r6 -a1 -g2 -c7 a.out", "6 resource sets a node (--rs_per_host) of 2 GPUs (--gpu_per_rs), which is 12, but a node has 6: set --rs_per_host to 3"),
-        ("jsrun -n3 -r1 -a4 -g6 -c42 a.out", "3 resource sets (--nrs), but 2 nodes hold 2, 1 a node (--rs_per_host): set --nrs to 2 at most, or take 3 nodes"),
-        ("jsrun -n13 -a1 -g1 -c7 a.out", "13 resource sets (--nrs), but 2 nodes hold 12, 6 a node, which is what fits: set --nrs to 12 at most, or take 3 nodes"),
-        ("jsrun -n2 -r1 -a4 -g6 -c42 a.out", "jsrun starts 8 tasks (2 resource sets of 4), but the mesh needs 12: set --nrs to 3, or change the mesh"),
-        ("jsrun -n2 -r1 -a5 -g6 -c42 a.out", "jsrun starts 10 tasks (2 resource sets of 5), but the mesh needs 12: set --nrs and --tasks_per_rs to a product of 12"),
-        ("jsrun -n12 -r6 -g1 -c7 -p 6 a.out", "jsrun starts 6 tasks (12 resource sets of up to 1), but the mesh needs 12"),
-        ("jsrun -n2 -r1 -a6 -p 11 -c42 a.out", "given 11 tasks (--np), but 2 resource sets of 6 (--tasks_per_rs) start 12: leave one of them out"),
+        (
+            "jsrun -n12 -r6 -a1 -g2 -c7 a.out",
+            "6 resource sets a node (--rs_per_host) of 2 GPUs (--gpu_per_rs), which is 12, but a node has 6: set --rs_per_host to 3",
+        ),
+        (
+            "jsrun -n3 -r1 -a4 -g6 -c42 a.out",
+            "3 resource sets (--nrs), but 2 nodes hold 2, 1 a node (--rs_per_host): set --nrs to 2 at most, or take 3 nodes",
+        ),
+        (
+            "jsrun -n13 -a1 -g1 -c7 a.out",
+            "13 resource sets (--nrs), but 2 nodes hold 12, 6 a node, which is what fits: set --nrs to 12 at most, or take 3 nodes",
+        ),
+        (
+            "jsrun -n2 -r1 -a4 -g6 -c42 a.out",
+            "jsrun starts 8 tasks (2 resource sets of 4), but the mesh needs 12: set --nrs to 3, or change the mesh",
+        ),
+        (
+            "jsrun -n2 -r1 -a5 -g6 -c42 a.out",
+            "jsrun starts 10 tasks (2 resource sets of 5), but the mesh needs 12: set --nrs and --tasks_per_rs to a product of 12",
+        ),
+        (
+            "jsrun -n12 -r6 -g1 -c7 -p 6 a.out",
+            "jsrun starts 6 tasks (12 resource sets of up to 1), but the mesh needs 12",
+        ),
+        (
+            "jsrun -n2 -r1 -a6 -p 11 -c42 a.out",
+            "given 11 tasks (--np), but 2 resource sets of 6 (--tasks_per_rs) start 12: leave one of them out",
+        ),
         (
             "jsrun -n2 -r1 -a6 -g6 -c42 -bpacked:8 a.out",
             "binds 6 tasks of a resource set to 8 cores each (--bind packed:8), which is 48, but a resource set has 42 (--cpu_per_rs): set --bind to packed:7, or --cpu_per_rs to 48",
         ),
-        ("jsrun -n2 -r1 -a6 -g6 a.out", "binds 6 tasks of a resource set to 1 cores each (--bind packed:1), which is 6, but a resource set has 1 (--cpu_per_rs)"),
+        (
+            "jsrun -n2 -r1 -a6 -g6 a.out",
+            "binds 6 tasks of a resource set to 1 cores each (--bind packed:1), which is 6, but a resource set has 1 (--cpu_per_rs)",
+        ),
     ],
 )
 def test_lines_that_break_a_rule_say_which(line, told):

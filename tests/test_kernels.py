@@ -28,9 +28,18 @@ def compiled():
         pytest.skip("no compiler")
 
 
-def image(channels: int, dtype, last: bool, cropped: bool, dims: int = 2, seed: int = 0) -> torch.Tensor:
+def image(
+    channels: int, dtype, last: bool, cropped: bool, dims: int = 2, seed: int = 0
+) -> torch.Tensor:
     size = (19, 45) if dims == 2 else (5, 9, 14)[:dims] if dims == 3 else (200,)
-    x = torch.randn(1, channels, *size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).mul_(3).add_(7).to(dtype)
+    x = (
+        torch.randn(
+            1, channels, *size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+        )
+        .mul_(3)
+        .add_(7)
+        .to(dtype)
+    )
     if last and dims > 1:
         x = x.contiguous(memory_format=torch.channels_last if dims == 2 else torch.channels_last_3d)
     return x[(..., *(slice(1, n - 2) for n in size))] if cropped else x
@@ -42,12 +51,21 @@ def shaped(v: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("dims, last, cropped", [(1, 0, 0), (1, 0, 1), (2, 0, 0), (2, 0, 1), (2, 1, 0), (2, 1, 1), (3, 0, 1), (3, 1, 1)])
+@pytest.mark.parametrize(
+    "dims, last, cropped",
+    [(1, 0, 0), (1, 0, 1), (2, 0, 0), (2, 0, 1), (2, 1, 0), (2, 1, 1), (3, 0, 1), (3, 1, 1)],
+)
 @pytest.mark.parametrize("channels", [1, 2, 5, 24, 32, 100])
 def test_formulas(dtype, dims, last, cropped, channels):
     x, g = (image(channels, dtype, last, cropped, dims, seed) for seed in (0, 1))
     size, over = x.shape[2:], [0, *range(2, x.dim())]
-    random = lambda: torch.rand(channels, generator=torch.Generator().manual_seed(2), dtype=torch.float64) + 0.5
+
+    def random():
+        return (
+            torch.rand(channels, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+            + 0.5
+        )
+
     affine = Affine(random() + 6, random(), random() - 1, 0.1)
     own = Box(tuple(n // 4 for n in size), tuple(n - 1 for n in size))
     wide = x.double()
@@ -74,25 +92,51 @@ def test_formulas(dtype, dims, last, cropped, channels):
 
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("dims, last, cropped", [(1, 0, 0), (2, 0, 1), (2, 1, 0), (2, 1, 1), (3, 0, 0), (3, 1, 1)])
+@pytest.mark.parametrize(
+    "dims, last, cropped", [(1, 0, 0), (2, 0, 1), (2, 1, 0), (2, 1, 1), (3, 0, 0), (3, 1, 1)]
+)
 @pytest.mark.parametrize("groups, joint", [(0, False), (3, False), (0, True)])
 @pytest.mark.parametrize("drops", [False, True])
 def test_a_norm_of_whole_images(dtype, dims, last, cropped, groups, joint, drops):
     """Dropout, norm and activation of a batch in one call, there and back, against the layers that a user writes, in float64."""
-    x, g = (torch.cat([image(6, dtype, last, False, dims, seed) for seed in seeds]) for seeds in ((0, 1, 2), (3, 4, 5)))
+    x, g = (
+        torch.cat([image(6, dtype, last, False, dims, seed) for seed in seeds])
+        for seeds in ((0, 1, 2), (3, 4, 5))
+    )
     if cropped:
         x = x[(..., *(slice(1, n - 2) for n in x.shape[2:]))]
         g = g[(..., *(slice(2, n - 1) for n in g.shape[2:]))]
-    weight, bias = (torch.rand(6, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(torch.promote_types(dtype, torch.float32)) + 0.5 for seed in (6, 7))
+    weight, bias = (
+        torch.rand(6, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(
+            torch.promote_types(dtype, torch.float32)
+        )
+        + 0.5
+        for seed in (6, 7)
+    )
     keys = [rng.key(image, "dropout") for image in range(3)]
     norm = kernels.Norm(groups, joint, 1e-3, 0.1, 0.4 if drops else 0.0, keys if drops else None)
     wide, w, b = (v.detach().double().requires_grad_() for v in (x, weight, bias))
-    masks = torch.stack([channel_mask(0.4, k, 6) for k in keys]) if drops else torch.ones(3, 6, dtype=torch.float64)
+    masks = (
+        torch.stack([channel_mask(0.4, k, 6) for k in keys])
+        if drops
+        else torch.ones(3, 6, dtype=torch.float64)
+    )
     dropped = wide * masks.view(3, 6, *(1 for _ in x.shape[2:]))
-    values = dropped.transpose(0, 1).reshape(1, 6, -1) if joint else dropped.reshape(3 * (groups or 6), -1)
+    values = (
+        dropped.transpose(0, 1).reshape(1, 6, -1)
+        if joint
+        else dropped.reshape(3 * (groups or 6), -1)
+    )
     over = (0, 2) if joint else (1,)
-    mean, m2 = values.mean(over), values.var(over, correction=0) * (values.numel() / values.mean(over).numel())
-    z = F.batch_norm(dropped, None, None, w, b, True, 0.1, 1e-3) if joint else F.group_norm(dropped, groups or 6, w, b, 1e-3)
+    mean, m2 = (
+        values.mean(over),
+        values.var(over, correction=0) * (values.numel() / values.mean(over).numel()),
+    )
+    z = (
+        F.batch_norm(dropped, None, None, w, b, True, 0.1, 1e-3)
+        if joint
+        else F.group_norm(dropped, groups or 6, w, b, 1e-3)
+    )
     y = F.leaky_relu(z, 0.1)
     y.backward(g.double(), retain_graph=True)
 
@@ -103,16 +147,25 @@ def test_a_norm_of_whole_images(dtype, dims, last, cropped, groups, joint, drops
     close(found, y)
     close(statistics[0].flatten(), mean.flatten(), min(1e-5, TYPES[dtype]))
     close(statistics[1].flatten(), m2.flatten(), min(1e-5, TYPES[dtype]))
-    for gradient, right in zip(kernels.norm_backward(g, x, norm, weight, numbers), (wide.grad, w.grad, b.grad)):
+    for gradient, right in zip(
+        kernels.norm_backward(g, x, norm, weight, numbers), (wide.grad, w.grad, b.grad)
+    ):
         close(gradient, right, 4 * TYPES[dtype])
     plain_found, _, numbers = kernels.norm_forward(x, norm, None, None)
     close(plain_found, F.leaky_relu((z - shaped(b, x)) / shaped(w, x), 0.1))
-    close(kernels.norm_backward(g, x, norm, None, numbers)[0], torch.autograd.grad(F.leaky_relu(_again(dropped, groups, joint), 0.1), wide, g.double())[0], 4 * TYPES[dtype])
+    close(
+        kernels.norm_backward(g, x, norm, None, numbers)[0],
+        torch.autograd.grad(F.leaky_relu(_again(dropped, groups, joint), 0.1), wide, g.double())[0],
+        4 * TYPES[dtype],
+    )
 
 
 def _again(x, groups, joint):
-    return F.batch_norm(x, None, None, None, None, True, 0.1, 1e-3) if joint else F.group_norm(x, groups or 6, None, None, 1e-3)
-
+    return (
+        F.batch_norm(x, None, None, None, None, True, 0.1, 1e-3)
+        if joint
+        else F.group_norm(x, groups or 6, None, None, 1e-3)
+    )
 
 
 @pytest.mark.parametrize("last", [0, 1])
@@ -121,7 +174,9 @@ def test_moments_keep_their_digits_beside_a_large_mean(last):
     mean, m2 = kernels.moments(x.float())
     exact = x.float().double()
     torch.testing.assert_close(mean, exact.mean((0, 2, 3)), rtol=1e-9, atol=0)
-    torch.testing.assert_close(m2, ((exact - exact.mean((0, 2, 3), keepdim=True)) ** 2).sum((0, 2, 3)), rtol=1e-5, atol=0)
+    torch.testing.assert_close(
+        m2, ((exact - exact.mean((0, 2, 3), keepdim=True)) ** 2).sum((0, 2, 3)), rtol=1e-5, atol=0
+    )
 
 
 def test_the_gradient_lies_as_the_image_does_whatever_its_own_layout():
@@ -137,8 +192,12 @@ LAYOUTS = {
     "first": lambda c, h, w: torch.randn(1, c, h, w),
     "last": lambda c, h, w: torch.randn(1, c, h, w).contiguous(memory_format=torch.channels_last),
     "part, first": lambda c, h, w: torch.randn(1, c, h + 3, w + 4)[:, :, 1 : 1 + h, 2 : 2 + w],
-    "part, last": lambda c, h, w: torch.randn(1, c, h + 3, w + 4).contiguous(memory_format=torch.channels_last)[:, :, 1 : 1 + h, 2 : 2 + w],
-    "some channels": lambda c, h, w: torch.randn(1, c + 3, h, w).contiguous(memory_format=torch.channels_last)[:, 1 : 1 + c],
+    "part, last": lambda c, h, w: torch.randn(1, c, h + 3, w + 4).contiguous(
+        memory_format=torch.channels_last
+    )[:, :, 1 : 1 + h, 2 : 2 + w],
+    "some channels": lambda c, h, w: torch.randn(1, c + 3, h, w).contiguous(
+        memory_format=torch.channels_last
+    )[:, 1 : 1 + c],
 }
 
 
@@ -149,26 +208,57 @@ def test_layouts_that_differ_on_maps_of_a_few_pixels(of_x, of_g):
     torch.manual_seed(0)
     for channels, height, width in product((1, 2, 8), (1, 2, 3), (1, 2, 3)):
         x, g = LAYOUTS[of_x](channels, height, width), LAYOUTS[of_g](channels, height, width)
-        affine, tilt = Affine(*torch.randn(3, channels).double(), 0.1), torch.randn(channels).double()
+        affine, tilt = (
+            Affine(*torch.randn(3, channels).double(), 0.1),
+            torch.randn(channels).double(),
+        )
         own = Box((0, 0), (height, max(1, width - 1)))
-        both = lambda name, *a: [getattr(k, name)(*a) for k in (kernels, plain)]
-        made = lambda name, *a: [getattr(k, name)(*a, torch.empty_like(x)) for k in (kernels, plain)]
+
+        def both(name, *a):
+            return [getattr(k, name)(*a) for k in (kernels, plain)]
+
+        def made(name, *a):
+            return [getattr(k, name)(*a, torch.empty_like(x)) for k in (kernels, plain)]
+
         torch.testing.assert_close(*made("forward", x, affine))
         torch.testing.assert_close(*made("gradient", g, x, affine, tilt, tilt, own))
-        torch.testing.assert_close(*both("sums", g, x, affine), rtol=1e-4, atol=1e-5, check_dtype=False)
+        torch.testing.assert_close(
+            *both("sums", g, x, affine), rtol=1e-4, atol=1e-5, check_dtype=False
+        )
         torch.testing.assert_close(kernels.moments(x)[0], x.double().mean((0, 2, 3)))
+
 
 @pytest.mark.parametrize("dims", [2, 3])
 def test_results_lie_apart(dims):
     """Half of the channels of a map in channels_last, as frames that lie in its channels: their rows are no runs of pixels, and the result is written all the same."""
     whole = image(6, torch.float64, last=True, cropped=False, dims=dims)
-    x, g = whole[:1, :3], image(6, torch.float64, last=True, cropped=False, dims=dims, seed=1)[:1, :3]
-    affine, (tilt, shift) = Affine(*torch.rand(3, 3, dtype=torch.float64), 0.5), torch.rand(2, 3, dtype=torch.float64)
+    x, g = (
+        whole[:1, :3],
+        image(6, torch.float64, last=True, cropped=False, dims=dims, seed=1)[:1, :3],
+    )
+    affine, (tilt, shift) = (
+        Affine(*torch.rand(3, 3, dtype=torch.float64), 0.5),
+        torch.rand(2, 3, dtype=torch.float64),
+    )
     own = Box((1,) * dims, x.shape[2:])
-    into = lambda: torch.full_like(whole[:1], float("nan"))[:, :3]
+
+    def into():
+        return torch.full_like(whole[:1], float("nan"))[:, :3]
+
     assert not x.is_contiguous() and into().stride() == x.stride()
-    torch.testing.assert_close(kernels.forward(x, affine, into()), plain.forward(x, affine, torch.empty(x.shape, dtype=x.dtype)))
-    wanted = plain.gradient(g.contiguous(), x.contiguous(), affine, tilt, shift, own, torch.empty(x.shape, dtype=x.dtype))
+    torch.testing.assert_close(
+        kernels.forward(x, affine, into()),
+        plain.forward(x, affine, torch.empty(x.shape, dtype=x.dtype)),
+    )
+    wanted = plain.gradient(
+        g.contiguous(),
+        x.contiguous(),
+        affine,
+        tilt,
+        shift,
+        own,
+        torch.empty(x.shape, dtype=x.dtype),
+    )
     torch.testing.assert_close(kernels.gradient(g, x, affine, tilt, shift, own, into()), wanted)
 
 
@@ -230,7 +320,9 @@ class TestCache:
         before = self.the_file(cache).stat().st_mtime_ns
         assert not self.built_anew(cache)
         assert self.the_file(cache).stat().st_mtime_ns == before
-        assert cache.stat().st_mode & 0o77 == 0 and sorted(p.name for p in cache.iterdir()) == sorted([self.the_file(cache).name, "lock"])
+        assert cache.stat().st_mode & 0o77 == 0 and sorted(
+            p.name for p in cache.iterdir()
+        ) == sorted([self.the_file(cache).name, "lock"])
 
     def test_cut(self, cache):
         os.truncate(self.the_file(cache), 3)
@@ -248,7 +340,11 @@ class TestCache:
 
     def test_a_file_of_somebody_else(self, cache, monkeypatch):
         real = os.fstat
-        monkeypatch.setattr(build.os, "fstat", lambda handle: _of(12345, real(handle)) if len(self.builds) == 1 else real(handle))
+        monkeypatch.setattr(
+            build.os,
+            "fstat",
+            lambda handle: _of(12345, real(handle)) if len(self.builds) == 1 else real(handle),
+        )
         assert self.built_anew(cache)
 
     def test_a_planted_link_is_not_followed(self, cache, tmp_path):
@@ -282,21 +378,35 @@ class TestCache:
     def test_an_own_cache_that_others_may_write_is_closed_to_them(self, cache):
         for folder in (cache, cache.parent):
             folder.chmod(0o777)
-        assert not self.built_anew(cache) and not (cache.stat().st_mode | cache.parent.stat().st_mode) & 0o77
+        assert (
+            not self.built_anew(cache)
+            and not (cache.stat().st_mode | cache.parent.stat().st_mode) & 0o77
+        )
 
     def test_below_a_folder_that_others_may_write(self, cache, tmp_path):
         above = tmp_path
         above.chmod(0o777)
-        with pytest.warns(UserWarning, match=f"compiled for this process alone: others can write to {above}: chmod go-w it, or .* XDG_CACHE_HOME"):
+        with pytest.warns(
+            UserWarning,
+            match=f"compiled for this process alone: others can write to {above}: chmod go-w it, or .* XDG_CACHE_HOME",
+        ):
             assert build.library.__wrapped__() is not None
-        assert len(self.builds) == 2 and not self.builds[1].exists() and cache not in self.builds[1].parents
+        assert (
+            len(self.builds) == 2
+            and not self.builds[1].exists()
+            and cache not in self.builds[1].parents
+        )
 
     def test_a_cache_that_can_not_be_written(self, cache, monkeypatch):
         """A private folder, which is gone when the library is loaded; told by nobody, as it is so on every rank of some clusters."""
         self.the_file(cache).unlink()
         monkeypatch.setattr(build, "_alone", _refusing)
         self.load()
-        assert not self.builds[-1].exists() and cache not in self.builds[-1].parents and not list(cache.glob("*.so"))
+        assert (
+            not self.builds[-1].exists()
+            and cache not in self.builds[-1].parents
+            and not list(cache.glob("*.so"))
+        )
 
     def test_no_home_at_all(self, cache, monkeypatch, tmp_path):
         (tmp_path / "file").touch()
@@ -336,22 +446,33 @@ def _refusing(folder):
 def test_ranks_of_a_machine_build_once(tmp_path):
     """Four processes start at once with an empty cache."""
     compiler, log, cache = tmp_path / "compiler", tmp_path / "log", tmp_path / "cache"
-    compiler.write_text(f'#!/bin/sh\necho call >> {log}\nexec {os.environ.get("CXX", "c++")} "$@"\n')
+    compiler.write_text(
+        f'#!/bin/sh\necho call >> {log}\nexec {os.environ.get("CXX", "c++")} "$@"\n'
+    )
     compiler.chmod(0o755)
     cache.mkdir()
-    (tmp_path / "short.cpp").write_text("int main_of_nothing() { return 1; }")  # norm.cpp takes seconds
+    (tmp_path / "short.cpp").write_text(
+        "int main_of_nothing() { return 1; }"
+    )  # norm.cpp takes seconds
     script = f"import runpy, pathlib; f = runpy.run_path({build.__file__!r})['_built']; p = pathlib.Path; "
     script += f"f.__globals__['SOURCE'] = p('{tmp_path}/short.cpp'); print(f(['{compiler}'], p('{cache}')))"
-    ranks = [subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) for _ in range(4)]
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+        for _ in range(4)
+    ]
     (found,) = {rank.communicate()[0].strip() for rank in ranks}
     assert log.read_text() == "call\n" * 2, "it is compiled and linked once"
-    assert build._whole(Path(found)) and [p.name for p in cache.glob("*norm*")] == [Path(found).name]
+    assert build._whole(Path(found)) and [p.name for p in cache.glob("*norm*")] == [
+        Path(found).name
+    ]
 
 
 def test_no_second_openmp_runtime():
     """Two would each have their own threads, spinning against each other."""
     script = "import torch, distseg.layers.kernels.build as b; b.library(); print(sum('gomp' in l.split('/')[-1] and 'r-xp' in l for l in open('/proc/self/maps')))"
-    found = subprocess.run([sys.executable, "-c", script], env=os.environ, capture_output=True, text=True, check=True).stdout
+    found = subprocess.run(
+        [sys.executable, "-c", script], env=os.environ, capture_output=True, text=True, check=True
+    ).stdout
     assert int(found) <= 1, found
 
 
@@ -359,4 +480,12 @@ def test_cells_beyond_the_map_are_refused():
     """Where they would be written to lies somebody else's memory."""
     x, own = image(3, torch.float64, False, False), Box((0, 90), (2, 90))
     with pytest.raises(ValueError, match="that are owned reach beyond a map"):
-        kernels.gradient(x, x, Affine(*torch.ones(3, 3, dtype=torch.float64)), torch.ones(3), torch.ones(3), own, torch.empty_like(x))
+        kernels.gradient(
+            x,
+            x,
+            Affine(*torch.ones(3, 3, dtype=torch.float64)),
+            torch.ones(3),
+            torch.ones(3),
+            own,
+            torch.empty_like(x),
+        )

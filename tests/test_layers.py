@@ -44,7 +44,10 @@ def test_gradients_flow_through_both_ways():
 
 
 def test_pop_before_stash_is_named():
-    with skip_store({}), pytest.raises(ValueError, match=r"pop\('a'\) comes before any stash\('a'\)"):
+    with (
+        skip_store({}),
+        pytest.raises(ValueError, match=r"pop\('a'\) comes before any stash\('a'\)"),
+    ):
         Pop("a")(torch.zeros(1, 1, 1, 1))
 
 
@@ -91,12 +94,17 @@ def test_the_twin_of_a_pop_has_its_gradients_and_they_are_dense(layout):
     seen = []
     results = []
     for pop in (Pop("a"), DensePop("a")):
-        skip, x = (torch.arange(96.0).view(1, 6, 4, 4).contiguous(memory_format=layout).requires_grad_() for _ in range(2))
+        skip, x = (
+            torch.arange(96.0).view(1, 6, 4, 4).contiguous(memory_format=layout).requires_grad_()
+            for _ in range(2)
+        )
         up = x * 1
         up.register_hook(lambda g: seen.append(g.is_contiguous(memory_format=layout)))
         with skip_store({"a": skip}):
             y = pop(up)
-        (y * torch.arange(y.numel()).view(y.shape).contiguous(memory_format=layout)).sum().backward()
+        (
+            y * torch.arange(y.numel()).view(y.shape).contiguous(memory_format=layout)
+        ).sum().backward()
         results.append((y, skip.grad, x.grad))
     assert all(torch.equal(a, b) for a, b in zip(*results))
     assert seen[1]

@@ -23,9 +23,19 @@ def picture(steps, n, borders, every, cell, **more) -> list[str]:
     lines = []
     for layer in range(len(graph)):
         part = layout.part(layer, (cell,))
-        (a, b), (c, d) = (part.owned.start[0], part.owned.stop[0]), (part.taken.start[0], part.taken.stop[0])
-        held = "".join("o" if a <= x < b else "-" if part.held.start[0] <= x < part.held.stop[0] else "." for x in range(part.size[0]))
-        taken = "".join("o" if a <= x < b else "-" for x in range(c, d)).rjust(d, ".").ljust(part.size[0], ".")
+        (a, b), (c, d) = (
+            (part.owned.start[0], part.owned.stop[0]),
+            (part.taken.start[0], part.taken.stop[0]),
+        )
+        held = "".join(
+            "o" if a <= x < b else "-" if part.held.start[0] <= x < part.held.stop[0] else "."
+            for x in range(part.size[0])
+        )
+        taken = (
+            "".join("o" if a <= x < b else "-" for x in range(c, d))
+            .rjust(d, ".")
+            .ljust(part.size[0], ".")
+        )
         pads = "0" * (c - part.raw.start[0]), "0" * (part.raw.stop[0] - d)
         lines.append(f"{held} {pads[0]}{taken}{pads[1]}" + (" *" if layer in layout.points else ""))
     return lines
@@ -67,15 +77,23 @@ def test_deep_levels_can_share_an_exchange():
     assert Layout(graph, (16,), ((0, 8, 16),), "1", fuse_below=5).points == {0, 2, 5}
 
 
-@pytest.mark.parametrize("every, points", [("1", 12), ("2", 6), ("12", 1), ("level", 5), ("all", 0)])
+@pytest.mark.parametrize(
+    "every, points", [("1", 12), ("2", 6), ("12", 1), ("level", 5), ("all", 0)]
+)
 def test_the_number_of_exchanges_of_a_network(every, points):
     """Depth 2, two convolutions a level: ten of them look beyond their tile, and both linear up-samplings."""
     graph = graph_of(unet(depth=2, num_convs=2, base_channels=4, up="bilinear"))
     layout = Layout(graph, (64, 64), ((0, 32, 64), (0, 64)), every)
     assert len(layout.points) == points
     if every == "1":
-        work = [layout.part(k, (0, 0)).made.pixels for k, node in enumerate(graph) if node.footprints]
-        own = [Box(*zip(*[c[:2] for c in _cuts(layout, k + 1)])).pixels for k, node in enumerate(graph) if node.footprints]
+        work = [
+            layout.part(k, (0, 0)).made.pixels for k, node in enumerate(graph) if node.footprints
+        ]
+        own = [
+            Box(*zip(*[c[:2] for c in _cuts(layout, k + 1)])).pixels
+            for k, node in enumerate(graph)
+            if node.footprints
+        ]
         assert work == own
 
 
@@ -83,7 +101,10 @@ def _cuts(layout, layer):
     return layout.spans(layer)[0] if layer < len(layout.graph) else layout.result_cuts
 
 
-@pytest.mark.parametrize("kernel, stride, dilation, padding", [(3, 1, 1, 1), (4, 2, 1, 1), (2, 2, 1, 0), (3, 2, 2, 2), (7, 3, 1, 0)])
+@pytest.mark.parametrize(
+    "kernel, stride, dilation, padding",
+    [(3, 1, 1, 1), (4, 2, 1, 1), (2, 2, 1, 0), (3, 2, 2, 2), (7, 3, 1, 0)],
+)
 @pytest.mark.parametrize("ceil", [False, True])
 def test_sizes_are_pytorch_s(kernel, stride, dilation, padding, ceil):
     import torch
@@ -92,11 +113,18 @@ def test_sizes_are_pytorch_s(kernel, stride, dilation, padding, ceil):
         x = torch.zeros(1, 1, n, n)
         found = Gather(kernel, stride, dilation, padding, padding, ceil).size(n)
         if ceil and padding <= kernel // 2:
-            assert found == nn.MaxPool2d(kernel, stride, padding, dilation, ceil_mode=True)(x).shape[2]
+            assert (
+                found == nn.MaxPool2d(kernel, stride, padding, dilation, ceil_mode=True)(x).shape[2]
+            )
         elif not ceil:
             assert found == nn.Conv2d(1, 1, kernel, stride, padding, dilation)(x).shape[2]
         extra = min(stride, dilation) - 1
-        assert Scatter(kernel, stride, dilation, padding, extra).size(n) == nn.ConvTranspose2d(1, 1, kernel, stride, padding, extra, 1, True, dilation)(x).shape[2]
+        assert (
+            Scatter(kernel, stride, dilation, padding, extra).size(n)
+            == nn.ConvTranspose2d(1, 1, kernel, stride, padding, extra, 1, True, dilation)(x).shape[
+                2
+            ]
+        )
     assert Interpolate(3).size(5) == 15
 
 
@@ -107,7 +135,10 @@ def test_what_lies_beyond_a_map_is_made_of_cells_inside_where_it_is_mirrored():
 
 
 def test_cells_fewer_than_tiles_are_refused():
-    with pytest.raises(ValueError, match="layer pool makes 2 cells of 4 along a dim with 3 tiles, and each tile needs one"):
+    with pytest.raises(
+        ValueError,
+        match="layer pool makes 2 cells of 4 along a dim with 3 tiles, and each tile needs one",
+    ):
         Layout(line(CONV, POOL), (4,), ((0, 1, 2, 4),), "1")
 
 

@@ -39,13 +39,21 @@ def valid(z, y):
 
 
 def torch_cross_entropy(config, z, y):
-    weights = None if config.class_weights is None else torch.tensor(config.class_weights, dtype=torch.float64)
-    return F.cross_entropy(z, y, weights, ignore_index=IGNORE, label_smoothing=config.label_smoothing)
+    weights = (
+        None
+        if config.class_weights is None
+        else torch.tensor(config.class_weights, dtype=torch.float64)
+    )
+    return F.cross_entropy(
+        z, y, weights, ignore_index=IGNORE, label_smoothing=config.label_smoothing
+    )
 
 
 def torch_binary(config, z, y):
     z, y = valid(z, y)
-    return F.binary_cross_entropy_with_logits(z, y[:, None].double() if z.shape[1] == 1 else F.one_hot(y, z.shape[1]).double())
+    return F.binary_cross_entropy_with_logits(
+        z, y[:, None].double() if z.shape[1] == 1 else F.one_hot(y, z.shape[1]).double()
+    )
 
 
 def by_pixel_focal(config, z, y):
@@ -63,8 +71,17 @@ def by_pixel_focal(config, z, y):
 def textbook_dice(config, z, y):
     def of(z, y):
         z, y = valid(z, y)
-        p, t = (z.sigmoid(), y[:, None]) if z.shape[1] == 1 else (z.softmax(1), F.one_hot(y, z.shape[1]))
-        each = [1 - (2 * (p[:, c] * t[:, c]).sum() + config.smooth) / (p[:, c].sum() + t[:, c].sum() + config.smooth) for c in range(z.shape[1])]
+        p, t = (
+            (z.sigmoid(), y[:, None])
+            if z.shape[1] == 1
+            else (z.softmax(1), F.one_hot(y, z.shape[1]))
+        )
+        each = [
+            1
+            - (2 * (p[:, c] * t[:, c]).sum() + config.smooth)
+            / (p[:, c].sum() + t[:, c].sum() + config.smooth)
+            for c in range(z.shape[1])
+        ]
         return sum(each) / len(each)
 
     if config.dice_over == "batch":
@@ -76,7 +93,12 @@ CASES = [
     ("cross_entropy", 3, {}, torch_cross_entropy),
     ("cross_entropy", 3, dict(class_weights=[0.2, 1.0, 3.0]), torch_cross_entropy),
     ("cross_entropy", 3, dict(label_smoothing=0.1), torch_cross_entropy),
-    ("cross_entropy", 3, dict(label_smoothing=0.1, class_weights=[0.2, 0.0, 3.0]), torch_cross_entropy),
+    (
+        "cross_entropy",
+        3,
+        dict(label_smoothing=0.1, class_weights=[0.2, 0.0, 3.0]),
+        torch_cross_entropy,
+    ),
     ("binary_cross_entropy", 1, {}, torch_binary),
     ("binary_cross_entropy", 3, {}, torch_binary),
     ("focal", 3, {}, by_pixel_focal),
@@ -89,27 +111,36 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("name, classes, more, formula", CASES, ids=[f"{n}-{c}-{'-'.join(m)}" for n, c, m, _ in CASES])
+@pytest.mark.parametrize(
+    "name, classes, more, formula", CASES, ids=[f"{n}-{c}-{'-'.join(m)}" for n, c, m, _ in CASES]
+)
 def test_the_textbooks_formula(name, classes, more, formula):
     config, (z, y) = LossConfig(name, **more), maps(classes)
     z.requires_grad_()
     found = value(config, z, y)
     assert found.item() == pytest.approx(formula(config, z, y).item(), rel=1e-12)
     if formula is not by_pixel_focal:
-        (gradient,), (wanted,) = torch.autograd.grad(found, z), torch.autograd.grad(formula(config, z, y), z)
+        (gradient,), (wanted,) = (
+            torch.autograd.grad(found, z),
+            torch.autograd.grad(formula(config, z, y), z),
+        )
         torch.testing.assert_close(gradient, wanted, rtol=1e-11, atol=1e-15)
 
 
 def test_focal_with_gamma_0_is_cross_entropy():
     z, y = maps(3)
-    assert value(LossConfig("focal", gamma=0.0), z, y).item() == pytest.approx(value(LossConfig("cross_entropy"), z, y).item(), rel=1e-13)
+    assert value(LossConfig("focal", gamma=0.0), z, y).item() == pytest.approx(
+        value(LossConfig("cross_entropy"), z, y).item(), rel=1e-13
+    )
 
 
 def test_a_weighted_sum():
     z, y = maps(3)
     parts = [value(LossConfig(name), z, y) for name in ("cross_entropy", "dice", "focal")]
     found = value(LossConfig("cross_entropy + 0.5*dice + 2 * focal"), z, y)
-    assert found.item() == pytest.approx((parts[0] + 0.5 * parts[1] + 2 * parts[2]).item(), rel=1e-13)
+    assert found.item() == pytest.approx(
+        (parts[0] + 0.5 * parts[1] + 2 * parts[2]).item(), rel=1e-13
+    )
 
 
 @pytest.mark.parametrize("name", [*NAMES, "cross_entropy + 0.5*dice"])
@@ -133,12 +164,17 @@ def test_rows_and_slope_make_the_gradient(name):
     torch.testing.assert_close(gradient, wanted)
 
 
-@pytest.mark.parametrize("name", ["cross_entropy", "binary_cross_entropy", "focal", "cross_entropy + 2*focal"])
+@pytest.mark.parametrize(
+    "name", ["cross_entropy", "binary_cross_entropy", "focal", "cross_entropy + 2*focal"]
+)
 def test_a_linear_loss_knows_its_slope_from_labels_alone(name):
     loss, (z, y) = Loss(of(name, class_weights=[1.0, 2.0, 0.5]), 3), maps(3)
     assert loss.linear
     logit_parts = slice(0, None, 2)  # sums that depend on the logits, each followed by its count
-    torch.testing.assert_close(loss.slope(loss.counts(y))[1][:, logit_parts], loss.slope(loss.rows(z, y))[1][:, logit_parts])
+    torch.testing.assert_close(
+        loss.slope(loss.counts(y))[1][:, logit_parts],
+        loss.slope(loss.rows(z, y))[1][:, logit_parts],
+    )
     assert not Loss(LossConfig(f"{name} + dice"), 3).linear
 
 
@@ -170,7 +206,11 @@ def test_ignored_pixels_have_no_gradient_and_no_say(name):
 @pytest.mark.parametrize("classes", [1, 2])
 def test_focal_of_a_pixel_that_is_certain_has_a_gradient(gamma, classes):
     """p = 1 in float32: (1 - p)^gamma has an infinite slope there for gamma < 1."""
-    z = torch.tensor([200.0] if classes == 1 else [-100.0, 100.0]).view(1, classes, 1, 1).requires_grad_()
+    z = (
+        torch.tensor([200.0] if classes == 1 else [-100.0, 100.0])
+        .view(1, classes, 1, 1)
+        .requires_grad_()
+    )
     value(LossConfig("focal", gamma=gamma), z, torch.ones(1, 1, 1, dtype=torch.long)).backward()
     assert z.grad.isfinite().all()
 
@@ -211,9 +251,21 @@ def test_parse_errors(text, message):
 @pytest.mark.parametrize(
     "config, classes, message",
     [
-        (LossConfig("cross_entropy"), 1, "at least 2 classes, but the model has 1 output: use binary_cross_entropy or dice"),
-        (LossConfig("cross_entropy", class_weights=[1.0, 2.0]), 3, "class_weights has 2 numbers, but the model has 3 classes"),
-        (LossConfig("focal", class_weights=[1.0]), 1, "class_weights has 1 numbers, but the model has 2 classes"),
+        (
+            LossConfig("cross_entropy"),
+            1,
+            "at least 2 classes, but the model has 1 output: use binary_cross_entropy or dice",
+        ),
+        (
+            LossConfig("cross_entropy", class_weights=[1.0, 2.0]),
+            3,
+            "class_weights has 2 numbers, but the model has 3 classes",
+        ),
+        (
+            LossConfig("focal", class_weights=[1.0]),
+            1,
+            "class_weights has 1 numbers, but the model has 2 classes",
+        ),
         (LossConfig("cross_entropy", label_smoothing=1.5), 3, "loss.label_smoothing .*1.5"),
         (LossConfig("focal", gamma=-1.0), 3, "loss.gamma .*-1"),
         (LossConfig("dice", smooth=-1.0), 3, "loss.smooth .*-1"),

@@ -30,13 +30,17 @@ WRITE = {
 def taken() -> int:
     """Bytes of this process, those of files included."""
     with open("/proc/self/status") as f:
-        return sum(int(line.split()[1]) * 1024 for line in f if line.startswith(("RssAnon", "RssFile")))
+        return sum(
+            int(line.split()[1]) * 1024 for line in f if line.startswith(("RssAnon", "RssFile"))
+        )
 
 
 def written(tmp_path, name: str):
     path = tmp_path / name
     WRITE[name](path)
-    return path, np.moveaxis(np.asarray(Image.open(path).convert("RGB")) if name == "palette.png" else PIXELS, -1, 0)
+    return path, np.moveaxis(
+        np.asarray(Image.open(path).convert("RGB")) if name == "palette.png" else PIXELS, -1, 0
+    )
 
 
 @pytest.mark.parametrize("name", WRITE)
@@ -46,7 +50,9 @@ def test_pixels_that_were_read_leave_the_process(tmp_path, name):
     before = taken()
     reader = open_image(path)
     for row in range(0, 4000, 500):
-        assert np.array_equal(reader.read(Box((row, 0), (row + 500, 2000))), pixels[:, row : row + 500])
+        assert np.array_equal(
+            reader.read(Box((row, 0), (row + 500, 2000))), pixels[:, row : row + 500]
+        )
         assert not reader.masked or reader.read_valid(Box((row, 0), (row + 500, 2000)))[1].all()
     assert taken() - before < pixels.nbytes / 3
 
@@ -74,7 +80,10 @@ def test_strips_are_decoded_once(tmp_path, monkeypatch, name):
     for row in range(0, 4000, 800):
         for column in range(0, 2000, 400):
             reader.read(Box((row, column), (row + 800, column + 400)))
-    assert set(decoded.values()) == {1} and len(decoded) == {"strip.tif": 1, "strips.tif": 63, "planes.tif": 189}[name]
+    assert (
+        set(decoded.values()) == {1}
+        and len(decoded) == {"strip.tif": 1, "strips.tif": 63, "planes.tif": 189}[name]
+    )
 
 
 def test_the_scratch_folder_is_the_one_that_is_named(tmp_path, monkeypatch):
@@ -82,4 +91,6 @@ def test_the_scratch_folder_is_the_one_that_is_named(tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr(mapped, "free_bytes", lambda folder: asked.append(str(folder)) or 1 << 40)
     open_image(path, scratch=str(tmp_path)).read(Box((0, 0), (1, 1)))
-    assert asked == [str(tmp_path)] and [p.name for p in tmp_path.iterdir()] == ["a.png"]  # no name leads to the file
+    assert asked == [str(tmp_path)] and [p.name for p in tmp_path.iterdir()] == [
+        "a.png"
+    ]  # no name leads to the file

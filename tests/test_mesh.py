@@ -8,7 +8,11 @@ from distseg.comm.mesh import Mesh, MeshShape
 def test_the_modules_picture():
     """samples=2, tiles=(1, 2), stages=2."""
     shape = MeshShape(2, (1, 2), 2)
-    assert (shape.size, shape.axes, str(shape)) == (8, (2, 1, 2, 2), "2 samples x (1x2) tiles x 2 stages")
+    assert (shape.size, shape.axes, str(shape)) == (
+        8,
+        (2, 1, 2, 2),
+        "2 samples x (1x2) tiles x 2 stages",
+    )
     assert shape.stage_ranks() == [[0, 2, 4, 6], [1, 3, 5, 7]]
 
 
@@ -30,8 +34,16 @@ def test_sizes_and_replicas(shape, size, stage_ranks):
 @pytest.mark.parametrize(
     "shape, ranks, message",
     [
-        (MeshShape(2, "1x2"), 1, r"a mesh of 2 samples x \(1x2\) tiles x 1 stages needs 4 ranks, but 1 is running: launch 4 \(mpirun -n 4 ...\)"),
-        (MeshShape(2, "1x2"), 6, r"needs 4 ranks, but 6 are running: .*or set mesh.samples, mesh.tiles and mesh.stages to a product of 6"),
+        (
+            MeshShape(2, "1x2"),
+            1,
+            r"a mesh of 2 samples x \(1x2\) tiles x 1 stages needs 4 ranks, but 1 is running: launch 4 \(mpirun -n 4 ...\)",
+        ),
+        (
+            MeshShape(2, "1x2"),
+            6,
+            r"needs 4 ranks, but 6 are running: .*or set mesh.samples, mesh.tiles and mesh.stages to a product of 6",
+        ),
     ],
 )
 def test_a_wrong_number_of_ranks(shape, ranks, message):
@@ -39,7 +51,13 @@ def test_a_wrong_number_of_ranks(shape, ranks, message):
         shape.check(ranks)
 
 
-@pytest.mark.parametrize("arguments, message", [((0,), "mesh.samples is at least 1, got 0"), ((1, "1x1", -1), "mesh.stages is at least 1, got -1")])
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ((0,), "mesh.samples is at least 1, got 0"),
+        ((1, "1x1", -1), "mesh.stages is at least 1, got -1"),
+    ],
+)
 def test_empty_axes(arguments, message):
     with pytest.raises(ValueError, match=message):
         MeshShape(*arguments)
@@ -49,7 +67,14 @@ COORDINATES = {  # (samples, tiles): (sample, tile) of each rank
     (2, (1, 2)): [(0, (0, 0)), (0, (0, 1)), (1, (0, 0)), (1, (0, 1))],
     (1, (2, 2)): [(0, (0, 0)), (0, (0, 1)), (0, (1, 0)), (0, (1, 1))],
     (3, (2, 1)): [(0, (0, 0)), (0, (1, 0)), (1, (0, 0)), (1, (1, 0)), (2, (0, 0)), (2, (1, 0))],
-    (1, (2, 1, 3)): [(0, (0, 0, 0)), (0, (0, 0, 1)), (0, (0, 0, 2)), (0, (1, 0, 0)), (0, (1, 0, 1)), (0, (1, 0, 2))],
+    (1, (2, 1, 3)): [
+        (0, (0, 0, 0)),
+        (0, (0, 0, 1)),
+        (0, (0, 0, 2)),
+        (0, (1, 0, 0)),
+        (0, (1, 0, 1)),
+        (0, (1, 0, 2)),
+    ],
 }
 
 
@@ -81,7 +106,11 @@ def test_the_modules_picture_on_ranks(comm):
     assert mesh.pipeline.allgather(comm.rank) == [first, first + 1]
     assert mesh.tiles.allgather(comm.rank) == [4 * sample + stage, 4 * sample + 2 + stage]
     assert mesh.groups.allgather(comm.rank) == [2 * tile + stage, 4 + 2 * tile + stage]
-    assert mesh.replicas.allgather(comm.rank) == [stage, 2 + stage, 4 + stage, 6 + stage] == mesh.shape.stage_ranks()[stage]
+    assert (
+        mesh.replicas.allgather(comm.rank)
+        == [stage, 2 + stage, 4 + stage, 6 + stage]
+        == mesh.shape.stage_ranks()[stage]
+    )
 
 
 @pytest.mark.parallel(2)

@@ -29,7 +29,11 @@ def test_scores():
         "land": {"iou": half, "dice": two_thirds, "accuracy": two_thirds, "pixels": 3},
         "lake": {"iou": None, "dice": None, "accuracy": None, "pixels": 0},
     }
-    assert (found["mean_iou"], found["mean_dice"], found["accuracy"]) == (pytest.approx(5 / 12), pytest.approx(7 / 12), pytest.approx(3 / 5))
+    assert (found["mean_iou"], found["mean_dice"], found["accuracy"]) == (
+        pytest.approx(5 / 12),
+        pytest.approx(7 / 12),
+        pytest.approx(3 / 5),
+    )
 
 
 def test_nothing_known_has_no_score():
@@ -38,7 +42,12 @@ def test_nothing_known_has_no_score():
 
 
 def test_a_class_found_where_there_is_none_counts_against_it():
-    assert scores(np.array([[3, 1], [0, 0]]), ["a", "b"])["classes"]["b"] == {"iou": 0, "dice": 0, "accuracy": None, "pixels": 0}
+    assert scores(np.array([[3, 1], [0, 0]]), ["a", "b"])["classes"]["b"] == {
+        "iou": 0,
+        "dice": 0,
+        "accuracy": None,
+        "pixels": 0,
+    }
 
 
 def test_most_likely():

@@ -25,7 +25,10 @@ PAPER = {  # parameters and layers of the paper's table; stride, halo measured; 
 @pytest.mark.parametrize("name", PAPER)
 def test_the_papers_table(name):
     found = describe_model(name)
-    assert tuple(found[k] for k in ("parameters", "layers", "stride", "halo", "paper_halo")) == PAPER[name]
+    assert (
+        tuple(found[k] for k in ("parameters", "layers", "stride", "halo", "paper_halo"))
+        == PAPER[name]
+    )
 
 
 def test_the_other_networks_have_no_halo_of_the_papers():
@@ -37,11 +40,15 @@ def test_the_other_networks_have_no_halo_of_the_papers():
 def plain_unet(model: nn.Sequential, x: torch.Tensor, depth: int, num_convs: int) -> torch.Tensor:
     """The same network as functions on its weights: instance norm, nearest up-sampling, no dropout."""
     w = dict(model.named_parameters())
-    crop = lambda t, like: t[..., : like.shape[2], : like.shape[3]]
+
+    def crop(t, like):
+        return t[..., : like.shape[2], : like.shape[3]]
 
     def block(name, x):
         for k in range(num_convs):
-            x = F.leaky_relu(F.instance_norm(F.conv2d(x, w[f"{name}_conv{k}.weight"], padding=1)), 0.01)
+            x = F.leaky_relu(
+                F.instance_norm(F.conv2d(x, w[f"{name}_conv{k}.weight"], padding=1)), 0.01
+            )
         return x
 
     skips = []
@@ -58,25 +65,32 @@ def plain_unet(model: nn.Sequential, x: torch.Tensor, depth: int, num_convs: int
 
 def test_the_network_is_what_its_docstring_says():
     torch.manual_seed(0)
-    model = unet(depth=3, num_convs=2, base_channels=4, in_channels=3, out_channels=2, dropout=0).double()
+    model = unet(
+        depth=3, num_convs=2, base_channels=4, in_channels=3, out_channels=2, dropout=0
+    ).double()
     x = torch.randn(2, 3, 29, 43, dtype=torch.float64)
     torch.testing.assert_close(model(x), plain_unet(model, x, 3, 2), rtol=1e-10, atol=1e-12)
 
 
 def test_layers_have_these_names_in_this_order():
     names = [name for name, _ in unet(depth=1, num_convs=1, base_channels=2).named_children()]
-    assert names == (
-        "enc0_conv0 enc0_drop0 enc0_norm0 enc0_act0 enc0_stash enc0_pool "
-        "mid_conv0 mid_drop0 mid_norm0 mid_act0 "
-        "dec0_up dec0_pop dec0_conv0 dec0_drop0 dec0_norm0 dec0_act0 head"
-    ).split()
+    assert (
+        names
+        == (
+            "enc0_conv0 enc0_drop0 enc0_norm0 enc0_act0 enc0_stash enc0_pool "
+            "mid_conv0 mid_drop0 mid_norm0 mid_act0 "
+            "dec0_up dec0_pop dec0_conv0 dec0_drop0 dec0_norm0 dec0_act0 head"
+        ).split()
+    )
 
 
 @pytest.mark.parametrize("size", [(1, 1), (5, 3), (16, 16), (29, 43)])
 @pytest.mark.parametrize("up", ["nearest", "bilinear", "transposed"])
 @pytest.mark.parametrize("norm", ["instance", "batch", "group", "none"])
 def test_plain_sequential_on_any_size(norm, up, size):
-    model = unet(depth=2, num_convs=1, base_channels=4, in_channels=2, out_channels=3, norm=norm, up=up)
+    model = unet(
+        depth=2, num_convs=1, base_channels=4, in_channels=2, out_channels=3, norm=norm, up=up
+    )
     model.train(norm != "instance" and min(size) > 4)
     if norm == "instance" and min(size) < 5:
         size = (9, 11)  # PyTorch refuses instance norm of one pixel
@@ -85,7 +99,9 @@ def test_plain_sequential_on_any_size(norm, up, size):
 
 
 def test_volumes():
-    model = unet(depth=2, num_convs=1, base_channels=2, in_channels=1, dims=3, norm="group", up="bilinear")
+    model = unet(
+        depth=2, num_convs=1, base_channels=2, in_channels=1, dims=3, norm="group", up="bilinear"
+    )
     assert model(torch.zeros(1, 1, 5, 6, 7)).shape == (1, 1, 5, 6, 7)
 
 
@@ -101,7 +117,14 @@ def test_deep_copies_are_apart():
 
 def test_groups_follow_the_channels():
     model = unet(depth=1, num_convs=2, base_channels=6, norm="group", groups=4)
-    assert [(m.num_channels, m.num_groups) for m in model if isinstance(m, nn.GroupNorm)] == [(6, 2), (6, 2), (12, 4), (6, 2), (3, 1), (3, 1)]
+    assert [(m.num_channels, m.num_groups) for m in model if isinstance(m, nn.GroupNorm)] == [
+        (6, 2),
+        (6, 2),
+        (12, 4),
+        (6, 2),
+        (3, 1),
+        (3, 1),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -127,7 +150,9 @@ def test_wrong_arguments(arguments, message):
 
 
 def test_weights_come_from_the_configs_seed_alone():
-    tiny = lambda seed: build_model(ModelConfig("tiny", seed=seed)).head.weight
+    def tiny(seed):
+        return build_model(ModelConfig("tiny", seed=seed)).head.weight
+
     state = torch.get_rng_state()
     first = tiny(3)
     assert torch.equal(torch.get_rng_state(), state)
@@ -194,5 +219,7 @@ def test_gigapixel_takes_any_size(size):
 def test_gigapixel_refuses_what_it_can_not_be():
     with pytest.raises(ValueError, match="as many outputs as bands, but got 3 bands and 2 outputs"):
         build_model(ModelConfig(name="gigapixel-4492"), 3, 2)
-    with pytest.raises(ValueError, match="gigapixel-4492 does not take what the config sets .*depth"):
+    with pytest.raises(
+        ValueError, match="gigapixel-4492 does not take what the config sets .*depth"
+    ):
         build_model(ModelConfig(name="gigapixel-4492", depth=3))

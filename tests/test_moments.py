@@ -23,17 +23,25 @@ def check(m: Moments, x: torch.Tensor, rtol: float) -> None:
 @pytest.mark.parametrize("size", [(37, 41), (257, 301)])
 def test_a_large_mean_does_not_swallow_the_variance(size, layout):
     """E[x^2] - E[x]^2 in float32 would give noise: 1000^2 has a spacing of 0.06, the variance is 0.0001."""
-    x = (1000 + 0.01 * torch.randn(1, 5, *size, generator=torch.Generator().manual_seed(0))).contiguous(memory_format=layout)
+    x = (
+        1000 + 0.01 * torch.randn(1, 5, *size, generator=torch.Generator().manual_seed(0))
+    ).contiguous(memory_format=layout)
     check(of_channels(x), x, 1e-3)
 
 
 def part_of(layout: torch.memory_format, dtype: torch.dtype) -> torch.Tensor:
-    x = torch.randn(1, 6, 40, 50, generator=torch.Generator().manual_seed(0), dtype=torch.float64) + torch.arange(6.0).view(1, 6, 1, 1)
-    return x.to(dtype).contiguous(memory_format=layout)[:, :, 3:37, 7:41]  # a view of owned pixels is not dense
+    x = torch.randn(
+        1, 6, 40, 50, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    ) + torch.arange(6.0).view(1, 6, 1, 1)
+    return x.to(dtype).contiguous(memory_format=layout)[
+        :, :, 3:37, 7:41
+    ]  # a view of owned pixels is not dense
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-@pytest.mark.parametrize("dtype, rtol", [(torch.float64, 1e-13), (torch.float32, 1e-5), (torch.bfloat16, 1e-5)])
+@pytest.mark.parametrize(
+    "dtype, rtol", [(torch.float64, 1e-13), (torch.float32, 1e-5), (torch.bfloat16, 1e-5)]
+)
 def test_views_in_every_layout_and_precision(layout, dtype, rtol):
     x = part_of(layout, dtype)
     check(of_channels(x), x, rtol)
@@ -56,7 +64,14 @@ def test_parts_of_any_size_combine_to_the_whole():
 
 def test_by_hand():
     """1 2 3 and 7: mean 13/4, squared deviations 2.25^2 + 1.25^2 + .25^2 + 3.75^2."""
-    found = combine(stack([of_channels(torch.tensor(v, dtype=torch.float64).view(1, 1, 1, -1)) for v in ([1.0, 2, 3], [7.0])]))
+    found = combine(
+        stack(
+            [
+                of_channels(torch.tensor(v, dtype=torch.float64).view(1, 1, 1, -1))
+                for v in ([1.0, 2, 3], [7.0])
+            ]
+        )
+    )
     assert (found.count.item(), found.mean.item(), found.m2.item()) == (4, 3.25, 20.75)
 
 

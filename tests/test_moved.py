@@ -11,8 +11,18 @@ from test_exact import TOLERANCE, error_of_made
 import distseg
 from distseg.models.capture.trace import CanNotCapture
 
-WAYS = [dict(tiles_per_rank=(2, 3), exchange_every="1"), dict(tiles_per_rank=(3, 2), streaming="offload"), dict(tiles_per_rank=(2, 2), exchange_every="all")]
-ON_RANKS = {2: [dict(tiles="2x1", exchange_every="2"), dict(stages=2, tiles_per_rank=(2, 1), streaming="offload")], 3: [dict(tiles="1x3")]}
+WAYS = [
+    dict(tiles_per_rank=(2, 3), exchange_every="1"),
+    dict(tiles_per_rank=(3, 2), streaming="offload"),
+    dict(tiles_per_rank=(2, 2), exchange_every="all"),
+]
+ON_RANKS = {
+    2: [
+        dict(tiles="2x1", exchange_every="2"),
+        dict(stages=2, tiles_per_rank=(2, 1), streaming="offload"),
+    ],
+    3: [dict(tiles="1x3")],
+}
 error_of = partial(error_of_made, made_moved)
 
 
@@ -26,14 +36,37 @@ def test_exact(comm, name):
 
 @pytest.mark.parallel([2, 3])
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("name", ["unet", "multiple_reflect", "patch_merging", "differences", "attention_in_windows", "kernels_of_places", "unpooled"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "unet",
+        "multiple_reflect",
+        "patch_merging",
+        "differences",
+        "attention_in_windows",
+        "kernels_of_places",
+        "unpooled",
+    ],
+)
 def test_exact_on_more_ranks(comm, name):
     for way in ON_RANKS[comm.size]:
         assert error_of(name, comm, way, "37x45") <= TOLERANCE, way
 
 
 @pytest.mark.parametrize("size", [(16, 20), (21, 23), (64, 36)])
-@pytest.mark.parametrize("name", ["unet", "cropped_skip", "multiple_constant", "on_both_sides", "down_to_multiple", "in_front", "patch_merging", "unpooled"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "unet",
+        "cropped_skip",
+        "multiple_constant",
+        "on_both_sides",
+        "down_to_multiple",
+        "in_front",
+        "patch_merging",
+        "unpooled",
+    ],
+)
 def test_whole_images_of_any_size(name, size):
     torch.manual_seed(0)
     model = getattr(made_moved, f"{name}_network")(3, 2).double()
@@ -45,16 +78,48 @@ def test_whole_images_of_any_size(name, size):
 
 REFUSED = {
     "rolled": (lambda m, x: x.roll(1, 2), "roll .* opposite borders would meet: F.pad"),
-    "flipped": (lambda m, x: x + x.flip(-1), "flip .* turns the image round, so that each part would need the one on the other side"),
-    "a few rows": (lambda m, x: x - x[:, :, :5].mean((2, 3), keepdim=True), "__getitem__ .* takes a part of the image of 5 places, however large the image is"),
-    "a row": (lambda m, x: x - x[:, :, 0:1], "__getitem__ .* takes a part of the image of 1 places"),
-    "a strip of many": (lambda m, x: x.view(len(x), 6, 2, -1, x.shape[3])[:, :, 0], "view .* mixes images, channels and places, or cuts the image into windows"),
-    "every other place from the end": (lambda m, x: x[:, :, x.shape[2] // 2 :: 2], "takes every so many places of the image, from a place that depends"),
-    "two dims in one": (lambda m, x: x * x.flatten(2)[..., 1:-1].mean(-1)[..., None, None], "takes a part of several dims of the image"),
-    "anywhere": (lambda m, x: F.grid_sample(x, x[:, :2].permute(0, 2, 3, 1)), "grid_sample .* takes places of the image that a grid says, which may lie anywhere"),
-    "overlapping maxima": (lambda m, x: F.max_pool2d(x, 3, 1, 1, return_indices=True)[0], "returns the places of the maxima of windows that overlap"),
-    "changed places": (lambda m, x: (lambda y, i: F.max_unpool2d(y, i + 1, 2))(*F.max_pool2d(x, 2, return_indices=True)), "max_unpool2d .* takes places that are none of a max pooling"),
-    "circular": (lambda m, x: F.pad(x, (1, 1, 0, 0), mode="circular")[..., 1:-1], r"pad in the model \(test_moved.py, line \d+\) is circular padding, which joins opposite borders"),
+    "flipped": (
+        lambda m, x: x + x.flip(-1),
+        "flip .* turns the image round, so that each part would need the one on the other side",
+    ),
+    "a few rows": (
+        lambda m, x: x - x[:, :, :5].mean((2, 3), keepdim=True),
+        "__getitem__ .* takes a part of the image of 5 places, however large the image is",
+    ),
+    "a row": (
+        lambda m, x: x - x[:, :, 0:1],
+        "__getitem__ .* takes a part of the image of 1 places",
+    ),
+    "a strip of many": (
+        lambda m, x: x.view(len(x), 6, 2, -1, x.shape[3])[:, :, 0],
+        "view .* mixes images, channels and places, or cuts the image into windows",
+    ),
+    "every other place from the end": (
+        lambda m, x: x[:, :, x.shape[2] // 2 :: 2],
+        "takes every so many places of the image, from a place that depends",
+    ),
+    "two dims in one": (
+        lambda m, x: x * x.flatten(2)[..., 1:-1].mean(-1)[..., None, None],
+        "takes a part of several dims of the image",
+    ),
+    "anywhere": (
+        lambda m, x: F.grid_sample(x, x[:, :2].permute(0, 2, 3, 1)),
+        "grid_sample .* takes places of the image that a grid says, which may lie anywhere",
+    ),
+    "overlapping maxima": (
+        lambda m, x: F.max_pool2d(x, 3, 1, 1, return_indices=True)[0],
+        "returns the places of the maxima of windows that overlap",
+    ),
+    "changed places": (
+        lambda m, x: (lambda y, i: F.max_unpool2d(y, i + 1, 2))(
+            *F.max_pool2d(x, 2, return_indices=True)
+        ),
+        "max_unpool2d .* takes places that are none of a max pooling",
+    ),
+    "circular": (
+        lambda m, x: F.pad(x, (1, 1, 0, 0), mode="circular")[..., 1:-1],
+        r"pad in the model \(test_moved.py, line \d+\) is circular padding, which joins opposite borders",
+    ),
     "both": (lambda m, x: F.pad(x, (0, 1, 0, 0, 0, 1))[:, :6], "pads channels and places at once"),
 }
 

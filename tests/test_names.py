@@ -8,7 +8,25 @@ import distseg
 from distseg.models.layers import Formula
 from distseg.models.network import Network
 
-NAMES = ["dropouts", "names", "multiple", "check", "reads", "of_image", "unused", "told", "cells_read", "hold_unused", "image", "result", "_put", "layers", "model", "weights", "steps"]
+NAMES = [
+    "dropouts",
+    "names",
+    "multiple",
+    "check",
+    "reads",
+    "of_image",
+    "unused",
+    "told",
+    "cells_read",
+    "hold_unused",
+    "image",
+    "result",
+    "_put",
+    "layers",
+    "model",
+    "weights",
+    "steps",
+]
 
 
 def agrees(model, size=(8, 12)):
@@ -17,7 +35,9 @@ def agrees(model, size=(8, 12)):
     wanted, found = model(x), network(x)
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
     own = {network.names.get(name, name): p for name, p in network.named_parameters()}
-    assert own.keys() == {name for name, _ in model.named_parameters()} and all(own[name] is p for name, p in model.named_parameters())
+    assert own.keys() == {name for name, _ in model.named_parameters()} and all(
+        own[name] is p for name, p in model.named_parameters()
+    )
     return network
 
 
@@ -35,7 +55,9 @@ class Named(nn.Module):
 
     def forward(self, x):
         first = getattr(self, self.name)(x)
-        return self.head(self.inner(self.list[self.name](first.relu())) + getattr(self, f"{self.name}_")(x))
+        return self.head(
+            self.inner(self.list[self.name](first.relu())) + getattr(self, f"{self.name}_")(x)
+        )
 
 
 class Weighted(nn.Module):
@@ -65,8 +87,17 @@ class Apart(nn.Module):
 
     def __init__(self):
         super().__init__()
-        weight = lambda: nn.Parameter(torch.rand(6, 1, 1))
-        self.conv, self.weight, self.a_b_weight, self.a_left, self.a = nn.Conv2d(2, 6, 1), weight(), weight(), weight(), nn.Module()
+
+        def weight():
+            return nn.Parameter(torch.rand(6, 1, 1))
+
+        self.conv, self.weight, self.a_b_weight, self.a_left, self.a = (
+            nn.Conv2d(2, 6, 1),
+            weight(),
+            weight(),
+            weight(),
+            nn.Module(),
+        )
         self.a.b, self.a.left = nn.Module(), weight()
         self.a.b.weight = weight()
 
@@ -80,5 +111,7 @@ def test_paths_are_told_apart():
 
 @pytest.mark.parametrize("name", ["dropouts", "image", "block.forward", "check.conv"])
 def test_a_network_by_hand_refuses_names_of_its_own(name):
-    with pytest.raises(ValueError, match=f"layer {name} has the name of something that networks have themselves"):
+    with pytest.raises(
+        ValueError, match=f"layer {name} has the name of something that networks have themselves"
+    ):
         Network({name: nn.Conv2d(2, 3, 1)})

@@ -26,10 +26,49 @@ WAYS = {  # name: (ranks, settings)
     "stages, zero bubble": (2, dict(stages=2, accumulate=3, schedule="zb-h1")),
     "stages, in time": (2, dict(stages=2, tiles_per_rank=(2, 1), streaming="offload")),
     "stages, exchange": (4, dict(stages=2, tiles="2x1", exchange_every="1", accumulate=2)),
-    "stages, exchange, zero bubble": (4, dict(stages=2, tiles="2x1", exchange_every="2", accumulate=2, schedule="zb-h1")),
+    "stages, exchange, zero bubble": (
+        4,
+        dict(stages=2, tiles="2x1", exchange_every="2", accumulate=2, schedule="zb-h1"),
+    ),
 }
-EXACT = ["residual", "long_skip", "residuals", "pyramid", "dense", "one_sided", "dilated", "replicating", "shuffled", "early_norm", "loud_relu", "squeezed", "excited", "split", "pyramid_pool", "attended", "filled", "filled_means", "spelled", "convnext", "written", "merged", "shallow", "dropped"]
-EXACT += ["active_norm", "noisy_dropout", "hooked_norm", "hooked_conv", "hooked_block", "hooked_pointwise", "standardised", "blurred", "weight_normed", "joined_unknown"]
+EXACT = [
+    "residual",
+    "long_skip",
+    "residuals",
+    "pyramid",
+    "dense",
+    "one_sided",
+    "dilated",
+    "replicating",
+    "shuffled",
+    "early_norm",
+    "loud_relu",
+    "squeezed",
+    "excited",
+    "split",
+    "pyramid_pool",
+    "attended",
+    "filled",
+    "filled_means",
+    "spelled",
+    "convnext",
+    "written",
+    "merged",
+    "shallow",
+    "dropped",
+]
+EXACT += [
+    "active_norm",
+    "noisy_dropout",
+    "hooked_norm",
+    "hooked_conv",
+    "hooked_block",
+    "hooked_pointwise",
+    "standardised",
+    "blurred",
+    "weight_normed",
+    "joined_unknown",
+]
 NAMED = {  # what is said where a network can't be computed so; ways that compute it all the same are exact
     "weight_normed_by_hook": "the weight of its layer 1 \\(Conv2d\\) is computed by hooks.*parametrizations",
     "spectral_normed": "changes 1.parametrizations.weight.0._u with each forward pass|changes its _u with each forward pass|has a parametrization",
@@ -94,23 +133,34 @@ def test_batch_norm_of_vectors(comm):
 @pytest.mark.parallel([1, 2])
 def test_windows_with_a_halo_know_their_place(comm):
     """A grid of means is resized to the image's size, of which a window is a part."""
-    settings = dict(tiles_per_rank=(1, 2), halo=40) if comm.size == 1 else dict(tiles="1x2", halo=40)
+    settings = (
+        dict(tiles_per_rank=(1, 2), halo=40) if comm.size == 1 else dict(tiles="1x2", halo=40)
+    )
     assert error_of("pyramid_pool", comm, settings, size="64x256") <= TOLERANCE
 
 
 @pytest.mark.parallel(1)
 def test_a_halo_of_the_users_knows_nothing_of_zeros_behind(comm):
-    with pytest.raises(ValueError, match="spatial.halo is 12, but this network fills images up to multiples"):
+    with pytest.raises(
+        ValueError, match="spatial.halo is 12, but this network fills images up to multiples"
+    ):
         error_of("filled_means", comm, dict(tiles_per_rank=(1, 2), halo=12))
 
 
 @pytest.mark.parallel([1, 2])
 def test_images_of_any_size(comm):
     """Where a network wants multiples of some pixels: refused, or filled up as model.pad says."""
-    settings = dict(tiles_per_rank=(2, 2), streaming="offload") if comm.size == 1 else dict(tiles="1x2", exchange_every="1")
+    settings = (
+        dict(tiles_per_rank=(2, 2), streaming="offload")
+        if comm.size == 1
+        else dict(tiles="1x2", exchange_every="1")
+    )
     for pad in (4, 8):
         assert error_of("levels", comm, settings, pad) <= TOLERANCE
-    for pad, why in ((None, "sizes are multiples of 4 pixels, and an image has 25x37: set model.pad to 4"), (6, "its forward pass fails on an image of")):
+    for pad, why in (
+        (None, "sizes are multiples of 4 pixels, and an image has 25x37: set model.pad to 4"),
+        (6, "its forward pass fails on an image of"),
+    ):
         with pytest.raises(ValueError, match=why):
             error_of("levels", comm, settings, pad)
 
@@ -122,7 +172,10 @@ def test_whole_images_refuse_nothing(comm):
     assert error_of("tokens", comm, settings) <= TOLERANCE
     assert error_of("tokens", comm, {**settings, "norm_scope": "step"}) <= TOLERANCE
     assert error_of("normed_tokens", comm, {**settings, "images": 3}) <= TOLERANCE
-    with pytest.raises(ValueError, match=r"rand in 2 \(made_networks.py, line \d+\) draws random numbers.*is attention between places of the image"):
+    with pytest.raises(
+        ValueError,
+        match=r"rand in 2 \(made_networks.py, line \d+\) draws random numbers.*is attention between places of the image",
+    ):
         error_of("noisy_tokens", comm, settings)
 
 
@@ -130,12 +183,42 @@ def test_whole_images_refuse_nothing(comm):
 def test_a_mean_is_live_where_norms_are_frozen(comm):
     """In all segments, and refused where nothing may be."""
     assert error_of("squeezed", comm, dict(tiles_per_rank=(2, 2), frozen_norm=True)) <= TOLERANCE
-    assert error_of("squeezed", comm, dict(tiles_per_rank=(2, 2), frozen_norm=True, streaming="offload")) <= TOLERANCE
-    with pytest.raises(ValueError, match=r"streaming is recompute, but 2.pool \(mean over the image\) takes statistics of the whole image"):
-        error_of("squeezed", comm, dict(tiles_per_rank=(2, 2), frozen_norm=True, streaming="recompute"))
+    assert (
+        error_of(
+            "squeezed", comm, dict(tiles_per_rank=(2, 2), frozen_norm=True, streaming="offload")
+        )
+        <= TOLERANCE
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"streaming is recompute, but 2.pool \(mean over the image\) takes statistics of the whole image",
+    ):
+        error_of(
+            "squeezed", comm, dict(tiles_per_rank=(2, 2), frozen_norm=True, streaming="recompute")
+        )
 
 
-def error_of(name: str, comm, settings: dict, pad: int | None = None, size: str | None = None) -> float:
-    plan = replace(config(**settings), model=ModelConfig(f"{made_networks.__name__}:{name}", in_channels=3, out_channels=3, pad=pad))
-    report = verify(plan, comm, Size(size or {"replicating": "24x32", "merged": "24x32", "filled": "25x37", "filled_means": "25x37", "levels": "25x37"}.get(name, "24x34")))
+def error_of(
+    name: str, comm, settings: dict, pad: int | None = None, size: str | None = None
+) -> float:
+    plan = replace(
+        config(**settings),
+        model=ModelConfig(
+            f"{made_networks.__name__}:{name}", in_channels=3, out_channels=3, pad=pad
+        ),
+    )
+    report = verify(
+        plan,
+        comm,
+        Size(
+            size
+            or {
+                "replicating": "24x32",
+                "merged": "24x32",
+                "filled": "25x37",
+                "filled_means": "25x37",
+                "levels": "25x37",
+            }.get(name, "24x34")
+        ),
+    )
     return comm.bcast(report and report["max_error"])

@@ -41,7 +41,10 @@ def layer_of(name: str) -> nn.Module:
 
 def places(rank: int = 0, size: int = 1, grid=(2, 3)) -> list[TilePlacement]:
     every = tiles(IMAGE, grid, REACH.stride)
-    return [TilePlacement(IMAGE, t, window(t, IMAGE, REACH), tuple(range(IMAGES)), (0,) * IMAGES) for t in every[rank::size]]
+    return [
+        TilePlacement(IMAGE, t, window(t, IMAGE, REACH), tuple(range(IMAGES)), (0,) * IMAGES)
+        for t in every[rank::size]
+    ]
 
 
 def cells(place: TilePlacement) -> tuple:
@@ -49,11 +52,15 @@ def cells(place: TilePlacement) -> tuple:
 
 
 def twin_of(layer: nn.Module, comm=Alone(), **context) -> DistributedNorm:
-    return DistributedNorm(copy.deepcopy(layer), Context(norm_comm=comm, batch_comm=comm, **context), REACH.stride, "n")
+    return DistributedNorm(
+        copy.deepcopy(layer), Context(norm_comm=comm, batch_comm=comm, **context), REACH.stride, "n"
+    )
 
 
 def feature_map(seed: int, dtype=torch.float64) -> torch.Tensor:
-    x = torch.randn(IMAGES, CHANNELS, *CELLS, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    x = torch.randn(
+        IMAGES, CHANNELS, *CELLS, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
     return (x * torch.arange(1.0, CHANNELS + 1).view(-1, 1, 1) + 5).to(dtype)
 
 
@@ -76,7 +83,10 @@ def test_outputs_and_gradients_are_the_whole_images(comm, name):
     gradient = torch.zeros_like(whole)
     for x, p in zip(xs, mine):
         gradient[cells(p)] += x.grad
-    close = lambda a, b: torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
+
+    def close(a, b):
+        return torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
+
     for out, p in zip(ys, mine):
         close(out, y[cells(p)])
     close(torch.from_numpy(comm.allreduce(gradient.numpy())), whole.grad)
@@ -90,7 +100,13 @@ def test_adjoint(comm, name):
     """<J v, g> == <v, J* g>, with J v of the serial layer by forward differentiation and J* g of the distributed one."""
     torch.manual_seed(0)
     layer, whole, v = layer_of(name), feature_map(1), feature_map(2)
-    _, jv = torch.func.jvp(layer if name != "batch" else lambda x: nn.functional.batch_norm(x, None, None, layer.weight, layer.bias, True), (whole,), (v,))
+    _, jv = torch.func.jvp(
+        layer
+        if name != "batch"
+        else lambda x: nn.functional.batch_norm(x, None, None, layer.weight, layer.bias, True),
+        (whole,),
+        (v,),
+    )
     everyone = places()
     g = [torch.randn(whole[cells(p)].shape, dtype=torch.float64) for p in everyone]
     forward = sum((jv[cells(p)] * w).sum().item() for p, w in zip(everyone, g))
@@ -116,11 +132,16 @@ def kernels(request, monkeypatch):
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("name", ["instance", "instance affine", "group", "batch"])
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 2e-5), (torch.bfloat16, 3e-2), (torch.float64, 1e-13)])
+@pytest.mark.parametrize(
+    "dtype, tolerance", [(torch.float32, 2e-5), (torch.bfloat16, 3e-2), (torch.float64, 1e-13)]
+)
 def test_all_kernels_give_the_norm_and_its_activation(name, layout, dtype, tolerance, kernels):
     """Against float64; the precision of the answer, and its type, are the input's."""
     torch.manual_seed(0)
-    layer, whole = layer_of(name).to(torch.promote_types(dtype, torch.float32)), feature_map(1, dtype).contiguous(memory_format=layout)
+    layer, whole = (
+        layer_of(name).to(torch.promote_types(dtype, torch.float32)),
+        feature_map(1, dtype).contiguous(memory_format=layout),
+    )
     g = feature_map(2, dtype)
     slope = 0.2 if dtype != torch.bfloat16 else 1.0  # a sign that rounding turns is no error
     exact = copy.deepcopy(layer).double()
@@ -131,7 +152,11 @@ def test_all_kernels_give_the_norm_and_its_activation(name, layout, dtype, toler
     norm = twin_of(layer)
     norm.slope = slope
     norm.context.places = places(grid=(1, 1))
-    assert norm.is_local([whole]) == (kernels == "PyTorch's, whole" and dtype != torch.float64 and (name != "group" or layout == torch.contiguous_format))
+    assert norm.is_local([whole]) == (
+        kernels == "PyTorch's, whole"
+        and dtype != torch.float64
+        and (name != "group" or layout == torch.contiguous_format)
+    )
     x = whole.detach().clone(memory_format=torch.preserve_format).requires_grad_()
     y = norm(x)
     y.backward(g)
@@ -140,14 +165,22 @@ def test_all_kernels_give_the_norm_and_its_activation(name, layout, dtype, toler
         assert (found.double() - right).norm() <= tolerance * right.norm(), found.shape
     if name == "batch":
         ((seen,),) = norm.seen.values()
-        torch.testing.assert_close(seen.mean.float(), whole.float().mean((0, 2, 3)), rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(seen.var.float(), whole.float().var((0, 2, 3), correction=0), rtol=1e-4, atol=0)
+        torch.testing.assert_close(
+            seen.mean.float(), whole.float().mean((0, 2, 3)), rtol=1e-5, atol=1e-5
+        )
+        torch.testing.assert_close(
+            seen.var.float(), whole.float().var((0, 2, 3), correction=0), rtol=1e-4, atol=0
+        )
 
 
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-@pytest.mark.parametrize("dtype, little", [(torch.float64, 1e-14), (torch.float32, 1e-6), (torch.bfloat16, 2e-4)])
-def test_pytorchs_kernels_are_as_exact_as_ours_on_windows_with_halos(name, layout, dtype, little, monkeypatch):
+@pytest.mark.parametrize(
+    "dtype, little", [(torch.float64, 1e-14), (torch.float32, 1e-6), (torch.bfloat16, 2e-4)]
+)
+def test_pytorchs_kernels_are_as_exact_as_ours_on_windows_with_halos(
+    name, layout, dtype, little, monkeypatch
+):
     """Rounded once: tilt and shift in bfloat16 would make the gradient wrong by up to 2e-2."""
     torch.manual_seed(0)
     layer, whole, g = layer_of(name).float(), feature_map(1, dtype) + 20, feature_map(2, dtype)
@@ -158,15 +191,30 @@ def test_pytorchs_kernels_are_as_exact_as_ours_on_windows_with_halos(name, layou
                 patch.setattr(compiled, "available", lambda x: False)
             norm = twin_of(layer.to(torch.promote_types(dtype, torch.float32)))
             norm.slope, norm.context.places = 0.2, places()
-            laid = lambda t, p: t[cells(p)].to(dtype).contiguous(memory_format=layout)
-            xs, gs = zip(*((laid(whole, p).requires_grad_(), laid(g, p)) for p in norm.context.places))
+
+            def laid(t, p):
+                return t[cells(p)].to(dtype).contiguous(memory_format=layout)
+
+            xs, gs = zip(
+                *((laid(whole, p).requires_grad_(), laid(g, p)) for p in norm.context.places)
+            )
             ys = norm.joint(list(xs))
             torch.autograd.backward(ys, gs)
-            join = lambda parts: torch.cat([part.detach().flatten().double() for part in parts])
-            return [join(ys), join(x.grad for x in xs), *(p.grad.double() for p in norm.parameters())]
+
+            def join(parts):
+                return torch.cat([part.detach().flatten().double() for part in parts])
+
+            return [
+                join(ys),
+                join(x.grad for x in xs),
+                *(p.grad.double() for p in norm.parameters()),
+            ]
 
     exact = found(torch.float64, True)
-    errors = lambda ours: [((a - b).norm() / b.norm()).item() for a, b in zip(found(dtype, ours), exact)]
+
+    def errors(ours):
+        return [((a - b).norm() / b.norm()).item() for a, b in zip(found(dtype, ours), exact)]
+
     for mine, theirs in zip(errors(True), errors(False)):
         assert theirs <= max(1.2 * mine, little), (mine, theirs)
 
@@ -178,9 +226,16 @@ class TestFolded:
     def test_as_three_layers(self, name, kernels):
         torch.manual_seed(1)
         inner, whole, g = layer_of(name), feature_map(1).requires_grad_(), feature_map(2)
-        model = nn.Sequential(nn.Conv2d(CHANNELS, CHANNELS, 1), nn.Dropout2d(0.4), inner, nn.LeakyReLU(0.1)).double()
+        model = nn.Sequential(
+            nn.Conv2d(CHANNELS, CHANNELS, 1), nn.Dropout2d(0.4), inner, nn.LeakyReLU(0.1)
+        ).double()
         tiled = parallelize(copy.deepcopy(model), ReceptiveField((0, 0), (1, 1)), Context(seed=3))
-        assert [type(layer).__name__ for layer in tiled.layers] == ["Conv2d", "Folded", "DistributedNorm", "Folded"]
+        assert [type(layer).__name__ for layer in tiled.layers] == [
+            "Conv2d",
+            "Folded",
+            "DistributedNorm",
+            "Folded",
+        ]
         box = Box.whole(CELLS)
         place = TilePlacement(CELLS, box, box, tuple(range(IMAGES)), (0,) * IMAGES)
         norm = tiled.layers[2]
@@ -191,17 +246,39 @@ class TestFolded:
         x = whole.detach().clone().requires_grad_()
         (ours,) = tiled([x], [place])
         ours.backward(g)
-        close = lambda a, b: torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
+
+        def close(a, b):
+            return torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
+
         close(ours, y)
         close(x.grad, whole.grad)
         for mine, theirs in zip(norm.parameters(), inner.parameters()):
             close(mine.grad, theirs.grad)
 
     def test_what_is_folded(self):
-        layers = nn.Dropout(0.1), nn.BatchNorm2d(4), nn.GELU(), nn.InstanceNorm2d(4), nn.ReLU(), nn.Dropout2d(0.1), nn.ReLU()
+        layers = (
+            nn.Dropout(0.1),
+            nn.BatchNorm2d(4),
+            nn.GELU(),
+            nn.InstanceNorm2d(4),
+            nn.ReLU(),
+            nn.Dropout2d(0.1),
+            nn.ReLU(),
+        )
         model = nn.Sequential(nn.Conv2d(4, 4, 1), *layers)
-        kinds = [type(layer).__name__ for layer in parallelize(model, ReceptiveField((0, 0), (1, 1))).layers[1:]]
-        assert kinds == ["KeyedDropout", "DistributedNorm", "GELU", "DistributedNorm", "Folded", "KeyedDropout", "ReLU"]
+        kinds = [
+            type(layer).__name__
+            for layer in parallelize(model, ReceptiveField((0, 0), (1, 1))).layers[1:]
+        ]
+        assert kinds == [
+            "KeyedDropout",
+            "DistributedNorm",
+            "GELU",
+            "DistributedNorm",
+            "Folded",
+            "KeyedDropout",
+            "ReLU",
+        ]
         assert (model[2].slope, model[4].slope) == (1.0, 0.0)
 
 
@@ -211,8 +288,17 @@ def test_running_statistics_are_deferred_batch_norms(comm):
     layer = layer_of("batch")
     norm = twin_of(layer, groups_comm=comm)
     norm.momentum = 0.3
-    steps = [[[feature_map(100 * step + 10 * micro + group) for group in range(comm.size)] for micro in range(2)] for step in range(2)]
-    mean, var = torch.zeros(CHANNELS, dtype=torch.float64), torch.ones(CHANNELS, dtype=torch.float64)
+    steps = [
+        [
+            [feature_map(100 * step + 10 * micro + group) for group in range(comm.size)]
+            for micro in range(2)
+        ]
+        for step in range(2)
+    ]
+    mean, var = (
+        torch.zeros(CHANNELS, dtype=torch.float64),
+        torch.ones(CHANNELS, dtype=torch.float64),
+    )
     for step in steps:
         for micro in step:
             norm.context.places = places()
@@ -243,7 +329,9 @@ def test_evaluation_uses_running_statistics_and_leaves_them():
     layer.eval()
     norm = twin_of(layer).eval()
     norm.context.places = places()
-    for p, y in zip(norm.context.places, norm.joint([feature_map(1)[cells(p)] for p in norm.context.places])):
+    for p, y in zip(
+        norm.context.places, norm.joint([feature_map(1)[cells(p)] for p in norm.context.places])
+    ):
         torch.testing.assert_close(y, layer(feature_map(1))[cells(p)])
     assert not norm.seen and not norm.live
 
@@ -254,7 +342,9 @@ def test_a_lone_image_keeps_its_channels_last(name, way, monkeypatch):
     """And its gradient, where it is a part of a larger map: kernels behind tell the format by the strides."""
     monkeypatch.setattr(norms, "_SMALL", 0)
     norm = twin_of(layer_of(name).float())
-    norm.context.places = [TilePlacement((12, 20), Box.whole((12, 20)), Box.whole((12, 20)), (0,), (0,))]
+    norm.context.places = [
+        TilePlacement((12, 20), Box.whole((12, 20)), Box.whole((12, 20)), (0,), (0,))
+    ]
     whole = torch.randn(1, CHANNELS, 7, 11).contiguous(memory_format=torch.channels_last)
     x = whole[..., 1:, :10].requires_grad_(way != "evaluated")
     if way == "pending":
@@ -267,13 +357,18 @@ def test_a_lone_image_keeps_its_channels_last(name, way, monkeypatch):
             y = norm.eval()(x)
     found = [y]
     if way != "evaluated":
-        (g,) = torch.autograd.grad(y, x, torch.randn(y.shape).contiguous(memory_format=torch.channels_last))
+        (g,) = torch.autograd.grad(
+            y, x, torch.randn(y.shape).contiguous(memory_format=torch.channels_last)
+        )
         found.append(g)
     if way == "pending":
         pending.settle()
         found.append(pending.corrected(g, x.detach(), Box.whole(x.shape[2:]), 0, None))
     for t in found:
-        assert t.stride() == torch.empty(t.shape).contiguous(memory_format=torch.channels_last).stride()
+        assert (
+            t.stride()
+            == torch.empty(t.shape).contiguous(memory_format=torch.channels_last).stride()
+        )
 
 
 @pytest.mark.parallel(2)
@@ -296,15 +391,24 @@ def test_one_pixel_a_channel_is_no_sample(kind, dtype):
     """... whichever kernel would have done it."""
     norm = twin_of(layer_of(kind).to(dtype))
     norm.context.places = [TilePlacement((1, 1), Box.whole((1, 1)), Box.whole((1, 1)), (0,), (0,))]
-    with pytest.raises(ValueError, match="n: a norm needs at least 2 values a channel, but .* has 1: .*larger image or crop, or a smaller model.depth"):
+    with pytest.raises(
+        ValueError,
+        match="n: a norm needs at least 2 values a channel, but .* has 1: .*larger image or crop, or a smaller model.depth",
+    ):
         norm(torch.zeros(1, CHANNELS, 1, 1, dtype=dtype))
 
 
 @pytest.mark.parametrize(
     "layer, message",
     [
-        (nn.InstanceNorm2d(4, track_running_stats=True), "enc.n: instance norm with running statistics is not supported: set track_running_stats=False"),
-        (nn.BatchNorm2d(4, momentum=None), "enc.n: batch norm with a cumulative average .* give it a momentum"),
+        (
+            nn.InstanceNorm2d(4, track_running_stats=True),
+            "enc.n: instance norm with running statistics is not supported: set track_running_stats=False",
+        ),
+        (
+            nn.BatchNorm2d(4, momentum=None),
+            "enc.n: batch norm with a cumulative average .* give it a momentum",
+        ),
     ],
 )
 def test_layers_without_a_twin(layer, message):

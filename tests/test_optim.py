@@ -22,7 +22,10 @@ def cosine(t: float) -> float:
     [
         ("constant", [0.5, 1, 1, 1, 1, 1, 1, 1, 1, 1]),
         ("cosine", [0.5, 1, *(cosine(t / 8) for t in range(8))]),
-        ("one_cycle", [1 - 0.96 * cosine(1 / 2), 1, *(1e-4 + (1 - 1e-4) * cosine(t / 8) for t in range(8))]),
+        (
+            "one_cycle",
+            [1 - 0.96 * cosine(1 / 2), 1, *(1e-4 + (1 - 1e-4) * cosine(t / 8) for t in range(8))],
+        ),
         ("linear", [0.5, 1, *(1 - t / 8 for t in range(8))]),
     ],
 )
@@ -33,7 +36,9 @@ def test_schedules_over_ten_steps_with_two_of_warmup(schedule, wanted):
 def test_the_rate_of_the_patchgd_authors_program():
     """100 epochs of 5 steps, a rise over 2 of them, a fall to 0 over twice the training: it ends at a half."""
     found = rates(500, schedule="linear", warmup=0.02, decay_factor=2.0)
-    assert found[10:] == pytest.approx([(1000 - step) / (1000 - 10) for step in range(10, 500)], abs=1e-12)
+    assert found[10:] == pytest.approx(
+        [(1000 - step) / (1000 - 10) for step in range(10, 500)], abs=1e-12
+    )
     assert found[9] == 1.0 and found[-1] == pytest.approx(501 / 990)
 
 
@@ -44,15 +49,26 @@ def test_rates_are_positive_up_to_the_peak(schedule, warmup, total):
     found = rates(total, schedule=schedule, warmup=warmup)
     assert all(0 < r <= 1 for r in found)
     peak = found.index(max(found))
-    assert found[: peak + 1] == sorted(found[: peak + 1]) and found[peak:] == sorted(found[peak:], reverse=True)
+    assert found[: peak + 1] == sorted(found[: peak + 1]) and found[peak:] == sorted(
+        found[peak:], reverse=True
+    )
 
 
 @pytest.mark.parametrize(
     "config, reference",
     [
-        (OptimConfig("sgd", lr=0.1, momentum=0.8, weight_decay=0.01), lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.8, weight_decay=0.01)),
-        (OptimConfig("adam", lr=0.1, weight_decay=0.01), lambda p: torch.optim.Adam(p, lr=0.1, weight_decay=0.01)),
-        (OptimConfig("adamw", lr=0.1, weight_decay=0.01), lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.01)),
+        (
+            OptimConfig("sgd", lr=0.1, momentum=0.8, weight_decay=0.01),
+            lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.8, weight_decay=0.01),
+        ),
+        (
+            OptimConfig("adam", lr=0.1, weight_decay=0.01),
+            lambda p: torch.optim.Adam(p, lr=0.1, weight_decay=0.01),
+        ),
+        (
+            OptimConfig("adamw", lr=0.1, weight_decay=0.01),
+            lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.01),
+        ),
     ],
 )
 def test_optimizers_are_pytorchs(config, reference):

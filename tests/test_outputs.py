@@ -50,20 +50,32 @@ WAYS = {  # name: (ranks, settings)
     "stages, in time": (2, dict(stages=2, tiles_per_rank=(2, 1), streaming="offload")),
 }
 NETWORKS = {  # name: (its ends, the ways it is tried in)
-    "Deep": (dict(outputs={"0": 1.0, "1": 0.5, "2": 0.25}), ("tiles", "in time", "stages", "tiles on ranks")),
-    "Dict": (dict(outputs={"out": 1.0, "aux": 0.4}), ("exchange", "in time", "zero bubble", "samples")),
+    "Deep": (
+        dict(outputs={"0": 1.0, "1": 0.5, "2": 0.25}),
+        ("tiles", "in time", "stages", "tiles on ranks"),
+    ),
+    "Dict": (
+        dict(outputs={"out": 1.0, "aux": 0.4}),
+        ("exchange", "in time", "zero bubble", "samples"),
+    ),
     "Training": (dict(outputs={"1": 1.0, "0": 0.3}), ("tiles", "stages, in time")),
     "Stacked": (dict(outputs={"0": 1.0, "1": 0.5, "2": 2.0}), ("exchange", "in time")),
     "Quarter": (dict(outputs={"0": 1.0, "1": 0.5}), ("tiles", "in time")),
     "Classifier": (dict(outputs={"logits": 1.0, "aux_logits": 0.4}), ("exchange", "in time")),
     "Inputs": (dict(inputs=[3, 1]), ("exchange", "in time", "stages")),
-    "Both": (dict(inputs=[3, 1], outputs={"0": 1.0, "1": 0.5}), ("tiles", "in time", "zero bubble")),
+    "Both": (
+        dict(inputs=[3, 1], outputs={"0": 1.0, "1": 0.5}),
+        ("tiles", "in time", "zero bubble"),
+    ),
     "Attending": (dict(outputs={"out": 1.0, "aux": 0.4}), ("whole", "samples")),
 }
 
 
 def model_of(name: str, **more) -> ModelConfig:
-    return ModelConfig(f"{made_outputs.__name__}:{name}", **{"in_channels": 4, "out_channels": 3, **NETWORKS[name][0], **more})
+    return ModelConfig(
+        f"{made_outputs.__name__}:{name}",
+        **{"in_channels": 4, "out_channels": 3, **NETWORKS[name][0], **more},
+    )
 
 
 @pytest.mark.parallel([1, 2])
@@ -85,26 +97,50 @@ def test_the_loss_is_a_weighted_sum():
     logits, labels = torch.randn(2, 6, 5, 7, dtype=torch.float64), torch.randint(0, 3, (2, 5, 7))
     plan = LossConfig("cross_entropy + dice")
     one, both = Loss(plan, 3), Loss(plan, 3, (1.0, 0.4))
-    wanted = one.value(one.rows(logits[:, :3], labels)) + 0.4 * one.value(one.rows(logits[:, 3:], labels))
+    wanted = one.value(one.rows(logits[:, :3], labels)) + 0.4 * one.value(
+        one.rows(logits[:, 3:], labels)
+    )
     torch.testing.assert_close(both.value(both.rows(logits, labels)), wanted, rtol=1e-14, atol=0)
-    assert both.counts(labels).shape == both.rows(logits, labels).shape and both.linear == one.linear
+    assert (
+        both.counts(labels).shape == both.rows(logits, labels).shape and both.linear == one.linear
+    )
 
 
 @pytest.mark.parametrize(
     "name, ends, words",
     [
-        ("Dict", dict(outputs={"out": 1.0, "deep": 0.4}), "names deep, but that is no tensor of what the network returns, a dict of aux, out, sizes"),
+        (
+            "Dict",
+            dict(outputs={"out": 1.0, "deep": 0.4}),
+            "names deep, but that is no tensor of what the network returns, a dict of aux, out, sizes",
+        ),
         ("Dict", dict(outputs={"sizes": 1.0}), "names sizes, but that is a list"),
         ("Deep", dict(outputs={"out": 1.0}), "names out, .* a list of 0, 1, 2"),
-        ("Deep", dict(outputs={"0": 1.0, "1": 0.4}, args={"aux_channels": 5}), "output 1 of the network is 5x256x256, and 0 is 3x256x256"),
-        ("Inputs", dict(inputs=None, outputs={"0": 1.0}), "missing 1 required positional argument|can't be"),
-        ("Inputs", dict(inputs=[3, 2]), r"model.inputs is \[3, 2\], together 5 bands, but images have 4"),
+        (
+            "Deep",
+            dict(outputs={"0": 1.0, "1": 0.4}, args={"aux_channels": 5}),
+            "output 1 of the network is 5x256x256, and 0 is 3x256x256",
+        ),
+        (
+            "Inputs",
+            dict(inputs=None, outputs={"0": 1.0}),
+            "missing 1 required positional argument|can't be",
+        ),
+        (
+            "Inputs",
+            dict(inputs=[3, 2]),
+            r"model.inputs is \[3, 2\], together 5 bands, but images have 4",
+        ),
         ("Inputs", dict(inputs=[4], outputs={"0": 1}), "missing 1 required positional argument"),
     ],
 )
 def test_ends_that_are_not_there_are_named(name, ends, words):
     with pytest.raises(ValueError, match=words):
-        verify(replace(config(tiles_per_rank=(1, 2)), model=model_of(name, **ends)), MPI.COMM_SELF, Size("24x36"))
+        verify(
+            replace(config(tiles_per_rank=(1, 2)), model=model_of(name, **ends)),
+            MPI.COMM_SELF,
+            Size("24x36"),
+        )
 
 
 def test_outputs_are_named_by_numbers_on_a_command_line(capsys):
@@ -115,9 +151,17 @@ def test_outputs_are_named_by_numbers_on_a_command_line(capsys):
 
 
 def test_one_tensor_has_no_outputs_to_name():
-    with pytest.raises(ValueError, match="model.outputs names 0, but the network returns one tensor in training: leave model.outputs out"):
-        plain_model(ModelConfig("made_weights:Resampled", in_channels=3, out_channels=2, outputs={"0": 1.0}))
-    with pytest.raises(ValueError, match="model.outputs has 0 for aux, but the weight of a loss is a number above 0"):
+    with pytest.raises(
+        ValueError,
+        match="model.outputs names 0, but the network returns one tensor in training: leave model.outputs out",
+    ):
+        plain_model(
+            ModelConfig("made_weights:Resampled", in_channels=3, out_channels=2, outputs={"0": 1.0})
+        )
+    with pytest.raises(
+        ValueError,
+        match="model.outputs has 0 for aux, but the weight of a loss is a number above 0",
+    ):
         ModelConfig("made_outputs:Dict", outputs={"out": 1.0, "aux": 0.0})
     with pytest.raises(ValueError, match="model.name is unet: leave it out"):
         ModelConfig(outputs={"out": 1.0})
@@ -136,8 +180,13 @@ def test_heat_is_that_of_the_first_output():
     torch.manual_seed(0)
     plain = made_outputs.Classifier(4, 3).double().eval()
     scene = scene_of(torch.randn(1, 4, 32, 48, dtype=torch.float64))
-    alone, both = (joined(copy.deepcopy(plain), outputs=names) for names in (("logits",), ("logits", "aux_logits")))
-    wanted, found = (whole_heat(heat_of(model, predictor_of(model)), scene) for model in (alone, both))
+    alone, both = (
+        joined(copy.deepcopy(plain), outputs=names)
+        for names in (("logits",), ("logits", "aux_logits"))
+    )
+    wanted, found = (
+        whole_heat(heat_of(model, predictor_of(model)), scene) for model in (alone, both)
+    )
     np.testing.assert_allclose(found, wanted, rtol=1e-10, atol=1e-12)
     assert wanted.max() > 0
 
@@ -148,11 +197,30 @@ def test_a_run_predicts_by_the_first_output(tmp_path, pad):
     model = model_of("Training", in_channels=None, out_channels=None, pad=pad)
     run, taken = str(tmp_path / "run"), PredictConfig(tile=Size((16, 16)))
     spatial = SpatialConfig(tiles_per_rank=Size("1x2"))
-    train(Config(model=model, data=DataConfig(store=str(tmp_path / "store.h5")), train=TrainConfig(epochs=1, output=run), mesh=MeshConfig(reducer="mpi"), spatial=spatial, predict=taken), MPI.COMM_SELF)
+    train(
+        Config(
+            model=model,
+            data=DataConfig(store=str(tmp_path / "store.h5")),
+            train=TrainConfig(epochs=1, output=run),
+            mesh=MeshConfig(reducer="mpi"),
+            spatial=spatial,
+            predict=taken,
+        ),
+        MPI.COMM_SELF,
+    )
     loaded = distseg.load(run, made_outputs.Training(2, 3))
-    predictor, _ = load_predictor(run, Config(model=model, predict=taken, train=TrainConfig(precision="fp32")), MPI.COMM_SELF, torch.device("cpu"))
+    predictor, _ = load_predictor(
+        run,
+        Config(model=model, predict=taken, train=TrainConfig(precision="fp32")),
+        MPI.COMM_SELF,
+        torch.device("cpu"),
+    )
     scene = store_scene(Store(tmp_path / "store.h5"), "val0")
-    whole = loaded.network(torch.from_numpy(scene.read(Box.whole(scene.size))).unsqueeze(0))[0].detach().numpy()
+    whole = (
+        loaded.network(torch.from_numpy(scene.read(Box.whole(scene.size))).unsqueeze(0))[0]
+        .detach()
+        .numpy()
+    )
     assert whole.shape == (3, 32, 32)
     for box, logits in predictor(scene):
         np.testing.assert_allclose(logits, whole[(..., *box.slices)], rtol=1e-4, atol=1e-5)

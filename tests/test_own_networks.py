@@ -45,7 +45,10 @@ def test_snippets_run(snippet, capsys):
 
 @pytest.mark.parallel(4)
 def test_its_network_is_exact_on_tiles_and_stages(comm):
-    plan = replace(config(tiles="1x2", stages=2), model=ModelConfig(f"{__name__}:mine", in_channels=3, out_channels=2))
+    plan = replace(
+        config(tiles="1x2", stages=2),
+        model=ModelConfig(f"{__name__}:mine", in_channels=3, out_channels=2),
+    )
     report = verify(plan, comm, Size("32x48"))
     assert comm.bcast(report and report["max_error"]) <= TOLERANCE
 
@@ -65,17 +68,31 @@ def test_a_trained_module_comes_back(tmp_path):
     """Under its own names, with the predictor's result."""
     run = folder(tmp_path)
     copied = shutil.copytree(run, tmp_path / "from-elsewhere")
-    with pytest.raises(ValueError, match="was trained with the network test_own_networks:mine: make it, and give it as model"):
+    with pytest.raises(
+        ValueError,
+        match="was trained with the network test_own_networks:mine: make it, and give it as model",
+    ):
         distseg.load(copied)
     model = distseg.load(copied, mine(2, 3), normalise=False)
     own = distseg.load(run).network.state_dict()  # trained here by this user: imported again
     assert all(torch.equal(x, own[name]) for name, x in model.state_dict().items())
-    predictor, _ = load_predictor(str(run), Config(model=ModelConfig(f"{__name__}:mine"), predict=PredictConfig(tile=Size((16, 16))), train=TrainConfig(precision="fp32")), MPI.COMM_SELF, torch.device("cpu"))
+    predictor, _ = load_predictor(
+        str(run),
+        Config(
+            model=ModelConfig(f"{__name__}:mine"),
+            predict=PredictConfig(tile=Size((16, 16))),
+            train=TrainConfig(precision="fp32"),
+        ),
+        MPI.COMM_SELF,
+        torch.device("cpu"),
+    )
     store = Store(tmp_path / "store.h5")
     scene = store_scene(store, "val0")
     whole = model(torch.from_numpy(scene.read(Box.whole(scene.size))).unsqueeze(0))[0].detach()
     for box, logits in predictor(scene):
-        torch.testing.assert_close(torch.from_numpy(logits), whole[(..., *box.slices)], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            torch.from_numpy(logits), whole[(..., *box.slices)], rtol=1e-4, atol=1e-5
+        )
     with pytest.raises(ValueError, match="is of another model"):
         distseg.load(run, torch.nn.Conv2d(2, 3, 1))
 
@@ -85,6 +102,10 @@ def test_the_network_shares_the_modules_parameters():
     model = mine(3, 2)
     network = distseg.capture(model)
     own = dict(network.named_parameters())
-    assert all(own[name] is p for name, p in model.named_parameters()) and not network.names and network.multiple == 1
+    assert (
+        all(own[name] is p for name, p in model.named_parameters())
+        and not network.names
+        and network.multiple == 1
+    )
     x = torch.randn(2, 3, 24, 18)
     torch.testing.assert_close(network.train()(x), model.train()(x))

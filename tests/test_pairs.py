@@ -14,7 +14,15 @@ from distseg.training.verify import verify
 
 TOLERANCE = 1e-12
 BASE = Config(
-    model=ModelConfig(depth=2, base_channels=2, num_convs=1, in_channels=2, out_channels=3, norm="instance", dropout=0.2),
+    model=ModelConfig(
+        depth=2,
+        base_channels=2,
+        num_convs=1,
+        in_channels=2,
+        out_channels=3,
+        norm="instance",
+        dropout=0.2,
+    ),
     mesh=MeshConfig(reducer="mpi"),
     loss=LossConfig(name="cross_entropy"),
 )
@@ -51,7 +59,12 @@ OTHERS = [  # each with what it can not do without
     {"model.up": "bilinear"},
     {"model.up": "transposed"},
 ]
-NAMED = [rf"{rule.setting} is .*, but {re.sub(r'{[^}]*}', '.*', rule.why)}".replace("(", r"\(").replace(")", r"\)") for rule in RULES]
+NAMED = [
+    rf"{rule.setting} is .*, but {re.sub(r'{[^}]*}', '.*', rule.why)}".replace("(", r"\(").replace(
+        ")", r"\)"
+    )
+    for rule in RULES
+]
 NAMED.append(r"loss.\w+ is .*, but no term of loss.name .* takes it")
 
 
@@ -68,16 +81,29 @@ def combined(*chosen: dict) -> dict | None:
 def cases(ranks: int, triples: int) -> dict[str, dict]:
     """Return cases of so many ranks by name: all pairs of settings, beside the axes of the mesh that make the ranks, and some triples."""
     axes = [combined(*those) for those in combinations(MESH, ranks.bit_length() - 1)]
-    pairs = [combined(mesh, *those) for mesh in axes for those in (combinations(OTHERS, 2) if ranks == 1 else [(other,) for other in OTHERS])]
-    more = [combined(mesh, *those) for mesh in axes for those in combinations(OTHERS, 3 if ranks == 1 else 2)]
+    pairs = [
+        combined(mesh, *those)
+        for mesh in axes
+        for those in (combinations(OTHERS, 2) if ranks == 1 else [(other,) for other in OTHERS])
+    ]
+    more = [
+        combined(mesh, *those)
+        for mesh in axes
+        for those in combinations(OTHERS, 3 if ranks == 1 else 2)
+    ]
     more = [settings for settings in more if settings is not None]
-    found = [settings for settings in pairs if settings is not None] + random.Random(ranks).sample(more, triples)
+    found = [settings for settings in pairs if settings is not None] + random.Random(ranks).sample(
+        more, triples
+    )
     return named(found)
 
 
 def named(found: list[dict]) -> dict[str, dict]:
     """Return settings by their names and values."""
-    return {", ".join(f"{name.partition('.')[2]} {value}" for name, value in settings.items()): settings for settings in found}
+    return {
+        ", ".join(f"{name.partition('.')[2]} {value}" for name, value in settings.items()): settings
+        for settings in found
+    }
 
 
 def outcome(comm, settings: dict) -> str:
@@ -90,7 +116,14 @@ def outcome(comm, settings: dict) -> str:
     return "exact" if error <= TOLERANCE else "told" if told else f"wrong: {error:.1e}"
 
 
-STAGES = named([settings for settings in OTHERS if {"pipeline.placement", "pipeline.schedule", "pipeline.recompute"} & {*settings} and "pipeline.devices" not in settings])
+STAGES = named(
+    [
+        settings
+        for settings in OTHERS
+        if {"pipeline.placement", "pipeline.schedule", "pipeline.recompute"} & {*settings}
+        and "pipeline.devices" not in settings
+    ]
+)
 ALONE = named([settings for settings in OTHERS if settings not in STAGES.values()])
 ONE, TWO, FOUR = cases(1, 60), cases(2, 60), cases(4, 30)
 

@@ -51,19 +51,31 @@ def write_store(path, count=10, size=SIZE) -> Path:
             pixels = generator.integers(0, 256, (2, *size)).astype(np.uint8)
             labels = (pixels[0] > 127).astype(np.uint8)
             labels[generator.random(size) < 0.05] = 255
-            image = writer.add_image(f"image{k:02}", size, np.uint8, ("train", "test", "val")[k % 3 if k > 6 else 0], True)
+            image = writer.add_image(
+                f"image{k:02}",
+                size,
+                np.uint8,
+                ("train", "test", "val")[k % 3 if k > 6 else 0],
+                True,
+            )
             image.write(Box.whole(size), pixels, labels)
     return Path(path)
 
 
-def config(place, samples=1, tiles="1x1", dropout=0.0, loss="cross_entropy", model=None, **patchgd) -> Config:
+def config(
+    place, samples=1, tiles="1x1", dropout=0.0, loss="cross_entropy", model=None, **patchgd
+) -> Config:
     settings = dict(patch=Size("16x24"), head_channels=6, inner=3, sampled=0.3)
     return Config(
-        model=ModelConfig("unet", base_channels=4, depth=2, norm="group", dropout=dropout, **model or {}),
+        model=ModelConfig(
+            "unet", base_channels=4, depth=2, norm="group", dropout=dropout, **model or {}
+        ),
         mesh=MeshConfig(samples=samples, tiles=Size(tiles)),
         data=DataConfig(store=str(place / "s.h5"), images=2),
         optim=OptimConfig(name="sgd", lr=RATE, schedule="constant", warmup=0.0),
-        train=TrainConfig(method="patchgd", precision="fp64", tensorboard=False, output=str(place / "run")),
+        train=TrainConfig(
+            method="patchgd", precision="fp64", tensorboard=False, output=str(place / "run")
+        ),
         loss=LossConfig(name=loss, ignore_index=255),
         patchgd=PatchgdConfig(**{**settings, **patchgd}),
     )
@@ -81,10 +93,20 @@ def images_of(plan: Config, store: Store):
     """(samples, pixels, labels) of the first step, of all groups."""
     from mpi4py import MPI
 
-    whole = replace(plan, data=replace(plan.data, images=plan.data.images * plan.mesh.samples), mesh=MeshConfig())
+    whole = replace(
+        plan,
+        data=replace(plan.data, images=plan.data.images * plan.mesh.samples),
+        mesh=MeshConfig(),
+    )
     samples = next(iter(PatchLoader(store, whole, Mesh(MPI.COMM_SELF)).epoch(0))).samples
-    x = torch.stack([torch.from_numpy(store.read_normalised(s.image, s.box)).double() for s in samples])
-    return samples, x, torch.stack([torch.from_numpy(store.labels(s.image, s.box)).long() for s in samples])
+    x = torch.stack(
+        [torch.from_numpy(store.read_normalised(s.image, s.box)).double() for s in samples]
+    )
+    return (
+        samples,
+        x,
+        torch.stack([torch.from_numpy(store.labels(s.image, s.box)).long() for s in samples]),
+    )
 
 
 def serial(plan: Config, store: Store):
@@ -100,30 +122,43 @@ def serial(plan: Config, store: Store):
     every = settings.accumulate or inner
 
     def draw(what, i, j):
-        order = rng.permutation(rng.key(plan.train.seed, 0, samples[i].number, what, j // rounds), len(boxes))
+        order = rng.permutation(
+            rng.key(plan.train.seed, 0, samples[i].number, what, j // rounds), len(boxes)
+        )
         start = min(j % rounds * share, len(boxes) - share)
         return [(i, int(p)) for p in sorted(order[start : start + share])]
 
     def encode(pairs):
         with skip_store({}) as skips:
-            return network.encoder(torch.stack([x[(i, slice(None), *boxes[p].slices)] for i, p in pairs])), skips
+            return network.encoder(
+                torch.stack([x[(i, slice(None), *boxes[p].slices)] for i, p in pairs])
+            ), skips
 
     own = network.own(size)
-    at = lambda pairs: ([i for i, _ in pairs], [p for _, p in pairs])
+
+    def at(pairs):
+        return ([i for i, _ in pairs], [p for _, p in pairs])
 
     def answers(y, pairs, logits):
         """y with the answers to some patches, of each the pixels that belong to it."""
         y = y.clone()
         for (i, p), of_patch in zip(pairs, logits):
-            y[(i, slice(None), *own[p].slices)] = of_patch[(slice(None), *own[p].relative_to(boxes[p]).slices)]
+            y[(i, slice(None), *own[p].slices)] = of_patch[
+                (slice(None), *own[p].relative_to(boxes[p]).slices)
+            ]
         return y
 
-    z = torch.zeros(len(samples), len(boxes), network.features * math.prod(network.cells), dtype=torch.float64)
+    z = torch.zeros(
+        len(samples), len(boxes), network.features * math.prod(network.cells), dtype=torch.float64
+    )
     with torch.no_grad():
         for j in range(rounds):
             for pairs in [draw("fill", i, j) for i in range(len(samples))]:
                 z[at(pairs)] = encode(pairs)[0].flatten(1)
-        y, told = torch.zeros(len(samples), len(store.classes), *size, dtype=torch.float64), network.told(z, size)
+        y, told = (
+            torch.zeros(len(samples), len(store.classes), *size, dtype=torch.float64),
+            network.told(z, size),
+        )
         for pairs in [draw("fill", i, j) for j in range(rounds) for i in range(len(samples))]:
             made, skips = encode(pairs)
             with skip_store(skips):
@@ -138,7 +173,15 @@ def serial(plan: Config, store: Store):
         with skip_store(skips):
             logits = network.decoder(made + told[at(pairs)])
         y = answers(y.detach(), pairs, logits)
-        loss = serial_loss(plan.loss, list(y), list(labels)) if settings.y_filling else F.cross_entropy(logits, torch.stack([labels[(i, *boxes[p].slices)] for i, p in pairs]), ignore_index=255)
+        loss = (
+            serial_loss(plan.loss, list(y), list(labels))
+            if settings.y_filling
+            else F.cross_entropy(
+                logits,
+                torch.stack([labels[(i, *boxes[p].slices)] for i, p in pairs]),
+                ignore_index=255,
+            )
+        )
         (loss / every).backward()
         z = z.detach()
         losses.append(loss.item())
@@ -150,11 +193,22 @@ def serial(plan: Config, store: Store):
 
 @pytest.mark.parallel([1, 2, 3, 4])
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("more", [{}, dict(inner=4, accumulate=2, step=Size("11x16"), sampled=4), dict(y_filling=True, step=Size("11x16"), accumulate=1), dict(y_filling=True, inner=None, loss="dice")])
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        dict(inner=4, accumulate=2, step=Size("11x16"), sampled=4),
+        dict(y_filling=True, step=Size("11x16"), accumulate=1),
+        dict(y_filling=True, inner=None, loss="dice"),
+    ],
+)
 def test_a_step_is_that_of_plain_pytorch_on_any_ranks(comm, place, more):
     """Odd sizes, whose last patches overlap; images shared by one to four ranks, and sample groups beside them."""
     samples = 2 if comm.size == 4 else 1
-    plan, store = config(place, samples, tiles=f"{comm.size // samples}x1", **more), Store(place / "s.h5")
+    plan, store = (
+        config(place, samples, tiles=f"{comm.size // samples}x1", **more),
+        Store(place / "s.h5"),
+    )
     network = network_of(plan, store.bands, len(store.classes))
     mesh = Mesh(comm, samples, plan.mesh.tiles)
     engine = MapEngine(plan, mesh, network, precision="fp64")
@@ -169,7 +223,13 @@ def test_a_step_is_that_of_plain_pytorch_on_any_ranks(comm, place, more):
 @pytest.mark.covering(cases=1)
 def test_all_patches_at_once_are_trained_end_to_end(comm, place):
     """One inner iteration that draws all of them has the exact gradient of the network of patches; sizes of whole patches, so that each pixel is in one."""
-    plan = config(place, tiles=f"1x{comm.size}", inner=1, sampled=1.0, patch=Size("37x53") if comm.size == 1 else Size("16x16"))
+    plan = config(
+        place,
+        tiles=f"1x{comm.size}",
+        inner=1,
+        sampled=1.0,
+        patch=Size("37x53") if comm.size == 1 else Size("16x16"),
+    )
     if comm.size == 3:
         if comm.rank == 0:
             write_store(place / "even.h5", size=(32, 48))
@@ -193,12 +253,19 @@ def test_all_patches_at_once_are_trained_end_to_end(comm, place):
 @pytest.mark.parallel([1, 3])
 @pytest.mark.covering(cases=1)
 def test_masks_and_losses_do_not_depend_on_the_ranks(comm, place):
-    plan, store = config(place, tiles=f"1x{comm.size}", dropout=0.4, loss="dice"), Store(place / "s.h5")
+    plan, store = (
+        config(place, tiles=f"1x{comm.size}", dropout=0.4, loss="dice"),
+        Store(place / "s.h5"),
+    )
 
     def stepped(comm, plan):
         mesh = Mesh(comm, 1, plan.mesh.tiles)
-        engine = MapEngine(plan, mesh, network_of(plan, store.bands, len(store.classes)), precision="fp64")
-        return engine.step(next(iter(PatchLoader(store, plan, mesh).epoch(0))), RATE), engine.network
+        engine = MapEngine(
+            plan, mesh, network_of(plan, store.bands, len(store.classes)), precision="fp64"
+        )
+        return engine.step(
+            next(iter(PatchLoader(store, plan, mesh).epoch(0))), RATE
+        ), engine.network
 
     from mpi4py import MPI
 
@@ -220,15 +287,24 @@ def test_masks_do_not_depend_on_other_images_of_a_group(comm, shared_path):
         with StoreWriter(place / "s.h5", ["dark", "bright"], 2) as writer:
             for k, size in enumerate([(37, 53), (16, 24), (64, 30), (20, 90)]):
                 pixels = generator.integers(0, 256, (2, *size)).astype(np.uint8)
-                writer.add_image(f"image{k}", size, np.uint8, "train", True).write(Box.whole(size), pixels, (pixels[0] > 127).astype(np.uint8))
+                writer.add_image(f"image{k}", size, np.uint8, "train", True).write(
+                    Box.whole(size), pixels, (pixels[0] > 127).astype(np.uint8)
+                )
     comm.Barrier()
     store, found = Store(place / "s.h5"), []
     for where, samples in ((comm, comm.size), (MPI.COMM_SELF, 1)):
         plan = config(place, samples, dropout=0.3, sampled=2)
         plan = replace(plan, data=replace(plan.data, images=4 // samples))
         mesh = Mesh(where, samples)
-        engine = MapEngine(plan, mesh, network_of(plan, store.bands, len(store.classes)), precision="fp64")
-        found.append((engine.step(next(iter(PatchLoader(store, plan, mesh).epoch(0))), RATE)[0], engine.network))
+        engine = MapEngine(
+            plan, mesh, network_of(plan, store.bands, len(store.classes)), precision="fp64"
+        )
+        found.append(
+            (
+                engine.step(next(iter(PatchLoader(store, plan, mesh).epoch(0))), RATE)[0],
+                engine.network,
+            )
+        )
     (loss, network), (alone, wanted) = found
     assert abs(loss - alone) <= TOLERANCE
     for (name, w), p in zip(wanted.named_parameters(), network.parameters()):
@@ -259,14 +335,38 @@ def test_the_command_line_trains_resumes_evaluates_and_predicts(comm, place):
     common = ["--data.store", str(place / "s.h5"), "--train.output", str(place / "run"), "--train.method", "patchgd", "--model.name", "unet", "--model.norm", "instance",
               "--model.depth", "2", "--model.base_channels", "4", "--patchgd.patch", "16x16", "--patchgd.inner", "2", "--mesh.tiles", f"1x{comm.size}", "--data.images", "2"]  # fmt: skip
     done(["train", *common, "--train.precision", "fp32", "--train.epochs", "1"])
-    done(["train", *common, "--train.precision", "fp32", "--train.epochs", "2", "--train.resume", "true"])
+    done(
+        [
+            "train",
+            *common,
+            "--train.precision",
+            "fp32",
+            "--train.epochs",
+            "2",
+            "--train.resume",
+            "true",
+        ]
+    )
     done(["evaluate", str(place / "run")])
-    done(["predict", str(place / "run"), "--output", str(place / "out"), "--predict.probabilities", "true"])
+    done(
+        [
+            "predict",
+            str(place / "run"),
+            "--output",
+            str(place / "out"),
+            "--predict.probabilities",
+            "true",
+        ]
+    )
     comm.Barrier()
     store, module = Store(place / "s.h5"), load(place / "run", normalise=False)
     for name in store.split("test"):
         with torch.no_grad():
-            wanted = module(torch.from_numpy(store.read_normalised(name, Box.whole(SIZE)))[None]).softmax(1)[0].numpy()
+            wanted = (
+                module(torch.from_numpy(store.read_normalised(name, Box.whole(SIZE)))[None])
+                .softmax(1)[0]
+                .numpy()
+            )
         with h5py.File(place / "out" / f"{name}.h5") as file:
             assert np.abs(file["probabilities"][...] - wanted).max() < 2e-3
 
@@ -276,29 +376,56 @@ def test_a_run_begins_with_a_u_net_that_was_trained_exactly(tmp_path):
 
     write_store(tmp_path / "s.h5")
     plan = config(tmp_path)
-    exact = replace(plan, train=replace(plan.train, method="exact", output=str(tmp_path / "exact")), patchgd=PatchgdConfig())
+    exact = replace(
+        plan,
+        train=replace(plan.train, method="exact", output=str(tmp_path / "exact")),
+        patchgd=PatchgdConfig(),
+    )
     train(exact, MPI.COMM_SELF)
     run = Run(replace(plan, train=replace(plan.train, init=str(tmp_path / "exact"))), MPI.COMM_SELF)
     assert any("begins with" in line for line in run.lines)
     wanted = load(tmp_path / "exact", normalise=False).state_dict()
     found = user_names(run.model.state_dict().items(), run.model)
-    assert all((found[name].float() == t).all() for name, t in wanted.items()) and any(name.startswith("head.") for name in found)
+    assert all((found[name].float() == t).all() for name, t in wanted.items()) and any(
+        name.startswith("head.") for name in found
+    )
 
 
 @pytest.mark.parametrize(
     "flags, why",
     [
-        (["--model.norm", "batch"], "this U-Net has batch norm, but PatchGD for labels of pixels takes each patch by itself: set model.norm to instance, group or none"),
-        (["--model.name", "distseg.models.classifier:residual"], "the network makes a vector of each image, but .* has labels of pixels"),
-        (["--patchgd.features", "32"], "patchgd.features is 32, but Z is the coarse features of the U-Net: leave patchgd.features out"),
-        (["--patchgd.head", "transformer"], "patchgd.head is transformer, but the head of a U-Net is two convolutions"),
-        (["--patchgd.statistics", "pass"], "patchgd.statistics is pass, but a U-Net of patches has no batch norm: leave patchgd.statistics out"),
+        (
+            ["--model.norm", "batch"],
+            "this U-Net has batch norm, but PatchGD for labels of pixels takes each patch by itself: set model.norm to instance, group or none",
+        ),
+        (
+            ["--model.name", "distseg.models.classifier:residual"],
+            "the network makes a vector of each image, but .* has labels of pixels",
+        ),
+        (
+            ["--patchgd.features", "32"],
+            "patchgd.features is 32, but Z is the coarse features of the U-Net: leave patchgd.features out",
+        ),
+        (
+            ["--patchgd.head", "transformer"],
+            "patchgd.head is transformer, but the head of a U-Net is two convolutions",
+        ),
+        (
+            ["--patchgd.statistics", "pass"],
+            "patchgd.statistics is pass, but a U-Net of patches has no batch norm: leave patchgd.statistics out",
+        ),
         (["--patchgd.patch", "64x64"], "has 37x53 pixels, but patchgd.patch is 64x64"),
     ],
 )
 def test_what_can_not_be_is_refused(tmp_path, refused, flags, why):
     write_store(tmp_path / "s.h5")
-    given = {"--data.store": str(tmp_path / "s.h5"), "--train.output": str(tmp_path / "run"), "--train.method": "patchgd", "--model.name": "unet", "--patchgd.patch": "16x16"}
+    given = {
+        "--data.store": str(tmp_path / "s.h5"),
+        "--train.output": str(tmp_path / "run"),
+        "--train.method": "patchgd",
+        "--model.name": "unet",
+        "--patchgd.patch": "16x16",
+    }
     given |= dict(zip(flags[::2], flags[1::2]))
     err = refused("train", *(word for pair in given.items() for word in pair))
     assert re.search(why, err), err

@@ -42,15 +42,21 @@ TOLERANCE = 1e-12
 RATE = 0.05
 
 
-def config(place, samples=1, tiles="1x1", norm="batch", images=2, scope="group", name="sgd", **patchgd) -> Config:
+def config(
+    place, samples=1, tiles="1x1", norm="batch", images=2, scope="group", name="sgd", **patchgd
+) -> Config:
     settings = dict(patch=Size("16x16"), features=6, head_channels=8, inner=3, sampled=0.3)
     return Config(
-        model=ModelConfig("distseg.models.classifier:residual", base_channels=4, depth=2, norm=norm),
+        model=ModelConfig(
+            "distseg.models.classifier:residual", base_channels=4, depth=2, norm=norm
+        ),
         mesh=MeshConfig(samples=samples, tiles=Size(tiles)),
         spatial=SpatialConfig(norm_scope=scope),
         data=DataConfig(store=str(place / "s.h5"), images=images),
         optim=OptimConfig(name=name, lr=RATE, schedule="constant", warmup=0.0),
-        train=TrainConfig(method="patchgd", precision="fp64", tensorboard=False, output=str(place / "run")),
+        train=TrainConfig(
+            method="patchgd", precision="fp64", tensorboard=False, output=str(place / "run")
+        ),
         loss=LossConfig(),
         patchgd=PatchgdConfig(**{**settings, **patchgd}),
     )
@@ -63,7 +69,9 @@ def ours(plan: Config, comm, store: Store):
     engine = PatchEngine(plan, mesh, network, precision="fp64")
     images = next(iter(PatchLoader(store, plan, mesh).epoch(0)))
     loss, _ = engine.step(images, RATE)
-    return loss, {name: t.clone() for name, t in network.state_dict().items() if t.is_floating_point()}
+    return loss, {
+        name: t.clone() for name, t in network.state_dict().items() if t.is_floating_point()
+    }
 
 
 def papers(plan: Config, store: Store):
@@ -71,32 +79,55 @@ def papers(plan: Config, store: Store):
     settings = plan.patchgd
     network = network_of(plan, store.bands, len(store.classes)).double()
     optimizer = torch.optim.SGD(network.parameters(), RATE, momentum=plan.optim.momentum)
-    whole = replace(plan, data=replace(plan.data, images=plan.data.images * plan.mesh.samples), mesh=MeshConfig())
+    whole = replace(
+        plan,
+        data=replace(plan.data, images=plan.data.images * plan.mesh.samples),
+        mesh=MeshConfig(),
+    )
     from mpi4py import MPI
 
     samples = next(iter(PatchLoader(store, whole, Mesh(MPI.COMM_SELF)).epoch(0))).samples
-    x = torch.stack([torch.from_numpy(store.read_normalised(s.image, s.box)).double() for s in samples])
-    labels, boxes = torch.tensor([store.label(s.image) for s in samples]), patches_of(x.shape[2:], settings.patch, settings.step or settings.patch)
+    x = torch.stack(
+        [torch.from_numpy(store.read_normalised(s.image, s.box)).double() for s in samples]
+    )
+    labels, boxes = (
+        torch.tensor([store.label(s.image) for s in samples]),
+        patches_of(x.shape[2:], settings.patch, settings.step or settings.patch),
+    )
     share = math.ceil(settings.sampled * len(boxes) if settings.sampled <= 1 else settings.sampled)
     rounds = math.ceil(len(boxes) / share)
     inner = settings.inner or rounds
     every = settings.accumulate or inner
     scope = len(samples) // (1 if plan.spatial.norm_scope == "step" else plan.mesh.samples)
-    groups = [range(a, a + scope) for a in range(0, len(samples), scope)]  # whose statistics are joint
+    groups = [
+        range(a, a + scope) for a in range(0, len(samples), scope)
+    ]  # whose statistics are joint
 
     def draw(what, i, j):
-        order = rng.permutation(rng.key(plan.train.seed, 0, samples[i].number, what, j // rounds), len(boxes))
+        order = rng.permutation(
+            rng.key(plan.train.seed, 0, samples[i].number, what, j // rounds), len(boxes)
+        )
         start = min(j % rounds * share, len(boxes) - share)
         return [(i, int(p)) for p in sorted(order[start : start + share])]
 
     def put(z, pairs, backbone=network.backbone):
-        made = backbone(torch.stack([x[(i, slice(None), *boxes[p].slices)] for i, p in pairs])).flatten(1)
-        z = torch.zeros(len(samples), len(boxes), made.shape[1], dtype=made.dtype) if z is None else z.clone()
+        made = backbone(
+            torch.stack([x[(i, slice(None), *boxes[p].slices)] for i, p in pairs])
+        ).flatten(1)
+        z = (
+            torch.zeros(len(samples), len(boxes), made.shape[1], dtype=made.dtype)
+            if z is None
+            else z.clone()
+        )
         z[[i for i, _ in pairs], [p for _, p in pairs]] = made
         return z
 
     network.train()
-    z, losses, alike = None, [], copy.deepcopy(network.backbone)  # what fills leaves the running statistics as they are
+    z, losses, alike = (
+        None,
+        [],
+        copy.deepcopy(network.backbone),
+    )  # what fills leaves the running statistics as they are
     with torch.no_grad():
         for j in range(rounds):
             for group in groups:
@@ -104,7 +135,12 @@ def papers(plan: Config, store: Store):
     for j in range(inner):
         for group in groups:
             z = put(z, [pair for i in group for pair in draw("patches", i, j)])
-        logits = torch.cat([network.head(network.block(z[list(group)], x.shape[2:])).flatten(1) for group in groups])
+        logits = torch.cat(
+            [
+                network.head(network.block(z[list(group)], x.shape[2:])).flatten(1)
+                for group in groups
+            ]
+        )
         loss = torch.nn.functional.cross_entropy(logits, labels)
         (loss / every).backward()
         z = z.detach()
@@ -112,7 +148,9 @@ def papers(plan: Config, store: Store):
         if (j + 1) % every == 0:
             optimizer.step()
             optimizer.zero_grad()
-    return np.mean(losses), {name: t for name, t in network.state_dict().items() if t.is_floating_point()}
+    return np.mean(losses), {
+        name: t for name, t in network.state_dict().items() if t.is_floating_point()
+    }
 
 
 def compare(found, wanted, means=False):
@@ -133,7 +171,16 @@ def place(comm, shared_path) -> Path:
 
 @pytest.mark.parallel([1, 2, 3, 4])
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("more", [dict(inner=None), dict(inner=1), dict(step=Size("11x13"), head="transformer"), dict(inner=4, accumulate=2, sampled=0.5, head="cnn-max"), dict(accumulate=1, norm="instance", sampled=5)])
+@pytest.mark.parametrize(
+    "more",
+    [
+        dict(inner=None),
+        dict(inner=1),
+        dict(step=Size("11x13"), head="transformer"),
+        dict(inner=4, accumulate=2, sampled=0.5, head="cnn-max"),
+        dict(accumulate=1, norm="instance", sampled=5),
+    ],
+)
 def test_a_step_is_the_papers_on_any_ranks(comm, place, more):
     """Odd sizes, whose last patches overlap; images shared by one to four ranks."""
     plan, store = config(place, tiles=f"1x{comm.size}", **more), Store(place / "s.h5")
@@ -142,7 +189,15 @@ def test_a_step_is_the_papers_on_any_ranks(comm, place, more):
 
 @pytest.mark.parallel([1, 2])
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("backbone", ["made_classifiers:patched", "made_classifiers:fixed", "made_classifiers:attending", "made_weights:Described"])
+@pytest.mark.parametrize(
+    "backbone",
+    [
+        "made_classifiers:patched",
+        "made_classifiers:fixed",
+        "made_classifiers:attending",
+        "made_weights:Described",
+    ],
+)
 def test_backbones_of_other_kinds(comm, place, backbone):
     """Convolutions that want 16 pixels at least, as ConvNeXt's; networks of one image size; attention, as DeiT's; weights that are computed or buffers."""
     plan, store = config(place, tiles=f"1x{comm.size}", patch=Size("24x32")), Store(place / "s.h5")
@@ -153,7 +208,10 @@ def test_backbones_of_other_kinds(comm, place, backbone):
 @pytest.mark.parallel([2, 4])
 @pytest.mark.covering(cases=1)
 def test_sample_groups_and_patches_together(comm, place):
-    plan, store = config(place, samples=2, tiles=f"{comm.size // 2}x1", norm="group"), Store(place / "s.h5")
+    plan, store = (
+        config(place, samples=2, tiles=f"{comm.size // 2}x1", norm="group"),
+        Store(place / "s.h5"),
+    )
     compare(ours(plan, comm, store), papers(plan, store))
     live = config(place, samples=2, tiles=f"{comm.size // 2}x1", scope="step")
     compare(ours(live, comm, store), papers(live, store))
@@ -163,11 +221,16 @@ def test_sample_groups_and_patches_together(comm, place):
 @pytest.mark.covering(cases=1)
 def test_all_patches_at_once_are_trained_end_to_end(comm, place):
     """One inner iteration that draws all of them has the exact gradient of the network of patches."""
-    plan, store = config(place, tiles=f"1x{comm.size}", inner=1, sampled=1.0, norm="group"), Store(place / "s.h5")
+    plan, store = (
+        config(place, tiles=f"1x{comm.size}", inner=1, sampled=1.0, norm="group"),
+        Store(place / "s.h5"),
+    )
     network = network_of(plan, store.bands, len(store.classes)).double()
     mesh = Mesh(comm, 1, plan.mesh.tiles)
     images = next(iter(PatchLoader(store, plan, mesh).epoch(0)))
-    x = torch.stack([torch.from_numpy(store.read_normalised(s.image, s.box)).double() for s in images.samples])
+    x = torch.stack(
+        [torch.from_numpy(store.read_normalised(s.image, s.box)).double() for s in images.samples]
+    )
     torch.nn.functional.cross_entropy(network(x), images.labels).backward()
     engine = PatchEngine(plan, mesh, copy.deepcopy(network), precision="fp64")
     engine.gradients.zero()
@@ -178,21 +241,58 @@ def test_all_patches_at_once_are_trained_end_to_end(comm, place):
         assert (comm.allreduce(own) - wanted.grad).norm() <= TOLERANCE * wanted.grad.norm(), name
 
 
-@pytest.mark.parametrize("share, patches, wanted", [(1 / 8, 256, 32), (1 / 8, 20, 3), (0.07, 100, 7), (0.001, 20, 1), (1.0, 20, 20), (5, 20, 5), (50, 20, 20)])
+@pytest.mark.parametrize(
+    "share, patches, wanted",
+    [
+        (1 / 8, 256, 32),
+        (1 / 8, 20, 3),
+        (0.07, 100, 7),
+        (0.001, 20, 1),
+        (1.0, 20, 20),
+        (5, 20, 5),
+        (50, 20, 20),
+    ],
+)
 def test_k_is_rounded_up(share, patches, wanted):
     assert drawn(share, patches) == wanted
 
 
 def test_more_iterations_to_an_update_than_there_are():
-    with pytest.raises(ValueError, match="patchgd.accumulate is 9, but a batch has 4 inner iterations"):
+    with pytest.raises(
+        ValueError, match="patchgd.accumulate is 9, but a batch has 4 inner iterations"
+    ):
         PatchgdConfig(inner=4, accumulate=9)
 
 
 @pytest.mark.parallel([1, 2])
 @pytest.mark.covering(cases=1)
 def test_the_command_line_trains_resumes_evaluates_and_predicts(comm, place, capsys):
-    common = ["--train.precision", "fp32", "--data.store", str(place / "s.h5"), "--train.output", str(place / "run"), "--train.method", "patchgd", "--model.name", "distseg.models.classifier:residual",
-              "--model.depth", "2", "--model.base_channels", "4", "--patchgd.patch", "16x16", "--patchgd.inner", "2", "--patchgd.features", "8", "--mesh.tiles", f"1x{comm.size}", "--data.images", "2"]
+    common = [
+        "--train.precision",
+        "fp32",
+        "--data.store",
+        str(place / "s.h5"),
+        "--train.output",
+        str(place / "run"),
+        "--train.method",
+        "patchgd",
+        "--model.name",
+        "distseg.models.classifier:residual",
+        "--model.depth",
+        "2",
+        "--model.base_channels",
+        "4",
+        "--patchgd.patch",
+        "16x16",
+        "--patchgd.inner",
+        "2",
+        "--patchgd.features",
+        "8",
+        "--mesh.tiles",
+        f"1x{comm.size}",
+        "--data.images",
+        "2",
+    ]
     done(["train", *common, "--train.epochs", "1"])
     done(["train", *common, "--train.epochs", "2", "--train.resume", "true"])
     done(["evaluate", str(place / "run")])
@@ -206,9 +306,27 @@ def test_the_command_line_trains_resumes_evaluates_and_predicts(comm, place, cap
         assert abs(float(bright) - float(module(x).softmax(1)[0, 1])) < 1e-4
     assert len(rows) == len(store.split("test"))
     if comm.size == 1:
-        done(["export", str(place / "run"), "--output", str(place / "exported"), "--formats", "safetensors"])
+        done(
+            [
+                "export",
+                str(place / "run"),
+                "--output",
+                str(place / "exported"),
+                "--formats",
+                "safetensors",
+            ]
+        )
         with pytest.raises(SystemExit):
-            main(["export", str(place / "run"), "--output", str(place / "exported"), "--formats", "onnx"])
+            main(
+                [
+                    "export",
+                    str(place / "run"),
+                    "--output",
+                    str(place / "exported"),
+                    "--formats",
+                    "onnx",
+                ]
+            )
         assert "is a network of patches" in capsys.readouterr().err
 
 
@@ -224,10 +342,15 @@ def test_sample_groups_with_images_of_several_sizes(comm, shared_path, more):
         with StoreWriter(place / "s.h5", ["dark", "bright"], 2) as writer:
             for k, size in enumerate(sizes):
                 image = writer.add_image(f"image{k}", size, np.uint8, "train", False, label=k % 2)
-                image.write(Box.whole(size), np.random.default_rng(k).integers(0, 200, (2, *size)).astype(np.uint8))
+                image.write(
+                    Box.whole(size),
+                    np.random.default_rng(k).integers(0, 200, (2, *size)).astype(np.uint8),
+                )
     comm.Barrier()
     store = Store(place / "s.h5")
-    loss, found = ours(config(place, samples=comm.size, images=4 // comm.size, scope="step", **more), comm, store)
+    loss, found = ours(
+        config(place, samples=comm.size, images=4 // comm.size, scope="step", **more), comm, store
+    )
     alone, wanted = ours(config(place, images=4, **more), MPI.COMM_SELF, store)
     assert abs(loss - alone) <= TOLERANCE
     for name, w in wanted.items():
@@ -241,37 +364,78 @@ def test_a_run_begins_with_the_weights_of_a_backbone(tmp_path):
     write_store(tmp_path / "s.h5", size=(45, 61))
     torch.manual_seed(3)
     given = residual(2, 10, 4, 2)
-    save_file({name: t for name, t in given.state_dict().items() if not name.startswith("last.")}, tmp_path / "digits.safetensors")
+    save_file(
+        {name: t for name, t in given.state_dict().items() if not name.startswith("last.")},
+        tmp_path / "digits.safetensors",
+    )
     plan = config(tmp_path)
-    run = Run(replace(plan, train=replace(plan.train, init=str(tmp_path / "digits.safetensors"))), MPI.COMM_SELF)
-    assert any("begins anew, as the file has no such: last.weight, last.bias" in line for line in run.lines), run.lines
+    run = Run(
+        replace(plan, train=replace(plan.train, init=str(tmp_path / "digits.safetensors"))),
+        MPI.COMM_SELF,
+    )
+    assert any(
+        "begins anew, as the file has no such: last.weight, last.bias" in line for line in run.lines
+    ), run.lines
     found = run.model.backbone.state_dict()
     theirs = {user: t for user, t in user_names(found.items(), run.model.backbone).items()}
-    assert all((theirs[name] == t).all() for name, t in given.state_dict().items() if not name.startswith("last."))
+    assert all(
+        (theirs[name] == t).all()
+        for name, t in given.state_dict().items()
+        if not name.startswith("last.")
+    )
 
 
 def test_verify_is_of_exact_steps(refused):
-    assert "train.method is patchgd, which approximates the gradient" in refused("verify", "--train.method", "patchgd", "--image", "64x64")
+    assert "train.method is patchgd, which approximates the gradient" in refused(
+        "verify", "--train.method", "patchgd", "--image", "64x64"
+    )
 
 
 @pytest.mark.parametrize(
     "flags, why",
     [
-        (["--pipeline.schedule", "gpipe"], "pipeline.schedule is gpipe, but train.method is patchgd"),
-        (["--spatial.tiles_per_rank", "2x2"], "spatial.tiles_per_rank is 2x2, but train.method is patchgd"),
+        (
+            ["--pipeline.schedule", "gpipe"],
+            "pipeline.schedule is gpipe, but train.method is patchgd",
+        ),
+        (
+            ["--spatial.tiles_per_rank", "2x2"],
+            "spatial.tiles_per_rank is 2x2, but train.method is patchgd",
+        ),
         (["--patchgd.patch", "64x64"], "has 45x61 pixels, but patchgd.patch is 64x64"),
-        (["--patchgd.patch", "16"], "image 'image00' has 45x61 pixels, of 2 dims, but patchgd.patch is 16: give it as many numbers"),
+        (
+            ["--patchgd.patch", "16"],
+            "image 'image00' has 45x61 pixels, of 2 dims, but patchgd.patch is 16: give it as many numbers",
+        ),
         (["--patchgd.step", "17x16"], "patches of 128x128 then leave|patchgd.step is 17x16"),
-        (["--patchgd.sampled", "2.5"], "patchgd.sampled is a share up to 1, or a whole number of patches, got 2.5"),
-        (["--patchgd.head", "transformer", "--patchgd.head_channels", "12"], "patchgd.head_channels is 12, but a transformer of 4 heads wants a multiple of 8"),
-        (["--patchgd.y_filling", "true"], "patchgd.y_filling is true, but the network makes a vector of a patch"),
-        (["--model.name", "unet"], "the network makes a map of each image, but .* has a label for each image"),
+        (
+            ["--patchgd.sampled", "2.5"],
+            "patchgd.sampled is a share up to 1, or a whole number of patches, got 2.5",
+        ),
+        (
+            ["--patchgd.head", "transformer", "--patchgd.head_channels", "12"],
+            "patchgd.head_channels is 12, but a transformer of 4 heads wants a multiple of 8",
+        ),
+        (
+            ["--patchgd.y_filling", "true"],
+            "patchgd.y_filling is true, but the network makes a vector of a patch",
+        ),
+        (
+            ["--model.name", "unet"],
+            "the network makes a map of each image, but .* has a label for each image",
+        ),
         (["--train.method", "exact"], "patchgd.patch is 16x16, but train.method is exact"),
     ],
 )
 def test_what_can_not_be_is_refused(tmp_path, refused, flags, why):
     write_store(tmp_path / "s.h5", size=(45, 61))
-    given = {"--data.store": str(tmp_path / "s.h5"), "--train.output": str(tmp_path / "run"), "--train.method": "patchgd", "--model.name": "distseg.models.classifier:residual", "--patchgd.patch": "16x16"}
+    given = {
+        "--data.store": str(tmp_path / "s.h5"),
+        "--train.output": str(tmp_path / "run"),
+        "--train.method": "patchgd",
+        "--model.name": "distseg.models.classifier:residual",
+        "--patchgd.patch": "16x16",
+    }
     given |= dict(zip(flags[::2], flags[1::2]))
     err = refused("train", *(word for pair in given.items() for word in pair))
     assert re.search(why, err), err
@@ -279,13 +443,23 @@ def test_what_can_not_be_is_refused(tmp_path, refused, flags, why):
 
 def test_ranks_that_no_patch_is_drawn_for_are_refused_before_work(tmp_path):
     store = Store(write_store(tmp_path / "s.h5", size=(45, 61)))
-    with pytest.raises(ValueError, match=r"patchgd.sampled 0.1 draws 2 patches of 1 images such as 'image00', but 3 ranks share them \(mesh.tiles 1x3\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"patchgd.sampled 0.1 draws 2 patches of 1 images such as 'image00', but 3 ranks share them \(mesh.tiles 1x3\)",
+    ):
         check_images(store, config(tmp_path, tiles="1x3", images=1, sampled=0.1))
 
 
 def test_patches_cover_an_image():
-    assert [box.start for box in patches_of((10, 7), (4, 4), (4, 4))] == [(a, b) for a in (0, 4, 6) for b in (0, 3)]
-    for size, patch, step in [((17, 30), (5, 7), (5, 7)), ((17, 30), (5, 7), (3, 4)), ((8, 8), (8, 8), (8, 8)), ((9, 16), (8, 8), (8, 8))]:
+    assert [box.start for box in patches_of((10, 7), (4, 4), (4, 4))] == [
+        (a, b) for a in (0, 4, 6) for b in (0, 3)
+    ]
+    for size, patch, step in [
+        ((17, 30), (5, 7), (5, 7)),
+        ((17, 30), (5, 7), (3, 4)),
+        ((8, 8), (8, 8), (8, 8)),
+        ((9, 16), (8, 8), (8, 8)),
+    ]:
         seen = np.zeros(size, int)
         for box in patches_of(size, patch, step):
             assert box.size == tuple(patch)
@@ -297,10 +471,16 @@ def test_patches_of_held_images_are_those_that_are_read(tmp_path):
     """Overlapping ones of odd sizes, turned and coloured; images are held only where a round computes a good part of them."""
     from mpi4py import MPI
 
-    store, plan = Store(write_store(tmp_path / "s.h5", size=(45, 61))), config(tmp_path, step=Size("11x13"), sampled=1)
+    store, plan = (
+        Store(write_store(tmp_path / "s.h5", size=(45, 61))),
+        config(tmp_path, step=Size("11x13"), sampled=1),
+    )
     plan = replace(plan, data=replace(plan.data, augment=["flip", "colour"]))
     mesh = Mesh(MPI.COMM_SELF)
-    few, many = (PatchEngine(p, mesh, network_of(p, store.bands, len(store.classes))) for p in (plan, replace(plan, patchgd=replace(plan.patchgd, sampled=0.3))))
+    few, many = (
+        PatchEngine(p, mesh, network_of(p, store.bands, len(store.classes)))
+        for p in (plan, replace(plan, patchgd=replace(plan.patchgd, sampled=0.3)))
+    )
     read, held = (next(iter(PatchLoader(store, plan, mesh).epoch(0))) for _ in range(2))
     boxes = patches_of((45, 61), (16, 16), (11, 13))
     few._read(read, [(0, 0), (1, 3)])
@@ -308,4 +488,7 @@ def test_patches_of_held_images_are_those_that_are_read(tmp_path):
     assert not read._held and len(held._held) == 2
     for i in (0, 1):
         assert torch.equal(read.read(i, list(boxes)), held.read(i, list(boxes)))
-        assert torch.equal(held.read(i, [boxes[3]])[0], torch.from_numpy(read_pixels(store, [read.samples[i]], boxes[3])[0]))
+        assert torch.equal(
+            held.read(i, [boxes[3]])[0],
+            torch.from_numpy(read_pixels(store, [read.samples[i]], boxes[3])[0]),
+        )

@@ -32,7 +32,15 @@ def test_every_number_of_stages(comm, schedule, norm):
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("micro_batches", [1, 2, 3, 5, 8])
 def test_every_number_of_micro_batches(comm, schedule, micro_batches):
-    check(comm, "33x47", stages=comm.size, schedule=schedule, accumulate=micro_batches, loss="cross_entropy + 0.5*dice", dice_over="batch")
+    check(
+        comm,
+        "33x47",
+        stages=comm.size,
+        schedule=schedule,
+        accumulate=micro_batches,
+        loss="cross_entropy + 0.5*dice",
+        dice_over="batch",
+    )
 
 
 @pytest.mark.parallel(2)
@@ -41,7 +49,16 @@ def test_every_number_of_micro_batches(comm, schedule, micro_batches):
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 @pytest.mark.parametrize("norm", NORMS)
 def test_recomputing(comm, schedule, recompute, norm):
-    check(comm, "33x47", stages=2, schedule=schedule, recompute=recompute, norm=norm, accumulate=3, images=2)
+    check(
+        comm,
+        "33x47",
+        stages=2,
+        schedule=schedule,
+        recompute=recompute,
+        norm=norm,
+        accumulate=3,
+        images=2,
+    )
 
 
 UNION = {  # ranks: (samples, tiles, stages)
@@ -59,7 +76,17 @@ def test_the_union_of_samples_tiles_and_stages(comm, number, norm):
     meshes = UNION[comm.size]
     samples, tiles, stages = meshes[number % len(meshes)]
     schedule = SCHEDULES[(number + NORMS.index(norm)) % 3]
-    check(comm, "61x75", samples=samples, tiles=tiles, stages=stages, norm=norm, schedule=schedule, accumulate=2, recompute=RECOMPUTE[number])
+    check(
+        comm,
+        "61x75",
+        samples=samples,
+        tiles=tiles,
+        stages=stages,
+        norm=norm,
+        schedule=schedule,
+        accumulate=2,
+        recompute=RECOMPUTE[number],
+    )
 
 
 @pytest.mark.parallel(8)
@@ -67,7 +94,18 @@ def test_the_union_of_samples_tiles_and_stages(comm, number, norm):
 @pytest.mark.parametrize("scope", ["group", "step"])
 @pytest.mark.parametrize("loss", ["dice", "focal"])
 def test_the_union_with_batch_norm_of_the_step(comm, scope, loss):
-    check(comm, "61x75", samples=2, tiles="2x1", stages=2, norm="batch", norm_scope=scope, loss=loss, accumulate=2, images=2)
+    check(
+        comm,
+        "61x75",
+        samples=2,
+        tiles="2x1",
+        stages=2,
+        norm="batch",
+        norm_scope=scope,
+        loss=loss,
+        accumulate=2,
+        images=2,
+    )
 
 
 @pytest.mark.parallel(4)
@@ -77,7 +115,15 @@ def test_the_union_with_batch_norm_of_the_step(comm, scope, loss):
 @pytest.mark.parametrize("every", ["1", "2", "level"])
 def test_zero_bubble_where_borders_are_exchanged(comm, norm, placement, every):
     """Both put off: convolutions after an exchange, and those that have all they look at."""
-    settings = dict(tiles="2x1", stages=2, schedule="zb-h1", norm=norm, placement=placement, exchange_every=every, accumulate=3)
+    settings = dict(
+        tiles="2x1",
+        stages=2,
+        schedule="zb-h1",
+        norm=norm,
+        placement=placement,
+        exchange_every=every,
+        accumulate=3,
+    )
     check(comm, "61x75", **settings, recompute=RECOMPUTE[["1", "2", "level"].index(every)])
 
 
@@ -86,7 +132,19 @@ def test_zero_bubble_where_borders_are_exchanged(comm, norm, placement, every):
 @pytest.mark.parametrize("up", ["bilinear", "transposed"])
 @pytest.mark.parametrize("loss", ["dice", "focal"])
 def test_zero_bubble_of_other_networks_and_losses(comm, up, loss):
-    check(comm, "33x47", stages=2, schedule="zb-h1", up=up, loss=loss, accumulate=4, norm="none", placement="v", depth=3, num_convs=1)
+    check(
+        comm,
+        "33x47",
+        stages=2,
+        schedule="zb-h1",
+        up=up,
+        loss=loss,
+        accumulate=4,
+        norm="none",
+        placement="v",
+        depth=3,
+        num_convs=1,
+    )
 
 
 class ChannelsLast(nn.Module):
@@ -102,7 +160,9 @@ class ChannelsLast(nn.Module):
 
 def that_lies_otherwise(in_channels, out_channels, **unused):
     """Maps with channels last, a weight with gaps and one with its dims in another order."""
-    first, second, third = (nn.Conv2d(i, o, 3, padding=1) for i, o in ((in_channels, 4), (4, 4), (4, out_channels)))
+    first, second, third = (
+        nn.Conv2d(i, o, 3, padding=1) for i, o in ((in_channels, 4), (4, 4), (4, out_channels))
+    )
     first.weight = nn.Parameter(torch.randn(4, 2 * in_channels, 3, 3).double()[:, ::2])
     third.weight = nn.Parameter(torch.randn(4, out_channels, 3, 3).double().transpose(0, 1))
     return nn.Sequential(first, ChannelsLast(), second, nn.ReLU(), third).double()
@@ -112,7 +172,9 @@ def that_lies_otherwise(in_channels, out_channels, **unused):
 @pytest.mark.parametrize("schedule, every", [("gpipe", "1"), ("zb-h1", "all")])
 def test_updates_where_maps_and_weights_lie_otherwise_in_memory(comm, schedule, every):
     """Loss and gradients alone do not tell: a fused optimizer walks through gradients as they lie."""
-    found = config(stages=comm.size, tiles_per_rank=Size("2x1"), exchange_every=every, schedule=schedule)
+    found = config(
+        stages=comm.size, tiles_per_rank=Size("2x1"), exchange_every=every, schedule=schedule
+    )
     model = replace(found.model, name=f"{__name__}:that_lies_otherwise")
     report = verify(replace(found, model=model), comm, Size("17x11"))
     assert comm.bcast(report and report["max_error"]) <= 1e-12, report
@@ -124,7 +186,17 @@ def test_updates_where_maps_and_weights_lie_otherwise_in_memory(comm, schedule, 
 @pytest.mark.parametrize("norm, frozen", [("none", False), ("batch", True), ("instance", False)])
 def test_many_tiles_a_rank(comm, schedule, norm, frozen):
     """Without live norms each tile is a micro-batch of its own."""
-    check(comm, "61x75", stages=2, tiles_per_rank=Size("2x2"), schedule=schedule, norm=norm, frozen_norm=frozen, loss="dice", accumulate=2)
+    check(
+        comm,
+        "61x75",
+        stages=2,
+        tiles_per_rank=Size("2x2"),
+        schedule=schedule,
+        norm=norm,
+        frozen_norm=frozen,
+        loss="dice",
+        accumulate=2,
+    )
 
 
 @pytest.mark.parallel([2, 3])
@@ -144,7 +216,18 @@ def test_cuts_anywhere(comm, up, first):
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("norm", NORMS)
 def test_the_v(comm, schedule, norm):
-    check(comm, "61x75", stages=comm.size, placement="v", depth=3, num_convs=1, schedule=schedule, norm=norm, accumulate=3, recompute="except_last")
+    check(
+        comm,
+        "61x75",
+        stages=comm.size,
+        placement="v",
+        depth=3,
+        num_convs=1,
+        schedule=schedule,
+        norm=norm,
+        accumulate=3,
+        recompute="except_last",
+    )
 
 
 def test_frozen_layers_return_no_gradient():
@@ -160,7 +243,10 @@ def test_stages_that_would_share_a_weight_are_refused():
     conv = nn.Conv2d(4, 4, 3, padding=1)
     calls = calls_of(nn.Sequential(nn.Conv2d(3, 4, 1), conv, nn.ReLU(), conv, nn.Conv2d(4, 2, 1)))
     assert Partition.of(calls, [1, 4]).stages == 2
-    with pytest.raises(ValueError, match="layers 1 and 3 share a weight, but lie in the stages 0 and 1, each of which would keep its own: set pipeline.balance"):
+    with pytest.raises(
+        ValueError,
+        match="layers 1 and 3 share a weight, but lie in the stages 0 and 1, each of which would keep its own: set pipeline.balance",
+    ):
         Partition.of(calls, [2, 3])
 
 

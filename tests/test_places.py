@@ -11,8 +11,14 @@ from distseg.config.sizes import Size
 from distseg.training.verify import verify
 
 WAYS = {  # of each number of ranks
-    1: [dict(tiles_per_rank=(2, 2)), dict(tiles_per_rank=(3, 2), streaming="offload", exchange_every="1")],
-    2: [dict(tiles="2x1", exchange_every="2"), dict(stages=2, tiles_per_rank=(2, 1), streaming="offload")],
+    1: [
+        dict(tiles_per_rank=(2, 2)),
+        dict(tiles_per_rank=(3, 2), streaming="offload", exchange_every="1"),
+    ],
+    2: [
+        dict(tiles="2x1", exchange_every="2"),
+        dict(stages=2, tiles_per_rank=(2, 1), streaming="offload"),
+    ],
     4: [dict(tiles="2x1", stages=2, exchange_every="1", accumulate=2)],
 }
 RESIZED = ["strided_unet", "nearest_unet", "feature_pyramid", "fractions"]
@@ -36,17 +42,31 @@ def test_exact_on_more_ranks(comm):
 @pytest.mark.parametrize("size", ["5x3", "97x131", "64x32"])
 def test_any_size(comm, size):
     """Very small ones, of one tile, and multiples of all strides."""
-    assert error_of("strided_unet", comm, {} if size == "5x3" else dict(tiles_per_rank=(2, 2), streaming="offload"), size) <= TOLERANCE
+    assert (
+        error_of(
+            "strided_unet",
+            comm,
+            {} if size == "5x3" else dict(tiles_per_rank=(2, 2), streaming="offload"),
+            size,
+        )
+        <= TOLERANCE
+    )
 
 
 @pytest.mark.parallel(1)
 @pytest.mark.parametrize("setting", [dict(halo=40), dict(norm_scope="window")])
 def test_windows_that_stand_for_images_are_refused(comm, setting):
-    with pytest.raises(ValueError, match="spatial.(halo is 40|norm_scope is window), so that windows .* layer interpolate places its cells by the size of the whole image"):
+    with pytest.raises(
+        ValueError,
+        match="spatial.(halo is 40|norm_scope is window), so that windows .* layer interpolate places its cells by the size of the whole image",
+    ):
         error_of("strided_unet", comm, dict(tiles_per_rank=(2, 2), **setting))
 
 
 def error_of(name: str, comm, settings: dict, size: str = "33x41") -> float:
-    plan = replace(config(**settings), model=ModelConfig(f"{made_places.__name__}:{name}", in_channels=3, out_channels=3))
+    plan = replace(
+        config(**settings),
+        model=ModelConfig(f"{made_places.__name__}:{name}", in_channels=3, out_channels=3),
+    )
     report = verify(plan, comm, Size(size))
     return comm.bcast(report and report["max_error"])

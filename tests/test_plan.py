@@ -37,13 +37,18 @@ class Saved:
     """Distinct storages, their bytes; weights aside."""
 
     def __init__(self, model):
-        self.weights = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
+        self.weights = {
+            t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())
+        }
         self.found = {}
 
     def add(self, tensor):
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in self.weights:
-            self.found[storage.data_ptr()] = storage.nbytes(), tensor  # the tensor, so that its address stays taken
+            self.found[storage.data_ptr()] = (
+                storage.nbytes(),
+                tensor,
+            )  # the tensor, so that its address stays taken
         return tensor
 
     @property
@@ -57,8 +62,18 @@ class Saved:
 def in_place() -> nn.Sequential:
     """Activations that overwrite their input, or keep their output."""
     conv = lambda a, b: nn.Conv2d(a, b, 3, padding=1)  # noqa: E731
-    down = [conv(3, 8), nn.ReLU(inplace=True), Stash("a"), nn.MaxPool2d(2, ceil_mode=True), conv(8, 8), nn.ReLU(), nn.Sigmoid()]
-    return nn.Sequential(*down, nn.Identity(), nn.Upsample(scale_factor=2), Pop("a"), nn.Dropout(0.5), conv(16, 2))
+    down = [
+        conv(3, 8),
+        nn.ReLU(inplace=True),
+        Stash("a"),
+        nn.MaxPool2d(2, ceil_mode=True),
+        conv(8, 8),
+        nn.ReLU(),
+        nn.Sigmoid(),
+    ]
+    return nn.Sequential(
+        *down, nn.Identity(), nn.Upsample(scale_factor=2), Pop("a"), nn.Dropout(0.5), conv(16, 2)
+    )
 
 
 MODELS = {
@@ -78,20 +93,29 @@ def test_activations_are_what_autograd_keeps(name):
     saved = Saved(model)
     with saved.hooks():
         model(torch.randn(2, 3, *size))
-    assert sum(layer.activation for layer in modelled(model, size, 2).layers) == pytest.approx(saved.bytes, rel=0.02)
+    assert sum(layer.activation for layer in modelled(model, size, 2).layers) == pytest.approx(
+        saved.bytes, rel=0.02
+    )
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "volume"])
 @pytest.mark.parametrize("stages", [2, 3, 5])
 def test_a_stage_holds_what_it_keeps_gets_and_sends(name, stages):
     model = MODELS[name]().train()
-    ranges, skips = ranges_of(modelled(model, SIZE)), skips_of([call.inputs for call in calls_of(model)])
+    ranges, skips = (
+        ranges_of(modelled(model, SIZE)),
+        skips_of([call.inputs for call in calls_of(model)]),
+    )
     balance, x, store = even_split(len(model), stages), torch.randn(1, 3, *SIZE), {}
     for a, n in zip(starts_of(balance), balance):
         saved, b = Saved(model), a + n
         popped = [model[s.pop].name for s in skips if s.stash < a <= s.pop < b]
         received = {name: store.pop(name).detach().requires_grad_() for name in popped}
-        x = x.detach().requires_grad_(a > 0) * 1 if name == "in place" and a > 0 else x.detach().requires_grad_(a > 0)
+        x = (
+            x.detach().requires_grad_(a > 0) * 1
+            if name == "in place" and a > 0
+            else x.detach().requires_grad_(a > 0)
+        )
         for tensor in (x, *received.values()):
             saved.add(tensor)
         with skip_store(received) as inside, saved.hooks():
@@ -104,32 +128,63 @@ def test_a_stage_holds_what_it_keeps_gets_and_sends(name, stages):
 
 def test_flops_of_convolutions():
     """2 * 9 * c_in * c_out * pixels forward, twice that backward; the first layer's input needs no gradient."""
-    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.LeakyReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 16, 3, padding=1, bias=False))
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.LeakyReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(8, 16, 3, padding=1, bias=False),
+    )
     first, activation, _, last = modelled(model, (32, 48), 5, DEVICE).layers
     assert (first.forward, first.backward) == (2 * 9 * 3 * 8 * 32 * 48 * 5,) * 2
-    assert (last.forward, last.backward) == (2 * 9 * 8 * 16 * 16 * 24 * 5, 4 * 9 * 8 * 16 * 16 * 24 * 5)
+    assert (last.forward, last.backward) == (
+        2 * 9 * 8 * 16 * 16 * 24 * 5,
+        4 * 9 * 8 * 16 * 16 * 24 * 5,
+    )
     assert (activation.forward, activation.backward) == (0, 0)
-    assert (first.parameters, last.parameters, last.output) == (3 * 8 * 9 + 8, 8 * 16 * 9, 4 * 5 * 16 * 16 * 24)
+    assert (first.parameters, last.parameters, last.output) == (
+        3 * 8 * 9 + 8,
+        8 * 16 * 9,
+        4 * 5 * 16 * 16 * 24,
+    )
 
 
 def test_traffic_of_kernels():
     """In planes of the feature map: an activation reads and writes one, backward reads two; a norm reads its input twice."""
     plane = 4 * 8 * 32 * 32
-    model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.LeakyReLU(), nn.BatchNorm2d(8, affine=False), Stash("a"), nn.Conv2d(8, 8, 1), Pop("a"))
-    _, activation, norm, stash, _, pop = modelled(model, (32, 32), device=Device("wire", float("inf"), 1.0)).layers
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 1),
+        nn.LeakyReLU(),
+        nn.BatchNorm2d(8, affine=False),
+        Stash("a"),
+        nn.Conv2d(8, 8, 1),
+        Pop("a"),
+    )
+    _, activation, norm, stash, _, pop = modelled(
+        model, (32, 32), device=Device("wire", float("inf"), 1.0)
+    ).layers
     assert (activation.forward / plane, activation.backward / plane) == (2, 3)
-    assert (norm.forward / plane, norm.backward / plane) == pytest.approx((3, 5 + 3), abs=0.02)  # the gradients of its two readers are added
+    assert (norm.forward / plane, norm.backward / plane) == pytest.approx(
+        (3, 5 + 3), abs=0.02
+    )  # the gradients of its two readers are added
     assert (stash.forward / plane, stash.backward / plane) == (0, 0)
     assert (pop.forward / plane, pop.backward / plane) == (4, 0)  # backward: views
 
 
 def test_float64_takes_twice_the_bytes():
-    single, double = (modelled(unet(1, 1, 4, 3, 2, dropout=0.0).to(dtype), SIZE) for dtype in (torch.float32, torch.float64))
-    assert [layer.output for layer in double.layers] == [2 * layer.output for layer in single.layers]
+    single, double = (
+        modelled(unet(1, 1, 4, 3, 2, dropout=0.0).to(dtype), SIZE)
+        for dtype in (torch.float32, torch.float64)
+    )
+    assert [layer.output for layer in double.layers] == [
+        2 * layer.output for layer in single.layers
+    ]
 
 
 def test_the_slower_of_arithmetic_and_traffic():
-    assert Device("", 10.0, 2.0).seconds(Work(100, 4)) == 10 and Device("", 10.0, 2.0).seconds(Work(10, 4)) == 2
+    assert (
+        Device("", 10.0, 2.0).seconds(Work(100, 4)) == 10
+        and Device("", 10.0, 2.0).seconds(Work(10, 4)) == 2
+    )
 
 
 def test_measured_costs_leave_the_model_alone():
@@ -137,7 +192,9 @@ def test_measured_costs_leave_the_model_alone():
     before = {name: value.clone() for name, value in model.state_dict().items()}
     costs = measured(model, SIZE, repeats=1)
     assert costs.source == "measured on cpu" and all(layer.forward > 0 for layer in costs.layers)
-    assert [layer.kept for layer in costs.layers] == [layer.kept for layer in modelled(model, SIZE).layers]
+    assert [layer.kept for layer in costs.layers] == [
+        layer.kept for layer in modelled(model, SIZE).layers
+    ]
     assert not model.training and all(p.grad is None for p in model.parameters())
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
@@ -150,19 +207,30 @@ def test_measured_costs_leave_the_model_alone():
         ("gpipe", "except_last", ["1+3", "1+3", "1+3"]),
         ("1f1b", "never", ["3+0", "2+0", "1+0"]),
         ("1f1b", "always", ["1+2", "1+1", "1+0"]),
-        ("1f1b", "except_last", ["1+2", "1+1", "1+0"]),  # only on the last stage a backward pass comes next
+        (
+            "1f1b",
+            "except_last",
+            ["1+2", "1+1", "1+0"],
+        ),  # only on the last stage a backward pass comes next
     ],
 )
 def test_micro_batches_in_flight(schedule, recompute, expected):
     policy = Policy(4, schedule, recompute)
-    most = [max(holdings(stage, 3, policy), key=lambda held: (held.full + held.inputs, held.full)) for stage in range(3)]
+    most = [
+        max(holdings(stage, 3, policy), key=lambda held: (held.full + held.inputs, held.full))
+        for stage in range(3)
+    ]
     assert [f"{held.full}+{held.inputs}" for held in most] == expected
 
 
 def test_room_is_made_ahead():
     """Middle stage under 1F1B, F0 F1 B0 F2 B1 B2: during F1 for the gradient of 0 and the input of 2, during B1 for the last gradient."""
     found = holdings(1, 3, Policy(3, "1f1b"))
-    assert {Held(2, 0, arriving=1, returning=1), Held(2, 0, returning=1, backward=True), Held(1, 0, backward=True)} <= found
+    assert {
+        Held(2, 0, arriving=1, returning=1),
+        Held(2, 0, returning=1, backward=True),
+        Held(1, 0, backward=True),
+    } <= found
 
 
 def test_outputs_leave_once_the_next_stage_is_there():
@@ -173,7 +241,12 @@ def test_outputs_leave_once_the_next_stage_is_there():
 
 @pytest.mark.parametrize(
     "schedule, recompute, passes",  # forward passes a micro-batch on each of 3 stages with 4 micro-batches
-    [("gpipe", "never", [1, 1, 1]), ("gpipe", "except_last", [1.75] * 3), ("1f1b", "except_last", [2, 2, 1]), ("1f1b", "always", [2, 2, 2])],
+    [
+        ("gpipe", "never", [1, 1, 1]),
+        ("gpipe", "except_last", [1.75] * 3),
+        ("1f1b", "except_last", [2, 2, 1]),
+        ("1f1b", "always", [2, 2, 2]),
+    ],
 )
 def test_what_is_computed_again(schedule, recompute, passes):
     assert [Policy(4, schedule, recompute).forward_passes(stage, 3) for stage in range(3)] == passes
@@ -182,7 +255,16 @@ def test_what_is_computed_again(schedule, recompute, passes):
 def test_memory_of_a_stage_by_hand():
     """Layers  conv0 act0 stash | pool conv1 up | pop conv2  of planes P = 4 * 8 * 32 * 32 bytes, the image 3/8 of one."""
     conv = lambda a, b: nn.Conv2d(a, b, 1, bias=False)  # noqa: E731
-    model = nn.Sequential(conv(3, 8), nn.LeakyReLU(), Stash("a"), nn.MaxPool2d(2), conv(8, 8), nn.Upsample(scale_factor=2), Pop("a"), conv(16, 8))
+    model = nn.Sequential(
+        conv(3, 8),
+        nn.LeakyReLU(),
+        Stash("a"),
+        nn.MaxPool2d(2),
+        conv(8, 8),
+        nn.Upsample(scale_factor=2),
+        Pop("a"),
+        conv(16, 8),
+    )
     ranges, plane = ranges_of(modelled(model, (32, 32))), 4 * 8 * 32 * 32
     first, middle, last = (0, 3), (3, 6), (6, 8)
     assert [ranges.full[w] / plane for w in (first, middle, last)] == [
@@ -192,10 +274,17 @@ def test_memory_of_a_stage_by_hand():
     ]
     assert [ranges.inputs[w] / plane for w in (first, middle, last)] == [0.375, 1, 2]
     assert [ranges.received[w] / plane for w in (first, middle, last)] == [0, 1, 2]
-    assert [ranges.sent[w] / plane for w in (first, middle, last)] == [2, 1, 0]  # the skip travels beside the output, though they are one here
+    assert [ranges.sent[w] / plane for w in (first, middle, last)] == [
+        2,
+        1,
+        0,
+    ]  # the skip travels beside the output, though they are one here
     weights = [4 * 3 * 8 / plane, 0, 0]
     assert [ranges.working[w] / plane for w in (first, middle, last)] == [
-        1 + max(1 + 0.375 + weights[0] - 1, 2),  # the skip's gradient; in the activation: of input and output, nothing freed yet
+        1
+        + max(
+            1 + 0.375 + weights[0] - 1, 2
+        ),  # the skip's gradient; in the activation: of input and output, nothing freed yet
         1.25,  # up-sampling, the last layer, of which nothing is kept
         3 + 4 * 16 * 8 / plane,  # conv2, with its weight's gradient
     ]
@@ -203,7 +292,10 @@ def test_memory_of_a_stage_by_hand():
     memory = stage_memory(ranges, middle, 1, 3, policy)
     assert (memory.weights, memory.gradients, memory.optimizer) == (4 * 64,) * 3
     # Again forward: one with all, one with its input, room for the gradient, the next one's, the next input, and an output that leaves.
-    assert memory.total - 12 * 64 == (2.75 + 1 + 1 + 1 + 1 + 1) * plane and memory.working == 1.25 * plane
+    assert (
+        memory.total - 12 * 64 == (2.75 + 1 + 1 + 1 + 1 + 1) * plane
+        and memory.working == 1.25 * plane
+    )
     assert peaks(ranges, 3, policy)[(1, *middle)] == memory.total
 
 
@@ -211,9 +303,13 @@ def test_seconds_of_a_stage():
     costs = modelled(unet(1, 1, 4, 3, 2), SIZE)
     ranges, forward, backward = ranges_of(costs), sum(costs.forward[3:7]), sum(costs.backward[3:7])
     for recompute, passes in (("never", 1), ("except_last", 1.75), ("always", 2)):
-        assert stage_seconds(costs, ranges, Policy(4, recompute=recompute), 2)[:, 3, 7] == pytest.approx(passes * forward + backward)
+        assert stage_seconds(costs, ranges, Policy(4, recompute=recompute), 2)[
+            :, 3, 7
+        ] == pytest.approx(passes * forward + backward)
     crossing = 2 * (ranges.received[3, 7] + ranges.sent[3, 7]) / 1e9
-    assert stage_seconds(costs, ranges, Policy(4), 2, 1e9)[:, 3, 7] == pytest.approx(forward + backward + crossing)
+    assert stage_seconds(costs, ranges, Policy(4), 2, 1e9)[:, 3, 7] == pytest.approx(
+        forward + backward + crossing
+    )
 
 
 @pytest.mark.parametrize("name", PAPERS)
@@ -221,18 +317,49 @@ def test_the_papers_splits_are_beaten(name):
     assert len(ZOO[name].balance) == 6
     splits = plan(name, costs_of(name, (1434, 1434), 1), 6, Policy(2))["splits"]
     assert list(splits) == ["ours", "even", "torchgpipe", "paper"]
-    assert splits["paper"]["ratio"] < 0.9 and splits["even"]["ratio"] < 0.95 and splits["torchgpipe"]["ratio"] <= 1
+    assert (
+        splits["paper"]["ratio"] < 0.9
+        and splits["even"]["ratio"] < 0.95
+        and splits["torchgpipe"]["ratio"] <= 1
+    )
 
 
 def test_command(capsys):
-    code, out, _ = run(capsys, "plan", "--model", "tiny", "--tile", "33x47", "--stages", "3", "--micro-batches", "4", "--memory", "1MiB")
-    assert code == 0 and out.startswith("tiny: costs modelled for v100; 4 micro-batches, gpipe, recompute never; at most 0.0009766 GiB a stage")
+    code, out, _ = run(
+        capsys,
+        "plan",
+        "--model",
+        "tiny",
+        "--tile",
+        "33x47",
+        "--stages",
+        "3",
+        "--micro-batches",
+        "4",
+        "--memory",
+        "1MiB",
+    )
+    assert code == 0 and out.startswith(
+        "tiny: costs modelled for v100; 4 micro-batches, gpipe, recompute never; at most 0.0009766 GiB a stage"
+    )
     assert [line.split()[0] for line in out.splitlines()[-3:]] == ["ours", "even", "torchgpipe"]
     assert "  enc0_conv0  " in out and out.splitlines()[-3].endswith("yes")
 
 
 def test_command_as_json(capsys):
-    code, out, _ = run(capsys, "plan", "--model", "summit-small", "--stages", "6", "--schedule", "1f1b", "--recompute", "always", "--json")
+    code, out, _ = run(
+        capsys,
+        "plan",
+        "--model",
+        "summit-small",
+        "--stages",
+        "6",
+        "--schedule",
+        "1f1b",
+        "--recompute",
+        "always",
+        "--json",
+    )
     found = json.loads(out)
     assert code == 0 and found["splits"]["paper"]["balance"] == [14, 24, 30, 22, 12, 7]
     for split in found["splits"].values():
@@ -258,7 +385,12 @@ def test_command_refuses(capsys, arguments, words):
 
 
 def test_bytes_and_windows_as_people_write_them():
-    assert [parse_bytes(text) for text in (None, "16GB", "15.5 GiB", "1000")] == [None, 16e9, 15.5 * 2**30, 1000]
+    assert [parse_bytes(text) for text in (None, "16GB", "15.5 GiB", "1000")] == [
+        None,
+        16e9,
+        15.5 * 2**30,
+        1000,
+    ]
     assert (str(window_of((1434,))), str(window_of((5, 7)))) == ("1434x1434", "5x7")
 
 

@@ -11,8 +11,17 @@ import distseg
 from distseg.models.capture.positions import Positions
 from distseg.models.capture.trace import CanNotCapture
 
-WAYS = [dict(tiles_per_rank=(2, 3), exchange_every="1"), dict(tiles_per_rank=(3, 2), streaming="offload")]
-ON_RANKS = {2: [dict(tiles="2x1", exchange_every="2"), dict(stages=2, tiles_per_rank=(2, 1), streaming="offload")], 3: [dict(tiles="1x3")]}
+WAYS = [
+    dict(tiles_per_rank=(2, 3), exchange_every="1"),
+    dict(tiles_per_rank=(3, 2), streaming="offload"),
+]
+ON_RANKS = {
+    2: [
+        dict(tiles="2x1", exchange_every="2"),
+        dict(stages=2, tiles_per_rank=(2, 1), streaming="offload"),
+    ],
+    3: [dict(tiles="1x3")],
+}
 error_of = partial(error_of_made, made_positioned)
 
 
@@ -25,7 +34,18 @@ def test_exact(comm, name):
 
 @pytest.mark.parallel([2, 3])
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("name", ["coordinates", "learned_grid", "rows_and_columns", "framed", "inverse_wavelets", "pixels", "patches"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "coordinates",
+        "learned_grid",
+        "rows_and_columns",
+        "framed",
+        "inverse_wavelets",
+        "pixels",
+        "patches",
+    ],
+)
 def test_exact_on_more_ranks(comm, name):
     for way in ON_RANKS[comm.size]:
         assert error_of(name, comm, way, "37x45") <= TOLERANCE, way
@@ -37,7 +57,9 @@ def test_windows_that_stand_for_images_are_refused(comm):
         error_of("coordinates", comm, dict(tiles_per_rank=(2, 2), halo=40), "37x45")
 
 
-@pytest.mark.parametrize("name", ["sinusoids", "learned_grid", "rows_and_columns", "numbers", "pasted"])
+@pytest.mark.parametrize(
+    "name", ["sinusoids", "learned_grid", "rows_and_columns", "numbers", "pasted"]
+)
 def test_whole_images_of_several_sizes(name):
     torch.manual_seed(0)
     model = getattr(made_positioned, f"{name}_network")(3, 2).double()
@@ -51,15 +73,29 @@ def test_whole_images_of_several_sizes(name):
 def test_coordinates_are_there_as_rows_and_columns_alone():
     network = distseg.capture(made_positioned.coordinates_network(3, 2).double())
     layer = next(layer for layer in network.modules() if isinstance(layer, Positions))
-    made = layer.part(torch.zeros(2, 1, 5, 7), (1000, 2000), (1000, 2000), [range(10, 15), range(20, 27)])
+    made = layer.part(
+        torch.zeros(2, 1, 5, 7), (1000, 2000), (1000, 2000), [range(10, 15), range(20, 27)]
+    )
     assert made.shape == (2, 1, 5, 7) and made.untyped_storage().nbytes() <= 8 * 1000
 
 
 REFUSED = {
-    "the number of images": (lambda m, x: x / len(x), "depends on the number of images in the batch"),
-    "each image's number": (lambda m, x: x * torch.arange(len(x), dtype=x.dtype).view(-1, 1, 1, 1), "takes what arange .* makes of the number of images in the batch"),
-    "noise of places": (lambda m, x: x + torch.rand(x.shape[2:], dtype=x.dtype), "draws random numbers"),
-    "a list of rows": (lambda m, x: made_positioned.F.pad(changed(x, [1, 3]), (0, 0)), "assigns to places of the image by an index that is neither a slice nor a number"),
+    "the number of images": (
+        lambda m, x: x / len(x),
+        "depends on the number of images in the batch",
+    ),
+    "each image's number": (
+        lambda m, x: x * torch.arange(len(x), dtype=x.dtype).view(-1, 1, 1, 1),
+        "takes what arange .* makes of the number of images in the batch",
+    ),
+    "noise of places": (
+        lambda m, x: x + torch.rand(x.shape[2:], dtype=x.dtype),
+        "draws random numbers",
+    ),
+    "a list of rows": (
+        lambda m, x: made_positioned.F.pad(changed(x, [1, 3]), (0, 0)),
+        "assigns to places of the image by an index that is neither a slice nor a number",
+    ),
 }
 
 

@@ -52,7 +52,9 @@ def test_prediction_in_tiles_that_exchange_borders_has_no_seams(comm, folder, no
 @pytest.mark.parametrize("placement", ["line", "v"])
 def test_prediction_through_stages_has_no_seams(comm, folder, norm, placement):
     mesh = {2: dict(stages=2), 3: dict(stages=3), 4: dict(stages=2, samples=2)}[comm.size]
-    check_prediction(config(folder, norm=norm, epochs=1, placement=placement, accumulate=2, **mesh), comm, folder)
+    check_prediction(
+        config(folder, norm=norm, epochs=1, placement=placement, accumulate=2, **mesh), comm, folder
+    )
 
 
 @pytest.mark.parallel([1, 2])
@@ -79,7 +81,9 @@ def test_an_interrupted_prediction_is_taken_up(comm, folder, monkeypatch, norm):
         run_predict(str(folder / "run"), plan, comm, None, "test", str(folder / "found"))
     comm.Barrier()
     if comm.rank == 0:
-        assert not list((folder / "found").glob("*.h5")) and (folder / "found/image3.partial").is_dir()
+        assert (
+            not list((folder / "found").glob("*.h5")) and (folder / "found/image3.partial").is_dir()
+        )
     first, failing = list(computed), None
     computed.clear()
     run_predict(str(folder / "run"), plan, comm, None, "test", str(folder / "found"))
@@ -106,23 +110,42 @@ def test_what_a_prediction_depends_on_tells_it_from_others(comm, folder):
     train(plan, comm)
     run, manifest = find(folder / "run"), read_manifest(find(folder / "run"))
     found = network_identity(run, plan, manifest)
-    assert found == network_identity(run, replace(plan, predict=replace(plan.predict, scratch=str(folder))), manifest)
-    for spatial in (replace(plan.spatial, halo=2), replace(plan.spatial, norm_scope="window"), replace(plan.spatial, exchange_every="1")):
+    assert found == network_identity(
+        run, replace(plan, predict=replace(plan.predict, scratch=str(folder))), manifest
+    )
+    for spatial in (
+        replace(plan.spatial, halo=2),
+        replace(plan.spatial, norm_scope="window"),
+        replace(plan.spatial, exchange_every="1"),
+    ):
         assert found != network_identity(run, replace(plan, spatial=spatial), manifest)
-    assert found != network_identity(run, replace(plan, train=replace(plan.train, precision="fp32")), manifest)
+    assert found != network_identity(
+        run, replace(plan, train=replace(plan.train, precision="fp32")), manifest
+    )
     train(plan, comm)
-    assert read_manifest(find(folder / "run"))["step"] == manifest["step"] and found != network_identity(find(folder / "run"), plan, manifest)
+    assert read_manifest(find(folder / "run"))["step"] == manifest[
+        "step"
+    ] and found != network_identity(find(folder / "run"), plan, manifest)
 
 
 def check_prediction(plan, comm, folder):
     train(plan, comm)
-    run_predict(str(folder / "run"), replace(plan, predict=replace(plan.predict, probabilities=True)), comm, None, "test", str(folder / "found"))
+    run_predict(
+        str(folder / "run"),
+        replace(plan, predict=replace(plan.predict, probabilities=True)),
+        comm,
+        None,
+        "test",
+        str(folder / "found"),
+    )
     comm.Barrier()
     if comm.rank == 0:
         store = Store(folder / "store.h5")
         model = build_model(plan.model, 2, 2).double()
         load_weights(find(folder / "run"), model)
-        whole = torch.from_numpy(store.read_normalised("image3", Box.whole(store.size("image3")))).double()
+        whole = torch.from_numpy(
+            store.read_normalised("image3", Box.whole(store.size("image3")))
+        ).double()
         with torch.no_grad():
             logits = model.eval()(whole[None])[0]
         with h5py.File(folder / "found/image3.h5") as f:
@@ -150,7 +173,10 @@ def test_image_files_by_the_command_line(comm, folder, capsys):
 
     files = ["--images", str(folder / "scene.npy"), "--output", str(folder / "found")]
     out = predicted(*files)
-    assert comm.rank or out.splitlines()[-2:] == [f"{folder}/found/scene.h5: scene, 33x47 pixels", f"1 class map in {folder}/found"]
+    assert comm.rank or out.splitlines()[-2:] == [
+        f"{folder}/found/scene.h5: scene, 33x47 pixels",
+        f"1 class map in {folder}/found",
+    ]
     predicted("--output", str(folder / "stored"))
     out = predicted(*files)
     if comm.rank == 0:
@@ -158,13 +184,18 @@ def test_image_files_by_the_command_line(comm, folder, capsys):
             f"network: {find(folder / 'run')}", f"{folder}/found/scene.h5: scene, 33x47 pixels, is there already", f"1 class map in {folder}/found"
         ]  # fmt: skip
         with h5py.File(folder / "found/scene.h5") as a, h5py.File(folder / "stored/image3.h5") as b:
-            assert np.array_equal(a["classes"], b["classes"]) and set(np.unique(a["classes"])) == {0, 1}
+            assert np.array_equal(a["classes"], b["classes"]) and set(np.unique(a["classes"])) == {
+                0,
+                1,
+            }
             with Image.open(folder / "found/scene.png") as picture:
                 assert picture.mode == "P" and np.array_equal(np.asarray(picture), a["classes"])
 
 
 @pytest.mark.parallel(1)
-def test_what_would_be_lost_or_wrong_is_refused_before_anything_is_computed(comm, folder, monkeypatch):
+def test_what_would_be_lost_or_wrong_is_refused_before_anything_is_computed(
+    comm, folder, monkeypatch
+):
     plan = config(folder, norm="batch", epochs=1)
     train(plan, comm)
     pixels = np.zeros((2, 33, 47), np.float32)
@@ -176,14 +207,32 @@ def test_what_would_be_lost_or_wrong_is_refused_before_anything_is_computed(comm
     def refused(words: str, *images: str, output="found", **predict):
         paths = [str(folder / name) for name in images]
         with pytest.raises((JointFailure, ValueError), match=words):
-            run_predict(str(folder / "run"), replace(plan, predict=replace(plan.predict, **predict)), comm, paths, "test", str(folder / output))
+            run_predict(
+                str(folder / "run"),
+                replace(plan, predict=replace(plan.predict, **predict)),
+                comm,
+                paths,
+                "test",
+                str(folder / output),
+            )
 
     with monkeypatch.context() as patched:
         patched.setattr(Predictor, "__call__", lambda *_: pytest.fail("computed"))
-        refused("a/scene.png is there and is no class map that distseg wrote: move it", "a/scene.npy", output="a")
+        refused(
+            "a/scene.png is there and is no class map that distseg wrote: move it",
+            "a/scene.npy",
+            output="a",
+        )
         refused("a/scene.npy is not the only scene", "a/scene.npy", "b/scene.npy")
-        refused("bands.npy has 1 bands, but the network was trained on 2", "a/scene.npy", "bands.npy")
-        refused("probabilities go into HDF5, but predict.formats is tiff", "a/scene.npy", formats=["tiff"], probabilities=True)
+        refused(
+            "bands.npy has 1 bands, but the network was trained on 2", "a/scene.npy", "bands.npy"
+        )
+        refused(
+            "probabilities go into HDF5, but predict.formats is tiff",
+            "a/scene.npy",
+            formats=["tiff"],
+            probabilities=True,
+        )
         assert not (folder / "found").exists()
     for value, text in ((np.nan, "nan"), (-3.4e38, r"-3\S*e\+38")):
         pixels[1, 20, 30] = value
@@ -201,7 +250,11 @@ def test_another_store_is_normalised_as_the_training_images_were(comm, folder):
     with StoreWriter(folder / "other.h5", own.classes, 2) as writer:
         for name, split, gain in (("dark", "train", 0.1), ("image3", "test", 1)):
             pixels = gain * own.read("image3", whole)
-            writer.add_image(name, (33, 47), np.float32, split, labels=split == "test").write(whole, pixels.astype(np.float32), own.labels("image3", whole) if split == "test" else None)
+            writer.add_image(name, (33, 47), np.float32, split, labels=split == "test").write(
+                whole,
+                pixels.astype(np.float32),
+                own.labels("image3", whole) if split == "test" else None,
+            )
     for store in ("store", "other"):
         other = replace(plan, data=replace(plan.data, store=str(folder / f"{store}.h5")))
         run_predict(str(folder / "run"), other, comm, None, "test", str(folder / store))
@@ -221,11 +274,18 @@ def test_a_halo_of_the_config_s_own(comm, folder):
     run_predict(str(folder / "run"), plan, comm, None, "test", str(folder / "exact"))
     maps = []
     for halo in (2, 64):
-        own = replace(plan, spatial=replace(plan.spatial, halo=halo), train=replace(plan.train, output=str(folder / f"run{halo}")))
+        own = replace(
+            plan,
+            spatial=replace(plan.spatial, halo=halo),
+            train=replace(plan.train, output=str(folder / f"run{halo}")),
+        )
         if halo == 2:
             train(own, comm)
         run_predict(str(folder / "run"), own, comm, None, "test", str(folder / f"halo{halo}"))
-        with h5py.File(folder / f"halo{halo}/image3.h5") as f, h5py.File(folder / "exact/image3.h5") as exact:
+        with (
+            h5py.File(folder / f"halo{halo}/image3.h5") as f,
+            h5py.File(folder / "exact/image3.h5") as exact,
+        ):
             maps.append((f["classes"][:] == exact["classes"][:]).mean())
     assert maps[0] < 1 and maps[1] == 1
 
@@ -241,8 +301,19 @@ def test_a_run_in_stages_on_ranks_that_these_do_not_divide(comm, folder, capfd):
     comm.Barrier()
     if comm.rank == 0:
         capfd.readouterr()
-        run_predict(str(folder / "run"), replace(plan, mesh=replace(plan.mesh, tiles=Size((2, 1)))), MPI.COMM_SELF, None, "test", str(folder / "one"))
+        run_predict(
+            str(folder / "run"),
+            replace(plan, mesh=replace(plan.mesh, tiles=Size((2, 1)))),
+            MPI.COMM_SELF,
+            None,
+            "test",
+            str(folder / "one"),
+        )
         told = capfd.readouterr().out
-        assert "the 2 stages of the training do not divide 1 process, so each has all of the network" in told and "mesh.tiles 2x1: without effect here" in told
+        assert (
+            "the 2 stages of the training do not divide 1 process, so each has all of the network"
+            in told
+            and "mesh.tiles 2x1: without effect here" in told
+        )
         with h5py.File(folder / "one/image3.h5") as one, h5py.File(folder / "two/image3.h5") as two:
             assert np.array_equal(one["classes"], two["classes"])

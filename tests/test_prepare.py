@@ -27,7 +27,11 @@ STACK = RANDOM.integers(0, 60000, (5, 45, 61)).astype(np.uint16)
 
 def check(reader, expected):
     """Size, bands, type, the whole image and an inner box."""
-    assert (reader.size, reader.bands, reader.dtype) == (expected.shape[1:], len(expected), expected.dtype)
+    assert (reader.size, reader.bands, reader.dtype) == (
+        expected.shape[1:],
+        len(expected),
+        expected.dtype,
+    )
     inner = Box(tuple(n // 3 for n in reader.size), tuple(n - 1 for n in reader.size))
     for box in (Box.whole(reader.size), inner):
         assert np.array_equal(reader.read(box), expected[(slice(None), *box.slices)])
@@ -81,12 +85,24 @@ TIFFS = {
     "big endian": (STACK[0], STACK[:1], dict(byteorder=">")),
     "strips": (RGB, BANDS, dict(photometric="rgb", compression="zlib", rowsperstrip=16)),
     "tiles": (RGB, BANDS, dict(photometric="rgb", compression="zlib", tile=(16, 32))),
-    "bands apart": (STACK, STACK, dict(planarconfig="separate", photometric="minisblack", compression="zlib")),
-    "many bands": (np.moveaxis(STACK, 0, -1), STACK, dict(planarconfig="contig", photometric="minisblack", tile=(16, 16), compression="zlib")),
+    "bands apart": (
+        STACK,
+        STACK,
+        dict(planarconfig="separate", photometric="minisblack", compression="zlib"),
+    ),
+    "many bands": (
+        np.moveaxis(STACK, 0, -1),
+        STACK,
+        dict(planarconfig="contig", photometric="minisblack", tile=(16, 16), compression="zlib"),
+    ),
     "a band a page": (STACK, STACK, dict(metadata={"axes": "CYX"}, compression="zlib")),
     "a slice a page": (STACK, STACK[None], dict(metadata={"axes": "ZYX"}, compression="zlib")),
     "mapped slices": (STACK, STACK[None], dict(metadata={"axes": "ZYX"})),
-    "bricks": (np.repeat(STACK, 4, 0), np.repeat(STACK, 4, 0)[None], dict(volumetric=True, tile=(16, 16, 16), compression="zlib")),
+    "bricks": (
+        np.repeat(STACK, 4, 0),
+        np.repeat(STACK, 4, 0)[None],
+        dict(volumetric=True, tile=(16, 16, 16), compression="zlib"),
+    ),
 }
 
 
@@ -135,11 +151,18 @@ def png16(path):
     """A colour PNG of 16 bits, which Pillow does not write."""
 
     def chunk(kind, data):
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        return (
+            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        )
 
     rows = b"".join(b"\0" + bytes(6 * 4) for _ in range(4))
     header = struct.pack(">IIBBBBB", 4, 4, 16, 2, 0, 0, 0)
-    path.write_bytes(b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b""))
+    path.write_bytes(
+        b"\x89PNG\r\n\x1a\n"
+        + chunk(b"IHDR", header)
+        + chunk(b"IDAT", zlib.compress(rows))
+        + chunk(b"IEND", b"")
+    )
 
 
 def test_an_image_that_is_missing(tmp_path):
@@ -165,13 +188,17 @@ def test_a_file_that_is_cut_off(tmp_path, name):
 
 def test_colour_png_of_16_bits_is_refused(tmp_path):
     png16(tmp_path / "a.png")
-    with pytest.raises(ValueError, match="a.png has 16 bits a colour band, of which Pillow would keep 8"):
+    with pytest.raises(
+        ValueError, match="a.png has 16 bits a colour band, of which Pillow would keep 8"
+    ):
         open_image(tmp_path / "a.png")
 
 
 def test_a_coloured_mask_is_refused(tmp_path):
     Image.fromarray(RGB).save(tmp_path / "a.png")
-    with pytest.raises(ValueError, match="a.png has 3 bands of uint8, but a mask is one band of whole numbers"):
+    with pytest.raises(
+        ValueError, match="a.png has 3 bands of uint8, but a mask is one band of whole numbers"
+    ):
         open_mask(tmp_path / "a.png")
 
 
@@ -182,12 +209,21 @@ def test_shares_cut_a_random_order():
     names = [f"tile{k}" for k in range(20)]
     split = assign_splits(names, (0.8, 0.1, 0.1), seed=3)
     assert [list(split.values()).count(s) for s in ("train", "val", "test")] == [16, 2, 2]
-    assert split == assign_splits(names[::-1], (0.8, 0.1, 0.1), seed=3) != assign_splits(names, (0.8, 0.1, 0.1), seed=4)
+    assert (
+        split
+        == assign_splits(names[::-1], (0.8, 0.1, 0.1), seed=3)
+        != assign_splits(names, (0.8, 0.1, 0.1), seed=4)
+    )
 
 
 @pytest.mark.parametrize(
     "count, shares, expected",
-    [(3, (0.8, 0.1, 0.1), [1, 1, 1]), (2, (0.8, 0.2), [1, 1, 0]), (1, (0.8, 0.2, 0), [1, 0, 0]), (10, (1, 0, 0), [10, 0, 0])],
+    [
+        (3, (0.8, 0.1, 0.1), [1, 1, 1]),
+        (2, (0.8, 0.2), [1, 1, 0]),
+        (1, (0.8, 0.2, 0), [1, 0, 0]),
+        (10, (1, 0, 0), [10, 0, 0]),
+    ],
 )
 def test_every_share_gets_an_image_where_there_are_enough(count, shares, expected):
     split = list(assign_splits([str(k) for k in range(count)], shares, seed=0).values())
@@ -216,10 +252,14 @@ def test_a_folder_into_a_store(tmp_path, capsys):
     pictures = {f"p{k}": np.roll(RGB, k, 0) for k in range(5)}
     masks = {name: (np.roll(MASK, k, 0) * 255).astype(np.uint8) for k, name in enumerate(pictures)}
     images, masks = folder(tmp_path / "i", **pictures), folder(tmp_path / "m", **masks)
-    store = prepare_folder(images, masks, tmp_path / "s.h5", ["back", "cell"], values={255: 1}, splits=(0.6, 0.2, 0.2))
+    store = prepare_folder(
+        images, masks, tmp_path / "s.h5", ["back", "cell"], values={255: 1}, splits=(0.6, 0.2, 0.2)
+    )
     assert {s: len(n) for s, n in store.splits.items()} == {"train": 3, "val": 1, "test": 1}
     for k, name in enumerate(pictures):
-        assert np.array_equal(store.read(name, Box.whole((45, 61))), np.moveaxis(pictures[name], -1, 0))
+        assert np.array_equal(
+            store.read(name, Box.whole((45, 61))), np.moveaxis(pictures[name], -1, 0)
+        )
         assert np.array_equal(store.labels(name, Box.whole((45, 61))), np.roll(MASK, k, 0))
     printed = capsys.readouterr()
     assert "5/5 images" in printed.err
@@ -231,26 +271,40 @@ def test_a_large_image_is_copied_in_strips(tmp_path, monkeypatch):
     import distseg.data.prepare as prepare
 
     monkeypatch.setattr(prepare, "_STRIP_BYTES", 1)
-    pixels, labels = RANDOM.integers(0, 9, (2, 600, 40)).astype("i2"), RANDOM.integers(0, 3, (600, 40)).astype("u1")
+    pixels, labels = (
+        RANDOM.integers(0, 9, (2, 600, 40)).astype("i2"),
+        RANDOM.integers(0, 3, (600, 40)).astype("u1"),
+    )
     (tmp_path / "i").mkdir(), (tmp_path / "m").mkdir()
     np.save(tmp_path / "i/a.npy", pixels), np.save(tmp_path / "m/a.npy", labels)
     boxes = list(prepare.chunk_strips((600, 40), 4))
     assert [b.start[0] for b in boxes] == [0, 256, 512]
     store = prepare_folder(tmp_path / "i", tmp_path / "m", tmp_path / "s.h5", ["a", "b", "c"])
-    assert np.array_equal(store.read("a", Box.whole((600, 40))), pixels) and np.array_equal(store.labels("a", Box.whole((600, 40))), labels)
-    assert np.allclose(store.mean, pixels.mean((1, 2)), rtol=1e-13) and np.allclose(store.std, pixels.std((1, 2)), rtol=1e-13)
+    assert np.array_equal(store.read("a", Box.whole((600, 40))), pixels) and np.array_equal(
+        store.labels("a", Box.whole((600, 40))), labels
+    )
+    assert np.allclose(store.mean, pixels.mean((1, 2)), rtol=1e-13) and np.allclose(
+        store.std, pixels.std((1, 2)), rtol=1e-13
+    )
 
 
 def test_folders_of_splits(tmp_path):
     for split, names in dict(train="ab", test="c").items():
         folder(tmp_path / "i" / split, **{n: RGB for n in names})
         folder(tmp_path / "m" / split, **{n: MASK for n in names})
-    assert prepare_folder(tmp_path / "i", tmp_path / "m", tmp_path / "s.h5", ["x", "y"]).splits == {"train": ["a", "b"], "test": ["c"]}
+    assert prepare_folder(tmp_path / "i", tmp_path / "m", tmp_path / "s.h5", ["x", "y"]).splits == {
+        "train": ["a", "b"],
+        "test": ["c"],
+    }
 
 
 def test_ignored_and_swapped_labels(tmp_path):
     mask = np.array([[0, 1], [255, 9]], np.uint8)
-    images, masks, values = folder(tmp_path / "i", a=RGB[:2, :2]), folder(tmp_path / "m", a=mask), {0: 1, 1: 0, 9: 200, 255: 200}
+    images, masks, values = (
+        folder(tmp_path / "i", a=RGB[:2, :2]),
+        folder(tmp_path / "m", a=mask),
+        {0: 1, 1: 0, 9: 200, 255: 200},
+    )
     store = prepare_folder(images, masks, tmp_path / "s.h5", ["x", "y"], values=values, ignore=200)
     assert store.labels("a", Box.whole((2, 2))).tolist() == [[1, 0], [200, 200]]
 
@@ -259,7 +313,10 @@ def test_values_that_no_mask_holds_are_noted(tmp_path, capsys):
     given = folder(tmp_path / "i", a=RGB, b=RGB), folder(tmp_path / "m", a=MASK * 9, b=MASK)
     prepare_folder(*given, tmp_path / "s.h5", ["x", "y"], values={9: 1, 1: 1, 77: 0, -1: 0})
     notes = [line for line in capsys.readouterr().out.splitlines() if "--values" in line]
-    assert notes == [f"note: no mask holds the value {value}, for which --values gives a label" for value in (-1, 77)]
+    assert notes == [
+        f"note: no mask holds the value {value}, for which --values gives a label"
+        for value in (-1, 77)
+    ]
 
 
 def test_images_without_masks(tmp_path):
@@ -271,7 +328,9 @@ def test_volumes(tmp_path):
     (tmp_path / "i").mkdir(), (tmp_path / "m").mkdir()
     np.save(tmp_path / "i/a.npy", STACK), np.save(tmp_path / "m/a.npy", STACK % 2)
     store = prepare_folder(tmp_path / "i", tmp_path / "m", tmp_path / "s.h5", ["x", "y"], dims=3)
-    assert store.size("a") == (5, 45, 61) and np.array_equal(store.labels("a", Box.whole(STACK.shape)), STACK % 2)
+    assert store.size("a") == (5, 45, 61) and np.array_equal(
+        store.labels("a", Box.whole(STACK.shape)), STACK % 2
+    )
 
 
 # folders that can not be
@@ -279,7 +338,13 @@ def test_volumes(tmp_path):
 
 def refused(tmp_path, message, images, masks, **options):
     with pytest.raises(ValueError, match=message):
-        prepare_folder(folder(tmp_path / "i", **images), folder(tmp_path / "m", **masks), tmp_path / "s.h5", ["x", "y"], **options)
+        prepare_folder(
+            folder(tmp_path / "i", **images),
+            folder(tmp_path / "m", **masks),
+            tmp_path / "s.h5",
+            ["x", "y"],
+            **options,
+        )
     assert sorted(p.name for p in tmp_path.iterdir()) == ["i", "m"], "nothing is left behind"
 
 
@@ -298,26 +363,51 @@ def test_a_folder_that_is_missing(tmp_path):
 
 
 def test_a_mask_of_another_size(tmp_path):
-    refused(tmp_path, "i/b.png has 45x61 pixels, but its mask .*m/b.png has 44x61", dict(a=RGB, b=RGB), dict(a=MASK, b=MASK[1:]))
+    refused(
+        tmp_path,
+        "i/b.png has 45x61 pixels, but its mask .*m/b.png has 44x61",
+        dict(a=RGB, b=RGB),
+        dict(a=MASK, b=MASK[1:]),
+    )
 
 
 def test_images_of_other_bands(tmp_path):
-    refused(tmp_path, "differ in their bands: .*a.png has 3, .*b.png has 1", dict(a=RGB, b=MASK), dict(a=MASK, b=MASK))
+    refused(
+        tmp_path,
+        "differ in their bands: .*a.png has 3, .*b.png has 1",
+        dict(a=RGB, b=MASK),
+        dict(a=MASK, b=MASK),
+    )
 
 
 def test_images_of_other_types(tmp_path):
-    refused(tmp_path, "differ in their type: .*a.png has uint8, .*b.png has uint16", dict(a=RGB[..., 0], b=STACK[0]), dict(a=MASK, b=MASK))
+    refused(
+        tmp_path,
+        "differ in their type: .*a.png has uint8, .*b.png has uint16",
+        dict(a=RGB[..., 0], b=STACK[0]),
+        dict(a=MASK, b=MASK),
+    )
 
 
 def test_a_label_that_is_no_class(tmp_path):
     mask = MASK.copy()
     mask[3, 4] = 2
-    refused(tmp_path, r"image 'a': label 2 at \(3, 4\) is no class: there are 0 x, 1 y", dict(a=RGB), dict(a=mask))
+    refused(
+        tmp_path,
+        r"image 'a': label 2 at \(3, 4\) is no class: there are 0 x, 1 y",
+        dict(a=RGB),
+        dict(a=mask),
+    )
 
 
 def test_images_beside_folders_of_splits(tmp_path):
     folder(tmp_path / "i" / "train", a=RGB)
-    refused(tmp_path, r"has the folders train and images beside them \(loose.png\)", dict(loose=RGB), dict(loose=MASK))
+    refused(
+        tmp_path,
+        r"has the folders train and images beside them \(loose.png\)",
+        dict(loose=RGB),
+        dict(loose=MASK),
+    )
 
 
 def test_two_images_of_one_name(tmp_path):
@@ -326,19 +416,38 @@ def test_two_images_of_one_name(tmp_path):
     refused(tmp_path, "train/a.png and .*val/a.png have the same name", {}, {})
 
 
-@pytest.mark.parametrize("name, meant", dict(valid="val", validation="val", Train="train", training="train", testing="test").items())
+@pytest.mark.parametrize(
+    "name, meant",
+    dict(valid="val", validation="val", Train="train", training="train", testing="test").items(),
+)
 def test_a_split_of_another_name_is_refused(tmp_path, name, meant):
     folder(tmp_path / "i/test", a=RGB), folder(tmp_path / "i" / name / "more", b=RGB)
-    refused(tmp_path, f"i/{name} holds images, but would not be read: only the folders train, val, test directly .*: rename it {meant}", {}, dict(a=MASK))
+    refused(
+        tmp_path,
+        f"i/{name} holds images, but would not be read: only the folders train, val, test directly .*: rename it {meant}",
+        {},
+        dict(a=MASK),
+    )
 
 
 @pytest.mark.parametrize("place", ["i/city", "m/city", "i/train/city", "m/test"])
 def test_folders_that_would_be_left_out_are_refused(tmp_path, place):
-    folder(tmp_path / "i/train", a=RGB), folder(tmp_path / "m/train", a=MASK), folder(tmp_path / place, b=MASK)
-    refused(tmp_path, f"{place} holds images, but would not be read: .*: move its images to where they are read, or the folder elsewhere", {}, {})
+    (
+        folder(tmp_path / "i/train", a=RGB),
+        folder(tmp_path / "m/train", a=MASK),
+        folder(tmp_path / place, b=MASK),
+    )
+    refused(
+        tmp_path,
+        f"{place} holds images, but would not be read: .*: move its images to where they are read, or the folder elsewhere",
+        {},
+        {},
+    )
 
 
-def test_folders_beside_images_are_refused_unless_they_are_hidden_or_hold_none_or_the_masks(tmp_path):
+def test_folders_beside_images_are_refused_unless_they_are_hidden_or_hold_none_or_the_masks(
+    tmp_path,
+):
     images = folder(tmp_path / "i", a=RGB)
     masks = folder(images / "labels", a=MASK)
     folder(images / ".thumbnails", a=RGB), folder(images / "notes/.cache", a=RGB)
@@ -355,11 +464,21 @@ def test_masks_beside_folders_of_splits_are_refused(tmp_path):
 
 def test_files_that_look_like_images_and_are_not_read_are_told(tmp_path, capsys):
     images = folder(tmp_path / "i", a=RGB)
-    for name in [*(f"b{k}.GIF" for k in range(6)), "a.json", "a.tfw", "a.png.aux.xml", ".c.gif", "Thumbs.db"]:
+    for name in [
+        *(f"b{k}.GIF" for k in range(6)),
+        "a.json",
+        "a.tfw",
+        "a.png.aux.xml",
+        ".c.gif",
+        "Thumbs.db",
+    ]:
         (images / name).write_bytes(b"")
     prepare_folder(images, None, tmp_path / "s.h5", ["x", "y"])
     last = capsys.readouterr().out.splitlines()[-1]
-    assert "note: not read, though like images or masks by name: '" in last and "and 1 more (6 in all); what is read: .png" in last, last
+    assert (
+        "note: not read, though like images or masks by name: '" in last
+        and "and 1 more (6 in all); what is read: .png" in last
+    ), last
     assert last.count(".GIF'") == 5
 
 
@@ -368,7 +487,12 @@ def test_a_name_that_a_store_can_not_have(tmp_path, name):
     folder(tmp_path / "i", a=RGB), folder(tmp_path / "m", a=MASK)
     for kind in "im":
         (tmp_path / kind / "a.png").rename(tmp_path / kind / os.fsdecode(name + b".png"))
-    refused(tmp_path, "/i: the name of an image is UTF-8, .* got '(new.nline|latin1-.udce9)': rename it", {}, {})
+    refused(
+        tmp_path,
+        "/i: the name of an image is UTF-8, .* got '(new.nline|latin1-.udce9)': rename it",
+        {},
+        {},
+    )
 
 
 # images that would not mean the same in one store
@@ -396,8 +520,16 @@ KINDS = {
     "CIELAB TIFF": ("tif", RGB, dict(photometric="cielab")),
     "RGB npy": ("npy", RGB, {}),
     "RGBA PNG": ("png", PICTURE.convert("RGBA"), {}),
-    "RGBA TIFF": ("tif", np.dstack([RGB, RGB[..., 0]]), dict(photometric="rgb", extrasamples=["unassalpha"])),
-    "RGB and infrared TIFF": ("tif", np.dstack([RGB, RGB[..., 0]]), dict(photometric="rgb", extrasamples=["unspecified"])),
+    "RGBA TIFF": (
+        "tif",
+        np.dstack([RGB, RGB[..., 0]]),
+        dict(photometric="rgb", extrasamples=["unassalpha"]),
+    ),
+    "RGB and infrared TIFF": (
+        "tif",
+        np.dstack([RGB, RGB[..., 0]]),
+        dict(photometric="rgb", extrasamples=["unspecified"]),
+    ),
     "CMYK JPEG": ("jpg", PICTURE.convert("CMYK"), {}),
     "CMYK TIFF": ("tif", np.dstack([RGB, RGB[..., 0]]), dict(photometric="separated")),
     "1-bit PNG": ("png", PICTURE.convert("1"), {}),
@@ -427,13 +559,29 @@ def test_images_of_other_colours_are_refused(tmp_path, first, second, colours):
     for name, kind in zip("ab", (first, second)):
         suffix, image, options = KINDS[kind]
         written(tmp_path / f"i/{name}.{suffix}", image, **options)
-    refused(tmp_path, "differ in their colours: .*a.* has {}, .*b.* has {}; convert".format(*colours), {}, dict(a=MASK, b=MASK), alpha="band")
+    refused(
+        tmp_path,
+        "differ in their colours: .*a.* has {}, .*b.* has {}; convert".format(*colours),
+        {},
+        dict(a=MASK, b=MASK),
+        alpha="band",
+    )
 
 
 @pytest.mark.parametrize(
     "kinds",
     [
-        ("RGB PNG", "RGB JPEG", "palette PNG", "RGB TIFF", "YCbCr JPEG TIFF", "bands TIFF", "RGB npy", "RGBA PNG", "RGBA TIFF"),
+        (
+            "RGB PNG",
+            "RGB JPEG",
+            "palette PNG",
+            "RGB TIFF",
+            "YCbCr JPEG TIFF",
+            "bands TIFF",
+            "RGB npy",
+            "RGBA PNG",
+            "RGBA TIFF",
+        ),
         ("RGBA PNG", "RGBA TIFF", "RGB and infrared TIFF"),
         ("CMYK JPEG", "CMYK TIFF"),
         ("1-bit PNG", "1-bit TIFF"),
@@ -446,7 +594,11 @@ def test_images_of_the_same_colours_may_have_many_formats(tmp_path, kinds):
         suffix, image, options = KINDS[kind]
         written(tmp_path / f"i/{k}.{suffix}", image, **options)
     alpha = "band" if "RGB and infrared TIFF" in kinds else "mask"
-    assert len(prepare_folder(tmp_path / "i", None, tmp_path / "s.h5", ["x", "y"], splits=(1, 0, 0), alpha=alpha).split("train")) == len(kinds)
+    assert len(
+        prepare_folder(
+            tmp_path / "i", None, tmp_path / "s.h5", ["x", "y"], splits=(1, 0, 0), alpha=alpha
+        ).split("train")
+    ) == len(kinds)
 
 
 # images that viewers turn, masks whose numbers were changed
@@ -480,7 +632,10 @@ def test_an_image_that_viewers_turn_is_refused(tmp_path, name):
         if orientation != 6:
             open_image(path).read(Box.whole((45, 61)))
     for opened in (open_image, open_mask):
-        with pytest.raises(ValueError, match=f"{name} is to be turned or mirrored, its orientation .EXIF. is 6, not 1: .*mogrify -auto-orient"):
+        with pytest.raises(
+            ValueError,
+            match=f"{name} is to be turned or mirrored, its orientation .EXIF. is 6, not 1: .*mogrify -auto-orient",
+        ):
             opened(path)
 
 
@@ -495,7 +650,10 @@ def test_an_image_that_viewers_turn_is_refused(tmp_path, name):
 )
 def test_a_mask_whose_numbers_were_changed_is_refused(tmp_path, name, options, words):
     Image.fromarray(MASK).save(tmp_path / name, **options)
-    with pytest.raises(ValueError, match=f"{name} is a mask in {words}, which changes numbers, .* write the masks anew, as PNG"):
+    with pytest.raises(
+        ValueError,
+        match=f"{name} is a mask in {words}, which changes numbers, .* write the masks anew, as PNG",
+    ):
         open_mask(tmp_path / name)
     open_image(tmp_path / name)
 
@@ -515,7 +673,9 @@ HALF = RGB[..., 0] > 127
 
 def masks_of(**values) -> dict:
     """Masks of two values each, such as (0, 255)."""
-    return {name: np.where(HALF, max(pair), min(pair)).astype(np.uint8) for name, pair in values.items()}
+    return {
+        name: np.where(HALF, max(pair), min(pair)).astype(np.uint8) for name, pair in values.items()
+    }
 
 
 def pictures(masks: dict) -> dict:
@@ -525,35 +685,105 @@ def pictures(masks: dict) -> dict:
 @pytest.mark.parametrize(
     "values, classes, options, words",
     [
-        ((0, 255), "back,road", {}, "no pixel of any mask is road .label 1.; masks hold the values 0 and 255, of which 255 is ignored. .*--values=255=1; .*--absent road"),
-        ((0, 255), "back,road", dict(ignore=254), "no pixel of any mask is road .*, of which 255 is no class. .*--values=255=1;"),
-        ((0, 128), "back,road", {}, "masks hold the values 0 and 128, of which 128 is no class. .*--values=128=1;"),
-        ((1, 2), "back,road", {}, "no pixel of any mask is back .* the values 1 and 2, of which 2 is no class. .*--values=1=0,2=1;"),
-        ((0, 255), "back,road,tree", {}, r"no pixel of any mask is road or tree .labels 1, 2.; .*such as --values=255=1 .1 for road, 2 for tree.; .*--absent road,tree"),
-        ((1, 255), "back,road", {}, "no pixel of any mask is back .*of which 255 is ignored. .*--values=1=0,255=1;"),
-        ((0, 255), "back,road", dict(values={1: 0, 254: 1}), "no pixel of any mask is road .*--values=255=1;"),
-        ((0, 0), "back,road", {}, "no pixel of any mask is road .label 1.: all masks hold the one value 0.*--absent road"),
-        ((255, 255), "back,road", {}, "no pixel of any mask is back or road .*masks hold the value 255, of which 255 is ignored"),
-        ((0, 1), "back,road", dict(absent=["raod"]), "--absent names raod, which is no class: there are back, road"),
+        (
+            (0, 255),
+            "back,road",
+            {},
+            "no pixel of any mask is road .label 1.; masks hold the values 0 and 255, of which 255 is ignored. .*--values=255=1; .*--absent road",
+        ),
+        (
+            (0, 255),
+            "back,road",
+            dict(ignore=254),
+            "no pixel of any mask is road .*, of which 255 is no class. .*--values=255=1;",
+        ),
+        (
+            (0, 128),
+            "back,road",
+            {},
+            "masks hold the values 0 and 128, of which 128 is no class. .*--values=128=1;",
+        ),
+        (
+            (1, 2),
+            "back,road",
+            {},
+            "no pixel of any mask is back .* the values 1 and 2, of which 2 is no class. .*--values=1=0,2=1;",
+        ),
+        (
+            (0, 255),
+            "back,road,tree",
+            {},
+            r"no pixel of any mask is road or tree .labels 1, 2.; .*such as --values=255=1 .1 for road, 2 for tree.; .*--absent road,tree",
+        ),
+        (
+            (1, 255),
+            "back,road",
+            {},
+            "no pixel of any mask is back .*of which 255 is ignored. .*--values=1=0,255=1;",
+        ),
+        (
+            (0, 255),
+            "back,road",
+            dict(values={1: 0, 254: 1}),
+            "no pixel of any mask is road .*--values=255=1;",
+        ),
+        (
+            (0, 0),
+            "back,road",
+            {},
+            "no pixel of any mask is road .label 1.: all masks hold the one value 0.*--absent road",
+        ),
+        (
+            (255, 255),
+            "back,road",
+            {},
+            "no pixel of any mask is back or road .*masks hold the value 255, of which 255 is ignored",
+        ),
+        (
+            (0, 1),
+            "back,road",
+            dict(absent=["raod"]),
+            "--absent names raod, which is no class: there are back, road",
+        ),
     ],
 )
 def test_masks_that_do_not_hold_the_classes_are_refused(tmp_path, values, classes, options, words):
     masks = masks_of(a=values, b=values, c=values)
     with pytest.raises(ValueError, match=words):
-        prepare_folder(folder(tmp_path / "i", **pictures(masks)), folder(tmp_path / "m", **masks), tmp_path / "s.h5", classes.split(","), **options)
+        prepare_folder(
+            folder(tmp_path / "i", **pictures(masks)),
+            folder(tmp_path / "m", **masks),
+            tmp_path / "s.h5",
+            classes.split(","),
+            **options,
+        )
     assert sorted(p.name for p in tmp_path.iterdir()) == ["i", "m"], "nothing is left behind"
 
 
 def test_who_insists_may_have_classes_without_a_pixel(tmp_path, capsys):
     masks = masks_of(a=(0, 255), b=(0, 255), c=(0, 255))
-    store = prepare_folder(folder(tmp_path / "i", **pictures(masks)), folder(tmp_path / "m", **masks), tmp_path / "s.h5", ["back", "road"], absent=["road"])
+    store = prepare_folder(
+        folder(tmp_path / "i", **pictures(masks)),
+        folder(tmp_path / "m", **masks),
+        tmp_path / "s.h5",
+        ["back", "road"],
+        absent=["road"],
+    )
     assert store.class_counts("a") == [int((~HALF).sum()), 0]
-    assert "note: no pixel of the store is road: it can be neither learnt nor measured" in capsys.readouterr().out
+    assert (
+        "note: no pixel of the store is road: it can be neither learnt nor measured"
+        in capsys.readouterr().out
+    )
 
 
 def test_a_class_without_a_pixel_is_noted_where_nothing_is_ignored(tmp_path, capsys):
     masks = masks_of(a=(0, 1), b=(0, 1), c=(0, 1))
-    prepare_folder(folder(tmp_path / "i", **pictures(masks)), folder(tmp_path / "m", **masks), tmp_path / "s.h5", ["back", "road", "tree"])
+    prepare_folder(
+        folder(tmp_path / "i", **pictures(masks)),
+        folder(tmp_path / "m", **masks),
+        tmp_path / "s.h5",
+        ["back", "road", "tree"],
+    )
     assert "note: no pixel of the store is tree" in capsys.readouterr().out
 
 
@@ -564,7 +794,14 @@ def in_splits(tmp_path, splits: dict[str, dict]) -> tuple:
 
 
 def test_splits_whose_masks_are_coded_in_other_ways_are_refused(tmp_path):
-    given = in_splits(tmp_path, {"train": masks_of(a=(0, 1), b=(0, 1)), "val": masks_of(c=(0, 255)), "test": masks_of(d=(0, 1))})
+    given = in_splits(
+        tmp_path,
+        {
+            "train": masks_of(a=(0, 1), b=(0, 1)),
+            "val": masks_of(c=(0, 255)),
+            "test": masks_of(d=(0, 1)),
+        },
+    )
     words = "the masks of the split val hold 0 and 255, those of train and test 0 and 1: in val no pixel is road, and 255 is ignored. .*--absent road"
     with pytest.raises(ValueError, match=words):
         prepare_folder(*given)
@@ -575,18 +812,34 @@ def test_a_split_that_lacks_a_class_is_noted(tmp_path, capsys):
     """Ignored pixels are no sign of another coding where other splits have them too."""
     both = np.where(HALF, 1, 0).astype(np.uint8)
     both[:5] = 255
-    prepare_folder(*in_splits(tmp_path, {"train": {"a": both}, "val": masks_of(c=(0, 255)), "test": masks_of(d=(1, 1))}))
+    prepare_folder(
+        *in_splits(
+            tmp_path,
+            {"train": {"a": both}, "val": masks_of(c=(0, 255)), "test": masks_of(d=(1, 1))},
+        )
+    )
     out = capsys.readouterr().out
-    assert "note: no pixel of test is back: it cannot be measured there" in out and "note: no pixel of val is road: it cannot be measured there" in out
+    assert (
+        "note: no pixel of test is back: it cannot be measured there" in out
+        and "note: no pixel of val is road: it cannot be measured there" in out
+    )
 
 
 def test_masks_are_looked_at_no_longer_than_it_takes(tmp_path, monkeypatch):
     from distseg.data import survey
 
     opened = []
-    monkeypatch.setattr(survey, "open_mask", lambda path, dims: opened.append(path.stem) or open_mask(path, dims))
+    monkeypatch.setattr(
+        survey, "open_mask", lambda path, dims: opened.append(path.stem) or open_mask(path, dims)
+    )
     masks = masks_of(**{f"m{k}": (0, 1) for k in range(8)}, z=(0, 0))
-    prepare_folder(folder(tmp_path / "i", **pictures(masks)), folder(tmp_path / "m", **masks), tmp_path / "s.h5", ["back", "road"], splits=(1, 0, 0))
+    prepare_folder(
+        folder(tmp_path / "i", **pictures(masks)),
+        folder(tmp_path / "m", **masks),
+        tmp_path / "s.h5",
+        ["back", "road"],
+        splits=(1, 0, 0),
+    )
     assert opened == ["m0"]
 
 
@@ -599,10 +852,20 @@ def test_a_tiffs_own_tag_says_what_is_no_data(tmp_path, capsys):
     pixels[:8] = -3.4028234663852886e38
     for name, tag in dict(a="-3.4028234663852886e+38", b="-3.40282346638529e+38").items():
         tifffile.imwrite(tmp_path / f"i/{name}.tif", pixels, extratags=[(42113, 2, 0, tag, True)])
-    folder(tmp_path / "m", a=np.zeros((40, 30), np.uint8) + (pixels > 100).astype(np.uint8), b=(pixels > 100).astype(np.uint8))
-    store = prepare_folder(tmp_path / "i", tmp_path / "m", tmp_path / "s.h5", ["low", "high"], splits=(1, 0, 0))
-    assert np.allclose(store.mean, pixels[8:].mean(dtype="f8")) and np.allclose(store.std, pixels[8:].std(dtype="f8"))
-    assert (store.labels("a", Box.whole((40, 30)))[:8] == 255).all() and not store.read_normalised("b", Box((0, 0), (8, 30))).any()
+    folder(
+        tmp_path / "m",
+        a=np.zeros((40, 30), np.uint8) + (pixels > 100).astype(np.uint8),
+        b=(pixels > 100).astype(np.uint8),
+    )
+    store = prepare_folder(
+        tmp_path / "i", tmp_path / "m", tmp_path / "s.h5", ["low", "high"], splits=(1, 0, 0)
+    )
+    assert np.allclose(store.mean, pixels[8:].mean(dtype="f8")) and np.allclose(
+        store.std, pixels[8:].std(dtype="f8")
+    )
+    assert (store.labels("a", Box.whole((40, 30)))[:8] == 255).all() and not store.read_normalised(
+        "b", Box((0, 0), (8, 30))
+    ).any()
     line = capsys.readouterr().out.splitlines()[-1]
     assert line.split()[-1] == "20.000%", "the share of no data is told"
 
@@ -613,16 +876,32 @@ def test_a_flag_says_what_is_no_data(tmp_path, nodata):
     pixels = RANDOM.normal(100, 9, (2, 40, 30)).astype("f4")
     pixels[:, :8] = pixels[0, 20] = nodata
     np.save(tmp_path / "i/a.npy", pixels)
-    store = prepare_folder(tmp_path / "i", None, tmp_path / "s.h5", ["low", "high"], splits=(1, 0, 0), nodata=nodata)
-    assert np.allclose(store.mean, [pixels[0, [*range(8, 20), *range(21, 40)]].mean(dtype="f8"), pixels[1, 8:].mean(dtype="f8")])
-    assert store.missing("a") == 8 * 30 and not store.read_normalised("a", Box((20, 0), (21, 30)))[0].any()
+    store = prepare_folder(
+        tmp_path / "i", None, tmp_path / "s.h5", ["low", "high"], splits=(1, 0, 0), nodata=nodata
+    )
+    assert np.allclose(
+        store.mean,
+        [
+            pixels[0, [*range(8, 20), *range(21, 40)]].mean(dtype="f8"),
+            pixels[1, 8:].mean(dtype="f8"),
+        ],
+    )
+    assert (
+        store.missing("a") == 8 * 30
+        and not store.read_normalised("a", Box((20, 0), (21, 30)))[0].any()
+    )
     found = np.array(store.provenance["nodata"], float)
     assert np.array_equal(found, np.array(nodata, float), equal_nan=True)
 
 
 def test_no_data_that_no_pixel_can_be_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="--nodata is -9999, but no pixel of uint8, as those of .*a.png, can be that"):
-        prepare_folder(folder(tmp_path / "i", a=RGB), None, tmp_path / "s.h5", ["x", "y"], nodata=-9999)
+    with pytest.raises(
+        ValueError,
+        match="--nodata is -9999, but no pixel of uint8, as those of .*a.png, can be that",
+    ):
+        prepare_folder(
+            folder(tmp_path / "i", a=RGB), None, tmp_path / "s.h5", ["x", "y"], nodata=-9999
+        )
 
 
 # the Blue Marble
@@ -633,7 +912,9 @@ def test_blue_marble(tmp_path):
     from distseg.data.examples.blue_marble import SECTORS, prepare_blue_marble
 
     store = prepare_blue_marble(tmp_path / "s.h5")
-    assert store.splits == {split: [n for n, s in SECTORS.items() if s == split] for split in ("train", "test", "val")}
+    assert store.splits == {
+        split: [n for n, s in SECTORS.items() if s == split] for split in ("train", "test", "val")
+    }
     assert {store.size(name) for name in SECTORS} == {(2700, 450)}
     assert store.bands == 3 and store.classes == ["ocean", "land", "lake"]
     #                     latitude, longitude
@@ -642,9 +923,18 @@ def test_blue_marble(tmp_path):
     for name, (latitude, longitude, label) in places.items():
         row, column = int((90 - latitude) * 15), int((longitude + 180) * 15)
         sector = list(SECTORS)[column // 450]
-        assert store.labels(sector, Box((row, column % 450), (row + 1, column % 450 + 1))).item() == label, name
-    lakes = {split: sum(store.class_counts(n)[2] for n in names) for split, names in store.splits.items()}
-    assert [round(lakes[s] / sum(lakes.values()), 2) for s in ("train", "val", "test")] == [0.69, 0.06, 0.24]
+        assert (
+            store.labels(sector, Box((row, column % 450), (row + 1, column % 450 + 1))).item()
+            == label
+        ), name
+    lakes = {
+        split: sum(store.class_counts(n)[2] for n in names) for split, names in store.splits.items()
+    }
+    assert [round(lakes[s] / sum(lakes.values()), 2) for s in ("train", "val", "test")] == [
+        0.69,
+        0.06,
+        0.24,
+    ]
 
 
 def test_blue_marble_without_its_package(tmp_path, monkeypatch):
@@ -672,16 +962,27 @@ def test_an_output_that_is_one_of_the_inputs(tmp_path, kind):
         output.symlink_to(images / "a.png")
     before = output.read_bytes()
     for overwrite in (False, True):
-        with pytest.raises(ValueError, match="the store .*a.png would replace .*/a.png, which it is made of: choose another name"):
+        with pytest.raises(
+            ValueError,
+            match="the store .*a.png would replace .*/a.png, which it is made of: choose another name",
+        ):
             prepare_folder(images, masks, output, ["x", "y"], overwrite=overwrite)
     assert output.read_bytes() == before and output.is_symlink() == (kind == "link")
 
 
 def test_an_output_that_is_no_file(tmp_path):
     os.mkfifo(tmp_path / "s.h5")
-    with pytest.raises(FileExistsError, match="s.h5 is a pipe or device, which no file may replace: choose another output"):
-        prepare_folder(folder(tmp_path / "i", a=RGB), None, tmp_path / "s.h5", ["x", "y"], overwrite=True)
-    assert (tmp_path / "s.h5").is_fifo() and sorted(p.name for p in tmp_path.iterdir()) == ["i", "s.h5"]
+    with pytest.raises(
+        FileExistsError,
+        match="s.h5 is a pipe or device, which no file may replace: choose another output",
+    ):
+        prepare_folder(
+            folder(tmp_path / "i", a=RGB), None, tmp_path / "s.h5", ["x", "y"], overwrite=True
+        )
+    assert (tmp_path / "s.h5").is_fifo() and sorted(p.name for p in tmp_path.iterdir()) == [
+        "i",
+        "s.h5",
+    ]
 
 
 def test_gigapixel_is_the_earth_beside_its_mirror_image(tmp_path, monkeypatch):
@@ -690,7 +991,9 @@ def test_gigapixel_is_the_earth_beside_its_mirror_image(tmp_path, monkeypatch):
     store = prepare_gigapixel(tmp_path / "g.h5", Size((300, 1200)))
     whole = Box.whole((300, 1200))
     pixels, labels = store.read("earth", whole)[0], store.labels("earth", whole)
-    assert np.array_equal(pixels[:, :600], pixels[:, :599:-1]) and np.array_equal(labels[:, :600], labels[:, :599:-1])
+    assert np.array_equal(pixels[:, :600], pixels[:, :599:-1]) and np.array_equal(
+        labels[:, :600], labels[:, :599:-1]
+    )
     assert 0.3 < labels.mean() < 0.37 and pixels.std() > 20
     assert labels[150, 600 + 300 + 40] == 1 and labels[150, 600 + 60] == 0  # Congo, Pacific
 
@@ -705,25 +1008,50 @@ def test_a_palette_tiff_is_numbers_in_a_mask_and_refused_as_an_image(tmp_path):
     picture = Image.fromarray(np.arange(6, dtype=np.uint8).reshape(2, 3)).convert("P")
     picture.putpalette([9, 8, 7] * 256)
     picture.save(tmp_path / "a.tif")
-    assert open_mask(tmp_path / "a.tif").read(Box.whole((2, 3))).tolist() == [[[0, 1, 2], [3, 4, 5]]]
-    with pytest.raises(ValueError, match="a.tif has a palette, its numbers stand for colours: convert it to RGB"):
+    assert open_mask(tmp_path / "a.tif").read(Box.whole((2, 3))).tolist() == [
+        [[0, 1, 2], [3, 4, 5]]
+    ]
+    with pytest.raises(
+        ValueError, match="a.tif has a palette, its numbers stand for colours: convert it to RGB"
+    ):
         open_image(tmp_path / "a.tif")
 
 
 def test_what_a_sparse_tiff_leaves_out_is_its_nodata(tmp_path):
     tiles = [np.ones((16, 16), np.uint8), None, None, np.ones((16, 16), np.uint8)]
-    tifffile.imwrite(tmp_path / "a.tif", iter(tiles), shape=(32, 32), dtype=np.uint8, tile=(16, 16), compression="deflate", extratags=[(42113, 2, 0, "255", True)])
+    tifffile.imwrite(
+        tmp_path / "a.tif",
+        iter(tiles),
+        shape=(32, 32),
+        dtype=np.uint8,
+        tile=(16, 16),
+        compression="deflate",
+        extratags=[(42113, 2, 0, "255", True)],
+    )
     found = open_mask(tmp_path / "a.tif").read(Box.whole((32, 32)))[0]
-    assert found[:16, :16].min() == found[16:, 16:].max() == 1 and found[:16, 16:].min() == found[16:, :16].min() == 255
+    assert (
+        found[:16, :16].min() == found[16:, 16:].max() == 1
+        and found[:16, 16:].min() == found[16:, :16].min() == 255
+    )
 
 
 def test_grey_of_4_bits_is_refused(tmp_path):
     def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        return (
+            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        )
 
     header = struct.pack(">IIBBBBB", 2, 2, 4, 0, 0, 0, 0)
-    (tmp_path / "a.png").write_bytes(b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"\0\x01\0\x12")) + chunk(b"IEND", b""))
-    with pytest.raises(ValueError, match="a.png has 4 bits a pixel, which Pillow would stretch to 0 to 255: convert it to 8 bits"):
+    (tmp_path / "a.png").write_bytes(
+        b"\x89PNG\r\n\x1a\n"
+        + chunk(b"IHDR", header)
+        + chunk(b"IDAT", zlib.compress(b"\0\x01\0\x12"))
+        + chunk(b"IEND", b"")
+    )
+    with pytest.raises(
+        ValueError,
+        match="a.png has 4 bits a pixel, which Pillow would stretch to 0 to 255: convert it to 8 bits",
+    ):
         open_mask(tmp_path / "a.png")
 
 
@@ -737,7 +1065,9 @@ def test_a_compressed_palette_mask_is_numbers_too(tmp_path):
     picture = Image.fromarray(np.arange(6, dtype=np.uint8).reshape(2, 3)).convert("P")
     picture.putpalette([9, 8, 7] * 256)
     picture.save(tmp_path / "a.tif", compression="tiff_lzw")
-    assert open_mask(tmp_path / "a.tif").read(Box.whole((2, 3))).tolist() == [[[0, 1, 2], [3, 4, 5]]]
+    assert open_mask(tmp_path / "a.tif").read(Box.whole((2, 3))).tolist() == [
+        [[0, 1, 2], [3, 4, 5]]
+    ]
     with pytest.raises(ValueError, match="a.tif has a palette"):
         open_image(tmp_path / "a.tif")
 

@@ -41,7 +41,18 @@ ROWS, HEIGHT = 3, 4  # of tiles, and each tile's
 IMAGE = Box.whole((ROWS * HEIGHT, 8))
 
 
-def work(layers: int = 3, live=(), points=(), cuts=None, balance=(), rank=0, blocks=1, back=True, graph=None, number=0) -> StagePlan:
+def work(
+    layers: int = 3,
+    live=(),
+    points=(),
+    cuts=None,
+    balance=(),
+    rank=0,
+    blocks=1,
+    back=True,
+    graph=None,
+    number=0,
+) -> StagePlan:
     """Convolutions, by default a segment each, on an image of three rows of tiles."""
     graph = graph or line(*((f"conv{i}", CONV) for i in range(layers)), dims=2)
     starts = [sum(balance[:i]) for i in range(len(balance))]
@@ -51,7 +62,17 @@ def work(layers: int = 3, live=(), points=(), cuts=None, balance=(), rank=0, blo
     makers = {s.result: s.stage for s in segments}
     readers = {p: sorted({s.stage for s in segments if p in s.sources} - {rank}) for p in makers}
     first = {segments[n].sources[-1] for n in mine}
-    return StagePlan(segments, mine, set(live) & first, set(points) & first, makers, readers, Rows(graph, segments, blocks), back, number)
+    return StagePlan(
+        segments,
+        mine,
+        set(live) & first,
+        set(points) & first,
+        makers,
+        readers,
+        Rows(graph, segments, blocks),
+        back,
+        number,
+    )
 
 
 @dataclass(frozen=True)
@@ -66,7 +87,11 @@ class Rows:
         return boxes_of(IMAGE, (HEIGHT, 8))
 
     def rows(self, block, segment, rows):
-        return rows_read(Layout(self.graph, IMAGE.size, [(0, n) for n in IMAGE.size], "all"), self.segments[segment], rows)
+        return rows_read(
+            Layout(self.graph, IMAGE.size, [(0, n) for n in IMAGE.size], "all"),
+            self.segments[segment],
+            rows,
+        )
 
     def made(self, block, position):
         return IMAGE
@@ -74,7 +99,11 @@ class Rows:
 
 def picture(operations) -> str:
     """The segments of tiles, and a bar where a statistic is taken."""
-    return " ".join(str(op.segment) if isinstance(op, OfTile) else "|" for op in operations if isinstance(op, OfTile) or op.verb in ("statistic", "settle", "fetch", "give back"))
+    return " ".join(
+        str(op.segment) if isinstance(op, OfTile) else "|"
+        for op in operations
+        if isinstance(op, OfTile) or op.verb in ("statistic", "settle", "fetch", "give back")
+    )
 
 
 @pytest.mark.parametrize(
@@ -105,17 +134,40 @@ def test_and_back(live, wanted):
 
 
 def test_images_follow_one_another():
-    order = [(op.segment, op.block) for op in forward(work(3, balance=(2, 1), blocks=2), 0) if isinstance(op, ForwardTile)]
-    assert order == [(0, 0), (0, 0), (1, 0), (0, 0), (1, 0), (1, 0), (0, 1), (0, 1), (1, 1), (0, 1), (1, 1), (1, 1)]
+    order = [
+        (op.segment, op.block)
+        for op in forward(work(3, balance=(2, 1), blocks=2), 0)
+        if isinstance(op, ForwardTile)
+    ]
+    assert order == [
+        (0, 0),
+        (0, 0),
+        (1, 0),
+        (0, 0),
+        (1, 0),
+        (1, 0),
+        (0, 1),
+        (0, 1),
+        (1, 1),
+        (0, 1),
+        (1, 1),
+        (1, 1),
+    ]
 
 
 def test_as_text():
     """Two ranks, a stage each; the first has a live norm, the second takes a map and a skip of its own."""
-    graph = line(("a", CONV), ("b", CONV), ("stash",), ("c", CONV), ("pop", "pop"), ("d", CONV), dims=2)
-    first, second = (work(live=(1,), cuts=[1], balance=(3, 3), rank=rank, graph=graph) for rank in (0, 1))
+    graph = line(
+        ("a", CONV), ("b", CONV), ("stash",), ("c", CONV), ("pop", "pop"), ("d", CONV), dims=2
+    )
+    first, second = (
+        work(live=(1,), cuts=[1], balance=(3, 3), rank=rank, graph=graph) for rank in (0, 1)
+    )
     assert text(whole(first)) == FIRST.strip()
     assert text(whole(second)) == SECOND.strip()
-    assert peak(first, lambda block, position: 10**position) == 10 + 100 + 1000 + (100 + 1000) + 0  # the maps, and what the second returns
+    assert (
+        peak(first, lambda block, position: 10**position) == 10 + 100 + 1000 + (100 + 1000) + 0
+    )  # the maps, and what the second returns
     assert peak(second, lambda block, position: 10**position) == 2 * (100 + 1000)
 
 
@@ -173,7 +225,9 @@ def test_the_loss_comes_between_where_it_takes_all_tiles():
     works = [work(2, number=m) for m in range(2)]
     found = step(works, orders("gpipe", (0,), 2)[0], linear=False)
     verbs = [op.verb for op in found if op.verb not in ("drop", "drop grad")]
-    assert verbs == ["forward"] * 3 + ["output"] * 3 + ["forward"] * 3 + ["output"] * 3 + ["loss"] + 2 * (["output"] * 3 + ["backward"] * 3)
+    assert verbs == ["forward"] * 3 + ["output"] * 3 + ["forward"] * 3 + ["output"] * 3 + [
+        "loss"
+    ] + 2 * (["output"] * 3 + ["backward"] * 3)
     assert [op.back for op in found if isinstance(op, OutputTile)] == [False] * 6 + [True] * 6
 
 
@@ -185,14 +239,26 @@ def test_ranks_agree(name, placement, live):
     balance = [10 // len(placement) + (s < 10 % len(placement)) for s in range(len(placement))]
     ranks = range(max(placement) + 1)
     works = {rank: [placed(live, balance, placement, rank, m) for m in range(3)] for rank in ranks}
-    programs = {rank: step(works[rank], orders(name, placement, 3)[rank], linear=True) for rank in ranks}
+    programs = {
+        rank: step(works[rank], orders(name, placement, 3)[rank], linear=True) for rank in ranks
+    }
     for rank, program in programs.items():
         tiles = Counter((type(op), op.segment) for op in program if isinstance(op, OfTile))
         last = {s: works[rank][0].is_last(s) for s in works[rank][0].mine}
-        assert tiles == {(kind, s): 3 * ROWS for s in last for kind in ([OutputTile] if last[s] else [ForwardTile, BackwardTile])}
-        kept = {(op.micro_batch, works[rank][0].stop(op.segment)) for op in program if isinstance(op, ForwardTile)}
+        assert tiles == {
+            (kind, s): 3 * ROWS
+            for s in last
+            for kind in ([OutputTile] if last[s] else [ForwardTile, BackwardTile])
+        }
+        kept = {
+            (op.micro_batch, works[rank][0].stop(op.segment))
+            for op in program
+            if isinstance(op, ForwardTile)
+        }
         assert kept <= {(op.micro_batch, op.position) for op in program if isinstance(op, Drop)}
-        assert kept == {(op.micro_batch, op.position) for op in program if isinstance(op, DropGradient)}
+        assert kept == {
+            (op.micro_batch, op.position) for op in program if isinstance(op, DropGradient)
+        }
     assert stuck(programs, works) == {}
 
 
@@ -201,12 +267,23 @@ def test_ranks_agree(name, placement, live):
 def test_ranks_agree_on_forward_passes_that_go_first(placement, live):
     """Every tile goes through once, every map goes, and none waits for ever."""
     balance = [10 // len(placement) + (s < 10 % len(placement)) for s in range(len(placement))]
-    works = {rank: [placed(live, balance, placement, rank, m) for m in range(3)] for rank in range(max(placement) + 1)}
-    programs = {rank: beforehand(those, orders("1f1b", placement, 3)[rank]) for rank, those in works.items()}
+    works = {
+        rank: [placed(live, balance, placement, rank, m) for m in range(3)]
+        for rank in range(max(placement) + 1)
+    }
+    programs = {
+        rank: beforehand(those, orders("1f1b", placement, 3)[rank]) for rank, those in works.items()
+    }
     for rank, program in programs.items():
         tiles = Counter(op.segment for op in program if isinstance(op, OfTile))
-        assert tiles == dict.fromkeys(works[rank][0].mine, 3 * ROWS) and not any(op.back for op in program if isinstance(op, OutputTile))
-        kept = {(op.micro_batch, works[rank][0].stop(op.segment)) for op in program if isinstance(op, ForwardTile)}
+        assert tiles == dict.fromkeys(works[rank][0].mine, 3 * ROWS) and not any(
+            op.back for op in program if isinstance(op, OutputTile)
+        )
+        kept = {
+            (op.micro_batch, works[rank][0].stop(op.segment))
+            for op in program
+            if isinstance(op, ForwardTile)
+        }
         gone = [(op.micro_batch, op.position) for op in program if isinstance(op, Drop)]
         assert kept <= set(gone) and len(gone) == len(set(gone))
     assert stuck(programs, works) == {}
@@ -221,20 +298,37 @@ def test_tiles_of_stages_go_back_in_turn(ranks, cuts, blocks):
     assert can_interleave([those[0] for those in works])
     programs = interleaved(works)
     assert stuck(dict(enumerate(programs)), dict(enumerate(works))) == {}
-    for those, program, alone in zip(works, programs, [step(w, orders("1f1b", tuple(range(ranks)), 4)[r], linear=True) for r, w in enumerate(works)]):
+    for _those, program, alone in zip(
+        works,
+        programs,
+        [
+            step(w, orders("1f1b", tuple(range(ranks)), 4)[r], linear=True)
+            for r, w in enumerate(works)
+        ],
+    ):
         assert Counter(program) == Counter(alone)
-        most = max(accumulate(isinstance(op, ForwardTile) - isinstance(op, BackwardTile) for op in program))
+        most = max(
+            accumulate(isinstance(op, ForwardTile) - isinstance(op, BackwardTile) for op in program)
+        )
         if cuts == () and ranks == 2:
             assert most < 4 * ROWS * blocks
     for program in programs:
-        assert [op for op in program if isinstance(op, BackwardTile)] == sorted((op for op in program if isinstance(op, BackwardTile)), key=lambda op: op.micro_batch)
+        assert [op for op in program if isinstance(op, BackwardTile)] == sorted(
+            (op for op in program if isinstance(op, BackwardTile)), key=lambda op: op.micro_batch
+        )
 
 
 def test_turns_as_text():
     """The gradient of three rows is final once the second tile went back, as its window reaches into the first: so three tiles, and two more, are under way."""
     first, last = interleaved(stages_of(2, 2, (), 2))
-    tile = lambda op: f"{ROWS * op.micro_batch + op.box.start[0] // HEIGHT}{chr(39) * isinstance(op, BackwardTile)}"
-    assert " ".join(tile(op) for op in first if isinstance(op, OfTile)) == "0 1 2 3 4 0' 5 1' 2' 3' 4' 5'"
+
+    def tile(op):
+        return f"{ROWS * op.micro_batch + op.box.start[0] // HEIGHT}{chr(39) * isinstance(op, BackwardTile)}"
+
+    assert (
+        " ".join(tile(op) for op in first if isinstance(op, OfTile))
+        == "0 1 2 3 4 0' 5 1' 2' 3' 4' 5'"
+    )
     assert " ".join(tile(op) for op in last if isinstance(op, OfTile)) == "0 1 2 3 4 5"
 
 
@@ -243,19 +337,30 @@ def test_what_can_not_go_back_in_turn():
     assert not can_interleave([work(3)])
     assert not can_interleave([placed((), [3, 4, 3], (0, 1, 0), rank, 0) for rank in range(2)])
     assert not can_interleave([work(4, (2,), balance=(2, 2), rank=rank) for rank in range(2)])
-    assert not can_interleave([work(4, points=(1,), balance=(2, 2), rank=rank) for rank in range(2)])
+    assert not can_interleave(
+        [work(4, points=(1,), balance=(2, 2), rank=rank) for rank in range(2)]
+    )
 
 
 def stages_of(ranks, layers, cuts, micro_batches, blocks=1) -> list[list[StagePlan]]:
     """By rank and micro-batch, without live norms."""
     balance = [layers // ranks + (s < layers % ranks) for s in range(ranks)]
-    return [[work(layers, balance=balance, cuts=cuts, rank=rank, number=m, blocks=blocks) for m in range(micro_batches)] for rank in range(ranks)]
+    return [
+        [
+            work(layers, balance=balance, cuts=cuts, rank=rank, number=m, blocks=blocks)
+            for m in range(micro_batches)
+        ]
+        for rank in range(ranks)
+    ]
 
 
 def test_tiles_are_kept_as_far_as_there_is_room():
     """At every moment for those that wait for their way back and the one at hand; both passes of a tile say the same."""
     program = interleaved(stages_of(2, 4, (), 2))[0]
-    weights = lambda op: Weighed(kept=2.0, most=3.0 + (op.box.start[0] == 0))
+
+    def weights(op):
+        return Weighed(kept=2.0, most=3.0 + (op.box.start[0] == 0))
+
     tiles = [op for op in program if isinstance(op, ForwardTile)]
     for room, wanted in ((3.9, 0), (6.0, None), (8.0, None), (math.inf, len(tiles))):
         found, held = keeping(program, weights, room), 0.0
@@ -266,7 +371,9 @@ def test_tiles_are_kept_as_far_as_there_is_room():
             if isinstance(op, ForwardTile) and op.kept:
                 held += 2.0
         kept = [op for op in found if isinstance(op, KeptTile) and op.kept]
-        assert Counter((op.micro_batch, op.box) for op in kept) == Counter(dict.fromkeys(((op.micro_batch, op.box) for op in kept), 2))
+        assert Counter((op.micro_batch, op.box) for op in kept) == Counter(
+            dict.fromkeys(((op.micro_batch, op.box) for op in kept), 2)
+        )
         assert len(kept) == 2 * wanted if wanted is not None else 0 < len(kept) < 2 * len(tiles)
 
 
@@ -275,8 +382,17 @@ def placed(live, balance, placement, rank, number) -> StagePlan:
     found = work(10, live, balance=balance, number=number)
     mine = [n for n, s in enumerate(found.segments) if placement[s.stage] == rank]
     makers = {s.result: placement[s.stage] for s in found.segments}
-    readers = {p: sorted({placement[s.stage] for s in found.segments if p in s.sources} - {rank}) for p in makers}
-    return replace(found, mine=mine, makers=makers, readers=readers, live=set(live) & {found.segments[n].sources[-1] for n in mine})
+    readers = {
+        p: sorted({placement[s.stage] for s in found.segments if p in s.sources} - {rank})
+        for p in makers
+    }
+    return replace(
+        found,
+        mine=mine,
+        makers=makers,
+        readers=readers,
+        live=set(live) & {found.segments[n].sources[-1] for n in mine},
+    )
 
 
 def stuck(programs, works) -> dict[int, str]:
@@ -285,13 +401,17 @@ def stuck(programs, works) -> dict[int, str]:
     while True:
         before = dict(at)
         for rank, program in programs.items():
-            while at[rank] < len(program) and all(sent.get(key, 0) >= rows for key, rows in awaited(program[at[rank]], works[rank][0])):
+            while at[rank] < len(program) and all(
+                sent.get(key, 0) >= rows for key, rows in awaited(program[at[rank]], works[rank][0])
+            ):
                 op = program[at[rank]]
                 if isinstance(op, Send):  # a gradient too
                     sent[op.verb, op.micro_batch, op.block, op.position] = op.final
                 at[rank] += 1
         if at == before:
-            return {rank: programs[rank][n].line for rank, n in at.items() if n < len(programs[rank])}
+            return {
+                rank: programs[rank][n].line for rank, n in at.items() if n < len(programs[rank])
+            }
 
 
 def awaited(op, work) -> list[tuple[tuple, int]]:
@@ -301,9 +421,16 @@ def awaited(op, work) -> list[tuple[tuple, int]]:
         found += [there(op.position, ROWS * HEIGHT, block) for block in range(work.blocks)]
     if isinstance(op, OfTile):
         rows = op.box.start[0], op.box.stop[0]
-        found += [there(p, span[1], op.block) for p, span in work.cut.rows(op.block, op.segment, rows).items() if p in work.elsewhere]
+        found += [
+            there(p, span[1], op.block)
+            for p, span in work.cut.rows(op.block, op.segment, rows).items()
+            if p in work.elsewhere
+        ]
     if isinstance(op, BackwardTile):
-        found += [(("return", op.micro_batch, op.block, work.stop(op.segment)), rows[1]) for _ in work.readers[work.stop(op.segment)]]
+        found += [
+            (("return", op.micro_batch, op.block, work.stop(op.segment)), rows[1])
+            for _ in work.readers[work.stop(op.segment)]
+        ]
     return found
 
 
@@ -312,7 +439,9 @@ def test_stages_as_text():
     edges = [Edge("x", 0, 1), Edge("skip0", 0, 1, gradient=False), Edge("x", 1, 2)]
     order = [Forward(1, 0), Forward(1, 1), Backward(1, 0), Weight(1, 0), Backward(1, 1)]
     assert text(operations(order, edges, "always")) == STAGES.strip()
-    assert recomputed([Forward(1, 0), Backward(1, 0), Forward(1, 1), Forward(1, 2)], "except_last") == {(1, 1), (1, 2)}
+    assert recomputed(
+        [Forward(1, 0), Backward(1, 0), Forward(1, 1), Forward(1, 2)], "except_last"
+    ) == {(1, 1), (1, 2)}
 
 
 STAGES = """
@@ -344,8 +473,15 @@ def planned(**settings) -> list[tuple[str, str]]:
 def test_the_program_of_a_config():
     """What ``distseg plan --program`` prints: of each rank of the pipeline what its stages or segments are, and what it does."""
     (first, _), (second, done) = planned(stages=2, balance=[6, 11], tiles="1x2", exchange_every="1")
-    assert first.splitlines() == ["stage 0: enc0_conv0 to enc0_pool", "         borders exchanged before enc0_conv0", "         statistics at enc0_norm0"]
-    assert second.splitlines()[1:] == ["         borders exchanged before mid_conv0, dec0_conv0", "         statistics at mid_norm0, dec0_norm0"]
+    assert first.splitlines() == [
+        "stage 0: enc0_conv0 to enc0_pool",
+        "         borders exchanged before enc0_conv0",
+        "         statistics at enc0_norm0",
+    ]
+    assert second.splitlines()[1:] == [
+        "         borders exchanged before mid_conv0, dec0_conv0",
+        "         statistics at mid_norm0, dec0_norm0",
+    ]
     assert done.splitlines() == [
         "m0  receive   x of stage 0 for stage 1", "m0  receive   skip0 of stage 0 for stage 1", "m0  forward   stage 1", "m0  backward  stage 1",
         "m0  hand      gradient of x of stage 0 for stage 1", "m0  hand      gradient of skip0 of stage 0 for stage 1",
@@ -353,12 +489,29 @@ def test_the_program_of_a_config():
 
 
 def test_the_program_of_tiles_streaming_that_exchange():
-    ((legend, done),) = planned(tiles="1x2", exchange_every="1", streaming="offload", tiles_per_rank=Size("3x1"))
-    assert legend.splitlines()[:2] == ["segment 0: enc0_conv0 to enc0_drop0", "segment 1: enc0_norm0 to enc0_pool"]
+    ((legend, done),) = planned(
+        tiles="1x2", exchange_every="1", streaming="offload", tiles_per_rank=Size("3x1")
+    )
+    assert legend.splitlines()[:2] == [
+        "segment 0: enc0_conv0 to enc0_drop0",
+        "segment 1: enc0_norm0 to enc0_pool",
+    ]
     there = [line for line in done.splitlines() if "fetch" in line or "statistic" in line]
-    assert there == ["m0  statistic map 2", "m0  fetch     map 6", "m0  statistic map 8", "m0  fetch     map 12", "m0  statistic map 14"]
+    assert there == [
+        "m0  statistic map 2",
+        "m0  fetch     map 6",
+        "m0  statistic map 8",
+        "m0  fetch     map 12",
+        "m0  statistic map 14",
+    ]
     back = [line for line in done.splitlines() if "give back" in line or "settle" in line]
-    assert back == ["m0  settle    map 14", "m0  give back map 12", "m0  settle    map 8", "m0  give back map 6", "m0  settle    map 2"]
+    assert back == [
+        "m0  settle    map 14",
+        "m0  give back map 12",
+        "m0  settle    map 8",
+        "m0  give back map 6",
+        "m0  settle    map 2",
+    ]
 
 
 def test_devices_have_no_program_of_ours():
@@ -369,15 +522,26 @@ def test_devices_have_no_program_of_ours():
 def test_a_network_in_one_piece_has_a_program():
     config = exact_config()
     ((legend, done),) = programs(config, Residual(), (32, 32))
-    assert legend == "stage 0: the whole network" and done.splitlines() == ["m0  forward   stage 0", "m0  backward  stage 0"]
+    assert legend == "stage 0: the whole network" and done.splitlines() == [
+        "m0  forward   stage 0",
+        "m0  backward  stage 0",
+    ]
 
 
 def test_layers_are_named_by_their_place():
     """In Sequentials inside the network, and a layer that stands at two places."""
     conv = nn.Conv2d(3, 3, 3, padding=1)
-    nested = nn.Sequential(nn.Sequential(conv, nn.InstanceNorm2d(3)), nn.Sequential(conv, nn.ReLU()), nn.Conv2d(3, 2, 1))
+    nested = nn.Sequential(
+        nn.Sequential(conv, nn.InstanceNorm2d(3)),
+        nn.Sequential(conv, nn.ReLU()),
+        nn.Conv2d(3, 2, 1),
+    )
     ((legend, _),) = programs(exact_config(tiles="1x2", exchange_every="1"), nested, (32, 32))
-    assert legend.splitlines() == ["stage 0: 0.0 to 2", "         borders exchanged before 0.0, 1.0", "         statistics at 0.1"]
+    assert legend.splitlines() == [
+        "stage 0: 0.0 to 2",
+        "         borders exchanged before 0.0, 1.0",
+        "         statistics at 0.1",
+    ]
 
 
 class Residual(nn.Module):
@@ -393,7 +557,14 @@ class Residual(nn.Module):
 def test_maps_stay_until_all_have_read_them(balance, rank):
     """Without backward passes: two segments read one map, and the one that is numbered last may be through first."""
     footprints = (CONV, CONV)
-    graph = Graph([Node("stem", (0,), footprints), Node("around", (1,), footprints), Node("main", (1,), footprints), Node("sum", (3, 2))])
+    graph = Graph(
+        [
+            Node("stem", (0,), footprints),
+            Node("around", (1,), footprints),
+            Node("main", (1,), footprints),
+            Node("sum", (3, 2)),
+        ]
+    )
     found = work(graph=graph, cuts=[1, 2, 3], balance=balance, rank=rank, back=False)
     dropped = set()
     for op in whole(found):

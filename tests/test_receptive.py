@@ -28,13 +28,33 @@ def test_a_network_of_the_paper_on_the_meta_device():
 
 BY_HAND = {
     "a 1x1 conv": (nn.Sequential(conv(3, 4, 1)), (0, 0), (1, 1)),
-    "two 3x3": (nn.Sequential(conv(3, 4), nn.ReLU(), nn.BatchNorm2d(4), conv(4, 2)), (2, 2), (1, 1)),
+    "two 3x3": (
+        nn.Sequential(conv(3, 4), nn.ReLU(), nn.BatchNorm2d(4), conv(4, 2)),
+        (2, 2),
+        (1, 1),
+    ),
     "dilated": (nn.Sequential(conv(3, 4, 3, dilation=4, padding=4)), (4, 4), (1, 1)),
     "padding in words": (nn.Sequential(conv(3, 4, 5, padding="same")), (2, 2), (1, 1)),
     "depthwise": (nn.Sequential(conv(4, 4, 7, groups=4), conv(4, 2, 1)), (3, 3), (1, 1)),
-    "flat kernels": (nn.Sequential(nn.Conv2d(3, 4, (1, 7), padding=(0, 3)), nn.Conv2d(4, 4, (3, 1), padding=(1, 0))), (1, 3), (1, 1)),
-    "pooled in one dim": (nn.Sequential(conv(1, 1), nn.MaxPool2d((1, 4)), conv(1, 1), nn.Upsample(scale_factor=(1, 4))), (2, 5), (1, 4)),
-    "pixels shuffled": (nn.Sequential(conv(3, 4, 2, stride=2, padding=0), nn.PixelShuffle(2)), (0, 0), (2, 2)),
+    "flat kernels": (
+        nn.Sequential(
+            nn.Conv2d(3, 4, (1, 7), padding=(0, 3)), nn.Conv2d(4, 4, (3, 1), padding=(1, 0))
+        ),
+        (1, 3),
+        (1, 1),
+    ),
+    "pooled in one dim": (
+        nn.Sequential(
+            conv(1, 1), nn.MaxPool2d((1, 4)), conv(1, 1), nn.Upsample(scale_factor=(1, 4))
+        ),
+        (2, 5),
+        (1, 4),
+    ),
+    "pixels shuffled": (
+        nn.Sequential(conv(3, 4, 2, stride=2, padding=0), nn.PixelShuffle(2)),
+        (0, 0),
+        (2, 2),
+    ),
     "reflecting": (nn.Sequential(conv(3, 4, 3, padding_mode="reflect")), (1, 1), (1, 1)),
 }
 
@@ -48,7 +68,9 @@ def test_by_hand(name):
 
 def test_volumes():
     found = probed_reach(unet(depth=2, num_convs=1, base_channels=2, dims=3))
-    assert found == probed_reach(unet(depth=2, num_convs=1, base_channels=2, dims=3, up="nearest", norm="batch"))
+    assert found == probed_reach(
+        unet(depth=2, num_convs=1, base_channels=2, dims=3, up="nearest", norm="batch")
+    )
     assert (found.halo, found.stride) == ((11, 11, 11), (4, 4, 4))
 
 
@@ -57,29 +79,53 @@ class Residual(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.first, self.down, self.deep, self.last = conv(2, 4), conv(4, 8, stride=2), conv(8, 8, 5), conv(12, 3)
+        self.first, self.down, self.deep, self.last = (
+            conv(2, 4),
+            conv(4, 8, stride=2),
+            conv(8, 8, 5),
+            conv(12, 3),
+        )
         self.norm = nn.InstanceNorm2d(8)
 
     def forward(self, x):
         x = torch.relu(self.first(x))
-        y = nn.functional.interpolate(self.norm(self.deep(self.down(x))), scale_factor=2.0, mode="nearest")
+        y = nn.functional.interpolate(
+            self.norm(self.deep(self.down(x))), scale_factor=2.0, mode="nearest"
+        )
         return self.last(torch.cat((x, y[..., : x.shape[2], : x.shape[3]]), 1))
 
 
 BRUTE = {
     "residual": Residual(),
-    "u-net": unet(depth=2, num_convs=1, base_channels=2, in_channels=1, norm="none", dropout=0, up="bilinear"),
-    "transposed": nn.Sequential(conv(2, 3), nn.AvgPool2d(2), conv(3, 3, 5), nn.ConvTranspose2d(3, 2, 4, stride=2, padding=1)),
-    "stride 6": nn.Sequential(nn.AvgPool2d(2), conv(2, 2), nn.AvgPool2d(3), conv(2, 2), nn.Upsample(scale_factor=6)),
+    "u-net": unet(
+        depth=2, num_convs=1, base_channels=2, in_channels=1, norm="none", dropout=0, up="bilinear"
+    ),
+    "transposed": nn.Sequential(
+        conv(2, 3), nn.AvgPool2d(2), conv(3, 3, 5), nn.ConvTranspose2d(3, 2, 4, stride=2, padding=1)
+    ),
+    "stride 6": nn.Sequential(
+        nn.AvgPool2d(2), conv(2, 2), nn.AvgPool2d(3), conv(2, 2), nn.Upsample(scale_factor=6)
+    ),
 }
 
 
 FLAT = ["residual", "long_skip", "one_sided", "replicating", "shuffled", "early_norm"]
 
 
-@pytest.mark.parametrize("name", [*FLAT, *("u-net", "transposed", "stride 6"), *("tiny", "demo", "summit-small", "gigapixel-4492")])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *FLAT,
+        *("u-net", "transposed", "stride 6"),
+        *("tiny", "demo", "summit-small", "gigapixel-4492"),
+    ],
+)
 def test_what_is_worked_out_is_what_is_measured(name):
-    model = getattr(made_networks, name)(3, 3) if name in FLAT else BRUTE.get(name) or outline_model(ModelConfig(name))
+    model = (
+        getattr(made_networks, name)(3, 3)
+        if name in FLAT
+        else BRUTE.get(name) or outline_model(ModelConfig(name))
+    )
     graph_of(model)  # which raises where it would have to be measured
     assert receptive_field(model) == probed_reach(model)
 
@@ -91,7 +137,10 @@ def test_gaps_are_counted():
 
 
 def test_a_flat_model_that_changes_the_size():
-    with pytest.raises(ValueError, match="an image of .* pixels along dim 0 comes out as .*, but a segmentation network keeps the size"):
+    with pytest.raises(
+        ValueError,
+        match="an image of .* pixels along dim 0 comes out as .*, but a segmentation network keeps the size",
+    ):
         receptive_field(nn.Sequential(conv(3, 4), nn.Conv2d(4, 2, 3)))
 
 
@@ -109,9 +158,15 @@ def brute_force(model: nn.Module, length: int = 96) -> tuple[int, int]:
     with torch.no_grad():
         for p in model.parameters():
             p.uniform_(0.5, 1.5)
-    rows = torch.autograd.functional.jacobian(lambda x: model(x).sum((0, 1, 3)), x).sum((1, 2, 4))  # (out row, in row)
+    rows = torch.autograd.functional.jacobian(lambda x: model(x).sum((0, 1, 3)), x).sum(
+        (1, 2, 4)
+    )  # (out row, in row)
     inside = range(length // 3, 2 * length // 3)
-    stride = next(s for s in range(1, 20) if all(torch.allclose(rows[r, 24:72], rows[r + s, 24 + s : 72 + s]) for r in inside))
+    stride = next(
+        s
+        for s in range(1, 20)
+        if all(torch.allclose(rows[r, 24:72], rows[r + s, 24 + s : 72 + s]) for r in inside)
+    )
     border = length // 2 // stride * stride
     before = border - int(rows[border:, :].abs().sum(0).nonzero().min())
     after = int(rows[:border, :].abs().sum(0).nonzero().max()) - border + 1
@@ -147,7 +202,9 @@ class MeanAdded(nn.Module):
 @pytest.mark.timeout(15)
 @pytest.mark.parametrize("layer", [PixelAttention, SqueezeExcite, MeanAdded])
 def test_a_layer_that_looks_at_the_whole_image_is_refused(layer, monkeypatch):
-    monkeypatch.setattr(receptive, "_LENGTHS", receptive._LENGTHS[:3])  # attention over a strip costs its length squared
+    monkeypatch.setattr(
+        receptive, "_LENGTHS", receptive._LENGTHS[:3]
+    )  # attention over a strip costs its length squared
     with pytest.raises(ValueError, match="looks at the whole image"):
         probed_reach(nn.Sequential(conv(3, 4), layer(), conv(4, 2)))
 
@@ -155,7 +212,13 @@ def test_a_layer_that_looks_at_the_whole_image_is_refused(layer, monkeypatch):
 @pytest.mark.timeout(15)
 def test_a_grid_that_hangs_on_the_images_size_is_refused():
     with pytest.raises(ValueError, match="align_corners|stride|whole image"):
-        probed_reach(nn.Sequential(conv(3, 4), nn.MaxPool2d(2), nn.Upsample(scale_factor=2, mode="bilinear", align_corners=True)))
+        probed_reach(
+            nn.Sequential(
+                conv(3, 4),
+                nn.MaxPool2d(2),
+                nn.Upsample(scale_factor=2, mode="bilinear", align_corners=True),
+            )
+        )
 
 
 @pytest.mark.parametrize("layer", [nn.Softmax(dim=-1), nn.Softmax(dim=2), nn.LogSoftmax(dim=3)])
@@ -168,10 +231,19 @@ def test_a_softmax_over_pixels_is_no_pointwise_layer(layer):
 @pytest.mark.parametrize(
     "model, message",
     [
-        (nn.Sequential(conv(3, 4), nn.AdaptiveAvgPool2d(1)), "comes out as .1, 1., but a segmentation network keeps the size"),
+        (
+            nn.Sequential(conv(3, 4), nn.AdaptiveAvgPool2d(1)),
+            "comes out as .1, 1., but a segmentation network keeps the size",
+        ),
         (nn.Sequential(conv(3, 4, padding=0)), "keeps the size"),
-        (nn.Sequential(nn.Conv2d(3, 4, 3, padding=1, padding_mode="circular")), "circular padding joins opposite borders"),
-        (nn.Sequential(nn.ReLU()), r"no convolution layer .* give probed_reach\(model, dims=..., in_channels=...\)"),
+        (
+            nn.Sequential(nn.Conv2d(3, 4, 3, padding=1, padding_mode="circular")),
+            "circular padding joins opposite borders",
+        ),
+        (
+            nn.Sequential(nn.ReLU()),
+            r"no convolution layer .* give probed_reach\(model, dims=..., in_channels=...\)",
+        ),
     ],
 )
 def test_what_can_not_be_cut_is_refused(model, message):

@@ -42,11 +42,16 @@ def test_gradients_are_views_of_one_bucket_with_the_parameters_strides():
 
 
 def test_a_bucket_for_each_dtype_and_no_larger_than_its_bound(monkeypatch):
-    assert [b.dtype for b in Gradients(parameters((torch.float32, torch.bfloat16))).buckets] == [torch.float32, torch.bfloat16]
+    assert [b.dtype for b in Gradients(parameters((torch.float32, torch.bfloat16))).buckets] == [
+        torch.float32,
+        torch.bfloat16,
+    ]
     monkeypatch.setattr(reducer, "_BUCKET", 4 * 112)
     assert [b.numel() for b in Gradients(parameters()).buckets] == [112, 8]
     monkeypatch.setattr(reducer, "_BUCKET", 1)
-    assert [b.numel() for b in Gradients(parameters()).buckets] == [108, 4, 8], "a parameter is never cut"
+    assert [b.numel() for b in Gradients(parameters()).buckets] == [108, 4, 8], (
+        "a parameter is never cut"
+    )
 
 
 def test_gradients_of_a_lone_replica_are_autograds():
@@ -57,14 +62,18 @@ def test_gradients_of_a_lone_replica_are_autograds():
         assert not gradients.buckets and all(p.grad is None for p in params)
         (params[0].sum() + params[2].sum()).backward()
         gradients.settle()
-        assert [float(p.grad.sum()) for p in params] == [108, 0, 8] and [p.grad.stride() for p in params] == [p.stride() for p in params]
+        assert [float(p.grad.sum()) for p in params] == [108, 0, 8] and [
+            p.grad.stride() for p in params
+        ] == [p.stride() for p in params]
 
 
 def test_gradients_in_another_layout_are_copied_into_the_parameters():
     params = parameters()
     params[0].grad = torch.arange(108.0).view(4, 3, 3, 3)
     Gradients(params, flat=False).settle()
-    assert params[0].grad.stride() == params[0].stride() and torch.equal(params[0].grad, torch.arange(108.0).view(4, 3, 3, 3))
+    assert params[0].grad.stride() == params[0].stride() and torch.equal(
+        params[0].grad, torch.arange(108.0).view(4, 3, 3, 3)
+    )
 
 
 @pytest.mark.parametrize("largest", [0.1, 1e6])
@@ -75,7 +84,9 @@ def test_clip_is_torchs(largest, flat, monkeypatch):
     gradients = Gradients(ours, flat)
     for params in (ours, theirs):
         sum((i + 1) * (p**2).sum() for i, p in enumerate(params)).backward()
-    assert gradients.norm().item() == pytest.approx(nn.utils.get_total_norm([p.grad for p in theirs]).item())
+    assert gradients.norm().item() == pytest.approx(
+        nn.utils.get_total_norm([p.grad for p in theirs]).item()
+    )
     norm = gradients.norm().item()
     assert norm == pytest.approx(nn.utils.clip_grad_norm_(theirs, largest).item())
     gradients.clip(largest, norm)
@@ -86,19 +97,33 @@ def test_clip_is_torchs(largest, flat, monkeypatch):
 @pytest.mark.parallel([2, 3])
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", ["mpi", "horovod"])
-@pytest.mark.parametrize("dtype, fp16, rtol", [(torch.float64, False, 0), (torch.float32, False, 1e-7), (torch.float32, True, 2e-3), (torch.bfloat16, False, 1e-2)])
+@pytest.mark.parametrize(
+    "dtype, fp16, rtol",
+    [
+        (torch.float64, False, 0),
+        (torch.float32, False, 1e-7),
+        (torch.float32, True, 2e-3),
+        (torch.bfloat16, False, 1e-2),
+    ],
+)
 def test_the_sum_over_ranks(comm, kind, dtype, fp16, rtol):
     if kind == "horovod" and not horovod_works():
         pytest.skip("Horovod is not installed")
     found = make_reducer(kind, Mesh(comm, tiles=(1, comm.size)), fp16)
-    assert (found.name, type(found)) == {"mpi": ("mpi", MpiReducer), "horovod": ("horovod", HorovodReducer)}[kind]
+    assert (found.name, type(found)) == {
+        "mpi": ("mpi", MpiReducer),
+        "horovod": ("horovod", HorovodReducer),
+    }[kind]
     params = parameters((dtype,))
     gradients = Gradients(params)
     for n, p in enumerate(params):
         p.grad += torch.arange(1, p.numel() + 1).view(p.shape).to(dtype) * (comm.rank + 1) / (n + 3)
     found.sum(gradients.buckets)
     for n, p in enumerate(params):
-        wanted = sum((torch.arange(1, p.numel() + 1).view(p.shape).to(dtype) * (r + 1) / (n + 3)).double() for r in range(comm.size))
+        wanted = sum(
+            (torch.arange(1, p.numel() + 1).view(p.shape).to(dtype) * (r + 1) / (n + 3)).double()
+            for r in range(comm.size)
+        )
         torch.testing.assert_close(p.grad.double(), wanted, rtol=max(rtol, 1e-15), atol=0)
 
 
@@ -107,8 +132,14 @@ def test_auto_takes_what_is_there(comm, monkeypatch, capsys):
     mesh = Mesh(comm, tiles=(2, 1))
     monkeypatch.setattr(reducer, "horovod_works", lambda: False)
     assert make_reducer("auto", mesh).name == "mpi"
-    assert ("Horovod with PyTorch is not installed, gradients are summed by MPI" in capsys.readouterr().out) == (comm.rank == 0)
-    with pytest.raises(ValueError, match="mesh.reducer is horovod, but Horovod with PyTorch is not installed: set it to mpi or auto"):
+    assert (
+        "Horovod with PyTorch is not installed, gradients are summed by MPI"
+        in capsys.readouterr().out
+    ) == (comm.rank == 0)
+    with pytest.raises(
+        ValueError,
+        match="mesh.reducer is horovod, but Horovod with PyTorch is not installed: set it to mpi or auto",
+    ):
         make_reducer("horovod", mesh)
 
 
@@ -136,19 +167,30 @@ def horovod_built(monkeypatch):
 
 @pytest.mark.parallel(2)
 @pytest.mark.parametrize("nccl, cuda", [(True, True), (True, False), (False, True), (False, False)])
-def test_horovod_sums_gradients_of_gpus_only_if_it_was_built_for_them(comm, nccl, cuda, horovod_built, capsys):
+def test_horovod_sums_gradients_of_gpus_only_if_it_was_built_for_them(
+    comm, nccl, cuda, horovod_built, capsys
+):
     """Built for MPI alone it would send a GPU's gradients before they are computed."""
     horovod_built(nccl, cuda)
     mesh = Mesh(comm, tiles=(2, 1))
     assert make_reducer("auto", mesh, device="cpu").name == "horovod"
     lacks = "Horovod is built without NCCL and CUDA and cannot sum gradients on GPUs"
     if nccl or cuda:
-        assert make_reducer("auto", mesh, device="cuda").name == make_reducer("horovod", mesh, device="cuda").name == "horovod"
+        assert (
+            make_reducer("auto", mesh, device="cuda").name
+            == make_reducer("horovod", mesh, device="cuda").name
+            == "horovod"
+        )
         assert lacks not in capsys.readouterr().out
         return
     assert make_reducer("auto", mesh, device="cuda").name == "mpi"
-    assert capsys.readouterr().out.count(f"distseg: {lacks}, gradients are summed by MPI (mesh.reducer: mpi)") == (comm.rank == 0)
-    with pytest.raises(ValueError, match=f"mesh.reducer is horovod, but {lacks}: set it to mpi or auto, or install Horovod"):
+    assert capsys.readouterr().out.count(
+        f"distseg: {lacks}, gradients are summed by MPI (mesh.reducer: mpi)"
+    ) == (comm.rank == 0)
+    with pytest.raises(
+        ValueError,
+        match=f"mesh.reducer is horovod, but {lacks}: set it to mpi or auto, or install Horovod",
+    ):
         make_reducer("horovod", mesh, device="cuda")
 
 
@@ -158,7 +200,9 @@ def test_one_rank_without_horovod_is_enough(comm, monkeypatch, horovod_built):
     monkeypatch.setattr(reducer, "horovod_works", lambda: comm.rank == 0)
     mesh = Mesh(comm, tiles=(2, 1))
     assert make_reducer("auto", mesh).name == "mpi"
-    with pytest.raises(ValueError, match="mesh.reducer is horovod, but Horovod with PyTorch is not installed"):
+    with pytest.raises(
+        ValueError, match="mesh.reducer is horovod, but Horovod with PyTorch is not installed"
+    ):
         make_reducer("horovod", mesh)
 
 

@@ -83,7 +83,9 @@ def test_silent_progress_shows_nothing(capsys):
     assert capsys.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize("value, text", [(0.5, "0.5 px"), (999.6, "1 kpx"), (12_345_678, "12.3 Mpx"), (0, "0 px")])
+@pytest.mark.parametrize(
+    "value, text", [(0.5, "0.5 px"), (999.6, "1 kpx"), (12_345_678, "12.3 Mpx"), (0, "0 px")]
+)
 def test_si(value, text):
     assert si(value, "px") == text
 
@@ -100,13 +102,22 @@ def test_lines_are_whole_before_the_log_is_closed(tmp_path):
     log.write("step", 1, 0, loss=torch.tensor(0.5), tile=Size("2x3"), sizes=np.array([1, 2]))
     line = json.loads((tmp_path / "log.jsonl").read_text())
     assert line.pop("time") > 1e9
-    assert line == {"kind": "step", "step": 1, "epoch": 0, "loss": 0.5, "tile": "2x3", "sizes": [1, 2]}
+    assert line == {
+        "kind": "step",
+        "step": 1,
+        "epoch": 0,
+        "loss": 0.5,
+        "tile": "2x3",
+        "sizes": [1, 2],
+    }
     log.close()
 
 
 def test_nan_is_null_at_any_depth(tmp_path):
     with RunLog(tmp_path, tensorboard=False) as log:
-        log.write("validation", 1, 0, loss=math.inf, iou={"land": 0.5, "lake": torch.tensor(math.nan)})
+        log.write(
+            "validation", 1, 0, loss=math.inf, iou={"land": 0.5, "lake": torch.tensor(math.nan)}
+        )
     assert "NaN" not in (tmp_path / "log.jsonl").read_text()
     [line] = read_log(tmp_path)
     assert line["loss"] is None and line["iou"] == {"land": 0.5, "lake": None}
@@ -138,18 +149,27 @@ def test_what_a_resumed_runs_log_lacks_is_told_and_a_damaged_one_kept(tmp_path, 
     file.write_bytes(damaged)
     RunLog(tmp_path, tensorboard=False, resumed_step=5).close()
     told = capsys.readouterr().err
-    assert "is damaged in line 2, which is left out; the file as it was is log.1.jsonl" in told and "has no entry of 1 of the 5 steps before (the first is step 2)" in told
+    assert (
+        "is damaged in line 2, which is left out; the file as it was is log.1.jsonl" in told
+        and "has no entry of 1 of the 5 steps before (the first is step 2)" in told
+    )
     assert steps(tmp_path) == [1, 3, 4, 5] and (tmp_path / "log.1.jsonl").read_bytes() == damaged
     file.unlink()
     RunLog(tmp_path, tensorboard=False, resumed_step=5).close()
-    assert "has no entry of 5 of the 5 steps before (the first is step 1)" in capsys.readouterr().err
+    assert (
+        "has no entry of 5 of the 5 steps before (the first is step 1)" in capsys.readouterr().err
+    )
 
 
 def test_a_new_run_keeps_the_old_log_aside(tmp_path):
     for step in (1, 2, 3):
         with RunLog(tmp_path, tensorboard=False) as log:
             log.write("step", step, 0)
-    assert [steps(tmp_path / name) for name in ("log.1.jsonl", "log.2.jsonl", "log.jsonl")] == [[1], [2], [3]]
+    assert [steps(tmp_path / name) for name in ("log.1.jsonl", "log.2.jsonl", "log.jsonl")] == [
+        [1],
+        [2],
+        [3],
+    ]
 
 
 def test_reading_tolerates_only_a_cut_last_line(tmp_path):
@@ -176,7 +196,11 @@ def test_tensorboard_gets_the_numbers_and_a_resume_hides_the_later_ones(tmp_path
     assert events().Tags()["scalars"] == ["step/loss", "validation/iou/lake"]
     with RunLog(tmp_path, resumed_step=2) as log:
         log.write("step", 3, 0, loss=30.0)
-    assert [(e.step, e.value) for e in events().Scalars("step/loss")] == [(1, 1.0), (2, 2.0), (3, 30.0)]
+    assert [(e.step, e.value) for e in events().Scalars("step/loss")] == [
+        (1, 1.0),
+        (2, 2.0),
+        (3, 30.0),
+    ]
 
 
 def test_without_tensorboard_one_line_says_so(tmp_path, monkeypatch, capsys):
@@ -210,12 +234,21 @@ medium-1  232,687,904     -     10.30   7.5%"""
 
 
 def test_markdown_table():
-    assert markdown_table(ROWS, ["model", "halo"]).splitlines() == ["| model | halo |", "| --- | ---: |", "| small | 190 |", "| medium-1 | - |"]
+    assert markdown_table(ROWS, ["model", "halo"]).splitlines() == [
+        "| model | halo |",
+        "| --- | ---: |",
+        "| small | 190 |",
+        "| medium-1 | - |",
+    ]
 
 
 def test_floats_share_decimals_only_where_all_stay_readable():
     assert table([{"e": 0.5}, {"e": 0.25}]).split()[2:] == ["0.5000", "0.2500"]
-    assert table([{"e": 0.5}, {"e": 1.2e-13}, {"e": math.nan}]).split()[2:] == ["0.5", "1.2e-13", "-"]
+    assert table([{"e": 0.5}, {"e": 1.2e-13}, {"e": math.nan}]).split()[2:] == [
+        "0.5",
+        "1.2e-13",
+        "-",
+    ]
     assert table([]) == "(no rows)"
 
 
@@ -245,14 +278,18 @@ def world(size: int = 64) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 def test_iou_by_hand():
     _, truth, prediction = world()
     ocean, land, lake = 64 * 32, 64 * 32 - 64, 64
-    assert iou_per_class(truth, prediction, 3) == pytest.approx([ocean / (ocean + 32), land / land, 32 / lake])
+    assert iou_per_class(truth, prediction, 3) == pytest.approx(
+        [ocean / (ocean + 32), land / land, 32 / lake]
+    )
     truth[20:24, 40:48] = 255
     assert iou_per_class(truth, prediction, 4) == pytest.approx([1, 1, 1, math.nan], nan_ok=True)
 
 
 def test_overlay_draws_each_pixel_of_each_panel(tmp_path):
     image, truth, prediction = world()
-    plot_overlay(image, truth, prediction, ["ocean", "land", "lake"], None, tmp_path / "a" / "overlay.png")
+    plot_overlay(
+        image, truth, prediction, ["ocean", "land", "lake"], None, tmp_path / "a" / "overlay.png"
+    )
     picture, drawn = png(tmp_path / "a" / "overlay.png"), (640 // 64) ** 2
     margin = 3000  # the legend's swatches
     assert (64 + 32) * drawn <= count(picture, NATURAL["lake"]) <= (64 + 32) * drawn + margin
@@ -261,19 +298,36 @@ def test_overlay_draws_each_pixel_of_each_panel(tmp_path):
 
 def test_overlay_shows_the_scores_and_the_pixels_without_a_label(tmp_path, monkeypatch):
     said = []
-    monkeypatch.setattr("distseg.report.overlay._draw", lambda panels, legend, title, note, output: said.append((panels, legend, title)))
+    monkeypatch.setattr(
+        "distseg.report.overlay._draw",
+        lambda panels, legend, title, note, output: said.append((panels, legend, title)),
+    )
     image, truth, prediction = world()
     truth[:8] = 255
-    plot_overlay(image, truth, prediction, ["ocean", "land", "lake"], None, tmp_path / "x.png", title="here")
+    plot_overlay(
+        image, truth, prediction, ["ocean", "land", "lake"], None, tmp_path / "x.png", title="here"
+    )
     [(panels, legend, title)] = said
-    assert [name for name, _ in panels] == ["image", "truth", "prediction", "errors: 0.89% of the labelled pixels"]
+    assert [name for name, _ in panels] == [
+        "image",
+        "truth",
+        "prediction",
+        "errors: 0.89% of the labelled pixels",
+    ]
     assert [name for name, _ in legend] == ["ocean", "land", "lake", "error", "no label"]
     assert title == "here     IoU:  ocean 0.982 · land 1.000 · lake 0.500 · mean 0.827"
 
 
 def test_overlay_without_truth_has_two_panels(tmp_path):
     image, _, prediction = world()
-    plot_overlay(image, None, prediction, ["ocean", "land", "lake"], [(255, 0, 0), (0, 255, 0), "#0000ff"], tmp_path / "x.png")
+    plot_overlay(
+        image,
+        None,
+        prediction,
+        ["ocean", "land", "lake"],
+        [(255, 0, 0), (0, 255, 0), "#0000ff"],
+        tmp_path / "x.png",
+    )
     picture = png(tmp_path / "x.png")
     assert count(picture, "#0000ff") >= 32 * 100 and count(picture, "#D81B60") == 0
 
@@ -281,7 +335,9 @@ def test_overlay_without_truth_has_two_panels(tmp_path):
 def test_a_shrunken_map_keeps_its_lakes():
     labels = np.zeros((1920, 3), np.uint8)  # blocks of 2x2; the last column stands alone
     labels[100, 0] = 2
-    assert shrink_labels(labels, np.bincount(labels.ravel(), minlength=3)).tolist() == [[2, 0] if y == 50 else [0, 0] for y in range(960)]
+    assert shrink_labels(labels, np.bincount(labels.ravel(), minlength=3)).tolist() == [
+        [2, 0] if y == 50 else [0, 0] for y in range(960)
+    ]
 
 
 def test_a_shrunken_image_is_the_mean_of_its_blocks():
@@ -297,7 +353,10 @@ def test_a_shrunken_image_is_the_mean_of_its_blocks():
     [
         ({"image": np.zeros((64, 64), np.uint8)}, r"the image is uint8 of shape \(64, 64\)"),
         ({"truth": np.zeros((64, 60), np.uint8)}, r"the truth has shape \(64, 60\).*\(64, 64\)"),
-        ({"prediction": np.full((64, 64), 3)}, "the prediction has labels 3 to 3, but the 3 classes are 0 to 2"),
+        (
+            {"prediction": np.full((64, 64), 3)},
+            "the prediction has labels 3 to 3, but the 3 classes are 0 to 2",
+        ),
         ({"colors": ["red"]}, "1 colours do not fit 3 classes"),
     ],
 )
@@ -318,7 +377,9 @@ def training_log(folder) -> None:
         for step in range(1, 101):
             log.write("step", step, step // 50, loss=math.nan if step == 7 else 1 / step, lr=1e-3)
             if step % 50 == 0:
-                log.write("validation", step, step // 50, loss=0.1, iou={"land": 0.9, "lake": step / 200})
+                log.write(
+                    "validation", step, step // 50, loss=0.1, iou={"land": 0.9, "lake": step / 200}
+                )
 
 
 def test_curves_show_raw_beside_smooth_and_each_class(tmp_path):
@@ -373,4 +434,7 @@ def test_a_long_unit_shows_how_far_it_is():
         bar.partly(0.5)
         now[0] = 40.0
         bar.advance(2)
-    assert stream.getvalue().splitlines() == ["epoch 1: 0/2 steps (25%), 50% of the next step, 1:00 left", "epoch 1: 2/2 steps in 0:40"]
+    assert stream.getvalue().splitlines() == [
+        "epoch 1: 0/2 steps (25%), 50% of the next step, 1:00 left",
+        "epoch 1: 2/2 steps in 0:40",
+    ]

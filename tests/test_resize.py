@@ -13,13 +13,23 @@ from distseg.tiling.resize import Fit, Follow, Resize, Shifted, in_front, taps
 from distseg.tiling.tile import Box
 
 SIZES = [(5, 9), (9, 5), (7, 7), (1, 6), (6, 1), (16, 32), (33, 17), (3, 40)]
-MODES = [("nearest", None, False), ("nearest-exact", None, False), ("bilinear", False, False), ("bilinear", True, False), ("bicubic", False, False), ("bicubic", True, False)]
+MODES = [
+    ("nearest", None, False),
+    ("nearest-exact", None, False),
+    ("bilinear", False, False),
+    ("bilinear", True, False),
+    ("bicubic", False, False),
+    ("bicubic", True, False),
+]
 MODES += [("area", None, False), ("bilinear", False, True), ("bicubic", False, True)]
 
 
 def part_of(layer, size, result, made):
     """What a layer's part of its result is computed from."""
-    spans = [f.at(n, m).needs(a, b) for f, n, m, a, b in zip(layer.footprints(), size, result, made.start, made.stop)]
+    spans = [
+        f.at(n, m).needs(a, b)
+        for f, n, m, a, b in zip(layer.footprints(), size, result, made.start, made.stop)
+    ]
     raw = Box(*zip(*spans))
     taken = raw.intersection(Box.whole(size))
     return Part(size, taken, taken, taken, raw, made, result)
@@ -38,7 +48,9 @@ def test_a_part_is_that_of_the_whole(mode, corners, antialias, factor):
         torch.manual_seed(0)
         x = torch.randn(2, 3, n, n + 2, dtype=torch.float64, requires_grad=True)
         result = (m, int((n + 2) * factor) if factor else m + 1)
-        layer = ResizeTo([Follow()] * 2, mode, corners, antialias, (factor, factor) if factor else None)
+        layer = ResizeTo(
+            [Follow()] * 2, mode, corners, antialias, (factor, factor) if factor else None
+        )
         whole = layer.made(x, result)
         assert tuple(whole.shape[2:]) == result
         for a, b in ((0, max(1, m // 2)), (m // 2, m), (m // 3, m // 3 + 1)):
@@ -74,30 +86,58 @@ def test_nearest_places_are_bounded_however_they_are_rounded(mode):
         found = taps(mode, False, None, n, m)
         for dtype in (torch.float32, torch.float64):
             for shape in ((n,), (n, 1), (1, n)):
-                x = torch.arange(n, dtype=dtype).view(1, 1, *shape).repeat(1, 2, *(1 for _ in shape))
-                places = F.interpolate(x, size=[m if k == n else 1 for k in shape], mode=mode)[0, 0].flatten().long().numpy()
+                x = (
+                    torch.arange(n, dtype=dtype)
+                    .view(1, 1, *shape)
+                    .repeat(1, 2, *(1 for _ in shape))
+                )
+                places = (
+                    F.interpolate(x, size=[m if k == n else 1 for k in shape], mode=mode)[0, 0]
+                    .flatten()
+                    .long()
+                    .numpy()
+                )
                 assert (found.first <= places).all() and (places <= found.last).all()
 
 
 def test_a_frame_lies_where_the_difference_of_sizes_says():
     assert [in_front(side, 5) for side in ("half", "larger half", "all", "none")] == [2, 3, 5, 0]
-    assert [in_front(side, -5) for side in ("half", "larger half", "all", "none")] == [-3, -2, -5, 0]
-    assert Fit("half").at(7, 12) == Shifted(2) and Shifted(2).needs(0, 12) == (-2, 10) and Shifted(-3).needs(0, 4) == (3, 7)
+    assert [in_front(side, -5) for side in ("half", "larger half", "all", "none")] == [
+        -3,
+        -2,
+        -5,
+        0,
+    ]
+    assert (
+        Fit("half").at(7, 12) == Shifted(2)
+        and Shifted(2).needs(0, 12) == (-2, 10)
+        and Shifted(-3).needs(0, 4) == (3, 7)
+    )
 
 
 @pytest.mark.parametrize("mode", ["constant", "reflect", "replicate"])
-@pytest.mark.parametrize("size, result", [((7, 9), (12, 10)), ((12, 10), (7, 9)), ((7, 9), (4, 13))])
+@pytest.mark.parametrize(
+    "size, result", [((7, 9), (12, 10)), ((12, 10), (7, 9)), ((7, 9), (4, 13))]
+)
 def test_a_part_of_a_frame_is_that_of_the_whole(mode, size, result):
     layer = FitTo([Follow()] * 2, ("half", "none"), mode, 2.5 if mode == "constant" else 0.0)
     x = torch.randn(1, 2, *size, dtype=torch.float64)
     whole = layer.made(x, result)
     for made in (Box((0, 0), (2, 3)), Box((1, 4), (4, 9)), Box.whole(result)):
         part = frame_of(layer, size, result, made)
-        torch.testing.assert_close(run(layer, x[(..., *part.taken.slices)], part.taken, part), whole[(..., *made.slices)], rtol=0, atol=0)
+        torch.testing.assert_close(
+            run(layer, x[(..., *part.taken.slices)], part.taken, part),
+            whole[(..., *made.slices)],
+            rtol=0,
+            atol=0,
+        )
 
 
 def frame_of(layer, size, result, made):
-    spans = [(f.at(n, m).needs(a, b), n, f.mirrored) for f, n, m, a, b in zip(layer.footprints(), size, result, made.start, made.stop)]
+    spans = [
+        (f.at(n, m).needs(a, b), n, f.mirrored)
+        for f, n, m, a, b in zip(layer.footprints(), size, result, made.start, made.stop)
+    ]
     taken = Box(*zip(*(inside(*each[:2], each[2]) for each in spans)))
     return Part(size, taken, taken, taken, Box(*zip(*(each[0] for each in spans))), made, result)
 
@@ -119,9 +159,15 @@ class Map:
     ],
 )
 def test_how_sizes_follow_others(wanted, like, rules):
-    maps = {"image": Map((26, 18), (40, 12), (82, 66)), "skip": Map((13, 9), (20, 6), (41, 33)), "deep": Map((4, 3), (5, 2), (11, 9))}
+    maps = {
+        "image": Map((26, 18), (40, 12), (82, 66)),
+        "skip": Map((13, 9), (20, 6), (41, 33)),
+        "deep": Map((4, 3), (5, 2), (11, 9)),
+    }
     found = followed(wanted, maps["deep"], maps.values())
     if like is None:
         assert found is None
     else:
-        assert found[0] is maps[like] and [r.size(n) for r, n in zip(found[1], (100, 200))] == [r.size(n) for r, n in zip(rules, (100, 200))]
+        assert found[0] is maps[like] and [r.size(n) for r, n in zip(found[1], (100, 200))] == [
+            r.size(n) for r, n in zip(rules, (100, 200))
+        ]

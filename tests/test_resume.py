@@ -38,15 +38,33 @@ def config(folder, output="run", epochs=2, **mesh) -> Config:
         model=ModelConfig(depth=2, num_convs=1, base_channels=4, norm="batch", dropout=0.1),
         mesh=MeshConfig(**mesh),
         spatial=SpatialConfig(norm_scope="step"),
-        data=DataConfig(store=str(folder / "s.h5"), crop="32x32", epoch_samples=2 * STEPS, images=2 // mesh.get("samples", 1), augment=["flip"]),
+        data=DataConfig(
+            store=str(folder / "s.h5"),
+            crop="32x32",
+            epoch_samples=2 * STEPS,
+            images=2 // mesh.get("samples", 1),
+            augment=["flip"],
+        ),
         optim=OptimConfig(lr=0.01),
-        train=TrainConfig(epochs=epochs, output=str(folder / output), tensorboard=False, precision="fp64", validate_every=2),
+        train=TrainConfig(
+            epochs=epochs,
+            output=str(folder / output),
+            tensorboard=False,
+            precision="fp64",
+            validate_every=2,
+        ),
     )
 
 
 def curve(folder, output="run") -> list:
-    lines = [json.loads(line) for line in (Path(folder) / output / "log.jsonl").read_text().splitlines()]
-    return [(e["kind"], e["step"], e.get("loss"), e.get("lr"), e.get("iou")) for e in lines if e["kind"] in ("step", "validation")]
+    lines = [
+        json.loads(line) for line in (Path(folder) / output / "log.jsonl").read_text().splitlines()
+    ]
+    return [
+        (e["kind"], e["step"], e.get("loss"), e.get("lr"), e.get("iou"))
+        for e in lines
+        if e["kind"] in ("step", "validation")
+    ]
 
 
 def store(folder) -> None:
@@ -67,7 +85,14 @@ class At:
 
         for log in (loop.SilentLog, *loop.SilentLog.__subclasses__()):
             original = log.write
-            monkeypatch.setattr(log, "write", lambda self, *a, original=original, **k: (original(self, *a, **k), noting(self, *a, **k))[0])
+            monkeypatch.setattr(
+                log,
+                "write",
+                lambda self, *a, original=original, **k: (
+                    original(self, *a, **k),
+                    noting(self, *a, **k),
+                )[0],
+            )
 
 
 @pytest.mark.parallel(1)
@@ -125,12 +150,18 @@ def test_sigusr1_writes_a_checkpoint_and_the_run_goes_on(comm, tmp_path, monkeyp
         At(patch, 3, signal.SIGUSR1)
         train(replace(c := config(tmp_path), train=replace(c.train, keep=9)), comm)
     found = [p.name for p in sorted((tmp_path / "run/checkpoints").glob("step-*"))]
-    assert len(found) == 3 and found[0] in ("step-00000003", "step-00000004") and found[1:] == [f"step-{n * STEPS:08d}" for n in (1, 2)]
+    assert (
+        len(found) == 3
+        and found[0] in ("step-00000003", "step-00000004")
+        and found[1:] == [f"step-{n * STEPS:08d}" for n in (1, 2)]
+    )
     resumed = replace(c, train=replace(c.train, resume=found[0], keep=9))
     before = curve(tmp_path)
     train(resumed, comm)
     assert curve(tmp_path) == before
-    assert sorted(p.name for p in (tmp_path / "run/checkpoints.1").iterdir()) == found[1:], "those after the chosen one are kept elsewhere"
+    assert sorted(p.name for p in (tmp_path / "run/checkpoints.1").iterdir()) == found[1:], (
+        "those after the chosen one are kept elsewhere"
+    )
 
 
 @pytest.mark.parallel([2, 4])
@@ -153,7 +184,9 @@ def test_one_ranks_signal_ends_all_and_another_mesh_goes_on(comm, shared_path, m
     train(replace(other, train=replace(other.train, resume=True)), comm)
     if comm.rank == 0:
         a, b = curve(shared_path), curve(shared_path, "whole")
-        assert [x[:2] for x in a] == [x[:2] for x in b] and all(x[2] is None or abs(x[2] - y[2]) < 1e-12 for x, y in zip(a, b))
+        assert [x[:2] for x in a] == [x[:2] for x in b] and all(
+            x[2] is None or abs(x[2] - y[2]) < 1e-12 for x, y in zip(a, b)
+        )
 
 
 @pytest.mark.parallel(1)
@@ -163,7 +196,10 @@ def test_two_jobs_do_not_train_into_one_folder(comm, tmp_path):
     store(tmp_path)
     (tmp_path / "run").mkdir()
     lock = lock_run(tmp_path / "run")
-    with pytest.raises(ValueError, match=r"another job trains into .*run \(process on .* since .*\): wait for it, or choose another train.output"):
+    with pytest.raises(
+        ValueError,
+        match=r"another job trains into .*run \(process on .* since .*\): wait for it, or choose another train.output",
+    ):
         train(config(tmp_path), comm)
     lock.close()
     train(config(tmp_path), comm)
@@ -174,7 +210,10 @@ def test_an_earlier_run_is_moved_aside_with_a_word(comm, tmp_path, capsys):
     store(tmp_path)
     train(config(tmp_path), comm)
     train(config(tmp_path), comm)
-    assert "run: an earlier run was there: its checkpoints are moved to checkpoints.1" in capsys.readouterr().out
+    assert (
+        "run: an earlier run was there: its checkpoints are moved to checkpoints.1"
+        in capsys.readouterr().out
+    )
 
 
 @pytest.mark.parallel(1)
@@ -186,21 +225,40 @@ def test_what_has_changed_is_told(comm, tmp_path, capsys):
     out = capsys.readouterr().out
     assert "goes on from step-00000012: 12 steps, 2 epochs" in out
     assert "optim.lr was 0.01, is 0.02" in out and "train.epochs was 2, is 3" in out
-    assert "the schedule (cosine) goes on at step 12 of 18 with a rate of 0.0" in out and "with the settings before it had come to its end" in out
+    assert (
+        "the schedule (cosine) goes on at step 12 of 18 with a rate of 0.0" in out
+        and "with the settings before it had come to its end" in out
+    )
 
 
 # the arithmetic
 
 
-@pytest.mark.parametrize("samples, batch, steps, wanted", [(0, 4, 6, 0), (8, 4, 6, 2), (24, 4, 6, 6), (24, 4, 5, 5), (10, 4, 6, 2)])
+@pytest.mark.parametrize(
+    "samples, batch, steps, wanted",
+    [(0, 4, 6, 0), (8, 4, 6, 2), (24, 4, 6, 6), (24, 4, 5, 5), (10, 4, 6, 2)],
+)
 def test_the_step_at_which_an_epoch_goes_on(samples, batch, steps, wanted):
     step, word = first_step(samples, batch, steps)
-    assert step == wanted and (word is None) == (samples == step * batch or samples > steps * batch) or "2 of the epoch's samples are seen twice" in word or wanted == steps
+    assert (
+        step == wanted
+        and (word is None) == (samples == step * batch or samples > steps * batch)
+        or "2 of the epoch's samples are seen twice" in word
+        or wanted == steps
+    )
 
 
 def test_changes_of_settings_and_mesh():
-    before = {"optim": {"lr": 0.1, "name": "sgd"}, "mesh": {"samples": 1, "tiles": "1x1", "stages": 1}, "run": {"device": "cpu"}}
-    now = {"optim": {"lr": 0.2, "name": "sgd"}, "mesh": {"samples": 2, "tiles": "1x1", "stages": 1}, "run": {"device": "cuda"}}
+    before = {
+        "optim": {"lr": 0.1, "name": "sgd"},
+        "mesh": {"samples": 1, "tiles": "1x1", "stages": 1},
+        "run": {"device": "cpu"},
+    }
+    now = {
+        "optim": {"lr": 0.2, "name": "sgd"},
+        "mesh": {"samples": 2, "tiles": "1x1", "stages": 1},
+        "run": {"device": "cuda"},
+    }
     assert changes(before, now) == ["optim.lr was 0.1, is 0.2"] and changes(now, now) == []
     constant = OptimConfig(schedule="constant", warmup=0.0)
     assert schedule_change(constant, constant, (3, 10), (3, 20)) == []
@@ -215,20 +273,42 @@ def _layout(samples, accumulate, images, scope="step", halo=None, tiles="1x1") -
 @pytest.mark.parametrize(
     "before, now, batch_norm, told",
     [
-        (_layout(1, 1, 1), _layout(2, 1, 1), False, "a step was of 1 images, is of 2, so the loss curve is another; train.accumulate and data.images make it the same"),
+        (
+            _layout(1, 1, 1),
+            _layout(2, 1, 1),
+            False,
+            "a step was of 1 images, is of 2, so the loss curve is another; train.accumulate and data.images make it the same",
+        ),
         (_layout(2, 1, 1), _layout(1, 2, 1), False, "the gradient is the same"),
-        (_layout(2, 1, 1), _layout(1, 2, 1), True, "batch norm sees other images of a step together, so the loss curve is another"),
+        (
+            _layout(2, 1, 1),
+            _layout(1, 2, 1),
+            True,
+            "batch norm sees other images of a step together, so the loss curve is another",
+        ),
         (_layout(2, 1, 1), _layout(1, 1, 2), True, "the gradient is the same"),
         (_layout(2, 2, 1), _layout(1, 2, 2), True, "the gradient is the same"),
         (_layout(2, 1, 1, "group"), _layout(1, 2, 1, "group"), True, "the gradient is the same"),
-        (_layout(2, 1, 1, "group"), _layout(1, 1, 2, "group"), True, "batch norm sees other images of a step together, so the loss curve is another"),
+        (
+            _layout(2, 1, 1, "group"),
+            _layout(1, 1, 2, "group"),
+            True,
+            "batch norm sees other images of a step together, so the loss curve is another",
+        ),
         (_layout(2, 1, 1), _layout(2, 1, 1, tiles="1x2"), True, "the gradient is the same"),
-        (_layout(2, 1, 1, "window"), _layout(2, 1, 1, "window", tiles="1x2"), True, "what is approximate (spatial.norm_scope window, spatial.halo) depends on it"),
+        (
+            _layout(2, 1, 1, "window"),
+            _layout(2, 1, 1, "window", tiles="1x2"),
+            True,
+            "what is approximate (spatial.norm_scope window, spatial.halo) depends on it",
+        ),
     ],
 )
 def test_what_another_mesh_does_to_the_gradient(before, now, batch_norm, told):
     (found,) = mesh_change(before, now, batch_norm)
-    assert found.startswith(f"the mesh was {before['mesh']['samples']} samples x (1x1) tiles x 1 stages, is ") and found.endswith(f": {told}")
+    assert found.startswith(
+        f"the mesh was {before['mesh']['samples']} samples x (1x1) tiles x 1 stages, is "
+    ) and found.endswith(f": {told}")
     assert mesh_change(now, now, batch_norm) == []
 
 
@@ -272,5 +352,7 @@ sys.argv[1:] = ["train", "--data.store", {str(tmp_path / "none.h5")!r}]
 from distseg.cli.main import main
 main()
 """
-    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True
+    )
     assert (done.returncode, done.stderr.count("none.h5")) == (2, 1), done

@@ -5,8 +5,18 @@ import torch
 
 from distseg.tiling import rng
 
-SPLITMIX64_OF_SEED_0 = (0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F, 0xF88BB8A8724C81EC)
-SPLITMIX64_OF_SEED_1234567 = (6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431)
+SPLITMIX64_OF_SEED_0 = (
+    0xE220A8397B1DCDAF,
+    0x6E789E6AA1B965F4,
+    0x06C45D188009454F,
+    0xF88BB8A8724C81EC,
+)
+SPLITMIX64_OF_SEED_1234567 = (
+    6457827717110365317,
+    3203168211198807973,
+    9817491932198370423,
+    4593380528125082431,
+)
 
 
 def test_the_published_stream():
@@ -30,7 +40,13 @@ def test_positions_beyond_32_bits():
 
 
 def test_a_key_depends_on_every_part_and_its_place():
-    paths = [(s, e, n, layer) for s in range(5) for e in range(5) for n in range(-2, 20) for layer in ("enc0.drop", "enc1.drop")]
+    paths = [
+        (s, e, n, layer)
+        for s in range(5)
+        for e in range(5)
+        for n in range(-2, 20)
+        for layer in ("enc0.drop", "enc1.drop")
+    ]
     assert len({rng.key(*path) for path in paths}) == len(paths)
     assert rng.key(1, 2) != rng.key(2, 1) != rng.key(2, 1, 0) != rng.key(2)
     assert all(0 <= rng.key(*path) < 1 << 64 for path in paths)

@@ -136,8 +136,21 @@ def test_command(mpirun):
 
 
 def start(folder: Path, *args: str) -> subprocess.Popen:
-    env = os.environ | {"PYTHONPATH": str(Path(__file__).parent), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    argv = [sys.executable, "-m", "pytest", "-p", "mpirunner.plugin", "-p", "no:cacheprovider", "-v", *args]
+    env = os.environ | {
+        "PYTHONPATH": str(Path(__file__).parent),
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+    }
+    argv = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "mpirunner.plugin",
+        "-p",
+        "no:cacheprovider",
+        "-v",
+        *args,
+    ]
     return subprocess.Popen(argv, cwd=folder, env=env, stdout=subprocess.PIPE, text=True)
 
 
@@ -189,8 +202,19 @@ def test_every_test_has_its_own_verdict(odd):
     [
         ("test_all_ranks_fail", ["all 3 ranks", "assert 3 == 4"]),
         ("test_one_rank_fails", ["rank 1 of 3", "rank one is bad"]),
-        ("test_one_rank_fails_and_the_others_wait", ["rank 1 of 3", "rank one is bad", "stack of ranks 0, 2 of 3"]),
-        ("test_hang", ["timed out after 1 s", "stack of ranks 0, 1 of 3", "stack of rank 2 of 3", "in test_hang"]),
+        (
+            "test_one_rank_fails_and_the_others_wait",
+            ["rank 1 of 3", "rank one is bad", "stack of ranks 0, 2 of 3"],
+        ),
+        (
+            "test_hang",
+            [
+                "timed out after 1 s",
+                "stack of ranks 0, 1 of 3",
+                "stack of rank 2 of 3",
+                "in test_hang",
+            ],
+        ),
         ("test_death", ["died (status 139)", "Segmentation fault", "stack of rank 2 of 3"]),
         ("test_silent_exit", ["died", "process rank 0"]),
         ("test_skipped_on_some", ["passed on ranks 1, 2 of 3", "skipped on rank 0 of 3"]),
@@ -233,8 +257,13 @@ def test_nothing_survives_a_killed_run(tmp_path):
 
 def test_a_selection_runs_as_selected(tmp_path):
     (tmp_path / "test_odd.py").write_text(ODD_ONES)
-    output = pytest_on(tmp_path, "-x", "test_odd.py::test_one_rank_fails[ranks=3]", "test_odd.py::test_folders")
-    assert verdicts(output) == [("test_folders[ranks=1]", "PASSED"), ("test_one_rank_fails[ranks=3]", "FAILED")], output
+    output = pytest_on(
+        tmp_path, "-x", "test_odd.py::test_one_rank_fails[ranks=3]", "test_odd.py::test_folders"
+    )
+    assert verdicts(output) == [
+        ("test_folders[ranks=1]", "PASSED"),
+        ("test_one_rank_fails[ranks=3]", "FAILED"),
+    ], output
 
 
 def test_marks_are_read_as_written():
@@ -252,7 +281,12 @@ def test_marks_are_read_as_written():
 def looks(seconds: float, cores: int, idle: float, **threads: tuple[float, float]) -> float:
     """The seconds lost between two looks, of which the first found the same threads."""
     before = Look(100.0, cores, 7.0, dict.fromkeys(threads, (5.0, 3.0)))
-    after = Look(100.0 + seconds, cores, 7.0 + idle, {name: (5.0 + ran, 3.0 + waited) for name, (ran, waited) in threads.items()})
+    after = Look(
+        100.0 + seconds,
+        cores,
+        7.0 + idle,
+        {name: (5.0 + ran, 3.0 + waited) for name, (ran, waited) in threads.items()},
+    )
     return lost(before, after)
 
 
@@ -263,12 +297,21 @@ def looks(seconds: float, cores: int, idle: float, **threads: tuple[float, float
         (0, dict(cores=1, idle=0, a=(0, 0))),  # asleep, beside others
         (0, dict(cores=2, idle=12, a=(12, 0))),  # at work, nobody else
         (0, dict(cores=2, idle=0, a=(12, 0))),  # at work, and others on the other core
-        (0, dict(cores=2, idle=0, **{k: (4, 8) for k in "abcdef"})),  # 6 ranks, nobody else: they wait for each other
+        (
+            0,
+            dict(cores=2, idle=0, **{k: (4, 8) for k in "abcdef"}),
+        ),  # 6 ranks, nobody else: they wait for each other
         (9, dict(cores=1, idle=0, a=(3, 9))),  # at work, beside 3 others
         (6, dict(cores=1, idle=0, a=(2, 6))),  # so too, and asleep for 4 s
         (6, dict(cores=2, idle=0, **{k: (2, 10) for k in "abcdef"})),  # 6 ranks, beside 6 others
-        (6, dict(cores=1, idle=0, a=(3, 6), **{k: (0, 0) for k in "bcdef"})),  # 5 of the ranks wait asleep
-        (0, dict(cores=2, idle=11.4, **{k: (0.1, 0) for k in "abcdef"})),  # all ask again and again, asleep in between: a hang
+        (
+            6,
+            dict(cores=1, idle=0, a=(3, 6), **{k: (0, 0) for k in "bcdef"}),
+        ),  # 5 of the ranks wait asleep
+        (
+            0,
+            dict(cores=2, idle=11.4, **{k: (0.1, 0) for k in "abcdef"}),
+        ),  # all ask again and again, asleep in between: a hang
     ],
 )
 def test_seconds_are_lost_only_where_others_take_a_core_that_the_job_wants(seconds, found):
@@ -277,8 +320,12 @@ def test_seconds_are_lost_only_where_others_take_a_core_that_the_job_wants(secon
 
 def test_threads_come_and_go_and_disks_take_their_time():
     before = Look(0, 1, 0, {1: (5, 5), 2: (50, 50)})
-    assert lost(before, Look(4, 1, 0, {1: (6, 8)})) == 3, "of a thread that has ended nothing is known"
-    assert lost(before, Look(4, 1, 0, {1: (5, 5), 2: (50, 50), 3: (1, 3)})) == 3, "a new one has all that it has from these seconds"
+    assert lost(before, Look(4, 1, 0, {1: (6, 8)})) == 3, (
+        "of a thread that has ended nothing is known"
+    )
+    assert lost(before, Look(4, 1, 0, {1: (5, 5), 2: (50, 50), 3: (1, 3)})) == 3, (
+        "a new one has all that it has from these seconds"
+    )
     assert lost(before, Look(4, 1, 4, {1: (5, 5), 2: (50, 50)}, disk=True)) == 4
     assert lost(Look(0), Look(4)) == 0, "where nothing can be known"
 
@@ -298,7 +345,9 @@ def test_a_quiet_or_a_sleeping_process_has_the_walls_clock():
 @pytest.mark.slow
 def test_limits_stretch_for_who_is_starved_but_not_for_who_hangs(tmp_path):
     """All on one core, beside three others: a quarter of it is left, so that honest work takes longer than its limit."""
-    (tmp_path / "test_starved.py").write_text(STARVED.replace("LIMIT", "1.5").replace("WORK", "0.9"))
+    (tmp_path / "test_starved.py").write_text(
+        STARVED.replace("LIMIT", "1.5").replace("WORK", "0.9")
+    )
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(cores)})  # as will be theirs
     others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(3)]

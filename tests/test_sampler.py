@@ -1,5 +1,6 @@
 """Turns as index maps, and the samples of an epoch: what is drawn, how often, and that nothing but the keys decides it."""
 
+import math
 from collections import Counter
 from itertools import product
 
@@ -13,7 +14,9 @@ from distseg.data.augment import Turn
 from distseg.data.sampler import epoch_samples
 from distseg.tiling.tile import Box
 
-TURNS = [Turn(flips, quarters) for flips in product((False, True), repeat=2) for quarters in range(4)]
+TURNS = [
+    Turn(flips, quarters) for flips in product((False, True), repeat=2) for quarters in range(4)
+]
 
 
 def every(steps):
@@ -52,11 +55,17 @@ def test_a_window_of_the_turned_is_the_turned_window(turn, size):
         for y1, x1 in ((y0 + 1, x0 + 1), turn.size(size)):
             box = Box((y0, x0), (y1, x1))
             source = turn.source(box, size)
-            assert np.array_equal(turn.apply(crop[(slice(None), *source.slices)]), whole[(slice(None), *box.slices)])
+            assert np.array_equal(
+                turn.apply(crop[(slice(None), *source.slices)]), whole[(slice(None), *box.slices)]
+            )
 
 
 def test_volumes_turn_in_their_last_two_dims():
-    volume, turn, box = np.arange(4 * 5 * 6).reshape(4, 5, 6), Turn((True, False, True), 3), Box((1, 2, 0), (3, 6, 4))
+    volume, turn, box = (
+        np.arange(4 * 5 * 6).reshape(4, 5, 6),
+        Turn((True, False, True), 3),
+        Box((1, 2, 0), (3, 6, 4)),
+    )
     source = turn.source(box, (4, 5, 6))
     assert np.array_equal(turn.apply(volume[source.slices]), turn.apply(volume)[box.slices])
 
@@ -67,7 +76,11 @@ def test_volumes_turn_in_their_last_two_dims():
 @pytest.fixture(scope="module")
 def store(tmp_path_factory):
     """Five training images of several sizes, about 33,000 pixels, of which the lakes are 9 each."""
-    return random_store(tmp_path_factory.mktemp("s") / "s.h5", train=[(97, 131), (80, 80), (64, 70), (100, 40), (70, 70)], val=[(50, 50)])
+    return random_store(
+        tmp_path_factory.mktemp("s") / "s.h5",
+        train=[(97, 131), (80, 80), (64, 70), (100, 40), (70, 70)],
+        val=[(50, 50)],
+    )
 
 
 def test_whole_images_are_a_permutation_that_starts_anew_to_fill_the_last_step(store):
@@ -85,7 +98,10 @@ def test_a_batch_larger_than_the_split(store):
 
 
 def test_an_order_of_its_own_for_every_epoch_and_seed(store):
-    orders = {tuple(s.image for s in every(epoch_samples(store, "train", DataConfig(), seed, epoch, 1))) for seed, epoch in product(range(3), range(3))}
+    orders = {
+        tuple(s.image for s in every(epoch_samples(store, "train", DataConfig(), seed, epoch, 1)))
+        for seed, epoch in product(range(3), range(3))
+    }
     assert len(orders) > 6
 
 
@@ -96,8 +112,12 @@ def test_a_step_does_not_depend_on_those_before_it(store):
 
 
 def test_the_batch_only_cuts_the_sequence_of_samples(store):
-    data = DataConfig(crop=Size("32x48"), augment=["flip", "turn"], focus_class="lake", epoch_samples=24)
-    assert every(epoch_samples(store, "train", data, 7, 2, 4)) == every(epoch_samples(store, "train", data, 7, 2, 6))
+    data = DataConfig(
+        crop=Size("32x48"), augment=["flip", "turn"], focus_class="lake", epoch_samples=24
+    )
+    assert every(epoch_samples(store, "train", data, 7, 2, 4)) == every(
+        epoch_samples(store, "train", data, 7, 2, 6)
+    )
 
 
 # crops
@@ -106,8 +126,13 @@ def test_the_batch_only_cuts_the_sequence_of_samples(store):
 def test_as_many_crops_as_cover_the_pixels_once(store):
     steps = epoch_samples(store, "train", DataConfig(crop=Size("32x48")), 0, 0, 4)
     pixels = sum(np.prod(store.size(name)) for name in store.split("train"))
-    assert len(steps) == -(-(-(-int(pixels) // (32 * 48))) // 4)
-    assert len(epoch_samples(store, "train", DataConfig(crop=Size("32x48"), epoch_samples=10), 0, 0, 4)) == 3
+    assert len(steps) == math.ceil(math.ceil(int(pixels) / (32 * 48)) / 4)
+    assert (
+        len(
+            epoch_samples(store, "train", DataConfig(crop=Size("32x48"), epoch_samples=10), 0, 0, 4)
+        )
+        == 3
+    )
 
 
 def test_images_smaller_than_the_crop_are_not_skipped(tmp_path):
@@ -116,18 +141,37 @@ def test_images_smaller_than_the_crop_are_not_skipped(tmp_path):
     store = made_store(tmp_path / "s.h5", images | {"big": ("train", *random_image((100, 100)))})
     data = DataConfig(crop=Size("50x50"))
     assert len(epoch_samples(store, "train", data, 0, 0, 1)) == 9 + 4
-    drawn = Counter(s.image for epoch in range(300) for s in every(epoch_samples(store, "train", data, 0, epoch, 1)))
-    assert abs(drawn.pop("big") / 300 - 4) < 0.3 and len(drawn) == 9 and all(abs(count / 300 - 1) < 0.25 for count in drawn.values())
+    drawn = Counter(
+        s.image
+        for epoch in range(300)
+        for s in every(epoch_samples(store, "train", data, 0, epoch, 1))
+    )
+    assert (
+        abs(drawn.pop("big") / 300 - 4) < 0.3
+        and len(drawn) == 9
+        and all(abs(count / 300 - 1) < 0.25 for count in drawn.values())
+    )
 
 
-@pytest.mark.parametrize("size, crop, count", [((40, 40), "50x50", 1), ((40, 100), "50x50", 2), ((40, 101), "50x50", 3), ((100, 40), "50x200", 2), ((7, 9), "7x9", 1)])
+@pytest.mark.parametrize(
+    "size, crop, count",
+    [
+        ((40, 40), "50x50", 1),
+        ((40, 100), "50x50", 2),
+        ((40, 101), "50x50", 3),
+        ((100, 40), "50x200", 2),
+        ((7, 9), "7x9", 1),
+    ],
+)
 def test_a_crop_counts_as_far_as_the_image_goes(tmp_path, size, crop, count):
     store = made_store(tmp_path / "s.h5", {"a": ("train", *random_image(size))})
     assert len(epoch_samples(store, "train", DataConfig(crop=Size(crop)), 0, 0, 1)) == count
 
 
 def test_images_are_drawn_by_their_pixels_and_crops_evenly(store):
-    samples = every(epoch_samples(store, "train", DataConfig(crop=Size("32x40"), epoch_samples=4000), 0, 0, 1))
+    samples = every(
+        epoch_samples(store, "train", DataConfig(crop=Size("32x40"), epoch_samples=4000), 0, 0, 1)
+    )
     drawn = Counter(s.image for s in samples)
     pixels = {name: np.prod(store.size(name)) for name in store.split("train")}
     for name, count in drawn.items():
@@ -138,21 +182,50 @@ def test_images_are_drawn_by_their_pixels_and_crops_evenly(store):
 
 
 def test_a_crop_is_clipped_to_a_small_image(store):
-    for s in every(epoch_samples(store, "train", DataConfig(crop=Size("75x90"), augment=["turn"]), 0, 0, 1)):
+    for s in every(
+        epoch_samples(store, "train", DataConfig(crop=Size("75x90"), augment=["turn"]), 0, 0, 1)
+    ):
         assert s.size == tuple(min(a, b) for a, b in zip(store.size(s.image), (75, 90)))
         assert Box.whole(store.size(s.image)).contains(s.box)
 
 
 def test_quarter_turns_only_where_the_turned_crop_fits(store):
-    samples = every(epoch_samples(store, "train", DataConfig(crop=Size("32x75"), augment=["turn"], epoch_samples=600), 0, 0, 1))
-    quarters = {name: sorted({s.turn.quarters for s in samples if s.image == name}) for name in store.split("train")}
+    samples = every(
+        epoch_samples(
+            store,
+            "train",
+            DataConfig(crop=Size("32x75"), augment=["turn"], epoch_samples=600),
+            0,
+            0,
+            1,
+        )
+    )
+    quarters = {
+        name: sorted({s.turn.quarters for s in samples if s.image == name})
+        for name in store.split("train")
+    }
     #                     97x131                  80x80                   64x70             100x40: crop 32x40       70x70
-    assert quarters == {"train0": [0, 1, 2, 3], "train1": [0, 1, 2, 3], "train2": [0, 2], "train3": [0, 1, 2, 3], "train4": [0, 1, 2, 3]}
+    assert quarters == {
+        "train0": [0, 1, 2, 3],
+        "train1": [0, 1, 2, 3],
+        "train2": [0, 2],
+        "train3": [0, 1, 2, 3],
+        "train4": [0, 1, 2, 3],
+    }
     assert all(s.box.size == s.turn.size(s.size) for s in samples)
 
 
 def test_augmentation_is_even(store):
-    samples = every(epoch_samples(store, "train", DataConfig(crop=Size("32x32"), augment=["flip", "turn"], epoch_samples=3200), 0, 0, 1))
+    samples = every(
+        epoch_samples(
+            store,
+            "train",
+            DataConfig(crop=Size("32x32"), augment=["flip", "turn"], epoch_samples=3200),
+            0,
+            0,
+            1,
+        )
+    )
     counts = Counter(s.turn for s in samples)
     assert len(counts) == 16 and min(counts.values()) > 140 and max(counts.values()) < 270
     plain = every(epoch_samples(store, "train", DataConfig(crop=Size("32x32")), 0, 0, 1))
@@ -168,7 +241,9 @@ def lake_inside(store, sample):
 
 @pytest.mark.parametrize("crop", ["40x40", "9x24", "90x90"])
 def test_focused_crops_hold_the_class(store, crop):
-    data = DataConfig(crop=Size(crop), focus_class="lake", focus_share=1.0, augment=["turn"], epoch_samples=200)
+    data = DataConfig(
+        crop=Size(crop), focus_class="lake", focus_share=1.0, augment=["turn"], epoch_samples=200
+    )
     assert all(lake_inside(store, s) for s in every(epoch_samples(store, "train", data, 0, 0, 1)))
 
 
@@ -176,21 +251,27 @@ def test_only_the_share_is_focused(store):
     data = DataConfig(crop=Size("16x16"), focus_class="lake", focus_share=0.25, epoch_samples=1000)
     inside = [lake_inside(store, s) for s in every(epoch_samples(store, "train", data, 0, 0, 1))]
     plain = DataConfig(crop=Size("16x16"), epoch_samples=1000)
-    chance = np.mean([lake_inside(store, s) for s in every(epoch_samples(store, "train", plain, 0, 0, 1))])
+    chance = np.mean(
+        [lake_inside(store, s) for s in every(epoch_samples(store, "train", plain, 0, 0, 1))]
+    )
     assert abs(np.mean(inside) - (0.25 + 0.75 * chance)) < 0.05
 
 
 def test_blocks_are_found_with_the_square_root_of_their_pixels(tmp_path):
     """A lake of 7 pixels in a corner block and a pixel in another; in another image a pixel in each of two blocks."""
     images = {}
-    for name, spots in dict(a=[*((129, x) for x in range(100, 107)), (3, 5)], b=[(0, 0), (70, 3)]).items():
+    for name, spots in dict(
+        a=[*((129, x) for x in range(100, 107)), (3, 5)], b=[(0, 0), (70, 3)]
+    ).items():
         pixels, labels = random_image((130, 110), lakes=False)
         for spot in spots:
             labels[spot] = 2
         images[name] = ("train", pixels, labels)
     store = made_store(tmp_path / "s.h5", images)
     data = DataConfig(crop=Size("1x1"), focus_class="lake", focus_share=1.0, epoch_samples=2000)
-    found = Counter((s.image, s.box.start) for s in every(epoch_samples(store, "train", data, 0, 0, 1)))
+    found = Counter(
+        (s.image, s.box.start) for s in every(epoch_samples(store, "train", data, 0, 0, 1))
+    )
     row = [count for (name, (y, _)), count in found.items() if (name, y) == ("a", 129)]
     single = [count for (name, (y, _)), count in found.items() if (name, y) != ("a", 129)]
     share = 7**0.5 / (7**0.5 + 3)
@@ -203,7 +284,12 @@ def test_focused_crops_are_centred_with_jitter(tmp_path):
     labels[150, 140] = 2
     store = made_store(tmp_path / "s.h5", {"a": ("train", pixels, labels)})
     data = DataConfig(crop=Size("40x60"), focus_class="lake", focus_share=1.0, epoch_samples=500)
-    inside = np.array([(150 - s.box.start[0], 140 - s.box.start[1]) for s in every(epoch_samples(store, "train", data, 0, 0, 1))])
+    inside = np.array(
+        [
+            (150 - s.box.start[0], 140 - s.box.start[1])
+            for s in every(epoch_samples(store, "train", data, 0, 0, 1))
+        ]
+    )
     assert inside.min(0).tolist() == [10, 15] and inside.max(0).tolist() == [29, 44]
 
 
@@ -214,9 +300,17 @@ def test_focused_crops_are_centred_with_jitter(tmp_path):
     "split, data, message",
     [
         ("test", DataConfig(), "no split 'test': choose train, val"),
-        ("train", DataConfig(crop=Size("8x8"), focus_class="sea"), "'sea', which is no class of .*: choose ocean, land, lake"),
+        (
+            "train",
+            DataConfig(crop=Size("8x8"), focus_class="sea"),
+            "'sea', which is no class of .*: choose ocean, land, lake",
+        ),
         ("train", DataConfig(focus_class="lake"), "whole images are trained on: set data.crop"),
-        ("train", DataConfig(crop=Size("8x8x8")), "data.crop is 8x8x8, but image 'train0' has 2 dims"),
+        (
+            "train",
+            DataConfig(crop=Size("8x8x8")),
+            "data.crop is 8x8x8, but image 'train0' has 2 dims",
+        ),
     ],
 )
 def test_refused(store, split, data, message):
@@ -225,7 +319,13 @@ def test_refused(store, split, data, message):
 
 
 def test_a_focus_class_without_pixels(tmp_path):
-    store = made_store(tmp_path / "s.h5", {"a": ("train", *random_image((50, 50), lakes=False)), "b": ("val", *random_image((50, 50)))})
+    store = made_store(
+        tmp_path / "s.h5",
+        {
+            "a": ("train", *random_image((50, 50), lakes=False)),
+            "b": ("val", *random_image((50, 50))),
+        },
+    )
     with pytest.raises(ValueError, match="'lake', of which the split 'train' .* has no pixel"):
         epoch_samples(store, "train", DataConfig(crop=Size("8x8"), focus_class="lake"), 0, 0, 1)
 
@@ -234,7 +334,9 @@ def test_colours_differ_by_sample_and_lie_in_their_range(store):
     data = DataConfig(crop=Size("32x32"), augment=["colour"], epoch_samples=200)
     colours = [s.colour for s in every(epoch_samples(store, "train", data, 0, 0, 1))]
     assert len(set(colours)) == 200
-    gains, offsets = (np.array([getattr(c, field) for c in colours]) for field in ("gains", "offsets"))
+    gains, offsets = (
+        np.array([getattr(c, field) for c in colours]) for field in ("gains", "offsets")
+    )
     assert np.exp(-0.25) <= gains.min() < 0.8 and 1.2 < gains.max() <= np.exp(0.25)
     assert -0.25 <= offsets.min() < -0.24 and 0.24 < offsets.max() <= 0.25
     assert abs(np.log(gains).mean()) < 0.02 and abs(offsets.mean()) < 0.02

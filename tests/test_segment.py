@@ -17,7 +17,11 @@ NETWORK = dict(depth=2, num_convs=1, base_channels=4, in_channels=2, out_channel
 
 
 def norms(model: nn.Module) -> list[int]:
-    return [position for position, (_, layer) in enumerate(flat_layers(model)) if isinstance(layer, (nn.InstanceNorm2d, nn.BatchNorm2d))]
+    return [
+        position
+        for position, (_, layer) in enumerate(flat_layers(model))
+        if isinstance(layer, (nn.InstanceNorm2d, nn.BatchNorm2d))
+    ]
 
 
 def test_a_unet_is_cut_before_its_norms_and_skips_are_computed_again():
@@ -27,7 +31,14 @@ def test_a_unet_is_cut_before_its_norms_and_skips_are_computed_again():
     """
     model = unet(**NETWORK)
     found = segments_of(graph_of(model), norms(model))
-    assert [s.nodes for s in found] == [(0, 1), (*range(2, 8),), (*range(8, 14),), (8, 9, *range(14, 20)), (2, 3, *range(20, 26)), (26, 27, 28)]
+    assert [s.nodes for s in found] == [
+        (0, 1),
+        (*range(2, 8),),
+        (*range(8, 14),),
+        (8, 9, *range(14, 20)),
+        (2, 3, *range(20, 26)),
+        (26, 27, 28),
+    ]
     assert [s.sources for s in found] == [(0,), (2,), (8,), (8, 14), (2, 20), (26,)]
 
 
@@ -38,12 +49,32 @@ def test_without_cuts_there_is_one_segment():
 
 
 def test_a_skip_behind_a_convolution_is_stored_itself():
-    model = nn.Sequential(nn.InstanceNorm2d(2), nn.Conv2d(2, 2, 3, padding=1), Stash("a"), nn.Conv2d(2, 2, 3, padding=1), nn.InstanceNorm2d(2), Pop("a"), nn.Conv2d(4, 2, 1))
+    model = nn.Sequential(
+        nn.InstanceNorm2d(2),
+        nn.Conv2d(2, 2, 3, padding=1),
+        Stash("a"),
+        nn.Conv2d(2, 2, 3, padding=1),
+        nn.InstanceNorm2d(2),
+        Pop("a"),
+        nn.Conv2d(4, 2, 1),
+    )
     found = segments_of(graph_of(model), [0, 4])
-    assert [(s.nodes, s.sources) for s in found] == [((0, 1), (0,)), ((2, 3), (2,)), ((4, 5, 6), (2, 4))]
+    assert [(s.nodes, s.sources) for s in found] == [
+        ((0, 1), (0,)),
+        ((2, 3), (2,)),
+        ((4, 5, 6), (2, 4)),
+    ]
 
 
-@pytest.mark.parametrize("network", [NETWORK, NETWORK | {"up": "bilinear"}, NETWORK | {"up": "transposed", "num_convs": 2}, NETWORK | {"norm": "none"}])
+@pytest.mark.parametrize(
+    "network",
+    [
+        NETWORK,
+        NETWORK | {"up": "bilinear"},
+        NETWORK | {"up": "transposed", "num_convs": 2},
+        NETWORK | {"norm": "none"},
+    ],
+)
 @pytest.mark.parametrize("size", [(29, 43), (16, 8)])
 def test_a_tile_of_every_segment_comes_out_of_its_windows(network, size):
     """Each segment on windows of the whole maps before it, against the whole image's maps; windows are no larger than asked for."""
@@ -54,37 +85,64 @@ def test_a_tile_of_every_segment_comes_out_of_its_windows(network, size):
     maps, statistics = [torch.randn(1, 2, *size, dtype=torch.float64)], norms(model)
     with torch.no_grad():
         for call in calls:
-            maps.append(maps[-1] if isinstance(call.layer, Stash) else call.layer(*(maps[source] for source in call.inputs)))
+            maps.append(
+                maps[-1]
+                if isinstance(call.layer, Stash)
+                else call.layer(*(maps[source] for source in call.inputs))
+            )
     for segment in segments_of(graph, [graph[p].first for p in statistics]):
         for box in boxes(maps[segment.result].shape[2:]):
             way = chain(layout, segment, box)
-            assert all(Box.whole(layout.sizes[source]).contains(window) for source, window in way.read.items())
-            there = {source: (maps[source][(..., *window.slices)], window) for source, window in way.read.items()}
+            assert all(
+                Box.whole(layout.sizes[source]).contains(window)
+                for source, window in way.read.items()
+            )
+            there = {
+                source: (maps[source][(..., *window.slices)], window)
+                for source, window in way.read.items()
+            }
             with torch.no_grad():
                 for number, part in zip(segment.nodes, way.parts):
                     (x, have), *others = (there[source] for source in graph[number].inputs)
                     if number in statistics:  # those of the whole map
                         whole = maps[graph[number].first]
-                        mean, var = whole.mean((2, 3), keepdim=True), whole.var((2, 3), correction=0, keepdim=True)
-                        y = (cropped(x, have, part.taken) - mean) / (var + calls[number].layer.eps).sqrt()
+                        mean, var = (
+                            whole.mean((2, 3), keepdim=True),
+                            whole.var((2, 3), correction=0, keepdim=True),
+                        )
+                        y = (cropped(x, have, part.taken) - mean) / (
+                            var + calls[number].layer.eps
+                        ).sqrt()
                     elif isinstance(calls[number].layer, Stash):
                         y = cropped(x, have, part.taken)
                     else:
                         y = run(calls[number].layer, x, have, part, others)
                     there[number + 1] = y, part.made
-            torch.testing.assert_close(y, maps[segment.result][(..., *box.slices)], rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(
+                y, maps[segment.result][(..., *box.slices)], rtol=1e-12, atol=1e-12
+            )
 
 
 def test_what_tiles_are_made_from_is_counted_as_it_is_and_found_once_along_each_dim():
     graph = graph_of(unet(**NETWORK))
-    layout, (segment,) = Exchange(graph, (4, 4), every="all").layout((64, 96)), segments_of(graph, [])
+    layout, (segment,) = (
+        Exchange(graph, (4, 4), every="all").layout((64, 96)),
+        segments_of(graph, []),
+    )
     for tile in boxes_of(Box.whole((64, 96)), (16, 16)):
         way = chain(layout, segment, tile)
         assert way.read == {0: way.parts[0].held}
-        assert way.takes == [part.taken.pixels for part in way.parts] and way.makes == [part.made.pixels for part in way.parts]
+        assert way.takes == [part.taken.pixels for part in way.parts] and way.makes == [
+            part.made.pixels for part in way.parts
+        ]
     assert layout.along.cache_info().misses == 4 + 6
 
 
 def boxes(size) -> list[Box]:
     h, w = size
-    return [Box((0, 0), (h, w)), Box((0, 0), (max(1, h // 3), w)), Box((h // 2, w // 3), (h, max(w // 3 + 1, w - 1))), Box((h - 1, w - 1), (h, w))]
+    return [
+        Box((0, 0), (h, w)),
+        Box((0, 0), (max(1, h // 3), w)),
+        Box((h // 2, w // 3), (h, max(w // 3 + 1, w - 1))),
+        Box((h - 1, w - 1), (h, w)),
+    ]

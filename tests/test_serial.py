@@ -15,7 +15,17 @@ SIZE = (29, 37)
 
 def model_of(norm: str, dropout: float = 0.0):
     torch.manual_seed(0)
-    model = unet(depth=2, num_convs=1, base_channels=4, in_channels=2, out_channels=3, norm=norm, dropout=dropout, groups=2, up="bilinear").double()
+    model = unet(
+        depth=2,
+        num_convs=1,
+        base_channels=4,
+        in_channels=2,
+        out_channels=3,
+        norm=norm,
+        dropout=dropout,
+        groups=2,
+        up="bilinear",
+    ).double()
     for layer in model:
         if hasattr(layer, "running_var") and layer.running_var is not None:
             layer.running_mean.uniform_(-1, 1)
@@ -29,7 +39,15 @@ def step_of(count: int, groups: int = 1) -> list[Image]:
     for n in range(count):
         labels = torch.randint(0, 3, SIZE, generator=draw)
         labels[torch.rand(SIZE, generator=draw) < 0.2] = 255
-        found.append(Image(torch.randn(2, *SIZE, generator=draw, dtype=torch.float64), labels, number=n, group=n * groups // count, micro_batch=0))
+        found.append(
+            Image(
+                torch.randn(2, *SIZE, generator=draw, dtype=torch.float64),
+                labels,
+                number=n,
+                group=n * groups // count,
+                micro_batch=0,
+            )
+        )
     return found
 
 
@@ -38,8 +56,13 @@ def plain_loss(name, z, y):
         return F.cross_entropy(z, y, ignore_index=255)
     valid = y != 255
     if name == "binary_cross_entropy":
-        return F.binary_cross_entropy_with_logits(z.movedim(1, -1)[valid], F.one_hot(y[valid], 3).double())
-    p, t = z.softmax(1) * valid[:, None], F.one_hot(y.where(valid, 0), 3).movedim(-1, 1) * valid[:, None]
+        return F.binary_cross_entropy_with_logits(
+            z.movedim(1, -1)[valid], F.one_hot(y[valid], 3).double()
+        )
+    p, t = (
+        z.softmax(1) * valid[:, None],
+        F.one_hot(y.where(valid, 0), 3).movedim(-1, 1) * valid[:, None],
+    )
     over = (2, 3)
     return (1 - (2 * (p * t).sum(over) + 1) / (p.sum(over) + t.sum(over) + 1)).mean()
 
@@ -53,7 +76,11 @@ def close(found: dict, wanted: dict) -> None:
 @pytest.mark.parametrize("loss", ["cross_entropy", "binary_cross_entropy", "dice"])
 def test_one_step_of_plain_pytorch(norm, loss):
     model, images = model_of(norm), step_of(3)
-    outcome = serial_step(model, images, Config(loss=LossConfig(loss), optim=OptimConfig("sgd", lr=0.1, momentum=0, clip=0.01)))
+    outcome = serial_step(
+        model,
+        images,
+        Config(loss=LossConfig(loss), optim=OptimConfig("sgd", lr=0.1, momentum=0, clip=0.01)),
+    )
 
     plain = copy.deepcopy(model).train()
     z = plain(torch.stack([i.pixels for i in images]))
@@ -71,7 +98,11 @@ def test_frozen_batch_norm_is_evaluation_mode():
     model, images = model_of("batch"), step_of(2)
     outcome = serial_step(model, images, Config(spatial=SpatialConfig(frozen_norm=True)))
     plain = copy.deepcopy(model).eval()
-    F.cross_entropy(plain(torch.stack([i.pixels for i in images])), torch.stack([i.labels for i in images]), ignore_index=255).backward()
+    F.cross_entropy(
+        plain(torch.stack([i.pixels for i in images])),
+        torch.stack([i.labels for i in images]),
+        ignore_index=255,
+    ).backward()
     close(outcome.gradients, {name: p.grad for name, p in plain.named_parameters()})
     close(outcome.buffers, {name: b for name, b in model.named_buffers() if b.is_floating_point()})
 
@@ -120,6 +151,9 @@ def test_the_model_is_left_alone():
 def test_batch_norm_of_different_sizes_has_no_meaning():
     images = step_of(2)
     small = Image(images[1].pixels[:, :20], images[1].labels[:20], 1, 0, 0)
-    with pytest.raises(ValueError, match="images of different sizes in one batch.*: set data.crop, or data.images to 1"):
+    with pytest.raises(
+        ValueError,
+        match="images of different sizes in one batch.*: set data.crop, or data.images to 1",
+    ):
         serial_step(model_of("batch"), [images[0], small], Config())
     serial_step(model_of("instance"), [images[0], small], Config())

@@ -14,8 +14,14 @@ from private_slurm import PrivateSlurm, missing
 import distseg
 from distseg.config.settings import TrainConfig
 
-LOG = os.environ.get("DISTSEG_SLURM_LOG")  # the file for the story of a run that its limit cuts off, which takes some minutes: make slurm
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(missing() is not None, reason=str(missing())), pytest.mark.timeout(300)]
+LOG = os.environ.get(
+    "DISTSEG_SLURM_LOG"
+)  # the file for the story of a run that its limit cuts off, which takes some minutes: make slurm
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(missing() is not None, reason=str(missing())),
+    pytest.mark.timeout(300),
+]
 
 # A training that keeps to the contract, without the training: told to end it takes its time, the ranks not equally, and is to be continued.
 STAND_IN = """#!/bin/bash
@@ -31,16 +37,43 @@ for i in {1..600}; do sleep 0.1; done
 @pytest.fixture(scope="module")
 def slurm():
     with PrivateSlurm(cpus=4) as running:
-        running.environment |= {"PYTHONPATH": str(Path(distseg.__file__).parents[1]), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+        running.environment |= {
+            "PYTHONPATH": str(Path(distseg.__file__).parents[1]),
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        }
         inherited = ("OMPI_COMM", "PMIX_", "PRTE_")
-        running.environment = {k: v for k, v in running.environment.items() if not k.startswith(inherited)}
+        running.environment = {
+            k: v for k, v in running.environment.items() if not k.startswith(inherited)
+        }
         yield running
 
 
 def submit(slurm: PrivateSlurm, folder: Path, *arguments: str, **environment: str) -> str:
     """The number of the job that `distseg submit ... --submit` hands in from the folder."""
-    command = [sys.executable, "-m", "distseg", "submit", *arguments, "--system", "slurm", "--gpus", "0", "--cores", "2", "--processes", "2", "--submit"]
-    done = subprocess.run(command, env=slurm.environment | environment, cwd=folder, capture_output=True, text=True, timeout=60)
+    command = [
+        sys.executable,
+        "-m",
+        "distseg",
+        "submit",
+        *arguments,
+        "--system",
+        "slurm",
+        "--gpus",
+        "0",
+        "--cores",
+        "2",
+        "--processes",
+        "2",
+        "--submit",
+    ]
+    done = subprocess.run(
+        command,
+        env=slurm.environment | environment,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert done.returncode == 0, done
     return re.match(r"job (\d+): ", done.stdout)[1]
 
@@ -52,7 +85,9 @@ def stand_in(tmp_path):
     program = tmp_path / "bin/python"
     program.write_text(STAND_IN)
     program.chmod(0o755)
-    (tmp_path / "c.yaml").write_text("mesh: {samples: 2}\ndata: {store: c.yaml}\ntrain: {output: runs/c}\n")
+    (tmp_path / "c.yaml").write_text(
+        "mesh: {samples: 2}\ndata: {store: c.yaml}\ntrain: {output: runs/c}\n"
+    )
     return tmp_path
 
 
@@ -66,30 +101,50 @@ def wait_for(done, what: str, seconds: float = 60) -> None:
 def test_jobs_of_an_array_are_told_to_end_queue_again_and_end(slurm, stand_in):
     path = f"{stand_in / 'bin'}:{slurm.environment['PATH']}"
     start = time.time()
-    job = submit(slurm, stand_in, "c.yaml", "--time", "00:05:00", "--sweep", "train.seed=7,8", PATH=path)
+    job = submit(
+        slurm, stand_in, "c.yaml", "--time", "00:05:00", "--sweep", "train.seed=7,8", PATH=path
+    )
     logs = [stand_in / f"c.{job}_{index}.log" for index in (0, 1)]
-    wait_for(lambda: all(log.exists() and log.read_text().count("ready") == 2 for log in logs), "both trainings run")
-    slurm.run("scancel", "--signal=TERM", f"{job}_1")  # the last one, whose own number is that of the array
+    wait_for(
+        lambda: all(log.exists() and log.read_text().count("ready") == 2 for log in logs),
+        "both trainings run",
+    )
+    slurm.run(
+        "scancel", "--signal=TERM", f"{job}_1"
+    )  # the last one, whose own number is that of the array
     slurm.until(f"{job}_1", "COMPLETED", 60, restarts=1)
-    assert slurm.state(f"{job}_0")["JobState"] == "RUNNING" and "checkpoint" not in logs[0].read_text(), "the other one is left alone"
+    assert (
+        slurm.state(f"{job}_0")["JobState"] == "RUNNING" and "checkpoint" not in logs[0].read_text()
+    ), "the other one is left alone"
     slurm.run("scancel", "--signal=TERM", f"{job}_0")
     for index, log in enumerate(logs):
         ended = slurm.until(f"{job}_{index}", "COMPLETED", 60, restarts=1)
         lines = log.read_text().splitlines()
-        said = lambda start: sorted(line for line in lines if line.startswith(start))
+
+        def said(start):
+            return sorted(line for line in lines if line.startswith(start))
+
         assert (ended["Restarts"], ended["ExitCode"]) == ("1", "0:0")
-        assert said("checkpoint") == ["checkpoint rank 0", "checkpoint rank 1"], "no rank was killed because the other one was faster"
+        assert said("checkpoint") == ["checkpoint rank 0", "checkpoint rank 1"], (
+            "no rank was killed because the other one was faster"
+        )
         assert said("end") == ["end rank 0", "end rank 1"]
         begun = said("start")
-        assert [line.split(",")[0] for line in begun] == [f"start {turn} rank {rank} of 2" for turn in (0, 1) for rank in (0, 1)]
+        assert [line.split(",")[0] for line in begun] == [
+            f"start {turn} rank {rank} of 2" for turn in (0, 1) for rank in (0, 1)
+        ]
         flags = f"-m distseg train c.yaml --train.seed {7 + index} --train.output runs/c/seed={7 + index} --train.resume true"
         assert all(line.endswith(flags) for line in begun)
         limits = [int(re.search(r"until (\d+)", line)[1]) - start for line in begun]
-        assert all(290 < limit < 400 for limit in limits) and limits[2] > limits[0], "each turn has a limit of its own"
+        assert all(290 < limit < 400 for limit in limits) and limits[2] > limits[0], (
+            "each turn has a limit of its own"
+        )
 
 
 def test_another_exit_code_ends_the_job(slurm, stand_in):
-    job = submit(slurm, stand_in, "c.yaml", CODE="3", PATH=f"{stand_in / 'bin'}:{slurm.environment['PATH']}")
+    job = submit(
+        slurm, stand_in, "c.yaml", CODE="3", PATH=f"{stand_in / 'bin'}:{slurm.environment['PATH']}"
+    )
     ended = slurm.until(job, "FAILED|COMPLETED", 30)
     assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("FAILED", "3:0", "0")
 
@@ -107,7 +162,11 @@ run: {{threads: 1}}
 def curve(run: Path) -> list[dict]:
     """What the log says of each step, without the time it took."""
     rows = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if k not in ("seconds", "time")} for row in rows if row["kind"] == "step"]
+    return [
+        {k: v for k, v in row.items() if k not in ("seconds", "time")}
+        for row in rows
+        if row["kind"] == "step"
+    ]
 
 
 def pace(slurm: PrivateSlurm, folder: Path) -> float:
@@ -119,18 +178,37 @@ def pace(slurm: PrivateSlurm, folder: Path) -> float:
 
 
 def steps_done(run: Path) -> int:
-    return (run / "log.jsonl").read_text().count('"kind": "step"') if (run / "log.jsonl").exists() else 0
+    return (
+        (run / "log.jsonl").read_text().count('"kind": "step"')
+        if (run / "log.jsonl").exists()
+        else 0
+    )
 
 
 @pytest.mark.timeout(3600 if LOG else 900)
-@pytest.mark.skipif("job_minutes" not in TrainConfig.__dataclass_fields__, reason="this distseg does not write checkpoints inside epochs")
-@pytest.mark.parametrize("cut", ["signal", pytest.param("limit", marks=pytest.mark.skipif(not LOG, reason="takes minutes: make slurm runs it"))])
-def test_a_training_that_is_cut_off_queues_again_and_ends_as_if_nothing_had_happened(slurm, tmp_path, cut):
+@pytest.mark.skipif(
+    "job_minutes" not in TrainConfig.__dataclass_fields__,
+    reason="this distseg does not write checkpoints inside epochs",
+)
+@pytest.mark.parametrize(
+    "cut",
+    [
+        "signal",
+        pytest.param(
+            "limit", marks=pytest.mark.skipif(not LOG, reason="takes minutes: make slurm runs it")
+        ),
+    ],
+)
+def test_a_training_that_is_cut_off_queues_again_and_ends_as_if_nothing_had_happened(
+    slurm, tmp_path, cut
+):
     from test_train import write_store
 
     write_store(tmp_path / "store.h5")
     limit = ["--time", "00:10:00"] if cut == "signal" else ["--time", "00:03:00", "--warn", "30"]
-    steps = 60 if cut == "signal" else round(60 / pace(slurm, tmp_path))  # of each of 3 epochs: longer than the limit, on a fast and on a busy machine
+    steps = (
+        60 if cut == "signal" else round(60 / pace(slurm, tmp_path))
+    )  # of each of 3 epochs: longer than the limit, on a fast and on a busy machine
     for name in ("whole", "cut"):
         (tmp_path / f"{name}.yaml").write_text(CONFIG.format(steps=steps, output=f"runs/{name}"))
     whole = submit(slurm, tmp_path, "whole.yaml", "--time", "01:00:00")
@@ -155,13 +233,21 @@ def note(seen: list[tuple[str, str]], now: dict) -> None:
         seen.append((time.strftime("%H:%M:%S"), state))
 
 
-def tell(path: Path, folder: Path, job: str, seen: list[tuple[str, str]], slurm: PrivateSlurm) -> None:
+def tell(
+    path: Path, folder: Path, job: str, seen: list[tuple[str, str]], slurm: PrivateSlurm
+) -> None:
     """Write what happened as a page of the documentation."""
     rows, whole = curve(folder / "runs/cut"), curve(folder / "runs/whole")
-    log = "\n".join(line for line in (folder / f"cut.{job}.log").read_text().splitlines() if "find-available" not in line)
+    log = "\n".join(
+        line
+        for line in (folder / f"cut.{job}.log").read_text().splitlines()
+        if "find-available" not in line
+    )
     cuts = [int(step) for step in re.findall(r"ends after step (\d+)", log)]
     pick = sorted({1, *cuts, *(step + 1 for step in cuts), len(rows)})
-    table = "\n".join(f"| {step} | {rows[step - 1]['loss']!r} | {whole[step - 1]['loss']!r} |" for step in pick)
+    table = "\n".join(
+        f"| {step} | {rows[step - 1]['loss']!r} | {whole[step - 1]['loss']!r} |" for step in pick
+    )
     path.write_text(STORY.format(
         version=slurm.run("sinfo", "--version").strip(), config=(folder / "cut.yaml").read_text().strip(), script=(folder / "cut.sbatch").read_text().strip(),
         states="\n".join(f"{clock}  {state}" for clock, state in seen), log=log.replace(str(folder), "..."), steps=len(rows), table=table,

@@ -29,7 +29,12 @@ def mpich(answer: int, fails: bool = False):
     return SimpleNamespace(MPIX_GPU_query_support=query)
 
 
-OPEN, MPICH, CRAY, MVAPICH = "Open MPI v5.0.7, package: ...", "MPICH Version: 4.2", "MPI VERSION    : CRAY MPICH version 8.1.29", "MVAPICH2-GDR Version: 2.3.7"
+OPEN, MPICH, CRAY, MVAPICH = (
+    "Open MPI v5.0.7, package: ...",
+    "MPICH Version: 4.2",
+    "MPI VERSION    : CRAY MPICH version 8.1.29",
+    "MVAPICH2-GDR Version: 2.3.7",
+)
 NOTHING = SimpleNamespace()
 
 
@@ -38,7 +43,12 @@ NOTHING = SimpleNamespace()
     [
         (open_mpi(1), OPEN, {}, True),
         (open_mpi(0), OPEN, {}, False),
-        (open_mpi(0), OPEN, {"MPICH_GPU_SUPPORT_ENABLED": "1"}, False),  # of another MPI of the site
+        (
+            open_mpi(0),
+            OPEN,
+            {"MPICH_GPU_SUPPORT_ENABLED": "1"},
+            False,
+        ),  # of another MPI of the site
         (NOTHING, OPEN, {}, False),
         (mpich(1), MPICH, {}, True),
         (mpich(0), MPICH, {"MPICH_GPU_SUPPORT_ENABLED": "1"}, False),
@@ -57,7 +67,10 @@ def test_what_a_running_mpi_says_of_gpus(library, version, environment, wanted):
 
 
 def test_an_answer_of_ours_that_is_none():
-    with pytest.raises(ValueError, match="DISTSEG_CUDA_AWARE is 'yes': set it to 1 .*, to 0 if not, or leave it out"):
+    with pytest.raises(
+        ValueError,
+        match="DISTSEG_CUDA_AWARE is 'yes': set it to 1 .*, to 0 if not, or leave it out",
+    ):
         says(NOTHING, OPEN, {"DISTSEG_CUDA_AWARE": "yes"})
 
 
@@ -80,7 +93,11 @@ def test_the_mpi_that_runs_is_asked(comm, monkeypatch):
 
 def test_on_a_cpu_nothing_waits_and_nothing_is_copied():
     x = torch.arange(3.0)
-    assert upload(x, CPU) is x and upload(x, CPU, torch.float32) is x and upload(x, CPU, torch.float64).dtype == torch.float64
+    assert (
+        upload(x, CPU) is x
+        and upload(x, CPU, torch.float32) is x
+        and upload(x, CPU, torch.float64).dtype == torch.float64
+    )
     settled(CPU)
     buffers = Buffers(CPU)
     a, b = buffers.take(10), buffers.take(10)
@@ -114,7 +131,10 @@ def test_a_buffer_is_taken_whose_readers_are_done_else_made():
     first, second, third = (torch.empty(4, dtype=torch.uint8) for _ in range(3))
     marks = [Mark(False), Mark(True), Mark(False)]
     buffers._free[4] = list(zip((first, second, third), marks))
-    taken = lambda: buffers.take(4).data_ptr()
+
+    def taken():
+        return buffers.take(4).data_ptr()
+
     busy = {first.data_ptr(), third.data_ptr()}
     assert taken() == second.data_ptr() and taken() not in busy
     marks[0].there = True
@@ -129,7 +149,11 @@ def test_a_form_within_a_buffer_is_the_tensors(last, dtype):
     form = Form.of(x)
     buffer = torch.empty(form.bytes, dtype=torch.uint8)
     made = form.within(buffer).copy_(x)
-    assert torch.equal(made, x) and made.stride() == x.stride() and made.data_ptr() == buffer.data_ptr()
+    assert (
+        torch.equal(made, x)
+        and made.stride() == x.stride()
+        and made.data_ptr() == buffer.data_ptr()
+    )
     assert form.empty(CPU).stride() == x.stride() and form.fit(x) is x
 
 
@@ -141,12 +165,19 @@ def gpu(monkeypatch):
     """Of a generation."""
     monkeypatch.setattr(precision, "cuda_aware", lambda: False)
     monkeypatch.delenv("NVIDIA_TF32_OVERRIDE", raising=False)
-    return lambda *capability: monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    return lambda *capability: monkeypatch.setattr(
+        torch.cuda, "get_device_capability", lambda device: capability
+    )
 
 
 @pytest.mark.parametrize(
     "capability, asked, found",
-    [((8, 0), "auto", ("bf16", True)), ((7, 0), "auto", ("fp32", True)), ((9, 0), "fp32", ("fp32", True)), ((9, 0), "fp64", ("fp64", False))],
+    [
+        ((8, 0), "auto", ("bf16", True)),
+        ((7, 0), "auto", ("fp32", True)),
+        ((9, 0), "fp32", ("fp32", True)),
+        ((9, 0), "fp64", ("fp64", False)),
+    ],
 )
 def test_precision_and_format_of_a_gpu(gpu, capability, asked, found):
     gpu(*capability)
@@ -156,8 +187,12 @@ def test_precision_and_format_of_a_gpu(gpu, capability, asked, found):
 def test_what_is_said_of_a_gpu(gpu, monkeypatch):
     gpu(8, 0)
     assert gpu_lines(CPU, "fp32", 4) == [] == gpu_lines(GPU, "bf16", 1) == gpu_lines(GPU, "fp64", 1)
-    assert gpu_lines(GPU, "bf16", 2) == ["MPI takes messages of a GPU through the memory of the host (DISTSEG_CUDA_AWARE)"]
-    assert gpu_lines(GPU, "fp32", 1) == ["float32 convolutions in TF32, PyTorch's default: 10 bits of mantissa (NVIDIA_TF32_OVERRIDE=0 for all of float32)"]
+    assert gpu_lines(GPU, "bf16", 2) == [
+        "MPI takes messages of a GPU through the memory of the host (DISTSEG_CUDA_AWARE)"
+    ]
+    assert gpu_lines(GPU, "fp32", 1) == [
+        "float32 convolutions in TF32, PyTorch's default: 10 bits of mantissa (NVIDIA_TF32_OVERRIDE=0 for all of float32)"
+    ]
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
     assert gpu_lines(GPU, "fp32", 1) == ["float32 convolutions in float32"]
     monkeypatch.delenv("NVIDIA_TF32_OVERRIDE")

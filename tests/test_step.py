@@ -30,7 +30,16 @@ SIZE = (21, 27)
 
 def model_of(norm: str):
     torch.manual_seed(0)
-    model = unet(depth=1, num_convs=1, base_channels=4, in_channels=2, out_channels=3, norm=norm, dropout=0.2, groups=2).double()
+    model = unet(
+        depth=1,
+        num_convs=1,
+        base_channels=4,
+        in_channels=2,
+        out_channels=3,
+        norm=norm,
+        dropout=0.2,
+        groups=2,
+    ).double()
     return model
 
 
@@ -38,7 +47,9 @@ def images(count: int):
     draw = torch.Generator().manual_seed(1)
     pixels = torch.randn(count, 2, *SIZE, generator=draw, dtype=torch.float64)
     labels = torch.randint(0, 3, (count, *SIZE), generator=draw)
-    labels[torch.rand(labels.shape, generator=draw) < torch.linspace(0, 0.9, count).view(-1, 1, 1)] = 255
+    labels[
+        torch.rand(labels.shape, generator=draw) < torch.linspace(0, 0.9, count).view(-1, 1, 1)
+    ] = 255
     return pixels, labels
 
 
@@ -48,12 +59,23 @@ def pieces(numbers, grid, reach) -> list[TileBatch]:
     found = []
     for t in tiles(SIZE, grid, reach.stride):
         w = window(t, SIZE, reach)
-        cut = lambda x, box: x[numbers][(..., *box.slices)]
-        found.append(TileBatch(cut(pixels, w), cut(labels, t), TilePlacement(SIZE, t, w, tuple(range(len(numbers))), tuple(numbers))))
+
+        def cut(x, box):
+            return x[numbers][(..., *box.slices)]
+
+        found.append(
+            TileBatch(
+                cut(pixels, w),
+                cut(labels, t),
+                TilePlacement(SIZE, t, w, tuple(range(len(numbers))), tuple(numbers)),
+            )
+        )
     return found
 
 
-def step_of(tiled, name: str, rows: Rows, replicas, schedule: str = "1f1b", waits: Waits = Waits()) -> GradientStep:
+def step_of(
+    tiled, name: str, rows: Rows, replicas, schedule: str = "1f1b", waits: Waits = Waits()
+) -> GradientStep:
     """A pipeline of one stage on this rank."""
     loss, partition = Loss(LossConfig(name), 3), Partition.whole()
     head = LossHead(loss, rows, replicas)
@@ -61,15 +83,21 @@ def step_of(tiled, name: str, rows: Rows, replicas, schedule: str = "1f1b", wait
     return GradientStep(OnStages(pipeline, schedule, tiled.live_norms), head, loss, tiled.context)
 
 
-def step(norm, loss, micro_batches, grid=(1, 1), frozen=False, schedule="1f1b", waits: Waits = Waits()):
+def step(
+    norm, loss, micro_batches, grid=(1, 1), frozen=False, schedule="1f1b", waits: Waits = Waits()
+):
     """(loss, gradients, model) of a step over the given sample numbers."""
     model = copy.deepcopy(model_of(norm))
     reach = receptive_field(model)
-    tiled = parallelize(model, reach, Context(around=weights_apart(waits) if splits(schedule) else skip_store)).train()
+    tiled = parallelize(
+        model, reach, Context(around=weights_apart(waits) if splits(schedule) else skip_store)
+    ).train()
     if frozen:
         tiled.freeze_norms()
     rows = Rows(1, 0, len(micro_batches), len(micro_batches[0]))
-    value = step_of(tiled, loss, rows, Alone(), schedule, waits)([pieces(numbers, grid, reach) for numbers in micro_batches])
+    value = step_of(tiled, loss, rows, Alone(), schedule, waits)(
+        [pieces(numbers, grid, reach) for numbers in micro_batches]
+    )
     return value, {name: p.grad for name, p in model.named_parameters()}, tiled
 
 
@@ -96,7 +124,9 @@ def test_weights_wait_for_their_action():
         found = step("instance", "cross_entropy", [[0], [1]], schedule="zb-h1", waits=waits)
         assert not waits._pieces
     same(found, wanted)
-    convolutions = sum(isinstance(layer, nn.modules.conv._ConvNd) for layer in model_of("instance").modules())
+    convolutions = sum(
+        isinstance(layer, nn.modules.conv._ConvNd) for layer in model_of("instance").modules()
+    )
     assert due == {"W0,0": ["W0,0"] * convolutions, "W1,0": ["W1,0"] * convolutions}
 
 
@@ -111,20 +141,30 @@ def test_accumulation_is_the_same_as_at_once(norm, loss, micro_batches):
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("norm, frozen", [("instance", False), ("group", False), ("batch", False), ("batch", True), ("none", False)])
+@pytest.mark.parametrize(
+    "norm, frozen",
+    [("instance", False), ("group", False), ("batch", False), ("batch", True), ("none", False)],
+)
 def test_several_pieces_are_the_same_as_the_whole(norm, loss, frozen):
-    same(step(norm, loss, [[0, 1], [2, 3]], grid=(2, 3), frozen=frozen), step(norm, loss, [[0, 1], [2, 3]], frozen=frozen))
+    same(
+        step(norm, loss, [[0, 1], [2, 3]], grid=(2, 3), frozen=frozen),
+        step(norm, loss, [[0, 1], [2, 3]], frozen=frozen),
+    )
 
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_statistics_are_counted_once(loss):
     """Dice needs a forward pass before the real one: it must leave no trace."""
-    one, many = (step("batch", name, [[0, 1], [2, 3]], grid=(1, 2))[2] for name in ("cross_entropy", loss))
+    one, many = (
+        step("batch", name, [[0, 1], [2, 3]], grid=(1, 2))[2] for name in ("cross_entropy", loss)
+    )
     assert [len(n.seen[0]) for n in many.norms] == [2] * len(many.norms)
     for tiled in (one, many):
         tiled.commit_statistics()
     for a, b in zip(one.norms, many.norms):
-        assert torch.equal(a.running_mean, b.running_mean) and torch.equal(a.running_var, b.running_var)
+        assert torch.equal(a.running_mean, b.running_mean) and torch.equal(
+            a.running_var, b.running_var
+        )
         assert (b.num_batches_tracked, b.running_mean.any()) == (1, True)
     assert many.context.tracking
 
@@ -132,8 +172,24 @@ def test_statistics_are_counted_once(loss):
 def nested_of(norm: str):
     """Blocks in blocks, as most people write it."""
     torch.manual_seed(0)
-    block = lambda i, o: nn.Sequential(nn.Conv2d(i, o, 3, padding=1, bias=False), nn.Sequential(nn.InstanceNorm2d(o) if norm == "instance" else nn.BatchNorm2d(o), nn.ReLU()))
-    return nn.Sequential(block(2, 4), Stash("a"), nn.MaxPool2d(2, ceil_mode=True), block(4, 4), nn.Upsample(scale_factor=2), Pop("a"), nn.Conv2d(8, 3, 1)).double()
+
+    def block(i, o):
+        return nn.Sequential(
+            nn.Conv2d(i, o, 3, padding=1, bias=False),
+            nn.Sequential(
+                nn.InstanceNorm2d(o) if norm == "instance" else nn.BatchNorm2d(o), nn.ReLU()
+            ),
+        )
+
+    return nn.Sequential(
+        block(2, 4),
+        Stash("a"),
+        nn.MaxPool2d(2, ceil_mode=True),
+        block(4, 4),
+        nn.Upsample(scale_factor=2),
+        Pop("a"),
+        nn.Conv2d(8, 3, 1),
+    ).double()
 
 
 @pytest.mark.parametrize("norm", ["instance", "batch"])
@@ -154,7 +210,10 @@ class Block(nn.Module):
 def test_norms_hidden_in_other_modules_do_not_take_several_pieces(monkeypatch):
     monkeypatch.setattr(f"{__name__}.model_of", lambda norm: nn.Sequential(Block()).double())
     step("instance", "cross_entropy", [[0, 1]])
-    with pytest.raises(ValueError, match="holds 6 windows of one micro-batch, but with active norms only a flat nn.Sequential"):
+    with pytest.raises(
+        ValueError,
+        match="holds 6 windows of one micro-batch, but with active norms only a flat nn.Sequential",
+    ):
         step("instance", "cross_entropy", [[0, 1]], grid=(2, 3))
 
 
@@ -174,7 +233,10 @@ def test_two_sample_groups_are_one_step(comm, loss):
     mine = [[0, 1], [2, 3]][comm.rank]
     run = step_of(tiled, loss, Rows(2, comm.rank, 1, 2), comm)
     value = run([pieces(mine, (1, 1), reach)])
-    gradients = {name: torch.from_numpy(comm.allreduce(p.grad.numpy())) for name, p in model.named_parameters()}
+    gradients = {
+        name: torch.from_numpy(comm.allreduce(p.grad.numpy()))
+        for name, p in model.named_parameters()
+    }
     same((value, gradients), step("instance", loss, [[0, 1, 2, 3]]))
 
 

@@ -28,7 +28,11 @@ def filled(tmp_path):
     """A training image, a validation image without labels, and the arrays of the first."""
     pixels, labels = random_image((97, 131))
     other, _ = random_image((64, 70), seed=1)
-    store = made_store(tmp_path / "s.h5", {"a": ("train", pixels, labels), "b": ("val", other + 100, None)}, provenance={"from": "chance"})
+    store = made_store(
+        tmp_path / "s.h5",
+        {"a": ("train", pixels, labels), "b": ("val", other + 100, None)},
+        provenance={"from": "chance"},
+    )
     return store, pixels, labels
 
 
@@ -44,7 +48,12 @@ def test_a_window_comes_back_as_it_was_written(filled):
 
 def test_the_index_tells_what_there_is(filled):
     store, _, _ = filled
-    assert (store.bands, store.band_names, store.classes, store.ignore) == (2, ["band0", "band1"], CLASSES, 255)
+    assert (store.bands, store.band_names, store.classes, store.ignore) == (
+        2,
+        ["band0", "band1"],
+        CLASSES,
+        255,
+    )
     assert store.splits == {"train": ["a"], "val": ["b"]} and store.split("val") == ["b"]
     assert store.size("a") == (97, 131) and store.dtype("a") == np.uint8
     assert store.has_labels("a") and not store.has_labels("b")
@@ -55,7 +64,9 @@ def test_the_index_tells_what_there_is(filled):
 def test_any_number_type_is_kept(tmp_path, dtype):
     pixels = np.arange(2 * 30 * 20).reshape(2, 30, 20).astype(dtype)
     store = made_store(tmp_path / "s.h5", {"a": ("train", pixels, None)})
-    assert store.dtype("a") == np.dtype(dtype) and np.array_equal(store.read("a", Box.whole((30, 20))), pixels)
+    assert store.dtype("a") == np.dtype(dtype) and np.array_equal(
+        store.read("a", Box.whole((30, 20))), pixels
+    )
 
 
 def test_volumes_and_other_dims(tmp_path):
@@ -72,7 +83,9 @@ def test_volumes_and_other_dims(tmp_path):
 
 def test_mean_and_deviation_are_those_of_all_training_pixels(filled):
     store, pixels, _ = filled
-    assert np.allclose(store.mean, pixels.mean((1, 2)), rtol=1e-13) and np.allclose(store.std, pixels.std((1, 2)), rtol=1e-13)
+    assert np.allclose(store.mean, pixels.mean((1, 2)), rtol=1e-13) and np.allclose(
+        store.std, pixels.std((1, 2)), rtol=1e-13
+    )
     assert store.mean.dtype == store.std.dtype == np.float64
 
 
@@ -80,7 +93,9 @@ def test_normalised_pixels_have_mean_0_and_deviation_1(filled):
     store, pixels, _ = filled
     whole = store.read_normalised("a", Box.whole((97, 131)))
     assert whole.dtype == np.float32
-    assert np.allclose(whole.mean((1, 2)), 0, atol=1e-5) and np.allclose(whole.std((1, 2)), 1, atol=1e-5)
+    assert np.allclose(whole.mean((1, 2)), 0, atol=1e-5) and np.allclose(
+        whole.std((1, 2)), 1, atol=1e-5
+    )
     assert np.array_equal(store.read_normalised("a", ODD), whole[:, 13:77, 60:131])
 
 
@@ -90,7 +105,10 @@ def test_a_small_deviation_of_large_values_survives():
     moments = Moments(1)
     for strip in np.split(values, [1, 400, 990], axis=1):
         moments.add(strip)
-    assert abs(moments.std[0] - values.std()) < 1e-6 and abs((values**2).mean() - values.mean() ** 2 - 1) > 1
+    assert (
+        abs(moments.std[0] - values.std()) < 1e-6
+        and abs((values**2).mean() - values.mean() ** 2 - 1) > 1
+    )
 
 
 def test_a_constant_band_is_only_shifted(tmp_path):
@@ -112,7 +130,9 @@ def test_block_counts_do_not_depend_on_how_it_was_written(tmp_path):
     with StoreWriter(tmp_path / "s.h5", CLASSES, 2) as writer:
         image = writer.add_image("a", (150, 140), "u1", "train", True)
         for box in (Box((0, 0), (150, 33)), Box((0, 33), (70, 140)), Box((70, 33), (150, 140))):
-            image.write(box, pixels[(slice(None), *box.slices)], labels[box.slices].astype(np.int64))
+            image.write(
+                box, pixels[(slice(None), *box.slices)], labels[box.slices].astype(np.int64)
+            )
     once = made_store(tmp_path / "t.h5", {"a": ("train", pixels, labels)})
     assert np.array_equal(Store(tmp_path / "s.h5").block_counts("a"), once.block_counts("a"))
 
@@ -129,7 +149,9 @@ def test_threads_read_at_once(filled):
         for _ in range(60):
             y, x = random.integers(0, 60, 2)
             box = Box((y, x), (y + 37, x + 41))
-            good = np.array_equal(store.read("a", box), pixels[(slice(None), *box.slices)]) and np.array_equal(store.labels("a", box), labels[box.slices])
+            good = np.array_equal(
+                store.read("a", box), pixels[(slice(None), *box.slices)]
+            ) and np.array_equal(store.labels("a", box), labels[box.slices])
             wrong.extend([] if good else [box])
 
     threads = [threading.Thread(target=work, args=(k,)) for k in range(3)]
@@ -159,9 +181,14 @@ def test_values_without_data_are_left_out_and_read_as_the_mean(tmp_path):
             image.write(Box((rows.start, 0), (rows.stop, 30)), pixels[:, rows], labels[rows])
     store, whole = Store(tmp_path / "s.h5"), Box.whole((40, 30))
     there = pixels != -9999
-    assert np.allclose(store.mean, [p[t].mean(dtype="f8") for p, t in zip(pixels, there)], rtol=1e-9)
+    assert np.allclose(
+        store.mean, [p[t].mean(dtype="f8") for p, t in zip(pixels, there)], rtol=1e-9
+    )
     assert np.allclose(store.std, [p[t].std(dtype="f8") for p, t in zip(pixels, there)], rtol=1e-9)
-    assert np.array_equal(store.read("a", whole), pixels) and (store.nodata("a"), store.missing("a")) == (-9999, 300)
+    assert np.array_equal(store.read("a", whole), pixels) and (
+        store.nodata("a"),
+        store.missing("a"),
+    ) == (-9999, 300)
     normalised = store.read_normalised("a", whole)
     assert (normalised[~there] == 0).all() and abs(normalised[there]).max() < 6
     assert (store.labels("a", whole)[:10] == 255).all() and not store.labels("a", whole)[10:].any()
@@ -169,18 +196,39 @@ def test_values_without_data_are_left_out_and_read_as_the_mean(tmp_path):
     assert np.array_equal(store.without_data("a", whole), ~there.any(0))  # no data in any band
 
 
-@pytest.mark.parametrize("dtype, value", [("f4", np.nan), ("f4", -3.4028234663852886e38), ("f8", -1.797e308), ("f4", np.inf), ("u1", 0), (">i2", -32768), ("i8", 2**62)])
+@pytest.mark.parametrize(
+    "dtype, value",
+    [
+        ("f4", np.nan),
+        ("f4", -3.4028234663852886e38),
+        ("f8", -1.797e308),
+        ("f4", np.inf),
+        ("u1", 0),
+        (">i2", -32768),
+        ("i8", 2**62),
+    ],
+)
 def test_any_number_may_stand_for_no_data(tmp_path, dtype, value):
     pixels = np.arange(1, 201).reshape(1, 10, 20).astype(dtype)
     pixels[0, 3] = value
     with StoreWriter(tmp_path / "s.h5", CLASSES, 1) as writer:
-        writer.add_image("a", (10, 20), dtype, "train", labels=False, nodata=value).write(Box.whole((10, 20)), pixels)
+        writer.add_image("a", (10, 20), dtype, "train", labels=False, nodata=value).write(
+            Box.whole((10, 20)), pixels
+        )
     store = Store(tmp_path / "s.h5")
     there = np.arange(10) != 3
-    assert np.allclose(store.mean, pixels[:, there].astype("f8").mean()) and store.missing("a") == 20
+    assert (
+        np.allclose(store.mean, pixels[:, there].astype("f8").mean()) and store.missing("a") == 20
+    )
     found = store.read_normalised("a", Box.whole((10, 20)))
-    assert (found[:, 3] == 0).all() and np.isfinite(found).all() and np.allclose(found[:, there].std(), 1)
-    assert np.array_equal(pickle.loads(pickle.dumps(store)).nodata("a"), store.nodata("a"), equal_nan=dtype == "f4")
+    assert (
+        (found[:, 3] == 0).all()
+        and np.isfinite(found).all()
+        and np.allclose(found[:, there].std(), 1)
+    )
+    assert np.array_equal(
+        pickle.loads(pickle.dumps(store)).nodata("a"), store.nodata("a"), equal_nan=dtype == "f4"
+    )
 
 
 def test_a_number_that_no_pixel_can_have_is_nothing(tmp_path):
@@ -191,8 +239,13 @@ def test_a_number_that_no_pixel_can_have_is_nothing(tmp_path):
 
 
 def test_a_band_without_any_data(tmp_path):
-    with pytest.raises(ValueError, match="band red has no data in any pixel of the split 'train'"), StoreWriter(tmp_path / "s.h5", CLASSES, ["red"]) as writer:
-        writer.add_image("a", (10, 20), "f4", "train", labels=False, nodata=np.nan).write(Box.whole((10, 20)), np.full((1, 10, 20), np.nan, "f4"))
+    with (
+        pytest.raises(ValueError, match="band red has no data in any pixel of the split 'train'"),
+        StoreWriter(tmp_path / "s.h5", CLASSES, ["red"]) as writer,
+    ):
+        writer.add_image("a", (10, 20), "f4", "train", labels=False, nodata=np.nan).write(
+            Box.whole((10, 20)), np.full((1, 10, 20), np.nan, "f4")
+        )
 
 
 # blocks in any order
@@ -201,23 +254,39 @@ def test_a_band_without_any_data(tmp_path):
 def test_chunks_are_whole_however_they_were_written(tmp_path):
     """Blocks that cut through chunks, in any order, make the same file as one block."""
     pixels, labels = random_image((300, 530))
-    cuts = [Box((a, b), (c, d)) for a, c in ((0, 100), (100, 257), (257, 300)) for b, d in ((0, 13), (13, 400), (400, 530))]
+    cuts = [
+        Box((a, b), (c, d))
+        for a, c in ((0, 100), (100, 257), (257, 300))
+        for b, d in ((0, 13), (13, 400), (400, 530))
+    ]
     with StoreWriter(tmp_path / "s.h5", CLASSES, 2) as writer:
         image = writer.add_image("a", (300, 530), "u1", "train", True)
         for k in np.random.default_rng(0).permutation(len(cuts)):
             image.write(cuts[k], pixels[(slice(None), *cuts[k].slices)], labels[cuts[k].slices])
     once = made_store(tmp_path / "t.h5", {"a": ("train", pixels, labels)})
     store, whole = Store(tmp_path / "s.h5"), Box.whole((300, 530))
-    assert np.array_equal(store.read("a", whole), pixels) and np.array_equal(store.labels("a", whole), labels)
+    assert np.array_equal(store.read("a", whole), pixels) and np.array_equal(
+        store.labels("a", whole), labels
+    )
     assert store._images["a"].digests == once._images["a"].digests
 
 
 def test_the_digest_tells_stores_apart(tmp_path):
     pixels, labels = random_image((60, 50))
-    stores = {"same": (pixels, labels), "again": (pixels, labels), "pixel": (pixels.copy(), labels), "label": (pixels, labels.copy())}
+    stores = {
+        "same": (pixels, labels),
+        "again": (pixels, labels),
+        "pixel": (pixels.copy(), labels),
+        "label": (pixels, labels.copy()),
+    }
     stores["pixel"][0][0, 30, 30] ^= 1
     stores["label"][1][30, 30] = 2
-    digests = {name: made_store(tmp_path / f"{name}.h5", {"a": ("val", *both), "b": ("train", pixels, labels)}).digest for name, both in stores.items()}
+    digests = {
+        name: made_store(
+            tmp_path / f"{name}.h5", {"a": ("val", *both), "b": ("train", pixels, labels)}
+        ).digest
+        for name, both in stores.items()
+    }
     assert digests["same"] == digests["again"] and len(set(digests.values())) == 3
 
 
@@ -231,9 +300,13 @@ def test_few_readers_are_kept_and_all_are_right(tmp_path, monkeypatch):
                 patch.setattr(store_module, name, value)
             store = Store(store.path)
             for name in [*images, *images]:
-                assert np.array_equal(store.read(name, ODD), images[name][1][(slice(None), *ODD.slices)])
+                assert np.array_equal(
+                    store.read(name, ODD), images[name][1][(slice(None), *ODD.slices)]
+                )
                 assert np.array_equal(store.labels(name, ODD), images[name][2][ODD.slices])
-            assert len(store._readers) <= 3 and store._chunks_kept == sum(reader.chunks for reader in store._readers.values())
+            assert len(store._readers) <= 3 and store._chunks_kept == sum(
+                reader.chunks for reader in store._readers.values()
+            )
 
 
 # bad files
@@ -252,7 +325,12 @@ def test_not_hdf5(tmp_path):
 
 def test_one_that_this_process_holds_open_is_not_called_damaged(tmp_path):
     random_store(tmp_path / "s.h5", train=[(9, 13)])
-    with h5py.File(tmp_path / "s.h5"), pytest.raises(ValueError, match="s.h5 is held open with locks by this same process: close it first"):
+    with (
+        h5py.File(tmp_path / "s.h5"),
+        pytest.raises(
+            ValueError, match="s.h5 is held open with locks by this same process: close it first"
+        ),
+    ):
         Store(tmp_path / "s.h5")
     Store(tmp_path / "s.h5")
 
@@ -300,20 +378,26 @@ def test_questions_without_an_answer(filled):
         store.labels("b", ODD)
     with pytest.raises(ValueError, match="'b' .*has no labels"):
         store.block_counts("b")
-    with pytest.raises(ValueError, match=r"'a' .*has 97x131 pixels, the box \[90:98, 0:5\] reaches beyond"):
+    with pytest.raises(
+        ValueError, match=r"'a' .*has 97x131 pixels, the box \[90:98, 0:5\] reaches beyond"
+    ):
         store.read("a", Box((90, 0), (98, 5)))
 
 
 # bad data
 
 
-def refused(tmp_path, message, pixels=None, labels=None, size=(60, 50), box=None, dtype="f4", **options):
+def refused(
+    tmp_path, message, pixels=None, labels=None, size=(60, 50), box=None, dtype="f4", **options
+):
     good_pixels, good_labels = random_image(size)
     with pytest.raises(ValueError, match=message):
         with StoreWriter(tmp_path / "s.h5", CLASSES, ["red", "near infrared"], **options) as writer:
             image = writer.add_image("a", size, dtype, "train", True)
             image.write(
-                box or Box.whole(size), good_pixels.astype("f4") if pixels is None else pixels, good_labels if labels is None else labels
+                box or Box.whole(size),
+                good_pixels.astype("f4") if pixels is None else pixels,
+                good_labels if labels is None else labels,
             )
     assert list(tmp_path.iterdir()) == [], "nothing is left behind"
 
@@ -331,20 +415,34 @@ def test_labels_that_are_no_class(tmp_path, value):
     _, labels = random_image((60, 50))
     labels = labels.astype(np.int32)
     labels[8, 12] = value
-    refused(tmp_path, rf"'a': label {value} at \(8, 12\) is no class: there are 0 ocean, 1 land, 2 lake, and 255 is ignored", labels=labels)
+    refused(
+        tmp_path,
+        rf"'a': label {value} at \(8, 12\) is no class: there are 0 ocean, 1 land, 2 lake, and 255 is ignored",
+        labels=labels,
+    )
 
 
 def test_wrong_shapes(tmp_path):
     refused(tmp_path, r"shape \(2, 60, 50\), got \(3, 60, 50\)", pixels=np.zeros((3, 60, 50), "f4"))
     refused(tmp_path, r"shape \(60, 50\), got \(50, 60\)", labels=np.zeros((50, 60), int))
-    refused(tmp_path, r"block \[0:61, 0:50\] is empty or outside an image of 60x50", box=Box((0, 0), (61, 50)))
+    refused(
+        tmp_path,
+        r"block \[0:61, 0:50\] is empty or outside an image of 60x50",
+        box=Box((0, 0), (61, 50)),
+    )
     refused(tmp_path, r"labels are whole numbers, got float64", labels=np.zeros((60, 50)))
     refused(tmp_path, r"float32 pixels do not fit into the uint8", dtype="u1")
 
 
 def test_an_image_that_is_not_whole(tmp_path):
     pixels, labels = random_image((30, 50))
-    refused(tmp_path, "'a': 1500 of its 60x50 pixels were never written", pixels=pixels.astype("f4"), labels=labels, box=Box((0, 0), (30, 50)))
+    refused(
+        tmp_path,
+        "'a': 1500 of its 60x50 pixels were never written",
+        pixels=pixels.astype("f4"),
+        labels=labels,
+        box=Box((0, 0), (30, 50)),
+    )
 
 
 def test_no_training_image(tmp_path):
@@ -367,7 +465,10 @@ def test_classes_that_can_not_be(tmp_path, classes, ignore, message):
 
 
 def test_two_images_of_one_name(tmp_path):
-    with pytest.raises(ValueError, match="two images have the name 'a'"), StoreWriter(tmp_path / "s.h5", CLASSES, 2) as writer:
+    with (
+        pytest.raises(ValueError, match="two images have the name 'a'"),
+        StoreWriter(tmp_path / "s.h5", CLASSES, 2) as writer,
+    ):
         for _ in range(2):
             write_image(writer, "a", "train", *random_image((30, 30)))
 
@@ -396,21 +497,27 @@ def test_overwriting_replaces_it_at_the_end_only(tmp_path):
 def test_numbers_that_stand_for_no_data(tmp_path, dtype, value):
     pixels = np.zeros((2, 60, 50), dtype)
     pixels[0, 3, 4] = value
-    refused(tmp_path, r"band red is -.* at \(3, 4\): replace it by a number", pixels=pixels, dtype=dtype)
+    refused(
+        tmp_path, r"band red is -.* at \(3, 4\): replace it by a number", pixels=pixels, dtype=dtype
+    )
 
 
 def test_large_numbers_keep_their_digits(tmp_path):
     pixels = (10**9 + np.arange(100).reshape(1, 10, 10)).astype(np.int32)
     store = made_store(tmp_path / "s.h5", {"a": ("train", pixels, None)}, bands=1)
     found = store.read_normalised("a", Box.whole((10, 10)))
-    assert found.dtype == np.float32 and np.allclose(np.diff(found.ravel()), 1 / pixels.std(), rtol=1e-3)
+    assert found.dtype == np.float32 and np.allclose(
+        np.diff(found.ravel()), 1 / pixels.std(), rtol=1e-3
+    )
 
 
 def test_constants_of_another_store(filled):
     path = filled[0].path
     other = Store(path, ([1.0, 2.0], [3.0, 4.0]))
     box = Box((0, 0), (5, 5))
-    assert np.allclose(other.read_normalised("a", box), (other.read("a", box) - [[[1]], [[2]]]) / [[[3]], [[4]]])
+    assert np.allclose(
+        other.read_normalised("a", box), (other.read("a", box) - [[[1]], [[2]]]) / [[[3]], [[4]]]
+    )
     assert np.array_equal(pickle.loads(pickle.dumps(other)).mean, [1, 2])
     with pytest.raises(ValueError, match="has 2 bands, but the network was trained on 3"):
         Store(path, ([1.0] * 3, [1.0] * 3))
@@ -450,9 +557,21 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path, monkeypatch, share):
 def test_a_full_disk_in_a_process_of_its_own(tmp_path):
     """With the system's own errors; the process must end by itself."""
     code = "import sys; sys.path.insert(0, sys.argv[2]); from made_store import random_store; random_store(sys.argv[1], train=[(97, 131)] * 3)"
-    limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))
-    found = subprocess.run([sys.executable, "-c", code, tmp_path / "s.h5", Path(__file__).parent], preexec_fn=limit, capture_output=True, text=True)
-    assert found.returncode == 1 and "NoRoom: " in found.stderr and "s.h5 could not be written, files may not grow so large here" in found.stderr
+
+    def limit():
+        return resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))
+
+    found = subprocess.run(
+        [sys.executable, "-c", code, tmp_path / "s.h5", Path(__file__).parent],
+        preexec_fn=limit,
+        capture_output=True,
+        text=True,
+    )
+    assert (
+        found.returncode == 1
+        and "NoRoom: " in found.stderr
+        and "s.h5 could not be written, files may not grow so large here" in found.stderr
+    )
     assert not list(tmp_path.iterdir())
 
 
@@ -462,7 +581,14 @@ def test_what_a_killed_writer_left_is_taken_over(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["s.h5"]
 
 
-@pytest.mark.parametrize("plant", [lambda path, other: path.symlink_to(other), lambda path, _: os.mkfifo(path), lambda path, _: path.mkdir()])
+@pytest.mark.parametrize(
+    "plant",
+    [
+        lambda path, other: path.symlink_to(other),
+        lambda path, _: os.mkfifo(path),
+        lambda path, _: path.mkdir(),
+    ],
+)
 def test_a_planted_name_leads_nowhere(tmp_path, plant):
     (tmp_path / "precious").write_text("mine")
     plant(tmp_path / "s.h5.partial", tmp_path / "precious")

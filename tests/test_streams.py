@@ -20,13 +20,21 @@ from distseg.training.loop import train
 from distseg.training.verify import verify
 
 WAYS = {  # of each number of ranks
-    1: [dict(tiles_per_rank=(2, 2), exchange_every="1", accumulate=2), dict(tiles_per_rank=(3, 2), streaming="offload", exchange_every="1", images=2)],
+    1: [
+        dict(tiles_per_rank=(2, 2), exchange_every="1", accumulate=2),
+        dict(tiles_per_rank=(3, 2), streaming="offload", exchange_every="1", images=2),
+    ],
     2: [dict(tiles="2x1", exchange_every="2"), dict(samples=2, images=2)],
 }
 
 
-def error_of(name: str, comm, settings: dict, size: str = "26x33", bands: int = 4, steps: int = 2) -> float:
-    plan = replace(config(**settings), model=ModelConfig(f"{made_streams.__name__}:{name}", in_channels=bands, out_channels=3))
+def error_of(
+    name: str, comm, settings: dict, size: str = "26x33", bands: int = 4, steps: int = 2
+) -> float:
+    plan = replace(
+        config(**settings),
+        model=ModelConfig(f"{made_streams.__name__}:{name}", in_channels=bands, out_channels=3),
+    )
     report = verify(plan, comm, Size(size), steps=steps)
     return comm.bcast(report and report["max_error"])
 
@@ -36,7 +44,9 @@ def error_of(name: str, comm, settings: dict, size: str = "26x33", bands: int = 
 @pytest.mark.parametrize("name", ["Siamese", "Recurrent", "Gated", "flat"])
 def test_norms_at_several_places(comm, name):
     for way in WAYS[comm.size]:
-        assert error_of(name, comm, way | (dict(images=2) if name == "Gated" else {})) <= TOLERANCE, way
+        assert (
+            error_of(name, comm, way | (dict(images=2) if name == "Gated" else {})) <= TOLERANCE
+        ), way
 
 
 @pytest.mark.parallel([1, 2])
@@ -47,7 +57,9 @@ def test_iterations_without_gradients(comm):
 
 @pytest.mark.parallel([1, 2])
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("name, size", [("Frames", "25x34"), ("Batches", "24x34"), ("Spectral", "19x26")])
+@pytest.mark.parametrize(
+    "name, size", [("Frames", "25x34"), ("Batches", "24x34"), ("Spectral", "19x26")]
+)
 def test_frames_and_dates_in_the_batch(comm, name, size):
     for way in WAYS[comm.size]:
         assert error_of(name, comm, way, size, bands=6) <= TOLERANCE, way
@@ -55,21 +67,36 @@ def test_frames_and_dates_in_the_batch(comm, name, size):
 
 @pytest.mark.parallel([1, 2])
 def test_slices_in_the_batch(comm):
-    ways = {1: [dict(tiles_per_rank=(2, 2, 1), exchange_every="1", images=2), dict(tiles_per_rank=(1, 2, 2), streaming="offload")], 2: [dict(tiles="2x1x1", exchange_every="1")]}
+    ways = {
+        1: [
+            dict(tiles_per_rank=(2, 2, 1), exchange_every="1", images=2),
+            dict(tiles_per_rank=(1, 2, 2), streaming="offload"),
+        ],
+        2: [dict(tiles="2x1x1", exchange_every="1")],
+    }
     for way in ways[comm.size]:
         assert error_of("Slices", comm, way, "8x12x10", bands=2) <= TOLERANCE, way
 
 
 @pytest.mark.parallel([1, 2])
 def test_norms_at_several_places_of_whole_images(comm):
-    assert error_of("Attending", comm, dict(samples=comm.size, images=2, accumulate=2), "16x12") <= TOLERANCE
+    assert (
+        error_of("Attending", comm, dict(samples=comm.size, images=2, accumulate=2), "16x12")
+        <= TOLERANCE
+    )
 
 
 @pytest.mark.parallel(2)
 def test_stages_do_not_share_statistics(comm):
     settings = config(stages=2)
-    plan = replace(settings, model=ModelConfig(f"{made_streams.__name__}:twice", in_channels=4, out_channels=3), pipeline=replace(settings.pipeline, balance=(2, 3)))
-    with pytest.raises(ValueError, match="layers 1 and 3 share running statistics, but lie in the stages"):
+    plan = replace(
+        settings,
+        model=ModelConfig(f"{made_streams.__name__}:twice", in_channels=4, out_channels=3),
+        pipeline=replace(settings.pipeline, balance=(2, 3)),
+    )
+    with pytest.raises(
+        ValueError, match="layers 1 and 3 share running statistics, but lie in the stages"
+    ):
         verify(plan, comm, Size("26x33"))
 
 
@@ -79,7 +106,11 @@ def test_running_statistics_are_pytorchs(name, places):
     torch.manual_seed(0)
     model = getattr(made_streams, name)(4, 3)
     network = distseg.capture(model)
-    network, model, x = network.double().train(), copy.deepcopy(model).double().train(), torch.randn(3, 4, 12, 14, dtype=torch.float64)
+    network, model, x = (
+        network.double().train(),
+        copy.deepcopy(model).double().train(),
+        torch.randn(3, 4, 12, 14, dtype=torch.float64),
+    )
     network(x), model(x)
     own = {network.names.get(n, n): b for n, b in network.named_buffers()}
     for n, b in model.named_buffers():
@@ -91,7 +122,10 @@ def test_running_statistics_are_pytorchs(name, places):
 
 @pytest.mark.parallel(2)
 def test_ranks_that_compute_something_else_are_told(comm):
-    with pytest.raises(ValueError, match="the ranks do not agree: what the network calls is .* on rank 0 and .* on rank 1"):
+    with pytest.raises(
+        ValueError,
+        match="the ranks do not agree: what the network calls is .* on rank 0 and .* on rank 1",
+    ):
         error_of("OfRank", comm, dict(samples=2))
 
 
@@ -108,8 +142,16 @@ def test_a_size_with_which_a_network_does_something_else_is_told_before_work(com
     if comm.rank == 0:
         random_store(store, train=[(24, 36), (40, 64), (12, 44), (8, 12)], val=[(32, 32)])
     comm.barrier()
-    plan = Config(model=ModelConfig("made_streams:OfWidth"), data=DataConfig(store=store), train=TrainConfig(epochs=1, output=f"{store}-run"), mesh=MeshConfig(comm.size, reducer="mpi"))
-    with pytest.raises(ValueError, match="with 1 image of 12x44 pixels this network does something else than with others"):
+    plan = Config(
+        model=ModelConfig("made_streams:OfWidth"),
+        data=DataConfig(store=store),
+        train=TrainConfig(epochs=1, output=f"{store}-run"),
+        mesh=MeshConfig(comm.size, reducer="mpi"),
+    )
+    with pytest.raises(
+        ValueError,
+        match="with 1 image of 12x44 pixels this network does something else than with others",
+    ):
         train(plan, comm)
 
 

@@ -9,7 +9,9 @@ import pytest
 from distseg.comm.threads import CpuLimits, choose_threads, cpu_quotas
 
 
-def node(*cores: str, quotas: dict = {}) -> list[CpuLimits]:
+def node(*cores: str, quotas: dict = None) -> list[CpuLimits]:
+    if quotas is None:
+        quotas = {}
     return [CpuLimits(frozenset(each), quotas) for each in cores]
 
 
@@ -40,7 +42,9 @@ def test_what_the_user_sets_comes_first():
     assert chosen(limits, **both) == "3 OMP_NUM_THREADS"
     assert chosen(limits, OMP_NUM_THREADS="8,2,1") == "8 OMP_NUM_THREADS"
     assert chosen(limits, MKL_NUM_THREADS="4") == "4 MKL_NUM_THREADS"
-    assert chosen(limits, OMP_NUM_THREADS="no", MKL_NUM_THREADS="0") == "2 4 cores shared by 2 ranks"
+    assert (
+        chosen(limits, OMP_NUM_THREADS="no", MKL_NUM_THREADS="0") == "2 4 cores shared by 2 ranks"
+    )
     assert chosen(node("0")) == "1 1 core"
 
 

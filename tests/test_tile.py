@@ -31,19 +31,15 @@ def picture(image, boxes) -> str:
 def test_tiles_of_an_odd_image():
     found = picture((5, 11), tiles((5, 11), grid=(2, 3), stride=(2, 2)))
     assert found == "\n".join(
-        [
-            "aaaabbbbccc",
-            "aaaabbbbccc",
-            "ddddeeeefff",
-            "ddddeeeefff",
-            "ddddeeeefff",
-        ]
+        ["aaaabbbbccc", "aaaabbbbccc", "ddddeeeefff", "ddddeeeefff", "ddddeeeefff"]
     )
 
 
 def test_windows_of_the_modules_picture():
     image, reach = (131,), ReceptiveField(halo=(20,), stride=(32,))
-    found = [(str(tile), str(window(tile, image, reach))) for tile in tiles(image, (2,), reach.stride)]
+    found = [
+        (str(tile), str(window(tile, image, reach))) for tile in tiles(image, (2,), reach.stride)
+    ]
     assert found == [("[0:64]", "[0:96]"), ("[64:131]", "[32:131]")]
 
 
@@ -92,9 +88,13 @@ def test_windows_hold_the_halo_lie_on_the_grid_and_inside_the_image():
         for t in tiles(image, grid, reach.stride):
             w = window(t, image, reach)
             assert Box.whole(image).contains(w) and w.contains(t)
-            for a, b, wa, wb, h, s, n in zip(t.start, t.stop, w.start, w.stop, reach.halo, reach.stride, image):
+            for a, b, wa, wb, h, s, n in zip(
+                t.start, t.stop, w.start, w.stop, reach.halo, reach.stride, image
+            ):
                 assert wa % s == 0 and (wb % s == 0 or wb == n)
-                assert wa == 0 or h <= a - wa < h + s, "the halo, and no more than rounding to the grid"
+                assert wa == 0 or h <= a - wa < h + s, (
+                    "the halo, and no more than rounding to the grid"
+                )
                 assert wb == n or h <= wb - b < h + s
 
 
@@ -112,7 +112,10 @@ def test_tiles_per_rank_are_the_ranks_share_of_a_finer_grid():
 
 
 def test_refuses_a_grid_that_is_too_fine_and_names_the_largest():
-    with pytest.raises(ValueError, match="grid of 3x6 tiles is too fine for an image of 97x131 pixels.*stride 32x32.*largest grid that fits is 4x5"):
+    with pytest.raises(
+        ValueError,
+        match="grid of 3x6 tiles is too fine for an image of 97x131 pixels.*stride 32x32.*largest grid that fits is 4x5",
+    ):
         tiles((97, 131), (3, 6), (32, 32))
     assert len(tiles((97, 131), (4, 5), (32, 32))) == 20
     with pytest.raises(ValueError, match="2 spatial dims .97x131. does not fit a grid of 3"):
@@ -131,18 +134,14 @@ def test_boxes():
 def test_what_boxes_share_that_do_not_touch_lies_in_the_first():
     """A kernel that is told where its cells are owned must not be sent beyond them."""
     a, left, right = Box((0, 12), (31, 33)), Box((0, 0), (31, 5)), Box((4, 36), (20, 75))
-    assert a.intersection(right) == Box((4, 33), (20, 33)) and a.intersection(left) == Box((0, 12), (31, 12))
+    assert a.intersection(right) == Box((4, 33), (20, 33)) and a.intersection(left) == Box(
+        (0, 12), (31, 12)
+    )
     assert a.intersection(Box((4, 20), (99, 75))) == Box((4, 20), (31, 33))
 
 
 def test_boxes_of_a_size():
     found = picture((5, 11), boxes_of(Box((1, 0), (5, 10)), (3, 4)))
     assert found == "\n".join(
-        [
-            "...........",
-            "aaaabbbbcc.",
-            "aaaabbbbcc.",
-            "aaaabbbbcc.",
-            "ddddeeeeff.",
-        ]
+        ["...........", "aaaabbbbcc.", "aaaabbbbcc.", "aaaabbbbcc.", "ddddeeeeff."]
     )

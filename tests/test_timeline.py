@@ -19,7 +19,12 @@ from distseg.runtime.trace import NoTrace, Span, Trace
 
 def spans(name: str, placement: tuple[int, ...], m: int, **costs) -> tuple[Span, ...]:
     edges = [Edge(OUTPUT, s, s + 1) for s in range(len(placement) - 1)]
-    return simulate(orders(name, placement, m), edges, **{"forward": 1.0, "backward": 1.0, **costs}, placement=placement).spans
+    return simulate(
+        orders(name, placement, m),
+        edges,
+        **{"forward": 1.0, "backward": 1.0, **costs},
+        placement=placement,
+    ).spans
 
 
 def test_trace_collects():
@@ -28,7 +33,10 @@ def test_trace_collects():
     with trace.span("forward", "F0,3"):
         with trace.span("norm-exchange", "enc0_norm0"):
             pass
-    assert trace.spans == [Span(3, "norm-exchange", "enc0_norm0", 1.5, 4.0), Span(3, "forward", "F0,3", 1.0, 5.0)]
+    assert trace.spans == [
+        Span(3, "norm-exchange", "enc0_norm0", 1.5, 4.0),
+        Span(3, "forward", "F0,3", 1.0, 5.0),
+    ]
     assert trace.spans[1].seconds == 4.0
 
 
@@ -69,7 +77,10 @@ stage 1    0 0' 1 1'"""
 
 def test_gradients_of_weights_in_tables():
     found = spans("zb-h1", (0, 1), 2, forward=3.0, backward=3.0, weight=3.0)
-    assert short_form(found).splitlines() == ["""stage 0  0  1     0' 0" 1' 1\"""", """stage 1     0  0' 1  1' 0" 1\""""]
+    assert short_form(found).splitlines() == [
+        """stage 0  0  1     0' 0" 1' 1\"""",
+        """stage 1     0  0' 1  1' 0" 1\"""",
+    ]
     assert clock_table(found, 3.0).splitlines()[-1] == "    6  W1,0    W1,1"
 
 
@@ -84,20 +95,37 @@ def test_short_form_of_a_v_names_the_ranks():
 
 
 def test_spans_of_other_things_have_no_place_in_a_text():
-    assert short_form([Span(0, "wait", "x", 0, 1), Span(0, "forward", "F0,0 tile 2", 1, 2)]) == "stage 0   0"
+    assert (
+        short_form([Span(0, "wait", "x", 0, 1), Span(0, "forward", "F0,0 tile 2", 1, 2)])
+        == "stage 0   0"
+    )
     with pytest.raises(ValueError, match="such as F3,0, got 'layer'"):
         short_form([Span(0, "forward", "layer", 0, 1)])
 
 
 def test_picture(tmp_path):
-    others = [Span(0, "wait", "x", 3, 4), Span(1, "norm-exchange", "norm", 2, 2.5), Span(2, "send", "x", 5, 6)]
-    plot_timeline([*spans("1f1b", v_placement(3), 4, recompute=1.0), *others], tmp_path / "v.png", title="V")
+    others = [
+        Span(0, "wait", "x", 3, 4),
+        Span(1, "norm-exchange", "norm", 2, 2.5),
+        Span(2, "send", "x", 5, 6),
+    ]
+    plot_timeline(
+        [*spans("1f1b", v_placement(3), 4, recompute=1.0), *others], tmp_path / "v.png", title="V"
+    )
     assert (tmp_path / "v.png").stat().st_size > 10_000
 
     import matplotlib.image
 
     picture = matplotlib.image.imread(tmp_path / "v.png")
-    assert len({tuple(pixel) for pixel in (picture[::4, ::4, :3].reshape(-1, 3) * 255).round().tolist()}) > 6
+    assert (
+        len(
+            {
+                tuple(pixel)
+                for pixel in (picture[::4, ::4, :3].reshape(-1, 3) * 255).round().tolist()
+            }
+        )
+        > 6
+    )
 
 
 def test_no_picture_of_nothing(tmp_path):
@@ -111,13 +139,29 @@ def test_trace_json(tmp_path):
     write_trace(spans("gpipe", (0, 1), 2), tmp_path / "deep" / "trace.json", job=7)
     events = json.loads((tmp_path / "deep" / "trace.json").read_text())["traceEvents"]
     named = {(e["name"], e.get("tid")): e["args"]["name"] for e in events if e["ph"] == "M"}
-    assert named == {("process_name", None): "distseg job 7", ("thread_name", 0): "rank 0", ("thread_name", 1): "rank 1"}
+    assert named == {
+        ("process_name", None): "distseg job 7",
+        ("thread_name", 0): "rank 0",
+        ("thread_name", 1): "rank 1",
+    }
     timed = [e for e in events if e["ph"] == "X"]
     assert len(timed) == 8 and {e["pid"] for e in timed} == {7}
-    assert {"name": "F0,1", "cat": "forward", "ph": "X", "ts": 1e6, "dur": 1e6, "pid": 7, "tid": 1, "args": {"kind": "forward"}} in timed
+    assert {
+        "name": "F0,1",
+        "cat": "forward",
+        "ph": "X",
+        "ts": 1e6,
+        "dur": 1e6,
+        "pid": 7,
+        "tid": 1,
+        "args": {"kind": "forward"},
+    } in timed
 
 
 def test_outer_spans_come_first():
     """Perfetto nests a span in the one that began before it."""
     inner, outer = Span(0, "wait", "x", 1.0, 1.5), Span(0, "forward", "F0,0", 1.0, 2.0)
-    assert [e["name"] for e in trace_events([inner, outer])["traceEvents"] if e["ph"] == "X"] == ["F0,0", "x"]
+    assert [e["name"] for e in trace_events([inner, outer])["traceEvents"] if e["ph"] == "X"] == [
+        "F0,0",
+        "x",
+    ]

@@ -43,7 +43,9 @@ def write_store(path: Path, sizes=((41, 53), (64, 37), (50, 50), (33, 47))) -> P
                 labels[(rows - r) ** 2 + (columns - c) ** 2 < 60] = 1
             pixels = (generator.normal(100, 20, (2, *size)) + 60 * labels).astype(np.float32)
             split = {len(sizes) - 2: "val", len(sizes) - 1: "test"}.get(k, "train")
-            writer.add_image(f"image{k}", size, np.float32, split, labels=True).write(Box.whole(size), pixels, labels)
+            writer.add_image(f"image{k}", size, np.float32, split, labels=True).write(
+                Box.whole(size), pixels, labels
+            )
     return path
 
 
@@ -51,14 +53,30 @@ def config(folder: Path, samples=1, tiles="1x1", images=1, stages=1, **more) -> 
     fields = {k: v for k, v in more.items() if k in TrainConfig.__dataclass_fields__}
     pipeline = {k: v for k, v in more.items() if k in PipelineConfig.__dataclass_fields__}
     return Config(
-        model=ModelConfig(depth=2, num_convs=1, base_channels=8, norm=more.get("norm", "instance"), dropout=0.1),
+        model=ModelConfig(
+            depth=2, num_convs=1, base_channels=8, norm=more.get("norm", "instance"), dropout=0.1
+        ),
         mesh=MeshConfig(samples=samples, tiles=Size(tiles), stages=stages),
         pipeline=PipelineConfig(**pipeline),
         spatial=SpatialConfig(exchange_every=more.get("exchange_every", "all")),
-        data=DataConfig(store=str(folder / "store.h5"), images=images, crop=Size("32x32"), augment=["flip", "turn"], epoch_samples=8),
+        data=DataConfig(
+            store=str(folder / "store.h5"),
+            images=images,
+            crop=Size("32x32"),
+            augment=["flip", "turn"],
+            epoch_samples=8,
+        ),
         optim=OptimConfig(lr=3e-3, clip=1.0),
         predict=PredictConfig(tile=Size("16x24")),
-        train=TrainConfig(**{"epochs": 2, "precision": "fp64", "tensorboard": False, "output": str(folder / "run"), **fields}),
+        train=TrainConfig(
+            **{
+                "epochs": 2,
+                "precision": "fp64",
+                "tensorboard": False,
+                "output": str(folder / "run"),
+                **fields,
+            }
+        ),
     )
 
 
@@ -71,7 +89,11 @@ def folder(comm, shared_path) -> Path:
 
 
 def weights(run) -> dict:
-    return {name: w for part in find(run, "last").glob("weights-*") for name, w in load_file(part).items()}
+    return {
+        name: w
+        for part in find(run, "last").glob("weights-*")
+        for name, w in load_file(part).items()
+    }
 
 
 @pytest.mark.parallel(4)
@@ -89,11 +111,19 @@ def test_layouts_train_alike(comm, folder, norm):
 
 
 @pytest.mark.parallel(2)
-def test_sample_groups_of_batch_norms_over_a_step_train_as_one_group_with_all_their_images(comm, folder):
-    found = replace(config(folder, 2, norm="batch", accumulate=2, output=str(folder / "two")), spatial=SpatialConfig(norm_scope="step"))
+def test_sample_groups_of_batch_norms_over_a_step_train_as_one_group_with_all_their_images(
+    comm, folder
+):
+    found = replace(
+        config(folder, 2, norm="batch", accumulate=2, output=str(folder / "two")),
+        spatial=SpatialConfig(norm_scope="step"),
+    )
     train(found, comm)
     if comm.rank == 0:
-        train(config(folder, images=2, norm="batch", accumulate=2, output=str(folder / "one")), comm.Split(0))
+        train(
+            config(folder, images=2, norm="batch", accumulate=2, output=str(folder / "one")),
+            comm.Split(0),
+        )
         two, one = weights(folder / "two"), weights(folder / "one")
         for name, w in one.items():
             assert torch.allclose(two[name], w, rtol=0, atol=1e-10), name
@@ -124,10 +154,16 @@ def test_tiles_that_exchange_borders_train_alike_and_read_no_halo(comm, folder, 
 def test_tiles_streaming_train_as_tiles_in_memory(comm, folder, norm, crop):
     """With augmentation, crops and validation; read part by part. Whole images of 53 and 37 columns have no halves on the stride of 4."""
     plan = config(folder, tiles=f"1x{comm.size}", norm=norm, output=str(folder / "memory"))
-    plan = replace(plan, data=replace(plan.data, crop=crop and Size(crop), epoch_samples=crop and 8))
+    plan = replace(
+        plan, data=replace(plan.data, crop=crop and Size(crop), epoch_samples=crop and 8)
+    )
     train(plan, comm)
-    spatial = replace(plan.spatial, streaming="offload", tiles_per_rank=Size("2x2"), scratch=str(folder))
-    train(replace(plan, spatial=spatial, train=replace(plan.train, output=str(folder / "time"))), comm)
+    spatial = replace(
+        plan.spatial, streaming="offload", tiles_per_rank=Size("2x2"), scratch=str(folder)
+    )
+    train(
+        replace(plan, spatial=spatial, train=replace(plan.train, output=str(folder / "time"))), comm
+    )
     if comm.rank == 0:
         memory, time = weights(folder / "memory"), weights(folder / "time")
         for name, w in memory.items():
@@ -143,11 +179,17 @@ def test_stages_streaming_train_images_of_very_different_sizes(comm, shared_path
         write_store(folder / "store.h5", 3 * ((9, 17), (62, 39)) + ((33, 47), (33, 47)))
     comm.Barrier()
     monkeypatch.setattr(transfer, "_STRIP", 2000.0)
-    plan = config(folder, stages=2, norm="none", images=2, schedule="gpipe", output=str(folder / "memory"))
+    plan = config(
+        folder, stages=2, norm="none", images=2, schedule="gpipe", output=str(folder / "memory")
+    )
     plan = replace(plan, data=replace(plan.data, crop=None, epoch_samples=None))
     train(plan, comm)
-    spatial = replace(plan.spatial, streaming="offload", tiles_per_rank=Size("3x1"), scratch=str(folder))
-    train(replace(plan, spatial=spatial, train=replace(plan.train, output=str(folder / "time"))), comm)
+    spatial = replace(
+        plan.spatial, streaming="offload", tiles_per_rank=Size("3x1"), scratch=str(folder)
+    )
+    train(
+        replace(plan, spatial=spatial, train=replace(plan.train, output=str(folder / "time"))), comm
+    )
     if comm.rank == 0:
         memory, time = weights(folder / "memory"), weights(folder / "time")
         for name, w in memory.items():
@@ -157,9 +199,19 @@ def test_stages_streaming_train_images_of_very_different_sizes(comm, shared_path
 @pytest.mark.parallel(2)
 @pytest.mark.parametrize("norm", ["batch", "none"])
 def test_stages_of_tiles_streaming_train_images_of_different_sizes(comm, folder, norm):
-    whole = lambda plan: replace(plan, data=replace(plan.data, crop=None, epoch_samples=None))
+    def whole(plan):
+        return replace(plan, data=replace(plan.data, crop=None, epoch_samples=None))
+
     plan = whole(config(folder, images=2, stages=2, norm=norm, output=str(folder / "two")))
-    train(replace(plan, spatial=replace(plan.spatial, streaming="offload", tiles_per_rank=Size("3x2"), scratch="memory")), comm)
+    train(
+        replace(
+            plan,
+            spatial=replace(
+                plan.spatial, streaming="offload", tiles_per_rank=Size("3x2"), scratch="memory"
+            ),
+        ),
+        comm,
+    )
     if comm.rank == 0:
         train(whole(config(folder, images=2, norm=norm, output=str(folder / "one"))), comm.Split(0))
         two, one = weights(folder / "two"), weights(folder / "one")
@@ -172,10 +224,20 @@ def test_stages_of_tiles_streaming_train_images_of_different_sizes(comm, folder,
 @pytest.mark.parallel(4)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("norm", ["instance", "batch"])
-@pytest.mark.parametrize("mesh", [dict(samples=2, stages=2), dict(tiles="1x2", stages=2, recompute="always"), dict(stages=4), dict(stages=4, placement="v")])
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        dict(samples=2, stages=2),
+        dict(tiles="1x2", stages=2, recompute="always"),
+        dict(stages=4),
+        dict(stages=4, placement="v"),
+    ],
+)
 def test_stages_train_alike_and_write_their_own_layers(comm, folder, norm, mesh):
     accumulate = 2 // mesh.get("samples", 1)
-    train(config(folder, norm=norm, output=str(folder / "four"), accumulate=accumulate, **mesh), comm)
+    train(
+        config(folder, norm=norm, output=str(folder / "four"), accumulate=accumulate, **mesh), comm
+    )
     if comm.rank == 0:
         train(config(folder, norm=norm, output=str(folder / "one"), accumulate=2), comm.Split(0))
         assert len(list(find(folder / "four", "last").glob("weights-*"))) == mesh["stages"]
@@ -189,10 +251,19 @@ def test_stages_train_alike_and_write_their_own_layers(comm, folder, norm, mesh)
 
 @pytest.mark.parallel(4)
 @pytest.mark.covering(cases=1)
-@pytest.mark.parametrize("before, after", [(dict(stages=4), dict(tiles="2x2")), (dict(samples=2, tiles="1x2"), dict(tiles="1x2", stages=2))])
+@pytest.mark.parametrize(
+    "before, after",
+    [
+        (dict(stages=4), dict(tiles="2x2")),
+        (dict(samples=2, tiles="1x2"), dict(tiles="1x2", stages=2)),
+    ],
+)
 def test_a_run_is_resumed_on_another_mesh(comm, folder, before, after):
     """Steps of two images: as micro-batches, or of two groups."""
-    common = lambda mesh: dict(epochs=3, accumulate=2 // mesh.get("samples", 1), **mesh)
+
+    def common(mesh):
+        return dict(epochs=3, accumulate=2 // mesh.get("samples", 1), **mesh)
+
     train(config(folder, output=str(folder / "whole"), **common(before)), comm)
     train(config(folder, output=str(folder / "cut"), max_minutes=0.0, **common(before)), comm)
     train(config(folder, output=str(folder / "cut"), resume=True, **common(after)), comm)
@@ -223,7 +294,11 @@ def test_a_run_that_has_all_its_epochs_is_left_as_it_is(comm, folder, capsys):
     before = comm.bcast((folder / "run/log.jsonl").read_bytes())
     capsys.readouterr()
     assert train(replace(plan, train=replace(plan.train, resume=True)), comm) == result
-    assert comm.rank or "run has its 1 epochs already, and train.epochs is 1: raise it to go on" in capsys.readouterr().out
+    assert (
+        comm.rank
+        or "run has its 1 epochs already, and train.epochs is 1: raise it to go on"
+        in capsys.readouterr().out
+    )
     assert (folder / "run/log.jsonl").read_bytes() == before
 
 
@@ -231,9 +306,15 @@ def test_a_run_that_has_all_its_epochs_is_left_as_it_is(comm, folder, capsys):
 def test_the_schedule_goes_on_where_epochs_have_other_numbers_of_steps(comm, folder):
     plan = config(folder, norm="none", epochs=4, max_minutes=0.0)
     train(plan, comm)
-    train(replace(plan, train=replace(plan.train, resume=True, accumulate=2, max_minutes=None)), comm)
+    train(
+        replace(plan, train=replace(plan.train, resume=True, accumulate=2, max_minutes=None)), comm
+    )
     rates = [line["lr"] for line in read_log(folder / "run") if line["kind"] == "step"]
-    assert len(rates) == 8 + 3 * 4 and rates[1:] == sorted(rates[1:], reverse=True) and rates[8] > 1e-3 > 2e-4 > rates[-1]
+    assert (
+        len(rates) == 8 + 3 * 4
+        and rates[1:] == sorted(rates[1:], reverse=True)
+        and rates[8] > 1e-3 > 2e-4 > rates[-1]
+    )
 
 
 def read_log(run: Path) -> list[dict]:
@@ -262,7 +343,9 @@ def test_a_loss_that_is_no_number_ends_the_run_with_advice(comm, folder):
 
 
 @pytest.mark.parallel(2)
-def test_a_budget_that_no_tile_fits_into_is_told_by_all_stages_at_once_before_the_first_step(comm, folder, monkeypatch):
+def test_a_budget_that_no_tile_fits_into_is_told_by_all_stages_at_once_before_the_first_step(
+    comm, folder, monkeypatch
+):
     monkeypatch.setattr(engine, "room_of", lambda *_: 2000.0)
     found = replace(config(folder, stages=2, images=2), run=RunConfig(memory="4GB"))
     with pytest.raises(JointFailure, match="of run.memory 0.0 MB are left .* give 1 MB more"):
@@ -302,7 +385,11 @@ def net(in_channels, out_channels):
 @pytest.mark.covering(cases=1)
 @pytest.mark.parametrize(
     "how,message",
-    [("os.kill(os.getpid(), 9)", ""), ("raise RuntimeError('the disk is on fire')", "rank 1: Traceback"), ("raise ValueError('band 3 is empty')", "rank 1: band 3 is empty")],
+    [
+        ("os.kill(os.getpid(), 9)", ""),
+        ("raise RuntimeError('the disk is on fire')", "rank 1: Traceback"),
+        ("raise ValueError('band 3 is empty')", "rank 1: band 3 is empty"),
+    ],
 )
 def test_a_rank_that_dies_in_the_middle_ends_the_job(mpirun, tmp_path, how, message):
     write_store(tmp_path / "store.h5")
@@ -321,13 +408,19 @@ def test_a_rank_that_dies_in_the_middle_ends_the_job(mpirun, tmp_path, how, mess
     [
         ("os.kill(os.getpid(), 9)", ""),
         ("raise ValueError('band 3 is empty')", "rank 1: band 3 is empty"),
-        ("__import__('time').sleep(1000)", "waits for the halo at layer 2 from rank 1 of the image's tiles"),
+        (
+            "__import__('time').sleep(1000)",
+            "waits for the halo at layer 2 from rank 1 of the image's tiles",
+        ),
     ],
     ids=["killed", "raises", "late"],
 )
 def test_a_rank_that_dies_or_is_late_in_an_exchange_ends_the_job(mpirun, tmp_path, how, message):
     write_store(tmp_path / "store.h5")
-    source = DYING.format(calls=5, how=how).replace("nn.InstanceNorm2d(4), nn.Conv2d(4, out_channels, 1)", "nn.Conv2d(4, out_channels, 3, padding=1)")
+    source = DYING.format(calls=5, how=how).replace(
+        "nn.InstanceNorm2d(4), nn.Conv2d(4, out_channels, 1)",
+        "nn.Conv2d(4, out_channels, 3, padding=1)",
+    )
     (tmp_path / "dying.py").write_text(source)
     done = mpirun(
         2, "-m", "distseg", "train", "--data.store", "store.h5", "--data.crop", "32x32", "--mesh.tiles", "1x2", "--model.name", "dying:net",
@@ -364,20 +457,32 @@ STAGES = ("--mesh.stages", "2", "--pipeline.balance", "[2,2]", "--train.accumula
 @pytest.mark.parametrize(
     "source,message",
     [
-        (DYING.format(calls=30, how="os.kill(os.getpid(), 9)").replace("rank == 1", "rank == 0"), ""),
-        (DYING.format(calls=30, how="raise ValueError('band 3 is empty')").replace("rank == 1", "rank == 0"), "rank 0: band 3 is empty"),
+        (
+            DYING.format(calls=30, how="os.kill(os.getpid(), 9)").replace("rank == 1", "rank == 0"),
+            "",
+        ),
+        (
+            DYING.format(calls=30, how="raise ValueError('band 3 is empty')").replace(
+                "rank == 1", "rank == 0"
+            ),
+            "rank 0: band 3 is empty",
+        ),
         (CHANGING, "x of stage 0 for stage 1 is 1x8x32x32 float32 in micro-batch"),
     ],
     ids=["killed", "raises", "changes its shape"],
 )
-def test_a_stage_that_fails_in_the_middle_of_a_schedule_ends_the_job(mpirun, tmp_path, source, message):
+def test_a_stage_that_fails_in_the_middle_of_a_schedule_ends_the_job(
+    mpirun, tmp_path, source, message
+):
     write_store(tmp_path / "store.h5")
     (tmp_path / "failing.py").write_text(source)
     done = mpirun(
         2, "-m", "distseg", "train", "--data.store", "store.h5", "--data.crop", "32x32", *STAGES, "--model.name", "failing:net",
         "--train.tensorboard", "false", "--train.epochs", "50", "--train.precision", "fp32", cwd=tmp_path, env={"PYTHONPATH": f"{tmp_path}:{Path.cwd()}"}, timeout=50,
     )  # fmt: skip
-    assert done.returncode != 0 and message in done.stderr and "1/50" in done.stderr + done.stdout, str(done)
+    assert (
+        done.returncode != 0 and message in done.stderr and "1/50" in done.stderr + done.stdout
+    ), str(done)
     assert done.stderr.count("distseg: error") <= 1
 
 
@@ -386,7 +491,12 @@ def test_the_command_line_trains_evaluates_predicts_and_plots(mpirun, tmp_path):
     (tmp_path / "run.yaml").write_text(
         "model: {depth: 2, num_convs: 1, base_channels: 4, norm: batch}\ndata: {store: store.h5, crop: 32x32, images: 2}\ntrain: {epochs: 2, output: run}\n"
     )
-    python = lambda n, *a: mpirun(n, "-m", "distseg", *a, cwd=tmp_path, env={"PYTHONPATH": str(Path.cwd())}, timeout=50)  # noqa: E731
+
+    def python(n, *a):
+        return mpirun(
+            n, "-m", "distseg", *a, cwd=tmp_path, env={"PYTHONPATH": str(Path.cwd())}, timeout=50
+        )  # noqa: E731
+
     trained = python(2, "train", "run.yaml", "--mesh.samples", "2")
     assert trained.returncode == 0 and "validation IoU" in trained.stdout, str(trained)
     scored = python(2, "evaluate", "run", "--output", "scores.json")
@@ -394,6 +504,11 @@ def test_the_command_line_trains_evaluates_predicts_and_plots(mpirun, tmp_path):
     assert set(json.loads((tmp_path / "scores.json").read_text())) == {"split", "network", "colour"}
     predicted = python(2, "predict", "run", "--output", "found")
     assert predicted.returncode == 0 and (tmp_path / "found/image3.png").exists(), str(predicted)
-    assert python(1, "plot", "curves", "run").returncode == 0 and (tmp_path / "run/curves.png").exists()
-    drawn = python(1, "plot", "overlay", "found/image3.h5", "--store", "store.h5", "--output", "overlay.png")
+    assert (
+        python(1, "plot", "curves", "run").returncode == 0
+        and (tmp_path / "run/curves.png").exists()
+    )
+    drawn = python(
+        1, "plot", "overlay", "found/image3.h5", "--store", "store.h5", "--output", "overlay.png"
+    )
     assert drawn.returncode == 0 and (tmp_path / "overlay.png").exists(), str(drawn)

@@ -19,7 +19,9 @@ def small_strips(monkeypatch):
 
 
 def whole(seed: int, dtype=torch.float64, layout="NHWC") -> torch.Tensor:
-    found = torch.randn(2, 5, *BOX.size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    found = torch.randn(
+        2, 5, *BOX.size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
     return found.to(dtype).contiguous(memory_format=FORMATS[layout])
 
 
@@ -45,12 +47,18 @@ def test_a_map_comes_as_it_is(comm, tmp_path, dtype, layout):
         found = []
         coming = transfers.begin(receiving(found, tmp_path), 0, 7)
         transfers.wait_for(coming, 20, "it")
-        assert (found[0].read(BOX) == x).all() and (found[0].dtype, found[0].last) == (dtype, layout == "NHWC")
+        assert (found[0].read(BOX) == x).all() and (found[0].dtype, found[0].last) == (
+            dtype,
+            layout == "NHWC",
+        )
 
 
 @pytest.mark.parallel(2)
 def test_a_vector_comes_once_it_is_final(comm):
-    transfers, x = Transfers(comm), torch.randn(2, 5, 1, 1, generator=torch.Generator().manual_seed(3))
+    transfers, x = (
+        Transfers(comm),
+        torch.randn(2, 5, 1, 1, generator=torch.Generator().manual_seed(3)),
+    )
     if comm.rank == 0:
         stored = VectorMap(BOX, x)
         sending = transfers.begin(Sending(stored), 1, 7)
@@ -80,8 +88,12 @@ def test_rows_come_once_they_are_final(comm):
                 stored.write(block, x[:, :, row - 3 : block.stop[0] - 3])
             sending.final = row
         elif row > 3:
-            transfers.wait_for(coming, row, "rows")  # all that is final, however many rows a message may have
-            assert (found[0].read(Box((3, 10), (coming.there, 41))) == x[:, :, : coming.there - 3]).all()
+            transfers.wait_for(
+                coming, row, "rows"
+            )  # all that is final, however many rows a message may have
+            assert (
+                found[0].read(Box((3, 10), (coming.there, 41))) == x[:, :, : coming.there - 3]
+            ).all()
         with transfers.moving():
             comm.waits.wait(comm.Ibarrier())
         assert comm.rank == 0 or coming.there <= row
@@ -112,11 +124,17 @@ def test_what_never_comes_is_an_error(comm):
     if comm.rank == 0:
         with pytest.raises(TimeoutError, match="the map before conv did not come within 0.5 s"):
             transfers = Transfers(Ranks(comm, Waits(0.5)))
-            transfers.wait_for(transfers.begin(receiving([], None), 1, 99), 20, "the map before conv")
+            transfers.wait_for(
+                transfers.begin(receiving([], None), 1, 99), 20, "the map before conv"
+            )
     comm.Barrier()
 
 
 def test_strips():
-    assert [b.start[0] for b in strips(BOX, 31 * 4)] == [3, 7, 11, 15, 19] and list(strips(BOX, 1e9)) == [BOX]
+    assert [b.start[0] for b in strips(BOX, 31 * 4)] == [3, 7, 11, 15, 19] and list(
+        strips(BOX, 1e9)
+    ) == [BOX]
     assert len(list(strips(BOX, 1))) == 17
-    assert [b.start[0] for b in strips(BOX, 31 * 13, 6)] == [3, 15] and [b.start[0] for b in strips(BOX, 0, 6)] == [3, 9, 15]
+    assert [b.start[0] for b in strips(BOX, 31 * 13, 6)] == [3, 15] and [
+        b.start[0] for b in strips(BOX, 0, 6)
+    ] == [3, 9, 15]

@@ -1,7 +1,6 @@
 """Pixels without data, however a file says so: transparency, masks inside and beside it, a transparent colour, a number. They are ignored in
 training, count in no mean, and are told. A file is read as its image in a store is."""
 
-
 import numpy as np
 import pytest
 import tifffile
@@ -19,7 +18,9 @@ SIZE = (64, 96)
 WHOLE = Box.whole(SIZE)
 VALID = np.ones(SIZE, bool)
 VALID[:, :30] = False  # 31.25 %
-RGB = np.where(VALID[..., None], np.random.default_rng(0).integers(20, 200, (*SIZE, 3), np.uint8), 0).astype(np.uint8)
+RGB = np.where(
+    VALID[..., None], np.random.default_rng(0).integers(20, 200, (*SIZE, 3), np.uint8), 0
+).astype(np.uint8)
 RGBA = np.dstack([RGB, VALID * np.uint8(255)])
 LABELS = np.random.default_rng(1).integers(0, 2, SIZE).astype(np.uint8)
 
@@ -29,7 +30,9 @@ def internal(path, mask=VALID, **options):
         file.write(RGB, photometric="rgb", metadata=None, **options)
         file.write(RGB[::2, ::2], photometric="rgb", metadata=None, subfiletype=1, **options)
         file.write(mask, photometric="minisblack", subfiletype=4, metadata=None, rowsperstrip=10)
-        file.write(mask[::2, ::2], photometric="minisblack", subfiletype=5, metadata=None, rowsperstrip=10)
+        file.write(
+            mask[::2, ::2], photometric="minisblack", subfiletype=5, metadata=None, rowsperstrip=10
+        )
 
 
 def beside(path, mask=VALID):
@@ -37,9 +40,23 @@ def beside(path, mask=VALID):
     tifffile.imwrite(f"{path}.msk", mask * np.uint8(255), compression="deflate")
 
 
-def by_gdal(path, pixels=np.moveaxis(RGB, -1, 0), mask=None, internal=True, colours=None, **options):
+def by_gdal(
+    path, pixels=np.moveaxis(RGB, -1, 0), mask=None, internal=True, colours=None, **options
+):
     rasterio = pytest.importorskip("rasterio")
-    with rasterio.Env(GDAL_TIFF_INTERNAL_MASK=internal), rasterio.open(path, "w", driver="GTiff", height=SIZE[0], width=SIZE[1], count=len(pixels), dtype=pixels.dtype.name, **options) as file:
+    with (
+        rasterio.Env(GDAL_TIFF_INTERNAL_MASK=internal),
+        rasterio.open(
+            path,
+            "w",
+            driver="GTiff",
+            height=SIZE[0],
+            width=SIZE[1],
+            count=len(pixels),
+            dtype=pixels.dtype.name,
+            **options,
+        ) as file,
+    ):
         file.write(pixels)
         if colours:
             file.colorinterp = [rasterio.enums.ColorInterp[name] for name in colours]
@@ -73,7 +90,15 @@ FORMS = {
 def prepared(tmp_path, name="a.tif", **options) -> Store:
     (tmp_path / "m").mkdir(exist_ok=True)
     Image.fromarray(LABELS).save(tmp_path / f"m/{name.rpartition('.')[0]}.png")
-    return prepare_folder(tmp_path / "i", tmp_path / "m", tmp_path / "s.h5", ["x", "y"], splits=(1, 0, 0), overwrite=True, **options)
+    return prepare_folder(
+        tmp_path / "i",
+        tmp_path / "m",
+        tmp_path / "s.h5",
+        ["x", "y"],
+        splits=(1, 0, 0),
+        overwrite=True,
+        **options,
+    )
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -82,16 +107,33 @@ def test_pixels_without_data_are_ignored_and_count_in_no_mean(tmp_path, capsys, 
     FORMS[name](tmp_path / "i" / name)
     store, image = prepared(tmp_path, name), name.rpartition(".")[0]
     assert store.bands == 3 and np.array_equal(store.read(image, WHOLE), np.moveaxis(RGB, -1, 0))
-    assert np.allclose(store.mean, RGB[VALID].mean(0, dtype="f8")) and np.allclose(store.std, RGB[VALID].std(0, dtype="f8"))
-    assert np.array_equal(store.labels(image, WHOLE), np.where(VALID, LABELS, 255)) and store.missing(image) == (~VALID).sum()
+    assert np.allclose(store.mean, RGB[VALID].mean(0, dtype="f8")) and np.allclose(
+        store.std, RGB[VALID].std(0, dtype="f8")
+    )
+    assert (
+        np.array_equal(store.labels(image, WHOLE), np.where(VALID, LABELS, 255))
+        and store.missing(image) == (~VALID).sum()
+    )
     out = capsys.readouterr().out
-    assert "31.250%  31.250%" in out and (store.version == 2 or f"note: {tmp_path}/i/{name} has " in out)
+    assert "31.250%  31.250%" in out and (
+        store.version == 2 or f"note: {tmp_path}/i/{name} has " in out
+    )
     box = Box((7, 5), (60, 70))
     found = store.read_normalised(image, box)
-    assert not found[:, :, :25].any() and np.array_equal(store.without_data(image, box), ~VALID[box.slices])
-    stored, file = store_scene(store, image), file_scene(str(tmp_path / "i" / name), {"data": {"mean": store.mean.tolist(), "std": store.std.tolist()}})
+    assert not found[:, :, :25].any() and np.array_equal(
+        store.without_data(image, box), ~VALID[box.slices]
+    )
+    stored, file = (
+        store_scene(store, image),
+        file_scene(
+            str(tmp_path / "i" / name),
+            {"data": {"mean": store.mean.tolist(), "std": store.std.tolist()}},
+        ),
+    )
     assert np.array_equal(file.read(box), found) and np.array_equal(stored.read(box), found)
-    assert np.array_equal(file.without_data(box), ~VALID[box.slices]) and np.array_equal(stored.without_data(box), ~VALID[box.slices])
+    assert np.array_equal(file.without_data(box), ~VALID[box.slices]) and np.array_equal(
+        stored.without_data(box), ~VALID[box.slices]
+    )
     assert check_store(store.path) == []
 
 
@@ -101,7 +143,12 @@ def test_transparency_may_be_a_band(tmp_path, name):
     (tmp_path / "i").mkdir()
     FORMS[name](tmp_path / "i" / name)
     store = prepared(tmp_path, name, alpha="band")
-    assert store.bands == 4 and store.version == 2 and not store.missing("alpha") and store.provenance["alpha"] == "band"
+    assert (
+        store.bands == 4
+        and store.version == 2
+        and not store.missing("alpha")
+        and store.provenance["alpha"] == "band"
+    )
     scene = file_scene(str(tmp_path / "i" / name), {"data": {"mean": [0] * 4, "std": [1] * 4}})
     assert np.array_equal(scene.read(WHOLE)[3], RGBA[..., 3]) and scene.without_data(WHOLE) is None
 
@@ -115,7 +162,11 @@ def test_other_pictures_with_transparency(tmp_path):
     for name, bands, colours in (("grey", 1, "grey"), ("palette", 3, "RGB")):
         reader = open_image(tmp_path / f"{name}.png")
         pixels, valid = reader.read_valid(WHOLE)
-        assert len(pixels) == reader.bands == bands and np.array_equal(valid, VALID) and reader.colours == colours
+        assert (
+            len(pixels) == reader.bands == bands
+            and np.array_equal(valid, VALID)
+            and reader.colours == colours
+        )
 
 
 def test_a_measured_band_that_is_marked_as_transparency_is_asked_about(tmp_path):
@@ -123,18 +174,28 @@ def test_a_measured_band_that_is_marked_as_transparency_is_asked_about(tmp_path)
     (tmp_path / "i").mkdir()
     infrared = np.dstack([RGB, np.random.default_rng(2).integers(0, 255, SIZE).astype(np.uint8)])
     tifffile.imwrite(tmp_path / "i/a.tif", infrared, photometric="rgb", extrasamples=["unassalpha"])
-    with pytest.raises(ValueError, match="a.tif: its band 4 is marked as transparency, but 99% of its pixels are between .* say --alpha band to keep it as a band, or --alpha mask"):
+    with pytest.raises(
+        ValueError,
+        match="a.tif: its band 4 is marked as transparency, but 99% of its pixels are between .* say --alpha band to keep it as a band, or --alpha mask",
+    ):
         prepared(tmp_path)
     assert not (tmp_path / "s.h5").exists()
-    assert prepared(tmp_path, alpha="mask").bands == 3 and prepared(tmp_path, alpha="band").bands == 4
+    assert (
+        prepared(tmp_path, alpha="mask").bands == 3 and prepared(tmp_path, alpha="band").bands == 4
+    )
 
 
 def test_what_no_mask_can_be(tmp_path):
     beside(tmp_path / "a.tif", VALID[:10])
-    with pytest.raises(ValueError, match="a.tif.msk has a validity mask of 10x96 pixels of 1 band, but the image has 64x96 pixels, and one band says where"):
+    with pytest.raises(
+        ValueError,
+        match="a.tif.msk has a validity mask of 10x96 pixels of 1 band, but the image has 64x96 pixels, and one band says where",
+    ):
         open_image(tmp_path / "a.tif")
     tifffile.imwrite(tmp_path / "a.tif.msk", RGB, photometric="rgb")
-    with pytest.raises(ValueError, match="a.tif.msk has a validity mask of 64x96 pixels of 3 bands"):
+    with pytest.raises(
+        ValueError, match="a.tif.msk has a validity mask of 64x96 pixels of 3 bands"
+    ):
         open_image(tmp_path / "a.tif")
     internal(tmp_path / "b.tif", VALID[:20])
     with pytest.raises(ValueError, match="b.tif has a validity mask of 20x96 pixels"):
@@ -158,8 +219,12 @@ def test_a_label_map_has_no_labels_where_its_own_mask_is_0(tmp_path):
     Image.fromarray(RGB).save(tmp_path / "i/a.png")
     tifffile.imwrite(tmp_path / "m/a.tif", LABELS)
     tifffile.imwrite(tmp_path / "m/a.tif.msk", VALID)
-    store = prepare_folder(tmp_path / "i", tmp_path / "m", tmp_path / "s.h5", ["x", "y"], splits=(1, 0, 0))
-    assert np.array_equal(store.labels("a", WHOLE), np.where(VALID, LABELS, 255)) and not store.missing("a")
+    store = prepare_folder(
+        tmp_path / "i", tmp_path / "m", tmp_path / "s.h5", ["x", "y"], splits=(1, 0, 0)
+    )
+    assert np.array_equal(
+        store.labels("a", WHOLE), np.where(VALID, LABELS, 255)
+    ) and not store.missing("a")
 
 
 def test_numbers_that_are_none_may_lie_under_a_mask(tmp_path):
@@ -179,28 +244,59 @@ def test_damage_of_a_mask_is_told(tmp_path):
     data[at + 5] ^= 4
     (tmp_path / "s.h5").write_bytes(data)
     assert any("the valid of image 'a'" in line for line in check_store(tmp_path / "s.h5"))
-    with pytest.raises(ValueError, match="is damaged: the valid of image 'a' at .* their checksum differs"):
+    with pytest.raises(
+        ValueError, match="is damaged: the valid of image 'a' at .* their checksum differs"
+    ):
         Store(tmp_path / "s.h5").read_normalised("a", WHOLE)
 
 
 @pytest.mark.parametrize("valid", [True, False])
 def test_means_of_pixels_have_data_everywhere(tmp_path, valid):
     """``data.shrink`` is refused where transparency says that there is none."""
-    Image.fromarray(np.dstack([RGB, np.full(SIZE, 255, np.uint8) if valid else RGBA[..., 3]])).save(tmp_path / "a.png")
-    scene = file_scene(str(tmp_path / "a.png"), {"data": {"mean": [0] * 3, "std": [1] * 3}}, shrink=2)
+    Image.fromarray(np.dstack([RGB, np.full(SIZE, 255, np.uint8) if valid else RGBA[..., 3]])).save(
+        tmp_path / "a.png"
+    )
+    scene = file_scene(
+        str(tmp_path / "a.png"), {"data": {"mean": [0] * 3, "std": [1] * 3}}, shrink=2
+    )
     if valid:
-        assert scene.read(Box((0, 0), (32, 48))).shape == (3, 32, 48) and scene.without_data(Box((0, 0), (32, 48))) is None
+        assert (
+            scene.read(Box((0, 0), (32, 48))).shape == (3, 32, 48)
+            and scene.without_data(Box((0, 0), (32, 48))) is None
+        )
         return
-    with pytest.raises(ValueError, match="data.shrink is 2, but .*a.png has pixels without data, of which no mean can be taken"):
+    with pytest.raises(
+        ValueError,
+        match="data.shrink is 2, but .*a.png has pixels without data, of which no mean can be taken",
+    ):
         scene.read(Box((0, 0), (32, 48)))
 
 
 def test_other_numbers_that_stand_for_no_data_are_told(tmp_path):
     Image.fromarray(RGB).save(tmp_path / "a.png")
-    (tmp_path / "a.png.aux.xml").write_text("<NoDataValue>0</NoDataValue><NoDataValue le_hex_equiv='1'>7</NoDataValue>")
-    assert open_image(tmp_path / "a.png").notes == ("has another number for no data in each band, as the file beside it says (.aux.xml): they are not read: 0, 7",)
-    tifffile.imwrite(tmp_path / "a.tif", RGB, photometric="rgb", extratags=[(42112, 2, 0, '<GDALMetadata><Item name="NODATA_VALUES">0 0 0</Item></GDALMetadata>', True)])
-    assert open_image(tmp_path / "a.tif").notes == ("names a colour for no data (NODATA_VALUES 0 0 0), which is not read",)
+    (tmp_path / "a.png.aux.xml").write_text(
+        "<NoDataValue>0</NoDataValue><NoDataValue le_hex_equiv='1'>7</NoDataValue>"
+    )
+    assert open_image(tmp_path / "a.png").notes == (
+        "has another number for no data in each band, as the file beside it says (.aux.xml): they are not read: 0, 7",
+    )
+    tifffile.imwrite(
+        tmp_path / "a.tif",
+        RGB,
+        photometric="rgb",
+        extratags=[
+            (
+                42112,
+                2,
+                0,
+                '<GDALMetadata><Item name="NODATA_VALUES">0 0 0</Item></GDALMetadata>',
+                True,
+            )
+        ],
+    )
+    assert open_image(tmp_path / "a.tif").notes == (
+        "names a colour for no data (NODATA_VALUES 0 0 0), which is not read",
+    )
 
 
 def test_another_mask_makes_another_result(tmp_path):

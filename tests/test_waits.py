@@ -75,7 +75,10 @@ def test_waits_do_the_oldest_first():
 def test_no_graph_of_what_is_put_off():
     """A wait may come inside a forward pass, where gradients are on."""
     x, found, waits = torch.ones(2, requires_grad=True), [], Waits()
-    note = lambda: found.append((2 * x).requires_grad)
+
+    def note():
+        return found.append((2 * x).requires_grad)
+
     with waits.putting_off():
         waits.later(note)
         with waits.until("W0,0"):
@@ -103,11 +106,19 @@ def test_two_meshes_in_a_process_do_not_meet():
         asked = iter([False, False, True])
         waits_of(second).wait(When(lambda: next(asked)))
         assert moved == [] and not put_off(waits_of(second), moved, "b")
-    assert moved == ["a"] and waits_of(first).timeout == 0.0 and waits_of(Alone()) is not waits_of(first)
+    assert (
+        moved == ["a"]
+        and waits_of(first).timeout == 0.0
+        and waits_of(Alone()) is not waits_of(first)
+    )
 
 
 @pytest.mark.parallel(2)
 def test_parts_of_a_communicator_wait_as_it_does(comm):
     ranks = Ranks(comm, Waits())
     part = ranks.Split(ranks.rank, 0)
-    assert part.waits is ranks.waits and (part.size, ranks.size) == (1, 2) and ranks.allgather(ranks.rank) == [0, 1]
+    assert (
+        part.waits is ranks.waits
+        and (part.size, ranks.size) == (1, 2)
+        and ranks.allgather(ranks.rank) == [0, 1]
+    )

@@ -34,7 +34,10 @@ def members(*told, **fields):
         (members((31, "S"), (0, "R")), None),  # one waits while the other works
         (members((31, "S"), (29, "R")), None),
         (members((31, "S"), (32, "R")), "nothing has moved for 30 s"),
-        (members((31, "S"), (32, "R"), said_bye=(1, True)), "nothing has moved for 30 s"),  # the other has ended
+        (
+            members((31, "S"), (32, "R"), said_bye=(1, True)),
+            "nothing has moved for 30 s",
+        ),  # the other has ended
         (members((0, "S"), (31, "T")), "rank 1 is stopped for 30 s"),
         (members((0, "S"), (29, "T")), None),
         (members((0, "S"), (0, "R"), unheard=(1, 31.0)), "rank 1 has not been heard of for 30 s"),
@@ -52,13 +55,22 @@ def test_when_a_job_has_to_be_ended(ranks, found):
 
 
 def test_ranks_that_stand_at_one_place_share_a_line():
-    text = report("nothing has moved", [*members((40, "S"), (40, "S"), (41, "T")), Member(3, "node2")], "runs/mine/hang")
-    assert "rank 0 on node1: step 0, still for 40 s" in text and "rank 2 on node1: step 2, is stopped (SIGSTOP), still for 41 s" in text
+    text = report(
+        "nothing has moved",
+        [*members((40, "S"), (40, "S"), (41, "T")), Member(3, "node2")],
+        "runs/mine/hang",
+    )
+    assert (
+        "rank 0 on node1: step 0, still for 40 s" in text
+        and "rank 2 on node1: step 2, is stopped (SIGSTOP), still for 41 s" in text
+    )
     assert "node2" not in text and "runs/mine/hang" in text
     same = members((40, "S"), (40, "S"))
     for m in same:
         m.where = "validation"
-    assert "ranks 0, 1 on node1: validation, still for 40 s" in report("nothing has moved", same, None)
+    assert "ranks 0, 1 on node1: validation, still for 40 s" in report(
+        "nothing has moved", same, None
+    )
 
 
 PROGRAM = """
@@ -88,17 +100,39 @@ end_as_one(main)
 
 
 def program(path, limit, body="pass", before="pass", folder=None):
-    path.write_text(textwrap.dedent(PROGRAM).format(limit=limit, body=body, before=before, folder=folder))
+    path.write_text(
+        textwrap.dedent(PROGRAM).format(limit=limit, body=body, before=before, folder=folder)
+    )
     return path
 
 
 @pytest.mark.covering(cases=1)
-@pytest.mark.parametrize("how, said", [("sleeps", "nothing has moved for 2 s"), ("spins", "nothing has moved for 2 s"), ("stopped", "nothing has moved for 2 s")])
+@pytest.mark.parametrize(
+    "how, said",
+    [
+        ("sleeps", "nothing has moved for 2 s"),
+        ("spins", "nothing has moved for 2 s"),
+        ("stopped", "nothing has moved for 2 s"),
+    ],
+)
 def test_a_lone_process_that_hangs_is_ended_with_its_stack(tmp_path, how, said):
-    script = program(tmp_path / "program.py", 2, f"watch.heartbeat('the last operation'); stop(0, {how!r})", folder=str(tmp_path / "run"))
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMIX_", "PRTE_"))} | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=50)
-    assert done.returncode == -signal.SIGKILL and said in done.stderr and "at work, the last operation" in done.stderr, done.stderr
+    script = program(
+        tmp_path / "program.py",
+        2,
+        f"watch.heartbeat('the last operation'); stop(0, {how!r})",
+        folder=str(tmp_path / "run"),
+    )
+    environment = {
+        k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMIX_", "PRTE_"))
+    } | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, script], env=environment, capture_output=True, text=True, timeout=50
+    )
+    assert (
+        done.returncode == -signal.SIGKILL
+        and said in done.stderr
+        and "at work, the last operation" in done.stderr
+    ), done.stderr
     (stack,) = (tmp_path / "run").glob("hang-*/rank-0000.txt")
     assert "in stop" in stack.read_text() and "in main" in stack.read_text()
 
@@ -116,13 +150,20 @@ def test_a_lone_process_that_hangs_is_ended_with_its_stack(tmp_path, how, said):
 @pytest.mark.timeout(60)
 @pytest.mark.covering(cases=2)
 def test_a_job_with_a_rank_that_hangs_is_ended(mpirun, tmp_path, where, how, said):
-    script = program(tmp_path / "program.py", 2, **{where: f"stop(1, {how!r})"}, folder=str(tmp_path / "run"))
+    script = program(
+        tmp_path / "program.py", 2, **{where: f"stop(1, {how!r})"}, folder=str(tmp_path / "run")
+    )
     done = mpirun(3, script, env={"PYTHONPATH": str(ROOT)})
     assert done.returncode != 0 and "through" not in done.stdout, str(done)
     assert any(one in done.stderr for one in said.split("|")), str(done)
     assert done.stderr.count("distseg: error") <= 3
     if where == "body" and how != "killed":
-        assert "rank 1 on" in done.stderr and "at work" in done.stderr and "ranks 0, 2 on" in done.stderr and "at the end" in done.stderr, str(done)
+        assert (
+            "rank 1 on" in done.stderr
+            and "at work" in done.stderr
+            and "ranks 0, 2 on" in done.stderr
+            and "at the end" in done.stderr
+        ), str(done)
         assert len(list((tmp_path / "run").glob("hang-*/rank-*.txt"))) == 3
 
 
@@ -134,7 +175,10 @@ def test_a_job_that_hangs_in_its_end_is_ended(mpirun, tmp_path):
     script.write_text(head + script.read_text())
     done = mpirun(3, script, env={"PYTHONPATH": str(ROOT)})
     assert done.returncode != 0 and done.stdout.count("through") == 3, str(done)
-    assert "rank 1 on" in done.stderr and "does not end, is stopped (SIGSTOP); it is killed after 2 s" in done.stderr, str(done)
+    assert (
+        "rank 1 on" in done.stderr
+        and "does not end, is stopped (SIGSTOP); it is killed after 2 s" in done.stderr
+    ), str(done)
 
 
 @pytest.mark.timeout(60)
@@ -168,5 +212,7 @@ def test_a_process_that_ends_before_its_guardian_has_begun_leaves_none_behind():
         watch._page[ENDING] = FOR_GOOD
         os._exit(2)
     """
-    ended = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], cwd=ROOT, capture_output=True, timeout=60)
+    ended = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], cwd=ROOT, capture_output=True, timeout=60
+    )
     assert ended.returncode == 2

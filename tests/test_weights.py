@@ -71,7 +71,12 @@ def error_of(comm, name: str, way: str, size: str = "24x36") -> float:
     if dims != 2:
         settings["tiles_per_rank"] = {1: (3,), 3: (2, 2, 1)}[dims]
         settings["tiles"] = "x".join("1" * dims)
-    plan = replace(config(**settings), model=ModelConfig(f"{made_weights.__name__}:{name}", in_channels=BANDS.get(name, 3), out_channels=3))
+    plan = replace(
+        config(**settings),
+        model=ModelConfig(
+            f"{made_weights.__name__}:{name}", in_channels=BANDS.get(name, 3), out_channels=3
+        ),
+    )
     report = verify(plan, comm, Size(size))
     return comm.bcast(report and report["max_error"])
 
@@ -90,7 +95,10 @@ def test_buffers_and_frozen_weights_have_no_gradient(monkeypatch, way):
     update, held = Engine.update, []
 
     def watched(self, rate):
-        tensors = [*self.model.named_buffers(), *((name, p) for name, p in self.model.named_parameters() if not p.requires_grad)]
+        tensors = [
+            *self.model.named_buffers(),
+            *((name, p) for name, p in self.model.named_parameters() if not p.requires_grad),
+        ]
         held.extend(name for name, x in tensors if x.grad is not None)
         return update(self, rate)
 
@@ -102,23 +110,44 @@ def test_buffers_and_frozen_weights_have_no_gradient(monkeypatch, way):
 
 def test_names_are_the_modules_own():
     """Those of checkpoints, of which a run is resumed, loaded and exported."""
-    for kind in (made_weights.Resampled, made_weights.HalfFixed, made_weights.frozen_layers, made_weights.Twice):
+    for kind in (
+        made_weights.Resampled,
+        made_weights.HalfFixed,
+        made_weights.frozen_layers,
+        made_weights.Twice,
+    ):
         model = kind(2, 3)
         network = as_network(model)
         own = user_names(network.state_dict().items(), network)
         assert own.keys() == model.state_dict().keys()
-        assert all(tensor.data_ptr() == own[name].data_ptr() for name, tensor in model.state_dict().items())
+        assert all(
+            tensor.data_ptr() == own[name].data_ptr() for name, tensor in model.state_dict().items()
+        )
 
 
 @pytest.mark.parametrize("name", ["Resampled", "Twice"])
 def test_a_run_is_loaded_and_exported(tmp_path, name):
     random_store(tmp_path / "store.h5", train=[(32, 48)], val=[(32, 32)])
     model, data = ModelConfig(f"made_weights:{name}"), DataConfig(store=str(tmp_path / "store.h5"))
-    train(Config(model=model, data=data, train=TrainConfig(epochs=1, output=str(tmp_path / "run")), mesh=MeshConfig(reducer="mpi")), MPI.COMM_SELF)
+    train(
+        Config(
+            model=model,
+            data=data,
+            train=TrainConfig(epochs=1, output=str(tmp_path / "run")),
+            mesh=MeshConfig(reducer="mpi"),
+        ),
+        MPI.COMM_SELF,
+    )
     fresh = getattr(made_weights, name)(2, 3)
     loaded = distseg.load(tmp_path / "run", getattr(made_weights, name)(2, 3)).network
-    moved = {key for key, x in fresh.state_dict().items() if not torch.equal(x, loaded.state_dict()[key])}
-    fixed = {key for key, _ in fresh.named_buffers() if "running" not in key and "tracked" not in key}
+    moved = {
+        key for key, x in fresh.state_dict().items() if not torch.equal(x, loaded.state_dict()[key])
+    }
+    fixed = {
+        key for key, _ in fresh.named_buffers() if "running" not in key and "tracked" not in key
+    }
     assert moved == fresh.state_dict().keys() - fixed
-    export(str(tmp_path / "run"), model, str(tmp_path / "out"), ["safetensors", "torch"])  # which holds the program against the module
+    export(
+        str(tmp_path / "run"), model, str(tmp_path / "out"), ["safetensors", "torch"]
+    )  # which holds the program against the module
     assert load_file(tmp_path / "out/model.safetensors").keys() == loaded.state_dict().keys()

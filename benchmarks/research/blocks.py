@@ -210,18 +210,21 @@ class ConvMixer(nn.Module):
 
     def __init__(self, in_channels, out_channels, dim=16, patch=3):
         super().__init__()
-        block = lambda: nn.Sequential(
-            self.Residual(
-                nn.Sequential(
-                    nn.Conv2d(dim, dim, 5, groups=dim, padding="same"),
-                    nn.GELU(),
-                    nn.BatchNorm2d(dim),
-                )
-            ),
-            nn.Conv2d(dim, dim, 1),
-            nn.GELU(),
-            nn.BatchNorm2d(dim),
-        )
+
+        def block():
+            return nn.Sequential(
+                self.Residual(
+                    nn.Sequential(
+                        nn.Conv2d(dim, dim, 5, groups=dim, padding="same"),
+                        nn.GELU(),
+                        nn.BatchNorm2d(dim),
+                    )
+                ),
+                nn.Conv2d(dim, dim, 1),
+                nn.GELU(),
+                nn.BatchNorm2d(dim),
+            )
+
         self.net = nn.Sequential(
             nn.Conv2d(in_channels, dim, patch, stride=patch),
             nn.GELU(),
@@ -378,9 +381,14 @@ class CrossStagePartial(nn.Module):
 
     def __init__(self, in_channels, out_channels):
         super().__init__()
-        cbs = lambda i, o, k: nn.Sequential(
-            nn.Conv2d(i, o, k, padding=k // 2, bias=False), nn.BatchNorm2d(o), nn.SiLU(inplace=True)
-        )
+
+        def cbs(i, o, k):
+            return nn.Sequential(
+                nn.Conv2d(i, o, k, padding=k // 2, bias=False),
+                nn.BatchNorm2d(o),
+                nn.SiLU(inplace=True),
+            )
+
         self.cv1, self.m, self.cv2 = (
             cbs(in_channels, 16, 1),
             nn.ModuleList(cbs(8, 8, 3) for _ in range(2)),

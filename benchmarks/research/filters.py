@@ -289,8 +289,13 @@ class MorphologyLayer(nn.Module):
 
     def forward(self, x):
         x = self.stem(x)
-        dilate = lambda t: F.max_pool2d(t, 5, 1, 2)
-        erode = lambda t: -F.max_pool2d(-t, 5, 1, 2)
+
+        def dilate(t):
+            return F.max_pool2d(t, 5, 1, 2)
+
+        def erode(t):
+            return -F.max_pool2d(-t, 5, 1, 2)
+
         return self.head(
             torch.cat([x, dilate(x) - erode(x), x - dilate(erode(x)), erode(dilate(x)) - x], 1)
         )

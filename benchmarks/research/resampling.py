@@ -245,7 +245,10 @@ class ResizeToSkip(nn.Module):
         c0 = F.relu(self.stem(x))
         c1 = F.relu(self.layer1(F.max_pool2d(c0, 3, 2, 1)))
         c2 = F.relu(self.layer2(c1))
-        up = lambda y, to: F.interpolate(y, size=to.shape[2:], mode="bilinear", align_corners=False)
+
+        def up(y, to):
+            return F.interpolate(y, size=to.shape[2:], mode="bilinear", align_corners=False)
+
         d1 = F.relu(self.dec1(torch.cat((up(c2, c1), c1), 1)))
         d0 = F.relu(self.dec0(torch.cat((up(d1, c0), c0), 1)))
         return up(self.head(d0), x)
@@ -324,7 +327,10 @@ class LaplacianPyramid(nn.Module):
     def forward(self, x):
         half = F.avg_pool2d(x, 2)
         quarter = F.avg_pool2d(half, 2)
-        up = lambda y, like: F.interpolate(y, like.shape[-2:], mode="bilinear", align_corners=False)
+
+        def up(y, like):
+            return F.interpolate(y, like.shape[-2:], mode="bilinear", align_corners=False)
+
         bands = [x - up(half, x), half - up(quarter, half), quarter]
         y = up(self.coarse(bands[2]), half) + self.mid(bands[1])
         return up(y, x) + self.fine(bands[0])

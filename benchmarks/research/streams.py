@@ -256,7 +256,10 @@ class PanSharpening(nn.Module):
 
     def forward(self, x):
         ms, pan = F.avg_pool2d(x[:, :3], 3, stride=2, padding=1), x[:, 3:4]
-        high = lambda t: t - F.avg_pool2d(t, 5, stride=1, padding=2)
+
+        def high(t):
+            return t - F.avg_pool2d(t, 5, stride=1, padding=2)
+
         up = F.interpolate(ms, size=pan.shape[-2:], mode="bilinear", align_corners=False)
         return self.head(up + self.net(torch.cat([high(up), high(pan)], 1)))
 

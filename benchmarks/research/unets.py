@@ -136,7 +136,10 @@ class FullScaleUNet(nn.Module):
         e1 = self.e1(x)
         e2 = self.e2(F.max_pool2d(e1, 2, ceil_mode=True))
         e3 = self.e3(F.max_pool2d(e2, 2, ceil_mode=True))
-        up = lambda y, to: F.interpolate(y, size=to.shape[2:], mode="bilinear")
+
+        def up(y, to):
+            return F.interpolate(y, size=to.shape[2:], mode="bilinear")
+
         d2 = self.d2(torch.cat((F.max_pool2d(e1, 2, 2, ceil_mode=True), e2, up(e3, e2)), 1))
         return self.head(self.d1(torch.cat((e1, up(d2, e1), up(e3, e1)), 1)))
 
@@ -361,9 +364,12 @@ class NestedUStage(nn.Module):
 
     def __init__(self, in_channels, out_channels):
         super().__init__()
-        rebn = lambda i, o, d=1: nn.Sequential(
-            nn.Conv2d(i, o, 3, padding=d, dilation=d), nn.BatchNorm2d(o), nn.ReLU(True)
-        )
+
+        def rebn(i, o, d=1):
+            return nn.Sequential(
+                nn.Conv2d(i, o, 3, padding=d, dilation=d), nn.BatchNorm2d(o), nn.ReLU(True)
+            )
+
         self.convin, self.c1, self.c2, self.c3, self.c4 = (
             rebn(in_channels, 12),
             rebn(12, 6),

@@ -45,11 +45,14 @@ class Anisotropic3d(nn.Module):
 
     def __init__(self, in_channels, out_channels):
         super().__init__()
-        block = lambda i, o, k: nn.Sequential(
-            nn.Conv3d(i, o, k, padding=tuple(s // 2 for s in k), bias=False),
-            nn.InstanceNorm3d(o, affine=True),
-            nn.LeakyReLU(1e-2, inplace=True),
-        )
+
+        def block(i, o, k):
+            return nn.Sequential(
+                nn.Conv3d(i, o, k, padding=tuple(s // 2 for s in k), bias=False),
+                nn.InstanceNorm3d(o, affine=True),
+                nn.LeakyReLU(1e-2, inplace=True),
+            )
+
         self.e1, self.e2, self.d1 = (
             block(in_channels, 6, (1, 3, 3)),
             block(6, 12, (3, 3, 3)),
@@ -160,7 +163,10 @@ class DenseVoxel(nn.Module):
         y = self.stem(x)
         y = torch.cat([y, self.l1(F.relu(self.n1(y)))], 1)
         z = torch.cat([y, self.l2(F.relu(self.n2(y)))], 1)
-        up = lambda t: F.interpolate(t, size=x.shape[2:], mode="trilinear", align_corners=False)
+
+        def up(t):
+            return F.interpolate(t, size=x.shape[2:], mode="trilinear", align_corners=False)
+
         return up(self.o1(y)) + up(self.o2(z))
 
 

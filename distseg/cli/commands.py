@@ -5,10 +5,10 @@ from __future__ import annotations
 import csv
 import json
 import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Callable, Mapping, Sequence
 
 import numpy as np
 from torch import nn
@@ -161,7 +161,9 @@ def _draw_heat(
     """Draw heat maps, each rank those of its share of the images. Collective."""
     from PIL import Image
 
-    path = lambda name: folder / f"{name}.heat.png"
+    def path(name):
+        return folder / f"{name}.heat.png"
+
     with raise_jointly(world):
         folder.mkdir(parents=True, exist_ok=True)  # any rank may be the first
         for name in list(scenes)[world.rank :: world.size]:
@@ -220,9 +222,12 @@ def run_predict(
     settings, data = config.predict, manifest["data"]
     names = data["classes"]
     classes = Classes(names, class_colors(names, data.get("colours")), data.get("ignore", 255))
-    files = lambda scene: paths_of(
-        Path(output), scene.name, settings.formats, scene.size, settings.probabilities
-    )
+
+    def files(scene):
+        return paths_of(
+            Path(output), scene.name, settings.formats, scene.size, settings.probabilities
+        )
+
     with raise_jointly(world):
         checkpoint = find(run)
         network = network_identity(checkpoint, config, manifest)
@@ -372,10 +377,8 @@ def _overlay(path: str, store: Store, box: str | None, output: str) -> None:
         if classes.shape != store.size(name) or classes.dtype != np.uint8:
             sizes = ("x".join(map(str, size)) for size in (classes.shape, store.size(name)))
             raise ValueError(
-                "{} has {} pixels of {}, but the image {} of the store {}: "
-                "give the store that was predicted".format(
-                    path, next(sizes), classes.dtype, name, next(sizes)
-                )
+                f"{path} has {next(sizes)} pixels of {classes.dtype}, but the image {name} of the "
+                f"store {next(sizes)}: give the store that was predicted"
             )
         part = _box(box, classes.shape)
         found = classes[part.slices]

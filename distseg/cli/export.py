@@ -11,9 +11,9 @@ import importlib.util
 import logging
 import math
 import warnings
+from collections.abc import Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Sequence
 
 import torch
 from torch import nn

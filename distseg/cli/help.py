@@ -7,7 +7,7 @@ among them.
 from __future__ import annotations
 
 import textwrap
-from typing import Mapping
+from collections.abc import Mapping
 
 from distseg.config.file import sections
 

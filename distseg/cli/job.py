@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import Callable, Iterator
 
 from distseg.comm.consistency import assert_consistent, settings, versions
 from distseg.comm.launch import JointFailure, identify, raise_jointly, world

@@ -11,10 +11,10 @@ import os
 import re
 import sys
 from argparse import SUPPRESS
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields
 from functools import cache, wraps
 from pathlib import Path
-from typing import Callable, Mapping
 
 from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_parsing_settings
 from jsonargparse.typing import register_type
@@ -128,11 +128,15 @@ def _parser(command: str, sections: bool = True) -> ArgumentParser:
     return parser
 
 
-def _parse(parser: ArgumentParser, arguments: list[str], given: list[Setting] = []) -> Namespace:
+def _parse(
+    parser: ArgumentParser, arguments: list[str], given: list[Setting] | None = None
+) -> Namespace:
     """Parse arguments; they override the settings that are ``given``.
 
     A first argument without a dash is the config file. ``--memory`` stands for ``--run.memory``.
     """
+    if given is None:
+        given = []
     arguments = [re.sub(r"^--memory(?==|$)", "--run.memory", argument) for argument in arguments]
     if arguments and not arguments[0].startswith("-"):
         arguments = ["--config", *arguments]
@@ -458,7 +462,9 @@ def _submit_parser() -> ArgumentParser:
 def _submit(arguments: list[str]) -> int:
     from distseg.cli.submit.command import submit
 
-    parse = lambda words: _parse(_submit_parser(), words)
+    def parse(words):
+        return _parse(_submit_parser(), words)
+
     parsed = parse(arguments)
     return submit(parsed, _config(parsed), arguments, lambda words: _config(parse(words)))
 

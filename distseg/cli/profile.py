@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Callable, Hashable, Iterator, Sequence
 
 import numpy as np
 import torch

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Mapping
 from functools import lru_cache
-from typing import Mapping
 
 _OURS = "DISTSEG_CUDA_AWARE"
 _CUDA = 0  # MPIX_GPU_SUPPORT_CUDA of MPICH's mpi.h

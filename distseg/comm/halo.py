@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import NamedTuple, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -178,7 +179,7 @@ class HaloExchange:
         ys = [self._framed(x, frame) for x, frame in zip(xs, self.frames)]
         for source, target in self.here:
             _view(ys, target).copy_(_view(xs, source))
-        for rank, views in self._finish(arriving, self.receives, ""):
+        for _rank, views in self._finish(arriving, self.receives, ""):
             for strip, part in views:
                 _view(ys, strip).copy_(part)
         return ys
@@ -203,7 +204,7 @@ class HaloExchange:
         dxs = [self._own_part(g, frame, in_place) for g, frame in zip(gs, self.frames)]
         for source, target in self.here:
             _view(dxs, source).add_(_view(gs, target))
-        for rank, views in self._finish(arriving, self.sends, "the gradient of "):
+        for _rank, views in self._finish(arriving, self.sends, "the gradient of "):
             for strip, part in views:
                 _view(dxs, strip).add_(part)
         return dxs

@@ -13,9 +13,10 @@ import resource
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Callable, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from distseg.comm.launchers import LONE, contradiction, identify
 from distseg.comm.threads import Threads, choose_threads, own_limits

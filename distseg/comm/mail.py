@@ -8,8 +8,9 @@ pinned host memory, by the rules of :mod:`distseg.comm.staging`.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Callable, Mapping, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,7 +30,7 @@ class Form:
     channels_last: bool
 
     @classmethod
-    def of(cls, x: Tensor) -> "Form":
+    def of(cls, x: Tensor) -> Form:
         return cls(
             tuple(x.shape),
             x.dtype,

@@ -12,8 +12,8 @@ import importlib.util
 import math
 import os
 from collections import deque
+from collections.abc import Callable
 from itertools import groupby
-from typing import Callable
 
 import torch
 from torch import Tensor, nn

@@ -8,9 +8,9 @@ script sets is kept, and without one a node's cores are shared among its ranks.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Callable, Mapping, Sequence
 
 VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # the first one that is set holds
 

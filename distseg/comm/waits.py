@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from contextlib import contextmanager, nullcontext
-from typing import Callable, ContextManager, NamedTuple
+from collections.abc import Callable
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import NamedTuple
 
 import torch
 
@@ -40,7 +41,7 @@ class Waits:
 
     def __init__(self, timeout: float = 0.0):
         self.timeout = timeout
-        self.span: Callable[[str, str], ContextManager] = lambda kind, name: nullcontext()
+        self.span: Callable[[str, str], AbstractContextManager] = lambda kind, name: nullcontext()
         self._move: Callable[[], None] = lambda: None
         self._pieces: deque[_Piece] | None = None  # None: work is not deferred
         self._action: str | None = None
@@ -175,7 +176,7 @@ class Ranks:
             raise AttributeError(name)
         return getattr(self.comm, name)
 
-    def Split(self, color: int = 0, key: int = 0) -> "Ranks":
+    def Split(self, color: int = 0, key: int = 0) -> Ranks:
         return Ranks(self.comm.Split(color, key), self.waits)
 
 

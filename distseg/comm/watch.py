@@ -24,9 +24,9 @@ import socket
 import struct
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Iterator
 
 from distseg.comm.guardian import DOING, ENDING, FOR_GOOD, LIMIT, MOVES, PAGE, PHASE, TEXT, WAITING
 from distseg.comm.launch import is_program

@@ -15,8 +15,8 @@ import json
 import os
 import re
 import stat
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from typing import Iterator
 
 import yaml
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, field, replace
-from typing import Dict, List, Literal, Optional, Union
+from typing import Literal
 
 from distseg.config.sizes import Size, parse_bytes
 
@@ -85,35 +85,35 @@ class ModelConfig:
     """``unet``, a name that ``distseg models`` lists, or your own function as
     ``package.module:function``. Your function is called with ``args`` and with the fields below
     that are set."""
-    args: Optional[Dict[str, Union[bool, int, float, str, list, None]]] = None
+    args: dict[str, bool | int | float | str | list | None] | None = None
     """Arguments of your own function by name, such as
     ``{encoder_name: resnet34, encoder_weights: null}``. The numbers of bands and classes are passed
     too, as ``in_channels`` and ``out_channels`` or the names that your function uses instead."""
-    pad: Optional[int] = None
+    pad: int | None = None
     """For your own function: images are zero-padded at the end to a multiple of this many pixels,
     and the result is cut to the image's size."""
-    depth: Optional[int] = None
+    depth: int | None = None
     """Number of poolings; the total stride is 2^depth."""
-    num_convs: Optional[int] = None
+    num_convs: int | None = None
     """Convolutions per level, n_c."""
-    base_channels: Optional[int] = None
+    base_channels: int | None = None
     """Channels of the first level."""
-    in_channels: Optional[int] = None
+    in_channels: int | None = None
     """Bands of an image; by default the number of bands in the store."""
-    out_channels: Optional[int] = None
+    out_channels: int | None = None
     """Classes (1: one foreground class, sigmoid); by default the number of classes in the store."""
-    norm: Optional[Literal["instance", "batch", "group", "none"]] = None
+    norm: Literal["instance", "batch", "group", "none"] | None = None
     """Norm after each convolution."""
-    dropout: Optional[float] = None
+    dropout: float | None = None
     """Probability that a channel is dropped, in [0, 1)."""
-    up: Optional[Literal["nearest", "bilinear", "transposed"]] = None
+    up: Literal["nearest", "bilinear", "transposed"] | None = None
     """Up-sampling: nearest or bilinear interpolation, or a transposed convolution."""
-    groups: Optional[int] = None
+    groups: int | None = None
     """Number of groups, for ``norm: group`` only."""
-    inputs: Optional[List[int]] = None
+    inputs: list[int] | None = None
     """For your own function, if its network takes several tensors: the number of bands of each,
     such as ``[3, 1]``."""
-    outputs: Optional[Dict[str, float]] = None
+    outputs: dict[str, float] | None = None
     """For your own function, if its network returns several tensors: the outputs to train, by name
     or number, with the weights of their losses, such as ``{out: 1, aux: 0.4}``. Evaluation and
     prediction use the first one. Outputs smaller than the image are resized to it, bilinearly."""
@@ -131,13 +131,13 @@ class ModelConfig:
                 f"model.pad is {self.pad}, but it is the multiple of pixels, from 2 to 256, that a "
                 "network of your own needs; the networks of distseg take images of any size"
             )
-        for field in ("inputs", "outputs"):
-            if getattr(self, field) is not None and (
-                ":" not in self.name or not getattr(self, field)
+        for setting in ("inputs", "outputs"):
+            if getattr(self, setting) is not None and (
+                ":" not in self.name or not getattr(self, setting)
             ):
                 raise ValueError(
-                    f"model.{field} is {getattr(self, field)}, but it describes the {field} of a "
-                    "network of your own, package.module:function, "
+                    f"model.{setting} is {getattr(self, setting)}, but it describes the "
+                    f"{setting} of a network of your own, package.module:function, "
                     f"and model.name is {self.name}: leave it out"
                 )
         if self.outputs is not None:
@@ -201,7 +201,7 @@ class PipelineConfig:
     stage would otherwise wait. auto: 1f1b in most cases. It is gpipe with stages and a loss such as
     Dice, which 1f1b would have to compute beforehand. It is gpipe too for streamed tiles with
     active norms, whose feature maps are offloaded."""
-    balance: Optional[List[int]] = None
+    balance: list[int] | None = None
     """Number of layers of each stage; by default the split whose slowest stage is fastest
     (``distseg plan`` shows it)."""
     recompute: Literal["never", "except_last", "always"] = "never"
@@ -211,7 +211,7 @@ class PipelineConfig:
     """line: one stage per rank. v: stages go down the ranks and up again, so both ends of a skip
     are on one rank (2 S - 1 stages on S ranks). devices: all stages on each rank, one stage per
     device, run by torchgpipe."""
-    devices: Optional[List[str]] = None
+    devices: list[str] | None = None
     """The device of each stage with ``placement: devices``, such as ``[cuda:0, cuda:1]``. By
     default one GPU per entry of ``balance``, from this rank's share of the node."""
 
@@ -255,12 +255,12 @@ class SpatialConfig:
     feature maps between segments are stored in ``scratch``. auto: with run.memory, recompute, or
     offload if a norm is active; without it, one tile after another if no norm is active, else
     in_memory."""
-    scratch: Optional[str] = None
+    scratch: str | None = None
     """Folder for offloaded feature maps (streaming), best on a fast local disk; by default the
     system's temporary folder. ``memory`` keeps them in the host's memory."""
-    halo: Optional[int] = None
+    halo: int | None = None
     """Halo in pixels; by default the exact halo of the model. A smaller one is an approximation."""
-    exchange_every: Union[int, str] = "all"
+    exchange_every: int | str = "all"
     """all: tiles are read with their halos, as windows, and nothing is exchanged. 1, 2, ...: tiles
     are read without halos, and ranks exchange halos before every k-th layer that reads beyond its
     tile. level: ranks exchange halos once per resolution."""
@@ -303,7 +303,7 @@ class LossConfig:
     name: str = "cross_entropy"
     """cross_entropy, binary_cross_entropy, dice, focal, or a weighted sum such as
     ``cross_entropy + 0.5*dice``. If the label is a number for each image: mse or l1."""
-    class_weights: Optional[List[float]] = None
+    class_weights: list[float] | None = None
     """One weight per class, for the terms cross_entropy and focal; binary_cross_entropy and dice
     take none."""
     label_smoothing: float = 0.0
@@ -340,24 +340,24 @@ class LossConfig:
 class DataConfig:
     """The training data: store, crops and augmentation."""
 
-    store: Optional[str] = None
+    store: str | None = None
     """Path of the HDF5 store that ``distseg prepare`` wrote."""
     images: int = 1
     """Number of images (or crops) in a micro-batch of one sample group."""
-    crop: Optional[Size] = None
+    crop: Size | None = None
     """Size of random crops; whole images by default."""
     shrink: int = 1
     """With labels of whole images: each pixel is the mean of this many pixels of the store along
     each dim, in training, evaluation and prediction."""
-    focus_class: Optional[str] = None
+    focus_class: str | None = None
     """A rare class near which some crops are placed."""
     focus_share: float = 0.5
     """Part of the crops that have a pixel of ``focus_class`` in their central half; with
     ``focus_class`` only."""
-    augment: List[Literal["flip", "turn", "colour"]] = field(default_factory=list)
+    augment: list[Literal["flip", "turn", "colour"]] = field(default_factory=list)
     """flip: mirror each dim with probability 1/2. turn: rotate by a random multiple of 90 degrees.
     colour: apply a random gain and offset to each band."""
-    epoch_samples: Optional[int] = None
+    epoch_samples: int | None = None
     """Number of crops per epoch, with ``crop`` only; by default as many as cover the training
     pixels once. Without ``crop``, an epoch has each image once."""
     prefetch: int = 2
@@ -393,14 +393,14 @@ class OptimConfig:
     """For ``schedule: linear``: the rate falls linearly and would reach 0 after this factor times
     all steps. The program of the PatchGD authors uses 2, so training ends at about half of
     ``lr``."""
-    clip: Optional[float] = None
+    clip: float | None = None
     """Largest global norm of the gradient; larger gradients are scaled down."""
-    rates: Optional[Dict[str, float]] = None
+    rates: dict[str, float] | None = None
     """Factors of the learning rate for parts of the network, such as
     ``{encoder: 0.1, encoder.layer1: 0}``. Names are those of modules or parameters and may contain
     ``*``. If several names match a parameter, the last one counts. A factor of 0 freezes the
     part."""
-    thaw: Optional[Dict[str, int]] = None
+    thaw: dict[str, int] | None = None
     """Epochs after which parts of the network begin to learn, such as ``{encoder: 2}``; names as
     for ``rates``."""
 
@@ -435,10 +435,10 @@ class TrainConfig:
     approximation for labels of whole images (section ``patchgd``)."""
     epochs: int = 10
     """Passes over the training images, or over as many crops as cover them."""
-    max_minutes: Optional[float] = None
+    max_minutes: float | None = None
     """Minutes of training, which stops at the end of the epoch in which they are over. The
     learning rate's schedule still spans all epochs."""
-    job_minutes: Optional[float] = None
+    job_minutes: float | None = None
     """Minutes that the job may run; by default the limit of the Slurm job. Before they are over,
     training writes a checkpoint and ends with exit code 75."""
     accumulate: int = 1
@@ -446,7 +446,7 @@ class TrainConfig:
     pipeline."""
     precision: Literal["auto", "fp32", "bf16", "fp64"] = "auto"
     """auto: bf16 autocast if the device computes it faster, else fp32."""
-    channels_last: Optional[bool] = None
+    channels_last: bool | None = None
     """Store activations in the channels-last memory format; by default with bf16 and on CUDA."""
     seed: int = 0
     """Seed of the sample order, crops, augmentation and dropout."""
@@ -456,21 +456,21 @@ class TrainConfig:
     """Epochs between validations; 0: no validation."""
     output: str = "runs/default"
     """Folder of logs and checkpoints."""
-    init: Optional[str] = None
+    init: str | None = None
     """Weights to begin with: a file ``NAME.safetensors``, or the folder of a run. Weights that it
     lacks keep their initial values, and the log lists them. The first and last layers are adapted
     to other numbers of bands or classes."""
-    init_names: Optional[Dict[str, str]] = None
+    init_names: dict[str, str] | None = None
     """Prefixes of names in ``init`` and the prefixes in the network that replace them, such as
     ``{"backbone.": "encoder."}``."""
-    resume: Union[bool, str] = False
+    resume: bool | str = False
     """Continue from a checkpoint in ``output``, at the exact sample. true: the last checkpoint, or
     from the beginning if there is none. Or ``best``, or a name such as step-00000600."""
     keep: int = 2
     """Number of last checkpoints that are kept, in addition to the best one."""
     checkpoint_every: int = 1
     """Epochs between checkpoints."""
-    checkpoint_minutes: Optional[float] = 10.0
+    checkpoint_minutes: float | None = 10.0
     """Minutes between checkpoints within an epoch, which are written while training goes on.
     null: no such checkpoints."""
     tensorboard: bool = True
@@ -510,24 +510,24 @@ class PatchgdConfig:
 
     patch: Size = Size((128, 128))
     """Size of a patch in pixels."""
-    step: Optional[Size] = None
+    step: Size | None = None
     """Pixels from one patch to the next; by default the patch's size, so patches do not overlap."""
     features: int = 256
     """s: number of features that the backbone computes of a patch."""
     sampled: float = 0.125
     """k: part of an image's patches, rounded up, that an inner iteration computes with gradients.
     Above 1 it is their number, so memory does not grow with the image."""
-    inner: Optional[int] = None
+    inner: int | None = None
     """zeta: inner iterations per batch of images; by default as many as draw each patch once."""
-    accumulate: Optional[int] = None
+    accumulate: int | None = None
     """epsilon: inner iterations whose mean gradient makes an update; by default all of them."""
     head: str = "cnn"
     """theta_2. cnn, cnn-max: two convolutions with batch norm over the grid of patches, then a mean
     or a maximum. transformer: an encoder of two layers, then a mean. conv3, conv4, attention: the
     heads of Gupta et al. 2023. Or your own function as ``package.module:function``."""
-    head_channels: Optional[int] = None
+    head_channels: int | None = None
     """Width of the head; by default 256 for conv3 and conv4, 192 for attention, else 64."""
-    grid: Optional[Size] = None
+    grid: Size | None = None
     """Number of patches along each dim, for heads that are made for one grid (conv3, conv4, your
     own); by default the grid of the training images."""
     statistics: Literal["update", "pass"] = "update"
@@ -581,7 +581,7 @@ class PredictConfig:
     tiles are as large as fit instead."""
     probabilities: bool = False
     """Also write the probability of each class (float16), into NAME.h5."""
-    formats: List[Literal["hdf5", "h5", "tiff", "tif", "png"]] = field(
+    formats: list[Literal["hdf5", "h5", "tiff", "tif", "png"]] = field(
         default_factory=lambda: ["hdf5", "png"]
     )
     """File formats of class maps. hdf5: NAME.h5. tiff: tiled NAME.tif with the image's
@@ -590,7 +590,7 @@ class PredictConfig:
     heat: bool = False
     """For networks of whole images: also draw which pixels the answer comes from, NAME.heat.png
     (docs/whole_images.md)."""
-    scratch: Optional[str] = None
+    scratch: str | None = None
     """Folder for the feature maps before norms that need the whole image (instance, group), or
     ``memory``. By default they stay in memory if they fit into half of the free memory or of
     run.memory; else they go to the system's temporary folder."""
@@ -612,13 +612,13 @@ class RunConfig:
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device that computes. auto: CUDA if it is available, else the CPU."""
-    threads: Optional[int] = None
+    threads: int | None = None
     """CPU threads per rank. By default OMP_NUM_THREADS or MKL_NUM_THREADS; else the node's cores
     (at most the control group's CPU quota) shared evenly among its ranks."""
     timeout: float = 1800.0
     """Seconds after which a hanging job is ended with a report of each rank's position. A job hangs
     if no rank makes progress or one rank is stopped. 0: never."""
-    memory: Optional[Union[int, str]] = None
+    memory: int | str | None = None
     """Memory limit per rank, such as ``4GB`` or a number of bytes. In training and prediction,
     images are streamed in tiles that fit."""
 

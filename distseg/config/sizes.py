@@ -9,7 +9,7 @@ import re
 class Size(tuple):
     """One int per spatial dim, slowest first (depth, height, width). ``str`` gives ``97x131``."""
 
-    def __new__(cls, values) -> "Size":
+    def __new__(cls, values) -> Size:
         if isinstance(values, int):
             values = (values,)
         if isinstance(values, str):

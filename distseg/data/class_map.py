@@ -16,8 +16,8 @@ import os
 import shutil
 import time
 import zlib
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Callable, Sequence
 
 import numpy as np
 

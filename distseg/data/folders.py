@@ -7,8 +7,8 @@ Files that would silently be left out are refused or listed. Otherwise nobody wo
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Sequence
 
 from distseg.data.formats.readers import SUFFIXES
 from distseg.data.store.layout import check_name

@@ -5,9 +5,9 @@ from __future__ import annotations
 import csv
 import io
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Sequence
 
 from distseg.data.folders import SPLITS, image_files
 from distseg.data.pairs import assign_splits, check_alike, check_train, notes_on_pairs, opened

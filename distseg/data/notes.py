@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Iterable
 
 
 def notes_on(files: Iterable[tuple[Path | str, Iterable[str]]]) -> list[str]:

@@ -6,8 +6,8 @@ Images are copied in strips, so that no image has to fit into memory.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Iterator, Mapping, Sequence
 
 import numpy as np
 

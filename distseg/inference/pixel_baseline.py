@@ -9,7 +9,7 @@ classes like frequent ones.
 
 from __future__ import annotations
 
-from typing import Iterator
+from collections.abc import Iterator
 
 import numpy as np
 

@@ -15,12 +15,12 @@ import copy
 import math
 import tempfile
 from collections import deque
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby, product
 from pathlib import Path
-from typing import Callable, ContextManager, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -92,7 +92,7 @@ class Predictor:
         model: TiledModel,
         replicas,
         devices: Sequence[torch.device],
-        autocast: Callable[[], ContextManager],
+        autocast: Callable[[], AbstractContextManager],
         tile: Size,
         scratch: str | None = None,
         channels_last: bool = False,
@@ -287,7 +287,7 @@ class Predictor:
             for r in range(self.replicas.size)
         ]
 
-    def among(self, ranks: int) -> "Predictor":
+    def among(self, ranks: int) -> Predictor:
         """Return this predictor for groups of ``ranks`` consecutive ranks. Collective."""
         if ranks == self.replicas.size:
             return self

@@ -6,8 +6,8 @@ Evaluation and prediction of whole images share this loop.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator, Sequence
 from itertools import zip_longest
-from typing import Callable, Iterator, Sequence
 
 import numpy as np
 

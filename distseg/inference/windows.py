@@ -7,8 +7,9 @@ as micro-batches do, without gradients.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Callable, ContextManager, Iterator
 
 import torch
 from torch import Tensor
@@ -43,7 +44,7 @@ class Windows:
         partition: Partition | None,
         comm,
         device: torch.device,
-        autocast: Callable[[], ContextManager],
+        autocast: Callable[[], AbstractContextManager],
     ):
         self.model, self.partition, self.comm, self.autocast = (
             model,

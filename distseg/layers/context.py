@@ -12,9 +12,9 @@ different micro-batches at once (:mod:`distseg.runtime.devices`, autograd's own 
 from __future__ import annotations
 
 import threading
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Callable, ContextManager, Sequence
 
 from torch import Tensor
 
@@ -55,7 +55,7 @@ class Context:
     is an approximation, the one of Seal et al. 2020."""
     whole: bool = False
     """All windows are whole images of a network whose feature maps are not known."""
-    around: Callable[[dict[str, Tensor]], ContextManager] = skip_store
+    around: Callable[[dict[str, Tensor]], AbstractContextManager] = skip_store
     """Context manager in which all layers but norms are called, made from the skips of the tile
     batch."""
     seed: int = 0

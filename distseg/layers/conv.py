@@ -10,9 +10,9 @@ gradient is deferred (:mod:`distseg.comm.waits`) and is added to the parameter's
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Callable, ContextManager, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -207,7 +207,7 @@ class WeightsApart(TorchFunctionMode):
         return _Convolution.apply(tuple(parameters), self._here, [call], *lowered, x)[0]
 
 
-def weights_apart(waits: Waits) -> Callable[[dict[str, Tensor]], ContextManager]:
+def weights_apart(waits: Waits) -> Callable[[dict[str, Tensor]], AbstractContextManager]:
     """Return :func:`distseg.models.layers.skip_store` with deferred weight gradients."""
 
     @contextmanager

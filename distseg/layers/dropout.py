@@ -5,7 +5,7 @@ So every layout of ranks and tiles draws the same masks.
 
 from __future__ import annotations
 
-from typing import Iterable
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn

@@ -16,7 +16,8 @@ windows of all ranks::
 from __future__ import annotations
 
 import math
-from typing import NamedTuple, Sequence
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -115,7 +116,7 @@ class DistributedLines(DistributedMean):
             mine.mean.device
         )
 
-    def _line(self, parts: list["Part"], length: int) -> Moments:
+    def _line(self, parts: list[Part], length: int) -> Moments:
         """Combine the parts of one image to a line of this length; other places are empty."""
         nothing = self.statistic.nothing(
             torch.zeros(length, parts[0].channels, dtype=torch.float64, device=parts[0].at.device)

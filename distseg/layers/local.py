@@ -8,8 +8,8 @@ both sides of a dim have equally many, the layer's own kernel pads, which costs 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Callable, Sequence
 
 import torch
 import torch.nn.functional as F

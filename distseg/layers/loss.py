@@ -18,7 +18,7 @@ Definitions, with labels y; a pixel is valid if y != ignore_index:
 from __future__ import annotations
 
 import math
-from typing import Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F

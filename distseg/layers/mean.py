@@ -9,8 +9,9 @@ windows.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from itertools import product
-from typing import Any, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -49,7 +50,7 @@ class DistributedMean(DistributedNorm):
     def _check_count(self, count) -> None:
         pass  # A mean may be taken of a single value.
 
-    def moments(self, x: Tensor, index: int, mask: Tensor | None = None) -> list["Contribution"]:
+    def moments(self, x: Tensor, index: int, mask: Tensor | None = None) -> list[Contribution]:
         found = []
         for n, box in enumerate(self.where(x, index)):
             of_box = x[(..., *box.slices)]
@@ -118,7 +119,7 @@ class DistributedMean(DistributedNorm):
             dx[(..., *box.slices)] += of_part(n)
         return dx
 
-    def pending(self, statistics: Moments) -> "PendingMean":
+    def pending(self, statistics: Moments) -> PendingMean:
         return PendingMean(self, statistics)
 
 
@@ -165,7 +166,7 @@ class DistributedMax(DistributedMean):
         there = [place.intersection(part) for part in parts_of(self.grid, size)]
         return [(box.shifted(move), box) for box in there]
 
-    def moments(self, x: Tensor, index: int, mask: Tensor | None = None) -> list["Contribution"]:
+    def moments(self, x: Tensor, index: int, mask: Tensor | None = None) -> list[Contribution]:
         own, place, size = self.where(x, index)
         rows = self.rows(index)
         return [
@@ -176,7 +177,7 @@ class DistributedMax(DistributedMean):
 
     def _contribution(
         self, image: Tensor, row: int, place: Box, size: Sequence[int]
-    ) -> "Contribution":
+    ) -> Contribution:
         """Return the contribution of an image's cells to a row of the statistics.
 
         Args:
@@ -200,7 +201,7 @@ class DistributedMax(DistributedMean):
             )
         return Contribution(row, Moments(count, largest.double(), said.double()), place.pixels)
 
-    def statistics(self, parts: list["Contribution"]) -> Moments:
+    def statistics(self, parts: list[Contribution]) -> Moments:
         rows = sorted({part.row for part in parts})
         mine = stack(
             [

@@ -40,7 +40,7 @@ class Moments(NamedTuple):
         """Return the moments as one flat float64 message."""
         return torch.cat((self.count.flatten(), self.mean.flatten(), self.m2.flatten()))
 
-    def unpacked(self, messages: Tensor) -> "Moments":
+    def unpacked(self, messages: Tensor) -> Moments:
         """Split messages (R, numbers) into moments of this shape with a leading dim R."""
         count, mean, m2 = messages.split(
             (self.count.numel(), self.mean.numel(), self.m2.numel()), 1
@@ -51,7 +51,7 @@ class Moments(NamedTuple):
             m2.view(-1, *self.m2.shape),
         )
 
-    def on(self, device: torch.device) -> "Moments":
+    def on(self, device: torch.device) -> Moments:
         """Return the moments on another device, in one copy."""
         if self.mean.device == device:
             return self

@@ -29,8 +29,9 @@ memory, which dominate the cost of a norm.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from functools import lru_cache
-from typing import Iterable, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -103,7 +104,7 @@ class DistributedNorm(nn.Module):
         self.turn += self.context.whole
 
     @property
-    def running(self) -> "DistributedNorm":
+    def running(self) -> DistributedNorm:
         """Layer that keeps the running statistics of this one."""
         return self.keeper[0] if self.keeper else self
 
@@ -306,7 +307,7 @@ class DistributedNorm(nn.Module):
             for place, x in zip(self.context.places, xs)
         ]
 
-    def moments(self, x: Tensor, index: int, mask: Tensor | None = None) -> list["Contribution"]:
+    def moments(self, x: Tensor, index: int, mask: Tensor | None = None) -> list[Contribution]:
         """Return the moments of the channels of window ``index``, one contribution per image."""
         owned, times = self.owned(self.opened(x), index), self.times(index)
         parts = [of_channels(owned[b : b + 1]) for b in range(len(owned))]
@@ -322,7 +323,7 @@ class DistributedNorm(nn.Module):
             for row, part in zip(self.rows_of(owned, index), parts, strict=True)
         ]
 
-    def statistics(self, parts: list["Contribution"]) -> Moments:
+    def statistics(self, parts: list[Contribution]) -> Moments:
         """Combine the moments of this rank's windows with those of the tile group.
 
         Returns:
@@ -346,7 +347,7 @@ class DistributedNorm(nn.Module):
             self.note(combine(everyone))
         return everyone
 
-    def _least(self, by_row: dict[int, list["Contribution"]], statistics: Moments) -> float:
+    def _least(self, by_row: dict[int, list[Contribution]], statistics: Moments) -> float:
         """Return the smallest number of values that any statistic of this rank is taken over."""
         channels = (
             next(iter(by_row.values()))[0].moments.mean.shape[-1] // statistics.mean.shape[-1]
@@ -391,7 +392,7 @@ class DistributedNorm(nn.Module):
 
     def coefficients(
         self, x: Tensor, index: int, statistics: Moments, mask: Tensor | None
-    ) -> list["Coefficients"]:
+    ) -> list[Coefficients]:
         """Return the coefficients of each image of window ``index``."""
         rows, channels = self.rows_of(x, index), x.shape[1]
         mean, var = (self.per_channel(v, channels) for v in (statistics.mean, statistics.var))
@@ -412,7 +413,7 @@ class DistributedNorm(nn.Module):
         return values.repeat_interleave(channels // values.shape[-1], -1)
 
     def tilt_and_shift(
-        self, c: "Coefficients", shares: Tensor, times: float = 1
+        self, c: Coefficients, shares: Tensor, times: float = 1
     ) -> tuple[Tensor, Tensor]:
         """Return the gradient that the statistics add on owned pixels, as two vectors (C,).
 
@@ -426,7 +427,7 @@ class DistributedNorm(nn.Module):
         s1, s2, *s0 = shares
         return -c.hat * c.hat * s2 * times, -c.hat * (s1 + (c.offset - sum(s0)) * s2) * times
 
-    def pending(self, statistics: Moments) -> "Pending":
+    def pending(self, statistics: Moments) -> Pending:
         """Return the norm of windows that are normalised one after another with ``statistics``."""
         return Pending(self, statistics)
 

@@ -13,8 +13,9 @@ length follows the size of the image (:data:`Extent`).
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from itertools import combinations, product
-from typing import NamedTuple, Sequence
+from typing import NamedTuple
 
 from torch import Tensor
 

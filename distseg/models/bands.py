@@ -9,10 +9,10 @@ before it.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import combinations
-from typing import Iterator, Sequence
 from weakref import WeakKeyDictionary
 
 import torch

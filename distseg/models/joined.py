@@ -7,7 +7,8 @@ weights (:class:`distseg.layers.loss.Loss`). In evaluation the result is the fir
 
 from __future__ import annotations
 
-from typing import Any, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -40,7 +41,7 @@ def joined(
         return model
     base = type(model)
 
-    def __reduce_ex__(self, protocol):
+    def reduce(self, protocol):
         # pickle cannot find a class that was made in a function.
         plain = base.__new__(base)
         plain.__dict__.update(self.__dict__)
@@ -52,7 +53,7 @@ def joined(
 
     own = {
         "forward": forward,
-        "__reduce_ex__": __reduce_ex__,
+        "__reduce_ex__": reduce,
         "__module__": base.__module__,
         "distseg_outputs": len(outputs) if outputs else 1,
     }

@@ -12,10 +12,11 @@ from __future__ import annotations
 import copy
 import math
 import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Callable, Iterable, Mapping, NamedTuple, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -713,7 +714,7 @@ def padded(model: nn.Module, multiple: int) -> nn.Module:
     """
     base = type(model)
 
-    def __reduce_ex__(self, protocol):
+    def reduce(self, protocol):
         # pickle cannot find a class that was made in a function.
         plain = base.__new__(base)
         plain.__dict__.update(self.__dict__)
@@ -731,7 +732,7 @@ def padded(model: nn.Module, multiple: int) -> nn.Module:
     model.__class__ = type(
         base.__name__,
         (base,),
-        {"forward": forward, "__reduce_ex__": __reduce_ex__, "__module__": base.__module__},
+        {"forward": forward, "__reduce_ex__": reduce, "__module__": base.__module__},
     )
     return model
 

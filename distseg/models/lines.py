@@ -9,7 +9,8 @@ map, which layers that take lines apart read. The distributed counterparts are i
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple, Sequence
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from torch import Tensor
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Callable, Iterable, Iterator, Mapping, Sequence, TypeVar
+from typing import TypeVar
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -134,7 +135,7 @@ class Network(nn.Module):
             self.add_module(UNUSED, nn.Module())
             register(self.get_submodule(UNUSED), tensors)
 
-    def _apply(self, fn: Callable, *args, **kwargs) -> "Network":
+    def _apply(self, fn: Callable, *args, **kwargs) -> Network:
         """Move or cast all tensors as PyTorch does, but keep buffers shared between layers."""
         places: dict[int, list[tuple[nn.Module, str]]] = {}
         for module in self.modules():
@@ -413,7 +414,7 @@ def flat_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     found: list[tuple[str, nn.Module]] = []
     for name, layer in children_of(model):
         found += (
-            [(f"{name}.{inner}", l) for inner, l in flat_layers(layer)]
+            [(f"{name}.{inner}", part) for inner, part in flat_layers(layer)]
             if is_flat(layer)
             else [(name, layer)]
         )

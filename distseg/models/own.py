@@ -10,8 +10,8 @@ from __future__ import annotations
 import inspect
 import os
 import sys
+from collections.abc import Callable, Sequence
 from importlib import import_module
-from typing import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -96,7 +96,7 @@ def built(
     name: str,
     builder: Callable[..., nn.Module],
     arguments: dict,
-    own: dict = {},
+    own: dict | None = None,
     inputs: Sequence[int] | None = None,
     outputs: Sequence[str] | None = None,
 ) -> nn.Module:
@@ -113,6 +113,8 @@ def built(
         ValueError: the function does not take the arguments, fails, or returns something that is
             no network or cannot be distributed.
     """
+    if own is None:
+        own = {}
     wanted, arguments = arguments, _called(builder, arguments, own)
     _check_arguments(name, builder, arguments)
     with user_errors(f"model {name!r} can not be built"):

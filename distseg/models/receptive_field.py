@@ -16,8 +16,8 @@ probing a network of a billion weights takes seconds and needs none of its weigh
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from functools import lru_cache
-from typing import Callable
 
 import torch
 from torch import Tensor, nn

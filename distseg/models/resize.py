@@ -6,7 +6,7 @@ they pass the size instead (:class:`distseg.layers.resize.Placed`).
 
 from __future__ import annotations
 
-from typing import Sequence
+from collections.abc import Sequence
 
 import torch.nn.functional as F
 from torch import Tensor, nn

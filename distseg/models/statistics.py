@@ -7,7 +7,7 @@ counterparts are in :mod:`distseg.layers.statistics`.
 
 from __future__ import annotations
 
-from typing import Callable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor

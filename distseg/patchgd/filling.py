@@ -6,11 +6,12 @@ The network is :class:`distseg.patchgd.network.PatchNetwork`.
 from __future__ import annotations
 
 import copy
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
-from typing import Callable, ContextManager, Iterator, Protocol, Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -96,7 +97,7 @@ class Filler:
             at_once,
         )
         self.dtype = torch.float64 if precision == "fp64" else torch.float32
-        self.autocast: Callable[[], ContextManager] = autocast(precision, device)
+        self.autocast: Callable[[], AbstractContextManager] = autocast(precision, device)
         place_model(network, device, precision, channels_last)
 
     def features(self, x: Tensor, samples: Sequence[int]) -> Tensor:
@@ -251,7 +252,7 @@ class PatchPredictor:
             for rank in range(self.replicas.size)
         ]
 
-    def among(self, ranks: int) -> "PatchPredictor":
+    def among(self, ranks: int) -> PatchPredictor:
         part = copy.copy(self)
         part.replicas = Alone()
         return part

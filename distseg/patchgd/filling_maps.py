@@ -5,8 +5,8 @@ The network is :class:`distseg.patchgd.unet.PatchUNet`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Iterator, Sequence
 
 import numpy as np
 import torch

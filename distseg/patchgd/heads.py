@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from typing import Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F

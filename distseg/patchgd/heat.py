@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count
-from typing import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch

@@ -11,9 +11,9 @@ The method is "Patch Gradient Descent: Training Neural Networks on Very Large Im
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import product
-from typing import Sequence
 
 import torch
 from torch import Tensor, nn

@@ -26,10 +26,10 @@ both).
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -458,7 +458,7 @@ class PatchEngine(ParameterUpdate):
     def watch_step(self, watch: Callable[[float], None]) -> None:
         """Do nothing: PatchGD does not report the parts of a step."""
 
-    def predictor(self) -> "PatchPredictor":
+    def predictor(self) -> PatchPredictor:
         """Return a predictor that uses this engine's network."""
         return PatchPredictor(self.filler, self.mesh.replicas)
 

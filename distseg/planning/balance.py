@@ -13,8 +13,8 @@ are here too.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Callable, Sequence
 
 import numpy as np
 

@@ -12,9 +12,9 @@ nothing. Two layers may keep the same tensor, which takes memory once; hence ten
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn

@@ -10,8 +10,8 @@ no skip is sent::
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
-from typing import Sequence
 
 import numpy as np
 

@@ -5,9 +5,9 @@ This is the content of ``distseg plan``.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Sequence
 
 import torch
 from torch import nn

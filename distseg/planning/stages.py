@@ -7,8 +7,8 @@ slowest stage is fastest at the windows that ranks compute.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Sequence
 
 from torch import nn
 

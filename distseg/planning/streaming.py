@@ -9,9 +9,9 @@ overlap little. benchmarks/streaming.py compares the count with measured peaks.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Sequence
 
 from torch import nn
 

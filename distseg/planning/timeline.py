@@ -10,8 +10,8 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Iterable, Mapping, Sequence
 
 from distseg.report.style import INK, PALETTE, new_figure
 from distseg.report.tables import table

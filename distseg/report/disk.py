@@ -17,9 +17,10 @@ import secrets
 import stat
 import time
 import zlib
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Iterator
+from typing import IO
 
 from distseg.config.units import si
 

@@ -19,9 +19,10 @@ import os
 import shutil
 import sys
 import time
+from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
-from typing import Any, Iterator
+from typing import Any
 
 from distseg.config.sizes import Size
 from distseg.report.disk import atomic_write
@@ -49,7 +50,7 @@ class SilentLog:
         """Close the files of the log."""
         pass
 
-    def __enter__(self) -> "SilentLog":
+    def __enter__(self) -> SilentLog:
         return self
 
     def __exit__(self, *error) -> None:

@@ -8,8 +8,8 @@ The scores in the titles are those of the full images.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Sequence
 
 import numpy as np
 

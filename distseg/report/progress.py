@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import Callable, TextIO
+from collections.abc import Callable
+from typing import TextIO
 
 from distseg.config.units import duration, si
 
@@ -36,7 +37,7 @@ class SilentProgress:
     def partly(self, share: float) -> None:
         """Show that the next unit is done to this share, between 0 and 1, if a unit takes long."""
 
-    def __enter__(self) -> "SilentProgress":
+    def __enter__(self) -> SilentProgress:
         return self
 
     def __exit__(self, *error) -> None:

@@ -8,7 +8,7 @@ map is lake and 30% is land, an eighth of a block is enough for a lake.
 from __future__ import annotations
 
 import math
-from typing import Sequence
+from collections.abc import Sequence
 
 import numpy as np
 

@@ -6,9 +6,9 @@ needed and the figures of a notebook are left alone.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Sequence
 
 import numpy as np
 

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
-from typing import Any, Mapping, Sequence
+from typing import Any
 
 Rows = Sequence[Mapping[str, Any]]
 

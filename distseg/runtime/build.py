@@ -5,8 +5,8 @@ The whole model may be on the meta device.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from typing import Callable, ContextManager, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import nn
@@ -95,7 +95,7 @@ def place_stages(
             place_model(model.layers[layer], device, precision, channels_last)
 
 
-def autocast(precision: str, device) -> Callable[[], ContextManager]:
+def autocast(precision: str, device) -> Callable[[], AbstractContextManager]:
     """Return what makes the context of the network: bf16 autocast, or nothing."""
     return (
         (lambda: torch.autocast(device.type, torch.bfloat16))

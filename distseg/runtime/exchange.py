@@ -8,9 +8,9 @@ tiles start as windows, and each layer computes only the part that later layers 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -240,9 +240,10 @@ class Exchange:
             for c in copies_to(cells[i], cuts, wanted):
                 if self.rank_of(c.source) != self.comm.rank:
                     receives.append((group[k], c.target, c.source, k, c.box))
-        by_peer = lambda strips, end: _by(
-            sorted(strips, key=lambda s: s[:3]), lambda s: self.rank_of(s[end])
-        )
+
+        def by_peer(strips, end):
+            return _by(sorted(strips, key=lambda s: s[:3]), lambda s: self.rank_of(s[end]))
+
         return HaloExchange(
             self.mail,
             around,

@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Iterable, Iterator, Sequence
 
 from distseg.runtime.operations import (
     BackwardTile,
@@ -176,9 +176,12 @@ def _streams(works: Sequence[StagePlan]) -> tuple[list[_Group], list[_Group]]:
     The last rank's tiles turn around, so it has one stream for both.
     """
     stage = works[0].stages[0]
-    groups = lambda *ways: [
-        group for work in works for group in _groups(chain(*(way(work) for way in ways)), work)
-    ]
+
+    def groups(*ways):
+        return [
+            group for work in works for group in _groups(chain(*(way(work) for way in ways)), work)
+        ]
+
     there, back = (lambda work: forward(work, stage)), (lambda work: backward(work, stage))
     if any(map(works[0].is_last, works[0].mine)):
         return groups(there, outputs, back), []
@@ -224,7 +227,9 @@ def _tiles_per_band(there: Sequence[_Group]) -> int:
 
 
 def _awaited(op: Operation, work: StagePlan) -> Iterator[_Awaited]:
-    rows_of = lambda block, position: work.cut.made(block, position)
+    def rows_of(block, position):
+        return work.cut.made(block, position)
+
     if isinstance(op, Drop) and op.position in work.elsewhere:
         for block in range(work.blocks):
             box = rows_of(block, op.position)

@@ -27,8 +27,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Sequence
+from typing import NamedTuple
 
 from distseg.runtime.actions import Action, Backward, Forward, Weight
 
@@ -68,7 +69,7 @@ class _Step:
     stage: int
     rank: int
     units: int
-    after: "_Step | None"
+    after: _Step | None
 
 
 class _Lists(NamedTuple):

@@ -12,8 +12,9 @@ mean:
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import ClassVar, Iterable, Iterator
+from typing import ClassVar
 
 from distseg.runtime.partition import Edge
 from distseg.tiling.tile import Box
@@ -295,5 +296,7 @@ def _runs(operations: Iterable[Operation]) -> Iterator[list[Operation]]:
 
 
 def _alike(one: Operation, other: Operation) -> bool:
-    key = lambda o: (type(o), o.micro_batch, o.segment, o.block, isinstance(o, KeptTile) and o.kept)
+    def key(o):
+        return (type(o), o.micro_batch, o.segment, o.block, isinstance(o, KeptTile) and o.kept)
+
     return isinstance(one, OfTile) and isinstance(other, OfTile) and key(one) == key(other)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from inspect import unwrap
-from typing import Mapping, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import nn

@@ -11,8 +11,8 @@ from __future__ import annotations
 import copy
 import warnings
 from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property, partial
-from typing import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -282,7 +282,7 @@ class TiledModel(nn.Module):
         """
         commit(self.norms, self.context.groups_comm, unbiased)
 
-    def train(self, mode: bool = True) -> "TiledModel":
+    def train(self, mode: bool = True) -> TiledModel:
         """Set the mode; warn if evaluation would miss statistics that were not committed."""
         if not mode and self.training and any(norm.seen for norm in self.norms):
             warnings.warn(
@@ -424,10 +424,12 @@ def _inputs(model: nn.Module) -> list[tuple[int, ...]] | None:
         calls = calls_of(model)
     except ValueError:
         return None
-    hides = lambda layer: (
-        not isinstance(layer, DistributedNorm)
-        and any(isinstance(m, DistributedNorm) for m in layer.modules())
-    )
+
+    def hides(layer):
+        return not isinstance(layer, DistributedNorm) and any(
+            isinstance(m, DistributedNorm) for m in layer.modules()
+        )
+
     return None if any(hides(call.layer) for call in calls) else [call.reads for call in calls]
 
 

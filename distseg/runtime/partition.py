@@ -11,9 +11,9 @@ the stage that computes it, past the stages in between (a portal, as in torchgpi
 
 from __future__ import annotations
 
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Container, Sequence
 
 from torch import Tensor, nn
 
@@ -108,14 +108,14 @@ class Partition:
     placement: tuple[int, ...]
 
     @classmethod
-    def whole(cls) -> "Partition":
+    def whole(cls) -> Partition:
         """Return one stage for any kind of model."""
         return cls((range(0),), (), (0,))
 
     @classmethod
     def of(
         cls, calls: Sequence[Call], balance: Sequence[int], placement: Sequence[int] | None = None
-    ) -> "Partition":
+    ) -> Partition:
         """Return a flat model cut into stages of ``balance`` layers.
 
         By default rank s runs stage s.

@@ -7,8 +7,8 @@ posted early, so that messages travel while this pass computes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import Sequence
 
 import torch
 from torch import Tensor

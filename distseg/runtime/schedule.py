@@ -38,7 +38,7 @@ skip, so that no skip ever travels.
 
 from __future__ import annotations
 
-from typing import Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from distseg.runtime.actions import Action, Backward, Forward, Weight
 from distseg.runtime.listing import LISTED

@@ -10,9 +10,9 @@ only.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Callable, Iterator, Mapping, Sequence
 
 from distseg.runtime.actions import Action, Backward, Forward, Weight
 from distseg.runtime.operations import Hand, OfEdge, Operation, Receive, Recompute
@@ -188,11 +188,14 @@ def check(
 def _check_messages(orders: Orders, edge: Edge, placement: Sequence[int]) -> None:
     for back in (False, True)[: 1 + edge.gradient]:
         way = Receive(0, edge, back)
-        of = lambda kind, stage: [
-            op.micro_batch
-            for op in operations(orders[placement[stage]], [edge])
-            if isinstance(op, kind) and op.back == back
-        ]
+
+        def of(kind, stage):
+            return [
+                op.micro_batch
+                for op in operations(orders[placement[stage]], [edge])
+                if isinstance(op, kind) and op.back == back
+            ]
+
         sent, wanted = of(Hand, way.sender), of(Receive, way.receiver)
         if sent != wanted:
             kind = (Backward if back else Forward).kind

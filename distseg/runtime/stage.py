@@ -8,9 +8,10 @@ which go back to the stages that sent these.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Callable, ContextManager, Protocol, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -57,7 +58,7 @@ class Stage:
     incoming: list[Edge]
     outgoing: list[Edge]
     head: Head | None = None
-    autocast: Callable[[], ContextManager] = nullcontext
+    autocast: Callable[[], AbstractContextManager] = nullcontext
     after_layer: Callable[[], None] | None = None
     _kept: dict[int, tuple[MicroBatch, Tensors, Tensors | None]] = field(default_factory=dict)
 

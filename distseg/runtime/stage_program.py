@@ -13,8 +13,8 @@ while these are on their way.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from itertools import islice
-from typing import Iterator, Sequence
 
 from distseg.runtime.actions import Action, Backward, Forward, Weight
 from distseg.runtime.operations import Hand, Operation, Receive, Recompute

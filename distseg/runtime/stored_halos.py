@@ -7,7 +7,7 @@ gets one message per feature map. Only messages under way are in memory.
 
 from __future__ import annotations
 
-from typing import Callable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor

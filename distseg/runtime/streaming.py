@@ -25,9 +25,10 @@ each stage runs its own segments, and feature maps that other stages read travel
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from typing import Callable, ContextManager, Iterator, Protocol, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -137,7 +138,7 @@ class StreamingExecutor:
         tiling: Tiling,
         folder: str | None,
         sizes: Sizes,
-        autocast: Callable[[], ContextManager],
+        autocast: Callable[[], AbstractContextManager],
         devices: Sequence[torch.device] = (_CPU,),
         stages: Sequence[range] = (),
         placement: Sequence[int] = (0,),
@@ -155,7 +156,7 @@ class StreamingExecutor:
         self.stages, self.placement = tuple(stages), tuple(placement)
         self.comm, self.transfers = comm, Transfers(comm)
         self.watch: Callable[[float], None] = lambda share: None
-        self.span: Callable[[str, str], ContextManager] = lambda kind, name: nullcontext()
+        self.span: Callable[[str, str], AbstractContextManager] = lambda kind, name: nullcontext()
         self._works: dict[tuple, StagePlan] = {}
         self._stored: dict[tuple, int] = {}
 
@@ -217,7 +218,10 @@ class StreamingExecutor:
         points = {source for layout in layouts for source in layout.exchanged} - {0}
         live = {self.graph[number].first for number in self.live}
         segments = segments_of(self.graph, live | points, self.stages)
-        rank_of = lambda segment: self.placement[segment.stage]
+
+        def rank_of(segment):
+            return self.placement[segment.stage]
+
         mine = [n for n, segment in enumerate(segments) if rank_of(segment) == rank]
         makers = {s.result: rank_of(s) for s in segments}
         readers = {

@@ -17,10 +17,11 @@ reads its rows went back.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
-from typing import Callable, Container, Iterable, Iterator, Mapping, NamedTuple, Protocol, Sequence
+from typing import NamedTuple, Protocol
 
 from distseg.runtime.actions import Action, Backward, Forward
 from distseg.runtime.operations import (
@@ -225,7 +226,10 @@ def step(works: Sequence[StagePlan], actions: Sequence[Action], linear: bool) ->
         linear: True if the loss gradient of a tile does not depend on other tiles. Otherwise it is
             known once all tiles of all micro-batches went forward.
     """
-    of = lambda action: works[action.micro_batch]
+
+    def of(action):
+        return works[action.micro_batch]
+
     backwards = [action for action in actions if isinstance(action, Backward)]
     found = [op for work in works for op in expected(work)] + [
         op for action in backwards for op in expected_back(of(action), action.stage)
@@ -342,7 +346,7 @@ def _drops(work: StagePlan, segment: int, done: Callable[[int], bool]) -> Iterat
             yield Drop(work.number, position)
 
 
-def _returned(work: StagePlan, fronts: "_Fronts", segment: int, block: int) -> Iterator[Operation]:
+def _returned(work: StagePlan, fronts: _Fronts, segment: int, block: int) -> Iterator[Operation]:
     """Yield sends of the gradient rows that are final now, for feature maps of other ranks.
 
     A map before an active norm or a margin exchange is skipped: its rows become final all at once.

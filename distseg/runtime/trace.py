@@ -7,9 +7,9 @@ asynchronously. A span then ends when the work is queued, unless the caller sync
 from __future__ import annotations
 
 import time
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Callable, ContextManager, Iterator
 
 
 @dataclass(frozen=True)
@@ -74,9 +74,9 @@ class NoTrace:
     """Trace that records nothing."""
 
     spans: tuple[Span, ...] = ()
-    _nothing: ContextManager[None] = nullcontext()
+    _nothing: AbstractContextManager[None] = nullcontext()
 
-    def span(self, kind: str, name: str) -> ContextManager[None]:
+    def span(self, kind: str, name: str) -> AbstractContextManager[None]:
         return self._nothing
 
 
@@ -104,7 +104,7 @@ class TracedComm:
     def Iallreduce(self, *buffers):
         return self._watched("allreduce", lambda: self._comm.Iallreduce(*buffers))
 
-    def _watched(self, name: str, call: Callable) -> "_Request":
+    def _watched(self, name: str, call: Callable) -> _Request:
         span = self._trace.span(self._kind, name)
         span.__enter__()
         return _Request(call(), span)
@@ -113,7 +113,7 @@ class TracedComm:
 class _Request:
     """MPI request that ends its span when it is complete."""
 
-    def __init__(self, request, span: ContextManager[None]):
+    def __init__(self, request, span: AbstractContextManager[None]):
         self._request, self._span = request, span
 
     def Test(self) -> bool:

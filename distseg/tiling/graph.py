@@ -9,9 +9,10 @@ Map 0 is the image, and node n computes map n + 1. A node may read any earlier m
 
 from __future__ import annotations
 
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Container, Iterable, NamedTuple, Sequence
+from typing import NamedTuple
 
 from distseg.tiling.access_pattern import AccessPattern
 

@@ -18,11 +18,11 @@ Every dim is handled by itself: the boxes of a tile are products of spans.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache, reduce
 from itertools import pairwise
-from typing import Callable, Container, Iterable, Sequence
 
 from distseg.config.sizes import Size
 from distseg.tiling.access_pattern import Span
@@ -117,7 +117,7 @@ class Layout:
         self._parts: dict[tuple, Part] = {}
         self.along = lru_cache(_SPANS)(self._along)
 
-    def check_result(self, borders: Sequence[Sequence[int]]) -> "Layout":
+    def check_result(self, borders: Sequence[Sequence[int]]) -> Layout:
         """Refuse a model whose result does not have the image's size; return the layout.
 
         Raises:
@@ -229,7 +229,10 @@ def _maps(graph: Graph, dim: int, n: int, borders: tuple[int, ...]) -> list[_Map
     that owns the pixels of a cell owns the cell.
     """
     sizes = graph.sizes_along(dim, n)
-    at = lambda number: graph[number].along(dim).at(sizes[graph[number].first], sizes[number + 1])
+
+    def at(number):
+        return graph[number].along(dim).at(sizes[graph[number].first], sizes[number + 1])
+
     maps = _cut(graph, dim, sizes, borders, lambda number, cuts: map(at(number).cut, cuts[1:-1]))
     if maps[-1][0] == n and maps[-1][1] != borders:
         if graph.sized:

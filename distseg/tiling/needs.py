@@ -7,8 +7,8 @@ exchange halos and windows (:mod:`distseg.tiling.layout`) and streamed tiles
 
 from __future__ import annotations
 
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Container, Mapping, Sequence
 
 from distseg.tiling.access_pattern import Span, inside
 from distseg.tiling.graph import Node
@@ -50,7 +50,7 @@ class Along:
     read: dict[int, Span]
 
     @classmethod
-    def of(cls, needs: Sequence[Need], read: Mapping[int, list[Span]]) -> "Along":
+    def of(cls, needs: Sequence[Need], read: Mapping[int, list[Span]]) -> Along:
         """Return the spans of the first tile of ``needs`` and ``read``."""
         taken = [need.taken[0] for need in needs]
         raw = [need.raw[0] for need in needs]

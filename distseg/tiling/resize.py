@@ -13,10 +13,11 @@ sizes.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
-from typing import Callable, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
@@ -85,7 +86,7 @@ class Resize(AccessPattern):
     def pixels(self, before: Fraction) -> Fraction:
         return self.follow.pixels(before)
 
-    def at(self, n: int, m: int) -> "Taps":
+    def at(self, n: int, m: int) -> Taps:
         return taps(self.kernel, self.corners, self.factor, n, m)
 
 
@@ -118,7 +119,7 @@ class Fit(AccessPattern):
         """Return the cells of padding in front of the map; a negative number is a crop."""
         return in_front(self.side, m - n)
 
-    def at(self, n: int, m: int) -> "Shifted":
+    def at(self, n: int, m: int) -> Shifted:
         return Shifted(self.before(n, m), self.mirrored)
 
 
@@ -167,7 +168,7 @@ class Share(AccessPattern):
     def pixels(self, before: Fraction) -> Fraction:
         return self.follow.pixels(before)
 
-    def at(self, n: int, m: int) -> "Proportional":
+    def at(self, n: int, m: int) -> Proportional:
         return Proportional(n, m)
 
 

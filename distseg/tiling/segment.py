@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Iterable, Sequence
 
 from distseg.tiling.access_pattern import Span
 from distseg.tiling.graph import Graph, crossing

@@ -14,9 +14,9 @@ same pixels in a window as in the image. Both are clipped at the border of the i
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
-from typing import Iterator
 
 from distseg.config.sizes import Size
 
@@ -29,7 +29,7 @@ class Box:
     stop: tuple[int, ...]
 
     @classmethod
-    def whole(cls, size) -> "Box":
+    def whole(cls, size) -> Box:
         """Return the box that covers an image or feature map of this size."""
         return cls((0,) * len(size), tuple(size))
 
@@ -46,17 +46,17 @@ class Box:
         """The index of the box in the spatial dims of a tensor."""
         return tuple(slice(a, b) for a, b in zip(self.start, self.stop))
 
-    def relative_to(self, origin: "Box") -> "Box":
+    def relative_to(self, origin: Box) -> Box:
         """Return this box in coordinates that begin at the first pixel of ``origin``."""
         return self.shifted(tuple(-o for o in origin.start))
 
-    def shifted(self, offset) -> "Box":
+    def shifted(self, offset) -> Box:
         return Box(
             tuple(a + o for a, o in zip(self.start, offset)),
             tuple(b + o for b, o in zip(self.stop, offset)),
         )
 
-    def intersection(self, other: "Box") -> "Box":
+    def intersection(self, other: Box) -> Box:
         """Return the box that both boxes share.
 
         If they do not overlap, the result is an empty box that still lies inside this one.
@@ -64,16 +64,16 @@ class Box:
         start = tuple(min(max(a, c), b) for a, b, c in zip(self.start, self.stop, other.start))
         return Box(start, tuple(max(a, min(b, d)) for a, b, d in zip(start, self.stop, other.stop)))
 
-    def hull(self, other: "Box") -> "Box":
+    def hull(self, other: Box) -> Box:
         """Return the smallest box that contains both boxes."""
         return Box(tuple(map(min, self.start, other.start)), tuple(map(max, self.stop, other.stop)))
 
-    def contains(self, other: "Box") -> bool:
+    def contains(self, other: Box) -> bool:
         return all(
             a <= c and d <= b for a, b, c, d in zip(self.start, self.stop, other.start, other.stop)
         )
 
-    def coarsened(self, stride) -> "Box":
+    def coarsened(self, stride) -> Box:
         """Return the cells of a feature map with this cumulative stride that cover the box.
 
         The last cell along a dim may stand for fewer pixels than the stride.

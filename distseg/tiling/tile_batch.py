@@ -7,8 +7,8 @@ needed (:class:`LazyTileBatch`). A :class:`MicroBatch` is a list of tile batches
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Callable
 
 import torch
 from torch import Tensor

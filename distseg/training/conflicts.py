@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Callable, Iterator, Mapping, Sequence
 
 from torch import nn
 
@@ -141,7 +141,7 @@ def _streaming(other: str, beside: Callable[[Facts], bool], why: str) -> tuple[R
     return rule("spatial.streaming"), rule("run.memory")
 
 
-def _with_patchgd(setting: str) -> "Rule":
+def _with_patchgd(setting: str) -> Rule:
     return Rule(
         setting,
         "train.method",
@@ -151,7 +151,7 @@ def _with_patchgd(setting: str) -> "Rule":
     )
 
 
-def _without_patchgd(setting: str) -> "Rule":
+def _without_patchgd(setting: str) -> Rule:
     return Rule(
         setting,
         "train.method",

@@ -62,7 +62,7 @@ class RunControl:
         self._longest = self._saving = 0.0  # seconds of a step, of a checkpoint
         self._end = _end_of_job(config.job_minutes)
 
-    def __enter__(self) -> "RunControl":
+    def __enter__(self) -> RunControl:
         self._listening = listening()
         self._signals = self._listening.__enter__()
         return self

@@ -8,8 +8,8 @@ config.
 from __future__ import annotations
 
 import tempfile
-from contextlib import nullcontext
-from typing import Callable, ContextManager, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import nn
@@ -263,8 +263,13 @@ class Engine(ParameterUpdate):
             if isinstance(piece, LazyTileBatch)
             else block_of(piece, self.config.loss.ignore_index)
         )
-        pixels = lambda box: self.to_device(TileBatch(block.pixels(box), None, block.place)).pixels
-        labels = lambda box: self.to_device(TileBatch(None, block.labels(box), block.place)).labels
+
+        def pixels(box):
+            return self.to_device(TileBatch(block.pixels(box), None, block.place)).pixels
+
+        def labels(box):
+            return self.to_device(TileBatch(None, block.labels(box), block.place)).labels
+
         return LazyTileBatch(block.place, pixels, labels)
 
     def backward(self, micro_batches: list[list[TileBatch | LazyTileBatch]]) -> float:
@@ -494,7 +499,7 @@ def make_streaming_executor(
     partition: Partition | None,
     comm,
     model: TiledModel | None = None,
-    cast: Callable[[], ContextManager] = nullcontext,
+    cast: Callable[[], AbstractContextManager] = nullcontext,
     devices: Sequence[torch.device] = (torch.device("cpu"),),
 ) -> StreamingExecutor:
     """Return the streaming executor that a config asks for.

@@ -9,9 +9,9 @@ the machine that trained, such as folders, devices and threads, are not taken ov
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Callable, Sequence
 
 import torch
 from torch import Tensor, nn

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
+from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Callable, Mapping
 
 import torch
 import torch.nn.functional as F
@@ -151,7 +151,7 @@ class WeightUpdate:
         self._optimizer = make_optimizer(config.optim, self._trained, fused=False)
 
     @classmethod
-    def of(cls, model: nn.Module, config: Config) -> "WeightUpdate":
+    def of(cls, model: nn.Module, config: Config) -> WeightUpdate:
         """Return an optimizer on copies of a model's parameters."""
         return cls(
             {
@@ -237,7 +237,7 @@ class _Rounding(TorchFunctionMode):
 
 def _forward(
     model: nn.Module, images: list[Image], config: Config, epoch: int, dropouts: Dropouts
-) -> tuple[Tensor, "_Whole"]:
+) -> tuple[Tensor, _Whole]:
     """Return the loss with its graph, and the mode that recorded the norms' inputs."""
     whole, logits = _Whole(model, config, epoch, dropouts), {}
     for batch in _batches(model, images, config.spatial.norm_scope):

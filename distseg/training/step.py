@@ -12,9 +12,9 @@ three ways:
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -134,7 +134,7 @@ class GradientStep:
 
     def __init__(
         self,
-        way: "OnStages | OnDevices | InTiles",
+        way: OnStages | OnDevices | InTiles,
         head: LossHead | None,
         loss: Loss,
         context: Context,

@@ -19,8 +19,8 @@ import json
 import math
 import os
 import struct
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Mapping
 
 import numpy as np
 import torch
@@ -78,7 +78,7 @@ class RandomImages:
         self.seed, self.ignore = config.train.seed, config.loss.ignore_index
         self.numbers = of_numbers(config.loss.name)
 
-    def step(self, number: int, batch: int) -> "RandomImages":
+    def step(self, number: int, batch: int) -> RandomImages:
         """Return the images of another step; each has ``batch`` of them."""
         other = copy.copy(self)
         other.first = number * batch
@@ -142,7 +142,7 @@ class StoreImages:
         )[step]
         self.size, self.first = self.samples[0].size, self.samples[0].number
 
-    def step(self, number: int, batch: int) -> "StoreImages":
+    def step(self, number: int, batch: int) -> StoreImages:
         """Return the images of another step; each has ``batch`` of them."""
         return StoreImages(self.store, self.config, batch, number)
 

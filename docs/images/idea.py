@@ -20,8 +20,17 @@ def main() -> None:
     draw_samples(axes)
     draw_tiles(axes)
     draw_stages(axes)
-    text(axes, 55, 2.2, "the sum of all ranks' gradients is the gradient of the serial program", 12, GRADIENT)
-    figure.savefig(Path(__file__).with_name("idea.png"), dpi=110, bbox_inches="tight", facecolor="white")
+    text(
+        axes,
+        55,
+        2.2,
+        "the sum of all ranks' gradients is the gradient of the serial program",
+        12,
+        GRADIENT,
+    )
+    figure.savefig(
+        Path(__file__).with_name("idea.png"), dpi=110, bbox_inches="tight", facecolor="white"
+    )
 
 
 def draw_samples(axes) -> None:
@@ -57,7 +66,16 @@ def draw_stages(axes) -> None:
     arrow(axes, (78, 20), (82, 20), PALE)
     heights = (18, 13, 8, 5, 8, 13, 18)
     for k, height in enumerate(heights):
-        box(axes, 83.5 + 3.4 * k, 20 - height / 2, 2, height, RANKS[0] if k < 4 else RANKS[1], "white", 0.75)
+        box(
+            axes,
+            83.5 + 3.4 * k,
+            20 - height / 2,
+            2,
+            height,
+            RANKS[0] if k < 4 else RANKS[1],
+            "white",
+            0.75,
+        )
     for k, y in ((1, 27.5), (2, 25)):
         arrow(axes, (84.5 + 3.4 * k, y), (84.5 + 3.4 * (6 - k), y), INK)
     text(axes, 88.5, 7.3, "stage 0", 9, RANKS[0])
@@ -69,17 +87,23 @@ def title(axes, x: float, words: str) -> None:
     text(axes, x, 38.5, words, 12)
 
 
-def text(axes, x: float, y: float, words: str, size: float, colour: str = INK, side: str = "center") -> None:
+def text(
+    axes, x: float, y: float, words: str, size: float, colour: str = INK, side: str = "center"
+) -> None:
     axes.text(x, y, words, fontsize=size, color=colour, ha=side, va="center")
 
 
-def box(axes, x: float, y: float, width: float, height: float, face: str, edge: str, alpha: float = 1) -> None:
+def box(
+    axes, x: float, y: float, width: float, height: float, face: str, edge: str, alpha: float = 1
+) -> None:
     axes.add_patch(Rectangle((x, y), width, height, fc=face, ec=edge, lw=1.2, alpha=alpha))
 
 
 def arrow(axes, start, end, colour: str, both: bool = False) -> None:
     style = "<|-|>" if both else "-|>"
-    axes.add_patch(FancyArrowPatch(start, end, arrowstyle=style, mutation_scale=11, color=colour, lw=1.4))
+    axes.add_patch(
+        FancyArrowPatch(start, end, arrowstyle=style, mutation_scale=11, color=colour, lw=1.4)
+    )
 
 
 if __name__ == "__main__":

@@ -49,19 +49,47 @@ def run(case: dict) -> list[dict[str, int]]:
 
 def _config(settings: dict) -> sections.Config:
     kinds = {"tiles": Size, "tiles_per_rank": Size}
-    made = lambda name, fields: getattr(sections, f"{name.capitalize()}Config")(**{k: kinds.get(k, lambda v: v)(v) for k, v in fields.items()})
+
+    def made(name, fields):
+        return getattr(sections, f"{name.capitalize()}Config")(
+            **{k: kinds.get(k, lambda v: v)(v) for k, v in fields.items()}
+        )
+
     return sections.Config(**{name: made(name, fields) for name, fields in settings.items()})
 
 
 def _step(config: sections.Config, case: dict, stage: int, told: dict) -> dict[str, int]:
     config, model, images = prepare(config, Size(case["image"]))
     waits = Waits()
-    mesh = mesh_at(config.mesh.samples, config.mesh.tiles, config.mesh.stages, case["tile"], stage, waits.order, told)
+    mesh = mesh_at(
+        config.mesh.samples,
+        config.mesh.tiles,
+        config.mesh.stages,
+        case["tile"],
+        stage,
+        waits.order,
+        told,
+    )
     reach = ReceptiveField(*((n, n) for n in case["reach"])) if case.get("reach") else None
-    with stand_in(waits, case["direct"], reach), planted(case.get("plant")), FakeTensorMode(allow_non_fake_inputs=True), waits:
-        engine = Engine(config, mesh, model, images.size, torch.device("cuda", 0), case["precision"], case["channels_last"])
+    with (
+        stand_in(waits, case["direct"], reach),
+        planted(case.get("plant")),
+        FakeTensorMode(allow_non_fake_inputs=True),
+        waits,
+    ):
+        engine = Engine(
+            config,
+            mesh,
+            model,
+            images.size,
+            torch.device("cuda", 0),
+            case["precision"],
+            case["channels_last"],
+        )
         messages = config.spatial.exchanges or config.mesh.stages > 1
-        for step in range(2 if messages and reach is None else 1):  # the first makes the buffers that the second finds
+        for _step in range(
+            2 if messages and reach is None else 1
+        ):  # the first makes the buffers that the second finds
             waits.found.clear()
             with waits.ignored():
                 pieces = own_pieces(config, mesh, images, engine.reading)
@@ -79,7 +107,14 @@ def _predict(engine: Engine, size: Size, tile: Size) -> None:
     """All tiles of an image."""
     channels = next(engine.model.parameters()).shape[1]
     scene = SimpleNamespace(size=size, read=lambda box: np.zeros((channels, *box.size), np.float32))
-    predictor = Predictor(engine.model, engine.mesh.replicas, engine.devices, engine.autocast, tile, channels_last=engine.channels_last)
+    predictor = Predictor(
+        engine.model,
+        engine.mesh.replicas,
+        engine.devices,
+        engine.autocast,
+        tile,
+        channels_last=engine.channels_last,
+    )
     for box, logits in predictor(scene):
         assert logits.shape[1:] == box.size
 

@@ -32,16 +32,26 @@ def _the_last(self: Buffers, size: int) -> Tensor:
 
 def _of_the_cpu(g: Tensor, x: Tensor, affine) -> tuple[Tensor, Tensor]:
     scale, _, pivot, one = plain._parameters(x, affine)
-    return torch.ops.aten.native_batch_norm_backward(g, x, scale, pivot, one, None, None, False, 0.0, [False, True, True])[1:]
+    return torch.ops.aten.native_batch_norm_backward(
+        g, x, scale, pivot, one, None, None, False, 0.0, [False, True, True]
+    )[1:]
 
 
 _FAULTS = {
     "a tensor of the host in the loss": [(Loss, "rows", _on_the_host)],
     "one more number read": [(Engine, "update", _in_doubt)],
     "what the CPU's kernel alone takes": [(plain, "sums", _of_the_cpu)],
-    "sent before it is computed": [(module, "settled", lambda device: None) for module in (mail, reducer)],
+    "sent before it is computed": [
+        (module, "settled", lambda device: None) for module in (mail, reducer)
+    ],
     "received where it is still read": [(Buffers, "take", _the_last)],
-    "received into fresh memory": [(Buffers, "_made", lambda self, size: torch.empty(size, dtype=torch.uint8, device=self.device))],
+    "received into fresh memory": [
+        (
+            Buffers,
+            "_made",
+            lambda self, size: torch.empty(size, dtype=torch.uint8, device=self.device),
+        )
+    ],
     "looked at before it is copied": [(reducer, "settled", lambda device: None)],
 }
 

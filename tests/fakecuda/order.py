@@ -82,9 +82,15 @@ class Order:
     def _check_done(self, memory: _Memory, writing: bool, who: str) -> None:
         last = memory.touched if writing else memory.written
         if last > self.done:
-            raise Race(f"{who} {'writes' if writing else 'reads'} memory that something queued has yet to {'touch' if writing else 'write'}")
+            raise Race(
+                f"{who} {'writes' if writing else 'reads'} memory that something queued has yet to {'touch' if writing else 'write'}"
+            )
 
     def _check_messages(self, memory: _Memory, writing: bool, who: str) -> None:
-        memory.messages = [(request, into) for request, into in memory.messages if not request.complete]
+        memory.messages = [
+            (request, into) for request, into in memory.messages if not request.complete
+        ]
         if any(into or writing for _, into in memory.messages):
-            raise Race(f"{who} {'writes' if writing else 'reads'} memory of a message that is under way")
+            raise Race(
+                f"{who} {'writes' if writing else 'reads'} memory of a message that is under way"
+            )

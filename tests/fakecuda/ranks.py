@@ -86,14 +86,19 @@ class FakeMesh(SimpleNamespace):
     """One rank's place in a mesh, as :class:`distseg.comm.mesh.Mesh`."""
 
 
-def mesh_at(samples: int, tiles, stages: int, tile, stage: int, order: Order, told: dict) -> FakeMesh:
+def mesh_at(
+    samples: int, tiles, stages: int, tile, stage: int, order: Order, told: dict
+) -> FakeMesh:
     """The place of one rank, of the first sample group."""
     shape = MeshShape(samples, Size(tiles), stages)
     number = 0
     for n, t in zip(shape.tiles, tile):
         number = number * n + t
     waits = Waits()
-    comm = lambda size, rank: Ranks(Comm(size, rank, order, told), waits)
+
+    def comm(size, rank):
+        return Ranks(Comm(size, rank, order, told), waits)
+
     return FakeMesh(
         shape=shape, waits=waits, sample=0, tile=tuple(tile), stage=stage, world=comm(shape.size, number * stages + stage), pipeline=comm(stages, stage),
         tiles=comm(shape.tiles.volume, number), groups=comm(samples, 0), replicas=comm(samples * shape.tiles.volume, number),

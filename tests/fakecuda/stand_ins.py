@@ -19,8 +19,18 @@ from distseg.training import engine
 
 from .waits import Event, Stream, Waits
 
-_PLANS = ((engine, "reach_for"), (engine, "partition_of"), (parallelize, "cumulative_strides"), (parallelize, "graph_of"))
-_NUMPY = {torch.float64: np.float64, torch.float32: np.float32, torch.uint8: np.uint8, torch.int64: np.int64}
+_PLANS = (
+    (engine, "reach_for"),
+    (engine, "partition_of"),
+    (parallelize, "cumulative_strides"),
+    (parallelize, "graph_of"),
+)
+_NUMPY = {
+    torch.float64: np.float64,
+    torch.float32: np.float32,
+    torch.uint8: np.uint8,
+    torch.int64: np.int64,
+}
 
 
 def _numpy_of(waits: Waits):
@@ -64,7 +74,9 @@ def stand_in(waits: Waits, direct: bool = False, reach: ReceptiveField | None = 
     patches = [
         patch.object(nn.Module, "_apply", _converted),
         patch.object(FakeTensor, "numpy", _numpy_of(waits)),
-        patch("torch.cuda.amp.common.amp_definitely_not_available", lambda: False),  # or autocast is off without a word
+        patch(
+            "torch.cuda.amp.common.amp_definitely_not_available", lambda: False
+        ),  # or autocast is off without a word
         patch("torch.cuda.is_bf16_supported", lambda *_: True),
         patch("torch.cuda.current_stream", lambda device=None: Stream(waits)),
         patch("torch.cuda.Event", lambda **_: Event(waits)),
@@ -72,9 +84,14 @@ def stand_in(waits: Waits, direct: bool = False, reach: ReceptiveField | None = 
         patch("torch.cuda.device_count", lambda: 1),
         patch("torch.cuda.set_device", lambda device: None),
         patch.object(mail, "cuda_aware", lambda: direct),
-        patch.object(mail, "message", lambda x: x),  # to ranks that look where it lies, not what it is
+        patch.object(
+            mail, "message", lambda x: x
+        ),  # to ranks that look where it lies, not what it is
         patch.object(parameter_update, "broadcast", lambda model, comm: None),
-        *(patch.object(module, name, _with_numbers(getattr(module, name))) for module, name in _PLANS),
+        *(
+            patch.object(module, name, _with_numbers(getattr(module, name)))
+            for module, name in _PLANS
+        ),
     ]
     if reach is not None:
         patches.append(patch.object(engine, "reach_for", lambda model, cut: reach))

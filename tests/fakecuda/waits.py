@@ -23,8 +23,18 @@ from .order import Order, Race
 
 ROOT = Path(distseg.__file__).parent
 aten = torch.ops.aten
-_NUMBERS = {torch.bool: False, torch.float64: 1.0, torch.float32: 1.0}  # what a fake tensor is said to hold
-_FRESH = {aten.empty.memory_format, aten.empty_strided.default, aten.empty_like.default, aten.new_empty.default, aten.new_empty_strided.default}
+_NUMBERS = {
+    torch.bool: False,
+    torch.float64: 1.0,
+    torch.float32: 1.0,
+}  # what a fake tensor is said to hold
+_FRESH = {
+    aten.empty.memory_format,
+    aten.empty_strided.default,
+    aten.empty_like.default,
+    aten.new_empty.default,
+    aten.new_empty_strided.default,
+}
 
 
 class Waits(TorchDispatchMode):
@@ -52,9 +62,16 @@ class Waits(TorchDispatchMode):
             self.order.host([args[0]], [])
             return self._pinned(args[0].clone())
         if function is aten.native_batch_norm_backward.default and args[0].is_cuda:
-            assert args[5] is not None and args[6] is not None, "save_mean and save_invstd should always be defined (Normalization.cu)"
+            assert args[5] is not None and args[6] is not None, (
+                "save_mean and save_invstd should always be defined (Normalization.cu)"
+            )
         if function is aten.batch_norm_update_stats.default and args[0].is_cuda:
-            return tuple(args[0].new_zeros(args[0].shape[1], dtype=torch.promote_types(args[0].dtype, torch.float32)) for _ in range(2))
+            return tuple(
+                args[0].new_zeros(
+                    args[0].shape[1], dtype=torch.promote_types(args[0].dtype, torch.float32)
+                )
+                for _ in range(2)
+            )
         if function is aten._fused_sgd_.default:  # which knows no fake tensors
             return None
         if function is aten.index.Tensor and any(_is_mask(i) for i in args[1]):
@@ -68,7 +85,9 @@ class Waits(TorchDispatchMode):
             return self._pinned(result)
         if function in (aten._to_copy.default, aten.copy_.default):
             self._copied(function, args, kwargs, result)
-        elif not function.is_view and function.namespace != "prim":  # which asks for a tensor's device
+        elif (
+            not function.is_view and function.namespace != "prim"
+        ):  # which asks for a tensor's device
             self._ran(function, inputs, result)
         return result
 
@@ -95,7 +114,9 @@ class Waits(TorchDispatchMode):
         host = result if source.is_cuda else source
         if kwargs.get("non_blocking", len(args) > 2 and args[2]):
             if source.is_cuda and not self.order.of(host).pinned:
-                raise Race("a copy to the host that does not wait goes to memory that is not pinned")
+                raise Race(
+                    "a copy to the host that does not wait goes to memory that is not pinned"
+                )
             return self.order.queue([source], [result])
         if not source.is_cuda:
             self.order.host([source], [])
@@ -108,7 +129,12 @@ class Waits(TorchDispatchMode):
             return self.order.host(inputs, outputs)
         if function in _FRESH:
             return self.order.fresh(outputs[0])
-        here = lambda xs: [x for x in xs if x.is_cuda]  # a number on the host goes with the kernel's arguments
+
+        def here(xs):
+            return [
+                x for x in xs if x.is_cuda
+            ]  # a number on the host goes with the kernel's arguments
+
         self.order.queue(here(inputs), here(outputs))
 
     def note(self, what: str, *of: Tensor) -> None:

@@ -22,6 +22,11 @@ ended = pytest.main(
      f"--basetemp={folder / f't{comm.rank}'}"],
     plugins=[rank],
 )  # fmt: skip
-ran_through = (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.INTERRUPTED, pytest.ExitCode.NO_TESTS_COLLECTED)
+ran_through = (
+    pytest.ExitCode.OK,
+    pytest.ExitCode.TESTS_FAILED,
+    pytest.ExitCode.INTERRUPTED,
+    pytest.ExitCode.NO_TESTS_COLLECTED,
+)
 if ended not in ran_through:
     os._exit(int(ended))

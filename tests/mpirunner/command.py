@@ -39,5 +39,7 @@ def run(n: int, argv: list[str], timeout: float, env: dict[str, str], cwd) -> Do
         launch.remove(folder)
     done = Done(process.args, process.returncode, *texts, seconds)
     if late:
-        pytest.fail(f"timed out after {timeout:g} s, stack of every rank below\n{done}", pytrace=False)
+        pytest.fail(
+            f"timed out after {timeout:g} s, stack of every rank below\n{done}", pytrace=False
+        )
     return done

@@ -16,8 +16,8 @@ It needs Linux (CONFIG_SCHED_INFO); elsewhere it is the wall's clock.
 
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Callable
 
 EVERY = 0.5  # seconds between looks
 SLOWEST = 20  # times its seconds: when a limit strikes at the latest, so that nothing runs for ever
@@ -31,7 +31,9 @@ class Look:
     wall: float  # seconds
     cores: int = 0  # that the job may use
     idle: float = 0.0  # seconds without work, of all these cores together
-    threads: dict[int, tuple[float, float]] | None = None  # of the job: id -> seconds on a core, seconds in wait for one
+    threads: dict[int, tuple[float, float]] | None = (
+        None  # of the job: id -> seconds on a core, seconds in wait for one
+    )
     disk: bool = False  # one of them waits for a disk
 
 
@@ -48,7 +50,11 @@ def lost(before: Look, after: Look) -> float:
 
 def _spent(before: dict, after: dict) -> tuple[float, float]:
     """What all threads together ran and waited; of those that ended in between, nothing is known."""
-    since = [(ran - r, waited - w) for t, (ran, waited) in after.items() for r, w in [before.get(t, (0.0, 0.0))]]
+    since = [
+        (ran - r, waited - w)
+        for t, (ran, waited) in after.items()
+        for r, w in [before.get(t, (0.0, 0.0))]
+    ]
     return sum(ran for ran, _ in since), sum(waited for _, waited in since)
 
 
@@ -70,7 +76,9 @@ class Effort:
         return self.seconds
 
 
-def within(seconds: float, of: int | Callable[[], list[int]], happened: Callable[[], object]) -> bool:
+def within(
+    seconds: float, of: int | Callable[[], list[int]], happened: Callable[[], object]
+) -> bool:
     """Wait until ``happened()``, at most for so many seconds of effort. Returns whether it has."""
     clock = Effort(of)
     while not happened():
@@ -111,7 +119,11 @@ def _idle() -> list[float]:
     """Seconds that each core which this process may use has had no work, since the machine started."""
     mine = {f"cpu{core}" for core in os.sched_getaffinity(0)}
     counts = [line.split() for line in _read("/proc/stat").splitlines() if line.startswith("cpu")]
-    return [(int(idle) + int(disk)) / os.sysconf("SC_CLK_TCK") for name, _, _, _, idle, disk, *_ in counts if name in mine]
+    return [
+        (int(idle) + int(disk)) / os.sysconf("SC_CLK_TCK")
+        for name, _, _, _, idle, disk, *_ in counts
+        if name in mine
+    ]
 
 
 def _listed(folder: str) -> list[str]:

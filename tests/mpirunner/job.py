@@ -26,7 +26,9 @@ class Told:
     started: float | None = None  # by the job's clock, s
     failed: float | None = None  # when a report of a failure was first seen
     ended: set[int] = field(default_factory=set)  # ranks
-    reports: dict[str, dict[int, dict]] = field(default_factory=lambda: defaultdict(dict))  # when -> rank -> report
+    reports: dict[str, dict[int, dict]] = field(
+        default_factory=lambda: defaultdict(dict)
+    )  # when -> rank -> report
     agreed: bool = True  # all ranks had the same outcome
     missing: bool = False  # the job did not collect this test
 
@@ -54,7 +56,9 @@ class Job:
         are in `told`."""
         told = self.told[test]
         while True:
-            exited = self.process.poll() is not None  # asked before the files are read, so that nothing is missed
+            exited = (
+                self.process.poll() is not None
+            )  # asked before the files are read, so that nothing is missed
             self._listen()
             if len(told.ended) == self.n:
                 return None
@@ -120,7 +124,9 @@ class Job:
         if status != 0:
             how = "did not end" if status is None else f"ended with status {status}"
             self.kill()
-            problem = "\n".join([f"the job of {self.n} ranks {how} after its last test", *self.traces()])
+            problem = "\n".join(
+                [f"the job of {self.n} ranks {how} after its last test", *self.traces()]
+            )
         self.remove()
         return problem
 
@@ -147,7 +153,9 @@ class Job:
             path = self.folder / f"rank{rank}.stack"
             if path.exists() and (stack := _own_frames(path.read_text(errors="replace"))):
                 where[stack].append(rank)
-        stacks = [f"--- stack of {ranks_named(ranks, self.n)}\n{stack}" for stack, ranks in where.items()]
+        stacks = [
+            f"--- stack of {ranks_named(ranks, self.n)}\n{stack}" for stack, ranks in where.items()
+        ]
         log = (self.folder / "log").read_text(errors="replace").strip().splitlines()[-40:]
         return stacks + (["--- the job's last output", *log] if log else [])
 
@@ -181,7 +189,10 @@ NOT_NEWS = ("Extension modules", "Fatal Python error: Aborted")
 
 def _arguments(config: pytest.Config) -> list[str]:
     """The parent's options that change what a test does or how its failure reads."""
-    args = [f"--rootdir={config.rootpath}", f"--capture={'no' if config.getoption('capture') == 'no' else 'fd'}"]
+    args = [
+        f"--rootdir={config.rootpath}",
+        f"--capture={'no' if config.getoption('capture') == 'no' else 'fd'}",
+    ]
     args += ["-c", str(config.inipath)] if config.inipath else []
     args += ["-m", ""]  # the parent has selected
     args += [arg for warning in config.getoption("pythonwarnings") or [] for arg in ("-W", warning)]
@@ -191,7 +202,11 @@ def _arguments(config: pytest.Config) -> list[str]:
 
 def _options(config: pytest.Config) -> dict:
     """Those of the terminal plugin, which the ranks run without."""
-    return {name: config.getoption(name) for name in ("verbose", "showlocals", "tbstyle") if hasattr(config.option, name)}
+    return {
+        name: config.getoption(name)
+        for name in ("verbose", "showlocals", "tbstyle")
+        if hasattr(config.option, name)
+    }
 
 
 def _python_path() -> str:

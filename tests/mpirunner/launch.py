@@ -61,8 +61,12 @@ def remove(folder: Path) -> None:
 
 @lru_cache
 def mpirun() -> str:
-    beside = Path(sys.executable).with_name("mpirun")  # the project's own, even when its venv is not activated
-    found = os.environ.get("MPIEXEC") or (str(beside) if beside.exists() else shutil.which("mpirun"))
+    beside = Path(sys.executable).with_name(
+        "mpirun"
+    )  # the project's own, even when its venv is not activated
+    found = os.environ.get("MPIEXEC") or (
+        str(beside) if beside.exists() else shutil.which("mpirun")
+    )
     if found is None:
         raise FileNotFoundError(
             f"mpirun is neither beside {sys.executable} nor on PATH; run `make setup`, load the site's MPI module, or set MPIEXEC"
@@ -72,7 +76,9 @@ def mpirun() -> str:
 
 @lru_cache
 def is_open_mpi() -> bool:
-    return "Open MPI" in subprocess.run([mpirun(), "--version"], capture_output=True, text=True).stdout
+    return (
+        "Open MPI" in subprocess.run([mpirun(), "--version"], capture_output=True, text=True).stdout
+    )
 
 
 def command(n: int, argv: list[str]) -> list[str]:
@@ -83,7 +89,11 @@ def command(n: int, argv: list[str]) -> list[str]:
 
 def environment(folder: Path, extra: dict[str, str] | None = None) -> dict[str, str]:
     """This process's environment, made fit for the ranks of a job."""
-    env = {k: v for k, v in os.environ.items() if not k.startswith(INHERITED) and k not in INHERITED_NAMES}
+    env = {
+        k: v
+        for k, v in os.environ.items()
+        if not k.startswith(INHERITED) and k not in INHERITED_NAMES
+    }
     bin_and_path = os.pathsep.join([os.path.dirname(sys.executable), env.get("PATH", os.defpath)])
     env |= ENVIRONMENT
     if is_open_mpi():
@@ -102,7 +112,9 @@ def _before_exec() -> None:
         _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def start(n: int, argv: list[str], folder: Path, env: dict | None = None, **popen) -> subprocess.Popen:
+def start(
+    n: int, argv: list[str], folder: Path, env: dict | None = None, **popen
+) -> subprocess.Popen:
     _shared_memory(folder).mkdir(exist_ok=True)
     return subprocess.Popen(
         command(n, argv), env=environment(folder, env), stdin=subprocess.DEVNULL, preexec_fn=_before_exec,

@@ -33,9 +33,13 @@ class Limit:
     @contextlib.contextmanager
     def limited(self, item):
         seconds, over = limit(item), threading.Event()
-        before = signal.signal(signal.SIGALRM, lambda *_: pytest.fail(f"timed out after {seconds:g} s"))
+        before = signal.signal(
+            signal.SIGALRM, lambda *_: pytest.fail(f"timed out after {seconds:g} s")
+        )
         faulthandler.dump_traceback_later(seconds + LAST, exit=True, file=self.stderr)
-        watch = threading.Thread(target=self._strike, args=(seconds, over), daemon=True, name="mpirunner-limit")
+        watch = threading.Thread(
+            target=self._strike, args=(seconds, over), daemon=True, name="mpirunner-limit"
+        )
         watch.start()
         try:
             yield

@@ -8,7 +8,9 @@ def sizes(mark) -> list[int]:
     given = mark.args[0] if len(mark.args) == 1 and not isinstance(mark.args[0], int) else mark.args
     found = list(given) or RANKS
     if any(not isinstance(n, int) or n < 1 for n in found):
-        raise ValueError(f"@pytest.mark.parallel takes numbers of ranks, at least 1, not {found}: write parallel(4) or parallel([1, 2])")
+        raise ValueError(
+            f"@pytest.mark.parallel takes numbers of ranks, at least 1, not {found}: write parallel(4) or parallel([1, 2])"
+        )
     return found
 
 
@@ -29,7 +31,10 @@ def batch(item) -> tuple | None:
     """Tests of one batch run in one job."""
     if (n := ranks_of(item)) is None:
         return None
-    if item.config.getini("parallel_batch") == "session" and item.get_closest_marker("alone") is None:
+    if (
+        item.config.getini("parallel_batch") == "session"
+        and item.get_closest_marker("alone") is None
+    ):
         return (n,)
     return (n, str(item.path))
 
@@ -40,7 +45,9 @@ def ordered(items: list) -> list:
 
     def place(item) -> tuple:
         if (key := batch(item)) is None:
-            whole_programs = "mpirun" in getattr(item, "fixturenames", ()) or item.get_closest_marker("last")
+            whole_programs = "mpirun" in getattr(
+                item, "fixturenames", ()
+            ) or item.get_closest_marker("last")
             return (2,) if whole_programs else (0,)
         return (1, len(key), files[item.path] if len(key) > 1 else 0, key[0])
 

@@ -21,7 +21,9 @@ class RanksRepr(TerminalRepr):
         first = str(parts[0][1]).splitlines() or [""]
         what = (crash.message if crash else first[0]).splitlines()[0:1]
         message = ": ".join(filter(None, [parts[0][0], *what]))
-        self.reprcrash = SimpleNamespace(message=message, path=getattr(crash, "path", ""), lineno=getattr(crash, "lineno", 0))
+        self.reprcrash = SimpleNamespace(
+            message=message, path=getattr(crash, "path", ""), lineno=getattr(crash, "lineno", 0)
+        )
 
     def toterminal(self, tw) -> None:
         for heading, part in self.parts:
@@ -41,7 +43,9 @@ def merged(item, job: Job, problem: str | None) -> list[pytest.TestReport]:
         if problem and (len(of_ranks) < job.n or when == PHASES[-1]):
             reports.append(_broken(item, job, when, of_ranks, problem))
             break
-        if of_ranks and not (when == "call" and reports[0].failed):  # where setup failed, no rank's call counts
+        if of_ranks and not (
+            when == "call" and reports[0].failed
+        ):  # where setup failed, no rank's call counts
             reports.append(_one(of_ranks, job.n))
     return reports
 
@@ -54,7 +58,11 @@ def lost(item, why: str) -> pytest.TestReport:
 def _one(of_ranks: dict[int, pytest.TestReport], n: int) -> pytest.TestReport:
     """All ranks came through this phase."""
     failing = {rank: report for rank, report in of_ranks.items() if report.failed}
-    expected = {rank: report for rank, report in of_ranks.items() if report.skipped and hasattr(report, "wasxfail")}
+    expected = {
+        rank: report
+        for rank, report in of_ranks.items()
+        if report.skipped and hasattr(report, "wasxfail")
+    }
     report = next(iter((failing or expected or of_ranks).values()))
     report.duration = max(each.duration for each in of_ranks.values())
     outcomes = defaultdict(list)
@@ -63,22 +71,37 @@ def _one(of_ranks: dict[int, pytest.TestReport], n: int) -> pytest.TestReport:
     if failing:
         report.longrepr = RanksRepr(_tracebacks(failing, n))
         report.sections = _sections(failing)
-    elif not expected and (len(outcomes) > 1 or len(of_ranks) < n):  # say, skipped on some ranks only
+    elif not expected and (
+        len(outcomes) > 1 or len(of_ranks) < n
+    ):  # say, skipped on some ranks only
         lines = [f"{outcome} on {ranks_named(ranks, n)}" for outcome, ranks in outcomes.items()]
-        report.outcome, report.longrepr = "failed", RanksRepr([("ranks disagree", ";\n".join(lines))])
+        report.outcome, report.longrepr = (
+            "failed",
+            RanksRepr([("ranks disagree", ";\n".join(lines))]),
+        )
     else:
         report.sections = _sections(of_ranks)
     return report
 
 
-def _broken(item, job: Job, when: str, of_ranks: dict[int, pytest.TestReport], problem: str) -> pytest.TestReport:
+def _broken(
+    item, job: Job, when: str, of_ranks: dict[int, pytest.TestReport], problem: str
+) -> pytest.TestReport:
     failing = {rank: report for rank, report in of_ranks.items() if report.failed}
     parts = [*_tracebacks(failing, job.n), ("", "\n".join([problem, *job.traces()]))]
     started = job.told[item.nodeid].started
-    return _report(item, when, RanksRepr(parts), _sections(of_ranks), job.clock.look() - started if started else 0.0)
+    return _report(
+        item,
+        when,
+        RanksRepr(parts),
+        _sections(of_ranks),
+        job.clock.look() - started if started else 0.0,
+    )
 
 
-def _report(item, when: str, longrepr: RanksRepr, sections=(), duration: float = 0.0) -> pytest.TestReport:
+def _report(
+    item, when: str, longrepr: RanksRepr, sections=(), duration: float = 0.0
+) -> pytest.TestReport:
     return pytest.TestReport(
         nodeid=item.nodeid, location=item.location, keywords={name: 1 for name in item.keywords}, outcome="failed",
         longrepr=longrepr, when=when, sections=sections, duration=duration,

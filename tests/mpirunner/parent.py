@@ -22,14 +22,28 @@ class Parent:
     def __init__(self):
         self.job: Job | None = None
         self.batch = None  # what the running job is for
-        self.hopeless: set[tuple] = set()  # batches whose job could not start: not tried again for each test
+        self.hopeless: set[tuple] = (
+            set()
+        )  # batches whose job could not start: not tried again for each test
         self.ahead: dict[tuple, Job] = {}  # jobs of batches whose tests have not had their turn
         self.to_come: list = []  # the first test of each batch that may run ahead
 
     def pytest_collection_finish(self, session):
-        if _cores() > 1 and session.config.getoption("capture") != "no" and not session.config.getoption("collectonly"):
-            firsts = {batch(item): item for item in reversed(session.items) if item.get_closest_marker("alone") is None}
-            self.to_come = [item for item in session.items if ranks_of(item) is not None and firsts.get(batch(item)) is item]
+        if (
+            _cores() > 1
+            and session.config.getoption("capture") != "no"
+            and not session.config.getoption("collectonly")
+        ):
+            firsts = {
+                batch(item): item
+                for item in reversed(session.items)
+                if item.get_closest_marker("alone") is None
+            }
+            self.to_come = [
+                item
+                for item in session.items
+                if ranks_of(item) is not None and firsts.get(batch(item)) is item
+            ]
 
     def run_ahead(self) -> None:
         """Start the next job unless one is running."""
@@ -52,7 +66,12 @@ class Parent:
 
     def verdict(self, item, nextitem) -> list[pytest.TestReport]:
         if batch(item) in self.hopeless:
-            return [lost(item, "its job did not start: see the first test of this file and number of ranks")]
+            return [
+                lost(
+                    item,
+                    "its job did not start: see the first test of this file and number of ranks",
+                )
+            ]
         startup = (self.job is None or self.batch != batch(item)) and not self.begin(item)
         if problem := self.job.wait(item.nodeid, limit(item)):
             self.job.kill()
@@ -60,7 +79,9 @@ class Parent:
                 self.hopeless.add(self.batch)
         reports = merged(item, self.job, problem)
         if startup and self.job.startup:
-            reports[0].duration += self.job.startup  # so that --durations shows what starting a job costs
+            reports[
+                0
+            ].duration += self.job.startup  # so that --durations shows what starting a job costs
         self.finish(reports, nextitem, problem)
         return reports
 
@@ -78,7 +99,11 @@ class Parent:
         job = self.job
         if problem:
             job.remove()
-        elif nextitem is None or batch(nextitem) != self.batch or not job.told[reports[0].nodeid].agreed:
+        elif (
+            nextitem is None
+            or batch(nextitem) != self.batch
+            or not job.told[reports[0].nodeid].agreed
+        ):
             if bad_end := job.close():
                 reports[-1].outcome, reports[-1].longrepr = "failed", RanksRepr([("", bad_end)])
         else:

@@ -14,15 +14,30 @@ def on_a_rank() -> bool:
 
 
 def pytest_addoption(parser):
-    parser.addini("test_timeout", "seconds that a test may take, unless marked timeout(seconds)", default="60")
-    parser.addini("parallel_batch", "tests that share a job: those of a 'module', or all of the 'session'", default="module")
+    parser.addini(
+        "test_timeout", "seconds that a test may take, unless marked timeout(seconds)", default="60"
+    )
+    parser.addini(
+        "parallel_batch",
+        "tests that share a job: those of a 'module', or all of the 'session'",
+        default="module",
+    )
 
 
 def pytest_configure(config):
-    config.addinivalue_line("markers", f"parallel(n or [n, ...]): run on so many ranks, each in turn; bare: {marks.RANKS}")
-    config.addinivalue_line("markers", "timeout(seconds): what the test may take; a hang is a failure")
-    config.addinivalue_line("markers", "last: run after the others; tests that use the fixture mpirun do so anyway")
-    config.addinivalue_line("markers", "alone: with parallel_batch = session, this module's tests get jobs of their own")
+    config.addinivalue_line(
+        "markers",
+        f"parallel(n or [n, ...]): run on so many ranks, each in turn; bare: {marks.RANKS}",
+    )
+    config.addinivalue_line(
+        "markers", "timeout(seconds): what the test may take; a hang is a failure"
+    )
+    config.addinivalue_line(
+        "markers", "last: run after the others; tests that use the fixture mpirun do so anyway"
+    )
+    config.addinivalue_line(
+        "markers", "alone: with parallel_batch = session, this module's tests get jobs of their own"
+    )
     if not on_a_rank():
         config.pluginmanager.register(Parent(), "mpirunner-parent")
         config.pluginmanager.register(Limit(config), "mpirunner-limit")
@@ -45,7 +60,10 @@ def pytest_collection_modifyitems(items):
 def comm(request):
     """MPI.COMM_WORLD, of as many ranks as the test is marked for."""
     if not on_a_rank():
-        pytest.fail("the fixture `comm` needs ranks: mark the test with @pytest.mark.parallel(n)", pytrace=False)
+        pytest.fail(
+            "the fixture `comm` needs ranks: mark the test with @pytest.mark.parallel(n)",
+            pytrace=False,
+        )
     from mpi4py import MPI
 
     return MPI.COMM_WORLD
@@ -61,9 +79,13 @@ def shared_path(comm, tmp_path):
 def mpirun(request):
     """mpirun(n, *argv, timeout=, env=, cwd=): `python argv...` on n ranks -> returncode, stdout, stderr.
     A hang is ended, all ranks with it, and fails the test."""
-    default = max(1.0, marks.limit(request.node) - 5)  # before the test's own limit, whose message says less
+    default = max(
+        1.0, marks.limit(request.node) - 5
+    )  # before the test's own limit, whose message says less
 
-    def run(n: int, *argv, timeout: float = default, env: dict | None = None, cwd=None) -> command.Done:
+    def run(
+        n: int, *argv, timeout: float = default, env: dict | None = None, cwd=None
+    ) -> command.Done:
         return command.run(n, [str(arg) for arg in argv], timeout, env or {}, cwd)
 
     return run

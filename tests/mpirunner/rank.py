@@ -38,10 +38,14 @@ class Rank:
         self._outcome = []
         self.write("start", test=item.nodeid)
         result = yield
-        here = self.agree.Ibarrier()  # asleep: MPI's own waiting takes the cores from the ranks that still work
+        here = (
+            self.agree.Ibarrier()
+        )  # asleep: MPI's own waiting takes the cores from the ranks that still work
         while not here.Test():
             time.sleep(0.0005)
-        agreed = len(set(self.agree.allgather(" ".join(self._outcome)))) == 1  # ... so the next test starts together
+        agreed = (
+            len(set(self.agree.allgather(" ".join(self._outcome)))) == 1
+        )  # ... so the next test starts together
         self.write("end", test=item.nodeid, agreed=agreed)
         if not agreed:  # messages may be left over: a fresh job runs the rest
             item.session.shouldstop = "ranks disagree"

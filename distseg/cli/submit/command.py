@@ -8,9 +8,9 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Callable, Iterator
 
 from distseg.cli.submit.job import Job, node_of, nodes_for, warning_of
 from distseg.cli.submit.render import render
@@ -286,7 +286,10 @@ def _differences(one: Config, other: Config) -> list[str]:
         for section in Config.__dataclass_fields__
         for key in vars(getattr(other, section))
     ]
-    value = lambda config, section, key: getattr(getattr(config, section), key)
+
+    def value(config, section, key):
+        return getattr(getattr(config, section), key)
+
     return [
         word for section, key in fields if value(one, section, key) != value(other, section, key)
         for word in (f"--{section}.{key}", _text(value(other, section, key)))

@@ -22,9 +22,9 @@ from __future__ import annotations
 import gzip
 import importlib.util
 import pickletools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Iterator, Sequence
 
 import numpy as np
 from PIL import Image

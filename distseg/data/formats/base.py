@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Lock
-from typing import Callable, Iterator
 
 import numpy as np
 
@@ -100,7 +100,7 @@ class Reader:
 
 def plain(dtype) -> np.dtype:
     """Return the dtype that readers hand out: native byte order, and uint8 0 and 1 for bits."""
-    return np.dtype(np.uint8) if dtype == bool else np.dtype(dtype).newbyteorder("=")
+    return np.dtype(np.uint8) if np.dtype(dtype) == np.bool_ else np.dtype(dtype).newbyteorder("=")
 
 
 @contextmanager

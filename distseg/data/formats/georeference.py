@@ -7,9 +7,10 @@ Only a world file is converted, into GeoTIFF's matrix from pixels to the world.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Sequence
+from typing import Any
 
 # Tags: scale, tie points, matrix; GeoKeys, their numbers and texts; GDAL's rational polynomials.
 _SCALE, _TIE, _MATRIX, _KEYS = 33550, 33922, 34264, 34735
@@ -33,7 +34,7 @@ class Georeference:
         ]
 
     @classmethod
-    def from_json(cls, tags: Any) -> "Georeference | None":
+    def from_json(cls, tags: Any) -> Georeference | None:
         """Return the georeference that :meth:`to_json` converted; None for None.
 
         Raises:

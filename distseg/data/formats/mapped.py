@@ -6,8 +6,8 @@ import math
 import mmap
 import os
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Sequence
 
 import numpy as np
 

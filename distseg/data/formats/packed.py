@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from typing import Callable
+from collections.abc import Callable
 
 JPEGS = (6, 7, 33007, 34892)
 DEFLATES = (8, 32946)

@@ -5,9 +5,9 @@ Thumbnails and pyramid levels are left out if their tags mark them as reduced im
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Iterator, Mapping
 
 from tifffile import TiffFile, TiffPageSeries
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from itertools import product
 from pathlib import Path
-from typing import Iterable, Iterator
 
 import numpy as np
 from tifffile import TIFF, TiffFile, TiffPageSeries

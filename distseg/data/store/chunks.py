@@ -10,9 +10,9 @@ import math
 import os
 import threading
 import zlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Iterator, Sequence
 
 import h5py
 import numpy as np

@@ -164,7 +164,7 @@ class Growing:
         self.file.close()
         self.check()
 
-    def __enter__(self) -> "Growing":
+    def __enter__(self) -> Growing:
         return self
 
     def __exit__(self, kind, *_) -> None:

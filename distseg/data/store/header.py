@@ -62,7 +62,7 @@ class Entry:
         }
 
     @classmethod
-    def from_json(cls, entry: dict, version: int) -> "Entry":
+    def from_json(cls, entry: dict, version: int) -> Entry:
         """Return the entry that :meth:`to_json` converted, of a store of this ``version``.
 
         Raises:

@@ -12,8 +12,8 @@ import os
 import sys
 import threading
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Sequence
 
 import numpy as np
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import ContextManager, Sequence
 
 import numpy as np
 
@@ -112,7 +113,7 @@ class StoreWriter:
         if not self.bands:
             raise ValueError("an image has at least one band, got none")
 
-    def __enter__(self) -> "StoreWriter":
+    def __enter__(self) -> StoreWriter:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._finished = False
         with room_told(self.path):
@@ -258,6 +259,6 @@ class StoreWriter:
         with self._room_told():
             self._growing.check()
 
-    def _room_told(self) -> ContextManager[None]:
+    def _room_told(self) -> AbstractContextManager[None]:
         """Return the context that converts errors of a full disk into :class:`NoRoom`."""
         return room_told(self.path, self.partial, max(self.expected, self._added))

@@ -47,7 +47,8 @@ def library() -> ctypes.CDLL | None:
         reason = getattr(e, "stderr", None) or str(e)
         warnings.warn(
             "distseg's norm kernels could not be built, so PyTorch's slower ones are used (name a "
-            f"C++ compiler as CXX): {reason.strip()[-500:]}"
+            f"C++ compiler as CXX): {reason.strip()[-500:]}",
+            stacklevel=2,
         )
         return None
 
@@ -62,7 +63,9 @@ def _loaded(compiler: list[str]) -> ctypes.CDLL:
         except OSError:
             return ctypes.CDLL(str(_built(compiler, folder, anew=True)))
     except Untrusted as e:
-        warnings.warn(f"distseg's norm kernels are compiled for this process alone: {e}")
+        warnings.warn(
+            f"distseg's norm kernels are compiled for this process alone: {e}", stacklevel=2
+        )
     except (OSError, subprocess.SubprocessError):
         pass  # The home folder is full or, as on some compute nodes, cannot be written.
     with tempfile.TemporaryDirectory(prefix="distseg-") as private:

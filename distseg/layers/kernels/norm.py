@@ -8,8 +8,9 @@ tiles and their owned parts are views, not copies.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from functools import cache, lru_cache
-from typing import NamedTuple, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor

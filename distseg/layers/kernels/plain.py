@@ -12,7 +12,7 @@ results are computed in float32 or wider and rounded once. (Not run on a GPU yet
 
 from __future__ import annotations
 
-from typing import Callable, Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F

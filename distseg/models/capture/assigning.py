@@ -5,8 +5,9 @@ Examples: ``up[:, :, ::2, 1::2] = x``, ``x[:, :, :1] = 0``, ``y[:, :8, 1:] = x[:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn

@@ -8,9 +8,10 @@ a sum over it. Attention between all places is refused.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F

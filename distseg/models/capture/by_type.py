@@ -5,9 +5,10 @@ An example is ``torch.finfo(x.dtype).eps``. They are found by comparing traces i
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import zip_longest
-from typing import Any, Mapping
+from typing import Any
 
 import torch
 

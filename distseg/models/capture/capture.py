@@ -9,9 +9,9 @@ size; an equal one is a setting.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache, partial
-from typing import Sequence
 
 import torch
 from torch import nn

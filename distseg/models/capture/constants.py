@@ -5,7 +5,8 @@ Examples: ``torch.tensor([0.3, 0.6])``, ``torch.ones(1, c, 1, 1)``, ``torch.aran
 
 from __future__ import annotations
 
-from typing import Any, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor

@@ -7,8 +7,9 @@ position of the dim, and zeros elsewhere.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -72,7 +73,7 @@ def _of_all_places(weight: Tensor, depth: Depth) -> Tensor:
 
 
 def through(
-    reader: "Reader", rule: Callable[..., Any], found: Deep, args: tuple, kwargs: dict
+    reader: Reader, rule: Callable[..., Any], found: Deep, args: tuple, kwargs: dict
 ) -> Value:
     """Return the value that a rule for maps makes of a map with a further dim."""
     x, calls = found.value, reader.current
@@ -135,7 +136,7 @@ def _three(setting: Any, dims: int) -> Any:
 
 
 def over_depth(
-    reader: "Reader", rule: Callable[..., Any], x: Value, args: tuple, kwargs: dict
+    reader: Reader, rule: Callable[..., Any], x: Value, args: tuple, kwargs: dict
 ) -> Value:
     """Return a batch norm in which positions of the further dim count as images of the batch."""
     order = [0, 2, 1, *range(3, x.rank)]

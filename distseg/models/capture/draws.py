@@ -6,9 +6,10 @@ import os
 import random
 import sys
 import threading
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import FrameType
-from typing import Any, Callable, Iterator
+from typing import Any
 
 import numpy as np
 import torch

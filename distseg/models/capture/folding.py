@@ -10,8 +10,9 @@ until user code splits them again.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 class Folded(Exception):
     """Signal that a rule needs a map (N, C, *size), but the batch dim has more than images."""
 
-    def __init__(self, value: Value, folding: "Folding"):
+    def __init__(self, value: Value, folding: Folding):
         super().__init__()
         self.value, self.folding = value, folding
 
@@ -95,7 +96,7 @@ class Folding:
     each = 1
 
     @classmethod
-    def of(cls, x: Value) -> "Folding | None":
+    def of(cls, x: Value) -> Folding | None:
         """Return the folding of a map; None if its batch dim has only images or is unsupported."""
         if (
             x.rank < 3
@@ -212,7 +213,7 @@ def knows(name: str, folding: Folding) -> bool:
 
 
 def unfolded(
-    reader: "Reader", rule: Callable[..., Any], found: Folded, args: tuple, kwargs: dict
+    reader: Reader, rule: Callable[..., Any], found: Folded, args: tuple, kwargs: dict
 ) -> Value:
     """Return the value that a rule makes of a folded map."""
     x, folding, calls = found.value, found.folding, reader.current
@@ -243,7 +244,7 @@ def unfolded(
         ) from None
 
 
-def joined_batches(reader: "Reader", maps: Sequence[Value]) -> Value | None:
+def joined_batches(reader: Reader, maps: Sequence[Value]) -> Value | None:
     """Return the concatenation of batches along dim 0; None if their shapes differ."""
     first = maps[0]
     if not first.plain or any((x.plain, x.shapes) != (True, first.shapes) for x in maps):
@@ -253,7 +254,7 @@ def joined_batches(reader: "Reader", maps: Sequence[Value]) -> Value | None:
     return replace(made, axes=(Axis(True, len(maps)), first.axes[1], *first.axes[2:]), joined=True)
 
 
-def of_joined(reader: "Reader", rule: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+def of_joined(reader: Reader, rule: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
     """Return the value that a rule makes of joined batches: joined batches, or one of them."""
     maps = found_in((args, kwargs), Value)
     first = maps[0].axes[0]
@@ -276,7 +277,7 @@ _MIXED = (
 
 
 def _taken_apart(
-    reader: "Reader", rule: Callable[..., Any], x: Value, args: tuple, kwargs: dict
+    reader: Reader, rule: Callable[..., Any], x: Value, args: tuple, kwargs: dict
 ) -> Value | tuple[Value, ...] | None:
     """Return the batches into which a call splits joined batches; None for other calls."""
     name, count, batches = reader.call.name, x.axes[0].cell, [shape[0] for shape in x.shapes]
@@ -319,7 +320,7 @@ def _taken_apart(
     )
 
 
-def _group(reader: "Reader", x: Value, number: int) -> Value:
+def _group(reader: Reader, x: Value, number: int) -> Value:
     """Return batch ``number`` of joined batches."""
     take = _Group(number, x.axes[0].cell)
     return reader.applied(take, [x], f"batch_{number}", (Axis(True), *x.axes[1:]))

@@ -6,8 +6,8 @@ layers replace both. Whatever else draws random numbers, or updates the statisti
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
-from typing import Callable, Collection, Iterator
 from weakref import WeakSet
 
 import torch

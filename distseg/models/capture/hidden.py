@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import copy
 import sys
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from types import FrameType
-from typing import Any, Callable, Sequence
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch

@@ -8,8 +8,9 @@ dims.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from distseg.models.axes import Axes, Axis, along, extent_of, lines_of, places_of
 from distseg.models.capture.trace import found_in
@@ -32,7 +33,7 @@ def takes_lines(x: Value, over: Sequence[int]) -> bool:
 
 
 def of_lines(
-    reader: "Reader", x: Value, over: Sequence[int], make: Callable[[], Mean], what: str = ""
+    reader: Reader, x: Value, over: Sequence[int], make: Callable[[], Mean], what: str = ""
 ) -> Value:
     """Return a statistic of each channel over some spatial dims, which become of length 1."""
     if any((axis.batch or axis.cell != 1) and axis.places for axis in x.axes):
@@ -57,7 +58,7 @@ def _line_axis(axis: Axis) -> Axis:
     return Axis(whole=((1, axis.places),))
 
 
-def turned_line(reader: "Reader", x: Value, order: Sequence[int]) -> Value:
+def turned_line(reader: Reader, x: Value, order: Sequence[int]) -> Value:
     """Return a line or a vector with its dims in another order."""
     axes = tuple(x.axes[d] for d in order)
     moved = [d for d in order if not x.axes[d].lone and not x.axes[d].batch]
@@ -81,7 +82,7 @@ class Turned:
         return x.permute(self.order)
 
 
-def lines_spread(reader: "Reader", args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+def lines_spread(reader: Reader, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     """Return the arguments of a pointwise function, with lines repeated over the map.
 
     The map is one of the arguments, or the product of lines along different dims.
@@ -114,7 +115,7 @@ def _across(values: Sequence[Value]) -> Axes | None:
     return tuple(Axis(places=axis.whole[0][1]) if axis.whole else axis for axis in found)
 
 
-def line_at(reader: "Reader", x: Value, like: Value, target: Axes) -> Value:
+def line_at(reader: Reader, x: Value, like: Value, target: Axes) -> Value:
     """Return a line repeated over all places of a map.
 
     Args:
@@ -151,7 +152,7 @@ def _fits(axis: Axis, beside: Axis) -> bool:
     )
 
 
-def expanded_line(reader: "Reader", x: Value, target: Axes) -> Value:
+def expanded_line(reader: Reader, x: Value, target: Axes) -> Value:
     """Return the map to which a call expands a line."""
     if places_of(target) != tuple(range(reader.dims)):
         raise reader.refusal(
@@ -160,7 +161,7 @@ def expanded_line(reader: "Reader", x: Value, target: Axes) -> Value:
     return line_at(reader, x, reader.map_of_lines([x]), target)
 
 
-def rows_pooled(reader: "Reader", x: Value) -> tuple[int, ...]:
+def rows_pooled(reader: Reader, x: Value) -> tuple[int, ...]:
     """Return the dims that a pooling reduces to length 1 if it leaves the others unchanged.
 
     Return an empty tuple for any other pooling.
@@ -173,7 +174,7 @@ def rows_pooled(reader: "Reader", x: Value) -> tuple[int, ...]:
 
 
 def rows_taken(
-    reader: "Reader", x: Value, kernel: Any, stride: Any, padding: Any, dilation: Any = 1
+    reader: Reader, x: Value, kernel: Any, stride: Any, padding: Any, dilation: Any = 1
 ) -> tuple[int, ...]:
     """Return the dims that a pooling with this kernel reduces to length 1.
 

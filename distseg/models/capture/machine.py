@@ -6,9 +6,10 @@ import gc
 import os
 import sys
 import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any, Callable, Iterator
+from typing import Any
 
 from distseg.models.capture import draws
 from distseg.models.passes import is_library, is_users, run, shown

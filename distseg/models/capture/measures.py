@@ -7,10 +7,11 @@ if one rule gives its value in all traces.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import chain, combinations
-from typing import TYPE_CHECKING, Any, Sequence
+from typing import TYPE_CHECKING, Any
 
 from distseg.models.axes import Axis
 from distseg.models.capture.constants import constant_of
@@ -103,7 +104,7 @@ def _near(a: float, b: float) -> bool:
     return abs(a - b) <= _CLOSE * max(abs(a), abs(b))
 
 
-def measured(reader: "Reader", args: tuple) -> tuple:
+def measured(reader: Reader, args: tuple) -> tuple:
     """Return pointwise arguments, with vectors for numbers that follow the image's size."""
     each = [_numbers(reader, x) for x in args]
     if not any(each):
@@ -115,7 +116,7 @@ def measured(reader: "Reader", args: tuple) -> tuple:
     )
 
 
-def _numbers(reader: "Reader", x: Any) -> Sizes | None:
+def _numbers(reader: Reader, x: Any) -> Sizes | None:
     """Return an argument's number in each trace; None if it is no number, or always the same."""
     if isinstance(x, Sizes):
         return x if all(isinstance(n, (int, float)) for n in x.each) else None
@@ -131,7 +132,7 @@ def _numbers(reader: "Reader", x: Any) -> Sizes | None:
     return Sizes(tuple(n.item() for n in found))
 
 
-def _vector(reader: "Reader", numbers: Sizes, like: Value) -> Value | None:
+def _vector(reader: Reader, numbers: Sizes, like: Value) -> Value | None:
     """Return a vector of the number, with the rank of ``like``; None if no rule gives it."""
     batch = next((d for d, axis in enumerate(like.axes) if axis.batch), 0)
     axes = tuple(Axis(d == batch) for d in range(like.rank))

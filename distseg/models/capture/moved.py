@@ -5,7 +5,8 @@ Their settings may follow the image's size.
 
 from __future__ import annotations
 
-from typing import Any, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 from torch import nn
 
@@ -56,7 +57,7 @@ def cut(reader: Reader, x: Value, wanted: dict[int, Sequence[slice]]) -> Value:
         for d, ranges in each.items()
         if any(len(r) < size[d] for r, size in zip(ranges, x.sizes))
     }
-    for d, ranges in each.items():
+    for _d, ranges in each.items():
         if len({len(r) for r in ranges}) == 1:
             raise reader.refusal(
                 f"takes a part of the image of {len(ranges[0])} places, however large the "

@@ -5,8 +5,9 @@ They become maps and vectors (:mod:`distseg.models.capture.positions`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Sequence
+from typing import TYPE_CHECKING, Any
 
 from distseg.models.axes import Axis, places_of
 from distseg.models.capture.constants import FILLS
@@ -319,5 +320,5 @@ class _Calls:
     def __call__(self, size: tuple[int, ...]) -> Sequence[Called]:
         return self._source(size).calls
 
-    def __deepcopy__(self, memo) -> "_Calls":
+    def __deepcopy__(self, memo) -> _Calls:
         return self

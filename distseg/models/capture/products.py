@@ -8,8 +8,9 @@ from __future__ import annotations
 import math
 import string
 from collections import Counter
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, Sequence
+from typing import Any
 
 import torch
 

@@ -14,8 +14,9 @@ import functools
 import importlib.util
 import sys
 import types
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Iterable, Iterator, Mapping
+from typing import Any
 
 import numpy as np
 from torch import Tensor, nn

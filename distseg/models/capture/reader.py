@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -90,7 +91,7 @@ class Reader:
         shapes: Mapping[str, tuple[int, ...]],
         sizes: Sequence[tuple[int, ...]],
         traces: Sequence[Trace],
-        rule: Callable[["Reader", tuple, dict], Any],
+        rule: Callable[[Reader, tuple, dict], Any],
         source: Callable[[tuple[int, ...]], Trace] | None = None,
     ):
         self.shapes, self.traces, self.source = shapes, traces, source
@@ -225,7 +226,7 @@ class Reader:
             number: dropped for number, dropped in self.dropouts.items() if dropped.layer in needed
         }
 
-    def differs(self, other: "Reader") -> str | None:
+    def differs(self, other: Reader) -> str | None:
         """Return the first layer that ``other``, a reader with more traces, makes differently.
 
         Return None if all layers are equal.
@@ -779,7 +780,7 @@ class Reader:
                     f"alike"
                 )
             places = any(axis.batch or axis.places or axis.whole for axis in there)
-            for x, shape in others:
+            for _x, shape in others:
                 if places and len(shape) >= back and shape[-back] != 1:
                     raise self.refusal(_EACH_PLACE.format(shape))
         if any(len(shape) > rank for _, shape in others):

@@ -11,8 +11,8 @@ channels. If it joins a spatial dim with channels that follow it, the channels b
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Sequence
 
 from distseg.models.axes import Axis, order_of, places_of
 from distseg.models.capture.arranging import not_reshaped, turned

@@ -16,9 +16,10 @@ import random
 import sys
 import threading
 import types
+from collections.abc import Callable, Collection, Hashable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Callable, Collection, Hashable, Mapping, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -130,7 +131,7 @@ class Slot:
         """True for a parameter or buffer."""
         return self.field in ("_parameters", "_buffers")
 
-    def of(self, copied: nn.Module) -> "Slot":
+    def of(self, copied: nn.Module) -> Slot:
         """Return the slot of the same name in a copy of the model."""
         if self.field is None:
             return self
@@ -169,7 +170,7 @@ class Picture:
     prints: dict[Hashable, Hashable]
     values: list[Any]
 
-    def changed(self, later: "Picture") -> list[Slot]:
+    def changed(self, later: Picture) -> list[Slot]:
         """Return the slots whose prints differ in a later snapshot of the same module."""
         keys = dict.fromkeys([*self.prints, *later.prints])
         differ = [
@@ -177,7 +178,7 @@ class Picture:
         ]
         return [later.slots.get(key) or self.slots[key] for key in differ]
 
-    def without(self, keys: Collection[Hashable]) -> "Picture":
+    def without(self, keys: Collection[Hashable]) -> Picture:
         """Return the snapshot without the slots of these keys."""
         left = {key: slot for key, slot in self.slots.items() if key not in keys}
         return Picture(left, {key: self.prints[key] for key in left}, self.values)

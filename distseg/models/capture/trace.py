@@ -10,10 +10,11 @@ from __future__ import annotations
 import hashlib
 import re
 import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -264,7 +265,7 @@ def _gradients_enabled(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
 
 
 @contextmanager
-def _recording(model: nn.Module, recorder: "_Recorder") -> Iterator[None]:
+def _recording(model: nn.Module, recorder: _Recorder) -> Iterator[None]:
     """Record everything that a pass inside the context does."""
     with ExitStack() as stack:
         for context in (

@@ -5,8 +5,8 @@ Their ``repr`` is used in error messages, so it is written in the user's terms.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Sequence
 
 import torch
 
@@ -91,7 +91,7 @@ class Value:
         return tuple(axis.cell for axis in self.axes[2:]) if there else None
 
     @property
-    def as_plain(self) -> "Value":
+    def as_plain(self) -> Value:
         """The value in the form (N, C, *size), which the layers of a network use."""
         return replace(self, axes=plain_axes(self.channels, self.dims), dtype=None, joined=False)
 

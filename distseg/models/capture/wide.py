@@ -6,7 +6,8 @@ in a run in float32. Results are compared in float64, so they become float64 the
 
 from __future__ import annotations
 
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor

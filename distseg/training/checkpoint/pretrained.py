@@ -6,9 +6,9 @@ tensors of its own layers.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Mapping
 
 import torch
 from torch import Tensor, nn

@@ -16,9 +16,9 @@ import os
 import shutil
 import threading
 import time
+from collections.abc import Callable
 from itertools import count
 from pathlib import Path
-from typing import Callable
 
 import torch
 from torch import Tensor, nn

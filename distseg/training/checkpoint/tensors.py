@@ -11,8 +11,8 @@ import json
 import os
 import struct
 import zlib
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Callable, Iterator, Mapping
 
 import torch
 from safetensors import SafetensorError, safe_open

@@ -1,6 +1,6 @@
 """Measure the worth of keeping freed memory: glibc returns big blocks to the system, which hands them out zeroed, page by page.
 
-The setting (:func:`distseg.comm.launch.keep_freed_memory`) can not be undone in a process, so each case is a job of its own.
+The setting (:func:`distseg.comm.launch.keep_freed_memory`) cannot be undone in a process, so each case is a job of its own.
 """
 
 from __future__ import annotations

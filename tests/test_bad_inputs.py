@@ -330,7 +330,7 @@ TABLE = {
     ),
     "no number at all": (file("nan.yaml"), "optim.lr is at least 0, got nan"),
     "a file too large": (file("large.yaml"), "config file 'large.yaml' has more than 262144 bytes"),
-    # settings that can not be
+    # settings that cannot be
     "no threads": (["train", "--run.threads", "-1"], "run.threads is from 1 to 1024, got -1"),
     "threads beyond all": (
         ["train", "--run.threads", "5000000"],
@@ -452,7 +452,7 @@ TABLE = {
     ),
     "a model that is not there": (
         verify(model__name="nowhere:model"),
-        "'nowhere:model' can not be imported",
+        "'nowhere:model' cannot be imported",
     ),
     "an unknown norm": (verify(model__norm="layer"), "model.norm.*instance.*batch.*group.*none"),
     "dropout of everything": (
@@ -528,15 +528,15 @@ TABLE = {
     ),
     "attention in an exchange": (
         verify(**own("attending"), spatial__exchange_every="1"),
-        r"can't be computed on parts of an image: |layer 1 \(Attention\) is not known to look at single pixels and has no distributed counterpart",
+        r"cannot be computed on parts of an image: |layer 1 \(Attention\) is not known to look at single pixels and has no distributed counterpart",
     ),
     "attention in tiles": (
         verify(**own("attending"), spatial__tiles_per_rank="1x2"),
-        r"can't be computed on parts of an image: \w+ in 1 \(test_bad_inputs.py, line \d+\) .*split samples only",
+        r"cannot be computed on parts of an image: \w+ in 1 \(test_bad_inputs.py, line \d+\) .*split samples only",
     ),
     "numbers drawn by a layer": (
         verify(**own("noisy"), spatial__streaming="recompute", spatial__tiles_per_rank="1x2"),
-        r"this network can't be trained exactly: rand_like in 1 \(test_bad_inputs.py, line \d+\) draws random numbers.*use nn.Dropout",
+        r"this network cannot be trained exactly: rand_like in 1 \(test_bad_inputs.py, line \d+\) draws random numbers.*use nn.Dropout",
     ),
     "other functions with other sizes": (
         verify(**own("turned"), spatial__streaming="offload", spatial__tiles_per_rank="1x2"),
@@ -596,7 +596,7 @@ TABLE = {
     # a user's own network
     "a network nowhere": (
         ["models", "nowhere:net"],
-        "'nowhere:net' can not be imported: there is no module nowhere: start in the folder that holds it",
+        "'nowhere:net' cannot be imported: there is no module nowhere: start in the folder that holds it",
     ),
     "a network inside nowhere": (["models", "nets.deep:net"], "there is no module nets.deep"),
     "a network of wrong syntax": (
@@ -613,7 +613,7 @@ TABLE = {
     ),
     "a network that is none": (
         ["models", "nets:value"],
-        "'nets:value' can not be imported: value is a int, no function, in .*nets.py: choose plain",
+        "'nets:value' cannot be imported: value is a int, no function, in .*nets.py: choose plain",
     ),
     "a function that is not there": (
         ["models", "nets:missing"],
@@ -643,9 +643,9 @@ TABLE = {
     ),
     "a function that fails": (
         ["models", "nets:fails"],
-        "model 'nets:fails' can not be built: KeyError: 'boom' .*nets.py, line 6",
+        "model 'nets:fails' cannot be built: KeyError: 'boom' .*nets.py, line 6",
     ),
-    "a function that leaves": (["models", "nets:leaves"], "can not be built: SystemExit: 0"),
+    "a function that leaves": (["models", "nets:leaves"], "cannot be built: SystemExit: 0"),
     "a function of nothing": (
         ["models", "nets:none"],
         "'nets:none' returns a value of type NoneType, but it is to return a torch.nn.Module",
@@ -670,7 +670,7 @@ TABLE = {
     "no stages": (["plan", "--stages", "0"], "--stages is a whole number from 1 to 1000000, got 0"),
     "more stages than layers": (
         ["plan", "--model", "tiny", "--stages", "99"],
-        r"of 29 layers can't be cut into 99 stages \(--stages\): choose 1 to 29",
+        r"of 29 layers cannot be cut into 99 stages \(--stages\): choose 1 to 29",
     ),
     "a tile of other dims": (
         ["plan", "--model", "tiny", "--tile", "8x8x8"],

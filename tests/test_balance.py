@@ -113,7 +113,7 @@ def test_says_the_least_memory_and_the_repair():
 @pytest.mark.parametrize("stages", [0, 4])
 def test_refuses_more_stages_than_layers(split, stages):
     with pytest.raises(
-        ValueError, match=f"3 layers can't be cut into {stages} stages: choose 1 to 3"
+        ValueError, match=f"3 layers cannot be cut into {stages} stages: choose 1 to 3"
     ):
         split(stages)
 

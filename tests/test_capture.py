@@ -835,7 +835,7 @@ def test_what_is_not_known_is_named(name):
 
 
 def test_scripts_are_named():
-    with pytest.raises(CanNotCapture, match=r"^1 is TorchScript .* whose calls can't be seen"):
+    with pytest.raises(CanNotCapture, match=r"^1 is TorchScript .* whose calls cannot be seen"):
         distseg.capture(nn.Sequential(nn.Conv2d(2, 3, 1), torch.jit.script(nn.Conv2d(3, 3, 1))))
 
 

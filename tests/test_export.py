@@ -154,6 +154,6 @@ def test_what_pytorch_can_not_follow_is_said():
     from distseg.cli.export import _program
 
     with pytest.raises(
-        ValueError, match="torch.export can't follow this network .*--formats safetensors"
+        ValueError, match="torch.export cannot follow this network .*--formats safetensors"
     ):
         _program(Normalised(Unfollowed(), [0.0], [1.0]), 1, (4, 4))

@@ -606,7 +606,7 @@ def test_what_a_pass_does_besides_is_refused(name, attends):
     before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
     network = as_network(model)
     assert not is_followed(network)
-    with pytest.raises(ValueError, match=f"can't be trained exactly: .*({words})") as refused:
+    with pytest.raises(ValueError, match=f"cannot be trained exactly: .*({words})") as refused:
         check_exact(network, (40, 56))
     assert re.search(r"(test_hidden_state|made_outside)\.py, line", str(refused.value)), (
         refused.value
@@ -749,7 +749,7 @@ def test_masks_and_statistics_of_whole_images_that_would_be_others_are_refused(n
     function, drop, words = UNFOLLOWED[name]
     network = as_network(made_random.Around(function, True, drop))
     assert not is_followed(network)
-    with pytest.raises(ValueError, match=f"can't be trained exactly: .*{words}") as refused:
+    with pytest.raises(ValueError, match=f"cannot be trained exactly: .*{words}") as refused:
         check_exact(network, (64, 320))
     assert "made_random.py, line" in str(refused.value), refused.value
 
@@ -808,7 +808,7 @@ def test_masks_and_statistics_of_layers_that_would_be_others_are_refused(name):
     assert re.search(words, refusals[network]) and "made_random.py, line" in refusals[network], (
         refusals[network]
     )
-    with pytest.raises(ValueError, match="can't be trained exactly"):
+    with pytest.raises(ValueError, match="cannot be trained exactly"):
         check_exact(network, (64, 64))
 
 

@@ -274,7 +274,7 @@ def fail(error: Exception):
 
 
 def test_what_a_lone_process_tells_open_mpi_does_not_reach_a_job_that_it_starts():
-    """Else an mpirun below this process has ranks that can't reach each other."""
+    """Else an mpirun below this process has ranks that cannot reach each other."""
     source = "import os; from distseg.comm.launch import world; before = dict(os.environ); world(); assert dict(os.environ) == before"
     inherited = ("OMPI_", "PMIX_", "PRTE_")
     environment = {k: v for k, v in os.environ.items() if not k.startswith(inherited)} | {

@@ -271,7 +271,7 @@ def test_an_error_in_the_consumer_ends_the_thread(store):
     assert settled()
 
 
-# settings that can not be
+# settings that cannot be
 
 
 def test_a_grid_too_fine_for_an_image(store):

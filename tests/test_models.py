@@ -180,8 +180,8 @@ def test_a_users_own_function():
     "name, message",
     [
         ("resnet", "unknown model 'resnet': choose unet, summit-small.*package.module:function"),
-        ("nowhere:model", "'nowhere:model' can not be imported.*PYTHONPATH"),
-        (f"{__name__}:nothing", "can not be imported"),
+        ("nowhere:model", "'nowhere:model' cannot be imported.*PYTHONPATH"),
+        (f"{__name__}:nothing", "cannot be imported"),
     ],
 )
 def test_unknown_models(name, message):

@@ -69,15 +69,15 @@ EXACT += [
     "weight_normed",
     "joined_unknown",
 ]
-NAMED = {  # what is said where a network can't be computed so; ways that compute it all the same are exact
+NAMED = {  # what is said where a network cannot be computed so; ways that compute it all the same are exact
     "weight_normed_by_hook": "the weight of its layer 1 \\(Conv2d\\) is computed by hooks.*parametrizations",
     "spectral_normed": "changes 1.parametrizations.weight.0._u with each forward pass|changes its _u with each forward pass|has a parametrization",
     "spectral_normed_by_hook": "changes 1.weight_[uv] with each forward pass|changes its weight_u with each forward pass|weight of its layer 1",
     "stash_in_place": "layer 2 \\(ReLU\\) overwrites in place what stash\\('a'\\) has put aside",
     "softened": r"layer 1 \(Softmax\) runs over dim 2|Softmax\(dim=2\) is not taken over the channels",
     "watched": "0.weight has a hook that changes gradients",
-    "orthogonal": "it can't be copied|can not be copied|can not be distributed",
-    "scripted": "it can't be copied",
+    "orthogonal": "cannot be copied|cannot be distributed",
+    "scripted": "it cannot be copied",
     "cropped": "it crops the image",
     "again": "layers 1 and 3 share a weight, but lie in the stages . and .",
     "pooling": "data.images is 1, but the batch norm 2.far.2 takes statistics of one vector an image",
@@ -167,7 +167,7 @@ def test_images_of_any_size(comm):
 
 @pytest.mark.parallel([1, 2])
 def test_whole_images_refuse_nothing(comm):
-    """Of a network that can't be followed, split by samples alone; but random numbers of its own."""
+    """Of a network that cannot be followed, split by samples alone; but random numbers of its own."""
     settings = dict(samples=comm.size, accumulate=2)
     assert error_of("tokens", comm, settings) <= TOLERANCE
     assert error_of("tokens", comm, {**settings, "norm_scope": "step"}) <= TOLERANCE

@@ -124,7 +124,7 @@ def test_the_loss_is_a_weighted_sum():
         (
             "Inputs",
             dict(inputs=None, outputs={"0": 1.0}),
-            "missing 1 required positional argument|can't be",
+            "missing 1 required positional argument|cannot be",
         ),
         (
             "Inputs",

@@ -497,7 +497,7 @@ def test_the_command_line_trains_evaluates_and_predicts(tmp_path, refused, monke
         (
             "test_patch_heads:nothing",
             [],
-            "patchgd.head 'test_patch_heads:nothing' can not be imported: there is no nothing in",
+            "patchgd.head 'test_patch_heads:nothing' cannot be imported: there is no nothing in",
         ),
         (
             "test_patch_heads:AttentionHead",

@@ -372,7 +372,7 @@ def test_command_as_json(capsys):
     [
         (["--memory", "1GB"], "no split into 6 stages fits"),
         (["--memory", "lots"], "memory is written as 16GB"),
-        (["--stages", "200"], "109 layers can't be cut into 200 stages"),
+        (["--stages", "200"], "109 layers cannot be cut into 200 stages"),
         (["--device", "k80"], "unknown --device 'k80': choose v100, cpu"),
         (["--costs", "measured", "--device", "v100"], "leave it out"),
         (["--model", "resnet"], "unknown model 'resnet'"),

@@ -333,7 +333,7 @@ def test_volumes(tmp_path):
     )
 
 
-# folders that can not be
+# folders that cannot be
 
 
 def refused(tmp_path, message, images, masks, **options):

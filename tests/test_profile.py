@@ -171,7 +171,7 @@ def test_what_can_not_be_profiled(comm, capsys):
         "--pipeline.devices",
         "[cpu, cpu]",
     )
-    assert code == 2 and "torchgpipe's threads can't be watched" in err
+    assert code == 2 and "torchgpipe's threads cannot be watched" in err
     code, _, err = run(capsys, "profile")
     assert code == 2 and "there are no images: give --image 97x131" in err
 

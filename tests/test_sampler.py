@@ -293,7 +293,7 @@ def test_focused_crops_are_centred_with_jitter(tmp_path):
     assert inside.min(0).tolist() == [10, 15] and inside.max(0).tolist() == [29, 44]
 
 
-# settings that can not be
+# settings that cannot be
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ def export(
     if patches and (others := [name for name in formats if name != "safetensors"]):
         raise ValueError(
             f"{run} is a network of patches, of which every size of images has another number, "
-            f"so it can't be written as {others[0]}: export it to safetensors, or take "
+            f"so it cannot be written as {others[0]}: export it to safetensors, or take "
             "distseg.load"
         )
     model = load_named(checkpoint, own)
@@ -161,7 +161,7 @@ def _program(
             found, wanted = program.module()(other), model(other)
     except Exception as e:  # torch.export can raise anything
         raise ValueError(
-            f"torch.export can't follow this network ({type(e).__name__}: "
+            f"torch.export cannot follow this network ({type(e).__name__}: "
             f"{' '.join(str(e).split())[:300]}): export its weights alone, --formats safetensors"
         ) from e
     if not torch.allclose(found, wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max())):

@@ -230,7 +230,7 @@ def profile(
             raise ValueError(f"--steps is at least 1, got {steps}")
         if config.pipeline.placement == "devices":
             raise ValueError(
-                "pipeline.placement is devices: torchgpipe's threads can't be watched; profile "
+                "pipeline.placement is devices: torchgpipe's threads cannot be watched; profile "
                 "line or v, where ranks hold the stages"
             )
         config, plain, images = prepare(config, image)

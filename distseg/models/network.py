@@ -239,7 +239,7 @@ def is_followed(model: nn.Module) -> bool:
 def not_flat(model: nn.Module) -> str:
     """Return the reason why a model is no list of layer calls, and the repair."""
     if reason := refusals.get(model):
-        return f"what it computes can't be followed: {reason}"
+        return f"what it computes cannot be followed: {reason}"
     return (
         f"it is a {type(model).__name__}{' with hooks' * hooked(model)}, which is no list of "
         "layers: write it as a flat nn.Sequential or a distseg.Network"
@@ -378,7 +378,7 @@ def check_calls(model: nn.Module, size: Sequence[int], images: int = 1) -> None:
         except ValueError as e:
             raise ValueError(
                 f"with {images} image{'s' * (images > 1)} of {'x'.join(map(str, size))} pixels "
-                "this network does something else than with others, so it can't be followed: "
+                "this network does something else than with others, so it cannot be followed: "
                 f"{e}"
             ) from None
 
@@ -408,7 +408,7 @@ def flat_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """
     if not is_flat(model):
         raise ValueError(
-            f"this model can't be cut into pipeline stages, as {not_flat(model)}; "
+            f"this model cannot be cut into pipeline stages, as {not_flat(model)}; "
             "or set mesh.stages to 1"
         )
     found: list[tuple[str, nn.Module]] = []

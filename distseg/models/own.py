@@ -54,12 +54,12 @@ def own_builder(name: str, setting: str = "model.name") -> Callable[..., nn.Modu
             and (module == e.name or module.startswith(e.name + "."))
         ):
             raise ValueError(
-                f"{what} {name!r} can not be imported: there is no module {e.name}: start in the "
+                f"{what} {name!r} cannot be imported: there is no module {e.name}: start in the "
                 f"folder that holds it ({os.getcwd()} was looked in), "
                 "or put that on PYTHONPATH"
             ) from None
         raise ValueError(
-            f"{what} {name!r} can not be imported: its module fails with {user_error(e)}: mend it, "
+            f"{what} {name!r} cannot be imported: its module fails with {user_error(e)}: mend it, "
             "or install what it needs"
         ) from e
     builder = getattr(found, function, None)
@@ -71,7 +71,7 @@ def own_builder(name: str, setting: str = "model.name") -> Callable[..., nn.Modu
         )
         where = getattr(found, "__file__", None) or f"the folder {module}"
         raise ValueError(
-            f"{what} {name!r} can not be imported: {found_instead} in {where}: {_choices(found)}"
+            f"{what} {name!r} cannot be imported: {found_instead} in {where}: {_choices(found)}"
         )
     return builder
 
@@ -117,7 +117,7 @@ def built(
         own = {}
     wanted, arguments = arguments, _called(builder, arguments, own)
     _check_arguments(name, builder, arguments)
-    with user_errors(f"model {name!r} can not be built"):
+    with user_errors(f"model {name!r} cannot be built"):
         model = builder(**arguments)
     if not isinstance(model, nn.Module):
         raise ValueError(
@@ -126,7 +126,7 @@ def built(
         )
     if (script := scripted(model)) is not None:
         raise ValueError(
-            f"model {name!r} can not be distributed: it can't be copied, as {script} is "
+            f"model {name!r} cannot be distributed: it cannot be copied, as {script} is "
             "TorchScript (torch.jit.script or trace), whose calls nobody sees: write it in plain "
             "PyTorch"
         )
@@ -142,8 +142,8 @@ def built(
         on_meta(model)
     except Exception as e:  # copying runs user code, which may raise anything
         raise ValueError(
-            f"model {name!r} can not be distributed: it can't be copied ({type(e).__name__}: "
-            f"{' '.join(str(e).split())[:200]}), as TorchScript and some parametrizations can't: "
+            f"model {name!r} cannot be distributed: it cannot be copied ({type(e).__name__}: "
+            f"{' '.join(str(e).split())[:200]}), as TorchScript and some parametrizations cannot: "
             "write it in plain PyTorch"
         ) from e
     if outputs is not None:
@@ -243,7 +243,7 @@ def _check_leaves(name: str, model: nn.Module) -> None:
         )
         if made:
             raise ValueError(
-                f"model {name!r} can not be distributed: the {made} of its layer {place} "
+                f"model {name!r} cannot be distributed: the {made} of its layer {place} "
                 f"({type(layer).__name__}) is computed by hooks, as torch.nn.utils.weight_norm "
                 f"does: use torch.nn.utils.parametrizations.weight_norm"
             )

@@ -115,5 +115,5 @@ def starts_of(balance: Sequence[int]) -> list[int]:
 def _check_stages(layers: int, stages: int) -> None:
     if not 1 <= stages <= layers:
         raise ValueError(
-            f"a model of {layers} layers can't be cut into {stages} stages: choose 1 to {layers}"
+            f"a model of {layers} layers cannot be cut into {stages} stages: choose 1 to {layers}"
         )

@@ -59,7 +59,7 @@ def v_split(
     at = int(np.maximum(slowest, inner + crossing).argmin())
     if not np.isfinite(slowest[at]):
         raise ValueError(
-            f"no V on {ranks} ranks: {layers} layers with {len(skips)} skips can't be cut into "
+            f"no V on {ranks} ranks: {layers} layers with {len(skips)} skips cannot be cut into "
             f"{2 * ranks - 1} stages such that no skip travels: "
             "take fewer ranks, or contiguous stages"
         )

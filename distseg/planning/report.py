@@ -248,7 +248,7 @@ def check_stages(model: str, stages: int) -> None:
     layers = len(flat_layers(outline_model(ModelConfig(model))))
     if not 1 <= stages <= layers:
         raise ValueError(
-            f"model {model} of {layers} layers can't be cut into {stages} stages (--stages): "
+            f"model {model} of {layers} layers cannot be cut into {stages} stages (--stages): "
             f"choose 1 to {layers}"
         )
 

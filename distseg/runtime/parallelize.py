@@ -445,7 +445,7 @@ def _place(model: nn.Module, graph: Graph | None, context: Context) -> None:
             if graph is None:
                 raise ValueError(
                     f"layer {name} ({type(layer).__name__}) has the size of another map, but not "
-                    "all layers of this network are known, so its size can't be worked out"
+                    "all layers of this network are known, so its size cannot be worked out"
                 )
             _put(model, name, Placed(layer, context, partial(_size_of, graph, name)))
 

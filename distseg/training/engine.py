@@ -390,7 +390,7 @@ def check_parts(config: Config, model: nn.Module) -> None:
             return
         halo = "" if model in unbounded else ", or set spatial.halo, which may be an approximation"
         raise ValueError(
-            f"this network can't be computed on parts of an image: {refusals.get(model) or e}; or "
+            f"this network cannot be computed on parts of an image: {refusals.get(model) or e}; or "
             f"split samples only (mesh.samples){halo}"
         ) from None
     if (setting := _stands_alone(config.spatial)) and (

@@ -20,7 +20,7 @@ def build(folder: Path) -> Path:
     """The library in ``folder``.
 
     Raises:
-        OSError, subprocess.SubprocessError: there is no C++ compiler, or it can't compile PyTorch's headers.
+        OSError, subprocess.SubprocessError: there is no C++ compiler, or it cannot compile PyTorch's headers.
     """
     target, libraries = folder / "device.so", _torch() / "lib"
     compiler = shlex.split(os.environ.get("CXX", "c++"))

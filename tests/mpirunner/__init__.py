@@ -10,7 +10,7 @@
     next test               --->   a fresh job for what is left of the batch
 
 Why not a job a test: importing torch costs a second of processor time a rank, so a suite of short tests would spend its
-time on imports. A job a module: what its tests leave behind (messages, Horovod's state) can't reach another module's.
+time on imports. A job a module: what its tests leave behind (messages, Horovod's state) cannot reach another module's.
 With `parallel_batch = session` in pytest.ini all modules share a job: faster by an import of torch a module and rank.
 On two cores or more, jobs run ahead of their turn while the ordinary tests take one core (see `parent`).
 

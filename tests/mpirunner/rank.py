@@ -10,7 +10,7 @@ import pytest
 class Rank:
     def __init__(self, folder: Path, job: dict, comm):
         self.tests, self.options = job["tests"], job["options"]
-        self.agree = comm.Dup()  # ours alone: a test's stray message can't be taken for a verdict
+        self.agree = comm.Dup()  # ours alone: a test's stray message cannot be taken for a verdict
         self._file = (folder / f"rank{comm.rank}.jsonl").open("a", buffering=1)
         self._outcome: list[str] = []
 

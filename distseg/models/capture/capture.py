@@ -169,7 +169,7 @@ def capture(model: nn.Module, in_channels: int | None = None) -> Network:
         )
     if (script := scripted(model)) is not None:
         raise CanNotCapture(
-            f"{script} is TorchScript (torch.jit.script or trace), whose calls can't be seen: "
+            f"{script} is TorchScript (torch.jit.script or trace), whose calls cannot be seen: "
             f"write it in plain PyTorch"
         )
     with generators_kept():
@@ -182,7 +182,7 @@ def _captured(model: nn.Module, in_channels: int | None) -> Network:
         empty = on_meta(model).double()
     except Exception as e:
         # A module's own __deepcopy__ may raise anything.
-        raise CanNotCapture(f"it can't be copied: {' '.join(str(e).split())[:300]}") from e
+        raise CanNotCapture(f"it cannot be copied: {' '.join(str(e).split())[:300]}") from e
     tell(model, in_channels)
     try:
         dims = dims_of(model)

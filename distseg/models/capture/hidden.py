@@ -182,7 +182,7 @@ def check_seen(model: nn.Module) -> None:
     """
     check_real(model)
     if model in inexact:
-        raise ValueError(f"this network can't be trained exactly: {refusals[model]}")
+        raise ValueError(f"this network cannot be trained exactly: {refusals[model]}")
 
 
 def check_exact(model: nn.Module, size: Sequence[int]) -> None:
@@ -202,8 +202,8 @@ def check_exact(model: nn.Module, size: Sequence[int]) -> None:
         check_module(model, size)
     except Hidden as e:
         why = str(refusals.get(model, ""))
-        followed = f"; and it can't be followed: {why}" if why and why != str(e) else ""
-        raise ValueError(f"this network can't be trained exactly: {e}{followed}") from e
+        followed = f"; and it cannot be followed: {why}" if why and why != str(e) else ""
+        raise ValueError(f"this network cannot be trained exactly: {e}{followed}") from e
 
 
 def check_module(

@@ -62,7 +62,7 @@ def is_mapping(name: str) -> bool:
     """Return True if the value of a setting is a mapping from names to values."""
     section, _, field = name.partition(".")
     return (
-        "Dict["
+        "dict["
         in Config.__dataclass_fields__[section].default_factory.__dataclass_fields__[field].type
     )
 

@@ -157,8 +157,8 @@ def test_rows_and_slope_make_the_gradient(name):
     loss, (z, y) = Loss(LossConfig(name), 3), maps(3)
     z.requires_grad_()
     rows = loss.rows(z, y)
-    found, slope = loss.slope(rows)
-    (gradient,) = torch.autograd.grad(rows, z, slope, retain_graph=True)
+    found, loss_grad = loss.loss_grad(rows)
+    (gradient,) = torch.autograd.grad(rows, z, loss_grad, retain_graph=True)
     (wanted,) = torch.autograd.grad(loss.value(rows), z)
     assert found == loss.value(rows).item()
     torch.testing.assert_close(gradient, wanted)
@@ -172,8 +172,8 @@ def test_a_linear_loss_knows_its_slope_from_labels_alone(name):
     assert loss.linear
     logit_parts = slice(0, None, 2)  # sums that depend on the logits, each followed by its count
     torch.testing.assert_close(
-        loss.slope(loss.counts(y))[1][:, logit_parts],
-        loss.slope(loss.rows(z, y))[1][:, logit_parts],
+        loss.loss_grad(loss.counts(y))[1][:, logit_parts],
+        loss.loss_grad(loss.rows(z, y))[1][:, logit_parts],
     )
     assert not Loss(LossConfig(f"{name} + dice"), 3).linear
 

@@ -333,7 +333,7 @@ def test_evaluation_uses_running_statistics_and_leaves_them():
         norm.context.places, norm.joint([feature_map(1)[cells(p)] for p in norm.context.places])
     ):
         torch.testing.assert_close(y, layer(feature_map(1))[cells(p)])
-    assert not norm.seen and not norm.live
+    assert not norm.seen and not norm.active
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -362,8 +362,8 @@ def test_a_lone_image_keeps_its_channels_last(name, way, monkeypatch):
         )
         found.append(g)
     if way == "pending":
-        pending.settle()
-        found.append(pending.corrected(g, x.detach(), Box.whole(x.shape[2:]), 0, None))
+        pending.finalize()
+        found.append(pending.with_statistics_grad(g, x.detach(), Box.whole(x.shape[2:]), 0, None))
     for t in found:
         assert (
             t.stride()

@@ -244,7 +244,7 @@ def test_all_patches_at_once_are_trained_end_to_end(comm, place):
     images = next(iter(PatchLoader(store, plan, mesh).epoch(0)))
     engine.gradients.zero()
     engine.backward(images, engine.fill(images), 0)
-    engine.gradients.settle()
+    engine.gradients.finish()
     for (name, wanted), p in zip(network.named_parameters(), engine.network.parameters()):
         own = torch.zeros_like(p) if name.startswith("head.") and comm.rank else p.grad
         assert (comm.allreduce(own) - wanted.grad).norm() <= TOLERANCE * wanted.grad.norm(), name

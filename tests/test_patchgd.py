@@ -213,8 +213,8 @@ def test_sample_groups_and_patches_together(comm, place):
         Store(place / "s.h5"),
     )
     compare(ours(plan, comm, store), papers(plan, store))
-    live = config(place, samples=2, tiles=f"{comm.size // 2}x1", scope="step")
-    compare(ours(live, comm, store), papers(live, store))
+    active = config(place, samples=2, tiles=f"{comm.size // 2}x1", scope="step")
+    compare(ours(active, comm, store), papers(active, store))
 
 
 @pytest.mark.parallel([1, 3])
@@ -235,7 +235,7 @@ def test_all_patches_at_once_are_trained_end_to_end(comm, place):
     engine = PatchEngine(plan, mesh, copy.deepcopy(network), precision="fp64")
     engine.gradients.zero()
     engine.backward(images, engine.fill(images), 0)
-    engine.gradients.settle()
+    engine.gradients.finish()
     for (name, wanted), p in zip(network.named_parameters(), engine.network.parameters()):
         own = p.grad if "backbone" in name or comm.rank == 0 else torch.zeros_like(p)
         assert (comm.allreduce(own) - wanted.grad).norm() <= TOLERANCE * wanted.grad.norm(), name

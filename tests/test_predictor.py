@@ -117,7 +117,7 @@ def test_volumes_in_single_precision():
 )
 def test_tiles_within_a_memory_wait_in_files(norm, size, tmp_path):
     model, x = network(norm, dims=len(size)), image(size)
-    settings = dict(room=300e3 if len(size) == 2 else 600e3, scratch=str(tmp_path))
+    settings = dict(budget=300e3 if len(size) == 2 else 600e3, scratch=str(tmp_path))
     assert len(predictor_of(copy.deepcopy(model), size, **settings).tiles_of(size)) > 2
     torch.testing.assert_close(
         streamed(model, size, x, **settings), model(x), rtol=1e-12, atol=1e-12
@@ -159,7 +159,7 @@ def test_nested_blocks_are_streamed_as_flat_ones():
         "merged",
     ],
 )
-@pytest.mark.parametrize("settings", [dict(scratch="memory"), dict(room=400e3)])
+@pytest.mark.parametrize("settings", [dict(scratch="memory"), dict(budget=400e3)])
 def test_networks_whose_layers_read_any_maps(name, settings):
     """Two norms on one map, maps that several segments read, joins of levels, means of the image and what is computed of them."""
     torch.manual_seed(0)
@@ -220,9 +220,9 @@ def test_tiles_are_as_large_as_the_memory_allows(norm):
     model, x = network(norm), image((97, 131))
     counts = []
     for room in (200e3, 1e6, 1e9):
-        predictor = predictor_of(copy.deepcopy(model), "16x16", room=room)
+        predictor = predictor_of(copy.deepcopy(model), "16x16", budget=room)
         torch.testing.assert_close(
-            streamed(model, "16x16", x, room=room), model(x), rtol=1e-10, atol=1e-12
+            streamed(model, "16x16", x, budget=room), model(x), rtol=1e-10, atol=1e-12
         )
         counts.append(len(predictor.tiles_of((97, 131))))
     assert counts[0] > counts[1] > counts[2] == 1

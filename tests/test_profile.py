@@ -289,13 +289,13 @@ def test_tiles_are_modelled_by_their_cells():
         engine.streaming.executor,
         TilePlacement((30, 42), Box.whole((30, 42)), Box.whole((30, 42)), (0,), (0,)),
     )
-    works = [executor.work([place])]
-    found = of_tiles(costs, executor, (30, 42), engine.streaming.program(works, [[place]]), works)
+    plans = [executor.plan([place])]
+    found = of_tiles(costs, executor, (30, 42), engine.streaming.program(plans, [[place]]), plans)
 
     def of(kind):
         return sum(seconds for (k, _), seconds in found.items() if k == kind)
 
-    last = found["forward", executor.name_of(works[0].segments[-1])]
+    last = found["forward", executor.name_of(plans[0].segments[-1])]
     assert of("forward") == pytest.approx(sum(costs.costs.forward)) and of(
         "backward"
     ) == pytest.approx(sum(costs.costs.backward))

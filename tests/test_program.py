@@ -23,15 +23,23 @@ from distseg.runtime.operations import (
     ForwardTile,
     KeptTile,
     Measure,
-    OfTile,
     OutputTile,
-    Send,
+    SendRows,
+    TileOperation,
     text,
 )
 from distseg.runtime.partition import Edge
 from distseg.runtime.schedule import orders
 from distseg.runtime.stage_program import operations, recomputed
-from distseg.runtime.tile_program import StagePlan, backward, beforehand, forward, peak, step, whole
+from distseg.runtime.tile_program import (
+    StagePlan,
+    all_operations,
+    backward,
+    extra_forward,
+    forward,
+    peak,
+    step,
+)
 from distseg.tiling.graph import Graph, Node
 from distseg.tiling.layout import Layout
 from distseg.tiling.segment import rows_read, segments_of
@@ -41,9 +49,9 @@ ROWS, HEIGHT = 3, 4  # of tiles, and each tile's
 IMAGE = Box.whole((ROWS * HEIGHT, 8))
 
 
-def work(
+def plan(
     layers: int = 3,
-    live=(),
+    active=(),
     points=(),
     cuts=None,
     balance=(),
@@ -65,7 +73,7 @@ def work(
     return StagePlan(
         segments,
         mine,
-        set(live) & first,
+        set(active) & first,
         set(points) & first,
         makers,
         readers,
@@ -93,21 +101,22 @@ class Rows:
             rows,
         )
 
-    def made(self, block, position):
+    def made(self, block, tensor_id):
         return IMAGE
 
 
 def picture(operations) -> str:
     """The segments of tiles, and a bar where a statistic is taken."""
     return " ".join(
-        str(op.segment) if isinstance(op, OfTile) else "|"
+        str(op.segment) if isinstance(op, TileOperation) else "|"
         for op in operations
-        if isinstance(op, OfTile) or op.verb in ("statistic", "settle", "fetch", "give back")
+        if isinstance(op, TileOperation)
+        or op.verb in ("statistic", "finalize", "halo", "halo grad")
     )
 
 
 @pytest.mark.parametrize(
-    "live, wanted",
+    "active, wanted",
     [
         ((), "0 0 1 0 1 2 1 2 2"),
         ((1,), "0 0 0 | 1 1 2 1 2 2"),
@@ -115,13 +124,13 @@ def picture(operations) -> str:
         ((0, 1, 2), "| 0 0 0 | 1 1 1 | 2 2 2"),
     ],
 )
-def test_tiles_go_forward_as_far_along_as_can_be(live, wanted):
+def test_tiles_go_forward_as_far_along_as_can_be(active, wanted):
     """Of a stage that is not the last."""
-    assert picture(forward(work(4, live, balance=(3, 1)), 0)) == wanted
+    assert picture(forward(plan(4, active, balance=(3, 1)), 0)) == wanted
 
 
 @pytest.mark.parametrize(
-    "live, wanted",
+    "active, wanted",
     [
         ((), "2 2 1 2 1 0 1 0 0"),
         ((2,), "2 2 2 | 1 1 0 1 0 0"),
@@ -129,14 +138,14 @@ def test_tiles_go_forward_as_far_along_as_can_be(live, wanted):
         ((0, 1, 2), "2 2 2 | 1 1 1 | 0 0 0 |"),
     ],
 )
-def test_and_back(live, wanted):
-    assert picture(backward(work(4, live, balance=(3, 1)), 0)) == wanted
+def test_and_back(active, wanted):
+    assert picture(backward(plan(4, active, balance=(3, 1)), 0)) == wanted
 
 
 def test_images_follow_one_another():
     order = [
         (op.segment, op.block)
-        for op in forward(work(3, balance=(2, 1), blocks=2), 0)
+        for op in forward(plan(3, balance=(2, 1), blocks=2), 0)
         if isinstance(op, ForwardTile)
     ]
     assert order == [
@@ -156,19 +165,19 @@ def test_images_follow_one_another():
 
 
 def test_as_text():
-    """Two ranks, a stage each; the first has a live norm, the second takes a map and a skip of its own."""
+    """Two ranks, a stage each; the first has an active norm, the second takes a map and a skip of its own."""
     graph = line(
         ("a", CONV), ("b", CONV), ("stash",), ("c", CONV), ("pop", "pop"), ("d", CONV), dims=2
     )
     first, second = (
-        work(live=(1,), cuts=[1], balance=(3, 3), rank=rank, graph=graph) for rank in (0, 1)
+        plan(active=(1,), cuts=[1], balance=(3, 3), rank=rank, graph=graph) for rank in (0, 1)
     )
-    assert text(whole(first)) == FIRST.strip()
-    assert text(whole(second)) == SECOND.strip()
+    assert text(all_operations(first)) == FIRST.strip()
+    assert text(all_operations(second)) == SECOND.strip()
     assert (
-        peak(first, lambda block, position: 10**position) == 10 + 100 + 1000 + (100 + 1000) + 0
+        peak(first, lambda block, tensor_id: 10**tensor_id) == 10 + 100 + 1000 + (100 + 1000) + 0
     )  # the maps, and what the second returns
-    assert peak(second, lambda block, position: 10**position) == 2 * (100 + 1000)
+    assert peak(second, lambda block, tensor_id: 10**tensor_id) == 2 * (100 + 1000)
 
 
 FIRST = """
@@ -186,8 +195,8 @@ m0  forward   segment 1  [8:12, 0:8]
 m0  send      map 2  rows before 12
 m0  forward   segment 2  [8:12, 0:8]
 m0  send      map 3  rows before 12
-m0  expect    gradient of map 2 from rank 1
-m0  expect    gradient of map 3 from rank 1
+m0  recv      gradient of map 2 from rank 1
+m0  recv      gradient of map 3 from rank 1
 m0  drop      map 3
 m0  backward  segment 2  [0:4, 0:8]
 m0  backward  segment 1  [0:4, 0:8]
@@ -198,32 +207,32 @@ m0  drop grad map 3
 m0  drop      map 2
 m0  backward  segment 1  [8:12, 0:8]
 m0  drop grad map 2
-m0  settle    map 1
+m0  finalize  map 1
 m0  drop      map 1
 m0  backward  segment 0  [0:4, 0:8] ... [8:12, 0:8]  (3 tiles)
 m0  drop grad map 1
 """
 SECOND = """
-m0  expect    map 2
-m0  expect    map 3
+m0  recv      map 2
+m0  recv      map 3
 m0  output    segment 3  [0:4, 0:8]  and back
-m0  return    map 2  rows before 3
-m0  return    map 3  rows before 2
+m0  send grad map 2  rows before 3
+m0  send grad map 3  rows before 2
 m0  output    segment 3  [4:8, 0:8]  and back
-m0  return    map 2  rows before 7
-m0  return    map 3  rows before 6
+m0  send grad map 2  rows before 7
+m0  send grad map 3  rows before 6
 m0  output    segment 3  [8:12, 0:8]  and back
-m0  return    map 3  rows before 12
+m0  send grad map 3  rows before 12
 m0  drop      map 3
-m0  return    map 2  rows before 12
+m0  send grad map 2  rows before 12
 m0  drop      map 2
 """
 
 
 def test_the_loss_comes_between_where_it_takes_all_tiles():
     """A first pass through the last segment, for the loss alone."""
-    works = [work(2, number=m) for m in range(2)]
-    found = step(works, orders("gpipe", (0,), 2)[0], linear=False)
+    plans = [plan(2, number=m) for m in range(2)]
+    found = step(plans, orders("gpipe", (0,), 2)[0], linear=False)
     verbs = [op.verb for op in found if op.verb not in ("drop", "drop grad")]
     assert verbs == ["forward"] * 3 + ["output"] * 3 + ["forward"] * 3 + ["output"] * 3 + [
         "loss"
@@ -233,60 +242,63 @@ def test_the_loss_comes_between_where_it_takes_all_tiles():
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("placement", [(0, 1), (0, 1, 2), (0, 1, 0), (0, 1, 2, 1, 0)])
-@pytest.mark.parametrize("live", [(), (2, 5, 7), range(10)])
-def test_ranks_agree(name, placement, live):
+@pytest.mark.parametrize("active", [(), (2, 5, 7), range(10)])
+def test_ranks_agree(name, placement, active):
     """All ranks of a pipeline come to the end of their programs: none waits for rows that are never sent; every tile goes there and back, every map goes."""
     balance = [10 // len(placement) + (s < 10 % len(placement)) for s in range(len(placement))]
     ranks = range(max(placement) + 1)
-    works = {rank: [placed(live, balance, placement, rank, m) for m in range(3)] for rank in ranks}
+    plans = {
+        rank: [placed(active, balance, placement, rank, m) for m in range(3)] for rank in ranks
+    }
     programs = {
-        rank: step(works[rank], orders(name, placement, 3)[rank], linear=True) for rank in ranks
+        rank: step(plans[rank], orders(name, placement, 3)[rank], linear=True) for rank in ranks
     }
     for rank, program in programs.items():
-        tiles = Counter((type(op), op.segment) for op in program if isinstance(op, OfTile))
-        last = {s: works[rank][0].is_last(s) for s in works[rank][0].mine}
+        tiles = Counter((type(op), op.segment) for op in program if isinstance(op, TileOperation))
+        last = {s: plans[rank][0].is_last(s) for s in plans[rank][0].mine}
         assert tiles == {
             (kind, s): 3 * ROWS
             for s in last
             for kind in ([OutputTile] if last[s] else [ForwardTile, BackwardTile])
         }
         kept = {
-            (op.micro_batch, works[rank][0].stop(op.segment))
+            (op.micro_batch, plans[rank][0].stop(op.segment))
             for op in program
             if isinstance(op, ForwardTile)
         }
-        assert kept <= {(op.micro_batch, op.position) for op in program if isinstance(op, Drop)}
+        assert kept <= {(op.micro_batch, op.tensor_id) for op in program if isinstance(op, Drop)}
         assert kept == {
-            (op.micro_batch, op.position) for op in program if isinstance(op, DropGradient)
+            (op.micro_batch, op.tensor_id) for op in program if isinstance(op, DropGradient)
         }
-    assert stuck(programs, works) == {}
+    assert stuck(programs, plans) == {}
 
 
 @pytest.mark.parametrize("placement", [(0, 1), (0, 1, 2), (0, 1, 0), (0, 1, 2, 1, 0)])
-@pytest.mark.parametrize("live", [(), (2, 5, 7)])
-def test_ranks_agree_on_forward_passes_that_go_first(placement, live):
+@pytest.mark.parametrize("active", [(), (2, 5, 7)])
+def test_ranks_agree_on_forward_passes_that_go_first(placement, active):
     """Every tile goes through once, every map goes, and none waits for ever."""
     balance = [10 // len(placement) + (s < 10 % len(placement)) for s in range(len(placement))]
-    works = {
-        rank: [placed(live, balance, placement, rank, m) for m in range(3)]
+    plans = {
+        rank: [placed(active, balance, placement, rank, m) for m in range(3)]
         for rank in range(max(placement) + 1)
     }
     programs = {
-        rank: beforehand(those, orders("1f1b", placement, 3)[rank]) for rank, those in works.items()
+        rank: extra_forward(those, orders("1f1b", placement, 3)[rank])
+        for rank, those in plans.items()
     }
     for rank, program in programs.items():
-        tiles = Counter(op.segment for op in program if isinstance(op, OfTile))
-        assert tiles == dict.fromkeys(works[rank][0].mine, 3 * ROWS) and not any(
+        tiles = Counter(op.segment for op in program if isinstance(op, TileOperation))
+        assert tiles == dict.fromkeys(plans[rank][0].mine, 3 * ROWS) and not any(
             op.back for op in program if isinstance(op, OutputTile)
         )
         kept = {
-            (op.micro_batch, works[rank][0].stop(op.segment))
+            (op.micro_batch, plans[rank][0].stop(op.segment))
             for op in program
             if isinstance(op, ForwardTile)
         }
-        gone = [(op.micro_batch, op.position) for op in program if isinstance(op, Drop)]
+        gone = [(op.micro_batch, op.tensor_id) for op in program if isinstance(op, Drop)]
         assert kept <= set(gone) and len(gone) == len(set(gone))
-    assert stuck(programs, works) == {}
+    assert stuck(programs, plans) == {}
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
@@ -294,16 +306,16 @@ def test_ranks_agree_on_forward_passes_that_go_first(placement, live):
 @pytest.mark.parametrize("blocks", [1, 2])
 def test_tiles_of_stages_go_back_in_turn(ranks, cuts, blocks):
     """Every tile goes there and back, none waits for ever, and where a stage is one segment a few are under way."""
-    works = stages_of(ranks, 10, cuts, 4, blocks)
-    assert can_interleave([those[0] for those in works])
-    programs = interleaved(works)
-    assert stuck(dict(enumerate(programs)), dict(enumerate(works))) == {}
+    plans = stages_of(ranks, 10, cuts, 4, blocks)
+    assert can_interleave([those[0] for those in plans])
+    programs = interleaved(plans)
+    assert stuck(dict(enumerate(programs)), dict(enumerate(plans))) == {}
     for _those, program, alone in zip(
-        works,
+        plans,
         programs,
         [
             step(w, orders("1f1b", tuple(range(ranks)), 4)[r], linear=True)
-            for r, w in enumerate(works)
+            for r, w in enumerate(plans)
         ],
     ):
         assert Counter(program) == Counter(alone)
@@ -326,28 +338,28 @@ def test_turns_as_text():
         return f"{ROWS * op.micro_batch + op.box.start[0] // HEIGHT}{chr(39) * isinstance(op, BackwardTile)}"
 
     assert (
-        " ".join(tile(op) for op in first if isinstance(op, OfTile))
+        " ".join(tile(op) for op in first if isinstance(op, TileOperation))
         == "0 1 2 3 4 0' 5 1' 2' 3' 4' 5'"
     )
-    assert " ".join(tile(op) for op in last if isinstance(op, OfTile)) == "0 1 2 3 4 5"
+    assert " ".join(tile(op) for op in last if isinstance(op, TileOperation)) == "0 1 2 3 4 5"
 
 
 def test_what_can_not_go_back_in_turn():
     """One rank, two stages on a rank, a norm that waits for all tiles, borders that are exchanged."""
-    assert not can_interleave([work(3)])
+    assert not can_interleave([plan(3)])
     assert not can_interleave([placed((), [3, 4, 3], (0, 1, 0), rank, 0) for rank in range(2)])
-    assert not can_interleave([work(4, (2,), balance=(2, 2), rank=rank) for rank in range(2)])
+    assert not can_interleave([plan(4, (2,), balance=(2, 2), rank=rank) for rank in range(2)])
     assert not can_interleave(
-        [work(4, points=(1,), balance=(2, 2), rank=rank) for rank in range(2)]
+        [plan(4, points=(1,), balance=(2, 2), rank=rank) for rank in range(2)]
     )
 
 
 def stages_of(ranks, layers, cuts, micro_batches, blocks=1) -> list[list[StagePlan]]:
-    """By rank and micro-batch, without live norms."""
+    """By rank and micro-batch, without active norms."""
     balance = [layers // ranks + (s < layers % ranks) for s in range(ranks)]
     return [
         [
-            work(layers, balance=balance, cuts=cuts, rank=rank, number=m, blocks=blocks)
+            plan(layers, balance=balance, cuts=cuts, rank=rank, number=m, blocks=blocks)
             for m in range(micro_batches)
         ]
         for rank in range(ranks)
@@ -367,7 +379,11 @@ def test_tiles_are_kept_as_far_as_there_is_room():
         for op in found:
             if isinstance(op, BackwardTile) and op.kept:
                 held -= 2.0
-            assert held + weights(op).most <= room or not held if isinstance(op, OfTile) else True
+            assert (
+                held + weights(op).most <= room or not held
+                if isinstance(op, TileOperation)
+                else True
+            )
             if isinstance(op, ForwardTile) and op.kept:
                 held += 2.0
         kept = [op for op in found if isinstance(op, KeptTile) and op.kept]
@@ -377,9 +393,9 @@ def test_tiles_are_kept_as_far_as_there_is_room():
         assert len(kept) == 2 * wanted if wanted is not None else 0 < len(kept) < 2 * len(tiles)
 
 
-def placed(live, balance, placement, rank, number) -> StagePlan:
-    """As :func:`work`, with stages on the ranks of a placement."""
-    found = work(10, live, balance=balance, number=number)
+def placed(active, balance, placement, rank, number) -> StagePlan:
+    """As :func:`plan`, with stages on the ranks of a placement."""
+    found = plan(10, active, balance=balance, number=number)
     mine = [n for n, s in enumerate(found.segments) if placement[s.stage] == rank]
     makers = {s.result: placement[s.stage] for s in found.segments}
     readers = {
@@ -391,22 +407,22 @@ def placed(live, balance, placement, rank, number) -> StagePlan:
         mine=mine,
         makers=makers,
         readers=readers,
-        live=set(live) & {found.segments[n].sources[-1] for n in mine},
+        active=set(active) & {found.segments[n].sources[-1] for n in mine},
     )
 
 
-def stuck(programs, works) -> dict[int, str]:
+def stuck(programs, plans) -> dict[int, str]:
     """The operation at which each rank stands when none can go on."""
     at, sent = dict.fromkeys(programs, 0), {}
     while True:
         before = dict(at)
         for rank, program in programs.items():
             while at[rank] < len(program) and all(
-                sent.get(key, 0) >= rows for key, rows in awaited(program[at[rank]], works[rank][0])
+                sent.get(key, 0) >= rows for key, rows in awaited(program[at[rank]], plans[rank][0])
             ):
                 op = program[at[rank]]
-                if isinstance(op, Send):  # a gradient too
-                    sent[op.verb, op.micro_batch, op.block, op.position] = op.final
+                if isinstance(op, SendRows):  # a gradient too
+                    sent[op.verb, op.micro_batch, op.block, op.tensor_id] = op.final
                 at[rank] += 1
         if at == before:
             return {
@@ -414,22 +430,22 @@ def stuck(programs, works) -> dict[int, str]:
             }
 
 
-def awaited(op, work) -> list[tuple[tuple, int]]:
+def awaited(op, plan) -> list[tuple[tuple, int]]:
     """The rows that an operation takes of maps and gradients from other ranks."""
     there, found = lambda p, rows, block: (("send", op.micro_batch, block, p), rows), []
-    if isinstance(op, (Measure, Drop)) and op.position in work.elsewhere:
-        found += [there(op.position, ROWS * HEIGHT, block) for block in range(work.blocks)]
-    if isinstance(op, OfTile):
+    if isinstance(op, (Measure, Drop)) and op.tensor_id in plan.elsewhere:
+        found += [there(op.tensor_id, ROWS * HEIGHT, block) for block in range(plan.blocks)]
+    if isinstance(op, TileOperation):
         rows = op.box.start[0], op.box.stop[0]
         found += [
             there(p, span[1], op.block)
-            for p, span in work.cut.rows(op.block, op.segment, rows).items()
-            if p in work.elsewhere
+            for p, span in plan.grid.rows(op.block, op.segment, rows).items()
+            if p in plan.elsewhere
         ]
     if isinstance(op, BackwardTile):
         found += [
-            (("return", op.micro_batch, op.block, work.stop(op.segment)), rows[1])
-            for _ in work.readers[work.stop(op.segment)]
+            (("send grad", op.micro_batch, op.block, plan.stop(op.segment)), rows[1])
+            for _ in plan.readers[plan.stop(op.segment)]
         ]
     return found
 
@@ -475,16 +491,16 @@ def test_the_program_of_a_config():
     (first, _), (second, done) = planned(stages=2, balance=[6, 11], tiles="1x2", exchange_every="1")
     assert first.splitlines() == [
         "stage 0: enc0_conv0 to enc0_pool",
-        "         borders exchanged before enc0_conv0",
+        "         halos exchanged before enc0_conv0",
         "         statistics at enc0_norm0",
     ]
     assert second.splitlines()[1:] == [
-        "         borders exchanged before mid_conv0, dec0_conv0",
+        "         halos exchanged before mid_conv0, dec0_conv0",
         "         statistics at mid_norm0, dec0_norm0",
     ]
     assert done.splitlines() == [
-        "m0  receive   x of stage 0 for stage 1", "m0  receive   skip0 of stage 0 for stage 1", "m0  forward   stage 1", "m0  backward  stage 1",
-        "m0  hand      gradient of x of stage 0 for stage 1", "m0  hand      gradient of skip0 of stage 0 for stage 1",
+        "m0  recv      x of stage 0 for stage 1", "m0  recv      skip0 of stage 0 for stage 1", "m0  forward   stage 1", "m0  backward  stage 1",
+        "m0  send      gradient of x of stage 0 for stage 1", "m0  send      gradient of skip0 of stage 0 for stage 1",
     ]  # fmt: skip
 
 
@@ -496,21 +512,25 @@ def test_the_program_of_tiles_streaming_that_exchange():
         "segment 0: enc0_conv0 to enc0_drop0",
         "segment 1: enc0_norm0 to enc0_pool",
     ]
-    there = [line for line in done.splitlines() if "fetch" in line or "statistic" in line]
+    there = [
+        line
+        for line in done.splitlines()
+        if ("halo" in line and "grad" not in line) or "statistic" in line
+    ]
     assert there == [
         "m0  statistic map 2",
-        "m0  fetch     map 6",
+        "m0  halo      map 6",
         "m0  statistic map 8",
-        "m0  fetch     map 12",
+        "m0  halo      map 12",
         "m0  statistic map 14",
     ]
-    back = [line for line in done.splitlines() if "give back" in line or "settle" in line]
+    back = [line for line in done.splitlines() if "halo grad" in line or "finalize" in line]
     assert back == [
-        "m0  settle    map 14",
-        "m0  give back map 12",
-        "m0  settle    map 8",
-        "m0  give back map 6",
-        "m0  settle    map 2",
+        "m0  finalize  map 14",
+        "m0  halo grad map 12",
+        "m0  finalize  map 8",
+        "m0  halo grad map 6",
+        "m0  finalize  map 2",
     ]
 
 
@@ -539,7 +559,7 @@ def test_layers_are_named_by_their_place():
     ((legend, _),) = programs(exact_config(tiles="1x2", exchange_every="1"), nested, (32, 32))
     assert legend.splitlines() == [
         "stage 0: 0.0 to 2",
-        "         borders exchanged before 0.0, 1.0",
+        "         halos exchanged before 0.0, 1.0",
         "         statistics at 0.1",
     ]
 
@@ -565,11 +585,11 @@ def test_maps_stay_until_all_have_read_them(balance, rank):
             Node("sum", (3, 2)),
         ]
     )
-    found = work(graph=graph, cuts=[1, 2, 3], balance=balance, rank=rank, back=False)
+    found = plan(graph=graph, cuts=[1, 2, 3], balance=balance, rank=rank, back=False)
     dropped = set()
-    for op in whole(found):
-        if isinstance(op, OfTile):
+    for op in all_operations(found):
+        if isinstance(op, TileOperation):
             assert not dropped & set(found.sources(op.segment)), (op, dropped)
         if isinstance(op, Drop):
-            dropped.add(op.position)
+            dropped.add(op.tensor_id)
     assert dropped == {p for s in found.mine for p in found.sources(s)} - {0}

@@ -61,7 +61,7 @@ def test_gradients_of_a_lone_replica_are_autograds():
         gradients.zero()
         assert not gradients.buckets and all(p.grad is None for p in params)
         (params[0].sum() + params[2].sum()).backward()
-        gradients.settle()
+        gradients.finish()
         assert [float(p.grad.sum()) for p in params] == [108, 0, 8] and [
             p.grad.stride() for p in params
         ] == [p.stride() for p in params]
@@ -70,7 +70,7 @@ def test_gradients_of_a_lone_replica_are_autograds():
 def test_gradients_in_another_layout_are_copied_into_the_parameters():
     params = parameters()
     params[0].grad = torch.arange(108.0).view(4, 3, 3, 3)
-    Gradients(params, flat=False).settle()
+    Gradients(params, flat=False).finish()
     assert params[0].grad.stride() == params[0].stride() and torch.equal(
         params[0].grad, torch.arange(108.0).view(4, 3, 3, 3)
     )

@@ -19,7 +19,7 @@ from distseg.runtime.schedule import (
     v_placement,
     zb_h1,
 )
-from distseg.runtime.simulator import check, peak_live, peak_memory, simulate
+from distseg.runtime.simulator import check, peak_memory, peak_micro_batches, simulate
 from distseg.tiling.graph import Skip
 
 
@@ -62,22 +62,22 @@ def test_every_schedule_is_one(name, placement):
 @pytest.mark.parametrize("stages, m", list(product(range(1, 7), range(1, 9))))
 def test_live_micro_batches(stages, m):
     placement = contiguous(stages)
-    assert peak_live(orders("gpipe", placement, m), stages) == (m,) * stages
-    assert peak_live(orders("1f1b", placement, m), stages) == tuple(
+    assert peak_micro_batches(orders("gpipe", placement, m), stages) == (m,) * stages
+    assert peak_micro_batches(orders("1f1b", placement, m), stages) == tuple(
         min(m, stages - s) for s in range(stages)
     )
-    assert peak_live(orders("zb-h1", placement, m), stages) == (min(m, stages),) * stages, (
-        "as the first stage's of 1F1B"
-    )
+    assert (
+        peak_micro_batches(orders("zb-h1", placement, m), stages) == (min(m, stages),) * stages
+    ), "as the first stage's of 1F1B"
 
 
 @pytest.mark.parametrize("ranks", range(1, 7))
 def test_the_v_bounds_live_micro_batches_too(ranks):
     placement = v_placement(ranks)
-    assert set(peak_live(orders("gpipe", placement, 20), len(placement))) == {20}
-    live = peak_live(orders("1f1b", placement, 20), len(placement))
-    assert max(live) <= len(placement) and live[-1] <= 2
-    assert max(peak_live(orders("zb-h1", placement, 20), len(placement))) <= len(placement)
+    assert set(peak_micro_batches(orders("gpipe", placement, 20), len(placement))) == {20}
+    active = peak_micro_batches(orders("1f1b", placement, 20), len(placement))
+    assert max(active) <= len(placement) and active[-1] <= 2
+    assert max(peak_micro_batches(orders("zb-h1", placement, 20), len(placement))) <= len(placement)
 
 
 def costs(name: str, forward) -> dict:

@@ -7,7 +7,7 @@ import torch
 
 from distseg.comm.memory_format import as_bytes
 from distseg.runtime import offload as scratch
-from distseg.runtime.offload import Map, VectorMap, check_room
+from distseg.runtime.offload import Map, VectorMap, require_scratch_space
 from distseg.tiling.tile import Box
 
 BOX = Box((3, 10), (20, 41))
@@ -112,7 +112,7 @@ def test_a_full_disk_is_told_before_anything_is_written(tmp_path, monkeypatch):
         OSError,
         match=r"feature maps of 3.00 GB must wait in the scratch folder .*, where 1.00 GB are free: name a folder",
     ):
-        check_room(tmp_path, 3 * 10**9)
+        require_scratch_space(tmp_path, 3 * 10**9)
 
 
 @pytest.mark.parametrize("folder", ["/nowhere/at/all", "/proc"])
@@ -120,7 +120,7 @@ def test_a_folder_that_can_not_be_written(folder):
     with pytest.raises(OSError, match=f"{folder}.*spatial.scratch"):
         Map(BOX, like(torch.float32, "NCHW"), folder)
     with pytest.raises(OSError, match="spatial.scratch"):
-        check_room("/nowhere/at/all", 1)
+        require_scratch_space("/nowhere/at/all", 1)
 
 
 def test_a_vector_is_the_same_everywhere():

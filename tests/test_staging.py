@@ -9,7 +9,7 @@ import torch
 from distseg.comm.collective import Alone
 from distseg.comm.cuda_aware import cuda_aware, says
 from distseg.comm.mail import Form
-from distseg.comm.staging import Buffers, settled, upload
+from distseg.comm.staging import Buffers, upload, wait_for_device
 from distseg.config.settings import TrainConfig
 from distseg.runtime import precision
 from distseg.runtime.precision import choose, gpu_lines
@@ -98,7 +98,7 @@ def test_on_a_cpu_nothing_waits_and_nothing_is_copied():
         and upload(x, CPU, torch.float32) is x
         and upload(x, CPU, torch.float64).dtype == torch.float64
     )
-    settled(CPU)
+    wait_for_device(CPU)
     buffers = Buffers(CPU)
     a, b = buffers.take(10), buffers.take(10)
     assert (a.numel(), a.dtype, a.data_ptr() == b.data_ptr()) == (10, torch.uint8, False)

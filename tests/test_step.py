@@ -23,7 +23,7 @@ from distseg.runtime.schedule import splits
 from distseg.runtime.stage import Stage
 from distseg.tiling.tile import TilePlacement, tiles, window
 from distseg.tiling.tile_batch import TileBatch
-from distseg.training.step import GradientStep, LossHead, OnStages
+from distseg.training.step import GradientStep, LossHead, StageRunner
 
 SIZE = (21, 27)
 
@@ -80,7 +80,9 @@ def step_of(
     loss, partition = Loss(LossConfig(name), 3), Partition.whole()
     head = LossHead(loss, rows, replicas)
     pipeline = Pipeline(partition, [Stage(0, tiled, None, [], [], head)], Ranks(Alone(), waits))
-    return GradientStep(OnStages(pipeline, schedule, tiled.live_norms), head, loss, tiled.context)
+    return GradientStep(
+        StageRunner(pipeline, schedule, tiled.has_active_norms), head, loss, tiled.context
+    )
 
 
 def step(

@@ -18,14 +18,14 @@ from distseg.planning.streaming import (
     Activations,
     BudgetTiling,
     GridTiling,
+    memory_warnings,
     short_of_decoding,
-    short_of_room,
 )
 from distseg.runtime import streaming as streaming
 from distseg.runtime import transfer
 from distseg.runtime.exchange import Exchange
 from distseg.runtime.offload import Map
-from distseg.runtime.operations import BackwardTile, KeptTile, OfTile
+from distseg.runtime.operations import BackwardTile, KeptTile, TileOperation
 from distseg.runtime.streaming import StreamingExecutor
 from distseg.tiling.segment import chain, segments_of
 from distseg.tiling.tile import Box, boxes_of
@@ -162,7 +162,7 @@ def test_forward_and_backward_passes_in_turn(comm, norm, placement, monkeypatch)
         nonlocal most
         ends = {op.micro_batch: place for place, op in enumerate(operations)}
         for place, op in enumerate(operations):
-            if isinstance(op, OfTile):
+            if isinstance(op, TileOperation):
                 under_way.add(op.micro_batch)
             most = max(most, len(under_way))
             if ends[op.micro_batch] == place:
@@ -450,7 +450,7 @@ def test_a_grid_finer_than_the_deepest_map(comm):
     [("none", 1, "cross_entropy"), ("none", 2, "focal"), ("batch", 1, "binary_cross_entropy")],
 )
 def test_tiles_of_stages_go_back_while_others_go_forward(comm, norm, images, loss, monkeypatch):
-    """Without live norms; kept where no budget says otherwise, and the gradient is the serial one on uneven tiles, several images, all numbers of stages."""
+    """Without active norms; kept where no budget says otherwise, and the gradient is the serial one on uneven tiles, several images, all numbers of stages."""
     found, run = [], StreamingExecutor.run
     monkeypatch.setattr(
         StreamingExecutor,
@@ -554,10 +554,10 @@ SIZE = (256, 256)
 
 
 def test_a_budget_that_kernels_and_gaps_do_not_fit_into_is_told():
-    assert short_of_room(None, 4e8) == short_of_room(600_000_000, 4e8) == []
+    assert memory_warnings(None, 4e8) == memory_warnings(600_000_000, 4e8) == []
     assert (
         "run.memory is 450 MB, and this process takes 400 MB before any tile"
-        in short_of_room(450_000_000, 4e8)[0]
+        in memory_warnings(450_000_000, 4e8)[0]
     )
 
 
@@ -578,11 +578,11 @@ def activations(norm="instance", last=True) -> tuple[Activations, Exchange, list
     model = outline_model(config(norm=norm, num_convs=1).model)
     graph = graph_of(model)
     kinds = [type(layer) for _, layer in flat_layers(model)]
-    live = [p for p, kind in enumerate(kinds) if kind is torch.nn.InstanceNorm2d]
+    active = [p for p, kind in enumerate(kinds) if kind is torch.nn.InstanceNorm2d]
     return (
         Activations(graph, kinds, channels_of_maps(model), 4, 4, last),
         Exchange(graph, (4, 4), every="all"),
-        segments_of(graph, [graph[p].first for p in live]),
+        segments_of(graph, [graph[p].first for p in active]),
     )
 
 

@@ -12,7 +12,7 @@ from distseg.comm.launch import memory_in_use
 from distseg.config.settings import Config, output_weights
 from distseg.layers.graph import reach_for
 from distseg.layers.loss import Loss
-from distseg.layers.norm import live_layers
+from distseg.layers.norm import active_norms
 from distseg.models.bands import channels_of
 from distseg.models.network import flat_layers, is_flat
 from distseg.planning.stages import partition_of, schedule_of
@@ -35,7 +35,7 @@ from distseg.training.engine import (
     read_around,
     streaming_order,
 )
-from distseg.training.step import InTiles
+from distseg.training.step import StreamingRunner
 
 
 @dataclass(frozen=True)
@@ -120,16 +120,16 @@ def _streaming(
     )
     executor.folder = None  # so that the free disk space is not checked
     every = [places] * config.train.accumulate
-    works = [executor.work(places, m) for m in range(len(every))]
-    step = InTiles(
+    plans = [executor.plan(places, m) for m in range(len(every))]
+    step = StreamingRunner(
         executor, None, loss, streaming_order(config, loss.linear, bool(exchange.stored))
     )
-    mine = [f"segment {n}: {executor.name_of(works[0].segments[n])}" for n in works[0].mine]
-    return "\n".join(mine), text([*step.before(works), *step.program(works, every)])
+    mine = [f"segment {n}: {executor.name_of(plans[0].segments[n])}" for n in plans[0].mine]
+    return "\n".join(mine), text([*step.extra_forward(plans), *step.program(plans, every)])
 
 
-def _live(config: Config, model: nn.Module) -> list[int]:
-    return live_layers((layer for _, layer in flat_layers(model)), config.spatial.frozen_norm)
+def _active_norms(config: Config, model: nn.Module) -> list[int]:
+    return active_norms((layer for _, layer in flat_layers(model)), config.spatial.frozen_norm)
 
 
 def _base(config: Config, model: nn.Module) -> float:
@@ -148,7 +148,7 @@ def _stages(
     rank: int,
 ) -> tuple[str, str]:
     flat = is_flat(model)
-    together = config.spatial.exchanges or flat and bool(_live(config, model))
+    together = config.spatial.exchanges or flat and bool(_active_norms(config, model))
     units = config.train.accumulate * (1 if together else len(places))
     order = orders(schedule_of(config, loss.linear), partition.placement, units)[rank]
     legend = (
@@ -171,13 +171,13 @@ def _legend(
     names = [name for name, _ in flat_layers(model)]
     layout = exchange.layout(places[0].image) if exchange else None
     points = sorted(layout.points) if layout else []
-    live = _live(config, model)
+    active = _active_norms(config, model)
     for stage in partition.stages_of(rank):
         layers = partition.ranges[stage] or range(len(names))
         exchanged = ", ".join(names[p] for p in points if p in layers)
-        norms = ", ".join(names[p] for p in live if p in layers)
+        norms = ", ".join(names[p] for p in active if p in layers)
         yield f"stage {stage}: {names[layers.start]} to {names[layers.stop - 1]}"
         if exchanged:
-            yield f"         borders exchanged before {exchanged}"
+            yield f"         halos exchanged before {exchanged}"
         if norms:
             yield f"         statistics at {norms}"

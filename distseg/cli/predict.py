@@ -31,7 +31,7 @@ from distseg.patchgd.filling_maps import MapFiller, MapPredictor
 from distseg.patchgd.unet import PatchUNet
 from distseg.patchgd.zoo import network_of
 from distseg.planning.stages import partition_of
-from distseg.planning.streaming import room_of, short_of_room
+from distseg.planning.streaming import memory_for_tiles, memory_warnings
 from distseg.report.progress import progress
 from distseg.runtime.build import autocast, own_part, place_stages, used_reach
 from distseg.runtime.devices import check_there, devices_of
@@ -117,8 +117,8 @@ def load_predictor(run: str, config: Config, world, device: torch.device) -> tup
     if memory is not None:
         keep_freed_memory(large=False)
         base = memory_in_use(devices[0])
-        room = room_of(memory, base, "weights", world)
-        for line in short_of_room(memory, base) if world.rank == 0 else ():
+        room = memory_for_tiles(memory, base, "weights", world)
+        for line in memory_warnings(memory, base) if world.rank == 0 else ():
             print(line)
     predictor = Predictor(
         tiled,

@@ -281,20 +281,20 @@ def _expected(
     The simulation is None if there is no pipeline.
     """
     if engine.streaming:
-        way, given = engine.streaming, engine.streaming.given(own)
+        runner, given = engine.streaming, engine.streaming.prepare(own)
         return of_tiles(
             costs,
-            way.executor,
+            runner.executor,
             image,
-            [*way.before(given.works), *way.program(given.works, given.places)],
-            given.works,
+            [*runner.extra_forward(given.plans), *runner.program(given.plans, given.places)],
+            given.plans,
         ), None
-    way = engine.gradient_step.way
-    units = way.given(own)
+    runner = engine.gradient_step.runner
+    units = runner.prepare(own)
     pixels = sum(piece.place.window.pixels for unit in units for piece in unit.pieces) / len(units)
     partition = engine.pipeline.partition
     passes = StagePasses(
-        costs, partition, way.orders_of(len(units)), engine.pipeline.recompute, pixels
+        costs, partition, runner.orders_of(len(units)), engine.pipeline.recompute, pixels
     )
     return passes.of_rank(engine.mesh.stage), passes.simulated if partition.stages > 1 else None
 
@@ -365,7 +365,7 @@ def _title(engine: Engine) -> tuple[str, str]:
     """Return the title (mesh and schedule) and the details of a profile."""
     config = engine.config
     schedule = (
-        f", {engine.gradient_step.way.schedule}, {config.pipeline.placement}"
+        f", {engine.gradient_step.runner.schedule}, {config.pipeline.placement}"
         if engine.partition
         else ""
     )

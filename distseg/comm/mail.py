@@ -17,7 +17,7 @@ from torch import Tensor
 
 from distseg.comm.cuda_aware import cuda_aware
 from distseg.comm.memory_format import as_bytes, channels_last
-from distseg.comm.staging import Buffers, settled
+from distseg.comm.staging import Buffers, wait_for_device
 from distseg.comm.waits import Waits, When, waits_of
 
 
@@ -152,7 +152,7 @@ class Mail:
                 buffer = self.buffers.take(form.bytes)
                 x = form.within(buffer).copy_(x, non_blocking=True)
             leaving.append((rank, x, buffer))
-        settled(self.device)
+        wait_for_device(self.device)
         for rank, x, buffer in leaving:
             self._sending.append(_Sent(self.comm.Isend(message(x), rank, tag), x, buffer))
             self.bytes_sent, self.messages_sent = (

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from distseg.comm.memory_format import like_layout
-from distseg.comm.staging import Buffers, settled
+from distseg.comm.staging import Buffers, wait_for_device
 from distseg.comm.waits import waits_of
 
 _SETS: dict[tuple[int, ...], object] = {}  # Horovod's process sets of this process, by their ranks
@@ -71,7 +71,7 @@ class Gradients:
         for p in self.parameters if not self.buckets else ():
             p.grad = None
 
-    def settle(self) -> None:
+    def finish(self) -> None:
         """Complete the gradients after the backward passes.
 
         A parameter that no loss depends on gets a gradient of zeros. A gradient in another memory
@@ -171,7 +171,7 @@ class MpiReducer:
         buffers = self._buffers.setdefault(wire.device, Buffers(wire.device, staged=True))
         buffer = buffers.take(wire.numel() * wire.element_size())
         host = buffer.view(wire.dtype).copy_(wire, non_blocking=True)
-        settled(wire.device)
+        wait_for_device(wire.device)
         return host, lambda: buffers.give(buffer, read_by_stream=True)
 
 

@@ -5,7 +5,8 @@ another. MPI knows no stream: it reads or writes the memory of a message at any 
 post of its request and its completion. So every message of distseg follows these rules, whether it
 goes directly from GPU memory or through host memory. No other module waits for a stream.
 
-1. MPI reads what the stream has written: call :func:`settled` before posting a send or a reduction.
+1. MPI reads what the stream has written: call :func:`wait_for_device` before posting a send or a
+   reduction.
 2. MPI writes only to memory that no queued work reads or writes. Fresh memory of PyTorch's
    allocator on a GPU may belong to a freed tensor whose kernels are still queued. So MPI receives
    into :class:`Buffers` only.
@@ -15,7 +16,7 @@ goes directly from GPU memory or through host memory. No other module waits for 
    event has passed, or makes another one instead of waiting. The number of buffers stays small, as
    sends do wait.
 5. Non-blocking copies to the host go to pinned memory only. Nobody reads them before
-   :func:`settled`.
+   :func:`wait_for_device`.
 6. Non-blocking copies to the device come from pinned memory (:func:`upload`), or from memory that
    stays unchanged until the step is over. PyTorch's allocator reuses pinned memory only after the
    copy, so the pinned tensor itself may be deleted.
@@ -34,7 +35,7 @@ from torch import Tensor
 from distseg.comm.memory_format import channels_last
 
 
-def settled(device: torch.device) -> None:
+def wait_for_device(device: torch.device) -> None:
     """Wait until all work that is queued on the device's current stream is done."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
@@ -99,5 +100,5 @@ class Buffers:
         if self.staged:
             return torch.empty(room, dtype=torch.uint8, pin_memory=True)
         buffer = torch.empty(room, dtype=torch.uint8, device=self.device)
-        settled(self.device)
+        wait_for_device(self.device)
         return buffer

@@ -39,7 +39,7 @@ from distseg.runtime.parallelize import TiledModel
 from distseg.runtime.partition import Partition
 from distseg.runtime.pipeline import Pipeline
 from distseg.runtime.streaming import StreamingExecutor, computed, windows
-from distseg.runtime.tile_program import whole
+from distseg.runtime.tile_program import all_operations
 from distseg.tiling.layout import Layout
 from distseg.tiling.segment import segments_of
 from distseg.tiling.tile import Box, TilePlacement, most_even_grid, split, tiles, window
@@ -73,7 +73,7 @@ class Predictor:
         replicas: the ranks that hold the same layers; the tiles of an image are dealt to them.
         devices: the devices of this rank, one for each of its stages or one for all.
         autocast: makes the context in which the network runs.
-        tile: the size of a tile in pixels; used if no ``room`` is given.
+        tile: the size of a tile in pixels; used if no ``budget`` is given.
         scratch: the folder where feature maps wait between active norms, or ``memory``. By default
             they wait in memory if they fit into half of the free bytes, else in the system's folder
             for temporary files.
@@ -83,8 +83,8 @@ class Predictor:
         exact: True if the halo is the model's own; with another halo, whole windows go through
             every layer.
         neighbours: the number of ranks that share this rank's memory, itself included.
-        room: the budget for activations in bytes, the same on all ranks. Tiles are as large as fit,
-            and feature maps wait in memory if they fit too.
+        budget: the budget for activations in bytes, the same on all ranks. Tiles are as large as
+            fit, and feature maps wait in memory if they fit too.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Predictor:
         outputs: int | None = None,
         exact: bool = True,
         neighbours: int = 1,
-        room: float | None = None,
+        budget: float | None = None,
     ):
         self.model, self.replicas, self.devices, self.autocast = (
             model,
@@ -116,7 +116,7 @@ class Predictor:
         )
         self.outputs, self.exact, self.neighbours = outputs, exact, neighbours
         # Rounded down, so that small changes of the free memory do not change the tiles.
-        self.room = None if room is None else 2 ** (int(4 * math.log2(room)) / 4)
+        self.budget = None if budget is None else 2 ** (int(4 * math.log2(budget)) / 4)
         self._workers = {replicas.size: replicas}
         self._sizes: dict[tuple[int, ...], Size] = {}
         self._layouts: dict[tuple, Layout] = {}
@@ -136,14 +136,14 @@ class Predictor:
     def windowed(self) -> bool:
         """True if whole windows go through every layer."""
         approximate = not self.exact or (
-            self.model.context.per_window and self.model.live_in_training
+            self.model.context.per_window and self.model.active_in_training
         )
         return self.model.graph is None or approximate
 
     @property
     def independent(self) -> bool:
         """True if the result of a tile depends on its own window only."""
-        return not self.model.always_live or self.model.context.per_window
+        return not self.model.always_active or self.model.context.per_window
 
     def grid_of(self, size) -> Size:
         """Return the number of tiles of an image along each dim.
@@ -177,15 +177,17 @@ class Predictor:
         """Return the size of the tiles of an image."""
         if self.exact and self.model.graph is None:  # its receptive field is not known
             return Size(size)
-        if self.room is None or self.windowed:
+        if self.budget is None or self.windowed:
             return self.tile
         size = tuple(size)
         if size not in self._sizes:
             last = segments_of(
-                self.model.graph, self.model.live_always, self._cut.ranges if self._cut else ()
+                self.model.graph,
+                self.model.active_in_evaluation,
+                self._cut.ranges if self._cut else (),
             )[-1]
             self._sizes[size] = Size(
-                self._tiling(self.room)(self.layout(size), last, Box.whole(size), 1)
+                self._tiling(self.budget)(self.layout(size), last, Box.whole(size), 1)
             )
         return self._sizes[size]
 
@@ -221,7 +223,7 @@ class Predictor:
         Args:
             sizes: the sizes of the feature maps of an image.
         """
-        for number in self.model.live_always:
+        for number in self.model.active_in_evaluation:
             norm, source = self.model.layers[number], self.model.graph[number].first
             if isinstance(norm, DistributedNorm):
                 norm.check_map(math.prod(sizes[source]), self.model.channels[source])
@@ -301,7 +303,7 @@ class Predictor:
         return part
 
     def __call__(
-        self, scene: ImageSource, numbers: Sequence[int] | None = None
+        self, source: ImageSource, numbers: Sequence[int] | None = None
     ) -> Iterator[tuple[Box, np.ndarray]]:
         """Yield (tile, logits) for the tiles of this rank (:meth:`deal`).
 
@@ -310,20 +312,20 @@ class Predictor:
         yield nothing.
 
         Args:
-            scene: the image.
+            source: the image.
             numbers: the tiles to compute, the same on all ranks; by default all.
         """
-        every = self.tiles_of(scene.size)
-        mine = [every[n] for n in self.deal(scene.size, numbers)[self.replicas.rank]]
+        every = self.tiles_of(source.size)
+        mine = [every[n] for n in self.deal(source.size, numbers)[self.replicas.rank]]
         # If one tile is the whole image, no feature maps have to wait.
-        whole_image = len(every) == 1 and self._cut is None and self.room is None
+        whole_image = len(every) == 1 and self._cut is None and self.budget is None
         if self.windowed or whole_image:
-            yield from self._by_windows(scene, mine)
+            yield from self._by_windows(source, mine)
         elif self._dealt_singly:
             if mine:
-                yield from self._streaming(scene, Alone(), Box.whole(scene.size), None, mine)
+                yield from self._streaming(source, Alone(), Box.whole(source.size), None, mine)
         else:
-            yield from self._in_blocks(scene, mine)
+            yield from self._in_blocks(source, mine)
 
     def computed(self, size, numbers: Sequence[int] | None = None) -> Iterator[tuple[int, Box]]:
         """Return (layer, box of its output) for all that this rank computes of an image.
@@ -334,8 +336,8 @@ class Predictor:
         mine = [every[n] for n in self.deal(size, numbers)[self.replicas.rank]]
         block, borders = (Box.whole(size), None) if self._dealt_singly else self._block(size)
         executor, place = self._executor(size, block, borders)
-        work = executor.work([place], boxes=[mine])
-        return computed(whole(work), work)
+        plan = executor.plan([place], boxes=[mine])
+        return computed(all_operations(plan), plan)
 
     @property
     def _dealt_singly(self) -> bool:
@@ -352,11 +354,11 @@ class Predictor:
         """
         return most_even_grid(grid, (1,) * len(grid), self.replicas.size)
 
-    def _in_blocks(self, scene: ImageSource, mine: list[Box]) -> Iterator[tuple[Box, np.ndarray]]:
-        count = self._ranks_of(self.grid_of(scene.size)).volume
+    def _in_blocks(self, source: ImageSource, mine: list[Box]) -> Iterator[tuple[Box, np.ndarray]]:
+        count = self._ranks_of(self.grid_of(source.size)).volume
         workers = self._first(count)
         if self.replicas.rank < count:
-            yield from self._streaming(scene, workers, *self._block(scene.size), mine)
+            yield from self._streaming(source, workers, *self._block(source.size), mine)
 
     def _block(self, size) -> tuple[Box, list[list[int]]]:
         """Return this rank's block of an image, and the borders of all blocks along each dim.
@@ -378,20 +380,20 @@ class Predictor:
 
     def _streaming(
         self,
-        scene: ImageSource,
+        source: ImageSource,
         workers,
         block: Box,
         borders: Sequence[Sequence[int]] | None,
         mine: list[Box],
     ) -> Iterator[tuple[Box, np.ndarray]]:
-        reader = _Reader(scene.read)
-        executor, place = self._executor(scene.size, block, borders)
-        work = executor.work([place], boxes=None if self.model.of_image else [mine])
-        operations = whole(work)
-        ahead = reader.ahead(list(windows(operations, work)))
+        reader = _Reader(source.read)
+        executor, place = self._executor(source.size, block, borders)
+        plan = executor.plan([place], boxes=None if self.model.of_image else [mine])
+        operations = all_operations(plan)
+        ahead = reader.ahead(list(windows(operations, plan)))
         with self._evaluating(workers), executor.transfers.moving(), ahead:
             blocks = [LazyTileBatch(place, lambda box: self._uploaded(reader(box)))]
-            results = ((op.box, y) for op, y in executor.run(operations, [work], [blocks]))
+            results = ((op.box, y) for op, y in executor.run(operations, [plan], [blocks]))
             while (found := self._next(results)) is not None:
                 yield found
             executor.transfers.flush()
@@ -429,9 +431,9 @@ class Predictor:
         stored = executor.stored([place])
         if not self._fits(stored):
             executor.folder, stored = self.scratch or tempfile.gettempdir(), 0
-            executor.check_room([place])
-        if self.room is not None:
-            executor.tiling = self._tiling(self.room - stored)
+            executor.require_scratch_space([place])
+        if self.budget is not None:
+            executor.tiling = self._tiling(self.budget - stored)
         return executor, place
 
     def _in_memory(self, layout: Layout) -> StreamingExecutor:
@@ -442,7 +444,7 @@ class Predictor:
         return StreamingExecutor(
             model,
             model.graph,
-            model.live_always,
+            model.active_in_evaluation,
             lambda image: layout,
             SizeTiling(self._tile_of(layout.image)),
             None,
@@ -453,7 +455,7 @@ class Predictor:
             placement,
             comm,
             returns=False,
-            trims=self.room is not None,
+            trims=self.budget is not None,
         )
 
     def _fits(self, stored: int) -> bool:
@@ -461,21 +463,21 @@ class Predictor:
         if self.scratch is not None:
             return self.scratch == "memory"
         return stored <= _SHARE * (
-            self.room if self.room is not None else free_memory() / self.neighbours
+            self.budget if self.budget is not None else free_memory() / self.neighbours
         )
 
-    def _by_windows(self, scene: ImageSource, mine: list[Box]) -> Iterator[tuple[Box, np.ndarray]]:
+    def _by_windows(self, source: ImageSource, mine: list[Box]) -> Iterator[tuple[Box, np.ndarray]]:
         places = [
             TilePlacement(
-                tuple(scene.size), tile, window(tile, scene.size, self.model.reach), (0,), (0,)
+                tuple(source.size), tile, window(tile, source.size, self.model.reach), (0,), (0,)
             )
             for tile in mine
         ]
         reads = self.pipeline is None or self.pipeline.first
-        workers = self._first(min(self.replicas.size, len(self.tiles_of(scene.size))))
+        workers = self._first(min(self.replicas.size, len(self.tiles_of(source.size))))
         with (
             self._evaluating(workers),
-            closing(prefetch((scene.read(place.window) for place in places if reads), 1)) as ahead,
+            closing(prefetch((source.read(place.window) for place in places if reads), 1)) as ahead,
         ):
             # Windows are requested in order, each once, so the index is not needed.
             results = self._windows(places, lambda i: self._uploaded(next(ahead)))

@@ -293,12 +293,12 @@ class Loss:
         parts = table.split([term.sums for _, term in self.terms], 1)
         return sum(weight * term.value(part) for (weight, term), part in zip(self.terms, parts))
 
-    def slope(self, table: Tensor) -> tuple[float, Tensor]:
+    def loss_grad(self, table: Tensor) -> tuple[float, Tensor]:
         """Return the loss L(S) and the loss gradient dL/dS."""
         table = table.detach().requires_grad_()
         value = self.value(table)
-        (slope,) = torch.autograd.grad(value, table)
-        return value.item(), slope
+        (loss_grad,) = torch.autograd.grad(value, table)
+        return value.item(), loss_grad
 
 
 def _check(config: LossConfig) -> None:

@@ -333,10 +333,12 @@ class PendingMean(Pending):
     def __call__(self, x: Tensor, index: int, mask: Tensor | None, share: float) -> Tensor:
         return _PendingMean.apply(self, self.norm.rows(index), self.norm.where(x, index), x)
 
-    def settle(self) -> None:
+    def finalize(self) -> None:
         self.shares = self.norm.shares(self.total, self.statistics)
 
-    def corrected(self, g: Tensor, x: Tensor, own: Box, index: int, mask: Tensor | None) -> Tensor:
+    def with_statistics_grad(
+        self, g: Tensor, x: Tensor, own: Box, index: int, mask: Tensor | None
+    ) -> Tensor:
         return g + self.norm.spread(
             self.shares, x, self.norm.rows(index), self.norm.where(x, index)
         )

@@ -109,7 +109,7 @@ class DistributedNorm(nn.Module):
         return self.keeper[0] if self.keeper else self
 
     @property
-    def live(self) -> bool:
+    def active(self) -> bool:
         """True if the norm is active: its output depends on statistics of the current images."""
         return not (self.tracks and (self.frozen or not self.training))
 
@@ -120,7 +120,7 @@ class DistributedNorm(nn.Module):
 
     def joint(self, xs: list[Tensor]) -> list[Tensor]:
         """Normalise all windows of this rank: a list of (B, C, *size), one per tile placement."""
-        if not (self.live or self.training or torch.is_grad_enabled()):
+        if not (self.active or self.training or torch.is_grad_enabled()):
             return [self.fixed(x) for x in xs]
         if self.parts is not None or self.frames > 1:
             return [
@@ -187,7 +187,7 @@ class DistributedNorm(nn.Module):
         slower; and group norm in 16 bits on a GPU, where autocast returns float32.
         """
         x = xs[0]
-        if compiled.available(x) or not self.live or (self.training and self.dropout):
+        if compiled.available(x) or not self.active or (self.training and self.dropout):
             return False
         alone = (
             self.comm.size == 1
@@ -206,7 +206,7 @@ class DistributedNorm(nn.Module):
 
         This holds for an active norm over whole images that this rank holds alone.
         """
-        return compiled.available(x) and self.live and self.comm.size == 1 and self.has_all(x)
+        return compiled.available(x) and self.active and self.comm.size == 1 and self.has_all(x)
 
     def has_all(self, x: Tensor) -> bool:
         """Return True if this rank's only window holds all pixels of the statistics."""
@@ -515,13 +515,13 @@ class _JointNorm(torch.autograd.Function):
             norm.statistics(
                 [part for j, x in enumerate(xs) for part in norm.moments(x, j, masks[j])]
             )
-            if norm.live
+            if norm.active
             else norm.known()
         )
-        ctx.norm, ctx.live, ctx.pixels = norm, norm.live, everyone.count
+        ctx.norm, ctx.active, ctx.pixels = norm, norm.active, everyone.count
         ctx.rows, ctx.own = (
             [norm.rows_of(x, j) for j, x in enumerate(xs)],
-            [norm.own(x, j) for j, x in enumerate(xs)] if norm.live else None,
+            [norm.own(x, j) for j, x in enumerate(xs)] if norm.active else None,
         )
         ctx.times = [norm.times(j) for j in range(len(xs))]
         ctx.coefficients = [norm.coefficients(x, j, everyone, masks[j]) for j, x in enumerate(xs)]
@@ -538,25 +538,27 @@ class _JointNorm(torch.autograd.Function):
             len(ctx.pixels), xs[0].shape[1], dtype=torch.float64, device=xs[0].device
         )
         dbias = torch.zeros_like(dweight)
-        if ctx.live or any(ctx.needs_input_grad[1:3]):
+        if ctx.active or any(ctx.needs_input_grad[1:3]):
             for j, b, i in images:
                 _collect(
                     dweight[i], dbias[i], gs[j][b : b + 1], xs[j][b : b + 1], ctx.coefficients[j][b]
                 )
         centre = None if ctx.norm.parts is None else torch.zeros_like(dweight)
-        if ctx.live and centre is not None:
+        if ctx.active and centre is not None:
             for j, b, i in images:
                 centre[i] += _centre(xs[j][b : b + 1], ctx.coefficients[j][b], ctx.times[j])
-        shares = _shares(ctx.norm, weight, dweight, dbias, centre, ctx.pixels) if ctx.live else None
+        shares = (
+            _shares(ctx.norm, weight, dweight, dbias, centre, ctx.pixels) if ctx.active else None
+        )
         dxs = [torch.empty_like(x) for x in xs]
         for j, b, i in images:
             c = ctx.coefficients[j][b]
             tilt, shift = (
                 ctx.norm.tilt_and_shift(c, shares[:, i], ctx.times[j])
-                if ctx.live
+                if ctx.active
                 else (torch.zeros_like(c.hat),) * 2
             )
-            own = ctx.own[j] if ctx.live else _nowhere(xs[j])
+            own = ctx.own[j] if ctx.active else _nowhere(xs[j])
             _kernels(xs[j]).gradient(
                 gs[j][b : b + 1],
                 xs[j][b : b + 1],
@@ -620,8 +622,8 @@ class Pending:
         )
         self.centre = None if self.norm.parts is None else torch.zeros_like(self.dweight)
 
-    def settle(self) -> None:
-        """Complete the gradients of weight and bias, and the terms that :meth:`corrected` needs.
+    def finalize(self) -> None:
+        """Complete the gradients of weight and bias, and the terms of the statistics' gradient.
 
         Collective over the ranks that share statistics. Called when the backward pass of all
         windows is through.
@@ -639,7 +641,9 @@ class Pending:
         ]
         accumulate((norm.weight, norm.bias), gradients)
 
-    def corrected(self, g: Tensor, x: Tensor, own: Box, index: int, mask: Tensor | None) -> Tensor:
+    def with_statistics_grad(
+        self, g: Tensor, x: Tensor, own: Box, index: int, mask: Tensor | None
+    ) -> Tensor:
         """Add the gradient through the statistics to ``g``, the gradient with constant statistics.
 
         Args:
@@ -759,7 +763,7 @@ def _kernels(x: Tensor):
     return compiled if compiled.available(x) else plain
 
 
-def live_layers(layers: Iterable[nn.Module], frozen: bool) -> list[int]:
+def active_norms(layers: Iterable[nn.Module], frozen: bool) -> list[int]:
     """Return the positions of the layers that take statistics in training.
 
     Args:

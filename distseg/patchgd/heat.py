@@ -236,7 +236,7 @@ class _OfPooled:
             like.scratch,
             like.channels_last,
             neighbours=like.neighbours,
-            room=like.room,
+            budget=like.budget,
         )
 
 

@@ -428,8 +428,8 @@ class PatchEngine(ParameterUpdate):
             table.index_add_(0, at, found.detach().double().cpu())
         if besides is not None:
             table.index_add_(0, torch.tensor([rows.of(0, i) for i in range(len(besides))]), besides)
-        value, slope = self.loss.slope(add(table, self.mesh.replicas))
-        found.backward(slope[at].to(found))
+        value, loss_grad = self.loss.loss_grad(add(table, self.mesh.replicas))
+        found.backward(loss_grad[at].to(found))
         return value
 
     def _update(self, rate: float, iterations: int) -> float:
@@ -438,7 +438,7 @@ class PatchEngine(ParameterUpdate):
         Returns:
             The norm of the gradient before clipping.
         """
-        self.gradients.settle()
+        self.gradients.finish()
         if self.mesh.tiles.rank:  # only the head's gradient of the first rank is counted
             for p in self.network.head.parameters():
                 if p.grad is not None:

@@ -135,7 +135,7 @@ def of_tiles(
     executor: StreamingExecutor,
     image: Sequence[int],
     program: Sequence[Operation],
-    works: Sequence[StagePlan],
+    plans: Sequence[StagePlan],
 ) -> Passes:
     """Return the predicted seconds of a rank's passes on streamed tiles.
 
@@ -144,15 +144,15 @@ def of_tiles(
     sizes, total = executor.layout(image).sizes, Counter()
 
     def seconds(op: OutputTile | ForwardTile | BackwardTile) -> Iterator[tuple[float, float]]:
-        work = works[op.micro_batch]
-        for number, part in zip(work.segments[op.segment].nodes, work.cut.chain(op).parts):
+        plan = plans[op.micro_batch]
+        for number, part in zip(plan.segments[op.segment].nodes, plan.grid.chain(op).parts):
             share = part.made.pixels / max(1, math.prod(sizes[number + 1]))
             layer = found.costs.layers[number]
             yield share * layer.forward, share * layer.backward
 
     for op in program:
         if isinstance(op, (ForwardTile, BackwardTile, OutputTile)):
-            name = executor.name_of(works[op.micro_batch].segments[op.segment])
+            name = executor.name_of(plans[op.micro_batch].segments[op.segment])
             there, back = map(sum, zip(*seconds(op)))
             if not (isinstance(op, BackwardTile) and op.kept):
                 total["recompute" if isinstance(op, BackwardTile) else "forward", name] += there

@@ -15,7 +15,7 @@ from torch import nn
 from distseg.config.settings import Config
 from distseg.config.sizes import Size
 from distseg.layers.graph import graph_of
-from distseg.layers.norm import live_layers
+from distseg.layers.norm import active_norms
 from distseg.models.network import calls_of
 from distseg.planning.balance import fastest_split
 from distseg.planning.cost import Costs, modelled
@@ -126,9 +126,9 @@ def _balance_streaming(
     graph, calls = graph_of(model), calls_of(model)
     part = max(tiles(image, config.mesh.tiles, reach.stride), key=lambda box: box.pixels)
     layout = Layout(graph, part.size, [(0, n) for n in part.size], "all")
-    live = [
+    active = [
         calls[number].inputs[0]
-        for number in live_layers((call.layer for call in calls), config.spatial.frozen_norm)
+        for number in active_norms((call.layer for call in calls), config.spatial.frozen_norm)
     ]
     tiling = GridTiling(config.spatial.tiles_per_rank)
     # Modelled on the image's size, which the network takes; it may not take a tile's size.
@@ -136,7 +136,7 @@ def _balance_streaming(
     split, tried = _split(config, model, costs), {}
     while split not in [list(found) for found in tried] and len(tried) < _ROUNDS:
         times = computed_again(
-            layout, segments_of(graph, live, stage_ranges(split, len(calls))), tiling
+            layout, segments_of(graph, active, stage_ranges(split, len(calls))), tiling
         )
         layers = tuple(
             replace(layer, forward=t * layer.forward, backward=t * layer.backward)
@@ -163,13 +163,13 @@ def _slowest(config: Config, model: nn.Module, costs: Costs, split: Sequence[int
 def _policy(config: Config, model: nn.Module) -> Policy:
     if not is_streamed(config):
         return Policy(config.train.accumulate, schedule_of(config), config.pipeline.recompute)
-    live = live_layers(model.modules(), config.spatial.frozen_norm)
+    active = active_norms(model.modules(), config.spatial.frozen_norm)
     in_turn = (
         config.pipeline.placement == "line"
         and config.pipeline.schedule in ("auto", "1f1b")
         and not config.spatial.exchanges
     )
-    if live:
+    if active:
         return Policy(_MANY, "1f1b", "always")
     # Without active norms the last stage computes its tiles forward only once, except for Dice.
     return Policy(_MANY, "1f1b", "never" if in_turn else "except_last")

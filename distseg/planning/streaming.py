@@ -59,7 +59,7 @@ def budget_of(memory: int, base: int, what: str) -> float:
     return max(_SURE * (memory - base - _KEPT), (memory - base) / _RISES)
 
 
-def room_of(memory: int, base: int, what: str, comm) -> float:
+def memory_for_tiles(memory: int, base: int, what: str, comm) -> float:
     """Return the budget of the rank of ``comm`` with the least memory left. Collective.
 
     Arguments are those of :func:`budget_of`. All ranks get the same number.
@@ -73,7 +73,7 @@ def room_of(memory: int, base: int, what: str, comm) -> float:
     return budget
 
 
-def short_of_room(memory: int | None, base: float) -> list[str]:
+def memory_warnings(memory: int | None, base: float) -> list[str]:
     """Return a note if the peak may rise above ``memory``, else an empty list.
 
     ``base`` is the number of bytes that the process takes before any tile is computed.
@@ -210,9 +210,9 @@ class Activations:
     def _bytes(self, source: int, cells: int, images: int) -> int:
         return images * self.channels[source] * cells * self.itemsize
 
-    def bytes_of(self, position: int, box: Box, images: int) -> int:
-        """Return the bytes of region ``box`` of the stored feature map ``position``."""
-        return self._bytes(position, box.pixels, images)
+    def bytes_of(self, tensor_id: int, box: Box, images: int) -> int:
+        """Return the bytes of region ``box`` of the stored feature map ``tensor_id``."""
+        return self._bytes(tensor_id, box.pixels, images)
 
     def _kept_otherwise(self, number: int) -> bool:
         """Return True if a layer's result takes no memory of its own.

@@ -154,7 +154,7 @@ class DevicePipeline:
             if table.requires_grad:
                 table.backward(
                     torch.cat(
-                        [self.head.slopes(unit, [found])[0] for unit, found in zip(units, rows)]
+                        [self.head.loss_grads(unit, [found])[0] for unit, found in zip(units, rows)]
                     )
                 )
         finally:

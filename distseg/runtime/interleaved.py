@@ -25,18 +25,18 @@ from distseg.runtime.operations import (
     BackwardTile,
     Drop,
     ForwardTile,
-    OfTile,
     Operation,
-    Send,
-    SendGradient,
+    SendGradRows,
+    SendRows,
+    TileOperation,
 )
 from distseg.runtime.tile_program import (
     StagePlan,
     backward,
-    expected,
-    expected_back,
     forward,
-    outputs,
+    gradient_receives,
+    output_passes,
+    receives,
 )
 
 # Rows that must have arrived from another rank: key of the map or gradient, its first row, and the
@@ -54,41 +54,43 @@ class _Group:
     """Tiles that must have gone forward before."""
 
 
-def can_interleave(works: Sequence[StagePlan]) -> bool:
+def can_interleave(plans: Sequence[StagePlan]) -> bool:
     """Return True if tiles of the pipeline can go forward and back in turn.
 
     This needs several ranks with one stage each, and no barrier (active norm, exchange) between
     them.
 
     Args:
-        works: the plan of each rank for one micro-batch.
+        plans: the plan of each rank for one micro-batch.
     """
-    apart = all(len(work.stages) == 1 for work in works)
+    apart = all(len(plan.stages) == 1 for plan in plans)
     return (
-        len(works) > 1
+        len(plans) > 1
         and apart
-        and not any(work.whole(p) for work in works for s in work.mine for p in work.sources(s))
+        and not any(
+            plan.is_barrier(p) for plan in plans for s in plan.mine for p in plan.sources(s)
+        )
     )
 
 
-def interleaved(works: Sequence[Sequence[StagePlan]]) -> list[list[Operation]]:
+def interleaved(plans: Sequence[Sequence[StagePlan]]) -> list[list[Operation]]:
     """Return the operations of each rank of a pipeline.
 
     Args:
-        works: the plans by rank and micro-batch. The number of a rank is the number of its stage.
+        plans: the plans by rank and micro-batch. The number of a rank is the number of its stage.
     """
-    streams = [*map(_streams, works)]
-    least = _Turns(works, streams, [1] * len(works))
+    streams = [*map(_streams, plans)]
+    least = _Turns(plans, streams, [1] * len(plans))
     list(least.taken())
     ahead = [
-        limit + 2 * (len(works) - 1 - rank) * _tiles_per_band(there)
+        limit + 2 * (len(plans) - 1 - rank) * _tiles_per_band(there)
         for rank, (limit, (there, _)) in enumerate(zip(least.limits, streams))
     ]
-    turns = _Turns(works, streams, ahead)
+    turns = _Turns(plans, streams, ahead)
     found = [
-        [op for work in those for op in expected(work)]
-        + [op for work in those for op in expected_back(work, work.stages[0])]
-        for those in works
+        [op for plan in those for op in receives(plan)]
+        + [op for plan in those for op in gradient_receives(plan, plan.stages[0])]
+        for those in plans
     ]
     for rank, group in turns.taken():
         found[rank] += group.operations
@@ -99,7 +101,7 @@ class _Turns:
     """Simulation of ranks that take turns, one tile each.
 
     Args:
-        works: the plans by rank and micro-batch.
+        plans: the plans by rank and micro-batch.
         streams: the forward and the backward groups of each rank.
         limits: the number of tiles that may be under way on each rank. It grows if no rank could go
             on otherwise.
@@ -107,18 +109,18 @@ class _Turns:
 
     def __init__(
         self,
-        works: Sequence[Sequence[StagePlan]],
+        plans: Sequence[Sequence[StagePlan]],
         streams: Sequence[tuple[list[_Group], list[_Group]]],
         limits: Sequence[int],
     ):
-        self.works, self.limits = works, list(limits)
+        self.plans, self.limits = plans, list(limits)
         self.there, self.back = ([*map(deque, each)] for each in zip(*streams))
-        self._under_way: list[set] = [set() for _ in works]
+        self._under_way: list[set] = [set() for _ in plans]
         self._sent: dict[tuple, int] = {}
 
     def taken(self) -> Iterator[tuple[int, _Group]]:
         """Yield (rank, group), turn by turn."""
-        ranks = range(len(self.works))
+        ranks = range(len(self.plans))
         while any(self.there) or any(self.back):
             able = [rank for rank in ranks if self._can_go(rank, self._stream(rank))]
             for rank in able:
@@ -139,7 +141,7 @@ class _Turns:
         first = min((tile[0] for tile in under_way), default=math.inf)
         return (
             len(under_way) < limit
-            and self.there[rank][0].operations[0].micro_batch < first + len(self.works) - rank
+            and self.there[rank][0].operations[0].micro_batch < first + len(self.plans) - rank
         )
 
     def _forced(self, ranks: range) -> Iterator[tuple[int, _Group]]:
@@ -165,30 +167,30 @@ class _Turns:
         for op in group.operations:
             if isinstance(op, ForwardTile):
                 self._under_way[rank].add(op.tile)
-            if isinstance(op, Send):  # True for SendGradient too.
-                self._sent[_key(op, rank, op.block, op.position)] = op.final
+            if isinstance(op, SendRows):  # True for SendGradient too.
+                self._sent[_key(op, rank, op.block, op.tensor_id)] = op.final
         return group
 
 
-def _streams(works: Sequence[StagePlan]) -> tuple[list[_Group], list[_Group]]:
+def _streams(plans: Sequence[StagePlan]) -> tuple[list[_Group], list[_Group]]:
     """Return a rank's forward groups and its backward groups.
 
     The last rank's tiles turn around, so it has one stream for both.
     """
-    stage = works[0].stages[0]
+    stage = plans[0].stages[0]
 
     def groups(*ways):
         return [
-            group for work in works for group in _groups(chain(*(way(work) for way in ways)), work)
+            group for plan in plans for group in _groups(chain(*(way(plan) for way in ways)), plan)
         ]
 
-    there, back = (lambda work: forward(work, stage)), (lambda work: backward(work, stage))
-    if any(map(works[0].is_last, works[0].mine)):
-        return groups(there, outputs, back), []
+    there, back = (lambda plan: forward(plan, stage)), (lambda plan: backward(plan, stage))
+    if any(map(plans[0].is_last, plans[0].mine)):
+        return groups(there, output_passes, back), []
     return groups(there), groups(back)
 
 
-def _groups(operations: Iterable[Operation], work: StagePlan) -> list[_Group]:
+def _groups(operations: Iterable[Operation], plan: StagePlan) -> list[_Group]:
     """Return the operations grouped by tile.
 
     Operations before the first tile are moved after the last: these drop maps that only other ranks
@@ -197,17 +199,17 @@ def _groups(operations: Iterable[Operation], work: StagePlan) -> list[_Group]:
     before: list[Operation] = []
     found: list[list[Operation]] = []
     for op in operations:
-        if isinstance(op, OfTile):
+        if isinstance(op, TileOperation):
             found.append([op])
         else:
             (found[-1] if found else before).append(op)
     if found:
         found[-1] += before
-    return [_group(those, work) for those in found or ([before] if before else [])]
+    return [_group(those, plan) for those in found or ([before] if before else [])]
 
 
-def _group(operations: Sequence[Operation], work: StagePlan) -> _Group:
-    awaited = [one for op in operations for one in _awaited(op, work)]
+def _group(operations: Sequence[Operation], plan: StagePlan) -> _Group:
+    awaited = [one for op in operations for one in _awaited(op, plan)]
     return _Group(
         operations, awaited, [op.tile for op in operations if isinstance(op, BackwardTile)]
     )
@@ -226,35 +228,35 @@ def _tiles_per_band(there: Sequence[_Group]) -> int:
     return -(-len(tiles) // max(bands.values(), default=1))
 
 
-def _awaited(op: Operation, work: StagePlan) -> Iterator[_Awaited]:
-    def rows_of(block, position):
-        return work.cut.made(block, position)
+def _awaited(op: Operation, plan: StagePlan) -> Iterator[_Awaited]:
+    def rows_of(block, tensor_id):
+        return plan.grid.made(block, tensor_id)
 
-    if isinstance(op, Drop) and op.position in work.elsewhere:
-        for block in range(work.blocks):
-            box = rows_of(block, op.position)
-            yield ("map", op.micro_batch, block, op.position), box.start[0], box.stop[0]
-    if isinstance(op, OfTile):
-        for position, (_, stop) in work.cut.rows(
+    if isinstance(op, Drop) and op.tensor_id in plan.elsewhere:
+        for block in range(plan.blocks):
+            box = rows_of(block, op.tensor_id)
+            yield ("map", op.micro_batch, block, op.tensor_id), box.start[0], box.stop[0]
+    if isinstance(op, TileOperation):
+        for tensor_id, (_, stop) in plan.grid.rows(
             op.block, op.segment, (op.box.start[0], op.box.stop[0])
         ).items():
-            if position in work.elsewhere:
+            if tensor_id in plan.elsewhere:
                 yield (
-                    ("map", op.micro_batch, op.block, position),
-                    rows_of(op.block, position).start[0],
+                    ("map", op.micro_batch, op.block, tensor_id),
+                    rows_of(op.block, tensor_id).start[0],
                     stop,
                 )
     if isinstance(op, BackwardTile):
-        position = work.stop(op.segment)
-        for reader in work.readers[position]:
+        tensor_id = plan.stop(op.segment)
+        for reader in plan.readers[tensor_id]:
             yield (
-                ("gradient", reader, op.micro_batch, op.block, position),
-                rows_of(op.block, position).start[0],
+                ("gradient", reader, op.micro_batch, op.block, tensor_id),
+                rows_of(op.block, tensor_id).start[0],
                 op.box.stop[0],
             )
 
 
-def _key(op: Send, rank: int, block: int, position: int) -> tuple:
-    if isinstance(op, SendGradient):
-        return "gradient", rank, op.micro_batch, block, position
-    return "map", op.micro_batch, block, position
+def _key(op: SendRows, rank: int, block: int, tensor_id: int) -> tuple:
+    if isinstance(op, SendGradRows):
+        return "gradient", rank, op.micro_batch, block, tensor_id
+    return "map", op.micro_batch, block, tensor_id

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from distseg.runtime.operations import BackwardTile, ForwardTile, KeptTile, OfTile, Operation
+from distseg.runtime.operations import BackwardTile, ForwardTile, KeptTile, Operation, TileOperation
 
 
 class Weighed(NamedTuple):
@@ -23,7 +23,7 @@ class Weighed(NamedTuple):
 
 
 def keeping(
-    program: Sequence[Operation], weigh: Callable[[OfTile], Weighed], room: float
+    program: Sequence[Operation], weigh: Callable[[TileOperation], Weighed], room: float
 ) -> list[Operation]:
     """Return the program in which as many tiles keep their graphs as ``room`` bytes allow.
 
@@ -31,7 +31,7 @@ def keeping(
     ``room``.
     """
     free = np.array(
-        [room - weigh(op).most if isinstance(op, OfTile) else math.inf for op in program]
+        [room - weigh(op).most if isinstance(op, TileOperation) else math.inf for op in program]
     )
     found = list(program)
     for there, back in _pairs(program):

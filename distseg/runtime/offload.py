@@ -91,7 +91,7 @@ class Map:
             self._as_it_lies(values, box.relative_to(wide)).add_(self._inward(x))
             self._run(os.pwritev, values, wide, "written to")
 
-    def room(self, box: Box) -> Tensor:
+    def buffer_for(self, box: Box) -> Tensor:
         """Return an empty host tensor for a part, in the map's storage order.
 
         The tensor is pinned if the map's device is a GPU.
@@ -100,14 +100,14 @@ class Map:
             self._shape(box), dtype=self.dtype, pin_memory=self.device.type == "cuda"
         )
 
-    def within(self, room: Tensor, box: Box) -> Tensor:
-        """Return the beginning of ``room``, reshaped for the smaller part ``box``."""
+    def within(self, buffer_for: Tensor, box: Box) -> Tensor:
+        """Return the beginning of ``buffer_for``, reshaped for the smaller part ``box``."""
         shape = self._shape(box)
-        return room.flatten()[: math.prod(shape)].view(shape)
+        return buffer_for.flatten()[: math.prod(shape)].view(shape)
 
     def take(self, box: Box) -> Tensor:
         """Return a copy of a part on the host, in the map's storage order."""
-        found = self.room(box)
+        found = self.buffer_for(box)
         if self._values is not None:
             return found.copy_(self._part(box))
         wide = self._widened(box)
@@ -184,7 +184,7 @@ class Map:
         return values
 
     def _as_it_lies(self, values: Tensor, inside: Box) -> Tensor:
-        """Return the part ``inside`` of fetched values, with the dims as in :meth:`room`."""
+        """Return the part ``inside`` of fetched values, with the dims as in :meth:`buffer_for`."""
         if self.last:
             return values[(slice(None), *inside.slices)]
         return (values if self.rows else values.movedim(-1, 1))[(..., *inside.slices)]
@@ -242,7 +242,7 @@ class VectorMap:
     def add(self, box: Box, x: Tensor) -> None:
         self._values += x.to("cpu")
 
-    def room(self, box: Box) -> Tensor:
+    def buffer_for(self, box: Box) -> Tensor:
         return torch.empty_like(self._values)
 
     def take(self, box: Box) -> Tensor:
@@ -318,7 +318,7 @@ def _reserved(size: int, folder: str | Path):
     return file
 
 
-def check_room(folder: str | Path, needed: int) -> None:
+def require_scratch_space(folder: str | Path, needed: int) -> None:
     """Refuse a folder with fewer than ``needed`` free bytes.
 
     Raises:

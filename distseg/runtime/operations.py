@@ -5,7 +5,7 @@ Pure functions build the list (:mod:`distseg.runtime.stage_program`,
 mean:
 
     segment    the number of a run of layers in the network
-    position   a feature map, by the number of the layer that it lies before
+    tensor_id  a feature map, by the number of the layer that it lies before
     block      a tile batch of the micro-batch, by number
     box        the tile of a segment's result
 """
@@ -39,7 +39,7 @@ class Operation:
 
 
 @dataclass(frozen=True)
-class OfEdge(Operation):
+class EdgeOperation(Operation):
     """Transfer along an edge between stages.
 
     Args:
@@ -66,16 +66,16 @@ class OfEdge(Operation):
         return self.edge.source if self.back else self.edge.target
 
 
-class Receive(OfEdge):
-    """Receive of the tensors that the next pass takes."""
+class Recv(EdgeOperation):
+    """Receive of the tensors that the next pass reads."""
 
-    verb = "receive"
+    verb = "recv"
 
 
-class Hand(OfEdge):
-    """Send of the tensors that the last pass made."""
+class Send(EdgeOperation):
+    """Send of the tensors that the last pass computed."""
 
-    verb = "hand"
+    verb = "send"
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Recompute(Operation):
 
 
 @dataclass(frozen=True)
-class OfTile(Operation):
+class TileOperation(Operation):
     """Pass of a tile through a segment."""
 
     micro_batch: int
@@ -112,7 +112,7 @@ class OfTile(Operation):
 
 
 @dataclass(frozen=True)
-class KeptTile(OfTile):
+class KeptTile(TileOperation):
     """Pass of a tile whose graph may be kept.
 
     Args:
@@ -137,7 +137,7 @@ class ForwardTile(KeptTile):
 
 
 @dataclass(frozen=True)
-class OutputTile(OfTile):
+class OutputTile(TileOperation):
     """Forward pass of a tile of the network's result, which the executor yields.
 
     Args:
@@ -162,74 +162,74 @@ class BackwardTile(KeptTile):
 
 
 @dataclass(frozen=True)
-class OfMap(Operation):
+class MapOperation(Operation):
     """Operation on one feature map."""
 
     micro_batch: int
-    position: int
+    tensor_id: int
 
     def _what(self) -> str:
-        return f"map {self.position}"
+        return f"map {self.tensor_id}"
 
 
-class Expect(OfMap):
+class RecvRows(MapOperation):
     """Start of a receive of a feature map, whose rows arrive as they become final."""
 
-    verb = "expect"
+    verb = "recv"
 
 
 @dataclass(frozen=True)
-class ExpectGradient(OfMap):
+class RecvGradRows(MapOperation):
     """Start of a receive of the gradient that another rank sends back for a feature map."""
 
     source: int
-    verb = "expect"
+    verb = "recv"
 
     def _what(self) -> str:
-        return f"gradient of map {self.position} from rank {self.source}"
+        return f"gradient of map {self.tensor_id} from rank {self.source}"
 
 
-class Measure(OfMap):
+class Measure(MapOperation):
     """Computation of the moments of a feature map that no segment of this rank computed."""
 
     verb = "measure"
 
 
-class Statistic(OfMap):
+class Statistic(MapOperation):
     """Computation of the statistics of the norm after a map, from all tiles. Collective."""
 
     verb = "statistic"
 
 
-class Fetch(OfMap):
+class FetchHalo(MapOperation):
     """Fetch of a feature map's margin from the ranks that own it.
 
     Collective over the ranks that share an image.
     """
 
-    verb = "fetch"
+    verb = "halo"
 
 
-class GiveBack(OfMap):
-    """Adjoint of :class:`Fetch`: the margin's gradient is sent to its owners, which add it."""
+class SendHaloGrad(MapOperation):
+    """Adjoint of :class:`FetchHalo`: the margin's gradient is sent to its owners, which add it."""
 
-    verb = "give back"
+    verb = "halo grad"
 
 
-class Settle(OfMap):
+class FinalizeStatistics(MapOperation):
     """Reduction of the statistics' gradient over all tiles. Collective."""
 
-    verb = "settle"
+    verb = "finalize"
 
 
-class Correct(OfMap):
+class ApplyStatisticsGrad(MapOperation):
     """Addition of the statistics' gradient to the stored gradient of a feature map."""
 
-    verb = "correct"
+    verb = "apply"
 
 
 @dataclass(frozen=True)
-class Send(OfMap):
+class SendRows(MapOperation):
     """Release of the rows before ``final`` of a feature map to the ranks that read them.
 
     These rows do not change any more. ``block`` is the number of the tile batch.
@@ -240,13 +240,13 @@ class Send(OfMap):
     verb = "send"
 
     def _what(self) -> str:
-        return f"map {self.position}  {_block(self.block)}rows before {self.final}"
+        return f"map {self.tensor_id}  {_block(self.block)}rows before {self.final}"
 
 
-class SendGradient(Send):
+class SendGradRows(SendRows):
     """Release of the gradient rows before ``final`` to the rank that computed the feature map."""
 
-    verb = "return"
+    verb = "send grad"
 
 
 @dataclass(frozen=True)
@@ -257,13 +257,13 @@ class Loss(Operation):
     verb = "loss"
 
 
-class Drop(OfMap):
+class Drop(MapOperation):
     """Release of a feature map's memory, once other ranks have what they read of it."""
 
     verb = "drop"
 
 
-class DropGradient(OfMap):
+class DropGradient(MapOperation):
     """Release of the memory of a feature map's gradient."""
 
     verb = "drop grad"
@@ -299,4 +299,8 @@ def _alike(one: Operation, other: Operation) -> bool:
     def key(o):
         return (type(o), o.micro_batch, o.segment, o.block, isinstance(o, KeptTile) and o.kept)
 
-    return isinstance(one, OfTile) and isinstance(other, OfTile) and key(one) == key(other)
+    return (
+        isinstance(one, TileOperation)
+        and isinstance(other, TileOperation)
+        and key(one) == key(other)
+    )

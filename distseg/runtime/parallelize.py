@@ -100,15 +100,15 @@ class TiledModel(nn.Module):
         self.flat = inputs is not None
         self.layers = [layer for _, layer in flat_layers(model)] if self.flat else None
         # Taken before ``keep`` drops layers, so that it covers the whole model.
-        self.live_always = [
+        self.active_in_evaluation = [
             p
             for p, layer in enumerate(self.layers or [])
             if isinstance(layer, DistributedNorm) and not layer.tracks
         ]
         """Numbers of the norms that are active in evaluation too."""
         self.of_image = of_image
-        self.always_live = any(not n.tracks for n in self.norms)
-        self.live_in_training = bool(self.norms)
+        self.always_active = any(not n.tracks for n in self.norms)
+        self.active_in_training = bool(self.norms)
         self._frees: dict[tuple, dict[int, list[int]]] = {}
 
     @cached_property
@@ -122,9 +122,9 @@ class TiledModel(nn.Module):
         return [m for m in self.model.modules() if isinstance(m, KeyedDropout)]
 
     @property
-    def live_norms(self) -> bool:
+    def has_active_norms(self) -> bool:
         """True if a norm is active, so the windows of an image must be computed together."""
-        return any(n.live for n in self.norms)
+        return any(n.active for n in self.norms)
 
     def device_of(self, part: range) -> torch.device | None:
         """Return the device of the weights of some layers, or None if they have no weights."""
@@ -178,7 +178,7 @@ class TiledModel(nn.Module):
             self.run(maps, places, range(len(self.layers)))
             return [had[len(self.layers)] for had in maps]
         self.context.places = places
-        if len(windows) > 1 and self.live_norms:
+        if len(windows) > 1 and self.has_active_norms:
             raise ValueError(
                 f"a rank holds {len(windows)} windows of one micro-batch, but with active norms "
                 "only a flat nn.Sequential computes several "
@@ -273,7 +273,7 @@ class TiledModel(nn.Module):
                     "spatial.frozen_norm needs batch norm"
                 )
             n.frozen = True
-        self.live_in_training = len(norms) < len(self.norms)
+        self.active_in_training = len(norms) < len(self.norms)
 
     def commit_statistics(self, unbiased: bool = False) -> None:
         """Update the running statistics of batch norms, once per optimizer step.

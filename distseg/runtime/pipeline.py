@@ -16,7 +16,7 @@ from torch import Tensor
 from distseg.comm.mail import Form, Mail, Receipt
 from distseg.comm.watch import heartbeat
 from distseg.runtime.actions import Action, Backward, Forward, Weight
-from distseg.runtime.operations import Hand, OfEdge, Operation, Receive, Recompute
+from distseg.runtime.operations import EdgeOperation, Operation, Recompute, Recv, Send
 from distseg.runtime.partition import Edge, Partition
 from distseg.runtime.stage import Stage
 from distseg.runtime.stage_program import operations, receives_ahead
@@ -82,10 +82,10 @@ class Pipeline:
         try:
             for place, op in enumerate(program):
                 unit = units[op.micro_batch]
-                if not isinstance(op, Hand):  # The operation after a send looks ahead itself.
+                if not isinstance(op, Send):  # The operation after a send looks ahead itself.
                     self._post_ahead(program, place, units)
                 match op:
-                    case Receive():
+                    case Recv():
                         self._receive(op, unit)
                     case Forward():
                         self._forward(op, unit, (op.stage, op.micro_batch) not in dropped)
@@ -95,7 +95,7 @@ class Pipeline:
                         self._backward(op, splits)
                     case Weight():
                         self._weight(op)
-                    case Hand():
+                    case Send():
                         self._hand(op, unit)
             with self.trace.span("send", "flush"):
                 self.mail.flush()
@@ -154,13 +154,13 @@ class Pipeline:
 
     # Messages
 
-    def _tag(self, op: OfEdge) -> int:
+    def _tag(self, op: EdgeOperation) -> int:
         return 3 * self._numbers[op.edge] + op.back
 
     def _forms_tag(self, edge: Edge) -> int:
         return 3 * self._numbers[edge] + 2
 
-    def _hand(self, op: Hand, unit: MicroBatch) -> None:
+    def _hand(self, op: Send, unit: MicroBatch) -> None:
         peer = self.partition.placement[op.receiver]
         if peer == self.comm.rank:
             return  # The tensors stay on this rank.
@@ -172,7 +172,7 @@ class Pipeline:
             _check(form, x, op)
             self.mail.send(form.fit(x), peer, self._tag(op))
 
-    def _receive(self, op: Receive, unit: MicroBatch) -> None:
+    def _receive(self, op: Recv, unit: MicroBatch) -> None:
         key = op.edge, op.micro_batch, op.back
         if key in self._here:
             return
@@ -182,7 +182,7 @@ class Pipeline:
         with self.trace.span("wait", str(op.edge)):
             self._here[key] = [receipt.tensor() for receipt in self._posted.pop(key)]
 
-    def _post(self, op: Receive, unit: MicroBatch) -> None:
+    def _post(self, op: Recv, unit: MicroBatch) -> None:
         peer, key = self.partition.placement[op.sender], (op.edge, unit.signature)
         if key not in self._forms:
             with self.trace.span("wait", "forms"):
@@ -211,7 +211,7 @@ class Pipeline:
             self._post(op, unit)
 
 
-def _check(form: Form, x: Tensor, message: OfEdge) -> None:
+def _check(form: Form, x: Tensor, message: EdgeOperation) -> None:
     if (form.shape, form.dtype) != (tuple(x.shape), x.dtype):
         raise ValueError(
             f"{'the gradient of ' if message.back else ''}{message.edge} is {Form.of(x)} in "

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from distseg.runtime.actions import Action, Backward, Forward, Weight
-from distseg.runtime.operations import Hand, OfEdge, Operation, Receive, Recompute
+from distseg.runtime.operations import EdgeOperation, Operation, Recompute, Recv, Send
 from distseg.runtime.partition import Edge
 from distseg.runtime.stage_program import operations
 from distseg.runtime.trace import Span
@@ -32,13 +32,13 @@ class Simulation:
     Attributes:
         spans: the spans of computation, in order for each rank.
         ranks: the number of ranks.
-        live: for each stage, the largest number of micro-batches whose activations it holds,
+        peak_micro_batches: the largest number of micro-batches that each stage holds at once,
             including activations that W still needs.
     """
 
     spans: tuple[Span, ...]
     ranks: int
-    live: tuple[int, ...]
+    peak_micro_batches: tuple[int, ...]
 
     @property
     def makespan(self) -> float:
@@ -105,7 +105,7 @@ def simulate(
                 for rank, left in stuck
             )
             raise ValueError("the schedule is a deadlock: " + "; ".join(waits))
-    return Simulation(tuple(run.spans), len(orders), peak_live(orders, len(placement)))
+    return Simulation(tuple(run.spans), len(orders), peak_micro_batches(orders, len(placement)))
 
 
 def _action(operations: Sequence[Operation]) -> Action:
@@ -113,7 +113,7 @@ def _action(operations: Sequence[Operation]) -> Action:
     return next(op for op in operations if isinstance(op, Action))
 
 
-def peak_live(orders: Orders, stages: int) -> tuple[int, ...]:
+def peak_micro_batches(orders: Orders, stages: int) -> tuple[int, ...]:
     """Return, for each stage, the largest number of micro-batches that it holds at once.
 
     A stage holds a micro-batch from its forward pass to its last action.
@@ -187,7 +187,7 @@ def check(
 
 def _check_messages(orders: Orders, edge: Edge, placement: Sequence[int]) -> None:
     for back in (False, True)[: 1 + edge.gradient]:
-        way = Receive(0, edge, back)
+        way = Recv(0, edge, back)
 
         def of(kind, stage):
             return [
@@ -196,7 +196,7 @@ def _check_messages(orders: Orders, edge: Edge, placement: Sequence[int]) -> Non
                 if isinstance(op, kind) and op.back == back
             ]
 
-        sent, wanted = of(Hand, way.sender), of(Receive, way.receiver)
+        sent, wanted = of(Send, way.sender), of(Recv, way.receiver)
         if sent != wanted:
             kind = (Backward if back else Forward).kind
             raise ValueError(
@@ -235,7 +235,7 @@ class _Run:
 
     def lacks(self, op: Operation) -> str | None:
         """Return the name of what an operation still waits for, or None."""
-        if isinstance(op, Receive):
+        if isinstance(op, Recv):
             kind = (Backward if op.back else Forward).kind
             return (
                 None
@@ -246,9 +246,9 @@ class _Run:
         return None if first is None or first in self.done else first.name
 
     def do(self, rank: int, op: Operation) -> None:
-        if isinstance(op, Receive):
+        if isinstance(op, Recv):
             self.ready[rank] = max(self.ready[rank], self.arrivals[_key(op)])
-        elif isinstance(op, Hand):
+        elif isinstance(op, Send):
             self._send(op, rank)
         elif isinstance(op, Recompute):
             self._spend(rank, "recompute", Backward(op.stage, op.micro_batch), 0.0)
@@ -263,7 +263,7 @@ class _Run:
             self.free[rank] = start + seconds
             self.spans.append(Span(rank, kind, action.name, start, start + seconds))
 
-    def _send(self, op: Hand, sender: int) -> None:
+    def _send(self, op: Send, sender: int) -> None:
         receiver, now = self.placement[op.receiver], self.free[sender]
         if receiver != sender:
             now = max(now, self.free[sender, receiver]) + self.transfer(op.edge)
@@ -271,5 +271,5 @@ class _Run:
         self.arrivals[_key(op)] = now
 
 
-def _key(op: OfEdge) -> tuple[Edge, int, bool]:
+def _key(op: EdgeOperation) -> tuple[Edge, int, bool]:
     return op.edge, op.micro_batch, op.back

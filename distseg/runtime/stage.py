@@ -33,7 +33,7 @@ class Head(Protocol):
     def note(self, unit: MicroBatch, rows: list[Tensor]) -> None:
         """Record the partial sums of a micro-batch; recomputation does not call this again."""
 
-    def slopes(self, unit: MicroBatch, rows: list[Tensor]) -> list[Tensor]:
+    def loss_grads(self, unit: MicroBatch, rows: list[Tensor]) -> list[Tensor]:
         """Return the loss gradient with respect to the partial sums."""
 
 
@@ -90,7 +90,7 @@ class Stage:
         """
         unit, inputs, outputs = self._kept.pop(m)
         if self.head:
-            gradients = [(LOSS, self.head.slopes(unit, outputs[LOSS]))]
+            gradients = [(LOSS, self.head.loss_grads(unit, outputs[LOSS]))]
         pairs = [
             (x, g)
             for source, gs in gradients

@@ -3,9 +3,9 @@
 The list has a schedule's actions, with the messages and repeated passes around them. A pass takes
 what the edges into its stage bring, and leaves what the edges out of it send::
 
-    1F1B, rank 1 of 3:    receive x   forward    hand x
-                          receive x   forward    hand x
-                          receive g   backward   hand g     ...
+    1F1B, rank 1 of 3:    recv x      forward    send x
+                          recv x      forward    send x
+                          recv g      backward   send g     ...
 
 A forward pass whose activations were not kept is repeated before the rank waits for the gradients,
 while these are on their way.
@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 
 from distseg.runtime.actions import Action, Backward, Forward, Weight
-from distseg.runtime.operations import Hand, Operation, Receive, Recompute
+from distseg.runtime.operations import Operation, Recompute, Recv, Send
 from distseg.runtime.partition import Edge
 
 AHEAD = 2  # Number of later passes whose receives are posted.
@@ -51,11 +51,11 @@ def _around(action: Action, edges: Sequence[Edge], again: bool) -> Iterator[Oper
     if back and again:
         yield Recompute(m, action.stage)
     yield from (
-        op for op in (Receive(m, *message) for message in messages) if op.receiver == action.stage
+        op for op in (Recv(m, *message) for message in messages) if op.receiver == action.stage
     )
     yield action
     yield from (
-        op for op in (Hand(m, *message) for message in messages) if op.sender == action.stage
+        op for op in (Send(m, *message) for message in messages) if op.sender == action.stage
     )
 
 
@@ -87,11 +87,11 @@ def soon(order: Sequence[Action], place: int) -> list[Action]:
     return list(islice(receiving, 1 + AHEAD))
 
 
-def receives_ahead(program: Sequence[Operation], place: int) -> Iterator[Receive]:
+def receives_ahead(program: Sequence[Operation], place: int) -> Iterator[Recv]:
     """Yield the receives of an operation and of the passes soon after it, in order."""
     passes = 0
     for op in islice(program, place, None):
-        if isinstance(op, Receive):
+        if isinstance(op, Recv):
             yield op
         elif isinstance(op, (Forward, Backward)):
             passes += 1

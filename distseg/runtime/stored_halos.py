@@ -23,7 +23,7 @@ from distseg.tiling.tile import Box
 _Strips = dict[int, list[tuple[Map, Box]]]  # By rank; both sides use one order.
 
 
-class Borders:
+class StoredHalos:
     """Halo exchange of stored feature maps between neighbouring ranks, with one tile per rank.
 
     Args:
@@ -34,18 +34,18 @@ class Borders:
         self._exchange, self._mail = exchange, Mail(exchange.comm)
 
     def fetch(
-        self, position: int, layouts: Sequence[Layout], cells: Sequence[Cell], maps: Sequence[Map]
+        self, tensor_id: int, layouts: Sequence[Layout], cells: Sequence[Cell], maps: Sequence[Map]
     ) -> None:
         """Fill the margins of a feature map for each image.
 
         Collective over the ranks that share the images.
         """
-        going, coming = self._strips(position, layouts, cells, maps)
-        self._move(going, coming, Map.put, 2 * position, f"the borders of map {position}")
+        sending, receiving = self._strips(tensor_id, layouts, cells, maps)
+        self._move(sending, receiving, Map.put, 2 * tensor_id, f"the borders of map {tensor_id}")
 
-    def give_back(
+    def send_grad(
         self,
-        position: int,
+        tensor_id: int,
         layouts: Sequence[Layout],
         cells: Sequence[Cell],
         gradients: Sequence[Map],
@@ -54,36 +54,42 @@ class Borders:
 
         The margins' gradients are 0 afterwards.
         """
-        coming, going = self._strips(position, layouts, cells, gradients)
+        receiving, sending = self._strips(tensor_id, layouts, cells, gradients)
         self._move(
-            going, coming, _add, 2 * position + 1, f"the gradient of the borders of map {position}"
+            sending,
+            receiving,
+            _add,
+            2 * tensor_id + 1,
+            f"the gradient of the borders of map {tensor_id}",
         )
-        for stored, box in (strip for strips in going.values() for strip in strips):
+        for stored, box in (strip for strips in sending.values() for strip in strips):
             # A rank may have computed cells of its margin itself; these must not count twice.
-            stored.put(box, stored.room(box).zero_())
+            stored.put(box, stored.buffer_for(box).zero_())
 
     def _strips(
-        self, position: int, layouts: Sequence[Layout], cells: Sequence[Cell], maps: Sequence[Map]
+        self, tensor_id: int, layouts: Sequence[Layout], cells: Sequence[Cell], maps: Sequence[Map]
     ) -> tuple[_Strips, _Strips]:
         """Return the strips to send to each rank, and the strips to receive from each."""
-        going: _Strips = {}
-        coming: _Strips = {}
+        sending: _Strips = {}
+        receiving: _Strips = {}
         for layout, cell, stored in zip(layouts, cells, maps):
-            if position not in layout.exchanged:
+            if tensor_id not in layout.exchanged:
                 continue
-            cuts, wanted = layout.margins(position)
+            cuts, wanted = layout.margins(tensor_id)
             for copy in copies_from(cell, cuts, wanted):
-                going.setdefault(self._exchange.rank_of(copy.target), []).append((stored, copy.box))
-            for copy in copies_to(cell, cuts, wanted):
-                coming.setdefault(self._exchange.rank_of(copy.source), []).append(
+                sending.setdefault(self._exchange.rank_of(copy.target), []).append(
                     (stored, copy.box)
                 )
-        return going, coming
+            for copy in copies_to(cell, cuts, wanted):
+                receiving.setdefault(self._exchange.rank_of(copy.source), []).append(
+                    (stored, copy.box)
+                )
+        return sending, receiving
 
     def _move(
         self,
-        going: _Strips,
-        coming: _Strips,
+        sending: _Strips,
+        receiving: _Strips,
         put: Callable[[Map, Box, Tensor], None],
         tag: int,
         what: str,
@@ -92,7 +98,7 @@ class Borders:
             rank: self._mail.receive_bytes(
                 sum(stored.bytes_of(box) for stored, box in strips), rank, tag
             )
-            for rank, strips in coming.items()
+            for rank, strips in receiving.items()
         }
         self._mail.send_all(
             {
@@ -102,15 +108,15 @@ class Borders:
                         for stored, box in strips
                     ]
                 )
-                for rank, strips in going.items()
+                for rank, strips in sending.items()
             },
             tag,
         )
         for rank, receipt in arriving.items():
             buffer = receipt.tensor(f"{what} from rank {rank} of the image's tiles", "halo")
-            parts = buffer.split([stored.bytes_of(box) for stored, box in coming[rank]])
-            for (stored, box), part in zip(coming[rank], parts):
-                values = stored.room(box)
+            parts = buffer.split([stored.bytes_of(box) for stored, box in receiving[rank]])
+            for (stored, box), part in zip(receiving[rank], parts):
+                values = stored.buffer_for(box)
                 _cells(stored, values).copy_(
                     part.view(values.dtype).view(_cells(stored, values).shape)
                 )

@@ -40,30 +40,30 @@ from distseg.layers.local import cropped, run
 from distseg.layers.norm import Pending
 from distseg.models.layers import skip_store
 from distseg.runtime.kept_graphs import Weighed, keeping, keeping_all
-from distseg.runtime.offload import Map, VectorMap, check_room
+from distseg.runtime.offload import Map, VectorMap, require_scratch_space
 from distseg.runtime.operations import (
+    ApplyStatisticsGrad,
     BackwardTile,
-    Correct,
     Drop,
     DropGradient,
-    Expect,
-    ExpectGradient,
-    Fetch,
+    FetchHalo,
+    FinalizeStatistics,
     ForwardTile,
-    GiveBack,
     Loss,
     Measure,
-    OfTile,
     Operation,
     OutputTile,
-    Send,
-    SendGradient,
-    Settle,
+    RecvGradRows,
+    RecvRows,
+    SendGradRows,
+    SendHaloGrad,
+    SendRows,
     Statistic,
+    TileOperation,
 )  # fmt: skip
 from distseg.runtime.parallelize import TiledModel
-from distseg.runtime.stored_halos import Borders
-from distseg.runtime.tile_program import StagePlan, peak, whole
+from distseg.runtime.stored_halos import StoredHalos
+from distseg.runtime.tile_program import StagePlan, all_operations, peak
 from distseg.runtime.transfer import Receiving, Sending, Transfers
 from distseg.tiling.access_pattern import Span
 from distseg.tiling.graph import Graph, last_readings
@@ -82,7 +82,7 @@ _CPU = torch.device("cpu")
 class Sizes(Protocol):
     """Sizes of feature maps and tiles, in bytes."""
 
-    def bytes_of(self, position: int, box: Box, images: int) -> int:
+    def bytes_of(self, tensor_id: int, box: Box, images: int) -> int:
         """Return the size of a region of a stored feature map."""
 
     def kept(self, way: Chain, images: int) -> float:
@@ -105,7 +105,7 @@ class StreamingExecutor:
     Args:
         model: the model with its distributed counterparts.
         graph: the graph of its layers (:func:`distseg.layers.graph.graph_of`).
-        live: the numbers of the active norms.
+        active: the numbers of the active norms.
         layout: returns the layout of an image of a given size on the mesh's tiles.
         tiling: returns the tile size of a segment's result.
         folder: the folder of stored feature maps; None stores them in the host's memory.
@@ -119,9 +119,9 @@ class StreamingExecutor:
             read.
         trims: True to give free memory back to the system, which takes some milliseconds. This
             happens where tiles of another size begin.
-        borders: exchanges the margins of stored feature maps, if the layout's tiles exchange any.
-        room: budget in bytes for one tile and all tiles whose graphs wait for their backward pass;
-            unlimited by default.
+        halos: exchanges the margins of stored feature maps, if the layout's tiles exchange any.
+        budget: budget in bytes for one tile and all tiles whose graphs wait for their backward
+            pass; unlimited by default.
 
     Attributes:
         watch: called now and then with the share of the operations that is done.
@@ -133,7 +133,7 @@ class StreamingExecutor:
         self,
         model: TiledModel,
         graph: Graph,
-        live: Sequence[int],
+        active: Sequence[int],
         layout: Callable[[Sequence[int]], Layout],
         tiling: Tiling,
         folder: str | None,
@@ -145,19 +145,19 @@ class StreamingExecutor:
         comm=Alone(),
         returns: bool = True,
         trims: bool = True,
-        borders: Borders | None = None,
-        room: float | None = None,
+        halos: StoredHalos | None = None,
+        budget: float | None = None,
     ):
-        self.model, self.graph, self.live = model, graph, set(live)
+        self.model, self.graph, self.active = model, graph, set(active)
         self.layout, self.tiling, self.folder = layout, tiling, folder
         self.sizes, self.autocast = sizes, autocast
         self.devices = [torch.device(d) for d in devices]
-        self.returns, self.trims, self.borders, self.room = returns, trims, borders, room
+        self.returns, self.trims, self.halos, self.budget = returns, trims, halos, budget
         self.stages, self.placement = tuple(stages), tuple(placement)
         self.comm, self.transfers = comm, Transfers(comm)
         self.watch: Callable[[float], None] = lambda share: None
         self.span: Callable[[str, str], AbstractContextManager] = lambda kind, name: nullcontext()
-        self._works: dict[tuple, StagePlan] = {}
+        self._plans: dict[tuple, StagePlan] = {}
         self._stored: dict[tuple, int] = {}
 
     def device_of(self, segment: Segment) -> torch.device:
@@ -172,15 +172,15 @@ class StreamingExecutor:
         )
         return f"{self.graph[begins].name} to {self.graph[segment.nodes[-1]].name}"
 
-    def name_of_map(self, position: int) -> str:
+    def name_of_feature_map(self, tensor_id: int) -> str:
         """Return the name of a feature map, for messages."""
-        return f"the map behind {self.graph[position - 1].name}"
+        return f"the map behind {self.graph[tensor_id - 1].name}"
 
     def label_tiles(self, block: LazyTileBatch) -> Iterator[Box]:
         """Return the strips in which the labels of a tile batch are read."""
         return strips(block.place.tile, _LABELS)
 
-    def work(
+    def plan(
         self,
         places: Sequence[TilePlacement],
         number: int = 0,
@@ -197,16 +197,16 @@ class StreamingExecutor:
                 tiles are computed, in the executor's tile size; only this case is cached.
         """
         key = number, _sizes(places)
-        if boxes is None and key in self._works:
-            return self._works[key]
-        work = self._work(places, number, boxes, self.comm.rank)
-        return self._works.setdefault(key, work) if boxes is None else work
+        if boxes is None and key in self._plans:
+            return self._plans[key]
+        plan = self._make_plan(places, number, boxes, self.comm.rank)
+        return self._plans.setdefault(key, plan) if boxes is None else plan
 
-    def works_of_all(self, places: Sequence[TilePlacement], number: int) -> list[StagePlan]:
+    def plans_of_all_ranks(self, places: Sequence[TilePlacement], number: int) -> list[StagePlan]:
         """Return the plan of every pipeline rank for one micro-batch."""
-        return [self._work(places, number, None, rank) for rank in range(self.comm.size)]
+        return [self._make_plan(places, number, None, rank) for rank in range(self.comm.size)]
 
-    def _work(
+    def _make_plan(
         self,
         places: Sequence[TilePlacement],
         number: int,
@@ -216,8 +216,8 @@ class StreamingExecutor:
         layouts = [self.layout(place.image) for place in places]
         # Pixels need no exchange, because they are read together with their margin.
         points = {source for layout in layouts for source in layout.exchanged} - {0}
-        live = {self.graph[number].first for number in self.live}
-        segments = segments_of(self.graph, live | points, self.stages)
+        active = {self.graph[number].first for number in self.active}
+        segments = segments_of(self.graph, active | points, self.stages)
 
         def rank_of(segment):
             return self.placement[segment.stage]
@@ -228,38 +228,38 @@ class StreamingExecutor:
             p: sorted({rank_of(s) for s in segments if p in s.sources} - {rank}) for p in makers
         }
         ours = {number for n in mine for number in segments[n].nodes}
-        live = {self.graph[number].first for number in self.live & ours}
+        active = {self.graph[number].first for number in self.active & ours}
         read = {source for n in mine for source in segments[n].sources}
-        cut = Cut(self.graph, segments, layouts, places, self.tiling, boxes)
+        grid = LayoutTiles(self.graph, segments, layouts, places, self.tiling, boxes)
         return StagePlan(
-            segments, mine, live, points & read, makers, readers, cut, self.returns, number
+            segments, mine, active, points & read, makers, readers, grid, self.returns, number
         )
 
-    def keeping(self, program: Sequence[Operation], works: Sequence[StagePlan]) -> list[Operation]:
+    def keeping(self, program: Sequence[Operation], plans: Sequence[StagePlan]) -> list[Operation]:
         """Return the program in which as many tiles keep their graphs as the budget allows.
 
         All tiles keep their graphs if the executor has no budget.
         """
-        if self.room is None:
+        if self.budget is None:
             return keeping_all(program)
-        cuts = {work.number: work.cut for work in works}
+        grids = {plan.number: plan.grid for plan in plans}
 
         @cache
-        def weigh(op: OfTile) -> Weighed:
-            cut = cuts[op.micro_batch]
-            return self.sizes.weigh(cut.chain(op), cut.images[op.block])
+        def weigh(op: TileOperation) -> Weighed:
+            grid = grids[op.micro_batch]
+            return self.sizes.weigh(grid.chain(op), grid.images[op.block])
 
-        return keeping(program, weigh, self.room)
+        return keeping(program, weigh, self.budget)
 
     def stored(self, places: Sequence[TilePlacement]) -> int:
         """Return the largest number of bytes of feature maps that a micro-batch stores at once."""
         key = _sizes(places)
         if key not in self._stored:
-            work = self.work(places)
+            plan = self.plan(places)
             self._stored[key] = peak(
-                work,
-                lambda block, position: self.sizes.bytes_of(
-                    position, work.cut.held(block, position), len(places[block].images)
+                plan,
+                lambda block, tensor_id: self.sizes.bytes_of(
+                    tensor_id, plan.grid.held(block, tensor_id), len(places[block].images)
                 ),
             )
         return self._stored[key]
@@ -274,20 +274,20 @@ class StreamingExecutor:
         tile = layout.part(0, (0,) * len(layout.grid)).owned
         numbers = tuple(range(images))
         places = [TilePlacement(tuple(image), tile, tile, numbers, numbers)]
-        work, stored = self.work(places), self.stored(places)
-        visits = sum(isinstance(op, OfTile) for op in whole(work))
+        plan, stored = self.plan(places), self.stored(places)
+        visits = sum(isinstance(op, TileOperation) for op in all_operations(plan))
         if not stored:
             return f"streamed tiles: {visits} windows per step, one after another"
         where = f"in {self.folder}" if self.folder else "in memory"
         of = f" on the first of {self.comm.size} ranks" if self.comm.size > 1 else ""
-        segments = f"{len(work.mine)} segment{'s' * (len(work.mine) > 1)}{of}"
+        segments = f"{len(plan.mine)} segment{'s' * (len(plan.mine) > 1)}{of}"
         batch = "an image" if images == 1 else f"a micro-batch of {images} images"
         return (
             f"streamed tiles: {segments}, {visits} tile passes (forward and backward) for {batch}; "
             f"{stored / 1e9:.3g} GB of feature maps stored {where}"
         )
 
-    def check_room(self, *under_way: Sequence[TilePlacement]) -> None:
+    def require_scratch_space(self, *under_way: Sequence[TilePlacement]) -> None:
         """Refuse a scratch folder that is too small for micro-batches that are under way together.
 
         Args:
@@ -297,14 +297,14 @@ class StreamingExecutor:
             OSError: naming the folder and both sizes.
         """
         if self.folder is not None and (stored := sum(map(self.stored, under_way))):
-            check_room(self.folder, stored)
+            require_scratch_space(self.folder, stored)
 
     def run(
         self,
         operations: Sequence[Operation],
-        works: Sequence[StagePlan],
+        plans: Sequence[StagePlan],
         micro_batches: Sequence[Sequence[LazyTileBatch]],
-        settle: Callable[[], None] = lambda: None,
+        find_loss_grad: Callable[[], None] = lambda: None,
     ) -> Iterator[tuple[OutputTile, Tensor]]:
         """Run the operations in order and yield the logits (B, C', *box.size) of each output tile.
 
@@ -314,47 +314,49 @@ class StreamingExecutor:
 
         Args:
             operations: the operations of this rank.
-            works: the plan of each micro-batch.
+            plans: the plan of each micro-batch.
             micro_batches: the tile batches of each micro-batch.
-            settle: called when the loss gradient must be known.
+            find_loss_grad: called when the loss gradient must be known.
         """
-        walks = [MicroBatchRun(self, work, blocks) for work, blocks in zip(works, micro_batches)]
-        tiles, done = sum(isinstance(op, OfTile) for op in operations), 0
+        runs = [MicroBatchRun(self, plan, blocks) for plan, blocks in zip(plans, micro_batches)]
+        tiles, done = sum(isinstance(op, TileOperation) for op in operations), 0
         trimmers: dict[tuple, GapTrimmer] = {}
         for op in operations:
             if (
-                isinstance(op, OfTile)
+                isinstance(op, TileOperation)
                 and self.trims
                 and (kind := (type(op), op.segment)) not in trimmers
             ):
                 trimmers[kind] = GapTrimmer()
             if isinstance(op, Loss):
-                settle()
+                find_loss_grad()
             elif isinstance(op, OutputTile):
-                yield from ((op, y) for y in walks[op.micro_batch].output(op))
+                yield from ((op, y) for y in runs[op.micro_batch].output(op))
             else:
-                walks[op.micro_batch].do(op)
-            if isinstance(op, OfTile):
+                runs[op.micro_batch].do(op)
+            if isinstance(op, TileOperation):
                 if self.trims:
-                    trimmers[kind].after_tile(sum(walk.in_memory for walk in walks))
+                    trimmers[kind].after_tile(sum(started.in_memory for started in runs))
                 done += 1
                 self.watch(done / tiles)
-        for walk in walks:
-            walk.close()
+        for started in runs:
+            started.close()
 
 
-def windows(operations: Sequence[Operation], work: StagePlan) -> Iterator[Box]:
+def windows(operations: Sequence[Operation], plan: StagePlan) -> Iterator[Box]:
     """Return the windows of pixels that a micro-batch reads, in order, for prefetching."""
-    there = (op for op in operations if isinstance(op, OfTile) and 0 in work.sources(op.segment))
-    return (work.cut.chain(op).read[0] for op in there)
+    there = (
+        op for op in operations if isinstance(op, TileOperation) and 0 in plan.sources(op.segment)
+    )
+    return (plan.grid.chain(op).read[0] for op in there)
 
 
-def computed(operations: Sequence[Operation], work: StagePlan) -> Iterator[tuple[int, Box]]:
+def computed(operations: Sequence[Operation], plan: StagePlan) -> Iterator[tuple[int, Box]]:
     """Yield (layer, output box) of everything that a micro-batch's operations compute."""
-    for op in (op for op in operations if isinstance(op, OfTile)):
+    for op in (op for op in operations if isinstance(op, TileOperation)):
         yield from (
             (number, part.made)
-            for number, part in zip(work.segments[op.segment].nodes, work.cut.chain(op).parts)
+            for number, part in zip(plan.segments[op.segment].nodes, plan.grid.chain(op).parts)
         )
 
 
@@ -363,7 +365,7 @@ def _sizes(places: Sequence[TilePlacement]) -> tuple:
     return tuple((place.image, place.tile, len(place.images)) for place in places)
 
 
-class Cut:
+class LayoutTiles:
     """Boxes of a micro-batch's tile batches in each feature map.
 
     Args:
@@ -398,25 +400,25 @@ class Cut:
         """Number of tile batches."""
         return len(self.layouts)
 
-    def made(self, block: int, position: int) -> Box:
+    def made(self, block: int, tensor_id: int) -> Box:
         """Return the box of a feature map that is computed for a tile batch."""
-        return self.layouts[block].made(position, self.cells[block])
+        return self.layouts[block].made(tensor_id, self.cells[block])
 
-    def held(self, block: int, position: int) -> Box:
+    def held(self, block: int, tensor_id: int) -> Box:
         """Return the stored box of a feature map: the computed box and the neighbours' margin."""
-        layout, cell, made = self.layouts[block], self.cells[block], self.made(block, position)
-        if position not in layout.exchanged:
+        layout, cell, made = self.layouts[block], self.cells[block], self.made(block, tensor_id)
+        if tensor_id not in layout.exchanged:
             return made
-        _, wanted = layout.margins(position)
+        _, wanted = layout.margins(tensor_id)
         return made.hull(box_of([spans[c] for spans, c in zip(wanted, cell)]))
 
-    def owned(self, block: int, position: int) -> Box:
+    def owned(self, block: int, tensor_id: int) -> Box:
         """Return the box of a feature map that the tile batch owns."""
-        return self.layouts[block].owned(position, self.cells[block])
+        return self.layouts[block].owned(tensor_id, self.cells[block])
 
-    def size(self, block: int, position: int) -> tuple[int, ...]:
+    def size(self, block: int, tensor_id: int) -> tuple[int, ...]:
         """Return the size of the whole feature map."""
-        return tuple(self.layouts[block].sizes[position])
+        return tuple(self.layouts[block].sizes[tensor_id])
 
     def tiles(self, block: int, segment: int) -> Sequence[Box]:
         """Return the tiles of a segment's output computed on this rank."""
@@ -428,7 +430,7 @@ class Cut:
             self.tiling(self.layouts[block], self.segments[segment], result, self.images[block]),
         )
 
-    def _in_rows(self, block: int, position: int) -> bool:
+    def _in_rows(self, block: int, tensor_id: int) -> bool:
         """Return True if all tiles that compute or read a map are whole rows.
 
         Return False if neighbouring ranks lie beside this one.
@@ -438,7 +440,7 @@ class Cut:
         near = [
             n
             for n, segment in enumerate(self.segments)
-            if segment.result == position or position in segment.sources
+            if segment.result == tensor_id or tensor_id in segment.sources
         ]
         return all(
             tile.size[1:] == self.made(block, self.segments[n].result).size[1:]
@@ -450,7 +452,7 @@ class Cut:
         """Return, for each feature map, the rows that ``rows`` of the result depend on."""
         return rows_read(self.layouts[block], self.segments[segment], rows)
 
-    def chain(self, op: OfTile) -> Chain:
+    def chain(self, op: TileOperation) -> Chain:
         """Return the boxes of all layers that compute a tile."""
         return chain(self.layouts[op.block], self.segments[op.segment], op.box)
 
@@ -459,11 +461,11 @@ class MicroBatchRun:
     """Run of one micro-batch's tile batches through this rank's part of the network."""
 
     def __init__(
-        self, executor: StreamingExecutor, work: StagePlan, blocks: Sequence[LazyTileBatch]
+        self, executor: StreamingExecutor, plan: StagePlan, blocks: Sequence[LazyTileBatch]
     ):
-        self.executor, self.work = executor, work
-        self.blocks, self.segments = list(blocks), work.segments
-        self.cut, self.span = work.cut, executor.span
+        self.executor, self.plan = executor, plan
+        self.blocks, self.segments = list(blocks), plan.segments
+        self.grid, self.span = plan.grid, executor.span
         self.layers, self.context = executor.model.layers, executor.model.context
         self.transfers = executor.transfers
         # Keys (int, int) here and below are (tile batch, feature map).
@@ -472,38 +474,38 @@ class MicroBatchRun:
         self.norms: dict[int, Pending] = {}
         self._norms_at: dict[int, list[int]] = {}
         for number in sorted(
-            executor.live
-            & {number for segment in work.mine for number in work.segments[segment].nodes}
+            executor.active
+            & {number for segment in plan.mine for number in plan.segments[segment].nodes}
         ):
             self._norms_at.setdefault(executor.graph[number].first, []).append(number)
         self._first_with = {
             number: segment
-            for segment in sorted(work.mine, reverse=True)
-            for number in work.segments[segment].nodes
+            for segment in sorted(plan.mine, reverse=True)
+            for number in plan.segments[segment].nodes
         }
         self._moments: dict[int, list] = {}
         # Result, leaves and approximate bytes of each tile whose graph is kept.
         self._kept: dict[tuple, tuple[Tensor, list, float]] = {}
-        self._coming: dict[tuple[int, int], Receiving] = {}
-        self._returning: dict[tuple[int, int], list[Receiving]] = {}
+        self._receiving: dict[tuple[int, int], Receiving] = {}
+        self._recv_grads: dict[tuple[int, int], list[Receiving]] = {}
         self._sending: dict[tuple[int, int], list[Sending]] = {}
-        self._handing_back: dict[tuple[int, int], Sending] = {}
+        self._sending_grads: dict[tuple[int, int], Sending] = {}
 
     def do(self, op: Operation) -> None:
         """Run an operation, except :class:`OutputTile` and :class:`Loss`."""
-        _DOES[type(op)](self, op)
+        _RUNS[type(op)](self, op)
 
     def output(self, op: OutputTile) -> Iterator[Tensor]:
         """Yield the logits of a tile, then add the gradients of the feature maps that it read."""
         with torch.set_grad_enabled(op.back), self.span("forward", self._name(op)):
             y, leaves = self._run(op)
         yield y
-        self._take_in(op.block, leaves)
+        self._add_gradients(op.block, leaves)
 
     def close(self) -> None:
         """Release all maps, once other ranks have received what they read of them."""
-        for block, position in [*self._sending]:
-            self._wait_sent(block, position)
+        for block, tensor_id in [*self._sending]:
+            self._wait_sent(block, tensor_id)
         for stored in self.maps.values():
             stored.close()
         self.maps.clear()
@@ -513,22 +515,22 @@ class MicroBatchRun:
     def in_memory(self) -> float:
         """Bytes of this process's memory that stored maps and kept graphs occupy."""
         coming = (
-            r.stored for those in self._returning.values() for r in those if r.stored is not None
+            r.stored for those in self._recv_grads.values() for r in those if r.stored is not None
         )
         kept = sum(size for *_, size in self._kept.values())
         return kept + sum(
             stored.in_memory for stored in (*self.maps.values(), *self.gradients.values(), *coming)
         )
 
-    def _bytes_of_graph(self, op: OfTile) -> float:
+    def _bytes_of_graph(self, op: TileOperation) -> float:
         """Return the bytes of a kept graph, or 0 if nobody trims memory and needs the number."""
         return (
-            self.executor.sizes.kept(self.cut.chain(op), self.cut.images[op.block])
+            self.executor.sizes.kept(self.grid.chain(op), self.grid.images[op.block])
             if self.executor.trims
             else 0.0
         )
 
-    def _name(self, op: OfTile) -> str:
+    def _name(self, op: TileOperation) -> str:
         return self.executor.name_of(self.segments[op.segment])
 
     def _blocks(self) -> range:
@@ -558,36 +560,38 @@ class MicroBatchRun:
             with self.span("recompute", self._name(op)):
                 y, leaves = self._run(op)
         with self.span("backward", self._name(op)):
-            if stop in self.work.live:
-                g = self._corrected(stop, op.block, op.box, g, y.detach())
+            if stop in self.plan.active:
+                g = self._with_statistics_grad(stop, op.block, op.box, g, y.detach())
             if y.requires_grad:
                 torch.autograd.backward([y], [g])
-        self._take_in(op.block, leaves)
+        self._add_gradients(op.block, leaves)
 
-    def _gradient(self, i: int, position: int, box: Box) -> Tensor:
+    def _gradient(self, i: int, tensor_id: int, box: Box) -> Tensor:
         """Return the gradient of a tile, summed over all readers in a fixed order."""
         parts = []
-        if (i, position) in self.gradients:
+        if (i, tensor_id) in self.gradients:
             with self.span("scratch", "read gradient"):
-                parts.append(self.gradients[i, position].read(box))
-        for returning in self._returning.get((i, position), ()):
+                parts.append(self.gradients[i, tensor_id].read(box))
+        for incoming in self._recv_grads.get((i, tensor_id), ()):
             self.transfers.wait_for(
-                returning, box.stop[0], f"the gradient of {self.executor.name_of_map(position)}"
+                incoming,
+                box.stop[0],
+                f"the gradient of {self.executor.name_of_feature_map(tensor_id)}",
             )
             with self.span("scratch", "read gradient"):
-                parts.append(returning.stored.read(box))
+                parts.append(incoming.stored.read(box))
         total = parts[0]
         for part in parts[1:]:
             total += part
         return total
 
-    def _run(self, op: OfTile) -> tuple[Tensor, list]:
+    def _run(self, op: TileOperation) -> tuple[Tensor, list]:
         """Return the segment's result on the tile, and the leaves of its graph.
 
         A leaf is (feature map, window, tensor). Leaves are collected only while gradients are on.
         """
         segment, i = self.segments[op.segment], op.block
-        way, device = self.cut.chain(op), self.executor.device_of(segment)
+        way, device = self.grid.chain(op), self.executor.device_of(segment)
         self.context.places = [self.blocks[i].place]
         leaves = []
         heartbeat(f"tile {op.box} of {self._name(op)}")
@@ -602,36 +606,36 @@ class MicroBatchRun:
                                 way.read[source],
                             )
                     there[number + 1] = self._layer(number, part, there, op), part.made
-                    for source in self.cut.frees[op.segment][number]:
+                    for source in self.grid.frees[op.segment][number]:
                         del there[source]
         finally:
             self.context.regions = None
         return there[segment.result][0], leaves
 
-    def _read(self, position: int, i: int, window: Box) -> Tensor:
-        if position == 0:
+    def _read(self, tensor_id: int, i: int, window: Box) -> Tensor:
+        if tensor_id == 0:
             with self.span("read", "pixels"):
                 return self.blocks[i].pixels(window)
-        self._wait_for(i, position, window.stop[0])
-        stored = self.maps[i, position]
+        self._wait_for_rows(i, tensor_id, window.stop[0])
+        stored = self.maps[i, tensor_id]
         with self.span("scratch", "read"):
             # No copy is needed if only norms read the map and no graph keeps it: norms do not
             # change their input.
-            untouched = not self.executor.returns and len(self._norms_of(position)) == len(
-                self.executor.graph.readers[position]
+            untouched = not self.executor.returns and len(self._norms_of(tensor_id)) == len(
+                self.executor.graph.readers[tensor_id]
             )
             return stored.view(window) if untouched else stored.read(window)
 
     def _source(
-        self, position: int, i: int, window: Box, leaves: list, device: torch.device
+        self, tensor_id: int, i: int, window: Box, leaves: list, device: torch.device
     ) -> Tensor:
-        x = self._read(position, i, window).to(device)
-        if torch.is_grad_enabled() and (position > 0 or 0 in self.work.live):
-            leaves.append((position, window, x.requires_grad_()))
+        x = self._read(tensor_id, i, window).to(device)
+        if torch.is_grad_enabled() and (tensor_id > 0 or 0 in self.plan.active):
+            leaves.append((tensor_id, window, x.requires_grad_()))
         return x
 
     def _layer(
-        self, number: int, part: Part, there: dict[int, tuple[Tensor, Box]], op: OfTile
+        self, number: int, part: Part, there: dict[int, tuple[Tensor, Box]], op: TileOperation
     ) -> Tensor:
         self.transfers.progress()
         layer, ((x, have), *others) = (
@@ -645,7 +649,7 @@ class MicroBatchRun:
         with skip_store({}):
             return run(layer, x, have, part, others)
 
-    def _share(self, number: int, op: OfTile) -> float:
+    def _share(self, number: int, op: TileOperation) -> float:
         """Return the share of its image that a tile stands for, for norms of vectors or lines.
 
         Each tile has the whole vector or line. Only owned cells of the tile count, because windows
@@ -656,18 +660,18 @@ class MicroBatchRun:
         if self._first_with[number] != op.segment:
             return 0.0
         result = self.segments[op.segment].result
-        return op.box.intersection(self.cut.owned(op.block, result)).pixels / math.prod(
-            self.cut.size(op.block, result)
+        return op.box.intersection(self.grid.owned(op.block, result)).pixels / math.prod(
+            self.grid.size(op.block, result)
         )
 
-    def _take_in(self, i: int, leaves: list) -> None:
+    def _add_gradients(self, i: int, leaves: list) -> None:
         """Add the gradients of the leaves to the stored gradients."""
-        for position, window, x in leaves:
-            if position == 0:
+        for tensor_id, window, x in leaves:
+            if tensor_id == 0:
                 continue
             g = torch.zeros_like(x) if x.grad is None else x.grad
             with self.span("scratch", "add gradient"):
-                self._map(self.gradients, i, position, x.detach()).add(window, g)
+                self._map(self.gradients, i, tensor_id, x.detach()).add(window, g)
         leaves.clear()
 
     # Norms
@@ -675,194 +679,201 @@ class MicroBatchRun:
     @torch.no_grad()
     def measure(self, op: Measure) -> None:
         for i in self._blocks():
-            for box in strips(self.cut.made(i, op.position), _CELLS if op.position else _PIXELS):
-                self._take_moments(op.position, i, box, self._read(op.position, i, box))
+            for box in strips(self.grid.made(i, op.tensor_id), _CELLS if op.tensor_id else _PIXELS):
+                self._take_moments(op.tensor_id, i, box, self._read(op.tensor_id, i, box))
 
-    def _norms_of(self, position: int) -> list[int]:
+    def _norms_of(self, tensor_id: int) -> list[int]:
         """Return the active norms of this rank that take statistics of a feature map."""
-        return self._norms_at.get(position, [])
+        return self._norms_at.get(tensor_id, [])
 
-    def _take_moments(self, position: int, i: int, box: Box, x: Tensor) -> None:
-        for number in self._norms_of(position):
-            if self._at(position, i, box).pixels:
+    def _take_moments(self, tensor_id: int, i: int, box: Box, x: Tensor) -> None:
+        for number in self._norms_of(tensor_id):
+            if self._at(tensor_id, i, box).pixels:
                 norm = self.layers[number]
                 self._moments.setdefault(number, []).extend(norm.moments(x, 0, norm.masks([x])[0]))
 
     @torch.no_grad()
     def statistic(self, op: Statistic) -> None:
-        for number in self._norms_of(op.position):
+        for number in self._norms_of(op.tensor_id):
             norm = self.layers[number]
             self.norms[number] = norm.pending(norm.statistics(self._moments.pop(number)))
 
-    def settle(self, op: Settle) -> None:
-        for number in self._norms_of(op.position):
-            self.norms[number].settle()
+    def finalize_statistics(self, op: FinalizeStatistics) -> None:
+        for number in self._norms_of(op.tensor_id):
+            self.norms[number].finalize()
 
     @torch.no_grad()
-    def correct(self, op: Correct) -> None:
+    def apply_statistics_grad(self, op: ApplyStatisticsGrad) -> None:
         for i in self._blocks():
-            self._wait_for(i, op.position)
-            gradient, stored = self.gradients[i, op.position], self.maps[i, op.position]
+            self._wait_for_rows(i, op.tensor_id)
+            gradient, stored = self.gradients[i, op.tensor_id], self.maps[i, op.tensor_id]
             for box in strips(gradient.box, _CELLS):
                 gradient.write(
-                    box, self._corrected(op.position, i, box, gradient.read(box), stored.read(box))
+                    box,
+                    self._with_statistics_grad(
+                        op.tensor_id, i, box, gradient.read(box), stored.read(box)
+                    ),
                 )
 
-    def _corrected(self, position: int, i: int, box: Box, g: Tensor, y: Tensor) -> Tensor:
-        own = self._at(position, i, box)
-        for number in self._norms_of(position):
-            g = self.norms[number].corrected(g, y, own, 0, self.layers[number].masks([y])[0])
+    def _with_statistics_grad(
+        self, tensor_id: int, i: int, box: Box, g: Tensor, y: Tensor
+    ) -> Tensor:
+        own = self._at(tensor_id, i, box)
+        for number in self._norms_of(tensor_id):
+            g = self.norms[number].with_statistics_grad(
+                g, y, own, 0, self.layers[number].masks([y])[0]
+            )
         return g
 
-    def _at(self, position: int, i: int, box: Box) -> Box:
+    def _at(self, tensor_id: int, i: int, box: Box) -> Box:
         """Select tile batch ``i`` in the context, and return its owned part of ``box``.
 
         The returned box is in coordinates relative to ``box``.
         """
-        owned = box.intersection(self.cut.owned(i, position))
+        owned = box.intersection(self.grid.owned(i, tensor_id))
         self.context.places = [self.blocks[i].place]
-        self.context.regions = [Region(self.cut.size(i, position), owned, box)]
+        self.context.regions = [Region(self.grid.size(i, tensor_id), owned, box)]
         return owned.relative_to(box)
 
     # Communication between ranks
 
-    def fetch(self, op: Fetch) -> None:
+    def fetch_halo(self, op: FetchHalo) -> None:
         for i in self._blocks():
-            self._wait_for(i, op.position)
-        self.executor.borders.fetch(
-            op.position,
-            self.cut.layouts,
-            self.cut.cells,
-            [self.maps[i, op.position] for i in self._blocks()],
+            self._wait_for_rows(i, op.tensor_id)
+        self.executor.halos.fetch(
+            op.tensor_id,
+            self.grid.layouts,
+            self.grid.cells,
+            [self.maps[i, op.tensor_id] for i in self._blocks()],
         )
 
-    def give_back(self, op: GiveBack) -> None:
-        self.executor.borders.give_back(
-            op.position,
-            self.cut.layouts,
-            self.cut.cells,
-            [self.gradients[i, op.position] for i in self._blocks()],
+    def send_halo_grad(self, op: SendHaloGrad) -> None:
+        self.executor.halos.send_grad(
+            op.tensor_id,
+            self.grid.layouts,
+            self.grid.cells,
+            [self.gradients[i, op.tensor_id] for i in self._blocks()],
         )
 
-    def expect(self, op: Expect) -> None:
+    def recv_rows(self, op: RecvRows) -> None:
         for i in self._blocks():
             coming = Receiving(
-                self.cut.made(i, op.position),
-                lambda like, i=i: self._map(self.maps, i, op.position, self._here(like)),
+                self.grid.made(i, op.tensor_id),
+                lambda like, i=i: self._map(self.maps, i, op.tensor_id, self._here(like)),
             )
-            self._coming[i, op.position] = self.transfers.begin(
-                coming, self.work.makers[op.position], 2 * op.position
+            self._receiving[i, op.tensor_id] = self.transfers.begin(
+                coming, self.plan.makers[op.tensor_id], 2 * op.tensor_id
             )
 
-    def expect_gradient(self, op: ExpectGradient) -> None:
+    def recv_grad_rows(self, op: RecvGradRows) -> None:
         for i in self._blocks():
-            box = self.cut.made(i, op.position)
+            box = self.grid.made(i, op.tensor_id)
             coming = Receiving(
                 box,
                 lambda like, i=i, box=box: self._made(
-                    box, i, op.position, self._here(like), gradient=True
+                    box, i, op.tensor_id, self._here(like), gradient=True
                 ),
             )
-            self._returning.setdefault((i, op.position), []).append(
-                self.transfers.begin(coming, op.source, 2 * op.position + 1)
+            self._recv_grads.setdefault((i, op.tensor_id), []).append(
+                self.transfers.begin(coming, op.source, 2 * op.tensor_id + 1)
             )
 
-    def send(self, op: Send) -> None:
-        key = op.block, op.position
+    def send_rows(self, op: SendRows) -> None:
+        key = op.block, op.tensor_id
         if key not in self._sending:
-            readers = self.work.readers[op.position]
-            made = self.cut.made(*key)
+            readers = self.plan.readers[op.tensor_id]
+            made = self.grid.made(*key)
             self._sending[key] = [
-                self.transfers.begin(Sending(self.maps[key], made), reader, 2 * op.position)
+                self.transfers.begin(Sending(self.maps[key], made), reader, 2 * op.tensor_id)
                 for reader in readers
             ]
         for sending in self._sending[key]:
             sending.final = op.final
         self.transfers.progress()
 
-    def send_gradient(self, op: SendGradient) -> None:
+    def send_grad_rows(self, op: SendGradRows) -> None:
         # Tile batches are sent in order. A small one may become final only after rows of the next.
         for i in range(op.block + 1):
-            if (i, op.position) not in self._handing_back:
-                gradient = self.gradients[i, op.position]
-                sending = Sending(gradient, self.cut.made(i, op.position), gradient.close)
-                self._handing_back[i, op.position] = self.transfers.begin(
-                    sending, self.work.makers[op.position], 2 * op.position + 1
+            if (i, op.tensor_id) not in self._sending_grads:
+                gradient = self.gradients[i, op.tensor_id]
+                sending = Sending(gradient, self.grid.made(i, op.tensor_id), gradient.close)
+                self._sending_grads[i, op.tensor_id] = self.transfers.begin(
+                    sending, self.plan.makers[op.tensor_id], 2 * op.tensor_id + 1
                 )
-        key = op.block, op.position
-        self._handing_back[key].final = op.final
-        if op.final == self.cut.made(*key).stop[0]:
+        key = op.block, op.tensor_id
+        self._sending_grads[key].final = op.final
+        if op.final == self.grid.made(*key).stop[0]:
             del self.gradients[key]  # ``Sending`` closes it once it is sent.
         self.transfers.progress()
 
-    def _wait_for(self, i: int, position: int, row: int | None = None) -> None:
+    def _wait_for_rows(self, i: int, tensor_id: int, row: int | None = None) -> None:
         """Wait until the rows before ``row`` of a feature map are here, by default all rows.
 
         Return at once if this rank computes the map.
         """
-        if (coming := self._coming.get((i, position))) is not None:
+        if (coming := self._receiving.get((i, tensor_id))) is not None:
             self.transfers.wait_for(
                 coming,
                 coming.box.stop[0] if row is None else row,
-                self.executor.name_of_map(position),
+                self.executor.name_of_feature_map(tensor_id),
             )
 
-    def _wait_sent(self, i: int, position: int) -> None:
-        for sending in self._sending.pop((i, position), ()):
-            self.transfers.wait_sent(sending, self.executor.name_of_map(position))
+    def _wait_sent(self, i: int, tensor_id: int) -> None:
+        for sending in self._sending.pop((i, tensor_id), ()):
+            self.transfers.wait_sent(sending, self.executor.name_of_feature_map(tensor_id))
 
     # Stored feature maps
 
     def drop(self, op: Drop) -> None:
         for i in self._blocks():
-            self._wait_for(i, op.position)  # Rows that no window reads arrive too.
-            self._wait_sent(i, op.position)
-            self._close(self.maps, i, op.position)
+            self._wait_for_rows(i, op.tensor_id)  # Rows that no window reads arrive too.
+            self._wait_sent(i, op.tensor_id)
+            self._close(self.maps, i, op.tensor_id)
 
     def drop_gradient(self, op: DropGradient) -> None:
         for i in self._blocks():
-            self._close(self.gradients, i, op.position)
-            for returning in self._returning.pop((i, op.position), ()):
-                returning.stored.close()
+            self._close(self.gradients, i, op.tensor_id)
+            for incoming in self._recv_grads.pop((i, op.tensor_id), ()):
+                incoming.stored.close()
 
-    def _close(self, maps: dict, i: int, position: int) -> None:
-        if (i, position) in maps:
-            maps.pop((i, position)).close()
+    def _close(self, maps: dict, i: int, tensor_id: int) -> None:
+        if (i, tensor_id) in maps:
+            maps.pop((i, tensor_id)).close()
 
-    def _map(self, maps: dict, i: int, position: int, like: Tensor) -> Map:
-        if (i, position) not in maps:
-            maps[i, position] = self._made(
-                self.cut.held(i, position), i, position, like, gradient=maps is self.gradients
+    def _map(self, maps: dict, i: int, tensor_id: int, like: Tensor) -> Map:
+        if (i, tensor_id) not in maps:
+            maps[i, tensor_id] = self._made(
+                self.grid.held(i, tensor_id), i, tensor_id, like, gradient=maps is self.gradients
             )
-        return maps[i, position]
+        return maps[i, tensor_id]
 
     def _made(
-        self, box: Box, i: int, position: int, like: Tensor, gradient: bool
+        self, box: Box, i: int, tensor_id: int, like: Tensor, gradient: bool
     ) -> Map | VectorMap:
         """Return a new store for a feature map or its gradient."""
-        if position in self.executor.model.vectors:
+        if tensor_id in self.executor.model.vectors:
             return VectorMap(box, like, gradient)
         # Trimming subtracts the maps' bytes from the process's size, so all pages must exist.
         zero = gradient or self.executor.trims
-        return Map(box, like, self.executor.folder, zero=zero, rows=self.cut.in_rows(i, position))
+        return Map(box, like, self.executor.folder, zero=zero, rows=self.grid.in_rows(i, tensor_id))
 
     def _here(self, like: Tensor) -> Tensor:
         return like.to(self.executor.devices[0])
 
 
-_DOES: dict[type[Operation], Callable[[MicroBatchRun, Operation], None]] = {
-    Expect: MicroBatchRun.expect,
-    ExpectGradient: MicroBatchRun.expect_gradient,
+_RUNS: dict[type[Operation], Callable[[MicroBatchRun, Operation], None]] = {
+    RecvRows: MicroBatchRun.recv_rows,
+    RecvGradRows: MicroBatchRun.recv_grad_rows,
     Measure: MicroBatchRun.measure,
     ForwardTile: MicroBatchRun.forward,
     Statistic: MicroBatchRun.statistic,
-    Send: MicroBatchRun.send,
+    SendRows: MicroBatchRun.send_rows,
     BackwardTile: MicroBatchRun.backward,
-    Settle: MicroBatchRun.settle,
-    Correct: MicroBatchRun.correct,
-    SendGradient: MicroBatchRun.send_gradient,
-    Fetch: MicroBatchRun.fetch,
-    GiveBack: MicroBatchRun.give_back,
+    FinalizeStatistics: MicroBatchRun.finalize_statistics,
+    ApplyStatisticsGrad: MicroBatchRun.apply_statistics_grad,
+    SendGradRows: MicroBatchRun.send_grad_rows,
+    FetchHalo: MicroBatchRun.fetch_halo,
+    SendHaloGrad: MicroBatchRun.send_halo_grad,
     Drop: MicroBatchRun.drop,
     DropGradient: MicroBatchRun.drop_gradient,
 }

@@ -117,8 +117,8 @@ class Receiving:
             start: begins to receive into a tensor. The message may be shorter.
         """
         while True:
-            while len(self._under_way) < _UNDER_WAY and (room := self._wanted()) is not None:
-                self._under_way.append(start(room))
+            while len(self._under_way) < _UNDER_WAY and (buffer_for := self._wanted()) is not None:
+                self._under_way.append(start(buffer_for))
             if not self._under_way:
                 return True
             if (size := self._under_way[0].came) is None:
@@ -138,7 +138,7 @@ class Receiving:
             return None if self._under_way else torch.empty(4, dtype=torch.int64)
         if self.there + self._most * len(self._under_way) >= self.box.stop[0]:
             return None
-        return self.stored.room(
+        return self.stored.buffer_for(
             _strip(self.box, self.there, min(self.there + self._most, self.box.stop[0]))
         )
 
@@ -148,8 +148,8 @@ class Receiving:
         if not self.box.pixels:
             self.there = self.box.stop[0]
 
-    def _put(self, room: Tensor, size: int) -> None:
-        """Store the rows that arrived in the first ``size`` bytes of ``room``."""
+    def _put(self, buffer_for: Tensor, size: int) -> None:
+        """Store the rows that arrived in the first ``size`` bytes of ``buffer_for``."""
         whole = isinstance(self.stored, VectorMap)
         rows = (
             self.box.size[0]
@@ -157,7 +157,7 @@ class Receiving:
             else size // self.stored.bytes_of(_strip(self.box, self.there, self.there + 1))
         )
         strip = _strip(self.box, self.there, self.there + rows)
-        self.stored.put(strip, room if whole else self.stored.within(room, strip))
+        self.stored.put(strip, buffer_for if whole else self.stored.within(buffer_for, strip))
         self.there = strip.stop[0]
 
 

@@ -66,9 +66,9 @@ class Facts:
         return self.config.spatial.norm_scope == "window"
 
     @property
-    def live(self) -> str | None:
+    def active(self) -> str | None:
         """The first active norm: one that computes statistics in training."""
-        return self._first(self._is_live)
+        return self._first(self._is_active)
 
     @property
     def untracked(self) -> str | None:
@@ -79,7 +79,7 @@ class Facts:
     def shared(self) -> str | None:
         """The first norm whose statistics several ranks share, with the number of ranks."""
         return self._first(
-            lambda norm: not self.windows and self._is_live(norm) and self._ranks(norm) > 1,
+            lambda norm: not self.windows and self._is_active(norm) and self._ranks(norm) > 1,
             lambda norm: f" would share its statistics with {self._ranks(norm)} ranks",
         )
 
@@ -91,7 +91,7 @@ class Facts:
             else 1
         )
 
-    def _is_live(self, norm: nn.Module) -> bool:
+    def _is_active(self, norm: nn.Module) -> bool:
         return not (self.config.spatial.frozen_norm and tracks(norm))
 
     def _first(
@@ -263,8 +263,8 @@ RULES = (
     Rule(
         "spatial.streaming",
         "model.norm",
-        lambda f: f.config.spatial.streaming == "recompute" and f.live is not None,
-        "{f.live} takes statistics of the whole image: set it to offload, model.norm to none, "
+        lambda f: f.config.spatial.streaming == "recompute" and f.active is not None,
+        "{f.active} takes statistics of the whole image: set it to offload, model.norm to none, "
         "or, with batch norm, spatial.frozen_norm",
     ),
     Rule(

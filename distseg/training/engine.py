@@ -27,7 +27,7 @@ from distseg.layers.context import Context
 from distseg.layers.conv import weights_apart
 from distseg.layers.graph import graph_of, reach_for
 from distseg.layers.loss import Loss
-from distseg.layers.norm import live_layers
+from distseg.layers.norm import active_norms
 from distseg.models.bands import channels_of
 from distseg.models.capture.capture import hook_on_gradients
 from distseg.models.capture.hidden import check_apart, check_exact
@@ -41,7 +41,13 @@ from distseg.models.network import (
     unbounded,
 )
 from distseg.planning.stages import partition_of, schedule_of
-from distseg.planning.streaming import Activations, BudgetTiling, GridTiling, is_streamed, room_of
+from distseg.planning.streaming import (
+    Activations,
+    BudgetTiling,
+    GridTiling,
+    is_streamed,
+    memory_for_tiles,
+)
 from distseg.runtime.build import autocast, own_part, place_stages, used_reach
 from distseg.runtime.devices import DevicePipeline, check_there, devices_of
 from distseg.runtime.exchange import Exchange, HeldReach, TrueReach
@@ -52,12 +58,12 @@ from distseg.runtime.partition import Partition
 from distseg.runtime.pipeline import Pipeline
 from distseg.runtime.schedule import splits
 from distseg.runtime.stage import Stage
-from distseg.runtime.stored_halos import Borders
+from distseg.runtime.stored_halos import StoredHalos
 from distseg.runtime.streaming import StreamingExecutor
 from distseg.tiling.tile import ReceptiveField
 from distseg.tiling.tile_batch import LazyTileBatch, TileBatch, block_of
 from distseg.training.conflicts import check_settings
-from distseg.training.step import GradientStep, InTiles, LossHead, OnDevices, OnStages
+from distseg.training.step import DeviceRunner, GradientStep, LossHead, StageRunner, StreamingRunner
 
 
 class Engine(ParameterUpdate):
@@ -173,23 +179,23 @@ class Engine(ParameterUpdate):
             partition, stages, mesh.pipeline, self.device, config.pipeline.recompute
         )
         if config.pipeline.placement == "devices":
-            way = OnDevices(
+            runner = DeviceRunner(
                 DevicePipeline(partition, stages, self.devices, config.pipeline.recompute)
             )
         elif activations:
-            way = InTiles(
+            runner = StreamingRunner(
                 self._streaming(activations, budget),
                 head,
                 self.loss,
                 streaming_order(config, self.loss.linear, bool(self.exchange.stored)),
             )
         else:
-            way = OnStages(
+            runner = StageRunner(
                 self.pipeline,
                 schedule_of(config, self.loss.linear),
-                together=self.model.live_in_training or config.spatial.exchanges,
+                together=self.model.active_in_training or config.spatial.exchanges,
             )
-        return GradientStep(way, head, self.loss, self.context)
+        return GradientStep(runner, head, self.loss, self.context)
 
     def _budget(self, memory: int) -> float:
         """Return the bytes for the activations of streamed tiles. Collective.
@@ -197,7 +203,7 @@ class Engine(ParameterUpdate):
         All ranks get the same budget, because each stage computes the tile sizes of all stages.
         """
         keep_freed_memory(large=False)
-        return room_of(
+        return memory_for_tiles(
             memory,
             self.base_memory(),
             "weights, gradients and the optimizer's state",
@@ -218,9 +224,13 @@ class Engine(ParameterUpdate):
         )
 
     @property
-    def streaming(self) -> InTiles | None:
+    def streaming(self) -> StreamingRunner | None:
         """The computation of steps on streamed tiles; None if tiles are not streamed."""
-        return self.gradient_step.way if isinstance(self.gradient_step.way, InTiles) else None
+        return (
+            self.gradient_step.runner
+            if isinstance(self.gradient_step.runner, StreamingRunner)
+            else None
+        )
 
     def base_memory(self) -> int:
         """Return the bytes of this process, or on its GPU, without activations.
@@ -281,7 +291,7 @@ class Engine(ParameterUpdate):
         prepared = self.to_blocks if self.streaming else self.to_device
         with self.mesh.waits.putting_off():
             loss = self.gradient_step([[prepared(p) for p in pieces] for pieces in micro_batches])
-        self.gradients.settle()
+        self.gradients.finish()
         heartbeat("sum of the gradients")
         self.reducer.sum(self.gradients.buckets)
         return self._over_stages(loss)
@@ -462,7 +472,7 @@ def make_exchange(
             raise
         return None
     stored = (
-        live_layers((layer for _, layer in flat_layers(model)), config.spatial.frozen_norm)
+        active_norms((layer for _, layer in flat_layers(model)), config.spatial.frozen_norm)
         if is_streamed(config)
         else ()
     )
@@ -537,24 +547,24 @@ def make_streaming_executor(
         placement,
         comm,
         trims=trims,
-        borders=Borders(exchange),
-        room=budget,
+        halos=StoredHalos(exchange),
+        budget=budget,
     )
 
 
-def streaming_order(config: Config, linear: bool, live: bool) -> str:
+def streaming_order(config: Config, linear: bool, active: bool) -> str:
     """Return the schedule of micro-batches with streamed tiles, gpipe or 1f1b.
 
     Args:
         config: the settings.
         linear: True if the loss gradient is known before the outputs. Otherwise 1F1B would compute
             all forward passes twice.
-        live: True if there are active norms, for which all tiles of an image wait. Stored feature
+        active: True if there are active norms, for which all tiles of an image wait. Stored feature
             maps lie on the disk, so all micro-batches go forward first.
     """
     if config.pipeline.schedule != "auto":
         return config.pipeline.schedule
-    return "1f1b" if linear and not live else "gpipe"
+    return "1f1b" if linear and not active else "gpipe"
 
 
 def read_around(config: Config, reach: ReceptiveField, exchange: Exchange | None) -> ReceptiveField:

@@ -30,7 +30,7 @@ from distseg.patchgd.training import PatchEngine, PatchLoader, check_images
 from distseg.patchgd.training_maps import MapEngine
 from distseg.patchgd.unet import PatchUNet
 from distseg.patchgd.zoo import check_grids, network_of, with_grid
-from distseg.planning.streaming import is_streamed, room_of, short_of_room
+from distseg.planning.streaming import is_streamed, memory_for_tiles, memory_warnings
 from distseg.report.disk import locked
 from distseg.runtime.optimizer import state_copies
 from distseg.runtime.precision import choose, gpu_lines
@@ -171,7 +171,7 @@ class Run:
         room = (
             None
             if memory is None
-            else room_of(
+            else memory_for_tiles(
                 memory, engine.base_memory(), "weights, gradients and the optimizer's state", world
             )
         )
@@ -186,7 +186,7 @@ class Run:
             engine.pipeline if engine.partition else None,
             exact=config.spatial.halo is None,
             neighbours=ranks_on_node(world),
-            room=room,
+            budget=room,
         )
 
     @property
@@ -345,14 +345,14 @@ class Run:
         if engine.streaming:
             with raise_jointly(self.world):
                 lines.append(engine.streaming.executor.describe(self.image, config.data.images))
-            lines += short_of_room(config.run.memory, engine.base_memory())
+            lines += memory_warnings(config.run.memory, engine.base_memory())
         elif not config.spatial.exchanges:
             lines += self._overlap()
         if engine.partition:
             balance = " ".join(str(len(layers)) for layers in engine.partition.ranges)
             recompute = "" if engine.streaming else f", recompute {config.pipeline.recompute}"
             lines.append(
-                f"stages of {balance} layers, {engine.gradient_step.way.schedule}{recompute}"
+                f"stages of {balance} layers, {engine.gradient_step.runner.schedule}{recompute}"
             )
         lines += [
             f"approximation: {text}" for text in approximations(config, engine.reach, engine.exact)

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,9 +32,11 @@ from distseg.runtime.operations import Operation
 from distseg.runtime.pipeline import Pipeline
 from distseg.runtime.schedule import orders
 from distseg.runtime.streaming import StreamingExecutor
-from distseg.runtime.tile_program import StagePlan, beforehand, step
+from distseg.runtime.tile_program import StagePlan, extra_forward, step
 from distseg.tiling.tile import Box, TilePlacement
 from distseg.tiling.tile_batch import LazyTileBatch, MicroBatch, TileBatch, on_tile
+
+Given = TypeVar("Given")
 
 
 class LossHead:
@@ -54,7 +57,7 @@ class LossHead:
         self.table = torch.zeros(self.at.total, self.loss.sums, dtype=torch.float64)
         # Rows of the table that are still on a GPU, with their indices.
         self._noted: list[tuple[list[int], Tensor]] = []
-        self.slope: Tensor | None = None
+        self.loss_grad: Tensor | None = None
         self.value: float | None = None
 
     def rows(self, unit: MicroBatch, outputs: list[Tensor]) -> list[Tensor]:
@@ -79,18 +82,18 @@ class LossHead:
         for unit in units:
             self.note(unit, [self.loss.counts(p.labels) for p in unit.pieces])
 
-    def slopes(self, unit: MicroBatch, rows: list[Tensor]) -> list[Tensor]:
+    def loss_grads(self, unit: MicroBatch, rows: list[Tensor]) -> list[Tensor]:
         """Return the loss gradient with respect to each tile batch's partial sums."""
-        if self.slope is None:
-            self._settle()
+        if self.loss_grad is None:
+            self._find_loss_grad()
         return [
-            upload(self.slope[self._at(unit, p)], found.device, found.dtype)
+            upload(self.loss_grad[self._at(unit, p)], found.device, found.dtype)
             for p, found in zip(unit.pieces, rows)
         ]
 
-    def settle_beforehand(self) -> None:
+    def find_loss_grad_early(self) -> None:
         """Compute the loss gradient from the table so far, and empty the table. Collective."""
-        self._settle()
+        self._find_loss_grad()
         self.table.zero_()
         self.value = None
 
@@ -100,12 +103,12 @@ class LossHead:
         Collective over the replicas if the table has not been summed yet.
         """
         if self.value is None:
-            self._settle()
+            self._find_loss_grad()
         return self.value
 
-    def _settle(self) -> None:
+    def _find_loss_grad(self) -> None:
         self._fetch()
-        self.value, self.slope = self.loss.slope(add(self.table, self.replicas))
+        self.value, self.loss_grad = self.loss.loss_grad(add(self.table, self.replicas))
 
     def _fetch(self) -> None:
         """Add partial sums that are still on a GPU to the table, with a single wait for the GPU."""
@@ -120,51 +123,79 @@ class LossHead:
         return [self.at.of(unit.micro_batch, image) for image in piece.place.images]
 
 
+class PassRunner(Protocol[Given]):
+    """Computation of the forward and backward passes of a step on this rank.
+
+    ``Given`` is the form in which a runner takes the samples of a step: micro-batches, or a
+    :class:`StreamedStep`.
+
+    Attributes:
+        schedule: the name of the order of passes, for the log.
+    """
+
+    schedule: str
+
+    def prepare(self, micro_batches: list[list[TileBatch]] | list[list[LazyTileBatch]]) -> Given:
+        """Return the samples of a step in the form that the other methods take."""
+
+    def needs_loss_grad_first(self, given: Given) -> bool:
+        """Return True if a backward pass begins before all forward passes are done.
+
+        The loss gradient then must be known before the step.
+        """
+
+    def with_labels(self, given: Given) -> Iterable[MicroBatch]:
+        """Return the labels of a step, from which the gradient of a linear loss is known."""
+
+    def run_forward(self, given: Given) -> None:
+        """Run an extra forward pass, which finds the gradient of a loss that is not linear.
+
+        The head records the partial sums. Gradients must be off.
+        """
+
+    def run(self, given: Given) -> None:
+        """Run all passes of a step and add to the parameters' gradients."""
+
+
 class GradientStep:
     """Computation of this rank's part of the gradient of a step's loss.
 
     A call adds the part to the parameters' ``grad``. The sum over replicas is the whole gradient.
 
     Args:
-        way: the computation of forward and backward passes on this rank.
+        runner: runs the forward and backward passes of this rank.
         head: the loss computation on a rank with the last stage, else None.
         loss: the loss.
         context: the context of the distributed layers.
     """
 
-    def __init__(
-        self,
-        way: OnStages | OnDevices | InTiles,
-        head: LossHead | None,
-        loss: Loss,
-        context: Context,
-    ):
-        self.way, self.head, self.loss, self.context = way, head, loss, context
+    def __init__(self, runner: PassRunner, head: LossHead | None, loss: Loss, context: Context):
+        self.runner, self.head, self.loss, self.context = runner, head, loss, context
 
     def __call__(self, micro_batches: list[list[TileBatch]] | list[list[LazyTileBatch]]) -> float:
         """Run forward and backward passes of all micro-batches; return the loss of the step.
 
         On ranks without the last stage the returned loss is 0.
         """
-        given = self.way.given(micro_batches)
+        given = self.runner.prepare(micro_batches)
         if self.head:
             self.head.clear()
-        if self.way.goes_back_early(given):
-            self._settle_beforehand(given)
-        self.way.run(given)
+        if self.runner.needs_loss_grad_first(given):
+            self._find_loss_grad_early(given)
+        self.runner.run(given)
         return self.head.step_loss() if self.head else 0.0
 
-    def _settle_beforehand(self, given) -> None:
+    def _find_loss_grad_early(self, given) -> None:
         if not self.loss.linear:
             with torch.no_grad(), self.context.repeating():
-                self.way.run_forward(given)
+                self.runner.run_forward(given)
         elif self.head:
-            self.head.note_counts(self.way.labelled(given))
+            self.head.note_counts(self.runner.with_labels(given))
         if self.head:
-            self.head.settle_beforehand()
+            self.head.find_loss_grad_early()
 
 
-class OnStages:
+class StageRunner:
     """Passes through this rank's stages, which keep autograd graphs of whole windows.
 
     Args:
@@ -182,11 +213,11 @@ class OnStages:
             lambda micro_batches: orders(schedule, pipeline.partition.placement, micro_batches)
         )
 
-    def given(self, micro_batches: list[list[TileBatch]]) -> list[MicroBatch]:
+    def prepare(self, micro_batches: list[list[TileBatch]]) -> list[MicroBatch]:
         """Return the micro-batches that the pipeline runs in a step."""
-        return units_of(micro_batches, self.together)
+        return micro_batches_of(micro_batches, self.together)
 
-    def goes_back_early(self, units: list[MicroBatch]) -> bool:
+    def needs_loss_grad_first(self, units: list[MicroBatch]) -> bool:
         """Return True if a backward pass begins before all forward passes are done.
 
         The loss gradient then must be known before the step.
@@ -195,7 +226,7 @@ class OnStages:
             self.orders_of(len(units))[self.pipeline.partition.placement[-1]]
         )
 
-    def labelled(self, units: list[MicroBatch]) -> list[MicroBatch]:
+    def with_labels(self, units: list[MicroBatch]) -> list[MicroBatch]:
         """Return the micro-batches with labels, from which a linear loss's gradient is known."""
         return units
 
@@ -213,7 +244,7 @@ class OnStages:
         return self.orders_of(len(units))[self.pipeline.comm.rank]
 
 
-class OnDevices:
+class DeviceRunner:
     """Passes through all stages on several devices of this rank.
 
     All forward passes come before all backward passes.
@@ -224,31 +255,39 @@ class OnDevices:
     def __init__(self, pipeline: DevicePipeline):
         self.pipeline, self.run = pipeline, pipeline.run
 
-    def given(self, micro_batches: list[list[TileBatch]]) -> list[MicroBatch]:
+    def prepare(self, micro_batches: list[list[TileBatch]]) -> list[MicroBatch]:
         """Return the micro-batches that the pipeline runs in a step, a tile batch each."""
-        return units_of(micro_batches, together=False)
+        return micro_batches_of(micro_batches, together=False)
 
-    def goes_back_early(self, units: list[MicroBatch]) -> bool:
+    def needs_loss_grad_first(self, units: list[MicroBatch]) -> bool:
         """Return False: all forward passes come first."""
         return False
 
+    def with_labels(self, units: list[MicroBatch]) -> list[MicroBatch]:
+        """Return the micro-batches of the step, which all have labels."""
+        return units
+
+    def run_forward(self, units: list[MicroBatch]) -> None:
+        """Refuse an extra forward pass, which this order of passes never needs."""
+        raise NotImplementedError("GPipe on several devices needs no extra forward pass")
+
 
 @dataclass(frozen=True)
-class Tiled:
+class StreamedStep:
     """A step with streamed tiles.
 
     Attributes:
         blocks: the lazy tile batches of each micro-batch.
         places: their placements.
-        works: this rank's stage plan of each micro-batch.
+        plans: this rank's stage plan of each micro-batch.
     """
 
     blocks: list[list[LazyTileBatch]]
     places: list[list[TilePlacement]]
-    works: list[StagePlan]
+    plans: list[StagePlan]
 
 
-class InTiles:
+class StreamingRunner:
     """Passes over streamed tiles, one tile in memory at a time.
 
     A single stage ends a micro-batch before it begins the next, unless the loss gradient is known
@@ -271,71 +310,72 @@ class InTiles:
         self.order = order if executor.comm.size > 1 else "gpipe"
         self.schedule = f"{self.order}, streamed tiles"
         self.all_at_once = executor.comm.size > 1 or not loss.linear
-        self.goes_before = self.order == "1f1b" and not loss.linear
+        self.runs_forward_twice = self.order == "1f1b" and not loss.linear
         self._programs: dict[tuple, list[Operation]] = {}
 
-    def given(self, micro_batches: list[list[LazyTileBatch]]) -> Tiled:
+    def prepare(self, micro_batches: list[list[LazyTileBatch]]) -> StreamedStep:
         """Return the step with this rank's stage plans."""
         places = [[block.place for block in blocks] for blocks in micro_batches]
-        works = [self.executor.work(each, m) for m, each in enumerate(places)]
-        return Tiled(micro_batches, places, works)
+        plans = [self.executor.plan(each, m) for m, each in enumerate(places)]
+        return StreamedStep(micro_batches, places, plans)
 
-    def goes_back_early(self, given: Tiled) -> bool:
+    def needs_loss_grad_first(self, given: StreamedStep) -> bool:
         """Return True if a backward pass begins before all forward passes are done."""
-        return self.loss.linear or self.goes_before
+        return self.loss.linear or self.runs_forward_twice
 
-    def labelled(self, given: Tiled) -> Iterator[MicroBatch]:
+    def with_labels(self, given: StreamedStep) -> Iterator[MicroBatch]:
         """Yield the labels of each tile, from which a linear loss's gradient is known."""
         for m, blocks in enumerate(given.blocks):
             for block in blocks:
                 for box in self.executor.label_tiles(block):
                     yield _unit(m, block, box)
 
-    def run_forward(self, given: Tiled) -> None:
+    def run_forward(self, given: StreamedStep) -> None:
         """Run the forward passes that come before all others."""
-        self._run(self.before(given.works), given)
+        self._run(self.extra_forward(given.plans), given)
 
-    def run(self, given: Tiled) -> None:
+    def run(self, given: StreamedStep) -> None:
         """Run all passes of the step."""
-        self._run(self.program(given.works, given.places), given)
+        self._run(self.program(given.plans, given.places), given)
 
-    def before(self, works: list[StagePlan]) -> list[Operation]:
+    def extra_forward(self, plans: list[StagePlan]) -> list[Operation]:
         """Return the operations of an extra forward pass, if the loss gradient needs one."""
-        return beforehand(works, self._actions(len(works))) if self.goes_before else []
+        return extra_forward(plans, self._actions(len(plans))) if self.runs_forward_twice else []
 
-    def program(self, works: list[StagePlan], places: list[list[TilePlacement]]) -> list[Operation]:
+    def program(self, plans: list[StagePlan], places: list[list[TilePlacement]]) -> list[Operation]:
         """Return the operations of a step; they are cached by the stage plans.
 
         Args:
-            works: this rank's stage plan of each micro-batch.
+            plans: this rank's stage plan of each micro-batch.
             places: the placements of each micro-batch's tile batches.
         """
-        every = range(len(works))
+        every = range(len(plans))
         groups = [every] if self.all_at_once else [[m] for m in every]
         for group in groups:
-            self.executor.check_room(*(places[m] for m in group))
-        key = tuple(map(id, works))  # unique, as the executor keeps all stage plans
+            self.executor.require_scratch_space(*(places[m] for m in group))
+        key = tuple(map(id, plans))  # unique, as the executor keeps all stage plans
         if key not in self._programs:
             self._programs[key] = [
                 op
                 for group in groups
-                for op in self._operations([works[m] for m in group], [places[m] for m in group])
+                for op in self._operations([plans[m] for m in group], [places[m] for m in group])
             ]
         return self._programs[key]
 
     def _operations(
-        self, works: list[StagePlan], places: list[list[TilePlacement]]
+        self, plans: list[StagePlan], places: list[list[TilePlacement]]
     ) -> list[Operation]:
         everyone = []
         if self.order == "1f1b":
             everyone = [
-                self.executor.works_of_all(each, work.number) for work, each in zip(works, places)
+                self.executor.plans_of_all_ranks(each, plan.number)
+                for plan, each in zip(plans, places)
             ]
         if everyone and all(map(can_interleave, everyone)):
             return self.executor.keeping(
-                interleaved([*zip(*everyone)])[self.executor.comm.rank], works
+                interleaved([*zip(*everyone)])[self.executor.comm.rank], plans
             )
-        return step(works, self._actions(len(works)), self.loss.linear or self.goes_before)
+        return step(plans, self._actions(len(plans)), self.loss.linear or self.runs_forward_twice)
 
     def _actions(self, micro_batches: int) -> Sequence[Action]:
         actions = orders(self.order, self.executor.placement, micro_batches)[
@@ -352,15 +392,15 @@ class InTiles:
             ]
         return actions
 
-    def _run(self, program: Sequence[Operation], given: Tiled) -> None:
-        settle = self.head.settle_beforehand if self.head else None
+    def _run(self, program: Sequence[Operation], given: StreamedStep) -> None:
+        find_loss_grad = self.head.find_loss_grad_early if self.head else None
         with self.executor.transfers.moving():
-            for op, output in self.executor.run(program, given.works, given.blocks, settle):
+            for op, output in self.executor.run(program, given.plans, given.blocks, find_loss_grad):
                 unit = _unit(op.micro_batch, given.blocks[op.micro_batch][op.block], op.box)
                 self._end(
                     unit,
                     output,
-                    self.executor.name_of(given.works[op.micro_batch].segments[op.segment]),
+                    self.executor.name_of(given.plans[op.micro_batch].segments[op.segment]),
                 )
         self.executor.transfers.flush()
 
@@ -370,7 +410,7 @@ class InTiles:
         self.head.note(unit, rows)
         if output.requires_grad:
             with self.executor.span("backward", name):
-                torch.autograd.backward(rows, self.head.slopes(unit, rows))
+                torch.autograd.backward(rows, self.head.loss_grads(unit, rows))
 
 
 def _unit(m: int, block: LazyTileBatch, box: Box) -> MicroBatch:
@@ -378,7 +418,7 @@ def _unit(m: int, block: LazyTileBatch, box: Box) -> MicroBatch:
     return MicroBatch(m, [TileBatch(None, block.labels(box), replace(block.place, tile=box))])
 
 
-def units_of(micro_batches: list[list[TileBatch]], together: bool) -> list[MicroBatch]:
+def micro_batches_of(micro_batches: list[list[TileBatch]], together: bool) -> list[MicroBatch]:
     """Return the micro-batches that a pipeline runs.
 
     Args:

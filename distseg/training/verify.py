@@ -605,7 +605,7 @@ def _borders(report: dict) -> str:
     return (
         "halo " + "x".join(map(str, report["halo"]))
         if every == "all"
-        else f"borders exchanged every {every}"
+        else f"halos exchanged every {every}"
     )
 
 

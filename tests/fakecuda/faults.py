@@ -42,7 +42,7 @@ _FAULTS = {
     "one more number read": [(Engine, "update", _in_doubt)],
     "what the CPU's kernel alone takes": [(plain, "sums", _of_the_cpu)],
     "sent before it is computed": [
-        (module, "settled", lambda device: None) for module in (mail, reducer)
+        (module, "wait_for_device", lambda device: None) for module in (mail, reducer)
     ],
     "received where it is still read": [(Buffers, "take", _the_last)],
     "received into fresh memory": [
@@ -52,7 +52,7 @@ _FAULTS = {
             lambda self, size: torch.empty(size, dtype=torch.uint8, device=self.device),
         )
     ],
-    "looked at before it is copied": [(reducer, "settled", lambda device: None)],
+    "looked at before it is copied": [(reducer, "wait_for_device", lambda device: None)],
 }
 
 

@@ -336,9 +336,9 @@ def _check_mode(model: nn.Module, size: Sequence[int], training: bool, images: i
         raise Hidden(f"{returned(result, last_line_of(lambda: last(made())))}{mode}")
     check_left(made, before, picture(probe), last, others, equal)
     moving = frozenset(moving_norms(probe))
-    live = guarded(copy.deepcopy(model).train(training), images, moves=moving)
-    with Readings(live, moving) as readings:
-        same = not moving or equal(last(live), result)
+    copied = guarded(copy.deepcopy(model).train(training), images, moves=moving)
+    with Readings(copied, moving) as readings:
+        same = not moving or equal(last(copied), result)
     if not same:
         reading = (
             readings.first

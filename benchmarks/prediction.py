@@ -34,7 +34,7 @@ from distseg.layers.context import Context
 from distseg.layers.graph import receptive_field
 from distseg.models.unet import unet
 from distseg.models.zoo import outline_model
-from distseg.planning.streaming import memory_for_tiles
+from distseg.planning.streaming import smallest_budget
 from distseg.runtime.build import autocast, place_model
 from distseg.runtime.offload import Map
 from distseg.runtime.parallelize import parallelize
@@ -256,8 +256,8 @@ def _predictor(model: nn.Module, case: dict, options: argparse.Namespace) -> Pre
     dims = len(case["size"])
     tile = Size((options.tile if dims == 2 else round(options.tile ** (2 / 3)),) * dims)
     tiled = parallelize(model, receptive_field(model), Context())
-    room = (
-        memory_for_tiles(int(case["memory"]), memory_in_use(CPU), "weights", world())
+    budget = (
+        smallest_budget(int(case["memory"]), memory_in_use(CPU), "weights", world())
         if "memory" in case
         else None
     )
@@ -269,7 +269,7 @@ def _predictor(model: nn.Module, case: dict, options: argparse.Namespace) -> Pre
         tile,
         case.get("scratch"),
         channels_last=True,
-        budget=room,
+        budget=budget,
     )
 
 

@@ -94,12 +94,12 @@ def _larger(entry: Entry, said: str, size: tuple[int, ...]) -> tuple[int, ...] |
 
     It is what a refusal asks for, or one that the plain network takes.
     """
-    told = _MULTIPLE.search(said)
-    if not told and _takes(entry, size):
+    correction = _MULTIPLE.search(said)
+    if not correction and _takes(entry, size):
         return None
-    for multiple in [int(told[1])] if told else (2, 4, 8, 16):
+    for multiple in [int(correction[1])] if correction else (2, 4, 8, 16):
         larger = tuple(-(-n // multiple) * multiple for n in size)
-        if larger != size and (told or _takes(entry, larger)):
+        if larger != size and (correction or _takes(entry, larger)):
             return larger
     return None
 

@@ -543,7 +543,7 @@ def test_a_full_disk_names_the_file_what_it_takes_and_what_is_free(tmp_path):
         OSError,
         match=r"new has no room for the next checkpoint: it takes 1e\+03 PB|new has no room for the next checkpoint",
     ):
-        saving.check_room(tmp_path / "new", 10**18)
+        saving.require_space(tmp_path / "new", 10**18)
 
 
 def test_later_checkpoints_are_set_aside(tmp_path):

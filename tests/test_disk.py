@@ -11,7 +11,7 @@ import time
 import pytest
 
 from distseg.report import disk
-from distseg.report.disk import NoRoom, atomic_write, locked, opened_plain, require_disk_space
+from distseg.report.disk import DiskFull, atomic_write, locked, opened_plain, require_disk_space
 
 
 def names(folder):
@@ -147,7 +147,7 @@ def test_a_name_as_long_as_names_may_be(tmp_path):
 def test_room_is_asked_for_before_the_work(tmp_path):
     require_disk_space(tmp_path / "not/yet/there", 1, "a checkpoint")
     with pytest.raises(
-        NoRoom,
+        DiskFull,
         match=r"c.h5 has no room for a checkpoint: it takes 1e\+0?3 PB, .*B are free; make room, or choose another output",
     ) as found:
         require_disk_space(tmp_path / "c.h5", 10**18, "a checkpoint")
@@ -168,7 +168,7 @@ def test_room_is_asked_for_before_the_work(tmp_path):
 def test_a_full_disk_is_told_with_file_and_free_bytes_whoever_finds_it(tmp_path, error):
     (tmp_path / "a").write_text("old")
     with pytest.raises(
-        NoRoom,
+        DiskFull,
         match="a could not be written, (no space is left|the quota) .* after 5 B of it: .*B are free; make room",
     ):
         with atomic_write(tmp_path / "a") as growing:

@@ -155,23 +155,23 @@ def serial(plan: Config, store: Store):
         for j in range(rounds):
             for pairs in [draw("fill", i, j) for i in range(len(samples))]:
                 z[at(pairs)] = encode(pairs)[0].flatten(1)
-        y, told = (
+        y, correction = (
             torch.zeros(len(samples), len(store.classes), *size, dtype=torch.float64),
-            network.told(z, size),
+            network.correction(z, size),
         )
         for pairs in [draw("fill", i, j) for j in range(rounds) for i in range(len(samples))]:
             made, skips = encode(pairs)
             with skip_store(skips):
-                y = answers(y, pairs, network.decoder(made + told[at(pairs)]))
+                y = answers(y, pairs, network.decoder(made + correction[at(pairs)]))
     losses = []
     for j in range(inner):
         pairs = [pair for i in range(len(samples)) for pair in draw("patches", i, j)]
         made, skips = encode(pairs)
         z = z.clone()
         z[at(pairs)] = made.flatten(1)
-        told = network.told(z, size)
+        correction = network.correction(z, size)
         with skip_store(skips):
-            logits = network.decoder(made + told[at(pairs)])
+            logits = network.decoder(made + correction[at(pairs)])
         y = answers(y.detach(), pairs, logits)
         loss = (
             serial_loss(plan.loss, list(y), list(labels))

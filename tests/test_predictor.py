@@ -219,10 +219,10 @@ def test_a_full_scratch_folder_is_named(tmp_path, monkeypatch):
 def test_tiles_are_as_large_as_the_memory_allows(norm):
     model, x = network(norm), image((97, 131))
     counts = []
-    for room in (200e3, 1e6, 1e9):
-        predictor = predictor_of(copy.deepcopy(model), "16x16", budget=room)
+    for budget in (200e3, 1e6, 1e9):
+        predictor = predictor_of(copy.deepcopy(model), "16x16", budget=budget)
         torch.testing.assert_close(
-            streamed(model, "16x16", x, budget=room), model(x), rtol=1e-10, atol=1e-12
+            streamed(model, "16x16", x, budget=budget), model(x), rtol=1e-10, atol=1e-12
         )
         counts.append(len(predictor.tiles_of((97, 131))))
     assert counts[0] > counts[1] > counts[2] == 1

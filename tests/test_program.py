@@ -374,13 +374,13 @@ def test_tiles_are_kept_as_far_as_there_is_room():
         return Weighed(kept=2.0, most=3.0 + (op.box.start[0] == 0))
 
     tiles = [op for op in program if isinstance(op, ForwardTile)]
-    for room, wanted in ((3.9, 0), (6.0, None), (8.0, None), (math.inf, len(tiles))):
-        found, held = keeping(program, weights, room), 0.0
+    for budget, wanted in ((3.9, 0), (6.0, None), (8.0, None), (math.inf, len(tiles))):
+        found, held = keeping(program, weights, budget), 0.0
         for op in found:
             if isinstance(op, BackwardTile) and op.kept:
                 held -= 2.0
             assert (
-                held + weights(op).most <= room or not held
+                held + weights(op).most <= budget or not held
                 if isinstance(op, TileOperation)
                 else True
             )
@@ -461,23 +461,23 @@ def test_stages_as_text():
 
 
 STAGES = """
-m0  receive   x of stage 0 for stage 1
-m0  receive   skip0 of stage 0 for stage 1
+m0  recv      x of stage 0 for stage 1
+m0  recv      skip0 of stage 0 for stage 1
 m0  forward   stage 1
-m0  hand      x of stage 1 for stage 2
-m1  receive   x of stage 0 for stage 1
-m1  receive   skip0 of stage 0 for stage 1
+m0  send      x of stage 1 for stage 2
+m1  recv      x of stage 0 for stage 1
+m1  recv      skip0 of stage 0 for stage 1
 m1  forward   stage 1
-m1  hand      x of stage 1 for stage 2
+m1  send      x of stage 1 for stage 2
 m0  recompute stage 1
-m0  receive   gradient of x of stage 1 for stage 2
+m0  recv      gradient of x of stage 1 for stage 2
 m0  backward  stage 1
-m0  hand      gradient of x of stage 0 for stage 1
+m0  send      gradient of x of stage 0 for stage 1
 m0  weight    stage 1
 m1  recompute stage 1
-m1  receive   gradient of x of stage 1 for stage 2
+m1  recv      gradient of x of stage 1 for stage 2
 m1  backward  stage 1
-m1  hand      gradient of x of stage 0 for stage 1
+m1  send      gradient of x of stage 0 for stage 1
 """
 
 

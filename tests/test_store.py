@@ -17,7 +17,7 @@ from made_store import CLASSES, made_store, random_image, random_store, write_im
 from distseg.data.store import store as store_module
 from distseg.data.store.statistics import Moments
 from distseg.data.store.store import Store, StoreWriter
-from distseg.report.disk import NoRoom
+from distseg.report.disk import DiskFull
 from distseg.tiling.tile import Box
 
 ODD = Box((13, 60), (77, 131))
@@ -549,7 +549,7 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path, monkeypatch, share):
 
     monkeypatch.setattr(os, "pwrite", full)
     words = "s.h5 could not be written, no space is left on its disk.*: it takes up to .*B, .*B are free; make room, or choose another output"
-    with pytest.raises(NoRoom, match=words):
+    with pytest.raises(DiskFull, match=words):
         random_store(tmp_path / "s.h5", train=[(97, 131)])
     assert not list(tmp_path.iterdir())
 

@@ -485,7 +485,7 @@ def _evaluate(arguments: list[str]) -> int:
     with job(settle) as (config, flags, comm):
         from distseg.cli.commands import run_evaluate
 
-        _tell(flags["left"], comm)
+        _print_ignored(flags["left"], comm)
         return run_evaluate(flags["run"], config, comm, flags["split"], flags["output"])
 
 
@@ -532,7 +532,7 @@ def _predict(arguments: list[str]) -> int:
     with job(settle) as (config, flags, comm):
         from distseg.cli.commands import run_predict
 
-        _tell(flags["left"], comm)
+        _print_ignored(flags["left"], comm)
         return run_predict(
             flags["run"],
             config,
@@ -826,7 +826,7 @@ def _parse_run(parser: ArgumentParser, arguments: list[str]) -> tuple[Config, di
     }
 
 
-def _tell(left: list[str], comm) -> None:
+def _print_ignored(left: list[str], comm) -> None:
     if left and comm.rank == 0:
         print(
             f"distseg: of the machine it was trained on, and not taken over: {', '.join(left)}; "
@@ -901,10 +901,10 @@ def _parse_plain(
     try:
         return parser.parse_args(arguments)
     except (ArgumentError, ValueError, TypeError, KeyError, RecursionError, OSError) as e:
-        raise ValueError(_told(e, parser, places)) from e
+        raise ValueError(_with_flag_hint(e, parser, places)) from e
 
 
-def _told(error: Exception, parser: ArgumentParser, places: Mapping[str, str]) -> str:
+def _with_flag_hint(error: Exception, parser: ArgumentParser, places: Mapping[str, str]) -> str:
     text = _in_a_line(error)
     flag = re.match(r"--([\w.]*\w)", text)
     if flag and flag[1] in places:

@@ -31,7 +31,7 @@ from distseg.patchgd.filling_maps import MapFiller, MapPredictor
 from distseg.patchgd.unet import PatchUNet
 from distseg.patchgd.zoo import network_of
 from distseg.planning.stages import partition_of
-from distseg.planning.streaming import memory_for_tiles, memory_warnings
+from distseg.planning.streaming import memory_warnings, smallest_budget
 from distseg.report.progress import progress
 from distseg.runtime.build import autocast, own_part, place_stages, used_reach
 from distseg.runtime.devices import check_there, devices_of
@@ -113,11 +113,11 @@ def load_predictor(run: str, config: Config, world, device: torch.device) -> tup
     pipeline = Pipeline(partition, [], mesh.pipeline, devices[0]) if partition else None
     run_in = autocast(precision, device)
     outputs, exact = manifest["channels"][1], config.spatial.halo is None
-    room = None
+    budget = None
     if memory is not None:
         keep_freed_memory(large=False)
         base = memory_in_use(devices[0])
-        room = memory_for_tiles(memory, base, "weights", world)
+        budget = smallest_budget(memory, base, "weights", world)
         for line in memory_warnings(memory, base) if world.rank == 0 else ():
             print(line)
     predictor = Predictor(
@@ -132,7 +132,7 @@ def load_predictor(run: str, config: Config, world, device: torch.device) -> tup
         outputs,
         exact,
         ranks_on_node(world),
-        room,
+        budget,
     )
     return predictor, manifest
 

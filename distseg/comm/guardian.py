@@ -152,13 +152,13 @@ class Member:
         self.where, self.state = "starting", "?"
         self.connected = self.said_bye = self.lost = False
 
-    def hear(self, told: dict) -> None:
+    def hear(self, message: dict) -> None:
         """Store a report of the rank's guardian."""
         self.connected, self.lost, self.unheard = True, False, 0.0
         self.still, self.where, self.state = (
-            float(told["still"]),
-            str(told["where"]),
-            str(told["state"]),
+            float(message["still"]),
+            str(message["where"]),
+            str(message["state"]),
         )
 
     def line(self) -> str:
@@ -244,10 +244,10 @@ class Lines:
             return None
         *lines, self.waiting = (self.waiting + found).split(b"\n")
         try:
-            told = [json.loads(line) for line in lines]
+            message = [json.loads(line) for line in lines]
         except ValueError:
             return None
-        return told if all(isinstance(one, dict) for one in told) else None
+        return message if all(isinstance(one, dict) for one in message) else None
 
 
 class Guardian:
@@ -286,8 +286,8 @@ class Guardian:
             line = sys.stdin.readline()
             if not line:
                 self._leave()
-            told = json.loads(line)
-            self._join(told) if "join" in told else self._open()
+            message = json.loads(line)
+            self._join(message) if "join" in message else self._open()
         if self.listener in ready:
             self.strangers.append(Lines(self.listener.accept()[0]))
         for number in [n for n, lines in self.guests.items() if lines in ready]:
@@ -295,36 +295,36 @@ class Guardian:
         for lines in [s for s in self.strangers if s in ready]:
             self._let_in(lines)
         for lines in [m for m in self.monitors if m in ready]:
-            told = lines.receive()
-            if told is None:
+            message = lines.receive()
+            if message is None:
                 self.monitors.remove(lines)
-            for one in told or []:
+            for one in message or []:
                 if one.get("end"):
                     self.folder = one["folder"]
                     self._end(None)
 
     def _let_in(self, lines: Lines) -> None:
         """Accept a guardian that sends its rank and this job's secret; reject all others."""
-        told = lines.receive()
-        if told == []:
+        message = lines.receive()
+        if message == []:
             return  # The line is not complete yet.
         self.strangers.remove(lines)
         if (
-            told
-            and told[0].get("secret") == self.secret
-            and told[0].get("rank") in range(len(self.members))
+            message
+            and message[0].get("secret") == self.secret
+            and message[0].get("rank") in range(len(self.members))
         ):
-            self.guests[told[0]["rank"]] = lines
-            self._hear(told[0]["rank"], told)
+            self.guests[message[0]["rank"]] = lines
+            self._hear(message[0]["rank"], message)
         else:
             lines.connection.close()
 
-    def _hear(self, number: int, told: list[dict] | None) -> None:
+    def _hear(self, number: int, message: list[dict] | None) -> None:
         member = self.members[number]
-        if told is None:
+        if message is None:
             del self.guests[number]
             member.lost = not member.said_bye
-        for one in told or []:
+        for one in message or []:
             member.said_bye |= bool(one.get("bye"))
             if "still" in one:
                 member.hear(one)
@@ -379,19 +379,19 @@ class Guardian:
             flush=True,
         )
 
-    def _join(self, told: dict) -> None:
-        self.folder, self.number = told["folder"], told["rank"]
-        self.members = [Member(rank, host) for rank, host in enumerate(told["join"])]
+    def _join(self, message: dict) -> None:
+        self.folder, self.number = message["folder"], message["rank"]
+        self.members = [Member(rank, host) for rank, host in enumerate(message["join"])]
         if len(self.members) == 1:
             self.members = []  # There are no other ranks.
             return
         deadline = time.monotonic() + CONNECTED_WITHIN
-        for number, monitor in enumerate(told["monitors"]):
+        for number, monitor in enumerate(message["monitors"]):
             if monitor and number == self.number:
                 self.members[number].connected = True
             elif monitor and (lines := _connected(monitor, deadline)):
                 self.monitors.append(lines)
-                lines.send({"secret": monitor["secret"], **self._told()})
+                lines.send({"secret": monitor["secret"], **self._message()})
         if not self.monitors:
             print(
                 f"distseg: the guardian of rank {self.number} reaches neither rank 0's nor rank "
@@ -403,7 +403,7 @@ class Guardian:
 
     # what is decided
 
-    def _told(self) -> dict:
+    def _message(self) -> dict:
         return {
             "rank": self.number,
             "still": self.rank.still,
@@ -415,13 +415,13 @@ class Guardian:
         if not self.rank.is_there():
             os._exit(0)
         self.rank.tick(seconds)
-        told = self._told()
-        self.monitors = [lines for lines in self.monitors if lines.send(told)]
+        message = self._message()
+        self.monitors = [lines for lines in self.monitors if lines.send(message)]
         limit = self.rank.limit
         if not limit:
             return
         if self.members and self.number < 2:
-            self._judge(seconds, told)
+            self._judge(seconds, message)
         elif not self.monitors and self.rank.still > limit:
             self._end(f"nothing has moved for {limit:g} s (run.timeout)")
 
@@ -440,7 +440,7 @@ class Guardian:
         if reason:
             if self.number > 1 or not members:
                 members = [Member(self.number, socket.gethostname())]
-                members[0].hear(self._told())
+                members[0].hear(self._message())
             self.folder = self.folder and os.path.join(
                 self.folder, time.strftime("hang-%Y%m%d-%H%M%S")
             )

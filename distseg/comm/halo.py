@@ -253,7 +253,7 @@ class HaloExchange:
         }
         packed = {}
         for rank, strips in going.items():
-            packed[rank] = self.mail.room(self._bytes(strips))
+            packed[rank] = self.mail.buffer(self._bytes(strips))
             for strip, part in self._parts(packed[rank], strips):
                 part.copy_(_view(tensors, strip))
         self.mail.send_all(packed, tag, packed=True)

@@ -126,7 +126,7 @@ class Mail:
     def __del__(self):
         _abandoned.extend(getattr(self, "_sending", ()))
 
-    def room(self, size: int) -> Tensor:
+    def buffer(self, size: int) -> Tensor:
         """Return flat bytes to pack a message into, for :meth:`send` with ``packed``."""
         return (
             torch.empty(size, dtype=torch.uint8, device=self.device)
@@ -138,7 +138,7 @@ class Mail:
         """Start to send a dense tensor, which must not change before :meth:`flush`.
 
         Args:
-            packed: ``x`` is a buffer from :meth:`room`.
+            packed: ``x`` is a buffer from :meth:`buffer`.
         """
         self.send_all({to: x}, tag, packed)
 
@@ -197,16 +197,16 @@ class Mail:
         )
         return Message(self.comm.Isend(message(values), to, tag), values)
 
-    def begin_receive(self, room: Tensor, source: int, tag: int) -> Message:
+    def begin_receive(self, buffer: Tensor, source: int, tag: int) -> Message:
         """Post a receive into a dense tensor of host memory; the message may be shorter."""
-        return Message(self.comm.Irecv(message(room), source, tag), room)
+        return Message(self.comm.Irecv(message(buffer), source, tag), buffer)
 
-    def tell(self, what, to: int, tag: int) -> None:
+    def send_object(self, what, to: int, tag: int) -> None:
         """Start to send a small Python object, such as a form."""
         self._sending.append(_Sent(self.comm.isend(what, to, tag), what, None))
 
-    def ask(self, source: int, tag: int):
-        """Wait for the Python object that ``source`` sends by :meth:`tell`, and return it."""
+    def recv_object(self, source: int, tag: int):
+        """Wait for an object that ``source`` sends by :meth:`send_object`, and return it."""
         request = self.comm.irecv(1 << 16, source, tag)
         found: list = []
 

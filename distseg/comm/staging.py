@@ -74,13 +74,13 @@ class Buffers:
     def take(self, size: int) -> Tensor:
         """Return (size,) bytes that no queued work touches, so that MPI may write them."""
         # Sizes are powers of two, so that messages of many sizes share buffers.
-        room = 1 << max(0, size - 1).bit_length()
-        free = self._free[room]
+        size_class = 1 << max(0, size - 1).bit_length()
+        free = self._free[size_class]
         done = next(
             (i for i in reversed(range(len(free))) if free[i][1] is None or free[i][1].query()),
             None,
         )
-        buffer = self._made(room) if done is None else free.pop(done)[0]
+        buffer = self._made(size_class) if done is None else free.pop(done)[0]
         return buffer[:size]
 
     def give(self, buffer: Tensor, read_by_stream: bool = False) -> None:
@@ -93,12 +93,12 @@ class Buffers:
         if read_by_stream and self.device.type == "cuda":
             mark = torch.cuda.Event()
             mark.record(torch.cuda.current_stream(self.device))
-        room = buffer.untyped_storage().nbytes()
-        self._free[room].append((buffer.as_strided((room,), (1,), 0), mark))
+        size_class = buffer.untyped_storage().nbytes()
+        self._free[size_class].append((buffer.as_strided((size_class,), (1,), 0), mark))
 
-    def _made(self, room: int) -> Tensor:
+    def _made(self, size_class: int) -> Tensor:
         if self.staged:
-            return torch.empty(room, dtype=torch.uint8, pin_memory=True)
-        buffer = torch.empty(room, dtype=torch.uint8, device=self.device)
+            return torch.empty(size_class, dtype=torch.uint8, pin_memory=True)
+        buffer = torch.empty(size_class, dtype=torch.uint8, device=self.device)
         wait_for_device(self.device)
         return buffer

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from distseg.comm.watch import waits as tell
+from distseg.comm.watch import waits as report_wait
 from distseg.comm.watch import watched
 
 
@@ -61,7 +61,7 @@ class Waits:
 
     def _wait(self, request, what: str) -> None:
         start = time.perf_counter()
-        patience, pause, told = start + 1e-4, 5e-5, False
+        patience, pause, reported = start + 1e-4, 5e-5, False
         while not request.Test():
             self._move()
             if self.do_next():
@@ -73,13 +73,13 @@ class Waits:
                     "late; if it only was busy, set run.timeout higher"
                 )
             if now > patience:
-                if not told:
-                    told = True
-                    tell(what)
+                if not reported:
+                    reported = True
+                    report_wait(what)
                 time.sleep(pause)
                 pause = min(2 * pause, 2e-4)
-        if told:
-            tell("")
+        if reported:
+            report_wait("")
 
     @contextmanager
     def moving(self, move: Callable[[], None]):

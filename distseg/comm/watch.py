@@ -133,7 +133,7 @@ def join(comm, folder: str | Path | None = None) -> None:
     every = comm.allgather(here)
     if here is not None:
         hosts = [one["host"] if one else "?" for one in every]
-        _tell(
+        _send(
             join=hosts,
             monitors=every[:2],
             rank=comm.rank,
@@ -170,11 +170,11 @@ def _start(rank: int) -> None:
 
 def _ask_address() -> dict:
     """Return where other guardians can reach the guardian of this rank."""
-    _tell(listen=True)
+    _send(listen=True)
     return json.loads(_guardian.stdout.readline())
 
 
-def _tell(**what) -> None:
+def _send(**what) -> None:
     _guardian.stdin.write(json.dumps(what) + "\n")
     _guardian.stdin.flush()
 

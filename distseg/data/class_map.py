@@ -23,7 +23,7 @@ import numpy as np
 
 from distseg.data import class_files
 from distseg.data.formats.mapped import let_go
-from distseg.report.disk import NoRoom, locked, opened_plain, require_disk_space, room_told
+from distseg.report.disk import DiskFull, disk_full_errors, locked, opened_plain, require_disk_space
 from distseg.tiling.tile import Box
 
 _FLUSH = 2.0  # seconds between flushes
@@ -61,7 +61,7 @@ class PartialMap:
     Raises:
         BlockingIOError: another process is writing this map.
         FileExistsError: the folder, or a file in it, is a link or something else than ours.
-        NoRoom: the disk has too few free bytes for the arrays. Nothing has been computed then.
+        DiskFull: the disk has too few free bytes for the arrays. Nothing has been computed then.
     """
 
     def __init__(
@@ -220,12 +220,12 @@ class PartialMap:
             require_disk_space(
                 self.folder, needed, f"the class map of {self._bytes['classes']} pixels on its way"
             )
-            with room_told(self.folder, needed=needed):
+            with disk_full_errors(self.folder, needed=needed):
                 for name, count in self._bytes.items():
                     self._make(name, count)
                 # The identity comes last: without it the folder is ignored.
                 self._make("identity", 0, self.identity.encode())
-        except NoRoom:
+        except DiskFull:
             shutil.rmtree(self.folder, ignore_errors=True)
             raise
 

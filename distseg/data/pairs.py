@@ -163,13 +163,13 @@ def check_alike(pairs: list[Pair]) -> None:
     known: dict[str, Pair] = {}
     first: dict[str, tuple[Pair, object]] = {}
     for pair in pairs:
-        said = {
+        forms = {
             "bands": pair.bands,
             "dims": len(pair.size),
             "type": str(pair.dtype),
             "colours": pair.colours,
         }
-        for what, b in said.items():
+        for what, b in forms.items():
             other, a = first.setdefault(what, (pair, b)) if b is not None else (pair, b)
             if a != b:
                 raise ValueError(

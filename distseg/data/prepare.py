@@ -75,8 +75,8 @@ def prepare_folder(
     Raises:
         ValueError: a file or an argument is wrong; the message names it. No store is left behind.
         FileNotFoundError: a folder does not exist.
-        NoRoom: the disk has too few free bytes for the pixels (before anything is written), or for
-            the rest of the store.
+        DiskFull: the disk has too few free bytes for the pixels (before anything is written), or
+            for the rest of the store.
     """
     folders = Path(images_dir), None if masks_dir is None else Path(masks_dir)
     pairs = find_pairs(*folders, splits, seed, dims, alpha)

@@ -27,8 +27,8 @@ from distseg.layers.context import Context
 from distseg.layers.mean import DistributedMean, largest_of, numbers_of
 from distseg.layers.moments import Moments, combine, stack
 from distseg.layers.norm import Contribution
+from distseg.layers.statistics import distributed_class as distributed_class_of_statistic
 from distseg.layers.statistics import exponentials
-from distseg.layers.statistics import twin_of as twin_of_statistic
 from distseg.models.layers import Max, Mean, as_vector
 from distseg.models.lines import AlongLines, OfLines, folded, places_along
 from distseg.models.statistics import LogSumExp, Variance
@@ -261,8 +261,8 @@ class _Max(_Mean):
     def moments(self, cells: Tensor, numbers: Tensor) -> Moments:
         largest = cells.amax(-1)
         there = cells == largest.unsqueeze(-1)
-        said = numbers[there.byte().argmax(-1)] if self.layer.first else there.sum(-1)
-        return Moments(self._count(cells), largest.double(), said.double())
+        second = numbers[there.byte().argmax(-1)] if self.layer.first else there.sum(-1)
+        return Moments(self._count(cells), largest.double(), second.double())
 
     def joined(self, parts: Moments) -> Moments:
         return largest_of(parts, self.layer.first)
@@ -300,12 +300,12 @@ class DistributedOfLines(OfLines):
         )
 
 
-def twin_of(layer: nn.Module) -> type[nn.Module]:
+def distributed_class(layer: nn.Module) -> type[nn.Module]:
     """Return the class that is the distributed counterpart of a layer with global statistics."""
     kinds = ((AlongLines, DistributedLines), (OfLines, DistributedOfLines))
     return next(
-        (twin for kind, twin in kinds if isinstance(layer, kind)), None
-    ) or twin_of_statistic(layer)
+        (counterpart for kind, counterpart in kinds if isinstance(layer, kind)), None
+    ) or distributed_class_of_statistic(layer)
 
 
 def _picked(box: Box, dims: Sequence[int]) -> Box:

@@ -130,10 +130,10 @@ def largest_of(parts: Moments, first: bool) -> Moments:
         first: ``m2`` is the position of the first maximum; otherwise the number of maxima.
     """
     largest = parts.mean.amax(0)
-    said = parts.m2.where(
+    second = parts.m2.where(
         parts.mean == largest, torch.full_like(parts.m2, math.inf if first else 0)
     )
-    return Moments(parts.count.sum(0), largest, said.amin(0) if first else said.sum(0))
+    return Moments(parts.count.sum(0), largest, second.amin(0) if first else second.sum(0))
 
 
 class DistributedMax(DistributedMean):
@@ -190,16 +190,16 @@ class DistributedMax(DistributedMean):
         )
         if not place.pixels:
             largest = values.new_full(values.shape[:1], -math.inf)
-            said = torch.full_like(largest, math.inf if self.first else 0, dtype=torch.float64)
+            second = torch.full_like(largest, math.inf if self.first else 0, dtype=torch.float64)
         else:
             largest = values.amax(1)
             there = values == largest.unsqueeze(1)
-            said = (
+            second = (
                 numbers_of(place, size).to(image.device)[there.byte().argmax(1)]
                 if self.first
                 else there.sum(1)
             )
-        return Contribution(row, Moments(count, largest.double(), said.double()), place.pixels)
+        return Contribution(row, Moments(count, largest.double(), second.double()), place.pixels)
 
     def statistics(self, parts: list[Contribution]) -> Moments:
         rows = sorted({part.row for part in parts})
@@ -280,11 +280,11 @@ def numbers_of(box: Box, size: Sequence[int]) -> Tensor:
     return sum(torch.meshgrid(*(n * s for n, s in zip(along, strides)), indexing="ij")).flatten()
 
 
-def twin_of(layer: nn.Module) -> type[nn.Module]:
+def distributed_class(layer: nn.Module) -> type[nn.Module]:
     """Return the class that is the distributed counterpart of a layer with global statistics."""
     return next(
-        twin
-        for kinds, twin in (
+        counterpart
+        for kinds, counterpart in (
             (Max, DistributedMax),
             (Mean, DistributedMean),
             (Spread, DistributedSpread),

@@ -306,14 +306,14 @@ class DistributedMeasure(_OfImage):
         return torch.zeros_like(x, dtype=torch.float64)
 
 
-def twin_of(layer: nn.Module) -> type[nn.Module]:
+def distributed_class(layer: nn.Module) -> type[nn.Module]:
     """Return the class that is the distributed counterpart of a layer with global statistics."""
-    return next((twin for kind, twin in _TWINS if isinstance(layer, kind)), None) or mean.twin_of(
-        layer
-    )
+    return next(
+        (counterpart for kind, counterpart in _COUNTERPARTS if isinstance(layer, kind)), None
+    ) or mean.distributed_class(layer)
 
 
-_TWINS = (
+_COUNTERPARTS = (
     (Variance, DistributedVariance),
     (LogSumExp, DistributedLogSumExp),
     (Products, DistributedProducts),

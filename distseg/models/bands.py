@@ -51,7 +51,7 @@ _answers: WeakKeyDictionary[nn.Module, tuple[int, ...]] = WeakKeyDictionary()
 _NOTHING = Images()
 
 
-def tell(
+def record_images(
     model: nn.Module, bands: int | None = None, dims: int | None = None, guesses: Sequence[int] = ()
 ) -> None:
     """Record facts about the images that ``model`` takes; later facts replace earlier ones."""
@@ -64,13 +64,13 @@ def tell(
     )
 
 
-def tell_like(model: nn.Module, other: nn.Module) -> nn.Module:
+def record_like(model: nn.Module, other: nn.Module) -> nn.Module:
     """Record that ``model`` takes the same images as ``other``; return ``model``."""
-    tell(model, bands_of(other), dims_of(other))
+    record_images(model, bands_of(other), dims_of(other))
     return model
 
 
-def is_told(model: nn.Module) -> bool:
+def is_recorded(model: nn.Module) -> bool:
     """Return True if the number of bands was recorded or found by trial, and is no guess."""
     return _settled(model).bands is not None
 

@@ -660,25 +660,25 @@ def copied_with(module: nn.Module, memo: dict[int, object]) -> nn.Module:
         or hooked(module)
     ):
         return copy.deepcopy(module, memo)
-    memo[id(module)] = twin = type(module).__new__(type(module))
-    twin.__dict__.update(
+    memo[id(module)] = copied = type(module).__new__(type(module))
+    copied.__dict__.update(
         {
             name: value.copy() if isinstance(value, (dict, set)) else value
             for name, value in vars(module).items()
         }
     )
     for field in ("_parameters", "_buffers"):
-        twin.__dict__[field].update(
+        copied.__dict__[field].update(
             {name: memo[id(x)] for name, x in getattr(module, field).items() if x is not None}
         )
-    twin.__dict__["_modules"].update(
+    copied.__dict__["_modules"].update(
         {
             name: copied_with(child, memo)
             for name, child in module._modules.items()
             if child is not None
         }
     )
-    return twin
+    return copied
 
 
 def _weightless(x: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from importlib import import_module
 import torch
 from torch import Tensor, nn
 
-from distseg.models.bands import bands_of, dims_of, fitting, is_told, tell
+from distseg.models.bands import bands_of, dims_of, fitting, is_recorded, record_images
 from distseg.models.joined import WrongEnds, joined
 from distseg.models.layers import on_meta, outline, skip_store
 from distseg.models.meta import OnMeta
@@ -131,7 +131,7 @@ def built(
             "PyTorch"
         )
     joined(model, inputs, outputs)
-    tell(
+    record_images(
         model,
         wanted.get("in_channels") or sum(inputs or ()),
         guesses=_bands_given(builder, arguments),
@@ -207,7 +207,7 @@ def _make_lazy(name: str, model: nn.Module) -> None:
     if not lazy:
         return
     kind = type(lazy[0]).__name__
-    if not is_told(model):
+    if not is_recorded(model):
         raise ValueError(
             f"model {name!r} has a {kind}, which takes as many channels as the image has bands: "
             "set model.in_channels"

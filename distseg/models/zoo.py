@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from distseg.config.settings import ModelConfig
-from distseg.models.bands import tell
+from distseg.models.bands import record_images
 from distseg.models.capture.capture import as_network
 from distseg.models.gigapixel import gigapixel
 from distseg.models.layers import padded
@@ -157,7 +157,7 @@ def plain_model(
     try:
         with torch.device("meta"):
             model = builder(**arguments)
-        tell(model, arguments.get("in_channels"))
+        record_images(model, arguments.get("in_channels"))
         return model
     except TypeError as e:
         raise ValueError(

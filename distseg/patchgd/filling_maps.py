@@ -69,28 +69,28 @@ class MapFiller(Filler):
             z = self.network.encoder(upload(x, self.device, self.dtype, self.channels_last))
         return z, skips
 
-    def decode(self, z: Tensor, told: Tensor, skips: dict[str, Tensor]) -> Tensor:
+    def decode(self, z: Tensor, correction: Tensor, skips: dict[str, Tensor]) -> Tensor:
         """Return the logits of the patches that were encoded last, (n, K, *patch).
 
         Args:
             z: the coarse features that :meth:`encode` returned.
-            told: the head's output for these patches, (n, s, *cells).
+            correction: the head's output for these patches, (n, s, *cells).
             skips: the skips that :meth:`encode` returned.
         """
         with self.autocast(), skip_store(dict(skips)):
-            return self.network.decoder(z + told.to(z.dtype))
+            return self.network.decoder(z + correction.to(z.dtype))
 
     def features(self, x: Tensor, samples: Sequence[int]) -> Tensor:
         return self.encode(x, samples)[0].flatten(1)
 
-    def told(self, features: Tensor, size: Sequence[int]) -> Tensor:
+    def correction(self, features: Tensor, size: Sequence[int]) -> Tensor:
         """Return the head's output for each patch of an image, (patches, s, *cells).
 
         Args:
             features: the coarse features of all patches, (patches, s * cells).
             size: the size of the image in pixels.
         """
-        return self.network.told(features[None].to(self.dtype), size)[0]
+        return self.network.correction(features[None].to(self.dtype), size)[0]
 
     def commit_statistics(self, unbiased: bool = False) -> None:
         """Do nothing: a U-Net of patches has no running statistics."""
@@ -135,20 +135,20 @@ class MapPredictor(Predictor):
     ) -> Iterator[tuple[Box, np.ndarray]]:
         mine = self.deal(scene.size, numbers)[self.replicas.rank]
         with self.filler.evaluating():
-            told = self._told(scene) if mine else None
+            correction = self._told(scene) if mine else None
             for number in mine:
-                yield self._tile(scene, number, told[number])
+                yield self._tile(scene, number, correction[number])
 
     @torch.no_grad()
     def _told(self, scene: ImageSource) -> Tensor:
-        return self.filler.told(self.filler(OneScene(scene), Alone())[0], scene.size)
+        return self.filler.correction(self.filler(OneScene(scene), Alone())[0], scene.size)
 
     @torch.no_grad()
-    def _tile(self, scene: ImageSource, number: int, told: Tensor) -> tuple[Box, np.ndarray]:
+    def _tile(self, scene: ImageSource, number: int, correction: Tensor) -> tuple[Box, np.ndarray]:
         network = self.filler.network
         box, own = network.patches(scene.size)[number], network.own(scene.size)[number]
         z, skips = self.filler.encode(torch.from_numpy(scene.read(box))[None], [0])
-        y = self.filler.decode(z, told[None], skips)[0]
+        y = self.filler.decode(z, correction[None], skips)[0]
         return own, y[(..., *own.relative_to(box).slices)].to(
             torch.promote_types(y.dtype, torch.float32)
         ).cpu().numpy()

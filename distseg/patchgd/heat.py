@@ -31,7 +31,7 @@ from distseg.inference.image_source import ImageSource
 from distseg.inference.predictor import Predictor
 from distseg.layers.context import Context
 from distseg.layers.graph import graph_of, reach_for
-from distseg.models.bands import tell_like
+from distseg.models.bands import record_like
 from distseg.models.capture.capture import as_network
 from distseg.models.layers import CutTo, MainOutput, Mean, Spread
 from distseg.models.network import IMAGE, Network, channels_of_maps
@@ -215,7 +215,7 @@ class _OfPooled:
             {name: self.network.reads[name] for name in layers} | first | dict(reads),
         )
         found.of_image = not more
-        return tell_like(found, self.network).eval()
+        return record_like(found, self.network).eval()
 
     def _predictor(self, network: Network) -> Predictor:
         """Return a predictor of another network, on this rank alone."""

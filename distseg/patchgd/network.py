@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from distseg.config.sizes import Size
-from distseg.models.bands import tell_like
+from distseg.models.bands import record_like
 from distseg.models.capture.capture import as_network
 from distseg.tiling.tile import Box
 
@@ -80,7 +80,7 @@ class PatchNetwork(nn.Module):
             tuple(patch),
             tuple(step or patch),
         )
-        tell_like(self, self.backbone)
+        record_like(self, self.backbone)
         parts = {"backbone": self.backbone, "head": self.head}
         self.names = {
             f"{part}.{own}": f"{part}.{user}"

@@ -4,10 +4,10 @@ The network is :class:`distseg.patchgd.unet.PatchUNet`. The head's output for a 
 patches, so the backward pass of an inner iteration has four parts::
 
     skips, z = encoder(patch), Z[those] <- z         each rank its patches, all of Z on all ranks
-    told = head(Z)                                   on all ranks alike
-    loss(decoder(skips, z + told[patch]))            each rank its patches
-    back through the decoder, to skips, z and told
-    dL/dtold summed over the tile group
+    correction = head(Z)                                   on all ranks alike
+    loss(decoder(skips, z + correction[patch]))            each rank its patches
+    back through the decoder, to skips, z and correction
+    dL/dcorrection summed over the tile group
     back through the head, to Z
     back through the encoder
 
@@ -57,13 +57,15 @@ class MapEngine(PatchEngine):
         All ranks of the tile group get the same result.
         """
         found = [torch.zeros(len(rows), self.loss.sums, dtype=torch.float64) for rows in features]
-        told = [self.filler.told(rows, size) for rows, size in zip(features, images.sizes)]
+        correction = [
+            self.filler.correction(rows, size) for rows, size in zip(features, images.sizes)
+        ]
         for j in range(max(map(self._rounds, images.sizes))):
             pairs = self._draw(images, "fill", j)
             with self._masks("answers", j):
                 z, skips = self.filler.encode(self._read(images, pairs), self._keys(images, pairs))
                 logits = self.filler.decode(
-                    z, torch.stack([told[i][p] for i, p in self._mine(pairs)]), skips
+                    z, torch.stack([correction[i][p] for i, p in self._mine(pairs)]), skips
                 )
             rows = self._sums(self.loss.rows(logits, self._labels(images, pairs)), pairs)
             first = self._first(images, pairs, j)
@@ -120,8 +122,10 @@ class MapEngine(PatchEngine):
             ahead = [z, *skips.values()]
             leaves = [x.detach().requires_grad_() for x in ahead]
             block = [rows.detach().requires_grad_() for rows in features]
-            told = [self.filler.told(rows, size) for rows, size in zip(block, images.sizes)]
-            given = [x.detach().requires_grad_() for x in told]
+            correction = [
+                self.filler.correction(rows, size) for rows, size in zip(block, images.sizes)
+            ]
+            given = [x.detach().requires_grad_() for x in correction]
             logits = self.filler.decode(
                 leaves[0], torch.stack([given[i][p] for i, p in mine]), dict(zip(skips, leaves[1:]))
             )
@@ -129,11 +133,11 @@ class MapEngine(PatchEngine):
         loss = self._settled(images, [i for i, _ in mine], rows, besides=self._besides(pairs))
         if self._answers is not None:
             put(self._answers, pairs, self._sums(rows, pairs))
-        of_told = [torch.zeros_like(x) if x.grad is None else x.grad for x in given]
-        total = add(torch.cat([g.flatten() for g in of_told]), self.mesh.tiles).split(
-            [g.numel() for g in of_told]
+        of_correction = [torch.zeros_like(x) if x.grad is None else x.grad for x in given]
+        total = add(torch.cat([g.flatten() for g in of_correction]), self.mesh.tiles).split(
+            [g.numel() for g in of_correction]
         )
-        torch.autograd.backward(told, [g.view_as(x) for g, x in zip(total, told)])
+        torch.autograd.backward(correction, [g.view_as(x) for g, x in zip(total, correction)])
         back = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
         back[0] = back[0] + torch.stack([block[i].grad[p] for i, p in mine]).view_as(z).to(z.dtype)
         torch.autograd.backward(ahead, back)

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from distseg.models.bands import bands_of, tell_like
+from distseg.models.bands import bands_of, record_like
 from distseg.models.layers import Pop, Stash, outline, skip_store
 from distseg.models.network import flat_layers, is_flat
 from distseg.patchgd.network import PatchNetwork, starts_of
@@ -65,7 +65,7 @@ class PatchUNet(PatchNetwork):
             for name, layer in layers
             for own in layer.state_dict()
         }
-        tell_like(self, unet)
+        record_like(self, unet)
         with torch.no_grad(), skip_store({}):
             image = torch.empty(
                 1, bands_of(unet), *patch, device="meta", dtype=next(unet.parameters()).dtype
@@ -114,7 +114,7 @@ class PatchUNet(PatchNetwork):
             len(features), self.features, *(g * c for g, c in zip(grid, self.cells))
         )
 
-    def told(self, features: Tensor, size: Sequence[int]) -> Tensor:
+    def correction(self, features: Tensor, size: Sequence[int]) -> Tensor:
         """Return the head's output for each patch, (N, patches, s, *cells).
 
         Args:
@@ -134,11 +134,11 @@ class PatchUNet(PatchNetwork):
             with skip_store({}) as store:
                 features.append(self.encoder(x[(..., *box.slices)]))
             stores.append(store)
-        told = self.told(torch.stack([z.flatten(1) for z in features], 1), size)
+        correction = self.correction(torch.stack([z.flatten(1) for z in features], 1), size)
         made: Tensor | None = None
         for p, (box, own) in enumerate(zip(self.patches(size), self.own(size))):
             with skip_store(dict(stores[p])):
-                y = self.decoder(features[p] + told[:, p])
+                y = self.decoder(features[p] + correction[:, p])
             made = y.new_zeros(len(x), y.shape[1], *size) if made is None else made
             made[(..., *own.slices)] = y[(..., *own.relative_to(box).slices)]
         return made

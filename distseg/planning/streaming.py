@@ -59,7 +59,7 @@ def budget_of(memory: int, base: int, what: str) -> float:
     return max(_SURE * (memory - base - _KEPT), (memory - base) / _RISES)
 
 
-def memory_for_tiles(memory: int, base: int, what: str, comm) -> float:
+def smallest_budget(memory: int, base: int, what: str, comm) -> float:
     """Return the budget of the rank of ``comm`` with the least memory left. Collective.
 
     Arguments are those of :func:`budget_of`. All ranks get the same number.

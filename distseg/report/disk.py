@@ -36,7 +36,7 @@ _FULL = {
 _MAKE_ROOM = "make room, or choose another output"
 
 
-class NoRoom(OSError):
+class DiskFull(OSError):
     """Error for a full disk. The message names the file and the free bytes."""
 
 
@@ -74,16 +74,16 @@ def require_disk_space(path: Path, needed: int, what: str) -> None:
         what: content of the file for the message, such as ``a checkpoint``.
 
     Raises:
-        NoRoom: naming the file, the needed bytes and the free bytes.
+        DiskFull: naming the file, the needed bytes and the free bytes.
     """
     if needed > (free := free_bytes(path)):
         sizes = f"it takes {si(needed, 'B')}, {si(free, 'B')} are free"
-        raise _no_room(errno.ENOSPC, f"{path} has no room for {what}: {sizes}; {_MAKE_ROOM}")
+        raise _disk_full(errno.ENOSPC, f"{path} has no room for {what}: {sizes}; {_MAKE_ROOM}")
 
 
 @contextmanager
-def room_told(path: Path, written: Path | None = None, needed: int = 0) -> Iterator[None]:
-    """Convert any error of the block that means a full disk into :class:`NoRoom` for ``path``.
+def disk_full_errors(path: Path, written: Path | None = None, needed: int = 0) -> Iterator[None]:
+    """Convert any error of the block that means a full disk into :class:`DiskFull` for ``path``.
 
     Args:
         path: the file that the message names.
@@ -91,12 +91,12 @@ def room_told(path: Path, written: Path | None = None, needed: int = 0) -> Itera
         needed: the most bytes that the file may take; 0 if unknown.
 
     Raises:
-        NoRoom: the disk is full, the quota is used up, or the file exceeds the largest allowed
+        DiskFull: the disk is full, the quota is used up, or the file exceeds the largest allowed
             size.
     """
     try:
         yield
-    except NoRoom:
+    except DiskFull:
         raise
     except Exception as e:
         if (code := _full(e)) is None:
@@ -105,7 +105,7 @@ def room_told(path: Path, written: Path | None = None, needed: int = 0) -> Itera
         after = f" after {si(grown, 'B')} of it" if grown else ""
         takes = f"it takes up to {si(needed, 'B')}, " if needed else ""
         free = f"{si(free_bytes(path), 'B')} are free"
-        raise _no_room(
+        raise _disk_full(
             code, f"{path} could not be written, {_FULL[code]}{after}: {takes}{free}; {_MAKE_ROOM}"
         ) from e
 
@@ -134,17 +134,17 @@ def atomic_write(path: Path) -> Iterator[Path]:
     it.
 
     Raises:
-        NoRoom: the disk is full; the temporary file is removed, and an existing ``path`` is
+        DiskFull: the disk is full; the temporary file is removed, and an existing ``path`` is
             unchanged.
         FileExistsError: ``path`` exists and is not a file.
     """
     path = Path(path)
     check_replaceable(path)
     _clear_stale(path.parent)
-    with room_told(path):
+    with disk_full_errors(path):
         growing, mode = _begun(path)
     try:
-        with room_told(path, growing):
+        with disk_full_errors(path, growing):
             yield growing
             os.chmod(growing, mode)
             to_disk(growing)
@@ -284,7 +284,7 @@ def _not_plain(path: Path) -> FileExistsError:
     )
 
 
-def _no_room(code: int, text: str) -> NoRoom:
-    error = NoRoom(text)
+def _disk_full(code: int, text: str) -> DiskFull:
+    error = DiskFull(text)
     error.errno = code
     return error

@@ -23,15 +23,15 @@ class Weighed(NamedTuple):
 
 
 def keeping(
-    program: Sequence[Operation], weigh: Callable[[TileOperation], Weighed], room: float
+    program: Sequence[Operation], weigh: Callable[[TileOperation], Weighed], budget: float
 ) -> list[Operation]:
-    """Return the program in which as many tiles keep their graphs as ``room`` bytes allow.
+    """Return the program in which as many tiles keep their graphs as ``budget`` bytes allow.
 
     Tiles are considered in order. At every operation the kept graphs and the tile in work fit into
-    ``room``.
+    ``budget``.
     """
     free = np.array(
-        [room - weigh(op).most if isinstance(op, TileOperation) else math.inf for op in program]
+        [budget - weigh(op).most if isinstance(op, TileOperation) else math.inf for op in program]
     )
     found = list(program)
     for there, back in _pairs(program):

@@ -140,8 +140,8 @@ def _list(steps: Sequence[_Step], micro_batches: int, in_flight: int) -> _Lists:
 
     def ready(step: _Step) -> bool:
         m = len(ends[step])
-        room = step.kind is not Forward or m < in_flight or done(last[step.stage], m - in_flight)
-        return m < micro_batches and room and (step.after is None or done(step.after, m))
+        fits = step.kind is not Forward or m < in_flight or done(last[step.stage], m - in_flight)
+        return m < micro_batches and fits and (step.after is None or done(step.after, m))
 
     while any(len(ended) < micro_batches for ended in ends.values()):
         for step in urgent:

@@ -21,7 +21,7 @@ from distseg.comm.launch import check_launcher
 from distseg.layers.context import Context
 from distseg.layers.dropout import DROPOUTS, KeyedDropout, begin_pass
 from distseg.layers.graph import graph_of
-from distseg.layers.lines import twin_of
+from distseg.layers.lines import distributed_class
 from distseg.layers.local import check_plain
 from distseg.layers.mean import DistributedMean
 from distseg.layers.norm import NORMS, STATISTICAL, DistributedNorm, commit
@@ -357,7 +357,7 @@ def parallelize(
     )
     for name, stride in strides.items():
         layer = model.get_submodule(name)
-        _put(model, name, _twin(layer, context, stride, name))
+        _put(model, name, _distributed(layer, context, stride, name))
     _share_statistics([m for m in model.modules() if isinstance(m, DistributedNorm) and m.tracks])
     # Without a graph it is unknown which layer makes the vector.
     inputs = None if vector and graph is None else _inputs(model)
@@ -373,19 +373,21 @@ def parallelize(
     return TiledModel(model, context, reach, inputs, exchange, graph, kinds, channels, vector)
 
 
-def _twin(layer: nn.Module, context: Context, stride: tuple[int, ...], name: str) -> nn.Module:
+def _distributed(
+    layer: nn.Module, context: Context, stride: tuple[int, ...], name: str
+) -> nn.Module:
     """Return the distributed counterpart of a layer.
 
     It stays in evaluation mode if the layer's own ``train`` keeps the layer there.
     """
-    kind = KeyedDropout if isinstance(layer, DROPOUTS) else twin_of(layer)
-    twin = kind(layer, context, stride, name)
+    kind = KeyedDropout if isinstance(layer, DROPOUTS) else distributed_class(layer)
+    counterpart = kind(layer, context, stride, name)
     if "train" in vars(layer):
         layer.train()
         if not layer.training:
-            twin.eval()
-            twin.train = partial(_as_it_is, twin)
-    return twin
+            counterpart.eval()
+            counterpart.train = partial(_as_it_is, counterpart)
+    return counterpart
 
 
 def _as_it_is(layer: nn.Module, mode: bool = True) -> nn.Module:
@@ -404,7 +406,7 @@ def on_whole_maps(model: nn.Module, context: Context, reach: ReceptiveField) -> 
     context.whole = True
     for name, layer in list(model.named_modules()):
         if isinstance(layer, (*STATISTICAL, *DROPOUTS)):
-            _put(model, name, _twin(layer, context, reach.stride, name))
+            _put(model, name, _distributed(layer, context, reach.stride, name))
     return TiledModel(model, context, reach)
 
 

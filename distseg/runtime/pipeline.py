@@ -167,7 +167,7 @@ class Pipeline:
         tensors, key = self._here.pop((op.edge, op.micro_batch, op.back)), (op.edge, unit.signature)
         if key not in self._forms:
             self._forms[key] = [Form.of(x) for x in tensors]
-            self.mail.tell(self._forms[key], peer, self._forms_tag(op.edge))
+            self.mail.send_object(self._forms[key], peer, self._forms_tag(op.edge))
         for form, x in zip(self._forms[key], tensors):
             _check(form, x, op)
             self.mail.send(form.fit(x), peer, self._tag(op))
@@ -186,7 +186,7 @@ class Pipeline:
         peer, key = self.partition.placement[op.sender], (op.edge, unit.signature)
         if key not in self._forms:
             with self.trace.span("wait", "forms"):
-                self._forms[key] = self.mail.ask(peer, self._forms_tag(op.edge))
+                self._forms[key] = self.mail.recv_object(peer, self._forms_tag(op.edge))
         self._posted[op.edge, op.micro_batch, op.back] = [
             self.mail.receive(form, peer, self._tag(op)) for form in self._forms[key]
         ]

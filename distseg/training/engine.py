@@ -46,7 +46,7 @@ from distseg.planning.streaming import (
     BudgetTiling,
     GridTiling,
     is_streamed,
-    memory_for_tiles,
+    smallest_budget,
 )
 from distseg.runtime.build import autocast, own_part, place_stages, used_reach
 from distseg.runtime.devices import DevicePipeline, check_there, devices_of
@@ -203,7 +203,7 @@ class Engine(ParameterUpdate):
         All ranks get the same budget, because each stage computes the tile sizes of all stages.
         """
         keep_freed_memory(large=False)
-        return memory_for_tiles(
+        return smallest_budget(
             memory,
             self.base_memory(),
             "weights, gradients and the optimizer's state",

@@ -30,7 +30,7 @@ from distseg.patchgd.training import PatchEngine, PatchLoader, check_images
 from distseg.patchgd.training_maps import MapEngine
 from distseg.patchgd.unet import PatchUNet
 from distseg.patchgd.zoo import check_grids, network_of, with_grid
-from distseg.planning.streaming import is_streamed, memory_for_tiles, memory_warnings
+from distseg.planning.streaming import is_streamed, memory_warnings, smallest_budget
 from distseg.report.disk import locked
 from distseg.runtime.optimizer import state_copies
 from distseg.runtime.precision import choose, gpu_lines
@@ -41,7 +41,7 @@ from distseg.training.checkpoint.pretrained import pretrained
 from distseg.training.checkpoint.saving import (
     Checkpoints,
     SilentCheckpoints,
-    check_room,
+    require_space,
     set_aside,
     state_bytes,
 )
@@ -168,10 +168,10 @@ class Run:
         """Return a predictor of whole images with the network in training. Collective."""
         config, engine, world = self.config, self.engine, self.world
         memory = config.run.memory
-        room = (
+        budget = (
             None
             if memory is None
-            else memory_for_tiles(
+            else smallest_budget(
                 memory, engine.base_memory(), "weights, gradients and the optimizer's state", world
             )
         )
@@ -186,7 +186,7 @@ class Run:
             engine.pipeline if engine.partition else None,
             exact=config.spatial.halo is None,
             neighbours=ranks_on_node(world),
-            budget=room,
+            budget=budget,
         )
 
     @property
@@ -261,7 +261,7 @@ class Run:
         needed = self.mesh.pipeline.allreduce(state_bytes(self.model, state_copies(config.optim)))
         with raise_jointly(self.world):
             if self.first:
-                check_room(output, needed)
+                require_space(output, needed)
                 self._lock = lock_run(output)
                 aside = set_aside(output, self.position.step if self.resumed else -1)
                 if aside:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from distseg.config.settings import Config, ModelConfig, PatchgdConfig, TrainConfig
-from distseg.models.bands import tell
+from distseg.models.bands import record_images
 from distseg.models.capture.capture import as_network
 from distseg.models.joined import joined
 from distseg.models.layers import padded
@@ -316,7 +316,7 @@ def _with_weights(
         load_weights(checkpoint, network)
     else:
         network = made(outputs)
-        tell(network, manifest["channels"][0])
+        record_images(network, manifest["channels"][0])
         load_weights(checkpoint, as_network(network))
     return network.eval()
 

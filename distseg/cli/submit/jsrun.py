@@ -130,18 +130,18 @@ def check(line: str, nodes: int, cores: int, gpus: int, tasks: int) -> ResourceS
     cpu = cores if asked.cpu_per_rs == "ALL_CPUS" else asked.cpu_per_rs
     gpu = gpus if asked.gpu_per_rs == "ALL_GPUS" else asked.gpu_per_rs
     _fits_a_node(asked, cpu, gpu, cores, gpus)
-    room = asked.rs_per_host or min(cores // cpu, gpus // gpu if gpu else cores)
-    sets = nodes if asked.nrs == "ALL_HOSTS" else asked.nrs or nodes * room
-    if sets > nodes * room:
+    per_node = asked.rs_per_host or min(cores // cpu, gpus // gpu if gpu else cores)
+    sets = nodes if asked.nrs == "ALL_HOSTS" else asked.nrs or nodes * per_node
+    if sets > nodes * per_node:
         why = (
             f"{asked.rs_per_host} a node (--rs_per_host)"
             if asked.rs_per_host
-            else f"{room} a node, which is what fits"
+            else f"{per_node} a node, which is what fits"
         )
         raise ValueError(
             f"jsrun asks for {sets} resource sets (--nrs), but {_count(nodes, 'node')} hold "
-            f"{nodes * room}, {why}: "
-            f"set --nrs to {nodes * room} at most, or take {-(-sets // room)} nodes"
+            f"{nodes * per_node}, {why}: "
+            f"set --nrs to {nodes * per_node} at most, or take {-(-sets // per_node)} nodes"
         )
     started = _started(asked, sets)
     if started != tasks:

@@ -17,7 +17,9 @@ _SMALL = 1 << 24  # bytes up to which an array is kept in memory
 _SHARE = 2  # a scratch file may take one half of the free bytes of its disk
 
 
-def room_for(shape: Sequence[int], dtype: np.dtype, folder: str | None = None) -> np.ndarray | None:
+def mapped_array(
+    shape: Sequence[int], dtype: np.dtype, folder: str | None = None
+) -> np.ndarray | None:
     """Return an uninitialised array: a small one in memory, a large one in a scratch file.
 
     The scratch file has no name and vanishes with the array or the process. Its bytes are reserved

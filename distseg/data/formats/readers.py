@@ -21,7 +21,7 @@ from distseg.data.formats import marks, pam
 from distseg.data.formats.alpha import BAND, MASK
 from distseg.data.formats.base import Reader, note_of_alpha, plain, readable
 from distseg.data.formats.georeference import with_world_file
-from distseg.data.formats.mapped import copied, let_go, room_for
+from distseg.data.formats.mapped import copied, let_go, mapped_array
 from distseg.data.formats.plausible import MOST_PACKED, check_bytes, check_memory
 from distseg.data.nodata import declared
 from distseg.tiling.tile import Box
@@ -273,21 +273,21 @@ class PillowReader(Reader):
         height, width = self.size
         shape = (height, width, self.bands + (self.alpha is not None))
         strip = max(1, _STRIP // (width * shape[-1] * self.dtype.itemsize))
-        room = room_for(shape, self.dtype, self._scratch)
-        if room is None:
+        array = mapped_array(shape, self.dtype, self._scratch)
+        if array is None:
             check_memory(
                 self.path,
                 f"its {Size(self.size)} pixels, for which the scratch folder has no room, are",
                 self.decoding + math.prod(shape) * self.dtype.itemsize,
             )
-            room = np.empty(shape, self.dtype)
-        room = np.moveaxis(room, -1, 0)
+            array = np.empty(shape, self.dtype)
+        array = np.moveaxis(array, -1, 0)
         with pillow(self.path) as image:
             for row in range(0, height, strip):
                 stop = min(row + strip, height)
-                room[:, row:stop] = self._decoded(image.crop((0, row, width, stop)))
-                let_go(room)
-        return room
+                array[:, row:stop] = self._decoded(image.crop((0, row, width, stop)))
+                let_go(array)
+        return array
 
     def _decoded(self, image) -> np.ndarray:
         """Return the pixels of Pillow's ``image``, (bands, height, width).

@@ -32,7 +32,7 @@ def open_tiff(path: Path, dims: int | None, scratch: str | None, alpha: str) -> 
     Args:
         path: the file.
         dims: 3 makes unnamed pages slices of a volume instead of bands.
-        scratch: folder for decoded strips (:func:`distseg.data.formats.mapped.room_for`).
+        scratch: folder for decoded strips (:func:`distseg.data.formats.mapped.mapped_array`).
         alpha: what becomes of transparency (:func:`distseg.data.formats.readers.open_image`).
 
     Raises:
@@ -71,12 +71,12 @@ class Mask:
     def __init__(self, path: Path, file: TiffFile, segments: Segments, size: tuple[int, ...]):
         weakref.finalize(self, file.close)
         if segments.size != size or segments.bands != 1:
-            said = (
+            size_text = (
                 f"{Size(segments.size)} pixels of {segments.bands} band{'s' * (segments.bands > 1)}"
             )
             raise ValueError(
-                f"{path} has a validity mask of {said}, but the image has {Size(size)} pixels, "
-                "and one band says where there is data: write it anew, or remove it"
+                f"{path} has a validity mask of {size_text}, but the image has {Size(size)} "
+                "pixels, and one band says where there is data: write it anew, or remove it"
             )
         segments.try_first()
         self._segments = segments

@@ -43,8 +43,8 @@ def choose(path: Path, file: TiffFile, kinds: Mapping[int, int]) -> Pages:
     for other in others:
         if _pixels(other) > _pixels(image):
             raise ValueError(
-                f"{path} holds {_told(image)} first, and a larger image, {_told(other)}: write "
-                "the one that is meant into a file of its own"
+                f"{path} holds {_in_words(image)} first, and a larger image, {_in_words(other)}: "
+                "write the one that is meant into a file of its own"
             )
     masks = [series for kind, series in parts if kind & MASK and not kind & REDUCED]
     if (count := sum(len(series.pages) for series in masks)) > 1:
@@ -54,7 +54,7 @@ def choose(path: Path, file: TiffFile, kinds: Mapping[int, int]) -> Pages:
         )
     more = f"{len(others)} more images" if len(others) > 1 else "one more image"
     are = "are" if len(others) > 1 else "is"
-    note = f"has {more}, which {are} not read: {', '.join(map(_told, others))}"
+    note = f"has {more}, which {are} not read: {', '.join(map(_in_words, others))}"
     return Pages(image, masks[0] if masks else None, (note,) if others else ())
 
 
@@ -99,7 +99,7 @@ def _pixels(series: TiffPageSeries) -> int:
     return page.imagedepth * page.imagelength * page.imagewidth
 
 
-def _told(series: TiffPageSeries) -> str:
+def _in_words(series: TiffPageSeries) -> str:
     """Return the size and form of an image in words."""
     page, pages = series.keyframe, len(series.pages)
     size = Size([page.imagedepth, page.imagelength, page.imagewidth][page.imagedepth == 1 :])

@@ -21,7 +21,7 @@ from distseg.comm.launch import release_freed_memory
 from distseg.config.sizes import Size
 from distseg.data.formats import lerc, packed
 from distseg.data.formats.base import plain, readable
-from distseg.data.formats.mapped import copied, let_go, room_for
+from distseg.data.formats.mapped import copied, let_go, mapped_array
 from distseg.data.formats.plausible import check_memory
 from distseg.tiling.tile import Box
 
@@ -46,7 +46,7 @@ class Segments:
         dims: 3 makes unnamed pages slices of a volume.
         alpha: index of the band that is transparency, which LERC may store as its mask; None for
             none.
-        scratch: folder for decoded strips (:func:`distseg.data.formats.mapped.room_for`).
+        scratch: folder for decoded strips (:func:`distseg.data.formats.mapped.mapped_array`).
 
     Raises:
         ValueError: the file cannot hold what its header declares, or distseg does not read its
@@ -240,7 +240,7 @@ class Segments:
         if layout.is_tiled and self._segment_bytes <= _CHEAP:
             return None
         self._done = np.zeros((len(pages), len(pages[0].dataoffsets)), bool)
-        return room_for((len(pages), *layout.shaped), self.dtype, self._scratch)
+        return mapped_array((len(pages), *layout.shaped), self.dtype, self._scratch)
 
     @property
     def _whole(self) -> tuple[slice, ...]:
@@ -323,8 +323,8 @@ class Segments:
         found = [size for size in sizes if size]
         most = self._edges[1:]
         if not found or any(a > n for size in found for a, n in zip(size, most)):
-            said = f"{Size(found[0])} pixels" if found else "of no known size"
-            raise ValueError(f"a strip or tile of {Size(most)} pixels holds an image {said}")
+            size_text = f"{Size(found[0])} pixels" if found else "of no known size"
+            raise ValueError(f"a strip or tile of {Size(most)} pixels holds an image {size_text}")
         return data
 
     def _check_packed(self, compression: int, index: int, count: int) -> None:

@@ -161,7 +161,7 @@ def _wrong_counts(store: Store, name: str, counts: ClassCounts) -> Iterator[str]
             tuple(min((b + 1) * store.block, n) for b, n in zip(block, store.size(name))),
         )
         found, expected = counts.table[(class_, *block)], table[(class_, *block)]
-        said = f"{expected} pixels of {store.classes[class_]} at {place}"
-        yield f"{words} say {said}, there are {found}"
+        expected_text = f"{expected} pixels of {store.classes[class_]} at {place}"
+        yield f"{words} say {expected_text}, there are {found}"
     elif store.class_counts(name) != counts.totals:
         yield f"{words} in the index say {store.class_counts(name)}, there are {counts.totals}"

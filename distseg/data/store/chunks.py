@@ -293,6 +293,6 @@ def _buffer(size: int) -> memoryview:
 
     Fresh memory would take longer than reading into it.
     """
-    if len(getattr(_buffers, "room", b"")) < size:
-        _buffers.room = bytearray(size)
-    return memoryview(_buffers.room)[:size]
+    if len(getattr(_buffers, "block", b"")) < size:
+        _buffers.block = bytearray(size)
+    return memoryview(_buffers.block)[:size]

@@ -28,7 +28,7 @@ from distseg.tiling.tile import Box
 # Limits of cached readers and of their chunks, whose positions take up to 20 MB and 30 MB.
 _READERS_KEPT, _CHUNKS_KEPT = 1 << 14, 1 << 20
 _MADE_BY = "'distseg prepare' writes a store from images"
-_told: set[str] = set()  # stores without checksums that this process has warned of
+_warned: set[str] = set()  # stores without checksums that this process has warned of
 
 
 class Store:
@@ -316,8 +316,8 @@ class Store:
 
     def _say_version(self) -> None:
         """Warn once per process about a store without checksums."""
-        if self.version < 2 and self.path not in _told:
-            _told.add(self.path)
+        if self.version < 2 and self.path not in _warned:
+            _warned.add(self.path)
             words = (
                 "which has no checksums: damage in it may go unseen; prepare it anew to have them"
             )

@@ -20,7 +20,7 @@ from distseg.data.nodata import fitting
 from distseg.data.store import hdf5, header, layout
 from distseg.data.store.image_writer import ImageWriter
 from distseg.data.store.statistics import Moments
-from distseg.report.disk import check_replaceable, locked, room_told, to_disk
+from distseg.report.disk import check_replaceable, disk_full_errors, locked, to_disk
 
 
 def bytes_of(size: Sequence[int], bands: int, dtype: np.dtype, planes: int) -> int:
@@ -61,7 +61,7 @@ class StoreWriter:
         FileExistsError: ``path`` exists and ``overwrite`` is not set, or it is not a file.
         ValueError: classes, bands or data are not valid; the message names the image and the
             position.
-        NoRoom: the disk is full. No partial store is left behind.
+        DiskFull: the disk is full. No partial store is left behind.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class StoreWriter:
     def __enter__(self) -> StoreWriter:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._finished = False
-        with room_told(self.path):
+        with disk_full_errors(self.path):
             self._lock = locked(self.partial, self.path)  # before HDF5 empties the file
         self._growing = hdf5.Growing(self.path, self._lock.fileno())
         self.file = self._growing.file
@@ -239,7 +239,7 @@ class StoreWriter:
             self.provenance,
         )
         header.write(self.file, *known, index, sums, self.colours)
-        with self._room_told():
+        with self._disk_full_errors():
             self._growing.close()
             to_disk(self.partial)
             os.replace(self.partial, self.path)
@@ -256,9 +256,9 @@ class StoreWriter:
         return index, np.concatenate(sums)
 
     def _check_disk(self) -> None:
-        with self._room_told():
+        with self._disk_full_errors():
             self._growing.check()
 
-    def _room_told(self) -> AbstractContextManager[None]:
-        """Return the context that converts errors of a full disk into :class:`NoRoom`."""
-        return room_told(self.path, self.partial, max(self.expected, self._added))
+    def _disk_full_errors(self) -> AbstractContextManager[None]:
+        """Return the context that converts errors of a full disk into :class:`DiskFull`."""
+        return disk_full_errors(self.path, self.partial, max(self.expected, self._added))

@@ -142,7 +142,7 @@ def norm_forward(
     keys = None if norm.keys is None else (ctypes.c_uint64 * plan.images)(*norm.keys)
     weight, bias = _widened(weight, x), _widened(bias, x)
     _function("norm_forward", x.dtype)(
-        *plan.told,
+        *plan.arguments,
         x.data_ptr(),
         y.data_ptr(),
         keys,
@@ -173,7 +173,7 @@ def norm_backward(
     found = torch.empty(2, channels, dtype=torch.float64)
     weight, numbers = _widened(weight, x), numbers.expand(plan.images, -1, -1).contiguous()
     _function("norm_backward", x.dtype)(
-        *plan.told,
+        *plan.arguments,
         g.data_ptr(),
         x.data_ptr(),
         dx.data_ptr(),
@@ -192,7 +192,7 @@ class _Plan(NamedTuple):
     """
 
     images: int
-    told: tuple
+    arguments: tuple
 
 
 @lru_cache(4096)

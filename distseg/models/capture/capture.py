@@ -16,7 +16,7 @@ from functools import cache, partial
 import torch
 from torch import nn
 
-from distseg.models.bands import bands_of, dims_of, is_told, tell
+from distseg.models.bands import bands_of, dims_of, is_recorded, record_images
 from distseg.models.capture.by_type import WIDE, numbers_by_type, with_numbers
 from distseg.models.capture.compare import TooSmall, check_same
 from distseg.models.capture.hidden import check_left, picture
@@ -183,10 +183,10 @@ def _captured(model: nn.Module, in_channels: int | None) -> Network:
     except Exception as e:
         # A module's own __deepcopy__ may raise anything.
         raise CanNotCapture(f"it cannot be copied: {' '.join(str(e).split())[:300]}") from e
-    tell(model, in_channels)
+    record_images(model, in_channels)
     try:
         dims = dims_of(model)
-        likeliest = [bands_of(model)] if is_told(model) else _channels_to_try(model)
+        likeliest = [bands_of(model)] if is_recorded(model) else _channels_to_try(model)
     except ValueError as e:
         raise CanNotCapture(str(e)) from None
     before = picture(empty.train())
@@ -256,7 +256,7 @@ def _captured(model: nn.Module, in_channels: int | None) -> Network:
     network = found.network(model)
     network.multiple, network.fingerprint = multiple, whole.fingerprint
     for module in (model, network):
-        tell(module, channels, dims)
+        record_images(module, channels, dims)
 
     @cache
     def check(size: tuple[int, ...], images: int) -> None:

@@ -84,23 +84,23 @@ def check_same(
     """
     if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
         return
-    twin = doubled(model)
-    network = network_of(twin)
+    copied = doubled(model)
+    network = network_of(copied)
     generator = torch.Generator().manual_seed(0)
     # Norms of vectors need two images.
     image = torch.randn(2, channels, *size, generator=generator, dtype=torch.float64).to(
-        next(twin.parameters()).device
+        next(copied.parameters()).device
     )
     # Large numbers reveal clamps.
     wide = image * 10 ** (2 * torch.rand(image.shape, generator=generator, dtype=torch.float64)).to(
         image
     )
-    _check_mode(twin.eval(), network.eval(), image, _evaluated(model, twin, image))
-    _check_mode(twin, network, wide)
+    _check_mode(copied.eval(), network.eval(), image, _evaluated(model, copied, image))
+    _check_mode(copied, network, wide)
     # Deep norms may need larger images in training. A run refuses too small images itself.
     with suppress(RuntimeError):
-        _check_mode(twin.train(), network.train(), image)
-        _check_mode(twin, network, wide)
+        _check_mode(copied.train(), network.train(), image)
+        _check_mode(copied, network, wide)
 
 
 def doubled(model: nn.Module) -> nn.Module:
@@ -124,17 +124,17 @@ def _double(x: Tensor) -> Tensor:
     return x.detach().to(torch.float64 if x.is_floating_point() else x.dtype, copy=True)
 
 
-def _evaluated(model: nn.Module, twin: nn.Module, image: Tensor) -> Any:
+def _evaluated(model: nn.Module, copied: nn.Module, image: Tensor) -> Any:
     """Return a module's result in evaluation.
 
     Raises:
         Hidden: the pass draws random numbers or leaves a state behind.
         TooSmall: the pass fails.
     """
-    before = picture(twin.eval())
+    before = picture(copied.eval())
     last, *others = (partial(_passed, image * scale) for scale in (1.0, 0.5, 2.0))
     try:
-        made = last(twin)
+        made = last(copied)
     except Hidden as e:
         hint = (
             "; F.dropout needs training=self.training to be off in evaluation"
@@ -149,7 +149,7 @@ def _evaluated(model: nn.Module, twin: nn.Module, image: Tensor) -> Any:
             f"in evaluation it fails on an image of {size} pixels, without gradients, with "
             f"{user_error(e)}"
         ) from e
-    check_left(lambda: doubled(model).eval(), before, picture(twin), last, others, equal)
+    check_left(lambda: doubled(model).eval(), before, picture(copied), last, others, equal)
     return made
 
 
@@ -162,13 +162,13 @@ def _passed(image: Tensor, module: nn.Module) -> Any:
         return passed(image, module)
 
 
-def _check_mode(twin: nn.Module, network: Network, image: Tensor, wanted: Any = None) -> None:
+def _check_mode(copied: nn.Module, network: Network, image: Tensor, wanted: Any = None) -> None:
     """Refuse a network whose result differs from its module's in their current mode.
 
     Args:
         wanted: the module's result, if it is known.
     """
-    wanted, found = _passed(image, twin) if wanted is None else wanted, _passed(image, network)
+    wanted, found = _passed(image, copied) if wanted is None else wanted, _passed(image, network)
     same = (
         isinstance(wanted, Tensor)
         and wanted.shape[:2] == found.shape[:2]
@@ -180,7 +180,7 @@ def _check_mode(twin: nn.Module, network: Network, image: Tensor, wanted: Any = 
         bits = torch.randint(-1, 2, image.shape, generator=torch.Generator().manual_seed(1)).to(
             image
         )
-        moved = _passed(image * (1 + bits * torch.finfo(image.dtype).eps), twin)
+        moved = _passed(image * (1 + bits * torch.finfo(image.dtype).eps), copied)
         rounding = float((moved - wanted).abs().max() / wanted.abs().max())
         if _close(wanted.view_as(found), found, _TIMES * rounding):
             return

@@ -192,18 +192,18 @@ def rows_taken(
     return over
 
 
-def told_by_size(each: Sequence[Any], sizes: Sequence[Sequence[int]]) -> Any:
+def number_by_size(each: Sequence[Any], sizes: Sequence[Sequence[int]]) -> Any:
     """Return a whole number or a slice as an expression of the map's size.
 
     Return None if it is not a sum of sizes.
     """
     if all(isinstance(x, slice) for x in each):
         ends = [[getattr(x, end) for x in each] for end in ("start", "stop", "step")]
-        told = [end[0] if len(set(end)) == 1 else told_by_size(end, sizes) for end in ends]
+        found = [end[0] if len(set(end)) == 1 else number_by_size(end, sizes) for end in ends]
         return (
             None
-            if any(x is None and end[0] is not None for x, end in zip(told, ends))
-            else slice(*told)
+            if any(x is None and end[0] is not None for x, end in zip(found, ends))
+            else slice(*found)
         )
     if not all(type(x) is int for x in each):
         return None

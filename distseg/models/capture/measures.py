@@ -149,6 +149,6 @@ def _vector(reader: Reader, numbers: Sizes, like: Value) -> Value | None:
         if (rule := rule_of(numbers.each, sizes)) is not None:
             source = next(v for v in reversed(maps) if v.sizes == sizes)
             made = reader.emit(lambda _: Measure(rule), [source.as_plain], axes=axes, what="size")
-            reader.told[made.name] = rule
+            reader.size_rules[made.name] = rule
             return made
     return None

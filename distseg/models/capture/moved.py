@@ -83,7 +83,7 @@ def cut(reader: Reader, x: Value, wanted: dict[int, Sequence[slice]]) -> Value:
             sizes=sizes,
             what="part" if len(fixed) < len(each) else "",
         )
-        reader.told[x.name] = tuple(map(tuple, settings))
+        reader.size_rules[x.name] = tuple(map(tuple, settings))
     rest = {d: ranges for d, ranges in each.items() if d not in fixed}
     if any(r.step != 1 for ranges in rest.values() for r in ranges):
         raise reader.refusal(

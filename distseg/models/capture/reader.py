@@ -33,7 +33,7 @@ from distseg.models.capture.constants import FACTORIES, FILLS, constant_of
 from distseg.models.capture.folding import Deep, Folded, Folding, is_deep, knows
 from distseg.models.capture.following import followed
 from distseg.models.capture.inplace import out_of_place
-from distseg.models.capture.lining import lines_spread, told_by_size
+from distseg.models.capture.lining import lines_spread, number_by_size
 from distseg.models.capture.measures import measured
 from distseg.models.capture.placing import RANDOM, plan_of, with_positions
 from distseg.models.capture.trace import (
@@ -98,7 +98,7 @@ class Reader:
         self.dims, self.sizes = len(sizes[0]), tuple(sizes)
         self._rule = rule
         # By layer name, the rules by which its size follows other sizes.
-        self.told: dict[str, Any] = {}
+        self.size_rules: dict[str, Any] = {}
         # Values computed from the image's size alone, by (what is computed, sizes, axes).
         self.positions: dict[tuple, Value] = {}
         # By layer name, in order: a function that makes the layer, given a function from names to
@@ -232,7 +232,10 @@ class Reader:
         Return None if all layers are equal.
         """
         mine, theirs = (
-            {name: (reads, reader.told.get(name)) for name, (_, reads) in reader.layers.items()}
+            {
+                name: (reads, reader.size_rules.get(name))
+                for name, (_, reads) in reader.layers.items()
+            }
             for reader in (self, other)
         )
         return next(
@@ -434,8 +437,8 @@ class Reader:
             CanNotCapture: a dim of the result is neither images, channels nor places.
         """
         shape = self.call.shapes[part]
-        told = line_of if like.vector else axes_of
-        axes = told(
+        read = line_of if like.vector else axes_of
+        axes = read(
             [c.shapes[part] for c in self.current], [t.batch for t in self.traces], like.sizes
         )
         if axes is None:
@@ -540,7 +543,7 @@ class Reader:
             settings: keyword arguments of :meth:`emit`.
         """
         made = self.emit(lambda _: make(), [x, like], **settings)
-        self.told[made.name] = (*rules, *more)
+        self.size_rules[made.name] = (*rules, *more)
         return made
 
     def applied(
@@ -916,9 +919,9 @@ class Reader:
             case Sizes():
                 if (
                     any(x.line for x in maps)
-                    and (told := told_by_size(tree.each, maps[0].sizes)) is not None
+                    and (number := number_by_size(tree.each, maps[0].sizes)) is not None
                 ):
-                    return told
+                    return number
                 raise self.refusal(f"has a number that depends on the image's size {tree}")
         return tree
 
@@ -1040,7 +1043,7 @@ class Reader:
         like, rules = self.followed(x, sizes)
         name = self._unique(f"{self._name()}_places")
         self._add(name, lambda _: VectorAt(rules), [x, like])
-        self.told[name] = tuple(rules)
+        self.size_rules[name] = tuple(rules)
         return replace(
             x, name=name, shapes=tuple((*shape[:2], *size) for shape, size in zip(x.shapes, sizes))
         )

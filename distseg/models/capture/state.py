@@ -334,8 +334,8 @@ class _Printer:
             return again(x.get(None))
         if fields := fields_of(x):
             return again(fields)
-        said = _content_of(x) if root in sys.stdlib_module_names else None
-        return self._which(x) if said is None else again(said)
+        content = _content_of(x) if root in sys.stdlib_module_names else None
+        return self._which(x) if content is None else again(content)
 
     def _which(self, x: Any) -> Hashable:
         """Return the id of an object, or with ``loose`` its type alone."""

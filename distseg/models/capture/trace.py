@@ -272,7 +272,7 @@ def _recording(model: nn.Module, recorder: _Recorder) -> Iterator[None]:
             skip_store({}),
             checkpoints_ignored(),
             eager(),
-            saved_tensors_told(recorder.refuse_saved),
+            saved_tensors_noted(recorder.refuse_saved),
         ):
             stack.enter_context(context)
         for context in (
@@ -286,7 +286,7 @@ def _recording(model: nn.Module, recorder: _Recorder) -> Iterator[None]:
 
 
 @contextmanager
-def saved_tensors_told(note: Callable[[], None]) -> Iterator[None]:
+def saved_tensors_noted(note: Callable[[], None]) -> Iterator[None]:
     """Call ``note`` when code inside the context installs ``saved_tensors_hooks``.
 
     ``save_on_cpu`` is ignored, because it does not change the saved numbers.

@@ -147,12 +147,12 @@ def _readers(model: nn.Module) -> dict[str, str]:
         weights = {name: p for name, p in call.layer.state_dict().items() if p.dim() > 1}
         conv = call.layer.inner if isinstance(call.layer, Derived) else call.layer
         if isinstance(conv, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) and conv.groups == 1:
-            said = (
+            note = (
                 " (its weight is computed, so alike bands may give something else than before)"
                 if conv is not call.layer
                 else ""
             )
-            found |= {f"{call.name}.{name}": said for name, p in weights.items() if p.dim() > 2}
+            found |= {f"{call.name}.{name}": note for name, p in weights.items() if p.dim() > 2}
         elif not weights and count <= bands:
             of_image.add(made)
     return found

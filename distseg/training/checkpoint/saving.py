@@ -240,7 +240,7 @@ def set_aside(run: str | Path, after: int = -1) -> Path | None:
     return aside
 
 
-def check_room(run: str | Path, needed: int) -> None:
+def require_space(run: str | Path, needed: int) -> None:
     """Create the run's folder, and refuse to train if the next checkpoint would not fit.
 
     Raises:

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from distseg.comm.memory_format import as_bytes
-from distseg.report.disk import room_told
+from distseg.report.disk import disk_full_errors
 
 _KINDS = {
     torch.float64: "F64",
@@ -65,7 +65,7 @@ def write_tensors(
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     sums = {}
-    with room_told(path, path, 8 + len(text) + offset), open(path, "wb") as file:
+    with disk_full_errors(path, path, 8 + len(text) + offset), open(path, "wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
         for name, tensor in ordered.items():
             content = _bytes(tensor)

@@ -207,11 +207,11 @@ def job(case: dict, options: argparse.Namespace) -> dict:
             return infer(x.view(x.box))
     else:
         predictor = _predictor(model, case, options)
-        scene = ImageSource("x", tuple(size), lambda box: x.view(box)[0].numpy())
+        source = ImageSource("x", tuple(size), lambda box: x.view(box)[0].numpy())
         work = share_of_work(predictor, size)
 
         def run() -> None:
-            for _ in predictor(scene):
+            for _ in predictor(source):
                 pass
 
     seconds = []

@@ -16,7 +16,7 @@ from distseg.comm.mesh import Mesh
 from distseg.config.settings import PipelineConfig
 from distseg.config.sizes import Size
 from distseg.data.store.store import Store
-from distseg.inference.image_source import store_scene
+from distseg.inference.image_source import store_image
 from distseg.layers.context import Context
 from distseg.models.zoo import outline_model
 from distseg.runtime.devices import devices_of
@@ -155,13 +155,13 @@ def test_training_validation_and_prediction(comm, shared_path, norm):
     )
     assert max(relative_errors(cut, whole).values()) < 1e-10
     assert train(two, comm)
-    scene = store_scene(Store(shared_path / "store.h5"), "image3")
+    source = store_image(Store(shared_path / "store.h5"), "image3")
     whole, cut = (
         [
             y
             for _, y in load_predictor(
                 str(shared_path / "three"), found, comm, torch.device("cpu")
-            )[0](scene)
+            )[0](source)
         ]
         for found in (plain, two)
     )

@@ -54,7 +54,7 @@ def geotiff(path, pixels, crs=None, transform=None, tags=None, **options):
         file.write(pixels)
 
 
-def scenes(folder: Path):
+def sources(folder: Path):
     """Three images with no data in a corner, and their label maps."""
     (folder / "i").mkdir(), (folder / "m").mkdir()
     generator = np.random.default_rng(0)
@@ -81,7 +81,7 @@ def test_a_class_map_lies_where_its_image_lies(comm, shared_path, capsys, monkey
     """From a file as from a store, also where it was stopped and taken up."""
     rasterio, folder = pytest.importorskip("rasterio"), Path(shared_path)
     if comm.rank == 0:
-        scenes(folder)
+        sources(folder)
     comm.Barrier()
     plan = config(folder, norm="batch", epochs=1, samples=comm.size, validate_every=0)
     plan = replace(
@@ -110,8 +110,8 @@ def test_a_class_map_lies_where_its_image_lies(comm, shared_path, capsys, monkey
     empty = np.zeros(SIZE, bool)
     empty[EMPTY] = True
     for path in (out / f"{name}.tif", folder / f"stored/{name}.tif"):
-        with rasterio.open(image) as scene, rasterio.open(path) as found:
-            assert (found.crs, found.transform, found.nodata) == (scene.crs, scene.transform, 255)
+        with rasterio.open(image) as source, rasterio.open(path) as found:
+            assert (found.crs, found.transform, found.nodata) == (source.crs, source.transform, 255)
             assert [list(found.colormap(1)[k][:3]) for k in (0, 1)] == COLOURS.tolist()
             classes = found.read(1)
             assert (

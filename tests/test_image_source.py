@@ -6,7 +6,7 @@ import tifffile
 
 from distseg.data.picture import rgb
 from distseg.data.prepare import prepare_folder
-from distseg.inference.image_source import file_scene, store_scene
+from distseg.inference.image_source import file_image, store_image
 from distseg.tiling.tile import Box
 
 RANDOM = np.random.default_rng(0)
@@ -30,8 +30,8 @@ def both(tmp_path, name, **options):
         tmp_path, None, tmp_path / "s.h5", ["low", "high"], splits=(1, 0, 0), **options
     )
     return (
-        store_scene(store, "a"),
-        file_scene(str(tmp_path / name), manifest(store), *options.values()),
+        store_image(store, "a"),
+        file_image(str(tmp_path / name), manifest(store), *options.values()),
         Box((3, 2), (20, 28)),
     )
 
@@ -60,18 +60,18 @@ def test_a_tiffs_tag_holds_for_both(tmp_path):
 def test_what_is_no_data_tells_results_apart(tmp_path):
     np.save(tmp_path / "a.npy", image(7))
     told = {"data": {"mean": [100.0], "std": [9.0]}}
-    sources = {file_scene(str(tmp_path / "a.npy"), told, nodata).source for nodata in (None, 7, 8)}
+    sources = {file_image(str(tmp_path / "a.npy"), told, nodata).identity for nodata in (None, 7, 8)}
     assert len(sources) == 3
 
 
 def test_numbers_that_are_none_say_what_to_do(tmp_path):
     np.save(tmp_path / "a.npy", image(np.nan))
-    scene = file_scene(str(tmp_path / "a.npy"), {"data": {"mean": [100.0], "std": [9.0]}})
+    source = file_image(str(tmp_path / "a.npy"), {"data": {"mean": [100.0], "std": [9.0]}})
     with pytest.raises(
         ValueError,
         match=r"a.npy: band 0 is nan at \(3, 2\): replace what is no number, .* or say that it stands for no data: --nodata=nan",
     ):
-        scene.read(Box((3, 2), (20, 28)))
+        source.read(Box((3, 2), (20, 28)))
 
 
 @pytest.mark.parametrize("form", ["<u2", "<f4"])
@@ -82,9 +82,9 @@ def test_another_type_than_that_of_the_training_images(tmp_path, form):
         ValueError,
         match=f"a.npy holds {np.dtype(form)}, but the network was trained on uint8.*convert the image to uint8",
     ):
-        file_scene(str(tmp_path / "a.npy"), told)
+        file_image(str(tmp_path / "a.npy"), told)
     np.save(tmp_path / "a.npy", np.zeros((9, 9), "u1"))
-    file_scene(str(tmp_path / "a.npy"), told)
+    file_image(str(tmp_path / "a.npy"), told)
 
 
 def test_no_data_that_no_pixel_can_be(tmp_path):
@@ -93,7 +93,7 @@ def test_no_data_that_no_pixel_can_be(tmp_path):
         ValueError,
         match="--nodata is -9999, but no pixel of uint8, as those of .*a.npy, can be that",
     ):
-        file_scene(str(tmp_path / "a.npy"), {"data": {"mean": [100.0], "std": [9.0]}}, -9999)
+        file_image(str(tmp_path / "a.npy"), {"data": {"mean": [100.0], "std": [9.0]}}, -9999)
 
 
 def test_an_overlay_shows_what_there_is(tmp_path):

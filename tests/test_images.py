@@ -25,7 +25,7 @@ from distseg.config.sizes import Size
 from distseg.data.examples.ultramnist import mnist, prepare_ultramnist
 from distseg.data.focus import Focus
 from distseg.data.store.store import Store, StoreWriter
-from distseg.inference.image_source import ImageSource, file_scene
+from distseg.inference.image_source import ImageSource, file_image
 from distseg.inference.images import area_under_curve, scores_of_images
 from distseg.inference.metrics import confusion, quadratic_kappa
 from distseg.inference.predictor import Predictor
@@ -626,9 +626,9 @@ def scene_of(x: torch.Tensor) -> ImageSource:
     )
 
 
-def whole_heat(heat, scene) -> np.ndarray:
-    found = np.full(scene.size, np.nan)
-    for box, part in heat(scene):
+def whole_heat(heat, source) -> np.ndarray:
+    found = np.full(source.size, np.nan)
+    for box, part in heat(source):
         found[box.slices] = part
     return found
 
@@ -649,8 +649,8 @@ def test_heat_in_tiles_is_grad_cam_of_the_eager_module(name, pooled, settings):
     torch.manual_seed(0)
     model = getattr(made_classifiers, name)(3, 3).double().eval()
     x = torch.randn(1, 3, 48, 64, dtype=torch.float64)
-    scene, heat = scene_of(x), heat_of(model, predictor_of(model, **settings))
-    found = whole_heat(heat, scene)
+    source, heat = scene_of(x), heat_of(model, predictor_of(model, **settings))
+    found = whole_heat(heat, source)
     assert (found >= 0).all()
     odd = scene_of(x[..., :45, :61])
     assert np.isfinite(whole_heat(heat, odd)).all() and picture(
@@ -748,14 +748,14 @@ def test_large_pictures_of_heat_are_shrunken(monkeypatch, size, shrunken):
     """By a whole number, each tile into its place."""
     monkeypatch.setattr(heat_module, "_MOST", 4096)
     rows = np.arange(size[0])[:, None] + np.zeros(size)
-    scene = ImageSource("x", size, lambda box: rows[box.slices][None])
+    source = ImageSource("x", size, lambda box: rows[box.slices][None])
     boxes = [
         Box((a, b), (min(a + 9, size[0]), min(b + 14, size[1])))
         for a in range(0, size[0], 9)
         for b in range(0, size[1], 14)
     ]
     drawn = picture(
-        iter([(box, rows[box.slices]) for box in boxes]), scene, {"mean": [0.0], "std": [1.0]}
+        iter([(box, rows[box.slices]) for box in boxes]), source, {"mean": [0.0], "std": [1.0]}
     )
     assert (
         drawn.shape == (*shrunken, 3)
@@ -794,10 +794,10 @@ def test_curves_of_networks_for_whole_images(tmp_path, monkeypatch, kinds, title
 def test_a_file_without_data_is_not_shrunken(tmp_path):
     np.save(tmp_path / "a.npy", np.zeros((2, 8, 8), np.uint8))
     facts = {"data": {"mean": [0.0, 0.0], "std": [1.0, 1.0]}}
-    assert file_scene(str(tmp_path / "a.npy"), facts, shrink=2).read(Box.whole((4, 4))).shape == (
+    assert file_image(str(tmp_path / "a.npy"), facts, shrink=2).read(Box.whole((4, 4))).shape == (
         2,
         4,
         4,
     )
     with pytest.raises(ValueError, match="data.shrink is 2, but .*a.npy has pixels without data"):
-        file_scene(str(tmp_path / "a.npy"), facts, nodata=0, shrink=2)
+        file_image(str(tmp_path / "a.npy"), facts, nodata=0, shrink=2)

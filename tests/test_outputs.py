@@ -28,7 +28,7 @@ from distseg.config.settings import (
 )
 from distseg.config.sizes import Size
 from distseg.data.store.store import Store
-from distseg.inference.image_source import store_scene
+from distseg.inference.image_source import store_image
 from distseg.layers.loss import Loss
 from distseg.models.capture.capture import as_network
 from distseg.models.joined import joined
@@ -179,13 +179,13 @@ def test_evaluation_has_the_first_output_alone():
 def test_heat_is_that_of_the_first_output():
     torch.manual_seed(0)
     plain = made_outputs.Classifier(4, 3).double().eval()
-    scene = scene_of(torch.randn(1, 4, 32, 48, dtype=torch.float64))
+    source = scene_of(torch.randn(1, 4, 32, 48, dtype=torch.float64))
     alone, both = (
         joined(copy.deepcopy(plain), outputs=names)
         for names in (("logits",), ("logits", "aux_logits"))
     )
     wanted, found = (
-        whole_heat(heat_of(model, predictor_of(model)), scene) for model in (alone, both)
+        whole_heat(heat_of(model, predictor_of(model)), source) for model in (alone, both)
     )
     np.testing.assert_allclose(found, wanted, rtol=1e-10, atol=1e-12)
     assert wanted.max() > 0
@@ -215,13 +215,13 @@ def test_a_run_predicts_by_the_first_output(tmp_path, pad):
         MPI.COMM_SELF,
         torch.device("cpu"),
     )
-    scene = store_scene(Store(tmp_path / "store.h5"), "val0")
+    source = store_image(Store(tmp_path / "store.h5"), "val0")
     whole = (
-        loaded.network(torch.from_numpy(scene.read(Box.whole(scene.size))).unsqueeze(0))[0]
+        loaded.network(torch.from_numpy(source.read(Box.whole(source.size))).unsqueeze(0))[0]
         .detach()
         .numpy()
     )
     assert whole.shape == (3, 32, 32)
-    for box, logits in predictor(scene):
+    for box, logits in predictor(source):
         np.testing.assert_allclose(logits, whole[(..., *box.slices)], rtol=1e-4, atol=1e-5)
     export(run, model, str(tmp_path / "out"), ["torch"])

@@ -23,7 +23,7 @@ from distseg.config.settings import (
 )
 from distseg.config.sizes import Size
 from distseg.data.store.store import Store
-from distseg.inference.image_source import store_scene
+from distseg.inference.image_source import store_image
 from distseg.tiling.tile import Box
 from distseg.training.loop import train
 from distseg.training.verify import verify
@@ -87,9 +87,9 @@ def test_a_trained_module_comes_back(tmp_path):
         torch.device("cpu"),
     )
     store = Store(tmp_path / "store.h5")
-    scene = store_scene(store, "val0")
-    whole = model(torch.from_numpy(scene.read(Box.whole(scene.size))).unsqueeze(0))[0].detach()
-    for box, logits in predictor(scene):
+    source = store_image(store, "val0")
+    whole = model(torch.from_numpy(source.read(Box.whole(source.size))).unsqueeze(0))[0].detach()
+    for box, logits in predictor(source):
         torch.testing.assert_close(
             torch.from_numpy(logits), whole[(..., *box.slices)], rtol=1e-4, atol=1e-5
         )

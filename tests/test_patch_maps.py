@@ -26,7 +26,7 @@ from distseg.config.settings import (
 )
 from distseg.config.sizes import Size
 from distseg.data.store.store import Store, StoreWriter
-from distseg.inference.image_source import store_scene
+from distseg.inference.image_source import store_image
 from distseg.models.layers import skip_store
 from distseg.models.network import user_names
 from distseg.patchgd.filling_maps import MapPredictor
@@ -318,11 +318,11 @@ def test_an_image_is_predicted_patch_by_patch(tmp_path):
     plan = config(tmp_path, step=Size("11x16"))
     network = network_of(plan, store.bands, len(store.classes)).double().eval()
     engine = MapEngine(plan, Mesh(MPI.COMM_SELF), copy.deepcopy(network), precision="fp64")
-    predictor, scene = engine.predictor(), store_scene(store, "image00")
+    predictor, source = engine.predictor(), store_image(store, "image00")
     with torch.no_grad():
-        wanted = network(torch.from_numpy(scene.read(Box.whole(SIZE)))[None].double())[0].numpy()
+        wanted = network(torch.from_numpy(source.read(Box.whole(SIZE)))[None].double())[0].numpy()
     found, times = np.zeros_like(wanted), np.zeros(SIZE, int)
-    for box, logits in predictor(scene):
+    for box, logits in predictor(source):
         found[(slice(None), *box.slices)] = logits
         times[box.slices] += 1
     assert isinstance(predictor, MapPredictor) and (times == 1).all()

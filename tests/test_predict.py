@@ -67,8 +67,8 @@ def test_an_interrupted_prediction_is_taken_up(comm, folder, monkeypatch, norm):
     computed, failing = [], 2
     call = Predictor.__call__
 
-    def counted(self, scene, numbers=None):
-        for found in call(self, scene, numbers):
+    def counted(self, source, numbers=None):
+        for found in call(self, source, numbers):
             if len(computed) == failing:
                 raise KeyboardInterrupt
             computed.append(found[0])

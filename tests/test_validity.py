@@ -10,7 +10,7 @@ from distseg.data.formats.readers import open_image
 from distseg.data.prepare import prepare_folder
 from distseg.data.store.check import check_store
 from distseg.data.store.store import Store
-from distseg.inference.image_source import file_scene, store_scene
+from distseg.inference.image_source import file_image, store_image
 from distseg.tiling.tile import Box
 
 pytestmark = pytest.mark.filterwarnings("ignore:Dataset has no geotransform")
@@ -124,8 +124,8 @@ def test_pixels_without_data_are_ignored_and_count_in_no_mean(tmp_path, capsys, 
         store.without_data(image, box), ~VALID[box.slices]
     )
     stored, file = (
-        store_scene(store, image),
-        file_scene(
+        store_image(store, image),
+        file_image(
             str(tmp_path / "i" / name),
             {"data": {"mean": store.mean.tolist(), "std": store.std.tolist()}},
         ),
@@ -149,8 +149,10 @@ def test_transparency_may_be_a_band(tmp_path, name):
         and not store.missing("alpha")
         and store.provenance["alpha"] == "band"
     )
-    scene = file_scene(str(tmp_path / "i" / name), {"data": {"mean": [0] * 4, "std": [1] * 4}})
-    assert np.array_equal(scene.read(WHOLE)[3], RGBA[..., 3]) and scene.without_data(WHOLE) is None
+    source = file_image(str(tmp_path / "i" / name), {"data": {"mean": [0] * 4, "std": [1] * 4}})
+    assert (
+        np.array_equal(source.read(WHOLE)[3], RGBA[..., 3]) and source.without_data(WHOLE) is None
+    )
 
 
 def test_other_pictures_with_transparency(tmp_path):
@@ -256,20 +258,20 @@ def test_means_of_pixels_have_data_everywhere(tmp_path, valid):
     Image.fromarray(np.dstack([RGB, np.full(SIZE, 255, np.uint8) if valid else RGBA[..., 3]])).save(
         tmp_path / "a.png"
     )
-    scene = file_scene(
+    source = file_image(
         str(tmp_path / "a.png"), {"data": {"mean": [0] * 3, "std": [1] * 3}}, shrink=2
     )
     if valid:
         assert (
-            scene.read(Box((0, 0), (32, 48))).shape == (3, 32, 48)
-            and scene.without_data(Box((0, 0), (32, 48))) is None
+            source.read(Box((0, 0), (32, 48))).shape == (3, 32, 48)
+            and source.without_data(Box((0, 0), (32, 48))) is None
         )
         return
     with pytest.raises(
         ValueError,
         match="data.shrink is 2, but .*a.png has pixels without data, of which no mean can be taken",
     ):
-        scene.read(Box((0, 0), (32, 48)))
+        source.read(Box((0, 0), (32, 48)))
 
 
 def test_other_numbers_that_stand_for_no_data_are_told(tmp_path):
@@ -302,8 +304,8 @@ def test_other_numbers_that_stand_for_no_data_are_told(tmp_path):
 def test_another_mask_makes_another_result(tmp_path):
     beside(tmp_path / "a.tif")
     about = {"data": {"mean": [0] * 3, "std": [1] * 3}}
-    before = file_scene(str(tmp_path / "a.tif"), about).source
+    before = file_image(str(tmp_path / "a.tif"), about).identity
     tifffile.imwrite(tmp_path / "a.tif.msk", ~VALID)
-    after = file_scene(str(tmp_path / "a.tif"), about).source
+    after = file_image(str(tmp_path / "a.tif"), about).identity
     (tmp_path / "a.tif.msk").unlink()
-    assert len({before, after, file_scene(str(tmp_path / "a.tif"), about).source}) == 3
+    assert len({before, after, file_image(str(tmp_path / "a.tif"), about).identity}) == 3

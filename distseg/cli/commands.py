@@ -29,9 +29,9 @@ from distseg.inference.evaluate import evaluate, score_rows
 from distseg.inference.image_source import (
     ImageSource,
     check_type,
-    file_scene,
+    file_image,
     network_identity,
-    store_scene,
+    store_image,
 )
 from distseg.inference.images import evaluate_images, most_frequent, probabilities, vectors_of
 from distseg.inference.metrics import scores
@@ -154,7 +154,7 @@ def _evaluate_images(
 def _draw_heat(
     heat: Callable,
     data: Mapping,
-    scenes: Mapping[str, Callable[[], ImageSource]],
+    sources: Mapping[str, Callable[[], ImageSource]],
     world,
     folder: Path,
 ) -> None:
@@ -166,19 +166,19 @@ def _draw_heat(
 
     with raise_jointly(world):
         folder.mkdir(parents=True, exist_ok=True)  # any rank may be the first
-        for name in list(scenes)[world.rank :: world.size]:
-            scene = scenes[name]()
+        for name in list(sources)[world.rank :: world.size]:
+            source = sources[name]()
             heartbeat(f"heat of {name}")
-            drawn = picture(heat(scene), scene, data)
+            drawn = picture(heat(source), source, data)
             with atomic_write(path(name)) as growing:
                 Image.fromarray(drawn).save(growing, "png")
     if world.rank == 0:
-        print(*map(path, scenes), sep="\n")
+        print(*map(path, sources), sep="\n")
 
 
 def _predict_images(
     predictor: Predictor,
-    scenes: Mapping[str, Callable[[], ImageSource]],
+    sources: Mapping[str, Callable[[], ImageSource]],
     classes: Sequence[str],
     world,
     output: str,
@@ -187,8 +187,8 @@ def _predict_images(
 
     A line has the image's class and the probability of each class, or the predicted number.
     """
-    opened = list(scenes.values())
-    vectors = vectors_of(predictor, opened, [scene().size for scene in opened], world, "predict")
+    opened = list(sources.values())
+    vectors = vectors_of(predictor, opened, [source().size for source in opened], world, "predict")
     if world.rank == 0:
         path = Path(output) / "images.csv"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -196,13 +196,15 @@ def _predict_images(
             lines = csv.writer(f)
             if len(classes) == 1:
                 lines.writerow(["image", classes[0]])
-                lines.writerows([name, f"{number:.9g}"] for name, (number,) in zip(scenes, vectors))
+                lines.writerows(
+                    [name, f"{number:.9g}"] for name, (number,) in zip(sources, vectors)
+                )
             else:
                 likely = probabilities(vectors)
                 lines.writerow(["image", "class", *(f"p({name})" for name in classes)])
                 lines.writerows(
                     [name, classes[p.argmax()], *(f"{x:.6g}" for x in p)]
-                    for name, p in zip(scenes, likely)
+                    for name, p in zip(sources, likely)
                 )
         print(f"{path}: {len(opened)} images")
 
@@ -223,9 +225,9 @@ def run_predict(
     names = data["classes"]
     classes = Classes(names, class_colors(names, data.get("colours")), data.get("ignore", 255))
 
-    def files(scene):
+    def files(source):
         return paths_of(
-            Path(output), scene.name, settings.formats, scene.size, settings.probabilities
+            Path(output), source.name, settings.formats, source.size, settings.probabilities
         )
 
     with raise_jointly(world):
@@ -238,13 +240,13 @@ def run_predict(
             )
         if images:
             missing = None if nodata is None else parse(nodata)
-            scenes = {
+            sources = {
                 Path(path).stem: partial(
-                    file_scene, path, manifest, missing, config.data.shrink, settings.scratch
+                    file_image, path, manifest, missing, config.data.shrink, settings.scratch
                 )
                 for path in images
             }
-            if len(scenes) < len(images):
+            if len(sources) < len(images):
                 twice = next(
                     path
                     for path in images
@@ -257,25 +259,25 @@ def run_predict(
         else:
             store = Store(config.data.store, _constants(manifest), config.data.shrink)
             _check_types(store, split, manifest)
-            scenes = {name: partial(store_scene, store, name) for name in store.split(split)}
+            sources = {name: partial(store_image, store, name) for name in store.split(split)}
         sizes, decoding, notes = {}, {}, []
         for opened in (
-            scenes.values() if world.rank == 0 else ()
+            sources.values() if world.rank == 0 else ()
         ):  # all of them, before the first is computed
-            scene = opened()
-            sizes[scene.size] = scene.name
-            decoding[scene.decoding] = scene.name
-            notes.append((scene.name, scene.notes))
+            source = opened()
+            sizes[source.size] = source.name
+            decoding[source.decoding] = source.name
+            notes.append((source.name, source.notes))
             if not predictor.model.of_image:
                 if settings.heat:
                     raise ValueError(
                         "predict.heat is True, but it draws where an answer for a whole image "
                         "comes from, and this network makes a map: leave it out"
                     )
-                are_there(files(scene), "")
-            elif settings.heat and len(scene.size) != 2:
+                are_there(files(source), "")
+            elif settings.heat and len(source.size) != 2:
                 raise ValueError(
-                    f"predict.heat draws pictures, but {scene.name} has {len(scene.size)} dims: "
+                    f"predict.heat draws pictures, but {source.name} has {len(source.size)} dims: "
                     "leave it out"
                 )
     sizes = world.bcast(sizes, root=0)
@@ -300,27 +302,27 @@ def run_predict(
                 if settings.heat
                 else None
             )
-        _predict_images(predictor, scenes, names, world, output)
+        _predict_images(predictor, sources, names, world, output)
         if heat:
-            _draw_heat(heat, manifest["data"], scenes, world, Path(output))
+            _draw_heat(heat, manifest["data"], sources, world, Path(output))
         return 0
     maps, placed = [], {}
-    for opened in scenes.values():
-        scene = opened()
-        paths = files(scene)
+    for opened in sources.values():
+        source = opened()
+        paths = files(source)
         maps.append(paths[0])
-        placed[scene.name] = scene.place is not None
+        placed[source.name] = source.place is not None
         anew = predict(
             predictor,
-            scene,
+            source,
             paths,
-            replace(classes, place=scene.place),
+            replace(classes, place=source.place),
             settings.probabilities,
             network,
         )
         if predictor.writes:
             print(
-                f"{paths[0]}: {scene.name}, {'x'.join(map(str, scene.size))} "
+                f"{paths[0]}: {source.name}, {'x'.join(map(str, source.size))} "
                 f"pixels{'' if anew else ', is there already'}"
             )
     if world.rank == 0:

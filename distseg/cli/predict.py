@@ -193,7 +193,7 @@ def _load_patches(
 
 def predict(
     predictor: Predictor,
-    scene: ImageSource,
+    source: ImageSource,
     paths: Sequence[Path],
     classes: Classes,
     probabilities: bool = False,
@@ -207,7 +207,7 @@ def predict(
 
     Args:
         predictor: the network.
-        scene: the image.
+        source: the image.
         paths: the files to write.
         classes: the classes and what stands for no data.
         probabilities: also write the probability of each class.
@@ -220,46 +220,46 @@ def predict(
     """
     ranks = predictor.replicas
     first = predictor.writes
-    predictor.check(scene.size)
-    every = predictor.tiles_of(scene.size)
+    predictor.check(source.size)
+    every = predictor.tiles_of(source.size)
     likely = predictor.outputs if probabilities else 0
     identity = identity_of(
         {
             "network": network,
-            "source": scene.source,
+            "source": source.identity,
             "classes": classes.names,
             "no data": classes.nodata,
         },
-        scene.size,
+        source.size,
         every,
         likely,
     )
     partial = None
     if first and not are_there(paths, identity):
         partial = PartialMap(
-            paths[0].with_suffix(".partial"), identity, tuple(scene.size), every, likely
+            paths[0].with_suffix(".partial"), identity, tuple(source.size), every, likely
         )
     numbers = predictor.agree(partial.missing if partial else None)
     if numbers is None:
         return False
     if first and partial.taken_up and len(numbers) < len(every):
         print(
-            f"{scene.name}: {len(every) - len(numbers)} of {len(every)} tiles are there already",
+            f"{source.name}: {len(every) - len(numbers)} of {len(every)} tiles are there already",
             flush=True,
         )
     number_of = {tile: number for number, tile in enumerate(every)}
-    mine = predictor(scene, numbers) if numbers else iter(())
+    mine = predictor(source, numbers) if numbers else iter(())
     if not predictor.last:
         next(mine, None)  # runs this rank's stages; it yields nothing
         return False
-    rounds = max(map(len, predictor.deal(scene.size, numbers)))
+    rounds = max(map(len, predictor.deal(source.size, numbers)))
     try:
-        with progress(rounds, "round", scene.name, enabled=first) as bar:
+        with progress(rounds, "round", source.name, enabled=first) as bar:
             for number in range(rounds):
                 heartbeat(f"round {number + 1} of {rounds}")
                 done = next(mine, None)
                 parts = ranks.gather(
-                    None if done is None else _part(scene, *done, classes.nodata, probabilities)
+                    None if done is None else _part(source, *done, classes.nodata, probabilities)
                 )
                 for tile, found, likelihood in filter(None, parts or []):
                     partial.write(number_of[tile], found, likelihood)
@@ -274,14 +274,14 @@ def predict(
 
 
 def _part(
-    scene: ImageSource, tile: Box, logits: np.ndarray, nodata: int, probabilities: bool
+    source: ImageSource, tile: Box, logits: np.ndarray, nodata: int, probabilities: bool
 ) -> tuple[Box, np.ndarray, np.ndarray | None]:
     """Return a tile, its classes and, on request, their probabilities.
 
     Pixels without data have the class ``nodata`` and the probability nan.
     """
     found, likely = most_likely(logits), _likelihood(logits) if probabilities else None
-    hidden = scene.without_data(tile)
+    hidden = source.without_data(tile)
     if hidden is not None:
         found[hidden] = nodata
         if likely is not None:

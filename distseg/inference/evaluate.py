@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 
 from distseg.data.store.store import Store
-from distseg.inference.image_source import store_scene
+from distseg.inference.image_source import store_image
 from distseg.inference.metrics import confusion, most_likely, scores
 from distseg.inference.predictor import Predictor
 from distseg.inference.rounds import in_rounds
@@ -40,10 +40,10 @@ def evaluate(
                 store.labels(names[image], tile), most_likely(logits), classes, store.ignore
             )
 
-    scenes = [partial(store_scene, store, name) for name in names]
+    sources = [partial(store_image, store, name) for name in names]
     if not in_rounds(
         predictor,
-        scenes,
+        sources,
         [store.size(name) for name in names],
         world,
         f"evaluate {split}",

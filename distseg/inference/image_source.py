@@ -32,7 +32,7 @@ class ImageSource:
         name: the image's name, which also names its results.
         size: its size in pixels.
         read: returns the normalised pixels (C, *box.size) float32 of a box.
-        source: the identity of the data, which differs between images of one name.
+        identity: the identity of the data, which differs between images of one name.
         decoding: the bytes that the first read needs for a while, if the file can only be decoded
             whole.
         notes: remarks on its file (:func:`distseg.data.notes.notes_on`).
@@ -44,14 +44,14 @@ class ImageSource:
     name: str
     size: tuple[int, ...]
     read: Callable[[Box], np.ndarray]
-    source: str = ""
+    identity: str = ""
     decoding: int = 0
     notes: tuple[str, ...] = ()
     without_data: Callable[[Box], np.ndarray | None] = everywhere
     place: Georeference | None = None
 
 
-def store_scene(store: Store, name: str) -> ImageSource:
+def store_image(store: Store, name: str) -> ImageSource:
     """Return an image of a store."""
     return ImageSource(
         name,
@@ -63,7 +63,7 @@ def store_scene(store: Store, name: str) -> ImageSource:
     )
 
 
-def file_scene(
+def file_image(
     path: str,
     manifest: dict,
     nodata: int | float | None = None,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from distseg.data.store.store import Store
-from distseg.inference.image_source import ImageSource, store_scene
+from distseg.inference.image_source import ImageSource, store_image
 from distseg.inference.metrics import confusion, mean, quadratic_kappa, ratio
 from distseg.inference.predictor import Predictor
 from distseg.inference.rounds import in_rounds
@@ -15,7 +15,7 @@ from distseg.inference.rounds import in_rounds
 
 def vectors_of(
     predictor: Predictor,
-    scenes: Sequence[Callable[[], ImageSource]],
+    sources: Sequence[Callable[[], ImageSource]],
     sizes: Sequence[Sequence[int]],
     world,
     what: str,
@@ -27,7 +27,7 @@ def vectors_of(
 
     Args:
         predictor: the network.
-        scenes: functions that open the images.
+        sources: functions that open the images.
         sizes: the size of each image in pixels.
         world: all ranks.
         what: the text beside the progress bar.
@@ -40,10 +40,10 @@ def vectors_of(
         for _, vector in results:  # each tile yields the same vector
             found[image] = vector.reshape(-1)
 
-    if not in_rounds(predictor, scenes, sizes, world, what, work, stop):
+    if not in_rounds(predictor, sources, sizes, world, what, work, stop):
         return None
     every = {image: vector for those in world.allgather(found) for image, vector in those.items()}
-    return np.stack([every[image] for image in range(len(scenes))])
+    return np.stack([every[image] for image in range(len(sources))])
 
 
 def evaluate_images(
@@ -56,7 +56,7 @@ def evaluate_images(
     names = store.split(split)
     vectors = vectors_of(
         predictor,
-        [lambda name=name: store_scene(store, name) for name in names],
+        [lambda name=name: store_image(store, name) for name in names],
         [store.size(name) for name in names],
         world,
         f"evaluate {split}",

@@ -20,7 +20,7 @@ from distseg.tiling.tile import Box
 
 def in_rounds(
     predictor: Predictor,
-    scenes: Sequence[Callable[[], ImageSource]],
+    sources: Sequence[Callable[[], ImageSource]],
     sizes: Sequence[Sequence[int]],
     world,
     what: str,
@@ -31,7 +31,7 @@ def in_rounds(
 
     Args:
         predictor: the network; each rank computes its share.
-        scenes: functions that open the images.
+        sources: functions that open the images.
         sizes: the size of each image in pixels.
         world: all ranks.
         what: the text beside the progress bar.
@@ -44,12 +44,12 @@ def in_rounds(
     ends: dict[int, int] = {}  # the round in which each image is done
     for number, round in enumerate(zip_longest(*shares)):
         ends |= {share.image: number for share in filter(None, round)}
-    with progress(len(scenes), "image", what, enabled=world.rank == 0) as bar:
+    with progress(len(sources), "image", what, enabled=world.rank == 0) as bar:
         for number in range(max(map(len, shares))):
             for share in mine[number : number + 1]:
-                scene = scenes[share.image]()
-                heartbeat(f"image {scene.name}")
-                work(share.image, part(scene, share.tiles))
+                source = sources[share.image]()
+                heartbeat(f"image {source.name}")
+                work(share.image, part(source, share.tiles))
             done = [image for image, end in ends.items() if end == number]
             bar.advance(len(done), pixels=sum(math.prod(sizes[image]) for image in done))
             if stop():

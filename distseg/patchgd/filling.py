@@ -257,30 +257,30 @@ class PatchPredictor:
         part.replicas = Alone()
         return part
 
-    def features(self, scene: ImageSource) -> Tensor:
+    def features(self, source: ImageSource) -> Tensor:
         """Return the features of all patches of an image, (patches, s)."""
-        return self.filler(OneScene(scene), Alone())[0]
+        return self.filler(SingleImage(source), Alone())[0]
 
     @torch.no_grad()
-    def __call__(self, scene: ImageSource, tiles: None = None) -> Iterator[tuple[Box, np.ndarray]]:
+    def __call__(self, source: ImageSource, tiles: None = None) -> Iterator[tuple[Box, np.ndarray]]:
         """Yield one pair: the box of the whole image and its logits (K, 1, ...)."""
         head = self.filler.network.head
         training = head.training
         head.eval()
-        logits = self.filler.logits([self.features(scene)], [scene.size])
+        logits = self.filler.logits([self.features(source)], [source.size])
         head.train(training)
-        yield Box.whole(scene.size), logits[0].cpu().numpy().reshape(-1, *(1 for _ in scene.size))
+        yield Box.whole(source.size), logits[0].cpu().numpy().reshape(-1, *(1 for _ in source.size))
 
 
 @dataclass(frozen=True)
-class OneScene:
+class SingleImage:
     """Single image with the interface of :class:`Images`."""
 
-    scene: ImageSource
+    source: ImageSource
 
     @property
     def sizes(self) -> list[tuple[int, ...]]:
-        return [tuple(self.scene.size)]
+        return [tuple(self.source.size)]
 
     def read(self, image: int, boxes: list[Box]) -> Tensor:
-        return torch.stack([torch.from_numpy(self.scene.read(box)) for box in boxes])
+        return torch.stack([torch.from_numpy(self.source.read(box)) for box in boxes])

@@ -19,7 +19,7 @@ from distseg.inference.predictor import Predictor
 from distseg.layers.context import Context
 from distseg.layers.dropout import DROPOUTS, KeyedDropout, begin_pass
 from distseg.models.layers import skip_store
-from distseg.patchgd.filling import Filler, OneScene, place_of
+from distseg.patchgd.filling import Filler, SingleImage, place_of
 from distseg.patchgd.network import check_patches
 from distseg.patchgd.unet import PatchUNet
 from distseg.tiling.tile import Box
@@ -131,23 +131,23 @@ class MapPredictor(Predictor):
         return self.filler.network.own(size)
 
     def __call__(
-        self, scene: ImageSource, numbers: Sequence[int] | None = None
+        self, source: ImageSource, numbers: Sequence[int] | None = None
     ) -> Iterator[tuple[Box, np.ndarray]]:
-        mine = self.deal(scene.size, numbers)[self.replicas.rank]
+        mine = self.deal(source.size, numbers)[self.replicas.rank]
         with self.filler.evaluating():
-            correction = self._told(scene) if mine else None
+            correction = self._told(source) if mine else None
             for number in mine:
-                yield self._tile(scene, number, correction[number])
+                yield self._tile(source, number, correction[number])
 
     @torch.no_grad()
-    def _told(self, scene: ImageSource) -> Tensor:
-        return self.filler.correction(self.filler(OneScene(scene), Alone())[0], scene.size)
+    def _told(self, source: ImageSource) -> Tensor:
+        return self.filler.correction(self.filler(SingleImage(source), Alone())[0], source.size)
 
     @torch.no_grad()
-    def _tile(self, scene: ImageSource, number: int, correction: Tensor) -> tuple[Box, np.ndarray]:
+    def _tile(self, source: ImageSource, number: int, correction: Tensor) -> tuple[Box, np.ndarray]:
         network = self.filler.network
-        box, own = network.patches(scene.size)[number], network.own(scene.size)[number]
-        z, skips = self.filler.encode(torch.from_numpy(scene.read(box))[None], [0])
+        box, own = network.patches(source.size)[number], network.own(source.size)[number]
+        z, skips = self.filler.encode(torch.from_numpy(source.read(box))[None], [0])
         y = self.filler.decode(z, correction[None], skips)[0]
         return own, y[(..., *own.relative_to(box).slices)].to(
             torch.promote_types(y.dtype, torch.float32)

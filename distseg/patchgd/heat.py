@@ -76,9 +76,9 @@ class _OfPatches:
     def __init__(self, predictor: PatchPredictor):
         self.network, self.predictor = predictor.filler.network, predictor
 
-    def __call__(self, scene: ImageSource) -> Iterator[tuple[Box, np.ndarray]]:
-        size = tuple(scene.size)
-        features = self.predictor.features(scene)
+    def __call__(self, source: ImageSource) -> Iterator[tuple[Box, np.ndarray]]:
+        size = tuple(source.size)
+        features = self.predictor.features(source)
         self.network.head.eval()
         (slopes,) = _slopes(
             [features], lambda features: self.predictor.filler.logits([features], [size])
@@ -128,8 +128,8 @@ class _OfPooled:
         )
         self._vectors = {name: self._predictor(self._up_to(name)) for name in sorted(vectors)}
 
-    def __call__(self, scene: ImageSource) -> Iterator[tuple[Box, np.ndarray]]:
-        found = {name: self._vector(predictor, scene) for name, predictor in self._vectors.items()}
+    def __call__(self, source: ImageSource) -> Iterator[tuple[Box, np.ndarray]]:
+        found = {name: self._vector(predictor, source) for name, predictor in self._vectors.items()}
 
         def answer(*pooled: Tensor) -> Tensor:
             there = found | dict(zip(self.pools, pooled))
@@ -139,18 +139,18 @@ class _OfPooled:
                 )
             return there[(*self.pools, *self.after)[-1]]
 
-        size = tuple(scene.size)
+        size = tuple(source.size)
         cells = Layout(self.graph, size, [(0, n) for n in size], "all").sizes[self.number]
         slopes = torch.zeros(self.channels)
         for name, slope in zip(self.pools, _slopes([found[name] for name in self.pools], answer)):
             slopes = slopes + slope.view(self.channels, -1).sum(1) * (
                 math.prod(cells) if self.network.get_submodule(name).total else 1
             )
-        for box, heat in self._predictor(self._drawing(slopes, size, cells))(scene):
+        for box, heat in self._predictor(self._drawing(slopes, size, cells))(source):
             yield box, heat[0]
 
-    def _vector(self, predictor: Predictor, scene: ImageSource) -> Tensor:
-        for _, vector in predictor(scene):  # each tile yields the same vector
+    def _vector(self, predictor: Predictor, source: ImageSource) -> Tensor:
+        for _, vector in predictor(source):  # each tile yields the same vector
             found = vector
         return torch.from_numpy(found)[None].to(next(self.network.parameters()).dtype)
 
@@ -254,7 +254,7 @@ def _slopes(given: Sequence[Tensor], answer: Callable[..., Tensor]) -> tuple[Ten
 
 
 def picture(
-    heat: Iterator[tuple[Box, np.ndarray]], scene: ImageSource, data: Mapping
+    heat: Iterator[tuple[Box, np.ndarray]], source: ImageSource, data: Mapping
 ) -> np.ndarray:
     """Return a picture (H, W, 3) uint8: the image, with the heat in red to yellow.
 
@@ -263,11 +263,11 @@ def picture(
 
     Args:
         heat: the tiles of the image and their heat.
-        scene: the image.
+        source: the image.
         data: the section of a run's manifest that has the constants of normalisation.
     """
-    by = next(k for k in count(1) if math.prod(n // k for n in scene.size) <= _MOST)
-    size = tuple(n // by for n in scene.size)
+    by = next(k for k in count(1) if math.prod(n // k for n in source.size) <= _MOST)
+    size = tuple(n // by for n in source.size)
     warmth, pixels = (
         np.zeros(size, np.float32),
         np.zeros((min(3, len(data["mean"])), *size), np.float32),
@@ -286,9 +286,9 @@ def picture(
         return np.asarray(numbers[: len(pixels)], np.float32)[:, None, None]
 
     for rows in strips(Box.whole(size), _STRIP / by**2):
-        read = scene.read(Box(tuple(by * a for a in rows.start), tuple(by * b for b in rows.stop)))[
-            : len(pixels)
-        ]
+        read = source.read(
+            Box(tuple(by * a for a in rows.start), tuple(by * b for b in rows.stop))
+        )[: len(pixels)]
         pixels[(slice(None), *rows.slices)] = shrunken(read, by) * by_band(data["std"]) + by_band(
             data["mean"]
         )

@@ -106,7 +106,9 @@ def _step(config: sections.Config, case: dict, stage: int, told: dict) -> dict[s
 def _predict(engine: Engine, size: Size, tile: Size) -> None:
     """All tiles of an image."""
     channels = next(engine.model.parameters()).shape[1]
-    scene = SimpleNamespace(size=size, read=lambda box: np.zeros((channels, *box.size), np.float32))
+    source = SimpleNamespace(
+        size=size, read=lambda box: np.zeros((channels, *box.size), np.float32)
+    )
     predictor = Predictor(
         engine.model,
         engine.mesh.replicas,
@@ -115,7 +117,7 @@ def _predict(engine: Engine, size: Size, tile: Size) -> None:
         tile,
         channels_last=engine.channels_last,
     )
-    for box, logits in predictor(scene):
+    for box, logits in predictor(source):
         assert logits.shape[1:] == box.size
 
 

@@ -15,8 +15,8 @@ from distseg.training.conflicts import (
     check_norms,
     check_settings,
     notes,
-    of,
     smallest,
+    value_of,
     with_store,
 )
 
@@ -195,7 +195,7 @@ def test_settings_that_can_not_be_together_are_refused_and_fit_otherwise(rule):
         return unet(depth=1, num_convs=1, base_channels=2, norm=found.model.norm or "instance")
 
     found = config(refused)
-    value = "4GB" if rule.setting == "run.memory" else str(of(found, rule.setting))
+    value = "4GB" if rule.setting == "run.memory" else str(value_of(found, rule.setting))
     with pytest.raises(
         ValueError, match=rf"^{rule.setting} is {re.escape(value)}, but .*(leave|set|give)"
     ):

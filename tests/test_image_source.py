@@ -60,7 +60,9 @@ def test_a_tiffs_tag_holds_for_both(tmp_path):
 def test_what_is_no_data_tells_results_apart(tmp_path):
     np.save(tmp_path / "a.npy", image(7))
     told = {"data": {"mean": [100.0], "std": [9.0]}}
-    sources = {file_image(str(tmp_path / "a.npy"), told, nodata).identity for nodata in (None, 7, 8)}
+    sources = {
+        file_image(str(tmp_path / "a.npy"), told, nodata).identity for nodata in (None, 7, 8)
+    }
     assert len(sources) == 3
 
 

@@ -235,22 +235,22 @@ def test_frozen_layers_return_no_gradient():
     model = build_model(config().model)
     for layer in model[:10]:
         layer.requires_grad_(False)
-    edges = Partition.of(calls_of(model), [10, 39]).edges
+    edges = Partition.from_balance(calls_of(model), [10, 39]).edges
     assert [(e.name, e.gradient) for e in edges] == [("x", False), ("skip0", False)]
 
 
 def test_stages_that_would_share_a_weight_are_refused():
     conv = nn.Conv2d(4, 4, 3, padding=1)
     calls = calls_of(nn.Sequential(nn.Conv2d(3, 4, 1), conv, nn.ReLU(), conv, nn.Conv2d(4, 2, 1)))
-    assert Partition.of(calls, [1, 4]).stages == 2
+    assert Partition.from_balance(calls, [1, 4]).stages == 2
     with pytest.raises(
         ValueError,
         match="layers 1 and 3 share a weight, but lie in the stages 0 and 1, each of which would keep its own: set pipeline.balance",
     ):
-        Partition.of(calls, [2, 3])
+        Partition.from_balance(calls, [2, 3])
 
 
 def test_stages_that_would_share_running_statistics_are_refused():
     calls = calls_of(as_network(made_weights.Twice(4, 2)))
     with pytest.raises(ValueError, match="share running statistics, but lie in the stages 0 and 1"):
-        Partition.of(calls, [len(calls) - 4, 4])
+        Partition.from_balance(calls, [len(calls) - 4, 4])

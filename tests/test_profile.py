@@ -257,7 +257,7 @@ def test_passes_of_stages_are_modelled():
         ("1f1b", {"forward", "backward", "recompute"}),
         ("zb-h1", {"forward", "backward", "recompute", "weight"}),
     ):
-        partition = Partition.of(calls_of(model), [10, len(costs.costs.layers) - 10])
+        partition = Partition.from_balance(calls_of(model), [10, len(costs.costs.layers) - 10])
         passes = StagePasses(costs, partition, orders(schedule, (0, 1), 3), "always", 32 * 24)
         ranks = [passes.of_rank(rank) for rank in range(2)]
         assert {kind for kind, _ in ranks[0]} == kinds and all(

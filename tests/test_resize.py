@@ -27,7 +27,7 @@ MODES += [("area", None, False), ("bilinear", False, True), ("bicubic", False, T
 def part_of(layer, size, result, made):
     """What a layer's part of its result is computed from."""
     spans = [
-        f.at(n, m).needs(a, b)
+        f.for_sizes(n, m).needs(a, b)
         for f, n, m, a, b in zip(layer.footprints(), size, result, made.start, made.stop)
     ]
     raw = Box(*zip(*spans))
@@ -73,7 +73,7 @@ def test_a_result_looks_at_no_more_than_is_said(mode, corners, antialias, n, m):
     reached = layer.made(ones, (m, 2))[:, 0, :, 0] != 0  # (input, output)
     footprint = Resize(kernel_of(mode, antialias), bool(corners))
     for j in range(m):
-        first, last = footprint.at(n, m).needs(j, j + 1)
+        first, last = footprint.for_sizes(n, m).needs(j, j + 1)
         looked = reached[:, j].nonzero()
         assert first <= looked.min() and looked.max() < last
         assert last - first <= looked.max() + 1 - looked.min() + 3
@@ -109,7 +109,7 @@ def test_a_frame_lies_where_the_difference_of_sizes_says():
         0,
     ]
     assert (
-        Fit("half").at(7, 12) == Shifted(2)
+        Fit("half").for_sizes(7, 12) == Shifted(2)
         and Shifted(2).needs(0, 12) == (-2, 10)
         and Shifted(-3).needs(0, 4) == (3, 7)
     )
@@ -135,7 +135,7 @@ def test_a_part_of_a_frame_is_that_of_the_whole(mode, size, result):
 
 def frame_of(layer, size, result, made):
     spans = [
-        (f.at(n, m).needs(a, b), n, f.mirrored)
+        (f.for_sizes(n, m).needs(a, b), n, f.mirrored)
         for f, n, m, a, b in zip(layer.footprints(), size, result, made.start, made.stop)
     ]
     taken = Box(*zip(*(inside(*each[:2], each[2]) for each in spans)))

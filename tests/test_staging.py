@@ -146,7 +146,7 @@ def test_a_buffer_is_taken_whose_readers_are_done_else_made():
 def test_a_form_within_a_buffer_is_the_tensors(last, dtype):
     x = torch.arange(2 * 3 * 4 * 5).view(2, 3, 4, 5).to(dtype)
     x = x.contiguous(memory_format=torch.channels_last) if last else x
-    form = Form.of(x)
+    form = Form.from_tensor(x)
     buffer = torch.empty(form.bytes, dtype=torch.uint8)
     made = form.within(buffer).copy_(x)
     assert (

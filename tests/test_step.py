@@ -221,7 +221,7 @@ def test_norms_hidden_in_other_modules_do_not_take_several_pieces(monkeypatch):
 
 def test_rows_of_the_step_are_dealt_micro_batch_by_micro_batch():
     """2 groups x 2 micro-batches x 3 images."""
-    table = [[[Rows(2, g, 2, 3).of(m, i) for i in range(3)] for m in range(2)] for g in range(2)]
+    table = [[[Rows(2, g, 2, 3).row(m, i) for i in range(3)] for m in range(2)] for g in range(2)]
     assert table == [[[0, 1, 2], [6, 7, 8]], [[3, 4, 5], [9, 10, 11]]]
     assert Rows(2, 0, 2, 3).total == 12
 

@@ -601,7 +601,7 @@ class TestBudget:
         for found, layout, segment, result, size in self.tilings(budget, norm):
             for tile in boxes_of(result, size):
                 assert (
-                    found.of(chain(layout, segment, tile), 1) <= 1.05 * budget
+                    found.peak_bytes(chain(layout, segment, tile), 1) <= 1.05 * budget
                 )  # on a pooling's grid tiles of a size differ a little
 
     @pytest.mark.parametrize("side", [512, 1024, 2048, 4096, 8192, 16384])
@@ -617,10 +617,11 @@ class TestBudget:
             for segment in segments
         ]
         bytes_ = [
-            found.of(chain(layout, segment, Box((0, 0), tuple(size))), 1) for segment, size in sizes
+            found.peak_bytes(chain(layout, segment, Box((0, 0), tuple(size))), 1)
+            for segment, size in sizes
         ]
         whole = [
-            found.of(chain(layout, segment, Box.whole(layout.sizes[segment.result])), 1)
+            found.peak_bytes(chain(layout, segment, Box.whole(layout.sizes[segment.result])), 1)
             for segment in segments
         ]
         assert max(bytes_) <= 16e6 and all(

@@ -30,7 +30,7 @@ class Form:
     channels_last: bool
 
     @classmethod
-    def of(cls, x: Tensor) -> Form:
+    def from_tensor(cls, x: Tensor) -> Form:
         return cls(
             tuple(x.shape),
             x.dtype,
@@ -148,7 +148,7 @@ class Mail:
         for rank, x in to.items():
             x, buffer = x.detach(), x if packed else None
             if self.staged:
-                form = Form.of(x)
+                form = Form.from_tensor(x)
                 buffer = self.buffers.take(form.bytes)
                 x = form.within(buffer).copy_(x, non_blocking=True)
             leaving.append((rank, x, buffer))

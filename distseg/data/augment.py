@@ -66,7 +66,7 @@ class Colour:
     offsets: tuple[float, ...]
 
     @classmethod
-    def of(cls, uniform: np.ndarray, strength: float = 0.25) -> Colour:
+    def from_uniform(cls, uniform: np.ndarray, strength: float = 0.25) -> Colour:
         """Return the change for 2 x bands random numbers in [0, 1).
 
         The gains lie in exp(-strength) .. exp(strength), the offsets in -strength .. strength.

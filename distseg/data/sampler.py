@@ -63,13 +63,13 @@ class Rows:
         """The number of images in a step, of all groups."""
         return self.groups * self.micro_batches * self.images
 
-    def of(self, micro_batch: int, image: int) -> int:
+    def row(self, micro_batch: int, image: int) -> int:
         """Return the position in the step of an image of this group's micro-batch."""
         return (micro_batch * self.groups + self.group) * self.images + image
 
     def of_micro_batch(self, micro_batch: int) -> list[int]:
         """Return the positions in the step of all images of this group's micro-batch."""
-        return [self.of(micro_batch, image) for image in range(self.images)]
+        return [self.row(micro_batch, image) for image in range(self.images)]
 
 
 def epoch_samples(
@@ -150,7 +150,9 @@ class Epoch(Sequence):
     def _coloured(self, number: int) -> Colour | None:
         if "colour" not in self._data.augment:
             return None
-        return Colour.of(rng.uniform(rng.key(*self._keys, number, "colour"), 2 * self._store.bands))
+        return Colour.from_uniform(
+            rng.uniform(rng.key(*self._keys, number, "colour"), 2 * self._store.bands)
+        )
 
     def _turned(self, name: str, number: int) -> tuple[Turn, tuple[int, ...]]:
         """Return a random turn, and the size to read so that the turned sample has its size.

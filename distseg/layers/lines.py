@@ -65,7 +65,7 @@ class DistributedLines(DistributedMean):
         super().__init__(layer, *args)
         # Stored past `nn.Module.__setattr__`: this layer without state is no child.
         self.__dict__["of_whole"] = layer
-        self.kept, self.statistic = layer.kept, _STATISTICS[type(layer.of)](layer.of)
+        self.kept, self.statistic = layer.kept, _STATISTICS[type(layer.statistic)](layer.statistic)
 
     def plain(self, x: Tensor) -> Tensor:
         return self.of_whole(x)
@@ -131,7 +131,7 @@ class DistributedLines(DistributedMean):
                     whole[part.at] = some
         return line
 
-    def of(self, x: Tensor, rows: list[int], statistics: Moments, where: Where) -> Tensor:
+    def result(self, x: Tensor, rows: list[int], statistics: Moments, where: Where) -> Tensor:
         length = places_along(self.kept, where.size)
         values = self.statistic.value(statistics)
         return as_vector(torch.stack([values[i, :length].t() for i in rows]), x.dim() - 2).to(
@@ -295,7 +295,7 @@ class DistributedOfLines(OfLines):
     def forward(self, like: Tensor, *lines: Tensor) -> Tensor:
         if self.context.per_window or self.context.whole:
             return super().forward(like, *lines)
-        return self.at(
+        return self.mapped_to(
             self.context.region(self.context.current, self.stride, like.shape[2:]).size, lines
         )
 

@@ -199,7 +199,7 @@ def run(
             others[0][0], part.size, [range(a, b) for a, b in zip(part.made.start, part.made.stop)]
         )
     if isinstance(layer, OfLines):
-        return layer.at(part.size, [line for line, _ in others])
+        return layer.mapped_to(part.size, [line for line, _ in others])
     if others:
         return layer(
             cropped(x, have, part.taken),

@@ -34,7 +34,7 @@ class Term:
     def rows(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return the partial sums of each image, (B, sums)."""
         return torch.stack(
-            [self.of(logits[b : b + 1], labels[b : b + 1]) for b in range(len(logits))]
+            [self.partial_sums(logits[b : b + 1], labels[b : b + 1]) for b in range(len(logits))]
         )
 
 
@@ -53,7 +53,7 @@ class CrossEntropy(Term):
         self.config = config
         self.weights = _class_weights(config, classes)
 
-    def of(self, logits: Tensor, labels: Tensor) -> Tensor:
+    def partial_sums(self, logits: Tensor, labels: Tensor) -> Tensor:
         c = self.config
         weights = (
             None if self.weights is None else upload(self.weights, logits.device, logits.dtype)
@@ -110,7 +110,7 @@ class PixelMean(Term):
     def valid(self, labels: Tensor) -> Tensor:
         return labels != self.config.ignore_index
 
-    def of(self, logits: Tensor, labels: Tensor) -> Tensor:
+    def partial_sums(self, logits: Tensor, labels: Tensor) -> Tensor:
         valid = self.valid(labels)
         count = valid.count_nonzero()
         # Skip the masking if all pixels are valid, the usual case. On a GPU this test would
@@ -195,7 +195,7 @@ class Dice(Term):
         self.config, self.classes = config, classes
         self.sums = 3 * classes
 
-    def of(self, logits: Tensor, labels: Tensor) -> Tensor:
+    def partial_sums(self, logits: Tensor, labels: Tensor) -> Tensor:
         valid = labels != self.config.ignore_index
         p = (logits.sigmoid() if self.classes == 1 else logits.softmax(1)) * valid.unsqueeze(1)
         t = _targets(labels.where(valid, 0), self.classes, p) * valid.unsqueeze(1)

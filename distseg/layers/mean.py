@@ -82,7 +82,7 @@ class DistributedMean(DistributedNorm):
         )
         return [part.relative_to(held).intersection(own) for part in parts_of(self.grid, size)]
 
-    def of(self, x: Tensor, rows: list[int], statistics: Moments, where: Any) -> Tensor:
+    def result(self, x: Tensor, rows: list[int], statistics: Moments, where: Any) -> Tensor:
         """Return the vector of each image of a window.
 
         Args:
@@ -307,7 +307,7 @@ class _JointMean(torch.autograd.Function):
         )
         ctx.save_for_backward(*xs)
         return tuple(
-            mean.of(x, rows, ctx.statistics, where)
+            mean.result(x, rows, ctx.statistics, where)
             for x, rows, where in zip(xs, ctx.rows, ctx.where)
         )
 
@@ -348,7 +348,7 @@ class _PendingMean(torch.autograd.Function):
     @staticmethod
     def forward(ctx, pending: PendingMean, rows: list[int], where: Any, x: Tensor):
         ctx.pending, ctx.rows = pending, rows
-        return pending.norm.of(x, rows, pending.statistics, where)
+        return pending.norm.result(x, rows, pending.statistics, where)
 
     @staticmethod
     def backward(ctx, g):

@@ -147,7 +147,7 @@ def _shares_of(
 
 @lru_cache(_KEPT)
 def _weighted(footprint: Resize, span: Spans) -> tuple[_Share, _Share]:
-    taps: Taps = footprint.at(span.n, span.m)
+    taps: Taps = footprint.for_sizes(span.n, span.m)
     places, parts = taps.shares(span.start, span.stop)
     forth = _Share(places - span.first, parts)
     return forth, _back(forth, span.have)

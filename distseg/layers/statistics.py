@@ -78,7 +78,7 @@ class DistributedVariance(_OfImage):
             else by_group(of_channels, self.of_whole.groups)
         )
 
-    def of(self, x: Tensor, rows: list[int], statistics: Moments, where: list[Box]) -> Tensor:
+    def result(self, x: Tensor, rows: list[int], statistics: Moments, where: list[Box]) -> Tensor:
         return as_vector((statistics.m2 / self._divisor(statistics))[rows], x.dim() - 2).to(x.dtype)
 
     def _divisor(self, statistics: Moments) -> Tensor:
@@ -126,7 +126,7 @@ class DistributedLogSumExp(_OfImage):
             mine.mean.device
         )
 
-    def of(self, x: Tensor, rows: list[int], statistics: Moments, where: list[Box]) -> Tensor:
+    def result(self, x: Tensor, rows: list[int], statistics: Moments, where: list[Box]) -> Tensor:
         return as_vector(self._total(statistics)[rows], x.dim() - 2).to(x.dtype)
 
     def _total(self, statistics: Moments) -> Tensor:
@@ -168,7 +168,7 @@ class DistributedProducts(_OfImage):
         sums = add(torch.stack([part.mean.sum(0) for part in mine]), self.comm)
         return Moments(torch.stack([part.count.sum(0) for part in mine]), sums, sums[:, :0])
 
-    def of(self, x: Tensor, rows: list[int], statistics: Moments, where: list[Box]) -> Tensor:
+    def result(self, x: Tensor, rows: list[int], statistics: Moments, where: list[Box]) -> Tensor:
         return as_vector(statistics.mean[rows], x.dim() - 2).to(x.dtype)
 
     def gradient(self, x: Tensor, g: Tensor, statistics: Moments, row: int) -> Tensor:
@@ -251,7 +251,7 @@ class DistributedLargest(_OfImage):
             places.gather(-1, order).flatten(-2),
         )
 
-    def of(self, x: Tensor, rows: list[int], statistics: Moments, where: list[Box]) -> Tensor:
+    def result(self, x: Tensor, rows: list[int], statistics: Moments, where: list[Box]) -> Tensor:
         return as_vector(statistics.mean[rows], x.dim() - 2).to(x.dtype)
 
     def spread(
@@ -296,7 +296,7 @@ class DistributedMeasure(_OfImage):
         of_row = {part.row: part.moments for part in parts}
         return stack([of_row[row] for row in sorted(of_row)])
 
-    def of(self, x: Tensor, rows: list[int], statistics: Moments, where: list[Box]) -> Tensor:
+    def result(self, x: Tensor, rows: list[int], statistics: Moments, where: list[Box]) -> Tensor:
         return as_vector(statistics.mean[rows], x.dim() - 2).to(x.dtype)
 
     def shares(self, total: Tensor, statistics: Moments) -> tuple[Tensor, Moments]:

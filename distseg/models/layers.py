@@ -550,7 +550,7 @@ class ByType:
 
     each: tuple[tuple[torch.dtype, float], ...]
 
-    def of(self, dtype: torch.dtype) -> float:
+    def number(self, dtype: torch.dtype) -> float:
         """Return the number for a dtype; for a dtype that was not traced, the one of float32."""
         numbers = dict(self.each)
         return numbers.get(dtype, numbers.get(torch.float32, self.each[-1][1]))
@@ -598,7 +598,7 @@ def _filled(layer: nn.Module, tree, maps: Sequence[Tensor], like: Tensor | None)
             return _beside(tree.tensor, like)
         case ByType():
             beside = next(iter(maps), like)
-            return tree.of(torch.float32 if beside is None else beside.dtype)
+            return tree.number(torch.float32 if beside is None else beside.dtype)
         case tuple():
             return tuple(_filled(layer, x, maps, like) for x in tree)
         case dict():

@@ -24,21 +24,21 @@ class AlongLines(Mean):
     Shapes are (N, C, *size) -> (N, C * positions, 1, ...). The positions of a channel are adjacent.
 
     Args:
-        of: the statistic, a layer that makes a vector of a map without the kept dims.
+        statistic: a layer that makes a vector of a map without the kept dims.
         kept: the dims of the image that are kept.
     """
 
-    def __init__(self, of: Mean, kept: Sequence[int]):
-        super().__init__(total=of.total)
+    def __init__(self, statistic: Mean, kept: Sequence[int]):
+        super().__init__(total=statistic.total)
         self.kept = tuple(kept)
-        self.__dict__["of"] = of  # not a child module, since it holds no weights
+        self.__dict__["statistic"] = statistic  # not a child module, since it holds no weights
 
     def forward(self, x: Tensor) -> Tensor:
-        made = self.of(folded(x, self.kept)).flatten(1)
+        made = self.statistic(folded(x, self.kept)).flatten(1)
         return as_vector(made.unflatten(0, (len(x), -1)).transpose(1, 2), x.dim() - 2)
 
     def extra_repr(self) -> str:
-        return f"{self.of}, kept={self.kept}"
+        return f"{self.statistic}, kept={self.kept}"
 
 
 def folded(x: Tensor, kept: Sequence[int]) -> Tensor:
@@ -64,9 +64,9 @@ class OfLines(Formula):
     """
 
     def forward(self, like: Tensor, *lines: Tensor) -> Tensor:
-        return self.at(like.shape[2:], lines)
+        return self.mapped_to(like.shape[2:], lines)
 
-    def at(self, size: Sequence[int], lines: Sequence[Tensor]) -> Tensor:
+    def mapped_to(self, size: Sequence[int], lines: Sequence[Tensor]) -> Tensor:
         """Return the result for a map of this size."""
         reads = [read._replace(axes=of_size(read.axes, size)) for read in self.reads]
         steps = [

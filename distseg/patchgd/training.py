@@ -422,12 +422,14 @@ class PatchEngine(ParameterUpdate):
             besides: partial sums of the same images without gradients, (images, sums).
         """
         rows = Rows(self.mesh.shape.samples, self.mesh.sample, 1, len(images.numbers))
-        at = torch.tensor([rows.of(0, i) for i in those])
+        at = torch.tensor([rows.row(0, i) for i in those])
         table = torch.zeros(rows.total, self.loss.sums, dtype=torch.float64)
         if counts:
             table.index_add_(0, at, found.detach().double().cpu())
         if besides is not None:
-            table.index_add_(0, torch.tensor([rows.of(0, i) for i in range(len(besides))]), besides)
+            table.index_add_(
+                0, torch.tensor([rows.row(0, i) for i in range(len(besides))]), besides
+            )
         value, loss_grad = self.loss.loss_grad(add(table, self.mesh.replicas))
         found.backward(loss_grad[at].to(found))
         return value

@@ -99,16 +99,16 @@ def modelled(model: nn.Module, size: Sequence[int], batch: int = 1, device: Devi
     model = copied(model, lambda t: torch.empty_like(t, device="meta"))
     numbers = Numbers(model)
     x = random_input(model, size, batch, "meta")
-    numbers.of(x)
+    numbers.number(x)
     found: list[LayerCost] = []
     for name, call in alone(model, x):
         kept: list[Tensor] = []
         with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
             output, forward = counted(call.forward)
         _, backward = counted(call.backward)
-        keeps = frozenset(numbers.of(t) for t in kept if not numbers.is_weight(t))
+        keeps = frozenset(numbers.number(t) for t in kept if not numbers.is_weight(t))
         parameters = sum(p.numel() for p in call.layer.parameters())
-        result = numbers.of(output)
+        result = numbers.number(output)
         convolves = any(isinstance(m, nn.modules.conv._ConvNd) for m in call.layer.modules())
         found.append(
             LayerCost(

@@ -107,7 +107,7 @@ class Numbers:
         """Return True if a tensor lies in the storage of a parameter or buffer."""
         return tensor.untyped_storage()._cdata in self._weights
 
-    def of(self, tensor: Tensor) -> int:
+    def number(self, tensor: Tensor) -> int:
         """Return the number of a tensor's storage."""
         storage = tensor.untyped_storage()
         if storage._cdata not in self._known:

@@ -68,7 +68,9 @@ def partition_of(
             f"pipeline.placement {pipeline.placement} makes {len(placement)} stages: give the "
             "layers of each"
         )
-    return Partition.of(calls, balance or _balance(config, model, image, reach, device), placement)
+    return Partition.from_balance(
+        calls, balance or _balance(config, model, image, reach, device), placement
+    )
 
 
 def _placement(config: Config) -> tuple[int, ...]:

@@ -143,7 +143,7 @@ class Activations:
     graph_kept: bool = True
     """True if autograd keeps results for a backward pass."""
 
-    def of(self, way: Chain, images: int) -> float:
+    def peak_bytes(self, way: Chain, images: int) -> float:
         """Return the peak bytes of a segment on one tile of ``images`` images.
 
         The peak is that of the backward pass, or of the forward pass if no graph is kept.
@@ -185,7 +185,7 @@ class Activations:
 
     def weigh(self, way: Chain, images: int) -> Weighed:
         """Return the bytes that a tile keeps between its passes, and its peak bytes."""
-        return Weighed(self.kept(way, images), self.of(way, images))
+        return Weighed(self.kept(way, images), self.peak_bytes(way, images))
 
     def _forward(self, way: Chain, images: int) -> float:
         numbers = way.segment.nodes
@@ -315,7 +315,9 @@ class BudgetTiling:
 
         least = tuple(min(n, _LEAST) for n in result.size)
         if judged(least)[0] == math.inf:
-            taken = self.activations.of(chain(layout, segment, _middle(result, least)), images)
+            taken = self.activations.peak_bytes(
+                chain(layout, segment, _middle(result, least)), images
+            )
             more = math.ceil(_RISES * (taken - self.budget) / 1e6)
             raise ValueError(
                 f"of run.memory {self.budget / 1e6:.1f} MB are left beside the weights and the "
@@ -352,7 +354,7 @@ class BudgetTiling:
         estimate, in units of the traffic of one value.
         """
         activations, way = self.activations, chain(layout, segment, _middle(result, size))
-        total = activations.of(way, images)
+        total = activations.peak_bytes(way, images)
         firsts = [layout.graph[number].first for number in segment.nodes]
         cells = [
             *zip(firsts, way.takes),

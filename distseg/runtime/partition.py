@@ -113,7 +113,7 @@ class Partition:
         return cls((range(0),), (), (0,))
 
     @classmethod
-    def of(
+    def from_balance(
         cls, calls: Sequence[Call], balance: Sequence[int], placement: Sequence[int] | None = None
     ) -> Partition:
         """Return a flat model cut into stages of ``balance`` layers.

@@ -166,7 +166,7 @@ class Pipeline:
             return  # The tensors stay on this rank.
         tensors, key = self._here.pop((op.edge, op.micro_batch, op.back)), (op.edge, unit.signature)
         if key not in self._forms:
-            self._forms[key] = [Form.of(x) for x in tensors]
+            self._forms[key] = [Form.from_tensor(x) for x in tensors]
             self.mail.send_object(self._forms[key], peer, self._forms_tag(op.edge))
         for form, x in zip(self._forms[key], tensors):
             _check(form, x, op)
@@ -214,7 +214,8 @@ class Pipeline:
 def _check(form: Form, x: Tensor, message: EdgeOperation) -> None:
     if (form.shape, form.dtype) != (tuple(x.shape), x.dtype):
         raise ValueError(
-            f"{'the gradient of ' if message.back else ''}{message.edge} is {Form.of(x)} in "
+            f"{'the gradient of ' if message.back else ''}{message.edge} is "
+            f"{Form.from_tensor(x)} in "
             f"micro-batch {message.micro_batch}, but {form} was agreed for windows "
             "of this size: a layer's output must have a shape and type that depend on nothing but "
             "its input's"

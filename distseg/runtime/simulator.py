@@ -189,14 +189,14 @@ def _check_messages(orders: Orders, edge: Edge, placement: Sequence[int]) -> Non
     for back in (False, True)[: 1 + edge.gradient]:
         way = Recv(0, edge, back)
 
-        def of(kind, stage):
+        def micro_batches(kind, stage):
             return [
                 op.micro_batch
                 for op in operations(orders[placement[stage]], [edge])
                 if isinstance(op, kind) and op.back == back
             ]
 
-        sent, wanted = of(Send, way.sender), of(Recv, way.receiver)
+        sent, wanted = micro_batches(Send, way.sender), micro_batches(Recv, way.receiver)
         if sent != wanted:
             kind = (Backward if back else Forward).kind
             raise ValueError(

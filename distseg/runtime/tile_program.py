@@ -228,25 +228,25 @@ def step(plans: Sequence[StagePlan], actions: Sequence[Action], linear: bool) ->
             known once all tiles of all micro-batches went forward.
     """
 
-    def of(action):
+    def plan_of(action):
         return plans[action.micro_batch]
 
     backwards = [action for action in actions if isinstance(action, Backward)]
     found = [op for plan in plans for op in receives(plan)] + [
-        op for action in backwards for op in gradient_receives(of(action), action.stage)
+        op for action in backwards for op in gradient_receives(plan_of(action), action.stage)
     ]
     known = linear
     for action in actions:
         ends = any(plan.is_last(s) for plan in plans[:1] for s in plan.of_stage(action.stage))
         if isinstance(action, Forward):
-            found += forward(of(action), action.stage)
-            found += output_passes(of(action), back=False) if ends and not linear else ()
+            found += forward(plan_of(action), action.stage)
+            found += output_passes(plan_of(action), back=False) if ends and not linear else ()
             continue
         if ends:
-            found += [] if known else [Loss(of(action).number)]
-            found += output_passes(of(action))
+            found += [] if known else [Loss(plan_of(action).number)]
+            found += output_passes(plan_of(action))
             known = True
-        found += backward(of(action), action.stage)
+        found += backward(plan_of(action), action.stage)
     return found
 
 

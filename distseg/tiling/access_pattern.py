@@ -40,7 +40,7 @@ class AccessPattern:
     beyond = False
     mirrored = False
 
-    def at(self, n: int, m: int) -> AccessPattern:
+    def for_sizes(self, n: int, m: int) -> AccessPattern:
         """Return the access pattern between an input of ``n`` cells and an output of ``m``."""
         return self
 

@@ -184,7 +184,7 @@ class Layout:
             self.graph, numbers, dim, [size[dim] for size in self.sizes], [span]
         )
         inside = {number + 1 for number in numbers}
-        return Along.of(
+        return Along.from_needs(
             needs, {source: spans for source, spans in held.items() if source not in inside}
         )
 
@@ -231,7 +231,7 @@ def _maps(graph: Graph, dim: int, n: int, borders: tuple[int, ...]) -> list[_Map
     sizes = graph.sizes_along(dim, n)
 
     def at(number):
-        return graph[number].along(dim).at(sizes[graph[number].first], sizes[number + 1])
+        return graph[number].along(dim).for_sizes(sizes[graph[number].first], sizes[number + 1])
 
     maps = _cut(graph, dim, sizes, borders, lambda number, cuts: map(at(number).cut, cuts[1:-1]))
     if maps[-1][0] == n and maps[-1][1] != borders:

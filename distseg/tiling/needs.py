@@ -50,7 +50,7 @@ class Along:
     read: dict[int, Span]
 
     @classmethod
-    def of(cls, needs: Sequence[Need], read: Mapping[int, list[Span]]) -> Along:
+    def from_needs(cls, needs: Sequence[Need], read: Mapping[int, list[Span]]) -> Along:
         """Return the spans of the first tile of ``needs`` and ``read``."""
         taken = [need.taken[0] for need in needs]
         raw = [need.raw[0] for need in needs]
@@ -154,7 +154,7 @@ def taken_of(node: Node, dim: int, made: Span, n: int, m: int) -> tuple[Span, Sp
     footprint = node.along(dim)
     if footprint is None:
         return inside(made, n), inside(made, n)
-    raw = footprint.at(n, m).needs(*made)
+    raw = footprint.for_sizes(n, m).needs(*made)
     return inside(raw, n, footprint.mirrored), raw if footprint.beyond else inside(raw, n)
 
 

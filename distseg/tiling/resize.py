@@ -86,7 +86,7 @@ class Resize(AccessPattern):
     def pixels(self, before: Fraction) -> Fraction:
         return self.follow.pixels(before)
 
-    def at(self, n: int, m: int) -> Taps:
+    def for_sizes(self, n: int, m: int) -> Taps:
         return taps(self.kernel, self.corners, self.factor, n, m)
 
 
@@ -119,7 +119,7 @@ class Fit(AccessPattern):
         """Return the cells of padding in front of the map; a negative number is a crop."""
         return in_front(self.side, m - n)
 
-    def at(self, n: int, m: int) -> Shifted:
+    def for_sizes(self, n: int, m: int) -> Shifted:
         return Shifted(self.before(n, m), self.mirrored)
 
 
@@ -168,7 +168,7 @@ class Share(AccessPattern):
     def pixels(self, before: Fraction) -> Fraction:
         return self.follow.pixels(before)
 
-    def at(self, n: int, m: int) -> Proportional:
+    def for_sizes(self, n: int, m: int) -> Proportional:
         return Proportional(n, m)
 
 

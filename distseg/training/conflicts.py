@@ -395,8 +395,8 @@ def check_settings(config: Config, model: nn.Module | None = None) -> None:
     modules = model.named_modules() if model is not None else ()
     facts = Facts(config, [(name, m) for name, m in modules if isinstance(m, STATISTICAL)])
     for rule in RULES:
-        value = of(config, rule.setting)
-        if _is_set(value, of(_DEFAULTS, rule.setting)) and rule.refused(facts):
+        value = value_of(config, rule.setting)
+        if _is_set(value, value_of(_DEFAULTS, rule.setting)) and rule.refused(facts):
             shown = f"{value / 1e9:g}GB" if rule.setting == "run.memory" else value
             raise ValueError(f"{rule.setting} is {shown}, but {rule.why.format(c=config, f=facts)}")
     together = config.data.images
@@ -578,7 +578,7 @@ def _fewer_groups(config: Config, model: nn.Module) -> tuple[str, int] | None:
     return next((found for found in every if found[1] != groups), None)
 
 
-def of(config: Config, setting: str):
+def value_of(config: Config, setting: str):
     """Return the value of the setting ``section.field``."""
     section, _, field = setting.partition(".")
     return getattr(getattr(config, section), field)

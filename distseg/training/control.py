@@ -88,7 +88,7 @@ class RunControl:
             self._mine = mine  # MPI reads this memory until the request is complete
             self._request = self.world.Iallreduce(self._mine, self._found, op=MPI.MAX)
 
-    def met(self) -> Decision:
+    def decision(self) -> Decision:
         """Return the decision at the end of a step; it is the same on every rank."""
         if self._request is not None:
             waits_of(self.world).wait(self._request, "the other ranks' end of the step")
@@ -100,7 +100,7 @@ class RunControl:
     def ask(self) -> Decision:
         """Return a decision between other work: :meth:`post` and :meth:`met` in one call."""
         self.post()
-        return self.met()
+        return self.decision()
 
     def saved(self, seconds: float) -> None:
         """Record that a checkpoint was begun, and the seconds that the previous one took."""

@@ -162,7 +162,7 @@ class _Training:
     def _heed(self) -> None:
         """Follow the decision of all ranks after a step."""
         self.run.checkpoints.check()
-        decision = self.control.met()
+        decision = self.control.decision()
         if decision.save:
             self._save()
         if decision.stop:

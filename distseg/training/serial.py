@@ -151,7 +151,7 @@ class WeightUpdate:
         self._optimizer = make_optimizer(config.optim, self._trained, fused=False)
 
     @classmethod
-    def of(cls, model: nn.Module, config: Config) -> WeightUpdate:
+    def from_config(cls, model: nn.Module, config: Config) -> WeightUpdate:
         """Return an optimizer on copies of a model's parameters."""
         return cls(
             {
@@ -241,7 +241,7 @@ def _forward(
     """Return the loss with its graph, and the mode that recorded the norms' inputs."""
     whole, logits = _Whole(model, config, epoch, dropouts), {}
     for batch in _batches(model, images, config.spatial.norm_scope):
-        with whole.of(batch):
+        with whole.for_batch(batch):
             outputs = model(torch.stack([image.pixels for image in batch]))
         logits.update(zip((image.number for image in batch), outputs))
     labels, weights = [i.labels for i in images], (config.model.outputs or {"": 1.0}).values()
@@ -305,7 +305,7 @@ class _Whole(TorchFunctionMode):
         self.seen: dict[tuple[int, int], list[Tensor]] = {}
 
     @contextmanager
-    def of(self, batch: list[Image]):
+    def for_batch(self, batch: list[Image]):
         """Enter the mode for a forward pass with these images."""
         self.numbers, self.calls, self.inside = [image.number for image in batch], 0, []
         self.times: Counter[int] = Counter()

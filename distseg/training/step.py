@@ -120,7 +120,7 @@ class LossHead:
                 self.table[at] += found
 
     def _at(self, unit: MicroBatch, piece: TileBatch) -> list[int]:
-        return [self.at.of(unit.micro_batch, image) for image in piece.place.images]
+        return [self.at.row(unit.micro_batch, image) for image in piece.place.images]
 
 
 class PassRunner(Protocol[Given]):

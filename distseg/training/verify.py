@@ -344,7 +344,9 @@ class Comparison:
         self.config, self.engine, self.dropouts = config, engine, dropouts
         self.before = initial  # the module before the current step
         self.serial = SerialProgram(initial, config, dropouts)
-        self.update = WeightUpdate.of(initial, config) if config.optim.name != "sgd" else None
+        self.update = (
+            WeightUpdate.from_config(initial, config) if config.optim.name != "sgd" else None
+        )
         self.done = 0
 
     def step(self, images, outcome: Outcome, dump: str | None) -> dict:

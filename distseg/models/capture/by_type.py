@@ -97,7 +97,7 @@ def with_numbers(trace: Trace, numbers: Numbers) -> Trace:
 
 def _put(call: Called, tree: Any, typed: Any) -> Any:
     if isinstance(typed, ByType):
-        if tree != typed.of(WIDE):
+        if tree != typed.number(WIDE):
             raise CanNotCapture(
                 f"{call} takes a number that follows both the type of a tensor and the image's "
                 f"size: write it down"

@@ -96,7 +96,7 @@ class Folding:
     each = 1
 
     @classmethod
-    def of(cls, x: Value) -> Folding | None:
+    def from_value(cls, x: Value) -> Folding | None:
         """Return the folding of a map; None if its batch dim has only images or is unsupported."""
         if (
             x.rank < 3

@@ -124,7 +124,7 @@ def check_left(
 
 def _message(slot: Slot, model: nn.Module, passed: Pass) -> str:
     """Return the error message about a slot that a pass changes, given a copy of the module."""
-    line = _line_that_changes(slot.of(model), model, passed)
+    line = _line_that_changes(slot.slot_in(model), model, passed)
     where = f" ({line})" if line else ""
     if is_generator(slot):
         return (

@@ -279,7 +279,7 @@ def _check_batch(reader: Reader, plan: Plan) -> None:
                     f"takes what {one} makes of the number of images in the batch, which tiles "
                     f"and micro-batches do not know"
                 )
-        if isinstance(plan.wanted, Number) and plan.wanted.of(alone.calls) != plan.wanted.of(
+        if isinstance(plan.wanted, Number) and plan.wanted.value(alone.calls) != plan.wanted.value(
             trace.calls
         ):
             raise reader.refusal(

@@ -35,7 +35,7 @@ class Number(NamedTuple):
     call: int
     way: tuple
 
-    def of(self, calls: Sequence[Called]) -> float:
+    def value(self, calls: Sequence[Called]) -> float:
         """Return the number in one pass."""
         kind, key = self.way
         return getattr(calls[self.call], kind)[key]
@@ -196,7 +196,7 @@ class _Values:
             return self._mask(x)
         if isinstance(x, Number):
             return torch.tensor(
-                float(x.of(self.calls)), dtype=torch.float64, device=self.like.device
+                float(x.value(self.calls)), dtype=torch.float64, device=self.like.device
             )
         if x.call in self.plan.cellwise:
             if x.call not in self._cut:
@@ -221,12 +221,12 @@ class _Values:
             self._whole[x.call] = self._made(x.call, self.whole)
         return self._whole[x.call][x.part]
 
-    def _made(self, number: int, of: Callable[[Made], Tensor]) -> list[Tensor]:
+    def _made(self, number: int, value: Callable[[Made], Tensor]) -> list[Tensor]:
         call = self.calls[number]
-        if (found := self._of_type(call, of)) is None:
-            args = self._filled(call.args, of)
+        if (found := self._of_type(call, value)) is None:
+            args = self._filled(call.args, value)
             kwargs = {
-                key: self._filled(value, of)
+                key: self._filled(value, value)
                 for key, value in call.kwargs.items()
                 if key not in _SETTINGS
             }
@@ -238,29 +238,29 @@ class _Values:
             ]
         return found if call.graded else [y.detach() for y in found]
 
-    def _of_type(self, call: Called, of: Callable[[Made], Tensor]) -> list[Tensor] | None:
+    def _of_type(self, call: Called, value: Callable[[Made], Tensor]) -> list[Tensor] | None:
         """Return the result of a call that uses only an argument's type; None for other calls."""
         kind, device = call.dtypes[0] if call.dtypes else None, self.like.device
         if call.name in MOVES:
-            (x,) = self._filled(call.args[:1], of)
+            (x,) = self._filled(call.args[:1], value)
             return [x.to(kind)]
         if isinstance(value := _fill(call), (bool, int, float)):
             return [torch.full((), value, dtype=kind, device=device).expand(call.shapes[0])]
         if call.name.startswith("new_"):
-            args = self._filled(call.args[1:], of)
+            args = self._filled(call.args[1:], value)
             return [getattr(torch.zeros((), dtype=kind, device=device), call.name)(*args)]
         return None
 
-    def _filled(self, tree: Any, of: Callable[[Made], Tensor]) -> Any:
+    def _filled(self, tree: Any, value: Callable[[Made], Tensor]) -> Any:
         match tree:
             case Made():
-                return of(tree)
+                return value(tree)
             case Kept():
                 return getattr(self.layer, self.layer.names[tree.name])
             case tuple():
-                return tuple(self._filled(x, of) for x in tree)
+                return tuple(self._filled(x, value) for x in tree)
             case dict():
-                return {key: self._filled(x, of) for key, x in tree.items()}
+                return {key: self._filled(x, value) for key, x in tree.items()}
             case torch.device():
                 return self.like.device
         return tree

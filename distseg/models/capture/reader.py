@@ -355,7 +355,7 @@ class Reader:
         """
         if self.folding is None and is_deep(x, self.call.name):
             raise Deep(x)
-        folding = Folding.of(x)
+        folding = Folding.from_value(x)
         if folding is not None and self.folding is None and knows(self.call.name, folding):
             raise Folded(x, folding)
 

@@ -131,7 +131,7 @@ class Slot:
         """True for a parameter or buffer."""
         return self.field in ("_parameters", "_buffers")
 
-    def of(self, copied: nn.Module) -> Slot:
+    def slot_in(self, copied: nn.Module) -> Slot:
         """Return the slot of the same name in a copy of the model."""
         if self.field is None:
             return self

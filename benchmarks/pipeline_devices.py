@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         f"U-Net of depth {setting.depth}, 2 convs a level, base {setting.base_channels}, instance norm, dropout 0.1, fp32, AdamW; a step is m "
         f"micro-batches of one window of {setting.size}\n"
         "speed: plain / case, median of the turns, with its range; plain: the same step in PyTorch, micro-batch after micro-batch;\n"
-        "2 ranks: placement line, 1f1b, one thread each; devices: placement devices on cpu (cpu, cpu), GPipe; recompute except_last,\n"
+        "2 ranks: placement linear, 1f1b, one thread each; devices: placement devices on cpu (cpu, cpu), GPipe; recompute except_last,\n"
         "torchgpipe's default, computes all forward passes but the last twice; published: torchgpipe's own, a larger U-Net on a GPU, one partition"
     )
     samples = {

@@ -38,7 +38,7 @@ ONE, TWICE = (
     "one rank",
     "each rank alone",
 )  # what the machine gives to one rank, and to each of several that exchange nothing
-SCHEDULES, PLACEMENTS = ("gpipe", "1f1b", "zb-h1"), ("line", "v")
+SCHEDULES, PLACEMENTS = ("gpipe", "1f1b", "zb-h1"), ("linear", "v-shaped")
 
 
 @dataclass
@@ -94,13 +94,13 @@ def balances(costs: Costs, ranks: int) -> dict[str, list[int]]:
     """The layers of each stage by placement, so that the slowest rank is as fast as can be."""
     seconds = [f + b for f, b in zip(costs.forward, costs.backward)]
     return {
-        "line": fastest_split(stage_seconds(costs, ranges_of(costs), Policy(), ranks), ranks),
-        "v": v_split(seconds, costs.skips, ranks),
+        "linear": fastest_split(stage_seconds(costs, ranges_of(costs), Policy(), ranks), ranks),
+        "v-shaped": v_split(seconds, costs.skips, ranks),
     }
 
 
 def placement_of(name: str, ranks: int) -> tuple[int, ...]:
-    return v_placement(ranks) if name == "v" else tuple(range(ranks))
+    return v_placement(ranks) if name == "v-shaped" else tuple(range(ranks))
 
 
 def main() -> None:

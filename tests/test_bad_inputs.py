@@ -199,6 +199,10 @@ TABLE = {
         ["train", "--spatial.in_time", "recompute"],
         "--spatial.in_time recompute: it is called spatial.streaming now",
     ),
+    "a value of before": (
+        ["train", "--pipeline.placement", "v"],
+        "--pipeline.placement takes one of 'linear', 'v-shaped', 'devices', got 'v': it is called v-shaped now",
+    ),
     "a section for a flag": (
         ["train", "--model", "unet"],
         "--model is a section: give its fields, such as --model.name VALUE",

@@ -26,7 +26,7 @@ MEMORY, TIME = (
 )
 DEVICES = {"pipeline.placement": "devices", "pipeline.devices": ["cpu", "cpu"]}
 PATCHES = {"train.method": "patchgd", "patchgd.patch": Size("64x64")}
-LINE = {"pipeline.placement": "line", "pipeline.devices": None}
+LINE = {"pipeline.placement": "linear", "pipeline.devices": None}
 BESIDE = {  # by setting and other one: settings that are refused, and what makes them fit
     ("spatial.halo", "spatial.exchange_every"): (
         {"spatial.halo": 4, "spatial.exchange_every": "2"},
@@ -109,7 +109,7 @@ BESIDE = {  # by setting and other one: settings that are refused, and what make
         )
         for setting, value, more in [
             ("mesh.stages", 2, {}),
-            ("pipeline.placement", "v", {"mesh.stages": 1}),
+            ("pipeline.placement", "v-shaped", {"mesh.stages": 1}),
             ("pipeline.schedule", "gpipe", {}),
             ("pipeline.balance", [2], {}),
             ("pipeline.recompute", "always", {}),
@@ -258,11 +258,11 @@ def test_the_configs_that_come_along_are_accepted(path):
             "spatial.frozen_norm is without effect: the model has no norm",
         ),
         (
-            {"pipeline.placement": "v"},
+            {"pipeline.placement": "v-shaped"},
             "none",
-            "pipeline.placement v is without effect: mesh.stages is 1",
+            "pipeline.placement v-shaped is without effect: mesh.stages is 1",
         ),
-        ({"pipeline.placement": "v", "mesh.stages": 2}, "none", None),
+        ({"pipeline.placement": "v-shaped", "mesh.stages": 2}, "none", None),
         (
             {"mesh.compression": "fp16"},
             "none",

@@ -212,7 +212,7 @@ PIPELINES = {
     "an empty list": (wrong(devices=[]), "no devices are given"),
     "devices of another placement": (
         dict(devices=["cpu"]),
-        "pipeline.placement is line: set it to devices, or leave pipeline.devices out",
+        "pipeline.placement is linear: set it to devices, or leave pipeline.devices out",
     ),
     "another number than balance": (
         wrong(devices=["cpu"], balance=[9, 40]),
@@ -267,7 +267,7 @@ def test_without_torchgpipe(comm, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(
         ValueError,
-        match="needs torchgpipe: pip install --no-deps torchgpipe==0.0.7, or set pipeline.placement to line",
+        match="needs torchgpipe: pip install --no-deps torchgpipe==0.0.7, or set pipeline.placement to linear",
     ):
         engine_of(config(**on(2)), Mesh(comm))
 

@@ -284,7 +284,7 @@ def test_the_v_with_tiles_that_exchange_borders(comm):
         "61x75",
         tiles={3: "1x1", 4: "2x1"}[comm.size],
         stages={3: 3, 4: 2}[comm.size],
-        placement="v",
+        placement="v-shaped",
         exchange_every=3,
         accumulate=3,
     )

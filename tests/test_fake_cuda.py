@@ -189,7 +189,7 @@ CASES = {
         [7, 5],
         norm="none",
         mesh=dict(stages=2),
-        pipeline=dict(placement="v"),
+        pipeline=dict(placement="v-shaped"),
         train=dict(accumulate=2),
     ),
     "stages and tiles": case(

@@ -21,7 +21,7 @@ WAYS = {  # name: (ranks, settings)
     "exchange a level": (2, dict(tiles="1x2", exchange_every="level")),
     "in time": (1, dict(tiles_per_rank=(2, 3), streaming="offload")),
     "stages": (2, dict(stages=2, accumulate=2)),
-    "stages, a V": (2, dict(stages=2, placement="v", accumulate=2)),
+    "stages, a V": (2, dict(stages=2, placement="v-shaped", accumulate=2)),
     "stages on devices": (1, dict(placement="devices", devices=["cpu", "cpu"], accumulate=2)),
     "stages, zero bubble": (2, dict(stages=2, accumulate=3, schedule="zb-h1")),
     "stages, in time": (2, dict(stages=2, tiles_per_rank=(2, 1), streaming="offload")),

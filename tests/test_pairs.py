@@ -29,7 +29,7 @@ BASE = Config(
 TILES = {"spatial.tiles_per_rank": Size("2x3")}
 MESH = [{"mesh.samples": 2}, {"mesh.tiles": Size("2x1")}, {"mesh.stages": 2}]
 OTHERS = [  # each with what it cannot do without
-    {"pipeline.placement": "v"},
+    {"pipeline.placement": "v-shaped"},
     {"pipeline.placement": "devices", "pipeline.devices": ["cpu", "cpu"]},
     {"pipeline.schedule": "1f1b"},
     {"pipeline.schedule": "zb-h1"},

@@ -111,7 +111,7 @@ def test_the_union_with_batch_norm_of_the_step(comm, scope, loss):
 @pytest.mark.parallel(4)
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("norm", ["instance", "batch", "none"])
-@pytest.mark.parametrize("placement", ["line", "v"])
+@pytest.mark.parametrize("placement", ["linear", "v-shaped"])
 @pytest.mark.parametrize("every", ["1", "2", "level"])
 def test_zero_bubble_where_borders_are_exchanged(comm, norm, placement, every):
     """Both put off: convolutions after an exchange, and those that have all they look at."""
@@ -141,7 +141,7 @@ def test_zero_bubble_of_other_networks_and_losses(comm, up, loss):
         loss=loss,
         accumulate=4,
         norm="none",
-        placement="v",
+        placement="v-shaped",
         depth=3,
         num_convs=1,
     )
@@ -220,7 +220,7 @@ def test_the_v(comm, schedule, norm):
         comm,
         "61x75",
         stages=comm.size,
-        placement="v",
+        placement="v-shaped",
         depth=3,
         num_convs=1,
         schedule=schedule,

@@ -49,7 +49,7 @@ def test_prediction_in_tiles_that_exchange_borders_has_no_seams(comm, folder, no
 @pytest.mark.parallel([2, 3, 4])
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("norm", ["batch", "instance", "none"])
-@pytest.mark.parametrize("placement", ["line", "v"])
+@pytest.mark.parametrize("placement", ["linear", "v-shaped"])
 def test_prediction_through_stages_has_no_seams(comm, folder, norm, placement):
     mesh = {2: dict(stages=2), 3: dict(stages=3), 4: dict(stages=2, samples=2)}[comm.size]
     check_prediction(

@@ -128,10 +128,10 @@ def test_batch_norm_over_sample_groups(comm, scope):
 @pytest.mark.parametrize(
     "norm, loss, placement",
     [
-        ("instance", "cross_entropy", "line"),
-        ("batch", "dice", "v"),
-        ("group", "focal", "v"),
-        ("none", "dice", "line"),
+        ("instance", "cross_entropy", "linear"),
+        ("batch", "dice", "v-shaped"),
+        ("group", "focal", "v-shaped"),
+        ("none", "dice", "linear"),
     ],
 )
 def test_stages_times_tiles_streaming(comm, norm, loss, placement):
@@ -152,7 +152,7 @@ def test_stages_times_tiles_streaming(comm, norm, loss, placement):
 @pytest.mark.parallel([2, 3])
 @pytest.mark.covering(1)
 @pytest.mark.parametrize(
-    "norm, placement", [("instance", "line"), ("none", "line"), ("batch", "v")]
+    "norm, placement", [("instance", "linear"), ("none", "linear"), ("batch", "v-shaped")]
 )
 def test_forward_and_backward_passes_in_turn(comm, norm, placement, monkeypatch):
     """And no rank has more micro-batches under way than there are stages behind it, itself included."""
@@ -188,13 +188,13 @@ def test_forward_and_backward_passes_in_turn(comm, norm, placement, monkeypatch)
             min(2, behind) <= most <= behind
         )  # tiles go back in turn, whatever micro-batch they are of
     else:
-        assert placement != "line" or most == behind
+        assert placement != "linear" or most == behind
 
 
 @pytest.mark.parallel([2, 3])
 @pytest.mark.covering(1)
 @pytest.mark.parametrize(
-    "norm, placement", [("batch", "line"), ("instance", "v"), ("none", "line")]
+    "norm, placement", [("batch", "linear"), ("instance", "v-shaped"), ("none", "linear")]
 )
 def test_a_loss_that_is_known_only_when_all_went_forward_in_turn(comm, norm, placement):
     """All forward passes go first, once more and alone; running statistics count once."""
@@ -404,7 +404,7 @@ def test_images_that_exchange_one_after_another(comm):
 @pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "every, norm, placement",
-    [("1", "instance", "line"), ("level", "none", "line"), ("2", "batch", "v")],
+    [("1", "instance", "linear"), ("level", "none", "linear"), ("2", "batch", "v-shaped")],
 )
 def test_stages_times_tiles_that_exchange_streaming(comm, every, norm, placement):
     check(
@@ -426,9 +426,9 @@ def test_a_margin_below_comes_from_a_neighbour_and_not_from_the_stage_before(com
 @pytest.mark.parametrize(
     "norm, loss, placement",
     [
-        ("batch", "cross_entropy + dice", "line"),
-        ("instance", "cross_entropy", "v"),
-        ("none", "focal", "line"),
+        ("batch", "cross_entropy + dice", "linear"),
+        ("instance", "cross_entropy", "v-shaped"),
+        ("none", "focal", "linear"),
     ],
 )
 def test_samples_times_tiles_times_stages_times_tiles_streaming(comm, norm, loss, placement):
@@ -677,7 +677,7 @@ class TestBudget:
         ),
         (
             dict(memory="4GB", placement="devices", balance=[10, 19]),
-            r"run.memory is 4GB, but torchgpipe cannot stream tiles: set pipeline.placement to line or v",
+            r"run.memory is 4GB, but torchgpipe cannot stream tiles: set pipeline.placement to linear or v-shaped",
         ),
         (
             dict(streaming="offload", tiles_per_rank=GRID, scratch="/nowhere"),

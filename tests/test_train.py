@@ -230,7 +230,7 @@ def test_stages_of_tiles_streaming_train_images_of_different_sizes(comm, folder,
         dict(samples=2, stages=2),
         dict(tiles="1x2", stages=2, recompute="always"),
         dict(stages=4),
-        dict(stages=4, placement="v"),
+        dict(stages=4, placement="v-shaped"),
     ],
 )
 def test_stages_train_alike_and_write_their_own_layers(comm, folder, norm, mesh):

@@ -27,6 +27,7 @@ from distseg.config.file import (
     Setting,
     check_value,
     read_settings,
+    renamed_value,
     sections,
     settings_of,
     suggestion,
@@ -935,7 +936,8 @@ def _in_a_line(error: Exception) -> str:
     words = dict.fromkeys(
         _KINDS.get(kind) or kind.replace("Literal[", "one of ").rstrip("]") for kind in kinds
     )
-    return f"{flag} takes {' or '.join(words)}, got {_cut(given[1].strip() if given else '')!r}"
+    value = given[1].strip() if given else ""
+    return f"{flag} takes {' or '.join(words)}, got {_cut(value)!r}{renamed_value(key[1], value)}"
 
 
 _KINDS = {

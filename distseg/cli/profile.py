@@ -231,7 +231,7 @@ def profile(
         if config.pipeline.placement == "devices":
             raise ValueError(
                 "pipeline.placement is devices: torchgpipe's threads cannot be watched; profile "
-                "line or v, where ranks hold the stages"
+                "linear or v-shaped, where ranks hold the stages"
             )
         config, plain, images = prepare(config, image)
         model = as_network(plain)

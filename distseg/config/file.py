@@ -176,6 +176,17 @@ _SHORT = 200  # text of this many characters cannot be nested so deep that a par
 
 
 _RENAMED = {"spatial.in_time": "spatial.streaming"}
+_RENAMED_VALUES = {
+    ("pipeline.placement", "line"): "linear",
+    ("pipeline.placement", "v"): "v-shaped",
+    ("spatial.streaming", "spill"): "offload",
+}
+
+
+def renamed_value(setting: str, value: str) -> str:
+    """Return the end of an error message that gives the new name of a setting's value, or ``""``."""
+    new = _RENAMED_VALUES.get((setting, value))
+    return f": it is called {new} now" if new else ""
 
 
 def suggestion(name: str, known) -> str:

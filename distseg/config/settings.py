@@ -207,10 +207,10 @@ class PipelineConfig:
     recompute: Literal["never", "except_last", "always"] = "never"
     """always: drop a micro-batch's activations after its forward pass and compute them again
     before its backward pass. except_last: keep them if its backward pass comes next."""
-    placement: Literal["line", "v", "devices"] = "line"
-    """line: one stage per rank. v: stages go down the ranks and up again, so both ends of a skip
-    are on one rank (2 S - 1 stages on S ranks). devices: all stages on each rank, one stage per
-    device, run by torchgpipe."""
+    placement: Literal["linear", "v-shaped", "devices"] = "linear"
+    """linear: one stage per rank. v-shaped: stages go down the ranks and up again, so both ends of
+    a skip are on one rank (2 S - 1 stages on S ranks). devices: all stages on each rank, one stage
+    per device, run by torchgpipe."""
     devices: list[str] | None = None
     """The device of each stage with ``placement: devices``, such as ``[cuda:0, cuda:1]``. By
     default one GPU per entry of ``balance``, from this rank's share of the node."""

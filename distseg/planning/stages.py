@@ -79,7 +79,7 @@ def _placement(config: Config) -> tuple[int, ...]:
         return (0,) * stages_of(config.pipeline)
     return (
         v_placement(config.mesh.stages)
-        if config.pipeline.placement == "v"
+        if config.pipeline.placement == "v-shaped"
         else tuple(range(config.mesh.stages))
     )
 
@@ -105,7 +105,7 @@ def _split(config: Config, model: nn.Module, costs: Costs) -> list[int]:
     """Return the layers of each stage that make the slowest rank fastest."""
     placement = _placement(config)
     policy = _policy(config, model)
-    if config.pipeline.placement == "v":
+    if config.pipeline.placement == "v-shaped":
         seconds = [
             policy.forward_passes(0, len(placement)) * f + b
             for f, b in zip(costs.forward, costs.backward)
@@ -167,7 +167,7 @@ def _policy(config: Config, model: nn.Module) -> Policy:
         return Policy(config.train.accumulate, schedule_of(config), config.pipeline.recompute)
     active = active_norms(model.modules(), config.spatial.frozen_norm)
     in_turn = (
-        config.pipeline.placement == "line"
+        config.pipeline.placement == "linear"
         and config.pipeline.schedule in ("auto", "1f1b")
         and not config.spatial.exchanges
     )

@@ -101,7 +101,7 @@ def check_there(pipeline: PipelineConfig) -> None:
     if pipeline.placement == "devices" and importlib.util.find_spec("torchgpipe") is None:
         raise ValueError(
             "pipeline.placement devices needs torchgpipe: pip install --no-deps "
-            "torchgpipe==0.0.7, or set pipeline.placement to line"
+            "torchgpipe==0.0.7, or set pipeline.placement to linear"
         )
 
 
@@ -263,7 +263,7 @@ def _handed_on(edges: Sequence[Edge]) -> Edge | None:
     if edges and found is None:
         raise ValueError(
             "with pipeline.placement devices each stage hands a map to the next, but of "
-            f"{edges[0]} nothing does: set pipeline.balance, or placement to line"
+            f"{edges[0]} nothing does: set pipeline.balance, or placement to linear"
         )
     return found
 
@@ -275,5 +275,5 @@ def _check_alike(units: Sequence[MicroBatch]) -> None:
         raise ValueError(
             "with pipeline.placement devices all micro-batches of a step have one size, but here "
             f"are (images x window) {', '.join(found)}: "
-            "set data.crop, or pipeline.placement to line"
+            "set data.crop, or pipeline.placement to linear"
         )

@@ -231,7 +231,7 @@ RULES = (
     *_streaming(
         "pipeline.placement",
         lambda f: f.on_devices,
-        "torchgpipe cannot stream tiles: set pipeline.placement to line or v, or leave it out",
+        "torchgpipe cannot stream tiles: set pipeline.placement to linear or v-shaped, or leave it out",
     ),
     *_streaming(
         "spatial.halo",
@@ -287,7 +287,7 @@ RULES = (
         "mesh.stages",
         lambda f: f.on_devices and f.config.mesh.stages != 1,
         "that puts all {f.stages} stages on each rank, but mesh.stages is {c.mesh.stages}: set "
-        "mesh.stages to 1, or pipeline.placement to line for a stage a rank",
+        "mesh.stages to 1, or pipeline.placement to linear for a stage a rank",
     ),
     Rule(
         "pipeline.placement",
@@ -310,7 +310,7 @@ RULES = (
         lambda f: f.on_devices and f.shared is not None,
         "threads then compute the stages, and {f.shared} from there: set mesh.tiles to 1x1 and "
         "spatial.norm_scope to group, train with model.norm none or spatial.frozen_norm, or set "
-        "pipeline.placement to line",
+        "pipeline.placement to linear",
     ),
     # Settings without effect.
     Rule(
@@ -552,8 +552,8 @@ def notes(config: Config, model: nn.Module) -> list[str]:
             f"the loss is a sum over outputs by weights: {weights}; evaluation and prediction "
             f"take {next(iter(config.model.outputs))}"
         )
-    if config.pipeline.placement == "v" and mesh.stages == 1:
-        found.append("pipeline.placement v is without effect: mesh.stages is 1")
+    if config.pipeline.placement == "v-shaped" and mesh.stages == 1:
+        found.append("pipeline.placement v-shaped is without effect: mesh.stages is 1")
     if mesh.compression != "none" and mesh.samples * mesh.tiles.volume == 1:
         found.append(
             f"mesh.compression {mesh.compression} is without effect: one rank holds all of the "

@@ -184,7 +184,7 @@ _RENAMED_VALUES = {
 
 
 def renamed_value(setting: str, value: str) -> str:
-    """Return the end of an error message that gives the new name of a setting's value, or ``""``."""
+    """Return the end of a message that gives the new name of a value, or ``""``."""
     new = _RENAMED_VALUES.get((setting, value))
     return f": it is called {new} now" if new else ""
 

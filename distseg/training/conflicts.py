@@ -231,7 +231,8 @@ RULES = (
     *_streaming(
         "pipeline.placement",
         lambda f: f.on_devices,
-        "torchgpipe cannot stream tiles: set pipeline.placement to linear or v-shaped, or leave it out",
+        "torchgpipe cannot stream tiles: set pipeline.placement to linear or v-shaped, or leave "
+        "it out",
     ),
     *_streaming(
         "spatial.halo",

@@ -3,16 +3,32 @@
 horovod_version=$(sed -n 's/^horovod==//p' "$here/requirements-horovod.txt")
 cache=${XDG_CACHE_HOME:-$HOME/.cache}/distseg/wheels
 
-horovod_install() {
-  local name folder wheel
-  name=$("$python" "$here/horovod_key.py" "$horovod_version") || return
-  folder=$cache/$name
-  mkdir -p "$folder" || return
+# horovod_folder: the folder of the wheel that fits this machine's Python, torch and MPI; made where there is none.
+horovod_folder() {
+  local name
+  name=$("$python" "$here/horovod_key.py" "$horovod_version") && mkdir -p "$cache/$name" && echo "$cache/$name"
+}
+
+horovod_lock() {
   exec 8>"$cache/lock"
   if command -v flock >/dev/null && ! flock -n 8; then
     echo "another set-up builds Horovod; waiting for its wheel"
     flock 8
   fi
+}
+
+# horovod_wheel: makes the wheel where there is none yet. Needs torch, MPI and the tools, but none of the other packages.
+horovod_wheel() {
+  local folder
+  folder=$(horovod_folder) || return
+  horovod_lock
+  ls "$folder"/*.whl 2>/dev/null || horovod_build "$folder"
+}
+
+horovod_install() {
+  local folder wheel
+  folder=$(horovod_folder) || return
+  horovod_lock
   wheel=$(ls "$folder"/*.whl 2>/dev/null | head -n 1)
   if [ -n "$wheel" ]; then
     echo "found $wheel"
@@ -32,6 +48,7 @@ horovod_build() {
   local folder=$1 work status=0
   command -v "${CXX:-c++}" >/dev/null || { echo "no C++ compiler: ${CXX:-c++} is not on PATH"; return 1; }
   work=$(mktemp -d "$cache/building.XXXXXX") || return
+  trap "rm -rf '$work'" EXIT # of the subshell that the build runs in
   HOROVOD_WITH_PYTORCH=1 HOROVOD_WITH_MPI=1 HOROVOD_WITHOUT_TENSORFLOW=1 HOROVOD_WITHOUT_MXNET=1 HOROVOD_WITHOUT_GLOO=1 \
     CMAKE_TOOLCHAIN_FILE=$here/toolchain.cmake TMPDIR=$work \
     "$python" -m pip wheel -v --no-cache-dir --no-deps --no-build-isolation --no-binary horovod \

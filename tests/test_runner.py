@@ -98,6 +98,25 @@ def test_command_hangs(mpirun):
     mpirun(2, "-c", "import time; time.sleep(1000)", timeout=1)
 """
 
+PROGRAMS = """
+import os, time, pytest
+
+pytestmark = pytest.mark.last
+
+def ran():
+    with open("ran") as file:
+        return file.read().splitlines()
+
+@pytest.mark.parametrize("n", range(9))
+def test_program(n):
+    with open("ran", "a") as file:
+        file.write(f"{n} {os.getpid()}\\n")
+    while n == 0 and not any(line.startswith("8") for line in ran()):
+        time.sleep(0.02)
+    assert n != 8
+    assert os.environ.get("MPIRUNNER_JOB") is None
+"""
+
 STARVED = """
 import time, pytest
 
@@ -239,6 +258,33 @@ def test_ordinary_tests_and_command_lines(tmp_path):
     assert "timed out after 0.5 s" in about(output, "test_hang")
     assert "in <module>" in about(output, "test_command_hangs"), "the stack of every rank"
     assert "mark the test with @pytest.mark.parallel(n)" in output
+
+
+@pytest.mark.skipif(
+    len(os.sched_getaffinity(0)) < 2, reason="a helper runs where there are two cores"
+)
+def test_a_helper_takes_command_lines_from_the_end(tmp_path):
+    (tmp_path / "test_programs.py").write_text(PROGRAMS)
+    output = pytest_on(tmp_path)
+    expected = [(f"test_program[{n}]", "FAILED" if n == 8 else "PASSED") for n in range(9)]
+    assert verdicts(output) == expected, output
+    assert "assert 8 != 8" in about(output, "test_program[8]")
+    ran = [line.split() for line in (tmp_path / "ran").read_text().splitlines()]
+    assert sorted(n for n, _ in ran) == [*"012345678"]  # each once
+    process = dict(ran)
+    assert len({process["0"], process["8"]}) == len({*process.values()}) == 2
+
+
+@pytest.mark.skipif(
+    len(os.sched_getaffinity(0)) < 2, reason="a helper runs where there are two cores"
+)
+def test_a_helper_that_dies_fails_its_test_and_leaves_the_others(tmp_path):
+    dies = "    if n == 8:\n        os._exit(1)\n    assert n != 8"
+    (tmp_path / "test_programs.py").write_text(PROGRAMS.replace("    assert n != 8", dies))
+    output = pytest_on(tmp_path)
+    expected = [(f"test_program[{n}]", "FAILED" if n == 8 else "PASSED") for n in range(9)]
+    assert verdicts(output) == expected, output
+    assert "died (status 1)" in about(output, "test_program[8]")
 
 
 def test_nothing_survives_a_killed_run(tmp_path):

@@ -25,6 +25,6 @@ On two cores or more, jobs run ahead of their turn while the ordinary tests take
 
 A file a job: `plugin` (options, fixtures), `marks` (what a test asks for, order), `parent` (verdicts), `job` (one mpirun
 and what its ranks tell), `rank` (the same, seen from inside), `merge` (many reports -> one), `launch` (command line,
-environment, end of processes), `command` (a real command line under mpirun), `limit` (a hang in a test without ranks),
+environment, end of processes), `command` (a real command line under mpirun), `limit` (a hang in a test without ranks), `helper` (a second process for command lines),
 `effort` (the clock of all limits: other work on the machine does not fail a test).
 """

@@ -7,12 +7,21 @@ import sys
 from pathlib import Path
 
 import pytest
-from mpi4py import MPI  # before Horovod, whose shutdown aborts otherwise
 
+from . import launch
+from .helper import Claims, OneProcess, Taking
 from .rank import Rank
 
-folder, comm = Path(sys.argv[1]), MPI.COMM_WORLD
+folder = Path(sys.argv[1])
 job = json.loads((folder / "job.json").read_text())
+if job["alone"]:
+    launch.LONE = True
+    del os.environ[launch.MARK]  # the programs that its tests start are no part of a job
+    comm, plugins = OneProcess(), [Taking(Claims(folder, job["tests"]))]
+else:
+    from mpi4py import MPI  # before Horovod, whose shutdown aborts otherwise
+
+    comm, plugins = MPI.COMM_WORLD, []
 stack = (folder / f"rank{comm.rank}.stack").open("w")
 faulthandler.enable(stack)  # for a crash, and for the parent's SIGABRT after a timeout
 
@@ -20,7 +29,7 @@ rank = Rank(folder, job, comm)
 ended = pytest.main(
     [*job["args"], "-p", "mpirunner.plugin", "-p", "no:terminal", "-p", "no:cacheprovider", "-p", "no:faulthandler",
      f"--basetemp={folder / f't{comm.rank}'}"],
-    plugins=[rank],
+    plugins=[*plugins, rank],
 )  # fmt: skip
 ran_through = (
     pytest.ExitCode.OK,

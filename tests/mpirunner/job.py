@@ -6,6 +6,7 @@ import re
 import time
 from collections import defaultdict
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -34,7 +35,11 @@ class Told:
 
 
 class Job:
-    def __init__(self, n: int, tests: list[str], files: list[str], config: pytest.Config):
+    """Args: n: the number of ranks; ``alone``: a process without mpirun, which `Helper` runs in."""
+
+    def __init__(
+        self, n: int, tests: list[str], files: list[str], config: pytest.Config, alone: bool = False
+    ):
         self.n = n
         self.startup: float | None = None  # seconds until the first test started
         self.told: dict[str, Told] = defaultdict(Told)
@@ -42,11 +47,17 @@ class Job:
         self.folder = launch.job_folder()
         self._read = [0] * n  # bytes read of each rank's file
         self._log = (self.folder / "log").open("wb")
-        what = {"tests": tests, "args": [*files, *_arguments(config)], "options": _options(config)}
+        what = {
+            "tests": tests,
+            "args": [*files, *_arguments(config)],
+            "options": _options(config),
+            "alone": alone,
+        }
         (self.folder / "job.json").write_text(json.dumps(what))
         shown = config.getoption("capture") == "no"
-        self.process = launch.start(
-            n, ["-m", "mpirunner", str(self.folder)], self.folder, env={"PYTHONPATH": _python_path()},
+        start = launch.start_alone if alone else partial(launch.start, n)
+        self.process = start(
+            ["-m", "mpirunner", str(self.folder)], self.folder, env={"PYTHONPATH": _python_path()},
             stdout=None if shown else self._log, stderr=None if shown else self._log, cwd=config.invocation_params.dir,
         )  # fmt: skip
         self.clock = Effort(self.process.pid)

@@ -18,6 +18,7 @@ from pathlib import Path
 from .effort import within
 
 MARK = "MPIRUNNER_JOB"
+LONE = False  # True in the process of a job that has no ranks (`helper`)
 
 # What another launcher around this pytest would tell the ranks: it would be wrong for them.
 INHERITED = ("OMPI_COMM_", "OMPI_UNIVERSE_", "PMIX_", "PMI_", "PRTE_", "SLURM_", "JSM_")
@@ -119,6 +120,14 @@ def start(
     return subprocess.Popen(
         command(n, argv), env=environment(folder, env), stdin=subprocess.DEVNULL, preexec_fn=_before_exec,
         start_new_session=True, **popen,
+    )  # fmt: skip
+
+
+def start_alone(argv: list[str], folder: Path, env: dict[str, str], **popen) -> subprocess.Popen:
+    """`python argv...` as one process of a job, in this process's own environment."""
+    return subprocess.Popen(
+        [sys.executable, *argv], env={**os.environ, **env, MARK: str(folder)}, stdin=subprocess.DEVNULL,
+        preexec_fn=_before_exec, start_new_session=True, **popen,
     )  # fmt: skip
 
 

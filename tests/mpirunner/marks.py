@@ -39,16 +39,22 @@ def batch(item) -> tuple | None:
     return (n, str(item.path))
 
 
+def starts_programs(item) -> bool:
+    """Whether an ordinary test starts whole command lines, and so comes last."""
+    if ranks_of(item) is not None:
+        return False
+    return (
+        "mpirun" in getattr(item, "fixturenames", ()) or item.get_closest_marker("last") is not None
+    )
+
+
 def ordered(items: list) -> list:
     """Ordinary tests first, for they are cheap; then the batches; then those that start whole command lines."""
     files = {path: i for i, path in enumerate(dict.fromkeys(item.path for item in items))}
 
     def place(item) -> tuple:
         if (key := batch(item)) is None:
-            whole_programs = "mpirun" in getattr(
-                item, "fixturenames", ()
-            ) or item.get_closest_marker("last")
-            return (2,) if whole_programs else (0,)
+            return (2,) if starts_programs(item) else (0,)
         return (1, len(key), files[item.path] if len(key) > 1 else 0, key[0])
 
     return sorted(items, key=place)

@@ -3,9 +3,9 @@
 Where there are two cores, jobs run ahead, one at a time, while this process runs the ordinary tests, which take one core::
 
     this pytest     ordinary tests ....................  what ranks=1 told | ranks=2 | ranks=4 ... | command lines
-    jobs            ranks=1 ........ | ranks=2 ............ | ranks=4 ..........
+    jobs            ranks=1 ........ | ranks=2 ............ | ranks=4 .......... | ............ command lines
 
-A job that hangs meanwhile is found when its tests have their turn.
+A job that hangs meanwhile is found when its tests have their turn. The command lines are shared with a `helper`.
 """
 
 import os
@@ -13,8 +13,9 @@ import signal
 
 import pytest
 
+from .helper import FEWEST, Helper
 from .job import Job
-from .marks import batch, limit, ranks_of
+from .marks import batch, limit, ranks_of, starts_programs
 from .merge import RanksRepr, lost, merged
 
 
@@ -27,6 +28,7 @@ class Parent:
         )  # batches whose job could not start: not tried again for each test
         self.ahead: dict[tuple, Job] = {}  # jobs of batches whose tests have not had their turn
         self.to_come: list = []  # the first test of each batch that may run ahead
+        self.helper: Helper | None = None
 
     def pytest_collection_finish(self, session):
         if (
@@ -44,12 +46,18 @@ class Parent:
                 for item in session.items
                 if ranks_of(item) is not None and firsts.get(batch(item)) is item
             ]
+            programs = [item for item in session.items if starts_programs(item)]
+            self.helper = Helper(programs) if len(programs) >= FEWEST else None
 
     def run_ahead(self) -> None:
         """Start the next job unless one is running."""
-        if self.to_come and all(job.process.poll() is not None for job in self.ahead.values()):
+        if any(job.process.poll() is None for job in self.ahead.values()):
+            return
+        if self.to_come:
             item = self.to_come.pop(0)
             self.ahead[batch(item)] = _job_from(item)
+        elif self.helper:
+            self.helper.start()
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item, nextitem):
@@ -59,10 +67,30 @@ class Parent:
                 item.ihook.pytest_runtest_logreport(report=report)
             item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
             return True
+        if self.helper and starts_programs(item):
+            return self.shared(item)
         self.run_ahead()
-        if nextitem is not None and ranks_of(nextitem) is not None:
+        if nextitem is not None and self.elsewhere(nextitem):
             return _run_and_clear(item)
         return None
+
+    def elsewhere(self, item) -> bool:
+        """Whether a test runs in another process, or may."""
+        return ranks_of(item) is not None or self.helper is not None and starts_programs(item)
+
+    def shared(self, item) -> bool:
+        """Run a test of command lines here, or tell what the helper told of it."""
+        self.helper.start()
+        if not self.helper.takes(item.nodeid):
+            return _run_and_clear(item)
+        item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+        job = self.helper.job
+        if problem := job.wait(item.nodeid, limit(item)):
+            job.kill()
+        for report in merged(item, job, problem):
+            item.ihook.pytest_runtest_logreport(report=report)
+        item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+        return True
 
     def verdict(self, item, nextitem) -> list[pytest.TestReport]:
         if batch(item) in self.hopeless:
@@ -111,9 +139,9 @@ class Parent:
         self.job = None
 
     def stop(self) -> None:
-        for job in (self.job, *self.ahead.values()):
+        for job in (self.job, *self.ahead.values(), self.helper and self.helper.job):
             _end(job)
-        self.job, self.ahead, self.to_come = None, {}, []
+        self.job, self.ahead, self.to_come, self.helper = None, {}, [], None
 
     def pytest_sessionstart(self):  # `timeout make test` and batch systems end a run so
         signal.signal(signal.SIGTERM, lambda *_: pytest.exit("ended by SIGTERM", returncode=143))
@@ -141,8 +169,8 @@ def _job_from(item) -> Job:
 
 
 def _run_and_clear(item) -> bool:
-    """Runs an ordinary test and ends its module's fixtures: pytest itself would keep them for the parallel tests that
-    come next, which run elsewhere."""
+    """Runs an ordinary test and ends its module's fixtures: pytest itself would keep them for the tests that come next,
+    which run elsewhere."""
     from _pytest.runner import runtestprotocol
 
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)

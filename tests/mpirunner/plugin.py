@@ -10,7 +10,7 @@ from .parent import Parent
 
 
 def on_a_rank() -> bool:
-    return launch.MARK in os.environ
+    return launch.LONE or launch.MARK in os.environ
 
 
 def pytest_addoption(parser):

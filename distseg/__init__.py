@@ -9,6 +9,11 @@ from importlib import import_module
 __version__ = "0.1.0"
 
 _HOME = {
+    "init_mesh": "distseg.api",
+    "distribute": "distseg.api",
+    "DistributedModel": "distseg.api",
+    "PixelLoss": "distseg.api",
+    "SumLoss": "distseg.api",
     "unet": "distseg.models.unet",
     "build_model": "distseg.models.zoo",
     "capture": "distseg.models.capture.capture",

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from distseg.comm.launch import check_launcher
 from distseg.comm.waits import Ranks, Waits
 from distseg.config.sizes import Size
@@ -76,7 +78,10 @@ class Mesh:
         groups: the D ranks with this rank's tile and stage, one in each sample group.
         replicas: the D x Q ranks that hold the same weights.
         waits: the wait policy of all these communicators.
+        device: the device of this rank, as chosen by :func:`distseg.init_mesh`.
     """
+
+    device = torch.device("cpu")
 
     def __init__(self, world, samples: int = 1, tiles=(1, 1), stages: int = 1):
         self.shape = MeshShape(samples, Size(tiles), stages)

@@ -13,7 +13,7 @@ import math
 import os
 from collections import deque
 from collections.abc import Callable
-from itertools import groupby
+from itertools import groupby, repeat
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +45,7 @@ class Gradients:
     def __init__(self, parameters: list[nn.Parameter], flat: bool = True):
         self.parameters = parameters
         self.buckets: list[Tensor] = []
+        self._views: list[Tensor] = []  # the part of a bucket that belongs to each parameter
         group: list[nn.Parameter] = []
         for p in parameters if flat else ():
             if group and not _same_bucket(group, p):
@@ -61,6 +62,7 @@ class Gradients:
         for p in group:
             # With the parameter's strides autograd adds without a change of layout (channels_last).
             p.grad = bucket.as_strided(p.size(), p.stride(), offset)
+            self._views.append(p.grad)
             offset += p.numel()
         self.buckets.append(bucket)
 
@@ -68,8 +70,22 @@ class Gradients:
         """Reset all gradients before a step."""
         for bucket in self.buckets:
             bucket.zero_()
-        for p in self.parameters if not self.buckets else ():
+        for p, view in zip(self.parameters, self._views or repeat(None)):
+            p.grad = view
+
+    def detach(self) -> None:
+        """Give every parameter ``grad`` None, so that autograd shows which ones it computes."""
+        for p in self.parameters:
             p.grad = None
+
+    def take_in(self) -> None:
+        """Move gradients that autograd computed after :meth:`detach` into the buckets."""
+        for p, view in zip(self.parameters, self._views):
+            if p.grad is not None:
+                view.copy_(p.grad)
+            else:
+                view.zero_()
+            p.grad = view
 
     def finish(self) -> None:
         """Complete the gradients after the backward passes.

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from distseg.comm.staging import upload
 from distseg.config.settings import LossConfig
+from distseg.layers.criterion import Criterion
 
 
 class Term:
@@ -229,7 +230,7 @@ _TERMS = {
 _OF_NUMBERS = [name for name, term in _TERMS.items() if issubclass(term, SquaredError)]
 
 
-class Loss:
+class Loss(Criterion):
     """Weighted sum of terms, such as ``cross_entropy + 0.5*dice``.
 
     Attributes:
@@ -249,7 +250,7 @@ class Loss:
     def __init__(self, config: LossConfig, classes: int, outputs: Sequence[float] = (1.0,)):
         _check(config)
         self.outputs = tuple(outputs)
-        self.config = config
+        self.config, self.ignore_index = config, config.ignore_index
         self.terms = [
             (weight, _TERMS[name](config, classes)) for weight, name in parse(config.name)
         ]
@@ -293,12 +294,6 @@ class Loss:
         parts = table.split([term.sums for _, term in self.terms], 1)
         return sum(weight * term.value(part) for (weight, term), part in zip(self.terms, parts))
 
-    def loss_grad(self, table: Tensor) -> tuple[float, Tensor]:
-        """Return the loss L(S) and the loss gradient dL/dS."""
-        table = table.detach().requires_grad_()
-        value = self.value(table)
-        (loss_grad,) = torch.autograd.grad(value, table)
-        return value.item(), loss_grad
 
 
 def _check(config: LossConfig) -> None:

@@ -25,6 +25,7 @@ from distseg.config.sizes import Size
 from distseg.data.sampler import Rows
 from distseg.layers.context import Context
 from distseg.layers.conv import weights_apart
+from distseg.layers.criterion import Criterion
 from distseg.layers.graph import graph_of, reach_for
 from distseg.layers.loss import Loss
 from distseg.layers.norm import active_norms
@@ -79,6 +80,7 @@ class Engine(ParameterUpdate):
             or its index among the node's GPUs.
         precision: fp32, bf16 (autocast) or fp64.
         channels_last: True for the channels_last memory format.
+        loss: the loss of the steps; by default the one that the config names.
 
     Raises:
         ValueError: the model cannot be trained, or settings contradict each other. It is raised on
@@ -94,6 +96,7 @@ class Engine(ParameterUpdate):
         device=torch.device("cpu"),
         precision: str = "fp32",
         channels_last: bool = False,
+        loss: Criterion | None = None,
     ):
         self.config, self.mesh = config, mesh
         self.precision, self.channels_last = precision, channels_last
@@ -120,7 +123,9 @@ class Engine(ParameterUpdate):
             self.exchange = make_exchange(
                 config, model, self.reach, mesh.tiles, self.device, channels_last
             )
-            self.loss = Loss(config.loss, channels_of(model)[1], output_weights(config.model))
+            self.loss = loss or Loss(
+                config.loss, channels_of(model)[1], output_weights(config.model)
+            )
             activations = (
                 activations_of(model, self.exchange, precision, channels_last)
                 if is_streamed(config)
@@ -152,16 +157,17 @@ class Engine(ParameterUpdate):
             else None
         )
         with raise_jointly(mesh.world):
-            self.gradient_step = self._gradient_step(activations, budget)
+            self._executor = self._streaming(activations, budget) if activations else None
+            self.use_loss(self.loss, config.data.images)
 
-    def _gradient_step(self, activations: Activations | None, budget: float | None) -> GradientStep:
+    def use_loss(self, loss: Criterion, images: int) -> None:
+        """Compute steps with this loss, and this many images of a group in a micro-batch."""
+        self.loss = loss
         config, mesh = self.config, self.mesh
         partition = self.partition or Partition.whole()
-        rows = Rows(mesh.shape.samples, mesh.sample, config.train.accumulate, config.data.images)
+        rows = Rows(mesh.shape.samples, mesh.sample, config.train.accumulate, images)
         head = (
-            LossHead(self.loss, rows, mesh.replicas)
-            if mesh.stage == partition.placement[-1]
-            else None
+            LossHead(loss, rows, mesh.replicas) if mesh.stage == partition.placement[-1] else None
         )
         stages = [
             Stage(
@@ -182,20 +188,20 @@ class Engine(ParameterUpdate):
             runner = DeviceRunner(
                 DevicePipeline(partition, stages, self.devices, config.pipeline.recompute)
             )
-        elif activations:
+        elif self._executor:
             runner = StreamingRunner(
-                self._streaming(activations, budget),
+                self._executor,
                 head,
-                self.loss,
-                streaming_order(config, self.loss.linear, bool(self.exchange.stored)),
+                loss,
+                streaming_order(config, loss.linear, bool(self.exchange.stored)),
             )
         else:
             runner = StageRunner(
                 self.pipeline,
-                schedule_of(config, self.loss.linear),
+                schedule_of(config, loss.linear),
                 together=self.model.active_in_training or config.spatial.exchanges,
             )
-        return GradientStep(runner, head, self.loss, self.context)
+        self.gradient_step = GradientStep(runner, head, loss, self.context)
 
     def _budget(self, memory: int) -> float:
         """Return the bytes for the activations of streamed tiles. Collective.
@@ -288,13 +294,24 @@ class Engine(ParameterUpdate):
         The gradient is summed over all replicas. Returns the loss, on every stage.
         """
         self.gradients.zero()
+        loss = self.accumulate(micro_batches)
+        self.gradients.finish()
+        self.sum_gradients()
+        return self.over_stages(loss)
+
+    def accumulate(self, micro_batches: list[list[TileBatch | LazyTileBatch]]) -> float:
+        """Add this rank's part of the gradient to the parameters' ``grad``.
+
+        Returns the loss on ranks with the last stage, else 0.
+        """
         prepared = self.to_blocks if self.streaming else self.to_device
         with self.mesh.waits.putting_off():
-            loss = self.gradient_step([[prepared(p) for p in pieces] for pieces in micro_batches])
-        self.gradients.finish()
+            return self.gradient_step([[prepared(p) for p in pieces] for pieces in micro_batches])
+
+    def sum_gradients(self) -> None:
+        """Sum the gradients over all replicas. Collective."""
         heartbeat("sum of the gradients")
         self.reducer.sum(self.gradients.buckets)
-        return self._over_stages(loss)
 
     def watch_step(self, watch: Callable[[float], None]) -> None:
         """Call ``watch`` with the finished share of a step, from 0 to 1, while tiles are streamed.
@@ -331,12 +348,12 @@ class Engine(ParameterUpdate):
 
         Returns the gradient's norm before clipping.
         """
-        norm = self._over_stages(self.gradients.norm().item() ** 2) ** 0.5
+        norm = self.over_stages(self.gradients.norm().item() ** 2) ** 0.5
         self.descend(rate, norm, self.context.epoch)
         self.model.commit_statistics()
         return norm
 
-    def _over_stages(self, part: float) -> float:
+    def over_stages(self, part: float) -> float:
         """Return the sum of ``part`` over the pipeline's ranks."""
         return (
             part

@@ -24,7 +24,7 @@ from distseg.comm.collective import add
 from distseg.comm.staging import upload
 from distseg.data.sampler import Rows
 from distseg.layers.context import Context
-from distseg.layers.loss import Loss
+from distseg.layers.criterion import Criterion
 from distseg.runtime.actions import Action, Backward, Forward
 from distseg.runtime.devices import DevicePipeline
 from distseg.runtime.interleaved import can_interleave, interleaved
@@ -48,7 +48,7 @@ class LossHead:
         replicas: the communicator of all ranks that hold the last stage.
     """
 
-    def __init__(self, loss: Loss, rows: Rows, replicas):
+    def __init__(self, loss: Criterion, rows: Rows, replicas):
         self.loss, self.at, self.replicas = loss, rows, replicas
         self.clear()
 
@@ -169,7 +169,9 @@ class GradientStep:
         context: the context of the distributed layers.
     """
 
-    def __init__(self, runner: PassRunner, head: LossHead | None, loss: Loss, context: Context):
+    def __init__(
+        self, runner: PassRunner, head: LossHead | None, loss: Criterion, context: Context
+    ):
         self.runner, self.head, self.loss, self.context = runner, head, loss, context
 
     def __call__(self, micro_batches: list[list[TileBatch]] | list[list[LazyTileBatch]]) -> float:
@@ -303,7 +305,11 @@ class StreamingRunner:
     """
 
     def __init__(
-        self, executor: StreamingExecutor, head: LossHead | None, loss: Loss, order: str = "gpipe"
+        self,
+        executor: StreamingExecutor,
+        head: LossHead | None,
+        loss: Criterion,
+        order: str = "gpipe",
     ):
         self.executor, self.head, self.loss = executor, head, loss
         # A single stage has no other stage to take turns with.

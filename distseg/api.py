@@ -1,0 +1,241 @@
+"""The Python interface: a mesh of ranks, and a module of the user that is distributed over it.
+
+::
+
+    mesh = distseg.init_mesh(samples=2, tiles=(1, 2))
+    model = distseg.distribute(MyUNet(), mesh)
+    criterion = distseg.PixelLoss(my_loss)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    for image, target in loader:
+        loss = model.backward(image, target, criterion)
+        optimizer.step()
+        optimizer.zero_grad()
+    logits = model.predict(image)
+
+The gradient is that of the serial program: the user's module on whole images in one process.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from distseg.comm import launch
+from distseg.comm.mesh import Mesh
+from distseg.config.settings import (
+    Config,
+    DataConfig,
+    MeshConfig,
+    ModelConfig,
+    PipelineConfig,
+    RunConfig,
+    SpatialConfig,
+    TrainConfig,
+    with_dims,
+)
+from distseg.config.sizes import Size
+from distseg.layers.criterion import Criterion, Outputs
+from distseg.layers.own_loss import PixelLoss, SumLoss
+from distseg.models.bands import channels_of, dims_of, tell
+from distseg.models.capture.capture import as_network
+from distseg.models.layers import padded
+from distseg.models.own import built
+from distseg.training.distributed import DistributedModel, Shard
+from distseg.training.engine import Engine
+
+__all__ = [
+    "Criterion",
+    "DistributedModel",
+    "PixelLoss",
+    "Shard",
+    "SumLoss",
+    "distribute",
+    "init_mesh",
+]
+
+_SIDE = 256  # pixels of the images for which stages are balanced, if the user gives no size
+
+
+def init_mesh(
+    samples: int | None = None,
+    tiles: Sequence[int] = (1, 1),
+    stages: int = 1,
+    comm=None,
+    device: str = "auto",
+    threads: int | None = None,
+) -> Mesh:
+    """Return the mesh of all ranks of this job, and choose this rank's device. Collective.
+
+    Works under mpirun, srun and jsrun, and in a process that was started alone, such as a notebook.
+    An uncaught exception on one rank ends all ranks.
+
+    Args:
+        samples: number of sample groups, each of which trains on its own images; by default as many
+            as the ranks allow.
+        tiles: grid of ranks that share an image, with one number per spatial dim.
+        stages: number of pipeline stages of the network.
+        comm: a communicator of mpi4py; by default all ranks of the job.
+        device: cpu, cuda, or auto for a GPU if there is one.
+        threads: CPU threads of a rank; by default the node's cores shared among its ranks. A
+            process that was started alone keeps PyTorch's number.
+
+    Raises:
+        ValueError: the mesh does not fit the number of ranks; the message names both numbers.
+    """
+    world = launch.world() if comm is None else comm
+    tiles = Size(tiles)
+    if samples is None:
+        samples = max(1, world.size // (tiles.volume * stages))
+    own_threads = torch.get_num_threads()
+    chosen, _ = launch.set_up(world, device, threads)
+    if world.size == 1 and threads is None:
+        torch.set_num_threads(own_threads)
+    if world.size > 1:
+        _end_together(world)
+    mesh = Mesh(world, samples, tiles, stages)
+    mesh.device = chosen
+    return mesh
+
+
+def distribute(
+    module: nn.Module,
+    mesh: Mesh | None = None,
+    *,
+    image_size: Sequence[int] | None = None,
+    micro_batches: int = 1,
+    exchange: str | int = "all",
+    tiles_per_rank: Sequence[int] | None = None,
+    streaming: str | int | None = None,
+    schedule: str = "auto",
+    balance: Sequence[int] | None = None,
+    recompute: str = "never",
+    precision: str | None = None,
+    channels_last: bool = False,
+    norm_scope: str = "group",
+    inputs: Sequence[int] | None = None,
+    outputs: Sequence[str] | None = None,
+    pad: int | None = None,
+    in_channels: int | None = None,
+    seed: int = 0,
+    reducer: str = "auto",
+    timeout: float = 1800.0,
+) -> DistributedModel:
+    """Distribute a module over the ranks of a mesh. Collective.
+
+    The module is taken over: its layers become those of the distributed model, which trains the
+    module's own parameters. Make the optimizer from ``model.parameters()`` afterwards. All ranks
+    give the same module; its weights become those of the first rank.
+
+    Args:
+        module: (B, C, *size) -> (B, C', *size), or -> (B, C') for whole images.
+        mesh: from :func:`init_mesh`; by default a mesh of this process's job with all ranks as
+            sample groups.
+        image_size: size of an image, by which stages are balanced; other sizes work too.
+        micro_batches: number of parts of a batch that run through the pipeline one after another.
+            Batch norm sees the images of one micro-batch.
+        exchange: all: ranks read the halos of their tiles. 1, 2, ...: ranks exchange halos before
+            every k-th layer that needs one. level: once per resolution.
+        tiles_per_rank: grid of tiles that a rank owns of an image.
+        streaming: limit of memory of a rank, such as ``"4GB"``: tiles that fit are computed one
+            after another.
+        schedule: auto, gpipe, 1f1b or zb-h1.
+        balance: number of layers of each stage.
+        recompute: never, except_last or always.
+        precision: fp32, bf16 (autocast) or fp64; by default fp64 for a module in float64, else
+            fp32.
+        channels_last: store activations in the channels-last memory format.
+        norm_scope: group: batch norm sees the images of one sample group. step: of all groups.
+        inputs: number of bands of each input, if the module takes several.
+        outputs: names or numbers of the outputs to train, if the module returns several. The first
+            is predicted.
+        pad: zero-pad images at the end to a multiple of this many pixels.
+        in_channels: number of bands of an image, if it cannot be told from the module.
+        seed: seed of the masks of dropout.
+        reducer: auto, horovod or mpi: what sums gradients.
+        timeout: seconds that a rank waits for another; 0: for ever.
+
+    Raises:
+        ValueError: the module cannot be distributed exactly in this way. The message names the
+            layer and the line of the module's code. It is raised on all ranks before any work.
+    """
+    mesh = init_mesh() if mesh is None else mesh
+    with launch.raise_jointly(mesh.world):
+        network = _network(module, inputs, outputs, pad, in_channels)
+        precision = precision or _precision_of(module)
+        bands, channels = channels_of(network)
+        dims = dims_of(network)
+        size = tuple(image_size or (_SIDE,) * dims)
+        config = Config(
+            model=ModelConfig(),
+            mesh=MeshConfig(mesh.shape.samples, mesh.shape.tiles, mesh.shape.stages, reducer),
+            pipeline=PipelineConfig(
+                schedule=schedule, balance=balance and list(balance), recompute=recompute
+            ),
+            spatial=SpatialConfig(exchange_every=exchange, norm_scope=norm_scope),
+            data=DataConfig(images=2),
+            train=TrainConfig(accumulate=micro_batches, seed=seed),
+            run=RunConfig(timeout=timeout, memory=streaming),
+        )
+        if tiles_per_rank is not None:
+            config = replace(
+                config, spatial=replace(config.spatial, tiles_per_rank=Size(tiles_per_rank))
+            )
+        config = with_dims(config, dims, str(Size(size)))
+    engine = Engine(
+        config,
+        mesh,
+        network,
+        size,
+        mesh.device,
+        precision,
+        channels_last,
+        loss=PixelLoss(torch.sub),
+    )
+    returned = Outputs(channels, dims, engine.model.of_image)
+    names = outputs and [str(name) for name in outputs]
+    return DistributedModel(network, engine, bands, returned, names, inputs)
+
+
+def _network(
+    module: nn.Module,
+    inputs: Sequence[int] | None,
+    outputs: Sequence[str] | None,
+    pad: int | None,
+    in_channels: int | None,
+) -> nn.Module:
+    """Return the captured network of a module, with the module's own parameters."""
+    if not isinstance(module, nn.Module):
+        raise ValueError(
+            f"distribute takes a torch.nn.Module, got {type(module).__name__}: give an instance"
+        )
+    names = outputs and tuple(str(name) for name in outputs)
+    made = built(type(module).__name__, lambda: module, {}, None, inputs, names)
+    if in_channels is not None:
+        tell(made, in_channels)
+    return as_network(made if pad is None else padded(made, pad))
+
+
+def _precision_of(module: nn.Module) -> str:
+    """Return fp64 for a module with parameters in float64, else fp32."""
+    wide = any(p.dtype == torch.float64 for p in module.parameters())
+    return "fp64" if wide else "fp32"
+
+
+def _end_together(world) -> None:
+    """Let an exception that a rank does not catch end all ranks, which would wait for it."""
+    before = sys.excepthook
+
+    def end(kind, error, trace) -> None:
+        before(kind, error, trace)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if not isinstance(error, launch.JointFailure):
+            world.Abort(2)
+
+    if not getattr(before, "ends_all_ranks", False):
+        end.ends_all_ranks = True
+        sys.excepthook = end

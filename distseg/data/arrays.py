@@ -1,0 +1,145 @@
+"""Images and targets that a user holds in memory or in a file, read box by box.
+
+An array is anything with ``shape`` that takes slices: a tensor, a NumPy array or memory map, a
+dataset of h5py or zarr. Only the boxes that a rank needs are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from distseg.config.sizes import Size
+from distseg.tiling.tile import Box
+
+_WIDER = {np.dtype("u2"): np.int32, np.dtype("u4"): np.int64, np.dtype("u8"): np.int64}
+
+
+class Arrays:
+    """B images, or their targets, of one size or of several.
+
+    Args:
+        given: one array (B, ..., *size), one image without its batch dim, or a list of images.
+        dims: number of spatial dims.
+        lead: numbers of dims before the spatial dims that an image may have, such as (1,) for
+            (C, *size). The last one is that of an image in an array without a batch dim.
+        what: name of the argument, for error messages.
+        batch: True if an array has a batch dim, False if not; None to tell by its number of dims.
+
+    Raises:
+        ValueError: ``given`` has no shape, or a wrong number of dims.
+    """
+
+    def __init__(self, given, dims: int, lead: Sequence[int], what: str, batch: bool | None = None):
+        self.dims, self._batch = dims, None
+        if isinstance(given, (list, tuple)):
+            self._images = [_array(one, what) for one in given]
+        else:
+            array = _array(given, what)
+            if batch is None:
+                batch = len(array.shape) - dims - 1 in lead
+            self._batch, self._images = (array, []) if batch else (None, [array])
+        shapes = [self._batch.shape] if self._batch is not None else [x.shape for x in self._images]
+        extra = 1 if self._batch is not None else 0
+        for shape in shapes:
+            if len(shape) - dims - extra not in lead:
+                wanted = " or ".join(
+                    f"({', '.join([*['channels'] * n, *['size'] * dims])})" for n in lead
+                )
+                raise ValueError(
+                    f"{what} has the shape {tuple(shape)}, but an image of {dims} spatial dims has "
+                    f"{wanted}, or one dim more for a batch: add or drop a dim"
+                )
+
+    @property
+    def is_batch(self) -> bool | None:
+        """True for one array with a batch dim, False for one image, None for a list."""
+        if self._batch is not None:
+            return True
+        return False if len(self._images) == 1 else None
+
+    def __len__(self) -> int:
+        return len(self._images) if self._batch is None else self._batch.shape[0]
+
+    def size(self, image: int) -> tuple[int, ...]:
+        """Return the size of an image in pixels."""
+        shape = self._images[image].shape if self._batch is None else self._batch.shape
+        return tuple(map(int, shape[len(shape) - self.dims :]))
+
+    def channels(self, image: int) -> int:
+        """Return the number of channels of an image."""
+        shape = self._images[image].shape if self._batch is None else self._batch.shape
+        return int(shape[len(shape) - self.dims - 1])
+
+    def read(self, images: Sequence[int], box: Box) -> Tensor:
+        """Return a box of some images of one size, (images, ..., *box.size)."""
+        if self._batch is None:
+            return torch.stack([_read(self._images[i], (), box, self.dims) for i in images])
+        if list(images) == list(range(images[0], images[-1] + 1)):
+            return _read(self._batch, (slice(images[0], images[-1] + 1),), box, self.dims)
+        return torch.stack([_read(self._batch, (i,), box, self.dims) for i in images])
+
+    def by_size(self, images: Sequence[int]) -> Iterator[tuple[tuple[int, ...], list[int]]]:
+        """Yield each size with the images of that size, in the order of their first image."""
+        found: dict[tuple[int, ...], list[int]] = {}
+        for image in images:
+            found.setdefault(self.size(image), []).append(image)
+        yield from found.items()
+
+
+class Stacked:
+    """Several inputs of a network, whose channels are concatenated."""
+
+    def __init__(self, parts: Sequence[Arrays]):
+        self.parts = list(parts)
+        first = self.parts[0]
+        for number, part in enumerate(self.parts[1:], 1):
+            if len(part) != len(first):
+                raise ValueError(
+                    f"input 0 has {len(first)} images, but input {number} has {len(part)}: give "
+                    "as many of each"
+                )
+            for image in range(len(first)):
+                if part.size(image) != first.size(image):
+                    raise ValueError(
+                        f"input 0 of image {image} has {Size(first.size(image))} pixels, but "
+                        f"input {number} has {Size(part.size(image))}: resize one of them"
+                    )
+        self.size, self.by_size = first.size, first.by_size
+
+    def __len__(self) -> int:
+        return len(self.parts[0])
+
+    def channels(self, image: int) -> int:
+        """Return the number of channels of all inputs together."""
+        return sum(part.channels(image) for part in self.parts)
+
+    def read(self, images: Sequence[int], box: Box) -> Tensor:
+        """Return a box of some images of one size, (images, channels, *box.size)."""
+        return torch.cat([part.read(images, box) for part in self.parts], 1)
+
+
+def _array(given, what: str):
+    """Return an array as it is, and numbers and sequences of them as a tensor."""
+    if isinstance(given, (int, float)):
+        return torch.tensor(given)
+    if not hasattr(given, "shape") or not hasattr(given, "__getitem__"):
+        raise ValueError(
+            f"{what} is a {type(given).__name__}, but an array is needed that has a shape and "
+            "takes slices: a tensor, a NumPy array or memory map, a dataset of h5py or zarr"
+        )
+    return given
+
+
+def _read(array, lead: tuple, box: Box, dims: int) -> Tensor:
+    between = (slice(None),) * (len(array.shape) - len(lead) - dims)
+    found = array[(*lead, *between, *box.slices)]
+    if isinstance(found, Tensor):
+        return found.detach()
+    found = np.asarray(found)
+    return torch.from_numpy(
+        np.ascontiguousarray(found, dtype=_WIDER.get(found.dtype, found.dtype.newbyteorder("=")))
+    )

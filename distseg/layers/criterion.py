@@ -1,0 +1,134 @@
+"""Interface of a loss: a function of sums over pixels, so that tiles and ranks add up to it.
+
+Each image contributes a row of partial sums. The rows of all tiles and ranks are added to a table
+S (images x sums), and the loss is a function L(S) of the table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Outputs(NamedTuple):
+    """What a network returns.
+
+    Attributes:
+        channels: number of channels of an output.
+        dims: number of spatial dims of the images.
+        whole: True if the network returns a vector of each whole image.
+    """
+
+    channels: int
+    dims: int
+    whole: bool = False
+
+
+class Criterion:
+    """Loss of a step: a function of the partial sums S (images, sums) of all images.
+
+    Criteria can be added and multiplied by numbers: ``PixelLoss(f) + 0.5 * SumLoss(g, value)``.
+
+    Attributes:
+        sums: number K of partial sums of each image.
+        linear: True if dL/dS of all sums that depend on logits follows from the targets alone.
+        ignore_index: integer target of pixels that do not count, or None.
+    """
+
+    sums: int
+    linear: bool
+    ignore_index: int | None = None
+
+    def rows(self, logits: Tensor, target: Tensor) -> Tensor:
+        """Return the partial sums of each image, (B, K), differentiable.
+
+        Args:
+            logits: (B, C, *size).
+            target: the target on the same pixels, (B, *size), (B, C', *size), or (B, 1, ...) for
+                one label of each image.
+        """
+        raise NotImplementedError
+
+    def counts(self, target: Tensor) -> Tensor:
+        """Return the part of :meth:`rows` that targets alone determine, float64, else zeros."""
+        raise NotImplementedError
+
+    def value(self, table: Tensor) -> Tensor:
+        """Return the loss L(S) of the partial sums S (images, K) of a whole step."""
+        raise NotImplementedError
+
+    def check(self, outputs: Outputs, target: Tensor) -> None:
+        """Refuse a function that cannot be computed tile by tile, by trying it out.
+
+        Args:
+            outputs: what the network returns.
+            target: an example of a target, (B, *size) or (B, C', *size).
+
+        Raises:
+            ValueError: the message says what the function does that tiles cannot.
+        """
+
+    def loss_grad(self, table: Tensor) -> tuple[float, Tensor]:
+        """Return the loss L(S) and its gradient dL/dS."""
+        with torch.enable_grad():
+            table = table.detach().requires_grad_()
+            value = self.value(table)
+            (gradient,) = torch.autograd.grad(value, table)
+        return value.item(), gradient
+
+    def __add__(self, other: Criterion) -> Criterion:
+        return WeightedSum([(1.0, self), (1.0, other)])
+
+    def __mul__(self, weight: float) -> Criterion:
+        return WeightedSum([(float(weight), self)])
+
+    __rmul__ = __mul__
+
+    def __call__(self, output, target) -> Tensor:
+        """Return the loss of an output of ``model(shard)`` and a shard of the target."""
+        return target.model.loss(output, target, self)
+
+
+class WeightedSum(Criterion):
+    """Weighted sum of criteria, each of the same logits and target."""
+
+    def __init__(self, parts: Sequence[tuple[float, Criterion]]):
+        self.parts = list(parts)
+
+    @property
+    def sums(self) -> int:
+        return sum(part.sums for _, part in self.parts)
+
+    @property
+    def linear(self) -> bool:
+        return all(part.linear for _, part in self.parts)
+
+    @property
+    def ignore_index(self) -> int | None:
+        found = {part.ignore_index for _, part in self.parts}
+        return found.pop() if len(found) == 1 else None
+
+    def rows(self, logits: Tensor, target: Tensor) -> Tensor:
+        return torch.cat([part.rows(logits, target) for _, part in self.parts], 1)
+
+    def counts(self, target: Tensor) -> Tensor:
+        return torch.cat([part.counts(target) for _, part in self.parts], 1)
+
+    def value(self, table: Tensor) -> Tensor:
+        tables = table.split([part.sums for _, part in self.parts], 1)
+        return sum(weight * part.value(t) for (weight, part), t in zip(self.parts, tables))
+
+    def check(self, outputs: Outputs, target: Tensor) -> None:
+        for _, part in self.parts:
+            part.check(outputs, target)
+
+
+class OfOutputs(WeightedSum):
+    """Sum of a criterion for each of a network's outputs, which are stacked along the channels."""
+
+    def rows(self, logits: Tensor, target: Tensor) -> Tensor:
+        outputs = logits.chunk(len(self.parts), 1)
+        return torch.cat([part.rows(z, target) for (_, part), z in zip(self.parts, outputs)], 1)

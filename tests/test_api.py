@@ -1,0 +1,299 @@
+"""The Python interface against plain PyTorch: the user's module, loss, optimizer and loop, in one process on whole images."""
+
+import copy
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import distseg
+
+CE = partial(F.cross_entropy, reduction="none")
+
+
+class Net(nn.Module):
+    """A small U-Net with batch or instance norm, as a user writes one."""
+
+    def __init__(self, norm=nn.BatchNorm2d, bands=3, classes=4):
+        super().__init__()
+        self.a = nn.Sequential(nn.Conv2d(bands, 6, 3, padding=1), norm(6), nn.ReLU())
+        self.b = nn.Sequential(nn.Conv2d(6, 8, 3, padding=1), norm(8), nn.ReLU())
+        self.up = nn.Conv2d(14, 6, 3, padding=1)
+        self.head = nn.Conv2d(6, classes, 1)
+
+    def forward(self, x):
+        a = self.a(x)
+        b = self.b(F.max_pool2d(a, 2))
+        up = F.interpolate(b, size=a.shape[2:])
+        return self.head(F.relu(self.up(torch.cat([a, up], 1))))
+
+
+def network(norm=nn.BatchNorm2d, **sizes) -> nn.Module:
+    torch.manual_seed(0)
+    return Net(norm, **sizes).double()
+
+
+def images(step: int, groups: int, count: int = 2, size=(34, 46), bands=3, classes=4):
+    """Images and targets of all groups, [groups x count]; a few pixels are ignored."""
+    g = torch.Generator().manual_seed(step)
+    x = torch.randn(groups * count, bands, *size, generator=g, dtype=torch.float64)
+    y = torch.randint(classes, (groups * count, *size), generator=g)
+    y[torch.rand(y.shape, generator=g) < 0.1] = -100
+    return x, y
+
+
+def serial(module, steps, loss, groups, optimizer, count=2, **kind):
+    """Train in plain PyTorch: batch norm sees the images of a group; the loss is over all groups."""
+    module = copy.deepcopy(module).train()
+    opt, losses = optimizer(module.parameters()), []
+    for step in range(steps):
+        x, y = images(step, groups, count, **kind)
+        out = torch.cat([module(part) for part in x.chunk(groups)])
+        value = loss(out, y)
+        opt.zero_grad()
+        value.backward()
+        opt.step()
+        losses.append(value.item())
+    return module, losses
+
+
+def distributed(comm, module, steps, criterion, mesh, optimizer, count=2, backward=None, **options):
+    model = distseg.distribute(copy.deepcopy(module), mesh, **options)
+    opt, losses, groups = optimizer(model.parameters()), [], mesh.shape.samples
+    for step in range(steps):
+        x, y = images(step, groups, count)
+        mine = slice(mesh.sample * count, (mesh.sample + 1) * count)
+        opt.zero_grad()
+        losses.append((backward or _backward)(model, x[mine], y[mine], criterion))
+        opt.step()
+    return model, losses
+
+
+def _backward(model, x, y, criterion) -> float:
+    return model.backward(x, y, criterion).item()
+
+
+def _eager(model, x, y, criterion) -> float:
+    loss = criterion(model(model.shard(x)), model.shard(y))
+    loss.backward()
+    return loss.item()
+
+
+def error(model, losses, plain, plain_losses, buffers=True) -> float:
+    wanted, found = plain.state_dict(), model.whole_state_dict()
+    assert set(found) == set(wanted)
+    names = [n for n, t in wanted.items() if t.is_floating_point() and (buffers or "running" not in n)]
+    errors = [(found[n] - wanted[n]).abs().max() / wanted[n].abs().max() for n in names]
+    return max([*map(float, errors), *(abs(a - b) / abs(b) for a, b in zip(losses, plain_losses))])
+
+
+MESHES = {
+    1: [dict()],
+    2: [dict(tiles=(1, 2)), dict(samples=2), dict(stages=2)],
+    4: [dict(tiles=(2, 2)), dict(samples=2, tiles=(2, 1)), dict(tiles=(1, 2), stages=2)],
+}
+SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
+ADAMW = partial(torch.optim.AdamW, lr=1e-3, weight_decay=0.1)
+
+
+@pytest.mark.parallel([1, 2, 4])
+@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("exchange", ["all", "1"])
+def test_a_plain_loop(comm, number, exchange):
+    if number >= len(MESHES[comm.size]):
+        pytest.skip("fewer meshes of this many ranks")
+    mesh = distseg.init_mesh(**MESHES[comm.size][number], comm=comm)
+    options = dict(exchange=exchange) if mesh.shape.tiles.volume > 1 else {}
+    plain = serial(network(), 3, F.cross_entropy, mesh.shape.samples, SGD)
+    mine = distributed(comm, network(), 3, distseg.PixelLoss(CE), mesh, SGD, **options)
+    assert error(*mine, *plain, buffers=mesh.shape.samples == 1) < 1e-11
+
+
+@pytest.mark.parallel([1, 2, 4])
+@pytest.mark.parametrize("number", range(2))
+def test_the_eager_form(comm, number):
+    if number >= len(MESHES[comm.size]):
+        pytest.skip("fewer meshes of this many ranks")
+    mesh = distseg.init_mesh(**MESHES[comm.size][number], comm=comm)
+    plain = serial(network(nn.InstanceNorm2d), 3, F.cross_entropy, mesh.shape.samples, ADAMW)
+    mine = distributed(
+        comm, network(nn.InstanceNorm2d), 3, distseg.PixelLoss(CE), mesh, ADAMW, backward=_eager
+    )
+    assert error(*mine, *plain) < 1e-11
+
+
+def dice_sums(logits, target):
+    valid = (target != -100).unsqueeze(1)
+    p = logits.softmax(1) * valid
+    t = F.one_hot(target.clamp(min=0), logits.shape[1]).movedim(-1, 1).to(p) * valid
+    return torch.cat([(p * t).flatten(2).sum(2), (p + t).flatten(2).sum(2)], 1)
+
+
+def dice_value(sums):
+    overlap, whole = sums.chunk(2, 1)
+    return (1 - 2 * overlap / (whole + 1)).mean()
+
+
+@pytest.mark.parallel([1, 2])
+@pytest.mark.parametrize("stages", [1, 2])
+def test_sums_and_weighted_losses(comm, stages):
+    if stages > comm.size:
+        pytest.skip("more stages than ranks")
+    mesh = distseg.init_mesh(
+        stages=stages, tiles=(1, comm.size // stages), comm=comm
+    )
+    weights = torch.tensor([1.0, 2.0, 0.5, 3.0], dtype=torch.float64)
+
+    def loss(z, y):
+        return F.cross_entropy(z, y, weights) + 0.3 * dice_value(dice_sums(z, y))
+
+    criterion = distseg.PixelLoss(
+        partial(F.cross_entropy, weight=weights, reduction="none"), weight=lambda y: weights[y]
+    ) + 0.3 * distseg.SumLoss(dice_sums, dice_value)
+    plain = serial(network(), 2, loss, 1, SGD)
+    mine = distributed(comm, network(), 2, criterion, mesh, SGD)
+    assert error(*mine, *plain) < 1e-11
+
+
+@pytest.mark.parallel(2)
+def test_accumulation_with_and_without_sync(comm):
+    mesh, module = distseg.init_mesh(samples=2, comm=comm), network(nn.InstanceNorm2d)
+    model = distseg.distribute(copy.deepcopy(module), mesh)
+    criterion = distseg.PixelLoss(CE)
+    batches = [images(step, 2, 1) for step in range(3)]
+    mine = slice(mesh.sample, mesh.sample + 1)
+    for silent in (False, True):
+        model.zero_grad()
+        for number, (x, y) in enumerate(batches):
+            if silent and number < 2:
+                with model.no_sync():
+                    model.backward(x[mine], y[mine], criterion, scale=1 / 3)
+            else:
+                model.backward(x[mine], y[mine], criterion, scale=1 / 3)
+        module.zero_grad()
+        for x, y in batches:
+            (F.cross_entropy(module(x), y) / 3).backward()
+        found = {n: p.grad for n, p in model.named_parameters()}
+        for name, p in module.named_parameters():
+            torch.testing.assert_close(found[name], p.grad, rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.parallel([1, 2])
+def test_parameters_without_gradient_are_left_alone(comm):
+    """As in PyTorch, where an optimizer with weight decay skips them."""
+    module = network()
+    module.spare = nn.Linear(2, 3, dtype=torch.float64)
+    for p in module.b.parameters():
+        p.requires_grad_(False)
+    mesh = distseg.init_mesh(samples=comm.size, comm=comm)
+    plain = serial(module, 3, F.cross_entropy, comm.size, ADAMW)
+    mine = distributed(comm, module, 3, distseg.PixelLoss(CE), mesh, ADAMW)
+    assert error(*mine, *plain, buffers=comm.size == 1) < 1e-11
+
+
+@pytest.mark.parallel([1, 2])
+def test_streamed_tiles_and_micro_batches(comm):
+    module = network(nn.InstanceNorm2d)
+    mesh = distseg.init_mesh(stages=comm.size, samples=1, comm=comm)
+    options = dict(micro_batches=2) if comm.size > 1 else dict(streaming="2GB")
+    plain = serial(module, 2, F.cross_entropy, 1, SGD, 4)
+    mine = distributed(comm, module, 2, distseg.PixelLoss(CE), mesh, SGD, 4, **options)
+    assert error(*mine, *plain) < 1e-11
+
+
+@pytest.mark.parallel([1, 2, 4])
+def test_prediction(comm):
+    mesh = distseg.init_mesh(tiles=(1, comm.size), comm=comm)
+    module = network()
+    model = distseg.distribute(copy.deepcopy(module), mesh)
+    x, y = images(0, 1)
+    before = model.predict(x)
+    module.eval()
+    torch.testing.assert_close(before, module(x).detach(), rtol=1e-11, atol=1e-12)
+    found = comm.allgather([(box, y) for box, y in model.predict_tiles(x[0])])
+    pixels = np.zeros(x.shape[2:])
+    for box, _ in (item for those in found for item in those):
+        pixels[box.slices] += 1
+    assert (pixels == 1).all()
+
+
+@pytest.mark.parallel([1, 2])
+def test_arrays_of_all_kinds_and_sizes(comm, tmp_path):
+    """Memory maps, lists of images of different sizes, single images."""
+    mesh = distseg.init_mesh(tiles=(1, comm.size), comm=comm)
+    module = network(nn.InstanceNorm2d)
+    sizes = [(34, 46), (21, 52), (34, 46)]
+    pairs = [images(n, 1, 1, size) for n, size in enumerate(sizes)]
+    module.zero_grad()
+    total = sum(F.cross_entropy(module(x), y, reduction="sum") for x, y in pairs)
+    (total / sum((y != -100).sum() for _, y in pairs)).backward()
+    wanted = {n: p.grad.clone() for n, p in module.named_parameters()}
+    model = distseg.distribute(copy.deepcopy(module), mesh)
+    model.zero_grad()
+    model.backward([x[0].numpy() for x, _ in pairs], [y[0] for _, y in pairs], distseg.PixelLoss(CE))
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.grad, wanted[name], rtol=1e-11, atol=1e-13)
+    np.save(tmp_path / "x.npy", pairs[0][0][0].numpy())
+    one = np.load(tmp_path / "x.npy", mmap_mode="r")
+    model.zero_grad()
+    a = model.backward(one, pairs[0][1][0], distseg.PixelLoss(CE))
+    model.zero_grad()
+    b = model.backward(*pairs[0], "cross_entropy")
+    assert float(a) == pytest.approx(float(b), rel=1e-12)
+
+
+REFUSED = {
+    "mean": (lambda z, y: F.cross_entropy(z, y), "one value for each pixel"),
+    "neighbours": (lambda z, y: F.avg_pool2d(CE(z, y), 3, 1, 1), "depends on other pixels"),
+    "number of pixels": (lambda z, y: CE(z, y) / y[0].numel(), "depends on other pixels"),
+    "batch": (lambda z, y: CE(z - z.mean(0), y), "depends on the other images"),
+    "random": (lambda z, y: CE(z + torch.randn_like(z), y), "draws random numbers"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_losses_that_tiles_cannot_compute_are_refused(kind):
+    function, message = REFUSED[kind]
+    model = distseg.distribute(network(), distseg.init_mesh())
+    with pytest.raises(ValueError, match=message):
+        model.backward(*images(0, 1), distseg.PixelLoss(function))
+    with pytest.raises(ValueError, match="sums over pixels"):
+        model.backward(
+            *images(0, 1), distseg.SumLoss(lambda z, y: z.flatten(1).mean(1, keepdim=True), torch.sum)
+        )
+
+
+WRONG = {
+    "bands": (lambda x, y: (x[:, :2], y), "2 bands, but the network takes 3"),
+    "dims": (lambda x, y: (x[0, 0], y), "has the shape"),
+    "targets": (lambda x, y: (x, y[:1]), "2 images, but 1 targets"),
+    "size": (lambda x, y: (x, y[..., :-1]), "34x46 pixels, but its target has 34x45"),
+    "kind": (lambda x, y: ("image.png", y), "is a str, but an array"),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_wrong_images_are_refused(kind):
+    change, message = WRONG[kind]
+    model = distseg.distribute(network(), distseg.init_mesh())
+    with pytest.raises(ValueError, match=message):
+        model.backward(*change(*images(0, 1)), distseg.PixelLoss(CE))
+
+
+def test_state_dicts_are_those_of_the_module():
+    module, other = network(), network()
+    nn.init.normal_(other.head.weight)
+    model = distseg.distribute(module, distseg.init_mesh())
+    assert list(model.state_dict()) == list(other.state_dict())
+    model.load_state_dict(other.state_dict())
+    assert torch.equal(module.head.weight, other.head.weight)
+    state = other.state_dict()
+    with pytest.raises(ValueError, match="lacks head.bias"):
+        model.load_state_dict({n: t for n, t in state.items() if n != "head.bias"})
+    with pytest.raises(ValueError, match="does not have"):
+        model.load_state_dict(state | {"more": torch.ones(1)})
+    with pytest.raises(ValueError, match="stays on its device"):
+        model.float()

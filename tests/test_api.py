@@ -85,7 +85,9 @@ def _eager(model, x, y, criterion) -> float:
 def error(model, losses, plain, plain_losses, buffers=True) -> float:
     wanted, found = plain.state_dict(), model.whole_state_dict()
     assert set(found) == set(wanted)
-    names = [n for n, t in wanted.items() if t.is_floating_point() and (buffers or "running" not in n)]
+    names = [
+        n for n, t in wanted.items() if t.is_floating_point() and (buffers or "running" not in n)
+    ]
     errors = [(found[n] - wanted[n]).abs().max() / wanted[n].abs().max() for n in names]
     return max([*map(float, errors), *(abs(a - b) / abs(b) for a, b in zip(losses, plain_losses))])
 
@@ -142,9 +144,7 @@ def dice_value(sums):
 def test_sums_and_weighted_losses(comm, stages):
     if stages > comm.size:
         pytest.skip("more stages than ranks")
-    mesh = distseg.init_mesh(
-        stages=stages, tiles=(1, comm.size // stages), comm=comm
-    )
+    mesh = distseg.init_mesh(stages=stages, tiles=(1, comm.size // stages), comm=comm)
     weights = torch.tensor([1.0, 2.0, 0.5, 3.0], dtype=torch.float64)
 
     def loss(z, y):
@@ -233,7 +233,9 @@ def test_arrays_of_all_kinds_and_sizes(comm, tmp_path):
     wanted = {n: p.grad.clone() for n, p in module.named_parameters()}
     model = distseg.distribute(copy.deepcopy(module), mesh)
     model.zero_grad()
-    model.backward([x[0].numpy() for x, _ in pairs], [y[0] for _, y in pairs], distseg.PixelLoss(CE))
+    model.backward(
+        [x[0].numpy() for x, _ in pairs], [y[0] for _, y in pairs], distseg.PixelLoss(CE)
+    )
     for name, p in model.named_parameters():
         torch.testing.assert_close(p.grad, wanted[name], rtol=1e-11, atol=1e-13)
     np.save(tmp_path / "x.npy", pairs[0][0][0].numpy())
@@ -262,7 +264,8 @@ def test_losses_that_tiles_cannot_compute_are_refused(kind):
         model.backward(*images(0, 1), distseg.PixelLoss(function))
     with pytest.raises(ValueError, match="sums over pixels"):
         model.backward(
-            *images(0, 1), distseg.SumLoss(lambda z, y: z.flatten(1).mean(1, keepdim=True), torch.sum)
+            *images(0, 1),
+            distseg.SumLoss(lambda z, y: z.flatten(1).mean(1, keepdim=True), torch.sum),
         )
 
 
@@ -297,3 +300,104 @@ def test_state_dicts_are_those_of_the_module():
         model.load_state_dict(state | {"more": torch.ones(1)})
     with pytest.raises(ValueError, match="stays on its device"):
         model.float()
+
+
+class Two(nn.Module):
+    """Two inputs, two outputs, the second at half the resolution."""
+
+    def __init__(self):
+        super().__init__()
+        self.rgb, self.depth = nn.Conv2d(3, 5, 3, padding=1), nn.Conv2d(1, 3, 3, padding=1)
+        self.head, self.aux = nn.Conv2d(8, 4, 3, padding=1), nn.Conv2d(8, 4, 3, padding=1)
+
+    def forward(self, rgb, depth):
+        x = torch.relu(torch.cat([self.rgb(rgb), self.depth(depth)], 1))
+        return {"out": self.head(x), "aux": self.aux(F.avg_pool2d(x, 2))}
+
+
+@pytest.mark.parallel([1, 2])
+def test_several_inputs_and_outputs(comm):
+    torch.manual_seed(0)
+    module, mesh = Two().double(), distseg.init_mesh(tiles=(comm.size, 1), comm=comm)
+    x, y = images(0, 1, bands=4)
+    made = module(x[:, :3], x[:, 3:])
+    aux = F.interpolate(made["aux"], size=x.shape[2:], mode="bilinear", align_corners=False)
+    (F.cross_entropy(made["out"], y) + 0.4 * F.nll_loss(aux.log_softmax(1), y)).backward()
+    wanted = {n: p.grad.clone() for n, p in module.named_parameters()}
+    model = distseg.distribute(copy.deepcopy(module), mesh, inputs=[3, 1], outputs=["out", "aux"])
+    nll = distseg.PixelLoss(lambda z, t: F.nll_loss(z.log_softmax(1), t, reduction="none"))
+    model.zero_grad()
+    model.backward((x[:, :3], x[:, 3:]), y, {"out": "cross_entropy", "aux": 0.4 * nll})
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.grad, wanted[name], rtol=1e-11, atol=1e-13)
+    with pytest.raises(ValueError, match="names the outputs out, but"):
+        model.backward((x[:, :3], x[:, 3:]), y, {"out": nll})
+
+
+@pytest.mark.parallel([1, 2])
+def test_regression_of_maps_and_of_whole_images(comm):
+    """Floating-point targets of several channels with gaps, and one number or class an image."""
+    mesh = distseg.init_mesh(tiles=(1, comm.size), comm=comm)
+    module = network(nn.InstanceNorm2d)
+    x, _ = images(0, 1)
+    target = torch.randn(2, 4, 34, 46, dtype=torch.float64)
+    target[:, 1, 3:9, 5:30] = torch.nan
+    target = torch.from_numpy(comm.bcast(target.numpy()))
+    mask = ~target.isnan()
+    (((module(x) - target.nan_to_num()) ** 2)[mask].mean()).backward()
+    wanted = {n: p.grad.clone() for n, p in module.named_parameters()}
+    model = distseg.distribute(copy.deepcopy(module), mesh)
+    model.zero_grad()
+    model.backward(x, target, distseg.PixelLoss(lambda z, t: (z - t) ** 2))
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.grad, wanted[name], rtol=1e-11, atol=1e-13)
+    module = nn.Sequential(
+        nn.Conv2d(3, 5, 3, padding=1),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(5, 4),
+    ).double()
+    module.load_state_dict(comm.bcast(module.state_dict()))
+    classes = torch.tensor([1, 3])
+    F.cross_entropy(module(x), classes).backward()
+    wanted = {n: p.grad.clone() for n, p in module.named_parameters()}
+    model = distseg.distribute(copy.deepcopy(module), mesh)
+    model.zero_grad()
+    model.backward(x, classes, distseg.PixelLoss(CE))
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.grad, wanted[name], rtol=1e-11, atol=1e-13)
+    assert model.predict(x).shape == (2, 4)
+
+
+def test_volumes():
+    module = nn.Sequential(
+        nn.Conv3d(1, 4, 3, padding=1), nn.InstanceNorm3d(4), nn.ReLU(), nn.Conv3d(4, 2, 1)
+    ).double()
+    x = torch.randn(2, 1, 9, 13, 11, dtype=torch.float64)
+    y = torch.randint(2, (2, 9, 13, 11))
+    F.cross_entropy(module(x), y).backward()
+    wanted = {n: p.grad.clone() for n, p in module.named_parameters()}
+    model = distseg.distribute(copy.deepcopy(module), distseg.init_mesh(), tiles_per_rank=(1, 2, 2))
+    model.zero_grad()
+    model.backward(x, y, distseg.PixelLoss(CE))
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.grad, wanted[name], rtol=1e-11, atol=1e-13)
+
+
+def test_frozen_later_is_refused():
+    module = network()
+    model = distseg.distribute(module, distseg.init_mesh())
+    module.head.weight.requires_grad_(False)
+    with pytest.raises(ValueError, match="freeze or thaw before"):
+        model.backward(*images(0, 1), "cross_entropy")
+
+
+@pytest.mark.parallel(2)
+def test_errors_of_one_rank_are_raised_on_all(comm):
+    model = distseg.distribute(network(), distseg.init_mesh(samples=2, comm=comm))
+    x, y = images(0, 1)
+    with pytest.raises(ValueError, match="rank 1: image 0 has 2 bands"):
+        model.backward(x[:, : 3 - comm.rank], y, "cross_entropy")
+    with pytest.raises(ValueError, match="give 1 to 2 images in one step"):
+        model.backward(x[comm.rank :], y[comm.rank :], "cross_entropy")

@@ -27,6 +27,8 @@ from distseg.tiling.tile import Box, TilePlacement, check_grid, owned_tiles
 from distseg.tiling.tile_batch import LazyTileBatch, TileBatch, labels_of_images, on_tile
 from distseg.training.engine import Engine, owned_per_rank
 
+_MOST_CRITERIA = 16  # criteria that are kept, for loops that make a new one in each step
+
 
 class Shard(NamedTuple):
     """This rank's part of images or targets, for the eager form (:meth:`DistributedModel.shard`).
@@ -71,7 +73,8 @@ class DistributedModel(nn.Module):
         self._images = 0  # images of the epoch so far, of all groups
         self._inputs, self._output_names = inputs, outputs
         self._bands, self._outputs, self._dims = bands, returned, returned.dims
-        self._criteria: dict[tuple, Criterion] = {}
+        self._trained = set(engine.parameters)
+        self._criteria: dict[object, tuple[object, Criterion]] = {}
         self._unused: dict[tuple, list[int]] = {}  # by criterion: parameters without a gradient
         self._checked: set[tuple] = set()
         self._used: tuple | None = None
@@ -245,6 +248,7 @@ class DistributedModel(nn.Module):
     def _prepared(self, image, target, criterion) -> list[list[TileBatch | LazyTileBatch]]:
         """Check the arguments of a step and return this rank's tile batches."""
         with raise_jointly(self.mesh.world):
+            self._check_frozen()
             images = self._arrays(image)
             targets = self._targets(target, images)
             chosen, fresh = self._criterion(criterion, targets)
@@ -332,7 +336,20 @@ class DistributedModel(nn.Module):
         made.check(self._outputs, example)
         # The user's object is kept, so that no other one gets its id.
         self._criteria[key] = given, made
+        if len(self._criteria) > _MOST_CRITERIA:
+            _, old = self._criteria.pop(next(iter(self._criteria)))
+            for used in [used for used in self._unused if used[0] == id(old)]:
+                del self._unused[used]
         return made, True
+
+    def _check_frozen(self) -> None:
+        """Refuse parameters that were frozen or thawed after the model was made."""
+        for name, p in self.network.named_parameters():
+            if p.requires_grad != (p in self._trained):
+                raise ValueError(
+                    f"{name} has requires_grad {p.requires_grad}, but had {not p.requires_grad} "
+                    "when the model was made: freeze or thaw before distseg.distribute"
+                )
 
     def _check(self, images: Arrays | Stacked) -> None:
         for size, those in images.by_size(range(len(images))):
@@ -375,9 +392,9 @@ class DistributedModel(nn.Module):
             samples = tuple(first + rows[n] for n in at)
             for tile, window in owned_tiles(
                 size,
-                self.mesh.shape.tiles,
+                engine.config.mesh.tiles,
                 owned_per_rank(engine.config),
-                self.mesh.tile,
+                self.mesh.tile if len(self.mesh.tile) == self._dims else (0,) * self._dims,
                 engine.reading,
             ):
                 place = TilePlacement(size, tile, window, at, samples)
@@ -441,10 +458,19 @@ class DistributedModel(nn.Module):
             engine.sum_gradients()
         self._add(late)
         self._summed = self._syncs or self.mesh.replicas.size == 1
+        if scale != 1 and self.mesh.pipeline.size > 1 and not self._all_finite():
+            # A GradScaler skips a step whose gradients are not finite, here on all stages alike.
+            for p in parameters:
+                p.grad.fill_(torch.nan)
         for number in self._unused[self._used]:
             if number not in self._carried:
                 parameters[number].grad = None
         self._carried = {}
+
+    def _all_finite(self) -> bool:
+        """Return True if the gradients of all stages are finite. Collective."""
+        finite = all(bool(p.grad.isfinite().all()) for p in self.engine.parameters)
+        return self.engine.over_stages(float(not finite)) == 0
 
     def _add(self, gradients: dict[int, Tensor]) -> None:
         for number, gradient in gradients.items():
@@ -488,6 +514,7 @@ class DistributedModel(nn.Module):
                     f"this model {what}, so no rank has a whole graph: call "
                     "model.backward(image, target, criterion)"
                 )
+            self._check_frozen()
             images = self._arrays(shard.given)
             self._check(images)
         self._check_groups(len(images))

@@ -17,6 +17,7 @@ The gradient is that of the serial program: the user's module on whole images in
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -61,7 +62,7 @@ _SIDE = 256  # pixels of the images for which stages are balanced, if the user g
 
 
 def init_mesh(
-    samples: int | None = None,
+    samples: int = -1,
     tiles: Sequence[int] = (1, 1),
     stages: int = 1,
     comm=None,
@@ -74,10 +75,10 @@ def init_mesh(
     An uncaught exception on one rank ends all ranks.
 
     Args:
-        samples: number of sample groups, each of which trains on its own images; by default as many
-            as the ranks allow.
+        samples: number of sample groups, each of which trains on its own images.
         tiles: grid of ranks that share an image, with one number per spatial dim.
-        stages: number of pipeline stages of the network.
+        stages: number of pipeline stages of the network. One of the numbers may be -1: as many as
+            the ranks allow.
         comm: a communicator of mpi4py; by default all ranks of the job.
         device: cpu, cuda, or auto for a GPU if there is one.
         threads: CPU threads of a rank; by default the node's cores shared among its ranks. A
@@ -87,9 +88,7 @@ def init_mesh(
         ValueError: the mesh does not fit the number of ranks; the message names both numbers.
     """
     world = launch.world() if comm is None else comm
-    tiles = Size(tiles)
-    if samples is None:
-        samples = max(1, world.size // (tiles.volume * stages))
+    samples, *tiles, stages = _filled([samples, *tiles, stages], world.size)
     own_threads = torch.get_num_threads()
     chosen, _ = launch.set_up(world, device, threads)
     if world.size == 1 and threads is None:
@@ -198,6 +197,14 @@ def distribute(
     returned = Outputs(channels, dims, engine.model.of_image)
     names = outputs and [str(name) for name in outputs]
     return DistributedModel(network, engine, bands, returned, names, inputs)
+
+
+def _filled(axes: list[int], ranks: int) -> list[int]:
+    """Return the sizes of a mesh's axes with -1 replaced by as many as the ranks allow."""
+    if axes.count(-1) > 1:
+        raise ValueError(f"a mesh of {axes} leaves {axes.count(-1)} numbers open: leave one -1")
+    rest = max(1, ranks // math.prod(axis for axis in axes if axis != -1))
+    return [rest if axis == -1 else axis for axis in axes]
 
 
 def _network(

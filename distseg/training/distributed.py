@@ -176,6 +176,8 @@ class DistributedModel(nn.Module):
         return self
 
     def _apply(self, fn, recurse=True):
+        if all((y := fn(x)).dtype == x.dtype and y.device == x.device for x in self.parameters()):
+            return self
         raise ValueError(
             "a distributed model stays on its device and in its dtype: choose them in "
             "distseg.init_mesh(device=...) and distseg.distribute(precision=...), before the "

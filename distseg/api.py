@@ -62,7 +62,7 @@ _SIDE = 256  # pixels of the images for which stages are balanced, if the user g
 
 
 def init_mesh(
-    samples: int = -1,
+    samples: int | None = None,
     tiles: Sequence[int] = (1, 1),
     stages: int = 1,
     comm=None,
@@ -75,7 +75,8 @@ def init_mesh(
     An uncaught exception on one rank ends all ranks.
 
     Args:
-        samples: number of sample groups, each of which trains on its own images.
+        samples: number of sample groups, each of which trains on its own images; by default as many
+            as the ranks allow, or 1 if another number is -1.
         tiles: grid of ranks that share an image, with one number per spatial dim.
         stages: number of pipeline stages of the network. One of the numbers may be -1: as many as
             the ranks allow.
@@ -88,6 +89,8 @@ def init_mesh(
         ValueError: the mesh does not fit the number of ranks; the message names both numbers.
     """
     world = launch.world() if comm is None else comm
+    if samples is None:
+        samples = 1 if -1 in (*tiles, stages) else -1
     samples, *tiles, stages = _filled([samples, *tiles, stages], world.size)
     own_threads = torch.get_num_threads()
     chosen, _ = launch.set_up(world, device, threads)

@@ -1,7 +1,9 @@
 """The Python interface against plain PyTorch: the user's module, loss, optimizer and loop, in one process on whole images."""
 
 import copy
+import re
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -401,3 +403,30 @@ def test_errors_of_one_rank_are_raised_on_all(comm):
         model.backward(x[:, : 3 - comm.rank], y, "cross_entropy")
     with pytest.raises(ValueError, match="give 1 to 2 images in one step"):
         model.backward(x[comm.rank :], y[comm.rank :], "cross_entropy")
+
+
+@pytest.mark.parallel([1, 2, 4])
+def test_the_loop_of_the_readme_is_plain_pytorch(comm, monkeypatch):
+    text = (Path(__file__).parents[1] / "README.md").read_text()
+    snippet = re.search(r"## Your own loop\s+```python\n(.*?)```", text, re.DOTALL)[1]
+    monkeypatch.setattr("distseg.comm.launch.world", lambda: comm)
+    torch.manual_seed(0)
+    plain = nn.Conv2d(3, 2, 5, padding=2)
+    torch.manual_seed(0)
+    names = {}
+    exec(snippet, names)
+    optimizer = torch.optim.AdamW(plain.parameters(), 1e-3)
+    loss = F.cross_entropy(plain(names["image"]), names["target"])
+    loss.backward()
+    optimizer.step()
+    assert names["loss"].item() == pytest.approx(loss.item(), rel=1e-5)
+    torch.testing.assert_close(
+        names["logits"], plain(names["image"]).detach(), rtol=1e-4, atol=1e-5
+    )
+
+
+def test_the_loop_of_the_page_runs():
+    text = (Path(__file__).parents[1] / "docs/python.md").read_text()
+    names = {}
+    exec(re.search(r"```python\n(.*?)```", text, re.DOTALL)[1], names)
+    assert names["logits"].shape == (1, 2, 301, 437)

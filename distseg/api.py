@@ -41,7 +41,7 @@ from distseg.config.settings import (
 from distseg.config.sizes import Size
 from distseg.layers.criterion import Criterion, Outputs
 from distseg.layers.own_loss import PixelLoss, SumLoss
-from distseg.models.bands import channels_of, dims_of, tell
+from distseg.models.bands import channels_of, dims_of, record_images
 from distseg.models.capture.capture import as_network
 from distseg.models.layers import padded
 from distseg.models.own import built
@@ -225,7 +225,7 @@ def _network(
     names = outputs and tuple(str(name) for name in outputs)
     made = built(type(module).__name__, lambda: module, {}, None, inputs, names)
     if in_channels is not None:
-        tell(made, in_channels)
+        record_images(made, in_channels)
     return as_network(made if pad is None else padded(made, pad))
 
 

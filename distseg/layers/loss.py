@@ -295,7 +295,6 @@ class Loss(Criterion):
         return sum(weight * term.value(part) for (weight, term), part in zip(self.terms, parts))
 
 
-
 def _check(config: LossConfig) -> None:
     if not 0 <= config.label_smoothing < 1:
         raise ValueError(f"loss.label_smoothing is in [0, 1), got {config.label_smoothing}")

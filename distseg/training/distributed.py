@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from distseg.comm.collective import add
-from distseg.comm.launch import raise_jointly, ranks_on_node
+from distseg.comm.launch import raise_jointly
 from distseg.comm.staging import upload
 from distseg.config.sizes import Size
 from distseg.data.arrays import Arrays, Stacked
@@ -22,7 +22,6 @@ from distseg.inference.predictor import Predictor
 from distseg.layers.criterion import Criterion, Outputs
 from distseg.layers.own_loss import criterion_of
 from distseg.models.network import check_calls, check_size, user_names
-from distseg.planning.streaming import room_of
 from distseg.tiling.tile import Box, TilePlacement, check_grid, owned_tiles
 from distseg.tiling.tile_batch import LazyTileBatch, TileBatch, labels_of_images, on_tile
 from distseg.training.engine import Engine, owned_per_rank
@@ -630,28 +629,7 @@ class DistributedModel(nn.Module):
 
     def _predictors(self) -> Predictor:
         if self._predictor is None:
-            config, engine = self.engine.config, self.engine
-            room = None
-            if config.run.memory is not None:
-                room = room_of(
-                    config.run.memory,
-                    engine.base_memory(),
-                    "weights, gradients and the optimizer's state",
-                    self.mesh.world,
-                )
-            self._predictor = Predictor(
-                engine.model,
-                self.mesh.replicas,
-                engine.devices,
-                engine.autocast,
-                config.predict.tile,
-                config.predict.scratch,
-                engine.channels_last,
-                engine.pipeline if engine.partition else None,
-                exact=config.spatial.halo is None,
-                neighbours=ranks_on_node(self.mesh.world),
-                room=room,
-            )
+            self._predictor = self.engine.predictor()
         return self._predictor
 
 

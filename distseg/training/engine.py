@@ -16,13 +16,14 @@ from torch import nn
 
 from distseg.comm.collective import add
 from distseg.comm.consistency import assert_consistent
-from distseg.comm.launch import keep_freed_memory, memory_in_use, raise_jointly
+from distseg.comm.launch import keep_freed_memory, memory_in_use, raise_jointly, ranks_on_node
 from distseg.comm.mesh import Mesh
 from distseg.comm.staging import upload
 from distseg.comm.watch import heartbeat
 from distseg.config.settings import Config, SpatialConfig, output_weights
 from distseg.config.sizes import Size
 from distseg.data.sampler import Rows
+from distseg.inference.predictor import Predictor
 from distseg.layers.context import Context
 from distseg.layers.conv import weights_apart
 from distseg.layers.criterion import Criterion
@@ -252,6 +253,31 @@ class Engine(ParameterUpdate):
             + gradients
             + weights * state_copies(self.config.optim)
             + cast
+        )
+
+    def predictor(self) -> Predictor:
+        """Return a predictor of whole images with the network in training. Collective."""
+        config, world = self.config, self.mesh.world
+        memory = config.run.memory
+        budget = (
+            None
+            if memory is None
+            else smallest_budget(
+                memory, self.base_memory(), "weights, gradients and the optimizer's state", world
+            )
+        )
+        return Predictor(
+            self.model,
+            self.mesh.replicas,
+            self.devices,
+            self.autocast,
+            config.predict.tile,
+            config.predict.scratch,
+            self.channels_last,
+            self.pipeline if self.partition else None,
+            exact=config.spatial.halo is None,
+            neighbours=ranks_on_node(world),
+            budget=budget,
         )
 
     @property

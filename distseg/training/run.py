@@ -13,7 +13,7 @@ from typing import IO
 from torch import nn
 
 from distseg.comm.consistency import assert_consistent, versions
-from distseg.comm.launch import raise_jointly, ranks_on_node, set_up
+from distseg.comm.launch import raise_jointly, set_up
 from distseg.comm.mesh import Mesh, MeshShape
 from distseg.comm.watch import phase
 from distseg.config.settings import Config, OptimConfig, with_dims
@@ -21,7 +21,6 @@ from distseg.config.sizes import Size
 from distseg.data.loader import StepLoader
 from distseg.data.sampler import crop_size
 from distseg.data.store.store import Store
-from distseg.inference.predictor import Predictor
 from distseg.inference.predictor import check_images as check_validated
 from distseg.models.bands import channels_of
 from distseg.models.network import check_calls, check_size
@@ -30,7 +29,7 @@ from distseg.patchgd.training import PatchEngine, PatchLoader, check_images
 from distseg.patchgd.training_maps import MapEngine
 from distseg.patchgd.unet import PatchUNet
 from distseg.patchgd.zoo import check_grids, network_of, with_grid
-from distseg.planning.streaming import is_streamed, memory_warnings, smallest_budget
+from distseg.planning.streaming import is_streamed, memory_warnings
 from distseg.report.disk import locked
 from distseg.runtime.optimizer import state_copies
 from distseg.runtime.precision import choose, gpu_lines
@@ -153,7 +152,7 @@ class Run:
             return
         if self.checkpoint or self.init:
             self._load()
-        self.predictor = engine.predictor() if by_patches else self._predictor()
+        self.predictor = engine.predictor()
         with raise_jointly(world):
             validated = self.store.splits.get("val", []) if config.train.validate_every else []
             check_validated(self.predictor, {self.store.size(name): name for name in validated})
@@ -163,31 +162,6 @@ class Run:
     def _begun(self) -> nn.Module:
         """The module that gets the weights of ``train.init``: the network or a backbone."""
         return self.model.begun if isinstance(self.model, PatchNetwork) else self.model
-
-    def _predictor(self) -> Predictor:
-        """Return a predictor of whole images with the network in training. Collective."""
-        config, engine, world = self.config, self.engine, self.world
-        memory = config.run.memory
-        budget = (
-            None
-            if memory is None
-            else smallest_budget(
-                memory, engine.base_memory(), "weights, gradients and the optimizer's state", world
-            )
-        )
-        return Predictor(
-            engine.model,
-            self.mesh.replicas,
-            engine.devices,
-            engine.autocast,
-            config.predict.tile,
-            config.predict.scratch,
-            engine.channels_last,
-            engine.pipeline if engine.partition else None,
-            exact=config.spatial.halo is None,
-            neighbours=ranks_on_node(world),
-            budget=budget,
-        )
 
     @property
     def finished(self) -> bool:

@@ -489,3 +489,21 @@ def test_cells_beyond_the_map_are_refused():
             own,
             torch.empty_like(x),
         )
+
+
+@pytest.mark.parametrize("size", [(1, 3), (2, 2), (4, 4), (3, 7), (6, 6), (8, 8), (16, 18)])
+def test_many_small_maps(size):
+    """The kernel takes rows of a channel in groups, and some lengths of rows have their own loop."""
+    x, g = (
+        torch.randn(40, 3, *size, generator=torch.Generator().manual_seed(k), dtype=torch.float64)
+        for k in (0, 1)
+    )
+    weight, bias = torch.tensor([[0.5, 1.0, -2.0], [0.1, -0.2, 0.3]], dtype=torch.float64)
+    inputs = [t.clone().requires_grad_() for t in (x, weight, bias)]
+    wanted = F.leaky_relu(F.batch_norm(inputs[0], None, None, *inputs[1:], training=True), 0.1)
+    wanted.backward(g)
+    norm = kernels.Norm(0, True, 1e-5, 0.1)
+    y, _, numbers = kernels.norm_forward(x, norm, weight, bias)
+    found = [y, *kernels.norm_backward(g, x, norm, weight, numbers)]
+    for ours, theirs in zip(found, (wanted, *(t.grad for t in inputs)), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)

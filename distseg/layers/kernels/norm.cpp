@@ -20,6 +20,7 @@
 #include <cstdint>
 #include <cstring>
 #include <numeric>
+#include <type_traits>
 #include <vector>
 
 using std::int64_t;
@@ -64,6 +65,7 @@ struct Strides {
 }
 
 static const int64_t FLUSH = 256;  // number of periods that are added in the narrow type
+static const int64_t GROUP = 1024;  // number of values up to which short runs are grouped
 
 struct Runs {
     const Shape& s;
@@ -117,9 +119,36 @@ template <class F> static void each_thread(const Runs& runs, F work) {
     for (int64_t t = 0; t < threads; ++t) work(t, runs.count * t / threads, runs.count * (t + 1) / threads);
 }
 
-template <class F> static inline void each_run(const Runs& runs, int64_t first, int64_t last, F f) {
+// Call ``f`` with the first run of each group and the number of its runs. They are neighbours in a
+// plane and all owned or all not. Short runs in groups save the cost of a call for each.
+template <class F> static inline void each_group(const Runs& runs, int64_t first, int64_t last, F f) {
+    const Shape& s = runs.s;
+    const int64_t most = std::max<int64_t>(1, GROUP / std::max<int64_t>(1, runs.values(s.width)));
     Run run(runs, first);
-    for (int64_t r = first; r < last; ++r, run.advance()) f(run);
+    for (int64_t r = first; r < last;) {
+        int64_t end = run.row < s.own[2] ? s.own[2] : run.row < s.own[3] ? s.own[3] : s.height;
+        int64_t count = std::min({last - r, most, std::min(end, s.height) - run.row});
+        f(run, count);
+        r += count, run.row += count - 1;
+        run.advance();
+    }
+}
+
+// Call ``f`` with the number of a row, its first value and a length, for all blocks of rows of ``n``
+// values. ``P`` is the form of the parameters. The usual lengths of one channel's rows are constants
+// of the compiler's.
+template <class P, class F> static inline void each_block(int64_t rows, int64_t n, int64_t period, F f) {
+    auto of = [&](auto length) {
+        for (int64_t r = 0; r < rows; ++r)
+            for (int64_t i = 0; i < n; i += length) f(r, i, length);
+    };
+    if constexpr (!std::is_pointer<P>::value) {
+        if (n % 32 == 0) return of(std::integral_constant<int64_t, 32>());
+        if (n == 16) return of(std::integral_constant<int64_t, 16>());
+        if (n == 4) return of(std::integral_constant<int64_t, 4>());
+    }
+    for (int64_t r = 0; r < rows; ++r)
+        for (int64_t i = 0; i < n; i += period) f(r, i, std::min(period, n - i));
 }
 
 // ---- moments -------------------------------------------------------------------------------------------------------
@@ -139,16 +168,16 @@ struct Moments {
 };
 
 template <class T, class A, class P>
-static void add_moments(const T* x, int64_t n, int64_t period, P pivot, A* __restrict s1, A* __restrict s2) {
-    for (int64_t i = 0; i < n; i += period) {
-        int64_t length = std::min(period, n - i);
+static void add_moments(const T* x, int64_t rows, int64_t stride, int64_t n, int64_t period, P pivot, A* __restrict s1, A* __restrict s2) {
+    each_block<P>(rows, n, period, [=](int64_t r, int64_t i, auto length) {
+        const T* from = x + r * stride + i;
 #pragma omp simd
         for (int64_t j = 0; j < length; ++j) {
-            A v = load(x + i, j) - pivot[j];
+            A v = load(from, j) - pivot[j];
             s1[j] += v;
             s2[j] += v * v;
         }
-    }
+    });
 }
 
 // Sums of x - pivot and its square. The pivot is the running mean, so a large mean costs no digits.
@@ -159,16 +188,16 @@ template <class T, class A> struct MomentsOfRuns {
     int64_t pixels = 0, channel = 0;
     explicit MomentsOfRuns(const Runs& runs) : runs(runs), found(runs.s.channels), pivot(runs.period), s1(runs.period), s2(runs.period) {}
 
-    void add(const T* x, int64_t width, int64_t c) {
+    void add(const T* x, int64_t rows, int64_t stride, int64_t width, int64_t c) {
         if (c != channel) flush();
         channel = c;
         int64_t whole = runs.values(width), step = FLUSH * runs.period;
         for (int64_t i = 0; i < whole; i += step) {
             if (pixels == 0) take_pivot(x + i);
             int64_t n = std::min(step, whole - i);
-            if (runs.s.channels_last) add_moments(x + i, n, runs.period, pivot.data(), s1.data(), s2.data());
-            else add_moments(x + i, n, runs.period, One<A>{pivot[0]}, s1.data(), s2.data());
-            pixels += runs.s.channels_last ? n / runs.s.channels : n;
+            if (runs.s.channels_last) add_moments(x + i, rows, stride, n, runs.period, pivot.data(), s1.data(), s2.data());
+            else add_moments(x + i, rows, stride, n, runs.period, One<A>{pivot[0]}, s1.data(), s2.data());
+            pixels += rows * (runs.s.channels_last ? n / runs.s.channels : n);
             if (runs.values(pixels) >= step) flush();
         }
     }
@@ -197,8 +226,8 @@ template <class T> static void moments(const Shape& s, const Strides& sx, const 
     Runs runs(s);
     std::vector<MomentsOfRuns<T, A>> parts(std::max<int64_t>(1, s.threads), MomentsOfRuns<T, A>(runs));
     each_thread(runs, [&](int64_t t, int64_t first, int64_t last) {
-        each_run(runs, first, last, [&](const Run& run) {
-            if (run.owned()) parts[t].add(x + run.offset(sx) + runs.values(s.own[4]), s.own[5] - s.own[4], run.channel);
+        each_group(runs, first, last, [&](const Run& run, int64_t rows) {
+            if (run.owned()) parts[t].add(x + run.offset(sx) + runs.values(s.own[4]), rows, sx.row, s.own[5] - s.own[4], run.channel);
         });
         parts[t].flush();
     });
@@ -212,15 +241,16 @@ template <class T> static void moments(const Shape& s, const Strides& sx, const 
 // ---- forward -------------------------------------------------------------------------------------------------------
 
 template <class T, class A, class P>
-static void normalise(const T* x, T* y, int64_t n, int64_t period, P pivot, P scale, P bias, A slope) {
-    for (int64_t i = 0; i < n; i += period) {
-        int64_t length = std::min(period, n - i);
+static void normalise(const T* x, T* y, int64_t rows, int64_t stride_x, int64_t stride_y, int64_t n, int64_t period, P pivot, P scale, P bias, A slope) {
+    each_block<P>(rows, n, period, [=](int64_t r, int64_t i, auto length) {
+        const T* from = x + r * stride_x + i;
+        T* to = y + r * stride_y + i;
 #pragma omp simd
         for (int64_t j = 0; j < length; ++j) {
-            A z = (load(x + i, j) - pivot[j]) * scale[j] + bias[j];
-            store(y + i, j, z > 0 ? z : slope * z);
+            A z = (load(from, j) - pivot[j]) * scale[j] + bias[j];
+            store(to, j, z > 0 ? z : slope * z);
         }
-    }
+    });
 }
 
 template <class T, class A>
@@ -229,8 +259,8 @@ static void forward(const Shape& s, const Strides& sx, const Strides& sy, const 
     each_thread(runs, [&](int64_t, int64_t first, int64_t last) {
         Parameter<A> p(runs, pivot), a(runs, scale), b(runs, bias);
         int64_t n = runs.values(s.width);
-        each_run(runs, first, last, [&](const Run& run) {
-            auto part = [&](auto p, auto a, auto b) { normalise(x + run.offset(sx), y + run.offset(sy), n, s.channels_last ? runs.period : n, p, a, b, A(slope)); };
+        each_group(runs, first, last, [&](const Run& run, int64_t rows) {
+            auto part = [&](auto p, auto a, auto b) { normalise(x + run.offset(sx), y + run.offset(sy), rows, sx.row, sy.row, n, s.channels_last ? runs.period : n, p, a, b, A(slope)); };
             with(runs, run.channel, part, p, a, b);
         });
     });
@@ -239,17 +269,17 @@ static void forward(const Shape& s, const Strides& sx, const Strides& sy, const 
 // ---- backward ------------------------------------------------------------------------------------------------------
 
 template <class T, class A, class P>
-static void add_sums(const T* g, const T* x, int64_t n, int64_t period, P pivot, P scale, P bias, A slope, A* __restrict s1, A* __restrict s2) {
-    for (int64_t i = 0; i < n; i += period) {
-        int64_t length = std::min(period, n - i);
+static void add_sums(const T* g, const T* x, int64_t rows, int64_t stride_g, int64_t stride_x, int64_t n, int64_t period, P pivot, P scale, P bias, A slope, A* __restrict s1, A* __restrict s2) {
+    each_block<P>(rows, n, period, [=](int64_t r, int64_t i, auto length) {
+        const T *from_g = g + r * stride_g + i, *from_x = x + r * stride_x + i;
 #pragma omp simd
         for (int64_t j = 0; j < length; ++j) {
-            A d = load(x + i, j) - pivot[j], v = load(g + i, j);
+            A d = load(from_x, j) - pivot[j], v = load(from_g, j);
             v = d * scale[j] + bias[j] > 0 ? v : slope * v;
             s1[j] += v;
             s2[j] += v * d;
         }
-    }
+    });
 }
 
 // Sums of g' and of g' * (x - pivot) of each channel, over all cells, owned or not.
@@ -263,21 +293,21 @@ static void sums(const Shape& s, const Strides& sg, const Strides& sx, const T* 
         std::vector<A> s1(runs.period), s2(runs.period);
         int64_t added = 0, channel = 0, apart = s.channels_last ? s.channels : 1, whole = runs.values(s.width), step = FLUSH * runs.period;
         auto flush = [&] {
-            for (int64_t j = 0; j < runs.lanes; ++j) {
-                parts[t][channel + j % apart] += s1[j];
-                parts[t][s.channels + channel + j % apart] += s2[j];
-                s1[j] = s2[j] = 0;
+            for (int64_t c = 0; c < apart; ++c) {
+                double total = 0, other = 0;
+                for (int64_t j = c; j < runs.lanes; j += apart) total += s1[j], other += s2[j], s1[j] = s2[j] = 0;
+                parts[t][channel + c] += total, parts[t][s.channels + channel + c] += other;
             }
             added = 0;
         };
-        each_run(runs, first, last, [&](const Run& run) {
+        each_group(runs, first, last, [&](const Run& run, int64_t rows) {
             if (run.channel != channel) flush();
             channel = run.channel;
             const T *gr = g + run.offset(sg), *xr = x + run.offset(sx);
             for (int64_t i = 0; i < whole; i += step) {
                 int64_t n = std::min(step, whole - i);
-                with(runs, channel, [&](auto p, auto a, auto b) { add_sums(gr + i, xr + i, n, runs.period, p, a, b, A(slope), s1.data(), s2.data()); }, p, a, b);
-                added += n;
+                with(runs, channel, [&](auto p, auto a, auto b) { add_sums(gr + i, xr + i, rows, sg.row, sx.row, n, runs.period, p, a, b, A(slope), s1.data(), s2.data()); }, p, a, b);
+                added += rows * n;
                 if (added >= step) flush();
             }
         });
@@ -290,16 +320,17 @@ static void sums(const Shape& s, const Strides& sg, const Strides& sx, const T* 
 }
 
 template <class T, class A, class P>
-static void add_gradient(const T* g, const T* x, T* dx, int64_t n, int64_t period, P pivot, P scale, P bias, A slope, P tilt, P shift) {
-    for (int64_t i = 0; i < n; i += period) {
-        int64_t length = std::min(period, n - i);
+static void add_gradient(const T* g, const T* x, T* dx, int64_t rows, int64_t stride_g, int64_t stride_x, int64_t stride_d, int64_t n, int64_t period, P pivot, P scale, P bias, A slope, P tilt, P shift) {
+    each_block<P>(rows, n, period, [=](int64_t r, int64_t i, auto length) {
+        const T *from_g = g + r * stride_g + i, *from_x = x + r * stride_x + i;
+        T* to = dx + r * stride_d + i;
 #pragma omp simd
         for (int64_t j = 0; j < length; ++j) {
-            A d = load(x + i, j) - pivot[j], v = load(g + i, j);
+            A d = load(from_x, j) - pivot[j], v = load(from_g, j);
             v = d * scale[j] + bias[j] > 0 ? v : slope * v;
-            store(dx + i, j, v * scale[j] + (d * tilt[j] + shift[j]));
+            store(to, j, v * scale[j] + (d * tilt[j] + shift[j]));
         }
-    }
+    });
 }
 
 // dx = scale * g', and on owned cells + tilt * (x - pivot) + shift.
@@ -309,11 +340,11 @@ static void gradient(const Shape& s, const Strides& sg, const Strides& sx, const
     std::vector<A> zeros(s.channels);
     each_thread(runs, [&](int64_t, int64_t first, int64_t last) {
         Parameter<A> p(runs, pivot), a(runs, scale), b(runs, bias), k(runs, tilt), h(runs, shift), none(runs, zeros.data());
-        each_run(runs, first, last, [&](const Run& r) {
+        each_group(runs, first, last, [&](const Run& r, int64_t rows) {
             auto part = [&](int64_t begin, int64_t end, const Parameter<A>& tilt, const Parameter<A>& shift) {
                 int64_t i = runs.values(begin), n = runs.values(end - begin);
                 auto run = [&](auto p, auto a, auto b, auto k, auto h) {
-                    add_gradient(g + r.offset(sg) + i, x + r.offset(sx) + i, dx + r.offset(sd) + i, n, s.channels_last ? runs.period : n, p, a, b, A(slope), k, h);
+                    add_gradient(g + r.offset(sg) + i, x + r.offset(sx) + i, dx + r.offset(sd) + i, rows, sg.row, sx.row, sd.row, n, s.channels_last ? runs.period : n, p, a, b, A(slope), k, h);
                 };
                 if (n > 0) with(runs, r.channel, run, p, a, b, tilt, shift);
             };

@@ -314,6 +314,23 @@ def test_running_statistics_are_deferred_batch_norms(comm):
     assert norm.num_batches_tracked == 2 and not norm.seen
 
 
+def test_calls_of_one_layer_enter_its_running_statistics_one_after_another():
+    """Places of one user's layer, called twice and once, beside a layer with another momentum."""
+    first, again, other = (twin_of(layer_of("batch")) for _ in range(3))
+    again.keeper, other.momentum = [first], 0.3
+    wanted = [norm.running_mean.clone() for norm in (first, other)]
+    for seed, norm in enumerate((first, first, other, again)):
+        norm.turn = len(norm.seen)
+        norm.context.places = places(grid=(1, 1))
+        norm.joint([feature_map(seed)])
+        mean = feature_map(seed).transpose(0, 1).flatten(1).mean(1)
+        wanted[norm is other].lerp_(mean, norm.momentum)
+    commit([first, other, again], Alone())
+    for norm, mean in zip((first, other, again), (*wanted, wanted[0])):
+        torch.testing.assert_close(norm.running_mean, mean, rtol=1e-12, atol=1e-12)
+    assert [int(n.num_batches_tracked) for n in (first, other, again)] == [3, 1, 3]
+
+
 @pytest.mark.parametrize("local", [True, False])
 def test_a_repeated_forward_pass_is_not_counted(local):
     norm = twin_of(layer_of("batch").float())

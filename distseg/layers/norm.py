@@ -29,7 +29,8 @@ memory, which dominate the cost of a norm.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -835,15 +836,36 @@ def commit(norms: list[DistributedNorm], groups_comm, unbiased: bool = False) ->
         else combine(mine.unpacked(gather(mine.packed(), groups_comm)))
     )
     variances = total.m2 / (total.count - 1).clamp(min=1).unsqueeze(-1) if unbiased else total.var
-    for (n, _), mean, var in zip(
-        turns, total.mean.flatten().split(channels), variances.flatten().split(channels)
-    ):
-        running = n.running
-        running.running_mean.lerp_(mean.to(running.running_mean), n.momentum)
-        running.running_var.lerp_(var.to(running.running_var), n.momentum)
-        running.num_batches_tracked.add_(1)
+    _average([n for n, _ in turns], total.mean.flatten(), variances.flatten())
+    for n, _ in turns:
         n.seen.clear()
     for n in norms:
         # A checkpoint names these buffers at each place of the layer, so each place has a copy.
         for field in RUNNING if n.keeper else ():
             n._buffers[field].copy_(n.running._buffers[field])
+
+
+def _average(norms: Sequence[DistributedNorm], means: Tensor, variances: Tensor) -> None:
+    """Update the running averages of norms in this order, each norm with its next channels.
+
+    Different layers are updated together. Norms that share a running layer are not: each averages
+    over the result of the one before.
+    """
+    times: Counter[DistributedNorm] = Counter()
+    groups: dict[tuple, list[int]] = {}
+    for number, norm in enumerate(norms):
+        mean = norm.running.running_mean
+        key = times[norm.running], norm.momentum, mean.device, mean.dtype
+        groups.setdefault(key, []).append(number)
+        times[norm.running] += 1
+    channels = [norm.running.running_mean.numel() for norm in norms]
+    for (_, momentum, *kind), those in sorted(groups.items(), key=lambda item: item[0][0]):
+        layers = [norms[number].running for number in those]
+        for field, values in (("running_mean", means), ("running_var", variances)):
+            parts = values.to(*kind).split(channels)
+            torch._foreach_lerp_(
+                [getattr(layer, field) for layer in layers],
+                [parts[number] for number in those],
+                momentum,
+            )
+        torch._foreach_add_([layer.num_batches_tracked for layer in layers], 1)

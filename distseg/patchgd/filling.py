@@ -6,11 +6,10 @@ The network is :class:`distseg.patchgd.network.PatchNetwork`.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from itertools import groupby
-from operator import itemgetter
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
@@ -43,11 +42,17 @@ class Images(Protocol):
         """Return patches of one size from one image, (boxes, C, *size)."""
 
 
-def read_pairs(images: Images, pairs: Sequence[tuple[int, Box]]) -> Tensor:
-    """Return patches of several images, (pairs, C, *patch); ``pairs`` are sorted by image."""
-    return torch.cat(
-        [images.read(i, [box for _, box in those]) for i, those in groupby(pairs, itemgetter(0))]
-    )
+def by_image(pairs: list[tuple[int, int]]) -> dict[int, list[int]]:
+    """Return the patches of each image in (image, patch) pairs."""
+    found: dict[int, list[int]] = {}
+    for i, p in pairs:
+        found.setdefault(i, []).append(p)
+    return found
+
+
+def read_boxes(images: Images, boxes: Mapping[int, list[Box]]) -> Tensor:
+    """Return patches of several images, (patches, C, *patch), given the boxes of each image."""
+    return torch.cat([images.read(i, those) for i, those in boxes.items()])
 
 
 class Filler:
@@ -99,6 +104,11 @@ class Filler:
         self.dtype = torch.float64 if precision == "fp64" else torch.float32
         self.autocast: Callable[[], AbstractContextManager] = autocast(precision, device)
         place_model(network, device, precision, channels_last)
+
+    @cached_property
+    def drops(self) -> bool:
+        """True if patches have dropout masks."""
+        return bool(self.backbone.dropouts)
 
     def features(self, x: Tensor, samples: Sequence[int]) -> Tensor:
         """Return the features of patches: (n, C, *patch) -> (n, s).
@@ -166,7 +176,10 @@ class Filler:
         pairs = [(i, p) for i, those in enumerate(boxes) for p in range(len(those))]
         mine = pairs[comm.rank :: comm.size]
         chunks = [mine[a : a + self.at_once] for a in range(0, len(mine), self.at_once)]
-        read = (read_pairs(images, [(i, boxes[i][p]) for i, p in chunk]) for chunk in chunks)
+        read = (
+            read_boxes(images, {i: [boxes[i][p] for p in those] for i, those in chunk.items()})
+            for chunk in map(by_image, chunks)
+        )
         with self.evaluating():
             found = [self.features(x, (0,) * len(x)) for x in prefetch(read, 1)]
         return list(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -51,6 +52,11 @@ class MapFiller(Filler):
                         part, name, KeyedDropout(layer, context, (1,) * len(network.patch), name)
                     )
         self._place(network, device, precision, channels_last, at_once)
+
+    @cached_property
+    def drops(self) -> bool:
+        """True if patches have dropout masks."""
+        return any(isinstance(layer, KeyedDropout) for layer in self.network.modules())
 
     def encode(self, x: Tensor, samples: Sequence[int]) -> tuple[Tensor, dict[str, Tensor]]:
         """Return coarse features and skips of patches: (n, C, *patch) -> (n, s, *cells), skips.

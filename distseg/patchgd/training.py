@@ -46,7 +46,7 @@ from distseg.data.store.store import Store
 from distseg.layers.context import Context
 from distseg.layers.loss import Loss
 from distseg.models.memory import own_memory
-from distseg.patchgd.filling import Filler, PatchPredictor, read_pairs, shared
+from distseg.patchgd.filling import Filler, PatchPredictor, by_image, read_boxes, shared
 from distseg.patchgd.network import PatchNetwork, check_patches, patches_of
 from distseg.runtime.optimizer import freeze
 from distseg.runtime.parameter_update import ParameterUpdate
@@ -87,7 +87,7 @@ class Patches:
     def sizes(self) -> list[tuple[int, ...]]:
         return [tuple(sample.size) for sample in self.samples]
 
-    @property
+    @cached_property
     def labels(self) -> Tensor:
         return torch.tensor([self.store.label(sample.image) for sample in self.samples])
 
@@ -309,7 +309,7 @@ class PatchEngine(ParameterUpdate):
         block = [z.detach().requires_grad_() for z in features]
         with self._masks("head", j):
             loss = self._head(images, block)
-        own = torch.stack([block[i].grad[p] for i, p in self._mine(pairs)])
+        own = torch.cat([block[i].grad[those] for i, those in by_image(self._mine(pairs)).items()])
         made.backward(own.to(made.dtype))
         return loss
 
@@ -368,13 +368,17 @@ class PatchEngine(ParameterUpdate):
 
     def _read(self, images: Patches, pairs: list[tuple[int, int]]) -> Tensor:
         """Read this rank's patches of the pairs, (patches, C, *patch)."""
-        boxes = [(i, self.network.patches(images.sizes[i])[p]) for i, p in self._mine(pairs)]
-        if sum(map(math.prod, images.sizes)) <= _HELD * sum(box.pixels for _, box in boxes):
+        mine = by_image(self._mine(pairs))
+        boxes = {i: [self.network.patches(images.sizes[i])[p] for p in mine[i]] for i in mine}
+        computed = sum(len(those) * those[0].pixels for those in boxes.values())
+        if sum(map(math.prod, images.sizes)) <= _HELD * computed:
             images.hold()
-        return read_pairs(images, boxes)
+        return read_boxes(images, boxes)
 
     def _keys(self, images: Patches, pairs: list[tuple[int, int]]) -> list[int]:
-        """Return the keys of the dropout masks of this rank's patches."""
+        """Return the keys of the dropout masks of this rank's patches; zeros without dropouts."""
+        if not self.filler.drops:
+            return [0] * len(self._mine(pairs))
         return [rng.key(images.numbers[i], p) for i, p in self._mine(pairs)]
 
     @contextmanager
@@ -499,12 +503,8 @@ def check_images(store: Store, config: Config) -> None:
 
 def put(features: list[Tensor], pairs: list[tuple[int, int]], rows: Tensor) -> None:
     """Write the features of (image, patch) pairs into ``features``; pairs are sorted by image."""
-    those: dict[int, list[int]] = {}
-    for i, p in pairs:
-        those.setdefault(i, []).append(p)
-    for (i, patches), own in zip(
-        those.items(), rows.split([len(patches) for patches in those.values()])
-    ):
+    those = by_image(pairs)
+    for (i, patches), own in zip(those.items(), rows.split([*map(len, those.values())])):
         features[i][patches] = own
 
 

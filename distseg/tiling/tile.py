@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
 
 from distseg.config.sizes import Size
@@ -41,7 +42,7 @@ class Box:
     def pixels(self) -> int:
         return math.prod(self.size)
 
-    @property
+    @cached_property
     def slices(self) -> tuple[slice, ...]:
         """The index of the box in the spatial dims of a tensor."""
         return tuple(slice(a, b) for a, b in zip(self.start, self.stop))

@@ -19,14 +19,8 @@ from torch import Tensor, nn
 
 from distseg.comm.launch import set_up, world
 from distseg.comm.mesh import Mesh
-from distseg.config.settings import (
-    Config,
-    DataConfig,
-    ModelConfig,
-    OptimConfig,
-    PatchgdConfig,
-    TrainConfig,
-)
+from distseg.config.patchgd import PatchConfig, PatchgdConfig
+from distseg.config.settings import DataBase, ModelBase, OptimConfig, TrainBase
 from distseg.config.sizes import Size
 from distseg.data.store.store import Store
 from distseg.models.network import user_names
@@ -48,12 +42,12 @@ class Case:
     args: tuple[tuple[str, int], ...] = ()
     side: int = 512
 
-    def config(self, store: str, precision: str) -> Config:
-        return Config(
-            model=ModelConfig(self.model, args=dict(self.args)),
-            data=DataConfig(store=store, images=self.images),
+    def config(self, store: str, precision: str) -> PatchConfig:
+        return PatchConfig(
+            model=ModelBase(self.model, args=dict(self.args)),
+            data=DataBase(store=store, images=self.images),
             optim=OptimConfig("adam", lr=_RATE, schedule="constant", warmup=0.0),
-            train=TrainConfig(method="patchgd", precision=precision),
+            train=TrainBase(precision=precision),
             patchgd=PatchgdConfig(patch=Size("64x64"), features=256, statistics="pass"),
         )
 
@@ -182,7 +176,7 @@ class PlainLoop:
         return z
 
 
-def modules(case: Case, config: Config, store: Store, network: nn.Module) -> nn.ModuleDict:
+def modules(case: Case, config: PatchConfig, store: Store, network: nn.Module) -> nn.ModuleDict:
     """Backbone and head as a user writes them, with the weights of ``network``, in training mode."""
     settings = config.patchgd
     backbone = plain_model(config.model, store.bands, settings.features)

@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
+from dataclasses import fields, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -34,15 +35,18 @@ from benchmarks.steps import peak
 from distseg.comm.collective import Alone
 from distseg.comm.launch import set_up, world
 from distseg.comm.mesh import Mesh
+from distseg.config.patchgd import PatchConfig, PatchgdConfig
 from distseg.config.settings import (
     Config,
+    DataBase,
     DataConfig,
+    ModelBase,
     ModelConfig,
     OptimConfig,
-    PatchgdConfig,
     PredictConfig,
     RunConfig,
     SpatialConfig,
+    TrainBase,
     TrainConfig,
 )
 from distseg.config.sizes import Size
@@ -186,22 +190,41 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
 
 
-def config_of(options: argparse.Namespace, method: str, store: str, size: int) -> Config:
+def config_of(
+    options: argparse.Namespace, method: str, store: str, size: int
+) -> Config | PatchConfig:
     """The config by which a method trains."""
     norm = "batch"
     compared = options.seconds > 0
     patch = Size((max(16, size // 4 if compared else min(size // 2, 128)),) * 2)
     budget = method == "exact in time"
     images = {"exact by 2": 2}.get(method, 8) if compared else 1
+    model = ModelConfig(
+        _BACKBONE,
+        args={"pool": "max"},
+        base_channels=options.base,
+        depth=3,
+        norm=norm,
+        seed=options.seed,
+    )
+    optim = OptimConfig("adam", lr=1e-3, schedule="constant", warmup=0.0)
+    if method == "patchgd":
+        return PatchConfig(
+            model=ModelBase(**{f.name: getattr(model, f.name) for f in fields(ModelBase)}),
+            data=DataBase(store=store, images=images),
+            optim=optim,
+            train=TrainBase(seed=options.seed, precision="fp32"),
+            patchgd=PatchgdConfig(
+                patch=patch,
+                features=32,
+                sampled=0.25 if compared else options.patches,
+                inner=4,
+                head="cnn-max",
+                head_channels=32,
+            ),
+        )
     return Config(
-        model=ModelConfig(
-            _BACKBONE,
-            args={"pool": "max"},
-            base_channels=options.base,
-            depth=3,
-            norm=norm,
-            seed=options.seed,
-        ),
+        model=model,
         spatial=SpatialConfig(streaming="offload") if budget else SpatialConfig(),
         data=DataConfig(
             store=store,
@@ -209,23 +232,10 @@ def config_of(options: argparse.Namespace, method: str, store: str, size: int) -
             crop=Size((size // 2,) * 2) if method == "crops" else None,
             shrink=4 if method == "downscale" else 1,
         ),
-        optim=OptimConfig("adam", lr=1e-3, schedule="constant", warmup=0.0),
+        optim=optim,
         train=TrainConfig(
-            method="patchgd" if method == "patchgd" else "exact",
-            seed=options.seed,
-            precision="fp32",
-            accumulate=8 // images if compared else 1,
+            seed=options.seed, precision="fp32", accumulate=8 // images if compared else 1
         ),
-        patchgd=PatchgdConfig(
-            patch=patch,
-            features=32,
-            sampled=0.25 if compared else options.patches,
-            inner=4,
-            head="cnn-max",
-            head_channels=32,
-        )
-        if method == "patchgd"
-        else PatchgdConfig(),
         predict=PredictConfig(tile=Size((size, size))),
         run=RunConfig(memory=options.memory) if budget else RunConfig(),
     )
@@ -238,7 +248,7 @@ def _opened(options: argparse.Namespace, method: str):
     whole = Store(options.store)
     config = config_of(options, method, options.store, min(whole.size(whole.split("train")[0])))
     store = Store(options.store, shrink=config.data.shrink)
-    config = with_store(config, store.ignore)
+    config = replace(config, loss=with_store(config.loss, store))
     network, mesh = network_of(config, store.bands, len(store.classes)), Mesh(comm)
     renamed = (
         {part: f"backbone.{part}" for part in ("stem", "blocks")} if method == "patchgd" else {}

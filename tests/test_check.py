@@ -3,29 +3,35 @@
 import re
 from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from distseg.cli.main import _config, _parse, _parser
-from distseg.config.settings import Config, DataConfig, MeshConfig, SpatialConfig
+from distseg.config.file import sections, sections_in, suggestion
+from distseg.config.patchgd import PatchConfig
+from distseg.config.settings import Config, DataConfig, LossConfig, MeshConfig, SpatialConfig
 from distseg.config.sizes import Size
 from distseg.models.unet import unet
 from distseg.training.conflicts import (
     RULES,
+    check_groups,
     check_norms,
     check_settings,
     notes,
+    patch_notes,
     smallest,
     value_of,
     with_store,
 )
 
+KINDS = (PatchConfig, Config)
+SHARED = [section for section in sections(PatchConfig) if section != "patchgd"]
 MEMORY, TIME = (
     {"run.memory": "4GB"},
     {"spatial.streaming": "offload", "spatial.tiles_per_rank": Size("2x2")},
 )
 DEVICES = {"pipeline.placement": "devices", "pipeline.devices": ["cpu", "cpu"]}
-PATCHES = {"train.method": "patchgd", "patchgd.patch": Size("64x64")}
 LINE = {"pipeline.placement": "linear", "pipeline.devices": None}
 BESIDE = {  # by setting and other one: settings that are refused, and what makes them fit
     ("spatial.halo", "spatial.exchange_every"): (
@@ -79,93 +85,24 @@ BESIDE = {  # by setting and other one: settings that are refused, and what make
         {**DEVICES, "mesh.tiles": Size("1x2")},
         {"model.norm": "none"},
     ),
-    ("model.groups", "model.norm"): ({"model.groups": 4}, {"model.norm": "group"}),
     ("pipeline.recompute", "spatial.streaming"): (
         {"pipeline.recompute": "always", **MEMORY},
         {"run.memory": None},
-    ),
-    ("spatial.fuse_below", "spatial.exchange_every"): (
-        {"spatial.fuse_below": 8},
-        {"spatial.exchange_every": "1"},
     ),
     ("spatial.scratch", "spatial.streaming"): ({"spatial.scratch": "/tmp"}, MEMORY),
     ("spatial.tiles_per_rank", "run.memory"): (
         {"spatial.tiles_per_rank": Size("2x2"), **MEMORY},
         {"run.memory": None},
     ),
-    ("data.focus_share", "data.focus_class"): (
-        {"data.focus_share": 0.9},
-        {"data.focus_class": "lake"},
-    ),
-    ("data.epoch_samples", "data.crop"): ({"data.epoch_samples": 9}, {"data.crop": Size("8x8")}),
-    ("train.init_names", "train.init"): (
-        {"train.init_names": {"a": "b"}},
-        {"train.init": "a.safetensors"},
-    ),
-    **{
-        (setting, "train.method"): (
-            {setting: value, **PATCHES, **more},
-            {"train.method": "exact", "patchgd.patch": Size((128, 128))},
-        )
-        for setting, value, more in [
-            ("mesh.stages", 2, {}),
-            ("pipeline.placement", "v-shaped", {"mesh.stages": 1}),
-            ("pipeline.schedule", "gpipe", {}),
-            ("pipeline.balance", [2], {}),
-            ("pipeline.recompute", "always", {}),
-            ("spatial.tiles_per_rank", Size("2x2"), {}),
-            ("spatial.halo", 4, {}),
-            ("spatial.exchange_every", "1", {}),
-            ("train.accumulate", 2, {}),
-            ("spatial.norm_scope", "window", {}),
-            ("run.memory", "4GB", {}),
-            ("model.outputs", {"out": 1.0, "aux": 0.4}, {"model.name": "nets:deep"}),
-        ]
-    },
-    ("spatial.streaming", "train.method"): (
-        {"spatial.streaming": "offload", **PATCHES},
-        {
-            "train.method": "exact",
-            "patchgd.patch": Size((128, 128)),
-            "spatial.tiles_per_rank": Size("2x2"),
-        },
-    ),
-    ("spatial.frozen_norm", "train.method"): (
-        {"spatial.frozen_norm": True, **PATCHES},
-        {"train.method": "exact", "patchgd.patch": Size((128, 128)), "model.norm": "batch"},
-    ),
-    **{
-        (f"patchgd.{field}", "train.method"): (
-            {f"patchgd.{field}": value},
-            {"train.method": "patchgd"},
-        )
-        for field, value in [
-            ("patch", Size("64x64")),
-            ("step", Size("64x64")),
-            ("features", 8),
-            ("sampled", 0.5),
-            ("inner", 2),
-            ("accumulate", 2),
-            ("head", "transformer"),
-            ("head_channels", 32),
-            ("at_once", 4),
-            ("statistics", "pass"),
-            ("y_filling", True),
-        ]
-    },
-    ("patchgd.grid", "train.method"): (
-        {"patchgd.grid": Size("4x4")},
-        {"train.method": "patchgd", "patchgd.head": "conv4"},
-    ),
-    ("patchgd.grid", "patchgd.head"): (
-        {"patchgd.grid": Size("4x4"), **PATCHES},
-        {"patchgd.head": "conv4"},
-    ),
-    ("optim.decay_factor", "optim.schedule"): (
-        {"optim.decay_factor": 2.0},
-        {"optim.schedule": "linear"},
-    ),
-    ("optim.momentum", "optim.name"): ({"optim.momentum": 0.5}, {"optim.name": "sgd"}),
+}
+WITHOUT_EFFECT = {  # settings that their own section refuses beside the others, and what makes them fit
+    "model.groups": ({"model.groups": 4}, {"model.norm": "group"}),
+    "spatial.fuse_below": ({"spatial.fuse_below": 8}, {"spatial.exchange_every": "1"}),
+    "data.focus_share": ({"data.focus_share": 0.9}, {"data.focus_class": "lake"}),
+    "data.epoch_samples": ({"data.epoch_samples": 9}, {"data.crop": Size("8x8")}),
+    "train.init_names": ({"train.init_names": {"a": "b"}}, {"train.init": "a.safetensors"}),
+    "optim.decay_factor": ({"optim.decay_factor": 2.0}, {"optim.schedule": "linear"}),
+    "optim.momentum": ({"optim.momentum": 0.5}, {"optim.name": "sgd"}),
 }
 
 
@@ -204,6 +141,38 @@ def test_settings_that_can_not_be_together_are_refused_and_fit_otherwise(rule):
     check_settings(found, network(found))
 
 
+@pytest.mark.parametrize("setting", WITHOUT_EFFECT)
+def test_settings_without_effect_in_their_section_are_refused_and_fit_otherwise(setting):
+    refused, repaired = WITHOUT_EFFECT[setting]
+    with pytest.raises(
+        ValueError,
+        match=rf"^{setting} is {re.escape(str(refused[setting]))}, but .*(leave|set|name)",
+    ):
+        check_groups(config(refused).model)
+    check_groups(config({**refused, **repaired}).model)
+
+
+@pytest.mark.parametrize("section", SHARED)
+def test_a_setting_of_patchgd_is_one_of_exact_training_too(section):
+    """What both kinds of training share is declared once; the rest is each one's own."""
+    patches, exact = (kind.__dataclass_fields__[section].default_factory for kind in KINDS)
+    assert issubclass(exact, patches)
+
+
+def test_no_setting_of_exact_training_alone_is_one_of_patchgd():
+    """The message on each says why."""
+    own = [
+        f"{section.name}.{field.name}"
+        for section in fields(Config)
+        for field in fields(section.default_factory)
+        if field.name not in sections(PatchConfig).get(section.name, ())
+    ]
+    assert {"mesh.stages", "run.memory", "spatial.halo", "train.accumulate"} < set(own)
+    for setting in own:
+        why = suggestion(f"--{setting}", [], PatchConfig)
+        assert "exact training (distseg train)" in why or "PatchGD has patchgd." in why, setting
+
+
 def test_every_setting_of_the_table_is_one():
     known = {
         f"{section.name}.{field.name}"
@@ -229,12 +198,15 @@ def test_groups_are_a_matter_of_the_network(name):
 
 @pytest.mark.parametrize("path", sorted(Path("jobs").glob("*.yaml")), ids=lambda path: path.name)
 def test_the_configs_that_come_along_are_accepted(path):
-    found = _config(_parse(_parser("train"), [str(path)]))
-    check_settings(found)
-    assert (
-        found.data.store
-        and notes(found, unet(depth=1, num_convs=1, base_channels=2, norm=found.model.norm)) == []
-    )
+    kind = PatchConfig if "patchgd" in sections_in(str(path)) else Config
+    found = _config(_parse(_parser("train", kind), [str(path)]), kind)
+    model = unet(depth=1, num_convs=1, base_channels=2, norm=found.model.norm)
+    if kind is PatchConfig:
+        check_groups(found.model)
+        assert found.data.store and patch_notes(found, model) == []
+    else:
+        check_settings(found)
+        assert found.data.store and notes(found, model) == []
 
 
 @pytest.mark.parametrize(
@@ -291,13 +263,14 @@ def test_groups_that_do_not_divide_the_channels():
 
 
 def test_the_stores_ignore_value_holds_unless_another_is_set():
-    assert with_store(Config(), 7).loss.ignore_index == 7
-    assert with_store(config({"loss.ignore_index": 7}), 7).loss.ignore_index == 7
+    store = SimpleNamespace(path="a.h5", ignore=7)
+    assert with_store(LossConfig(), store).ignore_index == 7
+    assert with_store(LossConfig(ignore_index=7), store).ignore_index == 7
     with pytest.raises(
         ValueError,
         match="loss.ignore_index is 3, but the labels of a.h5 have 7 where nothing counts: leave loss.ignore_index out, or prepare the store with --ignore 3",
     ):
-        with_store(config({"loss.ignore_index": 3, "data.store": "a.h5"}), 7)
+        with_store(LossConfig(ignore_index=3), store)
 
 
 def test_an_image_too_small_for_a_norm_is_named_before_work():

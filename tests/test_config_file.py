@@ -89,6 +89,7 @@ optim:
     "decoder.blocks.*": 0
   thaw: {encoder: 2}
 train:
+  init: a.safetensors
   init_names: {"backbone.": "encoder."}
 """
     found = config_of(text, tmp_path)

@@ -14,7 +14,7 @@ from torch import nn
 
 from distseg.cli.main import _config, _parse, _parser
 from distseg.comm.mesh import Mesh
-from distseg.config.settings import Config
+from distseg.config.patchgd import PatchConfig
 from distseg.config.sizes import Size
 from distseg.data.store.store import Store, StoreWriter
 from distseg.models.network import user_names
@@ -50,9 +50,9 @@ def backbone(in_channels, out_channels):
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, out_channels))
 
 
-def published(place, ranks, **patchgd) -> Config:
+def published(place, ranks, **patchgd) -> PatchConfig:
     """The config that comes along, for small images and this file's backbone."""
-    found = _config(_parse(_parser("train"), ["jobs/patchgd.yaml"]))
+    found = _config(_parse(_parser("patchgd", PatchConfig), ["jobs/patchgd.yaml"]), PatchConfig)
     return replace(
         found,
         model=replace(
@@ -70,6 +70,11 @@ def published(place, ranks, **patchgd) -> Config:
         optim=replace(found.optim, warmup=0.5),
         patchgd=replace(found.patchgd, **{"patch": Size("16x16"), "head_channels": 16, **patchgd}),
     )
+
+
+def gridded(plan: PatchConfig) -> PatchConfig:
+    """Return the config with the grid of this file's images, as a run has it."""
+    return replace(plan, patchgd=with_grid(plan.patchgd, SIZE))
 
 
 class Masked(nn.Module):
@@ -218,7 +223,7 @@ def test_the_published_training_is_a_plain_programs(comm, place):
     Losses, weights and running statistics after each of four steps, each of which begins with the same numbers: Adam makes of rounding ten times as much with each step.
     """
     store = Store(place / "s.h5")
-    plan, outputs = with_grid(published(place, comm.size), SIZE), len(store.classes)
+    plan, outputs = gridded(published(place, comm.size)), len(store.classes)
     network = network_of(plan, store.bands, outputs).double()
     spread(network, pixels(store, store.split("train")))
     mesh = Mesh(comm, 1, plan.mesh.tiles)
@@ -310,21 +315,20 @@ def test_heads_do_not_depend_on_the_ranks(comm, place, head):
 
     found = []
     for ranks, samples in ((comm, 2), (MPI.COMM_SELF, 1)):
-        plan = with_grid(
+        plan = gridded(
             published(
                 place,
                 ranks.size // samples,
                 head=head,
                 features=12,
                 head_channels=None if ":" in head else 8,
-            ),
-            SIZE,
+            )
         )
         plan = replace(
             plan,
             mesh=replace(plan.mesh, samples=samples),
             data=replace(plan.data, images=4 // samples),
-            spatial=replace(plan.spatial, norm_scope="step"),
+            patchgd=replace(plan.patchgd, norm_scope="step"),
         )
         plan = replace(plan, optim=replace(plan.optim, name="sgd"))
         store, mesh = Store(place / "s.h5"), Mesh(ranks, samples, plan.mesh.tiles)
@@ -411,7 +415,6 @@ def test_the_command_line_trains_evaluates_and_predicts(tmp_path, refused, monke
         "data.store": str(tmp_path / "s.h5"),
         "data.images": "2",
         "train.output": run,
-        "train.method": "patchgd",
         "train.epochs": "1",
         "train.precision": "fp32",
         "patchgd.patch": "16x16",
@@ -424,7 +427,7 @@ def test_the_command_line_trains_evaluates_and_predicts(tmp_path, refused, monke
         "patchgd.sampled": "0.5",
         "patchgd.head": head,
     }
-    done(["train", *(word for name, value in flags.items() for word in (f"--{name}", value))])
+    done(["patchgd", *(word for name, value in flags.items() for word in (f"--{name}", value))])
     if again:
         done(["evaluate", run])  # a run of one's own
         monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
@@ -518,8 +521,6 @@ def test_heads_that_can_not_be_are_refused(tmp_path, refused, head, more, why):
         str(tmp_path / "s.h5"),
         "--train.output",
         str(tmp_path / "run"),
-        "--train.method",
-        "patchgd",
         "--patchgd.patch",
         "16x16",
         "--patchgd.features",
@@ -538,7 +539,7 @@ def test_heads_that_can_not_be_are_refused(tmp_path, refused, head, more, why):
         head,
         *more,
     ]
-    assert why in refused("train", *flags)
+    assert why in refused("patchgd", *flags)
 
 
 def mapped(features, outputs):
@@ -631,8 +632,6 @@ def test_images_of_several_grids(tmp_path, refused):
         str(tmp_path / "s.h5"),
         "--train.output",
         str(tmp_path / "run"),
-        "--train.method",
-        "patchgd",
         "--patchgd.patch",
         "16x16",
         "--patchgd.features",
@@ -652,6 +651,6 @@ def test_images_of_several_grids(tmp_path, refused):
     ]
     assert (
         "an image of 32x64 pixels has a grid of 2x4 patches, but this patchgd.head is made for 4x4"
-        in refused("train", *flags, "--patchgd.head", "conv4")
+        in refused("patchgd", *flags, "--patchgd.head", "conv4")
     )
-    done(["train", *flags, "--patchgd.head", "attention"])
+    done(["patchgd", *flags, "--patchgd.head", "attention"])

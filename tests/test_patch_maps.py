@@ -14,14 +14,17 @@ import torch.nn.functional as F
 from test_images import done
 
 from distseg.comm.mesh import Mesh
+from distseg.config.patchgd import PatchConfig, PatchgdConfig
 from distseg.config.settings import (
     Config,
+    DataBase,
     DataConfig,
     LossConfig,
-    MeshConfig,
+    MeshBase,
+    ModelBase,
     ModelConfig,
     OptimConfig,
-    PatchgdConfig,
+    TrainBase,
     TrainConfig,
 )
 from distseg.config.sizes import Size
@@ -64,18 +67,16 @@ def write_store(path, count=10, size=SIZE) -> Path:
 
 def config(
     place, samples=1, tiles="1x1", dropout=0.0, loss="cross_entropy", model=None, **patchgd
-) -> Config:
+) -> PatchConfig:
     settings = dict(patch=Size("16x24"), head_channels=6, inner=3, sampled=0.3)
-    return Config(
-        model=ModelConfig(
+    return PatchConfig(
+        model=ModelBase(
             "unet", base_channels=4, depth=2, norm="group", dropout=dropout, **model or {}
         ),
-        mesh=MeshConfig(samples=samples, tiles=Size(tiles)),
-        data=DataConfig(store=str(place / "s.h5"), images=2),
+        mesh=MeshBase(samples=samples, tiles=Size(tiles)),
+        data=DataBase(store=str(place / "s.h5"), images=2),
         optim=OptimConfig(name="sgd", lr=RATE, schedule="constant", warmup=0.0),
-        train=TrainConfig(
-            method="patchgd", precision="fp64", tensorboard=False, output=str(place / "run")
-        ),
+        train=TrainBase(precision="fp64", tensorboard=False, output=str(place / "run")),
         loss=LossConfig(name=loss, ignore_index=255),
         patchgd=PatchgdConfig(**{**settings, **patchgd}),
     )
@@ -89,14 +90,12 @@ def place(comm, shared_path) -> Path:
     return Path(shared_path)
 
 
-def images_of(plan: Config, store: Store):
+def images_of(plan: PatchConfig, store: Store):
     """(samples, pixels, labels) of the first step, of all groups."""
     from mpi4py import MPI
 
     whole = replace(
-        plan,
-        data=replace(plan.data, images=plan.data.images * plan.mesh.samples),
-        mesh=MeshConfig(),
+        plan, data=replace(plan.data, images=plan.data.images * plan.mesh.samples), mesh=MeshBase()
     )
     samples = next(iter(PatchLoader(store, whole, Mesh(MPI.COMM_SELF)).epoch(0))).samples
     x = torch.stack(
@@ -109,7 +108,7 @@ def images_of(plan: Config, store: Store):
     )
 
 
-def serial(plan: Config, store: Store):
+def serial(plan: PatchConfig, store: Store):
     """(loss, weights) after a step, by one process in plain PyTorch."""
     settings, (samples, x, labels) = plan.patchgd, images_of(plan, store)
     network = network_of(plan, store.bands, len(store.classes)).double()
@@ -270,7 +269,7 @@ def test_masks_and_losses_do_not_depend_on_the_ranks(comm, place):
     from mpi4py import MPI
 
     (loss, norm), network = stepped(comm, plan)
-    (alone, its_norm), wanted = stepped(MPI.COMM_SELF, replace(plan, mesh=MeshConfig()))
+    (alone, its_norm), wanted = stepped(MPI.COMM_SELF, replace(plan, mesh=MeshBase()))
     assert abs(loss - alone) <= TOLERANCE and abs(norm - its_norm) <= 1e-11 * norm
     for (name, w), p in zip(wanted.named_parameters(), network.parameters()):
         assert (p - w).norm() <= TOLERANCE * max(w.norm(), 1e-3), name
@@ -332,12 +331,12 @@ def test_an_image_is_predicted_patch_by_patch(tmp_path):
 @pytest.mark.parallel([1, 2])
 @pytest.mark.covering(cases=1)
 def test_the_command_line_trains_resumes_evaluates_and_predicts(comm, place):
-    common = ["--data.store", str(place / "s.h5"), "--train.output", str(place / "run"), "--train.method", "patchgd", "--model.name", "unet", "--model.norm", "instance",
+    common = ["--data.store", str(place / "s.h5"), "--train.output", str(place / "run"), "--model.name", "unet", "--model.norm", "instance",
               "--model.depth", "2", "--model.base_channels", "4", "--patchgd.patch", "16x16", "--patchgd.inner", "2", "--mesh.tiles", f"1x{comm.size}", "--data.images", "2"]  # fmt: skip
-    done(["train", *common, "--train.precision", "fp32", "--train.epochs", "1"])
+    done(["patchgd", *common, "--train.precision", "fp32", "--train.epochs", "1"])
     done(
         [
-            "train",
+            "patchgd",
             *common,
             "--train.precision",
             "fp32",
@@ -376,10 +375,12 @@ def test_a_run_begins_with_a_u_net_that_was_trained_exactly(tmp_path):
 
     write_store(tmp_path / "s.h5")
     plan = config(tmp_path)
-    exact = replace(
-        plan,
-        train=replace(plan.train, method="exact", output=str(tmp_path / "exact")),
-        patchgd=PatchgdConfig(),
+    exact = Config(
+        model=ModelConfig(**vars(plan.model)),
+        data=DataConfig(**vars(plan.data)),
+        optim=plan.optim,
+        train=TrainConfig(**{**vars(plan.train), "output": str(tmp_path / "exact")}),
+        loss=plan.loss,
     )
     train(exact, MPI.COMM_SELF)
     run = Run(replace(plan, train=replace(plan.train, init=str(tmp_path / "exact"))), MPI.COMM_SELF)
@@ -422,10 +423,9 @@ def test_what_can_not_be_is_refused(tmp_path, refused, flags, why):
     given = {
         "--data.store": str(tmp_path / "s.h5"),
         "--train.output": str(tmp_path / "run"),
-        "--train.method": "patchgd",
         "--model.name": "unet",
         "--patchgd.patch": "16x16",
     }
     given |= dict(zip(flags[::2], flags[1::2]))
-    err = refused("train", *(word for pair in given.items() for word in pair))
+    err = refused("patchgd", *(word for pair in given.items() for word in pair))
     assert re.search(why, err), err

@@ -14,16 +14,14 @@ from test_images import done, write_store
 
 from distseg.cli.main import main
 from distseg.comm.mesh import Mesh
+from distseg.config.patchgd import PatchConfig, PatchgdConfig
 from distseg.config.settings import (
-    Config,
-    DataConfig,
+    DataBase,
     LossConfig,
-    MeshConfig,
-    ModelConfig,
+    MeshBase,
+    ModelBase,
     OptimConfig,
-    PatchgdConfig,
-    SpatialConfig,
-    TrainConfig,
+    TrainBase,
 )
 from distseg.config.sizes import Size
 from distseg.data.loader import read_pixels
@@ -44,25 +42,22 @@ RATE = 0.05
 
 def config(
     place, samples=1, tiles="1x1", norm="batch", images=2, scope="group", name="sgd", **patchgd
-) -> Config:
-    settings = dict(patch=Size("16x16"), features=6, head_channels=8, inner=3, sampled=0.3)
-    return Config(
-        model=ModelConfig(
-            "distseg.models.classifier:residual", base_channels=4, depth=2, norm=norm
-        ),
-        mesh=MeshConfig(samples=samples, tiles=Size(tiles)),
-        spatial=SpatialConfig(norm_scope=scope),
-        data=DataConfig(store=str(place / "s.h5"), images=images),
+) -> PatchConfig:
+    settings = dict(
+        patch=Size("16x16"), features=6, head_channels=8, inner=3, sampled=0.3, norm_scope=scope
+    )
+    return PatchConfig(
+        model=ModelBase("distseg.models.classifier:residual", base_channels=4, depth=2, norm=norm),
+        mesh=MeshBase(samples=samples, tiles=Size(tiles)),
+        data=DataBase(store=str(place / "s.h5"), images=images),
         optim=OptimConfig(name=name, lr=RATE, schedule="constant", warmup=0.0),
-        train=TrainConfig(
-            method="patchgd", precision="fp64", tensorboard=False, output=str(place / "run")
-        ),
+        train=TrainBase(precision="fp64", tensorboard=False, output=str(place / "run")),
         loss=LossConfig(),
         patchgd=PatchgdConfig(**{**settings, **patchgd}),
     )
 
 
-def ours(plan: Config, comm, store: Store):
+def ours(plan: PatchConfig, comm, store: Store):
     """(loss, weights and running statistics) after a step."""
     mesh = Mesh(comm, plan.mesh.samples, plan.mesh.tiles)
     network = network_of(plan, store.bands, len(store.classes))
@@ -74,15 +69,13 @@ def ours(plan: Config, comm, store: Store):
     }
 
 
-def papers(plan: Config, store: Store):
+def papers(plan: PatchConfig, store: Store):
     """The same by one process, in plain PyTorch."""
     settings = plan.patchgd
     network = network_of(plan, store.bands, len(store.classes)).double()
     optimizer = torch.optim.SGD(network.parameters(), RATE, momentum=plan.optim.momentum)
     whole = replace(
-        plan,
-        data=replace(plan.data, images=plan.data.images * plan.mesh.samples),
-        mesh=MeshConfig(),
+        plan, data=replace(plan.data, images=plan.data.images * plan.mesh.samples), mesh=MeshBase()
     )
     from mpi4py import MPI
 
@@ -98,7 +91,7 @@ def papers(plan: Config, store: Store):
     rounds = math.ceil(len(boxes) / share)
     inner = settings.inner or rounds
     every = settings.accumulate or inner
-    scope = len(samples) // (1 if plan.spatial.norm_scope == "step" else plan.mesh.samples)
+    scope = len(samples) // (1 if plan.patchgd.norm_scope == "step" else plan.mesh.samples)
     groups = [
         range(a, a + scope) for a in range(0, len(samples), scope)
     ]  # whose statistics are joint
@@ -201,7 +194,7 @@ def test_a_step_is_the_papers_on_any_ranks(comm, place, more):
 def test_backbones_of_other_kinds(comm, place, backbone):
     """Convolutions that want 16 pixels at least, as ConvNeXt's; networks of one image size; attention, as DeiT's; weights that are computed or buffers."""
     plan, store = config(place, tiles=f"1x{comm.size}", patch=Size("24x32")), Store(place / "s.h5")
-    plan = replace(plan, model=ModelConfig(backbone))
+    plan = replace(plan, model=ModelBase(backbone))
     compare(ours(plan, comm, store), papers(plan, store))
 
 
@@ -274,8 +267,6 @@ def test_the_command_line_trains_resumes_evaluates_and_predicts(comm, place, cap
         str(place / "s.h5"),
         "--train.output",
         str(place / "run"),
-        "--train.method",
-        "patchgd",
         "--model.name",
         "distseg.models.classifier:residual",
         "--model.depth",
@@ -293,8 +284,8 @@ def test_the_command_line_trains_resumes_evaluates_and_predicts(comm, place, cap
         "--data.images",
         "2",
     ]
-    done(["train", *common, "--train.epochs", "1"])
-    done(["train", *common, "--train.epochs", "2", "--train.resume", "true"])
+    done(["patchgd", *common, "--train.epochs", "1"])
+    done(["patchgd", *common, "--train.epochs", "2", "--train.resume", "true"])
     done(["evaluate", str(place / "run")])
     done(["predict", str(place / "run"), "--output", str(place / "out")])
     comm.Barrier()
@@ -386,8 +377,11 @@ def test_a_run_begins_with_the_weights_of_a_backbone(tmp_path):
 
 
 def test_verify_is_of_exact_steps(refused):
-    assert "train.method is patchgd, which approximates the gradient" in refused(
-        "verify", "--train.method", "patchgd", "--image", "64x64"
+    assert "PatchGD has a command and a config of its own, distseg patchgd CONFIG" in refused(
+        "verify", "--patchgd.patch", "64x64", "--image", "64x64"
+    )
+    assert "PatchGD has a command and a config of its own, distseg patchgd CONFIG" in refused(
+        "verify", "jobs/patchgd.yaml", "--image", "64x64"
     )
 
 
@@ -396,11 +390,11 @@ def test_verify_is_of_exact_steps(refused):
     [
         (
             ["--pipeline.schedule", "gpipe"],
-            "pipeline.schedule is gpipe, but train.method is patchgd",
+            "--pipeline.schedule gpipe: it is a setting of exact training .distseg train., and PatchGD",
         ),
         (
             ["--spatial.tiles_per_rank", "2x2"],
-            "spatial.tiles_per_rank is 2x2, but train.method is patchgd",
+            "--spatial.tiles_per_rank 2x2: it is a setting of exact training .distseg train., and",
         ),
         (["--patchgd.patch", "64x64"], "has 45x61 pixels, but patchgd.patch is 64x64"),
         (
@@ -424,7 +418,13 @@ def test_verify_is_of_exact_steps(refused):
             ["--model.name", "unet"],
             "the network makes a map of each image, but .* has a label for each image",
         ),
-        (["--train.method", "exact"], "patchgd.patch is 16x16, but train.method is exact"),
+        (["--train.method", "exact"], "PatchGD has a command and a config of its own"),
+        (["--spatial.norm_scope", "step"], "PatchGD has patchgd.norm_scope instead"),
+        (
+            ["--patchgd.grid", "4x4"],
+            "patchgd.grid is 4x4, but patchgd.head cnn takes any grid: set that to conv3 or conv4",
+        ),
+        (["--patchgd.iner", "2"], "did you mean --patchgd.inner"),
     ],
 )
 def test_what_can_not_be_is_refused(tmp_path, refused, flags, why):
@@ -432,12 +432,11 @@ def test_what_can_not_be_is_refused(tmp_path, refused, flags, why):
     given = {
         "--data.store": str(tmp_path / "s.h5"),
         "--train.output": str(tmp_path / "run"),
-        "--train.method": "patchgd",
         "--model.name": "distseg.models.classifier:residual",
         "--patchgd.patch": "16x16",
     }
     given |= dict(zip(flags[::2], flags[1::2]))
-    err = refused("train", *(word for pair in given.items() for word in pair))
+    err = refused("patchgd", *(word for pair in given.items() for word in pair))
     assert re.search(why, err), err
 
 

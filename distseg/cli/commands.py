@@ -16,7 +16,8 @@ from torch import nn
 from distseg.cli.predict import load_predictor, predict
 from distseg.comm.launch import raise_jointly, resident_memory, set_up
 from distseg.comm.watch import heartbeat
-from distseg.config.settings import Config, ModelConfig
+from distseg.config.patchgd import PatchConfig
+from distseg.config.settings import Config, ModelBase, ModelConfig
 from distseg.config.sizes import Size
 from distseg.data.class_files import Classes, are_there, paths_of
 from distseg.data.nodata import parse
@@ -54,7 +55,9 @@ from distseg.training.checkpoint.files import FOLDER, find
 from distseg.training.run_config import load_named
 
 
-def run_evaluate(run: str, config: Config, world, split: str, output: str | None) -> int:
+def run_evaluate(
+    run: str, config: Config | PatchConfig, world, split: str, output: str | None
+) -> int:
     """Print the scores of a run on a split, beside those of the per-pixel baseline. Collective."""
     device, threads = set_up(world, config.run.device, config.run.threads)
     predictor, manifest = load_predictor(run, config, world, device)
@@ -211,7 +214,7 @@ def _predict_images(
 
 def run_predict(
     run: str,
-    config: Config,
+    config: Config | PatchConfig,
     world,
     images: list[str] | None,
     split: str,
@@ -232,7 +235,7 @@ def run_predict(
 
     with raise_jointly(world):
         checkpoint = find(run)
-        network = network_identity(checkpoint, config, manifest)
+        network = network_identity(checkpoint, manifest, _deciding(config))
         if nodata is not None and not images:
             raise ValueError(
                 f"--nodata is {nodata}, but a store knows its own: give it with --images, or "
@@ -298,7 +301,7 @@ def run_predict(
     if predictor.model.of_image:
         with raise_jointly(world):
             heat = (
-                heat_of(_network_of_heat(predictor, checkpoint, config), predictor)
+                heat_of(_network_of_heat(predictor, checkpoint, config.model), predictor)
                 if settings.heat
                 else None
             )
@@ -334,7 +337,15 @@ def run_predict(
     return 0
 
 
-def _network_of_heat(predictor: Predictor, checkpoint: Path, config: Config) -> nn.Module:
+def _deciding(config: Config | PatchConfig) -> list:
+    """Return the values of the settings on which predictions depend."""
+    if isinstance(config, PatchConfig):
+        return [config.train.precision]
+    spatial = config.spatial
+    return [spatial.halo, spatial.norm_scope, spatial.exchange_every, config.train.precision]
+
+
+def _network_of_heat(predictor: Predictor, checkpoint: Path, model: ModelBase) -> nn.Module:
     """Return the plain network whose heat is drawn.
 
     A network of patches is used by the predictor as it is; others are loaded again.
@@ -342,7 +353,7 @@ def _network_of_heat(predictor: Predictor, checkpoint: Path, config: Config) -> 
     return (
         predictor.filler.network
         if isinstance(predictor, PatchPredictor)
-        else load_named(checkpoint, config.model)
+        else load_named(checkpoint, model)
     )
 
 

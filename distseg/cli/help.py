@@ -8,11 +8,16 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Mapping
+from dataclasses import fields
 
 from distseg.config.file import sections
+from distseg.config.settings import Config
 
 EXAMPLES = {
     "train": ("mpirun -n 4 distseg train CONFIG.yaml --data.store s.h5 --train.output runs/mine",),
+    "patchgd": (
+        "mpirun -n 4 distseg patchgd CONFIG.yaml --train.output runs/mine --mesh.tiles 1x4",
+    ),
     "evaluate": (
         "distseg evaluate runs/mine",
         "distseg evaluate runs/mine --data.store s.h5 --split val",
@@ -35,6 +40,11 @@ FIRST = {
         *(*_MESH, *_PARTS, "data.crop", "data.images", "loss.name", "optim.lr", "train.epochs"),
         "train.resume",
     ),
+    "patchgd": (
+        *("data.store", "train.output", "model.name", "mesh.samples", "mesh.tiles"),
+        *("patchgd.patch", "patchgd.sampled", "patchgd.head", "data.images", "optim.lr"),
+        *("train.epochs", "train.resume"),
+    ),
     "evaluate": ("data.store", "run.memory", "predict.tile"),
     "predict": ("predict.formats", "predict.probabilities", "run.memory", "predict.tile"),
     "verify": ("model.name", "model.depth", "loss.name", *_MESH, *_PARTS),
@@ -42,15 +52,16 @@ FIRST = {
 }
 
 
-def head(command: str, own: Mapping[str, str]) -> str:
+def head(command: str, own: Mapping[str, str], kind: type = Config) -> str:
     """Return the head of the help of ``distseg COMMAND``.
 
     Args:
         command: such as "train".
         own: the flags that only this command has, with their help.
+        kind: the class of the command's config.
     """
     lines = [*EXAMPLES.get(command, ()), ""]
-    documents = field_documents()
+    documents = field_documents(kind)
     first = {f"--{name}": documents[name] for name in FIRST.get(command, ())}
     for flag, text in (own | first).items():
         lines += _entry(flag, text)
@@ -69,16 +80,17 @@ def _entry(flag: str, text: str) -> list[str]:
     return [first, *(" " * 28 + line for line in rest)]
 
 
-def field_documents() -> dict[str, str]:
+def field_documents(kind: type = Config) -> dict[str, str]:
     """Return the first sentence of the documentation of each setting, by its full name."""
     from docstring_parser import parse_from_object
 
-    from distseg.config.settings import Config
-
     found = {}
-    for section in sections():
-        kind = Config.__dataclass_fields__[section].default_factory
-        for parameter in parse_from_object(kind).params:
-            text = " ".join((parameter.description or "").split())
-            found[f"{section}.{parameter.arg_name}"] = text.split(". ")[0].replace("``", "")
-    return {f"{s}.{f}": found.get(f"{s}.{f}", "") for s, names in sections().items() for f in names}
+    for section in fields(kind):
+        for part in section.default_factory.__mro__[:-1]:
+            for parameter in parse_from_object(part).params:
+                text = " ".join((parameter.description or "").split())
+                found[f"{section.name}.{parameter.arg_name}"] = text.split(". ")[0].replace(
+                    "``", ""
+                )
+    names = [f"{s}.{f}" for s, own in sections(kind).items() for f in own]
+    return {name: found.get(name, "") for name in names}

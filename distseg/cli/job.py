@@ -9,6 +9,7 @@ from dataclasses import asdict
 from distseg.comm.consistency import assert_consistent, settings, versions
 from distseg.comm.launch import JointFailure, identify, raise_jointly, world
 from distseg.comm.watch import guarded, join, limit, phase
+from distseg.config.patchgd import PatchConfig
 from distseg.config.settings import Config, RunConfig
 
 _REPAIR = "Start all ranks with the same command, files and installation"
@@ -16,9 +17,9 @@ _REPAIR = "Start all ranks with the same command, files and installation"
 
 @contextmanager
 def job(
-    settle: Callable[[], tuple[Config, dict]],
-    stacks: Callable[[Config], str | None] = lambda config: None,
-) -> Iterator[tuple[Config, dict, object]]:
+    settle: Callable[[], tuple[Config | PatchConfig, dict]],
+    stacks: Callable[[Config | PatchConfig], str | None] = lambda config: None,
+) -> Iterator[tuple[Config | PatchConfig, dict, object]]:
     """Yield the settings of a command, its own flags and the communicator of all ranks. Collective.
 
     The watchdog guards the job from the beginning until the context ends.

@@ -29,9 +29,11 @@ from distseg.config.file import (
     read_settings,
     renamed_value,
     sections,
+    sections_in,
     settings_of,
     suggestion,
 )
+from distseg.config.patchgd import PatchConfig
 from distseg.config.settings import Config, ModelConfig
 from distseg.config.sizes import Size, parse_bytes
 from distseg.report.disk import check_replaceable
@@ -43,6 +45,7 @@ _USAGE = """usage: distseg COMMAND [CONFIG.yaml] [--section.field VALUE ...]
 prepare   folders of images and masks, or blue-marble, into an HDF5 store
 check     read all of a store or of a run's checkpoints: is it what was written?
 train     train on any number of ranks: mpirun -n 4 distseg train CONFIG.yaml
+patchgd   train by patch gradient descent, an approximation with a config of its own
 evaluate  IoU, Dice and accuracy of a run on whole images, beside the colour baseline
 predict   class maps of whole images, in bounded memory
 export    a run's network for use without distseg: safetensors, torch.export, ONNX
@@ -116,22 +119,40 @@ def _joint(read: Callable) -> Callable:
     return joint
 
 
-def _parser(command: str, sections: bool = True) -> ArgumentParser:
-    parser = ArgumentParser(prog=f"distseg {command}", exit_on_error=False, default_env=False)
-    if sections:
-        parser.add_argument(
+class _Parser(ArgumentParser):
+    """Parser of a command.
+
+    Attributes:
+        kind: the class of the config whose settings are flags; None if there is no config.
+    """
+
+    kind: type | None = None
+
+    def add_settings(self, kind: type) -> None:
+        """Add a flag for each setting of a config of this class."""
+        self.kind = kind
+        self.add_argument(
             "--config",
             action="config",
             help="A YAML file with the sections below; may also stand first, without a flag.",
         )
-        for section in fields(Config):
-            parser.add_class_arguments(section.default_factory, section.name)
+        for section in fields(kind):
+            self.add_class_arguments(section.default_factory, section.name)
+
+    @property
+    def settings(self) -> dict[str, tuple[str, ...]]:
+        """The names of the fields of each section."""
+        return sections(self.kind) if self.kind else {}
+
+
+def _parser(command: str, kind: type | None = Config) -> _Parser:
+    parser = _Parser(prog=f"distseg {command}", exit_on_error=False, default_env=False)
+    if kind:
+        parser.add_settings(kind)
     return parser
 
 
-def _parse(
-    parser: ArgumentParser, arguments: list[str], given: list[Setting] | None = None
-) -> Namespace:
+def _parse(parser: _Parser, arguments: list[str], given: list[Setting] | None = None) -> Namespace:
     """Parse arguments; they override the settings that are ``given``.
 
     A first argument without a dash is the config file. ``--memory`` stands for ``--run.memory``.
@@ -145,7 +166,7 @@ def _parse(
         _print_head(parser)
         arguments, given = ["--help"], []
     typed = {argument.partition("=")[0] for argument in arguments}
-    arguments, read = _without_files(arguments)
+    arguments, read = _without_files(arguments, parser.kind)
     places = {
         setting.name: setting.place
         for setting in [*given, *read]
@@ -154,7 +175,7 @@ def _parse(
     return _parse_plain(parser, [*(setting.flag for setting in given), *arguments], places)
 
 
-def _print_head(parser: ArgumentParser) -> None:
+def _print_head(parser: _Parser) -> None:
     """Print the important part of a command's help, before the flags of all settings."""
     from distseg.cli.help import head
 
@@ -162,27 +183,31 @@ def _print_head(parser: ArgumentParser) -> None:
     words = " ".join(
         ["distseg", command, *(run or ["[CONFIG.yaml]"]), "[--section.field VALUE ...]"]
     )
-    known = {f"--{name}" for name in settings_flags()} | {"--help", "--config", "--print_config"}
+    known = {f"--{name}" for name in settings_flags(parser)} | {
+        "--help",
+        "--config",
+        "--print_config",
+    }
     own = {
         flag: action.help or ""
         for action in parser._actions
         for flag in action.option_strings
         if flag.startswith("--") and flag.rstrip("+") not in known
     }
-    print(f"usage: {words}\n\n{head(command, own)}")
+    print(f"usage: {words}\n\n{head(command, own, parser.kind)}")
     parser.usage = SUPPRESS
 
 
-def settings_flags() -> list[str]:
+def settings_flags(parser: _Parser) -> list[str]:
     """Return the names of all flags that stand for sections of the config or their fields."""
     return [
         name
-        for section, names in sections().items()
+        for section, names in parser.settings.items()
         for name in (section, *(f"{section}.{field}" for field in names))
     ]
 
 
-def _without_files(arguments: list[str]) -> tuple[list[str], list[Setting]]:
+def _without_files(arguments: list[str], kind: type) -> tuple[list[str], list[Setting]]:
     """Replace each config file by flags with its settings.
 
     Returns:
@@ -191,39 +216,36 @@ def _without_files(arguments: list[str]) -> tuple[list[str], list[Setting]]:
     found, read, rest = [], [], iter(arguments)
     for argument in rest:
         flag, equals, path = argument.partition("=")
-        if flag.startswith("--") and flag[2:] in sections():
+        if flag.startswith("--") and flag[2:] in sections(kind):
+            example = f"{flag}.{sections(kind)[flag[2:]][0]}"
             raise ValueError(
-                f"{flag} is a section: give its fields, such as --{_example(flag[2:])} VALUE, or "
+                f"{flag} is a section: give its fields, such as {example} VALUE, or "
                 "a config file first"
             )
         if flag != "--config":
             found.append(argument)
             continue
-        settings = read_settings(path if equals else next(rest, ""))
+        settings = read_settings(path if equals else next(rest, ""), kind)
         read += settings
         found += [setting.flag for setting in settings]
     return found, read
 
 
-def _example(section: str) -> str:
-    return f"{section}.{sections()[section][0]}"
-
-
-def _config(parsed: Namespace) -> Config:
-    return Config(
+def _config(parsed: Namespace, kind: type = Config) -> Config | PatchConfig:
+    return kind(
         **{
             section.name: section.default_factory(**vars(parsed[section.name]))
-            for section in fields(Config)
+            for section in fields(kind)
         }
     )
 
 
-def _own(parsed: Namespace) -> dict:
+def _own(parsed: Namespace, kind: type = Config) -> dict:
     """Return the flags that are not settings of the config."""
     return {
         name: value
         for name, value in vars(parsed).items()
-        if name not in sections() and name != "config"
+        if name not in sections(kind) and name != "config"
     }
 
 
@@ -321,7 +343,7 @@ def _profile(arguments: list[str]) -> int:
 
 @_joint
 def _models(arguments: list[str]) -> int:
-    parser = _parser("models", sections=False)
+    parser = _parser("models", None)
     parser.add_argument("names", nargs="*", help="Names of the zoo; all by default.")
     parser.add_argument("--json", action="store_true", help="Print a list of objects.")
     parsed = _parse_plain(parser, arguments)
@@ -340,7 +362,7 @@ def _plan(arguments: list[str]) -> int:
         return _program(arguments)
     from distseg.runtime.schedule import SCHEDULES
 
-    parser = _parser("plan", sections=False)
+    parser = _parser("plan", None)
     parser.add_argument(
         "--program",
         action="store_true",
@@ -437,10 +459,13 @@ def _program(arguments: list[str]) -> int:
     return 0
 
 
-def _train(arguments: list[str]) -> int:
+def _train(arguments: list[str], kind: type = Config) -> int:
+    """Train by the settings of a config of this class."""
+
     @_joint
-    def settle() -> tuple[Config, dict]:
-        config = _config(_parse(_parser("train"), arguments))
+    def settle() -> tuple[Config | PatchConfig, dict]:
+        parser = _parser("patchgd" if kind is PatchConfig else "train", kind)
+        config = _config(_parse(parser, arguments), kind)
         check_folder(config.train.output, "train.output")
         return config, {}
 
@@ -451,27 +476,36 @@ def _train(arguments: list[str]) -> int:
     return 0
 
 
+def _patchgd(arguments: list[str]) -> int:
+    return _train(arguments, PatchConfig)
+
+
 @cache
-def _submit_parser() -> ArgumentParser:
+def _submit_parser(kind: type) -> _Parser:
     from distseg.cli.submit.command import add_flags
 
-    parser = _parser("submit")
+    parser = _parser("submit", kind)
     add_flags(parser)
     return parser
 
 
 def _submit(arguments: list[str]) -> int:
-    from distseg.cli.submit.command import submit
+    from distseg.cli.submit.command import config_file, submit
+
+    by_patches = not _HELP & set(arguments) and "patchgd" in sections_in(config_file(arguments))
+    kind = PatchConfig if by_patches else Config
 
     def parse(words):
-        return _parse(_submit_parser(), words)
+        return _parse(_submit_parser(kind), words)
 
     parsed = parse(arguments)
-    return submit(parsed, _config(parsed), arguments, lambda words: _config(parse(words)))
+    return submit(
+        parsed, _config(parsed, kind), arguments, lambda words: _config(parse(words), kind)
+    )
 
 
 def _evaluate(arguments: list[str]) -> int:
-    parser = _parser("evaluate RUN")
+    parser = _parser("evaluate RUN", None)
     parser.add_argument("--split", type=str, default="test", help="Which images.")
     parser.add_argument(
         "--output", type=str | None, default=None, help="Write the scores to this JSON file."
@@ -491,7 +525,7 @@ def _evaluate(arguments: list[str]) -> int:
 
 
 def _predict(arguments: list[str]) -> int:
-    parser = _parser("predict RUN")
+    parser = _parser("predict RUN", None)
     parser.add_argument(
         "--images",
         type=str,
@@ -547,7 +581,7 @@ def _predict(arguments: list[str]) -> int:
 
 @_joint
 def _export(arguments: list[str]) -> int:
-    parser = _parser("export RUN")
+    parser = _parser("export RUN", None)
     parser.add_argument(
         "--output", type=str, default="exported", help="Folder for export.json and the files."
     )
@@ -570,7 +604,7 @@ def _export(arguments: list[str]) -> int:
 
 @_joint
 def _check(arguments: list[str]) -> int:
-    parser = ArgumentParser(prog="distseg check", exit_on_error=False)
+    parser = _parser("check", None)
     parser.add_argument("path", help="A store, a run's folder, or one of its checkpoints.")
     parsed = _parse_plain(parser, arguments)
     from distseg.cli.commands import run_check
@@ -580,7 +614,7 @@ def _check(arguments: list[str]) -> int:
 
 @_joint
 def _plot(arguments: list[str]) -> int:
-    parser = ArgumentParser(prog="distseg plot", exit_on_error=False)
+    parser = _parser("plot", None)
     parser.add_argument(
         "what",
         choices=["curves", "overlay"],
@@ -639,7 +673,7 @@ def _plot(arguments: list[str]) -> int:
 
 @_joint
 def _runs(arguments: list[str]) -> int:
-    parser = ArgumentParser(prog="distseg runs", exit_on_error=False)
+    parser = _parser("runs", None)
     parser.add_argument("folder", help="A run, or a folder with runs in it.")
     parser.add_argument("--json", action="store_true", help="Print a list of objects.")
     parsed = _parse_plain(parser, arguments)
@@ -653,7 +687,7 @@ def _runs(arguments: list[str]) -> int:
 
 @_joint
 def _prepare(arguments: list[str]) -> int:
-    parser = ArgumentParser(prog="distseg prepare", exit_on_error=False)
+    parser = _parser("prepare", None)
     parser.add_argument(
         "source",
         help="blue-marble, gigapixel (one grey image from it), ultramnist (digits to be summed), "
@@ -790,13 +824,15 @@ def _prepare(arguments: list[str]) -> int:
     return run_prepare(parsed)
 
 
-def _parse_run(parser: ArgumentParser, arguments: list[str]) -> tuple[Config, dict]:
+def _parse_run(parser: _Parser, arguments: list[str]) -> tuple[Config | PatchConfig, dict]:
     """Return the config and the own flags of a command whose first argument is a run.
 
-    Flags override the settings of the training. ``left`` among the own flags names the settings
+    The settings that are flags are those of the run: of exact training or of PatchGD. Flags
+    override the settings of the training. ``left`` among the own flags names the settings
     that are not taken over from the training.
     """
     if not arguments or arguments[0].startswith("-"):
+        parser.add_settings(Config)
         _parse(parser, arguments)  # --help ends here
         raise ValueError(f"name the folder of a run or of a checkpoint first: {parser.prog} ...")
     from distseg.training.checkpoint.files import find, read_manifest
@@ -804,6 +840,7 @@ def _parse_run(parser: ArgumentParser, arguments: list[str]) -> tuple[Config, di
         check_head,
         check_model,
         check_named,
+        kind_of,
         left_behind,
         taken_over,
     )
@@ -816,14 +853,17 @@ def _parse_run(parser: ArgumentParser, arguments: list[str]) -> tuple[Config, di
         flag.startswith("-") for flag in flags[:1]
     ):
         check_named(trained, ModelConfig.name, run)
-    parsed = _parse(parser, flags, settings_of(taken, f"{run}, config in manifest.json"))
-    config = _config(parsed)
+    kind = kind_of(trained)
+    parser.add_settings(kind)
+    parsed = _parse(parser, flags, settings_of(taken, f"{run}, config in manifest.json", kind))
+    config = _config(parsed, kind)
     check_model(trained, config.model, run)
-    check_head(trained, config.patchgd.head, run)
+    if isinstance(config, PatchConfig):
+        check_head(trained, config.patchgd.head, run)
     return config, {
         "run": str(checkpoint),
-        "left": left_behind(trained, asdict(Config())),
-        **_own(parsed),
+        "left": left_behind(trained, asdict(kind())),
+        **_own(parsed, kind),
     }
 
 
@@ -884,7 +924,7 @@ def check_folder(path: str, what: str, whole: str | None = None) -> None:
 
 
 def _parse_plain(
-    parser: ArgumentParser, arguments: list[str], places: Mapping[str, str] = {}
+    parser: _Parser, arguments: list[str], places: Mapping[str, str] = {}
 ) -> Namespace:
     """Parse arguments.
 
@@ -905,13 +945,14 @@ def _parse_plain(
         raise ValueError(_with_flag_hint(e, parser, places)) from e
 
 
-def _with_flag_hint(error: Exception, parser: ArgumentParser, places: Mapping[str, str]) -> str:
+def _with_flag_hint(error: Exception, parser: _Parser, places: Mapping[str, str]) -> str:
     text = _in_a_line(error)
     flag = re.match(r"--([\w.]*\w)", text)
     if flag and flag[1] in places:
         return f"{places[flag[1]]}: {text[2:]}"
     unknown = re.search(r"(?i)unrecognized arguments: (--[^\s=]+)", text)
-    near = suggestion(unknown[1], parser._option_string_actions) if unknown else ""
+    known = parser._option_string_actions
+    near = suggestion(unknown[1], known, parser.kind or Config) if unknown else ""
     return f"{text}{near} ({parser.prog} --help lists the flags)"
 
 
@@ -960,6 +1001,7 @@ _COMMANDS = {
     "prepare": _prepare,
     "check": _check,
     "train": _train,
+    "patchgd": _patchgd,
     "evaluate": _evaluate,
     "predict": _predict,
     "export": _export,

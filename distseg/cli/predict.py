@@ -13,6 +13,7 @@ from distseg.comm.launch import keep_freed_memory, memory_in_use, raise_jointly,
 from distseg.comm.mesh import Mesh
 from distseg.comm.replicas import broadcast
 from distseg.comm.watch import heartbeat, phase
+from distseg.config.patchgd import PatchConfig
 from distseg.config.settings import Config, MeshConfig, with_dims
 from distseg.config.sizes import Size
 from distseg.data.class_files import Classes, are_there
@@ -43,14 +44,16 @@ from distseg.training.conflicts import check_settings
 from distseg.training.run_config import check_model
 
 
-def load_predictor(run: str, config: Config, world, device: torch.device) -> tuple[Predictor, dict]:
+def load_predictor(
+    run: str, config: Config | PatchConfig, world, device: torch.device
+) -> tuple[Predictor, dict]:
     """Load the network of a run or checkpoint on all ranks; return a predictor and the manifest.
 
     The network is cut into ``mesh.stages``. If the stages of the training do not divide the number
     of ranks, every rank holds the whole network. Collective over ``world``.
     """
     precision, channels_last = choose(config.train, device, world)
-    if config.train.method == "patchgd":
+    if isinstance(config, PatchConfig):
         return _load_patches(run, config, world, device, precision, channels_last)
     with raise_jointly(world):
         checkpoint = find(run)
@@ -170,7 +173,7 @@ def _of_mesh(mesh: MeshConfig, trained: dict, ranks: int) -> list[str]:
 
 
 def _load_patches(
-    run: str, config: Config, world, device: torch.device, precision: str, channels_last: bool
+    run: str, config: PatchConfig, world, device: torch.device, precision: str, channels_last: bool
 ) -> tuple[PatchPredictor | MapPredictor, dict]:
     """Load a network of patches on all ranks; return a predictor and the manifest. Collective."""
     with raise_jointly(world):

@@ -20,6 +20,7 @@ from dataclasses import dataclass, fields
 
 import yaml
 
+from distseg.config.patchgd import PatchConfig
 from distseg.config.settings import Config
 
 MOST_BYTES = 2**18  # a usual config has a few thousand
@@ -50,35 +51,65 @@ class Setting:
         return f"--{self.name}={self.value}"
 
 
-def sections() -> dict[str, tuple[str, ...]]:
-    """Return the names of the fields of each section of :class:`Config`."""
+def sections(kind: type = Config) -> dict[str, tuple[str, ...]]:
+    """Return the names of the fields of each section of a config.
+
+    Args:
+        kind: the class of the config, :class:`Config` or :class:`PatchConfig`.
+    """
     return {
         section.name: tuple(field.name for field in fields(section.default_factory))
-        for section in fields(Config)
+        for section in fields(kind)
     }
 
 
 def is_mapping(name: str) -> bool:
     """Return True if the value of a setting is a mapping from names to values."""
     section, _, field = name.partition(".")
-    return (
-        "dict["
-        in Config.__dataclass_fields__[section].default_factory.__dataclass_fields__[field].type
-    )
+    made = {
+        part.name: part.default_factory for kind in (PatchConfig, Config) for part in fields(kind)
+    }
+    return "dict[" in made[section].__dataclass_fields__[field].type
 
 
-def read_settings(path: str) -> list[Setting]:
+def read_settings(path: str, kind: type = Config) -> list[Setting]:
     """Return the settings of a YAML file, in the order of the file.
+
+    Args:
+        path: the file.
+        kind: the class of the config, :class:`Config` or :class:`PatchConfig`.
 
     Raises:
         ValueError: the file does not exist, is not UTF-8 text, is not YAML of sections and fields,
             or is larger or deeper than allowed. The message names the file, the line and the
             repair.
     """
+    root = _root(path)
+    if root is None:
+        raise ValueError(
+            f"{path} is empty: write sections such as 'model:' with fields, or leave the file out"
+        )
+    return list(_settings(path, root, kind))
+
+
+def sections_in(path: str) -> set[str]:
+    """Return the names of the sections of a YAML file, known ones or not.
+
+    Raises:
+        ValueError: see :func:`read_settings`.
+    """
+    root = _root(path)
+    return (
+        {str(key.value) for key, _ in root.value} if isinstance(root, yaml.MappingNode) else set()
+    )
+
+
+def _root(path: str) -> yaml.Node | None:
+    """Return the content of a YAML file, or None if it is empty."""
     text = _read(path)
     try:
         _check_size(path, text)
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        return yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.MarkedYAMLError as e:
         mark = e.problem_mark or e.context_mark
         raise ValueError(
@@ -87,28 +118,24 @@ def read_settings(path: str) -> list[Setting]:
         ) from None
     except yaml.YAMLError as e:
         raise ValueError(f"{path} is no YAML ({' '.join(str(e).split())})") from None
-    if root is None:
-        raise ValueError(
-            f"{path} is empty: write sections such as 'model:' with fields, or leave the file out"
-        )
-    return list(_settings(path, root))
 
 
-def settings_of(tree: dict, place: str) -> list[Setting]:
+def settings_of(tree: dict, place: str, kind: type = Config) -> list[Setting]:
     """Return the settings of a nested dictionary ``{section: {field: value}}``.
 
     Args:
         tree: sections and fields with plain values.
         place: the origin of the dictionary, for error messages.
+        kind: the class of the config, :class:`Config` or :class:`PatchConfig`.
 
     Raises:
         ValueError: a name is no setting, or a value is not a number, text or a list of them.
     """
     found = []
     for section, content in _items(place, tree):
-        _check_name(place, section, tuple(sections()))
+        _check_name(place, section, kind)
         for field, value in _items(f"{place}: {section}", content or {}):
-            _check_name(place, f"{section}.{field}", _known(section))
+            _check_name(place, f"{section}.{field}", kind)
             if not (
                 _plain(value)
                 or isinstance(value, dict)
@@ -189,13 +216,22 @@ def renamed_value(setting: str, value: str) -> str:
     return f": it is called {new} now" if new else ""
 
 
-def suggestion(name: str, known) -> str:
-    """Return the end of an error message that suggests a known setting, or ``""``.
+def suggestion(name: str, known, kind: type = Config) -> str:
+    """Return the end of an error message on an unknown setting, or ``""``.
 
-    It names the new name of a renamed setting, or the most similar name in ``known``, such as
-    ``: did you mean model.depth?``.
+    It names the new name of a renamed setting, the command that has the setting, or the most
+    similar name in ``known``, such as ``: did you mean model.depth?``.
     """
-    new = _RENAMED.get(name.removeprefix("--"))
+    bare = name.removeprefix("--")
+    section = bare.partition(".")[0]
+    if bare == "train.method" or kind is Config and section == "patchgd":
+        return ": PatchGD has a command and a config of its own, distseg patchgd CONFIG"
+    if kind is PatchConfig and bare == "spatial.norm_scope":
+        return ": PatchGD has patchgd.norm_scope instead"
+    if kind is PatchConfig and (bare in sections() or bare in _known(section, Config)):
+        of_this = f"of exact training (distseg train), and PatchGD has no {bare}: leave it out"
+        return f": it is a {'setting' if '.' in bare else 'section'} {of_this}"
+    new = _RENAMED.get(bare)
     if new:
         return f": it is called {new} now"
     close = difflib.get_close_matches(name, known, 1, 0.75)
@@ -255,13 +291,13 @@ def _check_size(path: str, text: str) -> None:
             )
 
 
-def _settings(path: str, root: yaml.Node) -> Iterator[Setting]:
+def _settings(path: str, root: yaml.Node, kind: type) -> Iterator[Setting]:
     for section, content, place in _fields(path, root, "a section"):
-        _check_name(place, section, tuple(sections()))
+        _check_name(place, section, kind)
         if content.tag == "tag:yaml.org,2002:null":
             continue  # a section whose fields are all commented out
         for field, value, place in _fields(path, content, f"a field of {section}"):
-            _check_name(place, f"{section}.{field}", _known(section))
+            _check_name(place, f"{section}.{field}", kind)
             yield Setting(f"{section}.{field}", _value(value, place, f"{section}.{field}"), place)
 
 
@@ -287,15 +323,17 @@ def _fields(path: str, node: yaml.Node, what: str) -> Iterator[tuple[str, yaml.N
         yield key.value, value, place
 
 
-def _known(section: str) -> tuple[str, ...]:
-    return tuple(f"{section}.{field}" for field in sections()[section])
+def _known(section: str, kind: type) -> tuple[str, ...]:
+    return tuple(f"{section}.{field}" for field in sections(kind).get(section, ()))
 
 
-def _check_name(place: str, name: str, known: tuple[str, ...]) -> None:
+def _check_name(place: str, name: str, kind: type) -> None:
+    section, dot, _ = str(name).partition(".")
+    known = _known(section, kind) if dot else tuple(sections(kind))
     if name not in known:
         what = "setting" if "." in str(name) else "section"
         others = (
-            suggestion(str(name), known)
+            suggestion(str(name), known, kind)
             or f": choose {', '.join(k.rpartition('.')[2] for k in known)}"
         )
         raise ValueError(f"{place}: {_short(str(name))} is no {what}{others}")

@@ -12,12 +12,12 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 from distseg.config.sizes import Size, parse_bytes
 
 
-def _extents(section, *names: str) -> None:
+def to_sizes(section, *names: str) -> None:
     """Convert sizes given as text or plain tuples to :class:`Size`."""
     for name in names:
         value = getattr(section, name)
@@ -30,10 +30,11 @@ _MOST_IMAGES = 10**6  # per step
 
 def _name(section, field: str) -> str:
     """Return a setting's name as a user writes it, such as ``model.depth``."""
-    return f"{type(section).__name__.removesuffix('Config').lower()}.{field}"
+    kind = type(section).__name__.removesuffix("Config").removesuffix("Base")
+    return f"{kind.lower()}.{field}"
 
 
-def _at_least(section, least: int, *names: str) -> None:
+def check_at_least(section, least: int, *names: str) -> None:
     """Refuse numbers below ``least``, NaN, and numbers above the largest 64-bit integer."""
     for name in names:
         value = getattr(section, name)
@@ -77,9 +78,23 @@ def _each_once(section, name: str) -> None:
         )
 
 
+def check_effect(section, name: str, effective: bool, why: str) -> None:
+    """Refuse a setting that differs from its default although it would have no effect.
+
+    Args:
+        section: the settings.
+        name: the field.
+        effective: True if the field has an effect beside the other fields of its section.
+        why: the reason and the repair.
+    """
+    value, default = getattr(section, name), type(section).__dataclass_fields__[name].default
+    if value != default and not effective:
+        raise ValueError(f"{_name(section, name)} is {value}, but {why}")
+
+
 @dataclass(frozen=True)
-class ModelConfig:
-    """The network."""
+class ModelBase:
+    """The network, as far as exact training and PatchGD share its settings."""
 
     name: str = "unet"
     """``unet``, a name that ``distseg models`` lists, or your own function as
@@ -113,12 +128,10 @@ class ModelConfig:
     inputs: list[int] | None = None
     """For your own function, if its network takes several tensors: the number of bands of each,
     such as ``[3, 1]``."""
-    outputs: dict[str, float] | None = None
-    """For your own function, if its network returns several tensors: the outputs to train, by name
-    or number, with the weights of their losses, such as ``{out: 1, aux: 0.4}``. Evaluation and
-    prediction use the first one. Outputs smaller than the image are resized to it, bilinearly."""
     seed: int = 0
     """Seed of the initial weights."""
+
+    outputs: ClassVar[dict[str, float] | None] = None  # a setting of exact training
 
     def __post_init__(self):
         if self.args is not None and ":" not in self.name:
@@ -140,16 +153,6 @@ class ModelConfig:
                     f"{setting} of a network of your own, package.module:function, "
                     f"and model.name is {self.name}: leave it out"
                 )
-        if self.outputs is not None:
-            # YAML reads the name 0 as a number.
-            named = {str(name): float(weight) for name, weight in self.outputs.items()}
-            object.__setattr__(self, "outputs", named)
-        for name, weight in (self.outputs or {}).items():
-            if not 0 < weight < math.inf:
-                raise ValueError(
-                    f"model.outputs has {weight:g} for {name}, but the weight of a loss is a "
-                    "number above 0: leave that output out, or give it one"
-                )
         if self.inputs is not None and min(self.inputs) < 1:
             raise ValueError(f"model.inputs is {self.inputs}, but each input has at least one band")
         _between(
@@ -166,29 +169,60 @@ class ModelConfig:
         )
 
 
-def output_weights(model: ModelConfig) -> tuple[float, ...]:
+@dataclass(frozen=True)
+class ModelConfig(ModelBase):
+    """The network."""
+
+    outputs: dict[str, float] | None = None
+    """For your own function, if its network returns several tensors: the outputs to train, by name
+    or number, with the weights of their losses, such as ``{out: 1, aux: 0.4}``. Evaluation and
+    prediction use the first one. Outputs smaller than the image are resized to it, bilinearly."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.outputs is not None:
+            # YAML reads the name 0 as a number.
+            named = {str(name): float(weight) for name, weight in self.outputs.items()}
+            object.__setattr__(self, "outputs", named)
+        for name, weight in (self.outputs or {}).items():
+            if not 0 < weight < math.inf:
+                raise ValueError(
+                    f"model.outputs has {weight:g} for {name}, but the weight of a loss is a "
+                    "number above 0: leave that output out, or give it one"
+                )
+
+
+def output_weights(model: ModelBase) -> tuple[float, ...]:
     """Return the loss weight of each output of the network; (1.0,) if it has a single output."""
     return tuple((model.outputs or {"": 1.0}).values())
 
 
 @dataclass(frozen=True)
-class MeshConfig:
-    """The mesh of ranks: how many ranks split the samples, the image and the network."""
+class MeshBase:
+    """The mesh of ranks: how many ranks split the samples and the image."""
 
     samples: int = 1
     """D: number of sample groups (data parallel). Each group trains on its own images."""
     tiles: Size = Size((1, 1))
     """Q = q_y x q_x: grid of ranks that share one image (sample parallel)."""
-    stages: int = 1
-    """S: number of pipeline stages of the model (model parallel)."""
     reducer: Literal["auto", "horovod", "mpi"] = "auto"
     """Library that sums gradients over ranks. auto: Horovod if it is installed, else MPI."""
     compression: Literal["none", "fp16"] = "none"
     """fp16 halves the bytes of the gradients' all-reduce and gives up exactness."""
 
+    stages: ClassVar[int] = 1  # a setting of exact training
+
     def __post_init__(self):
-        _extents(self, "tiles")
-        _at_least(self, 1, "samples", "stages")
+        to_sizes(self, "tiles")
+        check_at_least(self, 1, "samples", "stages")
+
+
+@dataclass(frozen=True)
+class MeshConfig(MeshBase):
+    """The mesh of ranks: how many ranks split the samples, the image and the network."""
+
+    stages: int = 1
+    """S: number of pipeline stages of the model (model parallel)."""
 
 
 @dataclass(frozen=True)
@@ -275,8 +309,8 @@ class SpatialConfig:
     """Train with batch norm's running statistics instead of those of the batch."""
 
     def __post_init__(self):
-        _extents(self, "tiles_per_rank")
-        _at_least(self, 0, "halo", "fuse_below")
+        to_sizes(self, "tiles_per_rank")
+        check_at_least(self, 0, "halo", "fuse_below")
         _path(self, "scratch")
         every = str(self.exchange_every)
         if every not in ("level", "all") and not (every.isdecimal() and int(every) > 0):
@@ -285,6 +319,13 @@ class SpatialConfig:
                 f"got {every!r}"
             )
         object.__setattr__(self, "exchange_every", every)
+        check_effect(
+            self,
+            "fuse_below",
+            self.exchanges,
+            "spatial.exchange_every is all, so that nothing is exchanged: set that to 1, 2, ... "
+            "or level, or leave spatial.fuse_below out",
+        )
 
     @property
     def exchanges(self) -> bool:
@@ -337,7 +378,7 @@ class LossConfig:
 
 
 @dataclass(frozen=True)
-class DataConfig:
+class DataBase:
     """The training data: store, crops and augmentation."""
 
     store: str | None = None
@@ -360,16 +401,38 @@ class DataConfig:
     epoch_samples: int | None = None
     """Number of crops per epoch, with ``crop`` only; by default as many as cover the training
     pixels once. Without ``crop``, an epoch has each image once."""
+
+    def __post_init__(self):
+        to_sizes(self, "crop")
+        _between(self, 0, 1, "focus_share")
+        check_at_least(self, 1, "images", "epoch_samples", "shrink")
+        _path(self, "store")
+        _each_once(self, "augment")
+        check_effect(
+            self,
+            "focus_share",
+            self.focus_class is not None,
+            "data.focus_class is not set: name a class, or leave data.focus_share out",
+        )
+        check_effect(
+            self,
+            "epoch_samples",
+            self.crop is not None,
+            "whole images are trained on, each once an epoch: set data.crop, or leave "
+            "data.epoch_samples out",
+        )
+
+
+@dataclass(frozen=True)
+class DataConfig(DataBase):
+    """The training data: store, crops, augmentation and reading ahead."""
+
     prefetch: int = 2
     """Number of steps that a thread reads ahead; with 0 the step itself reads."""
 
     def __post_init__(self):
-        _extents(self, "crop")
-        _between(self, 0, 1, "focus_share")
-        _at_least(self, 1, "images", "epoch_samples", "shrink")
-        _at_least(self, 0, "prefetch")
-        _path(self, "store")
-        _each_once(self, "augment")
+        super().__post_init__()
+        check_at_least(self, 0, "prefetch")
 
 
 @dataclass(frozen=True)
@@ -418,8 +481,22 @@ class OptimConfig:
                     "epochs of at least 0"
                 )
         _between(self, 0, 1, "warmup", "momentum")
-        _at_least(self, 0, "lr", "weight_decay")
-        _at_least(self, 1, "decay_factor")
+        check_at_least(self, 0, "lr", "weight_decay")
+        check_at_least(self, 1, "decay_factor")
+        check_effect(
+            self,
+            "decay_factor",
+            self.schedule == "linear",
+            f"optim.schedule is {self.schedule}, which does not read it: set that to linear, or "
+            "leave optim.decay_factor out",
+        )
+        check_effect(
+            self,
+            "momentum",
+            self.name == "sgd",
+            f"optim.name is {self.name}, which has none: set that to sgd, or leave "
+            "optim.momentum out",
+        )
         if self.clip is not None and not 0 < self.clip < math.inf:
             raise ValueError(
                 f"optim.clip is a norm of gradients above 0, got {self.clip}: leave it out for none"
@@ -427,12 +504,9 @@ class OptimConfig:
 
 
 @dataclass(frozen=True)
-class TrainConfig:
+class TrainBase:
     """The training run: length, precision, checkpoints and output."""
 
-    method: Literal["exact", "patchgd"] = "exact"
-    """exact: the gradient of whole images, or of their crops. patchgd: patch gradient descent, an
-    approximation for labels of whole images (section ``patchgd``)."""
     epochs: int = 10
     """Passes over the training images, or over as many crops as cover them."""
     max_minutes: float | None = None
@@ -441,9 +515,6 @@ class TrainConfig:
     job_minutes: float | None = None
     """Minutes that the job may run; by default the limit of the Slurm job. Before they are over,
     training writes a checkpoint and ends with exit code 75."""
-    accumulate: int = 1
-    """Micro-batches of a sample group per optimizer step; with stages, the micro-batches of the
-    pipeline."""
     precision: Literal["auto", "fp32", "bf16", "fp64"] = "auto"
     """auto: bf16 autocast if the device computes it faster, else fp32."""
     channels_last: bool | None = None
@@ -476,8 +547,10 @@ class TrainConfig:
     tensorboard: bool = True
     """Also write TensorBoard event files, if tensorboard is installed."""
 
+    accumulate: ClassVar[int] = 1  # a setting of exact training
+
     def __post_init__(self):
-        _at_least(self, 1, "epochs", "accumulate", "keep", "checkpoint_every")
+        check_at_least(self, 1, "epochs", "accumulate", "keep", "checkpoint_every")
         if not isinstance(self.resume, bool) and not re.fullmatch(
             r"best|last|step-\d{8,}", str(self.resume)
         ):
@@ -485,7 +558,7 @@ class TrainConfig:
                 "train.resume is true, false, best, last or a name such as step-00000600, "
                 f"got {self.resume!r}"
             )
-        _at_least(
+        check_at_least(
             self,
             0,
             "check_replicas",
@@ -496,89 +569,30 @@ class TrainConfig:
         )
         _between(self, -_LARGEST, _LARGEST, "seed")
         _path(self, "output", "init")
-
-
-_HEADS = ("cnn", "cnn-max", "transformer", "conv3", "conv4", "attention")
+        check_effect(
+            self,
+            "init_names",
+            self.init is not None,
+            "train.init is not set: name a file, or leave train.init_names out",
+        )
 
 
 @dataclass(frozen=True)
-class PatchgdConfig:
-    """Patch gradient descent (``train.method: patchgd``), in the symbols of Gupta et al. 2023.
+class TrainConfig(TrainBase):
+    """The training run: length, batch, precision, checkpoints and output."""
 
-    The section ``model`` describes the backbone theta_1.
-    """
-
-    patch: Size = Size((128, 128))
-    """Size of a patch in pixels."""
-    step: Size | None = None
-    """Pixels from one patch to the next; by default the patch's size, so patches do not overlap."""
-    features: int = 256
-    """s: number of features that the backbone computes of a patch."""
-    sampled: float = 0.125
-    """k: part of an image's patches, rounded up, that an inner iteration computes with gradients.
-    Above 1 it is their number, so memory does not grow with the image."""
-    inner: int | None = None
-    """zeta: inner iterations per batch of images; by default as many as draw each patch once."""
-    accumulate: int | None = None
-    """epsilon: inner iterations whose mean gradient makes an update; by default all of them."""
-    head: str = "cnn"
-    """theta_2. cnn, cnn-max: two convolutions with batch norm over the grid of patches, then a mean
-    or a maximum. transformer: an encoder of two layers, then a mean. conv3, conv4, attention: the
-    heads of Gupta et al. 2023. Or your own function as ``package.module:function``."""
-    head_channels: int | None = None
-    """Width of the head; by default 256 for conv3 and conv4, 192 for attention, else 64."""
-    grid: Size | None = None
-    """Number of patches along each dim, for heads that are made for one grid (conv3, conv4, your
-    own); by default the grid of the training images."""
-    statistics: Literal["update", "pass"] = "update"
-    """When the running statistics of batch norms move. update: once per update, by the biased
-    variance of all its inner iterations. pass: with each forward pass, also those that fill Z, by
-    the unbiased variance, as in the authors' program."""
-    y_filling: bool = False
-    """For a U-Net. true: the loss of an inner iteration covers all pixels of the images; patches
-    that are not drawn contribute their last output, without gradients. false: the loss covers the
-    pixels of the drawn patches."""
-    at_once: int = 16
-    """Number of patches that the backbone computes at once in evaluation and prediction."""
-
-    def __post_init__(self):
-        _extents(self, "patch", "step", "grid")
-        if ":" not in self.head and self.head not in _HEADS:
-            raise ValueError(
-                f"patchgd.head is {self.head!r}: choose {', '.join(_HEADS)}, or your own function "
-                "as package.module:function"
-            )
-        _at_least(self, 1, "features", "inner", "accumulate", "head_channels", "at_once")
-        _at_least(self, 0, "sampled")
-        if self.sampled > 1 and self.sampled != int(self.sampled):
-            raise ValueError(
-                "patchgd.sampled is a share up to 1, or a whole number of patches, got "
-                f"{self.sampled}"
-            )
-        if None not in (self.accumulate, self.inner) and self.accumulate > self.inner:
-            raise ValueError(
-                f"patchgd.accumulate is {self.accumulate}, but a batch has {self.inner} inner "
-                "iterations (patchgd.inner): give at most as many"
-            )
-        if self.step is not None and (
-            len(self.step) != len(self.patch) or any(s > p for s, p in zip(self.step, self.patch))
-        ):
-            raise ValueError(
-                f"patchgd.step is {self.step}, but patches of {self.patch} then leave pixels out: "
-                "give at most as much along each dim"
-            )
+    accumulate: int = 1
+    """Micro-batches of a sample group per optimizer step; with stages, the micro-batches of the
+    pipeline."""
 
 
 _FORMATS = {"h5": "hdf5", "tif": "tiff"}  # file endings that predict.formats takes as names
 
 
 @dataclass(frozen=True)
-class PredictConfig:
-    """Evaluation and prediction: tile size and output files."""
+class PredictBase:
+    """Evaluation and prediction: output files."""
 
-    tile: Size = Size((1024, 1024))
-    """Tile size of evaluation and prediction, which determines their memory. With run.memory,
-    tiles are as large as fit instead."""
     probabilities: bool = False
     """Also write the probability of each class (float16), into NAME.h5."""
     formats: list[Literal["hdf5", "h5", "tiff", "tif", "png"]] = field(
@@ -590,25 +604,39 @@ class PredictConfig:
     heat: bool = False
     """For networks of whole images: also draw which pixels the answer comes from, NAME.heat.png
     (docs/whole_images.md)."""
-    scratch: str | None = None
-    """Folder for the feature maps before norms that need the whole image (instance, group), or
-    ``memory``. By default they stay in memory if they fit into half of the free memory or of
-    run.memory; else they go to the system's temporary folder."""
+
+    scratch: ClassVar[str | None] = None  # a setting of exact training
 
     def __post_init__(self):
-        _extents(self, "tile")
         if not self.formats:
             raise ValueError(
                 "predict.formats is empty, so nothing would be written: choose hdf5, tiff or png"
             )
         object.__setattr__(self, "formats", [_FORMATS.get(form, form) for form in self.formats])
         _each_once(self, "formats")
+
+
+@dataclass(frozen=True)
+class PredictConfig(PredictBase):
+    """Evaluation and prediction: tile size and output files."""
+
+    tile: Size = Size((1024, 1024))
+    """Tile size of evaluation and prediction, which determines their memory. With run.memory,
+    tiles are as large as fit instead."""
+    scratch: str | None = None
+    """Folder for the feature maps before norms that need the whole image (instance, group), or
+    ``memory``. By default they stay in memory if they fit into half of the free memory or of
+    run.memory; else they go to the system's temporary folder."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        to_sizes(self, "tile")
         _path(self, "scratch")
 
 
 @dataclass(frozen=True)
-class RunConfig:
-    """The machine: device, threads, memory limit and time limit."""
+class RunBase:
+    """The machine: device, threads and time limit."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device that computes. auto: CUDA if it is available, else the CPU."""
@@ -618,20 +646,31 @@ class RunConfig:
     timeout: float = 1800.0
     """Seconds after which a hanging job is ended with a report of each rank's position. A job hangs
     if no rank makes progress or one rank is stopped. 0: never."""
+
+    memory: ClassVar[int | None] = None  # a setting of exact training
+
+    def __post_init__(self):
+        check_at_least(self, 0, "timeout")
+        _between(self, 1, 1024, "threads")
+
+
+@dataclass(frozen=True)
+class RunConfig(RunBase):
+    """The machine: device, threads, memory limit and time limit."""
+
     memory: int | str | None = None
     """Memory limit per rank, such as ``4GB`` or a number of bytes. In training and prediction,
     images are streamed in tiles that fit."""
 
     def __post_init__(self):
-        _at_least(self, 0, "timeout")
-        _between(self, 1, 1024, "threads")
+        super().__post_init__()
         if self.memory is not None:
             object.__setattr__(self, "memory", int(parse_bytes(self.memory)))
 
 
 @dataclass(frozen=True)
 class Config:
-    """All sections of the settings."""
+    """All sections of the settings of exact training."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
@@ -641,18 +680,23 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
-    patchgd: PatchgdConfig = field(default_factory=PatchgdConfig)
     predict: PredictConfig = field(default_factory=PredictConfig)
     run: RunConfig = field(default_factory=RunConfig)
 
     def __post_init__(self):
-        images = self.mesh.samples * self.train.accumulate * self.data.images
-        if images > _MOST_IMAGES:
-            raise ValueError(
-                f"mesh.samples {self.mesh.samples} x train.accumulate {self.train.accumulate} "
-                f"x data.images {self.data.images} are {images} images a step, "
-                f"more than {_MOST_IMAGES}: lower one of them"
-            )
+        check_step(self)
+
+
+def check_step(config) -> None:
+    """Refuse settings by which a step has too many images."""
+    mesh, train, data = config.mesh, config.train, config.data
+    images = mesh.samples * train.accumulate * data.images
+    if images > _MOST_IMAGES:
+        raise ValueError(
+            f"mesh.samples {mesh.samples} x train.accumulate {train.accumulate} "
+            f"x data.images {data.images} are {images} images a step, "
+            f"more than {_MOST_IMAGES}: lower one of them"
+        )
 
 
 def with_dims(config: Config, dims: int, image: str) -> Config:
@@ -673,7 +717,9 @@ def with_dims(config: Config, dims: int, image: str) -> Config:
         "predict.tile": (side,) * dims,
     }.items():
         section, _, field_ = setting.partition(".")
-        values = getattr(config, section)
+        values = getattr(config, section, None)
+        if not hasattr(values, field_):
+            continue  # a setting that this kind of config does not have
         value, default = getattr(values, field_), getattr(type(values)(), field_)
         if len(value) == dims:
             continue

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from distseg.config.settings import Config
 from distseg.data.formats.alpha import BAND
 from distseg.data.formats.georeference import Georeference
 from distseg.data.formats.readers import open_image
@@ -172,13 +171,16 @@ def check_type(image: str, dtype: np.dtype, data: dict) -> None:
         )
 
 
-def network_identity(checkpoint: Path, config: Config, manifest: dict) -> str:
+def network_identity(checkpoint: Path, manifest: dict, settings: Sequence) -> str:
     """Return a text that identifies the weights and settings of a network.
 
     It changes if a run is trained anew in the same folder.
+
+    Args:
+        checkpoint: the folder of the checkpoint.
+        manifest: its manifest.
+        settings: the values of the settings on which the results depend.
     """
-    spatial = config.spatial
-    settings = [spatial.halo, spatial.norm_scope, spatial.exchange_every, config.train.precision]
     return json.dumps(
         [
             _file_identity(checkpoint / "manifest.json"),

@@ -38,7 +38,7 @@ from torch import Tensor
 from distseg.comm.collective import Alone, add
 from distseg.comm.launch import raise_jointly
 from distseg.comm.mesh import Mesh
-from distseg.config.settings import Config
+from distseg.config.patchgd import PatchConfig
 from distseg.data.loader import bytes_of, read_labels, read_patches
 from distseg.data.prefetch import prefetch
 from distseg.data.sampler import Rows, Sample, crop_size, epoch_samples
@@ -140,7 +140,7 @@ class PatchLoader:
     patch reads it.
     """
 
-    def __init__(self, store: Store, config: Config, mesh: Mesh):
+    def __init__(self, store: Store, config: PatchConfig, mesh: Mesh):
         self.store, self.config, self.mesh = store, config, mesh
         self.bytes_read = self.steps_read = 0
         self.steps_per_epoch = len(self._samples(0))
@@ -184,7 +184,7 @@ class PatchEngine(ParameterUpdate):
 
     def __init__(
         self,
-        config: Config,
+        config: PatchConfig,
         mesh: Mesh,
         network: PatchNetwork,
         device=torch.device("cpu"),
@@ -204,7 +204,7 @@ class PatchEngine(ParameterUpdate):
             freeze(network, config.optim)
             own_memory(network)
             self.loss = Loss(config.loss, network.outputs)
-            step = config.spatial.norm_scope == "step"
+            step = config.patchgd.norm_scope == "step"
             # Norms over all sample groups must not be summed over the groups once more.
             groups = Alone() if step else mesh.groups
             self.context = Context(
@@ -275,7 +275,7 @@ class PatchEngine(ParameterUpdate):
         counts = [len(self.network.patches(size)) for size in images.sizes]
         turns = [self._rounds(size) for size in images.sizes]
         # With the scope "step", norms communicate with all sample groups: all do equal rounds.
-        step = self.config.spatial.norm_scope == "step"
+        step = self.config.patchgd.norm_scope == "step"
         rounds = range(self._most_rounds(images) if step or self._at_once else max(turns))
         drawn, features = [self._draw(images, "fill", j) for j in rounds], None
         read = (self._read(images, pairs) for pairs in drawn)
@@ -469,7 +469,7 @@ class PatchEngine(ParameterUpdate):
         return PatchPredictor(self.filler, self.mesh.replicas)
 
 
-def check_images(store: Store, config: Config) -> None:
+def check_images(store: Store, config: PatchConfig) -> None:
     """Refuse a store whose images cannot be trained on.
 
     Raises:

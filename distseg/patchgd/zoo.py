@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from torch import nn
 
-from distseg.config.settings import Config, PatchgdConfig
+from distseg.config.patchgd import PatchConfig, PatchgdConfig
+from distseg.config.settings import Config
 from distseg.config.sizes import Size
 from distseg.models.capture.capture import as_network
 from distseg.models.network import check_size, of_image, refusals
@@ -20,13 +21,13 @@ from distseg.patchgd.unet import PatchUNet
 from distseg.tiling import rng
 
 
-def network_of(config: Config, bands: int | None, outputs: int | None) -> nn.Module:
+def network_of(config: Config | PatchConfig, bands: int | None, outputs: int | None) -> nn.Module:
     """Return the network that a config trains.
 
     Raises:
         ValueError: see :func:`distseg.models.zoo.plain_model`; or PatchGD cannot train the network.
     """
-    if config.train.method != "patchgd":
+    if isinstance(config, Config):
         return outline_model(config.model, bands, outputs)
     return patch_network(
         config,
@@ -36,7 +37,10 @@ def network_of(config: Config, bands: int | None, outputs: int | None) -> nn.Mod
 
 
 def patch_network(
-    config: Config, made: Callable[[int], nn.Module], outputs: int, head: nn.Module | None = None
+    config: PatchConfig,
+    made: Callable[[int], nn.Module],
+    outputs: int,
+    head: nn.Module | None = None,
 ) -> PatchNetwork:
     """Return a network of patches with the head that ``patchgd`` names.
 
@@ -94,24 +98,28 @@ _UNET_WIDTH = 64
 _NORMS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm, nn.GroupNorm)
 
 
-def with_grid(config: Config, size: Sequence[int]) -> Config:
-    """Return the config with ``patchgd.grid`` set for training images of this size.
+def with_grid(settings: PatchgdConfig, size: Sequence[int]) -> PatchgdConfig:
+    """Return the settings with ``grid`` set for training images of this size.
 
-    The config stays as it is if the head takes any grid, or if a grid is given.
+    They stay as they are if the head takes any grid, or if a grid is given.
+
+    Raises:
+        ValueError: a grid is given, but the head takes any.
     """
-    settings = config.patchgd
-    if (
-        config.train.method != "patchgd"
-        or not of_one_grid(settings.head)
-        or settings.grid is not None
-        or len(size) != len(settings.patch)
-    ):
-        return config
+    if not of_one_grid(settings.head):
+        if settings.grid is not None:
+            raise ValueError(
+                f"patchgd.grid is {settings.grid}, but patchgd.head {settings.head} takes any "
+                "grid: set that to conv3 or conv4, or leave patchgd.grid out"
+            )
+        return settings
+    if settings.grid is not None or len(size) != len(settings.patch):
+        return settings
     grid = tuple(map(len, starts_of(size, settings.patch, settings.step or settings.patch)))
-    return replace(config, patchgd=replace(settings, grid=grid))
+    return replace(settings, grid=grid)
 
 
-def check_grids(network: PatchNetwork, config: Config, sizes: Sequence[Sequence[int]]) -> None:
+def check_grids(network: PatchNetwork, config: PatchConfig, sizes: Sequence[Sequence[int]]) -> None:
     """Refuse a head that cannot take the grid of patches of an image of one of these sizes.
 
     Raises:
@@ -119,9 +127,7 @@ def check_grids(network: PatchNetwork, config: Config, sizes: Sequence[Sequence[
     """
     settings = config.patchgd
     grids = {network.grid(size): size for size in sizes}
-    together = config.data.images * (
-        config.mesh.samples if config.spatial.norm_scope == "step" else 1
-    )
+    together = config.data.images * (config.mesh.samples if settings.norm_scope == "step" else 1)
     for grid, size in grids.items():
         network.check_grid(size)
         if not isinstance(network, PatchUNet):

@@ -16,7 +16,8 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from distseg.config.settings import Config
+from distseg.config.patchgd import PatchConfig
+from distseg.config.settings import Config, LossConfig, MeshBase, ModelBase
 from distseg.config.sizes import Size
 from distseg.data.sampler import crop_size
 from distseg.data.store.store import Store
@@ -52,10 +53,6 @@ class Facts:
     def stages(self) -> int:
         """Number of stages of a rank that drives several devices."""
         return stages_of(self.config.pipeline)
-
-    @property
-    def norm(self) -> str | None:
-        return norm_of(self.config)
 
     @property
     def on_devices(self) -> bool:
@@ -141,72 +138,8 @@ def _streaming(other: str, beside: Callable[[Facts], bool], why: str) -> tuple[R
     return rule("spatial.streaming"), rule("run.memory")
 
 
-def _with_patchgd(setting: str) -> Rule:
-    return Rule(
-        setting,
-        "train.method",
-        lambda f: f.config.train.method == "patchgd",
-        "train.method is patchgd, which computes patches, each as a whole image on one rank: "
-        "leave one of them out",
-    )
-
-
-def _without_patchgd(setting: str) -> Rule:
-    return Rule(
-        setting,
-        "train.method",
-        lambda f: f.config.train.method != "patchgd",
-        "train.method is {c.train.method}: set that to patchgd, or leave it out",
-    )
-
-
-_NOT_WITH_PATCHGD = (
-    "mesh.stages",
-    "pipeline.placement",
-    "pipeline.schedule",
-    "pipeline.balance",
-    "pipeline.recompute",
-    "spatial.tiles_per_rank",
-    "spatial.streaming",
-    "spatial.halo",
-    "spatial.exchange_every",
-    "spatial.frozen_norm",
-    "train.accumulate",
-    "run.memory",
-    "model.outputs",
-)
-_PATCHGD_ONLY = (
-    "patchgd.patch",
-    "patchgd.step",
-    "patchgd.features",
-    "patchgd.sampled",
-    "patchgd.inner",
-    "patchgd.accumulate",
-    "patchgd.head",
-    "patchgd.head_channels",
-    "patchgd.at_once",
-    "patchgd.grid",
-    "patchgd.statistics",
-    "patchgd.y_filling",
-)
-
 RULES = (
     # Contradictions.
-    *map(_with_patchgd, _NOT_WITH_PATCHGD),
-    Rule(
-        "spatial.norm_scope",
-        "train.method",
-        lambda f: f.config.train.method == "patchgd" and f.windows,
-        "train.method is patchgd: set it to group or step",
-    ),
-    *map(_without_patchgd, _PATCHGD_ONLY),
-    Rule(
-        "patchgd.grid",
-        "patchgd.head",
-        lambda f: f.config.patchgd.head in ("cnn", "cnn-max", "transformer", "attention"),
-        "patchgd.head {c.patchgd.head} takes any grid: set that to conv3 or conv4, or leave "
-        "patchgd.grid out",
-    ),
     Rule(
         "spatial.halo",
         "spatial.exchange_every",
@@ -315,24 +248,11 @@ RULES = (
     ),
     # Settings without effect.
     Rule(
-        "model.groups",
-        "model.norm",
-        lambda f: f.norm not in ("group", None),
-        "model.norm is {f.norm}: set it to group, or leave model.groups out",
-    ),
-    Rule(
         "pipeline.recompute",
         "spatial.streaming",
         lambda f: f.streaming,
         "streamed tiles (run.memory or spatial.streaming) decide by themselves what is "
         "recomputed: leave it out",
-    ),
-    Rule(
-        "spatial.fuse_below",
-        "spatial.exchange_every",
-        lambda f: not f.config.spatial.exchanges,
-        "spatial.exchange_every is all, so that nothing is exchanged: set that to 1, 2, ... or "
-        "level, or leave spatial.fuse_below out",
     ),
     Rule(
         "spatial.scratch",
@@ -347,39 +267,6 @@ RULES = (
         lambda f: f.streaming and f.config.run.memory is not None,
         "run.memory is given and decides the tiles: leave one of them out",
     ),
-    Rule(
-        "data.focus_share",
-        "data.focus_class",
-        lambda f: f.config.data.focus_class is None,
-        "data.focus_class is not set: name a class, or leave data.focus_share out",
-    ),
-    Rule(
-        "data.epoch_samples",
-        "data.crop",
-        lambda f: f.config.data.crop is None,
-        "whole images are trained on, each once an epoch: set data.crop, or leave "
-        "data.epoch_samples out",
-    ),
-    Rule(
-        "train.init_names",
-        "train.init",
-        lambda f: f.config.train.init is None,
-        "train.init is not set: name a file, or leave train.init_names out",
-    ),
-    Rule(
-        "optim.decay_factor",
-        "optim.schedule",
-        lambda f: f.config.optim.schedule != "linear",
-        "optim.schedule is {c.optim.schedule}, which does not read it: set that to linear, or "
-        "leave optim.decay_factor out",
-    ),
-    Rule(
-        "optim.momentum",
-        "optim.name",
-        lambda f: f.config.optim.name != "sgd",
-        "optim.name is {c.optim.name}, which has none: set that to sgd, or leave optim.momentum "
-        "out",
-    ),
 )
 
 
@@ -393,6 +280,7 @@ def check_settings(config: Config, model: nn.Module | None = None) -> None:
     Raises:
         ValueError: naming the setting, its value, the other setting, the reason and the repair.
     """
+    check_groups(config.model)
     modules = model.named_modules() if model is not None else ()
     facts = Facts(config, [(name, m) for name, m in modules if isinstance(m, STATISTICAL)])
     for rule in RULES:
@@ -415,6 +303,16 @@ def check_settings(config: Config, model: nn.Module | None = None) -> None:
     if scratch not in (None, "memory") and not os.path.isdir(scratch):
         raise ValueError(
             f"spatial.scratch is {scratch}, which is no folder: make it, or name another"
+        )
+
+
+def check_groups(model: ModelBase) -> None:
+    """Refuse a number of groups for a network without group norms."""
+    norm = norm_of(model)
+    if model.groups is not None and norm not in ("group", None):
+        raise ValueError(
+            f"model.groups is {model.groups}, but model.norm is {norm}: set it to group, or leave "
+            "model.groups out"
         )
 
 
@@ -485,19 +383,22 @@ def _values_of_norms(
         yield call.name, math.prod(cells[node.first]) * times
 
 
-def check_labels(store: Store, model: nn.Module, config: Config) -> None:
+def check_labels(
+    store: Store, model: nn.Module, crop: Sequence[int] | None, loss: LossConfig
+) -> None:
     """Refuse a network, or a loss, that does not fit the kind of labels in the store.
 
     Args:
         store: the training data.
         model: the network, plain or captured.
-        config: the settings.
+        crop: the size of crops, or None.
+        loss: the settings of the loss.
 
     Raises:
         ValueError: naming both kinds and the repair.
     """
     numbers = len(store.classes) == 1
-    size = crop_size(store.size(store.split("train")[0]), config.data.crop)
+    size = crop_size(store.size(store.split("train")[0]), crop)
     if of_image(model, size) != store.of_images:
         made, has = (
             ("a vector of each image", "labels of pixels")
@@ -508,14 +409,14 @@ def check_labels(store: Store, model: nn.Module, config: Config) -> None:
             f"the network makes {made}, but {store.path} has {has}: take another network "
             "(model.name), or prepare the store with the labels that are meant"
         )
-    if of_numbers(config.loss.name) != numbers:
+    if of_numbers(loss.name) != numbers:
         has = (
             f"a number for each image ({store.classes[0]})"
             if numbers
             else f"{len(store.classes)} classes"
         )
         raise ValueError(
-            f"loss.name is {config.loss.name}, but {store.path} has {has}: take "
+            f"loss.name is {loss.name}, but {store.path} has {has}: take "
             f"{'mse or l1' if numbers else 'cross_entropy'}"
         )
 
@@ -530,23 +431,13 @@ def notes(config: Config, model: nn.Module) -> list[str]:
     norms = [m for m in model.modules() if isinstance(m, NORMS)]
     spatial, mesh = config.spatial, config.mesh
     found = []
-    if spatial.norm_scope == "step" and not any(
-        isinstance(m, nn.modules.batchnorm._BatchNorm) for m in norms
-    ):
+    if spatial.norm_scope == "step" and not has_batch_norm(model):
         found.append("spatial.norm_scope step is without effect: the model has no batch norm")
     if spatial.norm_scope == "window" and not norms:
         found.append("spatial.norm_scope window is without effect: the model has no norm")
     if spatial.frozen_norm and not norms:
         found.append("spatial.frozen_norm is without effect: the model has no norm")
-    if (fewer := _fewer_groups(config, model)) is not None:
-        found.append(
-            f"model.groups {config.model.groups} does not divide the channels of {fewer[0]}, so "
-            f"it takes {fewer[1]}"
-        )
-    if config.patchgd.statistics == "pass" and not any(
-        isinstance(m, nn.modules.batchnorm._BatchNorm) for m in norms
-    ):
-        found.append("patchgd.statistics pass is without effect: the model has no batch norm")
+    found += _fewer_groups(config.model, model)
     if config.model.outputs:
         weights = ", ".join(f"{name} ({weight:g})" for name, weight in config.model.outputs.items())
         found.append(
@@ -555,28 +446,52 @@ def notes(config: Config, model: nn.Module) -> list[str]:
         )
     if config.pipeline.placement == "v-shaped" and mesh.stages == 1:
         found.append("pipeline.placement v-shaped is without effect: mesh.stages is 1")
-    if mesh.compression != "none" and mesh.samples * mesh.tiles.volume == 1:
-        found.append(
-            f"mesh.compression {mesh.compression} is without effect: one rank holds all of the "
-            "gradient"
+    return found + _uncompressed(mesh)
+
+
+def patch_notes(config: PatchConfig, model: nn.Module) -> list[str]:
+    """Return notes on settings of PatchGD as :func:`notes` does on those of exact training."""
+    found = [
+        f"{setting} is without effect: the model has no batch norm"
+        for setting, is_set in (
+            ("patchgd.norm_scope step", config.patchgd.norm_scope == "step"),
+            ("patchgd.statistics pass", config.patchgd.statistics == "pass"),
         )
-    return found
+        if is_set and not has_batch_norm(model)
+    ]
+    return found + _fewer_groups(config.model, model) + _uncompressed(config.mesh)
 
 
-def _fewer_groups(config: Config, model: nn.Module) -> tuple[str, int] | None:
-    """Return the name and number of groups of a group norm with fewer than ``model.groups``.
+def has_batch_norm(model: nn.Module) -> bool:
+    """Return True if a network has a batch norm."""
+    return any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
 
-    Return None if there is none.
-    """
-    groups = config.model.groups
-    if not groups or norm_of(config) != "group":
-        return None
+
+def _uncompressed(mesh: MeshBase) -> list[str]:
+    """Return a note if gradients are to be compressed, but no rank sends any."""
+    if mesh.compression == "none" or mesh.samples * mesh.tiles.volume > 1:
+        return []
+    return [
+        f"mesh.compression {mesh.compression} is without effect: one rank holds all of the gradient"
+    ]
+
+
+def _fewer_groups(settings: ModelBase, model: nn.Module) -> list[str]:
+    """Return a note if a group norm has fewer groups than ``model.groups``."""
+    groups = settings.groups
+    if not groups or norm_of(settings) != "group":
+        return []
     every = (
         (name, layer.num_groups)
         for name, layer in model.named_modules()
         if isinstance(layer, nn.GroupNorm) and layer.num_channels % groups
     )
-    return next((found for found in every if found[1] != groups), None)
+    fewer = next((found for found in every if found[1] != groups), None)
+    if fewer is None:
+        return []
+    return [
+        f"model.groups {groups} does not divide the channels of {fewer[0]}, so it takes {fewer[1]}"
+    ]
 
 
 def value_of(config: Config, setting: str):
@@ -585,31 +500,31 @@ def value_of(config: Config, setting: str):
     return getattr(getattr(config, section), field)
 
 
-def norm_of(config: Config) -> str | None:
-    """Return the kind of norm of the config's network.
+def norm_of(model: ModelBase) -> str | None:
+    """Return the kind of norm of a network.
 
     Return None for a user's own function, whose norms do not follow from ``model.norm``.
     """
     from distseg.models.zoo import ZOO
 
-    name = config.model.name
+    name = model.name
     if ":" in name:
         return None
     entry = ZOO.get(name)
-    return config.model.norm or (entry.arguments.get("norm") if entry else None) or "instance"
+    return model.norm or (entry.arguments.get("norm") if entry else None) or "instance"
 
 
-def with_store(config: Config, ignore: int) -> Config:
-    """Return the config with the store's ignore value as ``loss.ignore_index``.
+def with_store(loss: LossConfig, store: Store) -> LossConfig:
+    """Return the settings of the loss with the store's ignore value as ``ignore_index``.
 
     Raises:
-        ValueError: the config sets another value.
+        ValueError: the settings have another value.
     """
-    own = config.loss.ignore_index
-    if own not in (ignore, _DEFAULTS.loss.ignore_index):
+    own, ignore = loss.ignore_index, store.ignore
+    if own not in (ignore, LossConfig.ignore_index):
         raise ValueError(
-            f"loss.ignore_index is {own}, but the labels of {config.data.store} have {ignore} "
+            f"loss.ignore_index is {own}, but the labels of {store.path} have {ignore} "
             "where nothing counts: leave loss.ignore_index out, or prepare the store with "
             f"--ignore {own}"
         )
-    return replace(config, loss=replace(config.loss, ignore_index=ignore))
+    return replace(loss, ignore_index=ignore)

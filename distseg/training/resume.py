@@ -108,7 +108,7 @@ def mesh_change(before: Mapping, now: Mapping, batch_norm: bool) -> list[str]:
             f"a step was of {images[0]} images, is of {images[1]}, so the loss curve is another; "
             "train.accumulate and data.images make it the same"
         )
-    elif now["spatial"]["norm_scope"] == "window" or now["spatial"]["halo"] is not None:
+    elif _approximate(now.get("spatial", {})):
         what = "what is approximate (spatial.norm_scope window, spatial.halo) depends on it"
     elif batch_norm and _together(before) != _together(now):
         what = "batch norm sees other images of a step together, so the loss curve is another"
@@ -118,19 +118,24 @@ def mesh_change(before: Mapping, now: Mapping, batch_norm: bool) -> list[str]:
 
 
 def _shape(mesh: Mapping) -> str:
-    return f"{mesh['samples']} samples x ({mesh['tiles']}) tiles x {mesh['stages']} stages"
+    stages = mesh.get("stages", 1)  # PatchGD has no stages
+    return f"{mesh['samples']} samples x ({mesh['tiles']}) tiles x {stages} stages"
+
+
+def _approximate(spatial: Mapping) -> bool:
+    return spatial.get("norm_scope") == "window" or spatial.get("halo") is not None
 
 
 def _images(config: Mapping) -> int:
     """Return the number of images of a step."""
-    return config["mesh"]["samples"] * config["train"]["accumulate"] * config["data"]["images"]
+    accumulate = config["train"].get("accumulate", 1)  # PatchGD has one micro-batch a step
+    return config["mesh"]["samples"] * accumulate * config["data"]["images"]
 
 
 def _together(config: Mapping) -> int:
     """Return the number of a step's images that a batch norm sees together."""
-    return config["data"]["images"] * (
-        1 if config["spatial"]["norm_scope"] == "group" else config["mesh"]["samples"]
-    )
+    scope = config["spatial" if "spatial" in config else "patchgd"].get("norm_scope", "group")
+    return config["data"]["images"] * (1 if scope == "group" else config["mesh"]["samples"])
 
 
 def schedule_change(

@@ -6,7 +6,7 @@ import hashlib
 import math
 import platform
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import IO
 
@@ -16,7 +16,8 @@ from distseg.comm.consistency import assert_consistent, versions
 from distseg.comm.launch import raise_jointly, set_up
 from distseg.comm.mesh import Mesh, MeshShape
 from distseg.comm.watch import phase
-from distseg.config.settings import Config, OptimConfig, with_dims
+from distseg.config.patchgd import PatchConfig
+from distseg.config.settings import Config, DataBase, ModelBase, OptimConfig, with_dims
 from distseg.config.sizes import Size
 from distseg.data.loader import StepLoader
 from distseg.data.sampler import crop_size
@@ -44,7 +45,16 @@ from distseg.training.checkpoint.saving import (
     set_aside,
     state_bytes,
 )
-from distseg.training.conflicts import check_labels, check_norms, check_settings, notes, with_store
+from distseg.training.conflicts import (
+    check_groups,
+    check_labels,
+    check_norms,
+    check_settings,
+    has_batch_norm,
+    notes,
+    patch_notes,
+    with_store,
+)
 from distseg.training.engine import Engine, approximations, owned_per_rank
 from distseg.training.resume import (
     Position,
@@ -55,14 +65,14 @@ from distseg.training.resume import (
     position_of,
     schedule_change,
 )
-from distseg.training.run_config import is_code
+from distseg.training.run_config import check_method, is_code
 
 
 class Run:
     """Objects of a training run and its position. Collective to make.
 
     Args:
-        config: the settings.
+        config: the settings, of exact training or of PatchGD.
         world: the communicator of all ranks.
 
     Attributes:
@@ -74,28 +84,33 @@ class Run:
             ranks before any work.
     """
 
-    def __init__(self, config: Config, world):
+    def __init__(self, config: Config | PatchConfig, world):
         self.world, self.first = world, world.rank == 0
         phase("opening the store and the run's folder")
         self.device, self.threads = set_up(world, config.run.device, config.run.threads)
         with raise_jointly(world):
-            self.store = _open_store(config)
+            self.store = _open_store(config.data)
             first = self.store.size(self.store.split("train")[0])
-            config = with_dims(with_store(config, self.store.ignore), len(first), str(Size(first)))
-            config = with_grid(config, _largest(self.store, config))
+            config = replace(config, loss=with_store(config.loss, self.store))
+            config = with_dims(config, len(first), str(Size(first)))
+            self.image = _largest(self.store, config.data.crop)
+            if isinstance(config, PatchConfig):
+                config = replace(config, patchgd=with_grid(config.patchgd, self.image))
             self.config = config
             MeshShape(config.mesh.samples, config.mesh.tiles, config.mesh.stages).check(world.size)
-            check_settings(config)
-            if config.train.method == "patchgd":
+            if isinstance(config, PatchConfig):
+                check_groups(config.model)
                 check_images(self.store, config)
-            self.model = network_of(config, self.store.bands, _outputs(config, self.store))
+            else:
+                check_settings(config)
+            self.model = network_of(config, self.store.bands, _outputs(config.model, self.store))
             sizes = {
                 name: crop_size(self.store.size(name), config.data.crop)
                 for name in self.store.split("train")
             }
             if isinstance(self.model, PatchNetwork):
                 check_grids(self.model, config, list(sizes.values()))
-            check_labels(self.store, self.model, config)
+            check_labels(self.store, self.model, config.data.crop, config.loss)
             self.parameters = sum(p.numel() for p in self.model.parameters())
             self.channels = channels_of(self.model)
             for name, size in sizes.items():
@@ -103,15 +118,19 @@ class Run:
             own_sizes = sorted(set(sizes.values()))[world.rank :: world.size]
             for size in own_sizes:
                 check_calls(self.model, size, config.data.images)
-            # The norms of PatchGD see patches, not these images.
-            if config.train.method != "patchgd":
+            if isinstance(config, PatchConfig):
+                self._notes = patch_notes(config, self.model)
+            else:
+                # The norms of PatchGD see patches, not these images.
                 check_norms(config, self.model, sizes)
-            self._notes = notes(config, self.model)
-            self._batch_norm = not config.spatial.frozen_norm and any(
-                isinstance(m, nn.modules.batchnorm._BatchNorm) for m in self.model.modules()
+                self._notes = notes(config, self.model)
+            self._batch_norm = has_batch_norm(self.model) and (
+                isinstance(config, PatchConfig) or not config.spatial.frozen_norm
             )
             self.checkpoint = chosen(config.train.output, config.train.resume)
             self.resumed = read_run_manifest(self.checkpoint) if self.checkpoint else {}
+            if self.resumed:
+                check_method(self.resumed, config, self.checkpoint)
             init = config.train.init if not self.checkpoint else None
             self.init = (
                 None if init is None else pretrained(init, self._begun, config.train.init_names)
@@ -125,8 +144,7 @@ class Run:
         phase("building the network")
         precision, channels_last = choose(config.train, self.device, world)
         self.mesh = Mesh(world, config.mesh.samples, config.mesh.tiles, config.mesh.stages)
-        self.image = _largest(self.store, config)
-        by_patches = config.train.method == "patchgd"
+        by_patches = isinstance(config, PatchConfig)
         if by_patches:
             kind = MapEngine if isinstance(self.model, PatchUNet) else PatchEngine
             self.engine = engine = kind(
@@ -247,7 +265,7 @@ class Run:
                     self.lines.append(f"{output}: {what} moved to {aside.name}")
                 if is_code(config.model.name):
                     remember_run(output, config.model.name)
-                if is_code(config.patchgd.head):
+                if isinstance(config, PatchConfig) and is_code(config.patchgd.head):
                     remember_run(output, config.patchgd.head, "head")
         writes = self.mesh.replicas.rank == 0
         return (
@@ -293,7 +311,7 @@ class Run:
 
     def _introduction(self) -> list[str]:
         config, engine, mesh = self.config, self.engine, self.mesh
-        by_patches = config.train.method == "patchgd"
+        by_patches = isinstance(config, PatchConfig)
         sees = (
             ""
             if by_patches
@@ -386,27 +404,24 @@ def lock_run(output: Path) -> IO:
     return lock
 
 
-def _open_store(config: Config) -> Store:
-    if not config.data.store:
+def _open_store(data: DataBase) -> Store:
+    if not data.store:
         raise ValueError("data.store is not set: name the HDF5 store that 'distseg prepare' wrote")
-    return Store(config.data.store, shrink=config.data.shrink)
+    return Store(data.store, shrink=data.shrink)
 
 
-def _largest(store: Store, config: Config) -> tuple[int, ...]:
+def _largest(store: Store, crop: Size | None) -> tuple[int, ...]:
     """Return the size of the largest training sample, by which stages are balanced."""
-    return max(
-        (crop_size(store.size(name), config.data.crop) for name in store.split("train")),
-        key=math.prod,
-    )
+    return max((crop_size(store.size(name), crop) for name in store.split("train")), key=math.prod)
 
 
-def _outputs(config: Config, store: Store) -> int | None:
+def _outputs(model: ModelBase, store: Store) -> int | None:
     """Return the number of the network's outputs.
 
     It is one per class, or one for a store of numbers, which has one class. Two classes may share
     one output (sigmoid) if ``model.out_channels`` is 1.
     """
-    return 1 if config.model.out_channels == 1 and len(store.classes) == 2 else len(store.classes)
+    return 1 if model.out_channels == 1 and len(store.classes) == 2 else len(store.classes)
 
 
 def step_loader(config: Config, store: Store, mesh: Mesh, engine: Engine) -> StepLoader:
@@ -429,7 +444,7 @@ def step_loader(config: Config, store: Store, mesh: Mesh, engine: Engine) -> Ste
     )
 
 
-def plain(config: Config) -> dict:
+def plain(config: Config | PatchConfig) -> dict:
     """Return a config as plain values for JSON and YAML; sizes are strings such as 97x131."""
     return {
         s: {k: str(v) if isinstance(v, tuple) else v for k, v in fields.items()}

@@ -16,7 +16,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from distseg.config.settings import Config, ModelConfig, PatchgdConfig, TrainConfig
+from distseg.config.file import sections
+from distseg.config.patchgd import PatchConfig, PatchgdConfig
+from distseg.config.settings import Config, ModelBase, ModelConfig
 from distseg.models.bands import record_images
 from distseg.models.capture.capture import as_network
 from distseg.models.joined import joined
@@ -32,7 +34,7 @@ TAKEN = {
     "pipeline": ("schedule", "balance", "placement"),
     "spatial": ("halo", "exchange_every", "fuse_below", "norm_scope"),
     "data": ("store", "shrink"),
-    "train": ("method", "precision", "channels_last"),
+    "train": ("precision", "channels_last"),
     "patchgd": tuple(field.name for field in fields(PatchgdConfig)),
     "predict": ("tile", "probabilities", "formats"),
     "run": ("device",),
@@ -60,18 +62,19 @@ def taken_over(config: dict, run: str) -> dict:
             f"{run}: the network in manifest.json has {unknown[0]}, which this distseg does not "
             "know: update distseg, or use another checkpoint"
         )
-    found = {}
+    found, known = {}, sections(kind_of(config))
     for section, names in TAKEN.items():
         content = config.get(section)
-        if isinstance(content, dict):
-            found[section] = {name: content[name] for name in names if name in content}
+        if isinstance(content, dict) and section in known:
+            those = [name for name in names if name in content and name in known[section]]
+            found[section] = {name: content[name] for name in those}
     if is_code(model["name"]) and distrusted(_folder(run), model["name"]):
         del found["model"]["name"]  # the user must name it
     if is_code(head := _head_of(config)) and distrusted(_folder(run), head, "head"):
         del found["patchgd"]["head"]
     if _on_devices(config):
         for name in ("balance", "placement"):
-            found["pipeline"].pop(name, None)
+            found.get("pipeline", {}).pop(name, None)
     return found
 
 
@@ -95,12 +98,12 @@ def left_behind(config: dict, defaults: dict) -> list[str]:
         section, _, field = setting.partition(".")
         content = config.get(section)
         value = content.get(field) if isinstance(content, dict) else None
-        if value is not None and value != defaults[section][field]:
+        if value is not None and value != defaults.get(section, {}).get(field, value):
             found.append(f"{setting} {value}")
     return found
 
 
-def check_model(config: dict, own: ModelConfig, run: str) -> None:
+def check_model(config: dict, own: ModelBase, run: str) -> None:
     """Refuse code that the user did not name, and a network other than the run's.
 
     Args:
@@ -143,9 +146,30 @@ def check_head(config: dict, given: str, run: str) -> None:
 
 def _head_of(config: dict) -> str:
     """Return ``patchgd.head`` of a run, or "" if the run is not PatchGD."""
+    return str(config["patchgd"].get("head", "")) if kind_of(config) is PatchConfig else ""
+
+
+def kind_of(config: dict) -> type:
+    """Return the class of a manifest's ``config``: that of exact training or of PatchGD."""
     train, section = config.get("train"), config.get("patchgd")
-    section = section if isinstance(train, dict) and train.get("method") == "patchgd" else None
-    return str(section.get("head", "")) if isinstance(section, dict) else ""
+    # Runs of earlier versions have the section always, and the method beside it.
+    method = train.get("method", "patchgd") if isinstance(train, dict) else "patchgd"
+    return PatchConfig if isinstance(section, dict) and method == "patchgd" else Config
+
+
+def check_method(manifest: dict, config: Config | PatchConfig, checkpoint: Path) -> None:
+    """Refuse to go on from a checkpoint of the other kind of training.
+
+    Raises:
+        ValueError: naming the checkpoint and the command that goes on from it.
+    """
+    kind = kind_of(manifest["config"])
+    if not isinstance(config, kind):
+        words = ("PatchGD", "patchgd") if kind is PatchConfig else ("exact training", "train")
+        raise ValueError(
+            f"{checkpoint} was written by {words[0]}: go on from it with distseg {words[1]}, or "
+            "choose another train.output"
+        )
 
 
 def check_named(config: dict, given: str, run: str) -> None:
@@ -251,7 +275,7 @@ def _network(
     )
 
 
-def load_named(checkpoint: Path, own: ModelConfig) -> nn.Module:
+def load_named(checkpoint: Path, own: ModelBase) -> nn.Module:
     """Return the network of a checkpoint, which takes normalised images.
 
     Args:
@@ -270,7 +294,7 @@ def load_named(checkpoint: Path, own: ModelConfig) -> nn.Module:
     )
 
 
-def _open(model: ModelConfig) -> ModelConfig:
+def _open(model: ModelBase) -> ModelBase:
     """Return model settings without ``out_channels``; the number of outputs is in the manifest.
 
     A backbone of PatchGD has another number of outputs.
@@ -307,9 +331,8 @@ def _with_weights(
                 f"{checkpoint} was trained with the head {_head_of(manifest['config'])}: make it, "
                 "and give it to distseg.load as head"
             )
-        config = Config(
-            model=ModelConfig(seed=taken["model"].get("seed", 0)),
-            train=TrainConfig(method="patchgd"),
+        config = PatchConfig(
+            model=ModelBase(seed=taken["model"].get("seed", 0)),
             patchgd=PatchgdConfig(**taken["patchgd"]),
         )
         network = patch_network(config, made, outputs, head)
@@ -323,7 +346,7 @@ def _with_weights(
 
 def of_patches(manifest: dict) -> bool:
     """Return True if a run was trained by PatchGD (:mod:`distseg.patchgd.network`)."""
-    return manifest["config"].get("train", {}).get("method") == "patchgd"
+    return kind_of(manifest["config"]) is PatchConfig
 
 
 def is_code(name: str) -> bool:

@@ -20,6 +20,7 @@ import math
 import os
 import struct
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -267,21 +268,16 @@ def prepare(config: Config, image: Size | None):
     Images are random ones of size ``image``, or those of ``data.store`` if ``image`` is None.
 
     Raises:
-        ValueError: there is neither a size nor a store, or the method is PatchGD, which has no
-            exact step.
+        ValueError: there is neither a size nor a store.
     """
-    if config.train.method == "patchgd":
-        raise ValueError(
-            "train.method is patchgd, which approximates the gradient, and here are exact steps "
-            "alone: set train.method to exact"
-        )
     if config.data.store and image is None:
         store = Store(config.data.store, shrink=config.data.shrink)
         size = store.size(store.split("train")[0])
-        config = with_dims(with_store(config, store.ignore), len(size), str(Size(size)))
+        config = replace(config, loss=with_store(config.loss, store))
+        config = with_dims(config, len(size), str(Size(size)))
         classes = None if config.model.out_channels == 1 else len(store.classes)
         model = plain_model(config.model, store.bands, classes)
-        check_labels(store, model, config)
+        check_labels(store, model, config.data.crop, config.loss)
         return config, model, StoreImages(store, config, _batch(config))
     if image is None:
         raise ValueError(

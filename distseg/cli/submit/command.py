@@ -18,6 +18,7 @@ from distseg.cli.submit.sites import SITES, site_of
 from distseg.cli.submit.studies import grown, node_counts, sweep
 from distseg.cli.submit.systems import SYSTEMS, System, seconds_of, system_of
 from distseg.comm.mesh import MeshShape
+from distseg.config.patchgd import PatchConfig
 from distseg.config.settings import Config
 from distseg.report.disk import atomic_write, check_replaceable
 
@@ -118,7 +119,12 @@ def add_flags(parser) -> None:
     )
 
 
-def submit(asked, config: Config, arguments: list[str], read: Callable[[list[str]], Config]) -> int:
+def submit(
+    asked,
+    config: Config | PatchConfig,
+    arguments: list[str],
+    read: Callable[[list[str]], Config | PatchConfig],
+) -> int:
     """Print, write or hand in the scripts that ``asked`` describes; return the exit status.
 
     Args:
@@ -127,7 +133,7 @@ def submit(asked, config: Config, arguments: list[str], read: Callable[[list[str
         arguments: the flags as they were written.
         read: returns the settings of other flags.
     """
-    path = _config_file(arguments)
+    path = config_file(arguments)
     jobs = _jobs(asked, path, config, _differences(read([path]), config), read, _command(arguments))
     scripts = [(job, render(job)) for job in jobs]  # all are made before the first is written
     _note_missing_store(config.data.store)
@@ -146,7 +152,7 @@ def submit(asked, config: Config, arguments: list[str], read: Callable[[list[str
     return 0
 
 
-def _config_file(arguments: list[str]) -> str:
+def config_file(arguments: list[str]) -> str:
     """Return the config file among the flags: the first argument, or the value of ``--config``.
 
     Raises:
@@ -166,9 +172,9 @@ def _config_file(arguments: list[str]) -> str:
 def _jobs(
     asked,
     path: str,
-    config: Config,
+    config: Config | PatchConfig,
     flags: list[str],
-    read: Callable[[list[str]], Config],
+    read: Callable[[list[str]], Config | PatchConfig],
     command: str,
 ) -> list[Job]:
     """Return the jobs that the flags ask for, after checking that they are possible.
@@ -212,6 +218,7 @@ def _jobs(
         warn=warning_of(seconds, asked.warn),
         script=asked.output or f"{name}.{system.suffix}",
         command=command,
+        trains="patchgd" if isinstance(config, PatchConfig) else "train",
         account=asked.account,
         queue=asked.queue,
         qos=asked.qos,
@@ -223,13 +230,13 @@ def _jobs(
     if asked.scaling:
         return _scaling(job, asked, config.train.output)
     job = replace(job, nodes=nodes_for(shape, job.nodes, asked.nodes))
-    entries = sweep(asked.sweep, config.train.output) if asked.sweep else []
+    entries = sweep(asked.sweep, config.train.output, type(config)) if asked.sweep else []
     for entry in entries:
         _check_entry(job, entry, _shape(read([path, *flags, *entry])))
     return [replace(job, entries=tuple(entries))]
 
 
-def _shape(config: Config) -> MeshShape:
+def _shape(config: Config | PatchConfig) -> MeshShape:
     return MeshShape(config.mesh.samples, config.mesh.tiles, config.mesh.stages)
 
 
@@ -279,11 +286,11 @@ def _without(flags: tuple[str, ...], names: tuple[str, ...]) -> list[str]:
     ]
 
 
-def _differences(one: Config, other: Config) -> list[str]:
+def _differences(one: Config | PatchConfig, other: Config | PatchConfig) -> list[str]:
     """Return the flags that turn the config ``one`` into ``other``."""
     fields = [
         (section, key)
-        for section in Config.__dataclass_fields__
+        for section in type(other).__dataclass_fields__
         for key in vars(getattr(other, section))
     ]
 

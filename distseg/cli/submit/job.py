@@ -131,6 +131,8 @@ class Job:
     """The file of the script."""
     command: str = "distseg submit"
     """The command that made the script."""
+    trains: str = "train"
+    """The subcommand that the script runs: train or patchgd."""
     account: str | None = None
     queue: str | None = None
     qos: str | None = None

@@ -151,6 +151,7 @@ def _words(job: Job) -> dict[str, object]:
         "entries": _cases(job) if many else None,
         "mesh": f"{job.shape}: {job.shape.size} processes, on {nodes}",
         "launch": launch_line(job),
+        "trains": job.trains,
         "arguments": " ".join(
             [
                 shlex.quote(job.config),

@@ -4,27 +4,28 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import fields
 from itertools import product
 
 from distseg.comm.mesh import MeshShape
+from distseg.config.file import sections
 from distseg.config.settings import Config
 from distseg.config.sizes import Size
 
 _OWN = ("train.output", "train.resume")  # set by the array itself
 
 
-def sweep(asked: list[str], output: str) -> list[tuple[str, ...]]:
+def sweep(asked: list[str], output: str, kind: type = Config) -> list[tuple[str, ...]]:
     """Return the flags of each training of a sweep, each with its own folder below ``output``.
 
     Args:
         asked: such as ``["optim.lr=1e-3,3e-4", "train.seed=0,1"]``.
         output: the folder of all trainings.
+        kind: the class of their config.
 
     Raises:
         ValueError: a setting does not exist, is given twice, has no values, or has a value twice.
     """
-    axes = [_axis(text) for text in asked]
+    axes = [_axis(text, kind) for text in asked]
     keys = [key for key, _ in axes]
     if twice := next((key for key in keys if keys.count(key) > 1), None):
         raise ValueError(
@@ -56,15 +57,12 @@ def _plain(value: str) -> str:
     return re.sub(r"[^A-Za-z0-9.+_-]+", "-", value).strip("-") or "none"
 
 
-def _axis(text: str) -> tuple[str, list[str]]:
+def _axis(text: str, kind: type) -> tuple[str, list[str]]:
     key, given, rest = text.partition("=")
     # Commas inside a list [a, b] do not separate values.
     values = [value.strip() for value in re.split(r",(?![^\[]*\])", rest)]
     section, _, name = key.partition(".")
-    known = {
-        section.name: [f.name for f in fields(section.default_factory)]
-        for section in fields(Config)
-    }
+    known = sections(kind)
     if name not in known.get(section, ()):
         raise ValueError(
             f"--sweep {key} is no setting: write section.field=value,value, such as "

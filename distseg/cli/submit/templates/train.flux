@@ -26,7 +26,7 @@ export HOROVOD_CYCLE_TIME=1     # ms between rounds of its background thread; th
 
 # gpu-affinity=off: all processes of a node see all its GPUs; each takes the one of its number on the node.
 @launch@ \
-    python -m distseg train @arguments@ \
+    python -m distseg @trains@ @arguments@ \
     --train.job_minutes @minutes@ \
     --train.resume true     # from the last checkpoint in train.output, if there is one
 code=$?

@@ -1,0 +1,116 @@
+"""Settings of PatchGD (``distseg patchgd``): its own section and those of exact training.
+
+The sections have only the settings that PatchGD knows. What exact training has beside these, such
+as stages or streaming, has no place here, so the parser refuses it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from distseg.config.settings import (
+    DataBase,
+    LossConfig,
+    MeshBase,
+    ModelBase,
+    OptimConfig,
+    PredictBase,
+    RunBase,
+    TrainBase,
+    check_at_least,
+    check_step,
+    to_sizes,
+)
+from distseg.config.sizes import Size
+
+_HEADS = ("cnn", "cnn-max", "transformer", "conv3", "conv4", "attention")
+
+
+@dataclass(frozen=True)
+class PatchgdConfig:
+    """Patch gradient descent, in the symbols of Gupta et al. 2023.
+
+    The section ``model`` describes the backbone theta_1.
+    """
+
+    patch: Size = Size((128, 128))
+    """Size of a patch in pixels."""
+    step: Size | None = None
+    """Pixels from one patch to the next; by default the patch's size, so patches do not overlap."""
+    features: int = 256
+    """s: number of features that the backbone computes of a patch."""
+    sampled: float = 0.125
+    """k: part of an image's patches, rounded up, that an inner iteration computes with gradients.
+    Above 1 it is their number, so memory does not grow with the image."""
+    inner: int | None = None
+    """zeta: inner iterations per batch of images; by default as many as draw each patch once."""
+    accumulate: int | None = None
+    """epsilon: inner iterations whose mean gradient makes an update; by default all of them."""
+    head: str = "cnn"
+    """theta_2. cnn, cnn-max: two convolutions with batch norm over the grid of patches, then a mean
+    or a maximum. transformer: an encoder of two layers, then a mean. conv3, conv4, attention: the
+    heads of Gupta et al. 2023. Or your own function as ``package.module:function``."""
+    head_channels: int | None = None
+    """Width of the head; by default 256 for conv3 and conv4, 192 for attention, else 64."""
+    grid: Size | None = None
+    """Number of patches along each dim, for heads that are made for one grid (conv3, conv4, your
+    own); by default the grid of the training images."""
+    statistics: Literal["update", "pass"] = "update"
+    """When the running statistics of batch norms move. update: once per update, by the biased
+    variance of all its inner iterations. pass: with each forward pass, also those that fill Z, by
+    the unbiased variance, as in the authors' program."""
+    norm_scope: Literal["group", "step"] = "group"
+    """Images whose patches a batch norm takes its statistics of together. group: the images that
+    one sample group processes together. step: the images of all groups."""
+    y_filling: bool = False
+    """For a U-Net. true: the loss of an inner iteration covers all pixels of the images; patches
+    that are not drawn contribute their last output, without gradients. false: the loss covers the
+    pixels of the drawn patches."""
+    at_once: int = 16
+    """Number of patches that the backbone computes at once in evaluation and prediction."""
+
+    def __post_init__(self):
+        to_sizes(self, "patch", "step", "grid")
+        if ":" not in self.head and self.head not in _HEADS:
+            raise ValueError(
+                f"patchgd.head is {self.head!r}: choose {', '.join(_HEADS)}, or your own function "
+                "as package.module:function"
+            )
+        check_at_least(self, 1, "features", "inner", "accumulate", "head_channels", "at_once")
+        check_at_least(self, 0, "sampled")
+        if self.sampled > 1 and self.sampled != int(self.sampled):
+            raise ValueError(
+                "patchgd.sampled is a share up to 1, or a whole number of patches, got "
+                f"{self.sampled}"
+            )
+        if None not in (self.accumulate, self.inner) and self.accumulate > self.inner:
+            raise ValueError(
+                f"patchgd.accumulate is {self.accumulate}, but a batch has {self.inner} inner "
+                "iterations (patchgd.inner): give at most as many"
+            )
+        if self.step is not None and (
+            len(self.step) != len(self.patch) or any(s > p for s, p in zip(self.step, self.patch))
+        ):
+            raise ValueError(
+                f"patchgd.step is {self.step}, but patches of {self.patch} then leave pixels out: "
+                "give at most as much along each dim"
+            )
+
+
+@dataclass(frozen=True)
+class PatchConfig:
+    """All sections of the settings of PatchGD."""
+
+    model: ModelBase = field(default_factory=ModelBase)
+    mesh: MeshBase = field(default_factory=MeshBase)
+    loss: LossConfig = field(default_factory=LossConfig)
+    data: DataBase = field(default_factory=DataBase)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    train: TrainBase = field(default_factory=TrainBase)
+    patchgd: PatchgdConfig = field(default_factory=PatchgdConfig)
+    predict: PredictBase = field(default_factory=PredictBase)
+    run: RunBase = field(default_factory=RunBase)
+
+    def __post_init__(self):
+        check_step(self)

@@ -35,7 +35,7 @@ test: lint  ## the tests, those on several ranks too, but no slow ones; ARGS='-k
 test-all: lint  ## all tests: every combination of settings, 6 and 9 ranks, real Slurm, benchmarks
 	@.venv/bin/python -m pytest --durations=10 -m '' $(ARGS)
 
-slurm: setup  ## jobs on a real Slurm of one node, started here (root: installed too); writes docs/slurm.md
+slurm: setup  ## jobs on a real Slurm of one node, started here (root: installed too); writes benchmarks/slurm.md
 	@jobs/try_slurm.sh $(ARGS)
 
 bench: setup  ## the benchmarks, one after another; ARGS goes to each

@@ -1,6 +1,6 @@
 #!/bin/bash
 # Jobs of `distseg submit` on a real Slurm of one node, started on this machine for the time of a test: one is cut off by its
-# limit, queues again, goes on, ends. Writes its story to docs/slurm.md. Slurm's programs are installed first, as root on Debian.
+# limit, queues again, goes on, ends. Writes its story to benchmarks/slurm.md. Slurm's programs are installed first, as root on Debian.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -15,4 +15,4 @@ if ! command -v munged slurmctld slurmd srun >/dev/null; then
     RUNLEVEL=1 apt-get install -q -y --no-install-recommends $PACKAGES     # 1: no service is started; the test starts its own
 fi
 
-DISTSEG_SLURM_LOG=$PWD/docs/slurm.md exec python -m pytest tests/test_slurm.py -v "$@"
+DISTSEG_SLURM_LOG=$PWD/benchmarks/slurm.md exec python -m pytest tests/test_slurm.py -v "$@"

@@ -1,0 +1,270 @@
+"""The documents are true: snippets run, commands and configs are read, links lead somewhere, the tutorial works."""
+
+import re
+import shlex
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from made_store import random_store
+
+import distseg.cli.commands  # noqa: F401  before a test replaces what it imports
+import distseg.training.run_config  # noqa: F401
+from distseg.cli import main as command_line
+from distseg.config.file import sections
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted(
+    path.relative_to(ROOT).as_posix()
+    for pattern in ("*.md", "docs/**/*.md", "benchmarks/*.md", "jobs/*.md", "distseg/*.md")
+    for path in ROOT.glob(pattern)
+)
+GUIDES = [page for page in PAGES if page.startswith("docs/") or page == "README.md"]
+FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```", re.M | re.S)
+
+
+def blocks(page: str, *languages: str) -> list[str]:
+    """Return the fenced blocks of a page in these languages."""
+    return [text for kind, text in FENCE.findall((ROOT / page).read_text()) if kind in languages]
+
+
+def prose(page: str) -> str:
+    """Return a page without its fenced blocks."""
+    return FENCE.sub("", (ROOT / page).read_text())
+
+
+# --- links --------------------------------------------------------------------------------------
+
+
+def anchors(path: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub and MkDocs make them."""
+    headings = re.findall(r"^#+ (.*)$", FENCE.sub("", path.read_text()), re.M)
+    return {
+        re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings
+    }
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page):
+    broken = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        if re.match(r"\w+:", link):
+            continue
+        name, _, anchor = link.partition("#")
+        path = (ROOT / page).parent / name if name else ROOT / page
+        if not path.exists() or anchor and path.suffix == ".md" and anchor not in anchors(path):
+            broken.append(link)
+    assert not broken
+
+
+def test_every_page_is_in_the_contents():
+    """docs/README.md links to every guide; the site's menu has the same pages."""
+    linked = set(re.findall(r"\]\((\w[\w./]*\.md)", (ROOT / "docs/README.md").read_text()))
+    menu = set(re.findall(r": (\w[\w./]*\.md)", (ROOT / "docs/site/mkdocs.yml").read_text()))
+    guides = {page.removeprefix("docs/") for page in GUIDES} - {"README.md"}
+    generated = {"api.md", "README.md", "benchmarks/README.md", "benchmarks/performance.md"}
+    assert linked == guides
+    assert menu - generated == guides
+
+
+# --- settings -----------------------------------------------------------------------------------
+
+_FILES = {"safetensors", "pt2", "onnx", "json", "yaml", "py", "md", "h5"}
+
+
+@pytest.mark.parametrize("page", GUIDES)
+def test_settings_that_a_page_names_exist(page):
+    known = sections()
+    unknown = [
+        f"{section}.{name}"
+        for text in re.findall(r"`([^`\n]+)`", prose(page))
+        for section, name in re.findall(r"(?<![\w./:])(?:--)?([a-z]+)\.([a-z_]+)(?![\w(:])", text)
+        if section in known and name not in known[section] and name not in _FILES
+    ]
+    assert not unknown
+
+
+@pytest.mark.parametrize(
+    "page, text", [(page, text) for page in GUIDES for text in blocks(page, "yaml")]
+)
+def test_configs_are_read(page, text, folder):
+    (folder / "page.yaml").write_text(text)
+    if "launcher:" in text:
+        from distseg.cli.submit.sites import site_of
+
+        assert site_of("page.yaml")
+    else:
+        read(["train", "page.yaml"])
+
+
+# --- commands -----------------------------------------------------------------------------------
+
+
+def commands(text: str) -> list[list[str]]:
+    """Return the commands of distseg in a shell block, each as a list of words without ``distseg``."""
+    found = []
+    for line in text.replace("\\\n", " ").splitlines():
+        line = re.sub(r"^\$ ", "", line.strip())
+        if re.match(r"(\w+=\S+ )*(mpirun .*?)?(python -m )?distseg \w", line):
+            words = shlex.split(line, comments=True)
+            found.append(words[words.index("distseg") + 1 :])
+    return found
+
+
+class Read(BaseException):
+    """Raised where a command has read all its words and would begin to work."""
+
+
+def read(words: list[str]) -> None:
+    """Let the command line read a command, but do no work.
+
+    A placeholder that stands for a config file is an empty file.
+    """
+    for word in words[1:]:
+        if word.endswith(".yaml") or word == "CONFIG":
+            path = Path(word)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            source = ROOT / word
+            if not path.exists():
+                path.write_text(source.read_text() if source.exists() else "run: {}\n")
+    try:
+        command_line._COMMANDS[words[0]](words[1:])
+    except Read:
+        return
+    except SystemExit as end:  # --help
+        assert end.code == 0
+        return
+    pytest.fail(f"distseg {shlex.join(words)} worked instead of being read")
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """An empty working directory, where commands are read and do no work."""
+
+    def read_only(original):
+        def parse(*arguments):
+            original(*arguments)
+            raise Read
+
+        return parse
+
+    @contextmanager
+    def no_job(settle, *_):
+        settle()
+        raise Read
+        yield
+
+    parse = command_line._parse_plain
+
+    def after(parser, *arguments):
+        parsed = parse(parser, *arguments)
+        if parser.prog.split()[1] not in _JOBS:
+            raise Read
+        return parsed
+
+    monkeypatch.setattr(command_line, "_parse_plain", after)
+    monkeypatch.setattr(command_line, "job", no_job)
+    monkeypatch.setattr("distseg.training.checkpoint.files.find", Path)
+    monkeypatch.setattr(
+        "distseg.training.checkpoint.files.read_manifest",
+        lambda path: {"config": {"model": {"name": "unet"}}},
+    )
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+_JOBS = {"train", "verify", "profile", "evaluate", "predict"}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param(words, id=f"{page}: {shlex.join(words)}"[:90])
+        for page in GUIDES
+        for text in blocks(page, "", "bash", "console")
+        if "distseg: error" not in text
+        for words in commands(text)
+        if "..." not in words
+    ],
+)
+def test_commands_are_read(words, folder):
+    read(words)
+
+
+@pytest.mark.parametrize("page", GUIDES)
+def test_commands_in_the_text_are_read(page, folder):
+    for text in re.findall(r"`([^`\n]+)`", prose(page)):
+        for words in commands(text):
+            assert words[0] in command_line._COMMANDS, text
+            if len(words) > 1 and not {"...", "COMMAND"} & set(words):
+                read(words)
+
+
+# --- snippets -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "page, text",
+    [
+        (page, text)
+        for page in GUIDES
+        if page not in ("docs/tutorial.md", "docs/own_networks.md")  # the latter: its own test
+        for text in blocks(page, "python")
+    ],
+)
+def test_snippets_run(page, text, tmp_path, monkeypatch):
+    random_store(tmp_path / "store.h5", train=[(32, 48)], val=[(32, 32)])
+    monkeypatch.chdir(tmp_path)
+    exec(compile(text, page, "exec"), {"__name__": "snippet"})
+
+
+# --- the tutorial -------------------------------------------------------------------------------
+
+SMALLER = {
+    "120 if": "4 if",
+    "else 12": "else 1",
+    "epochs: 4": "epochs: 1",
+    "validate_every: 2": "validate_every: 1",
+}
+
+
+@pytest.mark.timeout(300)
+def test_the_tutorial_works(mpirun, tmp_path, monkeypatch, capfd):
+    """Every file and command of the page, in its order, on a few digits and for one epoch."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["tutorial"])
+    text, replaced = (ROOT / "docs/tutorial.md").read_text(), set()
+    for title, kind, body in re.findall(
+        r"(?:`([\w.]+)`:\n\n)?^```(\w+)\n(.*?)^```", text, re.M | re.S
+    ):
+        for old, new in SMALLER.items():
+            if old in body:
+                body = body.replace(old, new)
+                replaced.add(old)
+        if title:
+            Path(title).write_text(body)
+        elif kind == "python":
+            exec(compile(body, "tutorial", "exec"), {})
+        elif kind == "bash":
+            for line in body.replace("\\\n", " ").splitlines():
+                _run(line, mpirun, tmp_path)
+    assert replaced == set(SMALLER)
+
+
+def _run(line: str, mpirun, folder: Path) -> None:
+    """Run a line of a shell block: on several ranks as a job, on one in this process."""
+    words = shlex.split(line, comments=True)
+    if not words or words[0] == "pip":
+        return
+    if words[0] == "distseg":
+        with pytest.raises(SystemExit) as end:
+            command_line.main(words[1:])
+            raise SystemExit(0)
+        assert end.value.code in (0, None), line
+    elif words[0] == "python":
+        exec(compile(Path(words[1]).read_text(), words[1], "exec"), {})
+    else:
+        ranks, arguments = int(words[words.index("-n") + 1]), words[words.index("distseg") + 1 :]
+        done = mpirun(ranks, "-m", "distseg", *arguments, cwd=folder, env={"PYTHONPATH": str(ROOT)})
+        assert done.returncode == 0, f"{line}\n{done}"

@@ -3,13 +3,15 @@ SHELL := /bin/bash
 PYTHON ?= python3
 ARGS ?=
 export PYTHON SYSTEM HOROVOD
+# What the extra `docs` of pyproject.toml names.
+DOCS = $(shell sed -n 's/^docs = \[\(.*\)\]/\1/p' pyproject.toml | tr -d ',')
 # The project's own python, mpirun and mpicc, whether or not its virtual environment is activated.
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 export OMPI_ALLOW_RUN_AS_ROOT := 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup horovod demo lint test test-all slurm bench clean
+.PHONY: help setup horovod demo lint test test-all docs slurm bench clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 16
@@ -34,6 +36,11 @@ test: lint  ## the tests, those on several ranks too, but no slow ones; ARGS='-k
 
 test-all: lint  ## all tests: every combination of settings, 6 and 9 ranks, real Slurm, benchmarks
 	@.venv/bin/python -m pytest --durations=10 -m '' $(ARGS)
+
+docs:  ## the documents as a site, build/site/index.html; needs neither torch nor MPI
+	@test -x build/docs/bin/mkdocs || { $(PYTHON) -m venv build/docs && build/docs/bin/python -m pip install -q $(DOCS); }
+	@NO_MKDOCS_2_WARNING=1 build/docs/bin/mkdocs build --strict --quiet -f docs/site/mkdocs.yml
+	@echo build/site/index.html
 
 slurm: setup  ## jobs on a real Slurm of one node, started here (root: installed too); writes benchmarks/slurm.md
 	@jobs/try_slurm.sh $(ARGS)

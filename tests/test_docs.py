@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import subprocess
 import sys
 from contextlib import contextmanager
 from pathlib import Path
@@ -66,6 +67,34 @@ def test_every_page_is_in_the_contents():
     generated = {"api.md", "README.md", "benchmarks/README.md", "benchmarks/performance.md"}
     assert linked == guides
     assert menu - generated == guides
+
+
+# --- the site ------------------------------------------------------------------------------------
+
+
+def test_the_tables_of_settings_are_complete(monkeypatch):
+    """Each setting has a row with a meaning; the page of the site has them, made when it is built."""
+    monkeypatch.syspath_prepend(ROOT / "docs/site")
+    import settings
+
+    rows = re.findall(
+        r"^\| `(\w+\.\w+)` \| `[^`]+` \| (?:`[^`]*`|none) \| (.+) \|$", settings.tables(), re.M
+    )
+    assert all(meaning.endswith(".") for _, meaning in rows)
+    assert [name for name, _ in rows] == [
+        f"{section}.{name}" for section, names in sections().items() for name in names
+    ]
+    assert "<!-- settings -->" in (ROOT / "docs/settings.md").read_text()
+
+
+@pytest.mark.slow
+def test_the_site_is_built(tmp_path):
+    """Where mkdocs is installed, as `make docs` installs it beside."""
+    pytest.importorskip("mkdocs")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet"]
+    subprocess.run(
+        [*command, "-f", ROOT / "docs/site/mkdocs.yml", "-d", tmp_path / "site"], check=True
+    )
 
 
 # --- settings -----------------------------------------------------------------------------------
@@ -253,11 +282,11 @@ def test_the_tutorial_works(mpirun, tmp_path, monkeypatch, capfd):
 
 
 def _run(line: str, mpirun, folder: Path) -> None:
-    """Run a line of a shell block: on several ranks as a job, on one in this process."""
+    """Run a line of a shell block: as a job, or where nothing speaks against it in this process."""
     words = shlex.split(line, comments=True)
     if not words or words[0] == "pip":
         return
-    if words[0] == "distseg":
+    if words[0] == "distseg" and "--memory" not in words:  # this process has too much already
         with pytest.raises(SystemExit) as end:
             command_line.main(words[1:])
             raise SystemExit(0)
@@ -265,6 +294,7 @@ def _run(line: str, mpirun, folder: Path) -> None:
     elif words[0] == "python":
         exec(compile(Path(words[1]).read_text(), words[1], "exec"), {})
     else:
-        ranks, arguments = int(words[words.index("-n") + 1]), words[words.index("distseg") + 1 :]
+        ranks = int(words[words.index("-n") + 1]) if "-n" in words else 1
+        arguments = words[words.index("distseg") + 1 :]
         done = mpirun(ranks, "-m", "distseg", *arguments, cwd=folder, env={"PYTHONPATH": str(ROOT)})
         assert done.returncode == 0, f"{line}\n{done}"

@@ -21,6 +21,7 @@ from test_models import plain_unet
 
 from distseg.cli.interrupt import interruptible
 from distseg.cli.main import main
+from distseg.comm import launch
 
 SMALL = [
     "--image",
@@ -394,9 +395,13 @@ def test_the_working_directory_is_where_own_networks_are_looked_for(tmp_path):
 
 
 def test_without_mpi(capsys, monkeypatch):
+    """One process needs none; where MPI is asked for, the message says how to get it."""
     monkeypatch.setitem(sys.modules, "mpi4py", None)
     monkeypatch.delitem(sys.modules, "mpi4py.MPI", raising=False)
-    code, out, err = run(capsys, "verify", *SMALL)
+    monkeypatch.setattr(launch, "_world", None)
+    assert run(capsys, "verify", *SMALL)[0] == 0
+    monkeypatch.setattr(launch, "_world", None)
+    code, out, err = run(capsys, "verify", *SMALL, "--run.transport", "mpi")
     assert (
         (code, out) == (2, "")
         and "MPI cannot be started" in err

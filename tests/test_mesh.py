@@ -37,7 +37,7 @@ def test_sizes_and_replicas(shape, size, stage_ranks):
         (
             MeshShape(2, "1x2"),
             1,
-            r"a mesh of 2 samples x \(1x2\) tiles x 1 stages needs 4 ranks, but 1 is running: launch 4 \(mpirun -n 4 ...\)",
+            r"a mesh of 2 samples x \(1x2\) tiles x 1 stages needs 4 ranks, but 1 is running: launch 4 \(mpirun -n 4 ... or torchrun --nproc-per-node 4 ...\)",
         ),
         (
             MeshShape(2, "1x2"),

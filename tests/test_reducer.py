@@ -13,7 +13,7 @@ from distseg.comm.reducer import (
     Gradients,
     HorovodReducer,
     LoneReducer,
-    MpiReducer,
+    TransportReducer,
     horovod_works,
     make_reducer,
 )
@@ -111,7 +111,7 @@ def test_the_sum_over_ranks(comm, kind, dtype, fp16, rtol):
         pytest.skip("Horovod is not installed")
     found = make_reducer(kind, Mesh(comm, tiles=(1, comm.size)), fp16)
     assert (found.name, type(found)) == {
-        "mpi": ("mpi", MpiReducer),
+        "mpi": ("mpi", TransportReducer),
         "horovod": ("horovod", HorovodReducer),
     }[kind]
     params = parameters((dtype,))

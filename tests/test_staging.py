@@ -11,7 +11,6 @@ from distseg.comm.cuda_aware import cuda_aware, says
 from distseg.comm.mail import Form
 from distseg.comm.staging import Buffers, upload, wait_for_device
 from distseg.config.settings import TrainConfig
-from distseg.runtime import precision
 from distseg.runtime.precision import choose, gpu_lines
 
 CPU = torch.device("cpu")
@@ -163,7 +162,6 @@ GPU = torch.device("cuda", 0)
 @pytest.fixture
 def gpu(monkeypatch):
     """Of a generation."""
-    monkeypatch.setattr(precision, "cuda_aware", lambda: False)
     monkeypatch.delenv("NVIDIA_TF32_OVERRIDE", raising=False)
     return lambda *capability: monkeypatch.setattr(
         torch.cuda, "get_device_capability", lambda device: capability
@@ -186,22 +184,29 @@ def test_precision_and_format_of_a_gpu(gpu, capability, asked, found):
 
 def test_what_is_said_of_a_gpu(gpu, monkeypatch):
     gpu(8, 0)
-    assert gpu_lines(CPU, "fp32", 4) == [] == gpu_lines(GPU, "bf16", 1) == gpu_lines(GPU, "fp64", 1)
-    assert gpu_lines(GPU, "bf16", 2) == [
+    mpi = SimpleNamespace(size=2, transport="mpi", takes_gpu_memory=False)
+    gloo = SimpleNamespace(size=2, transport="torch", takes_gpu_memory=False)
+    one = Alone()
+    assert gpu_lines(CPU, "fp32", mpi) == []
+    assert gpu_lines(GPU, "bf16", one) == gpu_lines(GPU, "fp64", one) == []
+    assert gpu_lines(GPU, "bf16", mpi) == [
         "MPI takes messages of a GPU through the memory of the host (DISTSEG_CUDA_AWARE)"
     ]
-    assert gpu_lines(GPU, "fp32", 1) == [
+    assert gpu_lines(GPU, "bf16", gloo) == [
+        "gloo takes messages of a GPU through the memory of the host"
+    ]
+    assert gpu_lines(GPU, "fp32", one) == [
         "float32 convolutions in TF32, PyTorch's default: 10 bits of mantissa (NVIDIA_TF32_OVERRIDE=0 for all of float32)"
     ]
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
-    assert gpu_lines(GPU, "fp32", 1) == ["float32 convolutions in float32"]
+    assert gpu_lines(GPU, "fp32", one) == ["float32 convolutions in float32"]
     monkeypatch.delenv("NVIDIA_TF32_OVERRIDE")
     gpu(7, 0)
-    assert gpu_lines(GPU, "fp32", 1) == ["float32 convolutions in float32"]
+    assert gpu_lines(GPU, "fp32", one) == ["float32 convolutions in float32"]
     gpu(8, 0)
     before = torch.backends.cudnn.conv.fp32_precision
     torch.backends.cudnn.conv.fp32_precision = "ieee"
     try:
-        assert gpu_lines(GPU, "fp32", 1) == ["float32 convolutions in float32"]
+        assert gpu_lines(GPU, "fp32", one) == ["float32 convolutions in float32"]
     finally:
         torch.backends.cudnn.conv.fp32_precision = before

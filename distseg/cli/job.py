@@ -1,4 +1,4 @@
-"""Frame of a command on all ranks of a job: watchdog, shared settings, MPI."""
+"""Frame of a command on all ranks of a job: watchdog, shared settings, communicator."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 
 from distseg.comm.consistency import assert_consistent, settings, versions
-from distseg.comm.launch import JointFailure, identify, raise_jointly, world
+from distseg.comm.launch import JointFailure, identify, leave, raise_jointly, world
 from distseg.comm.watch import guarded, join, limit, phase
 from distseg.config.patchgd import PatchConfig
 from distseg.config.settings import Config, RunConfig
@@ -31,7 +31,7 @@ def job(
     Raises:
         JointFailure: the settings are not possible on some rank, or ranks have different settings.
     """
-    process = identify()
+    process, transport = identify(), "auto"
     with guarded(process.rank, RunConfig.timeout):
         phase("reading its settings")
         failure = None
@@ -39,15 +39,17 @@ def job(
             config, flags = settle()
         except JointFailure as e:
             if process.size == 1:
-                raise  # a single process reports it without MPI
+                raise  # a single process reports it by itself
             failure = e
         else:
             limit(config.run.timeout)
-        phase("starting MPI")
-        comm = world()
+            transport = config.run.transport
+        phase("connecting the ranks")
+        comm = world(transport)
         with raise_jointly(comm):
             if failure is not None:
                 raise failure
         assert_consistent(comm, {**settings(asdict(config)), **flags, **versions()}, _REPAIR)
         join(comm, stacks(config))
         yield config, flags, comm
+        leave()

@@ -1,4 +1,4 @@
-"""Collectives on small CPU or CUDA tensors, over the communicators of a mesh or any of mpi4py's.
+"""Collectives on small CPU or CUDA tensors, over the communicators of a mesh.
 
 The callers pack their data, so that a layer or a step sends one message. Numbers travel as float64,
 so that combining them does not lose the precision of training. CUDA tensors are staged through host
@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from distseg.comm.alone import Alone as Alone
 from distseg.comm.staging import upload
 from distseg.comm.waits import waits_of
 
@@ -43,19 +44,3 @@ def add(x: Tensor, comm) -> Tensor:
 
 def _host(x: Tensor) -> np.ndarray:
     return x.detach().to("cpu", torch.float64).contiguous().numpy()
-
-
-class Alone:
-    """Communicator of one rank that needs no MPI, for serial use and tests."""
-
-    rank = 0
-    size = 1
-
-    def allgather(self, x):
-        return [x]
-
-    def bcast(self, x, root=0):
-        return x
-
-    def Barrier(self):
-        pass

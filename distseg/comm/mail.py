@@ -1,8 +1,9 @@
 """Non-blocking messages of tensors: sends that run on, receives that are posted ahead.
 
 A message is a tensor's memory as it lies. So both sides agree once on its form (shape, dtype,
-memory format), not per message. CUDA tensors go directly to a CUDA-aware MPI, and otherwise through
-pinned host memory, by the rules of :mod:`distseg.comm.staging`.
+memory format), not per message. CUDA tensors go directly to a transport that takes GPU memory, such
+as a CUDA-aware MPI, and otherwise through pinned host memory, by the rules of
+:mod:`distseg.comm.staging`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from distseg.comm.cuda_aware import cuda_aware
+from distseg.comm.communicator import PartRequest, as_communicator
 from distseg.comm.memory_format import as_bytes, channels_last
 from distseg.comm.staging import Buffers, wait_for_device
 from distseg.comm.waits import Waits, When, waits_of
@@ -82,7 +83,7 @@ class Receipt:
 class Message(NamedTuple):
     """Message from or to host memory; ``values`` must stay as they are until it is complete."""
 
-    request: object
+    request: PartRequest
     values: Tensor
 
     @property
@@ -91,21 +92,18 @@ class Message(NamedTuple):
 
         A received message may be shorter than its buffer.
         """
-        from mpi4py import MPI  # Imported here: importing it starts MPI.
-
-        status = MPI.Status()
-        return status.Get_count(MPI.BYTE) if self.request.Test(status) else None
+        return self.request.bytes if self.request.Test() else None
 
 
 class _Sent(NamedTuple):
-    """Message under way, the memory that MPI reads, and that memory's pooled buffer, if any."""
+    """Message under way, the memory that is read, and that memory's pooled buffer, if any."""
 
     request: object
     memory: object
     buffer: Tensor | None
 
 
-# Messages of deleted Mail objects. MPI may still read their memory.
+# Messages of deleted Mail objects. The transport may still read their memory.
 _abandoned: list[_Sent] = []
 
 
@@ -117,8 +115,9 @@ class Mail:
     """
 
     def __init__(self, comm, device=torch.device("cpu")):
-        self.comm, self.device, self.waits = comm, torch.device(device), waits_of(comm)
-        self.staged = self.device.type == "cuda" and not cuda_aware()
+        self.comm, self.device = as_communicator(comm), torch.device(device)
+        self.waits = waits_of(comm)
+        self.staged = self.device.type == "cuda" and not self.comm.takes_gpu_memory
         self.buffers = Buffers(self.device, self.staged)
         self.bytes_sent = self.messages_sent = 0
         self._sending: list[_Sent] = []
@@ -195,11 +194,11 @@ class Mail:
             self.bytes_sent + values.numel() * values.element_size(),
             self.messages_sent + 1,
         )
-        return Message(self.comm.Isend(message(values), to, tag), values)
+        return Message(self.comm.Isend_part(as_bytes(values), to, tag), values)
 
     def begin_receive(self, buffer: Tensor, source: int, tag: int) -> Message:
         """Post a receive into a dense tensor of host memory; the message may be shorter."""
-        return Message(self.comm.Irecv(message(buffer), source, tag), buffer)
+        return Message(self.comm.Irecv_part(as_bytes(buffer), source, tag), buffer)
 
     def send_object(self, what, to: int, tag: int) -> None:
         """Start to send a small Python object, such as a form."""
@@ -210,7 +209,7 @@ class Mail:
         request = self.comm.irecv(1 << 16, source, tag)
         found: list = []
 
-        # mpi4py's irecv returns the object only from the test that completes the request.
+        # Only the test that completes the request returns the object.
         def arrived() -> bool:
             done, what = request.test()
             if done:
@@ -221,7 +220,7 @@ class Mail:
         return found[0]
 
     def progress(self) -> None:
-        """Let MPI advance the sends, and release the buffers of complete ones."""
+        """Advance the sends, and release the buffers of complete ones."""
         waiting = []
         for sent in self._sending:
             if sent.request.Test():
@@ -243,7 +242,6 @@ class Mail:
             self.buffers.give(sent.buffer)
 
 
-def message(x: Tensor):
+def message(x: Tensor) -> Tensor:
     """Return the memory of a dense tensor as bytes, in the order in which it lies."""
-    flat = as_bytes(x)
-    return flat if flat.is_cuda else flat.numpy()
+    return as_bytes(x)

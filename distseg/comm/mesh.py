@@ -23,7 +23,7 @@ from distseg.config.sizes import Size
 
 @dataclass(frozen=True)
 class MeshShape:
-    """Sizes of the mesh's axes, without MPI."""
+    """Sizes of the mesh's axes, and the place of each rank, without communication."""
 
     samples: int = 1
     tiles: Size = Size((1, 1))
@@ -55,9 +55,19 @@ class MeshShape:
             raise ValueError(
                 f"a mesh of {self} needs {self.size} ranks, but {ranks} "
                 f"{'is' if ranks == 1 else 'are'} running: "
-                f"launch {self.size} (mpirun -n {self.size} ...), or set mesh.samples, mesh.tiles "
+                f"launch {self.size} (mpirun -n {self.size} ... or torchrun --nproc-per-node "
+                f"{self.size} ...), or set mesh.samples, mesh.tiles "
                 f"and mesh.stages to a product of {ranks}"
             )
+
+    def place(self, rank: int) -> tuple[int, tuple[int, ...], int]:
+        """Return the coordinates (sample, tile, stage) of a rank; the tile has one per dim."""
+        rank, stage = divmod(rank, self.stages)
+        tile = []
+        for count in reversed(self.tiles):
+            rank, at = divmod(rank, count)
+            tile.insert(0, at)
+        return rank, tuple(tile), stage
 
     def stage_ranks(self) -> list[list[int]]:
         """Return, for each stage, the ranks that hold its weights."""
@@ -87,14 +97,12 @@ class Mesh:
         self.shape = MeshShape(samples, Size(tiles), stages)
         check_launcher()
         self.shape.check(world.size)
-        grid = world.Create_cart(self.shape.axes, reorder=False)
         self.waits = Waits()
         self.world = Ranks(world, self.waits)
-        self.sample, *tile, self.stage = grid.Get_coords(grid.rank)
-        self.tile = tuple(tile)
-        dims = len(tile)
-        self.pipeline = Ranks(grid.Sub([False, *[False] * dims, True]), self.waits)
-        self.tiles = Ranks(grid.Sub([False, *[True] * dims, False]), self.waits)
-        self.groups = Ranks(grid.Sub([True, *[False] * dims, False]), self.waits)
-        self.replicas = Ranks(grid.Sub([True, *[True] * dims, False]), self.waits)
-        grid.Free()
+        self.sample, self.tile, self.stage = self.shape.place(world.rank)
+        # Ranks with the same number along the other axes share a communicator.
+        tile, stages = world.rank // stages % self.shape.tiles.volume, self.shape.stages
+        self.pipeline = self.world.Split(world.rank // stages, world.rank)
+        self.tiles = self.world.Split(self.sample * stages + self.stage, world.rank)
+        self.groups = self.world.Split(tile * stages + self.stage, world.rank)
+        self.replicas = self.world.Split(self.stage, world.rank)

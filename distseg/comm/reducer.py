@@ -1,4 +1,6 @@
-"""Sum of the gradients of all replicas, once per optimizer step, by Horovod or by MPI.
+"""Sum of the gradients of all replicas, once per optimizer step.
+
+Horovod adds them, or the transport that carries all other messages (MPI or torch.distributed).
 
 With several replicas the gradients live in a few flat buckets, and each parameter's ``grad`` is a
 view of one. So messages are contiguous, nothing is copied, and the global norm is one reduction.
@@ -18,6 +20,7 @@ from itertools import groupby, repeat
 import torch
 from torch import Tensor, nn
 
+from distseg.comm.communicator import as_communicator
 from distseg.comm.memory_format import like_layout
 from distseg.comm.staging import Buffers, wait_for_device
 from distseg.comm.waits import waits_of
@@ -141,16 +144,18 @@ class LoneReducer:
         pass
 
 
-class MpiReducer:
-    """Reducer of flat buckets over mpi4py.
+class TransportReducer:
+    """Reducer of flat buckets over a communicator, so by MPI or torch.distributed.
 
-    Buckets of a GPU go through host memory, two at a time.
+    Buckets of a GPU go through host memory, two at a time, or by NCCL (:meth:`_start`).
+
+    Attributes:
+        name: the transport, "mpi" or "torch".
     """
 
-    name = "mpi"
-
     def __init__(self, comm, fp16: bool = False):
-        self.comm, self.fp16 = comm, fp16
+        self.comm, self.fp16 = as_communicator(comm), fp16
+        self.name = self.comm.transport
         self._buffers: dict[torch.device, Buffers] = {}
 
     def sum(self, buckets: list[Tensor]) -> None:
@@ -165,13 +170,11 @@ class MpiReducer:
 
     def _start(self, bucket: Tensor) -> Callable[[], None]:
         """Start to sum a bucket, and return the function that completes it."""
-        from mpi4py import MPI
-
         # MPI has no 16-bit floats, so they are summed in float32. After fp16 compression this adds
         # no further rounding in 16 bits.
         wire = bucket.to(torch.float16).float() if self.fp16 else _wire(bucket)
         host, give = self._on_the_host(wire) if wire.is_cuda else (wire, None)
-        request = self.comm.Iallreduce(MPI.IN_PLACE, host.numpy())
+        request = self.comm.Iallreduce(None, host.numpy())
 
         def end() -> None:
             waits_of(self.comm).wait(request)
@@ -231,14 +234,13 @@ def make_reducer(kind: str, mesh, fp16: bool = False, device: str = "cpu"):
     """Return the reducer for this rank's replicas, as ``mesh.reducer`` asks. Collective.
 
     Raises:
-        ValueError: Horovod is required, but on some rank it is not installed or not built for
-            ``device``.
+        ValueError: the reducer does not go with the transport, or Horovod is required, but on some
+            rank it is not installed or not built for ``device``.
     """
-    lacks = (
-        None
-        if kind == "mpi" or (kind == "auto" and mesh.replicas.size == 1)
-        else _first(mesh.world.allgather(horovod_lacks(device)))
-    )
+    transport = mesh.world.transport
+    _check_transport(kind, transport)
+    asked = kind == "horovod" or kind == "auto" and mesh.replicas.size > 1 and transport == "mpi"
+    lacks = _first(mesh.world.allgather(horovod_lacks(device))) if asked else None
     if kind == "horovod" and lacks:
         raise ValueError(
             f"mesh.reducer is horovod, but {lacks}: set it to mpi or auto, or install Horovod "
@@ -246,11 +248,27 @@ def make_reducer(kind: str, mesh, fp16: bool = False, device: str = "cpu"):
         )
     if mesh.replicas.size == 1:
         return LoneReducer()
-    if kind == "mpi" or lacks:
-        if kind == "auto" and mesh.world.rank == 0:
-            print(f"distseg: {lacks}, gradients are summed by MPI (mesh.reducer: mpi)", flush=True)
-        return MpiReducer(mesh.replicas, fp16)
-    return HorovodReducer(_process_set(mesh, device), fp16)
+    if asked and not lacks:
+        return HorovodReducer(_process_set(mesh, device), fp16)
+    if lacks and mesh.world.rank == 0:
+        print(f"distseg: {lacks}, gradients are summed by MPI (mesh.reducer: mpi)", flush=True)
+    return TransportReducer(mesh.replicas, fp16)
+
+
+def _check_transport(kind: str, transport: str) -> None:
+    """Refuse a reducer that cannot reach the ranks of this transport."""
+    if transport == "torch" and kind in ("mpi", "horovod"):
+        needs = "" if kind == "mpi" else ", as distseg starts Horovod with MPI"
+        raise ValueError(
+            f"mesh.reducer is {kind}, but the ranks are connected by torch.distributed, not by "
+            f"MPI{needs}: set mesh.reducer to torch or auto, or start with mpirun and "
+            "run.transport mpi"
+        )
+    if transport == "mpi" and kind == "torch":
+        raise ValueError(
+            "mesh.reducer is torch, but the ranks are connected by MPI, not by "
+            "torch.distributed: set mesh.reducer to mpi, horovod or auto, or start with torchrun"
+        )
 
 
 def horovod_lacks(device: str) -> str | None:

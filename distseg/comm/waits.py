@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import torch
 
+from distseg.comm.communicator import as_communicator
 from distseg.comm.watch import waits as report_wait
 from distseg.comm.watch import watched
 
@@ -47,7 +48,7 @@ class Waits:
         self._action: str | None = None
 
     def wait(self, request, what: str = "a message", kind: str | None = None) -> None:
-        """Complete an MPI request without holding the core for long.
+        """Complete a request without holding the core for long.
 
         Args:
             what: description of what is awaited, for errors.
@@ -164,10 +165,14 @@ class When:
 
 
 class Ranks:
-    """Communicator of mpi4py, or one like it, with the wait policy of its mesh."""
+    """Communicator with the wait policy of its mesh.
+
+    Args:
+        comm: the communicator, or one of mpi4py.
+    """
 
     def __init__(self, comm, waits: Waits):
-        self.comm, self.waits = comm, waits
+        self.comm, self.waits = as_communicator(comm), waits
         self.rank, self.size = comm.rank, comm.size
 
     def __getattr__(self, name: str):

@@ -205,8 +205,9 @@ class MeshBase:
     """D: number of sample groups (data parallel). Each group trains on its own images."""
     tiles: Size = Size((1, 1))
     """Q = q_y x q_x: grid of ranks that share one image (sample parallel)."""
-    reducer: Literal["auto", "horovod", "mpi"] = "auto"
-    """Library that sums gradients over ranks. auto: Horovod if it is installed, else MPI."""
+    reducer: Literal["auto", "horovod", "mpi", "torch"] = "auto"
+    """Library that sums gradients over ranks. auto: with MPI, Horovod if it is installed, else
+    MPI; under torchrun torch.distributed (torch)."""
     compression: Literal["none", "fp16"] = "none"
     """fp16 halves the bytes of the gradients' all-reduce and gives up exactness."""
 
@@ -636,7 +637,12 @@ class PredictConfig(PredictBase):
 
 @dataclass(frozen=True)
 class RunBase:
-    """The machine: device, threads and time limit."""
+    """The machine: transport, device, threads and time limit."""
+
+    transport: Literal["auto", "mpi", "torch"] = "auto"
+    """What carries the messages between ranks: MPI (mpi4py), or torch.distributed (torch). auto:
+    torch under torchrun and under an srun without PMI; MPI under other launchers. One process
+    needs neither."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device that computes. auto: CUDA if it is available, else the CPU."""

@@ -6,7 +6,6 @@ import os
 
 import torch
 
-from distseg.comm.cuda_aware import cuda_aware
 from distseg.config.settings import TrainConfig
 
 
@@ -33,14 +32,17 @@ def fast_bf16(device: torch.device) -> bool:
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
-def gpu_lines(device: torch.device, precision: str, ranks: int) -> list[str]:
+def gpu_lines(device: torch.device, precision: str, world) -> list[str]:
     """Return one line each on the precision and the messages of a GPU run."""
     if device.type != "cuda":
         return []
     lines = [f"float32 convolutions in {_tf32(device)}"] if precision == "fp32" else []
-    if ranks > 1:
-        way = "straight from the GPU" if cuda_aware() else "of a GPU through the memory of the host"
-        lines.append(f"MPI takes messages {way} (DISTSEG_CUDA_AWARE)")
+    if world.size > 1:
+        straight = world.takes_gpu_memory
+        way = "straight from the GPU" if straight else "of a GPU through the memory of the host"
+        taker = {"mpi": "MPI", "torch": "gloo"}[world.transport]
+        hint = " (DISTSEG_CUDA_AWARE)" if world.transport == "mpi" else ""
+        lines.append(f"{taker} takes messages {way}{hint}")
     return lines
 
 

@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from distseg.comm.communicator import as_communicator
 from distseg.comm.launch import BORN
 from distseg.comm.signals import listening
 from distseg.comm.waits import waits_of
@@ -83,10 +84,8 @@ class RunControl:
         self._heeded = saves
         self._found = mine.copy()
         if self.world.size > 1:
-            from mpi4py import MPI
-
-            self._mine = mine  # MPI reads this memory until the request is complete
-            self._request = self.world.Iallreduce(self._mine, self._found, op=MPI.MAX)
+            self._mine = mine  # is read until the request is complete
+            self._request = as_communicator(self.world).Iallreduce(self._mine, self._found, "max")
 
     def decision(self) -> Decision:
         """Return the decision at the end of a step; it is the same on every rank."""

@@ -13,7 +13,7 @@ from typing import IO
 from torch import nn
 
 from distseg.comm.consistency import assert_consistent, versions
-from distseg.comm.launch import raise_jointly, set_up
+from distseg.comm.launch import raise_jointly, set_up, transport_line
 from distseg.comm.mesh import Mesh, MeshShape
 from distseg.comm.watch import phase
 from distseg.config.patchgd import PatchConfig
@@ -323,8 +323,9 @@ class Run:
             f"{engine.precision}" + (", channels_last" if engine.channels_last else ""),
             f"{config.train.epochs} epochs of {self.loader.steps_per_epoch} steps, {self._batch} "
             "images a step",
+            *filter(None, [transport_line()]),
             str(self.threads),
-            *gpu_lines(engine.device, engine.precision, mesh.shape.size),
+            *gpu_lines(engine.device, engine.precision, mesh.world),
         ]
         if by_patches:
             return lines + engine.lines(self.image) + self._init_and_notes

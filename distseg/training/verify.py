@@ -417,6 +417,7 @@ class Comparison:
             "exchange_every": config.spatial.exchange_every,
             "streaming": is_streamed(config),
             "stride": list(engine.reach.stride),
+            "transport": engine.mesh.world.transport,
             "reducer": engine.reducer.name,
             "approximations": approximations(config, engine.reach, engine.exact),
             "loss": {"distributed": outcome.loss, "serial": serial.loss, "error": loss_error},

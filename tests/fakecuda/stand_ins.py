@@ -17,6 +17,7 @@ from distseg.runtime import parallelize, parameter_update
 from distseg.tiling.tile import ReceptiveField
 from distseg.training import engine
 
+from .ranks import Comm
 from .waits import Event, Stream, Waits
 
 _PLANS = (
@@ -83,7 +84,7 @@ def stand_in(waits: Waits, direct: bool = False, reach: ReceptiveField | None = 
         patch("torch.cuda.memory_allocated", lambda device=None: 0),
         patch("torch.cuda.device_count", lambda: 1),
         patch("torch.cuda.set_device", lambda device: None),
-        patch.object(mail, "cuda_aware", lambda: direct),
+        patch.object(Comm, "takes_gpu_memory", direct, create=True),
         patch.object(
             mail, "message", lambda x: x
         ),  # to ranks that look where it lies, not what it is

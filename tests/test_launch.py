@@ -126,7 +126,7 @@ def test_identify(environment, process):
         (
             TORCHRUN,
             1,
-            "torchrun started 4 processes (WORLD_SIZE), but MPI sees 1: .* no MPI processes: start with mpirun -n 4 or srun",
+            "torchrun started 4 processes (WORLD_SIZE), but MPI sees 1: .* no MPI processes: set run.transport to torch, .* or start with mpirun -n 4 or srun",
         ),
         (
             TORCHRUN,

@@ -9,6 +9,8 @@ DOCS = $(shell sed -n 's/^docs = \[\(.*\)\]/\1/p' pyproject.toml | tr -d ',')
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 export OMPI_ALLOW_RUN_AS_ROOT := 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
+# Ranks are many processes; without byte code each of them compiles every module anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help setup horovod demo lint test test-all docs slurm bench clean

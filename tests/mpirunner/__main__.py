@@ -26,11 +26,12 @@ stack = (folder / f"rank{comm.rank}.stack").open("w")
 faulthandler.enable(stack)  # for a crash, and for the parent's SIGABRT after a timeout
 
 rank = Rank(folder, job, comm)
+# Hypothesis's plugin reads all modules as they are collected, for a second of each rank.
+without = [f"no:{name}" for name in ("terminal", "cacheprovider", "faulthandler", "hypothesispytest")]
+options = [word for name in ("mpirunner.plugin", *without) for word in ("-p", name)]
 ended = pytest.main(
-    [*job["args"], "-p", "mpirunner.plugin", "-p", "no:terminal", "-p", "no:cacheprovider", "-p", "no:faulthandler",
-     f"--basetemp={folder / f't{comm.rank}'}"],
-    plugins=[*plugins, rank],
-)  # fmt: skip
+    [*job["args"], *options, f"--basetemp={folder / f't{comm.rank}'}"], plugins=[*plugins, rank]
+)
 ran_through = (
     pytest.ExitCode.OK,
     pytest.ExitCode.TESTS_FAILED,

@@ -27,7 +27,9 @@ faulthandler.enable(stack)  # for a crash, and for the parent's SIGABRT after a 
 
 rank = Rank(folder, job, comm)
 # Hypothesis's plugin reads all modules as they are collected, for a second of each rank.
-without = [f"no:{name}" for name in ("terminal", "cacheprovider", "faulthandler", "hypothesispytest")]
+without = [
+    f"no:{name}" for name in ("terminal", "cacheprovider", "faulthandler", "hypothesispytest")
+]
 options = [word for name in ("mpirunner.plugin", *without) for word in ("-p", name)]
 ended = pytest.main(
     [*job["args"], *options, f"--basetemp={folder / f't{comm.rank}'}"], plugins=[*plugins, rank]

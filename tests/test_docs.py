@@ -17,6 +17,7 @@ from distseg.cli import main as command_line
 from distseg.config.file import sections
 from distseg.config.patchgd import PatchConfig
 from distseg.config.settings import Config
+from distseg.training.conflicts import RULES
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(
@@ -118,6 +119,12 @@ def test_settings_that_a_page_names_exist(page):
         if section in known and name not in known[section] and name not in _FILES
     ]
     assert not unknown
+
+
+def test_the_page_of_settings_names_those_of_every_rule():
+    text = (ROOT / "docs/settings.md").read_text()
+    named = {name for rule in RULES for name in (rule.setting, rule.other)}
+    assert not {name for name in named if not re.search(rf"`{re.escape(name)}\b", text)}
 
 
 @pytest.mark.parametrize(

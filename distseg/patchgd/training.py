@@ -19,8 +19,8 @@ and computes the head, whose gradient is counted on one rank only. All ranks the
 rank that computed a patch takes its part of dL/dZ back through the backbone.
 
 The draws are keyed by seed, epoch, image and j, so they do not depend on the number of ranks.
-PatchGD approximates the gradient; streamed tiles give the exact one (docs/whole_images.md compares
-both).
+PatchGD approximates the gradient; streamed tiles give the exact one.
+benchmarks/performance.md compares both.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Chunks of a dataset, written with a checksum each, and read without HDF5.
 
 HDF5 tells where each chunk lies in the file. Chunks are then read by system calls, which let other
-threads run. That is also faster than HDF5, although each checksum is verified (docs/data.md).
+threads run. That is also faster than HDF5, although each checksum is verified
+(benchmarks/performance.md).
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ def main() -> None:
             )
     for x, text in ((9.5, "halo"), (33.5, "halo"), (94.5, "halo's\ngradient")):
         between(axes, x, 0, 2, HALO, text)
-    for x, text in ((21.5, "statistics"), (106.5, "their\ngradient"), (118.3, "sum of\ngradients")):
+    for x, text in ((21.5, "statistics"), (106.5, "their\ngradient"), (117.8, "")):
         between(axes, x, 0, 2, SUM, text)
     for x, text in ((57.5, "partial sums of the loss"), (119.3, "sum of gradients")):
         between(axes, x, 1, 3, SUM, text)

@@ -174,7 +174,7 @@ def test_a_function_is_what_it_was(name, images):
 REFUSED = {
     "all places": (
         whole(lambda m, t: F.scaled_dot_product_attention(t, t, t)),
-        "scaled_dot_product_attention .* is attention between places .* queries, or keys, whose number",
+        "scaled_dot_product_attention .* is attention between all places .* queries or keys whose number",
     ),
     "a causal mask": (
         whole(
@@ -211,7 +211,7 @@ def test_dropout_of_weights_is_named(comm):
     model = ModelConfig(f"{made_attention.__name__}:dropping", in_channels=3, out_channels=3)
     with pytest.raises(
         ValueError,
-        match=r"in function.layer.self_attn .* drops weights of attention at random.*set its dropout to 0",
+        match=r"in function.layer.self_attn .* drops attention weights at random.*set its dropout to 0",
     ):
         verify(replace(config(), model=model), comm, Size("33x41"))
 

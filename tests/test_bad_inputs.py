@@ -542,9 +542,9 @@ TABLE = {
         verify(**own("noisy"), spatial__streaming="recompute", spatial__tiles_per_rank="1x2"),
         r"this network cannot be trained exactly: rand_like in 1 \(test_bad_inputs.py, line \d+\) draws random numbers.*use nn.Dropout",
     ),
-    "other functions with other sizes": (
+    "different functions for different image sizes": (
         verify(**own("turned"), spatial__streaming="offload", spatial__tiles_per_rank="1x2"),
-        "it calls other functions with other sizes of images",
+        "it calls different functions for different image sizes",
     ),
     "gradients clipped to less than nothing": (
         verify(optim__clip="-1"),

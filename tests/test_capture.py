@@ -606,29 +606,32 @@ REFUSED = {
     ),
     "products of places": (
         lambda m, x: torch.einsum("bchw,bcHw->bcHw", x, x),
-        "einsum .* multiplies places of the image with all others, as attention does",
+        "einsum .* multiplies each place of the image with all others, as attention does",
     ),
-    "products of maps": (lambda m, x: x @ x.transpose(2, 3) @ x, "transpose .* turns the image"),
+    "products of maps": (
+        lambda m, x: x @ x.transpose(2, 3) @ x,
+        "transpose .* reorders dims of the image",
+    ),
     "mirrored": (
         lambda m, x: x + x.flip(-1),
-        "flip .* turns the image round, so that each part would need the one on the other side: channels may be",
+        "flip .* flips the image, so that each part would need the part on the other side",
     ),
     "rows summed up": (lambda m, x: x.cumsum(2), "runs over .*places of the image"),
     "deviation of all": (
         lambda m, x: x / x.std(),
-        "std .* joins the images of a batch along all dims",
+        "std .* mixes the images of a batch along all dims",
     ),
     "rows repeated": (
         lambda m, x: x.repeat(1, 1, 2, 1)[:, :, : x.shape[2]],
-        "repeat .* single cells alone are known",
+        "repeat .* supported: functions of single cells",
     ),
     "rows unbound": (
         lambda m, x: torch.stack(x.unbind(2), 2),
-        "unbind .* cuts the image into parts|calls other functions",
+        "unbind .* cuts the image into parts|calls different functions",
     ),
     "as many channels as rows": (
         lambda m, x: x * x.mean(1, keepdim=True).repeat(1, x.shape[2], 1, 1).sum(1, keepdim=True),
-        "repeat .* joins all places with all",
+        "repeat .* combines each place with all others",
     ),
     "attention": (
         lambda m, x: (
@@ -636,13 +639,13 @@ REFUSED = {
             .transpose(1, 2)
             .view_as(x)
         ),
-        r"matmul in the model \(test_capture.py, line \d+\) multiplies places of the image with all others, as attention does",
+        r"matmul in the model \(test_capture.py, line \d+\) multiplies each place of the image with all others, as attention does",
     ),
     "attention of heads": (
         lambda m, x: (lambda t: F.scaled_dot_product_attention(t, t, t))(
             x.flatten(2).mT
         ).mT.view_as(x),
-        "scaled_dot_product_attention .* is attention between places of the image",
+        "scaled_dot_product_attention .* is attention between all places of the image",
     ),
     "a row": (lambda m, x: x - x[:, :, :1], "__getitem__ .* takes a part of the image"),
     "another norm": (
@@ -657,22 +660,22 @@ REFUSED = {
         lambda m, x: F.interpolate(
             F.interpolate(x, size=(x.shape[2] ** 2 % 97 + 1, 9)), size=x.shape[2:]
         ),
-        "makes .* as many as no other map has, and no fraction of one",
+        "makes .* neither that of another map nor a fraction of one",
     ),
     "a factor of nothing": (
         lambda m, x: F.interpolate(
             F.interpolate(x, scale_factor=0.5 + 1 / x.shape[2]), size=x.shape[2:]
         ),
-        "has a scale factor that follows the image's size|no fraction of one",
+        "has a scale factor that depends on the image's size|nor a fraction of one",
     ),
     "noise": (lambda m, x: x + torch.randn_like(x), "randn_like .* draws random numbers"),
     "a function of one's own": (
         lambda m, x: Straight.apply(x),
-        r"conv2d in head \(test_capture.py, line \d+\) takes what Straight makes, an autograd.Function of your own",
+        r"conv2d in head \(test_capture.py, line \d+\) uses the result of Straight, your own autograd.Function",
     ),
     "a function of one's own, behind a norm": (
         lambda m, x: Straight.apply(m.norm(x)),
-        "takes what Straight makes, an autograd.Function of your own",
+        "uses the result of Straight, your own autograd.Function",
     ),
     "in place without gradients, behind a norm": (
         lambda m, x: in_place_without_gradients(m.norm(x)),
@@ -680,7 +683,7 @@ REFUSED = {
     ),
     "recurrence over places": (
         lambda m, x: m.gru(x.flatten(2).mT)[0].mT.view_as(x),
-        r"gru in gru \(test_capture.py, line \d+\) goes from place to place of the image",
+        r"gru in gru \(test_capture.py, line \d+\) runs over the places of the image one after another",
     ),
     "recurrence over rows": (
         lambda m, x: (
@@ -688,7 +691,7 @@ REFUSED = {
             .reshape(len(x), *x.shape[2:], 6)
             .permute(0, 3, 1, 2)
         ),
-        r"(lstm|zeros) in lstm .* (goes from place to place of the image|has neither the places)",
+        r"(lstm|zeros) in lstm .* (runs over the places of the image one after another|has neither the size)",
     ),
     "a function of functions": (
         lambda m, x: torch.vmap(torch.sigmoid)(x),
@@ -696,11 +699,11 @@ REFUSED = {
     ),
     "images with each other": (
         lambda m, x: x * ((v := x.mean((2, 3))) @ v.t() @ v)[:, :, None, None],
-        "joins the images of a batch",
+        "mixes the images of a batch",
     ),
     "a function of one's own, of weights": (
         lambda m, x: x * Straight.apply(m.scale),
-        "takes what Straight makes, an autograd.Function of your own",
+        "uses the result of Straight, your own autograd.Function",
     ),
     "in place without gradients": (
         lambda m, x: in_place_without_gradients(x * 1),
@@ -724,7 +727,7 @@ REFUSED = {
     ),
     "a part of data in place": (
         lambda m, x: (x.data[:, 1].zero_(), x)[1],
-        r"changes the data of a tensor \(test_capture.py, line \d+\)|takes a part by an index|overwritten in place",
+        r"changes the data of a tensor \(test_capture.py, line \d+\)|indexes with an unsupported index|overwritten in place",
     ),
     "data that is old": (
         lambda m, x: (lambda d, y: d + y)(x.data, x.mul_(2)),
@@ -734,11 +737,11 @@ REFUSED = {
         lambda m, x: F.batch_norm(
             m.norm(x), m.norm.running_mean, m.norm.running_var, training=True
         ),
-        "is called on the running statistics of another module",
+        "uses the running statistics of another module",
     ),
     "autocast": (
         autocasting,
-        r"mul in the model \(test_capture.py, line \d+\) runs under an autocast of its own",
+        r"mul in the model \(test_capture.py, line \d+\) runs under its own autocast",
     ),
     "a gradient": (
         lambda m, x: x if m.scale.grad is None else x * 2,
@@ -754,7 +757,7 @@ REFUSED = {
     ),
     "a choice by type": (
         lambda m, x: x * 2 if x.dtype == torch.float32 else x + 1,
-        "what code calls must not depend on the type of a tensor",
+        "the calls of a network must not depend on the dtype of a tensor",
     ),
     "a norm by type": (
         lambda m, x: F.layer_norm(x.movedim(1, -1), (6,), eps=torch.finfo(x.dtype).eps).movedim(
@@ -764,11 +767,11 @@ REFUSED = {
     ),
     "large values in evaluation": (
         lambda m, x: F.relu(x) if m.training else F.relu6(x),
-        "in evaluation it computes something else than in training",
+        "it computes something different in evaluation than in training",
     ),
     "a choice": (
         lambda m, x: x * 2 if x.shape[2] > 200 else x,
-        "calls other functions with other sizes of images",
+        "calls different functions for different image sizes of images",
     ),
     "by value": (
         lambda m, x: x * 2 if x.mean() > 0 else x,
@@ -792,21 +795,21 @@ REFUSED = {
     ),
     "evaluation": (
         lambda m, x: x * 2 if m.training else x,
-        "in evaluation it computes something else than in training",
+        "it computes something different in evaluation than in training",
     ),
-    "rolled": (lambda m, x: x.roll(1, 2), "roll .* shifts the image: channels may be"),
-    "turned": (lambda m, x: x.transpose(2, 3), "transpose .* turns the image"),
+    "rolled": (lambda m, x: x.roll(1, 2), "roll .* shifts the image cyclically"),
+    "turned": (lambda m, x: x.transpose(2, 3), "transpose .* reorders dims of the image"),
     "a tensor that is no buffer": (
         lambda m, x: F.conv2d(x, m.blur, groups=6),
         "conv2d .* takes blur of the model, which is neither a parameter nor a buffer.*register_buffer",
     ),
     "a cast of a buffer": (
         lambda m, x: F.conv2d(x, m.whole.to(x.dtype), groups=6),
-        "conv2d .* takes what to .* makes, a cast: keep that parameter or buffer in floating point",
+        "conv2d .* uses the result of to .* a cast: keep this parameter or buffer in floating point",
     ),
     "batches mixed": (
         lambda m, x: torch.cat((x, x * 2)).view(len(x), 2, 6, *x.shape[2:]).sum(1),
-        "view .* mixes batches that were put one behind the other",
+        "view .* mixes batches that were concatenated along dim 0",
     ),
     "batches of two kinds": (
         lambda m, x: (
@@ -822,7 +825,7 @@ REFUSED = {
     ),
     "a batch": (
         lambda m, x: x - x.mean(0, keepdim=True),
-        "mean .* joins the images of a batch along dim 0",
+        "mean .* mixes the images of a batch along dim 0",
     ),
 }
 
@@ -912,7 +915,7 @@ class Longer(nn.Conv2d):
 
 @pytest.mark.parametrize(
     "groups, words",
-    [(1, "its result is another one in another type"), (2, "is called in one type alone")],
+    [(1, "its result depends on the dtype of a tensor"), (2, "is called for one dtype only")],
 )
 def test_what_is_computed_last_by_the_type_of_a_tensor(groups, words):
     with pytest.raises(CanNotCapture, match=words):

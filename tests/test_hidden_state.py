@@ -563,7 +563,7 @@ CASES = {f"state: {name}": case for name, case in (STATE | REACHED).items()}
 CASES |= {
     f"draw: {name}": (
         partial(left_out, draw),
-        "draws random numbers|takes random numbers from the system",
+        "draws random numbers|takes random numbers from the operating system",
     )
     for name, draw in DRAWN.items()
 }
@@ -572,7 +572,7 @@ CASES |= {
     for name, (draw, words) in OWN.items()
 }
 CASES |= {
-    f"asked: {name}": (partial(left_out, ask), f"({words}).* asks the machine")
+    f"asked: {name}": (partial(left_out, ask), f"({words}).* reads the machine's state")
     for name, (ask, words) in ASKED.items()
 }
 FEW = [
@@ -703,17 +703,17 @@ UNFOLLOWED = {
     "windows": (
         made_random.windows,
         nn.Dropout(0.3),
-        "drop .* drops numbers of a tensor of .* the dim of 2 images is to be the first",
+        "drop .* drops values of a tensor of .* the first dim must be the batch of 2 images",
     ),
     "frames": (
         made_random.frames,
         nn.Dropout2d(0.3),
-        "drop .* drops numbers of a tensor of .* the dim of 2 images is to be the first",
+        "drop .* drops values of a tensor of .* the first dim must be the batch of 2 images",
     ),
     "all images": (
         made_random.of_all_images,
         nn.Dropout(0.3),
-        "drop .* drops numbers of a tensor of .* the dim of 2 images is to be the first",
+        "drop .* drops values of a tensor of .* the first dim must be the batch of 2 images",
     ),
     "an image by Dropout3d": (
         made_random.once,
@@ -728,12 +728,12 @@ UNFOLLOWED = {
     "a norm behind itself": (
         made_random.evaluated_behind,
         None,
-        "norm .* in evaluation behind a call in training",
+        "norm .* in evaluation after a call in training",
     ),
     "a norm behind itself, unseen": (
         made_random.evaluated_unseen,
         None,
-        "norm .* in evaluation behind a call in training",
+        "norm .* in evaluation after a call in training",
     ),
     "statistics, unseen": (
         made_random.statistics_read_unseen,
@@ -775,12 +775,12 @@ FOLLOWED = {
     "a draw at two places": (
         made_random.both_modalities,
         None,
-        "by bernoulli in the model .* at several places",
+        "by bernoulli in the model .* sharing one draw is not supported",
     ),
     "a draw at two scales": (
         made_random.both_scales,
         None,
-        "by bernoulli in the model .* at several places",
+        "by bernoulli in the model .* sharing one draw is not supported",
     ),
     "an image by Dropout3d": (
         made_random.once,
@@ -795,7 +795,7 @@ FOLLOWED = {
     "a norm behind itself": (
         made_random.evaluated_behind,
         None,
-        "batch_norm in norm .* in evaluation behind a call in training",
+        "batch_norm in norm .* in evaluation after a call in training",
     ),
 }
 
@@ -876,7 +876,7 @@ def test_images_that_other_means_than_norms_join_are_of_one_group(name):
     else:
         with pytest.raises(
             ValueError,
-            match="spatial.norm_scope is step.* joins the images of a batch.* set spatial.norm_scope to group",
+            match="spatial.norm_scope is step.* mixes the images of a batch.* set spatial.norm_scope to group",
         ):
             check_apart(network, (64, 64))
 

@@ -86,7 +86,7 @@ REFUSED = {
     ),
     "each image's number": (
         lambda m, x: x * torch.arange(len(x), dtype=x.dtype).view(-1, 1, 1, 1),
-        "takes what arange .* makes of the number of images in the batch",
+        "uses the result of arange .* depends on the number of images in the batch",
     ),
     "noise of places": (
         lambda m, x: x + torch.rand(x.shape[2:], dtype=x.dtype),

@@ -63,15 +63,15 @@ def test_exact(comm, name):
 REFUSED = {
     "sort": (
         lambda m, x: x.flatten(2).sort(2)[0].view_as(x),
-        "sort .* ranks all places of the image: .*torch.topk",
+        "sort .* sorts all places of the image: .*torch.topk",
     ),
     "median": (
         lambda m, x: x - x.flatten(2).median(-1).values[:, :, None, None],
-        "median .* ranks all places of the image",
+        "median .* sorts all places of the image",
     ),
     "quantile": (
         lambda m, x: x - x.flatten(2).quantile(0.9, dim=2)[:, :, None, None],
-        "quantile .* ranks all places of the image",
+        "quantile .* sorts all places of the image",
     ),
     "share of the places": (
         lambda m, x: (
@@ -81,7 +81,7 @@ REFUSED = {
     ),
     "largest of rows": (
         lambda m, x: x * x.topk(2, dim=2)[0].mean((2, 3), keepdim=True),
-        "topk .* ranks rows or columns of the image alone",
+        "topk .* sorts rows or columns of the image alone",
     ),
     "number of the batch": (
         lambda m, x: x / (len(x) * x.shape[2]),
@@ -89,11 +89,11 @@ REFUSED = {
     ),
     "one weight for all": (
         lambda m, x: F.conv2d(x, m.fc(x.mean((0, 2, 3))).view(6, 1, 1, 1), groups=6),
-        "joins the images of a batch",
+        "mixes the images of a batch",
     ),
     "weights unfolded": (
         lambda m, x: F.conv2d(x, m.fc(x.mean((2, 3)))[:1].view(6, 1, 1, 1), groups=6),
-        "takes some images of the batch",
+        "selects some images of the batch",
     ),
     "weights transposed": (
         lambda m, x: F.conv_transpose2d(

@@ -241,8 +241,8 @@ def not_flat(model: nn.Module) -> str:
     if reason := refusals.get(model):
         return f"what it computes cannot be followed: {reason}"
     return (
-        f"it is a {type(model).__name__}{' with hooks' * hooked(model)}, which is no list of "
-        "layers: write it as a flat nn.Sequential or a distseg.Network"
+        f"it is a {type(model).__name__}{' with hooks' * hooked(model)}, which is not a list of "
+        f"layers: write it as a flat nn.Sequential or a distseg.Network"
     )
 
 

@@ -67,7 +67,7 @@ def own_builder(name: str, setting: str = "model.name") -> Callable[..., nn.Modu
         found_instead = (
             f"there is no {function}"
             if builder is None
-            else f"{function} is a {type(builder).__name__}, no function,"
+            else f"{function} is a {type(builder).__name__}, not a function,"
         )
         where = getattr(found, "__file__", None) or f"the folder {module}"
         raise ValueError(

@@ -24,8 +24,8 @@ def turned(reader: Reader, x: Value, order: Sequence[int]) -> Value:
     places = places_of(axes)
     if list(places) != sorted(places):
         raise reader.refusal(
-            "turns the image: of its dims, channels alone may be turned among themselves, or "
-            "come before or behind the places"
+            "reorders dims of the image; supported: reorder dims of channels, or move them before "
+            "or behind the spatial dims"
         )
     if x.line:
         return turned_line(reader, x, order)
@@ -39,7 +39,7 @@ def not_reshaped(reader: Reader, x: Value) -> CanNotCapture:
     """Return the error for a reshape that is not supported."""
     return reader.refusal(
         f"makes {reader.call.shapes[0]} of {x!r}, and so mixes images, channels and places, or "
-        f"cuts the image into windows: that is not known here"
+        f"cuts the image into windows, which is not supported"
     )
 
 
@@ -57,8 +57,8 @@ def spread(reader: Reader, x: Value, **settings) -> Value:
         grid, sizes = x.grid, tuple(c.shapes[0][2:] for c in reader.current)
         if settings["mode"] == "area" or set(sizes) == {grid}:
             raise reader.refusal(
-                "resizes a grid of the image by mode area, or to another grid: nearest, "
-                "bilinear and bicubic are known, to a map"
+                "resizes a grid of the image by mode area, or to another grid; supported: nearest, "
+                "bilinear and bicubic, to the size of a map"
             )
         return _over(reader, x, sizes, None, grid, settings)
     lengths = list(zip(*(c.shapes[0] for c in reader.current)))
@@ -69,8 +69,8 @@ def spread(reader: Reader, x: Value, **settings) -> Value:
     ]
     if len(lengths) != x.rank or not _is_size(len(there), reader.dims):
         raise reader.refusal(
-            f"makes {reader.call.shapes[0]} of {x!r}: spread over all places, as by expand_as, "
-            f"it is known"
+            f"makes {reader.call.shapes[0]} of {x!r}; supported: spread it over all places, as "
+            f"expand_as does"
         )
     sizes = tuple(zip(*(lengths[d] for d in there)))
     return _over(reader, x, sizes, there, (), {})
@@ -145,7 +145,7 @@ def _follows(reader: Reader) -> bool:
 def parts(reader: Reader, x: Any, args: tuple, dim: int) -> tuple[Value, ...]:
     """Return the values into which a call splits channels."""
     if not reader.of_channels(dim, reader.value(x)):
-        raise reader.refusal("cuts the image into parts: along its channels it is known")
+        raise reader.refusal("cuts the image into parts; supported: cut along channels")
     return tuple(reader.formula(args, {}, part) for part in range(len(reader.call.shapes)))
 
 
@@ -154,7 +154,7 @@ def over_channels(
     x: Any,
     args: tuple,
     dim: Any,
-    why: str = "runs over places of the image: over channels it is known",
+    why: str = "runs over places of the image; supported: over channels",
 ) -> Value:
     """Return the result of a function that works along dims of channels; refuse other dims."""
     if not reader.of_channels(dim, reader.value(x)):
@@ -170,17 +170,18 @@ def indexed(reader: Reader, x: Value, index: tuple, *values: Any) -> Value:
     entries = _entries(reader, x, index)
     if entries is None:
         raise reader.refusal(
-            "takes a part by an index that is not known here: slices, numbers, lists and "
-            "buffers of numbers, along channels, are known"
+            "indexes with an unsupported index; supported along channels: slices, numbers, lists "
+            "and buffers of numbers"
         )
     for axis, entry in zip(x.axes, (e for e in entries if e is not None)):
         if axis.batch and entry != slice(None):
             raise reader.refusal(
-                "takes some images of the batch: what belongs to an image is known, x[:, ...]"
+                "selects some images of the batch; supported: the same selection for every image, "
+                "x[:, ...]"
             )
         if axis.places and entry != slice(None):
             raise reader.refusal(
-                "takes a part of the image: of the channels, as x[:, 2:5], it is known"
+                "takes a part of the image; supported: a part of the channels, such as x[:, 2:5]"
             )
     return reader.formula((x, index, *values), {})
 

@@ -56,22 +56,21 @@ def assigned(reader: Reader, x: Value, index: tuple, value: Any) -> Value:
             )
             if isinstance(entry, int) and isinstance(value, Value):
                 raise reader.refusal(
-                    "assigns a map to one row or column of the image: a number is known, or a "
-                    "map to a slice"
+                    "assigns a map to one row or column of the image; supported: assign a number "
+                    "to it, or a map to a slice"
                 )
         elif x.axes[dim].of_channels:
             channels[dim] = reader.fixed(entry, "index")
             if not isinstance(entry, slice):
                 raise reader.refusal(
-                    "assigns to places of channels that are no slice of them: that is not "
-                    "known here"
+                    "assigns to channels that are not a slice, which is not supported"
                 )
     part = x if all(i == slice(None) for i in channels) else _part(reader, x, tuple(channels))
     mask_axes = tuple(axis if axis.places or axis.batch else Axis() for axis in x.axes)
     if any(axis.mixed or len(axis.places) > 1 for axis in mask_axes):
         raise reader.refusal(
-            f"{_WHAT} the image in {x!r}: of maps whose dims are images, channels and places "
-            f"it is known"
+            f"{_WHAT} the image in {x!r}; supported: maps whose dims are images, channels and "
+            f"places"
         )
     plan = Plan(Marked(reader.number, tuple(marks.items())), (), {}, frozenset())
     mask = replace(emitted(reader, plan, x, mask_axes), dtype=torch.bool)
@@ -94,8 +93,8 @@ def _as_slice(reader: Reader, entry: Any) -> slice:
         return slice(entry, entry + 1 or None)
     if not isinstance(entry, slice):
         raise reader.refusal(
-            "assigns to places of the image by an index that is neither a slice nor a number: "
-            "that is not known here"
+            "assigns to places of the image by an index that is neither a slice nor a number, "
+            "which is not supported"
         )
     return entry
 
@@ -123,11 +122,11 @@ def _put(
         for n, size in enumerate(x.sizes)
     )
     if value.axes != part.axes or value.sizes != sizes:
-        raise reader.refusal(f"assigns {value!r} to a part of {x!r}, which has another form")
+        raise reader.refusal(f"assigns {value!r} to a part of {x!r}, which has another shape")
     steps = {d: {r.step for r in each} for d, each in ranges.items()}
     if any(len(found) > 1 for found in steps.values()):
         raise reader.refusal(
-            "assigns to every so many places of the image, a number that depends on its size"
+            "assigns to every n-th place of the image, where n depends on the image's size"
         )
     factors = tuple(float(min(steps[d])) if d in steps else 1.0 for d in range(reader.dims))
     if set(factors) != {1.0}:

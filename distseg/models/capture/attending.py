@@ -25,9 +25,9 @@ from distseg.models.capture.trace import IN_ATTENTION
 from distseg.models.capture.values import Value
 
 ATTENTION = (
-    "is attention between places of the image, each of which looks at all others: parts of an"
-    " image do not have them; known are queries, or keys, whose number does not grow with the"
-    " image: parameters, means, cells of a grid"
+    "is attention between all places of the image, which a part of an image does not have; "
+    "supported: queries or keys whose number does not grow with the image, such as parameters, "
+    "means or cells of a grid"
 )
 
 
@@ -65,7 +65,7 @@ def attention(
         raise reader.refusal(ATTENTION, everywhere=True)
     if v[:-2] != lead or not isinstance(value, Value):
         raise reader.refusal(
-            "has other heads, or images, of its values than of its queries and keys"
+            "has values with a different number of heads or images than its queries and keys"
         )
     score = partial(_scores, scale=scale, soft=False)
     scores = reader.applied(score, (query, key, bias), "scores", scores_axes)
@@ -82,7 +82,7 @@ def _common(reader: Reader, each: Sequence[Axes]) -> Axes:
     for along in zip(*filled):
         kinds = {axis for axis in along if axis != Axis()} or {Axis()}
         if len(kinds) > 1:
-            raise reader.refusal("has queries, keys and values whose dims are not alike")
+            raise reader.refusal("has queries, keys and values with different dims")
         found += kinds
     return tuple(found)
 
@@ -92,11 +92,11 @@ def _check_bias(reader: Reader, bias: Any, query: Axes, key: Axes) -> None:
     if bias is None:
         return
     if isinstance(bias, Value):
-        raise reader.refusal("has a mask that is computed from the image: parameters are known")
+        raise reader.refusal("has a mask that is computed from the image; supported: parameters")
     lengths = reversed(reader.shape_of(bias))
     for n, axis in zip(lengths, (key[-2], query[-2], *reversed(query[:-2]))):
         if n != 1 and not axis.of_channels:
-            raise reader.refusal("has a mask with values of its own for each place, or each image")
+            raise reader.refusal("has a mask with a separate value for each place or image")
 
 
 def _scores(q: Tensor, k: Tensor, bias: Tensor | None, scale: float, soft: bool) -> Tensor:
@@ -125,7 +125,9 @@ def scaled_dot_product(
     if dropout_p:
         raise reader.refusal(IN_ATTENTION)
     if is_causal or enable_gqa:
-        raise reader.refusal("is causal, or shares keys among heads: plain attention is known")
+        raise reader.refusal(
+            "is causal, or shares keys among heads; supported: attention without these options"
+        )
     made, _ = attention(reader, query, key, value, attn_mask, scale, False)
     return made
 
@@ -163,11 +165,15 @@ def multi_head(
         raise reader.refusal(IN_ATTENTION)
     others = (bias_k, bias_v, key_padding_mask, static_k, static_v)
     if any(x is not None for x in others) or add_zero_attn or is_causal:
-        raise reader.refusal("has keys of its own, or a mask of keys: plain attention is known")
+        raise reader.refusal(
+            "has separate keys or a mask of keys; supported: attention without these options"
+        )
     if len(reader.axes_of(query)) != 3:
-        raise reader.refusal("is given no batch of queries: (N, queries, channels) is known")
+        raise reader.refusal(
+            "is called without a batch dim; supported: queries of shape (N, queries, channels)"
+        )
     if attn_mask is not None and len(reader.shape_of(attn_mask)) != 2:
-        raise reader.refusal("has a mask of each image, or of each head: one of all is known")
+        raise reader.refusal("has a mask for each image or each head; supported: one mask for all")
     separate = (q_proj_weight, k_proj_weight, v_proj_weight)
     heads = []
     for number, x in enumerate((query, key, value)):

@@ -38,21 +38,20 @@ def numbers_by_type(traces: Mapping[torch.dtype, Trace]) -> Numbers:
         call = of_types[WIDE] or next(filter(None, calls))
         if None in calls:
             raise CanNotCapture(
-                f"{call} is called in one type alone: what code calls must not depend on the "
-                f"type of a tensor"
+                f"{call} is called for one dtype only: the calls of a network must not depend on "
+                f"the dtype of a tensor"
             )
         if other := next((c for c in calls if not _same_function(c, call)), None):
             raise CanNotCapture(
-                f"{call} is {other} in another type: what code calls must not depend on the "
-                f"type of a tensor"
+                f"{call} is {other} for another dtype: the calls of a network must not depend on "
+                f"the dtype of a tensor"
             )
         merged = _merged({dtype: (c.args, c.kwargs) for dtype, c in of_types.items()})
         if merged != (call.args, call.kwargs):
             found[number] = merged
     if any(trace.result != traces[WIDE].result for trace in traces.values()):
         raise CanNotCapture(
-            "its result is another one in another type: what code returns must not depend on "
-            "the type of a tensor"
+            "its result depends on the dtype of a tensor: return the same structure for every dtype"
         )
     return found
 
@@ -99,8 +98,8 @@ def _put(call: Called, tree: Any, typed: Any) -> Any:
     if isinstance(typed, ByType):
         if tree != typed.number(WIDE):
             raise CanNotCapture(
-                f"{call} takes a number that follows both the type of a tensor and the image's "
-                f"size: write it down"
+                f"{call} takes a number that depends on both the dtype of a tensor and the image's "
+                f"size: write the number as a constant"
             )
         return typed
     if isinstance(tree, tuple) and isinstance(typed, tuple) and len(tree) == len(typed):

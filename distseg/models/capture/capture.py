@@ -164,8 +164,8 @@ def capture(model: nn.Module, in_channels: int | None = None) -> Network:
     """
     if (hooked := hook_on_gradients(model)) is not None:
         raise CanNotCapture(
-            f"{hooked} changes gradients by a hook, which parts of an image would have each to "
-            f"itself: leave it out"
+            f"{hooked} changes gradients by a hook, which would run on each part of an image "
+            f"separately: remove the hook"
         )
     if (script := scripted(model)) is not None:
         raise CanNotCapture(
@@ -266,7 +266,7 @@ def _captured(model: nn.Module, in_channels: int | None) -> Network:
         seen_too = read(shapes, [*found.sizes, size], [*found.traces, seen_now])
         if (other := found.differs(seen_too)) is not None:
             raise CanNotCapture(
-                f"the size of what {other} makes follows other sizes than it does with other images"
+                f"the output size of {other} depends on different sizes for different images"
             )
 
     network.check = check

@@ -27,10 +27,10 @@ TOLERANCE = 1e-10
 # Accepted difference, as a multiple of the effect of rounding the image's last bits.
 _TIMES = 10
 _DIFFERS = {
-    False: "in evaluation it computes something else than in training: the difference must lie "
-    "in norms and dropout alone",
-    True: "in training, without dropout, it computes something else than the layers that its "
-    "calls became: it may depend on the image's values, or on what its code keeps",
+    False: "it computes something different in evaluation than in training; only norms and dropout "
+    "may differ",
+    True: "in training without dropout its result differs from that of the layers found in it: it "
+    "may depend on the image's values, or on state that its code keeps",
 }
 
 

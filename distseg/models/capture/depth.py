@@ -90,15 +90,17 @@ def through(
         name: value[0] if isinstance(value, tuple) else value for name, value in setting.items()
     }
     if any(isinstance(value, str) for value in first.values()):
-        raise reader.refusal("pads by a word along a dim that images do not have: say how much")
+        raise reader.refusal(
+            "pads by a word such as 'same' along a dim that images do not have: give a number"
+        )
     if "kernel_size" in first and (
         first["kernel_size"],
         first.get("stride", 1),
         first.get("padding", 0),
     ) != (1, 1, 0):
         raise reader.refusal(
-            f"takes places of {x!r} together along a dim that images do not have: with length "
-            f"1 along it, it is known"
+            f"takes places of {x!r} together along a dim that images do not have; supported: a "
+            f"kernel of length 1 along this dim"
         )
     after = calls[0].shapes[0][2]
     depth = Depth(

@@ -240,7 +240,8 @@ def unfolded(
         return folding.folded(made)
     except (ValueError, AttributeError):
         raise reader.refusal(
-            f"takes {x!r}, whose dim of images has more than these: that is not known here"
+            f"takes {x!r}, whose batch dim also holds other positions than images, which is not "
+            f"supported"
         ) from None
 
 
@@ -271,8 +272,8 @@ def of_joined(reader: Reader, rule: Callable[..., Any], args: tuple, kwargs: dic
 
 
 _MIXED = (
-    "mixes batches that were put one behind the other (torch.cat along dim 0): functions of "
-    "each image, and x.chunk(2) or x[:n] of them, are known"
+    "mixes batches that were concatenated along dim 0; supported: functions of each image, and "
+    "x.chunk(2) or x[:n] to split them again"
 )
 
 

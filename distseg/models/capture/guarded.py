@@ -101,14 +101,14 @@ def _handed_on(layer: nn.Module, name: str, images: int, x: Tensor) -> Tensor:
     if x.dim() not in RANKS_OF_DROPOUTS.get(type(layer).__name__.lower(), (x.dim(),)):
         raise Hidden(
             f"{called} is an nn.{type(layer).__name__}, and is given a tensor of {x.dim()} "
-            f"dims, which PyTorch takes for one image without a dim of the batch: use the "
-            f"dropout for images of so many dims"
+            f"dims, which PyTorch takes for one image without a batch dim: use the dropout for "
+            f"images with this number of dims"
         )
     if x.dim() < 2 or images and len(x) != images:
         raise Hidden(
-            f"{called} drops numbers of a tensor of {'x'.join(map(str, x.shape))}, but masks "
-            f"belong to images, and the dim of {images} images is to be the first: "
-            "drop before images are cut into parts, or behind, or set its p to 0"
+            f"{called} drops values of a tensor of {'x'.join(map(str, x.shape))}, but masks belong "
+            f"to images, so the first dim must be the batch of {images} images: apply dropout "
+            f"before images are cut into parts or after they are joined, or set its p to 0"
         )
     return x
 

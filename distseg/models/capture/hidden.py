@@ -128,8 +128,8 @@ def _message(slot: Slot, model: nn.Module, passed: Pass) -> str:
     where = f" ({line})" if line else ""
     if is_generator(slot):
         return (
-            f"the forward pass draws random numbers by {slot}{where}, other ones on each rank "
-            f"and for each part of an image: {INSTEAD}"
+            f"the forward pass draws random numbers by {slot}{where}, which differ between ranks "
+            f"and between parts of an image: {INSTEAD}"
         )
     return f"the forward pass changes {slot}{where}: {KEEP_NOTHING}"
 
@@ -169,8 +169,8 @@ def check_real(model: nn.Module) -> None:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_complex():
             raise ValueError(
-                f"{name} is of {tensor.dtype}, and networks are computed in real numbers: keep "
-                f"(..., 2) real numbers, and take torch.view_as_complex of them in forward"
+                f"{name} is of {tensor.dtype}, but networks are computed in real numbers: store "
+                f"real numbers (..., 2), and call torch.view_as_complex on them in forward"
             )
 
 
@@ -275,10 +275,10 @@ def check_apart(model: nn.Module, size: Sequence[int]) -> None:
     else:
         return
     raise Hidden(
-        "spatial.norm_scope is step, by which the images of all sample groups are one batch, "
-        "but this network joins the images of a batch, or asks how many they are, by other "
-        "means than batch norm, "
-        "and the images of other groups are not there: set spatial.norm_scope to group, or "
+        "spatial.norm_scope is step, which makes the images of all sample groups one batch, "
+        "but this network joins the images of a batch, or uses their number, by other means than "
+        "batch norm, and the images of other groups are on other ranks: set spatial.norm_scope to "
+        "group, or "
         "mesh.samples to 1"
     )
 
@@ -345,8 +345,8 @@ def _check_mode(model: nn.Module, size: Sequence[int], training: bool, images: i
             or f"the forward pass reads the running statistics of {' or '.join(sorted(moving))}"
         )
         raise Hidden(
-            f"{reading}, which a norm moves once a step, not with each pass: compute that in the "
-            f"training loop"
+            f"{reading}, which a norm updates once per step, not with each pass: compute this in "
+            f"the training loop"
         )
 
 

@@ -19,8 +19,8 @@ from distseg.models.capture.values import Sizes, Value
 from distseg.models.moving import Windows
 
 _FORM = (
-    "has a weight that is computed from the image: with a weight for each image, "
-    "F.conv2d(x.reshape(1, n * c, h, w), weight.reshape(n * o, c, k, k), groups=n), it is known"
+    "has a weight that is computed from the image; supported: one weight per image, "
+    "F.conv2d(x.reshape(1, n * c, h, w), weight.reshape(n * o, c, k, k), groups=n)"
 )
 
 
@@ -86,8 +86,8 @@ def _padding(
         both = [d * (k - 1) for k, d in zip(kernel, dilation)]
         if any(n % 2 for n in both):
             raise reader.refusal(
-                "pads one side more than the other, with a weight that is computed from the "
-                "image: pad before, by F.pad"
+                "pads one side more than the other, with a weight that is computed from the image: "
+                "call F.pad before it"
             )
         return tuple(n // 2 for n in both)
     return reader.each(reader.fixed(padding, "padding"))

@@ -38,7 +38,8 @@ def of_lines(
     """Return a statistic of each channel over some spatial dims, which become of length 1."""
     if any((axis.batch or axis.cell != 1) and axis.places for axis in x.axes):
         raise reader.refusal(
-            f"takes rows or columns of {x!r} together, in which images or channels lie along them"
+            f"takes rows or columns of {x!r} together, in which rows or columns also hold images "
+            f"or channels"
         )
     gone = places_along_dims(x, over)
     kept = [d for d in range(x.dims) if d not in gone]
@@ -123,12 +124,12 @@ def line_at(reader: Reader, x: Value, like: Value, target: Axes) -> Value:
         target: axes of the result.
     """
     if x.sizes != like.sizes:
-        raise reader.refusal(f"joins {like!r} and {x!r}, which is of a map of another size")
+        raise reader.refusal(f"joins {like!r} and {x!r}, which belongs to a map of another size")
     axes = (*(Axis(),) * (len(target) - x.rank), *x.axes)
     if len(axes) > len(target) or not all(
         _fits(axis, beside) for axis, beside in zip(axes, target)
     ):
-        raise reader.refusal(f"joins {like!r} and {x!r}, whose dims are not alike")
+        raise reader.refusal(f"joins {like!r} and {x!r}, which have different dims")
     order = sorted(range(len(axes)), key=lambda d: bool(axes[d].whole))
     first = turned_line(reader, replace(x, axes=axes), order)
     kept = lines_of(axes) or ()
@@ -156,7 +157,7 @@ def expanded_line(reader: Reader, x: Value, target: Axes) -> Value:
     """Return the map to which a call expands a line."""
     if places_of(target) != tuple(range(reader.dims)):
         raise reader.refusal(
-            f"makes {reader.call.shapes[0]} of {x!r}: spread over all places of a map it is known"
+            f"makes {reader.call.shapes[0]} of {x!r}; supported: spread it over all places of a map"
         )
     return line_at(reader, x, reader.map_of_lines([x]), target)
 

@@ -50,9 +50,9 @@ _BESIDES = {
 """Libraries that read clocks or ids for messages or for their own tables."""
 
 ASKS = (
-    "asks the machine: what a pass computes must depend on its image and the network alone, "
-    "not on clocks, files, the process or where objects lie, which differ from rank to rank: "
-    "do this in __init__ or in the training loop, and leave it out of forward"
+    "reads the machine's state: a pass must depend on its image and the network alone, not on "
+    "clocks, files, the process or addresses of objects, which differ between ranks; do this in "
+    "__init__ or in the training loop, not in forward"
 )
 
 

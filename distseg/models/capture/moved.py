@@ -37,7 +37,8 @@ def dim_of_place(reader: Reader, x: Value, dim: int, what: str) -> int | None:
             else "several dims of the image, or places and channels together"
         )
         raise reader.refusal(
-            f"{what} {images}: what it does to one dim of the image, or to channels, is known"
+            f"{what} {images}; supported: the same operation on one dim of the image, or on "
+            f"channels"
         )
     return axis.places[0]
 
@@ -60,8 +61,8 @@ def cut(reader: Reader, x: Value, wanted: dict[int, Sequence[slice]]) -> Value:
     for _d, ranges in each.items():
         if len({len(r) for r in ranges}) == 1:
             raise reader.refusal(
-                f"takes a part of the image of {len(ranges[0])} places, however large the "
-                f"image is: a part that grows with the image is known"
+                f"takes a part of {len(ranges[0])} places from an image of any size; supported: a "
+                f"part that grows with the image"
             )
         if not all(ranges):
             raise reader.refusal("takes no place of the image")
@@ -87,8 +88,8 @@ def cut(reader: Reader, x: Value, wanted: dict[int, Sequence[slice]]) -> Value:
     rest = {d: ranges for d, ranges in each.items() if d not in fixed}
     if any(r.step != 1 for ranges in rest.values() for r in ranges):
         raise reader.refusal(
-            "takes every so many places of the image, from a place that depends on the image's "
-            "size: that is not known here"
+            "takes every n-th place of the image, from a start that depends on the image's size, "
+            "which is not supported"
         )
     sides = []
     for n, size in enumerate(x.sizes):
@@ -161,9 +162,9 @@ def _front(reader: Reader, pairs: Sequence[tuple[int, int]]) -> str | int:
             return side
     shown = ", ".join(f"{a} and {b}" for a, b in dict.fromkeys(pairs))
     raise reader.refusal(
-        f"adds or leaves out places in front and behind ({shown}) by a rule that is not known "
-        f"here: half of the difference on each side, "
-        f"a fixed number on one, or all on one, are known"
+        f"pads or crops the front and the back by ({shown}), which follows no supported rule; "
+        f"supported: half of the difference on each side, a fixed number on one side, or all on "
+        f"one side"
     )
 
 
@@ -174,7 +175,7 @@ def padded(reader: Reader, x: Value, pad: tuple, mode: str, value: float) -> Val
     """
     each = [of_trace(pad, n) for n in range(len(x.sizes))]
     if any(len(pads) % 2 or len(pads) > 2 * x.rank for pads in each):
-        raise reader.refusal(f"has a padding {pad}, which is none of {x!r}")
+        raise reader.refusal(f"has a padding {pad}, which does not fit {x!r}")
     dims = [x.rank - 1 - k for k in range(len(pad) // 2)]
     pairs = {dim: [(pads[2 * k], pads[2 * k + 1]) for pads in each] for k, dim in enumerate(dims)}
     pairs = {dim: found for dim, found in pairs.items() if any(map(any, found))}

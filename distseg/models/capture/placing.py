@@ -276,15 +276,15 @@ def _check_batch(reader: Reader, plan: Plan) -> None:
             one, other = alone.calls[number], trace.calls[number]
             if one.name not in _SHAPING and (one.args, one.kwargs) != (other.args, other.kwargs):
                 raise reader.refusal(
-                    f"takes what {one} makes of the number of images in the batch, which tiles "
-                    f"and micro-batches do not know"
+                    f"uses the result of {one}, which depends on the number of images in the "
+                    f"batch; this number differs between tiles and micro-batches"
                 )
         if isinstance(plan.wanted, Number) and plan.wanted.value(alone.calls) != plan.wanted.value(
             trace.calls
         ):
             raise reader.refusal(
-                "has a number that depends on the number of images in the batch, which tiles "
-                "and micro-batches do not know"
+                "has a number that depends on the number of images in the batch, which differs "
+                "between tiles and micro-batches"
             )
 
 

@@ -137,8 +137,8 @@ class Positions(LooksAtSize):
             if axis.batch and y.shape[dim] > 1:
                 if not bool((y == y.narrow(dim, 0, 1)).all()):
                     raise ValueError(
-                        "the network has values of its own for each place and each image of a "
-                        "batch, by the image's number: leave that out"
+                        "the network computes a separate value for each place and each image from "
+                        "the image's index in the batch: remove the dependence on the index"
                     )
                 y = y.narrow(dim, 0, 1)
         lengths = []

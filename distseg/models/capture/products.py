@@ -21,9 +21,9 @@ from distseg.models.capture.values import Value
 from distseg.models.layers import Mean
 
 BETWEEN_PLACES = (
-    "multiplies places of the image with all others, as attention does: parts of an image do "
-    "not have them; products of channels at each place, and their sums over all places, are "
-    "known"
+    "multiplies each place of the image with all others, as attention does, but a part of an image "
+    "does not have all places; supported: products of channels at each place, and their sums over "
+    "all places"
 )
 
 
@@ -51,14 +51,14 @@ def _summed(reader: Reader, a: Any, b: Any) -> Value | None:
         along = -1 if x is a or len(shape) < 1 or x.rank < 2 else -2
         if not reader.of_channels(along, x):
             raise reader.refusal(
-                f"multiplies places of {x!r} with weights, one for each place: over channels "
-                f"it is known"
+                f"multiplies places of {x!r} with weights, one for each place; supported: weights "
+                f"over channels"
             )
         return None
     if min(a.rank, b.rank) < 3:
         raise reader.refusal(
-            f"multiplies {a!r} with {b!r}, and so joins the images of a batch, which are "
-            f"computed apart from each other"
+            f"multiplies {a!r} with {b!r}, which mixes the images of a batch; images are computed "
+            f"separately"
         )
     left, right = a.axes[-1], b.axes[-2]
     if left.of_channels and right.of_channels:
@@ -87,8 +87,7 @@ def einsum(reader: Reader, equation: str, operands: Sequence[Any]) -> Value:
     axes = _axes_of_labels(reader, labels, operands)
     if missing := [label for label, axis in axes.items() if axis.batch and label not in written]:
         raise reader.refusal(
-            f"sums over the images of a batch (dim {missing[0]}), which are computed apart "
-            f"from each other"
+            f"sums over the images of a batch (dim {missing[0]}); images are computed separately"
         )
     summed = [label for label, axis in axes.items() if axis.places and label not in written]
     if not summed:
@@ -97,8 +96,8 @@ def einsum(reader: Reader, equation: str, operands: Sequence[Any]) -> Value:
         axes[label].places for label in written
     ):
         raise reader.refusal(
-            "sums over rows or columns of the image alone: over all places, and over channels, "
-            "it is known"
+            "sums over rows or columns of the image alone; supported: sum over all places, or over "
+            "channels"
         )
     made = tuple(axes[label] for label in written)
     if (pair := _pair(labels, operands, written, axes)) is not None:
@@ -121,8 +120,8 @@ def distances(reader: Reader, a: Any, b: Any, p: float, mode: str) -> Value:
         raise reader.refusal(BETWEEN_PLACES.replace("multiplies", "compares"), everywhere=True)
     if not all(of[-1].of_channels for of in axes):
         raise reader.refusal(
-            "measures distances of channels over places of the image: of places over channels "
-            "it is known"
+            "measures distances between channels over places of the image; supported: distances "
+            "between places over channels"
         )
     if (
         places_of((*axes[0][-2:-1], *axes[1][-2:-1]))
@@ -163,8 +162,8 @@ def _axes_of_labels(
             twice = [axis for label, axis in zip(letters, x.axes) if letters.count(label) > 1]
             if len(letters) != x.rank or not all(axis.of_channels for axis in twice):
                 raise reader.refusal(
-                    f"has the letters {letters} for {x!r}: one letter for each dim, and no "
-                    f"letter twice for images or places, is known"
+                    f"has the letters {letters} for {x!r}: use one letter per dim, and no letter "
+                    f"twice for images or places"
                 )
             for label, axis in zip(letters, x.axes):
                 if found.get(label, Axis()) == Axis():  # of length 1, so it is broadcast
@@ -183,9 +182,8 @@ def _axes_of_labels(
                 found[label] = Axis(cell=n)
             elif n != 1 and not found[label].of_channels:
                 raise reader.refusal(
-                    f"takes a tensor of {reader.shape_of(x)} with a value of its own for each "
-                    f"place of the image, or for each image, which parts of an image do not "
-                    f"know"
+                    f"takes a tensor of {reader.shape_of(x)} with a separate value for each place "
+                    f"of the image or for each image, which a part of an image does not have"
                 )
     batches = {label for label, axis in found.items() if axis.batch}
     places = [d for axis in found.values() for d in axis.places]
@@ -193,7 +191,7 @@ def _axes_of_labels(
         raise reader.refusal(
             BETWEEN_PLACES
             if len(batches) < 2
-            else "multiplies images of a batch with each other, which are computed apart",
+            else "multiplies images of a batch with each other; images are computed separately",
             everywhere=True,
         )
     return found

@@ -160,7 +160,7 @@ class Reader:
         if not calls[traces[0].result.call].graded:
             raise CanNotCapture(
                 f"its result, of {calls[traces[0].result.call]}, is computed without gradients "
-                f"(torch.no_grad): leave that to evaluation"
+                f"(torch.no_grad): remove this, as evaluation turns gradients off itself"
             )
         result = self.values.get(traces[0].result)
         self.of_image = result is not None and result.vector
@@ -269,10 +269,7 @@ class Reader:
         if self.call.name not in FACTORIES and any(
             name in kwargs and kwargs[name] is not None for name in ("dtype", "out")
         ):
-            raise self.refusal(
-                "has dtype= or out=, a type or a tensor for its result: leave types to "
-                "train.precision"
-            )
+            raise self.refusal("has dtype= or out=: remove it, as train.precision sets the dtype")
         try:
             made = self._rule(self, args, kwargs)
         except CanNotCapture:
@@ -284,9 +281,7 @@ class Reader:
         except TypeError as e:
             if "argument" not in str(e):
                 raise
-            raise self.refusal(
-                f"is called in a way that is not known ({_signature_error(e)})"
-            ) from None
+            raise self.refusal(f"is called in an unsupported way ({_signature_error(e)})") from None
         for part, value in enumerate(made if isinstance(made, tuple) else (made,)):
             if value is not None:
                 self.values[Made(self.number, part)] = self._typed(value, part)
@@ -443,8 +438,8 @@ class Reader:
         )
         if axes is None:
             raise self.refusal(
-                f"makes a tensor of {shape} of {like!r}, whose dims are neither images, "
-                f"channels nor places: that is not known here"
+                f"makes a tensor of {shape} of {like!r}, whose dims are neither images, channels "
+                f"nor places, which is not supported"
             )
         if sum(axis.batch for axis in axes) != 1 and (of_images(axes) or of_images(like.axes)):
             raise self.refusal(_OF_BATCH.format("of each other"))
@@ -452,11 +447,11 @@ class Reader:
         if places and places != tuple(range(self.dims)):
             whole = len(set(places)) == self.dims
             does = (
-                "turns the image, or joins all places with all"
+                "reorders dims of the image, or combines each place with all others"
                 if whole
-                else "takes rows or columns of the image together"
+                else "combines rows or columns of the image"
             )
-            raise self.refusal(f"makes {shape} of {like!r}: it {does}, which is not known here")
+            raise self.refusal(f"makes {shape} of {like!r}: it {does}, which is not supported")
         return axes
 
     # new layers
@@ -495,8 +490,9 @@ class Reader:
                 or len({shape[1] for shape in shapes}) > 1
             ):
                 raise self.refusal(
-                    f"makes a tensor of {shapes[0]} of {reads[0]!r}, which is no map of as "
-                    f"many images, with channels that do not depend on the image's size"
+                    f"makes a tensor of {shapes[0]} of {reads[0]!r}, which is not a map with the "
+                    f"same number of images and with channels that do not depend on the image's "
+                    f"size"
                 )
             axes = plain_axes(shapes[0][1], self.dims)
         else:
@@ -522,8 +518,8 @@ class Reader:
         if (found := followed(sizes, x, (v for v in self.values.values() if not v.vector))) is None:
             raise self.refusal(
                 f"makes {'x'.join(map(str, sizes[0]))} places of "
-                f"{'x'.join(map(str, x.sizes[0]))}, as many as no other map has, and no "
-                f"fraction of one"
+                f"{'x'.join(map(str, x.sizes[0]))}, a size that is neither that of another map nor "
+                f"a fraction of one"
             )
         return found
 
@@ -564,7 +560,9 @@ class Reader:
         """
         maps = [x for x in operands if isinstance(x, Value)] or [self.value(operands[0])]
         if len({x.sizes for x in maps if not x.vector}) > 1:
-            raise self.refusal(f"joins {' and '.join(map(repr, maps))}, whose places are not alike")
+            raise self.refusal(
+                f"joins {' and '.join(map(repr, maps))}, which have different places"
+            )
         maps = self.meeting(maps)
         own: dict[str, Kept] = {}
         steps: list[Step] = []
@@ -603,19 +601,19 @@ class Reader:
         """Return a map whose size gives the length of the lines."""
         if not all(x.vector for x in lines):
             raise self.refusal(
-                f"joins {' and '.join(map(repr, lines))} in a way that is not known here: "
-                f"multiplied or added, place by place, they are known"
+                f"joins {' and '.join(map(repr, lines))} in an unsupported way; supported: "
+                f"multiply or add them place by place"
             )
         if {d for axis in axes for _, dims in axis.whole for d in dims} == set(
             range(self.dims)
         ) and not _is_sum(axes):
             raise self.refusal(
-                f"makes {self.call.shapes[0]} of {lines[0]!r}, a map that each rank would have "
-                f"as a whole: made by adding or multiplying lines it is known"
+                f"makes {self.call.shapes[0]} of {lines[0]!r}, a map that each rank would have to "
+                f"hold whole; supported: make it by adding or multiplying lines"
             )
         found = self.same_places(lines[0].sizes)
         if found is None:
-            raise self.refusal(f"is of {lines[0]!r}, which has the places of no map any longer")
+            raise self.refusal(f"is of {lines[0]!r}, which no longer has the places of any map")
         return found
 
     def _add(self, name: str, make, reads: Sequence[Value]) -> None:
@@ -683,7 +681,7 @@ class Reader:
             return self.emit(lambda found: _with_tensors(plain(), found), [x], tensors, axes=axes)
         if not convolves:
             raise self.refusal(
-                "has running statistics that are computed: parameters or buffers are known"
+                "has running statistics that are computed; supported: parameters or buffers"
             )
         own: dict[str, Kept] = {}
         weights = {name: self._computed(value, own) for name, value in tensors.items()}
@@ -735,8 +733,8 @@ class Reader:
             )
         if x.vector:
             raise self.refusal(
-                f"normalises {x!r} with a weight alone, a bias alone, or one that is computed: "
-                f"of maps that is known"
+                f"normalises {x!r} with a weight alone, a bias alone, or one that is computed; "
+                f"this is supported for maps only"
             )
         return self.scaled(
             self.layer(kind, x, *args, False, tensors=tensors, axes=x.axes, **kwargs), weight, bias
@@ -779,8 +777,8 @@ class Reader:
             kinds = {(axis.batch, axis.places, axis.whole) for axis in there}
             if len(kinds) > 1:
                 raise self.refusal(
-                    f"joins {' and '.join(map(repr, dict.fromkeys(maps)))}, whose dims are not "
-                    f"alike"
+                    f"joins {' and '.join(map(repr, dict.fromkeys(maps)))}, which have different "
+                    f"dims"
                 )
             places = any(axis.batch or axis.places or axis.whole for axis in there)
             for _x, shape in others:
@@ -808,12 +806,13 @@ class Reader:
         axes, given = self.made(like, part or 0), tuple(map(_read_as, maps))
         if not like.vector and not places_of(axes):
             raise self.refusal(
-                f"makes {self.call.shapes[part or 0]} of {like!r}: it takes places of the "
-                f"image together in a way that is not known here"
+                f"makes {self.call.shapes[part or 0]} of {like!r}: it combines places of the image "
+                f"in an unsupported way"
             )
         if any(axis.mixed and not any(axis in x.axes for x in maps) for axis in axes):
             raise self.refusal(
-                f"makes {self.call.shapes[part or 0]} of {like!r}: single cells alone are known"
+                f"makes {self.call.shapes[part or 0]} of {like!r}; supported: functions of single "
+                f"cells"
             )
         return self._emit_formula(steps, given, part, axes, maps, own)
 
@@ -821,7 +820,9 @@ class Reader:
         """Return the arguments, with vectors resized to the maps, and the values among them."""
         maps = list(dict.fromkeys(found_in((args, kwargs), Value)))
         if len({x.sizes for x in maps if not x.vector}) > 1:
-            raise self.refusal(f"joins {' and '.join(map(repr, maps))}, whose places are not alike")
+            raise self.refusal(
+                f"joins {' and '.join(map(repr, maps))}, which have different places"
+            )
         there = dict(zip(maps, self.meeting(maps)))
         return (
             self.replaced(args, there),
@@ -860,8 +861,8 @@ class Reader:
             case Value():
                 if tree not in maps:
                     raise self.refusal(
-                        f"takes a weight, or another tensor of its own, that is computed from "
-                        f"the image ({tree!r}): that is not known here"
+                        f"has a weight or another tensor of its own that is computed from the "
+                        f"image ({tree!r}), which is not supported"
                     )
                 return Map(list(maps).index(tree))
             case Kept():
@@ -874,26 +875,26 @@ class Reader:
                 call = self.traces[0].calls[tree.call]
                 if call.name in _RANDOM:
                     raise self.refusal(
-                        f"takes what {call} makes, which "
+                        f"uses the result of {call}, which "
                         f"{'has no value yet: use zeros' if 'empty' in call.name else DRAWS}"
                     )
                 if (found := constant_of(self.traces[0].calls, tree)) is not None:
                     others = [constant_of(t.calls, tree) for t in self.traces[1:]]
                     if not all(other is not None and torch.equal(found, other) for other in others):
                         raise self.refusal(
-                            f"takes what {call} makes, which has other values with other sizes "
-                            f"of images: {POSITIONS}"
+                            f"uses the result of {call}, whose values depend on the size of the "
+                            f"image: {POSITIONS}"
                         )
                     return Fixed(found)
                 if call.name in _CASTS:
                     raise self.refusal(
-                        f"takes what {call} makes, a cast: keep that parameter or buffer in "
-                        f"floating point, and leave types to train.precision"
+                        f"uses the result of {call}, a cast: keep this parameter or buffer in "
+                        f"floating point, as train.precision sets the dtype"
                     )
                 if not found_in((call.args, call.kwargs), Kept, Made):
                     raise self.refusal(
-                        f"takes what {call} makes, which is neither computed of the image nor "
-                        f"of parameters, and depends on the image's size: {POSITIONS}"
+                        f"uses the result of {call}, which is computed neither from the image nor "
+                        f"from parameters, and depends on the image's size: {POSITIONS}"
                     )
                 calls = [t.calls[tree.call] for t in self.traces]
                 step = Step(
@@ -947,8 +948,8 @@ class Reader:
             or x.rank < 2
         ):
             raise self.refusal(
-                f"drops numbers of {x!r}: of a map (N, C, {', '.join('DHW'[-self.dims :])}), "
-                f"or one whose channels come last, that is known"
+                f"drops values of {x!r}; a map (N, C,  {', '.join('DHW'[-self.dims :])}), "
+                f"or one whose channels come last, is supported"
             )
         made = self.layer(VectorDropout if x.vector else kind, x, p, axes=x.axes)
         self._claim(self.number, made, not x.vector and order == last and order != first)
@@ -984,9 +985,9 @@ class Reader:
             return None
         if draw.call in self._claimed:
             raise self.refusal(
-                f"leaves out images by {calls[draw.call]}, as another function does: one draw "
-                f"at several places is not known here: draw for each of them, or multiply "
-                f"their sum or torch.cat"
+                f"leaves out images by {calls[draw.call]}, as another function does, and sharing "
+                f"one draw is not supported: draw for each of them, or multiply their sum or "
+                f"torch.cat"
             )
         # User code may have divided already: x / keep * mask, which is x in evaluation.
         before = self.divisors.get(x.name)
@@ -1028,8 +1029,8 @@ class Reader:
                     shapes=tuple((*shape[:2], *size) for shape, size in zip(v.shapes, sizes)),
                 )
         raise self.refusal(
-            f"spreads a vector of the image over {'x'.join(map(str, sizes[0]))} places, as "
-            f"many as no other map has"
+            f"spreads a vector of the image over {'x'.join(map(str, sizes[0]))} places, a size "
+            f"that no other map has"
         )
 
     def resized(self, x: Value, sizes: tuple[tuple[int, ...], ...]) -> Value:
@@ -1038,7 +1039,8 @@ class Reader:
             return x
         if x.line:
             raise self.refusal(
-                f"joins {x!r} with what has other places than the map that it was made of"
+                f"joins {x!r} with a value whose places differ from the map that it was computed "
+                f"from"
             )
         like, rules = self.followed(x, sizes)
         name = self._unique(f"{self._name()}_places")
@@ -1081,17 +1083,17 @@ class Reader:
 
 
 DIFFERENT = (
-    "it calls other functions with other sizes of images: what its code does must not depend "
-    "on them"
+    "it calls different functions for different image sizes: the calls of a network must not "
+    "depend on the image's size"
 )
-POSITIONS = "values of its own for each place of the image are not known here"
+POSITIONS = "a separate value for each place of the image is not supported"
 _EACH_PLACE = (
-    "takes a tensor of {} with a value of its own for each place of the image, or for each "
-    "image of the batch, which parts of an image do not know"
+    "takes a tensor of {} with a separate value for each place of the image, or for each image of "
+    "the batch, which a part of an image does not have"
 )
 _OF_BATCH = (
-    "joins the images of a batch {}, which are computed apart from each other: leave that out, "
-    "or use a batch norm"
+    "mixes the images of a batch {}, but images are computed separately: remove this, or use a "
+    "batch norm"
 )
 # The serial program (distseg.training.serial) counts the same functions.
 _DROPOUTS = (

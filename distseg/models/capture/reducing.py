@@ -51,7 +51,7 @@ def reduced(
     rest = tuple(d for d in over if x.axes[d].cell != 1)
     if rest and of_channels is None:
         raise reader.refusal(
-            f"takes {what} over channels and places together: over either it is known"
+            f"takes {what} over channels and places together; supported: over one of them"
         )
     vector = over_places(reader, x, over, make)
     if rest:
@@ -83,8 +83,8 @@ def all_places(reader: Reader, x: Value, dim: Any, what: str) -> tuple[int, ...]
     over = reader.dims_of(dim, x)
     if sorted(d for o in over for d in x.axes[o].places) != list(range(reader.dims)):
         raise reader.refusal(
-            f"takes {what} over rows or columns of the image alone (dim {dim} of {x!r}): over "
-            f"all places, over channels, or over both, it is known"
+            f"takes {what} over rows or columns of the image alone (dim {dim} of {x!r}); "
+            f"supported: over all places, over channels, or over both"
         )
     return over
 
@@ -197,7 +197,7 @@ def norm(reader: Reader, x: Value, p: Any, dim: Any) -> Value:
         )
         return found if p > 0 else reader.applied(torch.neg, [found], "least")
     if p == 0 or not isinstance(p, (int, float)) and p not in ("fro", None):
-        raise reader.refusal(f"takes a norm of order {p}: of a number other than 0 it is known")
+        raise reader.refusal(f"takes a norm of order {p}; supported: a number other than 0")
     squares = p in (2, "fro", None)
     if squares:
         each = reader.applied(torch.square, [x], "squares")
@@ -245,7 +245,8 @@ def _then(
         return vector
     if function is None:
         raise reader.refusal(
-            "takes a norm of order inf over channels and places together: over either it is known"
+            "takes a norm of order inf over channels and places together; supported: over one of "
+            "them"
         )
     return reader.applied(
         partial(function, dim=rest, keepdim=True), [vector], "channels", _alone(vector.axes, rest)
@@ -262,7 +263,7 @@ def product(reader: Reader, a: Value, b: Value, heads: int, axes: Axes) -> Value
         b: map with channels (heads, J).
     """
     if a.sizes != b.sizes:
-        raise reader.refusal(f"multiplies {a!r} with {b!r}, whose places are not alike")
+        raise reader.refusal(f"multiplies {a!r} with {b!r}, which have different places")
     if a.name == b.name and a.channels == b.channels:
         return reader.emit(lambda _: Products(heads), [a.as_plain], axes=axes)
     both = reader.emit(
@@ -279,8 +280,8 @@ def largest_of(reader: Reader, x: Value, k: int, dim: int, least: bool = False) 
     (at,) = reader.dims_of(dim, x)
     if x.axes[at].places != tuple(range(reader.dims)) or x.axes[at].mixed:
         raise reader.refusal(
-            "ranks rows or columns of the image alone: over channels, or all places in one dim "
-            "(x.flatten(2)), it is known"
+            "sorts rows or columns of the image alone; supported: over channels, or over all "
+            "places in one dim (x.flatten(2))"
         )
     order = [d for d in range(x.rank) if d != at]
     axes = *(x.axes[d] for d in order), Axis(cell=k)

@@ -61,7 +61,7 @@ def _made(reader: Reader, args: tuple, kwargs: dict) -> Any:
     name = reader.call.name
     if name not in POINTWISE | _ARITHMETIC and (numbers := found_in((args, kwargs), ByType)):
         raise reader.refusal(
-            f"is told {numbers[0]!r}: in arithmetic of single cells that is known, elsewhere "
+            f"is given {numbers[0]!r}, which is supported in arithmetic of single cells only: "
             f"write the number"
         )
     tracks = name == "instance_norm" and any(
@@ -85,8 +85,8 @@ def _made(reader: Reader, args: tuple, kwargs: dict) -> Any:
     if name in POINTWISE:
         return reader.pointwise(args, kwargs)
     raise reader.refusal(
-        "is not known here: write it as convolutions, poolings, up-samplings, norms and "
-        "functions of single cells"
+        "is not supported: write it as convolutions, poolings, up-samplings, norms and functions "
+        "of single cells"
     )
 
 
@@ -169,8 +169,8 @@ class Rules:
         x = self.value(input)
         if not self.of_channels(-1, x):
             raise self.refusal(
-                f"multiplies places of {x!r} with weights, one for each place: over channels "
-                f"it is known"
+                f"multiplies places of {x!r} with weights, one for each place; supported: weights "
+                f"over channels"
             )
         return self.formula((x, weight, bias), {})
 
@@ -210,8 +210,8 @@ class Rules:
             and self.keepers.setdefault(running_mean.name, self.call.module) != self.call.module
         ):
             raise self.refusal(
-                "is called on the running statistics of another module, in an order that is "
-                "not kept: call that module, or give each its own"
+                "uses the running statistics of another module: call that module, or give each "
+                "module its own"
             )
         tensors = dict(running_mean=running_mean, running_var=running_var)
         if (
@@ -257,7 +257,7 @@ class Rules:
             raise self.refusal(f"takes {x!r}, where a map is expected")
         if running_mean is not None or not use_input_stats:
             raise self.refusal(
-                "has running statistics, which instance norms have none of here: set "
+                "has running statistics, which are not supported for instance norms: set "
                 "track_running_stats=False"
             )
         if self.folding:
@@ -296,8 +296,8 @@ class Rules:
             return self.formula((x, over, weight, bias, eps), {})
         if weight is not None or bias is not None:
             raise self.refusal(
-                "normalises places of the image with weights, one for each place: over "
-                "channels, or without weights (elementwise_affine=False), it is known"
+                "normalises places of the image with weights, one for each place; supported: over "
+                "channels, or without weights (elementwise_affine=False)"
             )
         kept = x.axes[: x.rank - len(over)]
         cells = [axis.cell for axis in kept if axis.cell != 1]
@@ -307,15 +307,15 @@ class Rules:
             or any(axis.mixed for axis in kept)
         ):
             raise self.refusal(
-                f"normalises some dims of {x!r}: over channels, over all places, or over both, "
-                f"it is known"
+                f"normalises some dims of {x!r}; supported: over channels, over all places, or "
+                f"over both"
             )
         return self.layer(nn.GroupNorm, x, math.prod(cells), x.channels, eps, False, axes=x.axes)
 
     def rms_norm(self: Reader, input, normalized_shape, weight=None, eps=None):
         x, over = self.value(input), tuple(normalized_shape)
         if not self.of_channels(tuple(range(x.rank - len(over), x.rank)), x):
-            raise self.refusal("normalises places of the image: over channels it is known")
+            raise self.refusal("normalises places of the image; supported: over channels")
         return self.formula((x, over, weight, eps), {})
 
     def local_response_norm(self: Reader, input, size, alpha=1e-4, beta=0.75, k=1.0):
@@ -327,14 +327,14 @@ class Rules:
         x = self.value(input)
         if x.rank == 3 and dropout and training and layers > 1:
             raise self.refusal(
-                "drops numbers between its layers: take layers of one each, with nn.Dropout "
-                "between them"
+                "has dropout between its layers: use one module per layer, with nn.Dropout between "
+                "them"
             )
         along = 1 if batch_first else 0
         if x.rank != 3 or x.axes[along].places or x.axes[along].batch or not self.of_channels(2, x):
             raise self.refusal(
-                f"goes from place to place of the image, one after another ({x!r}), which "
-                f"parts of an image do not: over the channels of each place it is known"
+                f"runs over the places of the image one after another ({x!r}), which parts of an "
+                f"image cannot do; supported: run over the channels of each place"
             )
         given = (x, hx, weights, biases, layers, dropout, training, both_ways, batch_first)
         return tuple(self.formula(given, {}, part) for part in range(len(self.call.shapes)))
@@ -344,8 +344,8 @@ class Rules:
     def gru_cell(self: Reader, input, hx, *weights):
         if not self.of_channels(-1, self.value(input)):
             raise self.refusal(
-                "multiplies places of the image with weights, one for each place: over "
-                "channels it is known"
+                "multiplies places of the image with weights, one for each place; supported: "
+                "weights over channels"
             )
         return self.formula((input, hx, *weights), {})
 
@@ -354,8 +354,8 @@ class Rules:
     def lstm_cell(self: Reader, input, hx, *weights):
         if not self.of_channels(-1, self.value(input)):
             raise self.refusal(
-                "multiplies places of the image with weights, one for each place: over "
-                "channels it is known"
+                "multiplies places of the image with weights, one for each place; supported: "
+                "weights over channels"
             )
         return tuple(self.formula((input, hx, *weights), {}, part) for part in range(2))
 
@@ -363,7 +363,7 @@ class Rules:
         x = self.value(input)
         if self.shape_of(weight) not in ((), (1,)) and not self.of_channels(1, x):
             raise self.refusal(
-                f"takes {x!r}: it has a slope for each channel, which are to be along dim 1"
+                f"takes {x!r}, but has a slope for each channel: channels must be dim 1"
             )
         return self.formula((x, weight), {})
 
@@ -381,7 +381,7 @@ class Rules:
 
     def glu(self: Reader, input, dim=-1):
         if not self.of_channels(dim, self.value(input)):
-            raise self.refusal("cuts the image into two parts: along channels it is known")
+            raise self.refusal("cuts the image into two parts; supported: along channels")
         return self.formula((input, dim), {})
 
     def dropout(self: Reader, input, p=0.5, training=True, inplace=False):
@@ -391,8 +391,8 @@ class Rules:
         x, ranks = self.value(input), RANKS_OF_DROPOUTS.get(self.call.name)
         if ranks and x.rank not in ranks and training and p:
             raise self.refusal(
-                f"is given a tensor of {x.rank} dims, which PyTorch takes for one image "
-                f"without a dim of the batch: use the dropout for images of so many dims"
+                f"is given a tensor of {x.rank} dims, which PyTorch takes for one image without a "
+                f"batch dim: use the dropout for images with this number of dims"
             )
         if (
             not (
@@ -401,7 +401,7 @@ class Rules:
             and training
             and p
         ):
-            raise self.refusal(f"drops channels of {x!r}: of a map they are known")
+            raise self.refusal(f"drops channels of {x!r}; supported: channels of a map")
         return self.drop((nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)[self.dims - 1], x, p, training)
 
     dropout1d = dropout3d = feature_dropout = dropout2d
@@ -418,7 +418,8 @@ class Rules:
     ):
         if return_indices:
             raise self.refusal(
-                "returns the places of the maxima, which are those of a tile, not of the image"
+                "returns the positions of the maxima, which would be positions in a tile, not in "
+                "the image"
             )
         settings = dict(
             kernel_size=kernel_size,
@@ -499,8 +500,8 @@ class Rules:
             return self.following(lambda: ResizeTo(rules, "area"), x, like, rules)
         if len(sizes) > 1:
             raise self.refusal(
-                f"pools to {output_size}, whose cells depend on the image's size along some "
-                f"dims alone: to a grid of so many cells, as (2, 2), it is known"
+                f"pools to {output_size}, whose cells depend on the image's size along some dims "
+                f"only; supported: a grid of a fixed size, such as (2, 2)"
             )
         (grid,) = sizes
         return _to_grid(self, x, Mean(grid))
@@ -514,8 +515,8 @@ class Rules:
             return of_lines(self, x, over, lambda: Max(first=True))
         if return_indices or len(sizes) > 1:
             raise self.refusal(
-                f"takes the maxima of a grid of {output_size} that grows with the image, or "
-                f"their places: of a grid of so many cells, as (2, 2), they are known"
+                f"takes the maxima of a grid of {output_size} that grows with the image, or their "
+                f"positions; supported: a grid of a fixed size, such as (2, 2)"
             )
         if sizes == {(1,) * self.dims}:
             return of_image(self, x, lambda: Max(first=True))
@@ -600,7 +601,7 @@ def _one_dim_of_channels(reader: Reader, x: Value) -> int:
     reader.unfold(x)
     there = x.rank > 1 and x.axes[0] == Axis(True) and x.axes[1].of_channels and not x.axes[1].whole
     if not there or not x.vector and any(axis.cell != 1 for axis in x.axes[2:]):
-        raise reader.refusal(f"takes {x!r}, where images and channels are expected to come first")
+        raise reader.refusal(f"takes {x!r}, but images and channels must come first")
     return x.axes[1].cell
 
 

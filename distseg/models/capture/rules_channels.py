@@ -25,7 +25,7 @@ from distseg.models.capture.trace import Kept, Made
 from distseg.models.capture.values import Value
 from distseg.models.layers import Cat, Formula, Map, Read, Step
 
-_PART = "takes a part of the image, or of the batch: of the channels it is known"
+_PART = "takes a part of the image or of the batch; supported: a part of the channels"
 
 
 class Channels:
@@ -94,7 +94,7 @@ class Channels:
             or x.dtype is not None
             or not self.call.dtypes[0].is_floating_point
         ):
-            raise self.refusal(f"copies {x!r} to a tensor of other dims, or of another type")
+            raise self.refusal(f"copies {x!r} to a tensor with other dims or another dtype")
         return x
 
     def requires_grad(self: Reader, input, wanted=True):
@@ -108,8 +108,8 @@ class Channels:
 
     def cuda(self: Reader, input, *_, **more):
         raise self.refusal(
-            "moves a tensor to a device of its own: leave that to the run (device of x, as in "
-            "torch.zeros(..., device=x.device))"
+            "moves a tensor to a fixed device: use the device of x, as in torch.zeros(..., "
+            "device=x.device)"
         )
 
     cpu = cuda
@@ -163,8 +163,8 @@ class Channels:
     ):
         if max_norm is not None or scale_grad_by_freq or sparse:
             raise self.refusal(
-                "changes its weights, or their gradients, by how often they are taken "
-                "(max_norm, scale_grad_by_freq, sparse): leave that out"
+                "changes its weights or their gradients by how often they are used (max_norm, "
+                "scale_grad_by_freq, sparse): remove this argument"
             )
         return self.formula((input, weight, padding_idx), {})
 
@@ -193,7 +193,7 @@ class Channels:
             input,
             (input, dim, keepdim) if dim is not None else (input,),
             dim,
-            "multiplies all places of the image with each other: over channels it is known",
+            "multiplies all places of the image with each other; supported: over channels",
         )
 
     def __getitem__(self: Reader, input, index):
@@ -216,8 +216,8 @@ class Channels:
         if isinstance(index, Value):
             if index.axes != x.axes or isinstance(value, (Value, Kept, Made)):
                 raise self.refusal(
-                    "assigns to places that a mask picks: a mask of all of the tensor's dims, "
-                    "and a number, are known; or use torch.where"
+                    "assigns to places chosen by a mask; supported: a mask of all of the tensor's "
+                    "dims and a number, or torch.where"
                 )
             return self.formula((x, index, value), {})
         index = index if isinstance(index, tuple) else (index,)
@@ -258,14 +258,14 @@ class Channels:
             return made
         if not all(self.of_channels(dim, x) for x in maps) or len({x.rank for x in maps}) > 1:
             raise self.refusal(
-                "joins maps along places of the image, or with different dims: along channels "
-                "it is known"
+                "concatenates maps along places of the image, or maps with different dims; "
+                "supported: along channels"
             )
         if all(x.vector for x in maps):
             maps = self.meeting(maps)
         at = dim % maps[0].rank
         if len({(x.sizes, x.axes[:at], x.axes[at + 1 :]) for x in maps}) > 1:
-            raise self.refusal(f"joins {' and '.join(map(repr, maps))}, whose dims are not alike")
+            raise self.refusal(f"joins {' and '.join(map(repr, maps))}, which have different dims")
         if (
             len(maps) == len(given)
             and all(x.plain for x in maps)
@@ -340,7 +340,8 @@ def _cast(reader: Reader, x: Any) -> Value | None:
         return replace(x, dtype=None)  # masks are stored as numbers
     if dtype.is_floating_point:
         raise reader.refusal(
-            f"casts to {str(dtype).removeprefix('torch.')}: leave types to train.precision"
+            f"casts to {str(dtype).removeprefix('torch.')}: remove it, as train.precision sets the "
+            f"dtype"
         )
     return reader.applied(partial(Tensor.to, dtype=dtype), [x], "cast")
 
@@ -355,8 +356,8 @@ def _alike(reader: Reader, value: Any) -> Value | None:
     found = _places_of_result(reader)
     if found is None:
         raise reader.refusal(
-            f"makes a tensor of {reader.call.shapes[0]}, which has neither the places of a map "
-            f"that was made before, nor those of the image"
+            f"makes a tensor of {reader.call.shapes[0]}, which has neither the size of an earlier "
+            f"map nor that of the image"
         )
     like, axes = found
     fill = partial(_filled, channels=channels_of(axes), value=value, places=bool(places_of(axes)))
@@ -370,20 +371,20 @@ def _expanded_over(reader: Reader, x: Any) -> Value:
     found = _places_of_result(reader)
     if found is None:
         raise reader.refusal(
-            f"expands a parameter to {reader.call.shapes[0]}, which has neither the places of "
-            f"a map that was made before, nor those of the image"
+            f"expands a parameter to {reader.call.shapes[0]}, which has neither the size of an "
+            f"earlier map nor that of the image"
         )
     like, axes = found
     shape = reader.shape_of(x)
     if any(n != 1 and not axis.of_channels for n, axis in zip(reversed(shape), reversed(axes))):
         raise reader.refusal(
-            f"takes a tensor of {shape} with a value of its own for each place of the image, "
-            f"or for each image: {POSITIONS}"
+            f"takes a tensor of {shape} with a separate value for each place of the image or for "
+            f"each image: {POSITIONS}"
         )
     if any(n not in (1, axis.cell) for n, axis in zip(reversed(shape), reversed(axes))):
         raise reader.refusal(
-            f"repeats a tensor of {shape} along dims longer than 1: along dims of length 1, "
-            f"and over images, it is known"
+            f"repeats a tensor of {shape} along dims longer than 1; supported: along dims of "
+            f"length 1, and over images"
         )
     own: dict[str, Kept] = {}
     steps: list[Step] = []

@@ -20,10 +20,10 @@ from distseg.models.capture.reader import Reader
 from distseg.models.capture.values import Value
 from distseg.models.moving import Blocks, Overlaid, Windows
 
-_PART = "takes a part of the image, or of the batch: of the channels it is known"
+_PART = "takes a part of the image or of the batch; supported: a part of the channels"
 _INDICES = (
-    "takes places that are none of a max pooling with return_indices=True, whose windows do "
-    "not overlap (stride = kernel_size, no padding), as it made them"
+    "takes indices that are not the unchanged indices of a max pooling with return_indices=True "
+    "and windows that do not overlap (stride = kernel_size, no padding)"
 )
 
 
@@ -55,7 +55,7 @@ class Moving:
         place = dim_of_place(self, x, at, "repeats")
         if not isinstance(repeats, int):
             raise self.refusal(
-                "repeats each place of the image a number of times of its own, or one that "
+                "repeats places of the image different numbers of times, or a number of times that "
                 "depends on the image's size"
             )
         factors = tuple(float(repeats) if d == place else 1.0 for d in range(self.dims))
@@ -90,7 +90,7 @@ class Moving:
             or x.axes[2].places != tuple(range(self.dims))
         ):
             raise self.refusal(
-                f"takes {x!r}, where windows as of F.unfold (N, C, places) are expected"
+                f"takes {x!r}, but needs windows such as those of F.unfold, (N, C, places)"
             )
         each = [(n, call.shapes[0][2:]) for n, call in zip(x.sizes, self.current)]
         extras = {
@@ -102,8 +102,8 @@ class Moving:
         }
         if len(extras) > 1:
             raise self.refusal(
-                "leaves places of the image out, behind the last window, whose number depends "
-                "on the image's size: pad the image to a multiple of the stride"
+                "leaves out places behind the last window, and their number depends on the image's "
+                "size: pad the image to a multiple of the stride"
             )
         settings = kernel, stride, dilation, padding, extras.pop()
         return self.emit(lambda _: Overlaid(*settings), [x])
@@ -129,8 +129,8 @@ class Moving:
         )
         if not known:
             raise self.refusal(
-                "returns the places of the maxima of windows that overlap, have padding, or "
-                "round up: of others (stride = kernel_size) they are known"
+                "returns the positions of the maxima of windows that overlap, have padding, or "
+                "round up; supported: windows with stride = kernel_size and no padding"
             )
         pool = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)[self.dims - 1]
         largest = self.layer(pool, x, kernel_size=kernel)
@@ -179,30 +179,31 @@ class Moving:
     def flip(self: Reader, input, *sizes, dims=()):
         given = sizes[0] if sizes and isinstance(sizes[0], tuple) else sizes or dims
         why = (
-            "turns the image round, so that each part would need the one on the other side: "
-            "channels may be; flip images and labels together as augmentation"
+            "flips the image, so that each part would need the part on the other side; supported: "
+            "flip channels; to augment, flip images and labels together"
         )
         return over_channels(self, input, (input, given), given, why)
 
     def roll(self: Reader, input, shifts, dims=None):
         why = (
-            "shifts the image: channels may be; of the image opposite borders would meet: "
-            "F.pad with a negative side and a positive one shifts it and fills in zeros"
+            "shifts the image cyclically, so that opposite borders would meet; supported: shift "
+            "channels, or shift the image and fill in zeros by F.pad with a negative and a "
+            "positive side"
         )
         return over_channels(self, input, (input, shifts, dims), dims, why)
 
     def grid_sample(self: Reader, input, grid, *settings, **more):
         raise self.refusal(
-            "takes places of the image that a grid says, which may lie anywhere in it: "
-            "F.interpolate, slices and F.pad move places by rules that are known"
+            "samples places of the image that a grid gives, which may lie anywhere in it; "
+            "supported: F.interpolate, slices and F.pad"
         )
 
     grid_sampler = affine_grid = grid_sample
 
     def deform_conv2d(self: Reader, input, *settings, **more):
         raise self.refusal(
-            "takes places of the image that its offsets say, which may lie anywhere in it: use "
-            "a convolution with dilation, or F.unfold and weights for each place"
+            "samples places of the image at learned offsets, which may lie anywhere in it: use a "
+            "convolution with dilation, or F.unfold and weights for each place"
         )
 
 

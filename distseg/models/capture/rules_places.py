@@ -42,7 +42,7 @@ class Places:
         x = self.map(x)
         if antialias and align_corners:
             raise self.refusal(
-                "has antialias together with align_corners=True: that is not known here"
+                "has antialias together with align_corners=True, which is not supported"
             )
         sizes = _made(self)
         whole = _whole_factors(x.sizes, sizes)
@@ -105,7 +105,7 @@ def _ratio(reader: Reader, x: Value, sizes: Sequence[tuple[int, ...]], factors: 
     ratios = [tuple(m / n for n, m in zip(*pair)) for pair in zip(x.sizes, sizes)]
     if any(tuple(found) != wanted for found, wanted in zip(each, ratios)):
         raise reader.refusal(
-            "has a scale factor that follows the image's size in a way that is not known here: "
-            "give it the size of a map"
+            "has a scale factor that depends on the image's size by an unsupported rule: give it "
+            "the size of a map"
         )
     return RATIO

@@ -159,7 +159,7 @@ class Statistics:
     def cosine_similarity(self: Reader, x1, x2, dim=1, eps=1e-8):
         x = x1 if isinstance(x1, Value) else x2
         if not self.of_channels(dim, self.value(x)):
-            raise self.refusal("compares places of the image: over channels it is known")
+            raise self.refusal("compares places of the image; supported: over channels")
         return self.pointwise((x1, x2, dim, eps), {})
 
     def pairwise_distance(self: Reader, x1, x2, p=2.0, eps=1e-6, keepdim=False):
@@ -171,8 +171,8 @@ class Statistics:
         maps = [self.value(x) for x in (input1, input2)]
         if not all(self.of_channels(-1, x) for x in maps):
             raise self.refusal(
-                "multiplies places of the image with weights, one for each place: over "
-                "channels it is known"
+                "multiplies places of the image with weights, one for each place; supported: "
+                "weights over channels"
             )
         return self.formula((*maps, weight, bias), {})
 
@@ -180,7 +180,9 @@ class Statistics:
         first = isinstance(a, Value)
         x = self.value(a if first else b)
         if isinstance(a, Value) and isinstance(b, Value):
-            raise self.refusal("multiplies two tensors of the image: write it as torch.einsum")
+            raise self.refusal(
+                "multiplies two tensors that both depend on the image: write it as torch.einsum"
+            )
         along = (
             dims[0 if first else 1]
             if isinstance(dims, tuple)
@@ -260,9 +262,8 @@ class Statistics:
 
 
 _RANKED = (
-    "ranks all places of the image: over channels it is known; over places take the k largest "
-    "or least ones (torch.topk, with k the same for all images), a mean, a maximum, or a "
-    "softmax"
+    "sorts all places of the image; supported: over channels; over places the k largest or "
+    "smallest (torch.topk, with the same k for all images), a mean, a maximum, or a softmax"
 )
 
 

@@ -197,8 +197,8 @@ def returned(result: Any, line: str | None = None) -> str:
         kind, example = f"{kind} of {count}", f", as {{{weights}}}"
     where = f" ({line})" if line else ""
     return (
-        f"it returns {kind}{where}, but a network returns one tensor: say in model.outputs "
-        f"which ones are trained on, with which weights{example}, or write a module around it "
+        f"it returns {kind}{where}, but a network returns one tensor: name in model.outputs the "
+        f"ones to train on and their weights{example}, or write a module around it "
         f"whose forward returns one"
     )
 
@@ -235,8 +235,8 @@ def check_statistics(calls: Sequence[Called]) -> None:
         )
         if read and call.name != "batch_norm" and not counts:
             raise Hidden(
-                f"{call} reads {read[0]}, which a norm moves once a step, not with each pass: "
-                f"compute that in the training loop"
+                f"{call} reads {read[0]}, which a norm updates once per step, not with each pass: "
+                f"compute this in the training loop"
             )
 
 
@@ -401,15 +401,15 @@ class _Recorder(TorchFunctionMode):
         """Refuse random numbers that come from the operating system."""
         module = self.inside and self.inside[-1] or "the model"
         raise Hidden(
-            f"{module} ({line}) takes random numbers from the system, as a generator without a "
-            f"seed does: {INSTEAD}"
+            f"{module} ({line}) takes random numbers from the operating system, as a generator "
+            f"without a seed does: {INSTEAD}"
         )
 
     def refuse_saved(self) -> None:
         """Refuse ``saved_tensors_hooks``."""
         raise CanNotCapture(
-            f"saved_tensors_hooks in {self._where} may change what the backward pass computes "
-            f"with: leave it out"
+            f"saved_tensors_hooks in {self._where} may change the tensors of the backward pass: "
+            f"remove it"
         )
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
@@ -512,10 +512,10 @@ class _Recorder(TorchFunctionMode):
         )
         if kept in self._counted:
             raise Hidden(
-                f"{self._where} reads {kept}, which a norm moves once a step, not with each "
-                f"pass: compute that in the training loop"
+                f"{self._where} reads {kept}, which a norm updates once per step, not with each "
+                f"pass: compute this in the training loop"
             )
-        return f"looks at the numbers of {kept or 'a tensor'}: {BY_VALUE}"
+        return f"reads the values of {kept or 'a tensor'} in Python: {BY_VALUE}"
 
     def _check(self, name: str, args: tuple, drawn: list[bool]) -> None:
         """Refuse calls with side effects, and calls under ``torch.func`` transforms."""
@@ -525,8 +525,7 @@ class _Recorder(TorchFunctionMode):
         ):
             raise CanNotCapture(
                 f"{_plain(name)} in {self._where} is called by a function of torch.func (vmap, "
-                f"grad, jvp), which gives it tensors of another kind: write it for whole "
-                f"batches"
+                f"grad, jvp): write it for whole batches"
             )
         if any(drawn):
             raise Hidden(f"{_plain(name)} in {self._where} {DRAWS}")
@@ -548,16 +547,16 @@ class _Recorder(TorchFunctionMode):
         ):
             what = "grad_fn" if name.endswith("__get__") else _plain(name)
             raise CanNotCapture(
-                f"{what} in {self._where} changes gradients by a hook, which parts of an image "
-                f"would have each to itself: leave it out"
+                f"{what} in {self._where} changes gradients by a hook, which would run on each "
+                f"part of an image separately: remove the hook"
             )
 
     def _check_types(self, name: str) -> None:
         """Refuse an autocast in user code, and code that reads the gradient of a tensor."""
         if torch.is_autocast_enabled("cpu") != self._autocast:
             raise CanNotCapture(
-                f"{_plain(name)} in {self._where} runs under an autocast of its own: leave "
-                f"types to train.precision"
+                f"{_plain(name)} in {self._where} runs under its own autocast: remove it, as "
+                f"train.precision sets the dtype"
             )
         if name.endswith(".grad.__get__") and is_users(sys._getframe(2).f_code):
             raise Hidden(
@@ -710,9 +709,9 @@ class _Recorder(TorchFunctionMode):
             if isinstance(known.value, Kept):
                 if not _updates_norm(called, known.value.name):
                     raise Hidden(
-                        f"{called} changes {known.value.name} with each forward pass, as "
-                        f"spectral norm does, and windows and tiles are passes of their own: "
-                        f"leave that out, or use weight_norm"
+                        f"{called} changes {known.value.name} with each forward pass, as spectral "
+                        f"norm does, but each window or tile is a separate pass: remove this "
+                        f"change, or use weight_norm"
                     )
             elif key not in made:
                 known.value = None
@@ -762,17 +761,17 @@ class _Recorder(TorchFunctionMode):
         if known is None and (attribute := _attribute(self._model, x)) is not None:
             place, name = attribute
             raise CanNotCapture(
-                f"{what} takes {name} of {place}, which is neither a parameter nor a buffer, "
-                f"so it would not follow the network to other devices and types: "
-                f"write self.register_buffer({name!r}, ...)"
+                f"{what} takes {name} of {place}, which is neither a parameter nor a buffer, so it "
+                f"would not move with the network to other devices and dtypes: write "
+                f"self.register_buffer({name!r}, ...)"
             )
         if known is None and not x.is_meta and not x.requires_grad and x.grad_fn is None:
             return self._constant(x)
         if known is None:
             raise CanNotCapture(
-                f"{what} takes a tensor of {tuple(x.shape)} that is no parameter, no buffer, "
-                f"and of no function of PyTorch's (an autograd.Function of your own, or a "
-                f"tensor kept in a list?)"
+                f"{what} takes a tensor of {tuple(x.shape)} that is neither a parameter, a buffer "
+                f"nor the result of a PyTorch function (is it from your own autograd.Function, or "
+                f"kept in a list?)"
             )
         if (
             isinstance(known.value, Made)
@@ -781,8 +780,8 @@ class _Recorder(TorchFunctionMode):
             and not self.calls[known.value.call].graded
         ):
             raise CanNotCapture(
-                f"{what} takes what {type(x.grad_fn).__name__.removesuffix('Backward')} makes, "
-                f"an autograd.Function of your own, whose gradient is not known: write it with "
+                f"{what} uses the result of {type(x.grad_fn).__name__.removesuffix('Backward')}, "
+                f"your own autograd.Function, whose gradient cannot be followed: write it with "
                 f"PyTorch's functions, "
                 "as y + (z - y).detach() for a result z with the gradient of y"
             )
@@ -915,35 +914,34 @@ def _index_of(name: str, args: tuple, kwargs: dict) -> tuple | None:
 
 
 INSTEAD = (
-    "use nn.Dropout, whose masks belong to pixels; to leave a layer out now and then, multiply "
-    "its result by a 0 or 1 for each image, x.new_empty(len(x), 1, 1, 1).bernoulli_(keep) / "
+    "use nn.Dropout, whose masks belong to pixels; for stochastic depth, multiply a layer's result "
+    "by 0 or 1 for each image, x.new_empty(len(x), 1, 1, 1).bernoulli_(keep) / "
     "keep, "
     "as timm's DropPath does"
 )
 IN_ATTENTION = (
-    "drops weights of attention at random, others on each rank and for each part of an image: "
+    "drops attention weights at random, which differ between ranks and between parts of an image: "
     "set its dropout to 0"
     " (nn.TransformerEncoderLayer and nn.TransformerDecoderLayer have 0.1), and use nn.Dropout "
     "on its result"
 )
-DRAWS = f"draws random numbers, other ones on each rank and for each part of an image: {INSTEAD}"
+DRAWS = f"draws random numbers, which differ between ranks and between parts of an image: {INSTEAD}"
 DRAWS_WHOLE = (
-    "draws random numbers, other ones on each rank: use nn.Dropout, nn.Dropout1d, nn.Dropout2d "
-    "or nn.Dropout3d, whose masks belong to pixels and channels; of networks that are not "
-    "followed "
-    "layer by layer no other random numbers are known, those of stochastic depth and of "
-    "functions such as F.dropout neither: switch them off"
+    "draws random numbers, which differ between ranks: use nn.Dropout, nn.Dropout1d, nn.Dropout2d "
+    "or nn.Dropout3d, whose masks belong to pixels and channels; in networks that are not followed "
+    "layer by layer no other random numbers are supported, such as stochastic depth or F.dropout: "
+    "switch them off"
 )
 BY_VALUE = (
-    "parts of an image do not have those of the whole, so what code does must not depend on "
-    "them; compute with tensors alone, as by torch.where or masks"
+    "a part of an image does not have the values of the whole image, so code must not depend on "
+    "them; compute with tensors alone, for example by torch.where or masks"
 )
 EVALUATED_BEHIND = (
-    "is called in evaluation behind a call in training, whose running statistics it reads, and "
-    "norms move them once a step, not with each pass: call it in evaluation first, "
-    "or give it a layer of its own"
+    "is called in evaluation after a call in training and reads the running statistics of this "
+    "call, but norms update them once per step, not with each pass: call it in evaluation first, "
+    "or use a separate layer"
 )
 KEEP_NOTHING = (
-    "what a pass leaves behind differs from rank to rank and with the number of passes; "
-    "compute it in the training loop, or use a norm's running statistics"
+    "state that a pass leaves behind differs between ranks and with the number of passes; compute "
+    "it in the training loop, or use a norm's running statistics"
 )

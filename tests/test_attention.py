@@ -188,7 +188,7 @@ REFUSED = {
             .view(len(x), 1, *x.shape[2:])
             .expand_as(x)
         ),
-        "cdist .* compares places of the image with all others, as attention does",
+        "cdist .* compares each place of the image with all others, as attention does",
     ),
     "a mask of places": (
         whole(

@@ -270,9 +270,9 @@ TABLE = {
         "list.yaml, line 1: here is no section: write NAME: VALUE",
     ),
     "words for a config": (file("text.yaml"), "text.yaml, line 1: here is no section"),
-    "a tab": (file("tab.yaml"), "tab.yaml, line 2: this is no YAML .*cannot start any token"),
-    "a bracket left open": (file("open.yaml"), "open.yaml, line 2: this is no YAML"),
-    "two documents": (file("two.yaml"), "two.yaml, line 2: this is no YAML .*single document"),
+    "a tab": (file("tab.yaml"), "tab.yaml, line 2: this is not YAML .*cannot start any token"),
+    "a bracket left open": (file("open.yaml"), "open.yaml, line 2: this is not YAML"),
+    "two documents": (file("two.yaml"), "two.yaml, line 2: this is not YAML .*single document"),
     "a field twice": (
         file("twice.yaml"),
         "twice.yaml, line 3: 'depth' is a field of model that line 2 has already: leave one of them out",
@@ -287,7 +287,7 @@ TABLE = {
     ),
     "a field misspelt": (
         file("field.yaml"),
-        "field.yaml, line 2: 'model.dpth' is no setting: did you mean model.depth[?]",
+        "field.yaml, line 2: 'model.dpth' is not a setting: did you mean model.depth[?]",
     ),
     "words for a number in a file": (
         file("value.yaml"),
@@ -315,7 +315,7 @@ TABLE = {
     ),
     "a class to import": (
         file("class.yaml"),
-        "class.yaml, line 2: 'model.class_path' is no setting: choose name, args, pad, depth",
+        "class.yaml, line 2: 'model.class_path' is not a setting: choose name, args, pad, depth",
     ),
     "a billion laughs": (file("laughs.yaml"), "laughs.yaml, line 1: 'l0' is no section"),
     "a section that holds itself": (
@@ -352,7 +352,7 @@ TABLE = {
     "memory without end": (["train", "--memory", "9" * 400], "memory is written as 16GB"),
     "an output of no name": (
         ["train", "--train.output", ""],
-        "train.output is '', which is no path",
+        "train.output is '', which is not a path",
     ),
     "images without number": (
         ["train", "--data.images", "1000000", "--train.accumulate", "1000000"],
@@ -480,7 +480,7 @@ TABLE = {
     ),
     "the syntax of a sum": (
         verify(loss__name="half*dice"),
-        "'half' in 'half[*]dice' is no number: write for example 'cross_entropy [+] 0.5[*]dice'",
+        "'half' in 'half[*]dice' is not a number: write for example 'cross_entropy [+] 0.5[*]dice'",
     ),
     "cross-entropy of one output": (
         verify(model__out_channels="1"),
@@ -506,7 +506,7 @@ TABLE = {
         verify(spatial__exchange_every="0"),
         "spatial.exchange_every is a whole number of layers from 1 on, level or all, got '0'",
     ),
-    "an exchange of a digit that is no number": (
+    "an exchange of a digit that is not a number": (
         verify(spatial__exchange_every="²"),
         "spatial.exchange_every is .*got '²'",
     ),
@@ -780,7 +780,7 @@ TABLE = {
     ),
     "a scratch folder nowhere": (
         [*TRAIN, "--memory", "4GB", "--spatial.scratch", "nowhere"],
-        "spatial.scratch is nowhere, which is no folder: make it, or name another",
+        "spatial.scratch is nowhere, which is not a folder: make it, or name another",
     ),
     "no GPU": (
         [*TRAIN, "--run.device", "cuda"],
@@ -882,7 +882,7 @@ TABLE = {
     ),
     "scratch that is not there": (
         ["predict", "run", "--predict.scratch", "nowhere", "--output", "new"],
-        "predict.scratch is nowhere, which is no folder: make it, or name another",
+        "predict.scratch is nowhere, which is not a folder: make it, or name another",
     ),
     # plot and profile
     "curves of nothing": (

@@ -647,7 +647,7 @@ REFUSED = {
         ).mT.view_as(x),
         "scaled_dot_product_attention .* is attention between all places of the image",
     ),
-    "a row": (lambda m, x: x - x[:, :, :1], "__getitem__ .* takes a part of the image"),
+    "a row": (lambda m, x: x - x[:, :, :1], "__getitem__ .* takes a part of"),
     "another norm": (
         lambda m, x: x / x.norm(p=0, dim=(2, 3), keepdim=True),
         "norm .* takes a norm of order 0",
@@ -749,11 +749,11 @@ REFUSED = {
     ),
     "running statistics": (
         lambda m, x: m.norm(x) * m.norm.running_var.view(-1, 1, 1),
-        r"view in the model .* reads norm.running_var, which a norm moves once a step",
+        r"view in the model .* reads norm.running_var, which a norm updates once per step",
     ),
     "a count of passes": (
         lambda m, x: m.norm(x) * min(1, m.norm.num_batches_tracked.item()),
-        r"reads norm.num_batches_tracked, which a norm moves once a step",
+        r"reads norm.num_batches_tracked, which a norm updates once per step",
     ),
     "a choice by type": (
         lambda m, x: x * 2 if x.dtype == torch.float32 else x + 1,
@@ -763,7 +763,7 @@ REFUSED = {
         lambda m, x: F.layer_norm(x.movedim(1, -1), (6,), eps=torch.finfo(x.dtype).eps).movedim(
             -1, 1
         ),
-        "is told .*, as the type of a tensor says",
+        "is given .*, as the type of a tensor says",
     ),
     "large values in evaluation": (
         lambda m, x: F.relu(x) if m.training else F.relu6(x),
@@ -771,27 +771,27 @@ REFUSED = {
     ),
     "a choice": (
         lambda m, x: x * 2 if x.shape[2] > 200 else x,
-        "calls different functions for different image sizes of images",
+        "calls different functions for different image sizes",
     ),
     "by value": (
         lambda m, x: x * 2 if x.mean() > 0 else x,
-        r"(bool|item) in the model \(test_capture.py, line \d+\) looks at the numbers of a tensor",
+        r"(bool|item) in the model \(test_capture.py, line \d+\) reads the values of a tensor",
     ),
     "a number": (
         lambda m, x: x * x.mean().item(),
-        r"item in the model .* looks at the numbers of a tensor",
+        r"item in the model .* reads the values of a tensor",
     ),
     "numbers of a weight": (
         lambda m, x: x * sum(m.scale.flatten().tolist()),
-        r"tolist in the model .* looks at the numbers of a tensor: .* must not depend",
+        r"tolist in the model .* reads the values of a tensor: .* must not depend",
     ),
     "numbers of a parameter": (
         lambda m, x: x * m.scale.numpy(force=True).sum(),
-        r"looks at the numbers of scale: ",
+        r"reads the values of scale: ",
     ),
     "chosen values": (
         lambda m, x: x * x[x > 0].mean(),
-        r"getitem in the model .* looks at the numbers of a tensor",
+        r"getitem in the model .* reads the values of a tensor",
     ),
     "evaluation": (
         lambda m, x: x * 2 if m.training else x,
@@ -845,7 +845,7 @@ def test_scripts_are_named():
 def test_results_that_are_no_map_are_named():
     with pytest.raises(
         CanNotCapture,
-        match=r"returns a dict of 'out' \(test_capture.py, line \d+\), but a network returns one tensor: say in model.outputs .* as {out: 1.0}",
+        match=r"returns a dict of 'out' \(test_capture.py, line \d+\), but a network returns one tensor: name in model.outputs .* such as {out: 1.0}",
     ):
         distseg.capture(Wrapped(nn.Conv2d(2, 3, 1)))
     with pytest.raises(

@@ -441,9 +441,9 @@ def test_a_checkpoint_that_is_gone_and_an_index_that_was_changed_are_told(tmp_pa
     index.write_text(index.read_text().replace("step-00000001", "step-00000002"))
     assert (
         read_index(index.parent) is None
-        and "its checksum is not that of its content" in capsys.readouterr().err
+        and "its checksum does not match its content" in capsys.readouterr().err
     )
-    assert "its checksum is not that of its content" in check_run(tmp_path)[0]
+    assert "its checksum does not match its content" in check_run(tmp_path)[0]
 
 
 @pytest.mark.parametrize(

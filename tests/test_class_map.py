@@ -150,7 +150,7 @@ def test_a_result_is_told_from_others_and_from_files_of_other_origin(tmp_path, f
         class_files._tifffile().imwrite(path, found)
     with pytest.raises(
         FileExistsError,
-        match=f"{path} is there and is no class map that distseg wrote: move it, or name another --output",
+        match=f"{path} is there and is not a class map that distseg wrote: move it, or name another --output",
     ):
         are_there([path], identity)
 
@@ -326,7 +326,7 @@ def test_names_that_lead_out_of_the_folder(tmp_path, name):
 @pytest.mark.parametrize("form", [".h5", ".png", ".tif"])
 def test_a_pipe_of_a_results_name_does_not_hang(tmp_path, form):
     os.mkfifo(tmp_path / f"scene.1{form}")
-    with pytest.raises(FileExistsError, match="is there and is no class map that distseg wrote"):
+    with pytest.raises(FileExistsError, match="is there and is not a class map that distseg wrote"):
         are_there([tmp_path / f"scene.1{form}"], "a")
 
 

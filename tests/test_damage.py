@@ -263,7 +263,7 @@ def test_check_finds_labels_that_are_no_class_counts_that_are_wrong_and_pixels_t
     found = findings(path)
     assert len(found) == 3
     assert (
-        "pixels of image 'a' at [256:300, 0:70] have what is no number: band band1 is nan at (280, 7)"
+        "pixels of image 'a' at [256:300, 0:70] have what is not a number: band band1 is nan at (280, 7)"
         in found[0]
     )
     assert (

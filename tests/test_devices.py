@@ -240,9 +240,9 @@ CONFIGS = {
     ),
     "no such device": (
         wrong(devices=["cpu", "gpu"]),
-        "names 'gpu', which is no device: write cpu, cuda:0",
+        "names 'gpu', which is not a device: write cpu, cuda:0",
     ),
-    "a device that is none": (wrong(devices=["meta"]), "names 'meta', which is no device"),
+    "a device that is none": (wrong(devices=["meta"]), "names 'meta', which is not a device"),
     "another kind than the rank's": (
         wrong(devices=["cpu", "cuda:0"]),
         "cuda:0, but this rank computes on cpu: set run.device to cuda",
@@ -296,7 +296,7 @@ def test_micro_batches_of_different_sizes(comm):
     )
     with pytest.raises(
         ValueError,
-        match=r"one size, but here are \(images x window\) 1 x 33x47, 1 x 41x47: set data.crop",
+        match=r"one size, but these have \(images x window\) 1 x 33x47, 1 x 41x47: set data.crop",
     ):
         engine.backward([micro_batches[0], other])
     assert engine.backward(micro_batches) > 0, "nothing is left behind of a step that failed"

@@ -284,7 +284,7 @@ def test_bands_are_repeated_and_scaled(bands, wanted):
         ),
         (
             lambda t: t["head.weight"].view(-1)[:1].fill_(torch.nan),
-            "has values in head.weight that are no numbers",
+            "has values in head.weight that are not numbers",
         ),
         (
             lambda t: [t.pop(name) for name in list(t)] and t.update(other=torch.ones(1)),
@@ -309,7 +309,7 @@ def test_pickles_and_damage_are_refused(tmp_path):
     )
     with pytest.raises(ValueError, match="damaged or cut off"):
         pretrained(str(tmp_path / "b.safetensors"), Net())
-    with pytest.raises(FileNotFoundError, match="which is not there"):
+    with pytest.raises(FileNotFoundError, match="which does not exist"):
         pretrained(str(tmp_path / "nowhere.safetensors"), Net())
 
 

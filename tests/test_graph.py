@@ -85,7 +85,7 @@ def test_networks_that_can_not_be(layers, reads, message):
 
 
 def test_graphs_that_can_not_be():
-    with pytest.raises(ValueError, match="layer a reads a map that a later layer makes"):
+    with pytest.raises(ValueError, match="layer a reads the output of a later layer"):
         Graph([Node("a", (1,))])
     with pytest.raises(
         ValueError, match="nothing reads what layer b makes: remove it from the model"

@@ -738,7 +738,7 @@ UNFOLLOWED = {
     "statistics, unseen": (
         made_random.statistics_read_unseen,
         None,
-        "view .* reads norm.running_mean, which a norm moves once a step",
+        "view .* reads norm.running_mean, which a norm updates once per step",
     ),
     "a norm by its function": (made_random.norm_by_function, None, "changes running_mean of norm"),
 }

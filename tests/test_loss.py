@@ -236,7 +236,7 @@ def test_parse(text, terms):
     "text, message",
     [
         ("dicee", "unknown loss 'dicee' in 'dicee': choose cross_entropy, .*, or a weighted sum"),
-        ("half*dice", "'half' in 'half[*]dice' is no number: write for example"),
+        ("half*dice", "'half' in 'half[*]dice' is not a number: write for example"),
         ("dice +", "unknown loss ''"),
         ("", "unknown loss ''"),
         ("0.5 dice", "unknown loss '0.5 dice'"),

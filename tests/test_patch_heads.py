@@ -436,7 +436,7 @@ def test_the_command_line_trains_evaluates_and_predicts(tmp_path, refused, monke
         )
         with pytest.raises(
             ValueError,
-            match=f"was trained with the head {head}: make it, and give it to distseg.load as head",
+            match=f"was trained with the head {head}: build it and pass it to distseg.load as head",
         ):
             load(run)
     done(["evaluate", run, *again])

@@ -219,7 +219,7 @@ def test_what_would_be_lost_or_wrong_is_refused_before_anything_is_computed(
     with monkeypatch.context() as patched:
         patched.setattr(Predictor, "__call__", lambda *_: pytest.fail("computed"))
         refused(
-            "a/scene.png is there and is no class map that distseg wrote: move it",
+            "a/scene.png is there and is not a class map that distseg wrote: move it",
             "a/scene.npy",
             output="a",
         )
@@ -237,7 +237,9 @@ def test_what_would_be_lost_or_wrong_is_refused_before_anything_is_computed(
     for value, text in ((np.nan, "nan"), (-3.4e38, r"-3\S*e\+38")):
         pixels[1, 20, 30] = value
         np.save(folder / "hole.npy", pixels)
-        refused(rf"hole.npy: band 1 is {text} at \(20, 30\): replace what is no number", "hole.npy")
+        refused(
+            rf"hole.npy: band 1 is {text} at \(20, 30\): replace what is not a number", "hole.npy"
+        )
     assert not list((folder / "found").glob("hole.*5"))
 
 

@@ -681,7 +681,7 @@ class TestBudget:
         ),
         (
             dict(streaming="offload", tiles_per_rank=GRID, scratch="/nowhere"),
-            r"spatial.scratch is /nowhere, which is no folder",
+            r"spatial.scratch is /nowhere, which is not a folder",
         ),
         (
             dict(streaming="in_memory", memory="4GB"),

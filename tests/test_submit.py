@@ -416,9 +416,9 @@ MESH = "a mesh of 2 samples x (2x2) tiles x 1 stages needs 8 processes"
         ),
         (
             [*PERLMUTTER, "--sweep", "lr=1,2"],
-            "--sweep lr is no setting: write section.field=value,value",
+            "--sweep lr is not a setting: write section.field=value,value",
         ),
-        ([*PERLMUTTER, "--sweep", "optim.rate=1,2"], "--sweep optim.rate is no setting"),
+        ([*PERLMUTTER, "--sweep", "optim.rate=1,2"], "--sweep optim.rate is not a setting"),
         (
             [*PERLMUTTER, "--sweep", "optim.lr=1,,2"],
             "--sweep optim.lr=1,,2 has an empty value: write optim.lr=value,value",

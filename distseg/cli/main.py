@@ -870,8 +870,8 @@ def _parse_run(parser: _Parser, arguments: list[str]) -> tuple[Config | PatchCon
 def _print_ignored(left: list[str], comm) -> None:
     if left and comm.rank == 0:
         print(
-            f"distseg: of the machine it was trained on, and not taken over: {', '.join(left)}; "
-            "flags set them for this one",
+            f"distseg: settings of the machine it was trained on, not reused: {', '.join(left)}; "
+            f"set them for this machine by flags",
             file=sys.stderr,
             flush=True,
         )

@@ -62,8 +62,8 @@ def programs(config: Config, model: nn.Module, image: Sequence[int]) -> Iterator
     check_settings(config, model)
     if config.pipeline.placement == "devices":
         raise ValueError(
-            "pipeline.placement is devices: torchgpipe orders what it does by itself; plan "
-            "linear or v-shaped"
+            "pipeline.placement is devices: torchgpipe schedules its own work; plan linear or "
+            "v-shaped"
         )
     reach = used_reach(
         reach_for(model, config.spatial.halo is not None or is_cut(config)), config.spatial

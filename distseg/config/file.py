@@ -113,11 +113,11 @@ def _root(path: str) -> yaml.Node | None:
     except yaml.MarkedYAMLError as e:
         mark = e.problem_mark or e.context_mark
         raise ValueError(
-            f"{path}, line {mark.line + 1 if mark else 1}: this is no YAML "
+            f"{path}, line {mark.line + 1 if mark else 1}: this is not YAML "
             f"({' '.join(filter(None, (e.context, e.problem)))})"
         ) from None
     except yaml.YAMLError as e:
-        raise ValueError(f"{path} is no YAML ({' '.join(str(e).split())})") from None
+        raise ValueError(f"{path} is not YAML ({' '.join(str(e).split())})") from None
 
 
 def settings_of(tree: dict, place: str, kind: type = Config) -> list[Setting]:
@@ -129,7 +129,7 @@ def settings_of(tree: dict, place: str, kind: type = Config) -> list[Setting]:
         kind: the class of the config, :class:`Config` or :class:`PatchConfig`.
 
     Raises:
-        ValueError: a name is no setting, or a value is not a number, text or a list of them.
+        ValueError: a name is not a setting, or a value is not a number, text or a list of them.
     """
     found = []
     for section, content in _items(place, tree):
@@ -159,7 +159,7 @@ def settings_of(tree: dict, place: str, kind: type = Config) -> list[Setting]:
 def _items(place: str, tree) -> list[tuple]:
     if not isinstance(tree, dict):
         raise ValueError(
-            f"{place} holds {_short(json.dumps(tree))} where fields with values belong"
+            f"{place} holds {_short(json.dumps(tree))} where fields with values are expected"
         )
     return list(tree.items())
 
@@ -305,8 +305,8 @@ def _fields(path: str, node: yaml.Node, what: str) -> Iterator[tuple[str, yaml.N
     """Yield (key, value, place) for each entry of a mapping; refuse a key that occurs twice."""
     if not isinstance(node, yaml.MappingNode):
         raise ValueError(
-            f"{path}, line {node.start_mark.line + 1}: here is no {what.partition(' ')[2]}: write "
-            "NAME: VALUE, indented below its section"
+            f"{path}, line {node.start_mark.line + 1}: a {what.partition(' ')[2]} is missing here: "
+            f"write NAME: VALUE, indented below its section"
         )
     seen: dict[str, int] = {}
     for key, value in node.value:
@@ -382,7 +382,7 @@ def _inner(node: yaml.Node, place: str, name: str) -> str:
     if isinstance(node, yaml.ScalarNode):
         return _scalar(node)
     raise ValueError(
-        f"{place}: {name} holds fields, but a value here is a number, text or a list of them"
+        f"{place}: {name} holds fields, but each value here is a number, text or a list of them"
     )
 
 

@@ -63,7 +63,8 @@ def _path(section, *names: str) -> None:
         value = getattr(section, name)
         if value is not None and (not value.strip() or "\0" in value):
             raise ValueError(
-                f"{_name(section, name)} is {value!r}, which is no path: name one, or leave it out"
+                f"{_name(section, name)} is {value!r}, which is not a path: name one, or leave it "
+                f"out"
             )
 
 
@@ -141,8 +142,9 @@ class ModelBase:
             )
         if self.pad is not None and (":" not in self.name or not 2 <= self.pad <= 256):
             raise ValueError(
-                f"model.pad is {self.pad}, but it is the multiple of pixels, from 2 to 256, that a "
-                "network of your own needs; the networks of distseg take images of any size"
+                f"model.pad is {self.pad}, but it must be from 2 to 256: image sizes are padded to "
+                f"a multiple of it for your own network; the networks of distseg take images of "
+                f"any size"
             )
         for setting in ("inputs", "outputs"):
             if getattr(self, setting) is not None and (
@@ -611,7 +613,7 @@ class PredictBase:
     def __post_init__(self):
         if not self.formats:
             raise ValueError(
-                "predict.formats is empty, so nothing would be written: choose hdf5, tiff or png"
+                "predict.formats is empty, so no file would be written: choose hdf5, tiff or png"
             )
         object.__setattr__(self, "formats", [_FORMATS.get(form, form) for form in self.formats])
         _each_once(self, "formats")

@@ -130,7 +130,7 @@ def _identity_in(path: Path) -> str:
         found = None
     if not isinstance(found, str):
         raise FileExistsError(
-            f"{path} is there and is no class map that distseg wrote: move it, or name another "
+            f"{path} is there and is not a class map that distseg wrote: move it, or name another "
             "--output"
         )
     return found

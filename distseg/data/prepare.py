@@ -180,9 +180,8 @@ def _check_bands(bands: Sequence[str] | None, pair: Pair) -> None:
 def _check_nodata(value: int | float | None, pair: Pair) -> None:
     if value is not None and fitting(value, pair.dtype) is None:
         raise ValueError(
-            f"--nodata is {value}, but no pixel of {pair.dtype}, as those of {pair.image}, can be "
-            "that: "
-            "leave it out, or name another number"
+            f"--nodata is {value}, but no pixel of {pair.dtype}, as those of {pair.image}, can "
+            f"have this value: leave it out, or name another number"
         )
 
 

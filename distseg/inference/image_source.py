@@ -94,9 +94,8 @@ def file_image(
     number = reader.nodata if nodata is None else fitting(nodata, reader.dtype)
     if nodata is not None and number is None:
         raise ValueError(
-            f"--nodata is {nodata}, but no pixel of {reader.dtype}, as those of {path}, can be "
-            "that: "
-            "leave it out, or name another number"
+            f"--nodata is {nodata}, but no pixel of {reader.dtype}, as those of {path}, can have "
+            f"this value: leave it out, or name another number"
         )
     if reader.bands != len(mean):
         raise ValueError(
@@ -119,7 +118,7 @@ def file_image(
         if (bad := first_bad(pixels, missing(pixels, number, valid))) is not None:
             raise ValueError(
                 f"{path}: band {bad[0]} is {pixels[bad]} at {position(box, bad[1:])}: "
-                "replace what is no number, such as by the band's mean, "
+                "replace what is not a number, such as by the band's mean, "
                 f"or say that it stands for no data: --nodata={pixels[bad]}"
             )
         return normalised(

@@ -206,7 +206,8 @@ class Predictor:
         check_calls(self.model.model, size)
         if self.scratch not in (None, "memory") and not Path(self.scratch).is_dir():
             raise ValueError(
-                f"predict.scratch is {self.scratch}, which is no folder: make it, or name another"
+                f"predict.scratch is {self.scratch}, which is not a folder: make it, or name "
+                "another"
             )
         if not (self.windowed or self.independent):
             self._check_norms(self.layout(size).sizes)

@@ -110,8 +110,8 @@ def node_of(call: Call, dims: int) -> Node:
     layer = layer.inner if isinstance(layer, Derived) else layer
     if len(call.inputs) > 1:
         raise ValueError(
-            f"layer {name} ({type(layer).__name__}) is called with {len(call.inputs)} maps, and "
-            "how it combines them is not known: write it as distseg.Cat or distseg.Sum and "
+            f"layer {name} ({type(layer).__name__}) is called with {len(call.inputs)} maps, and it "
+            f"is unknown how it combines them: write it as distseg.Cat or distseg.Sum and "
             "layers of one map"
         )
     if isinstance(layer, (*NORMS, *DROPOUTS)):
@@ -141,8 +141,8 @@ def node_of(call: Call, dims: int) -> Node:
         )
     if isinstance(layer, (nn.Softmax, nn.LogSoftmax)) and layer.dim not in (1, -1 - dims):
         raise ValueError(
-            f"layer {name} ({type(layer).__name__}) runs over dim {layer.dim}, and so over "
-            "positions of the image: only dim=1, over channels, is supported"
+            f"layer {name} ({type(layer).__name__}) runs over dim {layer.dim}, that is, over "
+            f"positions of the image: only dim=1, over channels, is supported"
         )
     if unmodified(layer, _ALIKE):
         return Node(name, call.inputs)
@@ -168,8 +168,8 @@ def check_plain(name: str, layer: nn.Module) -> None:
         base = known(type(layer)).__name__
         raise ValueError(
             f"layer {name} ({type(layer).__name__}) is a {base} that {why}; its statistics or "
-            "masks depend on the whole image, so a distributed layer replaces it, which would "
-            "leave this modification out: move it to a layer of its own before or after a "
+            "masks depend on the whole image, so a distributed layer replaces it, which would drop "
+            "this modification: move it to a separate layer before or after a "
             f"plain {base}"
         )
 
@@ -333,7 +333,7 @@ def _tuple(value, dims: int) -> tuple[int, ...]:
 def _pool_footprints(pool: nn.Module, dims: int) -> tuple[AccessPattern, ...]:
     if getattr(pool, "return_indices", False):
         raise _Unsupported(
-            "its indices are those of a tile, not of the image; set return_indices=False"
+            "its indices would be positions in a tile, not in the image; set return_indices=False"
         )
     k, s, p, d = (
         _tuple(getattr(pool, field, 1), dims)
@@ -380,7 +380,7 @@ def _avg_pool(pool: nn.Module, x: Tensor, have: Box, part: Part) -> Tensor:
 
 
 def _factors(up: nn.Module, dims: int) -> tuple[int, ...] | None:
-    """Return the up-sampling factor of each dim; None if a factor is no whole number."""
+    """Return the up-sampling factor of each dim; None if a factor is not a whole number."""
     if up.scale_factor is None:
         return None
     factors = up.scale_factor if isinstance(up.scale_factor, tuple) else (up.scale_factor,) * dims

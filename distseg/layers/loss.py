@@ -167,8 +167,8 @@ class SquaredError(PixelMean):
     def __init__(self, config: LossConfig, classes: int):
         if classes != 1:
             raise ValueError(
-                f"mse and l1 are of one number, but the model has {classes} outputs: use "
-                "cross_entropy, or let it have one"
+                f"mse and l1 predict one number, but the model has {classes} outputs: use "
+                f"cross_entropy, or a model with one output"
             )
         super().__init__(config, classes)
 
@@ -357,7 +357,7 @@ def parse(text: str) -> list[tuple[float, str]]:
                 raise ValueError
         except ValueError:
             raise ValueError(
-                f"loss.name: {weight.strip()!r} in {text!r} is no number: write for example "
+                f"loss.name: {weight.strip()!r} in {text!r} is not a number: write for example "
                 "'cross_entropy + 0.5*dice'"
             ) from None
         if value <= 0:

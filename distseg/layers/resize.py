@@ -66,8 +66,8 @@ class PlacedPositions(Positions):
         place = self.context.place
         if place.window.size != place.image:
             raise ValueError(
-                "windows that go through a network as images of their own do not know where in "
-                "the image they are, which this network's code asks for"
+                "windows that go through a network as separate images have no position in the "
+                "image, but this network's code uses it"
             )
         return self.on_box(x, x.shape[2:], Box.whole(x.shape[2:]))
 

@@ -230,7 +230,7 @@ class DistributedLargest(_OfImage):
         if found.count.min() < self.of_whole.k:
             raise ValueError(
                 f"layer {self.name} takes the {self.of_whole.k} largest values of "
-                f"{found.count.min():.0f} places: take images that are larger"
+                f"{found.count.min():.0f} places: take larger images"
             )
         return found
 

@@ -71,7 +71,8 @@ def _named(names: Sequence[str]) -> list[torch.device]:
             found.append(None)
         if found[-1] is None or found[-1].type not in ("cpu", "cuda"):
             raise ValueError(
-                f"pipeline.devices names {name!r}, which is no device: write cpu, cuda:0, cuda:1 "
+                f"pipeline.devices names {name!r}, which is not a device: write cpu, cuda:0, "
+                f"cuda:1 "
                 "and so on"
             )
     return found
@@ -262,8 +263,8 @@ def _handed_on(edges: Sequence[Edge]) -> Edge | None:
     found = next((edge for edge in edges if edge.target == edge.source + 1), None)
     if edges and found is None:
         raise ValueError(
-            "with pipeline.placement devices each stage hands a map to the next, but of "
-            f"{edges[0]} nothing does: set pipeline.balance, or placement to linear"
+            "with pipeline.placement devices each stage sends a map to the next stage, but "
+            f"{edges[0]} is not sent on: set pipeline.balance, or placement to linear"
         )
     return found
 
@@ -273,7 +274,7 @@ def _check_alike(units: Sequence[MicroBatch]) -> None:
     if len(sizes) > 1 or len(units[0].pieces) > 1:
         found = sorted(f"{images} x {'x'.join(map(str, size))}" for images, size in sizes)
         raise ValueError(
-            "with pipeline.placement devices all micro-batches of a step have one size, but here "
-            f"are (images x window) {', '.join(found)}: "
+            "with pipeline.placement devices all micro-batches of a step have one size, but these "
+            f"have (images x window) {', '.join(found)}: "
             "set data.crop, or pipeline.placement to linear"
         )

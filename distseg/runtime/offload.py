@@ -312,8 +312,8 @@ def _reserved(size: int, folder: str | Path):
         file.close()
         raise OSError(
             f"a feature map of {size / 1e9:.2f} GB does not fit the scratch folder {folder} "
-            f"({e.strerror}; {free_bytes(folder) / 1e9:.2f} GB are free): "
-            "name a folder with more room as spatial.scratch"
+            f"({e.strerror}; {free_bytes(folder) / 1e9:.2f} GB are free): name a folder with more "
+            f"space as spatial.scratch"
         ) from None
     return file
 
@@ -327,9 +327,9 @@ def require_scratch_space(folder: str | Path, needed: int) -> None:
     free = free_bytes(folder)
     if needed > free:
         raise OSError(
-            f"feature maps of {needed / 1e9:.2f} GB must wait in the scratch folder {folder}, "
-            f"where {free / 1e9:.2f} GB are free: name a folder with more "
-            "room as spatial.scratch (for prediction predict.scratch), or take smaller images or "
+            f"feature maps of {needed / 1e9:.2f} GB must be stored in the scratch folder {folder}, "
+            f"where {free / 1e9:.2f} GB are free: name a folder with more space as spatial.scratch "
+            f"(for prediction predict.scratch), or take smaller images or "
             "crops"
         )
 

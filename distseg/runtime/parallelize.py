@@ -446,8 +446,8 @@ def _place(model: nn.Module, graph: Graph | None, context: Context) -> None:
         if isinstance(layer, Follows):
             if graph is None:
                 raise ValueError(
-                    f"layer {name} ({type(layer).__name__}) has the size of another map, but not "
-                    "all layers of this network are known, so its size cannot be worked out"
+                    f"layer {name} ({type(layer).__name__}) takes the size of another map, but not "
+                    f"all layers of this network are known, so this size cannot be computed"
                 )
             _put(model, name, Placed(layer, context, partial(_size_of, graph, name)))
 
@@ -572,8 +572,8 @@ def _check_own_layers(model: nn.Module) -> None:
             continue
         if places.setdefault(layer, name) != name:
             raise ValueError(
-                f"layers {places[layer]} and {name} are one and the same {type(layer).__name__}: "
-                "give each place a layer of its own"
+                f"layers {places[layer]} and {name} are the same {type(layer).__name__}: use a "
+                f"separate layer for each"
             )
         check_plain(name, layer)
 
@@ -609,8 +609,8 @@ def cumulative_strides(model: nn.Module, reach: ReceptiveField) -> dict[str, tup
             stride = tuple(n // m for n, m in zip(size, inputs[0].shape[2:]))
             if found.setdefault(name, stride) != stride:
                 raise ValueError(
-                    f"layer {name} is called on feature maps of different strides: give each "
-                    "place a layer of its own"
+                    f"layer {name} is called on feature maps of different strides: use a separate "
+                    f"layer for each call"
                 )
 
         return hook

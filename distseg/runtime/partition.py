@@ -137,10 +137,9 @@ class Partition:
                     )
                     raise ValueError(
                         f"layers {layer} and {position} share "
-                        f"{shared}, "
-                        f"but lie in the stages {first} and {stage}, "
-                        "each of which would keep its own: set pipeline.balance so that one stage "
-                        "has both, or give each its own"
+                        f"{shared}, but lie in the stages {first} and {stage}, which would train "
+                        f"separate copies: set pipeline.balance so that one stage has both, or do "
+                        f"not share"
                     )
         edges = edges_between(
             ranges, [call.reads for call in calls], _names(calls), _trained(calls)

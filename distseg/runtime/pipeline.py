@@ -216,7 +216,6 @@ def _check(form: Form, x: Tensor, message: EdgeOperation) -> None:
         raise ValueError(
             f"{'the gradient of ' if message.back else ''}{message.edge} is "
             f"{Form.from_tensor(x)} in "
-            f"micro-batch {message.micro_batch}, but {form} was agreed for windows "
-            "of this size: a layer's output must have a shape and type that depend on nothing but "
-            "its input's"
+            f"micro-batch {message.micro_batch}, but {form} was announced for windows of this "
+            f"size: the shape and dtype of a layer's output must depend only on those of its input"
         )

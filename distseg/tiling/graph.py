@@ -94,7 +94,7 @@ class Graph(Sequence[Node]):
         self.nodes, self.of_image = tuple(nodes), of_image
         for number, node in enumerate(self.nodes):
             if not all(0 <= source <= number for source in (*node.inputs, node.follows)):
-                raise ValueError(f"layer {node.name} reads a map that a later layer makes")
+                raise ValueError(f"layer {node.name} reads the output of a later layer")
         followed = {node.like for node in self.nodes}
         unread = [
             node.name
@@ -103,7 +103,7 @@ class Graph(Sequence[Node]):
         ]
         if unread:
             raise ValueError(
-                f"nothing reads what layer {unread[0]} makes: remove it from the model"
+                f"no layer reads the output of layer {unread[0]}: remove it from the model"
             )
 
     def __len__(self) -> int:

@@ -158,7 +158,7 @@ def check_grid(image, grid, stride) -> None:
     if len(image) != len(stride):
         raise ValueError(
             f"images have {len(image)} dims ({Size(image)}), but the network takes images of "
-            f"{len(stride)}: give images of as many dims, or take another network (model.name)"
+            f"{len(stride)}: give images with this number of dims, or another network (model.name)"
         )
     if len(grid) != len(image):
         raise ValueError(

@@ -295,14 +295,14 @@ def check_settings(config: Config, model: nn.Module | None = None) -> None:
     if vectors and together < 2 and not config.spatial.frozen_norm:
         raise ValueError(
             f"data.images is {config.data.images}, but the batch norm {vectors[0]} takes "
-            "statistics of one vector an image, so it needs at least 2 images in a batch: set "
+            f"statistics of one vector per image, so it needs at least 2 images in a batch: set "
             "data.images to 2 or more, or spatial.norm_scope to step with several sample groups, "
             "or use another norm there"
         )
     scratch = config.spatial.scratch
     if scratch not in (None, "memory") and not os.path.isdir(scratch):
         raise ValueError(
-            f"spatial.scratch is {scratch}, which is no folder: make it, or name another"
+            f"spatial.scratch is {scratch}, which is not a folder: make it, or name another"
         )
 
 
@@ -345,7 +345,7 @@ def check_norms(config: Config, model: nn.Module, sizes: Mapping[str, Sequence[i
             if count < 2:
                 raise ValueError(
                     f"image {name!r} of {Size(size)} pixels: the norm {norm} takes statistics of "
-                    f"{count} value a channel there, and needs at least 2: leave the image out, "
+                    f"{count} value per channel there, but needs at least 2: leave the image out, "
                     "take larger images or crops, or a smaller model.depth"
                 )
 
@@ -407,7 +407,7 @@ def check_labels(
         )
         raise ValueError(
             f"the network makes {made}, but {store.path} has {has}: take another network "
-            "(model.name), or prepare the store with the labels that are meant"
+            "(model.name), or prepare the store with the intended labels"
         )
     if of_numbers(loss.name) != numbers:
         has = (
@@ -523,8 +523,8 @@ def with_store(loss: LossConfig, store: Store) -> LossConfig:
     own, ignore = loss.ignore_index, store.ignore
     if own not in (ignore, LossConfig.ignore_index):
         raise ValueError(
-            f"loss.ignore_index is {own}, but the labels of {store.path} have {ignore} "
-            "where nothing counts: leave loss.ignore_index out, or prepare the store with "
+            f"loss.ignore_index is {own}, but the labels of {store.path} mark pixels that do not "
+            f"count with {ignore}: leave loss.ignore_index out, or prepare the store with "
             f"--ignore {own}"
         )
     return replace(loss, ignore_index=ignore)

@@ -398,8 +398,8 @@ def check_trainable(model: nn.Module) -> None:
     """
     if (hooked := hook_on_gradients(model)) is not None:
         raise ValueError(
-            f"{hooked} has a hook that changes gradients, of which ranks and tiles have parts: "
-            "leave it out"
+            f"{hooked} has a hook that changes gradients, but ranks and tiles have only parts of "
+            f"them: remove the hook"
         )
     parameters = list(model.parameters())
     if not any(p.requires_grad for p in parameters):
@@ -408,7 +408,9 @@ def check_trainable(model: nn.Module) -> None:
             if parameters
             else "this model has no parameters"
         )
-        raise ValueError(f"{what}, so there is nothing to train: let some have requires_grad")
+        raise ValueError(
+            f"{what}, so there is nothing to train: set requires_grad on some parameters"
+        )
 
 
 def is_cut(config: Config) -> bool:
@@ -433,8 +435,9 @@ def check_parts(config: Config, model: nn.Module) -> None:
         isinstance(layer, Fill) for layer in model.modules()
     ):
         raise ValueError(
-            f"spatial.halo is {config.spatial.halo}, but this network fills images up to "
-            "multiples of some pixels, of which windows of such a halo know nothing: leave it out"
+            f"spatial.halo is {config.spatial.halo}, but this network pads images to a multiple of "
+            f"some number of pixels, which windows with a fixed halo cannot follow: leave "
+            f"spatial.halo out"
         )
     try:
         graph = graph_of(model)
@@ -450,7 +453,7 @@ def check_parts(config: Config, model: nn.Module) -> None:
         sized := next((node.name for node in graph if node.sized), None)
     ):
         raise ValueError(
-            f"{setting}, so that windows go through the network as images of their own, but layer "
+            f"{setting}, so that windows go through the network as separate images, but layer "
             f"{sized} places its cells by the size of the whole image: leave {setting.split()[0]} "
             "out"
         )

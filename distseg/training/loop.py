@@ -255,5 +255,5 @@ def _check_finite(loss: float, norm: float, step: int, config: Config) -> None:
         raise JointFailure(
             f"step {step}: the loss is {loss} and the gradient's norm {norm}: lower optim.lr, set "
             "optim.clip, or train with train.precision fp32; "
-            f"checkpoints up to here are in {config.train.output}"
+            f"earlier checkpoints are in {config.train.output}"
         )

@@ -54,8 +54,8 @@ def taken_over(config: dict, run: str) -> dict:
     model = config.get("model") if isinstance(config, dict) else None
     if not isinstance(model, dict) or not isinstance(model.get("name"), str):
         raise ValueError(
-            f"{run}: manifest.json names no network (config, model, name), so what was trained is "
-            "not known: use another checkpoint"
+            f"{run}: manifest.json names no network (config, model, name), so the trained network "
+            f"is unknown: use another checkpoint"
         )
     if unknown := sorted(set(model) - set(TAKEN["model"])):
         raise ValueError(
@@ -139,8 +139,8 @@ def check_head(config: dict, given: str, run: str) -> None:
     name = _head_of(config)
     if is_code(name) and given != name and (why := distrusted(_folder(run), name, "head")):
         raise ValueError(
-            f"{run} was trained with the head {name}: its manifest may come from anywhere, and to "
-            f"import that runs its code ({why}). If you trust it, add --patchgd.head {name}"
+            f"{run} was trained with the head {name}: its manifest may come from anywhere, and "
+            f"importing the name runs code ({why}). If you trust it, add --patchgd.head {name}"
         )
 
 
@@ -184,8 +184,8 @@ def check_named(config: dict, given: str, run: str) -> None:
     if is_code(name) and given != name and (why := distrusted(_folder(run), name)):
         but = "" if given == ModelConfig.name else f", not {given}"
         raise ValueError(
-            f"{run} was trained with the network {name}{but}: its manifest may come from "
-            f"anywhere, and to import that runs its code ({why}). If you trust it, add "
+            f"{run} was trained with the network {name}{but}: its manifest may come from anywhere, "
+            f"and importing the name runs code ({why}). If you trust it, add "
             f"--model.name {name}"
         )
 
@@ -264,8 +264,8 @@ def _network(
     found = taken_over(manifest["config"], str(run))["model"]
     if "name" not in found:
         raise ValueError(
-            f"{run} was trained with the network {manifest['config']['model']['name']}: make it, "
-            "and give it as model"
+            f"{run} was trained with the network {manifest['config']['model']['name']}: build it "
+            f"and pass it as model"
         )
     return _with_weights(
         checkpoint,
@@ -328,8 +328,8 @@ def _with_weights(
         taken = taken_over(manifest["config"], str(checkpoint))
         if head is None and "head" not in taken["patchgd"]:
             raise ValueError(
-                f"{checkpoint} was trained with the head {_head_of(manifest['config'])}: make it, "
-                "and give it to distseg.load as head"
+                f"{checkpoint} was trained with the head {_head_of(manifest['config'])}: build it "
+                f"and pass it to distseg.load as head"
             )
         config = PatchConfig(
             model=ModelBase(seed=taken["model"].get("seed", 0)),

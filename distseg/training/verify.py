@@ -545,8 +545,8 @@ def check_dump(model: nn.Module) -> None:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.dtype not in _KINDS:
             raise ValueError(
-                f"--dump cannot write {name}, whose type is {tensor.dtype}: hold it as real "
-                "numbers (torch.view_as_real), or leave --dump out"
+                f"--dump cannot write {name}, whose dtype is {tensor.dtype}: store it as real "
+                f"numbers (torch.view_as_real), or leave --dump out"
             )
 
 

@@ -65,7 +65,7 @@ def _axis(text: str, kind: type) -> tuple[str, list[str]]:
     known = sections(kind)
     if name not in known.get(section, ()):
         raise ValueError(
-            f"--sweep {key} is no setting: write section.field=value,value, such as "
+            f"--sweep {key} is not a setting: write section.field=value,value, such as "
             "optim.lr=1e-3,3e-4; sections are"
             f" {', '.join(known)}"
         )

@@ -154,7 +154,7 @@ def open_mask(path: str | Path, dims: int = 2) -> Reader:
 
     Raises:
         FileNotFoundError: the file does not exist.
-        ValueError: the file is no label map, or its compression is lossy.
+        ValueError: the file is not a label map, or its compression is lossy.
     """
     path = Path(path)
     reader = _opened(path, dims, palette=True)

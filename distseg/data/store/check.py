@@ -124,9 +124,8 @@ def _wrong_pixels(
     if bad is None:
         return None
     band, *place = position(reader.place(index), bad)
-    return (
-        f"have what is no number: band {store.band_names[band]} is {pixels[bad]} at {tuple(place)}"
-    )
+    name = store.band_names[band]
+    return f"have what is not a number: band {name} is {pixels[bad]} at {tuple(place)}"
 
 
 def _wrong_labels(

@@ -35,8 +35,8 @@ def opened(path: str | Path, what: str, made_by: str) -> h5py.File:
 
     Raises:
         FileNotFoundError: the file does not exist.
-        ValueError: it is no plain file, no HDF5 file, damaged, unfinished, or opened with locks by
-            this process.
+        ValueError: it is not a plain file or not an HDF5 file, damaged, unfinished, or opened
+            with locks by this process.
     """
     try:
         mode = os.stat(path).st_mode

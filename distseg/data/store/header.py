@@ -328,7 +328,7 @@ def _sums_at(file: h5py.File) -> int:
 def _text(file: h5py.File, name: str) -> str:
     found = hdf5.dataset(file, name)
     if found.shape != () or found.id.get_storage_size() > file.id.get_filesize():
-        raise ValueError(f"its {name} is no text")
+        raise ValueError(f"its {name} is not text")
     return _plain(found.open()[()])
 
 

@@ -140,7 +140,7 @@ def _built(compiler: list[str], folder: Path, anew: bool = False) -> Path:
             target = folder / f"{name}-{_digest(compiled.read_bytes())}.so"
             os.replace(compiled, target)
     if not _whole(target):
-        raise OSError(f"{target} is not what was written there")
+        raise OSError(f"{target} differs from the library that was written there")
     return target
 
 

@@ -288,7 +288,7 @@ def _call(
     size = images[0].shape[2:]
     if own is not None and not Box.whole(size).contains(own):
         # The kernel checks no bounds and would write outside the tensor.
-        raise ValueError(f"the cells {own} that are owned reach beyond a map of {tuple(size)}")
+        raise ValueError(f"the owned cells {own} reach beyond a map of {tuple(size)}")
     if own in (None, Box.whole(size)):
         images, own = _merged(last, *images), None
     x = images[0]

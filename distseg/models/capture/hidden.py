@@ -276,7 +276,7 @@ def check_apart(model: nn.Module, size: Sequence[int]) -> None:
         return
     raise Hidden(
         "spatial.norm_scope is step, which makes the images of all sample groups one batch, "
-        "but this network joins the images of a batch, or uses their number, by other means than "
+        "but this network mixes the images of a batch, or uses their number, by other means than "
         "batch norm, and the images of other groups are on other ranks: set spatial.norm_scope to "
         "group, or "
         "mesh.samples to 1"

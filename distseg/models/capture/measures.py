@@ -117,7 +117,7 @@ def measured(reader: Reader, args: tuple) -> tuple:
 
 
 def _numbers(reader: Reader, x: Any) -> Sizes | None:
-    """Return an argument's number in each trace; None if it is no number, or always the same."""
+    """Return an argument's number in each trace; None if it is not a number, or always the same."""
     if isinstance(x, Sizes):
         return x if all(isinstance(n, (int, float)) for n in x.each) else None
     if (

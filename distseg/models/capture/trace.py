@@ -194,7 +194,7 @@ def returned(result: Any, line: str | None = None) -> str:
     if names:
         count = str(len(names)) if names[0] == 0 else ", ".join(map(repr, names))
         weights = ", ".join(f"{name}: {weight}" for name, weight in zip(names, (1.0, 0.4)))
-        kind, example = f"{kind} of {count}", f", as {{{weights}}}"
+        kind, example = f"{kind} of {count}", f", such as {{{weights}}}"
     where = f" ({line})" if line else ""
     return (
         f"it returns {kind}{where}, but a network returns one tensor: name in model.outputs the "

@@ -102,9 +102,9 @@ def _index_in(folder: Path) -> dict:
         and isinstance(index.get("last"), str)
         and isinstance(index.get("best_score"), (float, int, type(None)))
     ):
-        raise ValueError("it does not tell the last checkpoint and the best one's score")
+        raise ValueError("it does not name the last checkpoint and the best one's score")
     if index.pop("digest", None) not in (None, digest_of(index)):
-        raise ValueError("its checksum is not that of its content")
+        raise ValueError("its checksum does not match its content")
     return index
 
 
@@ -134,7 +134,7 @@ def read_manifest(checkpoint: Path) -> dict:
         )
     if manifest["version"] > 1 and manifest.get("digest") != digest_of(manifest):
         raise ValueError(
-            f"{file} is damaged (its checksum is not that of its content){_other(checkpoint)}"
+            f"{file} is damaged (its checksum does not match its content){_other(checkpoint)}"
         )
     return manifest
 

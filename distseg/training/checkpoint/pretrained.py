@@ -52,7 +52,7 @@ class Pretrained:
             for name, found, _ in read_tensors(file, own.__contains__):
                 if found.is_floating_point() and not found.isfinite().all():
                     raise ValueError(
-                        f"train.init {file} has values in {name} that are no numbers: choose "
+                        f"train.init {file} has values in {name} that are not numbers: choose "
                         "another file"
                     )
                 own[name].copy_(
@@ -105,14 +105,15 @@ def pretrained(path: str, model: nn.Module, renamed: Mapping[str, str] | None = 
             anew.append(names[name])
         else:
             raise ValueError(
-                f"train.init {path} is of another network: {there} is {_size(shape)} in the file, "
+                f"train.init {path} belongs to another network: {there} is {_size(shape)} in the "
+                f"file, "
                 f"and {names[name]} is {_size(tensor.shape)} here: use the same settings of "
                 "model, or take this tensor out of the file"
             )
     if not any(own[name].is_floating_point() for name in sources):
         raise ValueError(
-            f"train.init {path} has nothing of this network: its names are such as "
-            f"{_some(shapes)}, the network's such as {_some(list(names.values()))}: "
+            f"train.init {path} has no weights of this network: its names are like "
+            f"{_some(shapes)}, the network's like {_some(list(names.values()))}: "
             'set train.init_names, such as {"backbone.": "encoder."}'
         )
     unused = sorted({there for there, _ in shapes.values()} - set(sources.values()))
@@ -180,14 +181,14 @@ def _checked(path: str) -> Path:
     file = Path(path)
     if not file.exists():
         raise FileNotFoundError(
-            f"train.init is {path}, which is not there: name a file NAME.safetensors, or the "
+            f"train.init is {path}, which does not exist: name a file NAME.safetensors, or the "
             "folder of a run"
         )
     if file.suffix != ".safetensors":
         raise ValueError(
             f"train.init is {path}, but weights are read from NAME.safetensors or the folder of a "
-            "run: pickles (.pt, .pth) may run code of whoever wrote them where they are read. If "
-            "you trust it, write it anew: "
+            "run: reading a pickle (.pt, .pth) may run code of whoever wrote it. If you trust the "
+            "file, convert it: "
             f"safetensors.torch.save_file(torch.load({file.name!r}, weights_only=True), "
             f"{file.stem + '.safetensors'!r})"
         )

@@ -617,7 +617,7 @@ TABLE = {
     ),
     "a network that is none": (
         ["models", "nets:value"],
-        "'nets:value' cannot be imported: value is a int, no function, in .*nets.py: choose plain",
+        "'nets:value' cannot be imported: value is a int, not a function, in .*nets.py: choose plain",
     ),
     "a function that is not there": (
         ["models", "nets:missing"],

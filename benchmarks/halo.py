@@ -108,7 +108,7 @@ class Network:
     def cost(self, every: str, image: Size, grid: Size, cell: tuple[int, ...]) -> Cost:
         layout = self.layout(every, image, grid)
         own = self._work(layout.owned(layer + 1, cell) for layer in range(len(self.graph)))
-        made = self._work(layout.part(layer, cell).made for layer in range(len(self.graph)))
+        made = self._work(layout.part(layer, cell).output for layer in range(len(self.graph)))
         if every == "all":
             tile = layout.part(0, cell).owned
             read = window(tile, image, self.reach)

@@ -783,11 +783,11 @@ REFUSED = {
     ),
     "numbers of a weight": (
         lambda m, x: x * sum(m.scale.flatten().tolist()),
-        r"tolist in the model .* reads the values of a tensor: .* must not depend",
+        r"tolist in the model .* reads the values of a tensor in Python: .* must not depend",
     ),
     "numbers of a parameter": (
         lambda m, x: x * m.scale.numpy(force=True).sum(),
-        r"reads the values of scale: ",
+        r"reads the values of scale in Python: ",
     ),
     "chosen values": (
         lambda m, x: x * x[x > 0].mean(),

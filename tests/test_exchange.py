@@ -18,7 +18,7 @@ from distseg.config.settings import Config, MeshConfig, ModelConfig, SpatialConf
 from distseg.config.sizes import Size
 from distseg.layers.context import Context
 from distseg.layers.graph import graph_of, receptive_field
-from distseg.layers.local import framed, node_of
+from distseg.layers.local import exchange_box, node_of
 from distseg.models.capture.capture import as_network
 from distseg.models.layers import Pop, Stash
 from distseg.models.network import Call
@@ -286,8 +286,11 @@ def test_the_exchange_and_its_adjoint(comm):
         cells = own_cells(exchange)
         parts = [layout.part(0, cell) for cell in cells]
         places = [TilePlacement(size, part.owned, part.owned, (0, 1), (0, 1)) for part in parts]
-        xs = [torch.randn(BATCH, CHANNELS, *part.held.size, dtype=torch.float64) for part in parts]
-        frames = [framed(layer, part) for part in parts]
+        xs = [
+            torch.randn(BATCH, CHANNELS, *part.available.size, dtype=torch.float64)
+            for part in parts
+        ]
+        frames = [exchange_box(layer, part) for part in parts]
         for halo in [
             exchange._exchange(
                 0, layer, range(len(xs)), frames, xs, parts, [layout] * len(parts), cells, places

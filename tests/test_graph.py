@@ -155,8 +155,8 @@ def test_a_map_without_margin_is_exchanged_where_it_was_joined():
         ]
     )
     layout = Layout(graph, (12,), ((0, 6, 12),), "2")
-    assert layout.points == {0, 2} and layout.part(0, (0,)).held.stop == (6,)
-    assert layout.part(2, (0,)).taken.stop == (8,)  # eaten by b and c
+    assert layout.points == {0, 2} and layout.part(0, (0,)).available.stop == (6,)
+    assert layout.part(2, (0,)).input.stop == (8,)  # eaten by b and c
 
 
 def test_only_what_one_layer_reads_is_folded_or_overwritten():

@@ -25,10 +25,14 @@ def picture(steps, n, borders, every, cell, **more) -> list[str]:
         part = layout.part(layer, (cell,))
         (a, b), (c, d) = (
             (part.owned.start[0], part.owned.stop[0]),
-            (part.taken.start[0], part.taken.stop[0]),
+            (part.input.start[0], part.input.stop[0]),
         )
         held = "".join(
-            "o" if a <= x < b else "-" if part.held.start[0] <= x < part.held.stop[0] else "."
+            "o"
+            if a <= x < b
+            else "-"
+            if part.available.start[0] <= x < part.available.stop[0]
+            else "."
             for x in range(part.size[0])
         )
         taken = (
@@ -36,7 +40,7 @@ def picture(steps, n, borders, every, cell, **more) -> list[str]:
             .rjust(d, ".")
             .ljust(part.size[0], ".")
         )
-        pads = "0" * (c - part.raw.start[0]), "0" * (part.raw.stop[0] - d)
+        pads = "0" * (c - part.padded_input.start[0]), "0" * (part.padded_input.stop[0] - d)
         lines.append(f"{held} {pads[0]}{taken}{pads[1]}" + (" *" if layer in layout.points else ""))
     return lines
 
@@ -87,7 +91,7 @@ def test_the_number_of_exchanges_of_a_network(every, points):
     assert len(layout.points) == points
     if every == "1":
         work = [
-            layout.part(k, (0, 0)).made.pixels for k, node in enumerate(graph) if node.footprints
+            layout.part(k, (0, 0)).output.pixels for k, node in enumerate(graph) if node.footprints
         ]
         own = [
             Box(*zip(*[c[:2] for c in _cuts(layout, k + 1)])).pixels

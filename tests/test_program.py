@@ -101,7 +101,7 @@ class Rows:
             rows,
         )
 
-    def made(self, block, tensor_id):
+    def computed(self, block, tensor_id):
         return IMAGE
 
 

@@ -8,7 +8,7 @@ from distseg.layers.local import run
 from distseg.models.capture.following import followed
 from distseg.models.resize import FitTo, ResizeTo, kernel_of
 from distseg.tiling.access_pattern import inside
-from distseg.tiling.layout import Part
+from distseg.tiling.layout import LayerView
 from distseg.tiling.resize import Fit, Follow, Resize, Shifted, in_front, taps
 from distseg.tiling.tile import Box
 
@@ -32,7 +32,7 @@ def part_of(layer, size, result, made):
     ]
     raw = Box(*zip(*spans))
     taken = raw.intersection(Box.whole(size))
-    return Part(size, taken, taken, taken, raw, made, result)
+    return LayerView(size, taken, taken, taken, raw, made, result)
 
 
 @pytest.mark.parametrize("mode, corners, antialias", MODES)
@@ -56,7 +56,7 @@ def test_a_part_is_that_of_the_whole(mode, corners, antialias, factor):
         for a, b in ((0, max(1, m // 2)), (m // 2, m), (m // 3, m // 3 + 1)):
             made = Box((a, 0), (b, max(1, m // 2)))
             part = part_of(layer, tuple(x.shape[2:]), result, made)
-            found = run(layer, x[(..., *part.taken.slices)], part.taken, part)
+            found = run(layer, x[(..., *part.input.slices)], part.input, part)
             wanted = whole[(..., *made.slices)]
             torch.testing.assert_close(found, wanted, rtol=0, atol=1e-13)
             g = torch.randn_like(wanted)
@@ -126,7 +126,7 @@ def test_a_part_of_a_frame_is_that_of_the_whole(mode, size, result):
     for made in (Box((0, 0), (2, 3)), Box((1, 4), (4, 9)), Box.whole(result)):
         part = frame_of(layer, size, result, made)
         torch.testing.assert_close(
-            run(layer, x[(..., *part.taken.slices)], part.taken, part),
+            run(layer, x[(..., *part.input.slices)], part.input, part),
             whole[(..., *made.slices)],
             rtol=0,
             atol=0,
@@ -139,7 +139,9 @@ def frame_of(layer, size, result, made):
         for f, n, m, a, b in zip(layer.footprints(), size, result, made.start, made.stop)
     ]
     taken = Box(*zip(*(inside(*each[:2], each[2]) for each in spans)))
-    return Part(size, taken, taken, taken, Box(*zip(*(each[0] for each in spans))), made, result)
+    return LayerView(
+        size, taken, taken, taken, Box(*zip(*(each[0] for each in spans))), made, result
+    )
 
 
 class Map:

@@ -10,7 +10,7 @@ from distseg.models.layers import Pop, Stash
 from distseg.models.network import calls_of, flat_layers
 from distseg.models.unet import unet
 from distseg.runtime.exchange import Exchange
-from distseg.tiling.segment import chain, segments_of
+from distseg.tiling.segment import segments_of, tile_plan
 from distseg.tiling.tile import Box, boxes_of
 
 NETWORK = dict(depth=2, num_convs=1, base_channels=4, in_channels=2, out_channels=2, dropout=0.0)
@@ -92,17 +92,17 @@ def test_a_tile_of_every_segment_comes_out_of_its_windows(network, size):
             )
     for segment in segments_of(graph, [graph[p].first for p in statistics]):
         for box in boxes(maps[segment.result].shape[2:]):
-            way = chain(layout, segment, box)
+            plan = tile_plan(layout, segment, box)
             assert all(
                 Box.whole(layout.sizes[source]).contains(window)
-                for source, window in way.read.items()
+                for source, window in plan.read.items()
             )
             there = {
                 source: (maps[source][(..., *window.slices)], window)
-                for source, window in way.read.items()
+                for source, window in plan.read.items()
             }
             with torch.no_grad():
-                for number, part in zip(segment.nodes, way.parts):
+                for number, part in zip(segment.nodes, plan.views):
                     (x, have), *others = (there[source] for source in graph[number].inputs)
                     if number in statistics:  # those of the whole map
                         whole = maps[graph[number].first]
@@ -110,14 +110,14 @@ def test_a_tile_of_every_segment_comes_out_of_its_windows(network, size):
                             whole.mean((2, 3), keepdim=True),
                             whole.var((2, 3), correction=0, keepdim=True),
                         )
-                        y = (cropped(x, have, part.taken) - mean) / (
+                        y = (cropped(x, have, part.input) - mean) / (
                             var + calls[number].layer.eps
                         ).sqrt()
                     elif isinstance(calls[number].layer, Stash):
-                        y = cropped(x, have, part.taken)
+                        y = cropped(x, have, part.input)
                     else:
                         y = run(calls[number].layer, x, have, part, others)
-                    there[number + 1] = y, part.made
+                    there[number + 1] = y, part.output
             torch.testing.assert_close(
                 y, maps[segment.result][(..., *box.slices)], rtol=1e-12, atol=1e-12
             )
@@ -130,11 +130,11 @@ def test_what_tiles_are_made_from_is_counted_as_it_is_and_found_once_along_each_
         segments_of(graph, []),
     )
     for tile in boxes_of(Box.whole((64, 96)), (16, 16)):
-        way = chain(layout, segment, tile)
-        assert way.read == {0: way.parts[0].held}
-        assert way.takes == [part.taken.pixels for part in way.parts] and way.makes == [
-            part.made.pixels for part in way.parts
-        ]
+        plan = tile_plan(layout, segment, tile)
+        assert plan.read == {0: plan.views[0].available}
+        assert plan.input_cells == [
+            part.input.pixels for part in plan.views
+        ] and plan.output_cells == [part.output.pixels for part in plan.views]
     assert layout.along.cache_info().misses == 4 + 6
 
 

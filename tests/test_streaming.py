@@ -27,7 +27,7 @@ from distseg.runtime.exchange import Exchange
 from distseg.runtime.offload import Map
 from distseg.runtime.operations import BackwardTile, KeptTile, TileOperation
 from distseg.runtime.streaming import StreamingExecutor
-from distseg.tiling.segment import chain, segments_of
+from distseg.tiling.segment import segments_of, tile_plan
 from distseg.tiling.tile import Box, boxes_of
 from distseg.training.verify import verify
 
@@ -601,7 +601,7 @@ class TestBudget:
         for found, layout, segment, result, size in self.tilings(budget, norm):
             for tile in boxes_of(result, size):
                 assert (
-                    found.peak_bytes(chain(layout, segment, tile), 1) <= 1.05 * budget
+                    found.peak_bytes(tile_plan(layout, segment, tile), 1) <= 1.05 * budget
                 )  # on a pooling's grid tiles of a size differ a little
 
     @pytest.mark.parametrize("side", [512, 1024, 2048, 4096, 8192, 16384])
@@ -617,11 +617,11 @@ class TestBudget:
             for segment in segments
         ]
         bytes_ = [
-            found.peak_bytes(chain(layout, segment, Box((0, 0), tuple(size))), 1)
+            found.peak_bytes(tile_plan(layout, segment, Box((0, 0), tuple(size))), 1)
             for segment, size in sizes
         ]
         whole = [
-            found.peak_bytes(chain(layout, segment, Box.whole(layout.sizes[segment.result])), 1)
+            found.peak_bytes(tile_plan(layout, segment, Box.whole(layout.sizes[segment.result])), 1)
             for segment in segments
         ]
         assert max(bytes_) <= 16e6 and all(
@@ -639,7 +639,7 @@ class TestBudget:
         """But at the map's ends: tiles begin on cells of the coarsest map."""
         for _found, layout, segment, result, size in self.tilings(1e6, "none"):
             windows = [
-                chain(layout, segment, tile).read[segment.sources[0]]
+                tile_plan(layout, segment, tile).read[segment.sources[0]]
                 for tile in boxes_of(result, size)
             ]
             inner = {

@@ -22,7 +22,7 @@ from distseg.comm.mail import Mail, Receipt
 from distseg.comm.memory_format import lies_last
 from distseg.comm.waits import Waits
 from distseg.tiling.access_pattern import Span
-from distseg.tiling.layout import Region
+from distseg.tiling.layout import MapView
 from distseg.tiling.tile import Box
 
 
@@ -92,13 +92,15 @@ class Strip(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Frame(Region):
-    """Region that a tensor holds before an exchange, and the box ``make`` that it holds after it.
+class ExchangeView(MapView):
+    """Boxes of a tensor before and after a halo exchange.
 
-    Cells of ``make`` beyond the map are padding.
+    Attributes:
+        exchanged: the box of the tensor after the exchange. Its cells beyond the feature map are
+            padding.
     """
 
-    make: Box
+    exchanged: Box
 
 
 class HaloExchange:
@@ -108,7 +110,7 @@ class HaloExchange:
     ranks.
 
     Args:
-        frames: the frame of each tensor (B, C, *held.size) of this rank.
+        frames: the frame of each tensor (B, C, *available.size) of this rank.
         sends: for each rank, the strips to send, as (index of the tensor, box in map cells). Both
             ranks use the same order.
         receives: for each rank, the strips to receive, in the same form.
@@ -124,7 +126,7 @@ class HaloExchange:
     def __init__(
         self,
         mail: Mail,
-        frames: list[Frame],
+        frames: list[ExchangeView],
         sends: dict[int, list[tuple[int, Box]]],
         receives: dict[int, list[tuple[int, Box]]],
         here: list[tuple[int, int, Box]],
@@ -150,15 +152,16 @@ class HaloExchange:
             return Strip(at, box.relative_to(origin).slices, shape)
 
         self.sends = {
-            rank: [strip(at, box, frames[at].held) for at, box in strips]
+            rank: [strip(at, box, frames[at].available) for at, box in strips]
             for rank, strips in sends.items()
         }
         self.receives = {
-            rank: [strip(at, box, frames[at].make) for at, box in strips]
+            rank: [strip(at, box, frames[at].exchanged) for at, box in strips]
             for rank, strips in receives.items()
         }
         self.here = [
-            (strip(a, box, frames[a].held), strip(b, box, frames[b].make)) for a, b, box in here
+            (strip(a, box, frames[a].available), strip(b, box, frames[b].exchanged))
+            for a, b, box in here
         ]
 
     @property
@@ -170,13 +173,13 @@ class HaloExchange:
     def idle(self) -> bool:
         """True if every tile has all the cells that it wants, so nothing is exchanged."""
         return not (self.sends or self.receives or self.here) and all(
-            frame.make == frame.held for frame in self.frames
+            frame.exchanged == frame.available for frame in self.frames
         )
 
     def forward(self, xs: Sequence[Tensor]) -> list[Tensor]:
-        """Exchange halos: (B, C, *held.size) each -> (B, C, *make.size) each."""
+        """Exchange halos: (B, C, *available.size) each -> (B, C, *exchanged.size) each."""
         arriving = self._start(xs, self.sends, self.receives, self.tag)
-        ys = [self._framed(x, frame) for x, frame in zip(xs, self.frames)]
+        ys = [self._placed(x, frame) for x, frame in zip(xs, self.frames)]
         for source, target in self.here:
             _view(ys, target).copy_(_view(xs, source))
         for _rank, views in self._finish(arriving, self.receives, ""):
@@ -185,7 +188,7 @@ class HaloExchange:
         return ys
 
     def adjoint(self, gs: Sequence[Tensor]) -> list[Tensor]:
-        """Return the gradients (B, C, *held.size) from the gradients (B, C, *make.size)."""
+        """Return gradients (B, C, *available.size), given gradients (B, C, *exchanged.size)."""
         return self.finish_adjoint(gs, self.start_adjoint(gs))
 
     def start_adjoint(self, gs: Sequence[Tensor]):
@@ -209,32 +212,32 @@ class HaloExchange:
                 _view(dxs, strip).add_(part)
         return dxs
 
-    def _framed(self, x: Tensor, frame: Frame) -> Tensor:
-        """Return a tensor on ``frame.make`` with own cells and padding filled in."""
-        y = _empty(x, frame.make.size)
-        common = frame.owned.intersection(frame.make)
+    def _placed(self, x: Tensor, frame: ExchangeView) -> Tensor:
+        """Return a tensor on ``frame.exchanged`` with own cells and padding filled in."""
+        y = _empty(x, frame.exchanged.size)
+        common = frame.owned.intersection(frame.exchanged)
         if not common.pixels:
             return y.fill_(self.fill)
-        inside = frame.make.intersection(Box.whole(frame.size)).relative_to(frame.make)
-        for dim, (a, b, n) in enumerate(zip(inside.start, inside.stop, frame.make.size)):
+        inside = frame.exchanged.intersection(Box.whole(frame.size)).relative_to(frame.exchanged)
+        for dim, (a, b, n) in enumerate(zip(inside.start, inside.stop, frame.exchanged.size)):
             y.narrow(2 + dim, 0, a).fill_(self.fill)
             y.narrow(2 + dim, b, n - b).fill_(self.fill)
-        y[(..., *common.relative_to(frame.make).slices)] = x[
-            (..., *common.relative_to(frame.held).slices)
+        y[(..., *common.relative_to(frame.exchanged).slices)] = x[
+            (..., *common.relative_to(frame.available).slices)
         ]
         return y
 
-    def _own_part(self, g: Tensor, frame: Frame, in_place: bool) -> Tensor:
-        """Return the gradient on ``frame.held``: ``g`` on the owned cells, 0 on the others."""
-        common = frame.owned.intersection(frame.make)
-        if in_place and common == frame.held:
-            return g[(..., *common.relative_to(frame.make).slices)]
-        dx = _empty(g, frame.held.size)
-        if common != frame.held:
+    def _own_part(self, g: Tensor, frame: ExchangeView, in_place: bool) -> Tensor:
+        """Return the gradient on ``frame.available``: ``g`` on the owned cells, 0 on the others."""
+        common = frame.owned.intersection(frame.exchanged)
+        if in_place and common == frame.available:
+            return g[(..., *common.relative_to(frame.exchanged).slices)]
+        dx = _empty(g, frame.available.size)
+        if common != frame.available:
             dx.zero_()
         if common.pixels:
-            dx[(..., *common.relative_to(frame.held).slices)] = g[
-                (..., *common.relative_to(frame.make).slices)
+            dx[(..., *common.relative_to(frame.available).slices)] = g[
+                (..., *common.relative_to(frame.exchanged).slices)
             ]
         return dx
 

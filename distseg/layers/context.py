@@ -20,7 +20,7 @@ from torch import Tensor
 
 from distseg.comm.collective import Alone
 from distseg.models.layers import skip_store
-from distseg.tiling.layout import Region
+from distseg.tiling.layout import MapView
 from distseg.tiling.tile import Box, TilePlacement
 
 
@@ -29,7 +29,7 @@ class _Pass(threading.local):
 
     def __init__(self):
         self.places: list[TilePlacement] = []
-        self.regions: list[Region] | None = None
+        self.regions: list[MapView] | None = None
         self.current = 0
         self.tracking = True
 
@@ -72,19 +72,19 @@ class Context:
         self._pass.places, self._pass.regions = places, None
 
     @property
-    def regions(self) -> list[Region] | None:
-        """Regions, held and owned, of the feature map that a layer is called with; one per window.
+    def regions(self) -> list[MapView] | None:
+        """Owned and available boxes of the feature map that a layer is called with; one per window.
 
         None, as after ``places`` was set, if they follow from the windows and the layer's stride.
         """
         return self._pass.regions
 
     @regions.setter
-    def regions(self, regions: list[Region] | None) -> None:
+    def regions(self, regions: list[MapView] | None) -> None:
         self._pass.regions = regions
 
-    def region(self, index: int, stride: tuple[int, ...], held: Sequence[int]) -> Region:
-        """Return the held and owned boxes of window ``index`` in a feature map.
+    def region(self, index: int, stride: tuple[int, ...], held: Sequence[int]) -> MapView:
+        """Return the owned and available boxes of window ``index`` in a feature map.
 
         Args:
             stride: the layer's cumulative stride in pixels.
@@ -94,9 +94,9 @@ class Context:
             return self.regions[index]
         place = self.places[index]
         if place.tile.size == place.image:
-            return Region(tuple(held), Box.whole(held), Box.whole(held))
+            return MapView(tuple(held), Box.whole(held), Box.whole(held))
         whole = Box.whole(place.image)
-        return Region(
+        return MapView(
             whole.coarsened(stride).stop,
             place.tile.coarsened(stride),
             place.window.coarsened(stride),

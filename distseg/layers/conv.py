@@ -22,7 +22,7 @@ from distseg.comm.halo import HaloExchange
 from distseg.comm.memory_format import like_format, like_layout
 from distseg.comm.waits import Waits
 from distseg.models.layers import skip_store
-from distseg.tiling.layout import Part
+from distseg.tiling.layout import LayerView
 from distseg.tiling.tile import Box
 
 
@@ -154,7 +154,7 @@ def exchanged_convolution(
     conv: nn.Module,
     exchange: HaloExchange,
     frames: Sequence[Box],
-    parts: Sequence[Part],
+    parts: Sequence[LayerView],
     xs: Sequence[Tensor],
 ) -> list[Tensor]:
     """Exchange halos and convolve all tiles of this rank; zero padding only.
@@ -165,9 +165,10 @@ def exchanged_convolution(
         xs: the tensors of this rank, before the exchange.
     """
     # The cells that a frame lacks lie outside the image, equally many on both sides of a dim (see
-    # local.framed), so the kernel pads them.
+    # local.exchange_box), so the kernel pads them.
     paddings = [
-        [a - r for a, r in zip(frame.start, part.raw.start)] for frame, part in zip(frames, parts)
+        [a - r for a, r in zip(frame.start, part.padded_input.start)]
+        for frame, part in zip(frames, parts)
     ]
     calls = [_Call(conv.stride, padding, conv.dilation, conv.groups) for padding in paddings]
     parameters = conv.weight, conv.bias

@@ -112,7 +112,7 @@ class KeyedDropout(nn.Module):
         size, held = tuple(x.shape[2:]), Box.whole(x.shape[2:])
         if not (context.whole or self.of_vector):
             region = context.region(context.current, self.stride, size)
-            size, held = region.size, region.held
+            size, held = region.size, region.available
         return torch.stack(
             [
                 element_mask(self.p, k, x.shape[1], size, held, x.device, x.dtype)

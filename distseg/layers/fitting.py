@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from distseg.models.layers import is_vector
-from distseg.tiling.layout import Part
+from distseg.tiling.layout import LayerView
 from distseg.tiling.tile import Box
 
 
@@ -32,18 +32,19 @@ def fitted(x: Tensor, have: Box, wanted: Box) -> tuple[Tensor, list[tuple[int, i
     return cropped(x, have, common), pads
 
 
-def mirrored(x: Tensor, have: Box, part: Part, mode: str) -> tuple[Tensor, Box]:
+def mirrored(x: Tensor, have: Box, part: LayerView, mode: str) -> tuple[Tensor, Box]:
     """Return the part of a feature map that a layer reads, and the box of that part.
 
     Where the padding needs mirror images beyond the map's border, they are added.
     """
     pads = [
-        (max(0, -a), max(0, b - n)) for a, b, n in zip(part.raw.start, part.raw.stop, part.size)
+        (max(0, -a), max(0, b - n))
+        for a, b, n in zip(part.padded_input.start, part.padded_input.stop, part.size)
     ]
-    x = padded(cropped(x, have, part.taken), pads, mode=mode)
+    x = padded(cropped(x, have, part.input), pads, mode=mode)
     return x, Box(
-        tuple(a - p for a, (p, _) in zip(part.taken.start, pads)),
-        tuple(b + q for b, (_, q) in zip(part.taken.stop, pads)),
+        tuple(a - p for a, (p, _) in zip(part.input.start, pads)),
+        tuple(b + q for b, (_, q) in zip(part.input.stop, pads)),
     )
 
 

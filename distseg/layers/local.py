@@ -45,7 +45,7 @@ from distseg.models.resize import RATIO, FitTo, Follows, ResizeTo, VectorAt, ker
 from distseg.tiling import access_pattern as footprint
 from distseg.tiling.access_pattern import AccessPattern, Align, Gather, Interpolate, Scatter, Shift
 from distseg.tiling.graph import Node
-from distseg.tiling.layout import Part
+from distseg.tiling.layout import LayerView
 from distseg.tiling.resize import Follow, Resize
 from distseg.tiling.tile import Box
 
@@ -179,41 +179,47 @@ class _Unsupported(ValueError):
 
 
 def run(
-    layer: nn.Module, x: Tensor, have: Box, part: Part, others: Sequence[tuple[Tensor, Box]] = ()
+    layer: nn.Module,
+    x: Tensor,
+    have: Box,
+    part: LayerView,
+    others: Sequence[tuple[Tensor, Box]] = (),
 ) -> Tensor:
-    """Return a layer's result on ``part.made``.
+    """Return a layer's result on ``part.output``.
 
     Args:
-        x: (B, C, *have.size), the input on the box ``have``, which contains ``part.taken``. Cells
+        x: (B, C, *have.size), the input on the box ``have``, which contains ``part.input``. Cells
             of ``have`` outside the map are padding already.
         others: further inputs of the layer, each with the box that it covers.
     """
     if isinstance(layer, Derived):
         layer = layer.filled()
     if isinstance(layer, PlacedPositions):
-        return layer.on_box(x, part.size, part.made)
+        return layer.on_box(x, part.size, part.output)
     if isinstance(layer, Placed):
         layer = layer.inner
     if isinstance(layer, Spread):
         return layer.part(
-            others[0][0], part.size, [range(a, b) for a, b in zip(part.made.start, part.made.stop)]
+            others[0][0],
+            part.size,
+            [range(a, b) for a, b in zip(part.output.start, part.output.stop)],
         )
     if isinstance(layer, OfLines):
         return layer.mapped_to(part.size, [line for line, _ in others])
     if others:
         return layer(
-            cropped(x, have, part.taken),
-            *(cropped(other, there, part.made) for other, there in others),
+            cropped(x, have, part.input),
+            *(cropped(other, there, part.output) for other, there in others),
         )
     function = _function_of(type(layer))
     # A layer without a function here is pointwise, as `node_of` has checked.
     if function is None or modification_of(layer):
-        return layer(cropped(x, have, part.taken))
+        return layer(cropped(x, have, part.input))
     return function(layer, x, have, part)
 
 
 @cache
-def _function_of(kind: type) -> Callable[[nn.Module, Tensor, Box, Part], Tensor] | None:
+def _function_of(kind: type) -> Callable[[nn.Module, Tensor, Box, LayerView], Tensor] | None:
     return next((function for kinds, function in _RUN if issubclass(kind, kinds)), None)
 
 
@@ -239,22 +245,24 @@ def fuses(layer: nn.Module) -> bool:
     return isinstance(layer, _CONVS) and layer.padding_mode == "zeros"
 
 
-def framed(layer: nn.Module, part: Part) -> Box:
+def exchange_box(layer: nn.Module, part: LayerView) -> Box:
     """Return the box that a halo exchange produces for a layer.
 
     This is the layer's input, and its padding in each dim where the two sides differ.
     """
     if fill_of(layer) is None:
-        return part.taken
+        return part.input
     alike = [
         t - r == s - u
-        for t, r, s, u in zip(part.taken.start, part.raw.start, part.raw.stop, part.taken.stop)
+        for t, r, s, u in zip(
+            part.input.start, part.padded_input.start, part.padded_input.stop, part.input.stop
+        )
     ]
     if not isinstance(layer, _CONVS):
-        alike = [a and t == r for a, t, r in zip(alike, part.taken.start, part.raw.start)]
+        alike = [a and t == r for a, t, r in zip(alike, part.input.start, part.padded_input.start)]
     return Box(
-        tuple(t if a else r for a, t, r in zip(alike, part.taken.start, part.raw.start)),
-        tuple(t if a else r for a, t, r in zip(alike, part.taken.stop, part.raw.stop)),
+        tuple(t if a else r for a, t, r in zip(alike, part.input.start, part.padded_input.start)),
+        tuple(t if a else r for a, t, r in zip(alike, part.input.stop, part.padded_input.stop)),
     )
 
 
@@ -278,10 +286,10 @@ def _conv_footprints(conv: nn.Module, dims: int) -> tuple[AccessPattern, ...]:
     return tuple(found)
 
 
-def _conv(conv: nn.Module, x: Tensor, have: Box, part: Part) -> Tensor:
+def _conv(conv: nn.Module, x: Tensor, have: Box, part: LayerView) -> Tensor:
     if conv.padding_mode != "zeros":
         x, have = mirrored(x, have, part, conv.padding_mode)
-    x, pads = fitted(x, have, part.raw)
+    x, pads = fitted(x, have, part.padded_input)
     native = [
         max(pad) if s == 1 else b if (b := pad[0]) == pad[1] else None
         for pad, s in zip(pads, conv.stride)
@@ -294,7 +302,7 @@ def _conv(conv: nn.Module, x: Tensor, have: Box, part: Part) -> Tensor:
     # If only one side needs padding, the kernel pads both, and the other side's extra cells are cut
     # off here.
     start = [0 if p is None else p - pad[0] for p, pad in zip(native, pads)]
-    return taken_from(y, start, part.made.size)
+    return taken_from(y, start, part.output.size)
 
 
 def _transposed_footprints(conv: nn.Module, dims: int) -> tuple[AccessPattern, ...]:
@@ -310,17 +318,17 @@ def _transposed_footprints(conv: nn.Module, dims: int) -> tuple[AccessPattern, .
     )
 
 
-def _transposed(conv: nn.Module, x: Tensor, have: Box, part: Part) -> Tensor:
-    x = cropped(x, have, part.taken)
+def _transposed(conv: nn.Module, x: Tensor, have: Box, part: LayerView) -> Tensor:
+    x = cropped(x, have, part.input)
     dims = range(len(conv.stride))
-    first = [part.taken.start[d] * conv.stride[d] - conv.padding[d] for d in dims]
+    first = [part.input.start[d] * conv.stride[d] - conv.padding[d] for d in dims]
     span = [conv.dilation[d] * (conv.kernel_size[d] - 1) + 1 for d in dims]
-    last = [(part.taken.stop[d] - 1) * conv.stride[d] - conv.padding[d] + span[d] for d in dims]
-    extra = [max(0, part.made.stop[d] - last[d]) for d in dims]
+    last = [(part.input.stop[d] - 1) * conv.stride[d] - conv.padding[d] + span[d] for d in dims]
+    extra = [max(0, part.output.stop[d] - last[d]) for d in dims]
     y = _CONV_TRANSPOSE[len(dims) - 1](
         x, conv.weight, conv.bias, conv.stride, 0, extra, conv.groups, conv.dilation
     )
-    return taken_from(y, [a - f for a, f in zip(part.made.start, first)], part.made.size)
+    return taken_from(y, [a - f for a, f in zip(part.output.start, first)], part.output.size)
 
 
 # poolings
@@ -342,12 +350,12 @@ def _pool_footprints(pool: nn.Module, dims: int) -> tuple[AccessPattern, ...]:
     return tuple(Gather(k[i], s[i], d[i], p[i], p[i], pool.ceil_mode) for i in range(dims))
 
 
-def _max_pool(pool: nn.Module, x: Tensor, have: Box, part: Part) -> Tensor:
+def _max_pool(pool: nn.Module, x: Tensor, have: Box, part: LayerView) -> Tensor:
     dims = len(part.size)
     k, s, d = (
         _tuple(getattr(pool, field), dims) for field in ("kernel_size", "stride", "dilation")
     )
-    x, pads = fitted(x, have, part.raw)
+    x, pads = fitted(x, have, part.padded_input)
     # The kernel can pad both sides by the same number. In ceil_mode it also covers an overhang
     # behind that is smaller than its stride.
     native = [
@@ -358,18 +366,18 @@ def _max_pool(pool: nn.Module, x: Tensor, have: Box, part: Part) -> Tensor:
     return _MAX_POOL[dims - 1](x, k, s, [n[0] if n else 0 for n in native], d, pool.ceil_mode)
 
 
-def _avg_pool(pool: nn.Module, x: Tensor, have: Box, part: Part) -> Tensor:
+def _avg_pool(pool: nn.Module, x: Tensor, have: Box, part: LayerView) -> Tensor:
     dims = len(part.size)
     k, s, p = (_tuple(getattr(pool, field), dims) for field in ("kernel_size", "stride", "padding"))
-    x, pads = fitted(x, have, part.raw)
+    x, pads = fitted(x, have, part.padded_input)
     y = _AVG_POOL[dims - 1](padded(x, pads), k, s)
     divisor = getattr(pool, "divisor_override", None)
     if divisor is not None:
         return y * (math.prod(k) / divisor)
-    if part.raw == part.taken:
+    if part.padded_input == part.input:
         return y
     for i in range(dims):
-        first = torch.arange(part.made.start[i], part.made.stop[i]) * s[i] - p[i]
+        first = torch.arange(part.output.start[i], part.output.stop[i]) * s[i] - p[i]
         low, high = (-p[i], part.size[i] + p[i]) if pool.count_include_pad else (0, part.size[i])
         cells = (first + k[i]).clamp(max=high) - first.clamp(min=low)
         y = y * (k[i] / upload(cells, y.device, y.dtype)).view(-1, *(1,) * (dims - 1 - i))
@@ -417,23 +425,23 @@ def _resize_footprints(up: nn.Module, dims: int) -> tuple[AccessPattern, ...]:
     )
 
 
-def _up(up: nn.Module, x: Tensor, have: Box, part: Part) -> Tensor:
+def _up(up: nn.Module, x: Tensor, have: Box, part: LayerView) -> Tensor:
     factors = _factors(up, len(part.size))
     if factors is None:
         return _resized(up, _resize_footprints(up, len(part.size)), x, have, part)
-    if not up.align_corners or part.taken == Box.whole(part.size):
+    if not up.align_corners or part.input == Box.whole(part.size):
         return _grown(up, factors, x, have, part)
-    x = cropped(x, have, part.taken)
+    x = cropped(x, have, part.input)
     for dim, (n, f, first, a, b) in enumerate(
-        zip(part.size, factors, part.taken.start, part.made.start, part.made.stop), 2
+        zip(part.size, factors, part.input.start, part.output.start, part.output.stop), 2
     ):
         x = _aligned(x, dim, n, n * f, first, range(a, b))
     return x
 
 
-def _resize_to(layer: ResizeTo, x: Tensor, have: Box, part: Part) -> Tensor:
+def _resize_to(layer: ResizeTo, x: Tensor, have: Box, part: LayerView) -> Tensor:
     return _resized(
-        lambda x: layer.made(x, part.result),
+        lambda x: layer.made(x, part.output_size),
         layer.footprints(),
         x,
         have,
@@ -447,24 +455,24 @@ def _resized(
     footprints: Sequence[Resize],
     x: Tensor,
     have: Box,
-    part: Part,
+    part: LayerView,
     ratio: bool = False,
 ) -> Tensor:
     """Resize a part of a map; a whole map goes through PyTorch's own kernel."""
-    x = cropped(x, have, part.taken)
-    if part.taken.size == part.size and part.made.size == part.result:
+    x = cropped(x, have, part.input)
+    if part.input.size == part.size and part.output.size == part.output_size:
         return whole(x)
     return resized(x, footprints, part, ratio)
 
 
-def _fit_to(layer: FitTo, x: Tensor, have: Box, part: Part) -> Tensor:
+def _fit_to(layer: FitTo, x: Tensor, have: Box, part: LayerView) -> Tensor:
     if layer.mode == "constant":
-        return padded(*fitted(x, have, part.raw), layer.value)
+        return padded(*fitted(x, have, part.padded_input), layer.value)
     x, have = mirrored(x, have, part, layer.mode)
-    return cropped(x, have, part.raw)
+    return cropped(x, have, part.padded_input)
 
 
-def _vector_at(layer: VectorAt, x: Tensor, have: Box, part: Part) -> Tensor:
+def _vector_at(layer: VectorAt, x: Tensor, have: Box, part: LayerView) -> Tensor:
     return x
 
 
@@ -492,17 +500,19 @@ def _shuffle_footprints(shuffle: nn.PixelShuffle, dims: int) -> tuple[AccessPatt
     return (Scatter(shuffle.upscale_factor, shuffle.upscale_factor),) * dims
 
 
-def _shuffle(shuffle: nn.PixelShuffle, x: Tensor, have: Box, part: Part) -> Tensor:
+def _shuffle(shuffle: nn.PixelShuffle, x: Tensor, have: Box, part: LayerView) -> Tensor:
     return _grown(shuffle, (shuffle.upscale_factor,) * len(part.size), x, have, part)
 
 
-def _grown(layer: nn.Module, factors: Sequence[int], x: Tensor, have: Box, part: Part) -> Tensor:
-    """Apply a layer that makes ``factors`` cells of each, and cut the result to ``part.made``."""
-    y = layer(cropped(x, have, part.taken))
+def _grown(
+    layer: nn.Module, factors: Sequence[int], x: Tensor, have: Box, part: LayerView
+) -> Tensor:
+    """Apply a layer that makes ``factors`` cells of each, and cut the result to ``part.output``."""
+    y = layer(cropped(x, have, part.input))
     return taken_from(
         y,
-        [m - f * t for m, f, t in zip(part.made.start, factors, part.taken.start)],
-        part.made.size,
+        [m - f * t for m, f, t in zip(part.output.start, factors, part.input.start)],
+        part.output.size,
     )
 
 
@@ -510,8 +520,8 @@ def _fill_footprints(layer: Fill, dims: int) -> tuple[AccessPattern, ...]:
     return (footprint.Fill(multiple=layer.multiple),) * dims
 
 
-def _fill(layer: Fill, x: Tensor, have: Box, part: Part) -> Tensor:
-    return padded(*fitted(x, have, part.raw))
+def _fill(layer: Fill, x: Tensor, have: Box, part: LayerView) -> Tensor:
+    return padded(*fitted(x, have, part.padded_input))
 
 
 def _pad_footprints(pad: nn.Module, dims: int) -> tuple[AccessPattern, ...]:
@@ -526,12 +536,12 @@ def _pad_footprints(pad: nn.Module, dims: int) -> tuple[AccessPattern, ...]:
     return tuple(Shift(before=before, after=after, mirrored=mirrors) for before, after in sides)
 
 
-def _pad(pad: nn.Module, x: Tensor, have: Box, part: Part) -> Tensor:
+def _pad(pad: nn.Module, x: Tensor, have: Box, part: LayerView) -> Tensor:
     mode = next(mode for kind, mode in _PADS.items() if isinstance(pad, kind))
     if mode == "constant":
-        return padded(*fitted(x, have, part.raw), pad.value)
+        return padded(*fitted(x, have, part.padded_input), pad.value)
     x, have = mirrored(x, have, part, mode)
-    return cropped(x, have, part.raw)
+    return cropped(x, have, part.padded_input)
 
 
 _FOOTPRINTS = (

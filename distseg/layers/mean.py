@@ -78,7 +78,9 @@ class DistributedMean(DistributedNorm):
             else self.context.region(index, self.stride, x.shape[2:])
         )
         size, held = (
-            (x.shape[2:], Box.whole(x.shape[2:])) if region is None else (region.size, region.held)
+            (x.shape[2:], Box.whole(x.shape[2:]))
+            if region is None
+            else (region.size, region.available)
         )
         return [part.relative_to(held).intersection(own) for part in parts_of(self.grid, size)]
 
@@ -156,7 +158,7 @@ class DistributedMax(DistributedMean):
         if self.context.per_window:
             return own, own, x.shape[2:]
         region = self.context.region(index, self.stride, x.shape[2:])
-        return own, region.owned.intersection(region.held), region.size
+        return own, region.owned.intersection(region.available), region.size
 
     def _parts(self, own: Box, place: Box, size: Sequence[int]) -> list[tuple[Box, Box]]:
         """Return the owned cells of each part of the image, in the window and in the map."""
@@ -257,7 +259,9 @@ class DistributedSpread(Spread):
             return super().forward(like, x)
         region = self.context.region(self.context.current, self.stride, like.shape[2:])
         return self.part(
-            x, region.size, [range(a, a + n) for a, n in zip(region.held.start, like.shape[2:])]
+            x,
+            region.size,
+            [range(a, a + n) for a, n in zip(region.available.start, like.shape[2:])],
         )
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from distseg.layers.fitting import cropped, fitted, padded, taken_from
 from distseg.models.moving import Blocks, Overlaid, Slices, Windows
 from distseg.tiling.access_pattern import AccessPattern, Gather, Scatter, Shift
-from distseg.tiling.layout import Part
+from distseg.tiling.layout import LayerView
 from distseg.tiling.tile import Box
 
 
@@ -18,8 +18,8 @@ def _slices_footprints(layer: Slices, dims: int) -> tuple[AccessPattern, ...]:
     )
 
 
-def _slices(layer: Slices, x: Tensor, have: Box, part: Part) -> Tensor:
-    return cropped(x, have, part.taken)[(..., *(slice(None, None, s) for s in layer.step))]
+def _slices(layer: Slices, x: Tensor, have: Box, part: LayerView) -> Tensor:
+    return cropped(x, have, part.input)[(..., *(slice(None, None, s) for s in layer.step))]
 
 
 def _windows_footprints(layer: Windows, dims: int) -> tuple[AccessPattern, ...]:
@@ -27,18 +27,18 @@ def _windows_footprints(layer: Windows, dims: int) -> tuple[AccessPattern, ...]:
     return tuple(Gather(k, s, d, p, p) for k, s, d, p in each)
 
 
-def _windows(layer: Windows, x: Tensor, have: Box, part: Part) -> Tensor:
-    return layer.unfolded(padded(*fitted(x, have, part.raw)))
+def _windows(layer: Windows, x: Tensor, have: Box, part: LayerView) -> Tensor:
+    return layer.unfolded(padded(*fitted(x, have, part.padded_input)))
 
 
 def _blocks_footprints(layer: Blocks, dims: int) -> tuple[AccessPattern, ...]:
     return tuple(Scatter(f, f) for f in layer.factors(dims))
 
 
-def _blocks(layer: Blocks, x: Tensor, have: Box, part: Part) -> Tensor:
-    y, factors = layer(cropped(x, have, part.taken)), layer.factors(len(part.size))
-    first = [a - f * t for a, f, t in zip(part.made.start, factors, part.taken.start)]
-    return taken_from(y, first, part.made.size)
+def _blocks(layer: Blocks, x: Tensor, have: Box, part: LayerView) -> Tensor:
+    y, factors = layer(cropped(x, have, part.input)), layer.factors(len(part.size))
+    first = [a - f * t for a, f, t in zip(part.output.start, factors, part.input.start)]
+    return taken_from(y, first, part.output.size)
 
 
 def _overlaid_footprints(layer: Overlaid, dims: int) -> tuple[AccessPattern, ...]:
@@ -46,10 +46,10 @@ def _overlaid_footprints(layer: Overlaid, dims: int) -> tuple[AccessPattern, ...
     return tuple(Scatter(*settings) for settings in each)
 
 
-def _overlaid(layer: Overlaid, x: Tensor, have: Box, part: Part) -> Tensor:
-    y = layer.folded(cropped(x, have, part.taken))
-    first = [t * s - p for t, s, p in zip(part.taken.start, layer.stride, layer.padding)]
-    return taken_from(y, [a - f for a, f in zip(part.made.start, first)], part.made.size)
+def _overlaid(layer: Overlaid, x: Tensor, have: Box, part: LayerView) -> Tensor:
+    y = layer.folded(cropped(x, have, part.input))
+    first = [t * s - p for t, s, p in zip(part.input.start, layer.stride, layer.padding)]
+    return taken_from(y, [a - f for a, f in zip(part.output.start, first)], part.output.size)
 
 
 FOOTPRINTS = (

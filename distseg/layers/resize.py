@@ -21,7 +21,7 @@ from distseg.comm.staging import upload
 from distseg.layers.context import Context
 from distseg.models.capture.positions import Positions
 from distseg.models.resize import Follows
-from distseg.tiling.layout import Part
+from distseg.tiling.layout import LayerView
 from distseg.tiling.resize import Resize, Taps
 from distseg.tiling.tile import Box
 
@@ -93,10 +93,12 @@ class Spans(NamedTuple):
     stop: int
 
 
-def resized(x: Tensor, footprints: Sequence[Resize], part: Part, ratio: bool = False) -> Tensor:
+def resized(
+    x: Tensor, footprints: Sequence[Resize], part: LayerView, ratio: bool = False
+) -> Tensor:
     """Resize a part of a feature map by the rules that ``F.interpolate`` has for the whole map.
 
-    Shapes: (B, C, *part.taken.size) -> (B, C, *part.made.size).
+    Shapes: (B, C, *part.input.size) -> (B, C, *part.output.size).
 
     Args:
         ratio: nearest modes use the factor m / n (:class:`distseg.models.resize.ResizeTo`).
@@ -105,11 +107,11 @@ def resized(x: Tensor, footprints: Sequence[Resize], part: Part, ratio: bool = F
         Spans(*each)
         for each in zip(
             part.size,
-            part.taken.start,
-            part.taken.size,
-            part.result,
-            part.made.start,
-            part.made.stop,
+            part.input.start,
+            part.input.size,
+            part.output_size,
+            part.output.start,
+            part.output.stop,
         )
     ]
     if x.device.type == "cpu" and torch.is_autocast_enabled("cpu"):

@@ -145,8 +145,8 @@ def of_tiles(
 
     def seconds(op: OutputTile | ForwardTile | BackwardTile) -> Iterator[tuple[float, float]]:
         plan = plans[op.micro_batch]
-        for number, part in zip(plan.segments[op.segment].nodes, plan.grid.chain(op).parts):
-            share = part.made.pixels / max(1, math.prod(sizes[number + 1]))
+        for number, part in zip(plan.segments[op.segment].nodes, plan.grid.tile_plan(op).views):
+            share = part.output.pixels / max(1, math.prod(sizes[number + 1]))
             layer = found.costs.layers[number]
             yield share * layer.forward, share * layer.backward
 

@@ -24,7 +24,7 @@ from distseg.runtime.kept_graphs import Weighed
 from distseg.tiling.graph import Graph, last_readings
 from distseg.tiling.layout import Layout
 from distseg.tiling.needs import needs_along
-from distseg.tiling.segment import Chain, Segment, chain
+from distseg.tiling.segment import Segment, TilePlan, tile_plan
 from distseg.tiling.tile import Box
 
 _CONVS = nn.modules.conv._ConvNd
@@ -143,64 +143,68 @@ class Activations:
     graph_kept: bool = True
     """True if autograd keeps results for a backward pass."""
 
-    def peak_bytes(self, way: Chain, images: int) -> float:
+    def peak_bytes(self, boxes: TilePlan, images: int) -> float:
         """Return the peak bytes of a segment on one tile of ``images`` images.
 
         The peak is that of the backward pass, or of the forward pass if no graph is kept.
         """
-        segment = way.segment
+        segment = boxes.segment
         if not self.graph_kept:
-            return self._forward(way, images)
-        result, under_way = way.makes[-1], 0.0
-        for number, takes, makes in zip(segment.nodes, way.takes, way.makes):
-            made = self._bytes(number + 1, makes, images)
+            return self._forward(boxes, images)
+        result, under_way = boxes.output_cells[-1], 0.0
+        for number, input_cells, output_cells in zip(
+            segment.nodes, boxes.input_cells, boxes.output_cells
+        ):
+            made = self._bytes(number + 1, output_cells, images)
             reordered = not self.last and issubclass(self.kinds[number], _CONVS)
-            read = self._bytes(self.graph[number].first, takes, images)
+            read = self._bytes(self.graph[number].first, input_cells, images)
             under_way = max(under_way, (1 + reordered) * (made + read))
         if segment.result == self.graph.result:
             # The loss with its labels.
             under_way += (6 * self.channels[-1] * max(4, self.itemsize) + 16) * images * result
         gradients = sum(
             self._bytes(source, box.pixels, images)
-            for source, box in way.read.items()
+            for source, box in boxes.read.items()
             if source != 0
         )
         output = self._bytes(segment.result, result, images)
-        return self.kept(way, images) + gradients + under_way + output
+        return self.kept(boxes, images) + gradients + under_way + output
 
-    def kept(self, way: Chain, images: int) -> float:
+    def kept(self, boxes: TilePlan, images: int) -> float:
         """Return the bytes that a tile holds between its forward and its backward pass."""
         total = sum(
             images * self.channels[0] * box.pixels * self.pixel
             if source == 0
             else self._bytes(source, box.pixels, images)
-            for source, box in way.read.items()
+            for source, box in boxes.read.items()
         )
-        for number, makes in zip(way.segment.nodes, way.makes):
-            made = self._bytes(number + 1, makes, images)
+        for number, output_cells in zip(boxes.segment.nodes, boxes.output_cells):
+            made = self._bytes(number + 1, output_cells, images)
             total += 0 if self._kept_otherwise(number) else made
             if issubclass(self.kinds[number], _POOLS):
                 total += made * 8 / self.itemsize  # indices
         return total
 
-    def weigh(self, way: Chain, images: int) -> Weighed:
+    def weigh(self, boxes: TilePlan, images: int) -> Weighed:
         """Return the bytes that a tile keeps between its passes, and its peak bytes."""
-        return Weighed(self.kept(way, images), self.peak_bytes(way, images))
+        return Weighed(self.kept(boxes, images), self.peak_bytes(boxes, images))
 
-    def _forward(self, way: Chain, images: int) -> float:
-        numbers = way.segment.nodes
+    def _forward(self, boxes: TilePlan, images: int) -> float:
+        numbers = boxes.segment.nodes
         frees = last_readings([node.inputs for node in self.graph], numbers)
         there: dict[int, float] = {}
         most = 0.0
-        for number, takes, makes in zip(numbers, way.takes, way.makes):
+        for number, input_cells, output_cells in zip(
+            numbers, boxes.input_cells, boxes.output_cells
+        ):
             node = self.graph[number]
             reordered = not self.last and issubclass(self.kinds[number], _CONVS)
             for source in node.inputs:
-                if source in way.read:
-                    there[source] = self._bytes(source, way.read[source].pixels, images)
+                if source in boxes.read:
+                    there[source] = self._bytes(source, boxes.read[source].pixels, images)
             stashes = issubclass(self.kinds[number], Stash)
-            made = 0.0 if stashes else self._bytes(number + 1, makes, images)
-            read = self._bytes(node.first, takes, images)
+            made = 0.0 if stashes else self._bytes(number + 1, output_cells, images)
+            read = self._bytes(node.first, input_cells, images)
             most = max(most, sum(there.values()) + made + reordered * (read + made))
             there[number + 1] = made
             for source in frees[number]:
@@ -256,7 +260,7 @@ def computed_again(layout: Layout, segments: Sequence[Segment], tiling: GridTili
             needs, _ = needs_along(
                 graph, segment.nodes, dim, [size[dim] for size in layout.sizes], spans
             )
-            made = [m * sum(b - a for a, b in need.made) for m, need in zip(made, needs)]
+            made = [m * sum(b - a for a, b in need.output) for m, need in zip(made, needs)]
         for number, m in zip(segment.nodes, made):
             cells[number] += m
     return [m / math.prod(layout.sizes[number + 1]) for number, m in enumerate(cells)]
@@ -316,7 +320,7 @@ class BudgetTiling:
         least = tuple(min(n, _LEAST) for n in result.size)
         if judged(least)[0] == math.inf:
             taken = self.activations.peak_bytes(
-                chain(layout, segment, _middle(result, least)), images
+                tile_plan(layout, segment, _middle(result, least)), images
             )
             more = math.ceil(_RISES * (taken - self.budget) / 1e6)
             raise ValueError(
@@ -353,12 +357,15 @@ class BudgetTiling:
         ``_PAGED``, or infinity if the tile does not fit. The time of all tiles of the image is an
         estimate, in units of the traffic of one value.
         """
-        activations, way = self.activations, chain(layout, segment, _middle(result, size))
-        total = activations.peak_bytes(way, images)
+        activations, boxes = self.activations, tile_plan(layout, segment, _middle(result, size))
+        total = activations.peak_bytes(boxes, images)
         firsts = [layout.graph[number].first for number in segment.nodes]
         cells = [
-            *zip(firsts, way.takes),
-            *((number + 1, makes) for number, makes in zip(segment.nodes, way.makes)),
+            *zip(firsts, boxes.input_cells),
+            *(
+                (number + 1, output_cells)
+                for number, output_cells in zip(segment.nodes, boxes.output_cells)
+            ),
         ]
         largest = max(
             images * activations.channels[source] * count * activations.itemsize
@@ -373,7 +380,8 @@ class BudgetTiling:
         else:
             slow = _FAR if largest <= _REUSED and total <= _CACHED else _PAGED
         traffic = sum(
-            activations.channels[source] * takes for source, takes in zip(firsts, way.takes)
+            activations.channels[source] * input_cells
+            for source, input_cells in zip(firsts, boxes.input_cells)
         )
         # Whole rows are contiguous on the disk, and their windows have one size.
         whole_rows = size[1:] == result.size[1:]

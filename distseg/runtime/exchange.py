@@ -16,16 +16,16 @@ import torch
 from torch import Tensor, nn
 
 from distseg.comm.collective import Alone
-from distseg.comm.halo import Frame, HaloExchange, copies_from, copies_to, exchanged
+from distseg.comm.halo import ExchangeView, HaloExchange, copies_from, copies_to, exchanged
 from distseg.comm.mail import Mail
 from distseg.config.sizes import Size
 from distseg.layers.context import Context
 from distseg.layers.conv import exchanged_convolution
-from distseg.layers.local import cropped, fill_of, framed, fuses, run
+from distseg.layers.local import cropped, exchange_box, fill_of, fuses, run
 from distseg.layers.norm import DistributedNorm
 from distseg.models.resize import VectorAt
 from distseg.tiling.graph import Graph
-from distseg.tiling.layout import Layout, Part
+from distseg.tiling.layout import LayerView, Layout
 from distseg.tiling.tile import Box, ReceptiveField, check_grid, split
 
 Cell = tuple[int, ...]
@@ -55,7 +55,7 @@ class HeldReach(TrueReach):
 
     def window(self, tile: Box, image: Sequence[int]) -> Box:
         """Return the pixels of an image that a tile reads."""
-        return self.exchange.held(tile, image)
+        return self.exchange.computed_box(tile, image)
 
 
 class Exchange:
@@ -121,13 +121,13 @@ class Exchange:
         layout = self.layout(image)
         cell = layout.cell_of(tile)
         first = [number for number in self.graph.readers[0] if self.graph[number].first == 0]
-        taken = [layout.part(number, cell).taken for number in first if number in layout.points]
-        return reduce(Box.hull, taken, layout.made(0, cell))
+        taken = [layout.part(number, cell).input for number in first if number in layout.points]
+        return reduce(Box.hull, taken, layout.computed(0, cell))
 
-    def held(self, tile: Box, image: Sequence[int]) -> Box:
+    def computed_box(self, tile: Box, image: Sequence[int]) -> Box:
         """Return the pixels of an image that a tile has before it exchanges anything."""
         layout = self.layout(image)
-        return layout.made(0, layout.cell_of(tile)).hull(tile)
+        return layout.computed(0, layout.cell_of(tile)).hull(tile)
 
     def layers(
         self, maps: list[dict[int, Tensor]], context: Context, first: int
@@ -148,8 +148,8 @@ class Exchange:
         cells = [layout.cell_of(place.tile) for layout, place in zip(layouts, places)]
         for had, place, layout, cell in zip(maps, places, layouts, cells):
             if first == 0:
-                assert place.window.contains(layout.made(0, cell))
-                had[0] = cropped(had[0], place.window, layout.made(0, cell))
+                assert place.window.contains(layout.computed(0, cell))
+                had[0] = cropped(had[0], place.window, layout.computed(0, cell))
         stores = [{} for _ in maps]
 
         def compute(number: int, layer: nn.Module) -> list[Tensor]:
@@ -166,7 +166,7 @@ class Exchange:
         number: int,
         layer: nn.Module,
         maps: list[dict[int, Tensor]],
-        parts: list[Part],
+        parts: list[LayerView],
         layouts,
         cells,
         context: Context,
@@ -174,7 +174,7 @@ class Exchange:
     ) -> list[Tensor]:
         """Compute one layer on all tiles, after an exchange where it reads beyond them."""
         node = self.graph[number]
-        xs, haves = [had[node.first] for had in maps], [part.held for part in parts]
+        xs, haves = [had[node.first] for had in maps], [part.available for part in parts]
         # A vector needs no exchange, because every tile has all of it.
         concerned = [
             i
@@ -182,7 +182,7 @@ class Exchange:
             if number in layout.points and not isinstance(getattr(layer, "inner", None), VectorAt)
         ]
         if concerned:
-            frames = [framed(layer, parts[i]) for i in concerned]
+            frames = [exchange_box(layer, parts[i]) for i in concerned]
             mine = [_autocast(layer, xs[i]) for i in concerned]
             exchange = self._exchange(
                 number, layer, concerned, frames, mine, parts, layouts, cells, context.places
@@ -196,7 +196,8 @@ class Exchange:
         for i, (x, have, part) in enumerate(zip(xs, haves, parts)):
             context.current = i
             others = [
-                (maps[i][source], layouts[i].made(source, cells[i])) for source in node.inputs[1:]
+                (maps[i][source], layouts[i].computed(source, cells[i]))
+                for source in node.inputs[1:]
             ]
             with context.around(stores[i]):
                 made.append(run(layer, x, have, part, others))
@@ -224,7 +225,7 @@ class Exchange:
         Both sides order the strips of a message by image, target and source.
         """
         around = [
-            Frame(parts[i].size, parts[i].owned, parts[i].held, frame)
+            ExchangeView(parts[i].size, parts[i].owned, parts[i].available, frame)
             for i, frame in zip(concerned, frames)
         ]
         group = _numbered([layouts[i] for i in concerned])

@@ -230,7 +230,7 @@ def _tiles_per_band(there: Sequence[_Group]) -> int:
 
 def _awaited(op: Operation, plan: StagePlan) -> Iterator[_Awaited]:
     def rows_of(block, tensor_id):
-        return plan.grid.made(block, tensor_id)
+        return plan.grid.computed(block, tensor_id)
 
     if isinstance(op, Drop) and op.tensor_id in plan.elsewhere:
         for block in range(plan.blocks):

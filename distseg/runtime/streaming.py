@@ -67,9 +67,9 @@ from distseg.runtime.tile_program import StagePlan, all_operations, peak
 from distseg.runtime.transfer import Receiving, Sending, Transfers
 from distseg.tiling.access_pattern import Span
 from distseg.tiling.graph import Graph, last_readings
-from distseg.tiling.layout import Layout, Part, Region
+from distseg.tiling.layout import LayerView, Layout, MapView
 from distseg.tiling.needs import box_of
-from distseg.tiling.segment import Chain, Segment, chain, rows_read, segments_of
+from distseg.tiling.segment import Segment, TilePlan, rows_read, segments_of, tile_plan
 from distseg.tiling.tile import Box, TilePlacement, boxes_of, strips
 from distseg.tiling.tile_batch import LazyTileBatch
 
@@ -85,10 +85,10 @@ class Sizes(Protocol):
     def bytes_of(self, tensor_id: int, box: Box, images: int) -> int:
         """Return the size of a region of a stored feature map."""
 
-    def kept(self, way: Chain, images: int) -> float:
+    def kept(self, boxes: TilePlan, images: int) -> float:
         """Return the bytes that a tile holds between its forward and its backward pass."""
 
-    def weigh(self, way: Chain, images: int) -> Weighed:
+    def weigh(self, boxes: TilePlan, images: int) -> Weighed:
         """Return the bytes of a tile's kept graph and the most that the tile takes in a pass."""
 
 
@@ -247,7 +247,7 @@ class StreamingExecutor:
         @cache
         def weigh(op: TileOperation) -> Weighed:
             grid = grids[op.micro_batch]
-            return self.sizes.weigh(grid.chain(op), grid.images[op.block])
+            return self.sizes.weigh(grid.tile_plan(op), grid.images[op.block])
 
         return keeping(program, weigh, self.budget)
 
@@ -259,7 +259,7 @@ class StreamingExecutor:
             self._stored[key] = peak(
                 plan,
                 lambda block, tensor_id: self.sizes.bytes_of(
-                    tensor_id, plan.grid.held(block, tensor_id), len(places[block].images)
+                    tensor_id, plan.grid.stored_box(block, tensor_id), len(places[block].images)
                 ),
             )
         return self._stored[key]
@@ -348,15 +348,15 @@ def windows(operations: Sequence[Operation], plan: StagePlan) -> Iterator[Box]:
     there = (
         op for op in operations if isinstance(op, TileOperation) and 0 in plan.sources(op.segment)
     )
-    return (plan.grid.chain(op).read[0] for op in there)
+    return (plan.grid.tile_plan(op).read[0] for op in there)
 
 
 def computed(operations: Sequence[Operation], plan: StagePlan) -> Iterator[tuple[int, Box]]:
     """Yield (layer, output box) of everything that a micro-batch's operations compute."""
     for op in (op for op in operations if isinstance(op, TileOperation)):
         yield from (
-            (number, part.made)
-            for number, part in zip(plan.segments[op.segment].nodes, plan.grid.chain(op).parts)
+            (number, part.output)
+            for number, part in zip(plan.segments[op.segment].nodes, plan.grid.tile_plan(op).views)
         )
 
 
@@ -400,13 +400,13 @@ class LayoutTiles:
         """Number of tile batches."""
         return len(self.layouts)
 
-    def made(self, block: int, tensor_id: int) -> Box:
+    def computed(self, block: int, tensor_id: int) -> Box:
         """Return the box of a feature map that is computed for a tile batch."""
-        return self.layouts[block].made(tensor_id, self.cells[block])
+        return self.layouts[block].computed(tensor_id, self.cells[block])
 
-    def held(self, block: int, tensor_id: int) -> Box:
+    def stored_box(self, block: int, tensor_id: int) -> Box:
         """Return the stored box of a feature map: the computed box and the neighbours' margin."""
-        layout, cell, made = self.layouts[block], self.cells[block], self.made(block, tensor_id)
+        layout, cell, made = self.layouts[block], self.cells[block], self.computed(block, tensor_id)
         if tensor_id not in layout.exchanged:
             return made
         _, wanted = layout.margins(tensor_id)
@@ -424,7 +424,7 @@ class LayoutTiles:
         """Return the tiles of a segment's output computed on this rank."""
         if self.boxes is not None and segment == len(self.segments) - 1:
             return self.boxes[block]
-        result = self.made(block, self.segments[segment].result)
+        result = self.computed(block, self.segments[segment].result)
         return boxes_of(
             result,
             self.tiling(self.layouts[block], self.segments[segment], result, self.images[block]),
@@ -443,7 +443,7 @@ class LayoutTiles:
             if segment.result == tensor_id or tensor_id in segment.sources
         ]
         return all(
-            tile.size[1:] == self.made(block, self.segments[n].result).size[1:]
+            tile.size[1:] == self.computed(block, self.segments[n].result).size[1:]
             for n in near
             for tile in self.tiles(block, n)[:1]
         )
@@ -452,9 +452,9 @@ class LayoutTiles:
         """Return, for each feature map, the rows that ``rows`` of the result depend on."""
         return rows_read(self.layouts[block], self.segments[segment], rows)
 
-    def chain(self, op: TileOperation) -> Chain:
+    def tile_plan(self, op: TileOperation) -> TilePlan:
         """Return the boxes of all layers that compute a tile."""
-        return chain(self.layouts[op.block], self.segments[op.segment], op.box)
+        return tile_plan(self.layouts[op.block], self.segments[op.segment], op.box)
 
 
 class MicroBatchRun:
@@ -525,7 +525,7 @@ class MicroBatchRun:
     def _bytes_of_graph(self, op: TileOperation) -> float:
         """Return the bytes of a kept graph, or 0 if nobody trims memory and needs the number."""
         return (
-            self.executor.sizes.kept(self.grid.chain(op), self.grid.images[op.block])
+            self.executor.sizes.kept(self.grid.tile_plan(op), self.grid.images[op.block])
             if self.executor.trims
             else 0.0
         )
@@ -591,21 +591,21 @@ class MicroBatchRun:
         A leaf is (feature map, window, tensor). Leaves are collected only while gradients are on.
         """
         segment, i = self.segments[op.segment], op.block
-        way, device = self.grid.chain(op), self.executor.device_of(segment)
+        boxes, device = self.grid.tile_plan(op), self.executor.device_of(segment)
         self.context.places = [self.blocks[i].place]
         leaves = []
         heartbeat(f"tile {op.box} of {self._name(op)}")
         there: dict[int, tuple[Tensor, Box]] = {}
         try:
             with self.executor.autocast():
-                for number, part in zip(segment.nodes, way.parts):
+                for number, part in zip(segment.nodes, boxes.views):
                     for source in self.executor.graph[number].inputs:
-                        if source in way.read and source not in there:
+                        if source in boxes.read and source not in there:
                             there[source] = (
-                                self._source(source, i, way.read[source], leaves, device),
-                                way.read[source],
+                                self._source(source, i, boxes.read[source], leaves, device),
+                                boxes.read[source],
                             )
-                    there[number + 1] = self._layer(number, part, there, op), part.made
+                    there[number + 1] = self._layer(number, part, there, op), part.output
                     for source in self.grid.frees[op.segment][number]:
                         del there[source]
         finally:
@@ -635,7 +635,7 @@ class MicroBatchRun:
         return x
 
     def _layer(
-        self, number: int, part: Part, there: dict[int, tuple[Tensor, Box]], op: TileOperation
+        self, number: int, part: LayerView, there: dict[int, tuple[Tensor, Box]], op: TileOperation
     ) -> Tensor:
         self.transfers.progress()
         layer, ((x, have), *others) = (
@@ -644,7 +644,7 @@ class MicroBatchRun:
         )
         self.context.regions, self.context.current = [part], 0
         if number in self.norms:
-            x = cropped(x, have, part.taken)
+            x = cropped(x, have, part.input)
             return self.norms[number](x, 0, layer.masks([x])[0], self._share(number, op))
         with skip_store({}):
             return run(layer, x, have, part, others)
@@ -679,7 +679,9 @@ class MicroBatchRun:
     @torch.no_grad()
     def measure(self, op: Measure) -> None:
         for i in self._blocks():
-            for box in strips(self.grid.made(i, op.tensor_id), _CELLS if op.tensor_id else _PIXELS):
+            for box in strips(
+                self.grid.computed(i, op.tensor_id), _CELLS if op.tensor_id else _PIXELS
+            ):
                 self._take_moments(op.tensor_id, i, box, self._read(op.tensor_id, i, box))
 
     def _norms_of(self, tensor_id: int) -> list[int]:
@@ -732,7 +734,7 @@ class MicroBatchRun:
         """
         owned = box.intersection(self.grid.owned(i, tensor_id))
         self.context.places = [self.blocks[i].place]
-        self.context.regions = [Region(self.grid.size(i, tensor_id), owned, box)]
+        self.context.regions = [MapView(self.grid.size(i, tensor_id), owned, box)]
         return owned.relative_to(box)
 
     # Communication between ranks
@@ -758,7 +760,7 @@ class MicroBatchRun:
     def recv_rows(self, op: RecvRows) -> None:
         for i in self._blocks():
             coming = Receiving(
-                self.grid.made(i, op.tensor_id),
+                self.grid.computed(i, op.tensor_id),
                 lambda like, i=i: self._map(self.maps, i, op.tensor_id, self._here(like)),
             )
             self._receiving[i, op.tensor_id] = self.transfers.begin(
@@ -767,7 +769,7 @@ class MicroBatchRun:
 
     def recv_grad_rows(self, op: RecvGradRows) -> None:
         for i in self._blocks():
-            box = self.grid.made(i, op.tensor_id)
+            box = self.grid.computed(i, op.tensor_id)
             coming = Receiving(
                 box,
                 lambda like, i=i, box=box: self._made(
@@ -782,7 +784,7 @@ class MicroBatchRun:
         key = op.block, op.tensor_id
         if key not in self._sending:
             readers = self.plan.readers[op.tensor_id]
-            made = self.grid.made(*key)
+            made = self.grid.computed(*key)
             self._sending[key] = [
                 self.transfers.begin(Sending(self.maps[key], made), reader, 2 * op.tensor_id)
                 for reader in readers
@@ -796,13 +798,13 @@ class MicroBatchRun:
         for i in range(op.block + 1):
             if (i, op.tensor_id) not in self._sending_grads:
                 gradient = self.gradients[i, op.tensor_id]
-                sending = Sending(gradient, self.grid.made(i, op.tensor_id), gradient.close)
+                sending = Sending(gradient, self.grid.computed(i, op.tensor_id), gradient.close)
                 self._sending_grads[i, op.tensor_id] = self.transfers.begin(
                     sending, self.plan.makers[op.tensor_id], 2 * op.tensor_id + 1
                 )
         key = op.block, op.tensor_id
         self._sending_grads[key].final = op.final
-        if op.final == self.grid.made(*key).stop[0]:
+        if op.final == self.grid.computed(*key).stop[0]:
             del self.gradients[key]  # ``Sending`` closes it once it is sent.
         self.transfers.progress()
 
@@ -843,7 +845,11 @@ class MicroBatchRun:
     def _map(self, maps: dict, i: int, tensor_id: int, like: Tensor) -> Map:
         if (i, tensor_id) not in maps:
             maps[i, tensor_id] = self._made(
-                self.grid.held(i, tensor_id), i, tensor_id, like, gradient=maps is self.gradients
+                self.grid.stored_box(i, tensor_id),
+                i,
+                tensor_id,
+                like,
+                gradient=maps is self.gradients,
             )
         return maps[i, tensor_id]
 

@@ -59,7 +59,7 @@ class TileGrid(Protocol):
     def rows(self, block: int, segment: int, rows: Span) -> dict[int, Span]:
         """Return, for each feature map, the rows that ``rows`` of the result depend on."""
 
-    def made(self, block: int, tensor_id: int) -> Box:
+    def computed(self, block: int, tensor_id: int) -> Box:
         """Return the box of a feature map that this rank computes."""
 
 
@@ -387,7 +387,7 @@ def _after_all_readers(plan: StagePlan, stage: int, tensor_id: int) -> Iterator[
             yield ApplyStatisticsGrad(plan.number, tensor_id)
         for block in range(plan.blocks):
             yield SendGradRows(
-                plan.number, tensor_id, block, plan.grid.made(block, tensor_id).stop[0]
+                plan.number, tensor_id, block, plan.grid.computed(block, tensor_id).stop[0]
             )
     if tensor_id != 0:
         yield Drop(plan.number, tensor_id)
@@ -485,7 +485,7 @@ class _Fronts:
         """
         final = self._final(tensor_id, block)
         if final == math.inf or final <= self._sent.get(
-            (tensor_id, block), self.plan.grid.made(block, tensor_id).start[0]
+            (tensor_id, block), self.plan.grid.computed(block, tensor_id).start[0]
         ):
             return None
         self._sent[tensor_id, block] = final

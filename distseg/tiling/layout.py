@@ -7,8 +7,8 @@ a tile has its own cells only. After it, the tile also has a margin, which the l
 next exchange use up. Two 3-wide convolutions with one exchange before the first::
 
     owned            |. . . .|. . . .|
-    held             |. . . .|                left tile, before the exchange
-    taken            |. . . .|. .|            a margin of 2 from its neighbour
+    available        |. . . .|                left tile, before the exchange
+    input            |. . . .|. .|            a margin of 2 from its neighbour
     after one conv   |. . . .|.|
     after two        |. . . .|
 
@@ -27,50 +27,50 @@ from itertools import pairwise
 from distseg.config.sizes import Size
 from distseg.tiling.access_pattern import Span
 from distseg.tiling.graph import Graph, Node
-from distseg.tiling.needs import Along, Need, box_of, hull, needs_along, taken_of
+from distseg.tiling.needs import LayerSpans, SegmentSpans, box_of, hull, input_of, needs_along
 from distseg.tiling.tile import Box, ReceptiveField
 
 
 @dataclass(frozen=True)
-class Region:
-    """The boxes of a feature map that a tile owns and that it holds.
+class MapView:
+    """Boxes of a feature map that a tile owns and that are available on the tile.
 
     Attributes:
         size: size of the whole feature map.
         owned: the cells that the tile owns.
-        held: the cells that are available on the tile, which include the owned ones.
+        available: the cells that are available on the tile, which include the owned ones.
     """
 
     size: tuple[int, ...]
     owned: Box
-    held: Box
+    available: Box
 
     @property
     def own(self) -> Box:
-        """The owned box in coordinates of the held box."""
-        return self.owned.relative_to(self.held)
+        """Owned box in coordinates of the available box."""
+        return self.owned.relative_to(self.available)
 
 
 @dataclass(frozen=True)
-class Part(Region):
-    """The boxes of one tile at one node, in cells of the node's first input and of its result.
+class LayerView(MapView):
+    """Boxes of one tile at one node, in cells of the node's first input and of its result.
 
     Attributes:
-        taken: the input box inside the map, from which the result is computed. Of further inputs
-            the node reads the cells of ``made``.
-        raw: the input box including cells beyond the map, in the padding.
-        made: the output box, in cells of the result's feature map.
-        result: size of the result's whole feature map.
+        input: the input box inside the map, from which the result is computed. Of further inputs
+            the node reads the cells of ``output``.
+        padded_input: the input box including cells beyond the map, in the padding.
+        output: the output box, in cells of the result's feature map.
+        output_size: size of the result's whole feature map.
     """
 
-    taken: Box
-    raw: Box
-    made: Box
-    result: tuple[int, ...]
+    input: Box
+    padded_input: Box
+    output: Box
+    output_size: tuple[int, ...]
 
 
 class Layout:
-    """The boxes of all tiles of one image at all nodes of a graph.
+    """Boxes of all tiles of one image at all nodes of a graph.
 
     Args:
         graph: the network.
@@ -114,7 +114,7 @@ class Layout:
         self.result = self.sizes[-1]
         self.result_cuts = tuple(m[-1][1] for m in maps)
         self._starts = [{start: k for k, start in enumerate(b)} for b in borders]
-        self._parts: dict[tuple, Part] = {}
+        self._parts: dict[tuple, LayerView] = {}
         self.along = lru_cache(_SPANS)(self._along)
 
     def check_result(self, borders: Sequence[Sequence[int]]) -> Layout:
@@ -134,7 +134,7 @@ class Layout:
         """Return the position of a tile in the grid."""
         return tuple(starts[a] for starts, a in zip(self._starts, tile.start))
 
-    def part(self, number: int, cell: tuple[int, ...]) -> Part:
+    def part(self, number: int, cell: tuple[int, ...]) -> LayerView:
         """Return the boxes of one tile at one node.
 
         Args:
@@ -145,19 +145,19 @@ class Layout:
             self._parts[number, cell] = self._part(number, cell)
         return self._parts[number, cell]
 
-    def _part(self, number: int, cell: tuple[int, ...]) -> Part:
+    def _part(self, number: int, cell: tuple[int, ...]) -> LayerView:
         needs, source = [need[number] for need in self._needs], self.graph[number].first
 
         def box(field: str) -> Box:
             return box_of([getattr(need, field)[c] for need, c in zip(needs, cell)])
 
-        return Part(
+        return LayerView(
             self.sizes[source],
             self.owned(source, cell),
-            box("held"),
-            box("taken"),
-            box("raw"),
-            box("made"),
+            box("available"),
+            box("input"),
+            box("padded_input"),
+            box("output"),
             self.sizes[number + 1],
         )
 
@@ -165,27 +165,27 @@ class Layout:
         """Return the box of a map that a tile owns."""
         return box_of([m[source][1][c : c + 2] for m, c in zip(self._maps, cell)])
 
-    def made(self, source: int, cell: tuple[int, ...]) -> Box:
+    def computed(self, source: int, cell: tuple[int, ...]) -> Box:
         """Return the box of a map that a tile has computed, before it receives its margin."""
         if source == 0:
-            return self.part(self.graph.readers[source][0], cell).held
-        return self.part(source - 1, cell).made
+            return self.part(self.graph.readers[source][0], cell).available
+        return self.part(source - 1, cell).output
 
     def result_of(self, cell: Sequence[int]) -> Box:
         """Return the box of the network's output that a tile owns."""
         return self.owned(self.graph.result, cell)
 
-    def _along(self, numbers: tuple[int, ...], dim: int, span: Span) -> Along:
+    def _along(self, numbers: tuple[int, ...], dim: int, span: Span) -> SegmentSpans:
         """Return what some nodes need along a dim for a span of the last node's result.
 
         The results are cached, since the many tiles of a grid have few different spans.
         """
-        needs, held = needs_along(
+        needs, needed = needs_along(
             self.graph, numbers, dim, [size[dim] for size in self.sizes], [span]
         )
         inside = {number + 1 for number in numbers}
-        return Along.from_needs(
-            needs, {source: spans for source, spans in held.items() if source not in inside}
+        return SegmentSpans.from_layers(
+            needs, {source: spans for source, spans in needed.items() if source not in inside}
         )
 
     def spans(self, number: int) -> tuple[list[tuple[int, ...]], list[tuple[Span, ...]]]:
@@ -196,7 +196,7 @@ class Layout:
             of cells that its result reads.
         """
         source = self.graph[number].first
-        return [m[source][1] for m in self._maps], [need[number].taken for need in self._needs]
+        return [m[source][1] for m in self._maps], [need[number].input for need in self._needs]
 
     def margins(self, source: int) -> tuple[list[tuple[int, ...]], list[tuple[Span, ...]]]:
         """Return borders and input spans of a map that is exchanged.
@@ -303,11 +303,11 @@ def _eats(node: Node, dim: int, before: _Map, after: _Map) -> bool:
     pattern = node.along(dim)
     if pattern is not None and pattern.alike:
         return False
-    spans = [taken_of(node, dim, own, before[0], after[0])[0] for own in pairwise(after[1])]
+    spans = [input_of(node, dim, own, before[0], after[0])[0] for own in pairwise(after[1])]
     return any(a < b and (a < c or d < b) for (a, b), (c, d) in zip(spans, pairwise(before[1])))
 
 
-def _needs(graph: Graph, dim: int, maps: list[_Map], points: frozenset[int]) -> list[Need]:
+def _needs(graph: Graph, dim: int, maps: list[_Map], points: frozenset[int]) -> list[LayerSpans]:
     """Return the spans of all tiles along a dim at each node.
 
     Each tile holds at least the cells that it owns.
@@ -413,8 +413,8 @@ def _reach_along(graph: Graph, dim: int) -> tuple[int, int]:
     # same halo, as every access pattern moves with the tile.
     a = _FAR * stride
     tile = int(a / scales[-1]), int((a + stride) / scales[-1])
-    _, held = needs_along(graph, range(len(graph)), dim, graph.sizes_along(dim, 2 * a), [tile])
-    first, last = held[0][0]
+    _, needed = needs_along(graph, range(len(graph)), dim, graph.sizes_along(dim, 2 * a), [tile])
+    first, last = needed[0][0]
     halo = max(a - first, last - a - stride)
     n = stride * (8 + -(-4 * halo // stride))  # so long that no layer sees both ends
     if (made := graph.sizes_along(dim, n)[-1]) != n and not graph.of_image:
@@ -440,9 +440,9 @@ def _sized_reach(graph: Graph, dim: int, stride: int) -> int:
             for a in (0, n // (2 * stride) * stride, (n - 1) // stride * stride - stride)
         ]
         wanted = [(a * sizes[-1] // n, -(-b * sizes[-1] // n)) for a, b in tiles]
-        _, held = needs_along(graph, range(len(graph)), dim, sizes, wanted)
+        _, needed = needs_along(graph, range(len(graph)), dim, sizes, wanted)
         found = max(
-            found, *(max(a - first, last - b) for (a, b), (first, last) in zip(tiles, held[0]))
+            found, *(max(a - first, last - b) for (a, b), (first, last) in zip(tiles, needed[0]))
         )
     return found
 

@@ -16,47 +16,49 @@ from distseg.tiling.tile import Box
 
 
 @dataclass(frozen=True)
-class Need:
-    """The spans of several tiles at one node along one dim, in cells.
+class LayerSpans:
+    """Input and output spans of several tiles at one node along one dim, in cells.
 
     Attributes:
-        held: the cells of the first input that are available on the tile.
-        taken: the input span inside the map, from which the result is computed.
-        raw: the input span including cells beyond the map, in the padding.
-        made: the output span.
+        available: the cells of the first input that are available on the tile.
+        input: the input span inside the map, from which the result is computed.
+        padded_input: the input span including cells beyond the map, in the padding.
+        output: the output span.
     """
 
-    held: list[Span]
-    taken: list[Span]
-    raw: list[Span]
-    made: list[Span]
+    available: list[Span]
+    input: list[Span]
+    padded_input: list[Span]
+    output: list[Span]
 
 
 @dataclass(frozen=True)
-class Along:
-    """The spans of one tile along one dim at each of several nodes.
+class SegmentSpans:
+    """Input and output spans of one tile along one dim, at each node of a segment.
 
     Attributes:
-        taken, raw, made: a span for each node, as in :class:`Need`.
-        takes, makes: lengths of the spans ``taken`` and ``made``.
-        read: the span that is needed of each map that none of the nodes computes.
+        input, padded_input, output: a span for each node, as in :class:`LayerSpans`.
+        input_cells, output_cells: lengths of the spans ``input`` and ``output``.
+        read: for each map that no node of the segment computes, the span to read.
     """
 
-    taken: list[Span]
-    raw: list[Span]
-    made: list[Span]
-    takes: list[int]
-    makes: list[int]
+    input: list[Span]
+    padded_input: list[Span]
+    output: list[Span]
+    input_cells: list[int]
+    output_cells: list[int]
     read: dict[int, Span]
 
     @classmethod
-    def from_needs(cls, needs: Sequence[Need], read: Mapping[int, list[Span]]) -> Along:
-        """Return the spans of the first tile of ``needs`` and ``read``."""
-        taken = [need.taken[0] for need in needs]
-        raw = [need.raw[0] for need in needs]
-        made = [need.made[0] for need in needs]
+    def from_layers(
+        cls, needs: Sequence[LayerSpans], read: Mapping[int, list[Span]]
+    ) -> SegmentSpans:
+        """Return the spans of the first tile in ``needs`` and ``read``."""
+        inputs = [need.input[0] for need in needs]
+        padded = [need.padded_input[0] for need in needs]
+        output = [need.output[0] for need in needs]
         first = {source: spans[0] for source, spans in read.items()}
-        return cls(taken, raw, made, _lengths(taken), _lengths(made), first)
+        return cls(inputs, padded, output, _lengths(inputs), _lengths(output), first)
 
 
 def _lengths(spans: Sequence[Span]) -> list[int]:
@@ -71,7 +73,7 @@ def needs_along(
     wanted: list[Span],
     owned: Sequence[list[Span]] | None = None,
     points: Container[int] = (),
-) -> tuple[list[Need], dict[int, list[Span]]]:
+) -> tuple[list[LayerSpans], dict[int, list[Span]]]:
     """Return the spans of several tiles along a dim, at each of some nodes and of each map.
 
     Args:
@@ -87,24 +89,24 @@ def needs_along(
     Returns:
         For each node its spans, and for each map the span that each tile must have.
     """
-    held = _held(graph, numbers, dim, sizes, wanted, owned, points)
-    has = {source: held[source] for source in held.keys() - {number + 1 for number in numbers}}
-    found: list[Need] = []
+    needed = _needed(graph, numbers, dim, sizes, wanted, owned, points)
+    has = {source: needed[source] for source in needed.keys() - {number + 1 for number in numbers}}
+    found: list[LayerSpans] = []
     for number in numbers:
         node, there = graph[number], has[graph[number].first]
         if node.simple and number not in points:
-            made = taken = raw = there
+            output = inputs = padded = there
         else:
-            made = held[number + 1]
+            output = needed[number + 1]
             n, m = sizes[node.first], sizes[number + 1]
-            pairs = [taken_of(node, dim, span, n, m) for span in made]
-            taken, raw = map(list, zip(*pairs))
-        found.append(Need(there, taken, raw, made))
-        has[number + 1] = made
-    return found, held
+            pairs = [input_of(node, dim, span, n, m) for span in output]
+            inputs, padded = map(list, zip(*pairs))
+        found.append(LayerSpans(there, inputs, padded, output))
+        has[number + 1] = output
+    return found, needed
 
 
-def _held(
+def _needed(
     graph: Sequence[Node],
     numbers: Sequence[int],
     dim: int,
@@ -114,38 +116,38 @@ def _held(
     points,
 ) -> dict[int, list[Span]]:
     """Return for each map the span that each tile must have."""
-    held = {numbers[-1] + 1: wanted}
+    needed = {numbers[-1] + 1: wanted}
 
-    def hold(source: int, spans: list[Span]) -> None:
+    def extend(source: int, spans: list[Span]) -> None:
         """Extend the spans of a map such that they cover ``spans`` too."""
-        before = held.get(source, owned and owned[source])
-        held[source] = list(map(hull, before, spans)) if before else spans
+        before = needed.get(source, owned and owned[source])
+        needed[source] = list(map(hull, before, spans)) if before else spans
 
     for number in reversed(numbers):
-        if number + 1 not in held:
+        if number + 1 not in needed:
             # Other nodes read only the size of this map, so any span of it will do.
             m, n = sizes[number + 1], sizes[numbers[-1] + 1]
             spans = [(a * m // n, -(-b * m // n)) for a, b in wanted]
-            hold(number + 1, owned[number + 1] if owned else spans)
-        node, made = graph[number], held[number + 1]
+            extend(number + 1, owned[number + 1] if owned else spans)
+        node, output = graph[number], needed[number + 1]
         for source in node.inputs[1:]:
-            hold(source, [inside(span, sizes[source]) for span in made])
-        taken = [
-            taken_of(node, dim, span, sizes[node.first], sizes[number + 1])[0] for span in made
+            extend(source, [inside(span, sizes[source]) for span in output])
+        inputs = [
+            input_of(node, dim, span, sizes[node.first], sizes[number + 1])[0] for span in output
         ]
         pattern = node.along(dim)
         has = number in points or (pattern is not None and pattern.alike)
-        hold(node.first, owned[node.first] if owned and has else taken)
-    return held
+        extend(node.first, owned[node.first] if owned and has else inputs)
+    return needed
 
 
-def taken_of(node: Node, dim: int, made: Span, n: int, m: int) -> tuple[Span, Span]:
-    """Return the input spans (taken, raw) of a span of a node's result, along a dim.
+def input_of(node: Node, dim: int, output: Span, n: int, m: int) -> tuple[Span, Span]:
+    """Return the input spans of a span of a node's result, along a dim.
 
     Args:
         node: the node; the spans are those of its first input.
         dim: the dim.
-        made: the span of the result.
+        output: the span of the result.
         n, m: sizes of the whole input and of the whole result.
 
     Returns:
@@ -153,9 +155,9 @@ def taken_of(node: Node, dim: int, made: Span, n: int, m: int) -> tuple[Span, Sp
     """
     footprint = node.along(dim)
     if footprint is None:
-        return inside(made, n), inside(made, n)
-    raw = footprint.for_sizes(n, m).needs(*made)
-    return inside(raw, n, footprint.mirrored), raw if footprint.beyond else inside(raw, n)
+        return inside(output, n), inside(output, n)
+    padded = footprint.for_sizes(n, m).needs(*output)
+    return inside(padded, n, footprint.mirrored), padded if footprint.beyond else inside(padded, n)
 
 
 def hull(one: Span, other: Span) -> Span:

@@ -23,8 +23,8 @@ from functools import cached_property
 
 from distseg.tiling.access_pattern import Span
 from distseg.tiling.graph import Graph, crossing
-from distseg.tiling.layout import Layout, Part
-from distseg.tiling.needs import Along, box_of
+from distseg.tiling.layout import LayerView, Layout
+from distseg.tiling.needs import SegmentSpans, box_of
 from distseg.tiling.tile import Box
 
 
@@ -106,59 +106,61 @@ def _costly(graph: Graph, runs: Iterable[list[int]], stored: set[int]) -> set[in
 
 
 @dataclass(frozen=True)
-class Chain:
-    """The boxes of every layer from which a tile of a segment's result is computed.
+class TilePlan:
+    """Boxes of every layer that are computed for one tile of a segment's result.
 
-    Boxes are made when a property is read, since of most tiles only the cells are counted.
+    A property makes its boxes when it is read: most tiles need only the numbers of cells.
 
     Attributes:
-        sizes: size of each map of the image.
-        along: the spans of all layers, for each dim.
+        graph: the network.
+        segment: the segment.
+        sizes: the size of each feature map of the image.
+        along: for each dim, the spans of all layers.
     """
 
     graph: Graph
     segment: Segment
     sizes: Sequence[tuple[int, ...]]
-    along: Sequence[Along]
+    along: Sequence[SegmentSpans]
 
     @property
-    def takes(self) -> list[int]:
-        """The number of input cells of each layer."""
-        return list(map(math.prod, zip(*(along.takes for along in self.along))))
+    def input_cells(self) -> list[int]:
+        """Number of input cells of each layer."""
+        return list(map(math.prod, zip(*(along.input_cells for along in self.along))))
 
     @property
-    def makes(self) -> list[int]:
-        """The number of output cells of each layer."""
-        return list(map(math.prod, zip(*(along.makes for along in self.along))))
+    def output_cells(self) -> list[int]:
+        """Number of output cells of each layer."""
+        return list(map(math.prod, zip(*(along.output_cells for along in self.along))))
 
     @cached_property
     def read(self) -> dict[int, Box]:
-        """The window that is read of each stored map."""
+        """Window to read from each stored feature map."""
         return {
             source: box_of([along.read[source] for along in self.along])
             for source in self.segment.sources
         }
 
     @cached_property
-    def parts(self) -> list[Part]:
-        """The boxes of each layer."""
+    def views(self) -> list[LayerView]:
+        """Boxes of each layer."""
         return [
-            self._part(place, self.sizes[self.graph[number].first], self.sizes[number + 1])
+            self._view(place, self.sizes[self.graph[number].first], self.sizes[number + 1])
             for place, number in enumerate(self.segment.nodes)
         ]
 
-    def _part(self, place: int, size: tuple[int, ...], result: tuple[int, ...]) -> Part:
-        taken, raw, made = (
+    def _view(self, place: int, size: tuple[int, ...], result: tuple[int, ...]) -> LayerView:
+        inputs, padded, output = (
             box_of([spans[place] for spans in each])
-            for each in zip(*((a.taken, a.raw, a.made) for a in self.along))
+            for each in zip(*((a.input, a.padded_input, a.output) for a in self.along))
         )
-        return Part(size, taken, taken, taken, raw, made, result)
+        return LayerView(size, inputs, inputs, inputs, padded, output, result)
 
 
-def chain(layout: Layout, segment: Segment, result: Box) -> Chain:
-    """Return the boxes of every layer from which the box ``result`` of a segment is computed."""
+def tile_plan(layout: Layout, segment: Segment, result: Box) -> TilePlan:
+    """Return the boxes of every layer for the tile ``result`` of a segment's result."""
     spans = zip(result.start, result.stop)
-    return Chain(
+    return TilePlan(
         layout.graph,
         segment,
         layout.sizes,
@@ -167,7 +169,7 @@ def chain(layout: Layout, segment: Segment, result: Box) -> Chain:
 
 
 def rows_read(layout: Layout, segment: Segment, rows: Span) -> dict[int, Span]:
-    """Return the rows of each stored map from which some rows of a segment's result are computed.
+    """Return, for each stored map, the rows that some rows of a segment's result depend on.
 
     Args:
         layout: the tiles of the image.

@@ -106,7 +106,7 @@ def export(
 
 
 def _unit(model: nn.Module, padded: bool) -> tuple[int, ...]:
-    """Return the number of pixels of which sizes must be multiples, along each dim.
+    """Return, for each dim, the number of pixels that image sizes must be multiples of.
 
     It is one cell of the coarsest feature map, so that no layer has to cut or pad.
 

@@ -74,5 +74,5 @@ class Focus:
 
 
 def _drawn(cumulated: np.ndarray, u: float) -> int:
-    """Return the index whose share of the total contains ``u`` in [0, 1)."""
+    """Return the index drawn by ``u``, a uniform number in [0, 1), in proportion to the weights."""
     return min(int(np.searchsorted(cumulated, u * cumulated[-1], "right")), len(cumulated) - 1)

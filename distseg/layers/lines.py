@@ -163,7 +163,7 @@ class DistributedLines(DistributedMean):
         return dx
 
     def _closed(self, cells: Tensor, like: Tensor) -> Tensor:
-        """Return cells in the layout of :meth:`_opened` as an image (C, *size)."""
+        """Reshape cells from the layout of :meth:`_opened` back to an image (C, *size)."""
         size = like.shape[1:]
         others = [d for d in range(len(size)) if d not in self.kept]
         cells = cells.reshape(*(size[d] for d in self.kept), len(like), *(size[d] for d in others))

@@ -111,7 +111,7 @@ class DistributedNorm(nn.Module):
 
     @property
     def active(self) -> bool:
-        """True if the norm is active: its output depends on statistics of the current images."""
+        """True if the norm's output depends on statistics of the current images."""
         return not (self.tracks and (self.frozen or not self.training))
 
     def forward(self, x: Tensor) -> Tensor:

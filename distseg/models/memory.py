@@ -74,7 +74,7 @@ def _repeats(x: Tensor) -> bool:
 
 
 def _overlapping(model: nn.Module) -> Iterator[tuple[_Named, _Named]]:
-    """Yield pairs of tensors that share memory and of which at least one is trained."""
+    """Yield pairs of tensors that share memory, if at least one of the pair is trained."""
     tensors = user_names([*model.named_parameters(), *model.named_buffers()], model).items()
     spans = [_named(name, x) for name, x in tensors if not x.is_meta and x.numel()]
     before: list[_Named] = []

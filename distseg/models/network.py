@@ -125,7 +125,7 @@ class Network(nn.Module):
         holder.add_module(last, layer)
 
     def cells_read(self, name: str) -> tuple[str, ...]:
-        """Return the names of what a layer reads, without a map of which it reads only the size."""
+        """Return the names of the maps that a layer reads, without a map that only gives a size."""
         reads = self.reads[name]
         return reads[:-1] if isinstance(self.get_submodule(name), LooksAtSize) else reads
 
@@ -184,12 +184,12 @@ class Call:
 
     @property
     def reads(self) -> tuple[int, ...]:
-        """The maps whose cells the layer reads, without a map of which it reads only the size."""
+        """Maps whose cells the layer reads; a map that only gives a size is left out."""
         return self.inputs if self.like is None else self.inputs[:-1]
 
     @property
     def like(self) -> int | None:
-        """The map of which the layer reads only the size (its last argument), or None."""
+        """Map that only gives the layer a size (its last argument), or None."""
         return self.inputs[-1] if isinstance(self.layer, LooksAtSize) else None
 
 

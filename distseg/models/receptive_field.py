@@ -7,10 +7,10 @@ it can and never cancels. All channels are then equal, so a convolution of thous
 probed with one channel. The probe is a strip along one dim, as thin as the network accepts. So
 probing a network of a billion weights takes seconds and needs none of its weights.
 
-* Halo: the smallest h such that no input row more than h rows before a tile border (on the stride
+* Halo: the smallest h for which no input row more than h rows before a tile border (on the stride
   grid) influences an output row behind that border, and the same in the other direction. It is
   found from gradients, and by bisection where gradients miss an influence.
-* Stride: the smallest s such that shifting the input by s shifts the output by s.
+* Stride: the smallest s for which shifting the input by s shifts the output by s.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def _smallest(reaches: Callable[[int], bool], least: int, bound: int) -> int:
 
 
 def _stride(respond: Callable[[int, int], Tensor], length: int) -> int | None:
-    """Return the smallest shift s such that shifting the input by s shifts the output by s.
+    """Return the smallest shift s for which shifting the input by s shifts the output by s.
 
     Returns None if no shift up to a quarter of the strip does.
     """

@@ -60,8 +60,8 @@ class Filler:
 
     Args:
         network: changed in place.
-        context: says which ranks share the statistics of the backbone's norms.
-        head_context: says which ranks share the statistics of the head's norms.
+        context: gives the ranks that share the statistics of the backbone's norms.
+        head_context: gives the ranks that share the statistics of the head's norms.
         at_once: number of patches in one forward pass in evaluation mode.
 
     Raises:

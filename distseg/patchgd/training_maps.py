@@ -73,7 +73,7 @@ class MapEngine(PatchEngine):
         return found
 
     def _sums(self, found: Tensor, pairs: list[tuple[int, int]]) -> Tensor:
-        """Return the loss sums of all pairs, (pairs, sums), given those of this rank's pairs."""
+        """Sum the loss sums over ranks: return those of all pairs, (pairs, sums)."""
         return shared(
             found.detach().double().cpu(), len(pairs), self.mesh.tiles, torch.device("cpu")
         )

@@ -143,7 +143,7 @@ def measured(model: nn.Module, size: Sequence[int], batch: int = 1, repeats: int
         model: a flat model on the device to measure.
         size: the size of a window in pixels.
         batch: images of a micro-batch.
-        repeats: runs of each layer, of which the fastest counts.
+        repeats: number of runs of each layer; the fastest one counts.
     """
     structure = modelled(model, size, batch)
     device = next(model.parameters()).device

@@ -1,7 +1,8 @@
 """Run a flat model one layer at a time, each with a graph of its own.
 
 A layer's inputs are detached from the layers before it. So each layer can be timed alone, only its
-activations are in memory, and its saved tensors and its output can be told from other layers'.
+activations are in memory, and its saved tensors and its output can be distinguished from those of
+other layers.
 """
 
 from __future__ import annotations

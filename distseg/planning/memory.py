@@ -64,7 +64,7 @@ class Policy:
 
 
 class Held(NamedTuple):
-    """Numbers of micro-batches of which a stage holds tensors at one moment.
+    """Numbers of micro-batches whose tensors a stage holds at one moment.
 
     Attributes:
         full: micro-batches held with all activations.

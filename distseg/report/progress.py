@@ -35,7 +35,7 @@ class SilentProgress:
         """
 
     def partly(self, share: float) -> None:
-        """Show that the next unit is done to this share, between 0 and 1, if a unit takes long."""
+        """Show the finished share of the next unit, between 0 and 1, for units that take long."""
 
     def __enter__(self) -> SilentProgress:
         return self

@@ -96,7 +96,7 @@ def place_stages(
 
 
 def autocast(precision: str, device) -> Callable[[], AbstractContextManager]:
-    """Return what makes the context of the network: bf16 autocast, or nothing."""
+    """Return a function that makes the network's context: bf16 autocast, or a null context."""
     return (
         (lambda: torch.autocast(device.type, torch.bfloat16))
         if precision == "bf16"

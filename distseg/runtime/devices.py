@@ -238,8 +238,8 @@ def as_layer(stage: Stage, current: Callable[[], MicroBatch]) -> nn.Module:
 class _Beside(torch.autograd.Function):
     """Identity of the first of several tensors, which gives the others a gradient of 0.
 
-    torchgpipe wants a gradient of every tensor that travels, even of a feature map of which only
-    the size is used.
+    torchgpipe wants a gradient of every tensor that travels, even of a feature map that only gives
+    a size.
     """
 
     @staticmethod
@@ -253,7 +253,7 @@ class _Beside(torch.autograd.Function):
 
 
 def _handed_on(edges: Sequence[Edge]) -> Edge | None:
-    """Return the edge between neighbouring stages that torchgpipe's own output serves.
+    """Return the edge between neighbouring stages whose feature map torchgpipe passes on itself.
 
     Return None at the ends of the network.
 

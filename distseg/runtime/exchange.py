@@ -138,7 +138,7 @@ class Exchange:
         image.
 
         Args:
-            maps: for each tile, its part of the feature maps, (B, C, *size), as the layout says.
+            maps: for each tile, its part of the feature maps, (B, C, *size), by the layout.
                 Pixels cover the tile's window.
             context: the context of the layers.
             first: the layer that is computed first.

@@ -145,7 +145,7 @@ class _Turns:
         )
 
     def _forced(self, ranks: range) -> Iterator[tuple[int, _Group]]:
-        """Go on when no rank can in its turn: take a tile back, or raise a rank's limit."""
+        """Resolve a turn in which no rank can go on: take a tile back, or raise a rank's limit."""
         for rank in reversed(ranks):
             if self._can_go(rank, self.back[rank]):
                 yield rank, self._take(rank, self.back[rank])
@@ -173,9 +173,9 @@ class _Turns:
 
 
 def _streams(plans: Sequence[StagePlan]) -> tuple[list[_Group], list[_Group]]:
-    """Return a rank's forward groups and its backward groups.
+    """Return the forward groups and the backward groups of a rank: each tile with its messages.
 
-    The last rank's tiles turn around, so it has one stream for both.
+    On the last rank each tile goes back right after its forward pass, so it has one list for both.
     """
     stage = plans[0].stages[0]
 

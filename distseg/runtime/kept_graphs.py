@@ -16,7 +16,7 @@ from distseg.runtime.operations import BackwardTile, ForwardTile, KeptTile, Oper
 
 
 class Weighed(NamedTuple):
-    """Bytes of a tile's graph between its passes, and the most that a pass takes."""
+    """Bytes that a tile's graph holds between its passes, and the peak bytes of a pass."""
 
     kept: float
     most: float
@@ -27,7 +27,7 @@ def keeping(
 ) -> list[Operation]:
     """Return the program in which as many tiles keep their graphs as ``budget`` bytes allow.
 
-    Tiles are considered in order. At every operation the kept graphs and the tile in work fit into
+    Tiles are considered in order. At every operation the kept graphs and the current tile fit into
     ``budget``.
     """
     free = np.array(

@@ -78,7 +78,7 @@ class _Lists(NamedTuple):
 
 
 def _steps(placement: Sequence[int], backward: int = 0, weight: int = 0) -> list[_Step]:
-    """Return the chain of steps of a micro-batch, then the weight steps.
+    """Return the steps of a micro-batch in order (forward, then backward), then its weight steps.
 
     Args:
         placement: the rank of each stage.

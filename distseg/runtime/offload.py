@@ -184,7 +184,7 @@ class Map:
         return values
 
     def _as_it_lies(self, values: Tensor, inside: Box) -> Tensor:
-        """Return the part ``inside`` of fetched values, with the dims as in :meth:`buffer_for`."""
+        """Return the part ``inside`` of fetched values, in the dim order of :meth:`buffer_for`."""
         if self.last:
             return values[(slice(None), *inside.slices)]
         return (values if self.rows else values.movedim(-1, 1))[(..., *inside.slices)]

@@ -138,7 +138,7 @@ class ForwardTile(KeptTile):
 
 @dataclass(frozen=True)
 class OutputTile(TileOperation):
-    """Forward pass of a tile of the network's result, which the executor yields.
+    """Forward pass of a tile of the network's result; the executor yields the result.
 
     Args:
         back: True if the tile has a graph. Its backward pass then adds to the gradients of the

@@ -295,7 +295,7 @@ class TiledModel(nn.Module):
 
 
 class _Instead(nn.Module):
-    """Placeholder of a layer."""
+    """Base class of placeholders for layers that this rank does not compute."""
 
     def __init__(self, layer: nn.Module):
         super().__init__()
@@ -321,7 +321,7 @@ def parallelize(
     Args:
         model: any module (N, C, *size) -> (N, C', *size); changed in place.
         reach: its halo and stride, from :func:`distseg.receptive_field`.
-        context: says which ranks share statistics; by default one rank.
+        context: gives the ranks that share statistics; by default one rank.
         exchange: for tiles that exchange halos instead of having them. It is made from the plain
             model (:func:`distseg.layers.graph.graph_of`).
         whole: True if all windows are whole images. Layers may then read the whole image.

@@ -92,7 +92,7 @@ def splits(name: str) -> bool:
 
 
 def v_placement(ranks: int) -> tuple[int, ...]:
-    """Return the placement down the ranks and up again, with 2 * ranks - 1 stages.
+    """Return the v-shaped placement: down the ranks and up again, with 2 * ranks - 1 stages.
 
     ``v_placement(3)`` is ``(0, 1, 2, 1, 0)``.
     """

@@ -109,7 +109,7 @@ def simulate(
 
 
 def _action(operations: Sequence[Operation]) -> Action:
-    """Return the next pass."""
+    """Return the first pass among some operations."""
     return next(op for op in operations if isinstance(op, Action))
 
 

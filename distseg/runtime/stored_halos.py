@@ -128,7 +128,7 @@ def _cells(stored: Map, values: Tensor) -> Tensor:
     """Return a view of a map's values with the channels of a cell side by side.
 
     Messages have this order. Two ranks may store one map in different memory formats, because they
-    made it from different tiles. A tile of one cell does not tell its memory format.
+    made it from different tiles. The memory format of a tile of one cell is ambiguous.
     """
     return values if stored.last else values.movedim(1, -1)
 

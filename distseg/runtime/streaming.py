@@ -523,7 +523,7 @@ class MicroBatchRun:
         )
 
     def _bytes_of_graph(self, op: TileOperation) -> float:
-        """Return the bytes of a kept graph, or 0 if nobody trims memory and needs the number."""
+        """Return the bytes of a kept graph, or 0 if the number is not needed."""
         return (
             self.executor.sizes.kept(self.grid.tile_plan(op), self.grid.images[op.block])
             if self.executor.trims

@@ -257,7 +257,7 @@ def extra_forward(plans: Sequence[StagePlan], actions: Sequence[Action]) -> list
 
     Args:
         plans: the plans of the micro-batches.
-        actions: the actions as for :func:`step`, of which only the forward passes are used.
+        actions: the actions, as for :func:`step`; only the forward passes are used.
     """
     alone = [replace(plan, back=False) for plan in plans]
     found = [op for plan in alone for op in receives(plan)]
@@ -435,7 +435,7 @@ class _Fronts:
         return self._at[segment] == len(self.bands[segment])
 
     def readers(self, tensor_id: int) -> list[int]:
-        """Return the segments among these that read a feature map."""
+        """Return the segments of this object that read a feature map."""
         return self._readers.get(tensor_id, [])
 
     def can_go_forward(self, segment: int, band: _Band) -> bool:

@@ -35,7 +35,7 @@ _TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class Sending:
-    """Feature map on its way to another rank.
+    """Transfer of a feature map to another rank.
 
     Args:
         stored: the map.
@@ -60,7 +60,7 @@ class Sending:
         self._under_way: deque[Message] = deque()
 
     def progress(self, start: Callable[[Tensor], Message]) -> bool:
-        """Move on, and return True once all is sent.
+        """Send what is final, and return True once all rows are sent.
 
         Args:
             start: begins to send a tensor.
@@ -93,7 +93,7 @@ class Sending:
 
 
 class Receiving:
-    """Feature map on its way from another rank.
+    """Transfer of a feature map from another rank.
 
     Args:
         box: the part to receive.
@@ -111,7 +111,7 @@ class Receiving:
         self._under_way: deque[Message] = deque()
 
     def progress(self, start: Callable[[Tensor], Message]) -> bool:
-        """Move on, and return True once all has arrived.
+        """Store what has arrived, and return True once all rows have arrived.
 
         Args:
             start: begins to receive into a tensor. The message may be shorter.
@@ -165,7 +165,7 @@ _T = TypeVar("_T", Sending, Receiving)
 
 
 class Transfers:
-    """All feature maps under way to and from this rank.
+    """All transfers of feature maps to and from this rank.
 
     Args:
         comm: the ranks of the pipeline. Maps with the same ends and tag travel one after another,
@@ -177,12 +177,12 @@ class Transfers:
         self._queues: dict[tuple, deque[Sending | Receiving]] = {}
 
     def begin(self, transfer: _T, peer: int, tag: int) -> _T:
-        """Put a map on its way to or from another rank; :meth:`progress` moves it."""
+        """Register a transfer to or from another rank; :meth:`progress` advances it."""
         self._queues.setdefault((type(transfer), peer, tag), deque()).append(transfer)
         return transfer
 
     def progress(self) -> None:
-        """Move all transfers on without waiting."""
+        """Advance all transfers without waiting."""
         for (kind, peer, tag), queue in list(self._queues.items()):
             start = self._mail.begin_send if kind is Sending else self._mail.begin_receive
             while queue and queue[0].progress(lambda values: start(values, peer, tag)):
@@ -204,12 +204,12 @@ class Transfers:
 
     @contextmanager
     def moving(self) -> Iterator[None]:
-        """Move maps on in all waits inside this context."""
+        """Advance transfers in all waits inside this context."""
         with self._mail.waits.moving(self.progress):
             yield
 
     def flush(self) -> None:
-        """Wait until no map is under way."""
+        """Wait until all transfers are complete."""
         self._until(lambda: not self._queues, "the last of the feature maps that were sent", "send")
 
     def _until(self, condition: Callable[[], bool], what: str, kind: str) -> None:
@@ -228,7 +228,7 @@ def _strip(box: Box, first: int, stop: int) -> Box:
 
 
 def _head(stored: Map | VectorMap) -> Tensor:
-    """Return what the receiver must know to make a map like this one."""
+    """Return the form that the receiver needs to create a map like this one."""
     return torch.tensor(
         [
             stored.images,

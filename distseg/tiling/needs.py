@@ -119,7 +119,7 @@ def _needed(
     needed = {numbers[-1] + 1: wanted}
 
     def extend(source: int, spans: list[Span]) -> None:
-        """Extend the spans of a map such that they cover ``spans`` too."""
+        """Extend the spans of a map to cover ``spans`` too."""
         before = needed.get(source, owned and owned[source])
         needed[source] = list(map(hull, before, spans)) if before else spans
 

@@ -1,4 +1,4 @@
-"""Arrays in memory-mapped files, of which memory holds only the parts in use."""
+"""Arrays in memory-mapped files; only the parts in use are in memory."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ class Segments:
             )
 
     def _check_form(self) -> None:
-        """Refuse forms that programs read differently, or that do not tell their size first."""
+        """Refuse forms that programs read differently, or whose size is unknown before decoding."""
         layout = self._layout
         convert = "convert it, such as with 'gdal_translate -co COMPRESS=DEFLATE'"
         kind = getattr(layout.compression, "name", layout.compression)

@@ -206,7 +206,7 @@ class Store:
     def block_counts(self, name: str) -> np.ndarray:
         """Return the pixels of each class in each block of an image, (classes, *blocks) int64.
 
-        They tell where a class is without reading the labels.
+        They locate a class without reading the labels.
         """
         self._check_labelled(name)
         found = self.reader(name, "counts")

@@ -184,10 +184,10 @@ def _tidy(folder: Path, name: str) -> None:
 
 @contextmanager
 def _alone(folder: Path):
-    """Let one process of a machine compile at a time.
+    """Take a lock, so that one process of a machine compiles at a time.
 
-    After a while, or on a file system without locks, others may enter. This is harmless: the file
-    that is written last is as good.
+    After a timeout, or on a file system without locks, several processes may compile. This is
+    harmless, because all of them write the same library.
     """
     handle = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:

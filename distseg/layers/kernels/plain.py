@@ -93,7 +93,7 @@ def _rounded_once(function: Callable[..., Tensor], *operands: Tensor, out: Tenso
 
 
 def _normalised(x: Tensor, affine: Affine, out: Tensor | None = None) -> Tensor:
-    """Return z of all pixels."""
+    """Return z = scale * (x - pivot) + bias of all pixels."""
     scale, bias, pivot, one = _parameters(x, affine)
     into = {} if out is None else {"out": (out, torch.empty_like(pivot), torch.empty_like(pivot))}
     return torch.native_batch_norm(x, scale, bias, pivot, one, False, 0.0, 0.0, **into)[0]

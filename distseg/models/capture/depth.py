@@ -44,7 +44,7 @@ class Depth:
         return self.after
 
     def of_layer(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """Return the arguments of the convolution over all positions, given the user's."""
+        """Return the arguments of the convolution over all positions."""
         first, second, kernel, *rest = args
         return (first * self.before, second * self.after, tuple(kernel)[1:], *rest), kwargs
 

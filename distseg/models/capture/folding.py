@@ -97,7 +97,7 @@ class Folding:
 
     @classmethod
     def from_value(cls, x: Value) -> Folding | None:
-        """Return the folding of a map; None if its batch dim has only images or is unsupported."""
+        """Return the content of a map's batch dim; None if it has only images or is unsupported."""
         if (
             x.rank < 3
             or not x.axes[0].batch

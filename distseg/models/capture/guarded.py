@@ -114,7 +114,7 @@ def _handed_on(layer: nn.Module, name: str, images: int, x: Tensor) -> Tensor:
 
 
 def begin_pass(model: nn.Module) -> None:
-    """Reset the record of which norms have been called."""
+    """Forget the norms that the last pass called."""
     for layer in model.modules():
         _called.discard(layer)
 

@@ -95,7 +95,7 @@ def _follows(reader: Reader, number: int) -> bool:
 
 
 def _looked_at(call: Called) -> list[Made]:
-    """Return the tensors of which a call uses more than type and size."""
+    """Return the tensors whose values a call uses, not just their type and size."""
     given = found_in((call.args, call.kwargs), Made)
     if call.name in MOVES:
         return found_in(call.args[:1], Made)

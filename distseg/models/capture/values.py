@@ -76,7 +76,7 @@ class Value:
 
     @property
     def plain(self) -> bool:
-        """True if user code has the value as (N, C, *size)."""
+        """True if the value has the shape (N, C, *size) in user code."""
         return self.axes == plain_axes(self.channels, self.dims)
 
     @property

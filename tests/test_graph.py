@@ -88,7 +88,7 @@ def test_graphs_that_can_not_be():
     with pytest.raises(ValueError, match="layer a reads the output of a later layer"):
         Graph([Node("a", (1,))])
     with pytest.raises(
-        ValueError, match="nothing reads what layer b makes: remove it from the model"
+        ValueError, match="no layer reads the output of layer b: remove it from the model"
     ):
         Graph([Node("a", (0,)), Node("b", (1,)), Node("c", (1,))])
 

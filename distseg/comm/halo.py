@@ -110,7 +110,7 @@ class HaloExchange:
     ranks.
 
     Args:
-        frames: the frame of each tensor (B, C, *available.size) of this rank.
+        frames: the boxes of each tensor (B, C, *available.size) of this rank.
         sends: for each rank, the strips to send, as (index of the tensor, box in map cells). Both
             ranks use the same order.
         receives: for each rank, the strips to receive, in the same form.

@@ -75,7 +75,7 @@ class DistributedLines(DistributedMean):
         if self.context.per_window or self.context.whole:
             return Where(own, own, tuple(x.shape[2:]))
         region = self.context.region(index, self.stride, x.shape[2:])
-        return Where(own, region.owned.intersection(region.held), tuple(region.size))
+        return Where(own, region.owned.intersection(region.available), tuple(region.size))
 
     def moments(self, x: Tensor, index: int, mask: Tensor | None = None) -> list[Contribution]:
         own, place, size = self.where(x, index)

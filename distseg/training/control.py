@@ -97,7 +97,7 @@ class RunControl:
         return Decision(bool(save or stop), _STOPS[stop])
 
     def ask(self) -> Decision:
-        """Return a decision between other work: :meth:`post` and :meth:`met` in one call."""
+        """Return a decision between other work: :meth:`post` and :meth:`decision` in one call."""
         self.post()
         return self.decision()
 

@@ -115,7 +115,7 @@ def flipped(path, byte: int, bit: int = 0) -> None:
 # damage
 
 
-def test_bits_flipped_and_cuts_at_random_are_told_or_harmless(path):
+def test_bits_flipped_and_cuts_at_random_are_warned_or_harmless(path):
     """A hundred places: everything that can be read is what was written, or an error says that the store is damaged."""
     written, data, random = everything(path), path.read_bytes(), np.random.default_rng(0)
     ends = Counter()
@@ -160,7 +160,7 @@ def test_bits_flipped_and_cuts_at_random_are_told_or_harmless(path):
         ),
     ],
 )
-def test_damage_is_told_by_image_and_place_and_the_rest_is_read(path, name, what, index, words):
+def test_damage_is_warned_by_image_and_place_and_the_rest_is_read(path, name, what, index, words):
     at, size = place_of(path, name, what, index)
     flipped(path, at + size // 2)
     store, whole = Store(path), Box.whole(IMAGES[name][1].shape[1:])
@@ -178,7 +178,7 @@ def test_damage_is_told_by_image_and_place_and_the_rest_is_read(path, name, what
     )
 
 
-def test_chunks_in_each_others_place_are_told(path):
+def test_chunks_in_each_others_place_are_warned(path):
     (one, size), (two, _) = (place_of(path, "a", "pixels", (0, k, 0)) for k in (0, 1))
     data = bytearray(path.read_bytes())
     data[one : one + size], data[two : two + size] = data[two : two + size], data[one : one + size]
@@ -186,7 +186,7 @@ def test_chunks_in_each_others_place_are_told(path):
     assert len(findings(path)) == 2
 
 
-def test_a_store_made_of_two_is_told(path, tmp_path):
+def test_a_store_made_of_two_is_warned(path, tmp_path):
     """The sums of other labels, each of them whole."""
     pixels, labels = random_image((64, 70), seed=9)
     made_store(tmp_path / "other.h5", IMAGES | {"b": ("val", pixels, labels)})
@@ -222,13 +222,13 @@ def test_the_header_is_under_a_checksum_too(path, name):
 @pytest.mark.parametrize(
     "what", ["images/b/pixels", "images/b/labels", "images/b/counts", "images/b", "sums", "index"]
 )
-def test_what_is_missing_is_told(path, what):
+def test_what_is_missing_is_warned(path, what):
     with h5py.File(path, "r+") as file:
         del file[what]
     assert any(f"has no {what}" in line for line in findings(path))
 
 
-def test_a_disk_that_can_not_be_read_is_told_with_the_place(path, monkeypatch):
+def test_a_disk_that_can_not_be_read_is_warned_with_the_place(path, monkeypatch):
     def broken(*_):
         raise OSError(errno.EIO, "Input/output error")
 
@@ -284,7 +284,7 @@ def test_check_is_a_command(path, capsys):
 
 
 def test_an_old_store_is_read_and_says_once_what_it_lacks(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(store_module, "_told", set())
+    monkeypatch.setattr(store_module, "_warned", set())
     path = old_store(tmp_path / "s.h5", IMAGES)
     new = made_store(tmp_path / "t.h5", IMAGES)
     for store in (Store(path), Store(path)):

@@ -255,7 +255,7 @@ def test_bands_of_streams_and_of_computed_weights(tmp_path):
     ]
     assert said.startswith(f"adapted: {normed} from 4 bands to 3 (its weight is computed")
     save_file({"second.weight": torch.rand(12, 4, 3, 3)}, file)
-    with pytest.raises(ValueError, match="is of another network: second.weight"):
+    with pytest.raises(ValueError, match="belongs to another network: second.weight"):
         pretrained(
             str(file), as_network(made_weights.Deeper(8, 2))
         )  # whose second convolution has as many channels as the image
@@ -280,7 +280,7 @@ def test_bands_are_repeated_and_scaled(bands, wanted):
     [
         (
             lambda t: t.update({"encoder.deep.weight": torch.ones(8, 4, 5, 5)}),
-            "is of another network: encoder.deep.weight is 8x4x5x5 in the file, and encoder.deep.weight is 8x4x3x3 here",
+            "belongs to another network: encoder.deep.weight is 8x4x5x5 in the file, and encoder.deep.weight is 8x4x3x3 here",
         ),
         (
             lambda t: t["head.weight"].view(-1)[:1].fill_(torch.nan),
@@ -288,7 +288,7 @@ def test_bands_are_repeated_and_scaled(bands, wanted):
         ),
         (
             lambda t: [t.pop(name) for name in list(t)] and t.update(other=torch.ones(1)),
-            "has nothing of this network: its names are such as other",
+            "has no weights of this network: its names are like other",
         ),
     ],
 )
@@ -301,7 +301,7 @@ def test_pickles_and_damage_are_refused(tmp_path):
     torch.save(Net().state_dict(), tmp_path / "a.pth")
     with pytest.raises(
         ValueError,
-        match=r"pickles .* may run code .* safetensors.torch.save_file\(torch.load\('a.pth', weights_only=True\), 'a.safetensors'\)",
+        match=r"a pickle .* may run code .* safetensors.torch.save_file\(torch.load\('a.pth', weights_only=True\), 'a.safetensors'\)",
     ):
         pretrained(str(tmp_path / "a.pth"), Net())
     (tmp_path / "b.safetensors").write_bytes(

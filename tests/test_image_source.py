@@ -93,7 +93,7 @@ def test_no_data_that_no_pixel_can_be(tmp_path):
     np.save(tmp_path / "a.npy", np.zeros((9, 9), np.uint8))
     with pytest.raises(
         ValueError,
-        match="--nodata is -9999, but no pixel of uint8, as those of .*a.npy, can be that",
+        match="--nodata is -9999, but no pixel of uint8, as those of .*a.npy, can have this value",
     ):
         file_image(str(tmp_path / "a.npy"), {"data": {"mean": [100.0], "std": [9.0]}}, -9999)
 

@@ -541,7 +541,7 @@ def test_a_full_disk_names_the_file_what_it_takes_and_what_is_free(tmp_path):
         signal.signal(signal.SIGXFSZ, before)
     with pytest.raises(
         OSError,
-        match=r"new has no room for the next checkpoint: it takes 1e\+03 PB|new has no room for the next checkpoint",
+        match=r"new has too little space for the next checkpoint: it takes 1e\+03 PB|new has too little space for the next checkpoint",
     ):
         saving.require_space(tmp_path / "new", 10**18)
 

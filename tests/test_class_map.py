@@ -242,7 +242,7 @@ def test_a_full_disk_is_told_first(tmp_path, monkeypatch):
     monkeypatch.setattr(class_map.os, "posix_fallocate", full)
     with pytest.raises(
         OSError,
-        match=r"scene.1.partial could not be written, no space is left on its disk: it takes up to 155 kB, .*B are free; make room, or choose another output",
+        match=r"scene.1.partial could not be written, no space is left on its disk: it takes up to 155 kB, .*B are free; free some space, or choose another output",
     ):
         started(tmp_path)
     assert not list(tmp_path.iterdir())
@@ -250,7 +250,7 @@ def test_a_full_disk_is_told_first(tmp_path, monkeypatch):
     monkeypatch.setattr(disk, "free_bytes", lambda path: 1000)
     with pytest.raises(
         OSError,
-        match=r"scene.1.partial has no room for the class map of 155100 pixels on its way: it takes 155 kB, 1 kB are free",
+        match=r"scene.1.partial has too little space for the class map of 155100 pixels on its way: it takes 155 kB, 1 kB are free",
     ):
         started(tmp_path)
     assert not list(tmp_path.iterdir())

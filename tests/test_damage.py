@@ -143,7 +143,7 @@ def test_bits_flipped_and_cuts_at_random_are_warned_or_harmless(path):
             "a",
             "pixels",
             (0, 1, 1),
-            r"the pixels of image 'a' at \[256:300, 256:270\] are not those that were written, their checksum differs",
+            r"the pixels of image 'a' at \[256:300, 256:270\] differ from what was written (wrong checksum)",
         ),
         (
             "a",
@@ -156,7 +156,7 @@ def test_bits_flipped_and_cuts_at_random_are_warned_or_harmless(path):
             "b",
             "counts",
             (0, 0, 0),
-            r"the counts of image 'b' (are not those that were written|at .* cannot be unpacked)",
+            r"the counts of image 'b' (differ from what was written|at .* cannot be unpacked)",
         ),
     ],
 )
@@ -213,7 +213,7 @@ def test_the_header_is_under_a_checksum_too(path, name):
         }[name]
     with pytest.raises(
         ValueError,
-        match="s.h5 is damaged or cut off: its header cannot be read .*checksum differs.*: copy it again, or prepare it anew",
+        match="s.h5 is damaged or cut off: its header cannot be read .*wrong checksum.*: copy it again, or prepare it anew",
     ):
         Store(path)
     assert len(findings(path)) == 1

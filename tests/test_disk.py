@@ -148,7 +148,7 @@ def test_room_is_asked_for_before_the_work(tmp_path):
     require_disk_space(tmp_path / "not/yet/there", 1, "a checkpoint")
     with pytest.raises(
         DiskFull,
-        match=r"c.h5 has no room for a checkpoint: it takes 1e\+0?3 PB, .*B are free; make room, or choose another output",
+        match=r"c.h5 has too little space for a checkpoint: it takes 1e\+0?3 PB, .*B are free; free some space, or choose another output",
     ) as found:
         require_disk_space(tmp_path / "c.h5", 10**18, "a checkpoint")
     assert found.value.errno == errno.ENOSPC

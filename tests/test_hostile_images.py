@@ -227,7 +227,7 @@ def test_a_store_that_the_disk_has_no_room_for_is_told_before_it_is_begun(tmp_pa
     monkeypatch.setattr("distseg.report.disk.free_bytes", lambda path: 1 << 35)
     with pytest.raises(
         OSError,
-        match="s.h5 has no room for the pixels of the store: it takes 68.7 GB, 34.4 GB are free",
+        match="s.h5 has too little space for the pixels of the store: it takes 68.7 GB, 34.4 GB are free",
     ):
         prepare_folder(tmp_path / "i", None, tmp_path / "s.h5", ["x", "y"], splits=(1, 0, 0))
     assert [p.name for p in tmp_path.iterdir()] == ["i"]

@@ -652,7 +652,7 @@ def test_a_mask_whose_numbers_were_changed_is_refused(tmp_path, name, options, w
     Image.fromarray(MASK).save(tmp_path / name, **options)
     with pytest.raises(
         ValueError,
-        match=f"{name} is a mask in {words}, which changes numbers, .* write the masks anew, as PNG",
+        match=f"{name} is a mask in {words}, which changes labels, .* write the masks as PNG",
     ):
         open_mask(tmp_path / name)
     open_image(tmp_path / name)
@@ -1012,7 +1012,7 @@ def test_a_palette_tiff_is_numbers_in_a_mask_and_refused_as_an_image(tmp_path):
         [[0, 1, 2], [3, 4, 5]]
     ]
     with pytest.raises(
-        ValueError, match="a.tif has a palette, its numbers stand for colours: convert it to RGB"
+        ValueError, match="a.tif has a palette, so its numbers stand for colours: convert it to RGB"
     ):
         open_image(tmp_path / "a.tif")
 

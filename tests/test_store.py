@@ -548,7 +548,7 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path, monkeypatch, share):
         return written(handle, data, offset)
 
     monkeypatch.setattr(os, "pwrite", full)
-    words = "s.h5 could not be written, no space is left on its disk.*: it takes up to .*B, .*B are free; make room, or choose another output"
+    words = "s.h5 could not be written, no space is left on its disk.*: it takes up to .*B, .*B are free; free some space, or choose another output"
     with pytest.raises(DiskFull, match=words):
         random_store(tmp_path / "s.h5", train=[(97, 131)])
     assert not list(tmp_path.iterdir())

@@ -351,7 +351,7 @@ def test_pages_in_a_chain_of_big_endian_bigtiff(tmp_path):
     [
         (
             [(PAGE[::4, ::4], 0), (PAGE, 0)],
-            "a.tif holds 10x14 pixels of 3 x uint8 first, and a larger image, 37x53 pixels of 3 x uint8: write the one that is meant into a file of its own",
+            "a.tif holds 10x14 pixels of 3 x uint8 first, and a larger image, 37x53 pixels of 3 x uint8: write the intended image into a separate file",
         ),
         (
             [(PAGE, 0), (PAGE, 0)],

@@ -78,7 +78,8 @@ class PartialMap:
         folder.parent.mkdir(parents=True, exist_ok=True)
         if folder.is_symlink() or folder.exists() and not folder.is_dir():
             raise FileExistsError(
-                f"{folder} is a link or no folder, where distseg keeps a result on its way: "
+                f"{folder} is a link or not a folder, but distseg keeps an unfinished result "
+                f"there: "
                 "remove it, or name another --output"
             )
         folder.mkdir(exist_ok=True)

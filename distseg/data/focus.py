@@ -49,8 +49,8 @@ class Focus:
         self._weights = np.cumsum([self._blocks(image)[0][-1] for image in self._names])
         if not self._names or not self._weights[-1]:
             raise ValueError(
-                f"data.focus_class is {name!r}, of which the split {split!r} of {store.path} has "
-                "no pixel: choose another class"
+                f"data.focus_class is {name!r}, but the split {split!r} of {store.path} has no "
+                f"pixel of it: choose another class"
             )
 
     def pixel(self, image: float, block: float, pixel: float) -> tuple[str, tuple[int, ...]]:

@@ -82,7 +82,8 @@ def paired(images: Path, masks: Path | None) -> list[tuple[Path, Path | None]]:
     )
     if lonely:
         raise ValueError(
-            f"{' and '.join(lonely)}: an image and its mask have the same name, but for the ending"
+            f"{' and '.join(lonely)}: an image and its mask must have the same name except for the "
+            f"ending"
         )
     return [(left[stem], right[stem]) for stem in left]
 

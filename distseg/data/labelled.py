@@ -66,8 +66,8 @@ def prepare_labelled(
     )
     if not classes and len(names) == 1:
         raise ValueError(
-            f"all {len(found)} images of {root} have the label {names[0]!r}, and one class is "
-            "nothing to learn: give images of others too, or name them all by --classes"
+            f"all {len(found)} images of {root} have the label {names[0]!r}, but a single class "
+            f"gives nothing to learn: add images of other classes, or name all classes by --classes"
         )
     labels = [_label(label, path, names) for path, label, _ in found]
     pairs = []
@@ -148,8 +148,8 @@ def _from_table(root: Path, table: Path) -> list[tuple[Path, str, str | None]]:
         text = table.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as e:
         raise ValueError(
-            f"{table} is not in UTF-8 ({e.reason} at byte {e.start}): write it anew, such as by "
-            "iconv -f LATIN1 -t UTF-8"
+            f"{table} is not in UTF-8 ({e.reason} at byte {e.start}): convert it, for example by "
+            f"iconv -f LATIN1 -t UTF-8"
         ) from None
     with io.StringIO(text, newline="") as file:
         lines = csv.DictReader(file, skipinitialspace=True)
@@ -189,7 +189,7 @@ def _label(label: str, path: Path, classes: Sequence[str]) -> int | float:
     if len(classes) > 1:
         if label not in classes:
             raise ValueError(
-                f"{path} has the label {label!r}, which is none of the classes "
+                f"{path} has the label {label!r}, which is not among the classes "
                 f"{', '.join(classes)}: add it to --classes, or correct it"
             )
         return classes.index(label)

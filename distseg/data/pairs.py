@@ -132,7 +132,7 @@ def opened(
         if labels.size != reader.size:
             raise ValueError(
                 f"{image} has {Size(reader.size)} pixels, but its mask {mask} has "
-                f"{Size(labels.size)}: they must lie on each other"
+                f"{Size(labels.size)}: both must have the same size"
             )
     return Pair(
         image.stem,

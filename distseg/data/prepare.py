@@ -254,8 +254,8 @@ def copy_image(
         raise ValueError(
             f"{pair.image}: its band {image.alpha + 1} is marked as transparency, but "
             f"{image.opacity.between:.0%} of its pixels are between transparent and opaque, "
-            "as those of a measured band are (GDAL marks the fourth band of bytes so unless it is "
-            "told otherwise): say --alpha band to keep it as a band, or --alpha mask if it is "
+            "as those of a measured band are (GDAL marks the fourth band of bytes so by default): "
+            "set --alpha band to keep it as a band, or --alpha mask if it is "
             "transparency"
         )
     return held

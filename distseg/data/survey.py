@@ -103,8 +103,7 @@ class Survey:
                 f"the masks of the split {split} hold {here}, those of {' and '.join(others)} "
                 f"{there}: in {split} no pixel is {name}, "
                 f"and {self.ignore} is ignored. Give all masks the same values, or, if {name} is "
-                f"not in {split} indeed, "
-                f"say so: --absent {name}"
+                f"not in {split} after all, set --absent {name}"
             )
 
     def _holds(self, split: str, label: int) -> bool:

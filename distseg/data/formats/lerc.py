@@ -37,7 +37,9 @@ def decoded(data: bytes, samples: int, dtype: np.dtype, alpha: bool) -> np.ndarr
         return np.concatenate([found, np.where(there, 255, 0).astype(dtype)], -1)
     if mask is not None and not mask.all():
         if dtype.kind != "f":
-            raise ValueError(f"LERC has packed {dtype} with a mask, for which no number stands")
+            raise ValueError(
+                f"LERC has packed {dtype} with a mask, but no number marks the masked pixels"
+            )
         found[np.broadcast_to(~mask, found.shape)] = np.nan
     return found
 

@@ -36,9 +36,9 @@ def check_upright(path: Path, orientation: int) -> None:
     """
     if orientation != 1:
         raise ValueError(
-            f"{path} is to be turned or mirrored, its orientation (EXIF) is {orientation}, not 1: "
-            "viewers do so, distseg takes pixels "
-            "as they are stored. Write them upright, such as with ImageMagick's 'mogrify "
+            f"{path} has the EXIF orientation {orientation}, not 1: viewers turn or mirror it, but "
+            f"distseg reads pixels as they are stored. Store them upright, for example with "
+            f"ImageMagick's 'mogrify "
             "-auto-orient'"
         )
 

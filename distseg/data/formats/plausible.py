@@ -36,7 +36,7 @@ def check_bytes(path: Path, size, pixel_bits: int, packed: int) -> None:
         raise ValueError(
             f"{path} says that it has {Size(size)} pixels, {si(claimed, 'B')}, but a file of "
             f"{stored} bytes "
-            f"holds at most {si(stored * packed, 'B')}: it is damaged, or no image"
+            f"holds at most {si(stored * packed, 'B')}: it is damaged, or not an image"
         )
 
 

@@ -62,7 +62,9 @@ def open_image(
     """
     reader = _opened(Path(path), dims, scratch, alpha)
     if reader.coded:
-        raise ValueError(f"{path} has a palette, its numbers stand for colours: convert it to RGB")
+        raise ValueError(
+            f"{path} has a palette, so its numbers stand for colours: convert it to RGB"
+        )
     if reader.dtype.kind not in "iuf":
         raise ValueError(
             f"{path} holds {reader.dtype}, but pixels are whole or real numbers: convert it"
@@ -160,9 +162,8 @@ def open_mask(path: str | Path, dims: int = 2) -> Reader:
     reader = _opened(path, dims, palette=True)
     if reader.lossy:
         raise ValueError(
-            f"{path} is a mask in {reader.lossy}, which changes numbers, so that labels are not "
-            "those that were drawn: "
-            "write the masks anew, as PNG, or as TIFF without it"
+            f"{path} is a mask in {reader.lossy}, which changes labels: write the masks as PNG, or "
+            f"as TIFF without this compression"
         )
     if reader.bands != 1 or reader.dtype.kind not in "iu":
         raise ValueError(
@@ -359,7 +360,7 @@ def _refuse_lost_bits(path: Path, image) -> None:
     form = str(image.tile[0][3]) if image.tile else ""
     if image.mode in ("RGB", "RGBA", "LA") and ";16" in form:
         raise ValueError(
-            f"{path} has 16 bits a colour band, of which Pillow would keep 8: convert it to TIFF "
+            f"{path} has 16 bits per colour band, but Pillow would keep only 8: convert it to TIFF "
             "or npy"
         )
     if form in ("L;2", "L;4"):

@@ -44,13 +44,13 @@ def choose(path: Path, file: TiffFile, kinds: Mapping[int, int]) -> Pages:
         if _pixels(other) > _pixels(image):
             raise ValueError(
                 f"{path} holds {_in_words(image)} first, and a larger image, {_in_words(other)}: "
-                "write the one that is meant into a file of its own"
+                "write the intended image into a separate file"
             )
     masks = [series for kind, series in parts if kind & MASK and not kind & REDUCED]
     if (count := sum(len(series.pages) for series in masks)) > 1:
         raise ValueError(
-            f"{path} has {count} masks of full size, of which one can be read: write the image "
-            "and its mask into a file of their own"
+            f"{path} has {count} masks of full size, but only one can be read: write the image and "
+            f"one mask into a separate file"
         )
     more = f"{len(others)} more images" if len(others) > 1 else "one more image"
     are = "are" if len(others) > 1 else "is"

@@ -142,8 +142,8 @@ class Segments:
         kind = getattr(layout.compression, "name", layout.compression)
         if layout.predictor != 1 and layout.compression in _NEVER_PREDICTED:
             raise ValueError(
-                f"{self.path} has a predictor, but no compression that knows one, so that "
-                f"programs read it in different ways: {convert}"
+                f"{self.path} has a predictor, but no compression that uses one, so programs read "
+                f"it in different ways: {convert}"
             )
         if (
             layout.compression == packed.LERC
@@ -372,8 +372,8 @@ def named_axes(path: Path, series: TiffPageSeries, dims: int | None) -> tuple[st
     axes = "".join(a for a, _ in kept)
     if set(axes) - set(BANDS + "ZYX") or sum(a in BANDS for a in axes) > 1:
         raise ValueError(
-            f"{path} has the axes {series.axes} of {tuple(series.shape)}, but an image has space "
-            "and one axis of bands: "
+            f"{path} has the axes {series.axes} of {tuple(series.shape)}, but an image has spatial "
+            f"axes and one axis of bands: "
             "write one file for each entry of the others"
         )
     return axes, [n for _, n in kept]

@@ -155,7 +155,7 @@ class ChunkReader:
         """
         data = self._stored(index)
         if self._sums is not None and chunk_sum(data) != self._sums[index]:
-            raise self.damage(index, "are not those that were written, their checksum differs")
+            raise self.damage(index, "differ from what was written (wrong checksum)")
         if self._packed and not self._masks[index] & _SKIPPED:
             data = self._unpacked(index, data)
         return np.frombuffer(data, self.dtype).reshape(self.chunk)
@@ -183,8 +183,8 @@ class ChunkReader:
         data = os.pread(self._handle, 8 * self.chunks, sums.at)
         if digest(data) != sums.digest:
             raise Damage(
-                f"{self._path} is damaged: the checksums of the {self._what} are not those that "
-                f"were written: {AGAIN}"
+                f"{self._path} is damaged: the checksums of the {self._what} differ from what was "
+                f"written: {AGAIN}"
             )
         return np.frombuffer(data, "<u8").reshape(self.grid)
 

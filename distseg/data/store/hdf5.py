@@ -47,7 +47,7 @@ def opened(path: str | Path, what: str, made_by: str) -> h5py.File:
     with open(path, "rb"):  # raises the system's own error if this user may not read the file
         pass
     if not h5py.is_hdf5(path):
-        raise ValueError(f"{path} is no HDF5 file: {made_by}")
+        raise ValueError(f"{path} is not an HDF5 file: {made_by}")
     try:
         return h5py.File(path, "r", driver="sec2", locking=False)
     except OSError as e:

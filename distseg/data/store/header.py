@@ -271,7 +271,8 @@ def _read(path: str, file: h5py.File) -> Header:
     known = file.attrs
     if "format" not in known or _plain(known["format"]) != layout.FORMAT:
         raise _Told(
-            f"{path} is an HDF5 file but no distseg store: 'distseg prepare' writes a store from "
+            f"{path} is an HDF5 file but not a distseg store: 'distseg prepare' writes a store "
+            f"from "
             "images"
         )
     version = _plain(known["version"])
@@ -285,7 +286,7 @@ def _read(path: str, file: h5py.File) -> Header:
     texts = {name: _text(file, name) for name in ("index", "provenance")}
     digest = _digest(file, texts)
     if version > 1 and digest != _plain(known["digest"]):
-        raise ValueError("it is not the one that was written, its checksum differs")
+        raise ValueError("it differs from what was written (wrong checksum)")
     index, provenance = json.loads(texts["index"]), json.loads(texts["provenance"])
     images = [Entry.from_json(entry, version) for entry in index]
     _must(len({image.name for image in images}) == len(images), "two images of one name")

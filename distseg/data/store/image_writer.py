@@ -188,7 +188,7 @@ class ImageWriter:
         if (labels is None) != (self.counts is None):
             raise ValueError(
                 f"image {self.name!r} was added {'without' if self.counts is None else 'with'} "
-                "labels: write it so"
+                "labels: write it the same way"
             )
         if labels is not None and labels.shape != box.size:
             raise ValueError(

@@ -213,7 +213,7 @@ class Store:
         table = found.read(Box.whole(found.shape))
         if self.version > 1 and layout.digest(table) != self._entry(name).digests["counts"]:
             raise Damage(
-                f"{self.path} is damaged: the counts of image {name!r} are not those that were "
+                f"{self.path} is damaged: the counts of image {name!r} differ from what was "
                 f"written: {AGAIN}"
             )
         return table.astype(np.int64)

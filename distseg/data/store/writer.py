@@ -99,13 +99,13 @@ class StoreWriter:
             or not all(self.classes)
         ):
             raise ValueError(
-                "a store has 2 to 255 classes (or one, where it has numbers, which it names) "
-                f"with different names, got {self.classes}: name the background too"
+                "a store has 2 to 255 classes with different names (or one name, if labels are "
+                f"numbers), got {self.classes}: name the background too"
             )
         if not len(self.classes) <= self.ignore <= 255:
             raise ValueError(
-                f"--ignore is {self.ignore}, but a store keeps labels as bytes, and ignored "
-                "pixels are no class: "
+                f"--ignore is {self.ignore}, but a store keeps labels as bytes, and ignored pixels "
+                f"are not a class: "
                 f"give a number from {len(self.classes)} to 255, and where masks have "
                 f"{self.ignore} for such pixels, "
                 f"say what it stands for: --ignore 255 --values={self.ignore}=255"

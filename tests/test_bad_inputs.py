@@ -748,7 +748,7 @@ TABLE = {
         ["train", *SMALL],
         "data.store is not set: name the HDF5 store that 'distseg prepare' wrote",
     ),
-    "a store of words": ([*TRAIN, "--data.store", "words.txt"], "words.txt is no HDF5 file"),
+    "a store of words": ([*TRAIN, "--data.store", "words.txt"], "words.txt is not an HDF5 file"),
     "an output that is a file": (
         [*TRAIN, "--train.output", "words.txt"],
         "train.output is words.txt, but words.txt is a file",

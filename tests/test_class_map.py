@@ -198,7 +198,7 @@ def test_an_error_while_packing_leaves_the_tiles(tmp_path, found, monkeypatch):
     monkeypatch.setitem(class_files._WRITE, ".h5", full)
     with pytest.raises(
         OSError,
-        match="scene.1.h5 could not be written, no space is left on its disk after 4 B of it: .*B are free; make room",
+        match="scene.1.h5 could not be written, no space is left on its disk after 4 B of it: .*B are free; free some space",
     ):
         packed(partial, "hdf5")
     partial.close()

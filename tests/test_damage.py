@@ -115,7 +115,7 @@ def flipped(path, byte: int, bit: int = 0) -> None:
 # damage
 
 
-def test_bits_flipped_and_cuts_at_random_are_warned_or_harmless(path):
+def test_bits_flipped_and_cuts_at_random_are_told_or_harmless(path):
     """A hundred places: everything that can be read is what was written, or an error says that the store is damaged."""
     written, data, random = everything(path), path.read_bytes(), np.random.default_rng(0)
     ends = Counter()
@@ -143,15 +143,15 @@ def test_bits_flipped_and_cuts_at_random_are_warned_or_harmless(path):
             "a",
             "pixels",
             (0, 1, 1),
-            r"the pixels of image 'a' at \[256:300, 256:270\] differ from what was written (wrong checksum)",
+            r"the pixels of image 'a' at \[256:300, 256:270\] differ from what was written .wrong checksum.",
         ),
         (
             "a",
             "labels",
             (1, 0),
-            r"the labels of image 'a' at \[256:300, 0:256\] are not those that were written",
+            r"the labels of image 'a' at \[256:300, 0:256\] differ from what was written",
         ),
-        ("b", "pixels", (0, 0, 0), r"the pixels of image 'b' at \[0:64, 0:70\] are not"),
+        ("b", "pixels", (0, 0, 0), r"the pixels of image 'b' at \[0:64, 0:70\] differ"),
         (
             "b",
             "counts",
@@ -160,7 +160,7 @@ def test_bits_flipped_and_cuts_at_random_are_warned_or_harmless(path):
         ),
     ],
 )
-def test_damage_is_warned_by_image_and_place_and_the_rest_is_read(path, name, what, index, words):
+def test_damage_is_told_by_image_and_place_and_the_rest_is_read(path, name, what, index, words):
     at, size = place_of(path, name, what, index)
     flipped(path, at + size // 2)
     store, whole = Store(path), Box.whole(IMAGES[name][1].shape[1:])
@@ -178,7 +178,7 @@ def test_damage_is_warned_by_image_and_place_and_the_rest_is_read(path, name, wh
     )
 
 
-def test_chunks_in_each_others_place_are_warned(path):
+def test_chunks_in_each_others_place_are_told(path):
     (one, size), (two, _) = (place_of(path, "a", "pixels", (0, k, 0)) for k in (0, 1))
     data = bytearray(path.read_bytes())
     data[one : one + size], data[two : two + size] = data[two : two + size], data[one : one + size]
@@ -186,7 +186,7 @@ def test_chunks_in_each_others_place_are_warned(path):
     assert len(findings(path)) == 2
 
 
-def test_a_store_made_of_two_is_warned(path, tmp_path):
+def test_a_store_made_of_two_is_told(path, tmp_path):
     """The sums of other labels, each of them whole."""
     pixels, labels = random_image((64, 70), seed=9)
     made_store(tmp_path / "other.h5", IMAGES | {"b": ("val", pixels, labels)})
@@ -195,7 +195,7 @@ def test_a_store_made_of_two_is_warned(path, tmp_path):
         other.copy("images/b/labels", file["images/b"])
         file["sums"][:] = other["sums"][:]
     with pytest.raises(
-        Damage, match="the checksums of the labels of image 'b' are not those that were written"
+        Damage, match="the checksums of the labels of image 'b' differ from what was written"
     ):
         Store(path).labels("b", Box.whole((64, 70)))
     assert len(findings(path)) == 2, "the pixels of b and its labels"
@@ -222,13 +222,13 @@ def test_the_header_is_under_a_checksum_too(path, name):
 @pytest.mark.parametrize(
     "what", ["images/b/pixels", "images/b/labels", "images/b/counts", "images/b", "sums", "index"]
 )
-def test_what_is_missing_is_warned(path, what):
+def test_what_is_missing_is_told(path, what):
     with h5py.File(path, "r+") as file:
         del file[what]
     assert any(f"has no {what}" in line for line in findings(path))
 
 
-def test_a_disk_that_can_not_be_read_is_warned_with_the_place(path, monkeypatch):
+def test_a_disk_that_can_not_be_read_is_told_with_the_place(path, monkeypatch):
     def broken(*_):
         raise OSError(errno.EIO, "Input/output error")
 

@@ -169,7 +169,7 @@ def test_a_full_disk_is_told_with_file_and_free_bytes_whoever_finds_it(tmp_path,
     (tmp_path / "a").write_text("old")
     with pytest.raises(
         DiskFull,
-        match="a could not be written, (no space is left|the quota) .* after 5 B of it: .*B are free; make room",
+        match="a could not be written, (no space is left|the quota) .* after 5 B of it: .*B are free; free some space",
     ):
         with atomic_write(tmp_path / "a") as growing:
             growing.write_text("12345")

@@ -189,7 +189,7 @@ def test_a_file_that_is_cut_off(tmp_path, name):
 def test_colour_png_of_16_bits_is_refused(tmp_path):
     png16(tmp_path / "a.png")
     with pytest.raises(
-        ValueError, match="a.png has 16 bits a colour band, of which Pillow would keep 8"
+        ValueError, match="a.png has 16 bits per colour band, but Pillow would keep only 8"
     ):
         open_image(tmp_path / "a.png")
 
@@ -633,8 +633,7 @@ def test_an_image_that_viewers_turn_is_refused(tmp_path, name):
             open_image(path).read(Box.whole((45, 61)))
     for opened in (open_image, open_mask):
         with pytest.raises(
-            ValueError,
-            match=f"{name} is to be turned or mirrored, its orientation .EXIF. is 6, not 1: .*mogrify -auto-orient",
+            ValueError, match=f"{name} has the EXIF orientation 6, not 1: .*mogrify -auto-orient"
         ):
             opened(path)
 
@@ -652,7 +651,7 @@ def test_a_mask_whose_numbers_were_changed_is_refused(tmp_path, name, options, w
     Image.fromarray(MASK).save(tmp_path / name, **options)
     with pytest.raises(
         ValueError,
-        match=f"{name} is a mask in {words}, which changes labels, .* write the masks as PNG",
+        match=f"{name} is a mask in {words}, which changes labels: write the masks as PNG",
     ):
         open_mask(tmp_path / name)
     open_image(tmp_path / name)
@@ -897,7 +896,7 @@ def test_a_flag_says_what_is_no_data(tmp_path, nodata):
 def test_no_data_that_no_pixel_can_be_is_refused(tmp_path):
     with pytest.raises(
         ValueError,
-        match="--nodata is -9999, but no pixel of uint8, as those of .*a.png, can be that",
+        match="--nodata is -9999, but no pixel of uint8, as those of .*a.png, can have this value",
     ):
         prepare_folder(
             folder(tmp_path / "i", a=RGB), None, tmp_path / "s.h5", ["x", "y"], nodata=-9999

@@ -326,7 +326,7 @@ def test_a_focus_class_without_pixels(tmp_path):
             "b": ("val", *random_image((50, 50))),
         },
     )
-    with pytest.raises(ValueError, match="'lake', of which the split 'train' .* has no pixel"):
+    with pytest.raises(ValueError, match="'lake', but the split 'train' .* has no pixel"):
         epoch_samples(store, "train", DataConfig(crop=Size("8x8"), focus_class="lake"), 0, 0, 1)
 
 

@@ -319,7 +319,7 @@ def test_missing(tmp_path):
 
 def test_not_hdf5(tmp_path):
     (tmp_path / "s.h5").write_text("hello")
-    with pytest.raises(ValueError, match="s.h5 is no HDF5 file"):
+    with pytest.raises(ValueError, match="s.h5 is not an HDF5 file"):
         Store(tmp_path / "s.h5")
 
 
@@ -347,7 +347,7 @@ def test_cut_off(tmp_path, share):
 def test_another_hdf5_file(tmp_path):
     with h5py.File(tmp_path / "s.h5", "w") as f:
         f["x"] = [1, 2]
-    with pytest.raises(ValueError, match="s.h5 is an HDF5 file but no distseg store"):
+    with pytest.raises(ValueError, match="s.h5 is an HDF5 file but not a distseg store"):
         Store(tmp_path / "s.h5")
 
 
@@ -455,7 +455,7 @@ def test_no_training_image(tmp_path):
     [
         (["lake"], 255, "2 to 255 classes"),
         (["a", "a"], 255, "different names"),
-        (["a", "b"], 1, "--ignore is 1, but .* are no class: give a number from 2 to 255"),
+        (["a", "b"], 1, "--ignore is 1, but .* are not a class: give a number from 2 to 255"),
         (["a", "b"], -1, "--ignore is -1, but .*--ignore 255 --values=-1=255"),
     ],
 )
@@ -569,7 +569,7 @@ def test_a_full_disk_in_a_process_of_its_own(tmp_path):
     )
     assert (
         found.returncode == 1
-        and "NoRoom: " in found.stderr
+        and "DiskFull: " in found.stderr
         and "s.h5 could not be written, files may not grow so large here" in found.stderr
     )
     assert not list(tmp_path.iterdir())

@@ -224,7 +224,7 @@ def test_a_label_map_in_lerc_is_refused_if_numbers_may_have_changed(tmp_path):
         by_gdal(tmp_path / f"{error}.tif", numbers("u1", 1), compress="LERC", MAX_Z_ERROR=error)
     open_mask(tmp_path / "0.tif")
     with pytest.raises(
-        ValueError, match="2.tif is a mask in LERC with an error, which changes numbers"
+        ValueError, match="2.tif is a mask in LERC with an error, which changes labels"
     ):
         open_mask(tmp_path / "2.tif")
 
@@ -254,7 +254,7 @@ def test_a_predictor_without_a_compression_that_knows_it(tmp_path):
     Image.fromarray(numbers("u1", 1)[0]).save(tmp_path / "a.tif", tiffinfo={317: 2})
     with pytest.raises(
         ValueError,
-        match="a.tif has a predictor, but no compression that knows one, .*COMPRESS=DEFLATE",
+        match="a.tif has a predictor, but no compression that uses one, .*COMPRESS=DEFLATE",
     ):
         open_image(tmp_path / "a.tif")
 
@@ -355,11 +355,11 @@ def test_pages_in_a_chain_of_big_endian_bigtiff(tmp_path):
         ),
         (
             [(PAGE, 0), (PAGE, 0)],
-            "a.tif has the axes IYXS of .2, 37, 53, 3., but an image has space and one axis of bands",
+            "a.tif has the axes IYXS of .2, 37, 53, 3., but an image has spatial axes and one axis of bands",
         ),
         (
             [(PAGE, 0), (PAGE[..., 0], 4), (PAGE[..., 1], 4)],
-            "a.tif has 2 masks of full size, of which one can be read",
+            "a.tif has 2 masks of full size, but only one can be read",
         ),
     ],
 )

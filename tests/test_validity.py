@@ -178,7 +178,7 @@ def test_a_measured_band_that_is_marked_as_transparency_is_asked_about(tmp_path)
     tifffile.imwrite(tmp_path / "i/a.tif", infrared, photometric="rgb", extrasamples=["unassalpha"])
     with pytest.raises(
         ValueError,
-        match="a.tif: its band 4 is marked as transparency, but 99% of its pixels are between .* say --alpha band to keep it as a band, or --alpha mask",
+        match="a.tif: its band 4 is marked as transparency, but 99% of its pixels are between .* set --alpha band to keep it as a band, or --alpha mask",
     ):
         prepared(tmp_path)
     assert not (tmp_path / "s.h5").exists()
@@ -246,7 +246,9 @@ def test_damage_of_a_mask_is_told(tmp_path):
     data[at + 5] ^= 4
     (tmp_path / "s.h5").write_bytes(data)
     assert any("the valid of image 'a'" in line for line in check_store(tmp_path / "s.h5"))
-    with pytest.raises(ValueError, match="is damaged: the valid of image 'a' at .* wrong checksum"):
+    with pytest.raises(
+        ValueError, match="is damaged: the valid of image 'a' at .* .wrong checksum"
+    ):
         Store(tmp_path / "s.h5").read_normalised("a", WHOLE)
 
 

@@ -33,7 +33,7 @@ def parse(text: str) -> int | float:
         value = float(text)
     except ValueError:
         raise ValueError(
-            f"pixels without data are marked by a number, such as -9999, 0 or nan, got {text!r}"
+            f"no data is marked by a number, such as -9999, 0 or nan, got {text!r}"
         ) from None
     return int(value) if value.is_integer() and abs(value) < 2**53 else value
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 
 from distseg.comm.launch import JointFailure
 from distseg.config.settings import (
@@ -29,7 +30,7 @@ from distseg.tiling.tile import Box
 from distseg.training import engine
 from distseg.training.checkpoint.files import find
 from distseg.training.loop import train
-from distseg.training.run import Run
+from distseg.training.run import Run, batches_of
 
 
 def write_store(path: Path, sizes=((41, 53), (64, 37), (50, 50), (33, 47))) -> Path:
@@ -346,10 +347,52 @@ def test_a_loss_that_is_no_number_ends_the_run_with_advice(comm, folder):
 def test_a_budget_that_no_tile_fits_into_is_told_by_all_stages_at_once_before_the_first_step(
     comm, folder, monkeypatch
 ):
-    monkeypatch.setattr(engine, "room_of", lambda *_: 2000.0)
+    monkeypatch.setattr(engine, "smallest_budget", lambda *_: 2000.0)
     found = replace(config(folder, stages=2, images=2), run=RunConfig(memory="4GB"))
     with pytest.raises(JointFailure, match="of run.memory 0.0 MB are left .* give 1 MB more"):
         Run(found, comm)
+
+
+def by_their_number(in_channels=2, out_channels=2):
+    """A network that computes something else of one image than of several."""
+
+    class ByTheirNumber(nn.Conv2d):
+        def forward(self, x):
+            return super().forward(x) * (1 if len(x) > 1 else 2)
+
+    return ByTheirNumber(in_channels, out_channels, 3, padding=1)
+
+
+@pytest.mark.parallel(1)
+def test_images_of_different_sizes_are_tried_alone_and_together(comm, folder):
+    """Of a micro-batch of two images with different sizes each goes through the network alone."""
+    plan = config(folder, images=2)
+    plan = replace(
+        plan,
+        model=ModelConfig(f"{__name__}:by_their_number"),
+        data=replace(plan.data, crop=None, epoch_samples=None, augment=[]),
+    )
+    with pytest.raises(JointFailure, match="with 1 image of 41x53 pixels .* something else"):
+        Run(plan, comm)
+    assert batches_of({(5, 4)}, 3) == [((5, 4), 3)]
+    assert batches_of({(9, 9), (5, 4)}, 3) == [
+        *(((5, 4), count) for count in (1, 2, 3)),
+        *(((9, 9), count) for count in (1, 3)),
+    ]
+
+
+@pytest.mark.parallel(1)
+def test_a_store_of_volumes_does_not_fit_a_network_of_planes(comm, folder):
+    with StoreWriter(folder / "volumes.h5", ["a", "b"], 2) as writer:
+        size = (9, 13, 11)
+        labels = np.arange(np.prod(size)).reshape(size).astype(np.uint8) % 2
+        writer.add_image("v", size, np.float32, "train", labels=True).write(
+            Box.whole(size), np.stack([labels, labels]).astype(np.float32), labels
+        )
+    plan = config(folder)
+    plan = replace(plan, data=DataConfig(store=str(folder / "volumes.h5")), predict=PredictConfig())
+    with pytest.raises(JointFailure, match="images have 3 dims .9x13x11.*takes images of 2"):
+        Run(plan, comm)
 
 
 @pytest.mark.parallel(2)

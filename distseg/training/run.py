@@ -6,6 +6,7 @@ import hashlib
 import math
 import platform
 import time
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import IO
@@ -24,7 +25,7 @@ from distseg.data.sampler import crop_size
 from distseg.data.store.store import Store
 from distseg.inference.predictor import check_images as check_validated
 from distseg.models.bands import channels_of
-from distseg.models.network import check_calls, check_size
+from distseg.models.network import check_calls, check_dims, check_size
 from distseg.patchgd.network import PatchNetwork
 from distseg.patchgd.training import PatchEngine, PatchLoader, check_images
 from distseg.patchgd.training_maps import MapEngine
@@ -113,11 +114,12 @@ class Run:
             check_labels(self.store, self.model, config.data.crop, config.loss)
             self.parameters = sum(p.numel() for p in self.model.parameters())
             self.channels = channels_of(self.model)
+            check_dims(self.model, self.image)
             for name, size in sizes.items():
                 check_size(self.model, size, f"a sample of {name}")
-            own_sizes = sorted(set(sizes.values()))[world.rank :: world.size]
-            for size in own_sizes:
-                check_calls(self.model, size, config.data.images)
+            batches = batches_of(set(sizes.values()), config.data.images)
+            for size, images in batches[world.rank :: world.size]:
+                check_calls(self.model, size, images)
             if isinstance(config, PatchConfig):
                 self._notes = patch_notes(config, self.model)
             else:
@@ -423,6 +425,25 @@ def _outputs(model: ModelBase, store: Store) -> int | None:
     one output (sigmoid) if ``model.out_channels`` is 1.
     """
     return 1 if model.out_channels == 1 and len(store.classes) == 2 else len(store.classes)
+
+
+def batches_of(sizes: Iterable[Sequence[int]], images: int) -> list[tuple[Sequence[int], int]]:
+    """Return the sizes and numbers of images with which a network is called in training.
+
+    The images of a micro-batch that have one size go through the network together. If sizes differ,
+    these may be any number up to ``images``. All numbers are tried at the smallest size, and one
+    image and ``images`` at the others.
+
+    Args:
+        sizes: the different sizes of the samples.
+        images: number of images in a micro-batch.
+    """
+    first, *others = sorted(sizes, key=lambda size: (math.prod(size), size))
+    if not others:
+        return [(first, images)]
+    return [(first, count) for count in range(1, images + 1)] + [
+        (size, count) for size in others for count in sorted({1, images})
+    ]
 
 
 def step_loader(config: Config, store: Store, mesh: Mesh, engine: Engine) -> StepLoader:

@@ -36,8 +36,9 @@ from distseg.config.settings import ModelConfig
 from distseg.config.sizes import Size
 from distseg.layers.context import Context
 from distseg.layers.kernels import norm as compiled
-from distseg.models.capture.capture import as_network
+from distseg.models.capture.capture import as_network, capture
 from distseg.models.capture.hidden import check_apart, check_exact
+from distseg.models.capture.trace import Hidden
 from distseg.models.network import is_followed, refusals
 from distseg.models.zoo import plain_model
 from distseg.runtime.parallelize import parallelize
@@ -918,3 +919,49 @@ def test_norms_of_frames_of_whole_images_are_exact(comm, kind, frozen, scope, mo
         )
         report = verify(plan, comm, Size("32x48"), steps=2)
         assert comm.bcast(report and report["max_error"]) <= TOLERANCE
+
+
+def numpy_view(m):
+    m.view = m.block[0].weight.detach().numpy()
+    return lambda m, x: x * float(abs(m.view).mean())
+
+
+def numpy_view_in_a_list(m):
+    m.views = [{"w": m.block[0].weight.detach().numpy()[::-1, :1]}]
+    return lambda m, x: x * float(m.views[0]["w"].max())
+
+
+def numpy_view_around(m):
+    view = m.block[0].bias.detach().numpy()
+    return lambda m, x: x + float(view.sum())
+
+
+def memory_view(m):
+    m.view = memoryview(m.block[0].bias.detach().numpy())
+    return lambda m, x: x + m.view[0]
+
+
+def numpy_copy(m):
+    m.view = m.block[0].weight.detach().numpy().copy()
+    return lambda m, x: x * float(abs(m.view).mean())
+
+
+class Viewing(nn.Module):
+    def __init__(self, made):
+        super().__init__()
+        self.block = nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.ReLU())
+        self.rule = made(self)
+
+    def forward(self, x):
+        return self.rule(self, self.block(x))
+
+
+@pytest.mark.parametrize(
+    "made",
+    [numpy_view, numpy_view_in_a_list, numpy_view_around, memory_view],
+    ids=lambda f: f.__name__,
+)
+def test_weights_that_are_read_as_numpy_arrays_are_refused(made):
+    with pytest.raises(Hidden, match="in the memory of block.0.(weight|bias)"):
+        capture(Viewing(made))
+    capture(Viewing(numpy_copy))

@@ -23,6 +23,7 @@ from distseg.models.capture.hidden import check_left, picture
 from distseg.models.capture.reader import DIFFERENT, Reader
 from distseg.models.capture.rules import made
 from distseg.models.capture.trace import CanNotCapture, Hidden, Trace, alike, trace
+from distseg.models.capture.views import check_views
 from distseg.models.layers import on_meta
 from distseg.models.modified import known, modification_of
 from distseg.models.network import Network, flat_layers, inexact, is_flat, refusals, unbounded
@@ -172,6 +173,7 @@ def capture(model: nn.Module, in_channels: int | None = None) -> Network:
             f"{script} is TorchScript (torch.jit.script or trace), whose calls cannot be seen: "
             f"write it in plain PyTorch"
         )
+    check_views(model)
     with generators_kept():
         return _captured(model, in_channels)
 

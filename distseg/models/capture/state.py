@@ -247,10 +247,10 @@ def print_of(value: Any, loose: bool = False, known: frozenset[int] = frozenset(
         loose: as for :func:`picture_of`.
         known: ids of modules that have slots of their own; their contents are left out.
     """
-    return _Printer(loose, known)(value, _DEPTH)
+    return Printer(loose, known)(value, _DEPTH)
 
 
-class _Printer:
+class Printer:
     """Computation of one print, which follows containers and objects."""
 
     def __init__(self, loose: bool, known: frozenset[int]):

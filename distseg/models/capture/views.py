@@ -1,0 +1,75 @@
+"""Check that a module has no NumPy arrays, or other buffers, in the memory of its weights.
+
+An array made by ``weight.detach().numpy()`` follows the weight in training. A capture copies the
+module, and the copy of such an array keeps the numbers of that moment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+
+from distseg.models.capture.state import Printer, slots_of
+from distseg.models.capture.trace import Hidden
+
+_DEPTH = 12  # nesting of containers that is followed
+
+
+def check_views(model: nn.Module) -> None:
+    """Refuse a module whose forward pass may read its weights' memory as something else.
+
+    Raises:
+        Hidden: names the attribute or variable, the parameter or buffer, and the repair.
+    """
+    weights = {
+        (start := x.untyped_storage().data_ptr()): (start + x.untyped_storage().nbytes(), name)
+        for name, x in [*model.named_parameters(), *model.named_buffers()]
+        if x.device.type == "cpu" and x.numel()
+    }
+    known = frozenset(map(id, model.modules()))
+    for slot in slots_of(model) if weights else ():
+        search = _Search(known)
+        search(slot.value(), _DEPTH)
+        for low, high in search.spans:
+            for start, (stop, name) in weights.items():
+                if low < stop and start < high:
+                    raise Hidden(
+                        f"{slot} has numbers in the memory of {name}, such as a NumPy view of it, "
+                        "and no trace sees that training changes them: let the "
+                        f"forward pass read {name} itself"
+                    )
+
+
+class _Search(Printer):
+    """Search of a value for arrays and buffers; ``spans`` has their first and last addresses."""
+
+    def __init__(self, known: frozenset[int]):
+        super().__init__(False, known)
+        self.spans: list[tuple[int, int]] = []
+
+    def _tensor(self, x: Tensor) -> None:
+        return None
+
+    def _inside(self, x: Any, again: Callable[[Any], Hashable]) -> Hashable:
+        if isinstance(x, np.ndarray):
+            self.spans.append(_byte_bounds(x))
+            return None
+        return super()._inside(x, again)
+
+    def _object(self, x: Any, again: Callable[[Any], Hashable]) -> Hashable:
+        # Most objects are no buffers.
+        with suppress(Exception):
+            self.spans.append(_byte_bounds(np.asarray(memoryview(x))))
+        return super()._object(x, again)
+
+
+def _byte_bounds(x: np.ndarray) -> tuple[int, int]:
+    """Return the addresses of an array's first byte and behind its last byte."""
+    reach = [(n - 1) * stride for n, stride in zip(x.shape, x.strides)] if x.size else []
+    start = x.__array_interface__["data"][0]
+    low, high = sum(r for r in reach if r < 0), sum(r for r in reach if r > 0)
+    return start + low, start + high + (x.itemsize if x.size else 0)

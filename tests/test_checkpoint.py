@@ -25,8 +25,10 @@ from distseg.training.checkpoint.files import (
     read_manifest,
     read_run_manifest,
     share,
+    write_manifest,
 )  # fmt: skip
 from distseg.training.checkpoint.saving import Checkpoints, SilentCheckpoints, set_aside
+from distseg.training.checkpoint.tensors import write_tensors
 
 
 def trained(steps: int = 3, optim: str = "adamw", dtype=torch.float32, seed: int = 0):
@@ -595,3 +597,26 @@ def test_what_one_rank_read_all_hold(comm, shared_path):
         ]
     )
     assert all(one == every[0] for one in every) and len(every[0]) > 12
+
+
+def test_a_checksum_is_of_dtype_and_shape_too(tmp_path):
+    """The same bytes of another dtype or shape are another tensor."""
+    x = torch.arange(6, dtype=torch.int32)
+    forms = {
+        "whole": x,
+        "float": x.view(torch.float32),
+        "table": x.view(2, 3),
+        "other": x.view(3, 2),
+    }
+    sums = write_tensors(tmp_path / "x.safetensors", forms)
+    assert len({*sums.values()}) == len(forms)
+
+
+def test_a_manifest_whose_numbers_changed_is_refused(tmp_path):
+    known = {"format": "distseg checkpoint", "version": 2, "parts": 1, "step": 7}
+    write_manifest(tmp_path, known)
+    assert read_manifest(tmp_path)["step"] == 7
+    file = tmp_path / "manifest.json"
+    file.write_text(file.read_text().replace('"step": 7', '"step": 8'))
+    with pytest.raises(ValueError, match="its checksum is not that of its content"):
+        read_manifest(tmp_path)

@@ -127,6 +127,16 @@ def test_the_textbooks_formula(name, classes, more, formula):
         torch.testing.assert_close(gradient, wanted, rtol=1e-11, atol=1e-15)
 
 
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_images_of_one_pixel_have_the_rows_of_larger_images(smoothing):
+    """Labels of whole images are summed in one call, which must know all settings."""
+    loss = Loss(LossConfig(label_smoothing=smoothing), 4)
+    torch.manual_seed(0)
+    logits, labels = torch.randn(5, 4, 1, 1), torch.tensor([0, 3, 255, 1, 2]).view(5, 1, 1)
+    twice = loss.rows(logits.expand(5, 4, 1, 2), labels.expand(5, 1, 2))
+    assert torch.allclose(2 * loss.rows(logits, labels), twice)
+
+
 def test_focal_with_gamma_0_is_cross_entropy():
     z, y = maps(3)
     assert value(LossConfig("focal", gamma=0.0), z, y).item() == pytest.approx(

@@ -652,7 +652,7 @@ TABLE = {
     "a function that leaves": (["models", "nets:leaves"], "cannot be built: SystemExit: 0"),
     "a function of nothing": (
         ["models", "nets:none"],
-        "'nets:none' returns a value of type NoneType, but it is to return a torch.nn.Module",
+        "'nets:none' returns a value of type NoneType, but it must return a torch.nn.Module",
     ),
     "a network of dicts": (
         ["models", "nets:dict_"],
@@ -901,7 +901,7 @@ TABLE = {
     ),
     "an overlay of a store": (
         ["plot", "overlay", "other.h5", "--store", "store.h5"],
-        "other.h5 is no prediction .*: give the NAME.h5 that 'distseg predict' wrote",
+        "other.h5 is not a prediction .*: give the NAME.h5 that 'distseg predict' wrote",
     ),
     "one picture of two": (
         ["plot", "overlay", "store.h5", "other.h5", "--output", "new.png"],

@@ -39,7 +39,7 @@ def test_lines_that_keep_the_rules(line, nodes, tasks):
     "line, told",
     [
         ("srun -n2 a.out", "a jsrun line starts with jsrun, got 'srun'"),
-        ("jsrun -n2 -q a.out", "jsrun option '-q' is not known here"),
+        ("jsrun -n2 -q a.out", "jsrun option '-q' is unknown"),
         ("jsrun -n two a.out", "jsrun --nrs is 'two': it takes a whole number from 1 on"),
         ("jsrun -n 0 a.out", "jsrun --nrs is '0': it takes a whole number from 1 on"),
         ("jsrun -g -1 a.out", "jsrun --gpu_per_rs is '-1': it takes a whole number from 0 on"),

@@ -485,7 +485,7 @@ def test_the_command_line_trains_evaluates_and_predicts(tmp_path, refused, monke
         (
             "test_patch_heads:Drawing",
             [],
-            "patchgd.head test_patch_heads:Drawing draws random numbers of its own, other ones on each rank: use nn.Dropout",
+            "patchgd.head test_patch_heads:Drawing draws random numbers, which differ between ranks: use nn.Dropout",
         ),
         (
             "test_patch_heads:GridHead",

@@ -212,12 +212,12 @@ def test_a_site_of_your_own(capsys, folder):
     [
         ("", "holds no fields"),
         ("- a", "holds no fields"),
-        ("gpu: 4", "a field 'gpu', which there is not: choose of name, system, gpus"),
+        ("gpu: 4", "a field 'gpu', which is unknown: choose from name, system, gpus"),
         ("gpus: four", "gpus is a whole number from 0 on, got 'four'"),
         ("cores: 0", "cores is a whole number from 1 on, got 0"),
         ("options: --exclusive", "options is a list of texts"),
         ("environment: [A]", "environment is a variable a line"),
-        ("launcher: [srun]", "launcher is a text"),
+        ("launcher: [srun]", "launcher is text"),
         ("a: [", "cannot be read"),
         ("a: !!python/object/apply:os.system [touch harm]", "cannot be read"),
     ],
@@ -393,7 +393,7 @@ MESH = "a mesh of 2 samples x (2x2) tiles x 1 stages needs 8 processes"
         ),
         (
             [*PERLMUTTER, "--account", "a\ntouch harm"],
-            "account is 'a\\ntouch harm': what stands in a line of a script has no line break",
+            "account is 'a\\ntouch harm': a value in a line of a script cannot have a line break",
         ),
         (
             [*PERLMUTTER, "--name", "a b"],

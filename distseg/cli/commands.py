@@ -238,8 +238,8 @@ def run_predict(
         network = network_identity(checkpoint, manifest, _deciding(config))
         if nodata is not None and not images:
             raise ValueError(
-                f"--nodata is {nodata}, but a store knows its own: give it with --images, or "
-                "leave it out"
+                f"--nodata is {nodata}, but a store has its own value: use --nodata with --images "
+                f"only"
             )
         if images:
             missing = None if nodata is None else parse(nodata)
@@ -256,8 +256,9 @@ def run_predict(
                     if sum(Path(other).stem == Path(path).stem for other in images) > 1
                 )
                 raise ValueError(
-                    f"results are named after images, and {twice} is not the only "
-                    f"{Path(twice).stem}: predict images of one name into different --output"
+                    f"results are named after images, but several images are named "
+                    f"{Path(twice).stem}, such as {twice}: predict them into different --output "
+                    f"folders"
                 )
         else:
             store = Store(config.data.store, _constants(manifest), config.data.shrink)
@@ -275,7 +276,7 @@ def run_predict(
                 if settings.heat:
                     raise ValueError(
                         "predict.heat is True, but it draws where an answer for a whole image "
-                        "comes from, and this network makes a map: leave it out"
+                        "comes from, but this network makes a map: leave it out"
                     )
                 are_there(files(source), "")
             elif settings.heat and len(source.size) != 2:
@@ -383,7 +384,7 @@ def _overlay(path: str, store: Store, box: str | None, output: str) -> None:
     with hdf5.opened(path, "class map", "'distseg predict' writes them") as f:
         if "classes" not in f:
             raise ValueError(
-                f"{path} is no prediction (it has no classes): give the NAME.h5 that 'distseg "
+                f"{path} is not a prediction (it has no classes): give the NAME.h5 that 'distseg "
                 "predict' wrote"
             )
         classes = hdf5.dataset(f, "classes").open()

@@ -62,7 +62,7 @@ def export(
         )
     if patches and (others := [name for name in formats if name != "safetensors"]):
         raise ValueError(
-            f"{run} is a network of patches, of which every size of images has another number, "
+            f"{run} is a network of patches, whose number of patches depends on the image's size, "
             f"so it cannot be written as {others[0]}: export it to safetensors, or take "
             "distseg.load"
         )
@@ -166,8 +166,8 @@ def _program(
         ) from e
     if not torch.allclose(found, wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max())):
         raise ValueError(
-            "what torch.export makes of this network gives other logits on another size of "
-            "image: export its weights alone, --formats safetensors"
+            "the network that torch.export writes gives wrong logits for another image size: "
+            "export its weights alone, --formats safetensors"
         )
     return program
 

@@ -103,7 +103,7 @@ class PixelLoss(Criterion):
         ):
             raise ValueError(
                 f"the function of PixelLoss returns {tuple(found.shape)} for logits "
-                f"{tuple(logits.shape)} and a target {tuple(sample.shape)}, but it is to return "
+                f"{tuple(logits.shape)} and a target {tuple(sample.shape)}, but it must return "
                 'one value for each pixel: leave the reduction out (reduction="none")'
             )
         self._compare(self._tried(logits, sample), found, "draws random numbers")
@@ -188,7 +188,7 @@ class SumLoss(Criterion):
             if whole.dim() != 2 or len(whole) != len(logits):
                 raise ValueError(
                     f"the function of SumLoss returns {tuple(whole.shape)} for {len(logits)} "
-                    "images, but it is to return (images, sums)"
+                    "images, but it must return (images, sums)"
                 )
             self.sums = whole.shape[1]
             self._compare(self.function(logits[:1], sample[:1]), whole[:1], "each image alone")

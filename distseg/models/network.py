@@ -92,7 +92,7 @@ class Network(nn.Module):
             self.reads[name] = sources
             before = name
         if unknown := [name for name in reads if name not in layers]:
-            raise ValueError(f"reads names {unknown[0]!r}, which is none of the layers")
+            raise ValueError(f"reads names {unknown[0]!r}, which is not among the layers")
 
     def _put(self, name: str, layer: nn.Module) -> None:
         """Add a layer at its path; plain modules hold the levels in between.

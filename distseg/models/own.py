@@ -121,8 +121,8 @@ def built(
         model = builder(**arguments)
     if not isinstance(model, nn.Module):
         raise ValueError(
-            f"model {name!r} returns a value of type {type(model).__name__}, but it is to return a "
-            "torch.nn.Module, such as an nn.Sequential"
+            f"model {name!r} returns a value of type {type(model).__name__}, but it must return a "
+            f"torch.nn.Module, such as an nn.Sequential"
         )
     if (script := scripted(model)) is not None:
         raise ValueError(

@@ -102,7 +102,7 @@ def _check_call(head: nn.Module, name: str, z: Tensor, outputs: int) -> None:
             ) from e
         if not torch.equal(before, torch.get_rng_state()):
             raise ValueError(
-                f"patchgd.head {name} draws random numbers of its own, other ones on each rank: "
+                f"patchgd.head {name} draws random numbers, which differ between ranks: "
                 "use nn.Dropout or nn.Dropout2d layers"
             )
     wanted = (len(z), outputs)
@@ -152,7 +152,7 @@ def _own_head(name: str, features: int, outputs: int, grid: Sequence[int]) -> nn
     if not isinstance(head, nn.Module):
         raise ValueError(
             f"patchgd.head {name!r} returns a value of type {type(head).__name__}, "
-            "but it is to return a torch.nn.Module"
+            "but it must return a torch.nn.Module"
         )
     return head
 

@@ -91,9 +91,7 @@ def _option(word: str, words) -> tuple[str | None, str | None]:
         return (name, value) if name in _FLAGS.values() else (None, value)
     letter, value = word[1:2], word[2:]
     if letter not in _FLAGS and letter not in _TAKE_A_VALUE:
-        raise ValueError(
-            f"jsrun option {word!r} is not known here: write it long, as --option=value"
-        )
+        raise ValueError(f"jsrun option {word!r} is unknown: write it long, as --option=value")
     value = value or next(words, None)
     return _FLAGS.get(letter), value
 

@@ -57,7 +57,7 @@ def _refuse_line_breaks(words: dict[str, object]) -> None:
         value = words[name]
         if "\n" in "".join(map(str, value if isinstance(value, tuple) else (value,))):
             raise ValueError(
-                f"{name} is {value!r}: what stands in a line of a script has no line break"
+                f"{name} is {value!r}: a value in a line of a script cannot have a line break"
             )
 
 

@@ -146,12 +146,12 @@ def _read(path: Path) -> Site:
     known = [f.name for f in fields(Site)]
     if not isinstance(found, dict):
         raise ValueError(
-            f"site {path} holds no fields: write one a line, such as gpus: 4; there are "
+            f"site {path} holds no fields: write one per line, such as gpus: 4; the fields are "
             f"{', '.join(known)}"
         )
     if strange := [key for key in found if key not in known]:
         raise ValueError(
-            f"site {path} has a field {strange[0]!r}, which there is not: choose of "
+            f"site {path} has a field {strange[0]!r}, which is unknown: choose from "
             f"{', '.join(known)}"
         )
     values = {
@@ -194,5 +194,5 @@ def _checked(path: Path, key: str, value):
             )
         return {str(k): str(v) for k, v in value.items()}
     if not isinstance(value, str):
-        raise ValueError(f"site {path}: {key} is a text, got {reprlib.repr(value)}")
+        raise ValueError(f"site {path}: {key} is text, got {reprlib.repr(value)}")
     return value

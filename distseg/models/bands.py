@@ -72,7 +72,7 @@ def record_like(model: nn.Module, other: nn.Module) -> nn.Module:
 
 def is_recorded(model: nn.Module) -> bool:
     """Return True if the number of bands was recorded or found by trial, and is no guess."""
-    return _settled(model).bands is not None
+    return _recorded_images(model).bands is not None
 
 
 def bands_of(model: nn.Module) -> int:
@@ -83,7 +83,7 @@ def bands_of(model: nn.Module) -> int:
     Raises:
         ValueError: no number is recorded, none fits, and the network has no convolution.
     """
-    found = _settled(model)
+    found = _recorded_images(model)
     return found.bands or next(iter((*found.guesses, first_convolution(model).in_channels)))
 
 
@@ -96,7 +96,7 @@ def dims_of(model: nn.Module) -> int:
     options = _dims(model)
     if len(options) == 1:
         return options[0]
-    return _settled(model).dims or len(first_convolution(model).kernel_size)
+    return _recorded_images(model).dims or len(first_convolution(model).kernel_size)
 
 
 def first_convolution(model: nn.Module) -> nn.Module:
@@ -139,7 +139,7 @@ def answer_of(model: nn.Module, size: Sequence[int] | None = None) -> tuple[int,
     """
     if size is None and model in _answers:
         return _answers[model]
-    found = _settled(model)
+    found = _recorded_images(model)
     made = found.answer if size is None else None
     if made is None:
         with suppress(Exception):
@@ -163,7 +163,7 @@ def fitting(model: nn.Module) -> Images | None:
     return _searched(model, _likely(model), _dims(model))
 
 
-def _settled(model: nn.Module) -> Images:
+def _recorded_images(model: nn.Module) -> Images:
     """Return the facts about a network's images; missing facts are found by trial."""
     known = _known.get(model, _NOTHING)
     dims = _dims(model)

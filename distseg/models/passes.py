@@ -88,7 +88,7 @@ def is_library(path: str) -> bool:
     return path.startswith(("<", *_NUMPY)) or standard
 
 
-def last_line_of(passed: Callable[[], Any]) -> str | None:
+def last_line_of(run_pass: Callable[[], Any]) -> str | None:
     """Return the last line of user code that a forward pass reaches: its outermost ``return``.
 
     Returns None if the pass runs no user code. Errors of the pass are ignored.
@@ -106,7 +106,7 @@ def last_line_of(passed: Callable[[], Any]) -> str | None:
     sys.settrace(look)
     try:
         with suppress(Exception):
-            passed()
+            run_pass()
     finally:
         sys.settrace(before)
     return shown(*last[0]) if last else None

@@ -80,10 +80,10 @@ class _OfPatches:
         size = tuple(source.size)
         features = self.predictor.features(source)
         self.network.head.eval()
-        (slopes,) = _slopes(
+        (gradients,) = _logit_gradients(
             [features], lambda features: self.predictor.filler.logits([features], [size])
         )
-        heat = self.network.block((features @ slopes.mean(0))[None, :, None], size)[:, 0].relu()
+        heat = self.network.block((features @ gradients.mean(0))[None, :, None], size)[:, 0].relu()
         spread = Spread(heat.shape[1:], mode="bilinear", align_corners=False)
         for rows in strips(Box.whole(size), _STRIP):
             places = [range(a, b) for a, b in zip(rows.start, rows.stop)]
@@ -141,12 +141,14 @@ class _OfPooled:
 
         size = tuple(source.size)
         cells = Layout(self.graph, size, [(0, n) for n in size], "all").sizes[self.number]
-        slopes = torch.zeros(self.channels)
-        for name, slope in zip(self.pools, _slopes([found[name] for name in self.pools], answer)):
-            slopes = slopes + slope.view(self.channels, -1).sum(1) * (
+        gradients = torch.zeros(self.channels)
+        for name, gradient in zip(
+            self.pools, _logit_gradients([found[name] for name in self.pools], answer)
+        ):
+            gradients = gradients + gradient.view(self.channels, -1).sum(1) * (
                 math.prod(cells) if self.network.get_submodule(name).total else 1
             )
-        for box, heat in self._predictor(self._drawing(slopes, size, cells))(source):
+        for box, heat in self._predictor(self._drawing(gradients, size, cells))(source):
             yield box, heat[0]
 
     def _vector(self, predictor: Predictor, source: ImageSource) -> Tensor:
@@ -154,16 +156,16 @@ class _OfPooled:
             found = vector
         return torch.from_numpy(found)[None].to(next(self.network.parameters()).dtype)
 
-    def _drawing(self, slopes: Tensor, size: tuple[int, ...], cells: tuple[int, ...]) -> Network:
+    def _drawing(self, gradients: Tensor, size: tuple[int, ...], cells: tuple[int, ...]) -> Network:
         """Return a network whose output for an image of this size is the image's heat.
 
         Args:
-            slopes: the weight of each channel.
+            gradients: the weight of each channel.
             size: the size of the image in pixels.
             cells: the size of the feature map.
         """
         weigh = nn.Conv2d(self.channels, 1, 1, bias=False)
-        weigh.weight.data = slopes.view(1, -1, 1, 1)
+        weigh.weight.data = gradients.view(1, -1, 1, 1)
         if self.graph.sized:  # the cells of the feature map divide the image evenly
             to_image = ResizeTo([Follow()] * len(size), "bilinear", False)
             return self._up_to(
@@ -241,7 +243,7 @@ class _OfPooled:
 
 
 @torch.enable_grad()
-def _slopes(given: Sequence[Tensor], answer: Callable[..., Tensor]) -> tuple[Tensor, ...]:
+def _logit_gradients(given: Sequence[Tensor], answer: Callable[..., Tensor]) -> tuple[Tensor, ...]:
     """Return the gradient of the likeliest class's logit in each of ``given``.
 
     With a single logit it is the gradient towards the class that the logit's sign says.

@@ -321,10 +321,10 @@ class PatchEngine(ParameterUpdate):
     def _features(self, x: Tensor, keys: Sequence[int]) -> Tensor:
         """Return the features of patches, (n, s)."""
         made = self.filler.features(x, keys)
-        self._passed()
+        self._update_statistics()
         return made
 
-    def _passed(self) -> None:
+    def _update_statistics(self) -> None:
         """Update the running statistics if they move with each forward pass.
 
         Collective over the sample groups.
@@ -401,14 +401,14 @@ class PatchEngine(ParameterUpdate):
         Each image counts on one rank of the tile group.
         """
         logits = self.filler.logits(block, images.sizes, images.numbers)
-        self._passed()
+        self._update_statistics()
         labels = images.labels.to(self.device)
         found = self.loss.rows(logits[..., None], labels[:, None])
-        return self._settled(
+        return self._loss_and_backward(
             images, list(range(len(block))), found, counts=self.mesh.tiles.rank == 0
         )
 
-    def _settled(
+    def _loss_and_backward(
         self,
         images: Patches,
         those: list[int],

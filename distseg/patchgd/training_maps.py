@@ -130,7 +130,9 @@ class MapEngine(PatchEngine):
                 leaves[0], torch.stack([given[i][p] for i, p in mine]), dict(zip(skips, leaves[1:]))
             )
         rows = self.loss.rows(logits, self._labels(images, pairs))
-        loss = self._settled(images, [i for i, _ in mine], rows, besides=self._besides(pairs))
+        loss = self._loss_and_backward(
+            images, [i for i, _ in mine], rows, besides=self._besides(pairs)
+        )
         if self._answers is not None:
             put(self._answers, pairs, self._sums(rows, pairs))
         of_correction = [torch.zeros_like(x) if x.grad is None else x.grad for x in given]

@@ -223,12 +223,12 @@ def _captured(model: nn.Module, in_channels: int | None) -> Network:
         )
 
     @cache
-    def passed(size: tuple[int, ...]) -> Trace:
+    def traced(size: tuple[int, ...]) -> Trace:
         """Return a trace of an image of this size, without a change to random generators."""
         with generators_kept():
             return trace(empty, channels, size)
 
-    read = partial(Reader, rule=made, source=passed)
+    read = partial(Reader, rule=made, source=traced)
     look(sizes[0], 2)
     numbers = numbers_by_type({WIDE: whole, **_in_other_types(model, channels, sizes[0])})
     whole = with_numbers(whole, numbers)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from distseg.models.capture.hidden import check_left, equal, passed, picture
+from distseg.models.capture.hidden import check_left, equal, picture, run_pass
 from distseg.models.capture.trace import DRAWS, CanNotCapture, Hidden
 from distseg.models.capture.wide import call_wide, unnarrowed
 from distseg.models.layers import copied_with
@@ -132,7 +132,7 @@ def _evaluated(model: nn.Module, copied: nn.Module, image: Tensor) -> Any:
         TooSmall: the pass fails.
     """
     before = picture(copied.eval())
-    last, *others = (partial(_passed, image * scale) for scale in (1.0, 0.5, 2.0))
+    last, *others = (partial(_result, image * scale) for scale in (1.0, 0.5, 2.0))
     try:
         made = last(copied)
     except Hidden as e:
@@ -153,13 +153,13 @@ def _evaluated(model: nn.Module, copied: nn.Module, image: Tensor) -> Any:
     return made
 
 
-def _passed(image: Tensor, module: nn.Module) -> Any:
+def _result(image: Tensor, module: nn.Module) -> Any:
     """Return the result of a module in float64.
 
-    :func:`distseg.models.capture.hidden.passed` lists the errors.
+    :func:`distseg.models.capture.hidden.run_pass` lists the errors.
     """
     with _Wide(module.training):
-        return passed(image, module)
+        return run_pass(image, module)
 
 
 def _check_mode(copied: nn.Module, network: Network, image: Tensor, wanted: Any = None) -> None:
@@ -168,7 +168,7 @@ def _check_mode(copied: nn.Module, network: Network, image: Tensor, wanted: Any 
     Args:
         wanted: the module's result, if it is known.
     """
-    wanted, found = _passed(image, copied) if wanted is None else wanted, _passed(image, network)
+    wanted, found = _result(image, copied) if wanted is None else wanted, _result(image, network)
     same = (
         isinstance(wanted, Tensor)
         and wanted.shape[:2] == found.shape[:2]
@@ -180,7 +180,7 @@ def _check_mode(copied: nn.Module, network: Network, image: Tensor, wanted: Any 
         bits = torch.randint(-1, 2, image.shape, generator=torch.Generator().manual_seed(1)).to(
             image
         )
-        moved = _passed(image * (1 + bits * torch.finfo(image.dtype).eps), copied)
+        moved = _result(image * (1 + bits * torch.finfo(image.dtype).eps), copied)
         rounding = float((moved - wanted).abs().max() / wanted.abs().max())
         if _close(wanted.view_as(found), found, _TIMES * rounding):
             return

@@ -122,9 +122,9 @@ def check_left(
     raise Hidden(_message((kept or changed)[0], made(), last))
 
 
-def _message(slot: Slot, model: nn.Module, passed: Pass) -> str:
+def _message(slot: Slot, model: nn.Module, run_pass: Pass) -> str:
     """Return the error message about a slot that a pass changes, given a copy of the module."""
-    line = _line_that_changes(slot.slot_in(model), model, passed)
+    line = _line_that_changes(slot.slot_in(model), model, run_pass)
     where = f" ({line})" if line else ""
     if is_generator(slot):
         return (
@@ -134,7 +134,7 @@ def _message(slot: Slot, model: nn.Module, passed: Pass) -> str:
     return f"the forward pass changes {slot}{where}: {KEEP_NOTHING}"
 
 
-def _line_that_changes(slot: Slot, model: nn.Module, passed: Pass) -> str | None:
+def _line_that_changes(slot: Slot, model: nn.Module, run_pass: Pass) -> str | None:
     """Return the line of user code that changes the value in a slot; None if no line does."""
     found: list[str | None] = []
     begun, last = print_of(slot.value()), None
@@ -152,7 +152,7 @@ def _line_that_changes(slot: Slot, model: nn.Module, passed: Pass) -> str | None
     sys.settrace(look)
     try:
         with suppress(Exception):
-            passed(model)
+            run_pass(model)
     finally:
         sys.settrace(before)
     if found:
@@ -287,7 +287,7 @@ def _is_apart(model: nn.Module, size: Sequence[int]) -> bool:
     """Return True if the first image's result is the same in any batch."""
     images, others = _noise(model, size, 0), _noise(model, size, 1)
     alone, *beside = (
-        passed(x, model)[:1] for x in (images[:1], images, torch.cat((images[:1], others)))
+        run_pass(x, model)[:1] for x in (images[:1], images, torch.cat((images[:1], others)))
     )
     return all(
         alone.shape == y.shape
@@ -325,7 +325,7 @@ def _check_mode(model: nn.Module, size: Sequence[int], training: bool, images: i
         return guarded(copy.deepcopy(model).train(training), images)
 
     *others, last = (
-        partial(passed, _noise(model, size, number, images), draws=DRAWS_WHOLE)
+        partial(run_pass, _noise(model, size, number, images), draws=DRAWS_WHOLE)
         for number in range(3)
     )
     probe = made()
@@ -357,7 +357,7 @@ def _noise(model: nn.Module, size: Sequence[int], number: int, images: int = 2) 
     return torch.randn(images, channels, *size, generator=generator).to(like)
 
 
-def passed(image: Tensor, model: nn.Module, draws: str = DRAWS) -> Any:
+def run_pass(image: Tensor, model: nn.Module, draws: str = DRAWS) -> Any:
     """Return the result of a module's pass over an image.
 
     Args:

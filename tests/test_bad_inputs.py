@@ -759,7 +759,7 @@ TABLE = {
     ),
     "another ignore value than the store's": (
         [*TRAIN, "--loss.ignore_index", "3"],
-        "loss.ignore_index is 3, but the labels of store.h5 have 255 where nothing counts: .*prepare the store with --ignore 3",
+        "loss.ignore_index is 3, but the labels of store.h5 mark pixels that do not count with 255: .*prepare the store with --ignore 3",
     ),
     "other bands than the store's": (
         [*TRAIN, "--model.in_channels", "5"],

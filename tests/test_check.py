@@ -268,7 +268,7 @@ def test_the_stores_ignore_value_holds_unless_another_is_set():
     assert with_store(LossConfig(ignore_index=7), store).ignore_index == 7
     with pytest.raises(
         ValueError,
-        match="loss.ignore_index is 3, but the labels of a.h5 have 7 where nothing counts: leave loss.ignore_index out, or prepare the store with --ignore 3",
+        match="loss.ignore_index is 3, but the labels of a.h5 mark pixels that do not count with 7: leave loss.ignore_index out, or prepare the store with --ignore 3",
     ):
         with_store(LossConfig(ignore_index=3), store)
 

@@ -591,7 +591,7 @@ def test_folders_and_tables_of_labels(tmp_path, capsys):
         (
             tmp_path / "one",
             ["folders"],
-            "all 6 images of .* have the label 'a', and one class is nothing to learn",
+            "all 6 images of .* have the label 'a', but a single class gives nothing to learn",
         ),
         (tmp_path / "flat", [str(table)], "labels.csv is not in UTF-8"),
     ]:
@@ -643,7 +643,7 @@ def whole_heat(heat, source) -> np.ndarray:
         ("mixed", lambda m: m.coarse),
     ],
 )
-@pytest.mark.parametrize("settings", [{}, {"tile": Size("64x64")}, {"room": 3e5}])
+@pytest.mark.parametrize("settings", [{}, {"tile": Size("64x64")}, {"budget": 3e5}])
 def test_heat_in_tiles_is_grad_cam_of_the_eager_module(name, pooled, settings):
     """By hooks on the module, of the whole image; of sizes that are no multiples of cells the last ones go on to the border."""
     torch.manual_seed(0)

@@ -4,15 +4,16 @@ A tile's own part of the output counts with the weights G there, so the serial g
 distributed ones are added up over ranks.
 """
 
+import copy
 import re
 from itertools import product
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+import distseg
 from distseg.comm.mesh import Mesh
 from distseg.config.settings import Config, MeshConfig, ModelConfig, SpatialConfig
 from distseg.config.sizes import Size
@@ -403,24 +404,30 @@ def test_a_user_s_own_model_as_the_documentation_says(comm, norm):
 
 
 @pytest.mark.parallel([1, 2])
-def test_the_snippet_of_the_page_trains_with_the_serial_gradient(comm):
-    """Run on random weights that all ranks share; the gradient is held against the plain module."""
-    text = (Path(__file__).parents[1] / "docs" / "exchange.md").read_text()
-    snippet = re.search(r"```python\n(.*?)```", text, re.DOTALL)[1]
-    torch.manual_seed(0)
-    names = {}
-    exec(snippet.replace("torch.rand(1, 3,", "torch.ones(1, 3,"), names)
+def test_a_program_of_ones_own_trains_with_the_serial_gradient(comm):
+    """A module, an exchange and the sum of gradients put together by hand, against the module alone."""
+    image = 60, 48
     torch.manual_seed(0)
     plain = nn.Sequential(
         nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.GELU(), nn.Conv2d(8, 2, 1)
     )
-    logits = plain(torch.ones(1, 3, *names["image"]))
-    nn.functional.cross_entropy(
-        logits, torch.zeros(1, *names["image"], dtype=torch.long)
-    ).backward()
-    for p, q in zip(names["module"].parameters(), plain.parameters()):
-        assert torch.allclose(p.grad, q.grad, atol=1e-5)
-    assert torch.allclose(names["module"][1].running_mean, plain[1].running_mean, atol=1e-6)
+    module = copy.deepcopy(plain)
+    network = distseg.capture(module)
+    reach = receptive_field(network)
+    exchange = Exchange(graph_of(network), reach.stride, comm, grid=(1, comm.size), every="1")
+    tiled = parallelize(network, reach, Context(norm_comm=comm, batch_comm=comm), exchange)
+    box = tiles(image, (1, comm.size), reach.stride)[comm.rank]
+    place = TilePlacement(image, tile=box, window=box, images=(0,), samples=(0,))
+    (logits,) = tiled([torch.ones(1, 3, *box.size)], [place])
+    target = torch.zeros(1, *image, dtype=torch.long)
+    part = target[(..., *box.slices)]
+    (nn.functional.cross_entropy(logits, part, reduction="sum") / target.numel()).backward()
+    tiled.commit_statistics()
+    nn.functional.cross_entropy(plain(torch.ones(1, 3, *image)), target).backward()
+    for p, q in zip(module.parameters(), plain.parameters()):
+        gradient = torch.from_numpy(comm.allreduce(p.grad.numpy()))
+        assert torch.allclose(gradient, q.grad, atol=1e-5)
+    assert torch.allclose(module[1].running_mean, plain[1].running_mean, atol=1e-6)
 
 
 def test_statistics_that_were_not_taken_over_are_told():

@@ -1,6 +1,6 @@
 """Communicator over torch.distributed with gloo (:class:`distseg.comm.communicator.Communicator`).
 
-Gloo tells that a message is complete only to a thread that waits for it: without one,
+Gloo marks a message as complete only while a thread waits for it. Without a waiting thread
 ``is_completed()`` stays False, and a wait with a time limit breaks the connection. So a thread
 waits for each message under way, asleep and without Python's lock, and its request can be tested.
 Collectives run in gloo's own threads and need no other.

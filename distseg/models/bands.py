@@ -191,7 +191,7 @@ def _searched(model: nn.Module, bands: Sequence[int], dims: Sequence[int]) -> Im
 
 
 def _tried(shadow: nn.Module, bands: int, size: Sequence[int]) -> tuple[int, ...] | None:
-    """Return the shape of an outline's result for one image, or None if it is no tensor."""
+    """Return the shape of the result for one image, or None if the result is not a tensor."""
     dtype = next((p.dtype for p in shadow.parameters() if p.is_floating_point()), torch.float32)
     with skip_store({}), eager(), OnMeta():
         made = shadow(torch.empty(1, bands, *size, device="meta", dtype=dtype))

@@ -180,7 +180,7 @@ def output_passes(plan: StagePlan, back: bool | None = None) -> Iterator[Operati
     """Yield the operations of the network's last segment, on the rank that runs it.
 
     Args:
-        back: True to run backward passes too; by default as ``work.back`` says.
+        back: True to run backward passes too; by default the value of ``plan.back``.
     """
     back = plan.back if back is None else back
     for segment in filter(plan.is_last, plan.mine):

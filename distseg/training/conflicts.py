@@ -450,7 +450,7 @@ def notes(config: Config, model: nn.Module) -> list[str]:
 
 
 def patch_notes(config: PatchConfig, model: nn.Module) -> list[str]:
-    """Return notes on settings of PatchGD as :func:`notes` does on those of exact training."""
+    """Return notes on settings of PatchGD whose effect differs with this model, a sentence each."""
     found = [
         f"{setting} is without effect: the model has no batch norm"
         for setting, is_set in (

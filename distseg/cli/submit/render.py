@@ -164,7 +164,7 @@ def _words(job: Job) -> dict[str, object]:
 
 
 def _cases(job: Job) -> str:
-    """Return the shell code that selects the flags of an entry of the array."""
+    """Return the shell code that selects the flags of one job of the array."""
     cases = [
         f"    {index}) ENTRY_FLAGS=({shlex.join(flags)}) ;;"
         for index, flags in enumerate(job.entries, job.system.first)

@@ -133,7 +133,7 @@ def _numbers(reader: Reader, x: Any) -> Sizes | None:
 
 
 def _vector(reader: Reader, numbers: Sizes, like: Value) -> Value | None:
-    """Return a vector of the number, with the rank of ``like``; None if no rule gives it."""
+    """Return the number as a vector with the rank of ``like``; None if no rule gives the number."""
     batch = next((d for d, axis in enumerate(like.axes) if axis.batch), 0)
     axes = tuple(Axis(d == batch) for d in range(like.rank))
     if like.axes[batch].mixed:

@@ -100,7 +100,7 @@ def _alone(axes: Axes, dims: Sequence[int]) -> Axes:
 
 
 def formed(reader: Reader, vector: Value, part: int = 0) -> Value:
-    """Return a vector with the axes of the call's result."""
+    """Reshape a vector to the axes of the call's result."""
     axes = reader.made(vector, part)
     made = replace(vector, axes=axes)
     if not made.vector or _lengths(axes) != _lengths(vector.axes):

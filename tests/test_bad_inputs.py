@@ -267,9 +267,9 @@ TABLE = {
     ),
     "a list for a config": (
         file("list.yaml"),
-        "list.yaml, line 1: here is no section: write NAME: VALUE",
+        "list.yaml, line 1: a section is missing here: write NAME: VALUE",
     ),
-    "words for a config": (file("text.yaml"), "text.yaml, line 1: here is no section"),
+    "words for a config": (file("text.yaml"), "text.yaml, line 1: a section is missing here"),
     "a tab": (file("tab.yaml"), "tab.yaml, line 2: this is not YAML .*cannot start any token"),
     "a bracket left open": (file("open.yaml"), "open.yaml, line 2: this is not YAML"),
     "two documents": (file("two.yaml"), "two.yaml, line 2: this is not YAML .*single document"),
@@ -283,7 +283,7 @@ TABLE = {
     ),
     "a section misspelt": (
         file("section.yaml"),
-        "section.yaml, line 1: 'modle' is no section: did you mean model[?]",
+        "section.yaml, line 1: 'modle' is not a section: did you mean model[?]",
     ),
     "a field misspelt": (
         file("field.yaml"),
@@ -307,7 +307,7 @@ TABLE = {
     ),
     "a number for a section": (
         file("number-for-section.yaml"),
-        "number-for-section.yaml, line 1: here is no field of model",
+        "number-for-section.yaml, line 1: a field of model is missing here",
     ),
     "a tag that would run": (
         file("tag.yaml"),
@@ -317,7 +317,7 @@ TABLE = {
         file("class.yaml"),
         "class.yaml, line 2: 'model.class_path' is not a setting: choose name, args, pad, depth",
     ),
-    "a billion laughs": (file("laughs.yaml"), "laughs.yaml, line 1: 'l0' is no section"),
+    "a billion laughs": (file("laughs.yaml"), "laughs.yaml, line 1: 'l0' is not a section"),
     "a section that holds itself": (
         file("itself.yaml"),
         "itself.yaml, line 2: model.depth holds fields",
@@ -438,7 +438,7 @@ TABLE = {
     # verify
     "a mesh that the ranks do not fill": (
         verify(mesh__tiles="1x2"),
-        r"needs 2 ranks, but 1 is running: launch 2 \(mpirun -n 2 ...\)",
+        r"needs 2 ranks, but 1 is running: launch 2 \(mpirun -n 2 ...",
     ),
     "a grid too fine": (
         verify(spatial__tiles_per_rank="9x2"),

@@ -245,7 +245,7 @@ def test_stages_that_would_share_a_weight_are_refused():
     assert Partition.from_balance(calls, [1, 4]).stages == 2
     with pytest.raises(
         ValueError,
-        match="layers 1 and 3 share a weight, but lie in the stages 0 and 1, each of which would keep its own: set pipeline.balance",
+        match="layers 1 and 3 share a weight, but lie in the stages 0 and 1, which would train separate copies: set pipeline.balance",
     ):
         Partition.from_balance(calls, [2, 3])
 

@@ -223,7 +223,7 @@ def test_what_would_be_lost_or_wrong_is_refused_before_anything_is_computed(
             "a/scene.npy",
             output="a",
         )
-        refused("a/scene.npy is not the only scene", "a/scene.npy", "b/scene.npy")
+        refused("several images are named scene", "a/scene.npy", "b/scene.npy")
         refused(
             "bands.npy has 1 bands, but the network was trained on 2", "a/scene.npy", "bands.npy"
         )

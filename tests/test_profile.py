@@ -57,7 +57,7 @@ def test_files_and_table(comm, shared_path):
     if not found:
         return
     assert (
-        found.title == f"{MeshShape(1, mesh.tiles, 2)}, 1f1b, line"
+        found.title == f"{MeshShape(1, mesh.tiles, 2)}, 1f1b, linear"
         and found.details == "3 micro-batches, recompute always, cpu, fp32"
     )
     assert (shared_path / "profile" / "timeline.png").stat().st_size > 10_000
@@ -113,7 +113,7 @@ def test_gradients_of_weights_are_seen_by_micro_batch(comm, tmp_path):
     settings = replace(CONFIG, mesh=MeshConfig(stages=2), pipeline=PipelineConfig(schedule="zb-h1"))
     found = profile(settings, comm, Size("64x96"), steps=2, output=str(tmp_path))
     if found:
-        assert found.title.endswith(", zb-h1, line")
+        assert found.title.endswith(", zb-h1, linear")
         for stage in range(2):
             assert {s.name for s in found.spans if (s.kind, s.rank) == ("weight", stage)} == {
                 f"W{m},{stage}" for m in range(3)

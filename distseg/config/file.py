@@ -336,7 +336,7 @@ def _check_name(place: str, name: str, kind: type) -> None:
             suggestion(str(name), known, kind)
             or f": choose {', '.join(k.rpartition('.')[2] for k in known)}"
         )
-        raise ValueError(f"{place}: {_short(str(name))} is no {what}{others}")
+        raise ValueError(f"{place}: {_short(str(name))} is not a {what}{others}")
 
 
 def _value(node: yaml.Node, place: str, name: str) -> str:

@@ -392,7 +392,8 @@ def check_dims(model: nn.Module, size: Sequence[int]) -> None:
     if (dims := dims_of(model)) != len(size):
         raise ValueError(
             f"images have {len(size)} dims ({'x'.join(map(str, size))}), but the network takes "
-            f"images of {dims}: give images of as many dims, or take another network (model.name)"
+            f"images of {dims}: give images with this number of dims, or another network "
+            "(model.name)"
         )
 
 

@@ -32,13 +32,15 @@ from numpy.random import default_rng
 from test_exact import TOLERANCE, config
 from torch import nn
 
+from distseg.comm.alone import Alone
+from distseg.comm.launch import JointFailure
 from distseg.config.settings import ModelConfig
 from distseg.config.sizes import Size
 from distseg.layers.context import Context
 from distseg.layers.kernels import norm as compiled
 from distseg.models.capture.capture import as_network, capture
 from distseg.models.capture.hidden import check_apart, check_exact
-from distseg.models.capture.trace import Hidden
+from distseg.models.capture.trace import CanNotCapture, Hidden
 from distseg.models.network import is_followed, refusals
 from distseg.models.zoo import plain_model
 from distseg.runtime.parallelize import parallelize
@@ -965,3 +967,33 @@ def test_weights_that_are_read_as_numpy_arrays_are_refused(made):
     with pytest.raises(Hidden, match="in the memory of block.0.(weight|bias)"):
         capture(Viewing(made))
     capture(Viewing(numpy_copy))
+
+
+class Around(nn.Module):
+    """A block whose forward pass is a function around another block, or a method."""
+
+    def __init__(self, method: bool = False):
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 3, 3, padding=1), nn.Conv2d(3, 3, 1)
+        block = self.b
+        self.rule = self.by_method if method else lambda x: torch.tanh(block(x))
+
+    def by_method(self, x):
+        return torch.tanh(self.b(x))
+
+    def forward(self, x):
+        return self.rule(self.a(x))
+
+
+def around_network(method=False, in_channels=3, out_channels=3):
+    return Around(method)
+
+
+def test_functions_around_layers_are_named():
+    """A copy of the module would call the layers of the original."""
+    with pytest.raises(CanNotCapture, match="rule of the model is a function around b"):
+        capture(Around())
+    capture(Around(method=True))
+    plan = replace(config(), model=ModelConfig(f"{__name__}:around_network", in_channels=3))
+    with pytest.raises(JointFailure, match="is a function around b"):
+        verify(plan, Alone(), Size("9x8"))

@@ -114,7 +114,7 @@ class Run:
             check_labels(self.store, self.model, config.data.crop, config.loss)
             self.parameters = sum(p.numel() for p in self.model.parameters())
             self.channels = channels_of(self.model)
-            check_dims(self.model, self.image)
+            check_dims(self.model, first)
             for name, size in sizes.items():
                 check_size(self.model, size, f"a sample of {name}")
             batches = batches_of(set(sizes.values()), config.data.images)

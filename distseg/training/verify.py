@@ -37,6 +37,7 @@ from distseg.data.store.store import Store
 from distseg.layers.loss import of_numbers, parse
 from distseg.models.bands import channels_of
 from distseg.models.capture.capture import as_network
+from distseg.models.capture.views import check_copy
 from distseg.models.network import check_calls, check_size, of_image
 from distseg.models.weights import materialise
 from distseg.models.zoo import plain_model
@@ -194,7 +195,10 @@ def verify(
         config, plain, images = prepare(config, image)
         MeshShape(config.mesh.samples, config.mesh.tiles, config.mesh.stages).check(world.size)
         freeze(plain, config.optim)
-        initial, model = copy.deepcopy(plain) if world.rank == 0 else None, as_network(plain)
+        initial = copy.deepcopy(plain) if world.rank == 0 else None
+        if initial is not None:
+            check_copy(plain, initial)
+        model = as_network(plain)
         check_size(model, images.size)
         check_calls(model, images.size, config.data.images)
         if dump:

@@ -23,7 +23,7 @@ from distseg.models.capture.hidden import check_left, picture
 from distseg.models.capture.reader import DIFFERENT, Reader
 from distseg.models.capture.rules import made
 from distseg.models.capture.trace import CanNotCapture, Hidden, Trace, alike, trace
-from distseg.models.capture.views import check_views
+from distseg.models.capture.views import check_copy, check_views
 from distseg.models.layers import on_meta
 from distseg.models.modified import known, modification_of
 from distseg.models.network import Network, flat_layers, inexact, is_flat, refusals, unbounded
@@ -185,6 +185,7 @@ def _captured(model: nn.Module, in_channels: int | None) -> Network:
     except Exception as e:
         # A module's own __deepcopy__ may raise anything.
         raise CanNotCapture(f"it cannot be copied: {' '.join(str(e).split())[:300]}") from e
+    check_copy(model, empty)
     record_images(model, in_channels)
     try:
         dims = dims_of(model)

@@ -1,20 +1,21 @@
-"""Check that a module has no NumPy arrays, or other buffers, in the memory of its weights.
+"""Checks that a copy of a module computes by its own weights alone.
 
-An array made by ``weight.detach().numpy()`` follows the weight in training. A capture copies the
-module, and the copy of such an array keeps the numbers of that moment.
+A capture and the serial program copy the module. An array made by ``weight.detach().numpy()``
+follows the weight in training, but its copy keeps the numbers of that moment. A function that is
+stored in a module is not copied, so the copy would call layers of the original.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from contextlib import suppress
 from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
 
-from distseg.models.capture.state import Printer, slots_of
-from distseg.models.capture.trace import Hidden
+from distseg.models.capture.state import WHOLE, Printer, slots_of
+from distseg.models.capture.trace import CanNotCapture, Hidden
 
 _DEPTH = 12  # nesting of containers that is followed
 
@@ -42,6 +43,50 @@ def check_views(model: nn.Module) -> None:
                         "and no trace sees that training changes them: let the "
                         f"forward pass read {name} itself"
                     )
+
+
+def check_copy(model: nn.Module, copied: nn.Module) -> None:
+    """Refuse a module whose copy still calls layers of the original.
+
+    Args:
+        model: the original.
+        copied: its copy.
+
+    Raises:
+        CanNotCapture: names the function, the layer, and the repair.
+    """
+    names = {id(module): name or WHOLE for name, module in model.named_modules()}
+    names |= {id(x): name for name, x in [*model.named_parameters(), *model.named_buffers()]}
+    for slot in slots_of(copied):
+        if slot.field != "__dict__" or slot.name in ("train", "eval"):
+            continue  # A forward pass does not switch the mode.
+        search = _Origins(names)
+        search(slot.value(), _DEPTH)
+        if search.found:
+            raise CanNotCapture(
+                f"{slot} is a function around {search.found[0]}, so a copy of the network would "
+                "call the layers of the original: make it a method of a class of your own, which "
+                "reaches them by self"
+            )
+
+
+class _Origins(Printer):
+    """Search of a value for modules and tensors of another module, by their ids."""
+
+    def __init__(self, names: Mapping[int, str]):
+        super().__init__(False, frozenset())
+        self.names, self.found = names, []
+
+    def _tensor(self, x: Tensor) -> None:
+        self._note(x)
+
+    def _object(self, x: Any, again: Callable[[Any], Hashable]) -> Hashable:
+        self._note(x)
+        return None if isinstance(x, nn.Module) else super()._object(x, again)
+
+    def _note(self, x: Any) -> None:
+        if id(x) in self.names:
+            self.found.append(self.names[id(x)])
 
 
 class _Search(Printer):

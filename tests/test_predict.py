@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 from test_train import config, write_store
 
-from distseg.cli.commands import run_evaluate, run_predict
+from distseg.cli.commands import deciding_settings, run_evaluate, run_predict
 from distseg.cli.main import main
 from distseg.comm.launch import JointFailure
 from distseg.config.sizes import Size
@@ -109,23 +109,27 @@ def test_what_a_prediction_depends_on_tells_it_from_others(comm, folder):
     plan = config(folder, norm="batch", epochs=1)
     train(plan, comm)
     run, manifest = find(folder / "run"), read_manifest(find(folder / "run"))
-    found = network_identity(run, plan, manifest)
+    found = network_identity(run, manifest, deciding_settings(plan))
     assert found == network_identity(
-        run, replace(plan, predict=replace(plan.predict, scratch=str(folder))), manifest
+        run,
+        manifest,
+        deciding_settings(replace(plan, predict=replace(plan.predict, scratch=str(folder)))),
     )
     for spatial in (
         replace(plan.spatial, halo=2),
         replace(plan.spatial, norm_scope="window"),
         replace(plan.spatial, exchange_every="1"),
     ):
-        assert found != network_identity(run, replace(plan, spatial=spatial), manifest)
+        assert found != network_identity(
+            run, manifest, deciding_settings(replace(plan, spatial=spatial))
+        )
     assert found != network_identity(
-        run, replace(plan, train=replace(plan.train, precision="fp32")), manifest
+        run, manifest, deciding_settings(replace(plan, train=replace(plan.train, precision="fp32")))
     )
     train(plan, comm)
     assert read_manifest(find(folder / "run"))["step"] == manifest[
         "step"
-    ] and found != network_identity(find(folder / "run"), plan, manifest)
+    ] and found != network_identity(find(folder / "run"), manifest, deciding_settings(plan))
 
 
 def check_prediction(plan, comm, folder):

@@ -235,7 +235,7 @@ def run_predict(
 
     with raise_jointly(world):
         checkpoint = find(run)
-        network = network_identity(checkpoint, manifest, _deciding(config))
+        network = network_identity(checkpoint, manifest, deciding_settings(config))
         if nodata is not None and not images:
             raise ValueError(
                 f"--nodata is {nodata}, but a store has its own value: use --nodata with --images "
@@ -338,7 +338,7 @@ def run_predict(
     return 0
 
 
-def _deciding(config: Config | PatchConfig) -> list:
+def deciding_settings(config: Config | PatchConfig) -> list:
     """Return the values of the settings on which predictions depend."""
     if isinstance(config, PatchConfig):
         return [config.train.precision]

@@ -747,6 +747,18 @@ REFUSED = {
         lambda m, x: x if m.scale.grad is None else x * 2,
         r"the model \(test_capture.py, line \d+\) reads the gradient of a tensor",
     ),
+    "a weight's version": (
+        lambda m, x: x * (1 + m.scale._version),
+        r"the model \(test_capture.py, line \d+\) reads _version of a tensor, which counts",
+    ),
+    "the version of a map": (
+        lambda m, x: x * (1 + getattr(x, "_version")),  # noqa: B009
+        r"the model \(test_capture.py, line \d+\) reads _version of a tensor",
+    ),
+    "an address": (
+        lambda m, x: x * (1 + m.scale.data_ptr() % 2),
+        r"the model \(test_capture.py, line \d+\) reads data_ptr of a tensor, its address",
+    ),
     "running statistics": (
         lambda m, x: m.norm(x) * m.norm.running_var.view(-1, 1, 1),
         r"view in the model .* reads norm.running_var, which a norm updates once per step",

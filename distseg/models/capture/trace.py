@@ -552,7 +552,7 @@ class _Recorder(TorchFunctionMode):
             )
 
     def _check_types(self, name: str) -> None:
-        """Refuse an autocast in user code, and code that reads the gradient of a tensor."""
+        """Refuse an autocast in user code, and reads of a tensor's gradient, version or address."""
         if torch.is_autocast_enabled("cpu") != self._autocast:
             raise CanNotCapture(
                 f"{_plain(name)} in {self._where} runs under its own autocast: remove it, as "
@@ -562,6 +562,12 @@ class _Recorder(TorchFunctionMode):
             raise Hidden(
                 f"{self._where} reads the gradient of a tensor, which depends on what was "
                 f"computed before: compute it in the training loop"
+            )
+        read = name.removesuffix(".__get__").rpartition(".")[2]
+        if read in _OF_MEMORY and is_users(sys._getframe(2).f_code):
+            raise Hidden(
+                f"{self._where} reads {read} of a tensor, {_OF_MEMORY[read]}: compute with the "
+                f"tensor's values alone"
             )
 
     def _check_graded(self, name: str, changed: Sequence[Tensor]) -> None:
@@ -835,6 +841,12 @@ def _memory(x: Tensor) -> int:
     """Return a key of the tensor's storage, equal for a tensor and its views."""
     return x.untyped_storage()._cdata
 
+
+_OF_MEMORY = {
+    "_version": "which counts its changes in place, and so the steps of training",
+    "data_ptr": "its address, which differs between ranks",
+}
+"""Reads of a tensor that tell something other than its values, with what they tell."""
 
 _HOOKS = ("register_hook", "register_post_accumulate_grad_hook")
 

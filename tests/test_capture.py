@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import distseg
-from distseg.models.capture.capture import as_network
+from distseg.models.capture.capture import as_network, capture
 from distseg.models.capture.trace import CanNotCapture
 from distseg.models.layers import DropImage
 from distseg.models.network import check_calls
@@ -1005,3 +1005,21 @@ def test_the_module_is_left_alone():
         all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
         and not model[2].norm._forward_hooks
     )
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_weight_through_a_batch_norm_is_never_taken_for_one_of_a_batch(seed):
+    """Refuse a weight computed by a batch norm, whose statistics differ in evaluation."""
+
+    class Through(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.norm = nn.Conv2d(3, 4, 1), nn.BatchNorm1d(9)
+            self.z = nn.Parameter(torch.randn(16, 9))
+
+        def forward(self, x):
+            return F.conv2d(self.first(x), self.norm(self.z).view(4, 4, 3, 3), padding=1)
+
+    torch.manual_seed(seed)
+    with pytest.raises(CanNotCapture, match="something different in evaluation"):
+        capture(Through())

@@ -28,7 +28,7 @@ TOLERANCE = 1e-10
 _TIMES = 10
 _DIFFERS = {
     False: "it computes something different in evaluation than in training; only norms and dropout "
-    "may differ",
+    "may differ (stochastic depth is followed if its mask is divided, as in y * (mask / keep))",
     True: "in training without dropout its result differs from that of the layers found in it: it "
     "may depend on the image's values, or on state that its code keeps",
 }

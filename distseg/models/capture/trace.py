@@ -927,9 +927,8 @@ def _index_of(name: str, args: tuple, kwargs: dict) -> tuple | None:
 
 INSTEAD = (
     "use nn.Dropout, whose masks belong to pixels; for stochastic depth, multiply a layer's result "
-    "by 0 or 1 for each image, x.new_empty(len(x), 1, 1, 1).bernoulli_(keep) / "
-    "keep, "
-    "as timm's DropPath does"
+    "by 0 or 1 for each image, where the mask, not the product, is divided by keep: "
+    "y * (x.new_empty(len(x), 1, 1, 1).bernoulli_(keep) / keep), as timm's DropPath does"
 )
 IN_ATTENTION = (
     "drops attention weights at random, which differ between ranks and between parts of an image: "

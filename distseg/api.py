@@ -173,7 +173,12 @@ def distribute(
         size = tuple(image_size or (_SIDE,) * dims)
         config = Config(
             model=ModelConfig(),
-            mesh=MeshConfig(mesh.shape.samples, mesh.shape.tiles, mesh.shape.stages, reducer),
+            mesh=MeshConfig(
+                samples=mesh.shape.samples,
+                tiles=mesh.shape.tiles,
+                stages=mesh.shape.stages,
+                reducer=reducer,
+            ),
             pipeline=PipelineConfig(
                 schedule=schedule, balance=balance and list(balance), recompute=recompute
             ),

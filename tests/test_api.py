@@ -2,6 +2,7 @@
 
 import copy
 import re
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import distseg
+from distseg.layers.criterion import Outputs
 
 CE = partial(F.cross_entropy, reduction="none")
 
@@ -249,26 +251,182 @@ def test_arrays_of_all_kinds_and_sizes(comm, tmp_path):
     assert float(a) == pytest.approx(float(b), rel=1e-12)
 
 
+def classes_there(z, y):
+    return CE(z, y) * len(y.unique())
+
+
 REFUSED = {
     "mean": (lambda z, y: F.cross_entropy(z, y), "one value for each pixel"),
     "neighbours": (lambda z, y: F.avg_pool2d(CE(z, y), 3, 1, 1), "depends on other pixels"),
     "number of pixels": (lambda z, y: CE(z, y) / y[0].numel(), "depends on other pixels"),
+    "large maps": (lambda z, y: CE(z, y) * (10 if y.numel() > 100 else 1), "depends on other"),
+    "sums up to here": (lambda z, y: CE(z, y).cumsum(-1), "depends on other pixels"),
+    "position": (lambda z, y: CE(z, y) * (1 + torch.arange(z.shape[-1])), "number or position"),
+    "first column": (
+        lambda z, y: CE(z, y) * (1 + 4.0 * (torch.arange(z.shape[-1]) == 3)),
+        "number or position",
+    ),
+    "boundaries": (
+        lambda z, y: CE(z, y) * (1 + (y != y.roll(1, -1)).to(z)),
+        "depends on other pixels",
+    ),
+    "classes": (classes_there, "depends on other pixels"),
+    "largest": (lambda z, y: CE(z, y) / (1 + y.max()), "depends on other pixels"),
     "batch": (lambda z, y: CE(z - z.mean(0), y), "depends on the other images"),
-    "random": (lambda z, y: CE(z + torch.randn_like(z), y), "draws random numbers"),
+    "random": (lambda z, y: CE(z + torch.randn_like(z), y), "other values in a second call"),
+    "learned": (lambda z, y: CE(z, y) * LEARNED, "uses tensors with requires_grad"),
+    "fails": (lambda z, y: CE(z, y[:1]), "function of PixelLoss fails: ValueError"),
+    "float": (lambda z, y: 1.0, "returns a float"),
 }
+LEARNED = torch.ones((), requires_grad=True)
 
 
 @pytest.mark.parametrize("kind", REFUSED)
 def test_losses_that_tiles_cannot_compute_are_refused(kind):
     function, message = REFUSED[kind]
-    model = distseg.distribute(network(), distseg.init_mesh())
+    criterion = distseg.PixelLoss(function)
     with pytest.raises(ValueError, match=message):
-        model.backward(*images(0, 1), distseg.PixelLoss(function))
-    with pytest.raises(ValueError, match="sums over pixels"):
-        model.backward(
-            *images(0, 1),
-            distseg.SumLoss(lambda z, y: z.flatten(1).mean(1, keepdim=True), torch.sum),
-        )
+        criterion.check(Outputs(4, 2), images(0, 1)[1])
+
+
+WEIGHTS = {
+    "neighbours": lambda y: F.avg_pool2d(y.double(), 3, 1, 1),
+    "frequency": lambda y: 1 / (1.0 + torch.bincount(y.flatten(), minlength=4))[y],
+}
+
+
+@pytest.mark.parametrize("kind", WEIGHTS)
+def test_weights_that_tiles_cannot_compute_are_refused(kind):
+    with pytest.raises(ValueError, match="the weight of PixelLoss is not of one pixel alone"):
+        distseg.PixelLoss(CE, weight=WEIGHTS[kind]).check(Outputs(4, 2), images(0, 1)[1])
+
+
+SUMS = {
+    "means": (lambda z, y: z.flatten(1).mean(1, keepdim=True), torch.sum, "sums over pixels"),
+    "no graph": (dice_sums, lambda sums: dice_value(sums).item(), "tensor of one number with"),
+}
+
+
+@pytest.mark.parametrize("kind", SUMS)
+def test_sums_that_tiles_cannot_compute_are_refused(kind):
+    function, value, message = SUMS[kind]
+    with pytest.raises(ValueError, match=message):
+        distseg.SumLoss(function, value).check(Outputs(4, 2), images(0, 1)[1])
+
+
+def test_a_refused_loss_raises_before_the_step():
+    model = distseg.distribute(network(), distseg.init_mesh())
+    with pytest.raises(ValueError, match="one value for each pixel"):
+        model.backward(*images(0, 1), distseg.PixelLoss(F.cross_entropy))
+    with torch.no_grad(), pytest.raises(ValueError, match="gradients are off"):
+        model.backward(*images(0, 1), "cross_entropy")
+
+
+def test_the_label_that_a_loss_of_pytorch_ignores_is_taken_over():
+    loss = nn.CrossEntropyLoss(reduction="none", ignore_index=3)
+    assert distseg.PixelLoss(loss).ignore_index == 3
+    assert distseg.PixelLoss(partial(CE, ignore_index=2)).ignore_index == 2
+    assert distseg.PixelLoss(loss, ignore_index=1).ignore_index == 1
+
+
+@pytest.mark.parallel(2)
+@pytest.mark.parametrize("axis", ["samples", "tiles"])
+def test_gradients_add_up_in_any_order_of_calls(comm, axis):
+    """Both forms, inside and outside of no_sync, with and without gradients of before."""
+    sizes = dict(samples=2) if axis == "samples" else dict(samples=1, tiles=(1, 2))
+    mesh, module = distseg.init_mesh(comm=comm, **sizes), network(nn.InstanceNorm2d)
+    model = distseg.distribute(copy.deepcopy(module), mesh)
+    criterion = distseg.PixelLoss(CE)
+    groups = mesh.shape.samples
+    batches = [images(step, groups, 1) for step in range(4)]
+    mine = slice(mesh.sample, mesh.sample + 1)
+    for calls in (
+        "be",
+        "eb",
+        "b(b)b",
+        "(e)b",
+        "(b)(e)e",
+        "e(be)b",
+        "1(b)b",
+        "0(b)b",
+        "1bb",
+        "(b)0b",
+    ):
+        model.zero_grad()
+        module.zero_grad()
+        number, inside = 0, False
+        for call in calls:
+            if call in "()":
+                inside = call == "("
+            elif call in "01":
+                for p in (*model.parameters(), *module.parameters()):
+                    p.grad = torch.full_like(p, float(call))
+            else:
+                x, y = batches[number]
+                number += 1
+                with model.no_sync() if inside else nullcontext():
+                    (_backward if call == "b" else _eager)(model, x[mine], y[mine], criterion)
+                F.cross_entropy(module(x), y).backward()
+        found = {n: p.grad for n, p in model.named_parameters()}
+        for name, p in module.named_parameters():
+            torch.testing.assert_close(
+                found[name], p.grad, rtol=1e-11, atol=1e-12, msg=lambda m: f"{calls} {name}: {m}"
+            )
+    with model.no_sync():
+        model.backward(x[mine], y[mine], criterion)
+    with pytest.raises(ValueError, match="not summed over the ranks yet"):
+        model.clip_grad_norm_(1.0)
+    next(model.parameters()).grad.mul_(2)
+    with pytest.raises(ValueError, match="changed before they were summed"):
+        model.backward(x[mine], y[mine], criterion)
+
+
+@pytest.mark.parallel(2)
+def test_further_terms_of_the_loss(comm):
+    """Terms of parameters count once; terms of one tile's output are refused."""
+    mesh, module = distseg.init_mesh(tiles=(1, 2), comm=comm), network(nn.InstanceNorm2d)
+    model, criterion = distseg.distribute(copy.deepcopy(module), mesh), distseg.PixelLoss(CE)
+    x, y = images(0, 1)
+
+    def decay(m):
+        return 0.1 * sum((p**2).sum() for p in m.parameters())
+
+    (2 * F.cross_entropy(module(x), y) + decay(module)).backward()
+    model.zero_grad()
+    (2 * criterion(model(model.shard(x)), model.shard(y)) + decay(model)).backward()
+    found = {n: p.grad for n, p in model.named_parameters()}
+    for name, p in module.named_parameters():
+        torch.testing.assert_close(found[name], p.grad, rtol=1e-11, atol=1e-12)
+    output = model(model.shard(x))
+    with pytest.raises(ValueError, match="takes the output of the last"):
+        criterion(output - output.mean(), model.shard(y))
+    with pytest.raises(ValueError, match="give model.shard"):
+        criterion(output, y)
+    with pytest.raises(ValueError, match="terms of the output besides"):
+        (criterion(output, model.shard(y)) + output.mean()).backward()
+    with pytest.raises(ValueError, match="image has requires_grad"):
+        model.backward(x.clone().requires_grad_(), y, criterion)
+
+
+@pytest.mark.parallel([2, 3])
+def test_losses_of_all_kinds_in_stages(comm):
+    mesh, module = distseg.init_mesh(stages=-1, comm=comm), network(nn.InstanceNorm2d)
+    model = distseg.distribute(copy.deepcopy(module), mesh, micro_batches=2)
+    x, y = images(0, 1)
+    pixels, sums = distseg.PixelLoss(CE), distseg.SumLoss(dice_sums, dice_value)
+    for criterion, plain in (
+        (pixels, F.cross_entropy),
+        (sums, lambda z, t: dice_value(dice_sums(z, t))),
+        (pixels - sums / 2, lambda z, t: F.cross_entropy(z, t) - dice_value(dice_sums(z, t)) / 2),
+        (pixels, F.cross_entropy),
+    ):
+        module.zero_grad()
+        plain(module(x), y).backward()
+        model.zero_grad()
+        model.backward(x, y, criterion)
+        wanted = {n: p.grad for n, p in module.named_parameters()}
+        for name, p in model.named_parameters():
+            torch.testing.assert_close(p.grad, wanted[name], rtol=1e-11, atol=1e-12)
 
 
 WRONG = {

@@ -131,6 +131,11 @@ def _array(given, what: str):
             f"{what} is a {type(given).__name__}, but an array is needed that has a shape and "
             "takes slices: a tensor, a NumPy array or memory map, a dataset of h5py or zarr"
         )
+    if isinstance(given, Tensor) and given.requires_grad:
+        raise ValueError(
+            f"{what} has requires_grad, but gradients are computed for parameters alone: give "
+            f"{what}.detach()"
+        )
     return given
 
 

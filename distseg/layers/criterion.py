@@ -87,8 +87,25 @@ class Criterion:
 
     __rmul__ = __mul__
 
+    def __neg__(self) -> Criterion:
+        return self * -1.0
+
+    def __sub__(self, other: Criterion) -> Criterion:
+        return self + -other
+
+    def __truediv__(self, number: float) -> Criterion:
+        return self * (1 / number)
+
+    def __radd__(self, zero: int) -> Criterion:
+        return self if zero == 0 else NotImplemented  # for sum(...)
+
     def __call__(self, output, target) -> Tensor:
         """Return the loss of an output of ``model(shard)`` and a shard of the target."""
+        if not hasattr(target, "model"):
+            raise ValueError(
+                f"the target is a {type(target).__name__}, but each rank has a part of it: give "
+                "model.shard(target)"
+            )
         return target.model.loss(output, target, self)
 
 

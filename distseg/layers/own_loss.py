@@ -15,7 +15,8 @@ from distseg.config.settings import LossConfig
 from distseg.layers.criterion import Criterion, OfOutputs, Outputs
 from distseg.layers.loss import Loss
 
-_SIDES = 5, 7, 6  # sizes of the maps on which a user's function is tried
+_SIDES = 13, 17, 6  # sizes of the maps on which a user's function is tried
+_SINGLE = 60  # about how many pixels are tried as images of their own
 
 
 class PixelLoss(Criterion):
@@ -32,9 +33,10 @@ class PixelLoss(Criterion):
         function: takes logits (B, C, *size) and a target, and returns one value per pixel, (B,
             *size), or several, (B, K, *size), without a reduction over pixels. If the network
             returns a vector of each image, it takes (B, C) and (B,), and returns (B,) or (B, K).
-        ignore_index: value of integer targets whose pixels do not count; None if all count. Pixels
-            of floating-point targets do not count where the target is NaN. The function sees 0
-            there.
+        ignore_index: value of integer targets whose pixels do not count, by default that of
+            ``function`` if it has one; None if all count. Pixels of floating-point targets do not
+            count where the target is NaN. The function sees 0 there. If no pixel counts, the loss
+            is 0.
         weight: takes the target and returns a weight per pixel, of the shape that ``function``
             returns. The sum of the function's values is divided by the sum of these weights, as
             PyTorch's cross-entropy with class weights does. The function applies the weights
@@ -53,6 +55,9 @@ class PixelLoss(Criterion):
             raise ValueError(
                 f"PixelLoss takes a function of logits and target, got {type(function).__name__}"
             )
+        own = _ignored_by(function)
+        if own is not None and ignore_index == -100:
+            ignore_index = own
         self.function, self.ignore_index, self.weight = function, ignore_index, weight
         self._returned = Outputs(1, 2)
         self._values = 1  # values per pixel; 0: one for all channels of the target
@@ -89,43 +94,72 @@ class PixelLoss(Criterion):
             )
         logits, sample = _example(outputs, target)
         sample = _filled(sample, self._valid(sample))
-        found = self._tried(logits, sample)
+        found = self._called(logits, sample)
         multiple = sample.dim() == dims + 2
         pixels = (len(sample), *sample.shape[-dims:])
+        per_channel = found.dim() == dims + 2 and (len(found), *found.shape[2:]) == pixels
         if tuple(found.shape) == pixels:
             self._values = 0 if multiple else 1
-        elif found.dim() == dims + 2 and (len(found), *found.shape[2:]) == pixels:
-            self._values = 1 if multiple else found.shape[1]
-        if tuple(found.shape) != pixels and (
-            found.dim() != dims + 2
-            or (len(found), *found.shape[2:]) != pixels
-            or (multiple and found.shape != sample.shape)
-        ):
+        elif per_channel and (not multiple or sample.shape[1] in (1, found.shape[1])):
+            self._values = found.shape[1] // (sample.shape[1] if multiple else 1)
+        else:
             raise ValueError(
                 f"the function of PixelLoss returns {tuple(found.shape)} for logits "
                 f"{tuple(logits.shape)} and a target {tuple(sample.shape)}, but it must return "
                 'one value for each pixel: leave the reduction out (reduction="none")'
             )
-        self._compare(self._tried(logits, sample), found, "draws random numbers")
-        one = self._tried(logits[:1], sample[:1])
-        self._compare(one, found[:1], "depends on the other images of the batch")
-        if not outputs.whole:
-            part = (..., *(slice(0, n - 2) for n in logits.shape[2:]))
-            self._compare(
-                self._tried(logits[part], sample[part]),
-                found[part],
-                "depends on other pixels, or on their number",
-            )
+        self._compare(self._called(logits, sample), found, "returns other values in a second call")
+        self._check_apart(logits, sample, found, "function", self._called)
+        if self.weight is not None:
+            weights = self.weight(sample)
+            if tuple(weights.shape) not in (tuple(found.shape), pixels):
+                raise ValueError(
+                    f"the weight of PixelLoss returns {tuple(weights.shape)}, but its function "
+                    f"{tuple(found.shape)}: let both return values of the same pixels"
+                )
+            self._check_apart(logits, sample, weights, "weight", lambda z, y: self.weight(y))
 
-    def _tried(self, logits: Tensor, target: Tensor) -> Tensor:
-        with torch.no_grad():
-            return self._each(logits.clone(), target.clone())
+    def _check_apart(self, logits: Tensor, sample: Tensor, found: Tensor, what: str, call) -> None:
+        """Refuse a function whose value of a pixel depends on more than the pixel.
+
+        Some pixels are tried as images of their own.
+        """
+        for image in range(len(logits)):
+            alone = call(logits[image : image + 1], sample[image : image + 1])
+            self._compare(
+                alone, found[image : image + 1], "depends on the other images of the batch", what
+            )
+        if self._returned.whole:
+            return
+        dims = self._returned.dims
+        pixels, targets, values = (_single_pixels(x, dims) for x in (logits, sample, found))
+        for number in range(0, len(pixels), max(1, len(pixels) // _SINGLE)):
+            one = slice(number, number + 1)
+            try:
+                alone = call(pixels[one], targets[one])
+            except Exception as e:  # a user's function may raise anything
+                raise ValueError(
+                    f"the {what} of PixelLoss fails for an image of one pixel: {e}; it must be a "
+                    "function of one pixel, or give sums over pixels as distseg.SumLoss"
+                ) from e
+            why = "depends on other pixels, or on their number or position"
+            self._compare(alone, values[one], why, what)
+
+    def _called(self, logits: Tensor, target: Tensor) -> Tensor:
+        """Return the function's values, called as in training.
+
+        Raises:
+            ValueError: the function fails, or depends on trained tensors of its own.
+        """
+        return _values_of(lambda: self._each(logits.clone(), target.clone()), "PixelLoss")
 
     @staticmethod
-    def _compare(again: Tensor, found: Tensor, why: str) -> None:
-        if not torch.allclose(again, found, rtol=1e-9, atol=1e-12, equal_nan=True):
+    def _compare(again: Tensor, found: Tensor, why: str, what: str = "function") -> None:
+        if again.shape != found.shape or not torch.allclose(
+            again, found, rtol=1e-9, atol=1e-12, equal_nan=True
+        ):
             raise ValueError(
-                f"the function of PixelLoss is not of one pixel alone: it {why}, of which a tile "
+                f"the {what} of PixelLoss is not of one pixel alone: it {why}, of which a tile "
                 "knows nothing; let it use one pixel's logits and target, or give sums over "
                 "pixels as distseg.SumLoss"
             )
@@ -183,8 +217,8 @@ class SumLoss(Criterion):
                 "pixels: give a distseg.PixelLoss"
             )
         logits, sample = _example(outputs, target)
+        whole = _values_of(lambda: self.function(logits, sample), "SumLoss")
         with torch.no_grad():
-            whole = self.function(logits, sample)
             if whole.dim() != 2 or len(whole) != len(logits):
                 raise ValueError(
                     f"the function of SumLoss returns {tuple(whole.shape)} for {len(logits)} "
@@ -198,10 +232,11 @@ class SumLoss(Criterion):
                 self._compare(
                     sum(self.function(x, y) for x, y in parts), whole, "the parts of an image"
                 )
-            value = self._value(whole)
-        if value.dim():
+        value = self._value(whole.detach().requires_grad_())
+        if not isinstance(value, Tensor) or value.dim() or not value.requires_grad:
             raise ValueError(
-                f"the value of SumLoss has the shape {tuple(value.shape)}, but a loss is one number"
+                "the value of SumLoss must be a tensor of one number with its graph, "
+                f"got {value!r}: leave item(), float() and detach() out"
             )
 
     @staticmethod
@@ -270,3 +305,38 @@ def _example(outputs: Outputs, target: Tensor) -> tuple[Tensor, Tensor]:
     drawn = torch.randint(len(values), shape, generator=generator)
     logits = torch.randn(2, channels, *size, generator=generator, dtype=torch.float64)
     return logits, values[drawn]
+
+
+def _values_of(call: Callable[[], Tensor], kind: str) -> Tensor:
+    """Return what a user's function returns, detached.
+
+    Raises:
+        ValueError: the function fails, returns no tensor, or has trained tensors of its own.
+    """
+    try:
+        with torch.enable_grad():
+            found = call()
+    except Exception as e:  # a user's function may raise anything
+        raise ValueError(f"the function of {kind} fails: {type(e).__name__}: {e}") from e
+    if not isinstance(found, Tensor):
+        raise ValueError(
+            f"the function of {kind} returns a {type(found).__name__}, but must return a tensor"
+        )
+    if found.requires_grad:
+        raise ValueError(
+            f"the function of {kind} uses tensors with requires_grad besides the logits, of whose "
+            "gradient each rank would have a part: put them into the network"
+        )
+    return found
+
+
+def _single_pixels(x: Tensor, dims: int) -> Tensor:
+    """Return each pixel as an image of its own, (B, ..., *size) -> (B * pixels, ..., 1, ...)."""
+    flat = x.flatten(x.dim() - dims).movedim(-1, 1).flatten(0, 1)
+    return flat.reshape(*flat.shape, *(1,) * dims)
+
+
+def _ignored_by(function: Callable) -> int | None:
+    """Return the ``ignore_index`` of a loss of PyTorch, or of a partial function of one."""
+    found = getattr(function, "keywords", {}).get("ignore_index")
+    return getattr(function, "ignore_index", None) if found is None else found

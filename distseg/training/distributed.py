@@ -76,8 +76,12 @@ class DistributedModel(nn.Module):
         self._criteria: dict[object, tuple[object, Criterion]] = {}
         self._unused: dict[tuple, list[int]] = {}  # by criterion: parameters without a gradient
         self._checked: set[tuple] = set()
-        self._used: tuple | None = None
-        self._syncs, self._summed = True, True
+        self._used: tuple | None = None  # the criterion and the number of images of this step
+        self._in_engine: tuple | None = None  # those that the engine computes with
+        self._syncs = True
+        # By parameter: the part of its gradient that is not summed over the replicas yet, with the
+        # gradient and its version, by which changes of the user show.
+        self._local: dict[int, tuple[Tensor, Tensor, int]] = {}
         self._in_backward = False
         self._eager: tuple | None = None  # placement, rows and images of the last forward pass
         self._predictor: Predictor | None = None
@@ -233,7 +237,15 @@ class DistributedModel(nn.Module):
         """Scale the gradients to a norm of at most ``max_norm``, over all stages. Collective.
 
         Returns the norm before. With one stage it equals ``torch.nn.utils.clip_grad_norm_``.
+
+        Raises:
+            ValueError: gradients of :meth:`no_sync` are not summed over the replicas yet.
         """
+        if self._local:
+            raise ValueError(
+                "gradients of calls inside no_sync are not summed over the ranks yet: call "
+                "backward outside of no_sync before clip_grad_norm_"
+            )
         parts = [p.grad for p in self.engine.parameters if p.grad is not None]
         own = sum(float(torch.linalg.vector_norm(g.double())) ** 2 for g in parts)
         norm = self.engine.over_stages(own) ** 0.5
@@ -264,9 +276,10 @@ class DistributedModel(nn.Module):
                     "give distribute other micro_batches, or batches of a multiple of it"
                 )
         each = len(images) // count
-        if fresh or self._used != (id(chosen), each):
+        self._used = id(chosen), each
+        if fresh or self._in_engine != self._used:
             self.engine.use_loss(chosen, each)
-            self._used = id(chosen), each
+            self._in_engine = self._used
         rows, first = self._rows(each, count)
         return [
             self._tile_batches(
@@ -344,7 +357,10 @@ class DistributedModel(nn.Module):
         return made, True
 
     def _check_frozen(self) -> None:
-        """Refuse parameters that were frozen or thawed after the model was made."""
+        """Refuse a step without gradients, and parameters frozen or thawed after the start."""
+        if not torch.is_grad_enabled():
+            raise ValueError("gradients are off (torch.no_grad): call model.predict(image)")
+        self._check_local()
         for name, p in self.network.named_parameters():
             if p.requires_grad != (p in self._trained):
                 raise ValueError(
@@ -432,11 +448,35 @@ class DistributedModel(nn.Module):
     def _begin(self) -> None:
         """Set aside the gradients of earlier calls, and make room for this rank's part."""
         gradients, self._carried = self.engine.gradients, {}
+        late = self._taken_local()
         for number, p in enumerate(self.engine.parameters):
             if p.grad is not None:
-                self._carried[number] = p.grad.clone()
+                carried = p.grad.clone()
+                self._carried[number] = carried - late[number] if number in late else carried
+        self._late = late
         self._probes = self._used not in self._unused
         gradients.detach() if self._probes else gradients.zero()
+
+    def _taken_local(self) -> dict[int, Tensor]:
+        """Return the parts of gradients that are not summed yet, by parameter."""
+        late = {}
+        for number, (part, gradient, version) in self._local.items():
+            now = self.engine.parameters[number].grad
+            if now is gradient and now._version == version:
+                late[number] = part
+        self._local = {}
+        return late
+
+    def _check_local(self) -> None:
+        """Refuse gradients of :meth:`no_sync` that were changed before they were summed."""
+        for number, (_, gradient, version) in self._local.items():
+            now = self.engine.parameters[number].grad
+            same = now is gradient and now._version == version
+            if not same and now is not None and now.count_nonzero():
+                raise ValueError(
+                    "gradients of calls inside no_sync were changed before they were summed over "
+                    "the ranks: clip or scale them after a call outside of no_sync"
+                )
 
     @torch.no_grad()
     def _finish(self, scale: float) -> None:
@@ -451,22 +491,26 @@ class DistributedModel(nn.Module):
         if scale != 1:
             for part in engine.gradients.parts:
                 part.mul_(scale)
-        late = self._carried
-        if not self._summed:
-            self._add(late)
-            late = {}
+        self._add(self._late)
         if self._syncs:
             engine.sum_gradients()
-        self._add(late)
-        self._summed = self._syncs or self.mesh.replicas.size == 1
+        parts = {}
+        if not self._syncs and self.mesh.replicas.size > 1:
+            parts = {number: p.grad.clone() for number, p in enumerate(parameters)}
+        self._add(self._carried)
         if scale != 1 and self.mesh.pipeline.size > 1 and not self._all_finite():
             # A GradScaler skips a step whose gradients are not finite, here on all stages alike.
             for p in parameters:
                 p.grad.fill_(torch.nan)
         for number in self._unused[self._used]:
-            if number not in self._carried:
+            if number not in self._carried and number not in self._late:
                 parameters[number].grad = None
-        self._carried = {}
+                parts.pop(number, None)
+        self._local = {
+            number: (part, parameters[number].grad, parameters[number].grad._version)
+            for number, part in parts.items()
+        }
+        self._carried, self._late = {}, {}
 
     def _all_finite(self) -> bool:
         """Return True if the gradients of all stages are finite. Collective."""
@@ -515,7 +559,8 @@ class DistributedModel(nn.Module):
                     f"this model {what}, so no rank has a whole graph: call "
                     "model.backward(image, target, criterion)"
                 )
-            self._check_frozen()
+            if torch.is_grad_enabled():
+                self._check_frozen()
             images = self._arrays(shard.given)
             self._check(images)
         self._check_groups(len(images))
@@ -530,10 +575,14 @@ class DistributedModel(nn.Module):
                     "model.backward(image, target, criterion)"
                 )
         batch = self.engine.to_device(batches[0])
-        self._eager = batch.place, rows, images
         with self.engine.autocast():
             (output,) = self.engine.model([batch.pixels], [batch.place])
-        return on_tile(output, batch.place)
+        output = on_tile(output, batch.place)
+        seen: list[Tensor] = []
+        if output.requires_grad:
+            output.register_hook(lambda gradient: _check_only_use(gradient, seen))
+        self._eager, self._in_backward = (batch.place, rows, images, output, seen), False
+        return output
 
     def loss(self, output: Tensor, target: Shard, criterion: Criterion) -> Tensor:
         """Return the loss of the step from this rank's output, as :class:`Criterion` calls it.
@@ -543,13 +592,18 @@ class DistributedModel(nn.Module):
             target: the targets of the same images.
             criterion: the loss.
         """
-        place, rows, images = self._eager
+        if self._eager is None or output is not self._eager[3]:
+            raise ValueError(
+                "a criterion takes the output of the last model(shard) itself: compute with it "
+                "in the criterion's function"
+            )
+        place, rows, images, _, seen = self._eager
         with raise_jointly(self.mesh.world):
             targets = self._targets(target.given, images)
             chosen, _ = self._criterion(criterion, targets)
             labels = self._labels(targets, list(range(len(images))), chosen, place.tile)
         self._used = id(chosen), len(images)
-        partial = chosen.rows(output, upload(labels, output.device))
+        partial = chosen.rows(_Seen.apply(output, seen), upload(labels, output.device))
         return _LossOfAllTiles.apply(partial, self, chosen, rows)
 
     def _begin_once(self) -> None:
@@ -560,7 +614,7 @@ class DistributedModel(nn.Module):
 
     def _end_of_backward(self) -> None:
         self._in_backward = False
-        self._finish(1.0)
+        self._finish(1.0 / self.mesh.replicas.size)
         self.engine.model.commit_statistics(unbiased=True)
 
     # Prediction
@@ -648,9 +702,40 @@ class _LossOfAllTiles(torch.autograd.Function):
     @staticmethod
     def backward(ctx, factor: Tensor):
         ctx.model._begin_once()
-        return ctx.loss_grad * factor, None, None, None
+        # Terms of parameters alone, such as weight decay, are equal on all ranks, whose gradients
+        # are summed. So this loss counts once a rank, and the sum is divided by their number.
+        return ctx.loss_grad * factor * ctx.model.mesh.replicas.size, None, None, None
 
 
 def _widened(targets: Tensor) -> Tensor:
     """Return integer targets as int64, so that any label can be compared with ``ignore_index``."""
     return targets if targets.is_floating_point() else targets.long()
+
+
+class _Seen(torch.autograd.Function):
+    """Identity that notes the gradients which a criterion sends back to the output."""
+
+    @staticmethod
+    def forward(ctx, output: Tensor, seen: list[Tensor]) -> Tensor:
+        ctx.seen = seen
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        ctx.seen.append(gradient)
+        return gradient, None
+
+
+def _check_only_use(gradient: Tensor, seen: list[Tensor]) -> None:
+    """Refuse a gradient of the output that did not come from criteria alone.
+
+    Raises:
+        ValueError: something else was computed from the output of one tile.
+    """
+    wanted = sum(seen) if seen else torch.zeros_like(gradient)
+    seen.clear()
+    if not torch.equal(gradient, wanted) and not torch.allclose(gradient, wanted, rtol=1e-9):
+        raise ValueError(
+            "the loss has terms of the output besides the criterion, which would be of one tile "
+            "alone: put them into the criterion's function"
+        )

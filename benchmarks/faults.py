@@ -81,7 +81,7 @@ MESHES = {  # name: (ranks, flags)
     ),
 }
 PLACES = {  # what a rank says of itself: how often it is said, about
-    "reading its settings": 1, "starting MPI": 1, "import of torch.nn": 30, "opening the store": 1, "building the network": 1, "start of what sums gradients": 1,
+    "reading its settings": 1, "connecting the ranks": 1, "import of torch.nn": 30, "opening the store": 1, "building the network": 1, "start of what sums gradients": 1,
     "weights to all replicas": 1, "epoch 1, step": 6, "epoch 2, step": 6, "forward of stage": 12, "backward of stage": 12, "sum of the gradients": 12,
     "comparison of the replicas": 6, "a sum over": 6, "checkpoint": 2, "validation after": 2, "evaluation of image": 3, "waiting for all ranks to end": 1,
 }  # fmt: skip

@@ -147,7 +147,7 @@ class LoneReducer:
 class TransportReducer:
     """Reducer of flat buckets over a communicator, so by MPI or torch.distributed.
 
-    Buckets of a GPU go through host memory, two at a time, or by NCCL (:meth:`_start`).
+    Buckets of a GPU go through host memory, two at a time.
 
     Attributes:
         name: the transport, "mpi" or "torch".

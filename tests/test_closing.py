@@ -3,6 +3,8 @@
 from pathlib import Path
 
 from distseg.cli.help import FIRST, field_documents, head
+from distseg.config.patchgd import PatchConfig
+from distseg.config.settings import Config
 from distseg.report.closing import closing_of_evaluation, closing_of_prediction, closing_of_training
 
 
@@ -42,8 +44,9 @@ def test_help_begins_with_what_matters():
     text = head("train", {})
     order = [text.index(flag) for flag in ("--data.store", "--mesh.tiles", "--train.epochs")]
     assert order == sorted(order)
-    documents = field_documents()
-    assert all(documents[name] for names in FIRST.values() for name in names)
+    for command, names in FIRST.items():
+        documents = field_documents(PatchConfig if command == "patchgd" else Config)
+        assert all(documents[name] for name in names)
 
 
 def test_the_whole_help_has_the_head_first(capsys):

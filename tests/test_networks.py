@@ -80,7 +80,7 @@ NAMED = {  # what is said where a network cannot be computed so; ways that compu
     "scripted": "it cannot be copied",
     "cropped": "it crops the image",
     "again": "layers 1 and 3 share a weight, but lie in the stages . and .",
-    "pooling": "data.images is 1, but the batch norm 2.far.2 takes statistics of one vector an image",
+    "pooling": "data.images is 1, but the batch norm 2.far.2 takes statistics of one vector per image",
     "in_place_shared": "layer 1 \\(ReLU\\) overwrites in place what layer a has put aside",
     "never_popped": "stash\\('a'\\) is never popped",
     "stashed_twice": "stash\\('a'\\) at layer 3 comes before the pop of the one at layer 1",
@@ -142,7 +142,7 @@ def test_windows_with_a_halo_know_their_place(comm):
 @pytest.mark.parallel(1)
 def test_a_halo_of_the_users_knows_nothing_of_zeros_behind(comm):
     with pytest.raises(
-        ValueError, match="spatial.halo is 12, but this network fills images up to multiples"
+        ValueError, match="spatial.halo is 12, but this network pads images to a multiple"
     ):
         error_of("filled_means", comm, dict(tiles_per_rank=(1, 2), halo=12))
 

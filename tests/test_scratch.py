@@ -110,7 +110,7 @@ def test_a_full_disk_is_told_before_anything_is_written(tmp_path, monkeypatch):
     monkeypatch.setattr(scratch, "free_bytes", lambda folder: 10**9)
     with pytest.raises(
         OSError,
-        match=r"feature maps of 3.00 GB must wait in the scratch folder .*, where 1.00 GB are free: name a folder",
+        match=r"feature maps of 3.00 GB must be stored in the scratch folder .*, where 1.00 GB are free: name a folder",
     ):
         require_scratch_space(tmp_path, 3 * 10**9)
 

@@ -42,10 +42,7 @@ def test_what_results_depend_on_is_taken_over():
         "fuse_below",
         "norm_scope",
     }
-    assert (
-        found["train"].keys() == {"method", "precision", "channels_last"}
-        and "store" in found["data"]
-    )
+    assert found["train"].keys() == {"precision", "channels_last"} and "store" in found["data"]
     assert left_behind(manifest(), asdict(Config())) == []
 
 

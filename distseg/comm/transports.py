@@ -27,7 +27,7 @@ class Choice(NamedTuple):
 
 
 class Address(NamedTuple):
-    """Where the ranks of torch.distributed meet.
+    """Meeting point of the ranks of torch.distributed.
 
     Attributes:
         hosted: the launcher listens there; otherwise rank 0 has to.

@@ -66,13 +66,16 @@ class Arrays:
 
     def size(self, image: int) -> tuple[int, ...]:
         """Return the size of an image in pixels."""
-        shape = self._images[image].shape if self._batch is None else self._batch.shape
+        shape = self._shape(image)
         return tuple(map(int, shape[len(shape) - self.dims :]))
 
     def channels(self, image: int) -> int:
         """Return the number of channels of an image."""
-        shape = self._images[image].shape if self._batch is None else self._batch.shape
+        shape = self._shape(image)
         return int(shape[len(shape) - self.dims - 1])
+
+    def _shape(self, image: int):
+        return self._images[image].shape if self._batch is None else self._batch.shape
 
     def read(self, images: Sequence[int], box: Box) -> Tensor:
         """Return a box of some images of one size, (images, ..., *box.size)."""
@@ -108,7 +111,7 @@ class Stacked:
                         f"input 0 of image {image} has {Size(first.size(image))} pixels, but "
                         f"input {number} has {Size(part.size(image))}: resize one of them"
                     )
-        self.size, self.by_size = first.size, first.by_size
+        self.size, self.by_size, self.is_batch = first.size, first.by_size, first.is_batch
 
     def __len__(self) -> int:
         return len(self.parts[0])

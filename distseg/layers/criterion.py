@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class Outputs(NamedTuple):
-    """What a network returns.
+    """Description of a network's result.
 
     Attributes:
         channels: number of channels of an output.

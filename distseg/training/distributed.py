@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from distseg.comm.collective import add
-from distseg.comm.launch import raise_jointly
+from distseg.comm.launch import JointFailure, raise_jointly
 from distseg.comm.staging import upload
 from distseg.config.sizes import Size
 from distseg.data.arrays import Arrays, Stacked
@@ -264,20 +264,18 @@ class DistributedModel(nn.Module):
             self._check_frozen()
             images = self._arrays(image)
             targets = self._targets(target, images)
-            chosen, fresh = self._criterion(criterion, targets)
+            chosen = self._criterion(criterion, targets)
             self._check(images)
         self._check_groups(len(images))
-        config = self.engine.config
-        count = config.train.accumulate
-        with raise_jointly(self.mesh.world):
-            if len(images) % count:
-                raise ValueError(
-                    f"a batch of {len(images)} images does not divide into {count} micro-batches: "
-                    "give distribute other micro_batches, or batches of a multiple of it"
-                )
+        count = self.engine.config.train.accumulate
+        if len(images) % count:  # all ranks have as many images
+            raise JointFailure(
+                f"a batch of {len(images)} images does not divide into {count} micro-batches: "
+                "give distribute other micro_batches, or batches of a multiple of it"
+            )
         each = len(images) // count
-        self._used = id(chosen), each
-        if fresh or self._in_engine != self._used:
+        self._used = chosen, each
+        if self._in_engine != self._used:
             self.engine.use_loss(chosen, each)
             self._in_engine = self._used
         rows, first = self._rows(each, count)
@@ -322,8 +320,7 @@ class DistributedModel(nn.Module):
                     f"there are {len(images)} images, but {len(labels)} targets: give one for each"
                 )
             return labels
-        batch = (images.parts[0] if isinstance(images, Stacked) else images).is_batch
-        targets = Arrays(given, self._dims, (0, 1), "target", batch)
+        targets = Arrays(given, self._dims, (0, 1), "target", images.is_batch)
         if len(targets) != len(images):
             raise ValueError(
                 f"there are {len(images)} images, but {len(targets)} targets: give one for each"
@@ -336,11 +333,11 @@ class DistributedModel(nn.Module):
                 )
         return targets
 
-    def _criterion(self, given, targets) -> tuple[Criterion, bool]:
-        """Return the criterion, tried out at its first use, and whether this is its first use."""
+    def _criterion(self, given, targets) -> Criterion:
+        """Return the criterion, tried out at its first use."""
         key = given if isinstance(given, str) else id(given)
         if key in self._criteria:
-            return self._criteria[key][1], False
+            return self._criteria[key][1]
         made = criterion_of(given, self._outputs.channels, self._output_names)
         if self._outputs.whole:
             example = targets.view(-1, *(1,) * self._dims)
@@ -352,9 +349,9 @@ class DistributedModel(nn.Module):
         self._criteria[key] = given, made
         if len(self._criteria) > _MOST_CRITERIA:
             _, old = self._criteria.pop(next(iter(self._criteria)))
-            for used in [used for used in self._unused if used[0] == id(old)]:
+            for used in [used for used in self._unused if used[0] is old]:
                 del self._unused[used]
-        return made, True
+        return made
 
     def _check_frozen(self) -> None:
         """Refuse a step without gradients, and parameters frozen or thawed after the start."""
@@ -385,12 +382,11 @@ class DistributedModel(nn.Module):
     def _check_groups(self, images: int) -> None:
         """Refuse batches of different sizes in different groups. Collective."""
         counts = self.mesh.replicas.allgather(images)
-        with raise_jointly(self.mesh.world):
-            if len(set(counts)) > 1:
-                raise ValueError(
-                    f"sample groups give {min(counts)} to {max(counts)} images in one step: give "
-                    "as many in each group (drop the last batch of an epoch, or fill it up)"
-                )
+        if len(set(counts)) > 1:  # all ranks see it
+            raise JointFailure(
+                f"sample groups give {min(counts)} to {max(counts)} images in one step: give "
+                "as many in each group (drop the last batch of an epoch, or fill it up)"
+            )
 
     def _tile_batches(
         self, images: Arrays | Stacked, targets, those: Sequence[int], first: int, rows: list[int]
@@ -460,23 +456,27 @@ class DistributedModel(nn.Module):
     def _taken_local(self) -> dict[int, Tensor]:
         """Return the parts of gradients that are not summed yet, by parameter."""
         late = {}
-        for number, (part, gradient, version) in self._local.items():
-            now = self.engine.parameters[number].grad
-            if now is gradient and now._version == version:
+        for number, (part, _, _) in self._local.items():
+            if self._is_unchanged(number):
                 late[number] = part
         self._local = {}
         return late
 
     def _check_local(self) -> None:
         """Refuse gradients of :meth:`no_sync` that were changed before they were summed."""
-        for number, (_, gradient, version) in self._local.items():
+        for number in self._local:
             now = self.engine.parameters[number].grad
-            same = now is gradient and now._version == version
-            if not same and now is not None and now.count_nonzero():
+            if not self._is_unchanged(number) and now is not None and now.count_nonzero():
                 raise ValueError(
                     "gradients of calls inside no_sync were changed before they were summed over "
                     "the ranks: clip or scale them after a call outside of no_sync"
                 )
+
+    def _is_unchanged(self, number: int) -> bool:
+        """Return True if a gradient that is not summed yet is as the last call left it."""
+        _, gradient, version = self._local[number]
+        now = self.engine.parameters[number].grad
+        return now is gradient and now._version == version
 
     @torch.no_grad()
     def _finish(self, scale: float) -> None:
@@ -600,9 +600,9 @@ class DistributedModel(nn.Module):
         place, rows, images, _, seen = self._eager
         with raise_jointly(self.mesh.world):
             targets = self._targets(target.given, images)
-            chosen, _ = self._criterion(criterion, targets)
+            chosen = self._criterion(criterion, targets)
             labels = self._labels(targets, list(range(len(images))), chosen, place.tile)
-        self._used = id(chosen), len(images)
+        self._used = chosen, len(images)
         partial = chosen.rows(_Seen.apply(output, seen), upload(labels, output.device))
         return _LossOfAllTiles.apply(partial, self, chosen, rows)
 
@@ -633,10 +633,9 @@ class DistributedModel(nn.Module):
         """
         arrays = self._arrays(image)
         found = [self._whole(arrays, number) for number in range(len(arrays))]
-        batch = (arrays.parts[0] if isinstance(arrays, Stacked) else arrays).is_batch
-        if batch:
+        if arrays.is_batch:
             return torch.stack(found)
-        return found if batch is None else found[0]
+        return found if arrays.is_batch is None else found[0]
 
     def predict_tiles(self, image) -> Iterator[tuple[Box, np.ndarray]]:
         """Yield (box, logits) for this rank's tiles of one image, (C', *box.size). Collective.
@@ -664,7 +663,7 @@ class DistributedModel(nn.Module):
         mine = list(self._tiles_of(arrays, number))
         boxes = self.mesh.world.allgather([(box, y.shape, y.dtype.str) for box, y in mine])
         whole = None
-        for rank, (those) in enumerate(boxes):
+        for rank, those in enumerate(boxes):
             for place, (box, shape, dtype) in enumerate(those):
                 part = np.empty(shape, dtype)
                 if rank == self.mesh.world.rank:

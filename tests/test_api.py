@@ -187,7 +187,7 @@ def test_accumulation_with_and_without_sync(comm):
 
 @pytest.mark.parallel([1, 2])
 def test_parameters_without_gradient_are_left_alone(comm):
-    """As in PyTorch, where an optimizer with weight decay skips them."""
+    """PyTorch does so too, and an optimizer with weight decay skips them."""
     module = network()
     module.spare = nn.Linear(2, 3, dtype=torch.float64)
     for p in module.b.parameters():

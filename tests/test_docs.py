@@ -100,7 +100,7 @@ def test_the_tables_of_settings_are_complete(monkeypatch):
 
 @pytest.mark.slow
 def test_the_site_is_built(tmp_path):
-    """Where mkdocs is installed, as `make docs` installs it beside."""
+    """Build the site where mkdocs is installed, as `make docs` installs it beside."""
     pytest.importorskip("mkdocs")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet"]
     subprocess.run(

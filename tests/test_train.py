@@ -365,7 +365,7 @@ def by_their_number(in_channels=2, out_channels=2):
 
 @pytest.mark.parallel(1)
 def test_images_of_different_sizes_are_tried_alone_and_together(comm, folder):
-    """Of a micro-batch of two images with different sizes each goes through the network alone."""
+    """Images of different sizes in a micro-batch go through the network one by one."""
     plan = config(folder, images=2)
     plan = replace(
         plan,

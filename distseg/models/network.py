@@ -383,20 +383,6 @@ def check_calls(model: nn.Module, size: Sequence[int], images: int = 1) -> None:
             ) from None
 
 
-def check_dims(model: nn.Module, size: Sequence[int]) -> None:
-    """Refuse images of another number of dims than the network takes.
-
-    Raises:
-        ValueError: the message names both numbers.
-    """
-    if (dims := dims_of(model)) != len(size):
-        raise ValueError(
-            f"images have {len(size)} dims ({'x'.join(map(str, size))}), but the network takes "
-            f"images of {dims}: give images with this number of dims, or another network "
-            "(model.name)"
-        )
-
-
 def check_size(model: nn.Module, size: Sequence[int], what: str = "an image") -> None:
     """Refuse a size of images that a captured network does not take.
 

@@ -148,6 +148,19 @@ def boxes_of(box: Box, size) -> list[Box]:
     return [Box(*map(tuple, zip(*each))) for each in product(*spans)]
 
 
+def check_dims(image, dims: int) -> None:
+    """Refuse images of another number of dims than the ``dims`` that the network takes.
+
+    Raises:
+        ValueError: the message names both numbers.
+    """
+    if len(image) != dims:
+        raise ValueError(
+            f"images have {len(image)} dims ({Size(image)}), but the network takes images of "
+            f"{dims}: give images with this number of dims, or another network (model.name)"
+        )
+
+
 def check_grid(image, grid, stride) -> None:
     """Refuse a grid in which some tile would own no cell of the coarsest feature map.
 
@@ -155,11 +168,7 @@ def check_grid(image, grid, stride) -> None:
         ValueError: the grid is too fine, or image, grid and network differ in their number of
             dims. The message names the grid, the image, the stride and the largest grid that fits.
     """
-    if len(image) != len(stride):
-        raise ValueError(
-            f"images have {len(image)} dims ({Size(image)}), but the network takes images of "
-            f"{len(stride)}: give images with this number of dims, or another network (model.name)"
-        )
+    check_dims(image, len(stride))
     if len(grid) != len(image):
         raise ValueError(
             f"an image of {len(image)} spatial dims ({Size(image)}) does not fit a grid of "

@@ -24,8 +24,8 @@ from distseg.data.loader import StepLoader
 from distseg.data.sampler import crop_size
 from distseg.data.store.store import Store
 from distseg.inference.predictor import check_images as check_validated
-from distseg.models.bands import channels_of
-from distseg.models.network import check_calls, check_dims, check_size
+from distseg.models.bands import channels_of, dims_of
+from distseg.models.network import check_calls, check_size
 from distseg.patchgd.network import PatchNetwork
 from distseg.patchgd.training import PatchEngine, PatchLoader, check_images
 from distseg.patchgd.training_maps import MapEngine
@@ -35,7 +35,7 @@ from distseg.planning.streaming import is_streamed, memory_warnings
 from distseg.report.disk import locked
 from distseg.runtime.optimizer import state_copies
 from distseg.runtime.precision import choose, gpu_lines
-from distseg.tiling.tile import owned_tiles
+from distseg.tiling.tile import check_dims, owned_tiles
 from distseg.training.checkpoint.files import load_optimizer, load_weights, read_run_manifest, share
 from distseg.training.checkpoint.own_runs import remember_run
 from distseg.training.checkpoint.pretrained import pretrained
@@ -114,7 +114,7 @@ class Run:
             check_labels(self.store, self.model, config.data.crop, config.loss)
             self.parameters = sum(p.numel() for p in self.model.parameters())
             self.channels = channels_of(self.model)
-            check_dims(self.model, first)
+            check_dims(first, dims_of(self.model))
             for name, size in sizes.items():
                 check_size(self.model, size, f"a sample of {name}")
             batches = batches_of(set(sizes.values()), config.data.images)

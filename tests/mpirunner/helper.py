@@ -25,7 +25,7 @@ class Claims:
         self._paths = {test: folder / f"taken{number}" for number, test in enumerate(tests)}
 
     def take(self, test: str) -> bool:
-        """Whether this process is the first to take the test."""
+        """Return True if this process is the first to take the test."""
         try:
             os.close(os.open(self._paths[test], os.O_CREAT | os.O_EXCL))
         except FileExistsError:
@@ -49,7 +49,7 @@ class Helper:
             self.claims = Claims(self.job.folder, self.tests)
 
     def takes(self, test: str) -> bool:
-        """Whether the helper has taken a test; if not, the test is this process's from now on."""
+        """Return True if the helper has taken a test; if not, the test is this process's from now on."""
         return self.job is not None and not self.claims.take(test)
 
 

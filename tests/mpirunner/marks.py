@@ -40,7 +40,7 @@ def batch(item) -> tuple | None:
 
 
 def starts_programs(item) -> bool:
-    """Whether an ordinary test starts whole command lines, and so comes last."""
+    """Return True if an ordinary test starts whole command lines, and so comes last."""
     if ranks_of(item) is not None:
         return False
     return (

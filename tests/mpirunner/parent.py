@@ -75,7 +75,7 @@ class Parent:
         return None
 
     def elsewhere(self, item) -> bool:
-        """Whether a test runs in another process, or may."""
+        """Return True if a test runs in another process, or may."""
         return ranks_of(item) is not None or self.helper is not None and starts_programs(item)
 
     def shared(self, item) -> bool:

@@ -195,7 +195,7 @@ def test_an_error_while_packing_leaves_the_tiles(tmp_path, found, monkeypatch):
         path.write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setitem(class_files._WRITE, ".h5", full)
+    monkeypatch.setitem(class_files._WRITE, "hdf5", full)
     with pytest.raises(
         OSError,
         match="scene.1.h5 could not be written, no space is left on its disk after 4 B of it: .*B are free; free some space",

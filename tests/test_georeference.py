@@ -165,6 +165,7 @@ def test_tags_of_a_place_are_kept(tmp_path, about):
         Classes(["x", "y"], COLOURS, 7, place),
         "id",
         lambda pixels: None,
+        tmp_path,
     )
     with rasterio.open(tmp_path / "a.tif") as a, rasterio.open(tmp_path / "map.tif") as b:
         assert (a.crs, a.transform, a.bounds, a.tags().get("AREA_OR_POINT")) == (
@@ -198,6 +199,7 @@ def test_world_files(tmp_path, name, world):
         Classes(["x", "y"], COLOURS, 255, place),
         "id",
         lambda pixels: None,
+        tmp_path,
     )
     with rasterio.open(tmp_path / name) as a, rasterio.open(tmp_path / "map.tif") as b:
         assert (

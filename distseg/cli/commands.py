@@ -19,7 +19,7 @@ from distseg.comm.watch import heartbeat
 from distseg.config.patchgd import PatchConfig
 from distseg.config.settings import Config, ModelBase, ModelConfig
 from distseg.config.sizes import Size
-from distseg.data.class_files import Classes, are_there, paths_of
+from distseg.data.class_files import Classes, check_written, numbers_of, paths_of
 from distseg.data.nodata import parse
 from distseg.data.notes import notes_on
 from distseg.data.picture import rgb
@@ -234,6 +234,7 @@ def run_predict(
         )
 
     with raise_jointly(world):
+        classes = replace(classes, traced=numbers_of(names, settings.trace, "predict.trace"))
         checkpoint = find(run)
         network = network_identity(checkpoint, manifest, deciding_settings(config))
         if nodata is not None and not images:
@@ -278,7 +279,7 @@ def run_predict(
                         "predict.heat is True, but it draws where an answer for a whole image "
                         "comes from, but this network makes a map: leave it out"
                     )
-                are_there(files(source), "")
+                check_written(files(source), source.place, source.name)
             elif settings.heat and len(source.size) != 2:
                 raise ValueError(
                     f"predict.heat draws pictures, but {source.name} has {len(source.size)} dims: "

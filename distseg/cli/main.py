@@ -48,6 +48,7 @@ train     train on any number of ranks: mpirun -n 4 distseg train CONFIG.yaml
 patchgd   train by patch gradient descent, an approximation with a config of its own
 evaluate  IoU, Dice and accuracy of a run on whole images, beside the colour baseline
 predict   class maps of whole images, in bounded memory
+trace     objects of class maps as polygons (GeoPackage, GeoJSON) or numbers, with areas
 export    a run's network for use without distseg: safetensors, torch.export, ONNX
 plot      loss curves and overlays of a run
 models    the models by name: parameters, layers, stride, halo
@@ -580,6 +581,41 @@ def _predict(arguments: list[str]) -> int:
 
 
 @_joint
+def _trace(arguments: list[str]) -> int:
+    parser = _parser("trace", None)
+    parser.add_argument(
+        "maps", nargs="+", help="Class maps NAME.h5 or NAME.tif, or label maps (TIFF, PNG, npy)."
+    )
+    parser.add_argument("--output", type=str, default="objects", help="Folder for the results.")
+    parser.add_argument(
+        "--formats",
+        nargs="+",
+        choices=["gpkg", "geojson", "objects"],
+        default=["gpkg"],
+        help="gpkg: GeoPackage; geojson: in WGS 84; objects: a TIFF with each pixel's object.",
+    )
+    parser.add_argument(
+        "--classes",
+        nargs="+",
+        default=None,
+        help="Names or numbers of the classes whose objects are written; by default all.",
+    )
+    parser.add_argument(
+        "--least", type=int, default=1, help="Objects of fewer pixels become no polygons."
+    )
+    parsed = _parse_plain(parser, arguments)
+    _check_count("--least", parsed.least)
+    check_folder(parsed.output, "--output")
+    from distseg.cli.trace import trace_maps
+
+    for line in trace_maps(
+        parsed.maps, parsed.output, parsed.formats, parsed.classes, parsed.least
+    ):
+        print(line)
+    return 0
+
+
+@_joint
 def _export(arguments: list[str]) -> int:
     parser = _parser("export RUN", None)
     parser.add_argument(
@@ -1004,6 +1040,7 @@ _COMMANDS = {
     "patchgd": _patchgd,
     "evaluate": _evaluate,
     "predict": _predict,
+    "trace": _trace,
     "export": _export,
     "plot": _plot,
     "models": _models,

@@ -232,6 +232,7 @@ def predict(
             "source": source.identity,
             "classes": classes.names,
             "no data": classes.nodata,
+            **({} if classes.traced is None else {"traced": classes.traced}),
         },
         source.size,
         every,

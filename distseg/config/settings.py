@@ -598,12 +598,16 @@ class PredictBase:
 
     probabilities: bool = False
     """Also write the probability of each class (float16), into NAME.h5."""
-    formats: list[Literal["hdf5", "h5", "tiff", "tif", "png"]] = field(
-        default_factory=lambda: ["hdf5", "png"]
-    )
+    formats: list[
+        Literal["hdf5", "h5", "tiff", "tif", "png", "cog", "gpkg", "geojson", "objects"]
+    ] = field(default_factory=lambda: ["hdf5", "png"])
     """File formats of class maps. hdf5: NAME.h5. tiff: tiled NAME.tif with the image's
     georeference, without probabilities. png: NAME.png in the classes' colours, for images up to
-    16384x16384."""
+    16384x16384. cog: NAME.cog.tif, a cloud-optimised GeoTIFF. Of the connected objects of each
+    class: gpkg and geojson, polygons; objects: NAME.objects.tif, the number of each pixel's
+    object (docs/results.md)."""
+    trace: list[str] | None = None
+    """Names of the classes whose objects are written as polygons or numbers; by default all."""
     heat: bool = False
     """For networks of whole images: also draw which pixels the answer comes from, NAME.heat.png
     (docs/whole_images.md)."""

@@ -1,9 +1,9 @@
-"""Files of finished class maps: HDF5, tiled TIFF and PNG.
+"""Files of finished class maps: HDF5, tiled TIFF, COG and PNG, and the objects in them.
 
-Each file holds the class numbers, the classes' colours, the number for pixels without data and, if
-its format can, the georeference. It also holds an identity: a digest of everything that the result
-depends on. The identity shows that a result already exists. A file without an identity was not
-written by distseg and is never overwritten.
+Each file of a map holds the class numbers, the classes' colours, the number for pixels without data
+and, if its format can, the georeference. It also holds an identity: a digest of everything that the
+result depends on. The identity shows that a result already exists. A file without an identity was
+not written by distseg and is never overwritten.
 """
 
 from __future__ import annotations
@@ -22,13 +22,24 @@ from distseg.data.formats.readers import pillow
 from distseg.data.nodata import NODATA_TAG
 from distseg.data.store import hdf5
 from distseg.data.store.layout import check_name
-from distseg.report.disk import atomic_write
+from distseg.data.vector.files import (
+    EDGE,
+    LabelMap,
+    check_polygons,
+    tiles,
+    write_numbers,
+    write_polygons,
+)
+from distseg.data.vector.geojson import identity_in_geojson
+from distseg.data.vector.geopackage import identity_in_geopackage
+from distseg.data.vector.world import imported_rasterio
+from distseg.report.disk import atomic_write, require_disk_space
 from distseg.tiling.tile import Box, strips
 
-_EDGE = 256  # pixels along each side of an HDF5 chunk and of a TIFF tile
 _LARGEST_PNG = 1 << 28  # pixels; Pillow needs all of them in memory
 _KEY = "distseg_identity"
 _NO_DATA = (154, 154, 154)  # a grey
+_GDAL_CACHE = 64  # MB of blocks that GDAL keeps; its own default is 5 % of the memory
 
 
 @dataclass(frozen=True)
@@ -40,12 +51,21 @@ class Classes:
         colours: (K, 3) uint8, one per class.
         nodata: the number of pixels without data.
         place: the georeference of the image, if it has one.
+        traced: the numbers of the classes whose objects are written as polygons and numbers; None
+            for all classes.
     """
 
     names: list[str]
     colours: np.ndarray
     nodata: int = 255
     place: Georeference | None = None
+    traced: tuple[int, ...] | None = None
+
+    @property
+    def skipped(self) -> tuple[int, ...]:
+        """The numbers whose pixels belong to no object."""
+        traced = range(len(self.names)) if self.traced is None else self.traced
+        return tuple(number for number in range(256) if number not in traced)
 
     @property
     def palette(self) -> np.ndarray:
@@ -54,6 +74,29 @@ class Classes:
         found[self.nodata] = _NO_DATA
         found[: len(self.colours)] = self.colours
         return found
+
+
+def numbers_of(
+    names: Sequence[str], chosen: Sequence[str] | None, setting: str
+) -> tuple[int, ...] | None:
+    """Return the numbers of the chosen classes; None for None.
+
+    Args:
+        names: names in the order of the class numbers.
+        chosen: names of some classes.
+        setting: where they were chosen, for messages.
+
+    Raises:
+        ValueError: a class is unknown.
+    """
+    if chosen is None:
+        return None
+    for name in chosen:
+        if name not in names:
+            raise ValueError(
+                f"{setting} names the class {name!r}, but the classes are {', '.join(names)}"
+            )
+    return tuple(sorted({names.index(name) for name in chosen}))
 
 
 def paths_of(
@@ -66,7 +109,7 @@ def paths_of(
     Args:
         folder: the folder for results.
         name: the name of the image.
-        formats: ``predict.formats``: some of hdf5, tiff and png.
+        formats: ``predict.formats``: some of ``FORMS``.
         size: the size of the image.
         probabilities: True if probabilities are written too.
 
@@ -79,10 +122,11 @@ def paths_of(
             f"predict.probabilities go into HDF5, but predict.formats is {', '.join(formats)}: "
             "add hdf5, or leave probabilities out"
         )
-    if "tiff" in formats and len(size) != 2:
+    flat = [form for form in formats if form not in ("hdf5", "png")]
+    if flat and len(size) != 2:
         raise ValueError(
-            f"class maps of {len(size)} dims are written as hdf5 only: take tiff out of "
-            "predict.formats"
+            f"class maps of {len(size)} dims are written as hdf5 only: take {', '.join(flat)} out "
+            "of predict.formats"
         )
     drawn = len(size) == 2 and int(np.prod(size)) <= _LARGEST_PNG
     if not drawn and set(formats) == {"png"}:
@@ -90,7 +134,42 @@ def paths_of(
             f"a class map of {'x'.join(map(str, size))} pixels is too large, or of too many dims, "
             "for a PNG: add hdf5 to predict.formats"
         )
-    return [folder / f"{name}{_SUFFIXES[form]}" for form in formats if form != "png" or drawn]
+    for ending in (".cog", ".objects"):
+        if name.endswith(ending) and "tiff" in formats:
+            raise ValueError(
+                f"the class map of {name!r} as tiff would be named {name}.tif, as the {ending[1:]} "
+                f"of an image {name.removesuffix(ending)!r} is: rename the image, or take tiff out "
+                "of predict.formats"
+            )
+    return [folder / f"{name}{FORMS[form]}" for form in formats if form != "png" or drawn]
+
+
+def check_written(paths: Sequence[Path], place: Georeference | None, name: str) -> None:
+    """Raise an error if files of a class map cannot be written, before the map is computed.
+
+    Args:
+        paths: the files.
+        place: the georeference of the image; None without one.
+        name: the name of the image, for messages.
+
+    Raises:
+        FileExistsError: one of the paths exists and is not a class map of distseg.
+        ImportError: an optional package is needed and not installed.
+        ValueError: the coordinates of polygons would be unknown.
+    """
+    are_there(paths, "")
+    for path in paths:
+        form = form_of(path)
+        if form in ("gpkg", "geojson"):
+            check_polygons(place, form, name)
+        elif form == "cog":
+            imported_rasterio("class maps as COG")
+
+
+def form_of(path: Path) -> str:
+    """Return the name of the format that the path's ending chooses; the longest ending counts."""
+    fits = [form for form, ending in FORMS.items() if path.name.endswith(ending)]
+    return max(fits, key=lambda form: len(FORMS[form]))
 
 
 def write(
@@ -99,8 +178,9 @@ def write(
     classes: Classes,
     identity: str,
     advance: Callable[[int], None],
+    scratch: Path,
 ) -> None:
-    """Write a class map atomically, in the format of the path's ending.
+    """Write a class map, or its objects, atomically, in the format of the path's ending.
 
     Args:
         path: the file to write.
@@ -108,9 +188,17 @@ def write(
         classes: the meaning of the class numbers.
         identity: the identity of the result.
         advance: called with the number of pixels after each write.
+        scratch: a folder for temporary files, on the disk of ``path``.
     """
+    form = form_of(path)
     with atomic_write(path) as growing:
-        _WRITE[path.suffix](growing, arrays, classes, identity, advance)
+        if form in _WRITE:
+            _WRITE[form](growing, arrays, classes, identity, advance)
+        elif form == "cog":
+            _write_cog(growing, arrays, classes, identity, advance, scratch)
+        else:
+            labels = _labels_of(arrays["classes"], classes, advance)
+            write_objects(growing, form, labels, classes.names, identity)
 
 
 def are_there(paths: Sequence[Path], identity: str) -> bool:
@@ -125,7 +213,7 @@ def are_there(paths: Sequence[Path], identity: str) -> bool:
 
 def _identity_in(path: Path) -> str:
     try:
-        found = _READ[path.suffix](path) if path.is_file() else None
+        found = _READ[form_of(path)](path) if path.is_file() else None
     except Exception:  # a decoder may raise anything: then the file is not ours
         found = None
     if not isinstance(found, str):
@@ -137,7 +225,7 @@ def _identity_in(path: Path) -> str:
 
 
 def _chunk_rows(size: tuple[int, ...]) -> Iterator[slice]:
-    return (strip.slices[0] for strip in strips(Box.whole(size), 0, _EDGE))
+    return (strip.slices[0] for strip in strips(Box.whole(size), 0, EDGE))
 
 
 def _write_hdf5(
@@ -145,7 +233,7 @@ def _write_hdf5(
 ) -> None:
     with open(path, "r+b") as file, hdf5.Growing(path, file.fileno()) as growing:
         f, found = growing.file, arrays["classes"]
-        chunks = tuple(min(_EDGE, n) for n in found.shape)
+        chunks = tuple(min(EDGE, n) for n in found.shape)
         f.attrs["class_names"] = classes.names
         f.attrs["class_colours"] = classes.colours
         f.attrs["nodata"] = np.uint8(classes.nodata)  # in classes; probabilities have nan
@@ -192,16 +280,12 @@ def _write_tiff(
 ) -> None:
     found = arrays["classes"]
 
-    def tiles() -> Iterator[np.ndarray]:
+    def by_rows() -> Iterator[np.ndarray]:
         for rows in _chunk_rows(found.shape):
-            for left in range(0, found.shape[1], _EDGE):
-                tile = np.zeros((_EDGE, _EDGE), np.uint8)
-                part = found[rows, left : left + _EDGE]
-                tile[: part.shape[0], : part.shape[1]] = part
-                yield tile
+            yield found[rows]
             advance(found[rows].size)
 
-    about = json.dumps({"class_names": classes.names, _KEY: identity})
+    about = _about(classes.names, identity)
     tags = [
         (NODATA_TAG, 2, 0, str(classes.nodata), True),
         *(classes.place.extra_tags if classes.place else ()),
@@ -209,13 +293,13 @@ def _write_tiff(
     form = dict(
         shape=found.shape,
         dtype=np.uint8,
-        tile=(_EDGE, _EDGE),
+        tile=(EDGE, EDGE),
         compression="deflate",
         bigtiff=found.size > 2**31,
     )
     _tifffile().imwrite(
         path,
-        tiles(),
+        tiles(by_rows(), found.shape[1], np.uint8),
         **form,
         photometric="palette",
         colormap=classes.palette.T.astype(np.uint16) * 257,
@@ -223,6 +307,75 @@ def _write_tiff(
         metadata=None,
         extratags=tags,
     )
+
+
+def _about(names: Sequence[str], identity: str) -> str:
+    """Return the description of a TIFF file: the names of the classes and the identity."""
+    return json.dumps({"class_names": list(names), _KEY: identity})
+
+
+def names_in(path: Path) -> list[str] | None:
+    """Return the names of the classes in a class map that distseg wrote as TIFF; None in others."""
+    if path.suffix.lower() not in (".tif", ".tiff"):
+        return None
+    try:
+        with _tifffile().TiffFile(path) as file:
+            found = json.loads(file.pages[0].description)["class_names"]
+    except (ValueError, KeyError, TypeError):
+        return None
+    return [str(name) for name in found] if isinstance(found, list) else None
+
+
+def _write_cog(
+    path: Path,
+    arrays: Mapping[str, np.ndarray],
+    classes: Classes,
+    identity: str,
+    advance: Callable[[int], None],
+    scratch: Path,
+) -> None:
+    """Write a cloud-optimised GeoTIFF: GDAL copies a plain one and adds overviews by mode."""
+    rasterio = imported_rasterio("class maps as COG")
+    plain = scratch / "plain.tif"
+    _write_tiff(plain, arrays, classes, identity, advance)
+    # GDAL writes the overviews, at most a third, to a temporary file first.
+    require_disk_space(path, 2 * plain.stat().st_size, "a class map as COG")
+    with rasterio.Env(GDAL_CACHEMAX=_GDAL_CACHE):
+        rasterio.shutil.copy(
+            plain,
+            path,
+            driver="COG",
+            compress="deflate",
+            overview_resampling="mode",
+            bigtiff="if_safer",
+        )
+    plain.unlink()
+
+
+def _labels_of(found: np.ndarray, classes: Classes, advance: Callable[[int], None]) -> LabelMap:
+    def read(rows: slice) -> np.ndarray:
+        labels = np.array(found[rows])
+        advance(labels.size)
+        return labels
+
+    return LabelMap(found.shape, read, classes.names.__getitem__, classes.skipped, classes.place)
+
+
+def write_objects(
+    path: Path, form: str, labels: LabelMap, names: Sequence[str], identity: str
+) -> int:
+    """Write the objects of a label map and return how many were written.
+
+    Args:
+        path: an empty file.
+        form: gpkg, geojson or objects.
+        labels: the map.
+        names: the names of the classes, for the description of a TIFF file.
+        identity: a text that is found again in the file.
+    """
+    if form == "objects":
+        return write_numbers(path, labels, _about(names, identity))
+    return write_polygons(path, labels, form, identity)
 
 
 def _read_tiff(path: Path) -> str | None:
@@ -258,6 +411,22 @@ def _read_png(path: Path) -> str | None:
         return picture.info.get(_KEY)
 
 
-_SUFFIXES = {"hdf5": ".h5", "tiff": ".tif", "png": ".png"}
-_WRITE = {".h5": _write_hdf5, ".tif": _write_tiff, ".png": _write_png}
-_READ = {".h5": _read_hdf5, ".tif": _read_tiff, ".png": _read_png}
+FORMS = {
+    "hdf5": ".h5",
+    "tiff": ".tif",
+    "png": ".png",
+    "cog": ".cog.tif",
+    "gpkg": ".gpkg",
+    "geojson": ".geojson",
+    "objects": ".objects.tif",
+}
+_WRITE = {"hdf5": _write_hdf5, "tiff": _write_tiff, "png": _write_png}
+_READ = {
+    "hdf5": _read_hdf5,
+    "tiff": _read_tiff,
+    "png": _read_png,
+    "cog": _read_tiff,
+    "gpkg": identity_in_geopackage,
+    "geojson": identity_in_geojson,
+    "objects": _read_tiff,
+}

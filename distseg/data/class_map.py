@@ -150,7 +150,7 @@ class PartialMap:
             advance(pixels)
 
         for path in paths:
-            class_files.write(path, self._arrays, classes, self.identity, packed)
+            class_files.write(path, self._arrays, classes, self.identity, packed, self.folder)
         self._clear()
         self._unmap()  # network file systems keep open files in the folder
         self._lock.close()

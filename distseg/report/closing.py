@@ -83,7 +83,7 @@ def notes_on_places(placed: Mapping[str, bool], formats: Sequence[str]) -> list[
     elsewhere = [name for name, known in placed.items() if not known]
     if not there:
         return []
-    if "tiff" not in formats:
+    if not {"tiff", "cog", "gpkg", "geojson"} & set(formats):
         return [
             f"note: {there[0]} says where on earth it lies (CRS, transform), which only class "
             "maps as TIFF keep for other programs: add tiff to predict.formats"

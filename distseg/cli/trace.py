@@ -1,0 +1,151 @@
+"""Write the objects of class maps, and of label maps of other programs, as polygons or numbers."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from distseg.data import class_files
+from distseg.data.formats.georeference import Georeference
+from distseg.data.formats.readers import open_mask
+from distseg.data.store import hdf5
+from distseg.data.vector.files import LabelMap
+from distseg.report.disk import atomic_write
+from distseg.tiling.tile import Box
+
+_NO_DATA = -1  # label of pixels that a mask declares to have no data
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Label map of a file: its ``labels``, the names of its classes, if known, and all labels."""
+
+    labels: LabelMap
+    names: list[str] | None
+
+
+def trace_maps(
+    maps: Sequence[str],
+    output: str,
+    formats: Sequence[str],
+    classes: Sequence[str] | None = None,
+    least: int = 1,
+) -> Iterator[str]:
+    """Write the objects of label maps; yield a line on each file.
+
+    Args:
+        maps: files of class maps (HDF5) or label maps (TIFF, PNG, npy).
+        output: the folder for results, named after the maps.
+        formats: some of gpkg, geojson, objects.
+        classes: names or numbers of the classes whose objects are written; by default all.
+        least: objects of fewer pixels are left out of polygons.
+
+    Raises:
+        ValueError: a map cannot be read or traced, two maps have one name, or a class is unknown.
+    """
+    stems = [_stem(path) for path in maps]
+    for stem in stems:
+        if stems.count(stem) > 1:
+            raise ValueError(
+                f"results are named after maps, but several maps are named {stem}: trace them into "
+                "different --output folders"
+            )
+    targets = {
+        path: [Path(output) / f"{_stem(path)}{class_files.FORMS[form]}" for form in formats]
+        for path in maps
+    }
+    for path, files in targets.items():
+        with _opened(path) as source:
+            _chosen(source, classes, path)
+            class_files.check_written(files, source.labels.place, path)
+    Path(output).mkdir(parents=True, exist_ok=True)
+    for path, files in targets.items():
+        with _opened(path) as source:
+            labels = _chosen(source, classes, path, least)
+            settings = [Path(path).name, formats, classes, least]
+            identity = hashlib.sha256(json.dumps(settings).encode()).hexdigest()
+            for file in files:
+                with atomic_write(file) as growing:
+                    count = class_files.write_objects(
+                        growing, class_files.form_of(file), labels, source.names or [], identity
+                    )
+                yield f"{file}: {count:,} objects"
+
+
+def _stem(path: str) -> str:
+    return Path(path).stem
+
+
+@contextmanager
+def _opened(path: str) -> Iterator[_Source]:
+    """Open a class map of distseg, or a label map.
+
+    Raises:
+        ValueError: the file is none, or has another number of dims than 2.
+    """
+    if Path(path).suffix == ".h5":
+        with hdf5.opened(path, "class map", "distseg predict writes class maps") as file:
+            yield _of_hdf5(file, path)
+    else:
+        yield _of_mask(path)
+
+
+def _of_hdf5(file, path: str) -> _Source:
+    found = hdf5.dataset(file, "classes").open()
+    if found.ndim != 2:
+        raise ValueError(f"{path} has {found.ndim} dims, but objects are traced in maps of 2")
+    attributes = file.attrs
+    tags = attributes.get("geotiff_tags")
+    names = [str(name) for name in attributes.get("class_names", [])]
+    place = Georeference.from_json(json.loads(tags)) if isinstance(tags, str) else None
+    nodata = int(attributes.get("nodata", 255))
+    labels = LabelMap(found.shape, lambda rows: found[rows], str, (nodata,), place)
+    return _Source(labels, names or None)
+
+
+def _of_mask(path: str) -> _Source:
+    reader = open_mask(path)
+    height, width = reader.size
+
+    def read(rows: slice) -> np.ndarray:
+        pixels, valid = reader.read_valid(Box((rows.start, 0), (rows.stop, width)))
+        labels = pixels[0].astype(np.int64)
+        return labels if valid is None else np.where(valid, labels, _NO_DATA)
+
+    skipped = {_NO_DATA} if reader.nodata is None else {_NO_DATA, int(reader.nodata)}
+    labels = LabelMap((height, width), read, str, tuple(skipped), reader.place)
+    return _Source(labels, class_files.names_in(Path(path)))
+
+
+def _chosen(source: _Source, classes: Sequence[str] | None, path: str, least: int = 1) -> LabelMap:
+    """Return the label map of which only the chosen classes are traced."""
+    labels, names = source.labels, source.names
+
+    def name_of(label: int) -> str:
+        return names[label] if names is not None and 0 <= label < len(names) else str(label)
+
+    read = labels.read
+    if classes is not None:
+        wanted = np.array([_number(name, names, path) for name in classes])
+
+        def read(rows: slice) -> np.ndarray:
+            found = labels.read(rows)
+            return np.where(np.isin(found, wanted), found.astype(np.int64), _NO_DATA)
+
+    skipped = (*labels.skipped, _NO_DATA)
+    return LabelMap(labels.size, read, name_of, skipped, labels.place, least)
+
+
+def _number(name: str, names: list[str] | None, path: str) -> int:
+    if names is not None and name in names:
+        return names.index(name)
+    if name.isdecimal():
+        return int(name)
+    known = ", ".join(names) if names else "numbers alone"
+    raise ValueError(f"--classes names {name!r}, but the classes of {path} are {known}")

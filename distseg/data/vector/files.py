@@ -1,0 +1,150 @@
+"""Files of the objects of a label map: polygons (GeoPackage, GeoJSON) and numbers (TIFF)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from distseg.data.formats.georeference import Georeference
+from distseg.data.vector.components import Numbers
+from distseg.data.vector.features import features
+from distseg.data.vector.geojson import check_geojson, write_geojson
+from distseg.data.vector.geopackage import write_geopackage
+from distseg.data.vector.world import world_of
+
+_STRIP = 1 << 18  # pixels that are traced at a time
+_MOST_OBJECTS = (1 << 32) - 1  # that a raster of uint32 can number
+EDGE = 256  # pixels along each side of a TIFF tile
+
+
+@dataclass(frozen=True)
+class LabelMap:
+    """Label map whose objects are written.
+
+    Attributes:
+        size: (height, width).
+        read: a function from rows, a slice, to labels (rows, width) of whole numbers.
+        name_of: a function from a label to the name of its class.
+        skipped: labels whose pixels belong to no object, such as that for no data.
+        place: its georeference; None without one.
+        least: objects of fewer pixels are left out of polygons.
+    """
+
+    size: Sequence[int]
+    read: Callable[[slice], np.ndarray]
+    name_of: Callable[[int], str]
+    skipped: tuple[int, ...] = ()
+    place: Georeference | None = None
+    least: int = 1
+
+    def strips(self) -> Iterator[np.ndarray]:
+        """Yield the labels from top to bottom, a few rows at a time."""
+        height, width = self.size
+        rows = max(1, _STRIP // width)
+        for top in range(0, height, rows):
+            yield self.read(slice(top, min(top + rows, height)))
+
+
+def check_polygons(place: Georeference | None, form: str, name: str) -> None:
+    """Raise an error if polygons of a map cannot be written in a form, before any work.
+
+    Args:
+        place: the georeference of the map; None without one.
+        form: gpkg or geojson.
+        name: the map's name, for messages.
+
+    Raises:
+        ImportError: rasterio is needed and not installed.
+        ValueError: the coordinates of the map are unknown.
+    """
+    world = world_of(place, name)
+    if form == "geojson":
+        check_geojson(world, name)
+
+
+def write_polygons(path: Path, labels: LabelMap, form: str, identity: str) -> int:
+    """Write the objects of a label map as polygons, and return their number.
+
+    Args:
+        path: an empty file.
+        labels: the map.
+        form: gpkg or geojson.
+        identity: a text that is found again in the file.
+    """
+    world = world_of(labels.place, path.name)
+    found = features(
+        labels.strips, labels.size, labels.name_of, world, labels.skipped, labels.least
+    )
+    write = write_geojson if form == "geojson" else write_geopackage
+    return write(path, found, world, identity)
+
+
+def write_numbers(path: Path, labels: LabelMap, about: str) -> int:
+    """Write a tiled TIFF of uint32: the number of the object of each pixel, 0 outside all objects.
+
+    The numbers are those of the polygons' attribute ``object``. Returns how many there are.
+
+    Args:
+        path: an empty file.
+        labels: the map.
+        about: the text of the file's description.
+
+    Raises:
+        ValueError: there are more objects than uint32 can number.
+    """
+    import tifffile
+
+    height, width = labels.size
+    numbers = Numbers(labels.strips(), width, labels.skipped)
+    if numbers.count > _MOST_OBJECTS:
+        raise ValueError(f"{path} can number {_MOST_OBJECTS} objects, but there are more")
+    tifffile.imwrite(
+        path,
+        tiles(numbers.drawn(labels.strips()), width, np.uint32),
+        shape=(height, width),
+        dtype=np.uint32,
+        tile=(EDGE, EDGE),
+        compression="deflate",
+        predictor=2,
+        bigtiff=4 * height * width > 2**31,
+        photometric="minisblack",
+        description=about,
+        metadata=None,
+        extratags=[
+            (42113, 2, 0, "0", True),  # GDAL's number for no data
+            *(labels.place.extra_tags if labels.place else ()),
+        ],
+    )
+    return numbers.count
+
+
+def tiles(strips: Iterator[np.ndarray], width: int, dtype) -> Iterator[np.ndarray]:
+    """Yield the TIFF tiles (EDGE, EDGE) of a map, row by row; 0 beyond its border.
+
+    Args:
+        strips: strips (rows, width) of the map, of any heights.
+        width: number of columns.
+        dtype: dtype of the tiles.
+    """
+    band = np.zeros((EDGE, -(-width // EDGE) * EDGE), dtype)
+    filled = 0
+
+    def cut() -> Iterator[np.ndarray]:
+        for left in range(0, band.shape[1], EDGE):
+            yield np.ascontiguousarray(band[:, left : left + EDGE])
+
+    for strip in strips:
+        begin = 0
+        while begin < len(strip):
+            count = min(EDGE - filled, len(strip) - begin)
+            band[filled : filled + count, :width] = strip[begin : begin + count]
+            begin, filled = begin + count, filled + count
+            if filled == EDGE:
+                yield from cut()
+                band[:] = 0
+                filled = 0
+    if filled:
+        yield from cut()

@@ -1,0 +1,148 @@
+"""Write polygons as a GeoPackage: an SQLite file of the OGC's form (version 1.3.1).
+
+https://www.geopackage.org/spec131/
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import struct
+from collections.abc import Iterable
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+
+from distseg.data.vector.features import Feature
+from distseg.data.vector.world import World
+
+_APPLICATION, _VERSION = 0x47504B47, 10301  # "GPKG", 1.3.1
+_OWN_CRS = 100_000  # srs_id of a CRS without an EPSG code
+_CHANGED = "1970-01-01T00:00:00.000Z"  # a fixed time, so that equal results are equal files
+_BATCH = 1000  # rows that are inserted at a time
+_IDENTITY = "distseg_identity "
+
+_TABLES = """
+CREATE TABLE gpkg_spatial_ref_sys (srs_name TEXT NOT NULL, srs_id INTEGER NOT NULL PRIMARY KEY,
+    organization TEXT NOT NULL, organization_coordsys_id INTEGER NOT NULL,
+    definition TEXT NOT NULL, description TEXT);
+CREATE TABLE gpkg_contents (table_name TEXT NOT NULL PRIMARY KEY, data_type TEXT NOT NULL,
+    identifier TEXT UNIQUE, description TEXT DEFAULT '', last_change DATETIME NOT NULL,
+    min_x DOUBLE, min_y DOUBLE, max_x DOUBLE, max_y DOUBLE, srs_id INTEGER,
+    CONSTRAINT fk_gc_r_srs_id FOREIGN KEY (srs_id) REFERENCES gpkg_spatial_ref_sys(srs_id));
+CREATE TABLE gpkg_geometry_columns (table_name TEXT NOT NULL, column_name TEXT NOT NULL,
+    geometry_type_name TEXT NOT NULL, srs_id INTEGER NOT NULL, z TINYINT NOT NULL,
+    m TINYINT NOT NULL, CONSTRAINT pk_geom_cols PRIMARY KEY (table_name, column_name),
+    CONSTRAINT uk_gc_table_name UNIQUE (table_name),
+    CONSTRAINT fk_gc_tn FOREIGN KEY (table_name) REFERENCES gpkg_contents(table_name),
+    CONSTRAINT fk_gc_srs FOREIGN KEY (srs_id) REFERENCES gpkg_spatial_ref_sys (srs_id));
+CREATE TABLE objects (fid INTEGER PRIMARY KEY AUTOINCREMENT NOT NULL, geom POLYGON,
+    object INTEGER, class INTEGER, name TEXT, pixels INTEGER, area_m2 REAL);
+"""
+_WGS84 = (
+    'GEOGCS["WGS 84",DATUM["WGS_1984",SPHEROID["WGS 84",6378137,298.257223563,'
+    'AUTHORITY["EPSG","7030"]],AUTHORITY["EPSG","6326"]],PRIMEM["Greenwich",0,'
+    'AUTHORITY["EPSG","8901"]],UNIT["degree",0.0174532925199433,AUTHORITY["EPSG","9122"]],'
+    'AUTHORITY["EPSG","4326"]]'
+)
+_REQUIRED_CRS = [
+    ("Undefined cartesian SRS", -1, "NONE", -1, "undefined", None),
+    ("Undefined geographic SRS", 0, "NONE", 0, "undefined", None),
+    ("WGS 84 geodetic", 4326, "EPSG", 4326, _WGS84, None),
+]
+
+
+def write_geopackage(path: Path, features: Iterable[Feature], world: World, identity: str) -> int:
+    """Write objects into the layer ``objects`` of a new GeoPackage, and return their number.
+
+    Args:
+        path: an empty file.
+        features: the objects.
+        world: where the pixels lie; its CRS becomes that of the layer.
+        identity: a text that :func:`identity_in_geopackage` finds again.
+    """
+    with closing(sqlite3.connect(path, isolation_level=None)) as file:
+        # The file is written under a temporary name, so it needs no journal.
+        file.executescript("PRAGMA journal_mode = OFF; PRAGMA synchronous = OFF;")
+        file.executescript(
+            f"PRAGMA application_id = {_APPLICATION}; PRAGMA user_version={_VERSION}"
+        )
+        file.execute("BEGIN")
+        for statement in _TABLES.split(";"):
+            file.execute(statement)
+        file.executemany("INSERT INTO gpkg_spatial_ref_sys VALUES (?,?,?,?,?,?)", _REQUIRED_CRS)
+        crs = _crs_of(file, world)
+        file.execute(
+            "INSERT INTO gpkg_contents VALUES ('objects','features','objects',?,?,0,0,0,0,?)",
+            (_IDENTITY + identity, _CHANGED, crs),
+        )
+        file.execute(
+            "INSERT INTO gpkg_geometry_columns VALUES ('objects','geom','POLYGON',?,0,0)", (crs,)
+        )
+        count, bounds = _insert(file, features, crs)
+        file.execute("UPDATE gpkg_contents SET min_x=?, min_y=?, max_x=?, max_y=?", bounds)
+        file.execute("COMMIT")
+    return count
+
+
+def identity_in_geopackage(path: Path) -> str | None:
+    """Return the identity in a GeoPackage that distseg wrote; None for others."""
+    with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as file:
+        rows = file.execute("SELECT description FROM gpkg_contents").fetchall()
+    found = [row[0] for row in rows if isinstance(row[0], str) and row[0].startswith(_IDENTITY)]
+    return found[0].removeprefix(_IDENTITY) if len(rows) == len(found) == 1 else None
+
+
+def _crs_of(file: sqlite3.Connection, world: World) -> int:
+    """Return the srs_id of the layer; enter its CRS into the table where it is a new one."""
+    if world.crs is None:
+        return -1
+    number = world.epsg or _OWN_CRS
+    if number != 4326:
+        organization = "EPSG" if world.epsg else "NONE"
+        text = world.crs.to_wkt()
+        name = text.split('"')[1] if '"' in text else "CRS"
+        file.execute(
+            "INSERT INTO gpkg_spatial_ref_sys VALUES (?,?,?,?,?,?)",
+            (name, number, organization, number, text, None),
+        )
+    return number
+
+
+def _insert(
+    file: sqlite3.Connection, features: Iterable[Feature], crs: int
+) -> tuple[int, tuple[float | None, ...]]:
+    """Insert the objects; return their number, and min x, min y, max x and max y of all."""
+    count, low, high = 0, np.full(2, np.inf), np.full(2, -np.inf)
+    rows: list[tuple] = []
+
+    def flush() -> None:
+        file.executemany(
+            "INSERT INTO objects (geom,object,class,name,pixels,area_m2) VALUES (?,?,?,?,?,?)", rows
+        )
+        rows.clear()
+
+    for found in features:
+        outer = found.rings[0]
+        at, to = outer.min(0), outer.max(0)
+        low, high = np.minimum(low, at), np.maximum(high, to)
+        geometry = _header(crs, at, to) + polygon_bytes(found.rings)
+        rows.append((geometry, found.number, found.label, found.name, found.pixels, found.area))
+        count += 1
+        if len(rows) == _BATCH:
+            flush()
+    flush()
+    return count, (*low, *high) if count else (None,) * 4
+
+
+def _header(crs: int, low: np.ndarray, high: np.ndarray) -> bytes:
+    """Return the header of a geometry: little-endian, with an envelope of x and y."""
+    return struct.pack("<2sBBi4d", b"GP", 0, 0b11, crs, low[0], high[0], low[1], high[1])
+
+
+def polygon_bytes(rings: list[np.ndarray]) -> bytes:
+    """Return a polygon as well-known binary, little-endian. Rings are (corners, 2), closed."""
+    parts = [struct.pack("<BII", 1, 3, len(rings))]
+    for ring in rings:
+        parts += [struct.pack("<I", len(ring)), np.ascontiguousarray(ring, "<f8").tobytes()]
+    return b"".join(parts)

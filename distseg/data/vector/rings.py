@@ -1,0 +1,190 @@
+"""Rings around sets of pixels: link the edges between pixels to closed rings of corners.
+
+Columns run to the right and rows run down. A corner (x, y) is the upper left corner of the pixel in
+column x and row y. An edge runs along the sides of pixels with its object on the right hand, as one
+looks at the map: right along upper sides, down along right sides, left along lower sides, up along
+left sides. So the outer ring of an object runs clockwise on the screen, and the rings of its holes
+run the other way.
+
+Where four pixels meet and only two that face each other diagonally belong to an object, two of its
+edges arrive and two leave::
+
+    # .       down the right side of the upper #, then right along the upper side of the lower #:
+    . #       the ring follows the pixel outside the object.
+
+Following the outside keeps every ring simple: an outer ring and a hole, or two holes, may touch in
+a corner, but no ring touches itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+RIGHT, DOWN, LEFT, UP = range(4)
+_OUTSIDE = -1  # id outside the map
+# Order of the edges that arrive at, or leave, a corner where two objects' pixels meet diagonally.
+_ARRIVES = np.array([0, 0, 1, 1])  # right before left; down before up
+_LEAVES = np.array([0, 1, 1, 0])  # up before down; right before left
+
+
+@dataclass
+class Edges:
+    """Edges between pixels, in parallel arrays.
+
+    Attributes:
+        start: (edges,) corner where an edge begins, y * (width + 1) + x.
+        stop: (edges,) corner where it ends.
+        way: (edges,) its direction: RIGHT, DOWN, LEFT or UP.
+        ids: (edges,) the object on its right-hand side.
+    """
+
+    start: np.ndarray
+    stop: np.ndarray
+    way: np.ndarray
+    ids: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.start)
+
+    def take(self, chosen: np.ndarray) -> Edges:
+        """Return the chosen edges; ``chosen`` is a mask or an array of indices."""
+        return Edges(self.start[chosen], self.stop[chosen], self.way[chosen], self.ids[chosen])
+
+    @classmethod
+    def concatenated(cls, parts: list[Edges]) -> Edges:
+        """Return the edges of all ``parts``, in their order."""
+        if not parts:
+            none = np.zeros(0, np.int64)
+            return cls(none, none, none.astype(np.int8), none)
+        names = ("start", "stop", "way", "ids")
+        return cls(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
+
+
+def horizontal(above: np.ndarray, below: np.ndarray, top: int) -> Edges:
+    """Return the edges between rows of pixels that lie above each other.
+
+    Args:
+        above: ids (rows, width) of the upper pixels; negative outside all objects.
+        below: ids (rows, width) of the pixels under them.
+        top: row of the first lower pixel in the map.
+    """
+    rows, width = above.shape
+    # A segment is a run of columns in which neither id changes.
+    begins = np.ones((rows, width), bool)
+    begins[:, 1:] = (above[:, 1:] != above[:, :-1]) | (below[:, 1:] != below[:, :-1])
+    first = np.flatnonzero(begins)
+    length = np.diff(first, append=above.size)
+    upper, lower = above.ravel()[first], below.ravel()[first]
+    differ = upper != lower
+    first, length, upper, lower = first[differ], length[differ], upper[differ], lower[differ]
+    row, column = np.divmod(first, width)
+    left = (row + top) * (width + 1) + column
+    right = left + length
+    return _both(left, right, lower, RIGHT, upper, LEFT)
+
+
+def vertical(ids: np.ndarray, top: int) -> Edges:
+    """Return the edges between columns of pixels, and at the left and right border of the map.
+
+    Args:
+        ids: ids (rows, width) of the pixels; negative outside all objects.
+        top: row of the first pixel in the map.
+    """
+    rows, width = ids.shape
+    padded = np.full((width + 2, rows), _OUTSIDE, ids.dtype)
+    padded[1:-1] = ids.T
+    west, east = padded[:-1], padded[1:]
+    begins = np.ones((width + 1, rows), bool)
+    begins[:, 1:] = (west[:, 1:] != west[:, :-1]) | (east[:, 1:] != east[:, :-1])
+    first = np.flatnonzero(begins)
+    length = np.diff(first, append=west.size)
+    left, right = west.ravel()[first], east.ravel()[first]
+    differ = left != right
+    first, length, left, right = first[differ], length[differ], left[differ], right[differ]
+    column, row = np.divmod(first, rows)
+    upper = (row + top) * (width + 1) + column
+    lower = upper + length * (width + 1)
+    return _both(upper, lower, left, DOWN, right, UP)
+
+
+def _both(low, high, along: np.ndarray, way: int, against: np.ndarray, back: int) -> Edges:
+    """Return each segment as an edge of the object on either side of it, if there is one."""
+    forth, and_back = along >= 0, against >= 0
+    return Edges(
+        np.concatenate([low[forth], high[and_back]]),
+        np.concatenate([high[forth], low[and_back]]),
+        np.concatenate(
+            [np.full(forth.sum(), way, np.int8), np.full(and_back.sum(), back, np.int8)]
+        ),
+        np.concatenate([along[forth], against[and_back]]),
+    )
+
+
+@dataclass
+class Rings:
+    """Closed rings of corners, sorted by object; the first ring of an object is the outer one.
+
+    Attributes:
+        x: (corners,) column of each corner, ring after ring; the first corner is not repeated.
+        y: (corners,) row of each corner.
+        begins: (rings + 1,) index of the first corner of each ring, and the number of corners.
+        ids: (rings,) the object of each ring.
+    """
+
+    x: np.ndarray
+    y: np.ndarray
+    begins: np.ndarray
+    ids: np.ndarray
+
+
+def linked(edges: Edges, width: int) -> Rings:
+    """Link all edges of some objects to rings. Corners on a straight line are left out.
+
+    A ring begins with its uppermost corner, the leftmost one of these.
+
+    Args:
+        edges: all edges of the objects.
+        width: number of columns of the map.
+    """
+    leaving = np.lexsort((edges.start * 2 + _LEAVES[edges.way], edges.ids))
+    edges = edges.take(leaving)
+    arriving = np.lexsort((edges.stop * 2 + _ARRIVES[edges.way], edges.ids))
+    # The i-th edge that arrives at a corner goes on as the i-th edge that leaves it.
+    after = np.empty(len(edges), np.int64)
+    after[arriving] = np.arange(len(edges))
+    first = _smallest_on_cycle(after)
+    order = np.lexsort((-_steps_to_end(after, first), first))
+    edges, first = edges.take(order), first[order]
+    begins = np.flatnonzero(np.diff(first, prepend=-1))
+    lengths = np.diff(begins, append=len(first))
+    before = np.arange(len(first)) - 1
+    before[begins] += lengths
+    turns = edges.way != edges.way[before]
+    y, x = np.divmod(edges.start[turns], width + 1)
+    counts = np.add.reduceat(turns, begins, dtype=np.int64) if len(begins) else begins
+    return Rings(x, y, np.concatenate([[0], np.cumsum(counts)]), edges.ids[begins])
+
+
+def _smallest_on_cycle(after: np.ndarray) -> np.ndarray:
+    """Return the smallest element of each element's cycle in a permutation."""
+    smallest, ahead = np.minimum(np.arange(len(after)), after), after
+    while True:
+        ahead = ahead[ahead]
+        found = np.minimum(smallest, smallest[ahead])
+        if np.array_equal(found, smallest) and np.array_equal(found, found[after]):
+            return found
+        smallest = found
+
+
+def _steps_to_end(after: np.ndarray, first: np.ndarray) -> np.ndarray:
+    """Return the steps from each element to the last one of its cycle, which precedes ``first``."""
+    last = after == first
+    ahead = np.where(last, np.arange(len(after)), after)
+    steps = (~last).astype(np.int64)
+    while True:
+        further = steps[ahead]
+        if not further.any():
+            return steps
+        steps, ahead = steps + further, ahead[ahead]

@@ -1,0 +1,134 @@
+"""Trace the objects of a label map as polygons, in the memory of a strip and the open objects."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from distseg.data.vector.components import NONE, Labeller
+from distseg.data.vector.rings import Edges, Rings, horizontal, linked, vertical
+
+_FEWEST = 1 << 20  # edges that wait, at least, before complete objects are looked for
+
+
+@dataclass
+class Objects:
+    """Some complete objects of a label map, sorted by the place of their first pixel.
+
+    Attributes:
+        labels: (objects,) label.
+        firsts: (objects,) place of the first pixel in reading order, row * width + column.
+        pixels: (objects,) number of pixels.
+        areas: (objects,) sum of the areas of the pixels, in the unit of ``row_areas``.
+        rings: their rings; the ids are indices into the other arrays.
+    """
+
+    labels: np.ndarray
+    firsts: np.ndarray
+    pixels: np.ndarray
+    areas: np.ndarray
+    rings: Rings
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+
+def trace(
+    strips: Iterable[np.ndarray],
+    width: int,
+    skipped: tuple[int, ...] = (),
+    row_areas: np.ndarray | None = None,
+    fewest: int = _FEWEST,
+) -> Iterator[Objects]:
+    """Yield the objects of a label map, each once it is complete.
+
+    The objects, their rings and areas do not depend on the height of the strips.
+
+    Args:
+        strips: strips of labels (rows, width), from top to bottom.
+        width: number of columns of the map.
+        skipped: labels whose pixels belong to no object.
+        row_areas: (height,) the area of a pixel of each row; by default 1.
+        fewest: edges that wait, at least, before complete objects are looked for.
+    """
+    labeller = Labeller(width, skipped)
+    sums = _Sums()
+    waiting: list[Edges] = []
+    count, limit, top = 0, fewest, 0
+    outside = np.full((1, width), NONE, np.int64)
+    above = outside
+    for strip in strips:
+        ids = labeller.add(strip)
+        areas = np.ones(len(strip)) if row_areas is None else row_areas[top : top + len(strip)]
+        sums.add(ids, areas, len(labeller.parents))
+        above = labeller.joined_ids(above)
+        upper = np.concatenate([above, ids[:-1]])
+        for found in (horizontal(upper, ids, top), vertical(ids, top)):
+            waiting.append(found)
+            count += len(found)
+        top += len(strip)
+        above = ids[-1:]
+        if count > limit:
+            objects, edges = _complete(labeller, sums, Edges.concatenated(waiting))
+            if len(objects):
+                yield objects
+            waiting, count, limit = [edges], len(edges), max(fewest, 2 * len(edges))
+            above = labeller.row_ids[None]
+    waiting.append(horizontal(above, outside, top))
+    labeller.row_ids[:] = NONE
+    objects, _ = _complete(labeller, sums, Edges.concatenated(waiting))
+    if len(objects):
+        yield objects
+
+
+class _Sums:
+    """Number and area of the pixels of each id."""
+
+    def __init__(self) -> None:
+        self.pixels = np.zeros(0, np.int64)
+        self.areas = np.zeros(0)
+
+    def add(self, ids: np.ndarray, row_areas: np.ndarray, count: int) -> None:
+        """Add the pixels of a strip of ids; there are ``count`` ids by now."""
+        inside = ids != NONE
+        of_pixels = np.broadcast_to(row_areas[:, None], ids.shape)[inside]
+        pixels = np.bincount(ids[inside], minlength=count)
+        areas = np.bincount(ids[inside], of_pixels, minlength=count).astype(float)
+        pixels[: len(self.pixels)] += self.pixels
+        areas[: len(self.areas)] += self.areas
+        self.pixels, self.areas = pixels, areas
+
+
+def _complete(labeller: Labeller, sums: _Sums, edges: Edges) -> tuple[Objects, Edges]:
+    """Return the objects that no later row can continue, and the edges of the others.
+
+    The others' ids are numbered anew in ``labeller``, ``sums`` and the edges.
+    """
+    width, roots = labeller.width, labeller.roots()
+    own = roots == np.arange(len(roots))
+    open_ids = np.unique(roots[labeller.row_ids[labeller.row_ids != NONE]])
+    is_open = np.zeros(len(roots), bool)
+    is_open[open_ids] = True
+    pixels = np.bincount(roots, sums.pixels, minlength=len(roots)).astype(np.int64)
+    areas = np.bincount(roots, sums.areas, minlength=len(roots)).astype(float)
+    done = np.flatnonzero(own & ~is_open)
+    done = done[np.argsort(labeller.firsts[done], kind="stable")]
+    number = np.zeros(len(roots), np.int64)
+    number[done] = np.arange(len(done))
+    number[open_ids] = np.arange(len(open_ids))
+    edges.ids = roots[edges.ids]
+    waits = is_open[edges.ids]
+    finished, rest = edges.take(~waits), edges.take(waits)
+    finished.ids, rest.ids = number[finished.ids], number[rest.ids]
+    objects = Objects(
+        labeller.labels[done],
+        labeller.firsts[done],
+        pixels[done],
+        areas[done],
+        linked(finished, width),
+    )
+    sums.pixels, sums.areas = pixels[open_ids], areas[open_ids]
+    labeller.forget(open_ids)
+    return objects, rest

@@ -1,0 +1,146 @@
+"""Where on earth the pixels of a map lie: CRS, affine transform, area of each pixel."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from distseg.data.formats.georeference import Georeference
+
+_ELLIPSOID = re.compile(r'(?:SPHEROID|ELLIPSOID)\["[^"]*",\s*([\d.]+),\s*([\d.]+)')
+_PIXELS = (1.0, 0.0, 0.0, 0.0, 1.0, 0.0)
+
+
+@dataclass(frozen=True)
+class World:
+    """Coordinates of a map's pixels.
+
+    Attributes:
+        transform: the affine transform (a, b, c, d, e, f): x = a column + b row + c and
+            y = d column + e row + f. Without a georeference x is the column and y the row.
+        placed: True if ``transform`` comes from a georeference.
+        crs: rasterio's CRS of x and y; None if the file names none.
+    """
+
+    transform: tuple[float, ...] = _PIXELS
+    placed: bool = False
+    crs: Any = None
+
+    @property
+    def mirrored(self) -> bool:
+        """True if a ring that runs clockwise on the screen runs clockwise in x and y too."""
+        a, b, _, d, e, _ = self.transform
+        return a * e - b * d < 0
+
+    def xy(self, columns: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the coordinates of corners, float64, shaped as ``columns``."""
+        a, b, c, d, e, f = self.transform
+        return a * columns + b * rows + c, d * columns + e * rows + f
+
+    @cached_property
+    def epsg(self) -> int | None:
+        """The EPSG code of the CRS; None without one."""
+        return None if self.crs is None else self.crs.to_epsg()
+
+    @property
+    def measured(self) -> bool:
+        """True if areas of pixels are known in square metres."""
+        return self.row_areas(1) is not None
+
+    def row_areas(self, height: int) -> np.ndarray | None:
+        """Return the area of a pixel of each row in square metres, (height,) float64.
+
+        In a projected CRS it is the area on the map. In degrees it is the area on the ellipsoid
+        (Snyder 1987, Map Projections, equation 3-12). None without a CRS, or in degrees with a
+        rotated transform.
+        """
+        if self.crs is None:
+            return None
+        a, b, _, d, e, f = self.transform
+        if not self.crs.is_geographic:
+            metres = self.crs.linear_units_factor[1]
+            return np.full(height, abs(a * e - b * d) * metres**2)
+        shape = _ELLIPSOID.search(self.crs.to_wkt())
+        if b or d or shape is None:
+            return None
+        radius, inverse = float(shape[1]), float(shape[2])
+        flattening = 1 / inverse if inverse else 0.0
+        borders = np.clip(np.radians(f + e * np.arange(height + 1)), -math.pi / 2, math.pi / 2)
+        zones = np.abs(np.diff(_authalic(borders, math.sqrt(flattening * (2 - flattening)))))
+        return radius**2 / 2 * math.radians(abs(a)) * zones
+
+
+def _authalic(latitude: np.ndarray, eccentricity: float) -> np.ndarray:
+    """Return Snyder's q: the area from the equator to a latitude is q radius^2 / 2 per radian."""
+    sine, e = np.sin(latitude), eccentricity
+    if e < 1e-9:  # a sphere
+        return 2 * sine
+    return (1 - e**2) * (
+        sine / (1 - (e * sine) ** 2) - np.log((1 - e * sine) / (1 + e * sine)) / (2 * e)
+    )
+
+
+def world_of(place: Georeference | None, name: str) -> World:
+    """Return where the pixels of a map lie.
+
+    Args:
+        place: the georeference of the map; None without one.
+        name: the map's name, for messages.
+
+    Raises:
+        ImportError: rasterio, which reads the georeference, is not installed.
+        ValueError: the georeference has no affine transform, or its CRS cannot be read.
+    """
+    if place is None:
+        return World()
+    if place.transform is None:
+        raise ValueError(
+            f"{name} has a georeference without an affine transform (ground control points or "
+            "rational polynomials), so its pixels have no coordinates on a map: warp the image "
+            "first (gdalwarp), or write class maps as tiff and warp these"
+        )
+    return World(place.transform, True, _crs(place, name))
+
+
+def _crs(place: Georeference, name: str) -> Any:
+    """Return the CRS of a georeference: GDAL reads a file of one pixel with the same tags."""
+    import io
+
+    import tifffile
+
+    rasterio = imported_rasterio(f"the coordinates of {name}")
+    file = io.BytesIO()
+    tifffile.imwrite(file, np.zeros((1, 1), np.uint8), extratags=place.extra_tags, metadata=None)
+    try:
+        with rasterio.MemoryFile(file.getvalue()) as memory, memory.open() as dataset:
+            return dataset.crs
+    except rasterio.errors.RasterioError as e:
+        raise ValueError(f"the CRS of {name} cannot be read: {e}") from e
+
+
+def imported_rasterio(what: str):
+    """Return the module rasterio, which is an optional package.
+
+    Args:
+        what: what rasterio is needed for, for the message.
+
+    Raises:
+        ImportError: it is not installed; the message names the line that installs it.
+    """
+    try:
+        import rasterio
+        import rasterio.errors
+        import rasterio.io
+        import rasterio.shutil
+        import rasterio.warp
+    except ImportError as e:
+        raise ImportError(
+            f"{what}: this needs rasterio ({e}): pip install 'distseg[geo]', or pip install "
+            "rasterio"
+        ) from e
+    return rasterio

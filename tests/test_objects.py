@@ -1,0 +1,389 @@
+"""Objects of label maps: traced strip by strip, they equal what GDAL traces in the whole map."""
+
+import json
+import sqlite3
+import struct
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from distseg.cli.main import main
+from distseg.data import class_files
+from distseg.data.class_files import Classes
+from distseg.data.formats.georeference import Georeference
+from distseg.data.formats.readers import open_image
+from distseg.data.vector import features, files
+from distseg.data.vector.components import Numbers
+from distseg.data.vector.trace import trace
+from distseg.data.vector.world import World, world_of
+
+rasterio = pytest.importorskip("rasterio")
+pytest.importorskip("rasterio.features")
+pytest.importorskip("rasterio.warp")
+pytestmark = pytest.mark.filterwarnings("ignore:Dataset has no geotransform")
+UTM = dict(crs="EPSG:32633", transform=rasterio.Affine(10, 0, 4e5, 0, -10, 5.4e6))
+
+
+def strips_of(labels, heights):
+    """Cut a map into strips of these heights, over and over."""
+    top, number = 0, 0
+    while top < len(labels):
+        height = heights[number % len(heights)]
+        yield labels[top : top + height]
+        top, number = top + height, number + 1
+
+
+def traced(labels, heights=(1000,), skipped=(), fewest=1):
+    """Return (first pixel, label, pixels, rings) of each object."""
+    found = []
+    for objects in trace(
+        strips_of(labels, heights), labels.shape[1], skipped, row_areas=None, fewest=fewest
+    ):
+        rings = objects.rings
+        for index in range(len(objects)):
+            corners = [
+                list(zip(rings.x[a:b].tolist(), rings.y[a:b].tolist()))
+                for a, b in zip(rings.begins[:-1], rings.begins[1:])
+            ]
+            own = [corners[ring] for ring in np.flatnonzero(rings.ids == index)]
+            found.append(
+                (
+                    int(objects.firsts[index]),
+                    int(objects.labels[index]),
+                    int(objects.pixels[index]),
+                    own,
+                )
+            )
+    return sorted(found)
+
+
+def area(ring):
+    """Return the area inside a ring, positive if it runs clockwise on the screen."""
+    x, y = np.array(ring, float).T
+    return float(x @ np.roll(y, -1) - np.roll(x, -1) @ y) / 2
+
+
+def normal(ring):
+    """Return a ring from its uppermost corner, clockwise, without the repeated corner."""
+    ring = [(int(x), int(y)) for x, y in ring][: -1 if tuple(ring[0]) == tuple(ring[-1]) else None]
+    first = ring.index(min(ring, key=lambda corner: corner[::-1]))
+    ring = ring[first:] + ring[:first]
+    return tuple(ring if area(ring) > 0 else [ring[0], *ring[:0:-1]])
+
+
+def by_gdal(labels, skipped=()):
+    """Return label and rings of each object, as GDAL traces them in the whole map."""
+    shapes = rasterio.features.shapes(labels, mask=~np.isin(labels, skipped), connectivity=4)
+    return sorted(
+        (int(value), tuple(sorted(normal(ring) for ring in shape["coordinates"])))
+        for shape, value in shapes
+    )
+
+
+def drawn_map(seed):
+    """Return a map of drawn size and labels: noise, blocks, or a mixture of them."""
+    random = np.random.default_rng(seed)
+    height, width = random.integers(1, 24, 2)
+    classes, block = random.integers(1, 5), random.choice([1, 1, 2, 3])
+    labels = random.integers(0, classes, (-(-height // block), -(-width // block)))
+    labels = np.kron(labels, np.ones((block, block), int))[:height, :width]
+    labels[random.random(labels.shape) < 0.1] = 255  # holes without data
+    return labels.astype(np.uint8)
+
+
+@pytest.mark.parametrize("group", range(10))
+def test_strips_trace_what_gdal_traces_in_the_whole_map(group):
+    """On 500 maps, with odd strips, rings and numbers equal those of the whole map."""
+    for seed in range(50 * group, 50 * group + 50):
+        random = np.random.default_rng(1000 + seed)
+        labels, skipped = drawn_map(seed), (255,) if seed % 3 else ()
+        whole = traced(labels, skipped=skipped)
+        heights = random.integers(1, 6, 3).tolist()
+        assert traced(labels, heights, skipped, int(random.integers(0, 40))) == whole, seed
+        assert traced(labels, (1,), skipped) == whole, seed
+        ours = sorted((label, tuple(sorted(map(normal, rings)))) for _, label, _, rings in whole)
+        assert ours == by_gdal(labels, skipped), seed
+        for _, _, pixels, rings in whole:
+            assert area(rings[0]) > 0 and all(area(ring) < 0 for ring in rings[1:])
+            assert sum(map(area, rings)) == pixels
+            assert all(len(set(ring)) == len(ring) for ring in rings)  # none touches itself
+
+
+PICTURES = {
+    "a hole across four strips": ["#####", "#...#", "#.#.#", "#...#", "#####"],
+    "one object through all strips": ["#..##", "##..#", ".##.#", "..###", "....#"],
+    "two objects that touch in a corner": ["##..", "##..", "..##", "..##"],
+    "an object that touches itself in a corner": ["###.", "#.#.", "##.#", "#..#", "####"],
+    "two holes that touch in a corner": ["#####", "#.###", "##.##", "#####"],
+    "arms that meet far below": ["#.#.#", "#.#.#", "#.#.#", "#####"],
+    "a spiral": ["#######", "#.....#", "#.###.#", "#.#...#", "#.#####", "#......"],
+    "a single pixel": ["#"],
+    "a single column": ["#", ".", "#", "#"],
+}
+
+
+@pytest.mark.parametrize("name", PICTURES)
+@pytest.mark.parametrize("heights", [(1,), (2,), (2, 1), (3,)], ids=str)
+def test_pictures(name, heights):
+    labels = np.array([[c == "#" for c in row] for row in PICTURES[name]], np.uint8)
+    assert traced(labels, heights) == traced(labels)
+    ours = sorted((v, tuple(sorted(map(normal, rings)))) for _, v, _, rings in traced(labels))
+    assert ours == by_gdal(labels)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6), st.integers(1, 7))
+def test_numbers_follow_the_first_pixels(seed, height):
+    labels = drawn_map(seed)
+    cut = list(strips_of(labels, (height,)))
+    numbers = Numbers(cut, labels.shape[1], (255,))
+    drawn = np.concatenate(list(numbers.drawn(cut)))
+    whole = traced(labels, skipped=(255,))
+    assert numbers.count == len(whole) == drawn.max(initial=0)
+    assert ((drawn == 0) == (labels == 255)).all()
+    for number, (first, label, pixels, _) in enumerate(whole, 1):
+        assert drawn.ravel()[first] == number
+        assert (drawn == number).sum() == pixels and (labels[drawn == number] == label).all()
+        assert numbers.of_firsts(np.array([first])) == number
+
+
+def geotiff(path, labels, **about):
+    """Write labels as GeoTIFF and return its path."""
+    height, width = labels.shape
+    form = dict(driver="GTiff", height=height, width=width, count=1, dtype=labels.dtype.name)
+    with rasterio.open(path, "w", **form, **about) as file:
+        file.write(labels, 1)
+    return path
+
+
+def rows_of(path):
+    """Return (rings, object, class, name, pixels, area_m2) of each object of a GeoPackage."""
+    with closing(sqlite3.connect(path)) as file:
+        rows = file.execute(
+            "SELECT geom, object, class, name, pixels, area_m2 FROM objects"
+        ).fetchall()
+    return [(rings_in(row[0]), *row[1:]) for row in rows]
+
+
+def rings_in(geometry):
+    """Return the rings in a geometry of a GeoPackage."""
+    assert geometry[:2] == b"GP" and geometry[3] == 0b11
+    at, rings = 8 + 32 + 9, []
+    for _ in range(struct.unpack_from("<I", geometry, 8 + 32 + 5)[0]):
+        (count,) = struct.unpack_from("<I", geometry, at)
+        rings.append(np.frombuffer(geometry, "<f8", 2 * count, at + 4).reshape(-1, 2))
+        at += 4 + 16 * count
+    assert at == len(geometry)
+    return rings
+
+
+def written(folder, labels, form, place, **about):
+    """Write a class map in a form and return its path."""
+    path = folder / f"map{class_files.FORMS[form]}"
+    colours = np.array([[1, 2, 3], [40, 50, 60], [200, 100, 0], [9, 9, 9]], np.uint8)
+    classes = Classes(["land", "lake", "ice", "snow"], colours, 255, place, **about)
+    (folder / "scratch").mkdir(exist_ok=True)
+    class_files.check_written([path], place, "map")
+    class_files.write(
+        path, {"classes": labels}, classes, "abc123", lambda pixels: None, folder / "scratch"
+    )
+    assert class_files.are_there([path], "abc123") and not class_files.are_there([path], "abc")
+    return path
+
+
+@pytest.fixture
+def labels():
+    random = np.random.default_rng(1)
+    found = np.kron(random.integers(0, 3, (40, 37)), np.ones((8, 9), int)).astype(np.uint8)
+    found[100:200, 50:170] = 255
+    return found
+
+
+def test_geopackage_has_the_polygons_of_rasterio(tmp_path, labels):
+    place = open_image(geotiff(tmp_path / "image.tif", labels, **UTM)).place
+    rows = rows_of(written(tmp_path, labels, "gpkg", place))
+    shapes = rasterio.features.shapes(labels, labels != 255, transform=UTM["transform"])
+    shapes = {frozenset(map(frozenset, shape["coordinates"])): value for shape, value in shapes}
+    assert len(shapes) == len(rows)
+    for row in rows:
+        value = shapes[frozenset(frozenset(map(tuple, ring)) for ring in row[0])]
+        assert int(value) == row[2] and row[3] == ["land", "lake", "ice"][row[2]]
+        assert row[5] == 100 * row[4]
+        assert area(row[0][0]) > 0 and all(area(hole) < 0 for hole in row[0][1:])  # y runs up
+    with closing(sqlite3.connect(tmp_path / "map.gpkg")) as file:
+        (about,) = file.execute("SELECT * FROM gpkg_contents").fetchall()
+        assert about[5:] == (4e5, 5.4e6 - 3200, 4e5 + 3330, 5.4e6, 32633)
+        crs = file.execute("SELECT definition FROM gpkg_spatial_ref_sys WHERE srs_id=32633")
+        assert rasterio.CRS.from_wkt(crs.fetchone()[0]) == rasterio.CRS.from_epsg(32633)
+        assert file.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+        assert file.execute("PRAGMA foreign_key_check").fetchall() == []
+    assert written(tmp_path, labels, "gpkg", place).read_bytes() == (
+        written(tmp_path, labels, "gpkg", place).read_bytes()
+    )
+
+
+def test_geojson_is_in_degrees_counter_clockwise(tmp_path, labels):
+    place = open_image(geotiff(tmp_path / "image.tif", labels, **UTM)).place
+    found = json.loads(written(tmp_path, labels, "geojson", place).read_text())
+    rows = {row[1]: row for row in rows_of(written(tmp_path, labels, "gpkg", place))}
+    assert len(found["features"]) == len(rows)
+    for feature in found["features"]:
+        about, row = feature["properties"], rows[feature["id"]]
+        assert (about["object"], about["class"], about["name"], about["pixels"]) == row[1:5]
+        for ring, known in zip(feature["geometry"]["coordinates"], row[0]):
+            there = rasterio.warp.transform(UTM["crs"], "EPSG:4326", known[:, 0], known[:, 1])
+            np.testing.assert_allclose(ring, np.transpose(there), rtol=0, atol=1e-8)
+        assert area(feature["geometry"]["coordinates"][0]) > 0
+
+
+def test_without_georeference_coordinates_are_pixels(tmp_path, labels):
+    found = json.loads(written(tmp_path, labels, "geojson", None).read_text())
+    assert found["coordinates"] == "pixels: column, row"
+    first = found["features"][0]["geometry"]["coordinates"][0]
+    assert first[0] == [0, 0] and all(type(n) is int for corner in first for n in corner)
+    rows = rows_of(written(tmp_path, labels, "gpkg", None))
+    assert all(row[5] is None for row in rows)
+    assert sum(row[4] for row in rows) == (labels != 255).sum()
+
+
+def test_objects_raster_has_the_numbers_of_the_polygons(tmp_path, labels):
+    place = open_image(geotiff(tmp_path / "image.tif", labels, **UTM)).place
+    rows = rows_of(written(tmp_path, labels, "gpkg", place))
+    with rasterio.open(written(tmp_path, labels, "objects", place)) as file:
+        numbers = file.read(1)
+        assert (file.crs, file.transform, file.nodata) == (*UTM.values(), 0)
+    assert numbers.dtype == np.uint32 and (numbers == 0).sum() == (labels == 255).sum()
+    for _, number, label, _, pixels, _ in rows:
+        assert (numbers == number).sum() == pixels
+        assert (labels[numbers == number] == label).all()
+
+
+def test_polygons_do_not_depend_on_strips(tmp_path, labels, monkeypatch):
+    whole = sorted(rows_of(written(tmp_path, labels, "gpkg", None)), key=lambda row: row[1])
+    monkeypatch.setattr(files, "_STRIP", 3 * labels.shape[1])
+    monkeypatch.setattr(features, "trace", partial(trace, fewest=1))
+    parts = rows_of(written(tmp_path, labels, "gpkg", None))
+    assert [row[1] for row in parts] != list(range(1, len(parts) + 1))  # complete ones come first
+    for ours, theirs in zip(sorted(parts, key=lambda row: row[1]), whole, strict=True):
+        assert ours[1:] == theirs[1:]
+        assert all(np.array_equal(a, b) for a, b in zip(ours[0], theirs[0], strict=True))
+
+
+def test_only_chosen_classes_are_traced(tmp_path, labels):
+    rows = rows_of(written(tmp_path, labels, "gpkg", None, traced=(1,)))
+    assert {row[3] for row in rows} == {"lake"}
+    assert [row[1] for row in rows] == list(range(1, len(rows) + 1))
+    with rasterio.open(written(tmp_path, labels, "objects", None, traced=(1,))) as file:
+        assert ((file.read(1) > 0) == (labels == 1)).all()
+
+
+def test_cog_is_one_and_keeps_pixels_colours_and_place(tmp_path):
+    random = np.random.default_rng(2)
+    labels = np.kron(random.integers(0, 4, (130, 150)), np.ones((8, 8), int)).astype(np.uint8)
+    place = open_image(geotiff(tmp_path / "image.tif", labels, **UTM)).place
+    path = written(tmp_path, labels, "cog", place)
+    with rasterio.open(path) as file:
+        assert (file.read(1) == labels).all()
+        assert (file.crs, file.transform, file.nodata) == (*UTM.values(), 255)
+        assert file.colormap(1)[2] == (200, 100, 0, 255)
+        assert file.tags(ns="IMAGE_STRUCTURE")["LAYOUT"] == "COG" and file.overviews(1) == [2, 4]
+    with rasterio.open(path, overview_level=0) as file:
+        # A class map is not averaged: at every 8x8 block the overview has the block's own class.
+        assert (file.read(1) == labels[::2, ::2]).all()
+    assert not list(tmp_path.glob("scratch/*"))
+
+
+@pytest.mark.parametrize("south_up", [False, True])
+def test_areas_in_degrees_are_those_on_the_ellipsoid(south_up):
+    """All cells of the earth add up to its area; one cell equals a numerical integral."""
+    step = -1.0 if not south_up else 1.0
+    world = World((1.0, 0.0, -180.0, 0.0, step, -90.0 * step), True, rasterio.CRS.from_epsg(4326))
+    areas = world.row_areas(180)
+    assert areas.sum() * 360 == pytest.approx(5.10065621724e14, rel=1e-10)  # Moritz 2000, GRS 80
+    a, f = 6378137.0, 1 / 298.257223563
+    e2 = f * (2 - f)
+    latitudes = np.radians(np.linspace(-90, -89, 20001) + 0 * step)
+    middle = (latitudes[1:] + latitudes[:-1]) / 2
+    strip = a**2 * (1 - e2) * np.cos(middle) / (1 - e2 * np.sin(middle) ** 2) ** 2
+    expected = (strip * np.diff(latitudes)).sum() * np.radians(1)
+    assert areas[0 if south_up else -1] == pytest.approx(expected, rel=1e-6)
+
+
+def test_areas_are_square_metres_in_feet_and_none_where_unknown():
+    feet = rasterio.CRS.from_epsg(2263)  # New York, US survey feet
+    world = World((10.0, 0.0, 0.0, 0.0, -10.0, 0.0), True, feet)
+    assert world.row_areas(1)[0] == pytest.approx(100 * (1200 / 3937) ** 2)
+    assert World((10.0, 0.0, 0.0, 0.0, -10.0, 0.0), True, None).row_areas(3) is None
+    turned = World((0.1, 0.1, 0.0, 0.1, -0.1, 0.0), True, rasterio.CRS.from_epsg(4326))
+    assert turned.row_areas(3) is None
+
+
+def test_rings_that_cross_the_antimeridian_are_cut(tmp_path):
+    labels = np.zeros((4, 4), np.uint8)
+    fiji = dict(crs="EPSG:32760", transform=rasterio.Affine(2e5, 0, 5e5, 0, -2e5, 8.2e6))
+    place = open_image(geotiff(tmp_path / "image.tif", labels, **fiji)).place
+    found = json.loads(written(tmp_path, labels, "geojson", place).read_text())
+    geometry = found["features"][0]["geometry"]
+    assert geometry["type"] == "MultiPolygon" and len(geometry["coordinates"]) == 2
+    west, east = sorted(
+        (np.array(part[0])[:, 0] for part in geometry["coordinates"]), key=lambda x: x.mean()
+    )
+    assert west.min() == -180 and west.max() < 0 < east.min() and east.max() == 180
+
+
+def test_maps_whose_coordinates_are_unknown_are_refused_before_work(tmp_path):
+    world_file = Georeference(((34264, (10.0, 0, 0, 5, 0, -10, 0, 7, *(0.0,) * 7, 1.0)),))
+    assert world_of(world_file, "map").crs is None
+    with pytest.raises(ValueError, match="names no CRS"):
+        class_files.check_written([tmp_path / "a.geojson"], world_file, "map")
+    class_files.check_written([tmp_path / "a.gpkg"], world_file, "map")
+    points = Georeference(((33922, (0.0,) * 24),))
+    with pytest.raises(ValueError, match="ground control points"):
+        class_files.check_written([tmp_path / "a.gpkg"], points, "map")
+    (tmp_path / "b.gpkg").write_bytes(b"another's")
+    with pytest.raises(FileExistsError, match="not a class map that distseg wrote"):
+        class_files.check_written([tmp_path / "b.gpkg"], None, "map")
+
+
+def run(*arguments):
+    """Run the command line in this process and return its exit code."""
+    try:
+        return main([str(argument) for argument in arguments]) or 0
+    except SystemExit as e:
+        return e.code
+
+
+def test_command_traces_maps_of_others_and_of_predict(tmp_path, labels, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    geotiff("labels.tif", labels, nodata=255, **UTM)
+    assert not run("trace", "labels.tif", "--formats", "gpkg", "geojson", "objects")
+    lines = capsys.readouterr().out.splitlines()
+    rows = rows_of("objects/labels.gpkg")
+    assert lines[0] == f"objects/labels.gpkg: {len(rows):,} objects" and len(lines) == 3
+    assert {row[2:4] for row in rows} == {(0, "0"), (1, "1"), (2, "2")}
+    place = open_image("labels.tif").place
+    for form in ("hdf5", "tiff"):
+        path = written(tmp_path, labels, form, place)
+        assert not run("trace", path, "--output", form, "--classes", "lake", "--least", 100)
+        chosen = rows_of(Path(form) / "map.gpkg")
+        assert {row[3] for row in chosen} == {"lake"} and min(row[4] for row in chosen) >= 100
+        known = {row[1:] for row in rows_of(written(tmp_path, labels, "gpkg", place, traced=(1,)))}
+        assert {row[1:] for row in chosen} == {row for row in known if row[3] >= 100}
+
+
+def test_command_says_what_is_wrong(tmp_path, labels, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    geotiff("labels.tif", labels, nodata=255, **UTM)
+    for arguments, words in (
+        (["nothing.tif"], "there is no image file nothing.tif"),
+        (["labels.tif", "--classes", "lake"], "the classes of labels.tif are numbers alone"),
+        (["labels.tif", "labels.tif"], "several maps are named labels"),
+        (["labels.tif", "--least", "0"], "--least is a whole number from 1"),
+    ):
+        assert run("trace", *arguments) == 2 and words in capsys.readouterr().err
+    assert not Path("objects").exists()

@@ -10,7 +10,7 @@ import numpy as np
 from distseg.data.vector.components import NONE, Labeller
 from distseg.data.vector.rings import Edges, Rings, horizontal, linked, vertical
 
-_FEWEST = 1 << 20  # edges that wait, at least, before complete objects are looked for
+_FEWEST = 1 << 18  # edges that wait, at least, before complete objects are looked for
 
 
 @dataclass

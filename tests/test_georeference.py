@@ -1,6 +1,8 @@
 """Class maps lie where their images lie, in the colours of the label maps, and say where there is no data."""
 
 import json
+import sqlite3
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -84,8 +86,9 @@ def test_a_class_map_lies_where_its_image_lies(comm, shared_path, capsys, monkey
         sources(folder)
     comm.Barrier()
     plan = config(folder, norm="batch", epochs=1, samples=comm.size, validate_every=0)
+    formats = ["hdf5", "tiff", "png", "cog", "gpkg", "objects"]
     plan = replace(
-        plan, predict=replace(plan.predict, formats=["hdf5", "tiff", "png"], probabilities=True)
+        plan, predict=replace(plan.predict, formats=formats, probabilities=True, trace=["disc"])
     )
     train(plan, comm)
     store = Store(folder / "store.h5")
@@ -132,6 +135,19 @@ def test_a_class_map_lies_where_its_image_lies(comm, shared_path, capsys, monkey
                 Georeference.from_json(json.loads(f.attrs["geotiff_tags"]))
                 == open_image(image).place
             )
+        with (
+            rasterio.open(path.with_suffix(".cog.tif")) as cog,
+            rasterio.open(path.with_suffix(".objects.tif")) as objects,
+        ):
+            assert cog.crs == objects.crs and cog.transform == objects.transform == found.transform
+            assert np.array_equal(cog.read(1), classes)
+            numbers = objects.read(1)
+            assert np.array_equal(numbers > 0, classes == 1)
+        with closing(sqlite3.connect(path.with_suffix(".gpkg"))) as layer:
+            rows = layer.execute("SELECT object, name, pixels, area_m2 FROM objects").fetchall()
+            counts = np.bincount(numbers.ravel())[1:].tolist()
+            known = enumerate(counts, 1)
+            assert sorted(rows) == [(k, "disc", n, 100.0 * n) for k, n in known]
         with Image.open(path.with_suffix(".png")) as picture:
             assert (
                 np.array_equal(np.asarray(picture), classes)

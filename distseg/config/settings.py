@@ -133,6 +133,7 @@ class ModelBase:
     """Seed of the initial weights."""
 
     outputs: ClassVar[dict[str, float] | None] = None  # a setting of exact training
+    dims: ClassVar[int | None] = None  # a setting of exact training
 
     def __post_init__(self):
         if self.args is not None and ":" not in self.name:
@@ -157,6 +158,8 @@ class ModelBase:
                 )
         if self.inputs is not None and min(self.inputs) < 1:
             raise ValueError(f"model.inputs is {self.inputs}, but each input has at least one band")
+        if self.dims not in (None, 2, 3):
+            raise ValueError(f"model.dims is {self.dims}, but it is 2 for images, 3 for volumes")
         _between(
             self,
             -_LARGEST,
@@ -179,6 +182,8 @@ class ModelConfig(ModelBase):
     """For your own function, if its network returns several tensors: the outputs to train, by name
     or number, with the weights of their losses, such as ``{out: 1, aux: 0.4}``. Evaluation and
     prediction use the first one. Outputs smaller than the image are resized to it, bilinearly."""
+    dims: int | None = None
+    """Spatial dims of the images: 2, or 3 for volumes; by default those of the data."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -712,7 +717,7 @@ def check_step(config) -> None:
 
 
 def with_dims(config: Config, dims: int, image: str) -> Config:
-    """Return the config with default sizes replaced by sizes of this many dims.
+    """Return the config with default sizes, and a default network, for images of ``dims`` dims.
 
     Args:
         config: the settings.
@@ -741,6 +746,9 @@ def with_dims(config: Config, dims: int, image: str) -> Config:
                 f"give it {dims} numbers, such as {Size(size)}"
             )
         config = replace(config, **{section: replace(values, **{field_: Size(size)})})
+    model = config.model
+    if dims != 2 and isinstance(model, ModelConfig) and model.dims is None and ":" not in model.name:
+        config = replace(config, model=replace(model, dims=dims))
     return config
 
 

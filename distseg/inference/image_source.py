@@ -88,9 +88,10 @@ def file_image(
     """
     data = manifest["data"]
     mean, std = np.asarray(data["mean"]), np.asarray(data["std"])
-    reader = open_image(path, scratch=scratch)
+    dims = len(data["size"]) if data.get("size") else None
+    reader = open_image(path, dims, scratch=scratch)
     if reader.alpha is not None and reader.bands + 1 == len(mean):
-        reader = open_image(path, scratch=scratch, alpha=BAND)
+        reader = open_image(path, dims, scratch=scratch, alpha=BAND)
     number = reader.nodata if nodata is None else fitting(nodata, reader.dtype)
     if nodata is not None and number is None:
         raise ValueError(

@@ -28,6 +28,7 @@ _FIELDS = (
     "dropout",
     "up",
     "groups",
+    "dims",
 )
 
 

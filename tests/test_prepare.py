@@ -327,7 +327,9 @@ def test_images_without_masks(tmp_path):
 def test_volumes(tmp_path):
     (tmp_path / "i").mkdir(), (tmp_path / "m").mkdir()
     np.save(tmp_path / "i/a.npy", STACK), np.save(tmp_path / "m/a.npy", STACK % 2)
-    store = prepare_folder(tmp_path / "i", tmp_path / "m", tmp_path / "s.h5", ["x", "y"], dims=3)
+    store = prepare_folder(
+        tmp_path / "i", tmp_path / "m", tmp_path / "s.h5", ["x", "y"], pages="volume"
+    )
     assert store.size("a") == (5, 45, 61) and np.array_equal(
         store.labels("a", Box.whole(STACK.shape)), STACK % 2
     )

@@ -20,6 +20,7 @@ from distseg.config.patchgd import PatchConfig
 from distseg.config.settings import Config, ModelBase, ModelConfig
 from distseg.config.sizes import Size
 from distseg.data.class_files import Classes, check_written, numbers_of, paths_of
+from distseg.data.formats.readers import stem_of
 from distseg.data.nodata import parse
 from distseg.data.notes import notes_on
 from distseg.data.picture import rgb
@@ -45,8 +46,9 @@ from distseg.patchgd.filling import PatchPredictor
 from distseg.patchgd.heat import heat_of, picture
 from distseg.planning.streaming import short_of_decoding
 from distseg.report.closing import closing_of_evaluation, closing_of_prediction, notes_on_places
+from distseg.report.cuts import middle_of_interest, three_cuts
 from distseg.report.disk import atomic_write
-from distseg.report.overlay import plot_overlay
+from distseg.report.overlay import iou_text, plot_overlay
 from distseg.report.plots import plot_curves
 from distseg.report.style import class_colors
 from distseg.report.tables import table
@@ -245,7 +247,7 @@ def run_predict(
         if images:
             missing = None if nodata is None else parse(nodata)
             sources = {
-                Path(path).stem: partial(
+                stem_of(path): partial(
                     file_image, path, manifest, missing, config.data.shrink, settings.scratch
                 )
                 for path in images
@@ -254,11 +256,11 @@ def run_predict(
                 twice = next(
                     path
                     for path in images
-                    if sum(Path(other).stem == Path(path).stem for other in images) > 1
+                    if sum(stem_of(other) == stem_of(path) for other in images) > 1
                 )
                 raise ValueError(
                     f"results are named after images, but several images are named "
-                    f"{Path(twice).stem}, such as {twice}: predict them into different --output "
+                    f"{stem_of(twice)}, such as {twice}: predict them into different --output "
                     f"folders"
                 )
         else:
@@ -311,12 +313,13 @@ def run_predict(
         if heat:
             _draw_heat(heat, manifest["data"], sources, world, Path(output))
         return 0
-    maps, placed = [], {}
+    maps, placed, volumes = [], {}, False
     for opened in sources.values():
         source = opened()
         paths = files(source)
         maps.append(paths[0])
         placed[source.name] = source.place is not None
+        volumes = len(source.size) == 3
         anew = predict(
             predictor,
             source,
@@ -332,7 +335,7 @@ def run_predict(
             )
     if world.rank == 0:
         print(
-            *notes_on_places(placed, settings.formats),
+            *notes_on_places(placed, settings.formats, volumes),
             *closing_of_prediction(output, maps, None if images else config.data.store),
             sep="\n",
         )
@@ -381,7 +384,7 @@ def run_plot(
 
 
 def _overlay(path: str, store: Store, box: str | None, output: str) -> None:
-    name = Path(path).stem
+    name = stem_of(path)
     with hdf5.opened(path, "class map", "'distseg predict' writes them") as f:
         if "classes" not in f:
             raise ValueError(
@@ -398,15 +401,27 @@ def _overlay(path: str, store: Store, box: str | None, output: str) -> None:
         part = _box(box, classes.shape)
         found = classes[part.slices]
     truth = store.labels(name, part) if store.has_labels(name) else None
+    pixels, valid, scores = store.read(name, part), store.valid(name, part), None
+    title = name
+    if found.ndim == 3:
+        if truth is not None:
+            scores = iou_text(truth, found, store.classes, store.ignore)
+        at = middle_of_interest(found if truth is None else truth)
+        title = f"{name}, cut at {', '.join(str(a + n) for a, n in zip(part.start, at))}"
+        valid = np.ones(found.shape, bool) if valid is None else valid
+        pixels, valid = three_cuts(pixels, at, 0), three_cuts(valid, at, False)
+        found = three_cuts(found, at, store.ignore)
+        truth = None if truth is None else three_cuts(truth, at, store.ignore)
     plot_overlay(
-        rgb(store.read(name, part), store.nodata(name), store.valid(name, part)),
+        rgb(pixels, store.nodata(name), valid),
         truth,
         found,
         store.classes,
         store.colours,
         output,
         store.ignore,
-        title=name,
+        title,
+        scores,
     )
 
 
@@ -505,6 +520,7 @@ def run_prepare(arguments) -> int:
             arguments.overwrite,
             nodata,
             arguments.alpha,
+            arguments.pages,
         )
         return 0
     from distseg.data.prepare import prepare_folder
@@ -527,6 +543,7 @@ def run_prepare(arguments) -> int:
         nodata=nodata,
         absent=arguments.absent.split(",") if arguments.absent else (),
         alpha=arguments.alpha,
+        pages=arguments.pages,
     )
     return 0
 

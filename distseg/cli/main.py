@@ -800,6 +800,13 @@ def _prepare(arguments: list[str]) -> int:
         "a band like others.",
     )
     parser.add_argument(
+        "--pages",
+        choices=["bands", "volume", "images"],
+        default=None,
+        help="What the pages of a TIFF file, or the first axis of an npy array, are: bands of one "
+        "image, slices of a volume, or images of their own.",
+    )
+    parser.add_argument(
         "--absent",
         type=str | None,
         default=None,
@@ -825,6 +832,7 @@ def _prepare(arguments: list[str]) -> int:
             "values",
             "ignore",
             "alpha",
+            "pages",
             "split",
             *(["seed"] if parsed.source != "ultramnist" else []),
         )

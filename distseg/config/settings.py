@@ -604,13 +604,13 @@ class PredictBase:
     probabilities: bool = False
     """Also write the probability of each class (float16), into NAME.h5."""
     formats: list[
-        Literal["hdf5", "h5", "tiff", "tif", "png", "cog", "gpkg", "geojson", "objects"]
+        Literal["hdf5", "h5", "tiff", "tif", "png", "nifti", "cog", "gpkg", "geojson", "objects"]
     ] = field(default_factory=lambda: ["hdf5", "png"])
     """File formats of class maps. hdf5: NAME.h5. tiff: tiled NAME.tif with the image's
     georeference, without probabilities. png: NAME.png in the classes' colours, for images up to
-    16384x16384. cog: NAME.cog.tif, a cloud-optimised GeoTIFF. Of the connected objects of each
-    class: gpkg and geojson, polygons; objects: NAME.objects.tif, the number of each pixel's
-    object (docs/results.md)."""
+    16384x16384. cog: NAME.cog.tif, a cloud-optimised GeoTIFF. nifti: NAME.nii.gz, of volumes. Of
+    the connected objects of each class: gpkg and geojson, polygons; objects: NAME.objects.tif, the
+    number of each pixel's object (docs/results.md)."""
     trace: list[str] | None = None
     """Names of the classes whose objects are written as polygons or numbers; by default all."""
     heat: bool = False
@@ -747,7 +747,12 @@ def with_dims(config: Config, dims: int, image: str) -> Config:
             )
         config = replace(config, **{section: replace(values, **{field_: Size(size)})})
     model = config.model
-    if dims != 2 and isinstance(model, ModelConfig) and model.dims is None and ":" not in model.name:
+    if (
+        dims != 2
+        and isinstance(model, ModelConfig)
+        and model.dims is None
+        and ":" not in model.name
+    ):
         config = replace(config, model=replace(model, dims=dims))
     return config
 

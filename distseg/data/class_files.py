@@ -18,6 +18,7 @@ from types import ModuleType
 import numpy as np
 
 from distseg.data.formats.georeference import Georeference
+from distseg.data.formats.nifti import check_nifti, identity_in_nifti, write_nifti
 from distseg.data.formats.readers import pillow
 from distseg.data.nodata import NODATA_TAG
 from distseg.data.store import hdf5
@@ -122,11 +123,12 @@ def paths_of(
             f"predict.probabilities go into HDF5, but predict.formats is {', '.join(formats)}: "
             "add hdf5, or leave probabilities out"
         )
-    flat = [form for form in formats if form not in ("hdf5", "png")]
-    if flat and len(size) != 2:
+    flat = [form for form in formats if form not in ("hdf5", "png", "nifti")]
+    unfit = flat if len(size) != 2 else [form for form in formats if form == "nifti"]
+    if unfit:
         raise ValueError(
-            f"class maps of {len(size)} dims are written as hdf5 only: take {', '.join(flat)} out "
-            "of predict.formats"
+            f"class maps of {len(size)} dims are not written as {' or '.join(unfit)}: take "
+            f"{'it' if len(unfit) == 1 else 'them'} out of predict.formats, hdf5 holds any map"
         )
     drawn = len(size) == 2 and int(np.prod(size)) <= _LARGEST_PNG
     if not drawn and set(formats) == {"png"}:
@@ -164,6 +166,8 @@ def check_written(paths: Sequence[Path], place: Georeference | None, name: str) 
             check_polygons(place, form, name)
         elif form == "cog":
             imported_rasterio("class maps as COG")
+        elif form == "nifti":
+            check_nifti()
 
 
 def form_of(path: Path) -> str:
@@ -239,7 +243,7 @@ def _write_hdf5(
         f.attrs["nodata"] = np.uint8(classes.nodata)  # in classes; probabilities have nan
         if classes.place is not None:
             f.attrs["geotiff_tags"] = json.dumps(classes.place.to_json())
-            if (transform := classes.place.transform) is not None:
+            if found.ndim == 2 and (transform := classes.place.transform) is not None:
                 # x = a column + b row + c, y = d column + e row + f
                 f.attrs["transform"] = transform
         f.attrs[_KEY] = identity
@@ -352,6 +356,12 @@ def _write_cog(
     plain.unlink()
 
 
+def _write_nifti(
+    path: Path, arrays: Mapping[str, np.ndarray], classes: Classes, identity: str, advance
+) -> None:
+    write_nifti(path, arrays["classes"], classes.place, identity, advance)
+
+
 def _labels_of(found: np.ndarray, classes: Classes, advance: Callable[[int], None]) -> LabelMap:
     def read(rows: slice) -> np.ndarray:
         labels = np.array(found[rows])
@@ -415,16 +425,18 @@ FORMS = {
     "hdf5": ".h5",
     "tiff": ".tif",
     "png": ".png",
+    "nifti": ".nii.gz",
     "cog": ".cog.tif",
     "gpkg": ".gpkg",
     "geojson": ".geojson",
     "objects": ".objects.tif",
 }
-_WRITE = {"hdf5": _write_hdf5, "tiff": _write_tiff, "png": _write_png}
+_WRITE = {"hdf5": _write_hdf5, "tiff": _write_tiff, "png": _write_png, "nifti": _write_nifti}
 _READ = {
     "hdf5": _read_hdf5,
     "tiff": _read_tiff,
     "png": _read_png,
+    "nifti": identity_in_nifti,
     "cog": _read_tiff,
     "gpkg": identity_in_geopackage,
     "geojson": identity_in_geojson,

@@ -10,7 +10,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from distseg.data.formats.readers import SUFFIXES
+from distseg.data.formats.readers import SUFFIXES, stem_of, suffix_of
 from distseg.data.store.layout import check_name
 
 SPLITS = ("train", "val", "test")
@@ -24,7 +24,7 @@ _MEANT = {
 # Endings of image files that distseg cannot read.
 _OTHERS = frozenset(
     ".apng .arw .avif .bil .cr2 .dcm .dng .ecw .exr .geotiff .gif .heic .heif .hdr .img .j2k "
-    ".jfif .jp2 .jpe .jpx .jxl .mat .mrc .nc .nef .nii "
+    ".jfif .jp2 .jpe .jpx .jxl .mat .mrc .nc .nef "
     ".npz .pbm .pcx .pgm .pnm .ppm .psd .raw .sgi .sid .svg .tga .vrt .xcf .zarr".split()
 )
 
@@ -59,7 +59,7 @@ def unread(images: Path, masks: Path | None) -> list[str]:
         entry.path
         for place in _places(images, masks)
         for entry in _listed(place)
-        if _suffix(entry.name) in _OTHERS
+        if suffix_of(entry.name) in _OTHERS
     ]
 
 
@@ -114,10 +114,6 @@ def _listed(folder: Path) -> list[os.DirEntry]:
         )
 
 
-def _suffix(name: str) -> str:
-    return os.path.splitext(name)[1].lower()
-
-
 def image_files(folder: Path) -> dict[str, Path]:
     """Return the image files of a folder by name without ending, sorted by name.
 
@@ -129,14 +125,13 @@ def image_files(folder: Path) -> dict[str, Path]:
         raise FileNotFoundError(f"there is no folder {folder}")
     found: dict[str, Path] = {}
     for path in [
-        folder / entry.name for entry in _listed(folder) if _suffix(entry.name) in SUFFIXES
+        folder / entry.name for entry in _listed(folder) if suffix_of(entry.name) in SUFFIXES
     ]:
-        check_name(path.stem, str(folder))
-        if path.stem in found:
-            raise ValueError(
-                f"{found[path.stem]} and {path} differ in their endings only: remove one"
-            )
-        found[path.stem] = path
+        stem = stem_of(path)
+        check_name(stem, str(folder))
+        if stem in found:
+            raise ValueError(f"{found[stem]} and {path} differ in their endings only: remove one")
+        found[stem] = path
     if not found:
         raise ValueError(f"the folder {folder} holds no image ({' '.join(SUFFIXES)})")
     return found
@@ -149,7 +144,7 @@ def _lonely(these: dict[str, Path], those: dict[str, Path], what: str) -> list[s
 
 def _refuse_loose_files(root: Path, folders: list[str]) -> None:
     loose = (
-        [entry.name for entry in _listed(root) if _suffix(entry.name) in SUFFIXES]
+        [entry.name for entry in _listed(root) if suffix_of(entry.name) in SUFFIXES]
         if folders
         else []
     )
@@ -185,6 +180,6 @@ def _refuse_folders(place: Path, read: set[Path]) -> None:
 def _holds_images(folder: str) -> bool:
     for _, folders, files in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        if any(_suffix(name) in SUFFIXES for name in files if not name.startswith(".")):
+        if any(suffix_of(name) in SUFFIXES for name in files if not name.startswith(".")):
             return True
     return False

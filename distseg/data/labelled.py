@@ -10,7 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from distseg.data.folders import SPLITS, image_files
-from distseg.data.pairs import assign_splits, check_alike, check_train, notes_on_pairs, opened
+from distseg.data.formats.readers import stem_of
+from distseg.data.pairs import DIMS, assign_splits, check_alike, check_train, notes_on_pairs, opened
 from distseg.data.prepare import copy_image, summary
 from distseg.data.store.store import Store
 from distseg.data.store.writer import StoreWriter, bytes_of
@@ -30,6 +31,7 @@ def prepare_labelled(
     overwrite: bool = False,
     nodata: int | float | None = None,
     alpha: str | None = None,
+    pages: str | None = None,
 ) -> Store:
     """Write the store ``output`` and print a summary of it.
 
@@ -46,12 +48,18 @@ def prepare_labelled(
         overwrite: replace an existing store.
         nodata: the number that stands for no data; by default each file's own.
         alpha: what becomes of transparency (:func:`distseg.data.prepare.prepare_folder`).
+        pages: ``bands`` or ``volume`` (:func:`distseg.data.prepare.prepare_folder`).
 
     Raises:
         ValueError: a file or line is wrong; the message names it. No store is left behind.
         FileNotFoundError: a folder or the table does not exist.
     """
     root = Path(images)
+    if pages == "images":
+        raise ValueError(
+            "--pages images makes an image of each page, but --labels gives each file one label: "
+            "write the pages into files of their own, or take --pages bands or volume"
+        )
     if not root.is_dir():
         raise FileNotFoundError(f"there is no folder {root}")
     found = _from_folders(root) if table is None else _from_table(root, Path(table))
@@ -73,8 +81,8 @@ def prepare_labelled(
     pairs = []
     for path, label, split in found:
         # Folders of different classes may hold files of the same name.
-        name = f"{label}-{path.stem}" if table is None else path.stem
-        pairs.append(replace(opened(split, path, None, None, alpha), name=name))
+        name = f"{label}-{stem_of(path)}" if table is None else stem_of(path)
+        pairs.append(replace(opened(split, path, None, DIMS[pages], alpha), name=name))
     check_alike(pairs)
     needed = sum(bytes_of(pair.size, pair.bands, pair.dtype, pair.masked) for pair in pairs)
     writer = StoreWriter(
@@ -86,6 +94,7 @@ def prepare_labelled(
             "labels": None if table is None else str(table),
             "seed": seed,
             "alpha": alpha,
+            "pages": pages,
         },
         overwrite=overwrite,
         expected=needed,
@@ -94,7 +103,7 @@ def prepare_labelled(
     require_disk_space(Path(output), needed, "the pixels of the store")
     with writer, progress(len(pairs), "image", f"preparing {output}") as shown:
         for pair, label in zip(pairs, labels):
-            copy_image(pair, writer, shown, {}, nodata=nodata, label=label, alpha=alpha)
+            copy_image(pair, writer, shown, {}, DIMS[pages], nodata, label=label, alpha=alpha)
     store = Store(output)
     print("\n".join([summary(store), *notes_on_pairs(pairs)]))
     if table is not None and not classes and all(_number(name) < math.inf for name in names):
@@ -143,7 +152,7 @@ def _from_table(root: Path, table: Path) -> list[tuple[Path, str, str | None]]:
     if not table.is_file():
         raise FileNotFoundError(f"there is no table of labels {table}")
     files = {path.name: path for path in image_files(root).values()}
-    files |= {path.stem: path for path in files.values()}
+    files |= {stem_of(path): path for path in files.values()}
     try:
         text = table.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as e:

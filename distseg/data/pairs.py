@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -11,9 +11,17 @@ import numpy as np
 from distseg.config.sizes import Size
 from distseg.data.folders import SPLITS, check_folders, paired, split_folders
 from distseg.data.formats.alpha import MASK
-from distseg.data.formats.readers import open_image, open_mask
+from distseg.data.formats.base import PageReader, Reader
+from distseg.data.formats.georeference import difference
+from distseg.data.formats.readers import open_image, open_mask, stem_of
 from distseg.data.notes import notes_on
 from distseg.tiling import rng
+
+# Spatial dims to read, by what the pages of a file, or the first axis of an array, are.
+DIMS: dict[str | None, int | None] = {None: None, "bands": 2, "volume": 3, "images": 3}
+
+
+_MOST_BANDS = 4  # pages that are taken for bands without asking
 
 
 @dataclass(frozen=True)
@@ -34,6 +42,19 @@ class Pair:
     mask_notes: tuple[str, ...] = ()  # notes on the mask
     # The mask's palette, (entries, 3) uint8.
     palette: np.ndarray | None = field(default=None, compare=False)
+    page: int | None = None  # the slice of a volume that is the image; None for the whole file
+
+    def open_image(self, dims: int | None, alpha: str) -> Reader:
+        """Open the image (:func:`distseg.data.formats.readers.open_image`)."""
+        if self.page is None:
+            return open_image(self.image, dims, alpha=alpha)
+        return PageReader(open_image(self.image, 3, alpha=alpha), self.page)
+
+    def open_mask(self) -> Reader:
+        """Open the mask (:func:`distseg.data.formats.readers.open_mask`)."""
+        if self.page is None:
+            return open_mask(self.mask, len(self.size))
+        return PageReader(open_mask(self.mask, 3), self.page)
 
 
 def find_pairs(
@@ -41,7 +62,7 @@ def find_pairs(
     masks: Path | None,
     shares: Sequence[float],
     seed: int,
-    dims: int | None = None,
+    pages: str | None = None,
     alpha: str | None = None,
 ) -> list[Pair]:
     """Return all pairs of two folders, with their splits.
@@ -54,7 +75,7 @@ def find_pairs(
         masks: the folder of masks; None if there is none.
         shares: shares of train, val and test.
         seed: seed of the assignment.
-        dims: spatial dims of the images; None to take them from the files.
+        pages: what the pages of a file are (:data:`DIMS`); None to take it from the files.
         alpha: what becomes of transparency (:func:`distseg.data.formats.readers.open_image`).
 
     Raises:
@@ -70,12 +91,24 @@ def find_pairs(
         ]
     else:
         found = paired(images, masks)
-        split_of = assign_splits([image.stem for image, _ in found], shares, seed)
-        files = [(split_of[image.stem], image, mask) for image, mask in found]
+        split_of = assign_splits([stem_of(image) for image, _ in found], shares, seed)
+        files = [(split_of[stem_of(image)], image, mask) for image, mask in found]
     check_train([split for split, _, _ in files], images)
-    pairs = [opened(split, image, mask, dims, alpha) for split, image, mask in files]
+    pairs = [opened(split, image, mask, DIMS[pages], alpha) for split, image, mask in files]
+    if pages == "images":
+        pairs = [page for pair in pairs for page in _pages_of(pair)]
     check_alike(pairs)
     return pairs
+
+
+def _pages_of(pair: Pair) -> list[Pair]:
+    """Return the slices of a volume as images, named after their numbers: NAME_0012."""
+    count, *size = pair.size
+    digits = max(4, len(str(count - 1)))
+    return [
+        replace(pair, name=f"{pair.name}_{page:0{digits}d}", size=tuple(size), page=page)
+        for page in range(count)
+    ]
 
 
 def check_train(splits: Sequence[str], images: Path) -> None:
@@ -127,6 +160,13 @@ def opened(
         ValueError: the mask has another size than the image, or a file cannot be read.
     """
     reader, labels = open_image(image, dims, alpha=alpha or MASK), None
+    if reader.stack and reader.bands > _MOST_BANDS:
+        raise ValueError(
+            f"{image} holds {reader.bands} pages (or an array of as many layers) of "
+            f"{Size(reader.size)}, and does not say what they are: --pages bands if they are the "
+            "bands of one image, --pages volume if they are the slices of a volume, --pages images "
+            "if each is an image of its own"
+        )
     if mask is not None:
         labels = open_mask(mask, len(reader.size))
         if labels.size != reader.size:
@@ -134,8 +174,13 @@ def opened(
                 f"{image} has {Size(reader.size)} pixels, but its mask {mask} has "
                 f"{Size(labels.size)}: both must have the same size"
             )
+        if apart := difference(reader.place, labels.place, reader.size):
+            raise ValueError(
+                f"{image} and its mask {mask} lie at different places: {apart}; write the mask on "
+                "the grid of the image (resample or warp it)"
+            )
     return Pair(
-        image.stem,
+        stem_of(image),
         split,
         image,
         mask,

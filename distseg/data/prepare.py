@@ -16,9 +16,9 @@ from distseg.data.folders import SPLITS, some, unread
 from distseg.data.formats.alpha import MASK
 from distseg.data.formats.base import Reader
 from distseg.data.formats.palettes import class_colours
-from distseg.data.formats.readers import SUFFIXES, open_image, open_mask
+from distseg.data.formats.readers import SUFFIXES
 from distseg.data.nodata import fitting, to_json
-from distseg.data.pairs import Pair, find_pairs, notes_on_pairs
+from distseg.data.pairs import DIMS, Pair, find_pairs, notes_on_pairs
 from distseg.data.store.layout import chunk_edge
 from distseg.data.store.store import Store
 from distseg.data.store.writer import StoreWriter, bytes_of
@@ -44,7 +44,7 @@ def prepare_folder(
     values: Mapping[int, int] | None = None,
     overwrite: bool = False,
     bands: Sequence[str] | None = None,
-    dims: int | None = None,
+    pages: str | None = None,
     nodata: int | float | None = None,
     absent: Sequence[str] = (),
     alpha: str | None = None,
@@ -65,7 +65,9 @@ def prepare_folder(
             labels.
         overwrite: replace an existing store.
         bands: names of the bands.
-        dims: 3 for volumes in npy files without a band axis, or in TIFF files of unnamed pages.
+        pages: what the pages of a TIFF file, or the first axis of an array, are: ``bands`` of one
+            image, slices of a ``volume``, or ``images`` of their own, which stay in one split. By
+            default what the files say; up to four unnamed pages are bands.
         nodata: the number for no data in all images; by default each file's own.
         absent: classes that may have no pixel.
         alpha: what becomes of transparency. ``mask``: pixels with transparency 0 have no data.
@@ -79,7 +81,7 @@ def prepare_folder(
             for the rest of the store.
     """
     folders = Path(images_dir), None if masks_dir is None else Path(masks_dir)
-    pairs = find_pairs(*folders, splits, seed, dims, alpha)
+    pairs = find_pairs(*folders, splits, seed, pages, alpha)
     _check_output(Path(output), pairs)
     _check_bands(bands, pairs[0])
     _check_nodata(nodata, pairs[0])
@@ -90,6 +92,7 @@ def prepare_folder(
         "values": dict(values or {}),
         "nodata": to_json(nodata),
         "alpha": alpha,
+        "pages": pages,
     }
     expected = _bytes(pairs, labels=masks_dir is not None)
     colours, notes = class_colours(
@@ -111,7 +114,9 @@ def prepare_folder(
     with writer:
         with progress(len(pairs), "image", f"preparing {output}") as shown:
             for pair in pairs:
-                unused -= copy_image(pair, writer, shown, values or {}, dims, nodata, alpha=alpha)
+                unused -= copy_image(
+                    pair, writer, shown, values or {}, DIMS[pages], nodata, alpha=alpha
+                )
     store = Store(output)
     print(
         "\n".join(
@@ -229,8 +234,8 @@ def copy_image(
     Raises:
         ValueError: ``alpha`` is None, and the transparency of the image looks like a measured band.
     """
-    image = open_image(pair.image, dims, alpha=alpha or MASK)
-    mask = None if pair.mask is None else open_mask(pair.mask, len(pair.size))
+    image = pair.open_image(dims, alpha or MASK)
+    mask = None if pair.mask is None else pair.open_mask()
     target = writer.add_image(
         pair.name,
         pair.size,

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from distseg.data.formats.readers import open_mask
 from distseg.data.pairs import Pair
 from distseg.report.progress import SilentProgress
 from distseg.tiling.tile import Box, strips
@@ -156,7 +155,7 @@ class Survey:
 def _values_of(pairs: Sequence[Pair], shown: SilentProgress) -> Iterator[set[int]]:
     """Yield the values in each strip of each mask."""
     for pair in pairs:
-        mask = open_mask(pair.mask, len(pair.size))
+        mask = pair.open_mask()
         for strip in strips(Box.whole(pair.size), _STRIP_PIXELS, _ROWS):
             shown.advance(0, pixels=strip.pixels)
             labels, valid = mask.read_valid(strip)

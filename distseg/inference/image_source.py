@@ -12,7 +12,7 @@ import numpy as np
 
 from distseg.data.formats.alpha import BAND
 from distseg.data.formats.georeference import Georeference
-from distseg.data.formats.readers import open_image
+from distseg.data.formats.readers import open_image, stem_of
 from distseg.data.nodata import fitting, missing
 from distseg.data.store.image_writer import first_bad, position
 from distseg.data.store.store import Store, normalised, shrunken
@@ -139,7 +139,7 @@ def file_image(
     source = "; ".join(map(_file_identity, (path, *reader.sources))) + remarks
     known = number is not None or reader.masked
     return ImageSource(
-        Path(path).stem,
+        stem_of(path),
         tuple(n // shrink for n in reader.size),
         read,
         source,

@@ -69,12 +69,15 @@ def closing_of_prediction(folder: str, maps: Sequence[Path], store: str | None) 
     return lines
 
 
-def notes_on_places(placed: Mapping[str, bool], formats: Sequence[str]) -> list[str]:
+def notes_on_places(
+    placed: Mapping[str, bool], formats: Sequence[str], volumes: bool = False
+) -> list[str]:
     """Return a note if some class maps lack the georeference (CRS, transform) of their image.
 
     Args:
         placed: True or False by image name: does the image file have a georeference?
         formats: the formats of the class maps, ``predict.formats``.
+        volumes: True if the images are volumes.
 
     Returns:
         One note, or an empty list if no image has a georeference or no class map lacks one.
@@ -83,7 +86,12 @@ def notes_on_places(placed: Mapping[str, bool], formats: Sequence[str]) -> list[
     elsewhere = [name for name, known in placed.items() if not known]
     if not there:
         return []
-    if not {"tiff", "cog", "gpkg", "geojson"} & set(formats):
+    if volumes and "nifti" not in formats:
+        return [
+            f"note: {there[0]} says where its voxels lie (affine), which only class maps as NIfTI "
+            "keep for other programs: add nifti to predict.formats"
+        ]
+    if not {"tiff", "cog", "gpkg", "geojson", "nifti"} & set(formats):
         return [
             f"note: {there[0]} says where on earth it lies (CRS, transform), which only class "
             "maps as TIFF keep for other programs: add tiff to predict.formats"

@@ -28,6 +28,7 @@ def plot_overlay(
     output: str | Path,
     ignore: int = 255,
     title: str = "",
+    scores: str | None = None,
 ) -> None:
     """Draw image, truth, prediction and errors; without truth, draw image and prediction.
 
@@ -35,13 +36,14 @@ def plot_overlay(
         image: (H, W, 3) uint8.
         truth: (H, W) class numbers, ``ignore`` for pixels without a label; None if there are no
             labels.
-        prediction: (H, W) class numbers.
+        prediction: (H, W) class numbers, ``ignore`` for pixels without data.
         classes: names in the order of the class numbers.
         colors: one colour per class (``#rrggbb`` or three ints in 0..255); None chooses natural
             colors for names such as ocean, land and lake.
         output: the file to write, such as ``overlay.png``.
-        ignore: the number in ``truth`` for pixels without a label.
+        ignore: the number for pixels without a label or without data.
         title: text before the scores; it may be empty.
+        scores: the scores in words; by default those of ``prediction``.
 
     Raises:
         ValueError: the sizes differ, or a label is not a class.
@@ -53,7 +55,8 @@ def plot_overlay(
         _labels(prediction if truth is None else truth, ignore, number).ravel(),
         minlength=number + 1,
     )
-    small, predicted = shrink_image(image), ("prediction", table[shrink_labels(prediction, counts)])
+    small = shrink_image(image)
+    predicted = ("prediction", table[shrink_labels(_labels(prediction, ignore, number), counts)])
     legend = list(zip(classes, table))
     if truth is None:
         panels = [("image", small), predicted]
@@ -68,7 +71,8 @@ def plot_overlay(
             ("error", _rgb(ERROR)),
             *([("no label", _rgb(UNLABELLED))] if counts[number] else []),
         ]
-        title = "     ".join(filter(None, [title, iou_text(truth, prediction, classes, ignore)]))
+        scores = scores or iou_text(truth, prediction, classes, ignore)
+        title = "     ".join(filter(None, [title, scores]))
     _draw(
         panels,
         legend,
@@ -86,12 +90,12 @@ def iou_per_class(
     A class that neither map contains has NaN.
 
     Args:
-        truth: (H, W) class numbers, ``ignore`` for pixels without a label.
-        prediction: (H, W) class numbers.
+        truth: (*size) class numbers, ``ignore`` for pixels without a label.
+        prediction: (*size) class numbers, ``ignore`` for pixels without data.
         number: number of classes.
-        ignore: the number in ``truth`` for pixels without a label.
+        ignore: the number for pixels that do not count.
     """
-    valid = truth != ignore
+    valid = (truth != ignore) & (prediction != ignore)
     pairs = truth[valid].astype(np.int64) * number + prediction[valid]
     confusion = np.bincount(pairs, minlength=number * number).reshape(number, number)
     hits, union = np.diag(confusion), confusion.sum(0) + confusion.sum(1) - np.diag(confusion)
@@ -115,7 +119,7 @@ def _error_panel(
     small: np.ndarray, truth: np.ndarray, prediction: np.ndarray, ignore: int
 ) -> tuple[str, np.ndarray]:
     """Return a panel's title and its pixels: the errors drawn over a pale grey image."""
-    valid = truth != ignore
+    valid = (truth != ignore) & (prediction != ignore)
     wrong = valid & (truth != prediction)
     drawn = shrink_labels(wrong, np.array([wrong.size - wrong.sum(), wrong.sum()])) == 1
     grey = (175 + 0.3 * small.mean(-1, keepdims=True)).repeat(3, -1)
@@ -231,7 +235,7 @@ def _check(
                 f"the {name} has shape {labels.shape}, but the image has {image.shape[:2]} "
                 "pixels: give the same window of both"
             )
-        values = labels[labels != ignore] if name == "truth" else labels
+        values = labels[labels != ignore]
         if values.size and not 0 <= values.min() <= values.max() < len(classes):
             raise ValueError(
                 f"the {name} has labels {values.min()} to {values.max()}, but the {len(classes)} "

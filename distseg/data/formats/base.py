@@ -33,6 +33,7 @@ class Reader:
     decoding = 0  # bytes of temporary memory for the first read, if the file is decoded whole
     place: Georeference | None = None
     palette: np.ndarray | None = None  # (entries, 3) uint8: the colours of a label map's numbers
+    stack = False  # True if its many bands might be slices of a volume, or images
     alpha: int | None = None  # index of the decoded band that is transparency; not in ``bands``
 
     def __init__(self, path: str | Path):
@@ -96,6 +97,37 @@ class Reader:
 
     def _read(self, box: Box) -> np.ndarray:
         raise NotImplementedError
+
+
+class PageReader(Reader):
+    """Reader of one slice of a volume as an image.
+
+    Args:
+        volume: the reader of the volume.
+        page: the number of the slice along the first dim.
+    """
+
+    def __init__(self, volume: Reader, page: int):
+        super().__init__(volume.path)
+        for name in ("bands", "dtype", "coded", "nodata", "colours", "notes", "palette", "lossy"):
+            setattr(self, name, getattr(volume, name))
+        self.size = volume.size[1:]
+        self._volume, self._page = volume, page
+
+    @property
+    def masked(self) -> bool:
+        """True if the file marks single pixels without data."""
+        return self._volume.masked
+
+    def read_valid(self, box: Box) -> tuple[np.ndarray, np.ndarray | None]:
+        """Return the pixels of a box as a copy, and where there is data."""
+        slab = Box((self._page, *box.start), (self._page + 1, *box.stop))
+        pixels, valid = self._volume.read_valid(slab)
+        return pixels[:, 0], None if valid is None else valid[0]
+
+    def read(self, box: Box) -> np.ndarray:
+        """Return the pixels of a box, (bands, *box.size), as a copy."""
+        return self.read_valid(box)[0]
 
 
 def plain(dtype) -> np.dtype:

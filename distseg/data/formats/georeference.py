@@ -7,7 +7,7 @@ Only a world file is converted, into GeoTIFF's matrix from pixels to the world.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,8 @@ from typing import Any
 _SCALE, _TIE, _MATRIX, _KEYS = 33550, 33922, 34264, 34735
 _TYPES = {_SCALE: 12, _TIE: 12, _MATRIX: 12, _KEYS: 3, 34736: 12, 34737: 2, 50844: 12}
 _RASTER_TYPE, _POINT = 1025, 2  # GTRasterTypeGeoKey, and its value RasterPixelIsPoint
+_CRS_KEYS = 3072, 2048  # ProjectedCSTypeGeoKey, GeographicTypeGeoKey: EPSG codes
+_UNNAMED = 32767  # a CRS without a code
 _TEXT = 2  # type of a tag that holds text
 _MOST = 1 << 16  # largest number of numbers or letters in a tag
 _MOST_WORLD = 1 << 12  # bytes of a world file that are read
@@ -78,10 +80,96 @@ class Georeference:
         return a, b, c - half * (a + b), d, e, f - half * (d + e)
 
     @property
+    def _matrix(self) -> list[list[float]] | None:
+        """The affine (4, 4) from the upper left corners, or the middles, of pixels to the world."""
+        found = dict(self.tags).get(_MATRIX, ())
+        if len(found) == 16 and self._points:
+            return matrix_of(self)
+        if (flat := self.transform) is None:
+            return None
+        a, b, c, d, e, f = flat
+        return [[a, b, 0.0, c], [d, e, 0.0, f], [0.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 1.0]]
+
+    def _key(self, key: int) -> int | None:
+        """Return the number of a GeoKey that is stored in place; None without one."""
+        keys = dict(self.tags).get(_KEYS, ())
+        for at in range(4, len(keys) - 3, 4):
+            if keys[at] == key and keys[at + 1] == 0:
+                return int(keys[at + 3])
+        return None
+
+    @property
     def _points(self) -> bool:
         """True if the tags map pixel centres (GTRasterTypeGeoKey is RasterPixelIsPoint)."""
         keys = dict(self.tags).get(_KEYS, ())
         return any(keys[at : at + 4 : 3] == (_RASTER_TYPE, _POINT) for at in range(0, len(keys), 4))
+
+
+def of_matrix(matrix: Sequence[Sequence[float]]) -> Georeference:
+    """Return the georeference of a volume whose affine maps (x, y, z) of a voxel's middle.
+
+    Args:
+        matrix: (4, 4), such as a NIfTI file has.
+    """
+    numbers = tuple(float(n) for row in matrix for n in row)
+    return Georeference(((_MATRIX, numbers), (_KEYS, (1, 1, 0, 1, _RASTER_TYPE, 0, 1, _POINT))))
+
+
+def matrix_of(place: Georeference) -> list[list[float]]:
+    """Return the affine (4, 4) of a volume, which :func:`of_matrix` converted.
+
+    Raises:
+        ValueError: the georeference has no such affine.
+    """
+    found = dict(place.tags).get(_MATRIX, ())
+    if len(found) != 16 or not place._points:
+        raise ValueError("the georeference is that of an image, without an affine of a volume")
+    return [list(found[row : row + 4]) for row in range(0, 16, 4)]
+
+
+def difference(a: Georeference | None, b: Georeference | None, size: Sequence[int]) -> str | None:
+    """Return how the places of two images of one size differ, in words; None if they do not.
+
+    Only what both of them say is compared: the numbers of their CRS (EPSG), and where the first and
+    the last pixel lie, of which a shift of half a pixel counts.
+
+    Args:
+        a, b: the georeferences; None without one.
+        size: the size of both images.
+    """
+    if a is None or b is None:
+        return None
+    for key in _CRS_KEYS:
+        one, other = a._key(key), b._key(key)
+        if None not in (one, other) and one != other and _UNNAMED not in (one, other):
+            return f"their CRS are EPSG:{one} and EPSG:{other}"
+    ours, theirs = a._matrix, b._matrix
+    if ours is None or theirs is None:
+        return None
+    for corner in ((0,) * len(size), tuple(n - 1 for n in size)):
+        here, there = (_at(matrix, corner) for matrix in (ours, theirs))
+        pixel = min(_length(ours[row][axis] for row in range(3)) for axis in range(len(size)))
+        if math.dist(here, there) > pixel / 2:
+            which = "last" if any(corner) else "first"
+            return (
+                f"their {which} pixels lie at {_numbers_in_words(here[: len(size)])} and "
+                f"{_numbers_in_words(there[: len(size)])}"
+            )
+    return None
+
+
+def _at(matrix: Sequence[Sequence[float]], pixel: Sequence[int]) -> list[float]:
+    """Return where a pixel, the slowest dim first, lies in the world."""
+    place = [*pixel[::-1], *(0,) * (3 - len(pixel)), 1]
+    return [sum(m * n for m, n in zip(row, place)) for row in matrix[:3]]
+
+
+def _length(numbers: Iterable[float]) -> float:
+    return math.sqrt(sum(n * n for n in numbers))
+
+
+def _numbers_in_words(numbers: Sequence[float]) -> str:
+    return f"({', '.join(f'{n:.10g}' for n in numbers)})"
 
 
 def place_in(page) -> Georeference | None:

@@ -17,7 +17,7 @@ import numpy as np
 
 from distseg.comm.launch import release_freed_memory
 from distseg.config.sizes import Size
-from distseg.data.formats import marks, pam
+from distseg.data.formats import marks, nifti, pam
 from distseg.data.formats.alpha import BAND, MASK
 from distseg.data.formats.base import Reader, note_of_alpha, plain, readable
 from distseg.data.formats.georeference import with_world_file
@@ -26,7 +26,7 @@ from distseg.data.formats.plausible import MOST_PACKED, check_bytes, check_memor
 from distseg.data.nodata import declared
 from distseg.tiling.tile import Box
 
-SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff", ".npy")
+SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff", ".npy", *nifti.SUFFIXES)
 _MOST_TRAILING_BANDS = 4
 _LARGE = 1 << 24  # bytes from which on freed memory is returned to the system, which takes 20 ms
 _STRIP = 1 << 22  # bytes of pixels that are copied from Pillow at a time
@@ -39,6 +39,18 @@ _HEADERS = {
     (1, 0): np.lib.format.read_array_header_1_0,
     (2, 0): np.lib.format.read_array_header_2_0,
 }
+
+
+def suffix_of(path: str | Path) -> str:
+    """Return the ending of a file's name in small letters; of packed NIfTI it is ``.nii.gz``."""
+    name = os.path.basename(path).lower()
+    return ".nii.gz" if name.endswith(".nii.gz") else os.path.splitext(name)[1]
+
+
+def stem_of(path: str | Path) -> str:
+    """Return the name of a file without its ending, after which images are named."""
+    name = os.path.basename(path)
+    return name[: len(name) - len(suffix_of(name))]
 
 
 def open_image(
@@ -81,11 +93,11 @@ def _opened(
     dims: int | None,
     scratch: str | None = None,
     alpha: str = BAND,
-    palette: bool = False,
+    labels: bool = False,
 ) -> Reader:
     if not path.is_file():
         raise FileNotFoundError(f"there is no image file {path}")
-    reader = _reader(path, dims, scratch, alpha, palette)
+    reader = _reader(path, dims, scratch, alpha, labels)
     marks.check_upright(path, reader.orientation)
     beside = Path(f"{path}{_MASK_SUFFIX}")
     if beside.is_file():
@@ -122,14 +134,16 @@ def _take_nodata_beside(reader: Reader) -> None:
         )
 
 
-def _reader(path: Path, dims: int | None, scratch: str | None, alpha: str, palette: bool) -> Reader:
-    suffix = path.suffix.lower()
+def _reader(path: Path, dims: int | None, scratch: str | None, alpha: str, labels: bool) -> Reader:
+    suffix = suffix_of(path)
     with readable(path):
         if suffix == ".npy":
             return NpyReader(path, dims)
         if suffix in (".tif", ".tiff"):
             return _tiff().open_tiff(path, dims, scratch, alpha)
-        return PillowReader(path, palette, scratch, alpha)
+        if suffix in nifti.SUFFIXES:
+            return nifti.NiftiReader(path, dims, scratch, labels)
+        return PillowReader(path, labels, scratch, alpha)
 
 
 def _tiff() -> ModuleType:
@@ -159,7 +173,7 @@ def open_mask(path: str | Path, dims: int = 2) -> Reader:
         ValueError: the file is not a label map, or its compression is lossy.
     """
     path = Path(path)
-    reader = _opened(path, dims, palette=True)
+    reader = _opened(path, dims, labels=True)
     if reader.lossy:
         raise ValueError(
             f"{path} is a mask in {reader.lossy}, which changes labels: write the masks as PNG, or "
@@ -184,6 +198,7 @@ class NpyReader(Reader):
     def __init__(self, path: Path, dims: int | None = None):
         super().__init__(path)
         array = _mapped(path)
+        self.stack = dims is None and array.ndim == 3
         dims = dims or max(2, array.ndim - 1)
         if array.ndim == dims:
             array = array[None]

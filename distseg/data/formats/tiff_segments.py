@@ -65,6 +65,8 @@ class Segments:
         self.path, self._file, self._series = path, file, series
         self._alpha, self._scratch = alpha, scratch
         self._axes, shape = named_axes(path, series, dims)
+        # True if several pages that no name explains are read as bands.
+        self.stack = any(axis in UNNAMED and n > 1 for axis, n in zip(series.axes, series.shape))
         self.size = tuple(n for a, n in zip(self._axes, shape) if a in "ZYX")
         self.bands = math.prod(n for a, n in zip(self._axes, shape) if a in BANDS)
         self.dtype = plain(series.dtype)

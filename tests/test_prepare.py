@@ -827,12 +827,10 @@ def test_a_split_that_lacks_a_class_is_noted(tmp_path, capsys):
 
 
 def test_masks_are_looked_at_no_longer_than_it_takes(tmp_path, monkeypatch):
-    from distseg.data import survey
+    from distseg.data.pairs import Pair
 
-    opened = []
-    monkeypatch.setattr(
-        survey, "open_mask", lambda path, dims: opened.append(path.stem) or open_mask(path, dims)
-    )
+    opened, open_one = [], Pair.open_mask
+    monkeypatch.setattr(Pair, "open_mask", lambda self: opened.append(self.name) or open_one(self))
     masks = masks_of(**{f"m{k}": (0, 1) for k in range(8)}, z=(0, 0))
     prepare_folder(
         folder(tmp_path / "i", **pictures(masks)),
@@ -841,7 +839,7 @@ def test_masks_are_looked_at_no_longer_than_it_takes(tmp_path, monkeypatch):
         ["back", "road"],
         splits=(1, 0, 0),
     )
-    assert opened == ["m0"]
+    assert opened == ["m0", *sorted(masks)]  # the first one to look at it, then all to copy them
 
 
 # no data

@@ -748,7 +748,7 @@ def with_dims(config: Config, dims: int, image: str) -> Config:
         config = replace(config, **{section: replace(values, **{field_: Size(size)})})
     model = config.model
     if (
-        dims != 2
+        dims == 3
         and isinstance(model, ModelConfig)
         and model.dims is None
         and ":" not in model.name

@@ -566,7 +566,10 @@ TABLE = {
         verify(image="1000000x1000000"),
         r"a step of 1 images of 1000000x1000000 .* takes .* GB .*: give a smaller --image",
     ),
-    "an image of other dims": (verify(image="29x43x5", model__dims="2"), r"image.* 29x43x5|29x43x5"),
+    "an image of other dims": (
+        verify(image="29x43x5", model__dims="2"),
+        r"image.* 29x43x5|29x43x5",
+    ),
     "pooling of the whole image": (
         verify(**own("pooling"), spatial__tiles_per_rank="1x2"),
         "it makes 2x3x29x43 of images of 192x320 pixels, but a segmentation network keeps the size, .*split samples only",

@@ -158,7 +158,7 @@ def test_a_result_is_told_from_others_and_from_files_of_other_origin(tmp_path, f
 @pytest.mark.parametrize(
     "formats, size, probabilities, words",
     [
-        (["tiff"], (4, 5, 6), False, "class maps of 3 dims are written as hdf5 only"),
+        (["tiff"], (4, 5, 6), False, "class maps of 3 dims are not written as tiff"),
         (
             ["png"],
             (4, 5, 6),

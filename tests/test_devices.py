@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import torch
+from mpirunner.transport import NAME as TRANSPORT
 from test_exact import NORMS, check, config
 from test_pipeline import RECOMPUTE
 from test_train import config as train_config
@@ -77,7 +78,7 @@ def test_cuts_anywhere(comm, balance):
     "norm, more",
     [
         ("instance", {}),
-        ("batch", dict(reducer="mpi")),
+        ("batch", dict(reducer=TRANSPORT)),
         ("batch", dict(recompute="always", images=2)),
     ],
 )

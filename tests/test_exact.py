@@ -7,6 +7,7 @@ dropout on, a twentieth of the pixels ignored, and sizes that divide nothing.
 from dataclasses import replace
 
 import pytest
+from mpirunner.transport import NAME as TRANSPORT
 
 from distseg.config.settings import (
     Config,
@@ -217,7 +218,7 @@ def test_accumulation_without_norms_keeps_the_gradient(comm, loss):
 
 
 @pytest.mark.parallel(2)
-@pytest.mark.parametrize("reducer", ["mpi", "auto"])
+@pytest.mark.parametrize("reducer", [TRANSPORT, "auto"])
 @pytest.mark.parametrize("name", ["sgd", "adam"])
 def test_optimizers_and_reducers(comm, reducer, name):
     found = config(tiles="1x2", reducer=reducer)

@@ -10,6 +10,7 @@ from itertools import product
 
 import pytest
 import torch
+from mpirunner.transport import NAME as TRANSPORT
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -314,7 +315,7 @@ def test_a_step_of_all_tiles_has_the_arithmetic_of_the_serial_one(comm, per_rank
     grid = Size(GRIDS[comm.size])
     config = Config(
         ModelConfig(depth=2, num_convs=2, base_channels=4, up="transposed", norm="instance", in_channels=3, out_channels=2),
-        mesh=MeshConfig(tiles=grid, reducer="mpi"), spatial=SpatialConfig(exchange_every=1, tiles_per_rank=per_rank),
+        mesh=MeshConfig(tiles=grid, reducer=TRANSPORT), spatial=SpatialConfig(exchange_every=1, tiles_per_rank=per_rank),
     )  # fmt: skip
     plain = build_model(config.model).double()
     engine = Engine(

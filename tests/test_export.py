@@ -7,13 +7,13 @@ import onnx.reference
 import pytest
 import torch
 from made_store import random_store
-from mpi4py import MPI
 from safetensors.torch import load_file
 from test_cli import run
 from test_finetune import Net
 from torch import nn
 
 import distseg
+from distseg.comm.alone import Alone
 from distseg.config.settings import Config, DataConfig, MeshConfig, ModelConfig, TrainConfig
 from distseg.training.loop import train
 from distseg.training.run_config import Normalised
@@ -42,7 +42,7 @@ def exported(request, tmp_path_factory):
             mesh=MeshConfig(reducer="mpi"),
             train=TrainConfig(epochs=1, output=str(folder / "run")),
         ),
-        MPI.COMM_SELF,
+        Alone(),
     )
     flags = [
         str(folder / "run"),

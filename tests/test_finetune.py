@@ -7,12 +7,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from made_store import random_store
-from mpi4py import MPI
+from mpirunner.transport import NAME as TRANSPORT
 from safetensors.torch import save_file
 from test_exact import TOLERANCE, config
 from torch import nn
 
 import distseg
+from distseg.comm.alone import Alone
 from distseg.config.settings import (
     Config,
     DataConfig,
@@ -318,26 +319,26 @@ def plan(tmp_path, **train_settings) -> Config:
     if not store.exists():
         random_store(store, train=[(32, 48)] * 2, val=[(32, 32)])
     return Config(
-        model=ModelConfig(f"{__name__}:Net"), data=DataConfig(store=str(store)), mesh=MeshConfig(reducer="mpi"),
+        model=ModelConfig(f"{__name__}:Net"), data=DataConfig(store=str(store)), mesh=MeshConfig(reducer=TRANSPORT),
         train=TrainConfig(**{"epochs": 1, "output": str(tmp_path / "run"), **train_settings}),
     )  # fmt: skip
 
 
 def test_a_run_begins_with_a_file_or_a_run(tmp_path):
-    train(plan(tmp_path), MPI.COMM_SELF)
+    train(plan(tmp_path), Alone())
     trained = distseg.load(tmp_path / "run", Net(2, 3), normalise=False).state_dict()
     file = saved(
         distseg.load(tmp_path / "run", Net(2, 3), normalise=False), tmp_path / "a.safetensors"
     )
     for init in (file, str(tmp_path / "run")):
-        begun = Run(plan(tmp_path, init=init, output=str(tmp_path / "next")), MPI.COMM_SELF)
+        begun = Run(plan(tmp_path, init=init, output=str(tmp_path / "next")), Alone())
         assert (
             all(torch.equal(x, trained[name]) for name, x in begun.model.state_dict().items())
             and f"begins with 11 of its 11 tensors from {init}" in begun.lines
         )
         begun._lock.close()
     # what goes on from a checkpoint does not begin again
-    again = Run(plan(tmp_path, epochs=2, init="nowhere.safetensors", resume=True), MPI.COMM_SELF)
+    again = Run(plan(tmp_path, epochs=2, init="nowhere.safetensors", resume=True), Alone())
     assert all(torch.equal(x, trained[name]) for name, x in again.model.state_dict().items())
 
 
@@ -349,9 +350,9 @@ def test_stages_take_their_layers(comm, tmp_path):
     if comm.rank == 0:
         random_store(f"{folder}/store.h5", train=[(32, 48)] * 2)
         saved(source, f"{folder}/a.safetensors")
-    comm.barrier()
+    comm.Barrier()
     settings = Config(
-        model=ModelConfig(f"{__name__}:Net"), data=DataConfig(store=f"{folder}/store.h5"), mesh=MeshConfig(stages=2, reducer="mpi"),
+        model=ModelConfig(f"{__name__}:Net"), data=DataConfig(store=f"{folder}/store.h5"), mesh=MeshConfig(stages=2, reducer=TRANSPORT),
         train=TrainConfig(epochs=1, output=f"{folder}/run", init=f"{folder}/a.safetensors"),
     )  # fmt: skip
     run, wanted = Run(settings, comm), source.state_dict()
@@ -369,13 +370,11 @@ def test_a_frozen_part_stays_and_a_late_one_waits(tmp_path):
         plan(tmp_path),
         optim=OptimConfig("adamw", weight_decay=0.1, rates={"encoder.stem": 0}, thaw={"head": 5}),
     )
-    train(settings, MPI.COMM_SELF)
+    train(settings, Alone())
     after = distseg.load(tmp_path / "run", Net(2, 3), normalise=False).state_dict()
     stayed = {name for name, x in after.items() if torch.equal(x, before[name])}
     assert stayed == {"encoder.stem.weight", "encoder.stem.bias", "head.weight", "head.bias"}
-    resumed = Run(
-        replace(settings, train=replace(settings.train, epochs=2, resume=True)), MPI.COMM_SELF
-    )
+    resumed = Run(replace(settings, train=replace(settings.train, epochs=2, resume=True)), Alone())
     assert {len(group["params"]) for group in resumed.engine.optimizer.param_groups} == {2, 4}
     assert all(
         resumed.engine.optimizer.state[p]

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from made_store import random_store
-from mpi4py import MPI
 from test_exact import TOLERANCE, config
 from test_images import predictor_of, scene_of, whole_heat
 
@@ -16,6 +15,7 @@ import distseg
 from distseg.cli.export import export
 from distseg.cli.main import main
 from distseg.cli.predict import load_predictor
+from distseg.comm.alone import Alone
 from distseg.config.settings import (
     Config,
     DataConfig,
@@ -138,7 +138,7 @@ def test_ends_that_are_not_there_are_named(name, ends, words):
     with pytest.raises(ValueError, match=words):
         verify(
             replace(config(tiles_per_rank=(1, 2)), model=model_of(name, **ends)),
-            MPI.COMM_SELF,
+            Alone(),
             Size("24x36"),
         )
 
@@ -206,13 +206,13 @@ def test_a_run_predicts_by_the_first_output(tmp_path, pad):
             spatial=spatial,
             predict=taken,
         ),
-        MPI.COMM_SELF,
+        Alone(),
     )
     loaded = distseg.load(run, made_outputs.Training(2, 3))
     predictor, _ = load_predictor(
         run,
         Config(model=model, predict=taken, train=TrainConfig(precision="fp32")),
-        MPI.COMM_SELF,
+        Alone(),
         torch.device("cpu"),
     )
     source = store_image(Store(tmp_path / "store.h5"), "val0")

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 from made_store import random_store
-from mpi4py import MPI
 from test_exact import TOLERANCE, config
 
 import distseg
 from distseg.cli.predict import load_predictor
+from distseg.comm.alone import Alone
 from distseg.config.settings import (
     Config,
     DataConfig,
@@ -60,7 +60,7 @@ def folder(tmp_path) -> Path:
         model=ModelConfig(f"{__name__}:mine"), data=DataConfig(store=str(tmp_path / "store.h5")), train=TrainConfig(epochs=1, output=str(tmp_path / "run")),
         mesh=MeshConfig(reducer="mpi"), predict=PredictConfig(tile=Size((16, 16))),
     )  # fmt: skip
-    train(plan, MPI.COMM_SELF)
+    train(plan, Alone())
     return tmp_path / "run"
 
 
@@ -83,7 +83,7 @@ def test_a_trained_module_comes_back(tmp_path):
             predict=PredictConfig(tile=Size((16, 16))),
             train=TrainConfig(precision="fp32"),
         ),
-        MPI.COMM_SELF,
+        Alone(),
         torch.device("cpu"),
     )
     store = Store(tmp_path / "store.h5")

@@ -5,6 +5,7 @@ import re
 from itertools import combinations
 
 import pytest
+from mpirunner.transport import NAME as TRANSPORT
 from test_check import config
 
 from distseg.config.settings import Config, LossConfig, MeshConfig, ModelConfig
@@ -23,7 +24,7 @@ BASE = Config(
         norm="instance",
         dropout=0.2,
     ),
-    mesh=MeshConfig(reducer="mpi"),
+    mesh=MeshConfig(reducer=TRANSPORT),
     loss=LossConfig(name="cross_entropy"),
 )
 TILES = {"spatial.tiles_per_rank": Size("2x3")}

@@ -13,6 +13,7 @@ from test_images import done, write_store
 from torch import nn
 
 from distseg.cli.main import _config, _parse, _parser
+from distseg.comm.alone import Alone
 from distseg.comm.mesh import Mesh
 from distseg.config.patchgd import PatchConfig
 from distseg.config.sizes import Size
@@ -311,10 +312,9 @@ class Drawing(Own):
 )
 def test_heads_do_not_depend_on_the_ranks(comm, place, head):
     """Two sample groups, each of one or two ranks, and one rank alone: the same masks, statistics of all images, and weights."""
-    from mpi4py import MPI
 
     found = []
-    for ranks, samples in ((comm, 2), (MPI.COMM_SELF, 1)):
+    for ranks, samples in ((comm, 2), (Alone(), 1)):
         plan = gridded(
             published(
                 place,
@@ -582,14 +582,13 @@ def cut(x):
 
 def test_a_norm_of_several_grids_is_of_all_their_cells(tmp_path):
     """All patches at once: gradients, and running statistics, of a plain program that puts the cells of both images into one norm."""
-    from mpi4py import MPI
 
     store = Store(several_grids(tmp_path / "s.h5"))
     plan = published(
         tmp_path, 1, head="test_patch_heads:Normed", sampled=1.0, inner=1, head_channels=None
     )
     plan = replace(plan, data=replace(plan.data, images=2))
-    network, mesh = network_of(plan, store.bands, len(store.classes)).double(), Mesh(MPI.COMM_SELF)
+    network, mesh = network_of(plan, store.bands, len(store.classes)).double(), Mesh(Alone())
     plain = nn.ModuleDict({"backbone": backbone(store.bands, 256), "head": Normed(256, 2)}).double()
     plain.load_state_dict(user_names(network.state_dict().items(), network))
     engine = PatchEngine(plan, mesh, network, precision="fp64")

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from test_images import done
 
+from distseg.comm.alone import Alone
 from distseg.comm.mesh import Mesh
 from distseg.config.patchgd import PatchConfig, PatchgdConfig
 from distseg.config.settings import (
@@ -92,12 +93,11 @@ def place(comm, shared_path) -> Path:
 
 def images_of(plan: PatchConfig, store: Store):
     """(samples, pixels, labels) of the first step, of all groups."""
-    from mpi4py import MPI
 
     whole = replace(
         plan, data=replace(plan.data, images=plan.data.images * plan.mesh.samples), mesh=MeshBase()
     )
-    samples = next(iter(PatchLoader(store, whole, Mesh(MPI.COMM_SELF)).epoch(0))).samples
+    samples = next(iter(PatchLoader(store, whole, Mesh(Alone())).epoch(0))).samples
     x = torch.stack(
         [torch.from_numpy(store.read_normalised(s.image, s.box)).double() for s in samples]
     )
@@ -266,10 +266,8 @@ def test_masks_and_losses_do_not_depend_on_the_ranks(comm, place):
             next(iter(PatchLoader(store, plan, mesh).epoch(0))), RATE
         ), engine.network
 
-    from mpi4py import MPI
-
     (loss, norm), network = stepped(comm, plan)
-    (alone, its_norm), wanted = stepped(MPI.COMM_SELF, replace(plan, mesh=MeshBase()))
+    (alone, its_norm), wanted = stepped(Alone(), replace(plan, mesh=MeshBase()))
     assert abs(loss - alone) <= TOLERANCE and abs(norm - its_norm) <= 1e-11 * norm
     for (name, w), p in zip(wanted.named_parameters(), network.parameters()):
         assert (p - w).norm() <= TOLERANCE * max(w.norm(), 1e-3), name
@@ -279,7 +277,6 @@ def test_masks_and_losses_do_not_depend_on_the_ranks(comm, place):
 @pytest.mark.covering(cases=1)
 def test_masks_do_not_depend_on_other_images_of_a_group(comm, shared_path):
     """Images of several sizes have Z filled in several numbers of rounds; its masks are those of the image's own rounds."""
-    from mpi4py import MPI
 
     place, generator = Path(shared_path), np.random.default_rng(0)
     if comm.rank == 0:
@@ -291,7 +288,7 @@ def test_masks_do_not_depend_on_other_images_of_a_group(comm, shared_path):
                 )
     comm.Barrier()
     store, found = Store(place / "s.h5"), []
-    for where, samples in ((comm, comm.size), (MPI.COMM_SELF, 1)):
+    for where, samples in ((comm, comm.size), (Alone(), 1)):
         plan = config(place, samples, dropout=0.3, sampled=2)
         plan = replace(plan, data=replace(plan.data, images=4 // samples))
         mesh = Mesh(where, samples)
@@ -311,12 +308,11 @@ def test_masks_do_not_depend_on_other_images_of_a_group(comm, shared_path):
 
 
 def test_an_image_is_predicted_patch_by_patch(tmp_path):
-    from mpi4py import MPI
 
     store = Store(write_store(tmp_path / "s.h5"))
     plan = config(tmp_path, step=Size("11x16"))
     network = network_of(plan, store.bands, len(store.classes)).double().eval()
-    engine = MapEngine(plan, Mesh(MPI.COMM_SELF), copy.deepcopy(network), precision="fp64")
+    engine = MapEngine(plan, Mesh(Alone()), copy.deepcopy(network), precision="fp64")
     predictor, source = engine.predictor(), store_image(store, "image00")
     with torch.no_grad():
         wanted = network(torch.from_numpy(source.read(Box.whole(SIZE)))[None].double())[0].numpy()
@@ -371,7 +367,6 @@ def test_the_command_line_trains_resumes_evaluates_and_predicts(comm, place):
 
 
 def test_a_run_begins_with_a_u_net_that_was_trained_exactly(tmp_path):
-    from mpi4py import MPI
 
     write_store(tmp_path / "s.h5")
     plan = config(tmp_path)
@@ -382,8 +377,8 @@ def test_a_run_begins_with_a_u_net_that_was_trained_exactly(tmp_path):
         train=TrainConfig(**{**vars(plan.train), "output": str(tmp_path / "exact")}),
         loss=plan.loss,
     )
-    train(exact, MPI.COMM_SELF)
-    run = Run(replace(plan, train=replace(plan.train, init=str(tmp_path / "exact"))), MPI.COMM_SELF)
+    train(exact, Alone())
+    run = Run(replace(plan, train=replace(plan.train, init=str(tmp_path / "exact"))), Alone())
     assert any("begins with" in line for line in run.lines)
     wanted = load(tmp_path / "exact", normalise=False).state_dict()
     found = user_names(run.model.state_dict().items(), run.model)

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from test_images import done, write_store
 
 from distseg.cli.main import main
+from distseg.comm.alone import Alone
 from distseg.comm.mesh import Mesh
 from distseg.config.patchgd import PatchConfig, PatchgdConfig
 from distseg.config.settings import (
@@ -77,9 +78,8 @@ def papers(plan: PatchConfig, store: Store):
     whole = replace(
         plan, data=replace(plan.data, images=plan.data.images * plan.mesh.samples), mesh=MeshBase()
     )
-    from mpi4py import MPI
 
-    samples = next(iter(PatchLoader(store, whole, Mesh(MPI.COMM_SELF)).epoch(0))).samples
+    samples = next(iter(PatchLoader(store, whole, Mesh(Alone())).epoch(0))).samples
     x = torch.stack(
         [torch.from_numpy(store.read_normalised(s.image, s.box)).double() for s in samples]
     )
@@ -326,7 +326,6 @@ def test_the_command_line_trains_resumes_evaluates_and_predicts(comm, place, cap
 @pytest.mark.parametrize("more", [{}, dict(sampled=5, inner=None)])
 def test_sample_groups_with_images_of_several_sizes(comm, shared_path, more):
     """Statistics of all groups, which fill Z in as many rounds, and by default iterate as often; the weights are those of one rank with all images."""
-    from mpi4py import MPI
 
     place, sizes = Path(shared_path), [(45, 61), (20, 33), (29, 43), (61, 70)]
     if comm.rank == 0:
@@ -342,7 +341,7 @@ def test_sample_groups_with_images_of_several_sizes(comm, shared_path, more):
     loss, found = ours(
         config(place, samples=comm.size, images=4 // comm.size, scope="step", **more), comm, store
     )
-    alone, wanted = ours(config(place, images=4, **more), MPI.COMM_SELF, store)
+    alone, wanted = ours(config(place, images=4, **more), Alone(), store)
     assert abs(loss - alone) <= TOLERANCE
     for name, w in wanted.items():
         assert (found[name] - w).norm() <= 10 * TOLERANCE * max(w.norm(), 1e-3), name
@@ -350,7 +349,6 @@ def test_sample_groups_with_images_of_several_sizes(comm, shared_path, more):
 
 def test_a_run_begins_with_the_weights_of_a_backbone(tmp_path):
     """By the names of the backbone's own module; what it has not begins anew."""
-    from mpi4py import MPI
 
     write_store(tmp_path / "s.h5", size=(45, 61))
     torch.manual_seed(3)
@@ -361,8 +359,7 @@ def test_a_run_begins_with_the_weights_of_a_backbone(tmp_path):
     )
     plan = config(tmp_path)
     run = Run(
-        replace(plan, train=replace(plan.train, init=str(tmp_path / "digits.safetensors"))),
-        MPI.COMM_SELF,
+        replace(plan, train=replace(plan.train, init=str(tmp_path / "digits.safetensors"))), Alone()
     )
     assert any(
         "begins anew, as the file has no such: last.weight, last.bias" in line for line in run.lines
@@ -468,14 +465,13 @@ def test_patches_cover_an_image():
 
 def test_patches_of_held_images_are_those_that_are_read(tmp_path):
     """Overlapping ones of odd sizes, turned and coloured; images are held only where a round computes a good part of them."""
-    from mpi4py import MPI
 
     store, plan = (
         Store(write_store(tmp_path / "s.h5", size=(45, 61))),
         config(tmp_path, step=Size("11x13"), sampled=1),
     )
     plan = replace(plan, data=replace(plan.data, augment=["flip", "colour"]))
-    mesh = Mesh(MPI.COMM_SELF)
+    mesh = Mesh(Alone())
     few, many = (
         PatchEngine(p, mesh, network_of(p, store.bands, len(store.classes)))
         for p in (plan, replace(plan, patchgd=replace(plan.patchgd, sampled=0.3)))

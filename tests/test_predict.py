@@ -11,6 +11,7 @@ from test_train import config, write_store
 
 from distseg.cli.commands import deciding_settings, run_evaluate, run_predict
 from distseg.cli.main import main
+from distseg.comm.alone import Alone
 from distseg.comm.launch import JointFailure
 from distseg.config.sizes import Size
 from distseg.data.store.store import Store
@@ -299,7 +300,6 @@ def test_a_halo_of_the_config_s_own(comm, folder):
 @pytest.mark.parallel(2)
 def test_a_run_in_stages_on_ranks_that_these_do_not_divide(comm, folder, capfd):
     """With layers dealt to stages by hand; one rank alone then holds them all."""
-    from mpi4py import MPI
 
     plan = config(folder, norm="batch", epochs=1, stages=2, balance=[14, 15])
     train(plan, comm)
@@ -310,7 +310,7 @@ def test_a_run_in_stages_on_ranks_that_these_do_not_divide(comm, folder, capfd):
         run_predict(
             str(folder / "run"),
             replace(plan, mesh=replace(plan.mesh, tiles=Size((2, 1)))),
-            MPI.COMM_SELF,
+            Alone(),
             None,
             "test",
             str(folder / "one"),

@@ -5,11 +5,12 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from mpi4py import MPI
+from mpirunner.transport import NAME as TRANSPORT
 from test_cli import run
 from torch import nn
 
 from distseg.cli.profile import KINDS, own_seconds, profile, row_names
+from distseg.comm.alone import Alone
 from distseg.comm.mesh import Mesh, MeshShape
 from distseg.config.settings import (
     Config,
@@ -37,7 +38,7 @@ CONFIG = Config(
 MESHES = {  # by ranks, with the kinds of work that each rank must show
     2: (MeshConfig(stages=2), {"forward", "backward", "recompute", "wait", "update"}),
     4: (
-        MeshConfig(tiles="1x2", stages=2, reducer="mpi"),
+        MeshConfig(tiles="1x2", stages=2, reducer=TRANSPORT),
         {"forward", "backward", "recompute", "wait", "norm-exchange", "reduce", "update"},
     ),
 }
@@ -94,7 +95,9 @@ def test_files_and_table(comm, shared_path):
 @pytest.mark.parallel(2)
 def test_waits_for_borders_are_seen_and_weight_gradients_that_fill_them_are_work(comm, tmp_path):
     settings = replace(
-        CONFIG, mesh=MeshConfig(tiles="1x2", reducer="mpi"), spatial=SpatialConfig(exchange_every=1)
+        CONFIG,
+        mesh=MeshConfig(tiles="1x2", reducer=TRANSPORT),
+        spatial=SpatialConfig(exchange_every=1),
     )
     found = profile(settings, comm, Size("64x96"), steps=2, output=str(tmp_path))
     if found:
@@ -144,7 +147,7 @@ def test_as_a_command_without_a_pipeline(comm, capsys, shared_path):
         "--mesh.samples",
         "2",
         "--mesh.reducer",
-        "mpi",
+        TRANSPORT,
         *model,
     ]
     code, out, err = run(capsys, *given)
@@ -211,19 +214,19 @@ def test_a_traced_communicator_is_one():
     class Comm:
         size, rank = 2, 1
 
-        def Iallreduce(self, a, b):
+        def Isum(self, memory):
             return Request()
 
     ticks = iter([0.0, 1.0, 7.0])
     trace = Trace(5, clock=lambda: next(ticks))
     comm = TracedComm(Comm(), trace, "reduce")
-    request = comm.Iallreduce("send", "receive")
+    request = comm.Isum("memory")
     assert (comm.size, comm.rank) == (2, 1) and [request.Test() for _ in range(3)] == [
         False,
         False,
         True,
     ]
-    assert trace.spans == [Span(5, "reduce", "allreduce", 1.0, 7.0)]
+    assert trace.spans == [Span(5, "reduce", "sum", 1.0, 7.0)]
 
 
 @pytest.mark.parallel(2)
@@ -283,7 +286,7 @@ def test_tiles_are_modelled_by_their_cells():
         model=ModelConfig(f"{__name__}:points"),
         spatial=SpatialConfig(streaming="offload", tiles_per_rank=Size("2x2")),
     )
-    engine = Engine(given, Mesh(MPI.COMM_SELF), plain_model(given.model), (30, 42))
+    engine = Engine(given, Mesh(Alone()), plain_model(given.model), (30, 42))
     costs = costs_of(given, plain_model(given.model), (30, 42), "cpu")
     executor, place = (
         engine.streaming.executor,

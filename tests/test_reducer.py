@@ -5,6 +5,8 @@ from types import ModuleType
 
 import pytest
 import torch
+from made_transports import over
+from mpirunner.transport import needs_mpi
 from torch import nn
 
 from distseg.comm import reducer
@@ -94,9 +96,37 @@ def test_clip_is_torchs(largest, flat, monkeypatch):
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-6, atol=0)
 
 
+def reducer_of(kind: str, comm, fp16: bool = False):
+    if kind == "horovod" and not horovod_works():
+        pytest.skip("Horovod is not installed")
+    ranks = over("torch" if kind == "torch" else "mpi", comm)
+    return make_reducer(kind, Mesh(ranks, tiles=(1, comm.size)), fp16)
+
+
+@needs_mpi
+@pytest.mark.parallel([2, 3, 4])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_reducers_agree(comm, dtype):
+    """MPI and torch.distributed to the last bit, on all ranks alike; Horovod, which adds in another order, to rounding."""
+    generator, sums = torch.Generator().manual_seed(comm.rank), {}
+    mine = torch.randn(100_003, generator=generator, dtype=dtype)
+    for kind in ("mpi", "torch", "horovod")[: 3 if horovod_works() else 2]:
+        sums[kind] = mine.clone()
+        reducer_of(kind, comm).sum([sums[kind]])
+        assert (
+            comm.allgather(sums[kind].numpy().tobytes())
+            == [sums[kind].numpy().tobytes()] * comm.size
+        )
+    assert torch.equal(sums["mpi"], sums["torch"])
+    exact = sums["mpi"].double()
+    if "horovod" in sums:
+        error = (sums["horovod"].double() - exact).norm() / exact.norm()
+        assert error <= (1e-15 if dtype == torch.float64 else 1e-6)
+
+
 @pytest.mark.parallel([2, 3])
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("kind", ["mpi", "horovod"])
+@pytest.mark.parametrize("kind", ["mpi", "horovod", "torch"])
 @pytest.mark.parametrize(
     "dtype, fp16, rtol",
     [
@@ -107,13 +137,9 @@ def test_clip_is_torchs(largest, flat, monkeypatch):
     ],
 )
 def test_the_sum_over_ranks(comm, kind, dtype, fp16, rtol):
-    if kind == "horovod" and not horovod_works():
-        pytest.skip("Horovod is not installed")
-    found = make_reducer(kind, Mesh(comm, tiles=(1, comm.size)), fp16)
-    assert (found.name, type(found)) == {
-        "mpi": ("mpi", TransportReducer),
-        "horovod": ("horovod", HorovodReducer),
-    }[kind]
+    found = reducer_of(kind, comm, fp16)
+    kinds = {"mpi": TransportReducer, "torch": TransportReducer, "horovod": HorovodReducer}
+    assert (found.name, type(found)) == (kind, kinds[kind])
     params = parameters((dtype,))
     gradients = Gradients(params)
     for n, p in enumerate(params):
@@ -127,6 +153,7 @@ def test_the_sum_over_ranks(comm, kind, dtype, fp16, rtol):
         torch.testing.assert_close(p.grad.double(), wanted, rtol=max(rtol, 1e-15), atol=0)
 
 
+@needs_mpi
 @pytest.mark.parallel(2)
 def test_auto_takes_what_is_there(comm, monkeypatch, capsys):
     mesh = Mesh(comm, tiles=(2, 1))
@@ -165,6 +192,7 @@ def horovod_built(monkeypatch):
     return built
 
 
+@needs_mpi
 @pytest.mark.parallel(2)
 @pytest.mark.parametrize("nccl, cuda", [(True, True), (True, False), (False, True), (False, False)])
 def test_horovod_sums_gradients_of_gpus_only_if_it_was_built_for_them(
@@ -194,6 +222,7 @@ def test_horovod_sums_gradients_of_gpus_only_if_it_was_built_for_them(
         make_reducer("horovod", mesh, device="cuda")
 
 
+@needs_mpi
 @pytest.mark.parallel(2)
 def test_one_rank_without_horovod_is_enough(comm, monkeypatch, horovod_built):
     horovod_built(True, True)

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from mpirunner.transport import needs_mpi
 
 from distseg.comm.collective import Alone
 from distseg.comm.cuda_aware import cuda_aware, says
@@ -73,6 +74,7 @@ def test_an_answer_of_ours_that_is_none():
         says(NOTHING, OPEN, {"DISTSEG_CUDA_AWARE": "yes"})
 
 
+@needs_mpi
 @pytest.mark.parallel(1)
 def test_the_mpi_that_runs_is_asked(comm, monkeypatch):
     """... and not one that was built for GPUs and lies on PATH."""

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from made_store import random_store
+from mpirunner.transport import NAME as TRANSPORT
 from test_exact import TOLERANCE, config
 from torch import nn
 
@@ -141,12 +142,12 @@ def test_a_size_with_which_a_network_does_something_else_is_told_before_work(com
     store = comm.bcast(str(tmp_path / "store.h5"))
     if comm.rank == 0:
         random_store(store, train=[(24, 36), (40, 64), (12, 44), (8, 12)], val=[(32, 32)])
-    comm.barrier()
+    comm.Barrier()
     plan = Config(
         model=ModelConfig("made_streams:OfWidth"),
         data=DataConfig(store=store),
         train=TrainConfig(epochs=1, output=f"{store}-run"),
-        mesh=MeshConfig(comm.size, reducer="mpi"),
+        mesh=MeshConfig(comm.size, reducer=TRANSPORT),
     )
     with pytest.raises(
         ValueError,

@@ -6,12 +6,12 @@ import made_weights
 import pytest
 import torch
 from made_store import random_store
-from mpi4py import MPI
 from safetensors.torch import load_file
 from test_exact import TOLERANCE, config
 
 import distseg
 from distseg.cli.export import export
+from distseg.comm.alone import Alone
 from distseg.config.settings import Config, DataConfig, MeshConfig, ModelConfig, TrainConfig
 from distseg.config.sizes import Size
 from distseg.models.capture.capture import as_network
@@ -104,7 +104,7 @@ def test_buffers_and_frozen_weights_have_no_gradient(monkeypatch, way):
 
     monkeypatch.setattr(Engine, "update", watched)
     for name in ("HalfFixed", "frozen_layers"):
-        error_of(MPI.COMM_SELF, name, way)
+        error_of(Alone(), name, way)
     assert held == []
 
 
@@ -136,7 +136,7 @@ def test_a_run_is_loaded_and_exported(tmp_path, name):
             train=TrainConfig(epochs=1, output=str(tmp_path / "run")),
             mesh=MeshConfig(reducer="mpi"),
         ),
-        MPI.COMM_SELF,
+        Alone(),
     )
     fresh = getattr(made_weights, name)(2, 3)
     loaded = distseg.load(tmp_path / "run", getattr(made_weights, name)(2, 3)).network

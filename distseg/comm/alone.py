@@ -48,9 +48,10 @@ class Alone:
         received[0] = send
         return Complete()
 
-    def Iallreduce(self, send, total, op="sum"):
-        if send is not None:
-            total[...] = send
+    def Isum(self, memory):
+        return Complete()
+
+    def Imaximum(self, memory):
         return Complete()
 
     def Split(self, color=0, key=0):

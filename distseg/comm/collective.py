@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from distseg.comm.alone import Alone as Alone
+from distseg.comm.communicator import as_communicator
 from distseg.comm.staging import upload
 from distseg.comm.waits import waits_of
 
@@ -36,9 +37,8 @@ def add(x: Tensor, comm) -> Tensor:
     """Return the sum of every rank's ``x``, float64, on the device of ``x``."""
     if comm.size == 1:
         return x.detach().to(torch.float64)
-    send = _host(x)
-    total = np.empty_like(send)
-    waits_of(comm).wait(comm.Iallreduce(send, total), f"a sum over {comm.size} ranks")
+    total = _host(x).copy()
+    waits_of(comm).wait(as_communicator(comm).Isum(total), f"a sum over {comm.size} ranks")
     return upload(torch.from_numpy(total), x.device)
 
 

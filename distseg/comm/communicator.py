@@ -93,14 +93,11 @@ class Communicator(Protocol):
     def Iallgather(self, send: np.ndarray, received: np.ndarray) -> Request:
         """Start to gather (*shape) of every rank into ``received`` (ranks, *shape)."""
 
-    def Iallreduce(
-        self, send: np.ndarray | None, total: np.ndarray, op: Literal["sum", "max"] = "sum"
-    ) -> Request:
-        """Start to combine every rank's ``send`` into ``total``, elementwise.
+    def Isum(self, memory: np.ndarray) -> Request:
+        """Start to replace a dense array by its sum over the ranks, added in their order."""
 
-        Args:
-            send: None: ``total`` itself, in place.
-        """
+    def Imaximum(self, memory: np.ndarray) -> Request:
+        """Start to replace an array by the elementwise maximum of all ranks."""
 
     def Isend(self, memory: Tensor, dest: int, tag: int) -> Request:
         """Start to send a message to a receiver that knows its length."""

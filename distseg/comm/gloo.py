@@ -12,11 +12,13 @@ switched off: :mod:`distseg.comm.watch` ends a job that hangs.
 
 from __future__ import annotations
 
+import atexit
 import operator
 import os
 import pickle
 import socket
 import struct
+import sys
 import threading
 import time
 from datetime import timedelta
@@ -29,6 +31,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distseg.comm.alone import Alone, Complete
+from distseg.comm.communicator import Request
+from distseg.comm.ordered_sum import start_sum
 
 NO_LIMIT = timedelta(days=365)
 _GATHER = (1 << 31) - 1  # tag of gathered objects; gloo's tags have 32 bits
@@ -54,6 +58,10 @@ class TorchCommunicator:
         # this group's next collective is over.
         self._retired: list = []
         self._parent: TorchCommunicator | None = None
+
+    def __deepcopy__(self, memo) -> TorchCommunicator:
+        """Return the same object: copies of what holds it share its connections."""
+        return self
 
     # objects
 
@@ -111,16 +119,15 @@ class TorchCommunicator:
             return Complete()
         return self._gathering(torch.from_numpy(send), list(torch.from_numpy(received)))
 
-    def Iallreduce(
-        self, send: np.ndarray | None, total: np.ndarray, op: str = "sum"
-    ) -> _Collective | Complete:
-        if send is not None:
-            total[...] = send
-        if not total.size:
+    def Isum(self, memory: np.ndarray) -> Request:
+        return start_sum(memory, self)
+
+    def Imaximum(self, memory: np.ndarray) -> _Collective | Complete:
+        if not memory.size:
             return Complete()
         options = dist.AllreduceOptions()
-        options.reduceOp = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op]
-        return _Collective(self._group.allreduce([torch.from_numpy(total)], options))
+        options.reduceOp = dist.ReduceOp.MAX
+        return _Collective(self._group.allreduce([torch.from_numpy(memory)], options))
 
     # messages
 
@@ -217,23 +224,22 @@ class _Message:
     def __init__(self, group, work, memory: Tensor, peer: int):
         self._group, self._work, self._memory, self._peer = group, work, memory, peer
         self._error: Exception | None = None
-        self._complete = False
+        self.complete = False
         self.bytes = memory.numel() * memory.element_size()
         _threads.wait_for(self)
 
     def wait(self) -> None:
-        """Wait for the message, in a thread of :class:`_WaitingThreads`."""
+        """Wait for the message, in a thread that marks it complete afterwards."""
         try:
             self._work.wait()
         except Exception as e:
             self._error = e
         self._work = self._group = None
-        self._complete = True
 
     def Test(self) -> bool:
         if self._error is not None:
             raise ConnectionError(_lost(f"rank {self._peer} of its group", self._error))
-        return self._complete
+        return self.complete
 
 
 class _PartMessage:
@@ -271,6 +277,7 @@ class _WaitingThreads:
 
     def __init__(self):
         self._idle: list[SimpleQueue] = []
+        self.under_way: set[_Message] = set()
 
     def wait_for(self, message: _Message) -> None:
         """Let a thread call ``message.wait()``."""
@@ -281,15 +288,33 @@ class _WaitingThreads:
             threading.Thread(
                 target=self._serve, args=(queue,), name="distseg message", daemon=True
             ).start()
+        self.under_way.add(message)
         queue.put(message)
 
     def _serve(self, queue: SimpleQueue) -> None:
         while True:
-            queue.get().wait()
+            self._complete(queue.get())
             self._idle.append(queue)
+
+    def _complete(self, message: _Message) -> None:
+        message.wait()
+        self.under_way.discard(message)
+        message.complete = True
 
 
 _threads = _WaitingThreads()
+
+
+@atexit.register
+def end_with_messages(code: int = 1) -> None:
+    """End this process at once if it ends although messages are under way, as after an error.
+
+    Python would end the threads that wait for them in the middle of gloo's code, which aborts.
+    """
+    if _threads.under_way:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 def _wait(request) -> None:

@@ -390,6 +390,10 @@ def end_as_one(main: Callable[[], int | None]) -> None:
         sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if _world is not None and _world.transport == "torch":
+        from distseg.comm.gloo import end_with_messages
+
+        end_with_messages(code)
     sys.exit(code)
 
 

@@ -6,10 +6,14 @@ because the import starts MPI.
 
 from __future__ import annotations
 
+import operator
+from functools import reduce
+
 import numpy as np
 from torch import Tensor
 
 from distseg.comm.cuda_aware import cuda_aware
+from distseg.comm.ordered_sum import start_sum
 
 
 class MpiCommunicator:
@@ -31,17 +35,26 @@ class MpiCommunicator:
             raise AttributeError(name)
         return getattr(self.comm, name)
 
+    def __deepcopy__(self, memo) -> MpiCommunicator:
+        """Return the same object: copies of what holds it share its connections."""
+        return self
+
     @property
     def takes_gpu_memory(self) -> bool:
         """True if MPI is CUDA-aware."""
         return cuda_aware()
 
-    def Iallreduce(self, send: np.ndarray | None, total: np.ndarray, op: str = "sum"):
+    def allreduce(self, what):
+        # mpi4py adds in the order of a tree.
+        return reduce(operator.add, self.comm.allgather(what))
+
+    def Isum(self, memory: np.ndarray):
+        return start_sum(memory, self)
+
+    def Imaximum(self, memory: np.ndarray):
         from mpi4py import MPI
 
-        return self.comm.Iallreduce(
-            MPI.IN_PLACE if send is None else send, total, op={"sum": MPI.SUM, "max": MPI.MAX}[op]
-        )
+        return self.comm.Iallreduce(MPI.IN_PLACE, memory, op=MPI.MAX)
 
     def Isend(self, memory: Tensor, dest: int, tag: int):
         return self.comm.Isend(_buffer(memory), dest, tag)

@@ -174,7 +174,7 @@ class TransportReducer:
         # no further rounding in 16 bits.
         wire = bucket.to(torch.float16).float() if self.fp16 else _wire(bucket)
         host, give = self._on_the_host(wire) if wire.is_cuda else (wire, None)
-        request = self.comm.Iallreduce(None, host.numpy())
+        request = self.comm.Isum(host.numpy())
 
         def end() -> None:
             waits_of(self.comm).wait(request)

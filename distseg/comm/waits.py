@@ -181,6 +181,10 @@ class Ranks:
             raise AttributeError(name)
         return getattr(self.comm, name)
 
+    def __deepcopy__(self, memo) -> Ranks:
+        """Return the same object: copies of what holds it share its connections."""
+        return self
+
     def Split(self, color: int = 0, key: int = 0) -> Ranks:
         return Ranks(self.comm.Split(color, key), self.waits)
 

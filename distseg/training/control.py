@@ -82,10 +82,9 @@ class RunControl:
             np.int8,
         )
         self._heeded = saves
-        self._found = mine.copy()
+        self._found = mine
         if self.world.size > 1:
-            self._mine = mine  # is read until the request is complete
-            self._request = as_communicator(self.world).Iallreduce(self._mine, self._found, "max")
+            self._request = as_communicator(self.world).Imaximum(self._found)
 
     def decision(self) -> Decision:
         """Return the decision at the end of a step; it is the same on every rank."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-import numpy as np
 from torch import Tensor
 
 from distseg.comm.mesh import MeshShape
@@ -59,9 +58,7 @@ class Comm:
         received[...] = send
         return _Request()
 
-    def Iallreduce(self, send, total):
-        if isinstance(send, np.ndarray):
-            total[...] = send
+    def Isum(self, memory):
         return _Request()
 
     def Isend(self, message: Tensor, to, tag):

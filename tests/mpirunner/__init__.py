@@ -19,12 +19,14 @@ On two cores or more, jobs run ahead of their turn while the ordinary tests take
     def test_sum(comm, ranks, shared_path):  # MPI.COMM_WORLD; its size; one folder for all (tmp_path: one each)
         assert comm.allreduce(1) == ranks
 
+    DISTSEG_TEST_TRANSPORT=torch pytest      # the ranks are started by torchrun, and find no mpi4py
+
     def test_command_line(mpirun):           # `python -m distseg ...` on 4 ranks
         done = mpirun(4, "-m", "distseg", "train", "demo.yaml", timeout=40)
         assert done.returncode == 0, str(done)
 
 A file a job: `plugin` (options, fixtures), `marks` (what a test asks for, order), `parent` (verdicts), `job` (one mpirun
 and what its ranks tell), `rank` (the same, seen from inside), `merge` (many reports -> one), `launch` (command line,
-environment, end of processes), `command` (a real command line under mpirun), `limit` (a hang in a test without ranks), `helper` (a second process for command lines),
+environment, end of processes), `transport` (MPI or torch.distributed), `command` (a real command line under mpirun), `limit` (a hang in a test without ranks), `helper` (a second process for command lines),
 `effort` (the clock of all limits: other work on the machine does not fail a test).
 """

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from . import launch
+from . import launch, transport
 from .helper import Claims, OneProcess, Taking
 from .rank import Rank
 
@@ -19,9 +19,7 @@ if job["alone"]:
     del os.environ[launch.MARK]  # the programs that its tests start are no part of a job
     comm, plugins = OneProcess(), [Taking(Claims(folder, job["tests"]))]
 else:
-    from mpi4py import MPI  # before Horovod, whose shutdown aborts otherwise
-
-    comm, plugins = MPI.COMM_WORLD, []
+    comm, plugins = transport.world(), []
 stack = (folder / f"rank{comm.rank}.stack").open("w")
 faulthandler.enable(stack)  # for a crash, and for the parent's SIGABRT after a timeout
 
@@ -42,3 +40,7 @@ ran_through = (
 )
 if ended not in ran_through:
     os._exit(int(ended))
+if transport.TORCH and rank.together:
+    from distseg.comm.launch import leave
+
+    leave()

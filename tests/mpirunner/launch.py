@@ -16,6 +16,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from .effort import within
+from .transport import TORCH, torchrun, without_mpi
 
 MARK = "MPIRUNNER_JOB"
 LONE = False  # True in the process of a job that has no ranks (`helper`)
@@ -83,7 +84,9 @@ def is_open_mpi() -> bool:
 
 
 def command(n: int, argv: list[str]) -> list[str]:
-    """mpirun for `python argv...` on n ranks."""
+    """The launcher's command line for `python argv...` on n ranks."""
+    if TORCH:
+        return torchrun(n, argv)
     flags = ["--oversubscribe", "--bind-to", "none"] if is_open_mpi() else []
     return [mpirun(), *flags, "-n", str(n), sys.executable, *argv]
 
@@ -97,9 +100,10 @@ def environment(folder: Path, extra: dict[str, str] | None = None) -> dict[str, 
     }
     bin_and_path = os.pathsep.join([os.path.dirname(sys.executable), env.get("PATH", os.defpath)])
     env |= ENVIRONMENT
-    if is_open_mpi():
+    if not TORCH and is_open_mpi():
         env |= OPEN_MPI | {"OMPI_MCA_btl_sm_backing_directory": str(_shared_memory(folder))}
-    return env | {"PATH": bin_and_path, "TMPDIR": str(folder), MARK: str(folder)} | (extra or {})
+    env |= {"PATH": bin_and_path, "TMPDIR": str(folder), MARK: str(folder)} | (extra or {})
+    return without_mpi(env) if TORCH else env
 
 
 _LIBC = ctypes.CDLL(None)  # loaded here: little is safe between fork and exec

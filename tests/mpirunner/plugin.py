@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from . import command, launch, marks
+from . import command, launch, marks, transport
 from .limit import Limit
 from .parent import Parent
 
@@ -38,6 +38,8 @@ def pytest_configure(config):
     config.addinivalue_line(
         "markers", "alone: with parallel_batch = session, this module's tests get jobs of their own"
     )
+    if transport.TORCH:
+        transport.block_mpi()
     if not on_a_rank():
         config.pluginmanager.register(Parent(), "mpirunner-parent")
         config.pluginmanager.register(Limit(config), "mpirunner-limit")
@@ -54,19 +56,20 @@ def pytest_generate_tests(metafunc):
 def pytest_collection_modifyitems(items):
     if not on_a_rank():
         items[:] = marks.ordered(items)
+        if only := os.environ.get("DISTSEG_TEST_RANKS"):  # "2,4"
+            items[:] = [item for item in items if str(marks.ranks_of(item)) in only.split(",")]
 
 
 @pytest.fixture
 def comm(request):
-    """MPI.COMM_WORLD, of as many ranks as the test is marked for."""
+    """MPI.COMM_WORLD, of as many ranks as the test is marked for; the like of torch.distributed under
+    DISTSEG_TEST_TRANSPORT=torch."""
     if not on_a_rank():
         pytest.fail(
             "the fixture `comm` needs ranks: mark the test with @pytest.mark.parallel(n)",
             pytrace=False,
         )
-    from mpi4py import MPI
-
-    return MPI.COMM_WORLD
+    return transport.world()
 
 
 @pytest.fixture
@@ -77,7 +80,7 @@ def shared_path(comm, tmp_path):
 
 @pytest.fixture
 def mpirun(request):
-    """mpirun(n, *argv, timeout=, env=, cwd=): `python argv...` on n ranks -> returncode, stdout, stderr.
+    """mpirun(n, *argv, timeout=, env=, cwd=): `python argv...` on n ranks of mpirun, or of torchrun -> returncode, stdout, stderr.
     A hang is ended, all ranks with it, and fails the test."""
     default = max(
         1.0, marks.limit(request.node) - 5

@@ -10,9 +10,12 @@ import pytest
 class Rank:
     def __init__(self, folder: Path, job: dict, comm):
         self.tests, self.options = job["tests"], job["options"]
-        self.agree = comm.Dup()  # ours alone: a test's stray message cannot be taken for a verdict
+        self.agree = comm.Split(
+            0, comm.rank
+        )  # ours alone: a test's stray message cannot be taken for a verdict
         self._file = (folder / f"rank{comm.rank}.jsonl").open("a", buffering=1)
         self._outcome: list[str] = []
+        self.together = True  # all ranks had the same outcomes
 
     def pytest_configure(self, config):
         self.config = config
@@ -47,6 +50,7 @@ class Rank:
             len(set(self.agree.allgather(" ".join(self._outcome)))) == 1
         )  # ... so the next test starts together
         self.write("end", test=item.nodeid, agreed=agreed)
+        self.together = agreed
         if not agreed:  # messages may be left over: a fresh job runs the rest
             item.session.shouldstop = "ranks disagree"
         return result

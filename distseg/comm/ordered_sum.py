@@ -1,0 +1,92 @@
+"""Sum of memory over ranks, in which the parts are added in the order of the ranks.
+
+MPI and gloo add in an order of their own, which depends on the library, the length and the number
+of ranks. Here the order is fixed, so a sum has the same bits over every transport and on every
+rank::
+
+    memory of rank 0    a0 b0 c0     a = a0 + a1 + a2     each rank adds one part
+    memory of rank 1    a1 b1 c1     b = b0 + b1 + b2     and sends the result
+    memory of rank 2    a2 b2 c2     c = c0 + c1 + c2     to all others
+
+Each rank sends and receives 2 (n - 1) / n times the length of the memory, as in a ring.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from distseg.comm.communicator import Communicator, Request
+
+_PARTS, _SUMS = (1 << 30) + 1, (1 << 30) + 2  # tags
+_GATHERED = 1 << 16  # bytes of all ranks up to which memory is gathered instead: one message
+
+
+def start_sum(memory: np.ndarray, comm: Communicator) -> Request:
+    """Start to replace a dense array by its sum over the ranks. Collective."""
+    flat = torch.from_numpy(memory).view(-1)
+    if flat.numel() * flat.element_size() * comm.size <= _GATHERED:
+        return _GatheredSum(flat, comm)
+    return _SumOfParts(flat, comm)
+
+
+class _GatheredSum:
+    """Sum of short memory, which each rank computes by itself."""
+
+    def __init__(self, memory: Tensor, comm: Communicator):
+        self._memory: Tensor | None = memory
+        self._all = memory.new_empty(comm.size, memory.numel())
+        self._request = comm.Iallgather(memory.numpy(), self._all.numpy())
+
+    def Test(self) -> bool:
+        if self._memory is not None:
+            if not self._request.Test():
+                return False
+            self._memory.copy_(_added(list(self._all)))
+            self._memory = None
+        return True
+
+
+class _SumOfParts:
+    """Sum of long memory, of which each rank adds an equal part."""
+
+    def __init__(self, memory: Tensor, comm: Communicator):
+        self._comm, size = comm, comm.size
+        ends = [memory.numel() * rank // size for rank in range(size + 1)]
+        self._parts = [memory[a:b] for a, b in zip(ends, ends[1:])]
+        self._own = self._parts[comm.rank]
+        self._given = [
+            part if rank == comm.rank else torch.empty_like(self._own)
+            for rank, part in enumerate([self._own] * size)
+        ]
+        self._added = False
+        self._requests = self._exchange(self._given, self._parts, _PARTS)
+
+    def Test(self) -> bool:
+        self._requests = [request for request in self._requests if not request.Test()]
+        if self._requests:
+            return False
+        if not self._added:
+            self._added = True
+            self._own.copy_(_added(self._given))
+            self._given = []
+            self._requests = self._exchange(self._parts, [self._own] * self._comm.size, _SUMS)
+        return not self._requests
+
+    def _exchange(self, received: list[Tensor], sent: list[Tensor], tag: int) -> list[Request]:
+        """Start to receive a part from every other rank, and to send it one."""
+        others = [rank for rank in range(self._comm.size) if rank != self._comm.rank]
+        receives = [self._comm.Irecv(received[r], r, tag) for r in others if received[r].numel()]
+        return receives + [self._comm.Isend(sent[r], r, tag) for r in others if sent[r].numel()]
+
+
+def _added(parts: list[Tensor]) -> Tensor:
+    """Return the sum of tensors, added from the first to the last."""
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total += part
+    return total

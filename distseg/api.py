@@ -147,8 +147,8 @@ def distribute(
         schedule: auto, gpipe, 1f1b or zb-h1.
         balance: number of layers of each stage.
         recompute: never, except_last or always.
-        precision: fp32, bf16 (autocast) or fp64; by default fp64 for a module in float64, else
-            fp32.
+        precision: fp32, bf16 (autocast) or fp64, the type of all parameters; by default fp64 for a
+            module with parameters in float64, else fp32.
         channels_last: store activations in the channels-last memory format.
         norm_scope: group: batch norm sees the images of one sample group. step: of all groups.
         inputs: number of bands of each input, if the module takes several.
@@ -166,6 +166,7 @@ def distribute(
     """
     mesh = init_mesh() if mesh is None else mesh
     with launch.raise_jointly(mesh.world):
+        order = list(module.state_dict())
         network = _network(module, inputs, outputs, pad, in_channels)
         precision = precision or _precision_of(module)
         bands, channels = channels_of(network)
@@ -204,7 +205,7 @@ def distribute(
     )
     returned = Outputs(channels, dims, engine.model.of_image)
     names = outputs and [str(name) for name in outputs]
-    return DistributedModel(network, engine, bands, returned, names, inputs)
+    return DistributedModel(network, engine, bands, returned, names, inputs, order)
 
 
 def _filled(axes: list[int], ranks: int) -> list[int]:

@@ -462,6 +462,42 @@ def test_state_dicts_are_those_of_the_module():
         model.float()
 
 
+class SeveralTypes(nn.Module):
+    """A net with a convolution in double precision and a scalar that its constructor makes first."""
+
+    def __init__(self, first: bool):
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 2, 3, padding=1)
+        (self.a if first else self.b).double()
+        self.scale = nn.Parameter(torch.tensor(1.3, dtype=torch.float64))
+        self.first = first
+
+    def forward(self, x):
+        if self.first:
+            return self.b(self.a(x.double()).float()) * self.scale
+        return self.b((self.a(x) * self.scale).double())
+
+
+@pytest.mark.parallel([1, 2])
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("exchange", ["all", 1])
+def test_layers_of_several_types(comm, first, exchange):
+    """One parameter in double precision makes the whole network compute so."""
+    torch.manual_seed(0)
+    net, image = SeveralTypes(first), torch.randn(1, 3, 21, 33)
+    target = torch.randint(0, 2, (1, 21, 33))
+    serial = copy.deepcopy(net)
+    mesh = distseg.init_mesh(tiles=(1, -1), comm=comm)
+    model = distseg.distribute(net, mesh, exchange=exchange)
+    model.backward(image, target, distseg.PixelLoss(nn.CrossEntropyLoss(reduction="none")))
+    nn.functional.cross_entropy(serial(image), target).backward()
+    names = [name for name, _ in serial.named_parameters()]
+    assert [name for name, _ in model.named_parameters()] == names
+    for ours, theirs in zip(model.parameters(), serial.parameters(), strict=True):
+        assert ours.dtype == torch.float64
+        torch.testing.assert_close(ours.grad, theirs.grad.double(), rtol=1e-5, atol=1e-7)
+
+
 class Two(nn.Module):
     """Two inputs, two outputs, the second at half the resolution."""
 

@@ -439,9 +439,9 @@ def channels_of_maps(model: nn.Module) -> list[int]:
 
     A vector of the image counts as 0 channels, since it takes almost no memory.
     """
-    dtype = next(model.parameters()).dtype
-    maps = [torch.empty(1, bands_of(model), *(1024,) * dims_of(model), device="meta", dtype=dtype)]
+    image = 1, bands_of(model), *(1024,) * dims_of(model)
+    maps = [torch.empty(image, device="meta", dtype=torch.float64)]
     with skip_store({}):
-        for call in calls_of(outline(model)):
+        for call in calls_of(outline(model).double()):  # layers may have weights of several types
             maps.append(call.layer(*(maps[source] for source in call.inputs)))
     return [0 if is_vector(x, maps[0].shape[2:]) else x.shape[1] for x in maps]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ from distseg.tiling.tile import Box, TilePlacement, check_grid, owned_tiles
 from distseg.tiling.tile_batch import LazyTileBatch, TileBatch, labels_of_images, on_tile
 from distseg.training.engine import Engine, owned_per_rank
 
+T = TypeVar("T")
 _MOST_CRITERIA = 16  # criteria that are kept, for loops that make a new one in each step
 
 
@@ -54,6 +55,7 @@ class DistributedModel(nn.Module):
         returned: what the whole network returns.
         outputs: names of the outputs that are trained, if the module returns several.
         inputs: number of bands of each input, if the module takes several.
+        order: names of the user's tensors in the order of the user's module.
     """
 
     def __init__(
@@ -64,8 +66,10 @@ class DistributedModel(nn.Module):
         returned: Outputs,
         outputs: Sequence[str] | None = None,
         inputs: Sequence[int] | None = None,
+        order: Sequence[str] = (),
     ):
         super().__init__()
+        self._order = {name: number for number, name in enumerate(order)}
         self.network, self.engine, self.mesh = network, engine, engine.mesh
         self.epoch = 0
         """Epoch of the training, on which the masks of dropout depend."""
@@ -91,18 +95,21 @@ class DistributedModel(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the parameters of this rank with their names in the user's module."""
-        found = self.network.named_parameters("", recurse, remove_duplicate)
-        for name, p in user_names(found, self.network).items():
+        """Yield the parameters of this rank with their names and order in the user's module."""
+        for name, p in self._named(self.network.named_parameters("", recurse, remove_duplicate)):
             yield f"{prefix}.{name}" if prefix else name, p
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield the buffers of this rank with their names in the user's module."""
-        found = self.network.named_buffers("", recurse, remove_duplicate)
-        for name, b in user_names(found, self.network).items():
+        """Yield the buffers of this rank with their names and order in the user's module."""
+        for name, b in self._named(self.network.named_buffers("", recurse, remove_duplicate)):
             yield f"{prefix}.{name}" if prefix else name, b
+
+    def _named(self, found: Iterable[tuple[str, T]]) -> list[tuple[str, T]]:
+        """Return tensors of the network with their names in the user's module, in its order."""
+        named = user_names(found, self.network).items()
+        return sorted(named, key=lambda item: self._order.get(item[0], len(self._order)))
 
     def state_dict(self, *args, destination=None, prefix: str = "", keep_vars: bool = False):
         """Return the tensors of this rank, by their names in the user's module. Not collective.
@@ -110,9 +117,9 @@ class DistributedModel(nn.Module):
         With one stage these are all tensors of the module. With several, see
         :meth:`whole_state_dict`.
         """
-        found = user_names(self.network.state_dict(keep_vars=keep_vars).items(), self.network)
+        found = self._named(self.network.state_dict(keep_vars=keep_vars).items())
         target = {} if destination is None else destination
-        target.update((prefix + name, tensor) for name, tensor in found.items())
+        target.update((prefix + name, tensor) for name, tensor in found)
         return target
 
     def whole_state_dict(self) -> dict[str, Tensor]:

@@ -116,6 +116,9 @@ def test_a_script_for_cpus_has_no_line_about_gpus(capsys, folder):
         and "#SBATCH --ntasks-per-node=8\n" in text
     )
     assert command(text).startswith("srun --mpi=pmix --kill-on-bad-exit=0 --wait=60 ")
+    without_mpi = command(script(capsys, *CPU, "--run.transport", "torch"))
+    assert without_mpi.startswith("srun --mpi=none --kill-on-bad-exit=0 --wait=60 ")
+    assert "--run.transport torch" in without_mpi
 
 
 def test_scripts_for_the_other_systems(capsys, folder):

@@ -397,6 +397,36 @@ def test_a_run_has_the_same_weights_under_mpirun_and_torchrun(mpirun, tmp_path, 
         assert path.read_bytes() == other.read_bytes(), path.name
 
 
+@pytest.mark.last
+@pytest.mark.timeout(120)
+def test_tasks_of_srun_meet_without_mpi():
+    """With the variables of srun, which is not started here."""
+    step = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}
+    step |= {"SLURM_STEP_NODELIST": "localhost", "SLURM_STEP_TASKS_PER_NODE": "2"}
+    found = {k: v for k, v in os.environ.items() if not k.startswith("OMPI_COMM")}
+    command = [sys.executable, "-m", "distseg", "verify", "--image", "33x46", *map(str, TINY)]
+    tasks = [
+        subprocess.Popen(
+            command,
+            env=transport.without_mpi(found) | step | {"SLURM_PROCID": rank, "SLURM_LOCALID": rank},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in "01"
+    ]
+    said = [task.communicate(timeout=100) for task in tasks]
+    assert [task.returncode for task in tasks] == [0, 0], said
+    assert "gradients summed by torch" in said[0][0] and "exact: largest" in said[0][0], said
+
+
+def test_mpi_and_horovod_are_no_requirements():
+    text = (Path(__file__).parents[1] / "pyproject.toml").read_text()
+    required = text[text.index("dependencies = [") : text.index("[project.optional-dependencies]")]
+    assert "mpi4py" not in required and "horovod" not in required
+    assert re.search(r'^mpi = \["mpi4py"\]', text, re.M)
+
+
 # The tests of other files on ranks of torchrun
 
 FILES = [

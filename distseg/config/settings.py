@@ -673,7 +673,7 @@ class RunBase:
 
 @dataclass(frozen=True)
 class RunConfig(RunBase):
-    """The machine: device, threads, memory limit and time limit."""
+    """The machine: transport, device, threads, memory limit and time limit."""
 
     memory: int | str | None = None
     """Memory limit per rank, such as ``4GB`` or a number of bytes. In training and prediction,

@@ -226,6 +226,7 @@ def _jobs(
         venv=asked.venv,
         options=tuple(asked.option or ()),
         launcher=asked.launcher,
+        transport=config.run.transport,
     )
     if asked.scaling:
         return _scaling(job, asked, config.train.output)

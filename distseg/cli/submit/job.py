@@ -140,6 +140,7 @@ class Job:
     venv: str | None = None
     options: tuple[str, ...] = ()
     launcher: str | None = None
+    transport: str = "auto"
     entries: tuple[tuple[str, ...], ...] = ()
     """The flags of each training of an array."""
 

@@ -96,6 +96,7 @@ def launch_line(job: Job) -> str:
         node_cores=nodes.cores,
     )
     words |= dict(cores=nodes.cores // nodes.processes, cpus=nodes.cpus // nodes.processes)
+    words |= dict(pmi="none" if job.transport == "torch" else "pmix")
     words |= dict(binding=job.site.binding if nodes.processes == nodes.gpus else "")
     written = job.launcher or job.site.launcher or job.system.launcher
     try:

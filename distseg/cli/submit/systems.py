@@ -64,7 +64,7 @@ class System:
         return found and found[1]
 
 
-_SRUN = "srun --mpi=pmix {binding} --kill-on-bad-exit=0 --wait=60"
+_SRUN = "srun --mpi={pmi} {binding} --kill-on-bad-exit=0 --wait=60"
 _JSRUN = (
     "jsrun --nrs {nodes} --rs_per_host 1 --tasks_per_rs {processes} --gpu_per_rs {gpus} "
     "--cpu_per_rs {node_cores} "

@@ -523,6 +523,7 @@ def run_prepare(arguments) -> int:
             arguments.pages,
         )
         return 0
+    from distseg.data.masks import MaskForm, named_colours
     from distseg.data.prepare import prepare_folder
 
     if arguments.classes is None:
@@ -530,11 +531,19 @@ def run_prepare(arguments) -> int:
             "prepare needs --classes, the names in the order of their labels, such as "
             "background,road"
         )
+    classes, colours = named_colours(arguments.classes.split(","))
+    if colours is not None and arguments.instances is not None:
+        raise ValueError(
+            f"--instances {arguments.instances} is for masks with numbers of objects, but "
+            "--classes names colours: leave one of them out"
+        )
     prepare_folder(
         arguments.source,
         arguments.masks,
         arguments.output,
-        classes=arguments.classes.split(","),
+        classes=classes,
+        form=MaskForm(colours, arguments.instances),
+        dry=arguments.dry_run,
         ignore=arguments.ignore,
         values=_values(arguments["values"]),  # the attribute is a method of the parser's
         splits=_shares(arguments.split),

@@ -774,7 +774,8 @@ def _prepare(arguments: list[str]) -> int:
         "--classes",
         type=str | None,
         default=None,
-        help="Names in the order of their labels: background,road,building.",
+        help="Names in the order of their labels: background,road,building; or, where colours of "
+        "masks stand for classes, background=#000000,road=#ff0000.",
     )
     parser.add_argument(
         "--values",
@@ -798,6 +799,19 @@ def _prepare(arguments: list[str]) -> int:
         default=None,
         help="Transparency of images: mask, pixels where it is 0 have no data (the default); or "
         "a band like others.",
+    )
+    parser.add_argument(
+        "--instances",
+        choices=["foreground", "border"],
+        default=None,
+        help="Masks hold a number for each object, 0 for the background: foreground makes all "
+        "objects class 1; border makes pixels where two objects touch class 2.",
+    )
+    parser.add_argument(
+        "--dry-run",
+        dest="dry_run",
+        action="store_true",
+        help="Check everything, say what was found, and write nothing.",
     )
     parser.add_argument(
         "--pages",
@@ -833,6 +847,8 @@ def _prepare(arguments: list[str]) -> int:
             "ignore",
             "alpha",
             "pages",
+            "instances",
+            "dry_run",
             "split",
             *(["seed"] if parsed.source != "ultramnist" else []),
         )
@@ -841,8 +857,8 @@ def _prepare(arguments: list[str]) -> int:
     ):
         if parsed[flag] != parser.get_default(flag):
             raise ValueError(
-                f"--{flag} is for folders of images, but the source is {parsed.source}, which "
-                "has its own: leave it out"
+                f"--{flag.replace('_', '-')} is for folders of images, but the source is "
+                f"{parsed.source}, which has its own: leave it out"
             )
     for flag in ("images", "digits", "sum_below", "noise") if parsed.source != "ultramnist" else ():
         if parsed[flag] != parser.get_default(flag):
@@ -850,13 +866,14 @@ def _prepare(arguments: list[str]) -> int:
                 f"--{flag.replace('_', '-')} is for the source ultramnist, not for "
                 f"{parsed.source}: leave it out"
             )
-    for flag in ("masks", "values", "ignore", "absent") if parsed.labels is not None else ():
+    of_masks = ("masks", "values", "ignore", "absent", "instances", "dry_run")
+    for flag in of_masks if parsed.labels is not None else ():
         if parsed[flag] != parser.get_default(flag):
             raise ValueError(
-                f"--{flag} is about masks, but --labels gives each image one label: leave one of "
-                "them out"
+                f"--{flag.replace('_', '-')} is about masks, but --labels gives each image one "
+                "label: leave one of them out"
             )
-    for flag in ("values", "ignore") if parsed.masks is None else ():
+    for flag in ("values", "ignore", "instances") if parsed.masks is None else ():
         if parsed[flag] != parser.get_default(flag):
             raise ValueError(
                 f"--{flag} {parsed[flag]} is about masks, but there are none: give --masks "

@@ -7,10 +7,11 @@ Files that would silently be left out are refused or listed. Otherwise nobody wo
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from distseg.data.formats.readers import SUFFIXES, stem_of, suffix_of
+from distseg.data.partners import partners
 from distseg.data.store.layout import check_name
 
 SPLITS = ("train", "val", "test")
@@ -64,7 +65,9 @@ def unread(images: Path, masks: Path | None) -> list[str]:
 
 
 def paired(images: Path, masks: Path | None) -> list[tuple[Path, Path | None]]:
-    """Return (image, mask) pairs: files of the two folders with the same name but for the ending.
+    """Return (image, mask) pairs: files of the two folders with the same name.
+
+    The endings may differ, and parts that all masks or all images have in common.
 
     Args:
         images: the folder of images.
@@ -77,15 +80,17 @@ def paired(images: Path, masks: Path | None) -> list[tuple[Path, Path | None]]:
     if masks is None:
         return [(path, None) for path in left.values()]
     right = image_files(masks)
-    lonely = _lonely(left, right, f"images of {images} have no mask") + _lonely(
-        right, left, f"masks of {masks} have no image"
+    mask_of = partners(list(left), list(right))
+    lonely = _lonely(left.keys() - mask_of.keys(), f"images of {images} have no mask") + _lonely(
+        right.keys() - set(mask_of.values()), f"masks of {masks} have no image"
     )
     if lonely:
         raise ValueError(
-            f"{' and '.join(lonely)}: an image and its mask must have the same name except for the "
-            f"ending"
+            f"{' and '.join(lonely)}: an image and its mask have the same name except for the "
+            "ending, or for a part at the beginning or end that all masks, or all images, have, "
+            "such as _mask"
         )
-    return [(left[stem], right[stem]) for stem in left]
+    return [(left[stem], right[mask_of[stem]]) for stem in left]
 
 
 def some(names: Sequence[str], most: int = 10) -> str:
@@ -137,8 +142,8 @@ def image_files(folder: Path) -> dict[str, Path]:
     return found
 
 
-def _lonely(these: dict[str, Path], those: dict[str, Path], what: str) -> list[str]:
-    names = sorted(these.keys() - those.keys())
+def _lonely(names: Iterable[str], what: str) -> list[str]:
+    names = sorted(names)
     return [f"{len(names)} {what} ({some(names)})"] if names else []
 
 

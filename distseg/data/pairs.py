@@ -13,7 +13,8 @@ from distseg.data.folders import SPLITS, check_folders, paired, split_folders
 from distseg.data.formats.alpha import MASK
 from distseg.data.formats.base import PageReader, Reader
 from distseg.data.formats.georeference import difference
-from distseg.data.formats.readers import open_image, open_mask, stem_of
+from distseg.data.formats.readers import open_image, stem_of
+from distseg.data.masks import PLAIN, MaskForm
 from distseg.data.notes import notes_on
 from distseg.tiling import rng
 
@@ -43,6 +44,7 @@ class Pair:
     # The mask's palette, (entries, 3) uint8.
     palette: np.ndarray | None = field(default=None, compare=False)
     page: int | None = None  # the slice of a volume that is the image; None for the whole file
+    form: MaskForm = PLAIN  # how the mask says the classes
 
     def open_image(self, dims: int | None, alpha: str) -> Reader:
         """Open the image (:func:`distseg.data.formats.readers.open_image`)."""
@@ -51,10 +53,10 @@ class Pair:
         return PageReader(open_image(self.image, 3, alpha=alpha), self.page)
 
     def open_mask(self) -> Reader:
-        """Open the mask (:func:`distseg.data.formats.readers.open_mask`)."""
+        """Open the mask as a reader of labels (:meth:`distseg.data.masks.MaskForm.open`)."""
         if self.page is None:
-            return open_mask(self.mask, len(self.size))
-        return PageReader(open_mask(self.mask, 3), self.page)
+            return self.form.open(self.mask, len(self.size))
+        return PageReader(self.form.open(self.mask, 3), self.page)
 
 
 def find_pairs(
@@ -64,6 +66,7 @@ def find_pairs(
     seed: int,
     pages: str | None = None,
     alpha: str | None = None,
+    form: MaskForm = PLAIN,
 ) -> list[Pair]:
     """Return all pairs of two folders, with their splits.
 
@@ -77,6 +80,7 @@ def find_pairs(
         seed: seed of the assignment.
         pages: what the pages of a file are (:data:`DIMS`); None to take it from the files.
         alpha: what becomes of transparency (:func:`distseg.data.formats.readers.open_image`).
+        form: how masks say the classes.
 
     Raises:
         ValueError: there are no images, a file has no partner or would not be read, a store cannot
@@ -94,7 +98,7 @@ def find_pairs(
         split_of = assign_splits([stem_of(image) for image, _ in found], shares, seed)
         files = [(split_of[stem_of(image)], image, mask) for image, mask in found]
     check_train([split for split, _, _ in files], images)
-    pairs = [opened(split, image, mask, DIMS[pages], alpha) for split, image, mask in files]
+    pairs = [opened(split, image, mask, DIMS[pages], alpha, form) for split, image, mask in files]
     if pages == "images":
         pairs = [page for pair in pairs for page in _pages_of(pair)]
     check_alike(pairs)
@@ -152,7 +156,12 @@ def assign_splits(names: Sequence[str], shares: Sequence[float], seed: int) -> d
 
 
 def opened(
-    split: str, image: Path, mask: Path | None, dims: int | None, alpha: str | None = None
+    split: str,
+    image: Path,
+    mask: Path | None,
+    dims: int | None,
+    alpha: str | None = None,
+    form: MaskForm = PLAIN,
 ) -> Pair:
     """Open an image and its mask, and return what their headers say.
 
@@ -168,7 +177,7 @@ def opened(
             "if each is an image of its own"
         )
     if mask is not None:
-        labels = open_mask(mask, len(reader.size))
+        labels = form.open(mask, len(reader.size))
         if labels.size != reader.size:
             raise ValueError(
                 f"{image} has {Size(reader.size)} pixels, but its mask {mask} has "
@@ -193,6 +202,7 @@ def opened(
         reader.notes,
         labels.notes if labels else (),
         labels and labels.palette,
+        form=form,
     )
 
 

@@ -12,11 +12,13 @@ from pathlib import Path
 import numpy as np
 
 from distseg.config.sizes import Size
+from distseg.config.units import si
 from distseg.data.folders import SPLITS, some, unread
 from distseg.data.formats.alpha import MASK
 from distseg.data.formats.base import Reader
 from distseg.data.formats.palettes import class_colours
-from distseg.data.formats.readers import SUFFIXES
+from distseg.data.formats.readers import SUFFIXES, stem_of
+from distseg.data.masks import PLAIN, MaskForm
 from distseg.data.nodata import fitting, to_json
 from distseg.data.pairs import DIMS, Pair, find_pairs, notes_on_pairs
 from distseg.data.store.layout import chunk_edge
@@ -48,7 +50,9 @@ def prepare_folder(
     nodata: int | float | None = None,
     absent: Sequence[str] = (),
     alpha: str | None = None,
-) -> Store:
+    form: MaskForm = PLAIN,
+    dry: bool = False,
+) -> Store | None:
     """Write the store ``output`` and print a summary of it.
 
     Args:
@@ -73,6 +77,8 @@ def prepare_folder(
         alpha: what becomes of transparency. ``mask``: pixels with transparency 0 have no data.
             ``band``: it is a band like others. By default ``mask``, and an error if it looks like a
             measured band.
+        form: how masks say the classes: by numbers, by colours, or by numbers of objects.
+        dry: check everything and print what was found; write nothing and return None.
 
     Raises:
         ValueError: a file or an argument is wrong; the message names it. No store is left behind.
@@ -81,7 +87,7 @@ def prepare_folder(
             for the rest of the store.
     """
     folders = Path(images_dir), None if masks_dir is None else Path(masks_dir)
-    pairs = find_pairs(*folders, splits, seed, pages, alpha)
+    pairs = find_pairs(*folders, splits, seed, pages, alpha, form)
     _check_output(Path(output), pairs)
     _check_bands(bands, pairs[0])
     _check_nodata(nodata, pairs[0])
@@ -93,11 +99,15 @@ def prepare_folder(
         "nodata": to_json(nodata),
         "alpha": alpha,
         "pages": pages,
+        "colours": form.colours and [list(colour) for colour in form.colours],
+        "instances": form.instances,
     }
     expected = _bytes(pairs, labels=masks_dir is not None)
     colours, notes = class_colours(
         [(pair.mask, pair.palette) for pair in pairs], len(classes), values or {}
     )
+    if form.colours is not None:
+        colours = np.array(form.colours, np.uint8)
     writer = StoreWriter(
         output,
         classes,
@@ -109,7 +119,11 @@ def prepare_folder(
         colours=colours,
     )
     require_disk_space(Path(output), _bytes(pairs, labels=False), "the pixels of the store")
-    _check_masks(pairs, classes, ignore, values or {}, absent)
+    seen = _check_masks(pairs, classes, ignore, values or {}, absent)
+    if dry:
+        notes = [*notes_on_pairs(pairs), *notes, *_notes_on_input(pairs, unread(*folders), set())]
+        print("\n".join([_found(pairs, seen, expected), *notes, f"nothing was written: {output}"]))
+        return None
     unused = set(values or {})
     with writer:
         with progress(len(pairs), "image", f"preparing {output}") as shown:
@@ -124,7 +138,7 @@ def prepare_folder(
                 summary(store),
                 *notes_on_pairs(pairs),
                 *notes,
-                *_notes_on_input(unread(*folders), unused),
+                *_notes_on_input(pairs, unread(*folders), unused),
             ]
         )
     )
@@ -155,6 +169,27 @@ def chunk_strips(size: Sequence[int], pixel_bytes: int) -> Iterator[Box]:
     return strips(
         Box.whole(size), min(_STRIP_PIXELS, _STRIP_BYTES / pixel_bytes), chunk_edge(len(size))
     )
+
+
+def _found(pairs: Sequence[Pair], seen: set[int], expected: int) -> str:
+    """Return a table of the images of each split, and what the store would hold."""
+    rows = []
+    for split in sorted({pair.split for pair in pairs}, key=_split_order):
+        own = [pair for pair in pairs if pair.split == split]
+        sizes = sorted({pair.size for pair in own}, key=np.prod)
+        rows.append(
+            {
+                "split": split,
+                "images": len(own),
+                "masks": sum(pair.mask is not None for pair in own),
+                "size": " to ".join(str(Size(s)) for s in dict.fromkeys((sizes[0], sizes[-1]))),
+                "bands": own[0].bands,
+                "type": str(own[0].dtype),
+                "first": f"{own[0].image.name}" + (f", {m.name}" if (m := own[0].mask) else ""),
+            }
+        )
+    values = f"; values of masks seen so far: {', '.join(map(str, sorted(seen)[:10]))}"
+    return table(rows) + f"\nthe store would take up to {si(expected, 'B')}" + values * bool(seen)
 
 
 def _bytes(pairs: Sequence[Pair], labels: bool) -> int:
@@ -196,14 +231,15 @@ def _check_masks(
     ignore: int,
     values: Mapping[int, int],
     absent: Sequence[str],
-) -> None:
+) -> set[int]:
+    """Check that masks contain the classes, and return the values that were looked at."""
     if all(pair.mask is None for pair in pairs):
-        return
+        return set()
     pixels = sum(Size(pair.size).volume for pair in pairs)
     with progress(
         len(pairs), "mask", "looking for each class, until it is found", enabled=pixels > _LONG
     ) as shown:
-        Survey(pairs, classes, ignore, values, absent, shown).check()
+        return Survey(pairs, classes, ignore, values, absent, shown).check()
 
 
 def copy_image(
@@ -341,9 +377,14 @@ def _from_to(counts: Sequence[int]) -> str:
     return str(min(counts)) if min(counts) == max(counts) else f"{min(counts)} to {max(counts)}"
 
 
-def _notes_on_input(files: Sequence[str], unused: set[int]) -> list[str]:
-    """Return notes on files that were not read and on ``values`` that no mask contains."""
+def _notes_on_input(pairs: Sequence[Pair], files: Sequence[str], unused: set[int]) -> list[str]:
+    """Return notes on names that differ, files not read and ``values`` that no mask contains."""
     notes = [
+        f"note: masks have other names than images, as {pair.mask.name} for {pair.image.name}"
+        for pair in pairs
+        if pair.mask is not None and stem_of(pair.mask) != stem_of(pair.image)
+    ][:1]
+    notes += [
         f"note: no mask holds the value {value}, for which --values gives a label"
         for value in sorted(unused)
     ]

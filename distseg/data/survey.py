@@ -60,8 +60,8 @@ class Survey:
             masks.setdefault(pair.split, []).extend([pair] if pair.mask is not None else [])
         self._splits = {split: Values(those, shown) for split, those in masks.items()}
 
-    def check(self) -> None:
-        """Refuse masks that do not contain the classes.
+    def check(self) -> set[int]:
+        """Refuse masks that do not contain the classes; return the values that were looked at.
 
         Raises:
             ValueError: naming the values of the masks, and the flags to use.
@@ -85,6 +85,7 @@ class Survey:
         for split in self._splits:
             for k in wanted:
                 self._check_split(split, k)
+        return self._seen(self._splits)
 
     def _check_split(self, split: str, k: int) -> None:
         """Refuse a split whose masks seem to use other values than those of other splits.

@@ -188,6 +188,63 @@ def open_mask(path: str | Path, dims: int = 2) -> Reader:
     return reader
 
 
+def open_coloured(path: str | Path, dims: int = 2) -> Reader:
+    """Open a picture whose colours stand for classes, as red, green and blue, uint8.
+
+    Args:
+        path: the file.
+        dims: spatial dims.
+
+    Raises:
+        FileNotFoundError: the file does not exist.
+        ValueError: the file is no picture in colours, or its compression is lossy.
+    """
+    path = Path(path)
+    reader = _opened(path, dims, alpha=MASK)
+    if reader.lossy:
+        raise ValueError(
+            f"{path} is a mask in {reader.lossy}, which changes colours: write the masks as PNG, "
+            "or as TIFF without this compression"
+        )
+    if reader.coded and reader.palette is not None and reader.bands == 1:
+        return _Unpacked(reader)
+    if reader.bands == 1 and reader.dtype == np.uint8:
+        return _Unpacked(reader, np.repeat(np.arange(256, dtype=np.uint8)[:, None], 3, 1))
+    if reader.bands != 3 or reader.dtype != np.uint8:
+        raise ValueError(
+            f"{path} has {reader.bands} bands of {reader.dtype}, but a mask whose colours stand "
+            "for classes has three bytes a pixel, red, green and blue: convert it, or leave the "
+            "colours out of --classes if masks hold numbers"
+        )
+    return reader
+
+
+class _Unpacked(Reader):
+    """Reader of the colours of an image that holds indices into a palette, or greys."""
+
+    bands, dtype = 3, np.dtype(np.uint8)
+
+    def __init__(self, indices: Reader, palette: np.ndarray | None = None):
+        super().__init__(indices.path)
+        self._indices = indices
+        self._palette = indices.palette if palette is None else palette
+        self.size, self.notes, self.place = indices.size, indices.notes, indices.place
+
+    @property
+    def masked(self) -> bool:
+        """True if the file, or a file beside it, marks single pixels without data."""
+        return self._indices.masked
+
+    def read_valid(self, box: Box) -> tuple[np.ndarray, np.ndarray | None]:
+        """Return the colours of a box, (3, *box.size), and where there is data."""
+        numbers, valid = self._indices.read_valid(box)
+        return np.moveaxis(self._palette[numbers[0]], -1, 0), valid
+
+    def read(self, box: Box) -> np.ndarray:
+        """Return the colours of a box, (3, *box.size)."""
+        return self.read_valid(box)[0]
+
+
 class NpyReader(Reader):
     """Reader of a npy file, memory-mapped: (bands, *size), or (*size) for one band.
 

@@ -1,0 +1,180 @@
+"""Label maps as people have them: colours for classes, or a number for each object."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from distseg.data.formats.base import Reader
+from distseg.data.formats.readers import open_coloured, open_mask
+from distseg.data.store.image_writer import position
+from distseg.tiling.tile import Box
+
+Instances = Literal["foreground", "border"]
+
+
+@dataclass(frozen=True)
+class MaskForm:
+    """How the masks of a folder say which class a pixel has.
+
+    Attributes:
+        colours: the colour (red, green, blue) of each class; None where masks hold numbers.
+        instances: what becomes of numbers of objects, 0 being the background. ``foreground``: all
+            objects are class 1. ``border``: pixels where two objects touch are class 2 besides.
+    """
+
+    colours: tuple[tuple[int, int, int], ...] | None = None
+    instances: Instances | None = None
+
+    def open(self, path: Path, dims: int) -> Reader:
+        """Open a mask as a reader of labels, one band of whole numbers.
+
+        Raises:
+            FileNotFoundError: the file does not exist.
+            ValueError: the file is no mask of this form.
+        """
+        if self.colours is not None:
+            return ColourReader(open_coloured(path, dims), self.colours)
+        reader = open_mask(path, dims)
+        if self.instances is not None:
+            return InstanceReader(reader, self.instances == "border")
+        return reader
+
+
+PLAIN = MaskForm()
+
+
+class _Labels(Reader):
+    """Reader of labels that are computed from another reader's pixels."""
+
+    bands, dtype = 1, np.dtype(np.uint8)
+
+    def __init__(self, pixels: Reader):
+        super().__init__(pixels.path)
+        self.pixels, self.size = pixels, pixels.size
+        self.notes, self.place, self.nodata = pixels.notes, pixels.place, None
+
+    @property
+    def masked(self) -> bool:
+        """True if the file, or a file beside it, marks single pixels without data."""
+        return self.pixels.masked
+
+    def read(self, box: Box) -> np.ndarray:
+        """Return the labels of a box, (1, *box.size)."""
+        return self.read_valid(box)[0]
+
+
+class ColourReader(_Labels):
+    """Reader of the classes of an image whose colours stand for classes.
+
+    Args:
+        pixels: reader of red, green and blue, uint8.
+        colours: the colour of each class.
+    """
+
+    def __init__(self, pixels: Reader, colours: Sequence[Sequence[int]]):
+        super().__init__(pixels)
+        codes = _codes(np.array(colours, np.uint8).T)
+        self._order = np.argsort(codes)
+        self._codes = codes[self._order]
+
+    def read_valid(self, box: Box) -> tuple[np.ndarray, np.ndarray | None]:
+        """Return the labels of a box, (1, *box.size), and where there is data.
+
+        Raises:
+            ValueError: a colour is that of no class.
+        """
+        pixels, valid = self.pixels.read_valid(box)
+        codes = _codes(pixels)
+        place = np.minimum(np.searchsorted(self._codes, codes), len(self._codes) - 1)
+        unknown = self._codes[place] != codes
+        if valid is not None:
+            unknown &= valid
+        if unknown.any():
+            first = tuple(int(n) for n in np.argwhere(unknown)[0])
+            colour = "#" + "".join(f"{int(n):02x}" for n in pixels[(slice(None), *first)])
+            raise ValueError(
+                f"{self.path} has the colour {colour} at {position(box, first)}, which is that of "
+                f"no class: name a class with it, such as --classes ...,other={colour}, or "
+                "recolour the mask (anti-aliased or lossy pictures have colours in between)"
+            )
+        return self._order[place].astype(np.uint8)[None], valid
+
+
+class InstanceReader(_Labels):
+    """Reader of the classes of an image whose numbers stand for objects.
+
+    Args:
+        pixels: reader of the numbers of objects; 0 is the background.
+        border: make a class of its own, 2, of pixels that have another object at one of their
+            sides.
+    """
+
+    def __init__(self, pixels: Reader, border: bool):
+        super().__init__(pixels)
+        self._border = border
+
+    def read_valid(self, box: Box) -> tuple[np.ndarray, np.ndarray | None]:
+        """Return the labels of a box, (1, *box.size), and where there is data."""
+        wide = Box(
+            tuple(max(0, a - self._border) for a in box.start),
+            tuple(min(n, b + self._border) for b, n in zip(box.stop, self.size)),
+        )
+        numbers, valid = self.pixels.read_valid(wide)
+        numbers = numbers[0]
+        labels = (numbers != 0).astype(np.uint8)
+        if self._border:
+            for dim in range(numbers.ndim):
+                one = np.moveaxis(numbers, dim, 0)
+                touch = (one[1:] != one[:-1]) & (one[1:] != 0) & (one[:-1] != 0)
+                along = np.moveaxis(labels, dim, 0)
+                along[1:][touch] = 2
+                along[:-1][touch] = 2
+        inner = box.relative_to(wide).slices
+        return labels[inner][None], None if valid is None else valid[inner]
+
+
+def _codes(pixels: np.ndarray) -> np.ndarray:
+    """Return colours (3, *size) as one number for each pixel."""
+    red, green, blue = pixels.astype(np.int32)
+    return (red << 16) | (green << 8) | blue
+
+
+def named_colours(
+    classes: Sequence[str],
+) -> tuple[list[str], tuple[tuple[int, int, int], ...] | None]:
+    """Return names of classes, and their colours if all have one, as ``road=#ff0000``.
+
+    Raises:
+        ValueError: some have a colour and some not, a colour is not ``#rrggbb``, or two classes
+            have one colour.
+    """
+    parts = [text.partition("=") for text in classes]
+    if not any(equals for _, equals, _ in parts):
+        return list(classes), None
+    colours = []
+    for name, equals, colour in parts:
+        digits = colour.strip().removeprefix("#")
+        try:
+            if len(digits) != 6:
+                raise ValueError
+            numbers = bytes.fromhex(digits)
+        except ValueError:
+            given = colour if equals else "none"
+            raise ValueError(
+                f"--classes gives the class {name!r} the colour {given}: give each class one as "
+                "NAME=#rrggbb, or none of them"
+            ) from None
+        colours.append((numbers[0], numbers[1], numbers[2]))
+    for number, colour in enumerate(colours):
+        if colour in colours[:number]:
+            first = parts[colours.index(colour)][0]
+            raise ValueError(
+                f"--classes gives {first!r} and {parts[number][0]!r} the same colour: masks could "
+                "not tell them apart"
+            )
+    return [name for name, _, _ in parts], tuple(colours)

@@ -18,6 +18,8 @@ _HOME = {
     "build_model": "distseg.models.zoo",
     "capture": "distseg.models.capture.capture",
     "Network": "distseg.models.network",
+    "save": "distseg.training.model_checkpoint",
+    "restore": "distseg.training.model_checkpoint",
     "load": "distseg.training.run_config",
     "Cat": "distseg.models.layers",
     "Sum": "distseg.models.layers",

@@ -24,6 +24,7 @@ from dataclasses import replace
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from distseg.comm import launch
 from distseg.comm.mesh import Mesh
@@ -80,7 +81,9 @@ def init_mesh(
         tiles: grid of ranks that share an image, with one number per spatial dim.
         stages: number of pipeline stages of the network. One of the numbers may be -1: as many as
             the ranks allow.
-        comm: a communicator of mpi4py; by default all ranks of the job.
+        comm: a communicator of mpi4py, or a DeviceMesh of torch.distributed: the mesh has its ranks
+            and the sizes of its dims, which are named samples, tiles (or tiles_0, tiles_1, ...) and
+            stages, in this order, each only if needed. By default all ranks of the job.
         device: cpu, cuda, or auto for a GPU if there is one.
         threads: CPU threads of a rank; by default the node's cores shared among its ranks. A
             process that was started alone keeps PyTorch's number.
@@ -88,6 +91,10 @@ def init_mesh(
     Raises:
         ValueError: the mesh does not fit the number of ranks; the message names both numbers.
     """
+    if isinstance(comm, DeviceMesh):
+        if samples is not None or stages != 1 or math.prod(tiles) != 1:
+            raise ValueError("a DeviceMesh has its own sizes: leave samples, tiles and stages out")
+        comm, (samples, tiles, stages) = _ranks_of(comm), _axes_of(comm)
     world = launch.world() if comm is None else comm
     if samples is None:
         samples = 1 if -1 in (*tiles, stages) else -1
@@ -206,6 +213,55 @@ def distribute(
     returned = Outputs(channels, dims, engine.model.of_image)
     names = outputs and [str(name) for name in outputs]
     return DistributedModel(network, engine, bands, returned, names, inputs, order)
+
+
+def _axes_of(mesh: DeviceMesh) -> tuple[int, tuple[int, ...], int]:
+    """Return the numbers of sample groups, tiles by dim, and stages of a DeviceMesh.
+
+    Raises:
+        ValueError: its dims have other names, or another order.
+    """
+    names = list(mesh.mesh_dim_names or ())
+    kinds = [name.partition("_")[0] for name in names]
+    order = {"samples": 0, "tiles": 1, "stages": 2}
+    places = [order.get(kind, -1) for kind in kinds]
+    others = [kind for kind in kinds if kind != "tiles"]
+    once = len(set(names)) == len(names) and len(set(others)) == len(others)
+    if not names or -1 in places or places != sorted(places) or not once:
+        raise ValueError(
+            f"the dims of the DeviceMesh are named {names}: name them samples, tiles (or tiles_0, "
+            "tiles_1, ...) and stages, in this order, each only if needed"
+        )
+    sizes: dict[str, list[int]] = {"samples": [1], "tiles": [], "stages": [1]}
+    for kind, size in zip(kinds, mesh.mesh.shape):
+        sizes[kind] = [*sizes[kind], size] if kind == "tiles" else [size]
+    tiles = sizes["tiles"] or [1, 1]
+    return sizes["samples"][0], tuple([1] * (2 - len(tiles)) + tiles), sizes["stages"][0]
+
+
+def _ranks_of(mesh: DeviceMesh):
+    """Return the communicator of the ranks of a DeviceMesh, in its order. Collective.
+
+    All ranks of the job call it.
+
+    Raises:
+        ValueError: this rank has another number in torch.distributed than its launcher gave it, or
+            is not in the mesh.
+    """
+    world, rank = launch.world(), torch.distributed.get_rank()
+    with launch.raise_jointly(world):
+        order = mesh.mesh.flatten().tolist()
+        if rank != world.rank:
+            raise ValueError(
+                f"this process is rank {rank} of torch.distributed, but rank {world.rank} of its "
+                "launcher: make the process group with the launcher's numbers"
+            )
+        if rank not in order:
+            raise ValueError(
+                f"rank {rank} is not in the DeviceMesh {order}: call init_mesh with a DeviceMesh "
+                "of all ranks of the job"
+            )
+    return world.Split(0, order.index(rank))
 
 
 def _filled(axes: list[int], ranks: int) -> list[int]:

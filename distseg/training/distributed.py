@@ -73,7 +73,8 @@ class DistributedModel(nn.Module):
         self.network, self.engine, self.mesh = network, engine, engine.mesh
         self.epoch = 0
         """Epoch of the training, on which the masks of dropout depend."""
-        self._images = 0  # images of the epoch so far, of all groups
+        self.images_seen = 0
+        """Images of the epoch so far, of all groups, on which the masks of dropout depend too."""
         self._inputs, self._output_names = inputs, outputs
         self._bands, self._outputs, self._dims = bands, returned, returned.dims
         self._trained = set(engine.parameters)
@@ -263,7 +264,7 @@ class DistributedModel(nn.Module):
 
     def set_epoch(self, epoch: int) -> None:
         """Begin an epoch, on whose number the masks of dropout depend."""
-        self.epoch, self._images = epoch, 0
+        self.epoch, self.images_seen = epoch, 0
 
     def _prepared(self, image, target, criterion) -> list[list[TileBatch | LazyTileBatch]]:
         """Check the arguments of a step and return this rank's tile batches."""
@@ -296,7 +297,7 @@ class DistributedModel(nn.Module):
     def _rows(self, images: int, micro_batches: int) -> tuple[Rows, int]:
         """Return the places of a step's images in it, and the number of the first in the epoch."""
         rows = Rows(self.mesh.shape.samples, self.mesh.sample, micro_batches, images)
-        first, self._images = self._images, self._images + rows.total
+        first, self.images_seen = self.images_seen, self.images_seen + rows.total
         self.engine.context.epoch = self.epoch
         return rows, first
 

@@ -34,6 +34,10 @@ VERSION = 2  # 1 had no checksums
 FORMAT = "distseg checkpoint"
 MANIFEST, INDEX, FOLDER = "manifest.json", "last.json", "checkpoints"
 KINDS = ("weights", "optimizer")
+# Names of the tensors of an optimizer's state, for the optimizers of `optim.name`.
+_KNOWN_STATE = {"SGD": {"momentum_buffer"}} | dict.fromkeys(
+    ("Adam", "AdamW"), {"step", "exp_avg", "exp_avg_sq"}
+)
 _KEYS = {"version": int, "parts": int, "step": int}  # what every manifest has
 _RUN_KEYS = {"epoch": int, "channels": list, "config": dict, "data": dict}  # and those of runs
 
@@ -236,13 +240,9 @@ def load_optimizer(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Op
     names = {p: name for name, p in model.named_parameters()}
     own = set(names.values())
     saved, every = _load_tensors(checkpoint, "optimizer", lambda key: key.rpartition("/")[0] in own)
-    known = (
-        {"momentum_buffer"}
-        if isinstance(optimizer, torch.optim.SGD)
-        else {"step", "exp_avg", "exp_avg_sq"}
-    )
-    others = {key.rpartition("/")[2] for key in every} - known
-    if others:
+    known = _KNOWN_STATE.get(type(optimizer).__name__)
+    others = {key.rpartition("/")[2] for key in every} - (known or set())
+    if known and others:
         raise ValueError(
             f"checkpoint {checkpoint} holds the state of another optimizer "
             f"({', '.join(sorted(others))}) than {type(optimizer).__name__}: "

@@ -1,0 +1,214 @@
+"""Checkpoints of distributed models, for a training loop in Python.
+
+The files are those of a run (:mod:`distseg.training.checkpoint.files`): tensors by the names of the
+user's module, and a manifest. A mesh of any other shape loads them. Nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from distseg.comm.launch import raise_jointly
+from distseg.training.checkpoint.files import (
+    find,
+    load_optimizer,
+    load_weights,
+    parameters_of,
+    read_manifest,
+    share,
+)
+from distseg.training.checkpoint.saving import Checkpoints
+from distseg.training.distributed import DistributedModel
+
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+
+
+def save(
+    folder: str | Path,
+    model: DistributedModel,
+    optimizers: Optimizers = (),
+    step: int = 0,
+    extra: dict | None = None,
+    keep: int = 2,
+) -> Path:
+    """Write a checkpoint of a distributed model and its optimizers. Collective.
+
+    One rank of each stage writes its own part. The checkpoint appears as a whole or not at all.
+
+    Args:
+        folder: the folder of the run, which all ranks see.
+        model: from :func:`distseg.distribute`.
+        optimizers: the optimizer, or a list of several.
+        step: number of the step, by which the checkpoint is named.
+        extra: what else to keep, such as ``{"scheduler": scheduler.state_dict()}``: numbers, texts,
+            lists and dicts of them.
+        keep: number of checkpoints to keep.
+
+    Returns:
+        The folder of the checkpoint.
+
+    Raises:
+        ValueError: ``extra`` or a setting of an optimizer is not plain data, or an optimizer has
+            parameters that are not the model's. It is raised on all ranks before any work.
+    """
+    mesh, those = model.mesh, _listed(optimizers)
+    with raise_jointly(mesh.world):
+        _check_parameters(model, those)
+        state = {
+            "optimizers": [_plain_groups(one) for one in those],
+            "extra": _plain(extra or {}, "extra"),
+            "counters": [model.epoch, model.images_seen],
+        }
+    checkpoints = Checkpoints(folder, keep, mesh.pipeline)
+    written = checkpoints.folder / f"step-{step:08d}"
+    if mesh.replicas.rank == 0:
+        checkpoints.save(model, _Joined(those), {"step": step, "trains": "loop", "state": state})
+    mesh.world.Barrier()
+    return written
+
+
+def restore(
+    folder: str | Path, model: DistributedModel, optimizers: Optimizers = (), which: str = "last"
+) -> tuple[int, dict]:
+    """Load a checkpoint of :func:`save` into a model and its optimizers. Collective.
+
+    The mesh may have another shape than the one that saved.
+
+    Args:
+        folder: the folder of the run, or of a checkpoint.
+        model: a distributed model of the same module.
+        optimizers: optimizers of the same kinds, in the same order.
+        which: last, or the name of a checkpoint.
+
+    Returns:
+        The number of the step and ``extra``, as they were saved.
+
+    Raises:
+        FileNotFoundError: there is no checkpoint.
+        ValueError: the checkpoint is of another model or of other optimizers, or damaged. It is
+            raised on all ranks.
+    """
+    mesh, those = model.mesh, _listed(optimizers)
+    with raise_jointly(mesh.world):
+        _check_parameters(model, those)
+        checkpoint = find(folder, which)
+        manifest = read_manifest(checkpoint)
+        state = manifest.get("state")
+        if not isinstance(state, dict):
+            raise ValueError(
+                f"{checkpoint} is a checkpoint of `distseg train`, not of distseg.save: give its "
+                "weights to model.load_state_dict"
+            )
+        _check_kinds(checkpoint, state["optimizers"], those)
+        if mesh.replicas.rank == 0:
+            load_weights(checkpoint, model, part=mesh.shape.stages > 1)
+            load_optimizer(checkpoint, model, _Joined(those))
+    share(model, _Joined(those), mesh.replicas)
+    for one, (_, groups) in zip(those, state["optimizers"]):
+        for group, saved in zip(one.param_groups, groups):
+            group.update({key: _like(group.get(key), value) for key, value in saved.items()})
+    model.epoch, model.images_seen = state["counters"]
+    return manifest["step"], state["extra"]
+
+
+class _Joined:
+    """Several optimizers, with the parts of one that checkpoints read."""
+
+    def __init__(self, optimizers: list[torch.optim.Optimizer]):
+        self.param_groups = [group for one in optimizers for group in one.param_groups]
+        self.state = _States(optimizers)
+
+
+class _States:
+    """States of the parameters of several optimizers, each in the optimizer that has it."""
+
+    def __init__(self, optimizers: list[torch.optim.Optimizer]):
+        self._home = {p: one.state for one in optimizers for p in parameters_of(one)}
+
+    def __getitem__(self, p: Tensor) -> dict:
+        return self._home[p][p]
+
+    def get(self, p: Tensor, default: dict) -> dict:
+        return self._home[p].get(p, default)
+
+    def items(self):
+        return [(p, state[p]) for p, state in self._home.items() if p in state]
+
+
+def _listed(optimizers: Optimizers) -> list[torch.optim.Optimizer]:
+    return [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
+
+
+def _check_parameters(model: DistributedModel, optimizers: list[torch.optim.Optimizer]) -> None:
+    """Refuse optimizers whose parameters are not all those of the model, each in one of them."""
+    own, seen = {id(p) for p in model.parameters()}, set()
+    for one in optimizers:
+        for p in map(id, parameters_of(one)):
+            if p not in own or p in seen:
+                what = "twice" if p in seen else "that is not of this model"
+                raise ValueError(
+                    f"an optimizer ({type(one).__name__}) has a parameter {what}: make the "
+                    "optimizers from model.parameters(), after distribute"
+                )
+            seen.add(p)
+        for key, value in ((k, v) for state in one.state.values() for k, v in state.items()):
+            if value is not None and not isinstance(value, Tensor):
+                raise ValueError(
+                    f"the state {key} of {type(one).__name__} is a {type(value).__name__}, but "
+                    "checkpoints have tensors only: train with an optimizer that keeps tensors"
+                )
+
+
+def _check_kinds(checkpoint: Path, saved: list, optimizers: list[torch.optim.Optimizer]) -> None:
+    """Refuse optimizers of other kinds or with other groups than those of the checkpoint."""
+    kinds = [[type(one).__name__, len(one.param_groups)] for one in optimizers]
+    found = [[kind, len(groups)] for kind, groups in saved]
+    if kinds != found:
+
+        def named(those: list) -> str:
+            return ", ".join(f"{kind} with {count} groups" for kind, count in those) or "none"
+
+        raise ValueError(
+            f"{checkpoint} has the optimizers {named(found)}, but {named(kinds)} are given: give "
+            "those that were saved, in their order"
+        )
+
+
+def _plain_groups(optimizer: torch.optim.Optimizer) -> list:
+    """Return the kind of an optimizer, and the settings of each of its groups."""
+    kind = type(optimizer).__name__
+    groups = [
+        {
+            key: _plain(value.item() if isinstance(value, Tensor) else value, f"{kind}'s {key}")
+            for key, value in group.items()
+            if key not in ("params", "param_names")
+        }
+        for group in optimizer.param_groups
+    ]
+    return [kind, groups]
+
+
+def _plain(value, name: str):
+    """Return a value as JSON gives it back.
+
+    Raises:
+        ValueError: it is no plain data.
+    """
+    try:
+        return json.loads(json.dumps(value))
+    except (TypeError, ValueError) as e:
+        raise ValueError(
+            f"{name} cannot be saved ({e}): give numbers, texts, lists and dicts of them"
+        ) from None
+
+
+def _like(now, saved):
+    """Return a saved setting with the type of the present one, as JSON knows no tuples."""
+    if isinstance(now, Tensor):
+        return torch.full_like(now, saved)
+    return tuple(saved) if isinstance(now, tuple) else saved

@@ -64,17 +64,7 @@ MESHES = {  # name: (ranks, flags)
         ],
     ),
     "1x2 tiles x 2 stages": (4, ["--mesh.tiles", "1x2", "--mesh.stages", "2"]),
-    "1x2 tiles, in time": (
-        2,
-        [
-            "--mesh.tiles",
-            "1x2",
-            "--spatial.tiles_per_rank",
-            "2x1",
-            "--spatial.streaming",
-            "offload",
-        ],
-    ),
+    "1x2 tiles, in time": (2, ["--mesh.tiles", "1x2", "--streaming.tiles", "2x1"]),
     "2 samples x 1x2 tiles x 2 stages": (
         8,
         ["--mesh.samples", "2", "--mesh.tiles", "1x2", "--mesh.stages", "2", "--data.images", "1"],

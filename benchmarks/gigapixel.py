@@ -31,8 +31,7 @@ from distseg.config.settings import (
     MeshConfig,
     ModelConfig,
     OptimConfig,
-    RunConfig,
-    SpatialConfig,
+    StreamingConfig,
     TrainConfig,
 )
 from distseg.config.sizes import Size
@@ -173,7 +172,7 @@ def _engine(config: Config, store: Store) -> tuple[Engine, StepLoader]:
 def _step(options: argparse.Namespace) -> dict:
     store = Store(options.store)
     engine, loader = _engine(
-        _config(str(options.store), run=RunConfig(memory=options.memory[0])), store
+        _config(str(options.store), streaming=StreamingConfig(memory=options.memory[0])), store
     )
     start = time.perf_counter()
     for step in loader.epoch(0):
@@ -189,8 +188,8 @@ def _step(options: argparse.Namespace) -> dict:
 
 
 def _exactness(options: argparse.Namespace) -> float:
-    spatial = SpatialConfig(streaming="recompute", tiles_per_rank=Size((3, 3)))
-    report_ = verify(_config(None, spatial=spatial), world(), Size((301, 331)))
+    streaming = StreamingConfig(tiles=Size((3, 3)))
+    report_ = verify(_config(None, streaming=streaming), world(), Size((301, 331)))
     return report_["max_error"]
 
 

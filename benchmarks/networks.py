@@ -31,6 +31,7 @@ from distseg.config.settings import (
     OptimConfig,
     PipelineConfig,
     SpatialConfig,
+    StreamingConfig,
     TrainConfig,
 )
 from distseg.config.sizes import Size
@@ -50,7 +51,7 @@ WAYS = {  # name: (ranks, settings by section)
         2,
         dict(mesh=dict(tiles=Size((1, 2))), spatial=dict(exchange_every="level")),
     ),
-    "in time": (1, dict(spatial=dict(tiles_per_rank=Size((2, 2)), streaming="offload"))),
+    "in time": (1, dict(streaming=dict(tiles=Size((2, 2))))),
     "stages": (2, dict(mesh=dict(stages=2), train=dict(accumulate=2))),
     "samples": (2, dict(mesh=dict(samples=2))),
     "all at once": (
@@ -62,7 +63,13 @@ WAYS = {  # name: (ranks, settings by section)
         ),
     ),
 }
-SECTIONS = dict(mesh=MeshConfig, spatial=SpatialConfig, train=TrainConfig, pipeline=PipelineConfig)
+SECTIONS = dict(
+    mesh=MeshConfig,
+    spatial=SpatialConfig,
+    streaming=StreamingConfig,
+    train=TrainConfig,
+    pipeline=PipelineConfig,
+)
 
 
 class Example(nn.Module):

@@ -28,7 +28,7 @@ from benchmarks.steps import peak
 from distseg.comm.collective import Alone
 from distseg.comm.launch import keep_freed_memory, world
 from distseg.comm.mesh import Mesh
-from distseg.config.settings import Config, LossConfig, MeshConfig, OptimConfig, SpatialConfig
+from distseg.config.settings import Config, LossConfig, MeshConfig, OptimConfig, StreamingConfig
 from distseg.config.sizes import Size
 from distseg.inference.image_source import ImageSource
 from distseg.inference.predictor import Predictor
@@ -159,7 +159,7 @@ def recompute(options: argparse.Namespace, side: int | None = None, dtype: str =
     config = Config(
         loss=LossConfig("binary_cross_entropy"),
         optim=OptimConfig("sgd"),
-        spatial=SpatialConfig(streaming="recompute", tiles_per_rank=grid),
+        streaming=StreamingConfig(tiles=grid),
         mesh=MeshConfig(reducer="mpi"),
     )
     model = stack()

@@ -74,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--memory",
         type=float,
         default=0.9e9,
-        help="bytes, run.memory of these (default: %(default)s)",
+        help="bytes, streaming.memory of these (default: %(default)s)",
     )
     parser.add_argument("--tile", type=int, default=1024)
     parser.add_argument("--threads", type=int, default=2)

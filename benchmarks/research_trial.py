@@ -31,6 +31,7 @@ from distseg.config.settings import (
     ModelConfig,
     OptimConfig,
     SpatialConfig,
+    StreamingConfig,
     TrainConfig,
 )
 from distseg.config.sizes import Size
@@ -38,12 +39,9 @@ from distseg.training.verify import passed, verify
 
 CLASSES, IMAGES, IGNORED = 3, 2, 255
 SIZES = {1: (371,), 2: (61, 75), 3: (19, 29, 27)}
-LAYOUTS = {  # name: (tiles of a rank by dims, settings of spatial)
-    "exchange": (
-        {1: (4,), 2: (2, 3), 3: (1, 2, 3)},
-        dict(exchange_every="1", streaming="in_memory"),
-    ),
-    "streaming": ({1: (3,), 2: (3, 2), 3: (2, 2, 1)}, dict(streaming="offload", scratch="memory")),
+LAYOUTS = {  # name: (tiles of a rank by dims, streamed or held at once)
+    "exchange": ({1: (4,), 2: (2, 3), 3: (1, 2, 3)}, False),
+    "streaming": ({1: (3,), 2: (3, 2), 3: (2, 2, 1)}, True),
 }
 TOLERANCE = 1e-12  # of distseg's comparison
 OWN_TOLERANCE = 1e-9  # of ours: PyTorch's own kernels of norms lose more digits
@@ -184,14 +182,18 @@ def _one_line(error: Exception) -> str:
 
 
 def _config(entry: Entry, layout: str, seed: int) -> Config:
-    tiles, settings = LAYOUTS[layout]
+    tiles, streamed = LAYOUTS[layout]
+    own = Size(tiles[entry.dims])
     return Config(
         model=ModelConfig(
             entry.target, in_channels=entry.bands, out_channels=CLASSES, outputs=_weights(entry)
         ),
         data=DataConfig(images=IMAGES),
         mesh=MeshConfig(tiles=Size((1,) * entry.dims)),
-        spatial=SpatialConfig(tiles_per_rank=Size(tiles[entry.dims]), **settings),
+        spatial=SpatialConfig()
+        if streamed
+        else SpatialConfig(tiles_per_rank=own, exchange_every="1"),
+        streaming=StreamingConfig(tiles=own, scratch="memory") if streamed else StreamingConfig(),
         optim=OptimConfig("sgd"),
         train=TrainConfig(seed=seed),
     )

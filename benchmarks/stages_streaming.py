@@ -20,7 +20,7 @@ from distseg.config.settings import (
     MeshConfig,
     ModelConfig,
     PipelineConfig,
-    SpatialConfig,
+    StreamingConfig,
     TrainConfig,
 )
 from distseg.config.sizes import Size
@@ -158,7 +158,7 @@ def job(options: argparse.Namespace) -> None:
     )
     config = Config(
         model=model, mesh=MeshConfig(stages=int(stages)), data=DataConfig(images=1), train=TrainConfig(accumulate=options.images), pipeline=PipelineConfig(schedule="1f1b"),
-        spatial=SpatialConfig(streaming="offload", tiles_per_rank=options.tiles, scratch="memory"),
+        streaming=StreamingConfig(tiles=options.tiles, scratch="memory"),
     )  # fmt: skip
     comm = world()
     mesh = Mesh(comm, 1, Size((1, 1)), int(stages))

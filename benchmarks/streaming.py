@@ -31,8 +31,7 @@ from distseg.config.settings import (
     MeshConfig,
     ModelConfig,
     OptimConfig,
-    RunConfig,
-    SpatialConfig,
+    StreamingConfig,
 )
 from distseg.config.sizes import Size
 from distseg.data.store.store import Store
@@ -215,20 +214,18 @@ def _config(options: argparse.Namespace, mode: str) -> Config:
         else dict(name=options.network, args=options.args or None)
     )
     model = ModelConfig(**known, in_channels=4, out_channels=1)
-    spatial = (
-        SpatialConfig()
+    streaming = (
+        StreamingConfig()
         if mode == "plain"
-        else SpatialConfig(streaming=mode, scratch=options.scratch)
+        else StreamingConfig(memory=options.memory, scratch=options.scratch)
     )
-    run = RunConfig() if mode == "plain" else RunConfig(memory=options.memory)
     return Config(
         model=model,
         mesh=MeshConfig(),
-        spatial=spatial,
+        streaming=streaming,
         loss=LossConfig("binary_cross_entropy"),
         data=DataConfig(store=options.store, images=options.images),
         optim=OptimConfig("adam"),
-        run=run,
     )
 
 

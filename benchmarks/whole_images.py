@@ -44,8 +44,7 @@ from distseg.config.settings import (
     ModelConfig,
     OptimConfig,
     PredictConfig,
-    RunConfig,
-    SpatialConfig,
+    StreamingConfig,
     TrainBase,
     TrainConfig,
 )
@@ -225,7 +224,7 @@ def config_of(
         )
     return Config(
         model=model,
-        spatial=SpatialConfig(streaming="offload") if budget else SpatialConfig(),
+        streaming=StreamingConfig(memory=options.memory) if budget else StreamingConfig(),
         data=DataConfig(
             store=store,
             images=images,
@@ -237,7 +236,6 @@ def config_of(
             seed=options.seed, precision="fp32", accumulate=8 // images if compared else 1
         ),
         predict=PredictConfig(tile=Size((size, size))),
-        run=RunConfig(memory=options.memory) if budget else RunConfig(),
     )
 
 

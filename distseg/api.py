@@ -36,6 +36,7 @@ from distseg.config.settings import (
     PipelineConfig,
     RunConfig,
     SpatialConfig,
+    StreamingConfig,
     TrainConfig,
     with_dims,
 )
@@ -193,7 +194,8 @@ def distribute(
             spatial=SpatialConfig(exchange_every=exchange, norm_scope=norm_scope),
             data=DataConfig(images=2),
             train=TrainConfig(accumulate=micro_batches, seed=seed),
-            run=RunConfig(timeout=timeout, memory=streaming),
+            streaming=StreamingConfig(memory=streaming),
+            run=RunConfig(timeout=timeout),
         )
         if tiles_per_rank is not None:
             config = replace(

@@ -16,7 +16,7 @@ from distseg.models.capture.trace import CanNotCapture
 from distseg.training.verify import verify
 
 WAYS = {  # of each number of ranks
-    1: [dict(tiles_per_rank=(3, 2), streaming="offload", exchange_every="1")],
+    1: [dict(streamed=(3, 2), exchange_every="1")],
     2: [dict(tiles="2x1", exchange_every="2")],
 }
 NETWORKS = ["latents", "memory", "pixels"]

@@ -197,7 +197,7 @@ TABLE = {
     ),
     "a flag of before": (
         ["train", "--spatial.in_time", "recompute"],
-        "--spatial.in_time recompute: it is called spatial.streaming now",
+        "--spatial.in_time recompute: it is called streaming.memory .* or streaming.tiles now",
     ),
     "a value of before": (
         ["train", "--pipeline.placement", "v"],
@@ -424,15 +424,15 @@ TABLE = {
         "spatial.fuse_below is 8, but spatial.exchange_every is all",
     ),
     "scratch for nothing": (
-        verify(spatial__scratch="/tmp"),
-        "spatial.scratch is /tmp, but feature maps are stored only with streamed tiles: give run.memory or spatial.streaming",
+        verify(streaming__scratch="/tmp"),
+        "streaming.scratch is /tmp, but feature maps are stored only with streamed tiles: give streaming.memory or streaming.tiles",
     ),
     "tiles and memory": (
-        verify(spatial__tiles_per_rank="2x2", run__memory="4GB"),
-        "spatial.tiles_per_rank is 2x2, but run.memory is given and decides the tiles",
+        verify(spatial__tiles_per_rank="2x2", streaming__memory="4GB"),
+        "streaming.memory is 4GB, but spatial.tiles_per_rank is 2x2, and streaming cuts",
     ),
     "recomputing in time": (
-        verify(pipeline__recompute="always", run__memory="4GB"),
+        verify(pipeline__recompute="always", streaming__memory="4GB"),
         "pipeline.recompute is always, but streamed tiles .* decide by themselves",
     ),
     # verify
@@ -539,11 +539,11 @@ TABLE = {
         r"cannot be computed on parts of an image: \w+ in 1 \(test_bad_inputs.py, line \d+\) .*split samples only",
     ),
     "numbers drawn by a layer": (
-        verify(**own("noisy"), spatial__streaming="recompute", spatial__tiles_per_rank="1x2"),
+        verify(**own("noisy"), streaming__tiles="1x2"),
         r"this network cannot be trained exactly: rand_like in 1 \(test_bad_inputs.py, line \d+\) draws random numbers.*use nn.Dropout",
     ),
     "different functions for different image sizes": (
-        verify(**own("turned"), spatial__streaming="offload", spatial__tiles_per_rank="1x2"),
+        verify(**own("turned"), streaming__tiles="1x2"),
         "it calls different functions for different image sizes",
     ),
     "gradients clipped to less than nothing": (
@@ -782,8 +782,8 @@ TABLE = {
         "model 'nets:two' gives 2 channels, but 3 are wanted, one a class: let it take out_channels",
     ),
     "a scratch folder nowhere": (
-        [*TRAIN, "--memory", "4GB", "--spatial.scratch", "nowhere"],
-        "spatial.scratch is nowhere, which is not a folder: make it, or name another",
+        [*TRAIN, "--memory", "4GB", "--streaming.scratch", "nowhere"],
+        "streaming.scratch is nowhere, which is not a folder: make it, or name another",
     ),
     "no GPU": (
         [*TRAIN, "--run.device", "cuda"],

@@ -27,10 +27,7 @@ from distseg.training.conflicts import (
 
 KINDS = (PatchConfig, Config)
 SHARED = [section for section in sections(PatchConfig) if section != "patchgd"]
-MEMORY, TIME = (
-    {"run.memory": "4GB"},
-    {"spatial.streaming": "offload", "spatial.tiles_per_rank": Size("2x2")},
-)
+MEMORY, TIME = ({"streaming.memory": "4GB"}, {"streaming.tiles": Size("2x2")})
 DEVICES = {"pipeline.placement": "devices", "pipeline.devices": ["cpu", "cpu"]}
 LINE = {"pipeline.placement": "linear", "pipeline.devices": None}
 BESIDE = {  # by setting and other one: settings that are refused, and what makes them fit
@@ -43,30 +40,19 @@ BESIDE = {  # by setting and other one: settings that are refused, and what make
         {"spatial.norm_scope": "group"},
     ),
     ("spatial.frozen_norm", "model.norm"): ({"spatial.frozen_norm": True}, {"model.norm": "batch"}),
-    ("spatial.streaming", "pipeline.placement"): ({**TIME, **DEVICES}, LINE),
-    ("run.memory", "pipeline.placement"): ({**MEMORY, **DEVICES}, LINE),
-    ("pipeline.schedule", "spatial.streaming"): (
+    ("streaming", "pipeline.placement"): ({**TIME, **DEVICES}, LINE),
+    ("pipeline.schedule", "streaming"): (
         {**TIME, "pipeline.schedule": "zb-h1"},
         {"pipeline.schedule": "1f1b"},
     ),
-    ("spatial.streaming", "spatial.halo"): ({**TIME, "spatial.halo": 4}, {"spatial.halo": None}),
-    ("run.memory", "spatial.halo"): ({**MEMORY, "spatial.halo": 4}, {"run.memory": None}),
-    ("spatial.streaming", "spatial.norm_scope"): (
+    ("streaming", "spatial.halo"): ({**MEMORY, "spatial.halo": 4}, {"spatial.halo": None}),
+    ("streaming", "spatial.norm_scope"): (
         {**TIME, "spatial.norm_scope": "window"},
         {"spatial.norm_scope": "step"},
     ),
-    ("run.memory", "spatial.norm_scope"): (
-        {**MEMORY, "spatial.norm_scope": "window"},
-        {"spatial.norm_scope": "step"},
-    ),
-    ("run.memory", "spatial.streaming"): (
-        {**MEMORY, "spatial.streaming": "in_memory"},
-        {"spatial.streaming": "auto"},
-    ),
-    ("spatial.streaming", "spatial.tiles_per_rank"): ({"spatial.streaming": "offload"}, TIME),
-    ("spatial.streaming", "model.norm"): (
-        {**TIME, "spatial.streaming": "recompute"},
-        {"model.norm": "none"},
+    ("streaming", "spatial.tiles_per_rank"): (
+        {**MEMORY, "spatial.tiles_per_rank": Size("2x2")},
+        {"spatial.tiles_per_rank": Size("1x1")},
     ),
     ("pipeline.placement", "spatial.exchange_every"): (
         {**DEVICES, "spatial.exchange_every": "1"},
@@ -85,18 +71,14 @@ BESIDE = {  # by setting and other one: settings that are refused, and what make
         {**DEVICES, "mesh.tiles": Size("1x2")},
         {"model.norm": "none"},
     ),
-    ("pipeline.recompute", "spatial.streaming"): (
+    ("pipeline.recompute", "streaming"): (
         {"pipeline.recompute": "always", **MEMORY},
-        {"run.memory": None},
-    ),
-    ("spatial.scratch", "spatial.streaming"): ({"spatial.scratch": "/tmp"}, MEMORY),
-    ("spatial.tiles_per_rank", "run.memory"): (
-        {"spatial.tiles_per_rank": Size("2x2"), **MEMORY},
-        {"run.memory": None},
+        {"streaming.memory": None},
     ),
 }
 WITHOUT_EFFECT = {  # settings that their own section refuses beside the others, and what makes them fit
     "model.groups": ({"model.groups": 4}, {"model.norm": "group"}),
+    "streaming.scratch": ({"streaming.scratch": "/tmp"}, {"streaming.memory": "4GB"}),
     "spatial.fuse_below": ({"spatial.fuse_below": 8}, {"spatial.exchange_every": "1"}),
     "data.focus_share": ({"data.focus_share": 0.9}, {"data.focus_class": "lake"}),
     "data.epoch_samples": ({"data.epoch_samples": 9}, {"data.crop": Size("8x8")}),
@@ -132,10 +114,10 @@ def test_settings_that_can_not_be_together_are_refused_and_fit_otherwise(rule):
         return unet(depth=1, num_convs=1, base_channels=2, norm=found.model.norm or "instance")
 
     found = config(refused)
-    value = "4GB" if rule.setting == "run.memory" else str(value_of(found, rule.setting))
-    with pytest.raises(
-        ValueError, match=rf"^{rule.setting} is {re.escape(value)}, but .*(leave|set|give)"
-    ):
+    shown = f"{rule.setting} is {value_of(found, rule.setting)}"
+    if rule.setting == "streaming":
+        shown = found.streaming.chosen
+    with pytest.raises(ValueError, match=rf"^{re.escape(shown)}, but .*(leave|set|give)"):
         check_settings(found, network(found))
     found = config({**refused, **repaired})
     check_settings(found, network(found))
@@ -167,7 +149,7 @@ def test_no_setting_of_exact_training_alone_is_one_of_patchgd():
         for field in fields(section.default_factory)
         if field.name not in sections(PatchConfig).get(section.name, ())
     ]
-    assert {"mesh.stages", "run.memory", "spatial.halo", "train.accumulate"} < set(own)
+    assert {"mesh.stages", "streaming.memory", "spatial.halo", "train.accumulate"} < set(own)
     for setting in own:
         why = suggestion(f"--{setting}", [], PatchConfig)
         assert "exact training (distseg train)" in why or "PatchGD has patchgd." in why, setting
@@ -179,6 +161,7 @@ def test_every_setting_of_the_table_is_one():
         for section in fields(Config)
         for field in fields(section.default_factory)
     }
+    known |= {section.name for section in fields(Config)}
     pairs = [(rule.setting, rule.other) for rule in RULES]
     assert (
         sorted(pairs) == sorted(BESIDE) and {setting for pair in pairs for setting in pair} <= known

@@ -50,7 +50,7 @@ data:
 train:
   tensorboard: no
   output: runs/ünï
-run:
+streaming:
   memory: 4GB
 """
     found = config_of(text, tmp_path)
@@ -74,7 +74,7 @@ run:
         found.model.dropout,
         found.loss.class_weights,
         found.data.augment,
-        found.run.memory,
+        found.streaming.memory,
     ) == (0.1, [1.0, 2.5, 10.0], ["flip", "turn"], 4 * 10**9)
 
 

@@ -18,6 +18,7 @@ from distseg.config.settings import (
     OptimConfig,
     PipelineConfig,
     SpatialConfig,
+    StreamingConfig,
     TrainConfig,
 )
 from distseg.config.sizes import Size
@@ -54,6 +55,7 @@ def config(
         "loss": LossConfig(name=loss, **_of(LossConfig, more)),
         "pipeline": PipelineConfig(**_of(PipelineConfig, more)),
         "spatial": SpatialConfig(**_of(SpatialConfig, more)),
+        "streaming": StreamingConfig(tiles=more.get("streamed"), scratch=more.get("scratch")),
         "data": DataConfig(**_of(DataConfig, more)),
         "train": TrainConfig(**_of(TrainConfig, more)),
     }

@@ -160,14 +160,10 @@ CASES = {
     ),
     # in time
     "streamed tiles, computed again": case(
-        [3],
-        norm="none",
-        spatial=dict(streaming="recompute", tiles_per_rank="2x2"),
-        precision="bf16",
-        last=True,
+        [3], norm="none", streaming=dict(tiles="2x2"), precision="bf16", last=True
     ),
     "streamed tiles, stored": case(
-        [31], spatial=dict(streaming="offload", tiles_per_rank="2x2", scratch="memory"), loss="dice"
+        [31], streaming=dict(tiles="2x2", scratch="memory"), loss="dice"
     ),
     # prediction: each of four tiles is copied to the host
     "prediction": case(

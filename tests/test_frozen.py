@@ -15,8 +15,8 @@ from distseg.config.settings import (
     MeshConfig,
     ModelConfig,
     OptimConfig,
-    RunConfig,
     SpatialConfig,
+    StreamingConfig,
 )
 from distseg.config.sizes import Size
 from distseg.models.unet import unet
@@ -117,15 +117,9 @@ LAYOUTS = {
     "stages": (2, dict(mesh=MeshConfig(stages=2))),
     "stages, streamed tiles": (
         2,
-        dict(
-            mesh=MeshConfig(stages=2),
-            spatial=SpatialConfig(streaming="offload", tiles_per_rank=Size("2x2")),
-        ),
+        dict(mesh=MeshConfig(stages=2), streaming=StreamingConfig(tiles=Size("2x2"))),
     ),
-    "streamed tiles": (
-        1,
-        dict(spatial=SpatialConfig(streaming="offload", tiles_per_rank=Size("2x2"))),
-    ),
+    "streamed tiles": (1, dict(streaming=StreamingConfig(tiles=Size("2x2")))),
     "samples and stages": (4, dict(mesh=MeshConfig(samples=2, stages=2))),
 }
 
@@ -263,5 +257,5 @@ def test_a_wrong_step_of_zero_gradients_is_found(comm, monkeypatch):
 
 @pytest.mark.parallel(1)
 def test_a_run_within_memory_with_frozen_parameters(comm):
-    report = verify(plan("encoder_frozen", run=RunConfig(memory="2GB")), comm, SIZE)
+    report = verify(plan("encoder_frozen", streaming=StreamingConfig(memory="2GB")), comm, SIZE)
     assert passed(report, 1e-12)

@@ -70,11 +70,7 @@ def test_the_gradient_is_the_eager_modules(comm, name):
 @pytest.mark.parallel([1, 2])
 @pytest.mark.covering(cases=1)
 def test_numbers_and_other_losses(comm):
-    tiled = (
-        dict(tiles_per_rank=(2, 2), streaming="offload")
-        if comm.size == 1
-        else dict(tiles="1x2", stages=1)
-    )
+    tiled = dict(streamed=(2, 2)) if comm.size == 1 else dict(tiles="1x2", stages=1)
     for outputs, loss in (
         (1, "mse"),
         (1, "mse + 0.5*l1"),
@@ -241,11 +237,7 @@ def test_the_command_line_trains_evaluates_and_predicts(comm, shared_path, monke
         write_store(place / "s.h5")
     comm.Barrier()
     name = "made_classifiers:residual"
-    way = (
-        ["--spatial.tiles_per_rank", "2x2", "--spatial.streaming", "offload"]
-        if comm.size == 1
-        else ["--mesh.tiles", "1x2"]
-    )
+    way = ["--streaming.tiles", "2x2"] if comm.size == 1 else ["--mesh.tiles", "1x2"]
     common = ["--model.name", name, "--predict.tile", "16x16"]
     padded = ["--model.pad", "4"]
     done(

@@ -17,14 +17,8 @@ from distseg.training.loop import train
 from distseg.training.verify import verify
 
 WAYS = {  # of each number of ranks
-    1: [
-        dict(tiles_per_rank=(3, 2), streaming="offload", exchange_every="1"),
-        dict(tiles_per_rank=(2, 2)),
-    ],
-    2: [
-        dict(tiles="1x2", exchange_every="2", images=2),
-        dict(stages=2, tiles_per_rank=(2, 1), streaming="offload"),
-    ],
+    1: [dict(streamed=(3, 2), exchange_every="1"), dict(tiles_per_rank=(2, 2))],
+    2: [dict(tiles="1x2", exchange_every="2", images=2), dict(stages=2, streamed=(2, 1))],
     4: [dict(tiles="2x2"), dict(tiles="2x1", stages=2)],
 }
 SIZES = {1: "33x41", 2: "41x41", 4: "40x33"}
@@ -114,7 +108,7 @@ def test_streamed_images_of_different_sizes_count_by_their_lines(comm, shared_pa
     comm.Barrier()
     tiles, found = "2x1" if comm.size == 2 else "1x1", {}
     for way, spatial in dict(
-        memory={}, streamed=dict(tiles_per_rank=Size("2x2"), streaming="offload", scratch="memory")
+        memory={}, streamed=dict(streamed=Size("2x2"), scratch="memory")
     ).items():
         plan = config(
             tiles=tiles,

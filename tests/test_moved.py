@@ -13,14 +13,11 @@ from distseg.models.capture.trace import CanNotCapture
 
 WAYS = [
     dict(tiles_per_rank=(2, 3), exchange_every="1"),
-    dict(tiles_per_rank=(3, 2), streaming="offload"),
+    dict(streamed=(3, 2)),
     dict(tiles_per_rank=(2, 2), exchange_every="all"),
 ]
 ON_RANKS = {
-    2: [
-        dict(tiles="2x1", exchange_every="2"),
-        dict(stages=2, tiles_per_rank=(2, 1), streaming="offload"),
-    ],
+    2: [dict(tiles="2x1", exchange_every="2"), dict(stages=2, streamed=(2, 1))],
     3: [dict(tiles="1x3")],
 }
 error_of = partial(error_of_made, made_moved)

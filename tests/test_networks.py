@@ -19,12 +19,12 @@ WAYS = {  # name: (ranks, settings)
     "exchange every 2": (2, dict(tiles="2x1", exchange_every="2")),
     "exchange every 3": (1, dict(tiles_per_rank=(3, 2), exchange_every="3")),
     "exchange a level": (2, dict(tiles="1x2", exchange_every="level")),
-    "in time": (1, dict(tiles_per_rank=(2, 3), streaming="offload")),
+    "in time": (1, dict(streamed=(2, 3))),
     "stages": (2, dict(stages=2, accumulate=2)),
     "stages, a V": (2, dict(stages=2, placement="v-shaped", accumulate=2)),
     "stages on devices": (1, dict(placement="devices", devices=["cpu", "cpu"], accumulate=2)),
     "stages, zero bubble": (2, dict(stages=2, accumulate=3, schedule="zb-h1")),
-    "stages, in time": (2, dict(stages=2, tiles_per_rank=(2, 1), streaming="offload")),
+    "stages, in time": (2, dict(stages=2, streamed=(2, 1))),
     "stages, exchange": (4, dict(stages=2, tiles="2x1", exchange_every="1", accumulate=2)),
     "stages, exchange, zero bubble": (
         4,
@@ -150,11 +150,7 @@ def test_a_halo_of_the_users_knows_nothing_of_zeros_behind(comm):
 @pytest.mark.parallel([1, 2])
 def test_images_of_any_size(comm):
     """Where a network wants multiples of some pixels: refused, or filled up as model.pad says."""
-    settings = (
-        dict(tiles_per_rank=(2, 2), streaming="offload")
-        if comm.size == 1
-        else dict(tiles="1x2", exchange_every="1")
-    )
+    settings = dict(streamed=(2, 2)) if comm.size == 1 else dict(tiles="1x2", exchange_every="1")
     for pad in (4, 8):
         assert error_of("levels", comm, settings, pad) <= TOLERANCE
     for pad, why in (
@@ -181,21 +177,9 @@ def test_whole_images_refuse_nothing(comm):
 
 @pytest.mark.parallel(1)
 def test_a_mean_is_live_where_norms_are_frozen(comm):
-    """In all segments, and refused where nothing may be."""
+    """In all segments."""
     assert error_of("squeezed", comm, dict(tiles_per_rank=(2, 2), frozen_norm=True)) <= TOLERANCE
-    assert (
-        error_of(
-            "squeezed", comm, dict(tiles_per_rank=(2, 2), frozen_norm=True, streaming="offload")
-        )
-        <= TOLERANCE
-    )
-    with pytest.raises(
-        ValueError,
-        match=r"streaming is recompute, but 2.pool \(mean over the image\) takes statistics of the whole image",
-    ):
-        error_of(
-            "squeezed", comm, dict(tiles_per_rank=(2, 2), frozen_norm=True, streaming="recompute")
-        )
+    assert error_of("squeezed", comm, dict(streamed=(2, 2), frozen_norm=True)) <= TOLERANCE
 
 
 def error_of(

@@ -42,12 +42,12 @@ WAYS = {  # name: (ranks, settings)
     "whole": (1, dict(images=2)),
     "tiles": (1, dict(tiles_per_rank=(2, 2))),
     "exchange": (1, dict(tiles_per_rank=(2, 2), exchange_every="1")),
-    "in time": (1, dict(tiles_per_rank=(2, 3), streaming="offload")),
+    "in time": (1, dict(streamed=(2, 3))),
     "samples": (2, dict(samples=2)),
     "tiles on ranks": (2, dict(tiles="1x2", exchange_every="2")),
     "stages": (2, dict(stages=2, accumulate=2)),
     "zero bubble": (2, dict(stages=2, accumulate=3, schedule="zb-h1")),
-    "stages, in time": (2, dict(stages=2, tiles_per_rank=(2, 1), streaming="offload")),
+    "stages, in time": (2, dict(stages=2, streamed=(2, 1))),
 }
 NETWORKS = {  # name: (its ends, the ways it is tried in)
     "Deep": (

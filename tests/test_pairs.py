@@ -36,9 +36,9 @@ OTHERS = [  # each with what it cannot do without
     {"pipeline.schedule": "zb-h1"},
     {"pipeline.recompute": "always"},
     TILES,
-    {"spatial.streaming": "recompute", **TILES, "model.norm": "none"},
-    {"spatial.streaming": "offload", **TILES},
-    {"spatial.streaming": "offload", **TILES, "spatial.scratch": "memory"},
+    {"streaming.tiles": Size("2x3"), "model.norm": "none"},
+    {"streaming.tiles": Size("2x3")},
+    {"streaming.tiles": Size("2x3"), "streaming.scratch": "memory"},
     {"spatial.exchange_every": "1"},
     {"spatial.exchange_every": "level"},
     {"spatial.exchange_every": "1", "spatial.fuse_below": 8},
@@ -46,7 +46,7 @@ OTHERS = [  # each with what it cannot do without
     {"spatial.norm_scope": "step", "model.norm": "batch"},
     {"spatial.norm_scope": "window"},
     {"spatial.frozen_norm": True, "model.norm": "batch"},
-    {"run.memory": "4GB"},
+    {"streaming.memory": "4GB"},
     {"train.accumulate": 2},
     {"train.channels_last": True},
     {"data.images": 2},
@@ -66,6 +66,8 @@ NAMED = [
     )
     for rule in RULES
 ]
+NAMED += [named.replace("streaming is", r"streaming\.\w+ is", 1) for named in NAMED]
+NAMED.append(r"streaming.memory is .*, but streaming.tiles is .*: the memory decides the tiles")
 NAMED.append(r"loss.\w+ is .*, but no term of loss.name .* takes it")
 
 

@@ -11,14 +11,8 @@ from distseg.config.sizes import Size
 from distseg.training.verify import verify
 
 WAYS = {  # of each number of ranks
-    1: [
-        dict(tiles_per_rank=(2, 2)),
-        dict(tiles_per_rank=(3, 2), streaming="offload", exchange_every="1"),
-    ],
-    2: [
-        dict(tiles="2x1", exchange_every="2"),
-        dict(stages=2, tiles_per_rank=(2, 1), streaming="offload"),
-    ],
+    1: [dict(tiles_per_rank=(2, 2)), dict(streamed=(3, 2), exchange_every="1")],
+    2: [dict(tiles="2x1", exchange_every="2"), dict(stages=2, streamed=(2, 1))],
     4: [dict(tiles="2x1", stages=2, exchange_every="1", accumulate=2)],
 }
 RESIZED = ["strided_unet", "nearest_unet", "feature_pyramid", "fractions"]
@@ -43,12 +37,7 @@ def test_exact_on_more_ranks(comm):
 def test_any_size(comm, size):
     """Very small ones, of one tile, and multiples of all strides."""
     assert (
-        error_of(
-            "strided_unet",
-            comm,
-            {} if size == "5x3" else dict(tiles_per_rank=(2, 2), streaming="offload"),
-            size,
-        )
+        error_of("strided_unet", comm, {} if size == "5x3" else dict(streamed=(2, 2)), size)
         <= TOLERANCE
     )
 

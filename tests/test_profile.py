@@ -18,6 +18,7 @@ from distseg.config.settings import (
     ModelConfig,
     PipelineConfig,
     SpatialConfig,
+    StreamingConfig,
     TrainConfig,
 )
 from distseg.config.sizes import Size
@@ -233,7 +234,7 @@ def test_a_traced_communicator_is_one():
 def test_tiles_streaming_show_what_they_read_compute_and_store(comm, tmp_path):
     found = Config(
         model=ModelConfig(depth=2, num_convs=1, base_channels=4), mesh=MeshConfig(tiles=Size("1x2")),
-        spatial=SpatialConfig(streaming="offload", tiles_per_rank=Size("2x2")), train=TrainConfig(precision="fp32"),
+        streaming=StreamingConfig(tiles=Size("2x2")), train=TrainConfig(precision="fp32"),
     )  # fmt: skip
     result = profile(found, comm, Size("64x96"), 2, str(tmp_path / "p"))
     if comm.rank == 0:
@@ -283,8 +284,7 @@ def test_passes_of_stages_are_modelled():
 def test_tiles_are_modelled_by_their_cells():
     """Without overlap, as where all convolutions see one pixel, tiles cost together what the image does; a streamed tile goes forward twice."""
     given = Config(
-        model=ModelConfig(f"{__name__}:points"),
-        spatial=SpatialConfig(streaming="offload", tiles_per_rank=Size("2x2")),
+        model=ModelConfig(f"{__name__}:points"), streaming=StreamingConfig(tiles=Size("2x2"))
     )
     engine = Engine(given, Mesh(Alone()), plain_model(given.model), (30, 42))
     costs = costs_of(given, plain_model(given.model), (30, 42), "cpu")

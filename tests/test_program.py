@@ -505,9 +505,7 @@ def test_the_program_of_a_config():
 
 
 def test_the_program_of_tiles_streaming_that_exchange():
-    ((legend, done),) = planned(
-        tiles="1x2", exchange_every="1", streaming="offload", tiles_per_rank=Size("3x1")
-    )
+    ((legend, done),) = planned(tiles="1x2", exchange_every="1", streamed=Size("3x1"))
     assert legend.splitlines()[:2] == [
         "segment 0: enc0_conv0 to enc0_drop0",
         "segment 1: enc0_norm0 to enc0_pool",

@@ -15,11 +15,8 @@ from distseg.models.capture.trace import CanNotCapture
 from distseg.training.verify import verify
 
 WAYS = {  # of each number of ranks
-    1: [dict(tiles_per_rank=(3, 2), streaming="offload", exchange_every="1")],
-    2: [
-        dict(tiles="2x1", exchange_every="2"),
-        dict(stages=2, tiles_per_rank=(2, 1), streaming="offload"),
-    ],
+    1: [dict(streamed=(3, 2), exchange_every="1")],
+    2: [dict(tiles="2x1", exchange_every="2"), dict(stages=2, streamed=(2, 1))],
 }
 
 

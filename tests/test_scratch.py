@@ -104,7 +104,7 @@ def test_a_full_disk_is_told_before_anything_is_written(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(
         OSError,
-        match=r"a feature map of 0.00 GB does not fit the scratch folder .* \(No space left on device; .* GB are free\).*spatial.scratch",
+        match=r"a feature map of 0.00 GB does not fit the scratch folder .* \(No space left on device; .* GB are free\).*streaming.scratch",
     ):
         Map(BOX, like(torch.float32, "NHWC"), tmp_path)
     monkeypatch.setattr(scratch, "free_bytes", lambda folder: 10**9)
@@ -117,9 +117,9 @@ def test_a_full_disk_is_told_before_anything_is_written(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("folder", ["/nowhere/at/all", "/proc"])
 def test_a_folder_that_can_not_be_written(folder):
-    with pytest.raises(OSError, match=f"{folder}.*spatial.scratch"):
+    with pytest.raises(OSError, match=f"{folder}.*streaming.scratch"):
         Map(BOX, like(torch.float32, "NCHW"), folder)
-    with pytest.raises(OSError, match="spatial.scratch"):
+    with pytest.raises(OSError, match="streaming.scratch"):
         require_scratch_space("/nowhere/at/all", 1)
 
 

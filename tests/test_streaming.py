@@ -7,7 +7,7 @@ import torch
 from test_exact import check, config
 from torch import nn
 
-from distseg.config.settings import RunConfig
+from distseg.config.settings import StreamingConfig
 from distseg.config.sizes import Size
 from distseg.layers.graph import graph_of
 from distseg.models.capture.capture import as_network
@@ -60,8 +60,7 @@ def test_spilled(comm, norm, loss):
         tiles={1: "1x1", 2: "1x2", 4: "2x2"}[comm.size],
         norm=norm,
         loss=loss,
-        streaming="offload",
-        tiles_per_rank=GRID,
+        streamed=GRID,
     )
 
 
@@ -75,15 +74,14 @@ def test_recomputed(comm, up):
         tiles={1: "1x1", 3: "3x1"}[comm.size],
         norm="none",
         up=up,
-        streaming="recompute",
-        tiles_per_rank=GRID,
+        streamed=GRID,
         scratch="memory",
     )
 
 
 @pytest.mark.parallel(1)
 def test_recomputed_with_frozen_batch_norm(comm):
-    check(comm, "61x75", norm="batch", frozen_norm=True, streaming="recompute", tiles_per_rank=GRID)
+    check(comm, "61x75", norm="batch", frozen_norm=True, streamed=GRID)
 
 
 @pytest.mark.parallel(4)
@@ -103,8 +101,7 @@ def test_samples_times_tiles_times_tiles_streaming(comm, norm, loss, up):
         up=up,
         images=2,
         accumulate=2,
-        streaming="offload",
-        tiles_per_rank=GRID,
+        streamed=GRID,
         ignore_index=7,
     )
 
@@ -112,15 +109,7 @@ def test_samples_times_tiles_times_tiles_streaming(comm, norm, loss, up):
 @pytest.mark.parallel(2)
 @pytest.mark.parametrize("scope", ["group", "step"])
 def test_batch_norm_over_sample_groups(comm, scope):
-    check(
-        comm,
-        "33x47",
-        samples=2,
-        norm="batch",
-        norm_scope=scope,
-        streaming="offload",
-        tiles_per_rank=Size("2x2"),
-    )
+    check(comm, "33x47", samples=2, norm="batch", norm_scope=scope, streamed=Size("2x2"))
 
 
 @pytest.mark.parallel([2, 3, 4])
@@ -144,8 +133,7 @@ def test_stages_times_tiles_streaming(comm, norm, loss, placement):
         norm=norm,
         loss=loss,
         accumulate=2,
-        streaming="offload",
-        tiles_per_rank=GRID,
+        streamed=GRID,
     )
 
 
@@ -178,8 +166,7 @@ def test_forward_and_backward_passes_in_turn(comm, norm, placement, monkeypatch)
         schedule="1f1b",
         norm=norm,
         accumulate=5,
-        streaming="offload",
-        tiles_per_rank=Size("3x2"),
+        streamed=Size("3x2"),
     )
     assert not under_way and most < 5
     behind = comm.size - comm.rank
@@ -207,8 +194,7 @@ def test_a_loss_that_is_known_only_when_all_went_forward_in_turn(comm, norm, pla
         norm=norm,
         loss="dice",
         accumulate=4,
-        streaming="offload",
-        tiles_per_rank=Size("3x2"),
+        streamed=Size("3x2"),
     )
 
 
@@ -219,13 +205,7 @@ def test_a_stage_begins_at_any_layer(comm, start):
     """Down a level and up again: conv drop norm act stash pool conv drop ... norm act up pop conv ... head."""
     layers = len(graph_of(outline_model(config(num_convs=1).model)))
     check(
-        comm,
-        "21x30",
-        stages=2,
-        num_convs=1,
-        balance=[start, layers - start],
-        streaming="offload",
-        tiles_per_rank=Size("2x2"),
+        comm, "21x30", stages=2, num_convs=1, balance=[start, layers - start], streamed=Size("2x2")
     )
 
 
@@ -244,7 +224,7 @@ def with_the_image_as_a_skip(**unused) -> nn.Sequential:
 @pytest.mark.parallel(3)
 @pytest.mark.parametrize("balance", [[4, 4, 6], [1, 2, 11], [2, 8, 4], [9, 1, 4]])
 def test_skips_of_all_kinds_cross_stages(comm, balance):
-    found = config(stages=3, balance=balance, streaming="offload", tiles_per_rank=Size("11x2"))
+    found = config(stages=3, balance=balance, streamed=Size("11x2"))
     report = verify(
         replace(found, model=replace(found.model, name=f"{__name__}:with_the_image_as_a_skip")),
         comm,
@@ -267,16 +247,7 @@ def test_skips_of_all_kinds_cross_stages(comm, balance):
 def test_borders_of_stored_maps_are_exchanged(comm, every, norm, loss):
     """Instead of computed by both neighbours; on the way back their gradients return."""
     grid = {1: "1x1", 2: "1x2", 3: "3x1", 4: "2x2"}[comm.size]
-    check(
-        comm,
-        "61x75",
-        tiles=grid,
-        norm=norm,
-        loss=loss,
-        streaming="offload",
-        tiles_per_rank=GRID,
-        exchange_every=every,
-    )
+    check(comm, "61x75", tiles=grid, norm=norm, loss=loss, streamed=GRID, exchange_every=every)
 
 
 @pytest.mark.parallel([1, 2])
@@ -290,8 +261,7 @@ def test_a_lone_stage_has_nobody_to_take_turns_with(comm):
         norm="none",
         loss="dice",
         accumulate=2,
-        streaming="offload",
-        tiles_per_rank=Size("1x2"),
+        streamed=Size("1x2"),
     )
 
 
@@ -328,13 +298,7 @@ def whose_last_rows_are_for_another_stage(**unused) -> nn.Module:
 
 @pytest.mark.parallel([2, 3])
 def test_a_map_goes_when_it_is_made_and_read(comm):
-    found = config(
-        stages=comm.size,
-        schedule="1f1b",
-        loss="dice",
-        streaming="recompute",
-        tiles_per_rank=Size("7x1"),
-    )
+    found = config(stages=comm.size, schedule="1f1b", loss="dice", streamed=Size("7x1"))
     report = verify(
         replace(
             found,
@@ -356,8 +320,7 @@ def test_borders_of_maps_that_ranks_made_of_single_cells(comm):
         norm="none",
         depth=2,
         num_convs=1,
-        streaming="recompute",
-        tiles_per_rank=Size("3x1"),
+        streamed=Size("3x1"),
         exchange_every="1",
     )
 
@@ -376,7 +339,7 @@ def with_a_wide_skip(**unused) -> nn.Sequential:
 @pytest.mark.parallel(2)
 @pytest.mark.parametrize("every", ["1", "2", "3"])
 def test_what_a_rank_made_of_its_neighbours_part_has_no_gradient_twice(comm, every):
-    found = config(tiles="1x2", streaming="offload", tiles_per_rank=GRID, exchange_every=every)
+    found = config(tiles="1x2", streamed=GRID, exchange_every=every)
     report = verify(
         replace(found, model=replace(found.model, name=f"{__name__}:with_a_wide_skip")),
         comm,
@@ -392,8 +355,7 @@ def test_images_that_exchange_one_after_another(comm):
         "41x35",
         tiles="2x1",
         norm="batch",
-        streaming="offload",
-        tiles_per_rank=Size("2x2"),
+        streamed=Size("2x2"),
         exchange_every="1",
         images=2,
         accumulate=2,
@@ -408,7 +370,7 @@ def test_images_that_exchange_one_after_another(comm):
 )
 def test_stages_times_tiles_that_exchange_streaming(comm, every, norm, placement):
     check(
-        comm, "61x75", tiles="1x2", stages=comm.size // 2, placement=placement, norm=norm, accumulate=2, streaming="offload", tiles_per_rank=GRID, exchange_every=every,
+        comm, "61x75", tiles="1x2", stages=comm.size // 2, placement=placement, norm=norm, accumulate=2, streamed=GRID, exchange_every=every,
     )  # fmt: skip
 
 
@@ -417,7 +379,7 @@ def test_stages_times_tiles_that_exchange_streaming(comm, every, norm, placement
 def test_a_margin_below_comes_from_a_neighbour_and_not_from_the_stage_before(comm, norm):
     """Windows of the upper part reach into it, and wait for no rows of a transfer that has none."""
     check(
-        comm, "64x32", tiles="2x1", stages=2, norm=norm, depth=3, num_convs=1, balance=[18, 23], streaming="offload", tiles_per_rank=Size("2x2"), exchange_every="level",
+        comm, "64x32", tiles="2x1", stages=2, norm=norm, depth=3, num_convs=1, balance=[18, 23], streamed=Size("2x2"), exchange_every="level",
     )  # fmt: skip
 
 
@@ -433,14 +395,14 @@ def test_a_margin_below_comes_from_a_neighbour_and_not_from_the_stage_before(com
 )
 def test_samples_times_tiles_times_stages_times_tiles_streaming(comm, norm, loss, placement):
     check(
-        comm, "61x75", samples=2, tiles="1x2", stages=2, placement=placement, norm=norm, loss=loss, images=2, accumulate=2, streaming="offload", tiles_per_rank=GRID,
+        comm, "61x75", samples=2, tiles="1x2", stages=2, placement=placement, norm=norm, loss=loss, images=2, accumulate=2, streamed=GRID,
         ignore_index=7,
     )  # fmt: skip
 
 
 @pytest.mark.parallel(1)
 def test_a_grid_finer_than_the_deepest_map(comm):
-    check(comm, "17x9", depth=3, norm="instance", streaming="offload", tiles_per_rank=Size("9x9"))
+    check(comm, "17x9", depth=3, norm="instance", streamed=Size("9x9"))
 
 
 @pytest.mark.parallel([2, 3, 4])
@@ -460,7 +422,7 @@ def test_tiles_of_stages_go_back_while_others_go_forward(comm, norm, images, los
         ),
     )
     check(
-        comm, "97x41", stages=comm.size, norm=norm, frozen_norm=norm == "batch", loss=loss, images=images, accumulate=2, streaming="offload", tiles_per_rank=Size("7x2"),
+        comm, "97x41", stages=comm.size, norm=norm, frozen_norm=norm == "batch", loss=loss, images=images, accumulate=2, streamed=Size("7x2"),
         depth=1, num_convs=1,
     )  # fmt: skip
     kinds = [type(op) for op in found[-1] if isinstance(op, KeptTile)]
@@ -494,7 +456,7 @@ def that_takes_few_sizes(**unused) -> nn.Module:
 @pytest.mark.parametrize("tiles_per_rank", ["7x2", "13x1"])
 def test_stages_are_balanced_whatever_sizes_a_network_takes(comm, tiles_per_rank):
     """Tiles may be of others."""
-    found = config(stages=2, streaming="recompute", tiles_per_rank=Size(tiles_per_rank))
+    found = config(stages=2, streamed=Size(tiles_per_rank))
     report = verify(
         replace(found, model=replace(found.model, name=f"{__name__}:that_takes_few_sizes")),
         comm,
@@ -514,22 +476,15 @@ def test_stages_keep_some_of_the_tiles_that_go_back_in_turn(comm, monkeypatch):
         ]
 
     monkeypatch.setattr(streaming, "keeping_all", some)
-    check(
-        comm,
-        "97x41",
-        stages=2,
-        norm="none",
-        streaming="offload",
-        tiles_per_rank=Size("7x2"),
-        depth=1,
-        num_convs=1,
-    )
+    check(comm, "97x41", stages=2, norm="none", streamed=Size("7x2"), depth=1, num_convs=1)
 
 
 @pytest.mark.parallel(2)
 @pytest.mark.parametrize("norm", ["instance", "none"])
 def test_within_a_budget(comm, norm):
-    found = replace(config(tiles="2x1", norm=norm, num_convs=1), run=RunConfig(memory="4GB"))
+    found = replace(
+        config(tiles="2x1", norm=norm, num_convs=1), streaming=StreamingConfig(memory="4GB")
+    )
     report = verify(found, comm, Size("97x131"))
     assert comm.bcast(report and report["max_error"]) <= 1e-12
 
@@ -542,9 +497,9 @@ def test_nothing_is_stored_without_live_norms_and_all_is_let_go_of_with(comm, mo
     )
     close = Map.close
     monkeypatch.setattr(Map, "close", lambda self: closed.append(self) or close(self))
-    check(comm, "33x47", norm="none", streaming="offload", tiles_per_rank=GRID)
+    check(comm, "33x47", norm="none", streamed=GRID)
     assert not made
-    check(comm, "33x47", norm="instance", streaming="offload", tiles_per_rank=GRID)
+    check(comm, "33x47", norm="instance", streamed=GRID)
     assert len(made) == 2 * 10 and set(made) == set(
         closed
     )  # before each of ten norms a map and its gradient
@@ -556,7 +511,7 @@ SIZE = (256, 256)
 def test_a_budget_that_kernels_and_gaps_do_not_fit_into_is_told():
     assert memory_warnings(None, 4e8) == memory_warnings(600_000_000, 4e8) == []
     assert (
-        "run.memory is 450 MB, and this process takes 400 MB before any tile"
+        "streaming.memory is 450 MB, and this process takes 400 MB before any tile"
         in memory_warnings(450_000_000, 4e8)[0]
     )
 
@@ -569,7 +524,7 @@ def test_a_budget_that_a_decoder_does_not_fit_into_is_told():
         == []
     )
     assert (
-        "run.memory is 500 MB, but a can only be decoded whole, which takes 100 MB for a while beside the 400 MB"
+        "streaming.memory is 500 MB, but a can only be decoded whole, which takes 100 MB for a while beside the 400 MB"
         in short_of_decoding(500_000_000, 4e8, "a", 10**8)[0]
     )
 
@@ -652,7 +607,7 @@ class TestBudget:
     def test_too_little_is_refused_with_both_numbers(self):
         with pytest.raises(
             ValueError,
-            match=r"of run.memory 0.0 MB are left .* take 0.\d MB on a tile of .* give 1 MB more",
+            match=r"of streaming.memory 0.0 MB are left .* take 0.\d MB on a tile of .* give 1 MB more",
         ):
             list(self.tilings(1e4))
 
@@ -664,30 +619,22 @@ class TestBudget:
     "settings, message",
     [
         (
-            dict(streaming="recompute", tiles_per_rank=GRID),
-            r"streaming is recompute, but enc0_norm0 \(instance norm\) takes statistics of the whole image: set it to offload, model.norm to none",
-        ),
-        (
-            dict(streaming="offload"),
-            r"the number of tiles is not given: set run.memory, such as 4GB, or spatial.tiles_per_rank",
-        ),
-        (
-            dict(streaming="offload", tiles_per_rank=GRID, halo=3),
-            r"streaming is offload, but streamed tiles are exact windows: leave out spatial.halo",
+            dict(streamed=GRID, halo=3),
+            r"streaming.tiles is .*, but streamed tiles are exact windows: leave out spatial.halo",
         ),
         (
             dict(memory="4GB", placement="devices", balance=[10, 19]),
-            r"run.memory is 4GB, but torchgpipe cannot stream tiles: set pipeline.placement to linear or v-shaped",
+            r"streaming.memory is 4GB, but torchgpipe cannot stream tiles: set pipeline.placement to linear or v-shaped",
         ),
         (
-            dict(streaming="offload", tiles_per_rank=GRID, scratch="/nowhere"),
-            r"spatial.scratch is /nowhere, which is not a folder",
+            dict(streamed=GRID, scratch="/nowhere"),
+            r"streaming.scratch is /nowhere, which is not a folder",
         ),
         (
-            dict(streaming="in_memory", memory="4GB"),
-            r"run.memory is 4GB, but with spatial.streaming in_memory nothing can be cut to fit it",
+            dict(tiles_per_rank=GRID, memory="4GB"),
+            r"streaming.memory is 4GB, but spatial.tiles_per_rank is .* leave one of them out",
         ),
-        (dict(memory="1MB"), r"run.memory is 1 MB, but a process .* takes \d+ MB already"),
+        (dict(memory="1MB"), r"streaming.memory is 1 MB, but a process .* takes \d+ MB already"),
         (dict(memory="many"), r"memory is written as 16GB or 15.5GiB, got 'many'"),
     ],
 )
@@ -695,7 +642,9 @@ class TestBudget:
 def test_refused(comm, settings, message):
     with pytest.raises((ValueError, OSError), match=message):
         found = config(**{k: v for k, v in settings.items() if k != "memory"})
-        verify(replace(found, run=RunConfig(memory=settings.get("memory"))), comm, Size("33x47"))
+        if "memory" in settings:
+            found = replace(found, streaming=StreamingConfig(memory=settings["memory"]))
+        verify(found, comm, Size("33x47"))
 
 
 def one_name_twice(in_channels, out_channels, **_):
@@ -720,7 +669,7 @@ def one_name_twice(in_channels, out_channels, **_):
 
 @pytest.mark.parallel([1, 2])
 def test_a_name_of_a_skip_is_used_again(comm):
-    found = config(streaming="offload", tiles_per_rank=GRID, tiles=f"1x{comm.size}")
+    found = config(streamed=GRID, tiles=f"1x{comm.size}")
     report = verify(
         replace(found, model=replace(found.model, name=f"{__name__}:one_name_twice")),
         comm,

@@ -23,7 +23,7 @@ from distseg.training.verify import verify
 WAYS = {  # of each number of ranks
     1: [
         dict(tiles_per_rank=(2, 2), exchange_every="1", accumulate=2),
-        dict(tiles_per_rank=(3, 2), streaming="offload", exchange_every="1", images=2),
+        dict(streamed=(3, 2), exchange_every="1", images=2),
     ],
     2: [dict(tiles="2x1", exchange_every="2"), dict(samples=2, images=2)],
 }
@@ -69,10 +69,7 @@ def test_frames_and_dates_in_the_batch(comm, name, size):
 @pytest.mark.parallel([1, 2])
 def test_slices_in_the_batch(comm):
     ways = {
-        1: [
-            dict(tiles_per_rank=(2, 2, 1), exchange_every="1", images=2),
-            dict(tiles_per_rank=(1, 2, 2), streaming="offload"),
-        ],
+        1: [dict(tiles_per_rank=(2, 2, 1), exchange_every="1", images=2), dict(streamed=(1, 2, 2))],
         2: [dict(tiles="2x1x1", exchange_every="1")],
     }
     for way in ways[comm.size]:

@@ -239,7 +239,7 @@ def test_only_what_differs_from_the_config_file_is_a_flag(capsys, folder):
     )  # fmt: skip
     flags = shlex.split(command(text).partition("train c.yaml")[2])
     assert flags == shlex.split(
-        """--data.crop 64x64 --data.augment '["flip", "turn"]' --optim.lr 0.02 --optim.clip 1.0 --train.tensorboard false --run.memory 4000000000 --train.resume true"""
+        """--streaming.memory 4000000000 --data.crop 64x64 --data.augment '["flip", "turn"]' --optim.lr 0.02 --optim.clip 1.0 --train.tensorboard false --train.resume true"""
     )
     Path("c.yaml").write_text("optim: {clip: 1.0}\nmesh: {samples: 4}\n")
     code, text, err = run(capsys, *PERLMUTTER, "--optim.clip", "null")

@@ -19,8 +19,8 @@ from distseg.config.settings import (
     OptimConfig,
     PipelineConfig,
     PredictConfig,
-    RunConfig,
     SpatialConfig,
+    StreamingConfig,
     TrainConfig,
 )
 from distseg.config.sizes import Size
@@ -159,11 +159,10 @@ def test_tiles_streaming_train_as_tiles_in_memory(comm, folder, norm, crop):
         plan, data=replace(plan.data, crop=crop and Size(crop), epoch_samples=crop and 8)
     )
     train(plan, comm)
-    spatial = replace(
-        plan.spatial, streaming="offload", tiles_per_rank=Size("2x2"), scratch=str(folder)
-    )
+    streaming = StreamingConfig(tiles=Size("2x2"), scratch=str(folder))
     train(
-        replace(plan, spatial=spatial, train=replace(plan.train, output=str(folder / "time"))), comm
+        replace(plan, streaming=streaming, train=replace(plan.train, output=str(folder / "time"))),
+        comm,
     )
     if comm.rank == 0:
         memory, time = weights(folder / "memory"), weights(folder / "time")
@@ -185,11 +184,10 @@ def test_stages_streaming_train_images_of_very_different_sizes(comm, shared_path
     )
     plan = replace(plan, data=replace(plan.data, crop=None, epoch_samples=None))
     train(plan, comm)
-    spatial = replace(
-        plan.spatial, streaming="offload", tiles_per_rank=Size("3x1"), scratch=str(folder)
-    )
+    streaming = StreamingConfig(tiles=Size("3x1"), scratch=str(folder))
     train(
-        replace(plan, spatial=spatial, train=replace(plan.train, output=str(folder / "time"))), comm
+        replace(plan, streaming=streaming, train=replace(plan.train, output=str(folder / "time"))),
+        comm,
     )
     if comm.rank == 0:
         memory, time = weights(folder / "memory"), weights(folder / "time")
@@ -204,15 +202,7 @@ def test_stages_of_tiles_streaming_train_images_of_different_sizes(comm, folder,
         return replace(plan, data=replace(plan.data, crop=None, epoch_samples=None))
 
     plan = whole(config(folder, images=2, stages=2, norm=norm, output=str(folder / "two")))
-    train(
-        replace(
-            plan,
-            spatial=replace(
-                plan.spatial, streaming="offload", tiles_per_rank=Size("3x2"), scratch="memory"
-            ),
-        ),
-        comm,
-    )
+    train(replace(plan, streaming=StreamingConfig(tiles=Size("3x2"), scratch="memory")), comm)
     if comm.rank == 0:
         train(whole(config(folder, images=2, norm=norm, output=str(folder / "one"))), comm.Split(0))
         two, one = weights(folder / "two"), weights(folder / "one")
@@ -348,8 +338,8 @@ def test_a_budget_that_no_tile_fits_into_is_told_by_all_stages_at_once_before_th
     comm, folder, monkeypatch
 ):
     monkeypatch.setattr(engine, "smallest_budget", lambda *_: 2000.0)
-    found = replace(config(folder, stages=2, images=2), run=RunConfig(memory="4GB"))
-    with pytest.raises(JointFailure, match="of run.memory 0.0 MB are left .* give 1 MB more"):
+    found = replace(config(folder, stages=2, images=2), streaming=StreamingConfig(memory="4GB"))
+    with pytest.raises(JointFailure, match="of streaming.memory 0.0 MB are left .* give 1 MB more"):
         Run(found, comm)
 
 
@@ -390,7 +380,12 @@ def test_a_store_of_volumes_does_not_fit_a_network_of_planes(comm, folder):
             Box.whole(size), np.stack([labels, labels]).astype(np.float32), labels
         )
     plan = config(folder)
-    plan = replace(plan, data=DataConfig(store=str(folder / "volumes.h5")), predict=PredictConfig())
+    plan = replace(
+        plan,
+        data=DataConfig(store=str(folder / "volumes.h5")),
+        predict=PredictConfig(),
+        model=replace(plan.model, dims=2),
+    )
     with pytest.raises(JointFailure, match="images have 3 dims .9x13x11.*takes images of 2"):
         Run(plan, comm)
 

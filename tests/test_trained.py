@@ -4,7 +4,14 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from distseg.config.settings import Config, ModelConfig, PipelineConfig, PredictConfig, RunConfig
+from distseg.config.settings import (
+    Config,
+    ModelConfig,
+    PipelineConfig,
+    PredictConfig,
+    RunConfig,
+    StreamingConfig,
+)
 from distseg.training.run_config import TAKEN, check_model, left_behind, taken_over
 
 
@@ -17,7 +24,8 @@ def test_code_folders_devices_and_threads_are_not_taken_over():
         model=ModelConfig("nets:mine", depth=3),
         pipeline=PipelineConfig(placement="devices", devices=["cuda:7"], balance=[5]),
         predict=PredictConfig(scratch="/elsewhere"),
-        run=RunConfig(threads=7, memory="4GB", timeout=0),
+        run=RunConfig(threads=7, timeout=0),
+        streaming=StreamingConfig(memory="4GB"),
     )
     config["spatial"]["scratch"] = config["train"]["output"] = "/elsewhere"
     found = taken_over(config, "run")

@@ -292,9 +292,8 @@ def run_predict(
         check_images(predictor, sizes)
     if world.rank == 0:
         most = max(decoding, default=0)
-        memory = (
-            None if any(p.is_cuda for p in predictor.model.parameters()) else config.run.memory
-        )  # a GPU's
+        on_gpu = any(p.is_cuda for p in predictor.model.parameters())
+        memory = None if on_gpu else config.streaming.memory
         print(
             f"network: {checkpoint}",
             threads,

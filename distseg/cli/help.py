@@ -33,7 +33,7 @@ EXAMPLES = {
 }
 
 _MESH = ("mesh.samples", "mesh.tiles", "mesh.stages")
-_PARTS = ("spatial.exchange_every", "run.memory")
+_PARTS = ("spatial.exchange_every", "streaming.memory")
 FIRST = {
     "train": (
         *("data.store", "train.output", "model.name", "model.depth", "model.base_channels"),
@@ -45,8 +45,8 @@ FIRST = {
         *("patchgd.patch", "patchgd.sampled", "patchgd.head", "data.images", "optim.lr"),
         *("train.epochs", "train.resume"),
     ),
-    "evaluate": ("data.store", "run.memory", "predict.tile"),
-    "predict": ("predict.formats", "predict.probabilities", "run.memory", "predict.tile"),
+    "evaluate": ("data.store", "streaming.memory", "predict.tile"),
+    "predict": ("predict.formats", "predict.probabilities", "streaming.memory", "predict.tile"),
     "verify": ("model.name", "model.depth", "loss.name", *_MESH, *_PARTS),
     "profile": ("data.store", "model.name", *_MESH, *_PARTS),
 }

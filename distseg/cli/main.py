@@ -156,11 +156,14 @@ def _parser(command: str, kind: type | None = Config) -> _Parser:
 def _parse(parser: _Parser, arguments: list[str], given: list[Setting] | None = None) -> Namespace:
     """Parse arguments; they override the settings that are ``given``.
 
-    A first argument without a dash is the config file. ``--memory`` stands for ``--run.memory``.
+    A first argument without a dash is the config file. ``--memory`` stands for
+    ``--streaming.memory``.
     """
     if given is None:
         given = []
-    arguments = [re.sub(r"^--memory(?==|$)", "--run.memory", argument) for argument in arguments]
+    arguments = [
+        re.sub(r"^--memory(?==|$)", "--streaming.memory", argument) for argument in arguments
+    ]
     if arguments and not arguments[0].startswith("-"):
         arguments = ["--config", *arguments]
     if _HELP & set(arguments):

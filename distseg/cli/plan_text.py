@@ -110,9 +110,9 @@ def _streaming(
     )
     budget = (
         None
-        if config.run.memory is None
+        if config.streaming.memory is None
         else budget_of(
-            config.run.memory, _base(config, model), "weights and what the optimizer keeps"
+            config.streaming.memory, _base(config, model), "weights and what the optimizer keeps"
         )
     )
     executor = make_streaming_executor(

@@ -14,7 +14,7 @@ from distseg.comm.mesh import Mesh
 from distseg.comm.replicas import broadcast
 from distseg.comm.watch import heartbeat, phase
 from distseg.config.patchgd import PatchConfig
-from distseg.config.settings import Config, MeshConfig, with_dims
+from distseg.config.settings import Config, MeshConfig, StreamingConfig, with_dims
 from distseg.config.sizes import Size
 from distseg.data.class_files import Classes, are_there
 from distseg.data.class_map import PartialMap, identity_of
@@ -67,19 +67,13 @@ def load_predictor(
     if stages < config.mesh.stages:
         config = replace(config, pipeline=replace(config.pipeline, balance=None))
     one = Size((1,) * len(config.predict.tile))
-    spatial = replace(
-        config.spatial,
-        tiles_per_rank=one,
-        streaming="in_memory",
-        exchange_every="all",
-        fuse_below=0,
-    )
-    memory = config.run.memory
+    spatial = replace(config.spatial, tiles_per_rank=one, exchange_every="all", fuse_below=0)
+    memory = config.streaming.memory
     config = replace(
         config,
         mesh=replace(config.mesh, stages=stages, tiles=one),
         spatial=spatial,
-        run=replace(config.run, memory=None),
+        streaming=StreamingConfig(),
     )
     with raise_jointly(world):
         check_there(config.pipeline)

@@ -202,11 +202,16 @@ def check_value(name: str, text: str) -> None:
 _SHORT = 200  # text of this many characters cannot be nested so deep that a parser fails
 
 
-_RENAMED = {"spatial.in_time": "spatial.streaming"}
+_STREAMING = "streaming.memory (a limit such as 4GB) or streaming.tiles"
+_RENAMED = {
+    "spatial.in_time": _STREAMING,
+    "spatial.streaming": _STREAMING,
+    "run.memory": "streaming.memory",
+    "spatial.scratch": "streaming.scratch",
+}
 _RENAMED_VALUES = {
     ("pipeline.placement", "line"): "linear",
     ("pipeline.placement", "v"): "v-shaped",
-    ("spatial.streaming", "spill"): "offload",
 }
 
 

@@ -7,7 +7,7 @@ as stages or streaming, has no place here, so the parser refuses it.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 from distseg.config.settings import (
     DataBase,
@@ -16,7 +16,8 @@ from distseg.config.settings import (
     ModelBase,
     OptimConfig,
     PredictBase,
-    RunBase,
+    RunConfig,
+    StreamingConfig,
     TrainBase,
     check_at_least,
     check_step,
@@ -110,7 +111,9 @@ class PatchConfig:
     train: TrainBase = field(default_factory=TrainBase)
     patchgd: PatchgdConfig = field(default_factory=PatchgdConfig)
     predict: PredictBase = field(default_factory=PredictBase)
-    run: RunBase = field(default_factory=RunBase)
+    run: RunConfig = field(default_factory=RunConfig)
+
+    streaming: ClassVar[StreamingConfig] = StreamingConfig()  # a section of exact training
 
     def __post_init__(self):
         check_step(self)

@@ -289,17 +289,8 @@ class SpatialConfig:
     """Tiles: how an image is split over ranks, and how a rank computes its tiles."""
 
     tiles_per_rank: Size = Size((1, 1))
-    """Grid of tiles that each rank owns of an image."""
-    streaming: Literal["auto", "in_memory", "recompute", "offload"] = "auto"
-    """How a rank computes several tiles. in_memory: all tiles at once. recompute: one tile after
-    another; activations are dropped and computed again in the backward pass (not with active
-    norms). offload: the network runs in segments, from norm to norm, each over all tiles; the
-    feature maps between segments are stored in ``scratch``. auto: with run.memory, recompute, or
-    offload if a norm is active; without it, one tile after another if no norm is active, else
-    in_memory."""
-    scratch: str | None = None
-    """Folder for offloaded feature maps (streaming), best on a fast local disk; by default the
-    system's temporary folder. ``memory`` keeps them in the host's memory."""
+    """Grid of tiles that each rank owns of an image, whose activations it holds at once. With
+    ``streaming`` a rank needs one tile only."""
     halo: int | None = None
     """Halo in pixels; by default the exact halo of the model. A smaller one is an approximation."""
     exchange_every: int | str = "all"
@@ -319,7 +310,6 @@ class SpatialConfig:
     def __post_init__(self):
         to_sizes(self, "tiles_per_rank")
         check_at_least(self, 0, "halo", "fuse_below")
-        _path(self, "scratch")
         every = str(self.exchange_every)
         if every not in ("level", "all") and not (every.isdecimal() and int(every) > 0):
             raise ValueError(
@@ -633,12 +623,12 @@ class PredictConfig(PredictBase):
     """Evaluation and prediction: tile size and output files."""
 
     tile: Size = Size((1024, 1024))
-    """Tile size of evaluation and prediction, which determines their memory. With run.memory,
-    tiles are as large as fit instead."""
+    """Tile size of evaluation and prediction, which determines their memory. With
+    streaming.memory, tiles are as large as fit instead."""
     scratch: str | None = None
     """Folder for the feature maps before norms that need the whole image (instance, group), or
     ``memory``. By default they stay in memory if they fit into half of the free memory or of
-    run.memory; else they go to the system's temporary folder."""
+    streaming.memory; else they go to the system's temporary folder."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -647,7 +637,57 @@ class PredictConfig(PredictBase):
 
 
 @dataclass(frozen=True)
-class RunBase:
+class StreamingConfig:
+    """Streaming: a rank computes its part of an image tile after tile, in bounded memory.
+
+    It is on if ``memory`` or ``tiles`` is given. Whether activations are computed again in the
+    backward pass or offloaded follows from the norms: the maps that an active norm needs as a whole
+    are stored in ``scratch``.
+    """
+
+    memory: int | str | None = None
+    """Memory limit per rank, such as ``4GB`` or a number of bytes: streamed tiles are as large as
+    fit. Evaluation and prediction keep it too."""
+    tiles: Size | None = None
+    """Grid of streamed tiles of a rank's part of an image, instead of a memory limit."""
+    scratch: str | None = None
+    """Folder for offloaded feature maps, best on a fast local disk; by default the system's
+    temporary folder. ``memory`` keeps them in the host's memory."""
+
+    def __post_init__(self):
+        if self.memory is not None:
+            object.__setattr__(self, "memory", int(parse_bytes(self.memory)))
+        if self.tiles is not None:
+            to_sizes(self, "tiles")
+        _path(self, "scratch")
+        if self.memory is not None and self.tiles is not None:
+            raise ValueError(
+                f"streaming.memory is {self.memory / 1e9:g}GB, but streaming.tiles is "
+                f"{self.tiles}: the memory decides the tiles, so leave one of them out"
+            )
+        check_effect(
+            self,
+            "scratch",
+            self.active,
+            "feature maps are stored only with streamed tiles: give streaming.memory or "
+            "streaming.tiles, or leave it out (predict.scratch is prediction's)",
+        )
+
+    @property
+    def active(self) -> bool:
+        """True if ranks stream tiles in training."""
+        return self.memory is not None or self.tiles is not None
+
+    @property
+    def chosen(self) -> str:
+        """The setting that turns streaming on, with its value."""
+        if self.memory is not None:
+            return f"streaming.memory is {self.memory / 1e9:g}GB"
+        return f"streaming.tiles is {self.tiles}"
+
+
+@dataclass(frozen=True)
+class RunConfig:
     """The machine: transport, device, threads and time limit."""
 
     transport: Literal["auto", "mpi", "torch"] = "auto"
@@ -664,25 +704,9 @@ class RunBase:
     """Seconds after which a hanging job is ended with a report of each rank's position. A job hangs
     if no rank makes progress or one rank is stopped. 0: never."""
 
-    memory: ClassVar[int | None] = None  # a setting of exact training
-
     def __post_init__(self):
         check_at_least(self, 0, "timeout")
         _between(self, 1, 1024, "threads")
-
-
-@dataclass(frozen=True)
-class RunConfig(RunBase):
-    """The machine: transport, device, threads, memory limit and time limit."""
-
-    memory: int | str | None = None
-    """Memory limit per rank, such as ``4GB`` or a number of bytes. In training and prediction,
-    images are streamed in tiles that fit."""
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.memory is not None:
-            object.__setattr__(self, "memory", int(parse_bytes(self.memory)))
 
 
 @dataclass(frozen=True)
@@ -693,6 +717,7 @@ class Config:
     mesh: MeshConfig = field(default_factory=MeshConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     spatial: SpatialConfig = field(default_factory=SpatialConfig)
+    streaming: StreamingConfig = field(default_factory=StreamingConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
@@ -731,6 +756,7 @@ def with_dims(config: Config, dims: int, image: str) -> Config:
     for setting, size in {
         "mesh.tiles": (1,) * dims,
         "spatial.tiles_per_rank": (1,) * dims,
+        "streaming.tiles": (2,) * dims,
         "predict.tile": (side,) * dims,
     }.items():
         section, _, field_ = setting.partition(".")
@@ -738,9 +764,9 @@ def with_dims(config: Config, dims: int, image: str) -> Config:
         if not hasattr(values, field_):
             continue  # a setting that this kind of config does not have
         value, default = getattr(values, field_), getattr(type(values)(), field_)
-        if len(value) == dims:
+        if value is None or len(value) == dims:
             continue
-        if value != default and (value.volume > 1 or default.volume > 1):
+        if value != default and (value.volume > 1 or default is None or default.volume > 1):
             raise ValueError(
                 f"{setting} is {value}, of {len(value)} dims, but images have {dims} ({image}): "
                 f"give it {dims} numbers, such as {Size(size)}"

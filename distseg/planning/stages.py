@@ -87,7 +87,7 @@ def _placement(config: Config) -> tuple[int, ...]:
 def _balance(
     config: Config, model: nn.Module, image: Sequence[int], reach: ReceptiveField, device: str
 ) -> list[int]:
-    if is_streamed(config) and config.run.memory is None:
+    if is_streamed(config) and config.streaming.memory is None:
         return _balance_streaming(config, model, image, reach, device)
     fine = Size(g * p for g, p in zip(config.mesh.tiles, config.spatial.tiles_per_rank))
     largest = max(
@@ -132,7 +132,7 @@ def _balance_streaming(
         calls[number].inputs[0]
         for number in active_norms((call.layer for call in calls), config.spatial.frozen_norm)
     ]
-    tiling = GridTiling(config.spatial.tiles_per_rank)
+    tiling = GridTiling(config.streaming.tiles)
     # Modelled on the image's size, which the network takes; it may not take a tile's size.
     costs = modelled(model, image, config.data.images, CORE if device == "cpu" else V100)
     split, tried = _split(config, model, costs), {}

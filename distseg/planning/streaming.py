@@ -35,16 +35,14 @@ _POOLS = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)
 
 def is_streamed(config: Config) -> bool:
     """Return True if ranks stream tiles (:mod:`distseg.runtime.streaming`)."""
-    return config.spatial.streaming in ("recompute", "offload") or (
-        config.spatial.streaming == "auto" and config.run.memory is not None
-    )
+    return config.streaming.active
 
 
 def budget_of(memory: int, base: int, what: str) -> float:
     """Return the bytes of ``memory`` that activations may take in a process of ``base`` bytes.
 
     Args:
-        memory: the value of ``run.memory`` in bytes.
+        memory: the value of ``streaming.memory`` in bytes.
         base: bytes that the process takes before any tile is computed.
         what: a description of what ``base`` consists of, for the error message.
 
@@ -53,7 +51,7 @@ def budget_of(memory: int, base: int, what: str) -> float:
     """
     if memory <= base:
         raise ValueError(
-            f"run.memory is {memory / 1e6:.0f} MB, but a process with {what} takes "
+            f"streaming.memory is {memory / 1e6:.0f} MB, but a process with {what} takes "
             f"{base / 1e6:.0f} MB already: give {(base + _BESIDES) / 1e6:.0f} MB or more"
         )
     return max(_SURE * (memory - base - _KEPT), (memory - base) / _RISES)
@@ -81,9 +79,9 @@ def memory_warnings(memory: int | None, base: float) -> list[str]:
     if memory is None or memory - base >= _BESIDES:
         return []
     return [
-        f"note: run.memory is {memory / 1e6:.0f} MB, and this process takes {base / 1e6:.0f} MB "
-        f"before any tile; kernels and the allocator's gaps take up to {_BESIDES / 1e6:.0f} MB "
-        f"besides: give {(base + _BESIDES) / 1e6:.0f} MB to stay within it"
+        f"note: streaming.memory is {memory / 1e6:.0f} MB, and this process takes "
+        f"{base / 1e6:.0f} MB before any tile; kernels and the allocator's gaps take up to "
+        f"{_BESIDES / 1e6:.0f} MB besides: give {(base + _BESIDES) / 1e6:.0f} MB to stay within it"
     ]
 
 
@@ -93,7 +91,7 @@ def short_of_decoding(memory: int | None, base: float, image: str, decoding: int
     This concerns image formats that can only be decoded as a whole.
 
     Args:
-        memory: the value of ``run.memory`` in bytes.
+        memory: the value of ``streaming.memory`` in bytes.
         base: bytes that the process takes before decoding.
         image: the name of the image.
         decoding: bytes that decoding takes; 0 if the image can be read in parts.
@@ -102,8 +100,8 @@ def short_of_decoding(memory: int | None, base: float, image: str, decoding: int
         return []
     enough = base + decoding + _DECODER + _VARIES
     return [
-        f"note: run.memory is {memory / 1e6:.0f} MB, but {image} can only be decoded whole, which "
-        f"takes {decoding / 1e6:.0f} MB for a while beside the {base / 1e6:.0f} MB of this "
+        f"note: streaming.memory is {memory / 1e6:.0f} MB, but {image} can only be decoded whole, "
+        f"which takes {decoding / 1e6:.0f} MB for a while beside the {base / 1e6:.0f} MB of this "
         f"process: give {enough / 1e6:.0f} MB, or convert it to tiled TIFF or npy, which are read "
         "in parts"
     ]
@@ -116,7 +114,7 @@ _BESIDES = 150e6  # bytes that kernels and allocator gaps take even with the sma
 # (benchmarks/streaming.py).
 _KEPT = 300e6
 _SURE = 0.8  # share of the remaining bytes that activations may take
-_RISES = 4  # at most this many bytes of run.memory are needed for one byte of the budget
+_RISES = 4  # at most this many bytes of streaming.memory are needed for one byte of the budget
 
 
 @dataclass(frozen=True)
@@ -324,8 +322,8 @@ class BudgetTiling:
             )
             more = math.ceil(_RISES * (taken - self.budget) / 1e6)
             raise ValueError(
-                f"of run.memory {self.budget / 1e6:.1f} MB are left beside the weights and the "
-                f"process itself, but layers {segment.nodes[0]} to {segment.nodes[-1]} take "
+                f"of streaming.memory {self.budget / 1e6:.1f} MB are left beside the weights and "
+                f"the process itself, but layers {segment.nodes[0]} to {segment.nodes[-1]} take "
                 f"{taken / 1e6:.1f} MB on a tile of {Size(least)} cells: give {more} MB more"
             )
         coarsest = [

@@ -303,7 +303,7 @@ def _reserved(size: int, folder: str | Path):
     except OSError as e:
         raise OSError(
             f"no scratch file can be made in {folder} ({e.strerror or e}): name a folder to write "
-            "to as spatial.scratch"
+            "to as streaming.scratch"
         ) from None
     try:
         if size:
@@ -313,7 +313,7 @@ def _reserved(size: int, folder: str | Path):
         raise OSError(
             f"a feature map of {size / 1e9:.2f} GB does not fit the scratch folder {folder} "
             f"({e.strerror}; {free_bytes(folder) / 1e9:.2f} GB are free): name a folder with more "
-            f"space as spatial.scratch"
+            f"space as streaming.scratch"
         ) from None
     return file
 
@@ -328,9 +328,8 @@ def require_scratch_space(folder: str | Path, needed: int) -> None:
     if needed > free:
         raise OSError(
             f"feature maps of {needed / 1e9:.2f} GB must be stored in the scratch folder {folder}, "
-            f"where {free / 1e9:.2f} GB are free: name a folder with more space as spatial.scratch "
-            f"(for prediction predict.scratch), or take smaller images or "
-            "crops"
+            f"where {free / 1e9:.2f} GB are free: name a folder with more space as "
+            "streaming.scratch (for prediction predict.scratch), or take smaller images or crops"
         )
 
 
@@ -341,6 +340,6 @@ def free_bytes(folder: str | Path) -> int:
     except OSError as e:
         raise OSError(
             f"the scratch folder {folder} cannot be used ({e.strerror}): name another as "
-            "spatial.scratch"
+            "streaming.scratch"
         ) from None
     return disk.f_bavail * disk.f_frsize

@@ -110,8 +110,8 @@ class Rule:
     """Two settings that cannot be combined.
 
     Attributes:
-        setting: a setting; the rule holds if it differs from its default.
-        other: the setting that it does not go with.
+        setting: a setting or a section; the rule holds if it differs from its default.
+        other: the setting or section that it does not go with.
         refused: a function that returns True if the combination is refused.
         why: the reason and the repair, a format string with the config ``c`` and the facts ``f``.
     """
@@ -120,22 +120,6 @@ class Rule:
     other: str
     refused: Callable[[Facts], bool]
     why: str
-
-
-def _with(setting: str, facts: Facts) -> bool:
-    """Return True if ``setting`` is the one that turns on streaming."""
-    return facts.streaming and (setting == "run.memory") == (
-        facts.config.spatial.streaming == "auto"
-    )
-
-
-def _streaming(other: str, beside: Callable[[Facts], bool], why: str) -> tuple[Rule, Rule]:
-    """Return a rule for each of the two settings that turn on streaming."""
-
-    def rule(setting: str) -> Rule:
-        return Rule(setting, other, lambda f: _with(setting, f) and beside(f), why)
-
-    return rule("spatial.streaming"), rule("run.memory")
 
 
 RULES = (
@@ -161,51 +145,37 @@ RULES = (
         "{f.untracked} has no running statistics to freeze: set model.norm to batch, or leave "
         "spatial.frozen_norm out",
     ),
-    *_streaming(
+    Rule(
+        "streaming",
         "pipeline.placement",
-        lambda f: f.on_devices,
+        lambda f: f.streaming and f.on_devices,
         "torchgpipe cannot stream tiles: set pipeline.placement to linear or v-shaped, or leave "
         "it out",
     ),
-    *_streaming(
+    Rule(
+        "streaming",
         "spatial.halo",
-        lambda f: f.config.spatial.halo is not None,
+        lambda f: f.streaming and f.config.spatial.halo is not None,
         "streamed tiles are exact windows: leave out spatial.halo, or it",
     ),
-    *_streaming(
+    Rule(
+        "streaming",
         "spatial.norm_scope",
-        lambda f: f.windows,
+        lambda f: f.streaming and f.windows,
         "streamed tiles are exact, and spatial.norm_scope window is not: leave that out, or it",
     ),
     Rule(
-        "run.memory",
-        "spatial.streaming",
-        lambda f: not f.streaming,
-        "with spatial.streaming {c.spatial.streaming} nothing can be cut to fit it: set "
-        "spatial.streaming to auto, or leave one out",
-    ),
-    Rule(
-        "spatial.streaming",
+        "streaming",
         "spatial.tiles_per_rank",
-        lambda f: (
-            f.streaming
-            and f.config.run.memory is None
-            and f.config.spatial.tiles_per_rank.volume == 1
-        ),
-        "the number of tiles is not given: set run.memory, such as 4GB, or spatial.tiles_per_rank",
-    ),
-    Rule(
-        "spatial.streaming",
-        "model.norm",
-        lambda f: f.config.spatial.streaming == "recompute" and f.active is not None,
-        "{f.active} takes statistics of the whole image: set it to offload, model.norm to none, "
-        "or, with batch norm, spatial.frozen_norm",
+        lambda f: f.streaming and f.config.spatial.tiles_per_rank.volume > 1,
+        "spatial.tiles_per_rank is {c.spatial.tiles_per_rank}, and streaming cuts a rank's part "
+        "by itself: leave one of them out",
     ),
     Rule(
         "pipeline.schedule",
-        "spatial.streaming",
+        "streaming",
         lambda f: f.streaming and f.config.pipeline.schedule == "zb-h1",
-        "streamed tiles (run.memory or spatial.streaming) free all that a tile holds in its "
+        "streamed tiles (streaming.memory or streaming.tiles) free all that a tile holds in its "
         "backward pass, so zb-h1 has nothing to postpone: set it to 1f1b, gpipe or auto",
     ),
     Rule(
@@ -236,7 +206,7 @@ RULES = (
         lambda f: f.on_devices and f.config.spatial.tiles_per_rank.volume > 1,
         "spatial.tiles_per_rank is {c.spatial.tiles_per_rank}, where torchgpipe wants all "
         "micro-batches to have one size, and so one tile: set it to 1x1, or pipeline.placement "
-        "to line",
+        "to linear",
     ),
     Rule(
         "pipeline.placement",
@@ -249,23 +219,10 @@ RULES = (
     # Settings without effect.
     Rule(
         "pipeline.recompute",
-        "spatial.streaming",
+        "streaming",
         lambda f: f.streaming,
-        "streamed tiles (run.memory or spatial.streaming) decide by themselves what is "
+        "streamed tiles (streaming.memory or streaming.tiles) decide by themselves what is "
         "recomputed: leave it out",
-    ),
-    Rule(
-        "spatial.scratch",
-        "spatial.streaming",
-        lambda f: not f.streaming,
-        "feature maps are stored only with streamed tiles: give run.memory or "
-        "spatial.streaming, or leave it out (predict.scratch is prediction's)",
-    ),
-    Rule(
-        "spatial.tiles_per_rank",
-        "run.memory",
-        lambda f: f.streaming and f.config.run.memory is not None,
-        "run.memory is given and decides the tiles: leave one of them out",
     ),
 )
 
@@ -286,8 +243,9 @@ def check_settings(config: Config, model: nn.Module | None = None) -> None:
     for rule in RULES:
         value = value_of(config, rule.setting)
         if _is_set(value, value_of(_DEFAULTS, rule.setting)) and rule.refused(facts):
-            shown = f"{value / 1e9:g}GB" if rule.setting == "run.memory" else value
-            raise ValueError(f"{rule.setting} is {shown}, but {rule.why.format(c=config, f=facts)}")
+            one = rule.setting == "streaming"
+            shown = config.streaming.chosen if one else f"{rule.setting} is {value}"
+            raise ValueError(f"{shown}, but {rule.why.format(c=config, f=facts)}")
     together = config.data.images
     if config.spatial.norm_scope == "step":
         together *= config.mesh.samples
@@ -299,10 +257,10 @@ def check_settings(config: Config, model: nn.Module | None = None) -> None:
             "data.images to 2 or more, or spatial.norm_scope to step with several sample groups, "
             "or use another norm there"
         )
-    scratch = config.spatial.scratch
+    scratch = config.streaming.scratch
     if scratch not in (None, "memory") and not os.path.isdir(scratch):
         raise ValueError(
-            f"spatial.scratch is {scratch}, which is not a folder: make it, or name another"
+            f"streaming.scratch is {scratch}, which is not a folder: make it, or name another"
         )
 
 
@@ -495,9 +453,10 @@ def _fewer_groups(settings: ModelBase, model: nn.Module) -> list[str]:
 
 
 def value_of(config: Config, setting: str):
-    """Return the value of the setting ``section.field``."""
+    """Return the value of the setting ``section.field``, or of a whole section."""
     section, _, field = setting.partition(".")
-    return getattr(getattr(config, section), field)
+    found = getattr(config, section)
+    return getattr(found, field) if field else found
 
 
 def norm_of(model: ModelBase) -> str | None:

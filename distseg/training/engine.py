@@ -153,8 +153,8 @@ class Engine(ParameterUpdate):
         )
         super().__init__(config, mesh, model, self.device)
         budget = (
-            self._budget(config.run.memory)
-            if activations and config.run.memory is not None
+            self._budget(config.streaming.memory)
+            if activations and config.streaming.memory is not None
             else None
         )
         with raise_jointly(mesh.world):
@@ -258,7 +258,7 @@ class Engine(ParameterUpdate):
     def predictor(self) -> Predictor:
         """Return a predictor of whole images with the network in training. Collective."""
         config, world = self.config, self.mesh.world
-        memory = config.run.memory
+        memory = config.streaming.memory
         budget = (
             None
             if memory is None
@@ -564,18 +564,16 @@ def make_streaming_executor(
         config: the settings.
         exchange: the halo exchange of the plain model.
         activations: the memory model of its tiles.
-        budget: bytes for the activations of a tile; None for ``spatial.tiles_per_rank`` tiles.
+        budget: bytes for the activations of a tile; None for ``streaming.tiles`` tiles.
         partition: the stages; None for one stage.
         comm: the communicator of the pipeline's ranks.
         model: this rank's layers; None for an executor that only plans.
         cast: a context manager for autocast.
         devices: the devices of this rank.
     """
-    spatial = config.spatial
-    tiling = (
-        GridTiling(spatial.tiles_per_rank) if budget is None else BudgetTiling(activations, budget)
-    )
-    folder = None if spatial.scratch == "memory" else spatial.scratch or tempfile.gettempdir()
+    streaming = config.streaming
+    tiling = GridTiling(streaming.tiles) if budget is None else BudgetTiling(activations, budget)
+    folder = None if streaming.scratch == "memory" else streaming.scratch or tempfile.gettempdir()
     stages, placement = (partition.ranges, partition.placement) if partition else ((), (0,))
     # Stages without a budget keep the graphs of their tiles, so that there is nothing to trim.
     trims = budget is not None or comm.size == 1

@@ -20,6 +20,7 @@ _FREE = (
     "train.checkpoint_minutes",
     "train.tensorboard",
     "run.",
+    "streaming.",
     "mesh.",
 )
 

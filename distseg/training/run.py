@@ -272,7 +272,7 @@ class Run:
         writes = self.mesh.replicas.rank == 0
         return (
             Checkpoints(
-                output, config.train.keep, self.mesh.pipeline, aside=config.run.memory is None
+                output, config.train.keep, self.mesh.pipeline, aside=config.streaming.memory is None
             )
             if writes
             else SilentCheckpoints()
@@ -340,7 +340,7 @@ class Run:
         if engine.streaming:
             with raise_jointly(self.world):
                 lines.append(engine.streaming.executor.describe(self.image, config.data.images))
-            lines += memory_warnings(config.run.memory, engine.base_memory())
+            lines += memory_warnings(config.streaming.memory, engine.base_memory())
         elif not config.spatial.exchanges:
             lines += self._overlap()
         if engine.partition:

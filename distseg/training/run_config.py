@@ -36,7 +36,7 @@ TAKEN = {
     "data": ("store", "shrink"),
     "train": ("precision", "channels_last"),
     "patchgd": tuple(field.name for field in fields(PatchgdConfig)),
-    "predict": ("tile", "probabilities", "formats"),
+    "predict": ("tile", "probabilities", "formats", "trace"),
     "run": ("device",),
 }
 # Settings of the machine that trained; they are not taken over, but listed if they were set.

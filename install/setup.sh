@@ -52,7 +52,18 @@ install_mpi() {
 }
 
 install_tools() {
-  if [ "$SYSTEM" = 1 ]; then pip_install -r "$here/requirements-build.txt"; else pinned -r "$here/requirements-build.txt"; fi
+  if [ "$SYSTEM" != 1 ]; then
+    pinned -r "$here/requirements-build.txt"
+    return
+  fi
+  sed '/^numpy/d' "$here/requirements-build.txt" | pip_install -r /dev/stdin # a cluster's torch comes with the NumPy it was built for
+}
+
+# A build beside the other packages can fail from what they change under it, or for want of memory: once more, alone.
+install_horovod() {
+  joined "$venv/horovod.log" && watched horovod_install && return
+  echo "      once more, with nothing beside it"
+  watched horovod_install
 }
 
 install_packages() {
@@ -60,7 +71,7 @@ install_packages() {
     pinned -r "$here/requirements-build.txt" -r "$here/requirements.txt" # both: no package may change the tools
     return
   fi
-  pip_install -r "$here/requirements-build.txt" && sed '/^rasterio/d; s/==.*//' "$here/requirements.txt" | pip_install -r /dev/stdin
+  install_tools && sed '/^rasterio/d; s/==.*//' "$here/requirements.txt" | pip_install -r /dev/stdin
 }
 
 "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || [ "$SYSTEM" = 1 ] ||
@@ -79,7 +90,7 @@ once tools "$(key "$here/requirements-build.txt" "$here/constraints.txt")" "CMak
   die "the packages of install/requirements-build.txt could not be installed" "$NETWORK"
 
 # Horovod takes longest, so it is built while the other steps download.
-horovod_key=$(key "$here"/requirements-{torch,mpi,horovod}.txt "$here"/horovod* "$here/toolchain.cmake")
+horovod_key=$(key "$here"/requirements-{torch,mpi,horovod,build}.txt "$here"/horovod* "$here/toolchain.cmake")
 building=0
 if [ "$HOROVOD" != 0 ] && ! stamped horovod "$horovod_key" && ! stamped horovod-failed "$horovod_key"; then
   building=1
@@ -92,8 +103,6 @@ once nodeps "$(key "$here/requirements-nodeps.txt")" "torchgpipe; the demo's sat
   watched pip_install --no-deps -r "$here/requirements-nodeps.txt" || die "install/requirements-nodeps.txt could not be installed" "$NETWORK"
 once project "$(key "$project/pyproject.toml" "$project/distseg/__init__.py")" "distseg itself" \
   watched pip_install --no-deps --no-build-isolation --use-pep517 -e "$project" || die "distseg itself could not be installed" "see the log"
-
-install_horovod() { joined "$venv/horovod.log" && watched horovod_install; }
 
 if [ $building = 1 ]; then
   if ! once horovod "$horovod_key" "Horovod; where this machine's cache has none yet, its build began before the other packages" install_horovod; then

@@ -446,7 +446,7 @@ TABLE = {
     ),
     "a grid of other dims": (
         verify(spatial__tiles_per_rank="1x1x2", mesh__tiles="1x1x1"),
-        r"spatial.tiles_per_rank is 1x1x2, of 3 dims, but images have 2 \(29x43\): give it 2 numbers, such as 1x1",
+        r"spatial.tiles_per_rank is 1x1x2, of 3 dims, but images have 2 \(29x43\): write it with as many numbers as the images have dims, such as 1x1",
     ),
     "pipelines": (verify(mesh__stages="2"), "2.*stages|needs 2 ranks"),
     "no samples": (verify(mesh__samples="0"), "mesh.samples is at least 1, got 0"),

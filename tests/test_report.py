@@ -308,12 +308,7 @@ def test_overlay_shows_the_scores_and_the_pixels_without_a_label(tmp_path, monke
         image, truth, prediction, ["ocean", "land", "lake"], None, tmp_path / "x.png", title="here"
     )
     [(panels, legend, title)] = said
-    assert [name for name, _ in panels] == [
-        "image",
-        "truth",
-        "prediction",
-        "errors: 0.89% of the labelled pixels",
-    ]
+    assert [name for name, _ in panels] == ["image", "truth", "prediction", "errors: 0.89%"]
     assert [name for name, _ in legend] == ["ocean", "land", "lake", "error", "no label"]
     assert title == "here     IoU:  ocean 0.982 · land 1.000 · lake 0.500 · mean 0.827"
 

@@ -69,7 +69,8 @@ def error_of(comm, name: str, way: str, size: str = "24x36") -> float:
     size = {1: "48", 2: size, 3: "8x12x6"}[dims]
     settings = dict(WAYS[way][1])
     if dims != 2:
-        settings["tiles_per_rank"] = {1: (3,), 3: (2, 2, 1)}[dims]
+        cut = "streamed" if "streamed" in settings else "tiles_per_rank"
+        settings[cut] = {1: (3,), 3: (2, 2, 1)}[dims]
         settings["tiles"] = "x".join("1" * dims)
     plan = replace(
         config(**settings),

@@ -2,7 +2,7 @@
 
 NASA's Blue Marble becomes a store. Eight MPI ranks (two sample groups, two tiles, two pipeline
 stages) train a U-Net to separate ocean, land and lake. On a machine with fewer than eight cores,
-four ranks do so: one sample group takes both images of a step, so the gradient is the same. The
+four ranks do so: one sample group takes all four images of a step, so the gradient is the same. The
 test images are evaluated beside the per-pixel baseline, predicted and drawn. Each command is
 printed, so that it can be repeated by hand.
 """
@@ -23,7 +23,7 @@ from distseg.config.units import duration
 RANKS = 8
 # More ranks than cores cost time. These flags keep the images of a step and their order.
 FEWER_RANKS = 4
-ONE_GROUP = ("--mesh.samples", "1", "--data.images", "2")
+ONE_GROUP = ("--mesh.samples", "1", "--data.images", "4")
 # A rank imports torch for longer than it computes a test image.
 RANKS_OF_TEST = 2
 CONFIG = Path("jobs/demo.yaml")

@@ -769,7 +769,7 @@ def with_dims(config: Config, dims: int, image: str) -> Config:
         if value != default and (value.volume > 1 or default is None or default.volume > 1):
             raise ValueError(
                 f"{setting} is {value}, of {len(value)} dims, but images have {dims} ({image}): "
-                f"give it {dims} numbers, such as {Size(size)}"
+                f"write it with as many numbers as the images have dims, such as {Size(size)}"
             )
         config = replace(config, **{section: replace(values, **{field_: Size(size)})})
     model = config.model

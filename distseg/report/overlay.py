@@ -124,9 +124,7 @@ def _error_panel(
     drawn = shrink_labels(wrong, np.array([wrong.size - wrong.sum(), wrong.sum()])) == 1
     grey = (175 + 0.3 * small.mean(-1, keepdims=True)).repeat(3, -1)
     share = wrong.sum() / max(1, valid.sum())
-    return f"errors: {share:.2%} of the labelled pixels", np.where(
-        drawn[..., None], _rgb(ERROR), grey
-    ).astype(np.uint8)
+    return f"errors: {share:.2%}", np.where(drawn[..., None], _rgb(ERROR), grey).astype(np.uint8)
 
 
 def _columns(panels: int, aspect: float) -> int:

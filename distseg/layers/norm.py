@@ -821,6 +821,21 @@ def commit(norms: list[DistributedNorm], groups_comm, unbiased: bool = False) ->
     if not turns:
         return
     seen = [each[0] if len(each) == 1 else combine(stack(each)) for _, each in turns]
+    if groups_comm.size > 1:
+        seen = _over_groups(seen, groups_comm)
+    counts = [(m.count - 1).clamp(min=1) if unbiased else m.count for m in seen]
+    variances = torch._foreach_div([m.m2 for m in seen], counts)
+    _average([n for n, _ in turns], [m.mean for m in seen], variances)
+    for n, _ in turns:
+        n.seen.clear()
+    for n in norms:
+        # A checkpoint names these buffers at each place of the layer, so each place has a copy.
+        for field in RUNNING if n.keeper else ():
+            n._buffers[field].copy_(n.running._buffers[field])
+
+
+def _over_groups(seen: list[Moments], groups_comm) -> list[Moments]:
+    """Return the moments of layers over all sample groups, by one message. Collective."""
     # The layers of a pipeline in one process lie on several devices.
     home = seen[0].count.device
     channels = [m.mean.numel() for m in seen]
@@ -830,26 +845,21 @@ def commit(norms: list[DistributedNorm], groups_comm, unbiased: bool = False) ->
     )
     # All layers become one flat list of channels, each with its own count.
     mine = Moments(counts, means.unsqueeze(-1), m2s.unsqueeze(-1))
-    total = (
-        mine
-        if groups_comm.size == 1
-        else combine(mine.unpacked(gather(mine.packed(), groups_comm)))
-    )
-    variances = total.m2 / (total.count - 1).clamp(min=1).unsqueeze(-1) if unbiased else total.var
-    _average([n for n, _ in turns], total.mean.flatten(), variances.flatten())
-    for n, _ in turns:
-        n.seen.clear()
-    for n in norms:
-        # A checkpoint names these buffers at each place of the layer, so each place has a copy.
-        for field in RUNNING if n.keeper else ():
-            n._buffers[field].copy_(n.running._buffers[field])
+    total = combine(mine.unpacked(gather(mine.packed(), groups_comm)))
+    parts = (x.flatten().split(channels) for x in total)
+    return [Moments(count[0], mean, m2) for count, mean, m2 in zip(*parts)]
 
 
-def _average(norms: Sequence[DistributedNorm], means: Tensor, variances: Tensor) -> None:
-    """Update the running averages of norms in this order, each norm with its next channels.
+def _average(
+    norms: Sequence[DistributedNorm], means: Sequence[Tensor], variances: Sequence[Tensor]
+) -> None:
+    """Update the running averages of norms in this order.
 
     Different layers are updated together. Norms that share a running layer are not: each averages
     over the result of the one before.
+
+    Args:
+        means, variances: those of each norm, (C,).
     """
     times: Counter[DistributedNorm] = Counter()
     groups: dict[tuple, list[int]] = {}
@@ -858,14 +868,12 @@ def _average(norms: Sequence[DistributedNorm], means: Tensor, variances: Tensor)
         key = times[norm.running], norm.momentum, mean.device, mean.dtype
         groups.setdefault(key, []).append(number)
         times[norm.running] += 1
-    channels = [norm.running.running_mean.numel() for norm in norms]
     for (_, momentum, *kind), those in sorted(groups.items(), key=lambda item: item[0][0]):
         layers = [norms[number].running for number in those]
         for field, values in (("running_mean", means), ("running_var", variances)):
-            parts = values.to(*kind).split(channels)
             torch._foreach_lerp_(
                 [getattr(layer, field) for layer in layers],
-                [parts[number] for number in those],
+                [values[number].to(*kind) for number in those],
                 momentum,
             )
         torch._foreach_add_([layer.num_batches_tracked for layer in layers], 1)

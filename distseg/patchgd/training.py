@@ -273,15 +273,20 @@ class PatchEngine(ParameterUpdate):
         values.
         """
         counts = [len(self.network.patches(size)) for size in images.sizes]
-        turns = [self._rounds(size) for size in images.sizes]
         # With the scope "step", norms communicate with all sample groups: all do equal rounds.
         step = self.config.patchgd.norm_scope == "step"
-        rounds = range(self._most_rounds(images) if step or self._at_once else max(turns))
+        rounds = range(
+            self._most_rounds(images)
+            if step or self._at_once
+            else max(map(self._rounds, images.sizes))
+        )
         drawn, features = [self._draw(images, "fill", j) for j in rounds], None
         read = (self._read(images, pairs) for pairs in drawn)
+        # Cutting patches out of memory takes less time than handing them from thread to thread.
+        ahead = 0 if self._hold(images, drawn[0]) else 1
         # Unless statistics move with each pass, only the inner iterations update them.
         with self.context.repeating(not self._at_once):
-            for j, pairs, x in zip(rounds, drawn, prefetch(read, 1)):
+            for j, pairs, x in zip(rounds, drawn, prefetch(read, ahead)):
                 with self._masks("fill", j):
                     rows = self._shared(self._features(x, self._keys(images, pairs)), pairs)
                 features = features or [rows.new_zeros(count, rows.shape[1]) for count in counts]
@@ -291,7 +296,8 @@ class PatchEngine(ParameterUpdate):
 
     def _first(self, images: Patches, pairs: list[tuple[int, int]], j: int) -> list[int]:
         """Return the indices of the pairs in round ``j`` whose image still has patches to fill."""
-        return [n for n, (i, _) in enumerate(pairs) if j < self._rounds(images.sizes[i])]
+        turns = [self._rounds(size) for size in images.sizes]
+        return [n for n, (i, _) in enumerate(pairs) if j < turns[i]]
 
     def backward(self, images: Patches, features: list[Tensor], j: int) -> float:
         """Add this rank's part of the gradient of inner iteration ``j`` to ``grad``.
@@ -368,12 +374,22 @@ class PatchEngine(ParameterUpdate):
 
     def _read(self, images: Patches, pairs: list[tuple[int, int]]) -> Tensor:
         """Read this rank's patches of the pairs, (patches, C, *patch)."""
+        self._hold(images, pairs)
         mine = by_image(self._mine(pairs))
         boxes = {i: [self.network.patches(images.sizes[i])[p] for p in mine[i]] for i in mine}
-        computed = sum(len(those) * those[0].pixels for those in boxes.values())
-        if sum(map(math.prod, images.sizes)) <= _HELD * computed:
-            images.hold()
         return read_boxes(images, boxes)
+
+    def _hold(self, images: Patches, pairs: list[tuple[int, int]]) -> bool:
+        """Read the images whole if that takes little memory beside the pairs' feature maps.
+
+        Returns:
+            True if the images are in memory.
+        """
+        patch = self.network.patches(images.sizes[0])[0]
+        computed = len(self._mine(pairs)) * patch.pixels
+        if few := sum(map(math.prod, images.sizes)) <= _HELD * computed:
+            images.hold()
+        return few
 
     def _keys(self, images: Patches, pairs: list[tuple[int, int]]) -> list[int]:
         """Return the keys of the dropout masks of this rank's patches; zeros without dropouts."""

@@ -462,6 +462,55 @@ def test_state_dicts_are_those_of_the_module():
         model.float()
 
 
+class Held(nn.Module):
+    """A net with buffers that are not saved, that no layer uses, and of a norm that is frozen."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("gain", torch.ones(4, 1, 1), persistent=False)
+        self.register_buffer("unused", torch.arange(3))
+        self.a, self.norm = nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4)
+
+    def train(self, mode: bool = True):
+        super().train(mode)
+        self.norm.eval()
+        return self
+
+    def forward(self, x):
+        return self.norm(self.a(x)) * self.gain
+
+
+@pytest.mark.parametrize("tiles", [(1, 1), (2, 2)])
+def test_state_dicts_have_the_buffers_that_the_module_saves(tiles):
+    module = Held().train()
+    model = distseg.distribute(module, distseg.init_mesh(), tiles_per_rank=tiles)
+    assert list(model.state_dict()) == list(Held().state_dict())
+    Held().load_state_dict(model.whole_state_dict())
+    model.load_state_dict(Held().state_dict())
+    assert "gain" in dict(model.named_buffers())
+
+
+class LessItsBatch(nn.Module):
+    """A net whose result for an image depends on the other images of the batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Conv2d(3, 4, 3, padding=1)
+
+    def forward(self, x):
+        y = self.a(x)
+        return y - y.mean(0, keepdim=True)
+
+
+def test_images_that_influence_each_other_are_predicted_one_by_one_or_refused():
+    module = LessItsBatch().double()
+    model = distseg.distribute(copy.deepcopy(module), distseg.init_mesh())
+    x, _ = images(0, 1)
+    torch.testing.assert_close(model.predict(x[:1]), module(x[:1]).detach())
+    with pytest.raises(ValueError, match="influence each other .* give one image at a time"):
+        model.predict(x)
+
+
 class SeveralTypes(nn.Module):
     """A net with a convolution in double precision and a scalar that its constructor makes first."""
 

@@ -119,6 +119,8 @@ class DistributedModel(nn.Module):
         :meth:`whole_state_dict`.
         """
         found = self._named(self.network.state_dict(keep_vars=keep_vars).items())
+        if self._order:  # the network saves buffers, too, that the user's module does not
+            found = [(name, tensor) for name, tensor in found if name in self._order]
         target = {} if destination is None else destination
         target.update((prefix + name, tensor) for name, tensor in found)
         return target
@@ -640,6 +642,12 @@ class DistributedModel(nn.Module):
             of images. For networks that return a vector of each image: (B, C') or (C',).
         """
         arrays = self._arrays(image)
+        if len(arrays) > 1 and self.engine.joins_images:
+            raise JointFailure(
+                "in this network the images of a batch influence each other in evaluation mode "
+                f"too, but predict computes each of the {len(arrays)} images alone: give one "
+                "image at a time"
+            )
         found = [self._whole(arrays, number) for number in range(len(arrays))]
         if arrays.is_batch:
             return torch.stack(found)

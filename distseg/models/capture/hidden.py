@@ -260,8 +260,26 @@ def check_apart(model: nn.Module, size: Sequence[int]) -> None:
     Raises:
         Hidden: with a repair.
     """
+    if joins_images(model, size, training=True):
+        raise Hidden(
+            "spatial.norm_scope is step, which makes the images of all sample groups one batch, "
+            "but this network mixes the images of a batch, or uses their number, by other means "
+            "than batch norm, and the images of other groups are on other ranks: set "
+            "spatial.norm_scope to group, or mesh.samples to 1"
+        )
+
+
+def joins_images(model: nn.Module, size: Sequence[int], training: bool) -> bool:
+    """Return True if in an uncaptured module the images of a batch influence each other.
+
+    Batch norms are exempt. A captured module never joins images by other means.
+
+    Args:
+        size: image size in training.
+        training: the mode of the module.
+    """
     if is_followed(model) or any(p.is_meta for p in model.parameters()):
-        return
+        return False
     for at in dict.fromkeys([*((side,) * len(size) for side in _TRIED), tuple(size)]):
         # The module may not accept images of this size.
         with (
@@ -269,18 +287,9 @@ def check_apart(model: nn.Module, size: Sequence[int]) -> None:
             generators_kept(),
             torch.no_grad(),
         ):
-            if not _is_apart(guarded(copy.deepcopy(model).double().train(), 0, apart=True), at):
-                break
-            return
-    else:
-        return
-    raise Hidden(
-        "spatial.norm_scope is step, which makes the images of all sample groups one batch, "
-        "but this network mixes the images of a batch, or uses their number, by other means than "
-        "batch norm, and the images of other groups are on other ranks: set spatial.norm_scope to "
-        "group, or "
-        "mesh.samples to 1"
-    )
+            tried = copy.deepcopy(model).double().train(training)
+            return not _is_apart(guarded(tried, 0, apart=True), at)
+    return False
 
 
 def _is_apart(model: nn.Module, size: Sequence[int]) -> bool:

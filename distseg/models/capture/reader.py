@@ -197,11 +197,7 @@ class Reader:
             layers[self._unique("main_output")] = MainOutput(outputs)
         network = Network(layers, {name: reads for name, (_, reads) in self.layers.items()})
         used = set(self.names.values())
-        unused = {
-            name: tensor
-            for name, tensor in tensors.items()
-            if name not in used and tensor.is_floating_point()
-        }
+        unused = {name: tensor for name, tensor in tensors.items() if name not in used}
         held = {name: f"{number}_{name.replace('.', '_')}" for number, name in enumerate(unused)}
         network.hold_unused({held[name]: tensor for name, tensor in unused.items()})
         self.names.update({f"{UNUSED}.{held[name]}": name for name in unused})

@@ -155,6 +155,19 @@ def test_numbers_of_objects(tmp_path, kind, monkeypatch):
         assert np.array_equal(labels, expected if kind == "border" else expected.clip(max=1))
 
 
+@pytest.mark.parametrize("kind", ["foreground", "border"])
+def test_the_number_for_no_data_is_no_object(tmp_path, kind):
+    numbers = objects_of(3).astype(np.uint16)
+    numbers[20:] = 65535
+    tag = (42113, "s", 0, "65535", True)
+    tifffile.imwrite(tmp_path / "a.tif", numbers, extratags=[tag])
+    reader = MaskForm(instances=kind).open(tmp_path / "a.tif", 2)
+    found, valid = reader.read_valid(Box.whole(reader.size))
+    expected = border_of(np.where(numbers == 65535, 0, numbers))
+    assert np.array_equal(found[0], expected if kind == "border" else expected.clip(max=1))
+    assert np.array_equal(valid, numbers != 65535)
+
+
 def test_borders_do_not_depend_on_boxes(tmp_path):
     tifffile.imwrite(tmp_path / "a.tif", objects_of(5))
     reader = MaskForm(instances="border").open(tmp_path / "a.tif", 2)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tifffile
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -336,6 +337,53 @@ def test_rings_that_cross_the_antimeridian_are_cut(tmp_path):
     assert west.min() == -180 and west.max() < 0 < east.min() and east.max() == 180
 
 
+def test_rings_that_were_cut_are_counter_clockwise_without_repeated_corners(tmp_path):
+    labels = np.random.default_rng(0).integers(0, 3, (20, 30)).astype(np.uint8)
+    fiji = dict(crs="EPSG:3460", transform=rasterio.Affine(1e4, 0, 1.9e6, 0, -1e4, 4e6))
+    place = open_image(geotiff(tmp_path / "image.tif", labels, **fiji)).place
+    found = json.loads(written(tmp_path, labels, "geojson", place).read_text())["features"]
+    several = [f["geometry"] for f in found if f["geometry"]["type"] == "MultiPolygon"]
+    assert several
+    for outer, *holes in (part for geometry in several for part in geometry["coordinates"]):
+        assert area(outer) > 0 and all(area(hole) < 0 for hole in holes)
+        assert all(a != b for a, b in zip(outer, outer[1:]))
+
+
+@pytest.mark.parametrize(
+    "crs, transform, said",
+    [
+        ("EPSG:3995", (1e5, 0, -1e6, 0, -1e5, 1e6), "goes around a pole"),
+        ("EPSG:3995", (1e5, 0, -1e6, 0, -1e5, 2e6), "crosses the antimeridian near a pole"),
+        ("EPSG:4326", (9, 0, 100, 0, -9, 90), "has longitudes from"),
+    ],
+)
+def test_objects_that_geojson_cannot_hold_are_refused(tmp_path, crs, transform, said):
+    labels = np.full((20, 20), 255, np.uint8)
+    labels[4:9, 6:14] = 1
+    if "pole" in said and "around" in said:
+        labels[4:16, 4:16], labels[9:11, 9:11] = 1, 0
+    place = open_image(
+        geotiff(tmp_path / "image.tif", labels, crs=crs, transform=rasterio.Affine(*transform))
+    ).place
+    with pytest.raises(ValueError, match=f"object 1 {said}.*write gpkg"):
+        written(tmp_path, labels, "geojson", place)
+
+
+def test_longitudes_up_to_360_become_negative(tmp_path):
+    labels = np.array([[0, 1, 2, 0]], np.uint8)
+    place = open_image(
+        geotiff(
+            tmp_path / "a.tif",
+            labels,
+            crs="EPSG:4326",
+            transform=rasterio.Affine(90, 0, 0, 0, -90, 90),
+        )
+    ).place
+    found = json.loads(written(tmp_path, labels, "geojson", place).read_text())["features"]
+    west = [min(x for x, _ in f["geometry"]["coordinates"][0]) for f in found]
+    assert sorted(west) == [-180, -90, 0, 90]
+
+
 def test_maps_whose_coordinates_are_unknown_are_refused_before_work(tmp_path):
     world_file = Georeference(((34264, (10.0, 0, 0, 5, 0, -10, 0, 7, *(0.0,) * 7, 1.0)),))
     assert world_of(world_file, "map").crs is None
@@ -374,6 +422,37 @@ def test_command_traces_maps_of_others_and_of_predict(tmp_path, labels, capsys, 
         assert {row[3] for row in chosen} == {"lake"} and min(row[4] for row in chosen) >= 100
         known = {row[1:] for row in rows_of(written(tmp_path, labels, "gpkg", place, traced=(1,)))}
         assert {row[1:] for row in chosen} == {row for row in known if row[3] >= 100}
+
+
+def test_labels_of_any_number_are_traced_or_refused(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tifffile.imwrite("a.tif", np.array([[-1, -1, 2], [3, -1, 2], [-5, -5, -5]], np.int16))
+    assert not run("trace", "a.tif", "--formats", "gpkg")
+    assert {row[2] for row in rows_of("objects/a.gpkg")} == {-5, -1, 2, 3}
+    tifffile.imwrite("b.tif", np.array([[2**63 + 5]], np.uint64))
+    assert run("trace", "b.tif", "--formats", "gpkg") == 2
+    assert "b.tif holds the label 9223372036854775813" in capsys.readouterr().err
+
+
+def test_a_full_disk_is_named(tmp_path, labels, monkeypatch):
+    path = tmp_path / "a.gpkg"
+
+    def insert(*_):
+        raise sqlite3.OperationalError("database or disk is full")
+
+    monkeypatch.setattr("distseg.data.vector.geopackage._insert", insert)
+    with pytest.raises(sqlite3.OperationalError):  # another error of SQLite stays what it is
+        written(tmp_path, labels, "gpkg", None)
+
+    def full(*_):
+        error = sqlite3.OperationalError("database or disk is full")
+        error.sqlite_errorcode = sqlite3.SQLITE_FULL
+        raise error
+
+    monkeypatch.setattr("distseg.data.vector.geopackage._insert", full)
+    with pytest.raises(OSError, match="map.gpkg could not be written, no space is left"):
+        written(tmp_path, labels, "gpkg", None)
+    assert not path.exists()
 
 
 def test_command_says_what_is_wrong(tmp_path, labels, capsys, monkeypatch):

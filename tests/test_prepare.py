@@ -869,6 +869,19 @@ def test_a_tiffs_own_tag_says_what_is_no_data(tmp_path, capsys):
     assert line.split()[-1] == "20.000%", "the share of no data is told"
 
 
+def test_what_is_not_read_as_a_file_says_is_told(tmp_path, capsys):
+    """A flag that stands instead of a file's own number for no data, and GDAL's scales."""
+    (tmp_path / "i").mkdir()
+    xml = '<GDALMetadata><Item name="SCALE" sample="0" role="scale">0.1</Item></GDALMetadata>'
+    tags = [(42113, "s", 0, "0", True), (42112, "s", 0, xml, True)]
+    pixels = RANDOM.integers(0, 99, (40, 30)).astype("i2")
+    tifffile.imwrite(tmp_path / "i/a.tif", pixels, extratags=tags)
+    prepare_folder(tmp_path / "i", None, tmp_path / "s.h5", ["a", "b"], splits=(1, 0, 0), nodata=7)
+    said = capsys.readouterr().out
+    assert "--nodata 7 stands instead of the number 0 that a.tif declares" in said
+    assert "declares the scale 0.1, not applied: pixels stay as stored" in said
+
+
 @pytest.mark.parametrize("nodata", [-9999, np.nan])
 def test_a_flag_says_what_is_no_data(tmp_path, nodata):
     (tmp_path / "i").mkdir()

@@ -185,6 +185,10 @@ def test_damaged_files_are_refused_by_name(tmp_path):
     (tmp_path / "c.nii.gz").write_bytes(packed[: len(packed) // 2])
     with pytest.raises(ValueError, match="c.nii.gz is damaged or cut off"):
         open_image(tmp_path / "c.nii.gz").read(Box((0, 0, 0), (1, 1, 1)))
+    for name, damaged in (("e", packed[:-8]), ("f", packed[:-8] + b"\1" + packed[-7:])):
+        (tmp_path / f"{name}.nii.gz").write_bytes(damaged)
+        with pytest.raises(ValueError, match=f"{name}.nii.gz is damaged or cut off"):
+            open_image(tmp_path / f"{name}.nii.gz").read(Box((0, 0, 0), (1, 1, 1)))
     (tmp_path / "d.nii").write_bytes(b"no volume at all" * 50)
     with pytest.raises(ValueError, match="d.nii cannot be read as an image"):
         open_image(tmp_path / "d.nii")

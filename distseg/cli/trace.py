@@ -19,7 +19,8 @@ from distseg.data.vector.files import LabelMap
 from distseg.report.disk import atomic_write
 from distseg.tiling.tile import Box
 
-_NO_DATA = -1  # label of pixels that a mask declares to have no data
+# The label of pixels that a mask declares to have no data: one that no mask holds.
+_NO_DATA = int(np.iinfo(np.int64).min)
 
 
 @dataclass(frozen=True)
@@ -115,6 +116,11 @@ def _of_mask(path: str) -> _Source:
 
     def read(rows: slice) -> np.ndarray:
         pixels, valid = reader.read_valid(Box((rows.start, 0), (rows.stop, width)))
+        if pixels.dtype == np.uint64 and pixels.max(initial=0) > np.iinfo(np.int64).max:
+            raise ValueError(
+                f"{path} holds the label {pixels.max()}, but labels are at most "
+                f"{np.iinfo(np.int64).max}: number the objects anew"
+            )
         labels = pixels[0].astype(np.int64)
         return labels if valid is None else np.where(valid, labels, _NO_DATA)
 
@@ -145,7 +151,7 @@ def _chosen(source: _Source, classes: Sequence[str] | None, path: str, least: in
 def _number(name: str, names: list[str] | None, path: str) -> int:
     if names is not None and name in names:
         return names.index(name)
-    if name.isdecimal():
+    if name.isdecimal() and (names is None or int(name) < len(names)):
         return int(name)
     known = ", ".join(names) if names else "numbers alone"
     raise ValueError(f"--classes names {name!r}, but the classes of {path} are {known}")

@@ -126,6 +126,10 @@ class InstanceReader(_Labels):
         )
         numbers, valid = self.pixels.read_valid(wide)
         numbers = numbers[0]
+        if self.pixels.nodata:  # where it is 0, it is the background
+            there = numbers != self.pixels.nodata
+            valid = there if valid is None else valid & there
+            numbers = np.where(there, numbers, 0)
         labels = (numbers != 0).astype(np.uint8)
         if self._border:
             for dim in range(numbers.ndim):

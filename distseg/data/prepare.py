@@ -121,7 +121,11 @@ def prepare_folder(
     require_disk_space(Path(output), _bytes(pairs, labels=False), "the pixels of the store")
     seen = _check_masks(pairs, classes, ignore, values or {}, absent)
     if dry:
-        notes = [*notes_on_pairs(pairs), *notes, *_notes_on_input(pairs, unread(*folders), set())]
+        notes = [
+            *notes_on_pairs(pairs),
+            *notes,
+            *_notes_on_input(pairs, unread(*folders), set(), nodata),
+        ]
         print("\n".join([_found(pairs, seen, expected), *notes, f"nothing was written: {output}"]))
         return None
     unused = set(values or {})
@@ -138,7 +142,7 @@ def prepare_folder(
                 summary(store),
                 *notes_on_pairs(pairs),
                 *notes,
-                *_notes_on_input(pairs, unread(*folders), unused),
+                *_notes_on_input(pairs, unread(*folders), unused, nodata),
             ]
         )
     )
@@ -377,9 +381,18 @@ def _from_to(counts: Sequence[int]) -> str:
     return str(min(counts)) if min(counts) == max(counts) else f"{min(counts)} to {max(counts)}"
 
 
-def _notes_on_input(pairs: Sequence[Pair], files: Sequence[str], unused: set[int]) -> list[str]:
+def _notes_on_input(
+    pairs: Sequence[Pair], files: Sequence[str], unused: set[int], nodata: int | float | None
+) -> list[str]:
     """Return notes on names that differ, files not read and ``values`` that no mask contains."""
+    others = [p for p in pairs if nodata is not None and p.nodata not in (None, nodata)]
     notes = [
+        f"note: --nodata {nodata} stands instead of the number {pair.nodata} that "
+        f"{pair.image.name} declares for no data ({len(others)} in all): pixels with that number "
+        "are data"
+        for pair in others[:1]
+    ]
+    notes += [
         f"note: masks have other names than images, as {pair.mask.name} for {pair.image.name}"
         for pair in pairs
         if pair.mask is not None and stem_of(pair.mask) != stem_of(pair.image)

@@ -23,6 +23,7 @@ _INTERPRETED = re.compile(
     r'<Item name="COLORINTERP" sample="(\d+)" role="colorinterp">(\w+)</Item>'
 )
 _NODATA_COLOUR = re.compile(r'<Item name="NODATA_VALUES">([^<]*)</Item>')
+_SCALES = re.compile(r'<Item[^>]* role="(scale|offset)"[^>]*>\s*([-+.\deE]+)\s*</Item>')
 _WEBP_PIXELS = (b"VP8 ", b"VP8L", b"ALPH", b"ANMF")  # chunks with pixels
 _BITS, _GREY, _UPSIDE = "black and white", "grey", ", 0 is white"
 _MODES = {"1": _BITS, "L": _GREY, "I": _GREY, "I;16": _GREY, "I;16B": _GREY, "F": _GREY}
@@ -113,6 +114,16 @@ def unread_nodata(page) -> tuple[str, ...]:
     if not named:
         return ()
     return (f"names a colour for no data (NODATA_VALUES {named[1]}), which is not read",)
+
+
+def unread_scale(page) -> tuple[str, ...]:
+    """Return a note if GDAL's metadata give a scale or an offset, since pixels stay as stored."""
+    given = _SCALES.findall(str(page.tags.valueof(_GDAL_METADATA) or ""))
+    found = {f"the {role} {value}" for role, value in given if float(value) != (role == "scale")}
+    if not found:
+        return ()
+    said = " and ".join(sorted(found))
+    return (f"declares {said}, not applied: pixels stay as stored, so all images need the same",)
 
 
 def tiff_colours(page, bands: int) -> str | None:

@@ -134,6 +134,8 @@ class NiftiReader(Reader):
                     array[at : at + len(piece)] = np.frombuffer(piece, np.uint8)
                     at += len(piece)
                     let_go(array)
+                while file.read(_PIECE):  # at the end its checksum is compared
+                    pass
         except (EOFError, OSError, zlib.error) as e:
             raise ValueError(f"{self.path} is damaged or cut off ({e}): copy it again") from e
         return array.view(self._stored)

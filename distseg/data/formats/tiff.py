@@ -126,7 +126,7 @@ class TiffReader(Reader):
         self.place, self.palette = place_in(page), marks.tiff_palette(page) if self.coded else None
         nodata = page.tags.valueof(NODATA_TAG)
         self.nodata = None if nodata is None else declared(path, str(nodata), self.dtype)
-        self.notes += marks.unread_nodata(page)
+        self.notes += marks.unread_nodata(page) + marks.unread_scale(page)
 
     def try_first(self) -> None:
         """Decode one strip or tile, so that an unreadable file is refused at once.

@@ -16,6 +16,7 @@ from distseg.data.vector.world import World, imported_rasterio
 _DIGITS = 8  # of degrees, about a millimetre
 _BATCH = 4096  # objects whose corners are transformed at a time
 _HALF_CIRCLE = 180.0  # degrees; a longer edge crosses the antimeridian
+_EPSILON = 1e-9  # degrees
 _IDENTITY = re.compile(rb'"distseg_identity": "([0-9a-f]*)"')
 _HEAD = 4096  # bytes that are searched for the identity
 
@@ -92,17 +93,62 @@ def _in_degrees(features: Iterable[Feature], world: World) -> Iterator[tuple[Fea
         degrees = np.stack(warp.transform(world.crs, "EPSG:4326", corners[:, 0], corners[:, 1]), 1)
         parts = iter(np.split(degrees, np.cumsum([len(ring) for ring in rings])[:-1]))
         for found in batch:
-            turned = [next(parts) for _ in found.rings]
+            turned = [_eastward(next(parts), found) for _ in found.rings]
             if np.abs(np.diff(turned[0][:, 0])).max() > _HALF_CIRCLE:
                 plain = _polygon([ring.tolist() for ring in found.rings])
-                yield (
-                    found,
-                    warp.transform_geom(
-                        world.crs, "EPSG:4326", plain, antimeridian_cutting=True, precision=_DIGITS
-                    ),
+                cut = warp.transform_geom(
+                    world.crs, "EPSG:4326", plain, antimeridian_cutting=True, precision=_DIGITS
                 )
+                yield found, _turned(cut, found)
             else:
                 yield found, _polygon([ring.round(_DIGITS).tolist() for ring in turned])
+
+
+def _eastward(ring: np.ndarray, found: Feature) -> np.ndarray:
+    """Return a ring with longitudes from -180 to 180.
+
+    Raises:
+        ValueError: the ring goes around a pole, or lies on both sides of the antimeridian in
+            longitudes above 180, so that GeoJSON cannot hold it.
+    """
+    steps = np.diff(ring[:, 0])
+    around = abs((steps - 360 * np.rint(steps / 360)).sum()) > _HALF_CIRCLE
+    east, west = ring[:, 0].max(), ring[:, 0].min()
+    if around or (east > _HALF_CIRCLE + _EPSILON and west < _HALF_CIRCLE - _EPSILON):
+        what = "goes around a pole" if around else f"has longitudes from {west:g} to {east:g}"
+        raise ValueError(
+            f"object {found.number} {what}, which GeoJSON, from -180 to 180 degrees, cannot hold: "
+            "write gpkg, in the CRS of the image"
+        )
+    return ring - [360.0, 0.0] if east > _HALF_CIRCLE + _EPSILON else ring
+
+
+def _turned(geometry: dict, found: Feature) -> dict:
+    """Return a polygon, or several, with outer rings counter-clockwise and holes clockwise.
+
+    Raises:
+        ValueError: GDAL has not cut the polygon, since its edges across the antimeridian are long.
+    """
+    many = geometry["type"] == "MultiPolygon"
+    polygons = geometry["coordinates"] if many else [geometry["coordinates"]]
+    if any(np.ptp([x for x, _ in rings[0]]) > _HALF_CIRCLE for rings in polygons):
+        raise ValueError(
+            f"object {found.number} crosses the antimeridian near a pole, where GDAL does not cut "
+            "it: write gpkg, in the CRS of the image"
+        )
+    turned = [
+        [_wound(ring, 1 if number == 0 else -1) for number, ring in enumerate(rings)]
+        for rings in polygons
+    ]
+    return {"type": geometry["type"], "coordinates": turned if many else turned[0]}
+
+
+def _wound(ring: list, sign: int) -> list:
+    """Return a ring without repeated corners, whose signed area has this sign."""
+    corners = [tuple(a) for a, b in zip(ring, ring[1:]) if tuple(a) != tuple(b)]
+    corners.append(corners[0])
+    area = sum(a[0] * b[1] - b[0] * a[1] for a, b in zip(corners, corners[1:]))
+    return [list(c) for c in (corners if area * sign >= 0 else corners[::-1])]
 
 
 def _numbers(ring: np.ndarray) -> list:

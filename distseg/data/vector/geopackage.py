@@ -5,10 +5,11 @@ https://www.geopackage.org/spec131/
 
 from __future__ import annotations
 
+import errno
 import sqlite3
 import struct
-from collections.abc import Iterable
-from contextlib import closing
+from collections.abc import Iterable, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -61,7 +62,7 @@ def write_geopackage(path: Path, features: Iterable[Feature], world: World, iden
         world: where the pixels lie; its CRS becomes that of the layer.
         identity: a text that :func:`identity_in_geopackage` finds again.
     """
-    with closing(sqlite3.connect(path, isolation_level=None)) as file:
+    with _disk_errors(), closing(sqlite3.connect(path, isolation_level=None)) as file:
         # The file is written under a temporary name, so it needs no journal.
         file.executescript("PRAGMA journal_mode = OFF; PRAGMA synchronous = OFF;")
         file.executescript(
@@ -83,6 +84,20 @@ def write_geopackage(path: Path, features: Iterable[Feature], world: World, iden
         file.execute("UPDATE gpkg_contents SET min_x=?, min_y=?, max_x=?, max_y=?", bounds)
         file.execute("COMMIT")
     return count
+
+
+@contextmanager
+def _disk_errors() -> Iterator[None]:
+    """Raise what SQLite says of a full disk as the error of the file system."""
+    try:
+        yield
+    except sqlite3.OperationalError as e:
+        code = getattr(e, "sqlite_errorcode", 0) & 0xFF
+        if code not in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR):
+            raise
+        raise OSError(
+            errno.ENOSPC, f"the disk is full, or files may not grow so large ({e})"
+        ) from e
 
 
 def identity_in_geopackage(path: Path) -> str | None:

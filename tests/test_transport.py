@@ -430,7 +430,7 @@ def test_mpi_and_horovod_are_no_requirements():
 # The tests of other files on ranks of torchrun
 
 FILES = [
-    "api", "attention", "checkpoint", "collective", "consistency", "exact", "exchange", "finetune", "frozen", "graph",
+    "api", "attention", "checkpoint", "collective", "consistency", "exact", "exchange", "finetune", "frozen",
     "hidden_state", "images", "lines", "mesh", "moved", "networks", "norm", "outputs", "own_networks", "pairs",
     "patch_heads", "patch_maps", "patchgd", "pipeline", "places", "positioned", "predict", "predictor", "reducer",
     "reductions", "resume", "step", "streaming", "streams", "transfer", "verify", "waits", "weights",

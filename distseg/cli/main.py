@@ -13,6 +13,7 @@ import sys
 from argparse import SUPPRESS
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields
+from difflib import get_close_matches
 from functools import cache, wraps
 from pathlib import Path
 
@@ -36,7 +37,7 @@ from distseg.config.file import (
 from distseg.config.patchgd import PatchConfig
 from distseg.config.settings import Config, ModelConfig
 from distseg.config.sizes import Size, parse_bytes
-from distseg.report.disk import check_replaceable
+from distseg.report.disk import atomic_write, check_replaceable
 
 register_type(Size, serializer=str, deserializer=Size)
 
@@ -52,7 +53,7 @@ trace     objects of class maps as polygons (GeoPackage, GeoJSON) or numbers, wi
 export    a run's network for use without distseg: safetensors, torch.export, ONNX
 plot      loss curves and overlays of a run
 models    the models by name: parameters, layers, stride, halo
-plan      pipeline stages of a model: layers, time and memory of each, other splits beside
+plan      the best layouts of a training on N ranks: time, memory, command; or stages of a model
 verify    one step on the mesh and serially, in float64, compared
 profile   where the time of a step goes, rank by rank: a table, a timeline, a trace
 runs      the runs of a folder: how far each is, its best checkpoint, mesh and versions
@@ -98,7 +99,9 @@ def _command(arguments: list[str]) -> int | None:
         print(__version__)
         return 0
     if name not in _COMMANDS:
-        raise JointFailure(f"unknown command {name!r}: choose {', '.join(_COMMANDS)}")
+        near = get_close_matches(name, _COMMANDS, 1)
+        meant = f" Did you mean {near[0]}?" if near else ""
+        raise JointFailure(f"unknown command {name!r}: choose {', '.join(_COMMANDS)}.{meant}")
     try:
         return _COMMANDS[name](flags)
     except SystemExit as e:  # raised by argparse after --help
@@ -360,10 +363,77 @@ def _models(arguments: list[str]) -> int:
     return 0
 
 
-@_joint
 def _plan(arguments: list[str]) -> int:
     if "--program" in arguments:
         return _program(arguments)
+    return (_layouts if "--ranks" in arguments else _stages)(arguments)
+
+
+def _layouts(arguments: list[str]) -> int:
+    """Print the best layouts of a config's training on some ranks."""
+    parser = _parser("plan")
+    parser.add_argument("--ranks", type=int, default=1, help="Number of ranks to plan for.")
+    parser.add_argument(
+        "--image",
+        type=Size | None,
+        default=None,
+        help="Size of the images, such as 512x512; by default the samples of the store.",
+    )
+    parser.add_argument(
+        "--machine",
+        type=str,
+        default="here",
+        help="here: time the network on this machine, on all ranks of mpirun at the same time. Or "
+        "a profile: a100, dgx1-v100, h100, summit-v100, or the path of a YAML file.",
+    )
+    parser.add_argument(
+        "--limit",
+        type=str | None,
+        default=None,
+        help="Memory that a rank may take, such as 16GB; by default what the machine has.",
+    )
+    parser.add_argument(
+        "--batch",
+        type=int | None,
+        default=None,
+        help="Images of a step over all sample groups; by default those of the config.",
+    )
+    parser.add_argument(
+        "--save", type=str | None, default=None, help="Write the machine's profile to this file."
+    )
+    parser.add_argument("--json", action="store_true", help="Print one object; seconds and bytes.")
+
+    @_joint
+    def settle() -> tuple[Config, dict]:
+        parsed = _parse(parser, arguments)
+        _check_count("--ranks", parsed.ranks)
+        if parsed.batch is not None:
+            _check_count("--batch", parsed.batch)
+        return _config(parsed), _own(parsed)
+
+    with job(settle) as (config, flags, comm):
+        from distseg.cli.plan_layouts import plan_layouts, text
+
+        found = plan_layouts(
+            config,
+            comm,
+            flags["ranks"],
+            flags["image"],
+            flags["machine"],
+            parse_bytes(flags["limit"]),
+            flags["batch"],
+        )
+        if found is not None:
+            if flags["save"]:
+                with atomic_write(flags["save"]) as growing:
+                    growing.write_text(found["profile"])
+            path = next((a for a in arguments if a.endswith((".yaml", ".yml"))), "CONFIG")
+            print(json.dumps(found, indent=1) if flags["json"] else text(found, path), flush=True)
+    return 0
+
+
+@_joint
+def _stages(arguments: list[str]) -> int:
     from distseg.runtime.schedule import SCHEDULES
 
     parser = _parser("plan", None)
@@ -437,6 +507,7 @@ def _plan(arguments: list[str]) -> int:
     return 0
 
 
+@_joint
 def _program(arguments: list[str]) -> int:
     """Print the operations of each rank of a config's pipeline."""
     parser = _parser("plan")

@@ -206,7 +206,7 @@ def most_even_grid(image, stride, parts: int) -> Size:
     for count in range(parts, 0, -1):
         fitting = [
             grid
-            for grid in _factorings(count, len(cells))
+            for grid in factorings(count, len(cells))
             if all(g <= c for g, c in zip(grid, cells))
         ]
         if fitting:
@@ -214,7 +214,7 @@ def most_even_grid(image, stride, parts: int) -> Size:
     raise AssertionError("one tile fits any image")
 
 
-def _factorings(count: int, dims: int) -> list[tuple[int, ...]]:
+def factorings(count: int, dims: int) -> list[tuple[int, ...]]:
     """Return all grids of ``count`` tiles in this number of dims."""
     if dims == 1:
         return [(count,)]
@@ -222,7 +222,7 @@ def _factorings(count: int, dims: int) -> list[tuple[int, ...]]:
         (first, *rest)
         for first in range(1, count + 1)
         if count % first == 0
-        for rest in _factorings(count // first, dims - 1)
+        for rest in factorings(count // first, dims - 1)
     ]
 
 

@@ -32,7 +32,7 @@ from distseg.comm.mesh import Mesh, MeshShape
 from distseg.config.settings import Config, with_dims
 from distseg.config.sizes import Size
 from distseg.data.loader import pieces
-from distseg.data.sampler import Rows, epoch_samples
+from distseg.data.sampler import Rows, crop_size, epoch_samples
 from distseg.data.store.store import Store
 from distseg.layers.loss import of_numbers, parse
 from distseg.models.bands import channels_of
@@ -274,6 +274,26 @@ def prepare(config: Config, image: Size | None):
     Raises:
         ValueError: there is neither a size nor a store.
     """
+    config, model, _, store = prepare_model(config, image)
+    if store is not None:
+        return config, model, StoreImages(store, config, _batch(config))
+    vectors = of_image(model, image)
+    _check_fits(image, channels_of(model)[0], _batch(config))
+    return config, model, RandomImages(image, *channels_of(model), config, vectors)
+
+
+def prepare_model(
+    config: Config, image: Size | None
+) -> tuple[Config, nn.Module, Size, Store | None]:
+    """Return the completed config, the plain model, the size of a sample, and the store if used.
+
+    Args:
+        config: the settings.
+        image: the size of images; None for those of ``data.store``.
+
+    Raises:
+        ValueError: there is neither a size nor a store.
+    """
     if config.data.store and image is None:
         store = Store(config.data.store, shrink=config.data.shrink)
         size = store.size(store.split("train")[0])
@@ -282,7 +302,7 @@ def prepare(config: Config, image: Size | None):
         classes = None if config.model.out_channels == 1 else len(store.classes)
         model = plain_model(config.model, store.bands, classes)
         check_labels(store, model, config.data.crop, config.loss)
-        return config, model, StoreImages(store, config, _batch(config))
+        return config, model, Size(crop_size(size, config.data.crop)), store
     if image is None:
         raise ValueError(
             "there are no images: give --image 97x131 for random ones, or --data.store PATH"
@@ -291,10 +311,7 @@ def prepare(config: Config, image: Size | None):
     losses = {name for _, name in parse(config.loss.name)}
     takes_one = losses <= {"binary_cross_entropy", "dice", "focal", "mse", "l1"}
     many = None if config.model.out_channels or takes_one else 3
-    model = plain_model(config.model, out_channels=many)
-    vectors = of_image(model, image)
-    _check_fits(image, channels_of(model)[0], _batch(config))
-    return config, model, RandomImages(image, *channels_of(model), config, vectors)
+    return config, plain_model(config.model, out_channels=many), image, None
 
 
 def _check_fits(image: Size, channels: int, count: int) -> None:

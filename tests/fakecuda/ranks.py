@@ -39,6 +39,8 @@ class Comm:
         told: objects on their way, by source, target and tag; shared by the ranks that a test plays one after another.
     """
 
+    transport = "mpi"
+
     def __init__(self, size: int, rank: int, order: Order, told: dict):
         self.size, self.rank, self.order, self.told = size, rank, order, told
 

@@ -1,0 +1,191 @@
+"""The planner's seconds of a step beside measured ones: ``python -m benchmarks.layouts``.
+
+A job times the network as ``distseg plan`` does, on all ranks at the same time. Then it runs steps
+in layouts that are drawn from those that the planner compares. Nothing is fitted to these steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+
+from torch import nn
+
+from benchmarks.harness import parent, repeats_of, report
+from benchmarks.ranks import run_ranks
+from benchmarks.rows import Rows
+from distseg.cli.plan_layouts import measure, work_of
+from distseg.comm.launch import set_up, world
+from distseg.comm.mesh import Mesh
+from distseg.config.settings import (
+    Config,
+    DataConfig,
+    MeshConfig,
+    ModelConfig,
+    PipelineConfig,
+    TrainConfig,
+)
+from distseg.config.sizes import Size
+from distseg.models.bands import channels_of
+from distseg.models.capture.capture import as_network
+from distseg.planning.layouts import Layout, Planner
+from distseg.runtime.precision import choose
+from distseg.training.engine import Engine
+from distseg.training.verify import RandomImages, own_pieces, prepare_model
+
+QUESTION = "How near are the planner's seconds of a step to measured ones?"
+CASES = {  # name: (network, size of an image)
+    "U-Net, instance norm": (dict(name="unet", depth=3, num_convs=2, base_channels=16), "512x512"),
+    "U-Net, batch norm": (
+        dict(name="unet", depth=4, num_convs=1, base_channels=16, norm="batch"),
+        "384x640",
+    ),
+    "U-Net, no norm": (
+        dict(name="unet", depth=2, num_convs=2, base_channels=32, norm="none"),
+        "320x320",
+    ),
+    "residual, captured": (dict(name="benchmarks.layouts:residual"), "256x384"),
+}
+
+
+class Block(nn.Module):
+    def __init__(self, channels: int):
+        super().__init__()
+        self.a = nn.Conv2d(channels, channels, 3, padding=1)
+        self.n = nn.GroupNorm(4, channels)
+        self.b = nn.Conv2d(channels, channels, 3, padding=1)
+
+    def forward(self, x):
+        return x + self.b(self.n(self.a(x)).relu())
+
+
+def residual(in_channels: int = 3, out_channels: int = 3) -> nn.Module:
+    """Return a residual network that distseg follows."""
+    blocks = [Block(24) for _ in range(4)]
+    return nn.Sequential(
+        nn.Conv2d(in_channels, 24, 3, padding=1), *blocks, nn.Conv2d(24, out_channels, 1)
+    )
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one job measures."""
+
+    case: str
+    drawn: int
+    repeats: int
+    quick: bool
+
+
+def config_of(job: Job) -> tuple[Config, Size]:
+    network, size = CASES[job.case]
+    if job.quick:
+        size = "64x64"
+    made = (
+        ModelConfig(**{"in_channels": 3, "out_channels": 3, "dropout": 0.0, **network})
+        if (network["name"] == "unet")
+        else ModelConfig(network["name"], in_channels=3, out_channels=3)
+    )
+    plan = Config(
+        model=made, data=DataConfig(images=1), train=TrainConfig(accumulate=2, precision="fp32")
+    )
+    return plan, Size(size)
+
+
+def work(job: Job) -> None:
+    """Measure on this rank; rank 0 prints the rows."""
+    comm = world()
+    config, size = config_of(job)
+    config, plain, size, _ = prepare_model(config, size)
+    model = as_network(plain)
+    machine = measure(config, model, size, comm)
+    planner = Planner(work_of(config, model, size, machine, 2), machine)
+    every = sorted(planner.candidates(comm.size), key=str)
+    chosen = comm.bcast(random.Random(0).sample(every, min(job.drawn, len(every))))
+    rows = []
+    for layout in chosen:
+        try:
+            found = planner.predict(layout)
+        except ValueError:
+            continue
+        seconds = _measured(config, model, size, layout, comm, job.repeats)
+        rows.append(
+            {
+                "network": job.case, "ranks": comm.size, "family": layout.family,
+                "layout": " ".join(f"{k.partition('.')[2]}={v}" for k, v in layout.settings().items()),
+                "predicted": found.seconds, "measured": seconds,
+                "ratio": found.seconds / seconds,
+            }
+        )  # fmt: skip
+    if comm.rank == 0:
+        print(json.dumps({"rows": rows}))
+
+
+def _measured(config, model, size, layout: Layout, comm, repeats: int) -> float:
+    config = replace(
+        config,
+        mesh=MeshConfig(samples=layout.samples, tiles=layout.tiles, stages=layout.stages, reducer="mpi"),
+        spatial=replace(config.spatial, exchange_every=layout.exchange, tiles_per_rank=Size((1,) * len(size))),
+        pipeline=PipelineConfig(schedule=layout.schedule, recompute=layout.recompute),
+        train=replace(config.train, accumulate=layout.micro_batches),
+    )  # fmt: skip
+    device = set_up(comm, "cpu", 1).device
+    images = RandomImages(size, *channels_of(model), config, False)
+    mesh = Mesh(comm, layout.samples, layout.tiles, layout.stages)
+    precision, last = choose(config.train, device, comm)
+    engine = Engine(config, mesh, copy.deepcopy(model), size, device, precision, last)
+    own = own_pieces(config, mesh, images, engine.reading)
+    times = []
+    for _ in range(repeats + 1):
+        comm.Barrier()
+        began = time.perf_counter()
+        engine.backward(own)
+        engine.update(1e-3)
+        times.append(max(comm.allgather(time.perf_counter() - began)))
+    return min(times[1:])
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=QUESTION, parents=[parent(3)])
+    parser.add_argument("--ranks", type=int, nargs="*", default=[1, 2])
+    parser.add_argument(
+        "--drawn", type=int, default=10, help="layouts of a network and a number of ranks"
+    )
+    parser.add_argument("--job", type=str, default=None, help="a network: internal")
+    options = parser.parse_args(arguments)
+    if options.job:
+        work(Job(options.job, options.drawn, options.repeats, options.quick))
+        return
+    rows = []
+    for case in list(CASES)[: 1 if options.quick else None]:
+        for ranks in options.ranks:
+            words = [
+                "-m",
+                "benchmarks.layouts",
+                "--job",
+                case,
+                "--drawn",
+                str(2 if options.quick else options.drawn),
+            ]
+            words += [
+                "--repeats",
+                str(repeats_of(options)),
+                *(["--quick"] if options.quick else []),
+            ]
+            rows += run_ranks(ranks, words)["rows"]
+    off = sorted(abs(row["ratio"] - 1) for row in rows)
+    notes = (
+        f"seconds of a step of two images, one thread a rank; predicted / measured - 1: median {median(off):.1%}, "
+        f"95th percentile {off[int(0.95 * (len(off) - 1))]:.1%}, largest {off[-1]:.1%} of {len(rows)} layouts"
+    )
+    report("layouts", QUESTION, Rows(rows, {}), options, {}, notes)
+
+
+if __name__ == "__main__":
+    main()

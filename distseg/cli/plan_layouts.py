@@ -1,0 +1,347 @@
+"""Choose a layout: ``distseg plan CONFIG --ranks N``.
+
+The network is timed on the machine at hand by whole steps of the engine, or a profile describes
+another machine (:mod:`distseg.planning.machine`). The layouts are those of
+:mod:`distseg.planning.layouts`.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from distseg.comm.alone import Alone
+from distseg.comm.collective import add
+from distseg.comm.launch import memory_in_use, set_up
+from distseg.comm.mesh import Mesh
+from distseg.config.settings import Config, MeshConfig, PipelineConfig, SpatialConfig
+from distseg.config.sizes import Size
+from distseg.config.units import duration
+from distseg.layers.graph import reach_for
+from distseg.layers.loss import is_linear
+from distseg.layers.norm import active_norms
+from distseg.models.bands import channels_of
+from distseg.models.capture.capture import as_network
+from distseg.models.network import flat_layers, is_flat
+from distseg.planning.cost import modelled
+from distseg.planning.layouts import Planner, Prediction, Work
+from distseg.planning.machine import Machine, as_profile, load_machine
+from distseg.planning.roofline import this_cpu
+from distseg.planning.stages import CORE
+from distseg.report.tables import table
+from distseg.runtime.optimizer import state_copies
+from distseg.runtime.precision import choose
+from distseg.training.engine import Engine
+from distseg.training.verify import RandomImages, own_pieces, prepare_model
+
+HERE = "here"
+_SECONDS = 2.0  # of a timed step
+_SHOWN = 10
+_LIMITS = "reading images is not counted, and no message overlaps with computation"
+
+
+def plan_layouts(
+    config: Config,
+    world,
+    ranks: int,
+    image: Size | None = None,
+    machine: str = HERE,
+    memory: float | None = None,
+    batch: int | None = None,
+) -> dict | None:
+    """Return the best layouts of a training on so many ranks, as plain values. Collective.
+
+    Args:
+        config: the settings of the training.
+        world: the ranks that time the network, all at the same time, and the messages between
+            them. With one rank, messages are guessed.
+        ranks: the number of ranks to plan for.
+        image: the size of an image in pixels; by default that of the store's samples.
+        machine: ``here``, or a profile (:func:`distseg.planning.machine.load_machine`).
+        memory: bytes that a rank may take; by default what the machine has.
+        batch: images of a step, over all sample groups; by default those of the config.
+
+    Raises:
+        ValueError: the network is not a list of known layers, or the batch does not divide.
+    """
+    config, plain, size, store = prepare_model(config, image)
+    model = as_network(plain)
+    if not is_flat(model):
+        raise ValueError(
+            f"distseg cannot follow the layers of {config.model.name}, so it has no stages and "
+            "tiles to choose from: split samples only (mesh.samples)"
+        )
+    found = measure(config, model, size, world) if machine == HERE else load_machine(machine)
+    work = work_of(config, model, size, found, batch)
+    if world.rank:
+        return None
+    planner = Planner(work, found, memory)
+    best = planner.best(ranks)
+    if not best:
+        raise ValueError(
+            f"no layout on {ranks} ranks computes a step of {work.batch} images of {size}, "
+            f"{work.images} in a micro-batch: give a number of ranks that splits samples (it "
+            f"shares a divisor with {work.batch // work.images}) or tiles evenly, or another "
+            "--batch"
+        )
+    samples = None
+    if store is not None:
+        samples = config.data.epoch_samples or len(store.split("train"))
+    return {
+        "ranks": ranks,
+        "image": str(Size(size)),
+        "batch": work.batch,
+        "machine": found.name,
+        "limit": planner.limit,
+        "fits": best[0].memory <= planner.limit,
+        "steps": None if samples is None else max(1, samples // work.batch),
+        "profile": as_profile(found),
+        "layouts": [_plain(p) for p in best],
+        "hangs_on": sensitivity(work, found, memory, ranks, best[0]),
+    }
+
+
+def _plain(found: Prediction) -> dict:
+    return {
+        "settings": found.layout.settings(),
+        "family": found.layout.family,
+        "seconds": found.seconds,
+        "memory": found.memory,
+        "parts": found.parts,
+        "largest_loss": found.binds,
+        "balance": list(found.balance),
+    }
+
+
+def work_of(
+    config: Config, model: nn.Module, size: Size, machine: Machine, batch: int | None
+) -> Work:
+    """Return the step of a training, for the planner.
+
+    Args:
+        config: the settings.
+        model: the plain network of known layers.
+        size: the size of an image in pixels.
+        machine: the machine whose device the costs of layers are modelled for.
+        batch: images of a step, over all sample groups; None for those of the config.
+
+    Raises:
+        ValueError: the batch does not divide into micro-batches.
+    """
+    images = config.data.images
+    batch = batch or config.mesh.samples * config.train.accumulate * images
+    if batch % images:
+        raise ValueError(
+            f"a step of {batch} images does not divide into micro-batches of {images} "
+            "(data.images): give another --batch"
+        )
+    norms = active_norms((layer for _, layer in flat_layers(model)), config.spatial.frozen_norm)
+    return Work(
+        model,
+        modelled(model, size, images, machine.device),
+        tuple(size),
+        images,
+        batch,
+        reach_for(model, True),
+        tuple(norms),
+        state_copies(config.optim),
+        is_linear(config.loss.name),
+        config.spatial.norm_scope == "step",
+    )
+
+
+def sensitivity(
+    work: Work, machine: Machine, memory: float | None, ranks: int, best: Prediction
+) -> list[str]:
+    """Return sentences on the guesses with which the choice changes, at 30 % more or less."""
+    found = []
+    for name in machine.guesses:
+        if name in ("memory", "ranks", "base"):
+            continue
+        for factor in (0.7, 1.3):
+            changed = machine.changed(name, factor)
+            costs = modelled(work.model, work.image, work.images, changed.device)
+            other = Planner(replace(work, costs=costs), changed, memory).best(ranks)[0]
+            if other.layout != best.layout:
+                found.append(
+                    f"{name} times {factor}: {_words(other)}, {duration(other.seconds)} a step"
+                )
+    return found
+
+
+def measure(config: Config, model: nn.Module, image: Size, world) -> Machine:
+    """Return the machine at hand, timed by steps of this network on two sizes. Collective.
+
+    All ranks of ``world`` compute at the same time, each a step of its own.
+    """
+    device = set_up(world, config.run.device, config.run.threads).device
+    throughput = this_cpu() if device.type == "cpu" else CORE
+    sizes = _timed_sizes(config, model, image)
+    rows = []
+    for size in sizes:
+        world.Barrier()
+        seconds = max(world.allgather(_step_seconds(config, model, size, device, world)))
+        costs = modelled(model, size, config.data.images, throughput)
+        rows.append((seconds, sum(costs.forward) + sum(costs.backward), 2 * len(costs.layers)))
+    (small, less, calls), (large, more, _) = rows
+    factor = (large - small) / (more - less) if more > less and large > small else large / more
+    call = max(1e-7, (small - factor * less) / calls)
+    factor = (large - calls * call) / more
+    latency, link, known = _messages(world)
+    source = f"steps on {' and '.join(map(str, sizes))}, {world.size} ranks at the same time"
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    ranks = world.size if world.size > 1 else max(1, (cores or 1) // torch.get_num_threads())
+    if device.type == "cuda":
+        memory = torch.cuda.get_device_properties(device).total_memory
+    else:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / ranks
+    measured = dict.fromkeys(("arithmetic", "traffic", "call", "memory", "base"), "measured")
+    guessed = "measured" if known else "guess"
+    return Machine(
+        "this machine",
+        throughput.flops_per_second / factor,
+        throughput.bytes_per_second / factor,
+        call,
+        latency,
+        link,
+        link,
+        float(memory),
+        float(memory_in_use(device)),
+        ranks,
+        kinds=measured
+        | {"latency": guessed, "link": guessed, "network": "guess", "ranks": guessed},
+        sources=dict.fromkeys(("arithmetic", "traffic", "call", "base"), source)
+        | dict.fromkeys(("latency", "link"), f"sums over {world.size} ranks" if known else "none")
+        | {"network": "as link", "memory": "of the machine", "ranks": "of this run"},
+    )
+
+
+def _timed_sizes(config: Config, model: nn.Module, image: Size) -> tuple[Size, Size]:
+    """Return two sizes of which a step takes about ``_SECONDS`` and much less."""
+    stride = reach_for(model, True).stride
+    costs = modelled(model, image, config.data.images, CORE)
+    whole = sum(costs.forward) + sum(costs.backward)
+    shrink = min(1.0, (_SECONDS / whole) ** (1 / len(image)))
+
+    def at(factor: float) -> Size:
+        return Size(
+            min(n, max(2, round(factor * n / s)) * s) // s * s or s for n, s in zip(image, stride)
+        )
+
+    large = at(shrink)
+    small = at(shrink / 2)
+    return (small, large) if small != large else (at(shrink / 4), large)
+
+
+def _step_seconds(config: Config, model: nn.Module, size: Size, device, world) -> float:
+    """Return the seconds of the passes of a micro-batch on one rank, the fastest of three."""
+    alone = replace(
+        config,
+        mesh=MeshConfig(tiles=Size((1,) * len(size)), reducer="mpi"),
+        pipeline=PipelineConfig(),
+        spatial=SpatialConfig(
+            norm_scope="group", frozen_norm=config.spatial.frozen_norm,
+            tiles_per_rank=Size((1,) * len(size)),
+        ),
+        train=replace(config.train, accumulate=1),
+    )  # fmt: skip
+    images = RandomImages(size, *channels_of(model), alone, False)
+    mesh = Mesh(Alone(), 1, alone.mesh.tiles, 1)
+    precision, last = choose(alone.train, device, Alone())
+    engine = Engine(alone, mesh, copy.deepcopy(model), size, device, precision, last)
+    own = own_pieces(alone, mesh, images, engine.reading)
+    return _fastest(lambda: engine.backward(own), device, 3)
+
+
+def _fastest(call: Callable[[], object], device, repeats: int) -> float:
+    times = []
+    for _ in range(repeats + 1):
+        began = time.perf_counter()
+        call()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - began)
+    return min(times[1:])
+
+
+def _messages(world) -> tuple[float, float, bool]:
+    """Return the latency and the bytes/s of messages, and whether they were measured."""
+    if world.size == 1:
+        return 2e-5, 2e9, False
+    rounds = math.ceil(math.log2(world.size))
+    cpu = torch.device("cpu")
+    tiny, many = torch.ones(8), torch.ones(2**20)
+    short = _fastest(lambda: [add(tiny, world) for _ in range(100)], cpu, 3) / 100
+    long = _fastest(lambda: add(many, world), cpu, 3)
+    size = 2 * (world.size - 1) / world.size * many.numel() * 8
+    return short / (2 * rounds), size / max(1e-9, long - short), True
+
+
+def text(found: dict, config_path: str) -> str:
+    """Return a plan for the terminal."""
+    layouts = found["layouts"]
+    rows = [_row(number + 1, row) for number, row in enumerate(layouts[:_SHOWN])]
+    families: dict[str, dict] = {}
+    for row in layouts:
+        families.setdefault(row["family"], row)
+    best = layouts[0]
+    lines = [
+        f"{found['ranks']} ranks, a step of {found['batch']} images of {found['image']}, "
+        f"{found['machine']}, {found['limit'] / 1e9:.3g} GB a rank",
+        "",
+        table(rows),
+        "",
+    ]
+    if not found["fits"]:
+        lines += [
+            f"no layout fits {found['limit'] / 1e9:.3g} GB a rank; these take the least. Take more "
+            "ranks, or stream tiles within a rank: --memory (docs/streaming.md)",
+            "",
+        ]
+    for family, row in families.items():
+        if row is not best:
+            lines.append(
+                f"{family}: at best {row['seconds'] / best['seconds']:.2f} times the first; most "
+                f"is lost by {row['largest_loss']}"
+            )
+    lines += [f"the choice hangs on a guess, {s}" for s in found["hangs_on"]]
+    if found["steps"]:
+        lines.append(
+            f"an epoch of {found['steps']} steps: {duration(found['steps'] * best['seconds'])}"
+        )
+    flags = " ".join(f"--{name} {value}" for name, value in best["settings"].items())
+    if found["ranks"] > 1:
+        start = f"mpirun -n {found['ranks']} "
+    else:
+        start = ""
+    lines += [f"({_LIMITS})", "", f"next: {start}distseg train {config_path} {flags}"]
+    return "\n".join(lines)
+
+
+def _row(number: int, row: dict) -> dict:
+    settings = row["settings"]
+    return {
+        "": number,
+        "samples": settings["mesh.samples"],
+        "tiles": settings["mesh.tiles"],
+        "stages": settings["mesh.stages"],
+        "exchange": settings.get("spatial.exchange_every", ""),
+        "micro-batches": settings["train.accumulate"],
+        "schedule": settings.get("pipeline.schedule", ""),
+        "recompute": settings["pipeline.recompute"],
+        "step [s]": row["seconds"],
+        "memory [GB]": row["memory"] / 1e9,
+        "most is lost by": row["largest_loss"],
+    }
+
+
+def _words(found: Prediction) -> str:
+    layout = found.layout
+    return f"{layout.samples} samples x {layout.tiles} tiles x {layout.stages} stages"

@@ -1,0 +1,504 @@
+"""Predict the time and the memory of a step in each layout, and find the best layouts.
+
+All layouts that are compared compute the same step: the same number of images, with as many in a
+micro-batch as the config says. They differ in what a rank computes, in what it sends, and in how
+long it waits::
+
+    seconds of a step =  micro-batches x (layers of a rank, with the cells computed twice)
+                       + halo messages + statistics of norms + bubble of the pipeline
+                       + sum of gradients + update of the weights
+
+Times of layers are those of :mod:`distseg.planning.cost` on the machine
+(:mod:`distseg.planning.machine`), in proportion to the cells that the slowest tile computes.
+Pipelines are simulated by the operations that will run. Reading images is not counted, and no
+communication overlaps with computation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+
+import numpy as np
+from torch import nn
+
+from distseg.config.sizes import Size
+from distseg.layers.graph import graph_of
+from distseg.models.network import calls_of
+from distseg.planning.balance import fastest_split
+from distseg.planning.cost import Costs
+from distseg.planning.machine import Machine
+from distseg.planning.memory import (
+    WEIGHT_BYTES,
+    Policy,
+    Ranges,
+    peaks,
+    ranges_of,
+    stage_memory,
+    stage_seconds,
+)
+from distseg.runtime.partition import Partition
+from distseg.runtime.schedule import orders
+from distseg.runtime.simulator import simulate
+from distseg.runtime.stage_program import recomputed
+from distseg.tiling.layout import Layout as TileLayout
+from distseg.tiling.tile import ReceptiveField, check_grid, factorings, split, tiles, window
+
+EXCHANGES = ("all", "level", "1")
+# Grids with equally many tiles that are tried, those with the fewest cells computed twice first.
+_GRIDS = 2
+# Of a vector of moments (count, mean, sum of squares) in float64.
+_MOMENTS = 3 * 8
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The mesh and the settings around it.
+
+    Attributes:
+        samples, tiles, stages: the mesh.
+        exchange: how often tiles exchange halos, ``spatial.exchange_every``.
+        micro_batches: micro-batches of a step in a sample group, ``train.accumulate``.
+        schedule: the order of a pipeline's passes.
+        recompute: the activations that are computed again.
+    """
+
+    samples: int
+    tiles: Size
+    stages: int
+    exchange: str
+    micro_batches: int
+    schedule: str
+    recompute: str
+
+    @property
+    def ranks(self) -> int:
+        return self.samples * self.tiles.volume * self.stages
+
+    @property
+    def family(self) -> str:
+        """The axes that are split, such as ``samples x tiles``."""
+        axes = [
+            name
+            for name, number in (
+                ("samples", self.samples),
+                ("tiles", self.tiles.volume),
+                ("stages", self.stages),
+            )
+            if number > 1
+        ]
+        return " x ".join(axes) or "one rank"
+
+    def settings(self) -> dict[str, str]:
+        """Return the settings of a config that make this layout."""
+        found = {
+            "mesh.samples": str(self.samples),
+            "mesh.tiles": str(self.tiles),
+            "mesh.stages": str(self.stages),
+            "train.accumulate": str(self.micro_batches),
+            "pipeline.recompute": self.recompute,
+        }
+        if self.tiles.volume > 1:
+            found["spatial.exchange_every"] = self.exchange
+        if self.stages > 1:
+            found["pipeline.schedule"] = self.schedule
+        return found
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a step takes in a layout.
+
+    Attributes:
+        layout: the layout.
+        parts: seconds of the step by purpose; their sum is the step.
+        memory: bytes of the rank that takes most.
+        balance: number of layers of each stage.
+    """
+
+    layout: Layout
+    parts: dict[str, float]
+    memory: float
+    balance: tuple[int, ...]
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.parts.values())
+
+    @property
+    def binds(self) -> str:
+        """The largest part besides computing each cell once."""
+        name, seconds = max(
+            ((k, v) for k, v in self.parts.items() if k != "computing"), key=lambda item: item[1]
+        )
+        return name if seconds > 0.02 * self.seconds else "computing"
+
+
+@dataclass(frozen=True)
+class Work:
+    """One step of a training, whatever its layout.
+
+    Attributes:
+        model: the plain network of known layers; it may be on the meta device.
+        costs: costs of a micro-batch of whole images.
+        image: the size of an image in pixels.
+        images: images of a micro-batch.
+        batch: images of a step, over all sample groups.
+        reach: halo and stride of the network.
+        norms: numbers of the layers with statistics over the image.
+        copies: values that the optimizer keeps per weight.
+        linear: True if the gradient of the loss is known before the loss.
+        step_norms: True if batch norm sees the images of all sample groups.
+    """
+
+    model: nn.Module
+    costs: Costs
+    image: tuple[int, ...]
+    images: int
+    batch: int
+    reach: ReceptiveField
+    norms: tuple[int, ...]
+    copies: int
+    linear: bool
+    step_norms: bool = False
+
+    @cached_property
+    def graph(self):
+        return graph_of(self.model)
+
+    @cached_property
+    def ranges(self) -> Ranges:
+        return ranges_of(self.costs)
+
+    @cached_property
+    def parameters(self) -> int:
+        return sum(layer.parameters for layer in self.costs.layers)
+
+
+@dataclass(frozen=True)
+class TileWork:
+    """What the slowest tile of a grid does for a micro-batch.
+
+    Attributes:
+        shares: for each layer the share of its cells that the tile computes.
+        halos: for each layer bytes and number of the messages before its forward pass.
+    """
+
+    shares: tuple[float, ...]
+    halos: tuple[tuple[float, int], ...]
+
+
+class Planner:
+    """Predictions for one step on one machine.
+
+    Args:
+        work: the step.
+        machine: the machine.
+        limit: bytes that a rank may take; the machine's memory by default.
+    """
+
+    def __init__(self, work: Work, machine: Machine, limit: float | None = None):
+        self.work, self.machine = work, machine
+        self.limit = machine.memory if limit is None else limit
+        self.tile_work = lru_cache(None)(self._tile_work)
+        self._peaks_of = lru_cache(None)(lambda stages, policy: peaks(work.ranges, stages, policy))
+
+    def best(self, ranks: int) -> list[Prediction]:
+        """Return predictions of layouts on so many ranks, the fastest first.
+
+        They are the fastest ones of each family within the limit of memory; of a family that takes
+        more than twice as long as the first layout, the fastest one. A layout that computes
+        activations again is among them only if it does not fit otherwise. If none fits, those that
+        take the least memory of each family are returned.
+        """
+        fitting: dict[str, list[Prediction]] = {}
+        others: dict[str, Prediction] = {}
+        fits: set[Layout] = set()
+        fastest = math.inf
+        candidates = [(self.least_seconds(layout), layout) for layout in self.candidates(ranks)]
+        candidates.sort(key=lambda item: (item[0], item[1].recompute == "always"))
+        for least, layout in candidates:
+            known = fitting.setdefault(layout.family, [])
+            wanted = 1 if least > 2 * fastest else _KEPT
+            if len(known) >= wanted and least > known[wanted - 1].seconds:
+                continue
+            if replace(layout, recompute="never") in fits:
+                continue
+            try:
+                found = self.predict(layout)
+            except ValueError:
+                continue  # no split into stages fits, or stages would share a weight
+            if found.memory <= self.limit:
+                fits.add(layout)
+                fastest = min(fastest, found.seconds)
+                known.append(found)
+                known.sort(key=lambda p: p.seconds)
+            elif layout.family not in others or found.memory < others[layout.family].memory:
+                others[layout.family] = found
+        every = [p for known in fitting.values() for p in known] or list(others.values())
+        return sorted(every, key=lambda p: (p.seconds, p.memory))
+
+    def candidates(self, ranks: int) -> Iterator[Layout]:
+        """Yield the layouts of so many ranks that compute the step."""
+        work, micro = self.work, self.work.batch // self.work.images
+        for samples in _divisors(math.gcd(ranks, micro)):
+            for stages in _divisors(ranks // samples):
+                if stages > len(work.costs.layers):
+                    continue
+                for grid in self._grids(ranks // samples // stages):
+                    for exchange in EXCHANGES if grid.volume > 1 else EXCHANGES[:1]:
+                        for schedule in self._schedules(stages):
+                            for recompute in ("never", "always"):
+                                yield Layout(
+                                    samples,
+                                    grid,
+                                    stages,
+                                    exchange,
+                                    micro // samples,
+                                    schedule,
+                                    recompute,
+                                )
+
+    def _schedules(self, stages: int) -> tuple[str, ...]:
+        if stages == 1:
+            return ("1f1b",)
+        return ("gpipe", "1f1b", "zb-h1") if self.work.linear else ("gpipe",)
+
+    def _grids(self, count: int) -> list[Size]:
+        """Return the grids of ``count`` tiles that fit the image, the best ones."""
+        found = []
+        for grid in factorings(count, len(self.work.image)):
+            try:
+                check_grid(self.work.image, grid, self.work.reach.stride)
+            except ValueError:
+                continue
+            found.append(Size(grid))
+        found.sort(key=lambda grid: self.tile_work(grid, "all").shares[0])
+        return found[:_GRIDS]
+
+    def _tile_work(self, grid: Size, exchange: str) -> TileWork:
+        work, layers = self.work, len(self.work.costs.layers)
+        none = ((0.0, 0),) * layers
+        if grid.volume == 1:
+            return TileWork((1.0,) * layers, none)
+        if exchange == "all":
+            largest = max(
+                window(tile, work.image, work.reach).pixels
+                for tile in _some_tiles(work.image, grid, work.reach.stride)
+            )
+            return TileWork((largest / math.prod(work.image),) * layers, none)
+        borders = [
+            (0, *(b for _, b in split(n, g, s)))
+            for n, g, s in zip(work.image, grid, work.reach.stride)
+        ]
+        layout = TileLayout(work.graph, work.image, borders, exchange)
+        cell = tuple(_largest(b) for b in borders)
+        shares, halos = [], list(none)
+        for number in range(layers):
+            view = layout.part(number, cell)
+            shares.append(view.output.pixels / max(1, math.prod(layout.sizes[number + 1])))
+            if number in layout.points:
+                source = work.graph[number].first
+                had = view.input.intersection(layout.computed(source, cell)).pixels
+                cells = max(1, math.prod(layout.sizes[source]))
+                size = self._bytes(source) / cells * max(0, view.input.pixels - had)
+                halos[number] = (size, math.prod(min(3, g) for g in grid) - 1)
+        return TileWork(tuple(shares), tuple(halos))
+
+    def _bytes(self, source: int) -> float:
+        """Return the bytes of a feature map of a micro-batch; number 0 is the image."""
+        costs = self.work.costs
+        return costs.layers[source - 1].output if source else costs.sizes[0]
+
+    def _seconds_of(self, tile: TileWork, neighbours: int) -> Costs:
+        """Return the costs of the layers on a tile, with what they send.
+
+        Bytes stay those of whole images.
+
+        Args:
+            neighbours: number of ranks of the pipelines that share an image.
+        """
+        layers = []
+        for layer, share, (size, count) in zip(self.work.costs.layers, tile.shares, tile.halos):
+            messages = self.machine.message(neighbours, size, count) if count else 0.0
+            layers.append(
+                replace(
+                    layer,
+                    forward=self.machine.call + share * layer.forward + messages,
+                    backward=self.machine.call + share * layer.backward + messages,
+                )
+            )
+        return replace(self.work.costs, layers=tuple(layers))
+
+    def least_seconds(self, layout: Layout) -> float:
+        """Return seconds that the step takes at least.
+
+        A micro-batch goes through all stages, and the slowest stage, which takes at least its
+        share, computes all others besides. Stages may put gradients of weights off, about half of
+        the work.
+        """
+        tile = self.tile_work(layout.tiles, layout.exchange)
+        again = 1 if layout.recompute == "always" and layout.stages == 1 else 0
+        one = self._layers(tile, again)
+        through = one * (0.5 if layout.schedule == "zb-h1" else 1.0)
+        return through + (layout.micro_batches - 1) * one / layout.stages
+
+    def _layers(self, tile: TileWork, again: int = 0) -> float:
+        return sum(
+            share * ((1 + again) * layer.forward + layer.backward) + (2 + again) * self.machine.call
+            for layer, share in zip(self.work.costs.layers, tile.shares)
+        )
+
+    def predict(self, layout: Layout) -> Prediction:
+        """Return what a step takes in a layout.
+
+        Raises:
+            ValueError: the network cannot be cut into so many stages.
+        """
+        work, machine = self.work, self.machine
+        neighbours = layout.tiles.volume * layout.stages
+        tile = self.tile_work(layout.tiles, layout.exchange)
+        costs = self._seconds_of(tile, neighbours)
+        norm = self._norm_seconds(layout, neighbours)
+        costs = replace(
+            costs,
+            layers=tuple(
+                replace(layer, forward=layer.forward + norm, backward=layer.backward + norm)
+                if number in work.norms
+                else layer
+                for number, layer in enumerate(costs.layers)
+            ),
+        )
+        policy = Policy(layout.micro_batches, layout.schedule, layout.recompute, work.copies)
+        balance, span, busiest = self._pipeline(layout, costs, policy, tile, neighbours)
+        m, ideal = layout.micro_batches, TileWork((1 / layout.tiles.volume,) * len(tile.shares), ())
+        once = m * self._layers(ideal) / layout.stages
+        computed = m * self._layers(tile) / layout.stages
+        halos = (
+            2
+            * m
+            / layout.stages
+            * sum(machine.message(neighbours, size, n) for size, n in tile.halos if n)
+        )
+        norms = 2 * m / layout.stages * norm * len(work.norms)
+        starts = np.cumsum([0, *balance])
+        stages = [(int(a), int(b)) for a, b in zip(starts, starts[1:])]
+        weights = max(
+            WEIGHT_BYTES * sum(layer.parameters for layer in costs.layers[a:b]) for a, b in stages
+        )
+        parts = {
+            "computing": min(once, computed),
+            "cells computed twice": max(0.0, computed - once),
+            "halo messages": halos,
+            "statistics of norms": norms,
+            "computed again": max(0.0, busiest - computed - halos - norms)
+            if layout.recompute != "never"
+            else 0.0,
+        }
+        parts["stages wait"] = max(0.0, span - sum(parts.values()))
+        parts["sum of gradients"] = machine.sum(layout.samples * layout.tiles.volume, weights)
+        parts["update"] = weights * (3 + 2 * work.copies) / machine.traffic
+        memory = max(
+            self._memory(where, stage, layout, policy, tile) for stage, where in enumerate(stages)
+        )
+        plain = {name: float(seconds) for name, seconds in parts.items()}
+        return Prediction(layout, plain, float(memory), tuple(map(int, balance)))
+
+    def _norm_seconds(self, layout: Layout, neighbours: int) -> float:
+        """Return the seconds of the message of a norm, in one direction."""
+        ranks = layout.tiles.volume * (layout.samples if self.work.step_norms else 1)
+        if ranks == 1 or not self.work.norms:
+            return 0.0
+        return self.machine.sum(ranks, _MOMENTS * 64)
+
+    def _pipeline(
+        self, layout: Layout, costs: Costs, policy: Policy, tile: TileWork, neighbours: int
+    ) -> tuple[list[int], float, float]:
+        """Return the balance, the seconds of all passes, and those of the busiest rank."""
+        m, layers = layout.micro_batches, costs.layers
+        if layout.stages == 1:
+            passes = policy.forward_passes(0, 1)
+            busy = m * (passes * sum(costs.forward) + sum(costs.backward))
+            return [len(layers)], busy, busy
+        stages = layout.stages
+        balance = fastest_split(
+            stage_seconds(costs, self.work.ranges, policy, stages),
+            stages,
+            self._peaks(stages, policy, tile),
+            self._room(),
+        )
+        partition = Partition.from_balance(calls_of(self.work.model), balance)
+        order = orders(layout.schedule, partition.placement, m)
+        share = max(tile.shares)
+
+        def seconds(kind: str):
+            def of(stage: int, micro_batch: int) -> float:
+                mine = [layers[n] for n in partition.ranges[stage]]
+                put_off = sum(x.backward / 2 for x in mine if x.puts_off)
+                put_off = put_off if layout.schedule == "zb-h1" else 0.0
+                if kind == "weight":
+                    return put_off
+                if kind == "backward":
+                    return sum(x.backward for x in mine) - put_off
+                if kind == "recompute":
+                    known = again[stage]
+                    return sum(x.forward for x in mine) if (stage, micro_batch) in known else 0.0
+                return sum(x.forward for x in mine)
+
+            return of
+
+        again = [recomputed(order[rank], layout.recompute) for rank in range(stages)]
+        run = simulate(
+            order,
+            partition.edges,
+            seconds("forward"),
+            seconds("backward"),
+            partition.placement,
+            lambda edge: self.machine.message(neighbours, share * self._bytes(edge.map), 1),
+            seconds("recompute"),
+            seconds("weight"),
+        )
+        busiest = run.makespan * (1 - min(run.idle))
+        return balance, run.makespan, busiest
+
+    def _room(self) -> float:
+        return max(0.0, self.limit - self.machine.base)
+
+    def _peaks(self, stages: int, policy: Policy, tile: TileWork) -> np.ndarray:
+        whole = self._peaks_of(stages, policy)
+        held = (2 + policy.optimizer_copies) * WEIGHT_BYTES * self.work.ranges.parameters
+        return held + max(tile.shares) * (whole - held)
+
+    def _memory(
+        self, where: tuple[int, int], stage: int, layout: Layout, policy: Policy, tile: TileWork
+    ) -> float:
+        found = stage_memory(self.work.ranges, where, stage, layout.stages, policy)
+        tensors = max(tile.shares) * (found.activations + found.working)
+        return self.machine.base + found.weights + found.gradients + found.optimizer + tensors
+
+
+_KEPT = 3  # of each family
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def _some_tiles(image: Sequence[int], grid: Size, stride: Sequence[int]):
+    """Return tiles of a grid, among them one of a corner, of a border, and an inner one."""
+    if grid.volume <= 64:
+        return tiles(image, grid, stride)
+    fewer = Size(min(g, 3) for g in grid)
+    parts = [split(n, g, s) for n, g, s in zip(image, grid, stride)]
+    longest = [max(b - a for a, b in those) for those in parts]
+    size = [min(n, length * g) for n, length, g in zip(image, longest, fewer)]
+    return tiles(size, fewer, stride)
+
+
+def _largest(borders: Sequence[int]) -> int:
+    """Return the number of the longest tile along a dim, an inner one if there is."""
+    lengths = [b - a for a, b in zip(borders, borders[1:])]
+    inner = range(1, len(lengths) - 1) if len(lengths) > 2 else range(len(lengths))
+    return max(inner, key=lambda i: lengths[i])

@@ -1,0 +1,175 @@
+"""Describe a machine by the numbers that the time and the memory of a step depend on.
+
+A profile is a YAML file of these numbers. Each has its unit, its source, and how far it can be
+trusted: ``measured``, ``data sheet`` or ``guess``. Profiles of some machines are in the folder
+``profiles``; ``distseg plan --save FILE`` writes one of the machine at hand.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+
+import yaml
+
+from distseg.planning.roofline import Device
+
+PROFILES = Path(__file__).parent / "profiles"
+KINDS = ("measured", "data sheet", "guess")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A cluster of equal nodes, as one rank sees it.
+
+    Attributes:
+        name: the name of the machine.
+        arithmetic: FLOP/s of convolutions.
+        traffic: bytes/s between the device and its memory, reading and writing together.
+        call: seconds that a layer takes at least, forward or backward.
+        latency: seconds until a message arrives, however small it is.
+        link: bytes/s of messages between two ranks of a node, in one direction.
+        network: bytes/s of messages of a node to other nodes, in one direction.
+        memory: bytes of a rank.
+        base: bytes of a process beside its tensors: libraries, workspaces, communicators.
+        ranks: number of ranks of a node.
+        kinds: how each number is known, one of ``KINDS``.
+        sources: where each number is from.
+    """
+
+    name: str
+    arithmetic: float
+    traffic: float
+    call: float
+    latency: float
+    link: float
+    network: float
+    memory: float
+    base: float
+    ranks: int
+    kinds: Mapping[str, str] = field(default_factory=dict)
+    sources: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def device(self) -> Device:
+        """The throughput of one rank's device."""
+        return Device(self.name, self.arithmetic, self.traffic)
+
+    @property
+    def guesses(self) -> list[str]:
+        """The names of the numbers that nobody measured or stated."""
+        return [name for name, kind in self.kinds.items() if kind == "guess"]
+
+    def changed(self, name: str, factor: float) -> Machine:
+        """Return the machine with one number multiplied by ``factor``."""
+        return replace(self, **{name: getattr(self, name) * factor})
+
+    def message(self, ranks: int, size: float, count: int = 1) -> float:
+        """Return the seconds of ``count`` messages of ``size`` bytes together.
+
+        Args:
+            ranks: number of neighbouring ranks among which messages are sent at the same time. If
+                they are more than a node has, all of a node's ranks share its network.
+            size: bytes of the messages together.
+            count: number of messages.
+        """
+        speed = self.link if ranks <= self.ranks else self.network / self.ranks
+        return count * self.latency + size / speed
+
+    def sum(self, ranks: int, size: float) -> float:
+        """Return the seconds of an all-reduce of ``size`` bytes over ``ranks`` ranks, by rings."""
+        if ranks == 1:
+            return 0.0
+        speed = self.link if ranks <= self.ranks else min(self.link, self.network)
+        rounds = math.ceil(math.log2(ranks))
+        return 2 * (ranks - 1) / ranks * size / speed + 2 * rounds * self.latency
+
+
+NUMBERS = tuple(f.name for f in fields(Machine) if f.name not in ("name", "kinds", "sources"))
+_UNITS = {
+    "arithmetic": "FLOP/s",
+    "traffic": "B/s",
+    "call": "s",
+    "latency": "s",
+    "link": "B/s",
+    "network": "B/s",
+    "memory": "B",
+    "base": "B",
+    "ranks": "ranks a node",
+}
+
+
+def profile_names() -> list[str]:
+    """Return the names of the profiles that come with distseg."""
+    return sorted(path.stem for path in PROFILES.glob("*.yaml"))
+
+
+def load_machine(name: str) -> Machine:
+    """Return the machine of a profile.
+
+    Args:
+        name: the name of a profile of distseg, or the path of a YAML file.
+
+    Raises:
+        ValueError: there is no such profile, or a number is missing or wrong.
+    """
+    path = Path(name)
+    if not name.endswith((".yaml", ".yml")):
+        path = PROFILES / f"{name}.yaml"
+    if not path.is_file():
+        raise ValueError(
+            f"there is no profile {name}: give the path of a YAML file, or one of "
+            f"{', '.join(profile_names())}"
+        )
+    try:
+        given = yaml.safe_load(path.read_text())
+    except (yaml.YAMLError, UnicodeDecodeError) as e:
+        raise ValueError(f"profile {path} is not YAML: {' '.join(str(e).split())}") from None
+    if not isinstance(given, dict):
+        raise ValueError(f"profile {path} has no entries: write name and {', '.join(NUMBERS)}")
+    unknown = sorted(set(given) - {"name", *NUMBERS})
+    missing = [key for key in ("name", *NUMBERS) if key not in given]
+    if unknown or missing:
+        raise ValueError(
+            f"profile {path} {'lacks ' + missing[0] if missing else 'has ' + str(unknown[0])}: "
+            f"it has name, {', '.join(NUMBERS)}"
+        )
+    values, kinds, sources = {}, {}, {}
+    for key in NUMBERS:
+        entry = given[key]
+        if not isinstance(entry, dict) or set(entry) != {"value", "unit", "kind", "source"}:
+            raise ValueError(
+                f"profile {path}: {key} needs value, unit, kind and source, got {entry!r}"
+            )
+        try:
+            value = float(entry["value"])
+        except (TypeError, ValueError):
+            value = math.nan
+        if not (math.isfinite(value) and value > 0):
+            raise ValueError(
+                f"profile {path}: {key} has the value {entry['value']!r}: give a number above 0"
+            )
+        if entry["kind"] not in KINDS or entry["unit"] != _UNITS[key]:
+            raise ValueError(
+                f"profile {path}: {key} is in {_UNITS[key]} and of the kind "
+                f"{', '.join(KINDS)}, got {entry['unit']!r} and {entry['kind']!r}"
+            )
+        values[key], kinds[key], sources[key] = value, entry["kind"], str(entry["source"])
+    values["ranks"] = max(1, int(values["ranks"]))
+    return Machine(str(given["name"]), **values, kinds=kinds, sources=sources)
+
+
+def as_profile(machine: Machine) -> str:
+    """Return a machine as the text of a profile, which :func:`load_machine` reads."""
+    entries = {
+        name: {
+            "value": getattr(machine, name),
+            "unit": _UNITS[name],
+            "kind": machine.kinds.get(name, "guess"),
+            "source": machine.sources.get(name, "not stated"),
+        }
+        for name in NUMBERS
+    }
+    return yaml.safe_dump({"name": machine.name, **entries}, sort_keys=False, width=100)

@@ -1,0 +1,275 @@
+"""The planner of layouts: what it compares, what it predicts, and what it says."""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+import yaml
+from torch import nn
+
+from distseg.cli.main import _config, _parse, _parser, main
+from distseg.cli.plan_layouts import text, work_of
+from distseg.config.settings import Config, DataConfig, MeshConfig, ModelConfig, TrainConfig
+from distseg.config.sizes import Size
+from distseg.models.capture.capture import as_network
+from distseg.models.zoo import plain_model
+from distseg.planning.layouts import Layout, Planner
+from distseg.planning.machine import NUMBERS, as_profile, load_machine, profile_names
+from distseg.tiling.tile import tiles, window
+
+UNET = dict(name="unet", depth=2, num_convs=2, base_channels=4, in_channels=3, out_channels=3)
+FREE = dict(call=1e-12, latency=1e-12, link=1e18, network=1e18)  # messages that take no time
+
+
+def machine(**numbers):
+    return replace(load_machine("summit-v100"), **{"memory": 1e12, "base": 0.0, **numbers})
+
+
+def planner(size="96x128", batch=4, limit=None, at=None, loss="cross_entropy", **model):
+    config = Config(
+        model=ModelConfig(**{**UNET, **model}),
+        data=DataConfig(images=1),
+        train=TrainConfig(accumulate=batch),
+    )
+    config = replace(config, loss=replace(config.loss, name=loss))
+    found = at or machine()
+    network = as_network(plain_model(config.model))
+    return Planner(work_of(config, network, Size(size), found, None), found, limit)
+
+
+def layout(
+    samples=1, tiles="1x1", stages=1, exchange="all", m=4, schedule="1f1b", recompute="never"
+):
+    return Layout(samples, Size(tiles), stages, exchange, m, schedule, recompute)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 8, 12])
+def test_candidates_compute_the_step_on_all_ranks(ranks):
+    plan = planner(batch=6)
+    found = list(plan.candidates(ranks))
+    assert found and len(set(found)) == len(found)
+    for one in found:
+        assert one.ranks == ranks
+        assert one.samples * one.micro_batches == 6
+        assert one.stages <= len(plan.work.costs.layers)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 6])
+@pytest.mark.parametrize("limit", [None, 2.2e6, 1e3])
+def test_the_best_is_that_of_all_candidates(ranks, limit):
+    """What is left out unseen is never among the best."""
+    plan = planner(limit=limit)
+    every = []
+    for one in plan.candidates(ranks):
+        try:
+            every.append(plan.predict(one))
+        except ValueError:
+            continue
+    best = plan.best(ranks)
+    fitting = [p for p in every if p.memory <= plan.limit]
+    if not fitting:
+        assert all(p.memory > plan.limit for p in best)
+        assert min(p.memory for p in best) == min(p.memory for p in every)
+        return
+    assert best[0].seconds == min(p.seconds for p in fitting)
+    for family in {p.layout.family for p in fitting}:
+        mine = min(p.seconds for p in fitting if p.layout.family == family)
+        assert mine == min(p.seconds for p in best if p.layout.family == family)
+    assert all(p.memory <= plan.limit for p in best)
+
+
+def test_parts_add_up_and_splits_without_messages_divide_the_work():
+    plan = planner(at=machine(**FREE), norm="none")
+    one = plan.predict(layout())
+    assert one.seconds == pytest.approx(sum(one.parts.values()))
+    layers = plan.work.costs.layers
+    passes = sum(layer.forward + layer.backward for layer in layers)
+    assert one.parts["computing"] == pytest.approx(4 * passes, rel=1e-4)
+    two = plan.predict(layout(samples=2, m=2))
+    assert two.parts["computing"] == pytest.approx(one.parts["computing"] / 2, rel=1e-4)
+    halves = plan.predict(layout(tiles="1x2", exchange="1"))
+    assert halves.parts["computing"] == pytest.approx(one.parts["computing"] / 2, rel=1e-4)
+    assert 0 <= halves.parts["cells computed twice"] < 0.02 * one.seconds
+    again = plan.predict(layout(recompute="always"))
+    forward = sum(layer.forward for layer in layers)
+    assert again.parts["computed again"] == pytest.approx(4 * forward, rel=1e-4)
+    assert again.memory <= one.memory
+
+
+def test_windows_cost_their_pixels_and_exchange_spares_them():
+    plan = planner()
+    largest = max(
+        window(tile, plan.work.image, plan.work.reach).pixels
+        for tile in tiles(plan.work.image, (3, 4), plan.work.reach.stride)
+    )
+    read = plan.tile_work(Size("3x4"), "all")
+    assert set(read.shares) == {largest / math.prod(plan.work.image)}
+    exchanged = plan.tile_work(Size("3x4"), "1")
+    assert max(exchanged.shares) < read.shares[0]
+    assert sum(size for size, _ in exchanged.halos) > 0 == sum(size for size, _ in read.halos)
+    # An inner tile of a 3x4 grid has eight neighbours.
+    assert {count for _, count in exchanged.halos} == {0, 8}
+
+
+def test_a_pipeline_waits_less_with_more_micro_batches():
+    waits = {}
+    for batch in (2, 8):
+        found = planner(batch=batch, at=machine(**FREE)).predict(layout(stages=2, m=batch))
+        waits[batch] = found.parts["stages wait"] / found.seconds
+        assert sum(found.balance) == len(planner().work.costs.layers)
+    assert waits[8] < waits[2]
+    assert waits[2] == pytest.approx(1 / 3, abs=0.1), "(S - 1) / (m + S - 1), with equal stages"
+
+
+def test_only_the_schedules_that_a_loss_allows():
+    linear = {one.schedule for one in planner().candidates(2) if one.stages == 2}
+    dice = {one.schedule for one in planner(loss="dice").candidates(2) if one.stages == 2}
+    assert linear == {"gpipe", "1f1b", "zb-h1"} and dice == {"gpipe"}
+
+
+def test_the_settings_of_a_layout_make_it(tmp_path):
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump({"model": UNET, "train": {"accumulate": 4}}))
+    for found in planner().best(4):
+        flags = [w for k, v in found.layout.settings().items() for w in (f"--{k}", v)]
+        config = _config(_parse(_parser("train"), [str(tmp_path / "c.yaml"), *flags]))
+        assert config.mesh == MeshConfig(
+            found.layout.samples, found.layout.tiles, found.layout.stages
+        ) or (config.mesh.samples, config.mesh.tiles, config.mesh.stages) == (
+            found.layout.samples,
+            found.layout.tiles,
+            found.layout.stages,
+        )
+        assert config.train.accumulate == found.layout.micro_batches
+
+
+@pytest.mark.parametrize("name", profile_names())
+def test_profiles_say_where_their_numbers_are_from(name, tmp_path):
+    found = load_machine(name)
+    assert set(found.kinds) == set(found.sources) == set(NUMBERS)
+    assert all(len(source) > 3 for source in found.sources.values())
+    (tmp_path / "again.yaml").write_text(as_profile(found))
+    assert load_machine(str(tmp_path / "again.yaml")) == found
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda p: p.pop("link"), "lacks link"),
+        (lambda p: p.update(extra=1), "has extra"),
+        (lambda p: p.update(link=3), "link needs value, unit, kind and source"),
+        (lambda p: p["link"].update(value=-1), "link has the value -1: give a number above 0"),
+        (lambda p: p["link"].update(value="nan"), "link has the value 'nan'"),
+        (lambda p: p["link"].update(unit="GB/s"), "link is in B/s"),
+        (lambda p: p["link"].update(kind="rumour"), "of the kind measured, data sheet, guess"),
+    ],
+)
+def test_wrong_profiles_are_refused(tmp_path, change, message):
+    entries = yaml.safe_load(as_profile(load_machine("a100")))
+    change(entries)
+    (tmp_path / "p.yaml").write_text(yaml.safe_dump(entries))
+    with pytest.raises(ValueError, match=message):
+        load_machine(str(tmp_path / "p.yaml"))
+
+
+def test_no_such_profile_names_those_there_are(tmp_path):
+    with pytest.raises(ValueError, match="no profile v200: .* a100, dgx1-v100, h100, summit-v100"):
+        load_machine("v200")
+    (tmp_path / "p.yaml").write_text("a: [")
+    with pytest.raises(ValueError, match="is not YAML"):
+        load_machine(str(tmp_path / "p.yaml"))
+
+
+def run(words) -> int:
+    """Run the command line in this process and return its exit code."""
+    try:
+        return main(words) or 0
+    except SystemExit as e:
+        return e.code
+
+
+def config_file(tmp_path, **more):
+    path = tmp_path / "plan.yaml"
+    path.write_text(yaml.safe_dump({"model": UNET, "train": {"accumulate": 4}, **more}))
+    return str(path)
+
+
+def test_the_command_plans_for_another_machine(tmp_path, capsys):
+    words = [config_file(tmp_path), "--ranks", "4", "--image", "96x128", "--machine", "h100"]
+    assert not run(["plan", *words])
+    said = capsys.readouterr().out
+    assert said.startswith("4 ranks, a step of 4 images of 96x128")
+    assert "next: mpirun -n 4 distseg train " in said and "--mesh.samples" in said
+    assert not run(["plan", *words, "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert found["fits"] and found["layouts"][0]["seconds"] == min(
+        row["seconds"] for row in found["layouts"]
+    )
+
+
+def test_the_command_times_this_machine_and_saves_it(tmp_path, capsys):
+    words = [config_file(tmp_path), "--ranks", "2", "--image", "64x64"]
+    assert not run(["plan", *words, "--save", str(tmp_path / "here.yaml"), "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert found["machine"] == "this machine"
+    saved = load_machine(str(tmp_path / "here.yaml"))
+    assert saved.kinds["arithmetic"] == "measured" and saved.kinds["link"] == "guess"
+    assert not run(["plan", *words, "--machine", str(tmp_path / "here.yaml")])
+
+
+def test_too_little_memory_says_what_to_do(tmp_path, capsys):
+    words = [config_file(tmp_path), "--ranks", "2", "--image", "96x128", "--machine", "a100"]
+    assert not run(["plan", *words, "--limit", "1GB"])
+    said = capsys.readouterr().out
+    assert "no layout fits 1 GB a rank; these take the least" in said and "--memory" in said
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--ranks", "0"], "--ranks is a whole number from 1"),
+        (["--ranks", "2", "--batch", "0"], "--batch is a whole number from 1"),
+        (["--ranks", "2", "--machine", "abacus"], "no profile abacus"),
+        (["--ranks", "2", "--data.images", "3", "--batch", "4"], "does not divide into micro"),
+        (["--ranks", "10007"], "no layout on 10007 ranks"),
+    ],
+)
+def test_wrong_flags(tmp_path, words, message, refused):
+    rest = ["--image", "96x128"] + (["--machine", "h100"] if "--machine" not in words else [])
+    assert message in refused("plan", config_file(tmp_path), *rest, *words)
+
+
+class Opaque(nn.Module):
+    """A network that distseg cannot follow."""
+
+    def __init__(self, in_channels=3, out_channels=3):
+        super().__init__()
+        self.a = nn.Conv2d(in_channels, out_channels, 1)
+
+    def forward(self, x):
+        return self.a(torch.fft.irfft2(torch.fft.rfft2(x), s=x.shape[-2:]))
+
+
+def test_a_network_that_cannot_be_cut_is_told(tmp_path, refused):
+    model = {"name": "test_layouts:Opaque", "in_channels": 3, "out_channels": 3}
+    path = config_file(tmp_path, model=model)
+    said = refused("plan", path, "--image", "64x64", "--ranks", "2", "--machine", "h100")
+    assert "cannot follow the layers of test_layouts:Opaque" in said and "samples only" in said
+
+
+def test_the_table_names_what_is_lost():
+    plan = planner()
+    best = plan.best(4)
+    rows = [
+        {
+            "settings": p.layout.settings(), "family": p.layout.family, "seconds": p.seconds,
+            "memory": p.memory, "parts": p.parts, "largest_loss": p.binds, "balance": [],
+        }
+        for p in best
+    ]  # fmt: skip
+    facts = dict(ranks=4, batch=4, image="96x128", machine="m", limit=1e12, fits=True, steps=10)
+    said = text({**facts, "layouts": rows, "hangs_on": []}, "c.yaml")
+    for family in {p.layout.family for p in best} - {best[0].layout.family}:
+        assert f"{family}: at best" in said
+    assert "an epoch of 10 steps" in said

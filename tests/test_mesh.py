@@ -85,6 +85,7 @@ def test_coordinates_and_communicators(comm):
             continue
         mesh = Mesh(comm, samples, tiles)
         assert (mesh.sample, mesh.tile, mesh.stage) == (*table[comm.rank], 0)
+        assert (mesh.rank, mesh.size) == (comm.rank, comm.size)
         everyone = range(comm.size)
         members = {
             "pipeline": [comm.rank],

@@ -89,6 +89,14 @@ def test_pages_may_be_images_which_stay_in_one_split(tmp_path):
     assert np.array_equal(store.labels("v3_0011", box), labels[11][box.slices])
 
 
+def test_pages_that_a_file_names_bands_are_no_volume(tmp_path, capsys):
+    (tmp_path / "i").mkdir()
+    tifffile.imwrite(tmp_path / "i/a.tif", np.zeros((6, 14, 18), np.uint8), imagej=True)
+    words = ["prepare", tmp_path / "i", tmp_path / "s.h5", "--classes", "a,b", "--pages", "volume"]
+    assert run(*words) == 2
+    assert "its file says that it is one image with 6 bands" in capsys.readouterr().err
+
+
 def test_many_pages_may_be_bands(tmp_path):
     (tmp_path / "i").mkdir()
     np.save(tmp_path / "i/a.npy", np.random.default_rng(0).normal(size=(7, 20, 30)))

@@ -107,6 +107,16 @@ class Mesh:
         self.groups = self.world.Split(tile * stages + self.stage, world.rank)
         self.replicas = self.world.Split(self.stage, world.rank)
 
+    @property
+    def rank(self) -> int:
+        """Number of this rank among all ranks."""
+        return self.world.rank
+
+    @property
+    def size(self) -> int:
+        """Number of all ranks."""
+        return self.world.size
+
     def __deepcopy__(self, memo) -> Mesh:
         """Return the same object: copies of what holds it share its connections."""
         return self

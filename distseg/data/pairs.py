@@ -176,6 +176,12 @@ def opened(
             "bands of one image, --pages volume if they are the slices of a volume, --pages images "
             "if each is an image of its own"
         )
+    if dims == 3 and len(reader.size) == 2:
+        raise ValueError(
+            f"--pages says that {image} is a volume or holds images, but its file says that it is "
+            f"one image with {reader.bands} bands: leave --pages out, or write the file without "
+            "names of its pages, or as slices (axes ZYX)"
+        )
     if mask is not None:
         labels = form.open(mask, len(reader.size))
         if labels.size != reader.size:

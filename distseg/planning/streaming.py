@@ -81,7 +81,8 @@ def memory_warnings(memory: int | None, base: float) -> list[str]:
     return [
         f"note: streaming.memory is {memory / 1e6:.0f} MB, and this process takes "
         f"{base / 1e6:.0f} MB before any tile; kernels and the allocator's gaps take up to "
-        f"{_BESIDES / 1e6:.0f} MB besides: give {(base + _BESIDES) / 1e6:.0f} MB to stay within it"
+        f"{_BESIDES / 1e6:.0f} MB besides: give {math.ceil((base + _BESIDES) / 1e6)} MB to stay "
+        "within it"
     ]
 
 

@@ -33,6 +33,6 @@ for _ in range(3):
     error = (score(image.mean((2, 3))) - target.float().mean()).square().mean()
     error.backward()
     optimizer.step()
-if mesh.world.rank == 0:
+if mesh.rank == 0:
     print(f"loss {loss:.6f} error {error:.6f}")
 dist.destroy_process_group()

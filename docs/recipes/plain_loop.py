@@ -28,7 +28,7 @@ def main(steps: int = 3) -> float:
         optimizer.step()
         optimizer.zero_grad()
     logits = model.predict(image)
-    if mesh.world.rank == 0:
+    if mesh.rank == 0:
         print(f"loss {loss:.6f}, logits {tuple(logits.shape)}")
     return loss.item()
 

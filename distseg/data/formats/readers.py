@@ -180,10 +180,14 @@ def open_mask(path: str | Path, dims: int = 2) -> Reader:
             f"as TIFF without this compression"
         )
     if reader.bands != 1 or reader.dtype.kind not in "iu":
+        repair = (
+            "convert colours to the numbers of the classes"
+            if reader.bands > 1
+            else "convert it to whole numbers, such as with 'gdal_translate -ot Byte'"
+        )
         raise ValueError(
             f"{path} has {reader.bands} bands of {reader.dtype}, but a mask is one band of whole "
-            "numbers, the labels: "
-            "convert colours to the numbers of the classes"
+            f"numbers, the labels: {repair}"
         )
     return reader
 

@@ -92,6 +92,8 @@ def init_mesh(
     Raises:
         ValueError: the mesh does not fit the number of ranks; the message names both numbers.
     """
+    if isinstance(tiles, int):
+        raise ValueError(f"tiles is a grid with a number for each dim, such as (1, 2), got {tiles}")
     if isinstance(comm, DeviceMesh):
         if samples is not None or stages != 1 or math.prod(tiles) != 1:
             raise ValueError("a DeviceMesh has its own sizes: leave samples, tiles and stages out")
@@ -174,6 +176,7 @@ def distribute(
     """
     mesh = init_mesh() if mesh is None else mesh
     with launch.raise_jointly(mesh.world):
+        _check_modes(module)
         order = list(module.state_dict())
         network = _network(module, inputs, outputs, pad, in_channels)
         precision = precision or _precision_of(module)
@@ -266,8 +269,29 @@ def _ranks_of(mesh: DeviceMesh):
     return world.Split(0, order.index(rank))
 
 
+def _check_modes(module: nn.Module) -> None:
+    """Refuse norms and dropouts in evaluation mode that training would set to training mode."""
+    if not module.training:
+        return
+    still = {name for name, layer in module.named_modules() if not layer.training}
+    module.train()
+    kinds = (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd)
+    for name, layer in module.named_modules():
+        if name in still and layer.training and isinstance(layer, kinds):
+            raise ValueError(
+                f"{name} ({type(layer).__name__}) was set to evaluation mode, but the training of "
+                "the distributed model sets all layers to training mode: let the module's own "
+                "train() set it, def train(self, mode=True): super().train(mode); "
+                f"self.{name}.eval(); return self"
+            )
+
+
 def _filled(axes: list[int], ranks: int) -> list[int]:
     """Return the sizes of a mesh's axes with -1 replaced by as many as the ranks allow."""
+    if any(not isinstance(axis, int) or axis < 1 and axis != -1 for axis in axes):
+        raise ValueError(
+            f"samples, tiles and stages are whole numbers from 1, or one of them -1, got {axes}"
+        )
     if axes.count(-1) > 1:
         raise ValueError(f"a mesh of {axes} leaves {axes.count(-1)} numbers open: leave one -1")
     rest = max(1, ranks // math.prod(axis for axis in axes if axis != -1))

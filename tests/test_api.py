@@ -511,6 +511,110 @@ def test_images_that_influence_each_other_are_predicted_one_by_one_or_refused():
         model.predict(x)
 
 
+@pytest.mark.parametrize("kind", ["forward", "before", "backward", "gradient", "accumulated"])
+def test_hooks_of_a_distributed_model_are_refused(kind):
+    module = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 4, 1)).double()
+    model = distseg.distribute(module, distseg.init_mesh(), tiles_per_rank=(1, 2))
+    x, y = images(0, 1)
+    model.backward(x, y, distseg.PixelLoss(CE))
+    handle = {
+        "forward": lambda: module[0].register_forward_hook(lambda *_: None),
+        "before": lambda: module[2].register_forward_pre_hook(lambda *_: None),
+        "backward": lambda: module[0].register_full_backward_hook(lambda *_: None),
+        "gradient": lambda: module[0].weight.register_hook(lambda g: g),
+        "accumulated": lambda: module[0].weight.register_post_accumulate_grad_hook(lambda p: None),
+    }[kind]()
+    with pytest.raises(ValueError, match="has got a hook since the module was distributed"):
+        model.backward(x, y, distseg.PixelLoss(CE))
+    handle.remove()
+    model.backward(x, y, distseg.PixelLoss(CE))
+
+
+def test_a_frozen_norm_that_training_would_thaw_is_refused():
+    module = network()
+    module.a[1].eval()
+    with pytest.raises(ValueError, match=r"a.1 \(BatchNorm2d\) was set to evaluation mode"):
+        distseg.distribute(module, distseg.init_mesh())
+    assert distseg.distribute(network().eval(), distseg.init_mesh())  # all of it: not meant so
+
+
+def test_norms_without_running_statistics_are_predicted_one_by_one_or_refused():
+    module = nn.Sequential(
+        nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4, track_running_stats=False)
+    ).double()
+    model = distseg.distribute(copy.deepcopy(module), distseg.init_mesh(), tiles_per_rank=(1, 2))
+    x, _ = images(0, 1)
+    torch.testing.assert_close(model.predict(x[:1]), module.eval()(x[:1]).detach())
+    with pytest.raises(ValueError, match="give one image at a time"):
+        model.predict(x)
+
+
+@pytest.mark.parallel([2, 3])
+def test_running_statistics_of_all_groups_are_unbiased_once(comm):
+    module = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4)).double()
+    for p in module.parameters():
+        nn.init.normal_(p, generator=torch.Generator().manual_seed(0))
+    mesh = distseg.init_mesh(samples=comm.size, comm=comm)
+    model = distseg.distribute(copy.deepcopy(module), mesh, norm_scope="step")
+    x, y = images(0, comm.size, 1, size=(9, 11))
+    one = slice(mesh.sample, mesh.sample + 1)
+    model.backward(x[one], y[one], distseg.PixelLoss(CE))
+    module.train()(x)
+    for name in ("1.running_mean", "1.running_var"):
+        torch.testing.assert_close(
+            model.state_dict()[name], module.state_dict()[name], rtol=1e-12, atol=1e-12
+        )
+
+
+@pytest.mark.parallel(2)
+def test_other_images_on_ranks_of_a_group_are_refused(comm):
+    mesh = distseg.init_mesh(tiles=(1, 2), comm=comm)
+    model = distseg.distribute(network(), mesh)
+    x, y = images(0, 1, size=(34, 46 - 12 * comm.rank))
+    words = "ranks that share images give 2 of 34x46 and 2 of 34x34"
+    with pytest.raises(ValueError, match=words):
+        model.backward(x, y, distseg.PixelLoss(CE))
+    with pytest.raises(ValueError, match="ranks give predict different images"):
+        model.predict(x)
+    x, y = images(0, 1)
+    model.backward(x, y, distseg.PixelLoss(CE))
+
+
+@pytest.mark.parametrize("make", ["module", "partial"])
+def test_class_weights_of_a_loss_of_pytorch_are_taken_over(make):
+    weight = torch.tensor([1.0, 3.0, 0.5, 2.0], dtype=torch.float64)
+    function = {
+        "module": nn.CrossEntropyLoss(weight, reduction="none", label_smoothing=0.1),
+        "partial": partial(F.cross_entropy, weight=weight, reduction="none", label_smoothing=0.1),
+    }[make]
+    module = network(nn.InstanceNorm2d)
+    model = distseg.distribute(copy.deepcopy(module), distseg.init_mesh(), tiles_per_rank=(1, 2))
+    x, y = images(0, 1)
+    loss = model.backward(x, y, distseg.PixelLoss(function))
+    wanted = F.cross_entropy(module(x), y, weight, label_smoothing=0.1)
+    wanted.backward()
+    assert abs(float(loss) / float(wanted) - 1) < 1e-12
+    for (name, p), q in zip(model.named_parameters(), module.parameters()):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-9, atol=1e-12, msg=name)
+
+
+def test_a_gradient_that_is_asked_for_alone_is_refused():
+    model = distseg.distribute(network(nn.InstanceNorm2d), distseg.init_mesh())
+    criterion = distseg.PixelLoss(CE)
+    x, y = images(0, 1)
+    loss = criterion(model(model.shard(x)), model.shard(y))
+    with pytest.raises(ValueError, match="has reached no parameter of the model"):
+        torch.autograd.grad(loss, list(model.parameters()))
+    model.backward(x, y, criterion)
+    assert all(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.parametrize("axes", [dict(samples=0), dict(tiles=(1, 0)), dict(tiles=2)])
+def test_wrong_meshes_are_named(axes):
+    with pytest.raises(ValueError, match="whole numbers from 1|a grid with a number for each dim"):
+        distseg.init_mesh(**axes)
+
+
 class SeveralTypes(nn.Module):
     """A net with a convolution in double precision and a scalar that its constructor makes first."""
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from distseg.config.settings import LossConfig
 from distseg.layers.criterion import Criterion, OfOutputs, Outputs
@@ -40,7 +41,8 @@ class PixelLoss(Criterion):
         weight: takes the target and returns a weight per pixel, of the shape that ``function``
             returns. The sum of the function's values is divided by the sum of these weights, as
             PyTorch's cross-entropy with class weights does. The function applies the weights
-            itself.
+            itself. By default it follows from the class weights of ``function`` if that is
+            PyTorch's cross-entropy or negative log-likelihood.
     """
 
     sums, linear = 2, True
@@ -58,6 +60,8 @@ class PixelLoss(Criterion):
         own = _ignored_by(function)
         if own is not None and ignore_index == -100:
             ignore_index = own
+        if weight is None:
+            weight = _weight_of(function)
         self.function, self.ignore_index, self.weight = function, ignore_index, weight
         self._returned = Outputs(1, 2)
         self._values = 1  # values per pixel; 0: one for all channels of the target
@@ -334,6 +338,25 @@ def _single_pixels(x: Tensor, dims: int) -> Tensor:
     """Return each pixel as an image of its own, (B, ..., *size) -> (B * pixels, ..., 1, ...)."""
     flat = x.flatten(x.dim() - dims).movedim(-1, 1).flatten(0, 1)
     return flat.reshape(*flat.shape, *(1,) * dims)
+
+
+def _weight_of(function: Callable) -> Callable[[Tensor], Tensor] | None:
+    """Return the weight of a target by the class weights of a loss of PyTorch, if it has some."""
+    if isinstance(function, (nn.CrossEntropyLoss, nn.NLLLoss)):
+        classes = function.weight
+    elif getattr(function, "func", None) in (F.cross_entropy, F.nll_loss):
+        classes = function.keywords.get("weight")
+    else:
+        return None
+    if classes is None:
+        return None
+
+    def weight(target: Tensor) -> Tensor:
+        if target.is_floating_point():  # shares of classes: PyTorch divides by the pixels alone
+            return torch.ones_like(target[:, 0])
+        return classes.to(target.device)[target]
+
+    return weight
 
 
 def _ignored_by(function: Callable) -> int | None:

@@ -21,7 +21,7 @@ from distseg.inference.image_source import ImageSource
 from distseg.inference.predictor import Predictor
 from distseg.layers.criterion import Criterion, Outputs
 from distseg.layers.own_loss import criterion_of
-from distseg.models.network import check_calls, check_size, user_names
+from distseg.models.network import check_calls, check_size, user_name, user_names
 from distseg.tiling.tile import Box, TilePlacement, check_grid, owned_tiles
 from distseg.tiling.tile_batch import LazyTileBatch, TileBatch, labels_of_images, on_tile
 from distseg.training.engine import Engine, owned_per_rank
@@ -90,6 +90,7 @@ class DistributedModel(nn.Module):
         self._in_backward = False
         self._eager: tuple | None = None  # placement, rows and images of the last forward pass
         self._predictor: Predictor | None = None
+        self._hooks = _hooks_of(network)
 
     # Parameters and state
 
@@ -268,15 +269,26 @@ class DistributedModel(nn.Module):
         """Begin an epoch, on whose number the masks of dropout depend."""
         self.epoch, self.images_seen = epoch, 0
 
+    def _check_hooks(self) -> None:
+        """Refuse hooks that were added to layers or weights after the module was distributed."""
+        found = _hooks_of(self.network)
+        if added := [name for name in found if found[name] > self._hooks.get(name, 0)]:
+            raise ValueError(
+                f"{user_name(added[0], self.network)} has got a hook since the module was "
+                "distributed, but ranks and tiles have only parts of its maps and gradients: "
+                "remove the hook; watch maps and gradients in the plain module"
+            )
+
     def _prepared(self, image, target, criterion) -> list[list[TileBatch | LazyTileBatch]]:
         """Check the arguments of a step and return this rank's tile batches."""
         with raise_jointly(self.mesh.world):
             self._check_frozen()
+            self._check_hooks()
             images = self._arrays(image)
             targets = self._targets(target, images)
             chosen = self._criterion(criterion, targets)
             self._check(images)
-        self._check_groups(len(images))
+        self._check_groups(images)
         count = self.engine.config.train.accumulate
         if len(images) % count:  # all ranks have as many images
             raise JointFailure(
@@ -389,10 +401,19 @@ class DistributedModel(nn.Module):
             check_grid(size, fine, self.engine.reading.stride)
             self._checked.add(key)
 
-    def _check_groups(self, images: int) -> None:
-        """Refuse batches of different sizes in different groups. Collective."""
-        counts = self.mesh.replicas.allgather(images)
-        if len(set(counts)) > 1:  # all ranks see it
+    def _check_groups(self, images: Arrays | Stacked) -> None:
+        """Refuse other numbers of images in groups, and other sizes in one of them. Collective."""
+        mine = [tuple(images.size(number)) for number in range(len(images))]
+        groups: dict[int, list[tuple[int, ...]]] = {}
+        for sample, sizes in self.mesh.world.allgather((self.mesh.sample, mine)):
+            if sizes != (first := groups.setdefault(sample, sizes)):
+                raise JointFailure(
+                    f"ranks that share images give {len(first)} of {_sizes(first)} and "
+                    f"{len(sizes)} of {_sizes(sizes)}: give the same images on all ranks of a "
+                    "sample group"
+                )
+        counts = {len(sizes) for sizes in groups.values()}
+        if len(counts) > 1:  # all ranks see it
             raise JointFailure(
                 f"sample groups give {min(counts)} to {max(counts)} images in one step: give "
                 "as many in each group (drop the last batch of an epoch, or fill it up)"
@@ -495,6 +516,12 @@ class DistributedModel(nn.Module):
         if self._probes:
             without = {n for n, p in enumerate(parameters) if p.grad is None}
             of_all = self.mesh.replicas.allgather(without)
+            if parameters and all(len(of) == len(parameters) for of in of_all):
+                raise JointFailure(
+                    "the backward pass has reached no parameter of the model: call "
+                    "loss.backward() without inputs, and not torch.autograd.grad, which would "
+                    "return this rank's part"
+                )
             self._unused[self._used] = sorted(set.intersection(*map(set, of_all)))
             engine.gradients.take_in()
         engine.gradients.finish()
@@ -573,7 +600,7 @@ class DistributedModel(nn.Module):
                 self._check_frozen()
             images = self._arrays(shard.given)
             self._check(images)
-        self._check_groups(len(images))
+        self._check_groups(images)
         rows, first = self._rows(len(images), 1)
         batches = self._tile_batches(
             images, None, range(len(images)), first, rows.of_micro_batch(0)
@@ -641,7 +668,15 @@ class DistributedModel(nn.Module):
             (B, C', *size) or (C', *size) float32, or float64 if the network is; a list for a list
             of images. For networks that return a vector of each image: (B, C') or (C',).
         """
-        arrays = self._arrays(image)
+        with raise_jointly(self.mesh.world):
+            self._check_hooks()
+            arrays = self._arrays(image)
+        sizes = [tuple(arrays.size(number)) for number in range(len(arrays))]
+        if len(given := {tuple(found) for found in self.mesh.world.allgather(sizes)}) > 1:
+            words = " and ".join(f"{len(found)} of {_sizes(found)}" for found in sorted(given))
+            raise JointFailure(
+                f"ranks give predict different images, {words}: all ranks give the same"
+            )
         if len(arrays) > 1 and self.engine.joins_images:
             raise JointFailure(
                 "in this network the images of a batch influence each other in evaluation mode "
@@ -754,3 +789,23 @@ def _check_only_use(gradient: Tensor, seen: list[Tensor]) -> None:
             "the loss has terms of the output besides the criterion, which would be of one tile "
             "alone: put them into the criterion's function"
         )
+
+
+def _sizes(sizes: Sequence[Sequence[int]]) -> str:
+    """Return some sizes of images as text."""
+    return ", ".join(dict.fromkeys(str(Size(size)) for size in sizes))
+
+
+def _hooks_of(network: nn.Module) -> dict[str, int]:
+    """Return the number of hooks of each layer and parameter that has some."""
+    fields = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    found = {
+        name: count
+        for name, layer in network.named_modules()
+        if (count := sum(len(getattr(layer, field)) for field in fields))
+    }
+    for name, p in network.named_parameters():
+        many = (p._backward_hooks, getattr(p, "_post_accumulate_grad_hooks", None))
+        if count := sum(len(hooks) for hooks in many if hooks):
+            found[name] = count
+    return found

@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import nn
 
+from distseg.comm.alone import Alone
 from distseg.comm.collective import add
 from distseg.comm.consistency import assert_consistent
 from distseg.comm.launch import keep_freed_memory, memory_in_use, raise_jointly, ranks_on_node
@@ -486,10 +487,12 @@ def _context(config: Config, mesh: Mesh, splits: bool) -> Context:
         splits: True if the schedule computes gradients of weights in actions of their own.
     """
     scope = config.spatial.norm_scope
+    # Statistics of all groups must not be summed over the groups once more.
+    groups = {"window": mesh.replicas, "step": Alone(), "group": mesh.groups}
     return Context(
         norm_comm=mesh.tiles,
         batch_comm=mesh.replicas if scope == "step" else mesh.tiles,
-        groups_comm=mesh.replicas if scope == "window" else mesh.groups,
+        groups_comm=groups[scope],
         per_window=scope == "window",
         around=weights_apart(mesh.waits) if splits else skip_store,
         seed=config.train.seed,

@@ -272,12 +272,16 @@ def check_apart(model: nn.Module, size: Sequence[int]) -> None:
 def joins_images(model: nn.Module, size: Sequence[int], training: bool) -> bool:
     """Return True if in an uncaptured module the images of a batch influence each other.
 
-    Batch norms are exempt. A captured module never joins images by other means.
+    In training batch norms are exempt. A captured module never joins images by other means.
 
     Args:
         size: image size in training.
         training: the mode of the module.
     """
+    if not training and any(
+        isinstance(layer, _NORMS[0]) and not layer.track_running_stats for layer in model.modules()
+    ):
+        return True
     if is_followed(model) or any(p.is_meta for p in model.parameters()):
         return False
     for at in dict.fromkeys([*((side,) * len(size) for side in _TRIED), tuple(size)]):

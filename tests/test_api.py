@@ -580,6 +580,20 @@ def test_other_images_on_ranks_of_a_group_are_refused(comm):
     model.backward(x, y, distseg.PixelLoss(CE))
 
 
+@pytest.mark.parallel(2)
+@pytest.mark.parametrize("kind", ["frozen", "size"])
+def test_other_parameters_on_another_rank_are_named(comm, kind):
+    module = network(classes=4 + comm.rank) if kind == "size" else network()
+    module.head.weight.requires_grad_(kind == "size" or comm.rank == 0)
+    mesh = distseg.init_mesh(tiles=(1, 2), comm=comm)
+    words = {
+        "frozen": "head.weight is 4x6x1x1, trained on rank 0 and 4x6x1x1, frozen on rank 1",
+        "size": "head.weight is 4x6x1x1, trained on rank 0 and 5x6x1x1, trained on rank 1",
+    }[kind]
+    with pytest.raises(ValueError, match=f"{words}.* Make the same network on all ranks"):
+        distseg.distribute(module, mesh)
+
+
 @pytest.mark.parametrize("make", ["module", "partial"])
 def test_class_weights_of_a_loss_of_pytorch_are_taken_over(make):
     weight = torch.tensor([1.0, 3.0, 0.5, 2.0], dtype=torch.float64)

@@ -42,6 +42,7 @@ from distseg.models.network import (
     flat_layers,
     refusals,
     unbounded,
+    user_names,
 )
 from distseg.planning.stages import partition_of, schedule_of
 from distseg.planning.streaming import (
@@ -119,7 +120,7 @@ class Engine(ParameterUpdate):
                 check_apart(model, image)
             # Taken of the user's module, before its norms are replaced.
             self.joins_images = joins_images(model, image, training=False)
-            fingerprint = fingerprint_of(model)
+            fingerprint, weights = fingerprint_of(model), _weights_of(model)
             own_memory(model)
             check_parts(config, model)
             self.exact = reach_for(model, config.spatial.halo is not None or is_cut(config))
@@ -149,6 +150,11 @@ class Engine(ParameterUpdate):
                 not is_cut(config),
             )
             place_stages(self.model, self.partition, self.devices, precision, channels_last)
+        assert_consistent(
+            mesh.world,
+            weights,
+            "Make the same network on all ranks, with the same parameters frozen",
+        )
         assert_consistent(
             mesh.world,
             {"what the network calls": fingerprint},
@@ -476,6 +482,14 @@ def owned_per_rank(config: Config) -> Size:
         if is_streamed(config)
         else config.spatial.tiles_per_rank
     )
+
+
+def _weights_of(model: nn.Module) -> dict[str, str]:
+    """Return the size of each parameter, and whether it trains, by its name for the user."""
+    return {
+        name: f"{'x'.join(map(str, p.shape))}, {'trained' if p.requires_grad else 'frozen'}"
+        for name, p in user_names(model.named_parameters(), model).items()
+    }
 
 
 def _context(config: Config, mesh: Mesh, splits: bool) -> Context:

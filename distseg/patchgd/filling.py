@@ -24,7 +24,7 @@ from distseg.inference.predictor import Share
 from distseg.layers.context import Context
 from distseg.layers.dropout import DROPOUTS
 from distseg.layers.graph import reach_for
-from distseg.layers.norm import STATISTICAL
+from distseg.layers.norm import STATISTICAL, commit
 from distseg.models.capture.hidden import check_exact, check_seen
 from distseg.models.network import is_followed
 from distseg.patchgd.network import PatchNetwork, check_patches
@@ -160,10 +160,11 @@ class Filler:
     def commit_statistics(self, unbiased: bool = False) -> None:
         """Update the running statistics from all forward passes since the last update.
 
-        Collective over the sample groups.
+        Collective over the sample groups: one message.
         """
-        for part in filter(None, (self.backbone, self.head)):
-            part.commit_statistics(unbiased)
+        parts = [part for part in (self.backbone, self.head) if part is not None]
+        norms = [norm for part in parts for norm in part.norms]
+        commit(norms, self.backbone.context.groups_comm, unbiased)
 
     @torch.no_grad()
     def __call__(self, images: Images, comm) -> list[Tensor]:

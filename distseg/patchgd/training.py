@@ -288,7 +288,9 @@ class PatchEngine(ParameterUpdate):
         with self.context.repeating(not self._at_once):
             for j, pairs, x in zip(rounds, drawn, prefetch(read, ahead)):
                 with self._masks("fill", j):
-                    rows = self._shared(self._features(x, self._keys(images, pairs)), pairs)
+                    made = self.filler.features(x, self._keys(images, pairs))
+                    self._update_statistics()
+                    rows = self._shared(made, pairs)
                 features = features or [rows.new_zeros(count, rows.shape[1]) for count in counts]
                 first = self._first(images, pairs, j)
                 put(features, [pairs[n] for n in first], rows[first])
@@ -310,7 +312,7 @@ class PatchEngine(ParameterUpdate):
         """
         pairs = self._draw(images, "patches", j)
         with self._masks("patches", j):
-            made = self._features(self._read(images, pairs), self._keys(images, pairs))
+            made = self.filler.features(self._read(images, pairs), self._keys(images, pairs))
         put(features, pairs, self._shared(made, pairs))
         block = [z.detach().requires_grad_() for z in features]
         with self._masks("head", j):
@@ -324,14 +326,8 @@ class PatchEngine(ParameterUpdate):
         """Return True if running statistics move with each forward pass."""
         return self.config.patchgd.statistics == "pass"
 
-    def _features(self, x: Tensor, keys: Sequence[int]) -> Tensor:
-        """Return the features of patches, (n, s)."""
-        made = self.filler.features(x, keys)
-        self._update_statistics()
-        return made
-
     def _update_statistics(self) -> None:
-        """Update the running statistics if they move with each forward pass.
+        """Update the running statistics of backbone and head if they move with each forward pass.
 
         Collective over the sample groups.
         """

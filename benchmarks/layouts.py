@@ -7,12 +7,11 @@ in layouts that are drawn from those that the planner compares. Nothing is fitte
 from __future__ import annotations
 
 import argparse
-import copy
 import json
 import random
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import median
 
 from torch import nn
@@ -20,24 +19,13 @@ from torch import nn
 from benchmarks.harness import parent, repeats_of, report
 from benchmarks.ranks import run_ranks
 from benchmarks.rows import Rows
-from distseg.cli.plan_layouts import measure, work_of
+from distseg.cli.plan_layouts import measure, step_of, work_of
 from distseg.comm.launch import set_up, world
-from distseg.comm.mesh import Mesh
-from distseg.config.settings import (
-    Config,
-    DataConfig,
-    MeshConfig,
-    ModelConfig,
-    PipelineConfig,
-    TrainConfig,
-)
+from distseg.config.settings import Config, DataConfig, ModelConfig, TrainConfig
 from distseg.config.sizes import Size
-from distseg.models.bands import channels_of
 from distseg.models.capture.capture import as_network
 from distseg.planning.layouts import Layout, Planner
-from distseg.runtime.precision import choose
-from distseg.training.engine import Engine
-from distseg.training.verify import RandomImages, own_pieces, prepare_model
+from distseg.training.verify import prepare_model
 
 QUESTION = "How near are the planner's seconds of a step to measured ones?"
 CASES = {  # name: (network, size of an image)
@@ -75,7 +63,7 @@ def residual(in_channels: int = 3, out_channels: int = 3) -> nn.Module:
 
 @dataclass(frozen=True)
 class Job:
-    """What one job measures."""
+    """Job that measures layouts of one network."""
 
     case: str
     drawn: int
@@ -128,19 +116,8 @@ def work(job: Job) -> None:
 
 
 def _measured(config, model, size, layout: Layout, comm, repeats: int) -> float:
-    config = replace(
-        config,
-        mesh=MeshConfig(samples=layout.samples, tiles=layout.tiles, stages=layout.stages, reducer="mpi"),
-        spatial=replace(config.spatial, exchange_every=layout.exchange, tiles_per_rank=Size((1,) * len(size))),
-        pipeline=PipelineConfig(schedule=layout.schedule, recompute=layout.recompute),
-        train=replace(config.train, accumulate=layout.micro_batches),
-    )  # fmt: skip
     device = set_up(comm, "cpu", 1).device
-    images = RandomImages(size, *channels_of(model), config, False)
-    mesh = Mesh(comm, layout.samples, layout.tiles, layout.stages)
-    precision, last = choose(config.train, device, comm)
-    engine = Engine(config, mesh, copy.deepcopy(model), size, device, precision, last)
-    own = own_pieces(config, mesh, images, engine.reading)
+    engine, own = step_of(config, model, size, layout, comm, device)
     times = []
     for _ in range(repeats + 1):
         comm.Barrier()

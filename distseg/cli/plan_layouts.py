@@ -10,9 +10,8 @@ from __future__ import annotations
 import copy
 import math
 import os
-import time
-from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import nn
@@ -31,9 +30,9 @@ from distseg.models.bands import channels_of
 from distseg.models.capture.capture import as_network
 from distseg.models.network import flat_layers, is_flat
 from distseg.planning.cost import modelled
-from distseg.planning.layouts import Planner, Prediction, Work
+from distseg.planning.layouts import Layout, Planner, Prediction, Work
 from distseg.planning.machine import Machine, as_profile, load_machine
-from distseg.planning.roofline import this_cpu
+from distseg.planning.roofline import fastest, this_cpu
 from distseg.planning.stages import CORE
 from distseg.report.tables import table
 from distseg.runtime.optimizer import state_copies
@@ -104,7 +103,7 @@ def plan_layouts(
         "steps": None if samples is None else max(1, samples // work.batch),
         "profile": as_profile(found),
         "layouts": [_plain(p) for p in best],
-        "hangs_on": sensitivity(work, found, memory, ranks, best[0]),
+        "hangs_on": sensitivity(planner, memory, ranks, best[0]),
     }
 
 
@@ -157,18 +156,17 @@ def work_of(
     )
 
 
-def sensitivity(
-    work: Work, machine: Machine, memory: float | None, ranks: int, best: Prediction
-) -> list[str]:
+def sensitivity(planner: Planner, memory: float | None, ranks: int, best: Prediction) -> list[str]:
     """Return sentences on the guesses with which the choice changes, at 30 % more or less."""
-    found = []
-    for name in machine.guesses:
+    found, work = [], planner.work
+    for name in planner.machine.guesses:
         if name in ("memory", "ranks", "base"):
             continue
         for factor in (0.7, 1.3):
-            changed = machine.changed(name, factor)
-            costs = modelled(work.model, work.image, work.images, changed.device)
-            other = Planner(replace(work, costs=costs), changed, memory).best(ranks)[0]
+            changed, costs = planner.machine.changed(name, factor), work.costs
+            if changed.device != planner.machine.device:
+                costs = modelled(work.model, work.image, work.images, changed.device)
+            other = planner.on(changed, costs, memory).best(ranks)[0]
             if other.layout != best.layout:
                 found.append(
                     f"{name} times {factor}: {_words(other)}, {duration(other.seconds)} a step"
@@ -184,10 +182,13 @@ def measure(config: Config, model: nn.Module, image: Size, world) -> Machine:
     device = set_up(world, config.run.device, config.run.threads).device
     throughput = this_cpu() if device.type == "cpu" else CORE
     sizes = _timed_sizes(config, model, image)
+    alone = Layout(1, Size((1,) * len(image)), 1, "all", 1, "auto", "never")
     rows = []
     for size in sizes:
         world.Barrier()
-        seconds = max(world.allgather(_step_seconds(config, model, size, device, world)))
+        engine, own = step_of(config, model, size, alone, Alone(), device)
+        mine = fastest(partial(engine.backward, own), 3, device)
+        seconds = max(world.allgather(mine))
         costs = modelled(model, size, config.data.images, throughput)
         rows.append((seconds, sum(costs.forward) + sum(costs.backward), 2 * len(costs.layers)))
     (small, less, calls), (large, more, _) = rows
@@ -240,35 +241,29 @@ def _timed_sizes(config: Config, model: nn.Module, image: Size) -> tuple[Size, S
     return (small, large) if small != large else (at(shrink / 4), large)
 
 
-def _step_seconds(config: Config, model: nn.Module, size: Size, device, world) -> float:
-    """Return the seconds of the passes of a micro-batch on one rank, the fastest of three."""
-    alone = replace(
+def step_of(config: Config, model: nn.Module, size: Size, layout: Layout, comm, device):
+    """Return an engine with a copy of the network in a layout, and this rank's random tile batches.
+
+    Collective over ``comm``, the ranks of the layout.
+    """
+    config = replace(
         config,
-        mesh=MeshConfig(tiles=Size((1,) * len(size)), reducer="mpi"),
-        pipeline=PipelineConfig(),
+        mesh=MeshConfig(
+            samples=layout.samples, tiles=layout.tiles, stages=layout.stages, reducer="mpi"
+        ),
+        pipeline=PipelineConfig(schedule=layout.schedule, recompute=layout.recompute),
         spatial=SpatialConfig(
-            norm_scope="group", frozen_norm=config.spatial.frozen_norm,
+            exchange_every=layout.exchange,
+            frozen_norm=config.spatial.frozen_norm,
             tiles_per_rank=Size((1,) * len(size)),
         ),
-        train=replace(config.train, accumulate=1),
-    )  # fmt: skip
-    images = RandomImages(size, *channels_of(model), alone, False)
-    mesh = Mesh(Alone(), 1, alone.mesh.tiles, 1)
-    precision, last = choose(alone.train, device, Alone())
-    engine = Engine(alone, mesh, copy.deepcopy(model), size, device, precision, last)
-    own = own_pieces(alone, mesh, images, engine.reading)
-    return _fastest(lambda: engine.backward(own), device, 3)
-
-
-def _fastest(call: Callable[[], object], device, repeats: int) -> float:
-    times = []
-    for _ in range(repeats + 1):
-        began = time.perf_counter()
-        call()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        times.append(time.perf_counter() - began)
-    return min(times[1:])
+        train=replace(config.train, accumulate=layout.micro_batches),
+    )
+    images = RandomImages(size, *channels_of(model), config, False)
+    mesh = Mesh(comm, layout.samples, layout.tiles, layout.stages)
+    precision, last = choose(config.train, device, comm)
+    engine = Engine(config, mesh, copy.deepcopy(model), size, device, precision, last)
+    return engine, own_pieces(config, mesh, images, engine.reading)
 
 
 def _messages(world) -> tuple[float, float, bool]:
@@ -276,10 +271,9 @@ def _messages(world) -> tuple[float, float, bool]:
     if world.size == 1:
         return 2e-5, 2e9, False
     rounds = math.ceil(math.log2(world.size))
-    cpu = torch.device("cpu")
     tiny, many = torch.ones(8), torch.ones(2**20)
-    short = _fastest(lambda: [add(tiny, world) for _ in range(100)], cpu, 3) / 100
-    long = _fastest(lambda: add(many, world), cpu, 3)
+    short = fastest(lambda: [add(tiny, world) for _ in range(100)], 3) / 100
+    long = fastest(lambda: add(many, world), 3)
     size = 2 * (world.size - 1) / world.size * many.numel() * 8
     return short / (2 * rounds), size / max(1e-9, long - short), True
 

@@ -11,8 +11,7 @@ nothing. Two layers may keep the same tensor, which takes memory once; hence ten
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -21,7 +20,7 @@ from torch import Tensor, nn
 
 from distseg.models.network import calls_of
 from distseg.planning.layerwise import Numbers, alone, copied, random_input
-from distseg.planning.roofline import V100, Device, counted
+from distseg.planning.roofline import V100, Device, counted, seconds_of
 from distseg.tiling.graph import Skip, skips_of
 
 
@@ -151,7 +150,7 @@ def measured(model: nn.Module, size: Sequence[int], batch: int = 1, repeats: int
     times = []
     for _, call in alone(model, random_input(model, size, batch, device)):
         pairs = [
-            (_seconds(call.forward, device), _seconds(call.backward, device))
+            (seconds_of(call.forward, device), seconds_of(call.backward, device))
             for _ in range(repeats + 1)
         ]
         times.append([min(column) for column in zip(*pairs[1:])])
@@ -166,11 +165,3 @@ def _counted_once(layers: list[LayerCost], sizes: list[int]) -> Iterator[LayerCo
     for layer in layers:
         yield replace(layer, activation=sum(sizes[t] for t in layer.kept - seen))
         seen |= layer.kept
-
-
-def _seconds(call: Callable[[], object], device: torch.device) -> float:
-    start = time.perf_counter()
-    call()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - start

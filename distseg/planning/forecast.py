@@ -21,7 +21,7 @@ from distseg.planning.roofline import V100
 from distseg.planning.stages import CORE
 from distseg.runtime.actions import Action, Backward, Forward, Weight
 from distseg.runtime.operations import BackwardTile, ForwardTile, Operation, OutputTile, Recompute
-from distseg.runtime.partition import Partition
+from distseg.runtime.partition import Edge, Partition
 from distseg.runtime.simulator import Simulation, simulate
 from distseg.runtime.stage_program import operations, recomputed
 from distseg.runtime.streaming import StreamingExecutor
@@ -105,10 +105,14 @@ class StagePasses:
             kind, sum(layer.forward for layer in layers)
         )
 
-    def simulated(self, factor: float) -> Simulation:
+    def simulated(
+        self, factor: float, transfer: Callable[[Edge], float] | None = None
+    ) -> Simulation:
         """Return the simulated step of one pipeline.
 
-        Every pass takes ``factor`` times its predicted seconds; messages take no time.
+        Args:
+            factor: every pass takes this many times its predicted seconds.
+            transfer: seconds that the tensor of an edge travels; None if messages take no time.
         """
         again = set().union(*(recomputed(order, self.recompute) for order in self.orders))
 
@@ -124,7 +128,7 @@ class StagePasses:
             time_of("forward"),
             time_of("backward"),
             self.partition.placement,
-            None,
+            transfer,
             recompute,
             time_of("weight"),
         )

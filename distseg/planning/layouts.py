@@ -29,20 +29,11 @@ from distseg.layers.graph import graph_of
 from distseg.models.network import calls_of
 from distseg.planning.balance import fastest_split
 from distseg.planning.cost import Costs
+from distseg.planning.forecast import Modelled, StagePasses
 from distseg.planning.machine import Machine
-from distseg.planning.memory import (
-    WEIGHT_BYTES,
-    Policy,
-    Ranges,
-    peaks,
-    ranges_of,
-    stage_memory,
-    stage_seconds,
-)
+from distseg.planning.memory import WEIGHT_BYTES, Policy, Ranges, peaks, ranges_of, stage_seconds
 from distseg.runtime.partition import Partition
 from distseg.runtime.schedule import orders
-from distseg.runtime.simulator import simulate
-from distseg.runtime.stage_program import recomputed
 from distseg.tiling.layout import Layout as TileLayout
 from distseg.tiling.tile import ReceptiveField, check_grid, factorings, split, tiles, window
 
@@ -109,7 +100,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a step takes in a layout.
+    """Time and memory of a step in a layout.
 
     Attributes:
         layout: the layout.
@@ -179,7 +170,7 @@ class Work:
 
 @dataclass(frozen=True)
 class TileWork:
-    """What the slowest tile of a grid does for a micro-batch.
+    """Work of the slowest tile of a grid for a micro-batch.
 
     Attributes:
         shares: for each layer the share of its cells that the tile computes.
@@ -204,6 +195,20 @@ class Planner:
         self.limit = machine.memory if limit is None else limit
         self.tile_work = lru_cache(None)(self._tile_work)
         self._peaks_of = lru_cache(None)(lambda stages, policy: peaks(work.ranges, stages, policy))
+
+    def on(self, machine: Machine, costs: Costs, limit: float | None = None) -> Planner:
+        """Return a planner of the same step on another machine.
+
+        What depends on sizes alone is taken over.
+
+        Args:
+            machine: the machine.
+            costs: the costs of a micro-batch on it.
+            limit: bytes that a rank may take; the machine's memory by default.
+        """
+        other = Planner(replace(self.work, costs=costs), machine, limit)
+        other.tile_work, other._peaks_of = self.tile_work, self._peaks_of
+        return other
 
     def best(self, ranks: int) -> list[Prediction]:
         """Return predictions of layouts on so many ranks, the fastest first.
@@ -312,24 +317,24 @@ class Planner:
         costs = self.work.costs
         return costs.layers[source - 1].output if source else costs.sizes[0]
 
-    def _seconds_of(self, tile: TileWork, neighbours: int) -> Costs:
+    def _costs_on(self, tile: TileWork, neighbours: int, norm: float) -> Costs:
         """Return the costs of the layers on a tile, with what they send.
 
         Bytes stay those of whole images.
 
         Args:
             neighbours: number of ranks of the pipelines that share an image.
+            norm: seconds of the message of a norm.
         """
         layers = []
-        for layer, share, (size, count) in zip(self.work.costs.layers, tile.shares, tile.halos):
-            messages = self.machine.message(neighbours, size, count) if count else 0.0
-            layers.append(
-                replace(
-                    layer,
-                    forward=self.machine.call + share * layer.forward + messages,
-                    backward=self.machine.call + share * layer.backward + messages,
-                )
-            )
+        for number, (layer, share, (size, count)) in enumerate(
+            zip(self.work.costs.layers, tile.shares, tile.halos)
+        ):
+            besides = self.machine.call + norm * (number in self.work.norms)
+            if count:
+                besides += self.machine.message(neighbours, size, count)
+            forward, backward = share * layer.forward, share * layer.backward
+            layers.append(replace(layer, forward=forward + besides, backward=backward + besides))
         return replace(self.work.costs, layers=tuple(layers))
 
     def least_seconds(self, layout: Layout) -> float:
@@ -360,17 +365,8 @@ class Planner:
         work, machine = self.work, self.machine
         neighbours = layout.tiles.volume * layout.stages
         tile = self.tile_work(layout.tiles, layout.exchange)
-        costs = self._seconds_of(tile, neighbours)
-        norm = self._norm_seconds(layout, neighbours)
-        costs = replace(
-            costs,
-            layers=tuple(
-                replace(layer, forward=layer.forward + norm, backward=layer.backward + norm)
-                if number in work.norms
-                else layer
-                for number, layer in enumerate(costs.layers)
-            ),
-        )
+        norm = self._norm_seconds(layout)
+        costs = self._costs_on(tile, neighbours, norm)
         policy = Policy(layout.micro_batches, layout.schedule, layout.recompute, work.copies)
         balance, span, busiest = self._pipeline(layout, costs, policy, tile, neighbours)
         m, ideal = layout.micro_batches, TileWork((1 / layout.tiles.volume,) * len(tile.shares), ())
@@ -400,13 +396,12 @@ class Planner:
         parts["stages wait"] = max(0.0, span - sum(parts.values()))
         parts["sum of gradients"] = machine.sum(layout.samples * layout.tiles.volume, weights)
         parts["update"] = weights * (3 + 2 * work.copies) / machine.traffic
-        memory = max(
-            self._memory(where, stage, layout, policy, tile) for stage, where in enumerate(stages)
-        )
+        held = self._peaks(layout.stages, policy, tile)
+        memory = machine.base + max(held[stage, a, b] for stage, (a, b) in enumerate(stages))
         plain = {name: float(seconds) for name, seconds in parts.items()}
         return Prediction(layout, plain, float(memory), tuple(map(int, balance)))
 
-    def _norm_seconds(self, layout: Layout, neighbours: int) -> float:
+    def _norm_seconds(self, layout: Layout) -> float:
         """Return the seconds of the message of a norm, in one direction."""
         ranks = layout.tiles.volume * (layout.samples if self.work.step_norms else 1)
         if ranks == 1 or not self.work.norms:
@@ -430,35 +425,16 @@ class Planner:
             self._room(),
         )
         partition = Partition.from_balance(calls_of(self.work.model), balance)
-        order = orders(layout.schedule, partition.placement, m)
+        passes_of = StagePasses(
+            Modelled(costs, 1),
+            partition,
+            orders(layout.schedule, partition.placement, m),
+            layout.recompute,
+            1,
+        )
         share = max(tile.shares)
-
-        def seconds(kind: str):
-            def of(stage: int, micro_batch: int) -> float:
-                mine = [layers[n] for n in partition.ranges[stage]]
-                put_off = sum(x.backward / 2 for x in mine if x.puts_off)
-                put_off = put_off if layout.schedule == "zb-h1" else 0.0
-                if kind == "weight":
-                    return put_off
-                if kind == "backward":
-                    return sum(x.backward for x in mine) - put_off
-                if kind == "recompute":
-                    known = again[stage]
-                    return sum(x.forward for x in mine) if (stage, micro_batch) in known else 0.0
-                return sum(x.forward for x in mine)
-
-            return of
-
-        again = [recomputed(order[rank], layout.recompute) for rank in range(stages)]
-        run = simulate(
-            order,
-            partition.edges,
-            seconds("forward"),
-            seconds("backward"),
-            partition.placement,
-            lambda edge: self.machine.message(neighbours, share * self._bytes(edge.map), 1),
-            seconds("recompute"),
-            seconds("weight"),
+        run = passes_of.simulated(
+            1.0, lambda edge: self.machine.message(neighbours, share * self._bytes(edge.map), 1)
         )
         busiest = run.makespan * (1 - min(run.idle))
         return balance, run.makespan, busiest
@@ -470,13 +446,6 @@ class Planner:
         whole = self._peaks_of(stages, policy)
         held = (2 + policy.optimizer_copies) * WEIGHT_BYTES * self.work.ranges.parameters
         return held + max(tile.shares) * (whole - held)
-
-    def _memory(
-        self, where: tuple[int, int], stage: int, layout: Layout, policy: Policy, tile: TileWork
-    ) -> float:
-        found = stage_memory(self.work.ranges, where, stage, layout.stages, policy)
-        tensors = max(tile.shares) * (found.activations + found.working)
-        return self.machine.base + found.weights + found.gradients + found.optimizer + tensors
 
 
 _KEPT = 3  # of each family

@@ -62,14 +62,18 @@ def this_cpu() -> Device:
 DEVICES: dict[str, Callable[[], Device]] = {"v100": lambda: V100, "cpu": this_cpu}
 
 
-def fastest(call: Callable[[], object], repeats: int) -> float:
+def fastest(call: Callable[[], object], repeats: int, device=torch.device("cpu")) -> float:
     """Return the seconds of the fastest of ``repeats`` calls, after one that warms up."""
-    times = []
-    for _ in range(repeats + 1):
-        start = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - start)
-    return min(times[1:])
+    return min([seconds_of(call, device) for _ in range(repeats + 1)][1:])
+
+
+def seconds_of(call: Callable[[], object], device: torch.device) -> float:
+    """Return the seconds of a call, with the work that it queues on ``device``."""
+    start = time.perf_counter()
+    call()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start
 
 
 def counted(call: Callable) -> tuple[object, Work]:

@@ -23,7 +23,10 @@ _INTERPRETED = re.compile(
     r'<Item name="COLORINTERP" sample="(\d+)" role="colorinterp">(\w+)</Item>'
 )
 _NODATA_COLOUR = re.compile(r'<Item name="NODATA_VALUES">([^<]*)</Item>')
-_SCALES = re.compile(r'<Item[^>]* role="(scale|offset)"[^>]*>\s*([-+.\deE]+)\s*</Item>')
+_SCALES = re.compile(
+    r'<Item[^>]* role="(scale|offset)"[^>]*>\s*'
+    r"([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*</Item>"
+)
 _WEBP_PIXELS = (b"VP8 ", b"VP8L", b"ALPH", b"ANMF")  # chunks with pixels
 _BITS, _GREY, _UPSIDE = "black and white", "grey", ", 0 is white"
 _MODES = {"1": _BITS, "L": _GREY, "I": _GREY, "I;16": _GREY, "I;16B": _GREY, "F": _GREY}

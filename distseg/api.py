@@ -45,6 +45,7 @@ from distseg.layers.criterion import Criterion, Outputs
 from distseg.layers.own_loss import PixelLoss, SumLoss
 from distseg.models.bands import channels_of, dims_of, record_images
 from distseg.models.capture.capture import as_network
+from distseg.models.capture.hidden import joins_images
 from distseg.models.layers import padded
 from distseg.models.own import built
 from distseg.training.distributed import DistributedModel, Shard
@@ -205,6 +206,7 @@ def distribute(
                 config, spatial=replace(config.spatial, tiles_per_rank=Size(tiles_per_rank))
             )
         config = with_dims(config, dims, str(Size(size)))
+        joined = joins_images(network, size, training=False)  # before its norms are replaced
     engine = Engine(
         config,
         mesh,
@@ -217,7 +219,7 @@ def distribute(
     )
     returned = Outputs(channels, dims, engine.model.of_image)
     names = outputs and [str(name) for name in outputs]
-    return DistributedModel(network, engine, bands, returned, names, inputs, order)
+    return DistributedModel(network, engine, bands, returned, names, inputs, order, joined)
 
 
 def _axes_of(mesh: DeviceMesh) -> tuple[int, tuple[int, ...], int]:

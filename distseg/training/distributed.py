@@ -56,6 +56,7 @@ class DistributedModel(nn.Module):
         outputs: names of the outputs that are trained, if the module returns several.
         inputs: number of bands of each input, if the module takes several.
         order: names of the user's tensors in the order of the user's module.
+        joins_images: True if in evaluation mode the images of a batch influence each other.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class DistributedModel(nn.Module):
         outputs: Sequence[str] | None = None,
         inputs: Sequence[int] | None = None,
         order: Sequence[str] = (),
+        joins_images: bool = False,
     ):
         super().__init__()
         self._order = {name: number for number, name in enumerate(order)}
@@ -90,7 +92,7 @@ class DistributedModel(nn.Module):
         self._in_backward = False
         self._eager: tuple | None = None  # placement, rows and images of the last forward pass
         self._predictor: Predictor | None = None
-        self._hooks = _hooks_of(network)
+        self._hooks, self._joins_images = _hooks_of(network), joins_images
 
     # Parameters and state
 
@@ -677,7 +679,7 @@ class DistributedModel(nn.Module):
             raise JointFailure(
                 f"ranks give predict different images, {words}: all ranks give the same"
             )
-        if len(arrays) > 1 and self.engine.joins_images:
+        if len(arrays) > 1 and self._joins_images:
             raise JointFailure(
                 "in this network the images of a batch influence each other in evaluation mode "
                 f"too, but predict computes each of the {len(arrays)} images alone: give one "

@@ -33,7 +33,7 @@ from distseg.layers.loss import Loss
 from distseg.layers.norm import active_norms
 from distseg.models.bands import channels_of
 from distseg.models.capture.capture import hook_on_gradients
-from distseg.models.capture.hidden import check_apart, check_exact, joins_images
+from distseg.models.capture.hidden import check_apart, check_exact
 from distseg.models.layers import Fill, skip_store
 from distseg.models.memory import own_memory
 from distseg.models.network import (
@@ -118,8 +118,6 @@ class Engine(ParameterUpdate):
             check_exact(model, image)
             if config.spatial.norm_scope == "step" and config.mesh.samples > 1:
                 check_apart(model, image)
-            # Taken of the user's module, before its norms are replaced.
-            self.joins_images = joins_images(model, image, training=False)
             fingerprint, weights = fingerprint_of(model), _weights_of(model)
             own_memory(model)
             check_parts(config, model)

@@ -107,7 +107,7 @@ CASES = {
     # windows
     "middle window": case([9], norm="batch", loss="focal", last=True, mesh=GRID, **MIDDLE),
     "middle window, statistics of all groups": case(
-        [10],
+        [9],
         norm="batch",
         loss="dice",
         mesh=dict(samples=2, tiles="3x3"),

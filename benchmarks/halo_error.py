@@ -21,7 +21,13 @@ from benchmarks.harness import parent, report
 from benchmarks.rows import Rows
 from distseg.comm.launch import world
 from distseg.comm.mesh import Mesh
-from distseg.config.settings import Config, LossConfig, ModelConfig, SpatialConfig
+from distseg.config.settings import (
+    ApproximateConfig,
+    Config,
+    LossConfig,
+    ModelConfig,
+    SpatialConfig,
+)
 from distseg.config.sizes import Size
 from distseg.layers.graph import receptive_field
 from distseg.models.zoo import ZOO, build_model
@@ -42,7 +48,7 @@ class Case:
     images: str
     dropout: float
     halo: int | None
-    scope: str = "group"
+    norms: str | None = None
 
 
 @dataclass(frozen=True)
@@ -130,10 +136,10 @@ def _measure_all(
 
 
 def _config(case: Case, model: ModelConfig) -> Config:
-    spatial = SpatialConfig(tiles_per_rank=GRID, halo=case.halo, norm_scope=case.scope)
     return Config(
         model=replace(model, dropout=case.dropout),
-        spatial=spatial,
+        spatial=SpatialConfig(tiles_per_rank=GRID),
+        approximate=ApproximateConfig(halo=case.halo, norms=case.norms),
         loss=LossConfig("binary_cross_entropy"),
     )
 
@@ -200,7 +206,7 @@ def compare(
     row = {
         "images": case.images,
         "dropout": str(case.dropout),
-        "statistics": {"group": "image", "window": "window"}[case.scope],
+        "statistics": case.norms or "image",
         "halo": case.halo,
         "computed": border - cells[1][1].start[1],
         "E": round(sum(window.pixels for _, window in cells) / labels.numel(), 3),

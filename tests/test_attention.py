@@ -224,4 +224,4 @@ def test_a_halo_is_offered_where_one_may_be_enough(comm, name, offered):
     model = ModelConfig(f"{made_attention.__name__}:{name}", in_channels=3, out_channels=3)
     with pytest.raises(ValueError, match="split samples only") as refused:
         verify(replace(config(tiles_per_rank=(2, 2)), model=model), comm, Size("33x41"))
-    assert ("or set spatial.halo" in str(refused.value)) == offered
+    assert ("or set approximate.halo" in str(refused.value)) == offered

@@ -499,8 +499,8 @@ TABLE = {
         r"spatial.frozen_norm is True, but enc0_norm0 \(instance norm\) has no running statistics to freeze: set model.norm to batch",
     ),
     "a negative halo": (
-        verify(spatial__halo="-4", spatial__tiles_per_rank="1x2"),
-        "spatial.halo .*-4",
+        verify(approximate__halo="-4", spatial__tiles_per_rank="1x2"),
+        "approximate.halo .*-4",
     ),
     "an exchange of nothing": (
         verify(spatial__exchange_every="0"),
@@ -515,12 +515,12 @@ TABLE = {
         "spatial.exchange_every is .*got 'often'",
     ),
     "a halo and an exchange": (
-        verify(spatial__exchange_every="2", spatial__halo="4"),
-        "spatial.halo is 4, but with spatial.exchange_every 2 tiles have no halo",
+        verify(spatial__exchange_every="2", approximate__halo="4"),
+        "approximate.halo is 4, but with spatial.exchange_every 2 tiles have no halo",
     ),
     "windows and an exchange": (
-        verify(spatial__exchange_every="1", spatial__norm_scope="window"),
-        "norm_scope is window, but .* there are no windows",
+        verify(spatial__exchange_every="1", approximate__norms="window"),
+        "norms is window, but .* are no windows",
     ),
     "threads and an exchange": (
         verify(

@@ -10,7 +10,14 @@ import pytest
 from distseg.cli.main import _config, _parse, _parser
 from distseg.config.file import sections, sections_in, suggestion
 from distseg.config.patchgd import PatchConfig
-from distseg.config.settings import Config, DataConfig, LossConfig, MeshConfig, SpatialConfig
+from distseg.config.settings import (
+    ApproximateConfig,
+    Config,
+    DataConfig,
+    LossConfig,
+    MeshConfig,
+    SpatialConfig,
+)
 from distseg.config.sizes import Size
 from distseg.models.unet import unet
 from distseg.training.conflicts import (
@@ -31,12 +38,12 @@ MEMORY, TIME = ({"streaming.memory": "4GB"}, {"streaming.tiles": Size("2x2")})
 DEVICES = {"pipeline.placement": "devices", "pipeline.devices": ["cpu", "cpu"]}
 LINE = {"pipeline.placement": "linear", "pipeline.devices": None}
 BESIDE = {  # by setting and other one: settings that are refused, and what makes them fit
-    ("spatial.halo", "spatial.exchange_every"): (
-        {"spatial.halo": 4, "spatial.exchange_every": "2"},
+    ("approximate", "spatial.exchange_every"): (
+        {"approximate.halo": 4, "spatial.exchange_every": "2"},
         {"spatial.exchange_every": "all"},
     ),
-    ("spatial.norm_scope", "spatial.exchange_every"): (
-        {"spatial.norm_scope": "window", "spatial.exchange_every": "2"},
+    ("approximate.norms", "spatial.norm_scope"): (
+        {"approximate.norms": "window", "spatial.norm_scope": "step"},
         {"spatial.norm_scope": "group"},
     ),
     ("spatial.frozen_norm", "model.norm"): ({"spatial.frozen_norm": True}, {"model.norm": "batch"}),
@@ -45,11 +52,7 @@ BESIDE = {  # by setting and other one: settings that are refused, and what make
         {**TIME, "pipeline.schedule": "zb-h1"},
         {"pipeline.schedule": "1f1b"},
     ),
-    ("streaming", "spatial.halo"): ({**MEMORY, "spatial.halo": 4}, {"spatial.halo": None}),
-    ("streaming", "spatial.norm_scope"): (
-        {**TIME, "spatial.norm_scope": "window"},
-        {"spatial.norm_scope": "step"},
-    ),
+    ("streaming", "approximate"): ({**MEMORY, "approximate.halo": 4}, {"approximate.halo": None}),
     ("streaming", "spatial.tiles_per_rank"): (
         {**MEMORY, "spatial.tiles_per_rank": Size("2x2")},
         {"spatial.tiles_per_rank": Size("1x1")},
@@ -115,8 +118,8 @@ def test_settings_that_can_not_be_together_are_refused_and_fit_otherwise(rule):
 
     found = config(refused)
     shown = f"{rule.setting} is {value_of(found, rule.setting)}"
-    if rule.setting == "streaming":
-        shown = found.streaming.chosen
+    if "." not in rule.setting:
+        shown = getattr(found, rule.setting).chosen
     with pytest.raises(ValueError, match=rf"^{re.escape(shown)}, but .*(leave|set|give)"):
         check_settings(found, network(found))
     found = config({**refused, **repaired})
@@ -149,7 +152,7 @@ def test_no_setting_of_exact_training_alone_is_one_of_patchgd():
         for field in fields(section.default_factory)
         if field.name not in sections(PatchConfig).get(section.name, ())
     ]
-    assert {"mesh.stages", "streaming.memory", "spatial.halo", "train.accumulate"} < set(own)
+    assert {"mesh.stages", "streaming.memory", "approximate.halo", "train.accumulate"} < set(own)
     for setting in own:
         why = suggestion(f"--{setting}", [], PatchConfig)
         assert "exact training (distseg train)" in why or "PatchGD has patchgd." in why, setting
@@ -201,11 +204,11 @@ def test_the_configs_that_come_along_are_accepted(path):
             "spatial.norm_scope step is without effect: the model has no batch norm",
         ),
         ({"spatial.norm_scope": "step"}, "batch", None),
-        ({"spatial.norm_scope": "window"}, "instance", None),
+        ({"approximate.norms": "window"}, "instance", None),
         (
-            {"spatial.norm_scope": "window"},
+            {"approximate.norms": "window"},
             "none",
-            "spatial.norm_scope window is without effect: the model has no norm",
+            "approximate.norms window is without effect: the model has no norm",
         ),
         (
             {"spatial.frozen_norm": True},
@@ -219,11 +222,11 @@ def test_the_configs_that_come_along_are_accepted(path):
         ),
         ({"pipeline.placement": "v-shaped", "mesh.stages": 2}, "none", None),
         (
-            {"mesh.compression": "fp16"},
+            {"approximate.gradients": "fp16"},
             "none",
-            "mesh.compression fp16 is without effect: one rank holds all of the gradient",
+            "approximate.gradients fp16 is without effect: one rank holds all of the gradient",
         ),
-        ({"mesh.compression": "fp16", "mesh.samples": 2}, "none", None),
+        ({"approximate.gradients": "fp16", "mesh.samples": 2}, "none", None),
     ],
 )
 def test_notes(settings, norm, words):
@@ -266,7 +269,7 @@ def test_an_image_too_small_for_a_norm_is_named_before_work():
     ):
         check_norms(Config(), deep, sizes)
     check_norms(Config(), deep, {"large": (64, 64)})
-    check_norms(replace(Config(), spatial=SpatialConfig(norm_scope="window")), deep, sizes)
+    check_norms(Config(approximate=ApproximateConfig(norms="window")), deep, sizes)
     batch = unet(depth=5, base_channels=2, norm="batch")
     with pytest.raises(ValueError, match="sliver"):
         check_norms(Config(), batch, sizes)

@@ -114,7 +114,7 @@ def test_verify_passes_and_fails_by_exit_code(comm, capsys):
 @pytest.mark.parallel(2)
 def test_verify_fails_with_a_halo_too_small_and_says_so_as_json(comm, capsys):
     code, out, _ = run(
-        capsys, "verify", *SMALL, "--mesh.tiles", "1x2", "--spatial.halo", "3", "--json"
+        capsys, "verify", *SMALL, "--mesh.tiles", "1x2", "--approximate.halo", "3", "--json"
     )
     assert code == 1
     if comm.rank == 0:
@@ -219,7 +219,7 @@ def test_a_dump_holds_buffers_and_images_of_the_step_in_order(comm, capsys, tmp_
     [
         (
             ["trian"],
-            "unknown command 'trian': choose prepare, check, train, patchgd, evaluate, predict, trace, export, plot, models, plan, verify, profile, runs, submit. Did you mean train\?",
+            "unknown command 'trian': choose prepare, check, train, patchgd, evaluate, predict, trace, export, plot, models, plan, verify, profile, runs, submit. Did you mean train\\?",
         ),
         (["--verbose"], "unknown command '--verbose'"),
         (["verify", "--model.deep", "2"], "--model.deep"),

@@ -10,6 +10,7 @@ import pytest
 from mpirunner.transport import NAME as TRANSPORT
 
 from distseg.config.settings import (
+    ApproximateConfig,
     Config,
     DataConfig,
     LossConfig,
@@ -55,6 +56,7 @@ def config(
         "loss": LossConfig(name=loss, **_of(LossConfig, more)),
         "pipeline": PipelineConfig(**_of(PipelineConfig, more)),
         "spatial": SpatialConfig(**_of(SpatialConfig, more)),
+        "approximate": ApproximateConfig(**_of(ApproximateConfig, more)),
         "streaming": StreamingConfig(tiles=more.get("streamed"), scratch=more.get("scratch")),
         "data": DataConfig(**_of(DataConfig, more)),
         "train": TrainConfig(**_of(TrainConfig, more)),
@@ -245,10 +247,10 @@ def test_a_halo_too_small_is_found_and_named(comm):
 
 @pytest.mark.parallel(2)
 def test_statistics_per_window_are_found_and_named(comm):
-    report = verify(config(tiles="1x2", norm_scope="window"), comm, Size("61x203"))
+    report = verify(config(tiles="1x2", norms="window"), comm, Size("61x203"))
     if report:
         assert report["max_error"] > 1e-6
-        assert "norm_scope is window" in report["approximations"][0]
+        assert "norms is window" in report["approximations"][0]
 
 
 @pytest.mark.parallel([1, 2, 4, 6])

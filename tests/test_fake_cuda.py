@@ -118,7 +118,7 @@ CASES = {
         [3],
         norm="instance",
         mesh=GRID,
-        spatial=dict(norm_scope="window"),
+        approximate=dict(norms="window"),
         precision="bf16",
         last=True,
         **MIDDLE,
@@ -132,7 +132,9 @@ CASES = {
         image="128x128",
         precision="fp64",
     ),
-    "gradients in half": case([9], mesh=dict(tiles="3x3", compression="fp16"), **MIDDLE),
+    "gradients in half": case(
+        [9], mesh=dict(tiles="3x3"), approximate=dict(gradients="fp16"), **MIDDLE
+    ),
     # borders
     "borders": case(
         [14], mesh=GRID, spatial=dict(exchange_every="1"), precision="bf16", last=True, **MIDDLE

@@ -142,7 +142,7 @@ def test_windows_with_a_halo_know_their_place(comm):
 @pytest.mark.parallel(1)
 def test_a_halo_of_the_users_knows_nothing_of_zeros_behind(comm):
     with pytest.raises(
-        ValueError, match="spatial.halo is 12, but this network pads images to a multiple"
+        ValueError, match="approximate.halo is 12, but this network pads images to a multiple"
     ):
         error_of("filled_means", comm, dict(tiles_per_rank=(1, 2), halo=12))
 

@@ -43,11 +43,11 @@ def test_any_size(comm, size):
 
 
 @pytest.mark.parallel(1)
-@pytest.mark.parametrize("setting", [dict(halo=40), dict(norm_scope="window")])
+@pytest.mark.parametrize("setting", [dict(halo=40), dict(norms="window")])
 def test_windows_that_stand_for_images_are_refused(comm, setting):
     with pytest.raises(
         ValueError,
-        match="spatial.(halo is 40|norm_scope is window), so that windows .* layer interpolate places its cells by the size of the whole image",
+        match="approximate.(halo is 40|norms is window), so that windows .* layer interpolate places its cells by the size of the whole image",
     ):
         error_of("strided_unet", comm, dict(tiles_per_rank=(2, 2), **setting))
 

@@ -13,6 +13,7 @@ from distseg.cli.commands import deciding_settings, run_evaluate, run_predict
 from distseg.cli.main import main
 from distseg.comm.alone import Alone
 from distseg.comm.launch import JointFailure
+from distseg.config.settings import ApproximateConfig
 from distseg.config.sizes import Size
 from distseg.data.store.store import Store
 from distseg.data.store.writer import StoreWriter
@@ -116,14 +117,12 @@ def test_what_a_prediction_depends_on_tells_it_from_others(comm, folder):
         manifest,
         deciding_settings(replace(plan, predict=replace(plan.predict, scratch=str(folder)))),
     )
-    for spatial in (
-        replace(plan.spatial, halo=2),
-        replace(plan.spatial, norm_scope="window"),
-        replace(plan.spatial, exchange_every="1"),
+    for other in (
+        dict(approximate=ApproximateConfig(halo=2)),
+        dict(approximate=ApproximateConfig(norms="window")),
+        dict(spatial=replace(plan.spatial, exchange_every="1")),
     ):
-        assert found != network_identity(
-            run, manifest, deciding_settings(replace(plan, spatial=spatial))
-        )
+        assert found != network_identity(run, manifest, deciding_settings(replace(plan, **other)))
     assert found != network_identity(
         run, manifest, deciding_settings(replace(plan, train=replace(plan.train, precision="fp32")))
     )
@@ -283,7 +282,7 @@ def test_a_halo_of_the_config_s_own(comm, folder):
     for halo in (2, 64):
         own = replace(
             plan,
-            spatial=replace(plan.spatial, halo=halo),
+            approximate=ApproximateConfig(halo=halo),
             train=replace(plan.train, output=str(folder / f"run{halo}")),
         )
         if halo == 2:

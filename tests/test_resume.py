@@ -264,10 +264,14 @@ def test_changes_of_settings_and_mesh():
     assert schedule_change(constant, constant, (3, 10), (3, 20)) == []
 
 
-def _layout(samples, accumulate, images, scope="step", halo=None, tiles="1x1") -> dict:
+def _layout(samples, accumulate, images, scope="step", norms=None, tiles="1x1") -> dict:
     return {
-        "mesh": {"samples": samples, "tiles": tiles, "stages": 1}, "train": {"accumulate": accumulate}, "data": {"images": images}, "spatial": {"norm_scope": scope, "halo": halo},
-    }  # fmt: skip
+        "mesh": {"samples": samples, "tiles": tiles, "stages": 1},
+        "train": {"accumulate": accumulate},
+        "data": {"images": images},
+        "spatial": {"norm_scope": scope},
+        "approximate": {"halo": None, "norms": norms},
+    }
 
 
 @pytest.mark.parametrize(
@@ -297,10 +301,10 @@ def _layout(samples, accumulate, images, scope="step", halo=None, tiles="1x1") -
         ),
         (_layout(2, 1, 1), _layout(2, 1, 1, tiles="1x2"), True, "the gradient is the same"),
         (
-            _layout(2, 1, 1, "window"),
-            _layout(2, 1, 1, "window", tiles="1x2"),
+            _layout(2, 1, 1, norms="window"),
+            _layout(2, 1, 1, norms="window", tiles="1x2"),
             True,
-            "what is approximate (spatial.norm_scope window, spatial.halo) depends on it",
+            "what is approximate (approximate.halo, approximate.norms) depends on it",
         ),
     ],
 )

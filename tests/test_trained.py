@@ -45,7 +45,6 @@ def test_code_folders_devices_and_threads_are_not_taken_over():
 def test_what_results_depend_on_is_taken_over():
     found = taken_over(manifest(), "run")
     assert found.keys() == TAKEN.keys() - {"patchgd"} and found["spatial"].keys() == {
-        "halo",
         "exchange_every",
         "fuse_below",
         "norm_scope",

@@ -345,8 +345,8 @@ def deciding_settings(config: Config | PatchConfig) -> list:
     """Return the values of the settings on which predictions depend."""
     if isinstance(config, PatchConfig):
         return [config.train.precision]
-    spatial = config.spatial
-    return [spatial.halo, spatial.norm_scope, spatial.exchange_every, config.train.precision]
+    approximate = (config.approximate.halo, config.approximate.norms)
+    return [*approximate, config.spatial.exchange_every, config.train.precision]
 
 
 def _network_of_heat(predictor: Predictor, checkpoint: Path, model: ModelBase) -> nn.Module:

@@ -66,7 +66,8 @@ def programs(config: Config, model: nn.Module, image: Sequence[int]) -> Iterator
             "v-shaped"
         )
     reach = used_reach(
-        reach_for(model, config.spatial.halo is not None or is_cut(config)), config.spatial
+        reach_for(model, config.approximate.halo is not None or is_cut(config)),
+        config.approximate.halo,
     )
     exchange = make_exchange(
         config, model, reach, _Rank(0, config.mesh.tiles.volume), torch.device("cpu"), False

@@ -68,7 +68,7 @@ def load_predictor(
         config = replace(config, pipeline=replace(config.pipeline, balance=None))
     one = Size((1,) * len(config.predict.tile))
     spatial = replace(config.spatial, tiles_per_rank=one, exchange_every="all", fuse_below=0)
-    memory = config.streaming.memory
+    memory, halo = config.streaming.memory, config.approximate.halo
     config = replace(
         config,
         mesh=replace(config.mesh, stages=stages, tiles=one),
@@ -85,21 +85,15 @@ def load_predictor(
             size = manifest["data"].get("size")
             answer_of(model, size)  # refuses networks that do not take this size
             check_module(model, size or [0] * len(config.predict.tile), modes=(False,))
-        reach = used_reach(reach_for(model, cut=config.spatial.halo is not None), config.spatial)
+        reach = used_reach(reach_for(model, cut=halo is not None), halo)
         partition = partition_of(config, model, config.predict.tile, reach, device.type)
     mesh = Mesh(world, world.size // stages, config.mesh.tiles, stages)
     mesh.waits.timeout = config.run.timeout
     # Weights are loaded last, when the parameters have their final dtype and device.
     with raise_jointly(world):
-        context = Context(per_window=config.spatial.norm_scope == "window")
+        context = Context(per_window=config.approximate.norms == "window")
         tiled = own_part(
-            model,
-            partition,
-            mesh.stage,
-            reach,
-            context,
-            config.model.seed,
-            whole=config.spatial.halo is None,
+            model, partition, mesh.stage, reach, context, config.model.seed, whole=halo is None
         )
     place_stages(tiled, partition, devices, precision, channels_last)
     phase(f"loading {checkpoint}")
@@ -109,7 +103,7 @@ def load_predictor(
     broadcast(model, mesh.replicas)
     pipeline = Pipeline(partition, [], mesh.pipeline, devices[0]) if partition else None
     run_in = autocast(precision, device)
-    outputs, exact = manifest["channels"][1], config.spatial.halo is None
+    outputs, exact = manifest["channels"][1], halo is None
     budget = None
     if memory is not None:
         keep_freed_memory(large=False)

@@ -208,10 +208,13 @@ _RENAMED = {
     "spatial.streaming": _STREAMING,
     "run.memory": "streaming.memory",
     "spatial.scratch": "streaming.scratch",
+    "spatial.halo": "approximate.halo",
+    "mesh.compression": "approximate.gradients",
 }
 _RENAMED_VALUES = {
     ("pipeline.placement", "line"): "linear",
     ("pipeline.placement", "v"): "v-shaped",
+    ("spatial.norm_scope", "window"): "approximate.norms: window",
 }
 
 

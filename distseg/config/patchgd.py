@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from distseg.config.settings import (
+    ApproximateBase,
     DataBase,
     LossConfig,
     MeshBase,
@@ -105,6 +106,7 @@ class PatchConfig:
 
     model: ModelBase = field(default_factory=ModelBase)
     mesh: MeshBase = field(default_factory=MeshBase)
+    approximate: ApproximateBase = field(default_factory=ApproximateBase)
     loss: LossConfig = field(default_factory=LossConfig)
     data: DataBase = field(default_factory=DataBase)
     optim: OptimConfig = field(default_factory=OptimConfig)

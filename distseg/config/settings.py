@@ -215,8 +215,6 @@ class MeshBase:
     reducer: Literal["auto", "horovod", "mpi", "torch"] = "auto"
     """Library that sums gradients over ranks. auto: with MPI, Horovod if it is installed, else
     MPI; under torchrun torch.distributed (torch)."""
-    compression: Literal["none", "fp16"] = "none"
-    """fp16 halves the bytes of the gradients' all-reduce and gives up exactness."""
 
     stages: ClassVar[int] = 1  # a setting of exact training
 
@@ -291,8 +289,6 @@ class SpatialConfig:
     tiles_per_rank: Size = Size((1, 1))
     """Grid of tiles that each rank owns of an image, whose activations it holds at once. With
     ``streaming`` a rank needs one tile only."""
-    halo: int | None = None
-    """Halo in pixels; by default the exact halo of the model. A smaller one is an approximation."""
     exchange_every: int | str = "all"
     """all: tiles are read with their halos, as windows, and nothing is exchanged. 1, 2, ...: tiles
     are read without halos, and ranks exchange halos before every k-th layer that reads beyond its
@@ -300,16 +296,15 @@ class SpatialConfig:
     fuse_below: int = 0
     """With an exchange: consecutive layers on tiles of fewer cells than this along a dim share one
     exchange. That saves messages at the deep levels of a network."""
-    norm_scope: Literal["group", "step", "window"] = "group"
-    """Pixels over which norms take their statistics. group: batch norm sees the images that one
-    sample group processes together. step: batch norm sees the images of all groups. window: every
-    norm sees its window only, as in Seal et al. 2020 (an approximation)."""
+    norm_scope: Literal["group", "step"] = "group"
+    """Images over which a batch norm takes its statistics. group: the images that one sample group
+    processes together. step: the images of all groups."""
     frozen_norm: bool = False
     """Train with batch norm's running statistics instead of those of the batch."""
 
     def __post_init__(self):
         to_sizes(self, "tiles_per_rank")
-        check_at_least(self, 0, "halo", "fuse_below")
+        check_at_least(self, 0, "fuse_below")
         every = str(self.exchange_every)
         if every not in ("level", "all") and not (every.isdecimal() and int(every) > 0):
             raise ValueError(
@@ -710,6 +705,38 @@ class RunConfig:
 
 
 @dataclass(frozen=True)
+class ApproximateBase:
+    """What is approximate by choice; without these settings the gradient is exact."""
+
+    gradients: Literal["fp16"] | None = None
+    """fp16: gradients are rounded to 11 bits before ranks sum them, which halves the bytes."""
+
+    halo: ClassVar[int | None] = None  # a setting of exact training
+    norms: ClassVar[str | None] = None  # a setting of exact training
+
+
+@dataclass(frozen=True)
+class ApproximateConfig(ApproximateBase):
+    """What is approximate by choice; without these settings the gradient is exact."""
+
+    halo: int | None = None
+    """Halo of a tile in pixels, instead of the model's exact halo. With a smaller one pixels near
+    the borders of tiles are wrong."""
+    norms: Literal["window"] | None = None
+    """window: every norm takes its statistics of one tile with its halo, as in Seal et al. 2020."""
+
+    def __post_init__(self):
+        check_at_least(self, 0, "halo")
+
+    @property
+    def chosen(self) -> str | None:
+        """The setting, with its value, that makes each window an image of its own, or None."""
+        if self.halo is not None:
+            return f"approximate.halo is {self.halo}"
+        return None if self.norms is None else f"approximate.norms is {self.norms}"
+
+
+@dataclass(frozen=True)
 class Config:
     """All sections of the settings of exact training."""
 
@@ -718,6 +745,7 @@ class Config:
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     spatial: SpatialConfig = field(default_factory=SpatialConfig)
     streaming: StreamingConfig = field(default_factory=StreamingConfig)
+    approximate: ApproximateConfig = field(default_factory=ApproximateConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)

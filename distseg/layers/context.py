@@ -51,8 +51,8 @@ class Context:
     """Ranks whose batch norm statistics enter the running statistics: one in each sample group,
     with the tile of this rank."""
     per_window: bool = False
-    """Statistics are taken of each window by itself, halo included (``norm_scope: window``). This
-    is an approximation, the one of Seal et al. 2020."""
+    """Statistics are taken of each window by itself, halo included (``approximate.norms:
+    window``), as in Seal et al. 2020."""
     whole: bool = False
     """All windows are whole images of a network whose feature maps are not known."""
     around: Callable[[dict[str, Tensor]], AbstractContextManager] = skip_store

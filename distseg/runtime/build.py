@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from distseg.comm.memory_format import channels_last as last_format
-from distseg.config.settings import SpatialConfig
 from distseg.layers.context import Context
 from distseg.models.capture.hidden import check_real
 from distseg.models.weights import materialise
@@ -104,8 +103,8 @@ def autocast(precision: str, device) -> Callable[[], AbstractContextManager]:
     )
 
 
-def used_reach(exact: ReceptiveField, spatial: SpatialConfig) -> ReceptiveField:
-    """Return a model's exact halo and stride, or the halo that the config sets."""
-    if spatial.halo is None:
+def used_reach(exact: ReceptiveField, halo: int | None) -> ReceptiveField:
+    """Return a model's exact halo and stride, or ``approximate.halo`` instead of the exact halo."""
+    if halo is None:
         return exact
-    return ReceptiveField(tuple(spatial.halo for _ in exact.halo), exact.stride)
+    return ReceptiveField(tuple(halo for _ in exact.halo), exact.stride)

@@ -35,7 +35,7 @@ class ParameterUpdate:
         self.gradients = Gradients(self.parameters, flat=mesh.replicas.size > 1)
         heartbeat("start of what sums gradients")
         self.reducer = make_reducer(
-            config.mesh.reducer, mesh, config.mesh.compression == "fp16", device.type
+            config.mesh.reducer, mesh, config.approximate.gradients == "fp16", device.type
         )
         self.optimizer = make_optimizer(config.optim, trained)
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from distseg.config.patchgd import PatchConfig
-from distseg.config.settings import Config, LossConfig, MeshBase, ModelBase
+from distseg.config.settings import ApproximateBase, Config, LossConfig, MeshBase, ModelBase
 from distseg.config.sizes import Size
 from distseg.data.sampler import crop_size
 from distseg.data.store.store import Store
@@ -60,7 +60,7 @@ class Facts:
 
     @property
     def windows(self) -> bool:
-        return self.config.spatial.norm_scope == "window"
+        return self.config.approximate.norms == "window"
 
     @property
     def active(self) -> str | None:
@@ -125,18 +125,18 @@ class Rule:
 RULES = (
     # Contradictions.
     Rule(
-        "spatial.halo",
+        "approximate",
         "spatial.exchange_every",
-        lambda f: f.config.spatial.exchanges,
-        "with spatial.exchange_every {c.spatial.exchange_every} tiles have no halo: leave one "
-        "of them out",
+        lambda f: f.config.approximate.chosen and f.config.spatial.exchanges,
+        "with spatial.exchange_every {c.spatial.exchange_every} tiles have no halo and are no "
+        "windows: leave one of them out",
     ),
     Rule(
+        "approximate.norms",
         "spatial.norm_scope",
-        "spatial.exchange_every",
-        lambda f: f.windows and f.config.spatial.exchanges,
-        "with spatial.exchange_every {c.spatial.exchange_every} there are no windows: set it to "
-        "group or step",
+        lambda f: f.config.spatial.norm_scope == "step",
+        "spatial.norm_scope is step, so that batch norm sees the images of all groups: leave one "
+        "of them out",
     ),
     Rule(
         "spatial.frozen_norm",
@@ -154,15 +154,9 @@ RULES = (
     ),
     Rule(
         "streaming",
-        "spatial.halo",
-        lambda f: f.streaming and f.config.spatial.halo is not None,
-        "streamed tiles are exact windows: leave out spatial.halo, or it",
-    ),
-    Rule(
-        "streaming",
-        "spatial.norm_scope",
-        lambda f: f.streaming and f.windows,
-        "streamed tiles are exact, and spatial.norm_scope window is not: leave that out, or it",
+        "approximate",
+        lambda f: f.streaming and f.config.approximate.chosen,
+        "{c.approximate.chosen}, and streamed tiles are exact windows: leave one of them out",
     ),
     Rule(
         "streaming",
@@ -243,8 +237,7 @@ def check_settings(config: Config, model: nn.Module | None = None) -> None:
     for rule in RULES:
         value = value_of(config, rule.setting)
         if _is_set(value, value_of(_DEFAULTS, rule.setting)) and rule.refused(facts):
-            one = rule.setting == "streaming"
-            shown = config.streaming.chosen if one else f"{rule.setting} is {value}"
+            shown = getattr(value, "chosen", f"{rule.setting} is {value}")
             raise ValueError(f"{shown}, but {rule.why.format(c=config, f=facts)}")
     together = config.data.images
     if config.spatial.norm_scope == "step":
@@ -293,7 +286,7 @@ def check_norms(config: Config, model: nn.Module, sizes: Mapping[str, Sequence[i
     Raises:
         ValueError: naming the image, its size, the norm and the repair.
     """
-    if config.spatial.norm_scope == "window":
+    if config.approximate.norms == "window":
         return
     together = config.data.images
     if config.spatial.norm_scope == "step":
@@ -391,8 +384,8 @@ def notes(config: Config, model: nn.Module) -> list[str]:
     found = []
     if spatial.norm_scope == "step" and not has_batch_norm(model):
         found.append("spatial.norm_scope step is without effect: the model has no batch norm")
-    if spatial.norm_scope == "window" and not norms:
-        found.append("spatial.norm_scope window is without effect: the model has no norm")
+    if config.approximate.norms == "window" and not norms:
+        found.append("approximate.norms window is without effect: the model has no norm")
     if spatial.frozen_norm and not norms:
         found.append("spatial.frozen_norm is without effect: the model has no norm")
     found += _fewer_groups(config.model, model)
@@ -404,7 +397,7 @@ def notes(config: Config, model: nn.Module) -> list[str]:
         )
     if config.pipeline.placement == "v-shaped" and mesh.stages == 1:
         found.append("pipeline.placement v-shaped is without effect: mesh.stages is 1")
-    return found + _uncompressed(mesh)
+    return found + _nothing_summed(mesh, config.approximate)
 
 
 def patch_notes(config: PatchConfig, model: nn.Module) -> list[str]:
@@ -417,7 +410,11 @@ def patch_notes(config: PatchConfig, model: nn.Module) -> list[str]:
         )
         if is_set and not has_batch_norm(model)
     ]
-    return found + _fewer_groups(config.model, model) + _uncompressed(config.mesh)
+    return (
+        found
+        + _fewer_groups(config.model, model)
+        + _nothing_summed(config.mesh, config.approximate)
+    )
 
 
 def has_batch_norm(model: nn.Module) -> bool:
@@ -425,12 +422,13 @@ def has_batch_norm(model: nn.Module) -> bool:
     return any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
 
 
-def _uncompressed(mesh: MeshBase) -> list[str]:
-    """Return a note if gradients are to be compressed, but no rank sends any."""
-    if mesh.compression == "none" or mesh.samples * mesh.tiles.volume > 1:
+def _nothing_summed(mesh: MeshBase, approximate: ApproximateBase) -> list[str]:
+    """Return a note if gradients are to be rounded for their sums, but no rank sends any."""
+    if approximate.gradients is None or mesh.samples * mesh.tiles.volume > 1:
         return []
     return [
-        f"mesh.compression {mesh.compression} is without effect: one rank holds all of the gradient"
+        f"approximate.gradients {approximate.gradients} is without effect: one rank holds all of "
+        "the gradient"
     ]
 
 

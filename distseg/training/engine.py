@@ -21,7 +21,7 @@ from distseg.comm.launch import keep_freed_memory, memory_in_use, raise_jointly,
 from distseg.comm.mesh import Mesh
 from distseg.comm.staging import upload
 from distseg.comm.watch import heartbeat
-from distseg.config.settings import Config, SpatialConfig, output_weights
+from distseg.config.settings import Config, output_weights
 from distseg.config.sizes import Size
 from distseg.data.sampler import Rows
 from distseg.inference.predictor import Predictor
@@ -121,8 +121,8 @@ class Engine(ParameterUpdate):
             fingerprint, weights = fingerprint_of(model), _weights_of(model)
             own_memory(model)
             check_parts(config, model)
-            self.exact = reach_for(model, config.spatial.halo is not None or is_cut(config))
-            self.reach = used_reach(self.exact, config.spatial)
+            self.exact = reach_for(model, config.approximate.halo is not None or is_cut(config))
+            self.reach = used_reach(self.exact, config.approximate.halo)
             self.exchange = make_exchange(
                 config, model, self.reach, mesh.tiles, self.device, channels_last
             )
@@ -282,7 +282,7 @@ class Engine(ParameterUpdate):
             config.predict.scratch,
             self.channels_last,
             self.pipeline if self.partition else None,
-            exact=config.spatial.halo is None,
+            exact=config.approximate.halo is None,
             neighbours=ranks_on_node(world),
             budget=budget,
         )
@@ -438,25 +438,24 @@ def check_parts(config: Config, model: nn.Module) -> None:
     """
     if not is_cut(config):
         return
-    if config.spatial.halo is not None and any(
-        isinstance(layer, Fill) for layer in model.modules()
-    ):
+    halo = config.approximate.halo
+    if halo is not None and any(isinstance(layer, Fill) for layer in model.modules()):
         raise ValueError(
-            f"spatial.halo is {config.spatial.halo}, but this network pads images to a multiple of "
-            f"some number of pixels, which windows with a fixed halo cannot follow: leave "
-            f"spatial.halo out"
+            f"approximate.halo is {halo}, but this network pads images to a multiple of some "
+            "number of pixels, which windows with a fixed halo cannot follow: leave "
+            "approximate.halo out"
         )
     try:
         graph = graph_of(model)
     except ValueError as e:
-        if config.spatial.halo is not None:
+        if halo is not None:
             return
-        halo = "" if model in unbounded else ", or set spatial.halo, which may be an approximation"
+        other = "" if model in unbounded else ", or set approximate.halo"
         raise ValueError(
             f"this network cannot be computed on parts of an image: {refusals.get(model) or e}; or "
-            f"split samples only (mesh.samples){halo}"
+            f"split samples only (mesh.samples){other}"
         ) from None
-    if (setting := _stands_alone(config.spatial)) and (
+    if (setting := config.approximate.chosen) and (
         sized := next((node.name for node in graph if node.sized), None)
     ):
         raise ValueError(
@@ -464,13 +463,6 @@ def check_parts(config: Config, model: nn.Module) -> None:
             f"{sized} places its cells by the size of the whole image: leave {setting.split()[0]} "
             "out"
         )
-
-
-def _stands_alone(spatial: SpatialConfig) -> str | None:
-    """Return the setting that makes the network treat a window as an image, or None."""
-    if spatial.halo is not None:
-        return f"spatial.halo is {spatial.halo}"
-    return "spatial.norm_scope is window" if spatial.norm_scope == "window" else None
 
 
 def owned_per_rank(config: Config) -> Size:
@@ -491,21 +483,21 @@ def _weights_of(model: nn.Module) -> dict[str, str]:
 
 
 def _context(config: Config, mesh: Mesh, splits: bool) -> Context:
-    """Return the context of distributed layers, with the communicators of ``norm_scope``.
+    """Return the context of distributed layers, with the communicators of norms.
 
     Args:
         config: the settings.
         mesh: the mesh.
         splits: True if the schedule computes gradients of weights in actions of their own.
     """
-    scope = config.spatial.norm_scope
+    per_window, of_step = config.approximate.norms == "window", config.spatial.norm_scope == "step"
     # Statistics of all groups must not be summed over the groups once more.
-    groups = {"window": mesh.replicas, "step": Alone(), "group": mesh.groups}
+    groups = Alone() if of_step else mesh.groups
     return Context(
         norm_comm=mesh.tiles,
-        batch_comm=mesh.replicas if scope == "step" else mesh.tiles,
-        groups_comm=groups[scope],
-        per_window=scope == "window",
+        batch_comm=mesh.replicas if of_step else mesh.tiles,
+        groups_comm=mesh.replicas if per_window else groups,
+        per_window=per_window,
         around=weights_apart(mesh.waits) if splits else skip_store,
         seed=config.train.seed,
     )
@@ -525,8 +517,7 @@ def make_exchange(
     spatial, grid, per_rank = config.spatial, config.mesh.tiles, owned_per_rank(config)
     if not (spatial.exchanges or is_streamed(config)):
         one_window = grid.volume * spatial.tiles_per_rank.volume == 1
-        approximate = spatial.halo is not None or spatial.norm_scope == "window"
-        if one_window or approximate or config.pipeline.placement == "devices":
+        if one_window or config.approximate.chosen or config.pipeline.placement == "devices":
             return None
     try:
         graph = graph_of(model)
@@ -648,16 +639,16 @@ def approximations(config: Config, reach: ReceptiveField, exact: ReceptiveField)
     tiled = config.mesh.tiles.volume * config.spatial.tiles_per_rank.volume > 1
     if tiled and any(a < b for a, b in zip(reach.halo, exact.halo)):
         found.append(
-            f"spatial.halo {reach.halo[0]} is smaller than this model's exact halo "
+            f"approximate.halo {reach.halo[0]} is smaller than this model's exact halo "
             f"{max(exact.halo)}: pixels near tile borders are approximate"
         )
-    if tiled and config.spatial.norm_scope == "window":
+    if tiled and config.approximate.norms == "window":
         found.append(
-            "spatial.norm_scope is window: each norm sees the pixels of one window, halo "
+            "approximate.norms is window: each norm sees the pixels of one window, halo "
             "included, not those of the image"
         )
-    if config.mesh.compression == "fp16":
+    if config.approximate.gradients == "fp16":
         found.append(
-            "mesh.compression is fp16: gradients are rounded to 11 bits before they are summed"
+            "approximate.gradients is fp16: they are rounded to 11 bits before they are summed"
         )
     return found

@@ -109,8 +109,8 @@ def mesh_change(before: Mapping, now: Mapping, batch_norm: bool) -> list[str]:
             f"a step was of {images[0]} images, is of {images[1]}, so the loss curve is another; "
             "train.accumulate and data.images make it the same"
         )
-    elif _approximate(now.get("spatial", {})):
-        what = "what is approximate (spatial.norm_scope window, spatial.halo) depends on it"
+    elif _of_windows(now.get("approximate", {})):
+        what = "what is approximate (approximate.halo, approximate.norms) depends on it"
     elif batch_norm and _together(before) != _together(now):
         what = "batch norm sees other images of a step together, so the loss curve is another"
     else:
@@ -123,8 +123,9 @@ def _shape(mesh: Mapping) -> str:
     return f"{mesh['samples']} samples x ({mesh['tiles']}) tiles x {stages} stages"
 
 
-def _approximate(spatial: Mapping) -> bool:
-    return spatial.get("norm_scope") == "window" or spatial.get("halo") is not None
+def _of_windows(approximate: Mapping) -> bool:
+    """Return True if the gradient depends on how images are cut into windows."""
+    return any(approximate.get(name) is not None for name in ("halo", "norms"))
 
 
 def _images(config: Mapping) -> int:

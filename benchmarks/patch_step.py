@@ -27,7 +27,7 @@ from distseg.models.network import user_names
 from distseg.models.zoo import plain_model
 from distseg.patchgd.heads import make_head
 from distseg.patchgd.training import PatchEngine, Patches, PatchLoader
-from distseg.patchgd.zoo import network_of
+from distseg.training.run_config import network_of
 
 _RATE, _TOLERANCE, _PATCH = 1e-3, 1e-12, 64
 

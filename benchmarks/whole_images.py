@@ -55,13 +55,13 @@ from distseg.inference.images import evaluate_images
 from distseg.inference.predictor import Predictor
 from distseg.models.zoo import plain_model
 from distseg.patchgd.training import PatchEngine, PatchLoader
-from distseg.patchgd.zoo import network_of
 from distseg.report.style import PALETTE, new_figure
 from distseg.tiling.tile import Box
 from distseg.training.checkpoint.pretrained import pretrained
 from distseg.training.conflicts import with_store
 from distseg.training.engine import Engine
 from distseg.training.run import step_loader
+from distseg.training.run_config import network_of
 
 QUESTION = "What do PatchGD, the exact gradient and plain baselines reach on large images, in which time and memory?"
 METHODS = ("downscale", "crops", "patchgd", "exact", "exact by 2", "exact in time")

@@ -91,3 +91,19 @@ def test_files_that_the_page_names_are_there():
     assert not {
         name for name in named if not any(f"/{file}".endswith(f"/{name}") for file in files)
     }
+
+
+def test_below_training_functions_take_the_settings_that_they_need():
+    whole = {"Config", "PatchConfig"}
+    places = order()
+    takes = [
+        f"{path.relative_to(ROOT)}: {node.name}"
+        for room in places[places.index("config") + 1 : places.index("training")]
+        if room != "patchgd"  # trains by its own config
+        for path in (PACKAGE / room).rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef)
+        for argument in node.args.args + node.args.kwonlyargs
+        if argument.annotation and whole & set(re.findall(r"\w+", ast.unparse(argument.annotation)))
+    ]
+    assert not takes

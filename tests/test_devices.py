@@ -188,8 +188,8 @@ def test_a_thread_has_its_own_forward_pass():
 
 def test_a_rank_has_its_share_of_the_gpus():
     found = config(placement="devices", balance=[20, 29])
-    assert devices_of(found, CPU) == [CPU, CPU]
-    assert devices_of(found, torch.device("cuda", 2), gpus=6) == [
+    assert devices_of(found.pipeline, CPU) == [CPU, CPU]
+    assert devices_of(found.pipeline, torch.device("cuda", 2), gpus=6) == [
         torch.device("cuda", 4),
         torch.device("cuda", 5),
     ]
@@ -197,8 +197,8 @@ def test_a_rank_has_its_share_of_the_gpus():
         ValueError,
         match="2 stages would be on cuda:4 to cuda:5, but this process sees 4 GPUs: start fewer ranks a node",
     ):
-        devices_of(found, torch.device("cuda", 2), gpus=4)
-    assert devices_of(config(), CPU) == [CPU]
+        devices_of(found.pipeline, torch.device("cuda", 2), gpus=4)
+    assert devices_of(config().pipeline, CPU) == [CPU]
 
 
 def wrong(**settings):

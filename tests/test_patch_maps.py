@@ -36,12 +36,11 @@ from distseg.models.network import user_names
 from distseg.patchgd.filling_maps import MapPredictor
 from distseg.patchgd.training import PatchLoader
 from distseg.patchgd.training_maps import MapEngine
-from distseg.patchgd.zoo import network_of
 from distseg.tiling import rng
 from distseg.tiling.tile import Box
 from distseg.training.loop import train
 from distseg.training.run import Run
-from distseg.training.run_config import load
+from distseg.training.run_config import load, network_of
 from distseg.training.serial import serial_loss
 
 TOLERANCE, RATE, SIZE = 1e-12, 0.05, (37, 53)

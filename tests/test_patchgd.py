@@ -31,11 +31,10 @@ from distseg.models.classifier import residual
 from distseg.models.network import user_names
 from distseg.patchgd.network import patches_of
 from distseg.patchgd.training import PatchEngine, PatchLoader, check_images, drawn
-from distseg.patchgd.zoo import network_of
 from distseg.tiling import rng
 from distseg.tiling.tile import Box
 from distseg.training.run import Run
-from distseg.training.run_config import load
+from distseg.training.run_config import load, network_of
 
 TOLERANCE = 1e-12
 RATE = 0.05

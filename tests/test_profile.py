@@ -255,7 +255,7 @@ def test_tiles_streaming_show_what_they_read_compute_and_store(comm, tmp_path):
 def test_passes_of_stages_are_modelled():
     """All of a network's layers on all micro-batches, whichever way it is cut; half of what may wait of the backward passes is a pass of its own."""
     model = outline_model(ModelConfig(depth=2, num_convs=1, base_channels=4))
-    costs = costs_of(Config(), model, (32, 48), "cpu")
+    costs = costs_of(model, (32, 48), 1, "cpu")
     there, back = sum(costs.costs.forward), sum(costs.costs.backward)
     for schedule, kinds in (
         ("1f1b", {"forward", "backward", "recompute"}),
@@ -287,7 +287,7 @@ def test_tiles_are_modelled_by_their_cells():
         model=ModelConfig(f"{__name__}:points"), streaming=StreamingConfig(tiles=Size("2x2"))
     )
     engine = Engine(given, Mesh(Alone()), plain_model(given.model), (30, 42))
-    costs = costs_of(given, plain_model(given.model), (30, 42), "cpu")
+    costs = costs_of(plain_model(given.model), (30, 42), given.data.images, "cpu")
     executor, place = (
         engine.streaming.executor,
         TilePlacement((30, 42), Box.whole((30, 42)), Box.whole((30, 42)), (0,), (0,)),

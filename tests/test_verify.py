@@ -161,7 +161,7 @@ def test_numbers_are_dealt_micro_batch_by_micro_batch():
     config = Config(
         mesh=MeshConfig(samples=2), train=TrainConfig(accumulate=2), data=DataConfig(images=3)
     )
-    assert [[module._numbers(config, d, m) for m in range(2)] for d in range(2)] == [
+    assert [[module._rows(config, d).of_micro_batch(m) for m in range(2)] for d in range(2)] == [
         [[0, 1, 2], [6, 7, 8]],
         [[3, 4, 5], [9, 10, 11]],
     ]

@@ -32,8 +32,7 @@ from distseg.models.network import flat_layers, is_flat
 from distseg.planning.cost import modelled
 from distseg.planning.layouts import Layout, Planner, Prediction, Work
 from distseg.planning.machine import Machine, as_profile, load_machine
-from distseg.planning.roofline import fastest, this_cpu
-from distseg.planning.stages import CORE
+from distseg.planning.roofline import CORE, fastest, this_cpu
 from distseg.report.tables import table
 from distseg.runtime.optimizer import state_copies
 from distseg.runtime.precision import choose

@@ -15,8 +15,7 @@ from distseg.layers.loss import Loss
 from distseg.layers.norm import active_norms
 from distseg.models.bands import channels_of
 from distseg.models.network import flat_layers, is_flat
-from distseg.planning.stages import partition_of, schedule_of
-from distseg.planning.streaming import budget_of, is_streamed
+from distseg.planning.streaming import budget_of
 from distseg.runtime.build import used_reach
 from distseg.runtime.exchange import Exchange
 from distseg.runtime.operations import text
@@ -28,13 +27,12 @@ from distseg.tiling.tile import TilePlacement, owned_tiles
 from distseg.training.conflicts import check_settings
 from distseg.training.engine import (
     activations_of,
-    is_cut,
     make_exchange,
     make_streaming_executor,
-    owned_per_rank,
     read_around,
     streaming_order,
 )
+from distseg.training.stages import partition_of, schedule_of
 from distseg.training.step import StreamingRunner
 
 
@@ -66,27 +64,22 @@ def programs(config: Config, model: nn.Module, image: Sequence[int]) -> Iterator
             "v-shaped"
         )
     reach = used_reach(
-        reach_for(model, config.approximate.halo is not None or is_cut(config)),
+        reach_for(model, config.approximate.halo is not None or config.is_cut),
         config.approximate.halo,
     )
     exchange = make_exchange(
         config, model, reach, _Rank(0, config.mesh.tiles.volume), torch.device("cpu"), False
     )
-    partition = partition_of(config, model, image, read_around(config, reach, exchange))
-    owned = owned_tiles(
-        image,
-        config.mesh.tiles,
-        owned_per_rank(config),
-        (0,) * len(image),
-        read_around(config, reach, exchange),
-    )
+    reading = read_around(reach, exchange, config.streaming.active)
+    partition = partition_of(config, model, image, reading)
+    owned = owned_tiles(image, config.mesh.tiles, config.owned, (0,) * len(image), reading)
     places = [
         TilePlacement(tuple(image), tile, window, tuple(range(config.data.images)), ())
         for tile, window in owned
     ]
     loss = Loss(config.loss, channels_of(model)[1], output_weights(config.model))
     for rank in range(config.mesh.stages):
-        if is_streamed(config):
+        if config.streaming.active:
             yield _streaming(config, model, exchange, partition, places, loss, rank)
         else:
             yield _stages(
@@ -117,14 +110,13 @@ def _streaming(
         )
     )
     executor = make_streaming_executor(
-        config, exchange, activations, budget, partition, _Rank(rank, config.mesh.stages)
+        config.streaming, exchange, activations, budget, partition, _Rank(rank, config.mesh.stages)
     )
     executor.folder = None  # so that the free disk space is not checked
     every = [places] * config.train.accumulate
     plans = [executor.plan(places, m) for m in range(len(every))]
-    step = StreamingRunner(
-        executor, None, loss, streaming_order(config, loss.linear, bool(exchange.stored))
-    )
+    order = streaming_order(config.pipeline.schedule, loss.linear, bool(exchange.stored))
+    step = StreamingRunner(executor, None, loss, order)
     mine = [f"segment {n}: {executor.name_of(plans[0].segments[n])}" for n in plans[0].mine]
     return "\n".join(mine), text([*step.extra_forward(plans), *step.program(plans, every)])
 
@@ -151,7 +143,8 @@ def _stages(
     flat = is_flat(model)
     together = config.spatial.exchanges or flat and bool(_active_norms(config, model))
     units = config.train.accumulate * (1 if together else len(places))
-    order = orders(schedule_of(config, loss.linear), partition.placement, units)[rank]
+    schedule = schedule_of(config.pipeline, config.mesh.stages, loss.linear)
+    order = orders(schedule, partition.placement, units)[rank]
     legend = (
         _legend(config, model, exchange, partition, places, rank)
         if flat

@@ -30,8 +30,6 @@ from distseg.models.zoo import outline_model
 from distseg.patchgd.filling import Filler, PatchPredictor
 from distseg.patchgd.filling_maps import MapFiller, MapPredictor
 from distseg.patchgd.unet import PatchUNet
-from distseg.patchgd.zoo import network_of
-from distseg.planning.stages import partition_of
 from distseg.planning.streaming import memory_warnings, smallest_budget
 from distseg.report.progress import progress
 from distseg.runtime.build import autocast, own_part, place_stages, used_reach
@@ -41,7 +39,8 @@ from distseg.runtime.precision import choose
 from distseg.tiling.tile import Box
 from distseg.training.checkpoint.files import find, load_weights, read_run_manifest
 from distseg.training.conflicts import check_settings
-from distseg.training.run_config import check_model
+from distseg.training.run_config import check_model, network_of
+from distseg.training.stages import partition_of
 
 
 def load_predictor(
@@ -78,7 +77,7 @@ def load_predictor(
     with raise_jointly(world):
         check_there(config.pipeline)
         check_settings(config)
-        devices = devices_of(config, device)
+        devices = devices_of(config.pipeline, device)
         check_model(manifest["config"], config.model, run)
         model = outline_model(config.model, *manifest["channels"])
         if model in refusals:

@@ -239,7 +239,7 @@ def profile(
     precision, channels_last = choose(config.train, device, world)
     mesh = Mesh(world, config.mesh.samples, config.mesh.tiles, config.mesh.stages)
     with raise_jointly(world):
-        costs = costs_of(config, model, images.size, device.type)
+        costs = costs_of(model, images.size, config.data.images, device.type)
     engine = Engine(config, mesh, model, images.size, device, precision, channels_last)
     with raise_jointly(world):
         own = own_pieces(config, mesh, images, engine.reading)

@@ -756,6 +756,24 @@ class Config:
     def __post_init__(self):
         check_step(self)
 
+    @property
+    def step_images(self) -> int:
+        """Number of images of an optimizer step."""
+        return self.mesh.samples * self.train.accumulate * self.data.images
+
+    @property
+    def is_cut(self) -> bool:
+        """True if images are cut into tiles, by ranks or by one rank."""
+        tiles = self.mesh.tiles.volume * self.spatial.tiles_per_rank.volume
+        return tiles > 1 or self.streaming.active
+
+    @property
+    def owned(self) -> Size:
+        """Grid of tiles that a rank reads of an image: one tile if the rank streams it in parts."""
+        if self.streaming.active:
+            return Size((1,) * len(self.mesh.tiles))
+        return self.spatial.tiles_per_rank
+
 
 def check_step(config) -> None:
     """Refuse settings by which a step has too many images."""

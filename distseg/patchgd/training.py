@@ -221,7 +221,8 @@ class PatchEngine(ParameterUpdate):
             )
             self.filler = self._filler(self.context)
             network.train()
-        super().__init__(config, mesh, network, device)
+        halved = config.approximate.gradients == "fp16"
+        super().__init__(mesh, config.optim, config.mesh.reducer, halved, network, device)
 
     def _filler(self, context: Context) -> Filler:
         return Filler(

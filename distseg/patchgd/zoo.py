@@ -1,4 +1,4 @@
-"""Build the network that a config trains: layers that can be cut, or a network of patches."""
+"""Build a network of patches with the head that ``patchgd`` names."""
 
 from __future__ import annotations
 
@@ -8,32 +8,15 @@ from dataclasses import replace
 from torch import nn
 
 from distseg.config.patchgd import PatchConfig, PatchgdConfig
-from distseg.config.settings import Config
 from distseg.config.sizes import Size
 from distseg.models.capture.capture import as_network
 from distseg.models.network import check_size, of_image, refusals
 from distseg.models.passes import seeded
 from distseg.models.weights import materialise
-from distseg.models.zoo import outline_model, plain_model
 from distseg.patchgd.heads import check_head, make_head, of_one_grid
 from distseg.patchgd.network import PatchNetwork, starts_of
 from distseg.patchgd.unet import PatchUNet
 from distseg.tiling import rng
-
-
-def network_of(config: Config | PatchConfig, bands: int | None, outputs: int | None) -> nn.Module:
-    """Return the network that a config trains.
-
-    Raises:
-        ValueError: see :func:`distseg.models.zoo.plain_model`; or PatchGD cannot train the network.
-    """
-    if isinstance(config, Config):
-        return outline_model(config.model, bands, outputs)
-    return patch_network(
-        config,
-        lambda count: plain_model(replace(config.model, out_channels=None), bands, count),
-        outputs,
-    )
 
 
 def patch_network(

@@ -14,11 +14,9 @@ from typing import NamedTuple
 
 from torch import nn
 
-from distseg.config.settings import Config
 from distseg.models.network import calls_of
 from distseg.planning.cost import Costs, modelled
-from distseg.planning.roofline import V100
-from distseg.planning.stages import CORE
+from distseg.planning.roofline import modelled_device
 from distseg.runtime.actions import Action, Backward, Forward, Weight
 from distseg.runtime.operations import BackwardTile, ForwardTile, Operation, OutputTile, Recompute
 from distseg.runtime.partition import Edge, Partition
@@ -38,21 +36,20 @@ class Modelled(NamedTuple):
     pixels: int
 
 
-def costs_of(
-    config: Config, model: nn.Module, image: Sequence[int], device: str
-) -> Modelled | None:
+def costs_of(model: nn.Module, image: Sequence[int], images: int, device: str) -> Modelled | None:
     """Return the modelled costs of a plain model, or None if it is not a list of known layers.
 
-    The model may be on the meta device.
+    Args:
+        model: the plain model, which may be on the meta device.
+        image: the size of an image in pixels.
+        images: the number of images of a micro-batch.
+        device: the kind of device, cpu or cuda.
     """
     try:
         calls_of(model)
     except ValueError:
         return None
-    return Modelled(
-        modelled(model, image, config.data.images, CORE if device == "cpu" else V100),
-        math.prod(image),
-    )
+    return Modelled(modelled(model, image, images, modelled_device(device)), math.prod(image))
 
 
 class StagePasses:

@@ -49,6 +49,18 @@ class Work:
 # The data sheet gives 15.7 TFLOP/s (float32) and 900 GB/s; 70 % and 80 % of them are sustained.
 V100 = Device("v100", 0.7 * 15.7e12, 0.8 * 900e9)
 
+# One core in float32, roughly (benchmarks/performance.md).
+CORE = Device("a CPU core", 90e9, 10e9)
+
+
+def modelled_device(kind: str) -> Device:
+    """Return the device by whose costs stages are balanced; ``kind`` is cpu or cuda.
+
+    Its rates are constants and not measured, so that ranks on different machines find the same
+    stages.
+    """
+    return CORE if kind == "cpu" else V100
+
 
 def this_cpu() -> Device:
     """Measure this machine's CPU with PyTorch's current number of threads, in half a second."""

@@ -16,7 +16,6 @@ from functools import cache
 from torch import nn
 
 from distseg.comm.launch import LARGE_BLOCK, raise_jointly
-from distseg.config.settings import Config
 from distseg.config.sizes import Size
 from distseg.layers.norm import NORMS
 from distseg.models.layers import Join, Pop, Stash
@@ -31,11 +30,6 @@ _CONVS = nn.modules.conv._ConvNd
 _FREE = (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, Stash)
 _ACTIVATIONS = (nn.ReLU, nn.LeakyReLU)
 _POOLS = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)
-
-
-def is_streamed(config: Config) -> bool:
-    """Return True if ranks stream tiles (:mod:`distseg.runtime.streaming`)."""
-    return config.streaming.active
 
 
 def budget_of(memory: int, base: int, what: str) -> float:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from distseg.config.settings import Config, PipelineConfig
+from distseg.config.settings import PipelineConfig
 from distseg.models.layers import CutTo, Spread
 from distseg.models.lines import OfLines
 from distseg.runtime.partition import Edge, Partition
@@ -28,18 +28,19 @@ from distseg.runtime.stage import LOSS, Stage
 from distseg.tiling.tile_batch import MicroBatch
 
 
-def devices_of(config: Config, device: torch.device, gpus: int | None = None) -> list[torch.device]:
+def devices_of(
+    pipeline: PipelineConfig, device: torch.device, gpus: int | None = None
+) -> list[torch.device]:
     """Return the device of each stage; one device without ``placement: devices``.
 
     Args:
-        config: the run's settings.
+        pipeline: the settings of the pipeline.
         device: the device that the launcher gave this rank.
         gpus: the number of GPUs that this process sees; by default PyTorch's count.
 
     Raises:
         ValueError: if a device does not exist or is not of this rank's kind.
     """
-    pipeline = config.pipeline
     if pipeline.placement != "devices":
         return [device]
     gpus = torch.cuda.device_count() if gpus is None else gpus

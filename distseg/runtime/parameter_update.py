@@ -9,7 +9,7 @@ from distseg.comm.mesh import Mesh
 from distseg.comm.reducer import Gradients, make_reducer
 from distseg.comm.replicas import broadcast
 from distseg.comm.watch import heartbeat
-from distseg.config.settings import Config
+from distseg.config.settings import OptimConfig
 from distseg.models.network import user_names
 from distseg.runtime.optimizer import make_optimizer, set_learning_rate
 
@@ -20,24 +20,32 @@ class ParameterUpdate:
     The reducer sums the gradients over the replicas.
 
     Args:
-        config: the run's settings.
         mesh: the mesh of ranks.
+        optim: the settings of the optimizer.
+        reducer: the library that sums gradients, ``mesh.reducer``.
+        halved: True if gradients are rounded to 16 bits before they are summed.
         network: the network on its device. All replicas take the first one's values. Collective.
         device: the device of the network.
     """
 
-    def __init__(self, config: Config, mesh: Mesh, network: nn.Module, device: torch.device):
+    def __init__(
+        self,
+        mesh: Mesh,
+        optim: OptimConfig,
+        reducer: str,
+        halved: bool,
+        network: nn.Module,
+        device: torch.device,
+    ):
         broadcast(network, mesh.replicas)
         trained = user_names(
             ((name, p) for name, p in network.named_parameters() if p.requires_grad), network
         )
-        self.config, self.mesh, self.parameters = config, mesh, list(trained.values())
+        self.mesh, self.parameters, self._clip = mesh, list(trained.values()), optim.clip
         self.gradients = Gradients(self.parameters, flat=mesh.replicas.size > 1)
         heartbeat("start of what sums gradients")
-        self.reducer = make_reducer(
-            config.mesh.reducer, mesh, config.approximate.gradients == "fp16", device.type
-        )
-        self.optimizer = make_optimizer(config.optim, trained)
+        self.reducer = make_reducer(reducer, mesh, halved, device.type)
+        self.optimizer = make_optimizer(optim, trained)
 
     def descend(self, rate: float, norm: float, epoch: int) -> None:
         """Clip gradients of this ``norm``, and step the optimizer.
@@ -46,7 +54,7 @@ class ParameterUpdate:
             RuntimeError: if a weight gradient is still to be computed.
         """
         self.mesh.waits.check_done()
-        if self.config.optim.clip:
-            self.gradients.clip(self.config.optim.clip, norm)
+        if self._clip:
+            self.gradients.clip(self._clip, norm)
         set_learning_rate(self.optimizer, rate, epoch)
         self.optimizer.step()

@@ -26,7 +26,6 @@ from distseg.layers.loss import of_numbers
 from distseg.layers.norm import NORMS, STATISTICAL, kind_of, tracks
 from distseg.models.layers import VectorNorm
 from distseg.models.network import calls_of, of_image
-from distseg.planning.streaming import is_streamed
 from distseg.runtime.devices import stages_of
 from distseg.tiling.layout import Layout
 
@@ -47,7 +46,7 @@ class Facts:
 
     @property
     def streaming(self) -> bool:
-        return is_streamed(self.config)
+        return self.config.streaming.active
 
     @property
     def stages(self) -> int:

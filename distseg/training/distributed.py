@@ -24,7 +24,7 @@ from distseg.layers.own_loss import criterion_of
 from distseg.models.network import check_calls, check_size, user_name, user_names
 from distseg.tiling.tile import Box, TilePlacement, check_grid, owned_tiles
 from distseg.tiling.tile_batch import LazyTileBatch, TileBatch, labels_of_images, on_tile
-from distseg.training.engine import Engine, owned_per_rank
+from distseg.training.engine import Engine
 
 T = TypeVar("T")
 _MOST_CRITERIA = 16  # criteria that are kept, for loops that make a new one in each step
@@ -397,9 +397,7 @@ class DistributedModel(nn.Module):
             check_size(self.network, size)
             check_calls(self.network, size, len(those))
             config = self.engine.config
-            fine = Size(
-                g * p for g, p in zip(config.mesh.tiles, owned_per_rank(config), strict=True)
-            )
+            fine = Size(g * p for g, p in zip(config.mesh.tiles, config.owned, strict=True))
             check_grid(size, fine, self.engine.reading.stride)
             self._checked.add(key)
 
@@ -439,7 +437,7 @@ class DistributedModel(nn.Module):
             for tile, window in owned_tiles(
                 size,
                 engine.config.mesh.tiles,
-                owned_per_rank(engine.config),
+                engine.config.owned,
                 self.mesh.tile if len(self.mesh.tile) == self._dims else (0,) * self._dims,
                 engine.reading,
             ):

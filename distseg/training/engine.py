@@ -21,8 +21,7 @@ from distseg.comm.launch import keep_freed_memory, memory_in_use, raise_jointly,
 from distseg.comm.mesh import Mesh
 from distseg.comm.staging import upload
 from distseg.comm.watch import heartbeat
-from distseg.config.settings import Config, output_weights
-from distseg.config.sizes import Size
+from distseg.config.settings import ApproximateConfig, Config, StreamingConfig, output_weights
 from distseg.data.sampler import Rows
 from distseg.inference.predictor import Predictor
 from distseg.layers.context import Context
@@ -44,14 +43,7 @@ from distseg.models.network import (
     unbounded,
     user_names,
 )
-from distseg.planning.stages import partition_of, schedule_of
-from distseg.planning.streaming import (
-    Activations,
-    BudgetTiling,
-    GridTiling,
-    is_streamed,
-    smallest_budget,
-)
+from distseg.planning.streaming import Activations, BudgetTiling, GridTiling, smallest_budget
 from distseg.runtime.build import autocast, own_part, place_stages, used_reach
 from distseg.runtime.devices import DevicePipeline, check_there, devices_of
 from distseg.runtime.exchange import Exchange, HeldReach, TrueReach
@@ -67,6 +59,7 @@ from distseg.runtime.streaming import StreamingExecutor
 from distseg.tiling.tile import ReceptiveField
 from distseg.tiling.tile_batch import LazyTileBatch, TileBatch, block_of
 from distseg.training.conflicts import check_settings
+from distseg.training.stages import partition_of, schedule_of
 from distseg.training.step import DeviceRunner, GradientStep, LossHead, StageRunner, StreamingRunner
 
 
@@ -107,7 +100,7 @@ class Engine(ParameterUpdate):
         with raise_jointly(mesh.world):
             check_there(config.pipeline)
             check_settings(config, model)
-            self.devices = devices_of(config, device)
+            self.devices = devices_of(config.pipeline, device)
             self.device = self.devices[0]
             # With pipeline.placement devices this is not the device that the launcher chose.
             if self.device.type == "cuda":
@@ -120,8 +113,9 @@ class Engine(ParameterUpdate):
                 check_apart(model, image)
             fingerprint, weights = fingerprint_of(model), _weights_of(model)
             own_memory(model)
-            check_parts(config, model)
-            self.exact = reach_for(model, config.approximate.halo is not None or is_cut(config))
+            if config.is_cut:
+                check_parts(model, config.approximate)
+            self.exact = reach_for(model, config.approximate.halo is not None or config.is_cut)
             self.reach = used_reach(self.exact, config.approximate.halo)
             self.exchange = make_exchange(
                 config, model, self.reach, mesh.tiles, self.device, channels_last
@@ -131,10 +125,11 @@ class Engine(ParameterUpdate):
             )
             activations = (
                 activations_of(model, self.exchange, precision, channels_last)
-                if is_streamed(config)
+                if config.streaming.active
                 else None
             )
-            self.context = _context(config, mesh, splits(schedule_of(config)))
+            schedule = schedule_of(config.pipeline, config.mesh.stages)
+            self.context = _context(config, mesh, splits(schedule))
             self.partition = partition_of(config, model, image, self.reading, device.type)
             self.model = own_part(
                 model,
@@ -145,7 +140,7 @@ class Engine(ParameterUpdate):
                 config.model.seed,
                 config.spatial.frozen_norm,
                 self.exchange,
-                not is_cut(config),
+                not config.is_cut,
             )
             place_stages(self.model, self.partition, self.devices, precision, channels_last)
         assert_consistent(
@@ -158,7 +153,8 @@ class Engine(ParameterUpdate):
             {"what the network calls": fingerprint},
             "Let its forward pass not follow the order of a set, the process, or the rank",
         )
-        super().__init__(config, mesh, model, self.device)
+        halved = config.approximate.gradients == "fp16"
+        super().__init__(mesh, config.optim, config.mesh.reducer, halved, model, self.device)
         budget = (
             self._budget(config.streaming.memory)
             if activations and config.streaming.memory is not None
@@ -201,12 +197,12 @@ class Engine(ParameterUpdate):
                 self._executor,
                 head,
                 loss,
-                streaming_order(config, loss.linear, bool(self.exchange.stored)),
+                streaming_order(config.pipeline.schedule, loss.linear, bool(self.exchange.stored)),
             )
         else:
             runner = StageRunner(
                 self.pipeline,
-                schedule_of(config, loss.linear),
+                schedule_of(config.pipeline, config.mesh.stages, loss.linear),
                 together=self.model.active_in_training or config.spatial.exchanges,
             )
         self.gradient_step = GradientStep(runner, head, loss, self.context)
@@ -226,7 +222,7 @@ class Engine(ParameterUpdate):
 
     def _streaming(self, activations: Activations, budget: float | None) -> StreamingExecutor:
         return make_streaming_executor(
-            self.config,
+            self.config.streaming,
             self.exchange,
             activations,
             budget,
@@ -290,7 +286,7 @@ class Engine(ParameterUpdate):
     @property
     def reading(self) -> ReceptiveField:
         """The halo that is read around a tile; empty if tiles exchange halos of pixels instead."""
-        return read_around(self.config, self.reach, self.exchange)
+        return read_around(self.reach, self.exchange, self.config.streaming.active)
 
     def to_device(self, piece: TileBatch) -> TileBatch:
         """Return a tile batch with pixels on the first device and labels on the last.
@@ -420,25 +416,20 @@ def check_trainable(model: nn.Module) -> None:
         )
 
 
-def is_cut(config: Config) -> bool:
-    """Return True if images are cut into tiles."""
-    return config.mesh.tiles.volume * config.spatial.tiles_per_rank.volume > 1 or is_streamed(
-        config
-    )
-
-
-def check_parts(config: Config, model: nn.Module) -> None:
+def check_parts(model: nn.Module, approximate: ApproximateConfig) -> None:
     """Refuse to cut images for a model that is not a graph of known layers.
 
     A probe of its receptive field could miss dependencies, and results would be silently wrong.
+
+    Args:
+        model: the plain model.
+        approximate: the settings that make windows images of their own.
 
     Raises:
         ValueError: the model is not captured as a graph. The message names the call that prevents
             it.
     """
-    if not is_cut(config):
-        return
-    halo = config.approximate.halo
+    halo = approximate.halo
     if halo is not None and any(isinstance(layer, Fill) for layer in model.modules()):
         raise ValueError(
             f"approximate.halo is {halo}, but this network pads images to a multiple of some "
@@ -455,7 +446,7 @@ def check_parts(config: Config, model: nn.Module) -> None:
             f"this network cannot be computed on parts of an image: {refusals.get(model) or e}; or "
             f"split samples only (mesh.samples){other}"
         ) from None
-    if (setting := config.approximate.chosen) and (
+    if (setting := approximate.chosen) and (
         sized := next((node.name for node in graph if node.sized), None)
     ):
         raise ValueError(
@@ -463,15 +454,6 @@ def check_parts(config: Config, model: nn.Module) -> None:
             f"{sized} places its cells by the size of the whole image: leave {setting.split()[0]} "
             "out"
         )
-
-
-def owned_per_rank(config: Config) -> Size:
-    """Return the grid of tiles that a rank reads: one tile if it is streamed in parts."""
-    return (
-        Size((1,) * len(config.mesh.tiles))
-        if is_streamed(config)
-        else config.spatial.tiles_per_rank
-    )
 
 
 def _weights_of(model: nn.Module) -> dict[str, str]:
@@ -514,20 +496,20 @@ def make_exchange(
         ValueError: ``spatial.exchange_every`` asks for exchanges in a model that cannot be computed
             in parts.
     """
-    spatial, grid, per_rank = config.spatial, config.mesh.tiles, owned_per_rank(config)
-    if not (spatial.exchanges or is_streamed(config)):
+    spatial, grid, per_rank = config.spatial, config.mesh.tiles, config.owned
+    if not (spatial.exchanges or config.streaming.active):
         one_window = grid.volume * spatial.tiles_per_rank.volume == 1
         if one_window or config.approximate.chosen or config.pipeline.placement == "devices":
             return None
     try:
         graph = graph_of(model)
     except ValueError:
-        if spatial.exchanges or is_streamed(config):
+        if spatial.exchanges or config.streaming.active:
             raise
         return None
     stored = (
         active_norms((layer for _, layer in flat_layers(model)), config.spatial.frozen_norm)
-        if is_streamed(config)
+        if config.streaming.active
         else ()
     )
     return Exchange(
@@ -556,7 +538,7 @@ def activations_of(
 
 
 def make_streaming_executor(
-    config: Config,
+    streaming: StreamingConfig,
     exchange: Exchange,
     activations: Activations,
     budget: float | None,
@@ -566,10 +548,10 @@ def make_streaming_executor(
     cast: Callable[[], AbstractContextManager] = nullcontext,
     devices: Sequence[torch.device] = (torch.device("cpu"),),
 ) -> StreamingExecutor:
-    """Return the streaming executor that a config asks for.
+    """Return the streaming executor that the settings ask for.
 
     Args:
-        config: the settings.
+        streaming: the settings.
         exchange: the halo exchange of the plain model.
         activations: the memory model of its tiles.
         budget: bytes for the activations of a tile; None for ``streaming.tiles`` tiles.
@@ -579,7 +561,6 @@ def make_streaming_executor(
         cast: a context manager for autocast.
         devices: the devices of this rank.
     """
-    streaming = config.streaming
     tiling = GridTiling(streaming.tiles) if budget is None else BudgetTiling(activations, budget)
     folder = None if streaming.scratch == "memory" else streaming.scratch or tempfile.gettempdir()
     stages, placement = (partition.ranges, partition.placement) if partition else ((), (0,))
@@ -604,24 +585,30 @@ def make_streaming_executor(
     )
 
 
-def streaming_order(config: Config, linear: bool, active: bool) -> str:
+def streaming_order(schedule: str, linear: bool, active: bool) -> str:
     """Return the schedule of micro-batches with streamed tiles, gpipe or 1f1b.
 
     Args:
-        config: the settings.
+        schedule: the value of ``pipeline.schedule``.
         linear: True if the loss gradient is known before the outputs. Otherwise 1F1B would compute
             all forward passes twice.
         active: True if there are active norms, for which all tiles of an image wait. Stored feature
             maps lie on the disk, so all micro-batches go forward first.
     """
-    if config.pipeline.schedule != "auto":
-        return config.pipeline.schedule
+    if schedule != "auto":
+        return schedule
     return "1f1b" if linear and not active else "gpipe"
 
 
-def read_around(config: Config, reach: ReceptiveField, exchange: Exchange | None) -> ReceptiveField:
-    """Return the receptive field by which a tile's window is read from an image."""
-    if exchange and exchange.exchanges and not is_streamed(config):
+def read_around(reach: ReceptiveField, exchange: Exchange | None, streamed: bool) -> ReceptiveField:
+    """Return the receptive field by which a tile's window is read from an image.
+
+    Args:
+        reach: the receptive field of the model.
+        exchange: the halo exchange between layers, or None.
+        streamed: True if the rank streams tiles, whose windows are read with their halos.
+    """
+    if exchange and exchange.exchanges and not streamed:
         nothing = (0,) * len(reach.halo)
         return (
             HeldReach(nothing, reach.stride, exchange)

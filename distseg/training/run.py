@@ -30,8 +30,8 @@ from distseg.patchgd.network import PatchNetwork
 from distseg.patchgd.training import PatchEngine, PatchLoader, check_images
 from distseg.patchgd.training_maps import MapEngine
 from distseg.patchgd.unet import PatchUNet
-from distseg.patchgd.zoo import check_grids, network_of, with_grid
-from distseg.planning.streaming import is_streamed, memory_warnings
+from distseg.patchgd.zoo import check_grids, with_grid
+from distseg.planning.streaming import memory_warnings
 from distseg.report.disk import locked
 from distseg.runtime.optimizer import state_copies
 from distseg.runtime.precision import choose, gpu_lines
@@ -56,7 +56,7 @@ from distseg.training.conflicts import (
     patch_notes,
     with_store,
 )
-from distseg.training.engine import Engine, approximations, owned_per_rank
+from distseg.training.engine import Engine, approximations
 from distseg.training.resume import (
     Position,
     changes,
@@ -66,7 +66,7 @@ from distseg.training.resume import (
     position_of,
     schedule_change,
 )
-from distseg.training.run_config import check_method, is_code
+from distseg.training.run_config import check_method, is_code, network_of
 
 
 class Run:
@@ -363,7 +363,7 @@ class Run:
         tile, window = owned_tiles(
             self.image,
             self.config.mesh.tiles,
-            owned_per_rank(self.config),
+            self.config.owned,
             self.mesh.tile,
             self.engine.reading,
         )[0]
@@ -457,12 +457,12 @@ def step_loader(config: Config, store: Store, mesh: Mesh, engine: Engine) -> Ste
         group=mesh.sample,
         accumulate=config.train.accumulate,
         grid=mesh.shape.tiles,
-        per_rank=owned_per_rank(config),
+        per_rank=config.owned,
         coordinates=mesh.tile,
         reach=engine.reading,
         pixels=engine.pipeline.first,
         labels=engine.pipeline.last,
-        streaming=is_streamed(config),
+        streaming=config.streaming.active,
     )
 
 

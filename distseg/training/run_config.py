@@ -23,7 +23,7 @@ from distseg.models.bands import record_images
 from distseg.models.capture.capture import as_network
 from distseg.models.joined import joined
 from distseg.models.layers import padded
-from distseg.models.zoo import build_model, plain_model
+from distseg.models.zoo import build_model, outline_model, plain_model
 from distseg.patchgd.zoo import patch_network
 from distseg.training.checkpoint.files import MANIFEST, find, load_weights, read_run_manifest
 from distseg.training.checkpoint.own_runs import distrusted
@@ -42,6 +42,21 @@ TAKEN = {
 }
 # Settings of the machine that trained; they are not taken over, but listed if they were set.
 _LEFT = ("pipeline.devices", "predict.scratch", "run.threads", "run.timeout")
+
+
+def network_of(config: Config | PatchConfig, bands: int | None, outputs: int | None) -> nn.Module:
+    """Return the network that a config trains.
+
+    Raises:
+        ValueError: see :func:`distseg.models.zoo.plain_model`; or PatchGD cannot train the network.
+    """
+    if isinstance(config, Config):
+        return outline_model(config.model, bands, outputs)
+    return patch_network(
+        config,
+        lambda count: plain_model(replace(config.model, out_channels=None), bands, count),
+        outputs,
+    )
 
 
 def taken_over(config: dict, run: str) -> dict:

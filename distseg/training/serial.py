@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from distseg.config.settings import Config, LossConfig
+from distseg.config.settings import Config, LossConfig, OptimConfig
 from distseg.layers.dropout import channel_mask, dropout_key, element_mask, image_mask
 from distseg.layers.loss import parse
 from distseg.models.capture.trace import calling
@@ -100,7 +100,7 @@ class SerialProgram:
         self.model = copy.deepcopy(model).train()
         self._parameters = dict(self.model.named_parameters())
         self._buffers = dict(self.model.named_buffers())
-        self._update = WeightUpdate(self._parameters, config)
+        self._update = WeightUpdate(self._parameters, config.optim)
 
     def step(self, images: list[Image], epoch: int = 0) -> Outcome:
         """Run an optimizer step over ``images`` and return its results.
@@ -145,20 +145,20 @@ def take_over(tensors: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> Non
 class WeightUpdate:
     """Optimizer steps on some parameters, with gradients from any source."""
 
-    def __init__(self, parameters: dict[str, nn.Parameter], config: Config):
-        self.parameters, self._clip, self._rate = parameters, config.optim.clip, config.optim.lr
+    def __init__(self, parameters: dict[str, nn.Parameter], optim: OptimConfig):
+        self.parameters, self._clip, self._rate = parameters, optim.clip, optim.lr
         self._trained = {name: p for name, p in parameters.items() if p.requires_grad}
-        self._optimizer = make_optimizer(config.optim, self._trained, fused=False)
+        self._optimizer = make_optimizer(optim, self._trained, fused=False)
 
     @classmethod
-    def from_config(cls, model: nn.Module, config: Config) -> WeightUpdate:
+    def on_copies(cls, model: nn.Module, optim: OptimConfig) -> WeightUpdate:
         """Return an optimizer on copies of a model's parameters."""
         return cls(
             {
                 name: nn.Parameter(p.detach().clone(), p.requires_grad)
                 for name, p in model.named_parameters()
             },
-            config,
+            optim,
         )
 
     def __call__(self, epoch: int, gradients: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
@@ -239,7 +239,8 @@ def _forward(
     model: nn.Module, images: list[Image], config: Config, epoch: int, dropouts: Dropouts
 ) -> tuple[Tensor, _Whole]:
     """Return the loss with its graph, and the mode that recorded the norms' inputs."""
-    whole, logits = _Whole(model, config, epoch, dropouts), {}
+    frozen, logits = config.spatial.frozen_norm, {}
+    whole = _Whole(model, frozen, config.train.seed, epoch, dropouts)
     for batch in _batches(model, images, config.spatial.norm_scope):
         with whole.for_batch(batch):
             outputs = model(torch.stack([image.pixels for image in batch]))
@@ -294,10 +295,10 @@ class _Whole(TorchFunctionMode):
     digits for the order of two images in a batch to show. torch.mean adds in pairs.
     """
 
-    def __init__(self, model: nn.Module, config: Config, epoch: int, dropouts: Dropouts):
+    def __init__(self, model: nn.Module, frozen: bool, seed: int, epoch: int, dropouts: Dropouts):
         super().__init__()
-        self.seed, self.epoch = config.train.seed, epoch
-        self.frozen, self.dropouts = config.spatial.frozen_norm, dropouts
+        self.seed, self.epoch = seed, epoch
+        self.frozen, self.dropouts = frozen, dropouts
         self.model, self.wide = model, any(p.dtype == torch.float64 for p in model.parameters())
         # Running mean, running variance and momentum by the id of the running mean, and by how many
         # times the same forward pass used it before.

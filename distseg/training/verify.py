@@ -41,13 +41,12 @@ from distseg.models.capture.views import check_copy
 from distseg.models.network import check_calls, check_size, of_image
 from distseg.models.weights import materialise
 from distseg.models.zoo import plain_model
-from distseg.planning.streaming import is_streamed
 from distseg.runtime.optimizer import freeze
 from distseg.tiling import rng
 from distseg.tiling.tile import ReceptiveField, TilePlacement, owned_tiles
 from distseg.tiling.tile_batch import TileBatch, labels_of_images
 from distseg.training.conflicts import check_labels, notes, with_store
-from distseg.training.engine import Engine, approximations, owned_per_rank
+from distseg.training.engine import Engine, approximations
 from distseg.training.serial import (
     Dropouts,
     Image,
@@ -215,18 +214,13 @@ def verify(
     if initial is not None:
         comparison = Comparison(config, engine, initial, dropouts)
     for number in range(steps):
-        now = images.step(number, _batch(config)) if number else images
+        now = images.step(number, config.step_images) if number else images
         outcome = _step(engine, model, now, names)
         with raise_jointly(world):
             if comparison is not None:
                 found = comparison.step(now, outcome, None if number else dump)
                 report = with_step(report, found) if report else found | {"notes": noted}
     return report
-
-
-def _batch(config: Config) -> int:
-    """Return the number of images of a step."""
-    return config.mesh.samples * config.train.accumulate * config.data.images
 
 
 def _step(engine: Engine, model: nn.Module, images, names: Mapping[str, str]) -> Outcome | None:
@@ -276,9 +270,9 @@ def prepare(config: Config, image: Size | None):
     """
     config, model, _, store = prepare_model(config, image)
     if store is not None:
-        return config, model, StoreImages(store, config, _batch(config))
+        return config, model, StoreImages(store, config, config.step_images)
     vectors = of_image(model, image)
-    _check_fits(image, channels_of(model)[0], _batch(config))
+    _check_fits(image, channels_of(model)[0], config.step_images)
     return config, model, RandomImages(image, *channels_of(model), config, vectors)
 
 
@@ -330,9 +324,9 @@ def own_pieces(config: Config, mesh: Mesh, images, reach: ReceptiveField) -> lis
     """Return this rank's tile batches of a step's images, a list for each micro-batch."""
     return [
         images.mine(
-            _numbers(config, mesh.sample, m),
+            _rows(config, mesh.sample).of_micro_batch(m),
             config.mesh.tiles,
-            owned_per_rank(config),
+            config.owned,
             mesh.tile,
             reach,
         )
@@ -340,11 +334,9 @@ def own_pieces(config: Config, mesh: Mesh, images, reach: ReceptiveField) -> lis
     ]
 
 
-def _numbers(config: Config, group: int, micro_batch: int) -> list[int]:
-    """Return the rows of the step's images in a sample group's micro-batch, as the loader does."""
-    return Rows(
-        config.mesh.samples, group, config.train.accumulate, config.data.images
-    ).of_micro_batch(micro_batch)
+def _rows(config: Config, group: int) -> Rows:
+    """Return the rows of a step's images that a sample group has, as the loader deals them."""
+    return Rows(config.mesh.samples, group, config.train.accumulate, config.data.images)
 
 
 class Comparison:
@@ -362,7 +354,7 @@ class Comparison:
         self.before = initial  # the module before the current step
         self.serial = SerialProgram(initial, config, dropouts)
         self.update = (
-            WeightUpdate.from_config(initial, config) if config.optim.name != "sgd" else None
+            WeightUpdate.on_copies(initial, config.optim) if config.optim.name != "sgd" else None
         )
         self.done = 0
 
@@ -378,7 +370,7 @@ class Comparison:
         wholes = []
         for d in range(config.mesh.samples):
             for m in range(config.train.accumulate):
-                for n in _numbers(config, d, m):
+                for n in _rows(config, d).of_micro_batch(m):
                     number = images.first + n
                     wholes.append(Image(*images.whole(n), number=number, group=d, micro_batch=m))
         if dump:
@@ -436,7 +428,7 @@ class Comparison:
             "images": [str(Size(w.pixels.shape[1:])) for w in wholes],
             "halo": list(engine.reading.halo),
             "exchange_every": config.spatial.exchange_every,
-            "streaming": is_streamed(config),
+            "streaming": config.streaming.active,
             "stride": list(engine.reach.stride),
             "transport": engine.mesh.world.transport,
             "reducer": engine.reducer.name,

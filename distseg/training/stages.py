@@ -1,0 +1,140 @@
+"""Cut a network into the pipeline stages that a config asks for.
+
+The config gives the balance itself (``pipeline.balance``), or the planner finds the split whose
+slowest stage is fastest at the windows that ranks compute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from distseg.config.settings import Config, PipelineConfig
+from distseg.config.sizes import Size
+from distseg.layers.graph import graph_of
+from distseg.layers.norm import active_norms
+from distseg.models.network import calls_of
+from distseg.planning.cost import modelled
+from distseg.planning.memory import Policy
+from distseg.planning.roofline import modelled_device
+from distseg.planning.stages import Splitter
+from distseg.planning.streaming import GridTiling
+from distseg.runtime.devices import stages_of
+from distseg.runtime.partition import Partition
+from distseg.runtime.schedule import v_placement
+from distseg.tiling.layout import Layout
+from distseg.tiling.tile import ReceptiveField, tiles, window
+
+
+def partition_of(
+    config: Config,
+    model: nn.Module,
+    image: Sequence[int],
+    reach: ReceptiveField,
+    device: str = "cpu",
+) -> Partition | None:
+    """Return the partition of a model's layers into stages, or None if it stays whole.
+
+    Stages belong to ``mesh.stages`` ranks, or to the devices of one rank
+    (``pipeline.placement: devices``). All ranks find the same partition.
+
+    Args:
+        model: the whole model, on any device, the meta device included.
+        image: the size of a step's images in pixels.
+        reach: the receptive field of the whole model, which sets the size of windows.
+        device: the kind of device whose costs are modelled, cpu or cuda.
+
+    Raises:
+        ValueError: the model cannot be cut, or the balance does not fit it.
+    """
+    pipeline, stages = config.pipeline, config.mesh.stages
+    if stages == 1 and pipeline.balance is None and pipeline.placement != "devices":
+        return None
+    calls, placement = calls_of(model), _placement(pipeline, stages)
+    balance = pipeline.balance
+    if balance is not None and len(balance) != len(placement):
+        raise ValueError(
+            f"pipeline.balance has {len(balance)} numbers, but mesh.stages {stages} with "
+            f"pipeline.placement {pipeline.placement} makes {len(placement)} stages: give the "
+            "layers of each"
+        )
+    if not balance:
+        v_shaped = pipeline.placement == "v-shaped"
+        splitter = Splitter(placement, v_shaped, _policy(config, model))
+        balance = _balance(config, model, image, reach, device, splitter)
+    return Partition.from_balance(calls, balance, placement)
+
+
+def _placement(pipeline: PipelineConfig, stages: int) -> tuple[int, ...]:
+    """Return the rank of each stage by ``pipeline.placement``."""
+    if pipeline.placement == "devices":
+        return (0,) * stages_of(pipeline)
+    return v_placement(stages) if pipeline.placement == "v-shaped" else tuple(range(stages))
+
+
+def _balance(
+    config: Config,
+    model: nn.Module,
+    image: Sequence[int],
+    reach: ReceptiveField,
+    device: str,
+    splitter: Splitter,
+) -> list[int]:
+    """Return the number of layers of each stage that makes the slowest rank fastest."""
+    images, modelled_on = config.data.images, modelled_device(device)
+    if config.streaming.tiles is None:
+        fine = Size(g * p for g, p in zip(config.mesh.tiles, config.spatial.tiles_per_rank))
+        largest = max(
+            (window(tile, image, reach) for tile in tiles(image, fine, reach.stride)),
+            key=lambda box: box.pixels,
+        )
+        return splitter.fastest(modelled(model, largest.size, images, modelled_on))
+    calls = calls_of(model)
+    part = max(tiles(image, config.mesh.tiles, reach.stride), key=lambda box: box.pixels)
+    layout = Layout(graph_of(model), part.size, [(0, n) for n in part.size], "all")
+    active = [
+        calls[number].inputs[0]
+        for number in active_norms((call.layer for call in calls), config.spatial.frozen_norm)
+    ]
+    # Modelled on the image's size, which the network takes; it may not take a tile's size.
+    costs = modelled(model, image, images, modelled_on)
+    return splitter.fastest_streaming(costs, layout, active, GridTiling(config.streaming.tiles))
+
+
+def _policy(config: Config, model: nn.Module) -> Policy:
+    """Return the schedule and recomputation by which a stage's time is counted."""
+    pipeline = config.pipeline
+    if not config.streaming.active:
+        schedule = schedule_of(pipeline, config.mesh.stages)
+        return Policy(config.train.accumulate, schedule, pipeline.recompute)
+    if active_norms(model.modules(), config.spatial.frozen_norm):
+        return Policy(_MANY, "1f1b", "always")
+    in_turn = (
+        pipeline.placement == "linear"
+        and pipeline.schedule in ("auto", "1f1b")
+        and not config.spatial.exchanges
+    )
+    # Without active norms the last stage computes its tiles forward only once, except for Dice.
+    return Policy(_MANY, "1f1b", "never" if in_turn else "except_last")
+
+
+_MANY = 100  # assumed number of tiles; tiles follow each other as micro-batches do
+
+
+def schedule_of(pipeline: PipelineConfig, stages: int, linear: bool = True) -> str:
+    """Return the schedule to run: gpipe, 1f1b or zb-h1.
+
+    ``auto`` becomes gpipe for several stages with a loss that is not linear
+    (:class:`distseg.layers.loss.Loss`), else 1f1b. torchgpipe runs gpipe only.
+
+    Args:
+        pipeline: the settings of the pipeline.
+        stages: the number of ranks of a pipeline, ``mesh.stages``.
+        linear: True if the loss gradient of a pixel is known before the other pixels' outputs.
+    """
+    if pipeline.placement == "devices":
+        return "gpipe"
+    if pipeline.schedule != "auto":
+        return pipeline.schedule
+    return "gpipe" if stages > 1 and not linear else "1f1b"

@@ -45,6 +45,7 @@ OTHERS = [  # each with what it cannot do without
     {"approximate.halo": 4},
     {"spatial.norm_scope": "step", "model.norm": "batch"},
     {"approximate.norms": "window"},
+    {"approximate.gradients": "fp16"},
     {"spatial.frozen_norm": True, "model.norm": "batch"},
     {"streaming.memory": "4GB"},
     {"train.accumulate": 2},
@@ -66,7 +67,9 @@ NAMED = [
     )
     for rule in RULES
 ]
-NAMED += [named.replace("streaming is", r"streaming\.\w+ is", 1) for named in NAMED]
+NAMED += [  # a rule of a whole section names the field that is set
+    re.sub(r"^(streaming|approximate) is", r"\1\\.\\w+ is", named) for named in NAMED
+]
 NAMED.append(r"streaming.memory is .*, but streaming.tiles is .*: the memory decides the tiles")
 NAMED.append(r"loss.\w+ is .*, but no term of loss.name .* takes it")
 

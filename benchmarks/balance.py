@@ -19,8 +19,8 @@ from distseg.config.settings import ModelConfig
 from distseg.config.sizes import Size
 from distseg.models.zoo import build_model
 from distseg.planning.cost import measured
-from distseg.planning.memory import Policy
-from distseg.planning.report import OURS, costs_of, plan, window_of
+from distseg.planning.stage_memory import Policy
+from distseg.planning.stage_report import OURS, costs_of, plan, window_of
 from distseg.report.style import FAINT, PALETTE, new_figure
 
 QUESTION = "How much faster is the slowest pipeline stage of our split than that of the paper's, torchgpipe's and an even one?"

@@ -24,7 +24,7 @@ from distseg.comm.launch import set_up, world
 from distseg.config.settings import Config, DataConfig, ModelConfig, TrainConfig
 from distseg.config.sizes import Size
 from distseg.models.capture.capture import as_network
-from distseg.planning.layouts import Layout, Planner
+from distseg.planning.mesh_search import MeshLayout, Planner
 from distseg.training.verify import prepare_model
 
 QUESTION = "How near are the planner's seconds of a step to measured ones?"
@@ -115,7 +115,7 @@ def work(job: Job) -> None:
         print(json.dumps({"rows": rows}))
 
 
-def _measured(config, model, size, layout: Layout, comm, repeats: int) -> float:
+def _measured(config, model, size, layout: MeshLayout, comm, repeats: int) -> float:
     device = set_up(comm, "cpu", 1).device
     engine, own = step_of(config, model, size, layout, comm, device)
     times = []

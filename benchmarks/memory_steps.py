@@ -28,7 +28,7 @@ from benchmarks.steps import Setting
 from distseg.comm.launch import world
 from distseg.models.zoo import build_model
 from distseg.planning.cost import modelled
-from distseg.planning.memory import Policy, ranges_of, stage_memory
+from distseg.planning.stage_memory import Policy, ranges_of, stage_memory
 from distseg.training.engine import Engine
 
 RECOMPUTE = ("never", "except_last", "always")

@@ -15,7 +15,7 @@ from torch import nn
 from benchmarks.harness import Results, measure, parent, repeats_of, report
 from benchmarks.rows import Rows
 from distseg.comm.launch import keep_freed_memory
-from distseg.runtime.parallelize import parallelize
+from distseg.runtime.swap_layers import parallelize
 from distseg.tiling.tile import Box, ReceptiveField, TilePlacement
 
 QUESTION = "What do norm and activation cost beside the convolution before them?"

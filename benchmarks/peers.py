@@ -35,8 +35,8 @@ from distseg.inference.predictor import Predictor
 from distseg.layers.context import Context
 from distseg.layers.graph import receptive_field
 from distseg.models.unet import unet
-from distseg.runtime.build import autocast, place_model
-from distseg.runtime.parallelize import parallelize
+from distseg.runtime.own_part import autocast, place_model
+from distseg.runtime.swap_layers import parallelize
 from distseg.tiling.tile import Box, TilePlacement
 from distseg.tiling.tile_batch import LazyTileBatch
 from distseg.training.engine import Engine

@@ -19,7 +19,7 @@ from distseg.models.zoo import ZOO, outline_model
 from distseg.planning.balance import fastest_split
 from distseg.planning.cost import Costs, modelled
 from distseg.planning.fold import v_split
-from distseg.planning.memory import Policy, ranges_of, stage_seconds
+from distseg.planning.stage_memory import Policy, ranges_of, stage_seconds
 from distseg.report.style import FAINT, INK, PALETTE, new_figure
 from distseg.report.tables import table
 from distseg.runtime.partition import Edge, edges_between, stage_ranges

@@ -26,11 +26,11 @@ from distseg.models.zoo import build_model
 from distseg.planning.balance import fastest_split
 from distseg.planning.cost import Costs, measured
 from distseg.planning.fold import v_split
-from distseg.planning.memory import Policy, ranges_of, stage_seconds
+from distseg.planning.stage_memory import Policy, ranges_of, stage_seconds
 from distseg.runtime.partition import edges_between, stage_ranges
 from distseg.runtime.schedule import orders, v_placement
 from distseg.runtime.simulator import simulate
-from distseg.runtime.trace import Span, Trace
+from distseg.runtime.spans import Span, Trace
 from distseg.training.engine import Engine
 from distseg.training.verify import RandomImages, own_pieces
 

@@ -34,10 +34,10 @@ from distseg.layers.context import Context
 from distseg.layers.graph import receptive_field
 from distseg.models.unet import unet
 from distseg.models.zoo import outline_model
-from distseg.planning.streaming import smallest_budget
-from distseg.runtime.build import autocast, place_model
+from distseg.planning.tile_size import smallest_budget
 from distseg.runtime.offload import Map
-from distseg.runtime.parallelize import parallelize
+from distseg.runtime.own_part import autocast, place_model
+from distseg.runtime.swap_layers import parallelize
 from distseg.tiling.tile import Box, strips
 
 QUESTION = (

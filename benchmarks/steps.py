@@ -27,8 +27,8 @@ from distseg.config.sizes import Size
 from distseg.layers import conv
 from distseg.models.capture.capture import as_network
 from distseg.models.zoo import build_model
-from distseg.runtime.build import autocast, place_model
 from distseg.runtime.optimizer import make_optimizer
+from distseg.runtime.own_part import autocast, place_model
 from distseg.tiling.tile import owned_tiles
 from distseg.tiling.tile_batch import TileBatch
 from distseg.training.engine import Engine

@@ -38,8 +38,8 @@ from distseg.data.store.store import Store
 from distseg.data.store.writer import StoreWriter
 from distseg.models.zoo import build_model, outline_model
 from distseg.report.style import INK, PALETTE, new_figure
-from distseg.runtime.build import autocast, place_model
 from distseg.runtime.optimizer import make_optimizer
+from distseg.runtime.own_part import autocast, place_model
 from distseg.tiling.tile import Box
 from distseg.training.engine import Engine
 from distseg.training.run import step_loader

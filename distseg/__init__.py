@@ -18,8 +18,8 @@ _HOME = {
     "build_model": "distseg.models.zoo",
     "capture": "distseg.models.capture.capture",
     "Network": "distseg.models.network",
-    "save": "distseg.training.model_checkpoint",
-    "restore": "distseg.training.model_checkpoint",
+    "save": "distseg.training.checkpoint.models",
+    "restore": "distseg.training.checkpoint.models",
     "load": "distseg.training.run_config",
     "Cat": "distseg.models.layers",
     "Sum": "distseg.models.layers",
@@ -28,7 +28,7 @@ _HOME = {
     "Mesh": "distseg.comm.mesh",
     "Config": "distseg.config.settings",
     "Store": "distseg.data.store.store",
-    "parallelize": "distseg.runtime.parallelize",
+    "parallelize": "distseg.runtime.swap_layers",
 }
 
 __all__ = ["__version__", *sorted(_HOME)]

@@ -45,7 +45,7 @@ from distseg.layers.criterion import Criterion, Outputs
 from distseg.layers.own_loss import PixelLoss, SumLoss
 from distseg.models.bands import channels_of, dims_of, record_images
 from distseg.models.capture.capture import as_network
-from distseg.models.capture.hidden import joins_images
+from distseg.models.capture.checks import joins_images
 from distseg.models.layers import padded
 from distseg.models.own import built
 from distseg.training.distributed import DistributedModel, Shard

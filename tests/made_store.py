@@ -6,7 +6,7 @@ import h5py
 import numpy as np
 
 from distseg.data.store import layout
-from distseg.data.store.statistics import ClassCounts
+from distseg.data.store.band_statistics import ClassCounts
 from distseg.data.store.store import Store, StoreWriter
 from distseg.tiling.tile import Box
 

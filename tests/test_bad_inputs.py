@@ -26,7 +26,7 @@ from distseg.config.settings import Config, DataConfig, ModelConfig, TrainConfig
 from distseg.config.sizes import Size
 from distseg.layers.graph import receptive_field
 from distseg.models.unet import unet
-from distseg.runtime.parallelize import parallelize
+from distseg.runtime.swap_layers import parallelize
 from distseg.training.checkpoint.files import digest_of, find
 from distseg.training.loop import train
 

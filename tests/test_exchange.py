@@ -20,13 +20,13 @@ from distseg.config.settings import Config, MeshConfig, ModelConfig, SpatialConf
 from distseg.config.sizes import Size
 from distseg.layers.context import Context
 from distseg.layers.graph import graph_of, receptive_field
-from distseg.layers.local import exchange_box, node_of
+from distseg.layers.layer_table import exchange_box, node_of
 from distseg.models.capture.capture import as_network
 from distseg.models.layers import Pop, Stash
 from distseg.models.network import Call
 from distseg.models.zoo import build_model
 from distseg.runtime.exchange import Exchange
-from distseg.runtime.parallelize import parallelize
+from distseg.runtime.swap_layers import parallelize
 from distseg.tiling.graph import Graph
 from distseg.tiling.layout import Layout
 from distseg.tiling.tile import Box, TilePlacement, tiles

@@ -8,8 +8,8 @@ from torch import nn
 from distseg.layers.graph import receptive_field
 from distseg.models.layers import Add, Cat, Pop, Stash, Sum
 from distseg.models.network import Network, calls_of
-from distseg.runtime.parallelize import Folded, parallelize
 from distseg.runtime.partition import edges_between
+from distseg.runtime.swap_layers import Folded, parallelize
 from distseg.tiling.graph import Graph, Node, Skip, crossing, last_readings, skips_of
 from distseg.tiling.layout import Layout
 from distseg.tiling.segment import segments_of

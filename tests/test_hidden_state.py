@@ -39,11 +39,11 @@ from distseg.config.sizes import Size
 from distseg.layers.context import Context
 from distseg.layers.kernels import norm as compiled
 from distseg.models.capture.capture import as_network, capture
-from distseg.models.capture.hidden import check_apart, check_exact
+from distseg.models.capture.checks import check_apart, check_exact
 from distseg.models.capture.trace import CanNotCapture, Hidden
 from distseg.models.network import is_followed, refusals
 from distseg.models.zoo import plain_model
-from distseg.runtime.parallelize import parallelize
+from distseg.runtime.swap_layers import parallelize
 from distseg.tiling.tile import Box, ReceptiveField, TilePlacement
 from distseg.training.verify import verify
 

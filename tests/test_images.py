@@ -37,7 +37,7 @@ from distseg.patchgd.filling import Filler, PatchPredictor
 from distseg.patchgd.heat import heat_of, picture
 from distseg.patchgd.network import PatchNetwork
 from distseg.report import plots
-from distseg.runtime.parallelize import parallelize
+from distseg.runtime.swap_layers import parallelize
 from distseg.tiling.tile import Box
 from distseg.training.run_config import load
 from distseg.training.verify import verify

@@ -15,8 +15,8 @@ from distseg.config.settings import Config, DataConfig, ModelConfig, TrainConfig
 from distseg.config.sizes import Size
 from distseg.models.capture.capture import as_network
 from distseg.models.zoo import plain_model
-from distseg.planning.layouts import Layout, Planner
 from distseg.planning.machine import NUMBERS, as_profile, load_machine, profile_names
+from distseg.planning.mesh_search import MeshLayout, Planner
 from distseg.tiling.tile import tiles, window
 
 UNET = dict(name="unet", depth=2, num_convs=2, base_channels=4, in_channels=3, out_channels=3)
@@ -42,7 +42,7 @@ def planner(size="96x128", batch=4, limit=None, at=None, loss="cross_entropy", *
 def layout(
     samples=1, tiles="1x1", stages=1, exchange="all", m=4, schedule="1f1b", recompute="never"
 ):
-    return Layout(samples, Size(tiles), stages, exchange, m, schedule, recompute)
+    return MeshLayout(samples, Size(tiles), stages, exchange, m, schedule, recompute)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 8, 12])

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from distseg.models.memory import own_memory
+from distseg.models.dense_weights import own_memory
 
 FLAT = torch.arange(72.0)
 

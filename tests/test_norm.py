@@ -16,7 +16,7 @@ from distseg.layers import norm as norms
 from distseg.layers.context import Context
 from distseg.layers.kernels import norm as compiled
 from distseg.layers.norm import DistributedNorm, commit
-from distseg.runtime.parallelize import parallelize
+from distseg.runtime.swap_layers import parallelize
 from distseg.tiling.tile import Box, ReceptiveField, TilePlacement, tiles, window
 
 IMAGE, CELLS, REACH = (13, 22), (7, 11), ReceptiveField((3, 3), (2, 2))

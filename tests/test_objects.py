@@ -20,7 +20,7 @@ from distseg.data.formats.georeference import Georeference
 from distseg.data.formats.readers import open_image
 from distseg.data.vector import features, files
 from distseg.data.vector.components import Numbers
-from distseg.data.vector.trace import trace
+from distseg.data.vector.polygons import trace
 from distseg.data.vector.world import World, world_of
 
 rasterio = pytest.importorskip("rasterio")

@@ -12,10 +12,11 @@ from distseg.models.layers import Pop, Stash, skip_store
 from distseg.models.network import calls_of
 from distseg.models.unet import unet
 from distseg.models.zoo import ZOO
-from distseg.planning import report
+from distseg.planning import stage_report
 from distseg.planning.balance import even_split, starts_of
 from distseg.planning.cost import measured, modelled
-from distseg.planning.memory import (
+from distseg.planning.roofline import Device, Work
+from distseg.planning.stage_memory import (
     Held,
     Policy,
     holdings,
@@ -24,8 +25,7 @@ from distseg.planning.memory import (
     stage_memory,
     stage_seconds,
 )
-from distseg.planning.report import costs_of, plan, window_of
-from distseg.planning.roofline import Device, Work
+from distseg.planning.stage_report import costs_of, plan, window_of
 from distseg.tiling.graph import skips_of
 
 DEVICE = Device("one of each", 1.0, float("inf"))  # its seconds are FLOPs
@@ -398,6 +398,8 @@ def test_without_torchgpipe_its_split_is_left_out(monkeypatch):
     def missing(*_):
         raise ImportError("no torchgpipe")
 
-    monkeypatch.setattr(report, "torchgpipe_split", missing)
+    monkeypatch.setattr(stage_report, "torchgpipe_split", missing)
     costs = costs_of("summit-small", (64, 64), 1)
-    assert "torchgpipe" not in report.others("summit-small", costs, 2, Policy(2, "gpipe", "never"))
+    assert "torchgpipe" not in stage_report.others(
+        "summit-small", costs, 2, Policy(2, "gpipe", "never")
+    )

@@ -20,8 +20,8 @@ from distseg.layers.graph import receptive_field
 from distseg.models.capture.capture import as_network
 from distseg.models.layers import Pop, Stash
 from distseg.models.unet import unet
-from distseg.runtime.parallelize import parallelize
 from distseg.runtime.streaming import MicroBatchRun
+from distseg.runtime.swap_layers import parallelize
 from distseg.tiling.tile import Box
 
 SIZE = (61, 45)

@@ -24,10 +24,10 @@ from distseg.config.settings import (
 from distseg.config.sizes import Size
 from distseg.models.network import calls_of
 from distseg.models.zoo import outline_model, plain_model
-from distseg.planning.forecast import StagePasses, costs_of, of_tiles
+from distseg.planning.pass_times import StagePasses, costs_of, of_tiles
 from distseg.runtime.partition import Partition
 from distseg.runtime.schedule import orders
-from distseg.runtime.trace import Span, Trace, TracedComm
+from distseg.runtime.spans import Span, Trace, TracedComm
 from distseg.tiling.tile import Box, TilePlacement
 from distseg.training.engine import Engine
 

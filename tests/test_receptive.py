@@ -7,8 +7,8 @@ from torch import nn
 
 from distseg.config.settings import ModelConfig
 from distseg.layers.graph import graph_of, receptive_field
-from distseg.models import receptive_field as receptive
-from distseg.models.receptive_field import probed_reach
+from distseg.models import probing
+from distseg.models.probing import probed_reach
 from distseg.models.unet import unet
 from distseg.models.zoo import _builder, outline_model
 
@@ -203,7 +203,7 @@ class MeanAdded(nn.Module):
 @pytest.mark.parametrize("layer", [PixelAttention, SqueezeExcite, MeanAdded])
 def test_a_layer_that_looks_at_the_whole_image_is_refused(layer, monkeypatch):
     monkeypatch.setattr(
-        receptive, "_LENGTHS", receptive._LENGTHS[:3]
+        probing, "_LENGTHS", probing._LENGTHS[:3]
     )  # attention over a strip costs its length squared
     with pytest.raises(ValueError, match="looks at the whole image"):
         probed_reach(nn.Sequential(conv(3, 4), layer(), conv(4, 2)))

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from distseg.layers.local import run
+from distseg.layers.layer_table import run
 from distseg.models.capture.following import followed
 from distseg.models.resize import FitTo, ResizeTo, kernel_of
 from distseg.tiling.access_pattern import inside

@@ -7,7 +7,7 @@ import pytest
 
 from distseg.planning.fold import v_split
 from distseg.planning.timeline import short_form
-from distseg.runtime import listing, schedule
+from distseg.runtime import list_scheduling, schedule
 from distseg.runtime.actions import Backward, Forward, Weight
 from distseg.runtime.partition import OUTPUT, Edge, edges_between, stage_ranges
 from distseg.runtime.schedule import (
@@ -174,12 +174,12 @@ def test_pictures_in_the_docstrings():
     spans = simulate(
         orders("1f1b", (0, 1, 0), 3), chain(3), [2.0, 4.0, 2.0], [4.0, 8.0, 4.0], (0, 1, 0)
     ).spans
-    assert lines(short_form(spans), listing.__doc__)
+    assert lines(short_form(spans), list_scheduling.__doc__)
     half = [3.0, 6.0, 3.0]
     spans = simulate(
         orders("zb-h1", (0, 1, 0), 3), chain(3), half, half, (0, 1, 0), weight=half
     ).spans
-    assert lines(short_form(spans), listing.__doc__)
+    assert lines(short_form(spans), list_scheduling.__doc__)
 
 
 def test_one_f_one_b_of_few_micro_batches():

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from distseg.layers.graph import graph_of
-from distseg.layers.local import cropped, run
+from distseg.layers.layer_table import cropped, run
 from distseg.models.layers import Pop, Stash
 from distseg.models.network import calls_of, flat_layers
 from distseg.models.unet import unet

@@ -16,11 +16,11 @@ from distseg.layers.graph import receptive_field
 from distseg.layers.loss import Loss
 from distseg.models.layers import Pop, Stash, skip_store
 from distseg.models.unet import unet
-from distseg.runtime.parallelize import parallelize
 from distseg.runtime.partition import Partition
 from distseg.runtime.pipeline import Pipeline
 from distseg.runtime.schedule import splits
 from distseg.runtime.stage import Stage
+from distseg.runtime.swap_layers import parallelize
 from distseg.tiling.tile import TilePlacement, tiles, window
 from distseg.tiling.tile_batch import TileBatch
 from distseg.training.step import GradientStep, LossHead, StageRunner

@@ -15,7 +15,7 @@ import pytest
 from made_store import CLASSES, made_store, random_image, random_store, write_image
 
 from distseg.data.store import store as store_module
-from distseg.data.store.statistics import Moments
+from distseg.data.store.band_statistics import Moments
 from distseg.data.store.store import Store, StoreWriter
 from distseg.report.disk import DiskFull
 from distseg.tiling.tile import Box

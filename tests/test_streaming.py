@@ -14,7 +14,7 @@ from distseg.models.capture.capture import as_network
 from distseg.models.layers import Pop, Stash
 from distseg.models.network import channels_of_maps, flat_layers
 from distseg.models.zoo import outline_model
-from distseg.planning.streaming import (
+from distseg.planning.tile_size import (
     Activations,
     BudgetTiling,
     GridTiling,

@@ -14,7 +14,7 @@ from distseg.planning.timeline import (
 from distseg.runtime.partition import OUTPUT, Edge
 from distseg.runtime.schedule import orders, v_placement
 from distseg.runtime.simulator import simulate
-from distseg.runtime.trace import NoTrace, Span, Trace
+from distseg.runtime.spans import NoTrace, Span, Trace
 
 
 def spans(name: str, placement: tuple[int, ...], m: int, **costs) -> tuple[Span, ...]:

@@ -44,7 +44,7 @@ from distseg.models.network import flat_layers, is_flat
 from distseg.models.zoo import ZOO, outline_model
 from distseg.patchgd.filling import PatchPredictor
 from distseg.patchgd.heat import heat_of, picture
-from distseg.planning.streaming import short_of_decoding
+from distseg.planning.tile_size import short_of_decoding
 from distseg.report.closing import closing_of_evaluation, closing_of_prediction, notes_on_places
 from distseg.report.cuts import middle_of_interest, three_cuts
 from distseg.report.disk import atomic_write

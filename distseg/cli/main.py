@@ -494,16 +494,16 @@ def _stages(arguments: list[str]) -> int:
     parsed = _parse_plain(parser, arguments)
     for flag in ("stages", "micro_batches", "batch"):
         _check_count(f"--{flag.replace('_', '-')}", parsed[flag])
-    from distseg.planning import report
+    from distseg.planning import stage_report
 
-    report.check_stages(parsed.model, parsed.stages)
-    policy = report.Policy(parsed.micro_batches, parsed.schedule, parsed.recompute)
+    stage_report.check_stages(parsed.model, parsed.stages)
+    policy = stage_report.Policy(parsed.micro_batches, parsed.schedule, parsed.recompute)
     limit = parse_bytes(parsed.memory)
-    costs = report.costs_of(
-        parsed.model, report.window_of(parsed.tile), parsed.batch, parsed.costs, parsed.device
+    costs = stage_report.costs_of(
+        parsed.model, stage_report.window_of(parsed.tile), parsed.batch, parsed.costs, parsed.device
     )
-    found = report.plan(parsed.model, costs, parsed.stages, policy, limit)
-    print(json.dumps(found, indent=1) if parsed.json else report.summary(found))
+    found = stage_report.plan(parsed.model, costs, parsed.stages, policy, limit)
+    print(json.dumps(found, indent=1) if parsed.json else stage_report.summary(found))
     return 0
 
 

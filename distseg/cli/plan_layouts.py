@@ -2,7 +2,7 @@
 
 The network is timed on the machine at hand by whole steps of the engine, or a profile describes
 another machine (:mod:`distseg.planning.machine`). The layouts are those of
-:mod:`distseg.planning.layouts`.
+:mod:`distseg.planning.mesh_search`.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from distseg.models.bands import channels_of
 from distseg.models.capture.capture import as_network
 from distseg.models.network import flat_layers, is_flat
 from distseg.planning.cost import modelled
-from distseg.planning.layouts import Layout, Planner, Prediction, Work
 from distseg.planning.machine import Machine, as_profile, load_machine
+from distseg.planning.mesh_search import MeshLayout, Planner, Prediction, Work
 from distseg.planning.roofline import CORE, fastest, this_cpu
 from distseg.report.tables import table
 from distseg.runtime.optimizer import state_copies
@@ -181,7 +181,7 @@ def measure(config: Config, model: nn.Module, image: Size, world) -> Machine:
     device = set_up(world, config.run.device, config.run.threads).device
     throughput = this_cpu() if device.type == "cpu" else CORE
     sizes = _timed_sizes(config, model, image)
-    alone = Layout(1, Size((1,) * len(image)), 1, "all", 1, "auto", "never")
+    alone = MeshLayout(1, Size((1,) * len(image)), 1, "all", 1, "auto", "never")
     rows = []
     for size in sizes:
         world.Barrier()
@@ -240,7 +240,7 @@ def _timed_sizes(config: Config, model: nn.Module, image: Size) -> tuple[Size, S
     return (small, large) if small != large else (at(shrink / 4), large)
 
 
-def step_of(config: Config, model: nn.Module, size: Size, layout: Layout, comm, device):
+def step_of(config: Config, model: nn.Module, size: Size, layout: MeshLayout, comm, device):
     """Return an engine with a copy of the network in a layout, and this rank's random tile batches.
 
     Collective over ``comm``, the ranks of the layout.

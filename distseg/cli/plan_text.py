@@ -15,11 +15,11 @@ from distseg.layers.loss import Loss
 from distseg.layers.norm import active_norms
 from distseg.models.bands import channels_of
 from distseg.models.network import flat_layers, is_flat
-from distseg.planning.streaming import budget_of
-from distseg.runtime.build import used_reach
+from distseg.planning.tile_size import budget_of
 from distseg.runtime.exchange import Exchange
 from distseg.runtime.operations import text
 from distseg.runtime.optimizer import state_copies
+from distseg.runtime.own_part import used_reach
 from distseg.runtime.partition import Partition
 from distseg.runtime.schedule import orders
 from distseg.runtime.stage_program import operations

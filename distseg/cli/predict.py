@@ -24,16 +24,16 @@ from distseg.inference.predictor import Predictor
 from distseg.layers.context import Context
 from distseg.layers.graph import reach_for
 from distseg.models.bands import answer_of
-from distseg.models.capture.hidden import check_module
+from distseg.models.capture.checks import check_module
 from distseg.models.network import refusals
 from distseg.models.zoo import outline_model
 from distseg.patchgd.filling import Filler, PatchPredictor
 from distseg.patchgd.filling_maps import MapFiller, MapPredictor
 from distseg.patchgd.unet import PatchUNet
-from distseg.planning.streaming import memory_warnings, smallest_budget
+from distseg.planning.tile_size import memory_warnings, smallest_budget
 from distseg.report.progress import progress
-from distseg.runtime.build import autocast, own_part, place_stages, used_reach
 from distseg.runtime.devices import check_there, devices_of
+from distseg.runtime.own_part import autocast, own_part, place_stages, used_reach
 from distseg.runtime.pipeline import Pipeline
 from distseg.runtime.precision import choose
 from distseg.tiling.tile import Box

@@ -21,12 +21,12 @@ from distseg.comm.mesh import Mesh, MeshShape
 from distseg.config.settings import Config
 from distseg.config.sizes import Size
 from distseg.models.capture.capture import as_network
-from distseg.planning.forecast import Modelled, Passes, StagePasses, costs_of, of_tiles
+from distseg.planning.pass_times import Modelled, Passes, StagePasses, costs_of, of_tiles
 from distseg.planning.timeline import ACTION, plot_timeline, write_trace
 from distseg.report.tables import table
 from distseg.runtime.precision import choose
 from distseg.runtime.simulator import Simulation
-from distseg.runtime.trace import Span, Trace, TracedComm
+from distseg.runtime.spans import Span, Trace, TracedComm
 from distseg.tiling.tile_batch import TileBatch
 from distseg.training.engine import Engine
 from distseg.training.verify import own_pieces, prepare
@@ -50,7 +50,7 @@ class Profile:
         spans: the spans of all ranks, in seconds since the step's start.
         seconds: the time until the slowest rank finished the step.
         expected: the modelled seconds of the passes of all ranks
-            (:mod:`distseg.planning.forecast`).
+            (:mod:`distseg.planning.pass_times`).
         simulated: simulates the step of a pipeline, given the factor by which passes take longer
             than modelled.
     """

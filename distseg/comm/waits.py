@@ -37,7 +37,7 @@ class Waits:
         timeout: seconds that a rank waits for another if no guardian watches it
             (:mod:`distseg.comm.watch`); 0: for ever.
         span: makes a context around waits with a kind and around deferred work, for tracing
-            (:mod:`distseg.runtime.trace`).
+            (:mod:`distseg.runtime.spans`).
     """
 
     def __init__(self, timeout: float = 0.0):

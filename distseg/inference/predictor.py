@@ -34,11 +34,11 @@ from distseg.inference.image_source import ImageSource
 from distseg.inference.windows import Windows
 from distseg.layers.norm import DistributedNorm
 from distseg.models.network import check_calls, check_size
-from distseg.planning.streaming import Activations, BudgetTiling, SizeTiling
-from distseg.runtime.parallelize import TiledModel
+from distseg.planning.tile_size import Activations, BudgetTiling, SizeTiling
 from distseg.runtime.partition import Partition
 from distseg.runtime.pipeline import Pipeline
 from distseg.runtime.streaming import StreamingExecutor, computed, windows
+from distseg.runtime.swap_layers import TiledModel
 from distseg.runtime.tile_program import all_operations
 from distseg.tiling.layout import Layout
 from distseg.tiling.segment import segments_of

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from distseg.comm.watch import heartbeat
 from distseg.runtime.actions import Forward
-from distseg.runtime.parallelize import TiledModel
 from distseg.runtime.partition import Partition
 from distseg.runtime.pipeline import Pipeline
 from distseg.runtime.schedule import orders
 from distseg.runtime.stage import Stage
+from distseg.runtime.swap_layers import TiledModel
 from distseg.tiling.tile import TilePlacement
 from distseg.tiling.tile_batch import MicroBatch, TileBatch, on_tile
 

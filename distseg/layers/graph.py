@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import nn
 
-from distseg.layers.local import node_of
+from distseg.layers.layer_table import node_of
 from distseg.models.bands import bands_of, dims_of
 from distseg.models.network import Call, calls_of, is_flat, not_flat
-from distseg.models.receptive_field import probed_reach
+from distseg.models.probing import probed_reach
 from distseg.tiling.graph import Graph, Node
 from distseg.tiling.layout import reach_of
 from distseg.tiling.tile import ReceptiveField

@@ -24,14 +24,14 @@ from torch import Tensor, nn
 
 from distseg.comm.collective import add, gather
 from distseg.layers.context import Context
+from distseg.layers.image_statistics import distributed_class as distributed_class_of_statistic
+from distseg.layers.image_statistics import exponentials
 from distseg.layers.mean import DistributedMean, largest_of, numbers_of
 from distseg.layers.moments import Moments, combine, stack
 from distseg.layers.norm import Contribution
-from distseg.layers.statistics import distributed_class as distributed_class_of_statistic
-from distseg.layers.statistics import exponentials
+from distseg.models.image_statistics import LogSumExp, Variance
 from distseg.models.layers import Max, Mean, as_vector
 from distseg.models.lines import AlongLines, OfLines, folded, places_along
-from distseg.models.statistics import LogSumExp, Variance
 from distseg.tiling.tile import Box
 
 

@@ -20,7 +20,7 @@ uses them in every window. For vectors, xhat is replaced by xhat - s0 / N with s
 mean of xhat differs from 0 by rounding only.
 
 A channel dropout before the norm and a leaky activation after it are computed in the same pass over
-memory (:mod:`distseg.runtime.parallelize` folds them into the norm). The dropout scales each
+memory (:mod:`distseg.runtime.swap_layers` folds them into the norm). The dropout scales each
 channel by a mask m, and so scales the mean and the standard deviation. The activation multiplies g
 by its slope wherever y is negative. As layers of their own they would cost further passes over
 memory, which dominate the cost of a norm.

@@ -25,7 +25,7 @@ from torch.nn.utils import parametrize
 
 from distseg.models.axes import Axes, closed, of_images, opened, places_of
 from distseg.models.modified import hooked, unmodified
-from distseg.models.receptive_field import POINTWISE
+from distseg.models.pointwise import POINTWISE_LAYERS
 from distseg.models.resize import Follows, LooksAtSize
 
 _local = threading.local()
@@ -641,7 +641,7 @@ def outline(model: nn.Module) -> nn.Module:
             layer.made = _sized
         elif isinstance(layer, LooksAtSize):
             layer.forward = layer.outlined
-        elif unmodified(layer, POINTWISE):
+        elif unmodified(layer, POINTWISE_LAYERS):
             layer.forward = lambda input: input
     return copied
 

@@ -25,11 +25,11 @@ from distseg.layers.context import Context
 from distseg.layers.dropout import DROPOUTS
 from distseg.layers.graph import reach_for
 from distseg.layers.norm import STATISTICAL, commit
-from distseg.models.capture.hidden import check_exact, check_seen
+from distseg.models.capture.checks import check_exact, check_seen
 from distseg.models.network import is_followed
 from distseg.patchgd.network import PatchNetwork, check_patches
-from distseg.runtime.build import autocast, place_model
-from distseg.runtime.parallelize import TiledModel, on_whole_maps, parallelize
+from distseg.runtime.own_part import autocast, place_model
+from distseg.runtime.swap_layers import TiledModel, on_whole_maps, parallelize
 from distseg.tiling.tile import Box, ReceptiveField, TilePlacement
 
 

@@ -38,8 +38,8 @@ from distseg.models.network import IMAGE, Network, channels_of_maps
 from distseg.models.resize import ResizeTo
 from distseg.patchgd.filling import PatchPredictor
 from distseg.patchgd.network import PatchNetwork
-from distseg.runtime.build import place_model
-from distseg.runtime.parallelize import parallelize
+from distseg.runtime.own_part import place_model
+from distseg.runtime.swap_layers import parallelize
 from distseg.tiling.layout import Layout, scales_of
 from distseg.tiling.resize import Follow
 from distseg.tiling.tile import Box, strips

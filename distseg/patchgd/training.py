@@ -45,7 +45,7 @@ from distseg.data.sampler import Rows, Sample, crop_size, epoch_samples
 from distseg.data.store.store import Store
 from distseg.layers.context import Context
 from distseg.layers.loss import Loss
-from distseg.models.memory import own_memory
+from distseg.models.dense_weights import own_memory
 from distseg.patchgd.filling import Filler, PatchPredictor, by_image, read_boxes, shared
 from distseg.patchgd.network import PatchNetwork, check_patches, patches_of
 from distseg.runtime.optimizer import freeze

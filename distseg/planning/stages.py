@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from distseg.planning.balance import fastest_split
 from distseg.planning.cost import Costs
 from distseg.planning.fold import v_split
-from distseg.planning.memory import Policy, ranges_of, stage_seconds
-from distseg.planning.streaming import GridTiling, computed_again
+from distseg.planning.stage_memory import Policy, ranges_of, stage_seconds
+from distseg.planning.tile_size import GridTiling, computed_again
 from distseg.runtime.partition import stage_ranges
 from distseg.tiling.layout import Layout
 from distseg.tiling.segment import segments_of

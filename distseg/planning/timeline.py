@@ -1,6 +1,6 @@
 """Show a pipeline's schedule as text, as a picture, or as a trace for Perfetto (ui.perfetto.dev).
 
-The schedule is a list of spans (distseg.runtime.trace), simulated or measured. The name of an
+The schedule is a list of spans (distseg.runtime.spans), simulated or measured. The name of an
 action's span begins with F, B or W, the micro-batch and the stage (``F3,0``), like F_ij and B_ij in
 torchgpipe (Kim et al. 2020).
 """
@@ -16,7 +16,7 @@ from pathlib import Path
 from distseg.report.style import INK, PALETTE, new_figure
 from distseg.report.tables import table
 from distseg.runtime.actions import Backward, Forward, Weight
-from distseg.runtime.trace import Span
+from distseg.runtime.spans import Span
 
 # Colours by kind, in drawing order: kinds that may lie inside another span come after it.
 COLORS = {

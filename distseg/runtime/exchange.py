@@ -21,7 +21,7 @@ from distseg.comm.mail import Mail
 from distseg.config.sizes import Size
 from distseg.layers.context import Context
 from distseg.layers.conv import exchanged_convolution
-from distseg.layers.local import cropped, exchange_box, fill_of, fuses, run
+from distseg.layers.layer_table import cropped, exchange_box, fill_of, fuses, run
 from distseg.layers.norm import DistributedNorm
 from distseg.models.resize import VectorAt
 from distseg.tiling.graph import Graph

@@ -18,9 +18,9 @@ from distseg.comm.watch import heartbeat
 from distseg.runtime.actions import Action, Backward, Forward, Weight
 from distseg.runtime.operations import EdgeOperation, Operation, Recompute, Recv, Send
 from distseg.runtime.partition import Edge, Partition
+from distseg.runtime.spans import NoTrace
 from distseg.runtime.stage import Stage
 from distseg.runtime.stage_program import operations, receives_ahead
-from distseg.runtime.trace import NoTrace
 from distseg.tiling.tile_batch import MicroBatch
 
 _Key = tuple[Edge, int, bool]  # Edge, micro-batch, and True for the gradient.

@@ -41,7 +41,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from distseg.runtime.actions import Action, Backward, Forward, Weight
-from distseg.runtime.listing import LISTED
+from distseg.runtime.list_scheduling import LISTED
 
 
 def gpipe(stage: int, stages: int, micro_batches: int) -> Iterator[Action]:

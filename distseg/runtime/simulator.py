@@ -17,8 +17,8 @@ from itertools import accumulate
 from distseg.runtime.actions import Action, Backward, Forward, Weight
 from distseg.runtime.operations import EdgeOperation, Operation, Recompute, Recv, Send
 from distseg.runtime.partition import Edge
+from distseg.runtime.spans import Span
 from distseg.runtime.stage_program import operations
-from distseg.runtime.trace import Span
 
 Orders = Sequence[Sequence[Action]]
 # Seconds: one number for all stages, one per stage, or a function of (stage, micro-batch).

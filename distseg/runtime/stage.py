@@ -16,8 +16,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from distseg.runtime.parallelize import TiledModel
 from distseg.runtime.partition import Edge
+from distseg.runtime.swap_layers import TiledModel
 from distseg.tiling.tile_batch import MicroBatch
 
 Tensors = dict[int, list[Tensor]]  # For each feature map, a tensor for each tile batch.

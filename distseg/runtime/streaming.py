@@ -36,7 +36,7 @@ from torch import Tensor
 from distseg.comm.collective import Alone
 from distseg.comm.launch import GapTrimmer
 from distseg.comm.watch import heartbeat
-from distseg.layers.local import cropped, run
+from distseg.layers.layer_table import cropped, run
 from distseg.layers.norm import Pending
 from distseg.models.layers import skip_store
 from distseg.runtime.kept_graphs import Weighed, keeping, keeping_all
@@ -61,8 +61,8 @@ from distseg.runtime.operations import (
     Statistic,
     TileOperation,
 )  # fmt: skip
-from distseg.runtime.parallelize import TiledModel
 from distseg.runtime.stored_halos import StoredHalos
+from distseg.runtime.swap_layers import TiledModel
 from distseg.runtime.tile_program import StagePlan, all_operations, peak
 from distseg.runtime.transfer import Receiving, Sending, Transfers
 from distseg.tiling.access_pattern import Span
@@ -126,7 +126,7 @@ class StreamingExecutor:
     Attributes:
         watch: called now and then with the share of the operations that is done.
         span: makes the tracing context of an operation from its kind and name
-            (:mod:`distseg.runtime.trace`).
+            (:mod:`distseg.runtime.spans`).
     """
 
     def __init__(

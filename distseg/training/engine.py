@@ -32,9 +32,9 @@ from distseg.layers.loss import Loss
 from distseg.layers.norm import active_norms
 from distseg.models.bands import channels_of
 from distseg.models.capture.capture import hook_on_gradients
-from distseg.models.capture.hidden import check_apart, check_exact
+from distseg.models.capture.checks import check_apart, check_exact
+from distseg.models.dense_weights import own_memory
 from distseg.models.layers import Fill, skip_store
-from distseg.models.memory import own_memory
 from distseg.models.network import (
     channels_of_maps,
     fingerprint_of,
@@ -43,12 +43,11 @@ from distseg.models.network import (
     unbounded,
     user_names,
 )
-from distseg.planning.streaming import Activations, BudgetTiling, GridTiling, smallest_budget
-from distseg.runtime.build import autocast, own_part, place_stages, used_reach
+from distseg.planning.tile_size import Activations, BudgetTiling, GridTiling, smallest_budget
 from distseg.runtime.devices import DevicePipeline, check_there, devices_of
 from distseg.runtime.exchange import Exchange, HeldReach, TrueReach
 from distseg.runtime.optimizer import freeze, state_copies
-from distseg.runtime.parallelize import TiledModel
+from distseg.runtime.own_part import autocast, own_part, place_stages, used_reach
 from distseg.runtime.parameter_update import ParameterUpdate
 from distseg.runtime.partition import Partition
 from distseg.runtime.pipeline import Pipeline
@@ -56,6 +55,7 @@ from distseg.runtime.schedule import splits
 from distseg.runtime.stage import Stage
 from distseg.runtime.stored_halos import StoredHalos
 from distseg.runtime.streaming import StreamingExecutor
+from distseg.runtime.swap_layers import TiledModel
 from distseg.tiling.tile import ReceptiveField
 from distseg.tiling.tile_batch import LazyTileBatch, TileBatch, block_of
 from distseg.training.conflicts import check_settings

@@ -31,7 +31,7 @@ from distseg.patchgd.training import PatchEngine, PatchLoader, check_images
 from distseg.patchgd.training_maps import MapEngine
 from distseg.patchgd.unet import PatchUNet
 from distseg.patchgd.zoo import check_grids, with_grid
-from distseg.planning.streaming import memory_warnings
+from distseg.planning.tile_size import memory_warnings
 from distseg.report.disk import locked
 from distseg.runtime.optimizer import state_copies
 from distseg.runtime.precision import choose, gpu_lines

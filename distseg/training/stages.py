@@ -16,10 +16,10 @@ from distseg.layers.graph import graph_of
 from distseg.layers.norm import active_norms
 from distseg.models.network import calls_of
 from distseg.planning.cost import modelled
-from distseg.planning.memory import Policy
 from distseg.planning.roofline import modelled_device
+from distseg.planning.stage_memory import Policy
 from distseg.planning.stages import Splitter
-from distseg.planning.streaming import GridTiling
+from distseg.planning.tile_size import GridTiling
 from distseg.runtime.devices import stages_of
 from distseg.runtime.partition import Partition
 from distseg.runtime.schedule import v_placement

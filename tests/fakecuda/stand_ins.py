@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from distseg.comm import mail
-from distseg.runtime import parallelize, parameter_update
+from distseg.runtime import parameter_update, swap_layers
 from distseg.tiling.tile import ReceptiveField
 from distseg.training import engine
 
@@ -23,8 +23,8 @@ from .waits import Event, Stream, Waits
 _PLANS = (
     (engine, "reach_for"),
     (engine, "partition_of"),
-    (parallelize, "cumulative_strides"),
-    (parallelize, "graph_of"),
+    (swap_layers, "cumulative_strides"),
+    (swap_layers, "graph_of"),
 )
 _NUMPY = {
     torch.float64: np.float64,

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 
 from distseg.data.nodata import missing
+from distseg.data.store.band_statistics import ClassCounts
 from distseg.data.store.chunks import ChunkReader, Damage
 from distseg.data.store.image_writer import first_bad, position
-from distseg.data.store.statistics import ClassCounts
 from distseg.data.store.store import Store
 from distseg.report.progress import SilentProgress
 from distseg.report.progress import progress as _progress

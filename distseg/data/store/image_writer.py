@@ -11,9 +11,9 @@ from distseg.config.sizes import Size
 from distseg.data.formats.georeference import Georeference
 from distseg.data.nodata import missing as missing_of
 from distseg.data.store import layout
+from distseg.data.store.band_statistics import ClassCounts, Moments
 from distseg.data.store.chunks import ChunkWriter
 from distseg.data.store.header import Entry
-from distseg.data.store.statistics import ClassCounts, Moments
 from distseg.tiling.tile import Box
 
 # Larger values usually stand for no data, and would ruin mean and standard deviation.

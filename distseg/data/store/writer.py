@@ -18,8 +18,8 @@ from distseg.config.sizes import Size
 from distseg.data.formats.georeference import Georeference
 from distseg.data.nodata import fitting
 from distseg.data.store import hdf5, header, layout
+from distseg.data.store.band_statistics import Moments
 from distseg.data.store.image_writer import ImageWriter
-from distseg.data.store.statistics import Moments
 from distseg.report.disk import check_replaceable, disk_full_errors, locked, to_disk
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from distseg.data.vector.components import Numbers
-from distseg.data.vector.trace import Objects, trace
+from distseg.data.vector.polygons import Objects, trace
 from distseg.data.vector.world import World
 
 

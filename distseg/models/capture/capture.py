@@ -18,8 +18,8 @@ from torch import nn
 
 from distseg.models.bands import bands_of, dims_of, is_recorded, record_images
 from distseg.models.capture.by_type import WIDE, numbers_by_type, with_numbers
+from distseg.models.capture.checks import check_left, picture
 from distseg.models.capture.compare import TooSmall, check_same
-from distseg.models.capture.hidden import check_left, picture
 from distseg.models.capture.reader import DIFFERENT, Reader
 from distseg.models.capture.rules import made
 from distseg.models.capture.trace import CanNotCapture, Hidden, Trace, alike, trace

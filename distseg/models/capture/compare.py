@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from distseg.models.capture.hidden import check_left, equal, picture, run_pass
+from distseg.models.capture.checks import check_left, equal, picture, run_pass
 from distseg.models.capture.trace import DRAWS, CanNotCapture, Hidden
 from distseg.models.capture.wide import call_wide, unnarrowed
 from distseg.models.layers import copied_with
@@ -156,7 +156,7 @@ def _evaluated(model: nn.Module, copied: nn.Module, image: Tensor) -> Any:
 def _result(image: Tensor, module: nn.Module) -> Any:
     """Return the result of a module in float64.
 
-    :func:`distseg.models.capture.hidden.run_pass` lists the errors.
+    :func:`distseg.models.capture.checks.run_pass` lists the errors.
     """
     with _Wide(module.training):
         return run_pass(image, module)

@@ -17,7 +17,7 @@ from distseg.models.axes import Axis
 from distseg.models.capture.constants import constant_of
 from distseg.models.capture.trace import Made
 from distseg.models.capture.values import Sizes, Value
-from distseg.models.statistics import Measure
+from distseg.models.image_statistics import Measure
 
 if TYPE_CHECKING:
     from distseg.models.capture.reader import Reader

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from distseg.models.axes import Axis, places_of
 from distseg.models.capture.constants import FILLS
-from distseg.models.capture.pointwise import POINTWISE
 from distseg.models.capture.positions import LIKE, MOVES, Labels, Number, Plan, Positions
 from distseg.models.capture.trace import EMPTY, IMAGE, Called, Kept, Made, found_in
 from distseg.models.capture.values import Sizes, Value
+from distseg.models.pointwise import POINTWISE_FUNCTIONS
 
 if TYPE_CHECKING:
     from distseg.models.capture.reader import Reader
@@ -146,7 +146,7 @@ def _is_cellwise(reader: Reader, number: int, labels: dict[Made, Labels]) -> boo
     call, mine = reader.traces[0].calls[number], labels[Made(number)]
     if not _looked_at(call) or len(call.shapes) != 1:
         return False
-    if call.name in _CELLWISE or call.name in POINTWISE or call.name in _TURNING:
+    if call.name in _CELLWISE or call.name in POINTWISE_FUNCTIONS or call.name in _TURNING:
         return True
     if call.name in _JOINING:
         dim = call.kwargs.get("dim", call.args[1] if len(call.args) > 1 else 0)

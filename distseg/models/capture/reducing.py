@@ -20,8 +20,8 @@ from distseg.models.capture.arranging import turned
 from distseg.models.capture.lining import lines_spread, of_lines, takes_lines
 from distseg.models.capture.reader import Reader
 from distseg.models.capture.values import Value
+from distseg.models.image_statistics import Largest, LogSumExp, Products, Variance
 from distseg.models.layers import Cat, Max, Mean
-from distseg.models.statistics import Largest, LogSumExp, Products, Variance
 
 
 def reduced(

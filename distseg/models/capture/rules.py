@@ -2,7 +2,7 @@
 
 Each method of a rule class has the name and the arguments of a PyTorch function. Feature maps among
 its arguments are :class:`distseg.models.capture.values.Value`, and it returns the value of the
-result. Pointwise functions need no rule (:mod:`distseg.models.capture.pointwise`).
+result. Pointwise functions need no rule (:mod:`distseg.models.pointwise`).
 :mod:`distseg.models.capture.rules_channels` has the rules for channels,
 :mod:`distseg.models.capture.rules_statistics` those for statistics.
 """
@@ -24,7 +24,6 @@ from distseg.models.capture.folding import Deep, Folded, is_alone, of_joined, un
 from distseg.models.capture.image_weights import convolved
 from distseg.models.capture.lining import of_lines, rows_pooled, rows_taken
 from distseg.models.capture.moved import padded
-from distseg.models.capture.pointwise import POINTWISE
 from distseg.models.capture.reader import Reader, has_sizes
 from distseg.models.capture.reducing import of_image
 from distseg.models.capture.rules_channels import Channels
@@ -43,6 +42,7 @@ from distseg.models.layers import (
     Sum,
     VectorNorm,
 )
+from distseg.models.pointwise import POINTWISE_FUNCTIONS
 from distseg.models.resize import ResizeTo
 
 
@@ -59,7 +59,8 @@ def made(reader: Reader, args: tuple, kwargs: dict) -> Any:
 
 def _made(reader: Reader, args: tuple, kwargs: dict) -> Any:
     name = reader.call.name
-    if name not in POINTWISE | _ARITHMETIC and (numbers := found_in((args, kwargs), ByType)):
+    numbers = found_in((args, kwargs), ByType)
+    if numbers and name not in POINTWISE_FUNCTIONS | _ARITHMETIC:
         raise reader.refusal(
             f"is given {numbers[0]!r}, which is supported in arithmetic of single cells only: "
             f"write the number"
@@ -82,7 +83,7 @@ def _made(reader: Reader, args: tuple, kwargs: dict) -> Any:
             return unfolded(reader, rule, found, args, kwargs)
         except Deep as found:
             return through(reader, rule, found, args, kwargs)
-    if name in POINTWISE:
+    if name in POINTWISE_FUNCTIONS:
         return reader.pointwise(args, kwargs)
     raise reader.refusal(
         "is not supported: write it as convolutions, poolings, up-samplings, norms and functions "

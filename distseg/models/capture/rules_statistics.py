@@ -26,8 +26,8 @@ from distseg.models.capture.reducing import (
     variance,
 )
 from distseg.models.capture.values import Value
+from distseg.models.image_statistics import LogSumExp
 from distseg.models.layers import Max, Mean, Sum
-from distseg.models.statistics import LogSumExp
 
 
 class Statistics:

@@ -215,7 +215,7 @@ class Activations:
         """Return True if a layer's result takes no memory of its own.
 
         It then is the memory of the layer's input, or one fused call computes the layer together
-        with the norm before it (distseg.runtime.parallelize).
+        with the norm before it (distseg.runtime.swap_layers).
         """
         if issubclass(self.kinds[number], _FREE):
             return True

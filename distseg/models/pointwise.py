@@ -1,6 +1,40 @@
-"""Names of pointwise functions, whose tensor arguments are broadcast."""
+"""Pointwise layers and functions: each cell of the result depends on one cell of each map.
 
-POINTWISE = {
+Norms and softmax are among the layers, since they read one cell beside their statistics or
+channels. Tensor arguments of the functions are broadcast. They are named as in PyTorch.
+"""
+
+from torch import nn
+
+POINTWISE_LAYERS = (
+    nn.modules.batchnorm._NormBase,
+    nn.GroupNorm,
+    nn.LayerNorm,
+    nn.modules.dropout._DropoutNd,
+    nn.ReLU,
+    nn.ReLU6,
+    nn.LeakyReLU,
+    nn.PReLU,
+    nn.ELU,
+    nn.CELU,
+    nn.SELU,
+    nn.GELU,
+    nn.SiLU,
+    nn.Mish,
+    nn.Hardswish,
+    nn.Hardtanh,
+    nn.Hardsigmoid,
+    nn.Sigmoid,
+    nn.LogSigmoid,
+    nn.Softplus,
+    nn.Softsign,
+    nn.Tanh,
+    nn.Softmax,
+    nn.LogSoftmax,
+    nn.Softmax2d,
+)
+
+POINTWISE_FUNCTIONS = {
     *(
         "relu6 elu selu celu gelu silu mish softplus softsign hardtanh hardswish hardsigmoid "
         "sigmoid logsigmoid tanh tanhshrink softshrink hardshrink"

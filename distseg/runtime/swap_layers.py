@@ -21,14 +21,14 @@ from distseg.comm.launch import check_launcher
 from distseg.layers.context import Context
 from distseg.layers.dropout import DROPOUTS, KeyedDropout, begin_pass
 from distseg.layers.graph import graph_of
+from distseg.layers.layer_table import check_plain
 from distseg.layers.lines import distributed_class
-from distseg.layers.local import check_plain
 from distseg.layers.mean import DistributedMean
 from distseg.layers.norm import NORMS, STATISTICAL, DistributedNorm, commit
 from distseg.layers.resize import Placed, PlacedPositions
 from distseg.layers.skip import DenseCat, DensePop
 from distseg.models.bands import bands_of
-from distseg.models.capture.hidden import check_module
+from distseg.models.capture.checks import check_module
 from distseg.models.capture.positions import Positions
 from distseg.models.layers import Cat, Join, Pop, Spread, Stash, as_vector, outline, skip_store
 from distseg.models.lines import OfLines

@@ -29,12 +29,19 @@ from distseg.layers.graph import graph_of
 from distseg.models.network import calls_of
 from distseg.planning.balance import fastest_split
 from distseg.planning.cost import Costs
-from distseg.planning.forecast import Modelled, StagePasses
 from distseg.planning.machine import Machine
-from distseg.planning.memory import WEIGHT_BYTES, Policy, Ranges, peaks, ranges_of, stage_seconds
+from distseg.planning.pass_times import Modelled, StagePasses
+from distseg.planning.stage_memory import (
+    WEIGHT_BYTES,
+    Policy,
+    Ranges,
+    peaks,
+    ranges_of,
+    stage_seconds,
+)
 from distseg.runtime.partition import Partition
 from distseg.runtime.schedule import orders
-from distseg.tiling.layout import Layout as TileLayout
+from distseg.tiling.layout import Layout
 from distseg.tiling.tile import ReceptiveField, check_grid, factorings, split, tiles, window
 
 EXCHANGES = ("all", "level", "1")
@@ -45,7 +52,7 @@ _MOMENTS = 3 * 8
 
 
 @dataclass(frozen=True)
-class Layout:
+class MeshLayout:
     """The mesh and the settings around it.
 
     Attributes:
@@ -109,7 +116,7 @@ class Prediction:
         balance: number of layers of each stage.
     """
 
-    layout: Layout
+    layout: MeshLayout
     parts: dict[str, float]
     memory: float
     balance: tuple[int, ...]
@@ -220,7 +227,7 @@ class Planner:
         """
         fitting: dict[str, list[Prediction]] = {}
         others: dict[str, Prediction] = {}
-        fits: set[Layout] = set()
+        fits: set[MeshLayout] = set()
         fastest = math.inf
         candidates = [(self.least_seconds(layout), layout) for layout in self.candidates(ranks)]
         candidates.sort(key=lambda item: (item[0], item[1].recompute == "always"))
@@ -245,7 +252,7 @@ class Planner:
         every = [p for known in fitting.values() for p in known] or list(others.values())
         return sorted(every, key=lambda p: (p.seconds, p.memory))
 
-    def candidates(self, ranks: int) -> Iterator[Layout]:
+    def candidates(self, ranks: int) -> Iterator[MeshLayout]:
         """Yield the layouts of so many ranks that compute the step."""
         work, micro = self.work, self.work.batch // self.work.images
         for samples in _divisors(math.gcd(ranks, micro)):
@@ -256,7 +263,7 @@ class Planner:
                     for exchange in EXCHANGES if grid.volume > 1 else EXCHANGES[:1]:
                         for schedule in self._schedules(stages):
                             for recompute in ("never", "always"):
-                                yield Layout(
+                                yield MeshLayout(
                                     samples,
                                     grid,
                                     stages,
@@ -298,7 +305,7 @@ class Planner:
             (0, *(b for _, b in split(n, g, s)))
             for n, g, s in zip(work.image, grid, work.reach.stride)
         ]
-        layout = TileLayout(work.graph, work.image, borders, exchange)
+        layout = Layout(work.graph, work.image, borders, exchange)
         cell = tuple(_largest(b) for b in borders)
         shares, halos = [], list(none)
         for number in range(layers):
@@ -337,7 +344,7 @@ class Planner:
             layers.append(replace(layer, forward=forward + besides, backward=backward + besides))
         return replace(self.work.costs, layers=tuple(layers))
 
-    def least_seconds(self, layout: Layout) -> float:
+    def least_seconds(self, layout: MeshLayout) -> float:
         """Return seconds that the step takes at least.
 
         A micro-batch goes through all stages, and the slowest stage, which takes at least its
@@ -356,7 +363,7 @@ class Planner:
             for layer, share in zip(self.work.costs.layers, tile.shares)
         )
 
-    def predict(self, layout: Layout) -> Prediction:
+    def predict(self, layout: MeshLayout) -> Prediction:
         """Return what a step takes in a layout.
 
         Raises:
@@ -401,7 +408,7 @@ class Planner:
         plain = {name: float(seconds) for name, seconds in parts.items()}
         return Prediction(layout, plain, float(memory), tuple(map(int, balance)))
 
-    def _norm_seconds(self, layout: Layout) -> float:
+    def _norm_seconds(self, layout: MeshLayout) -> float:
         """Return the seconds of the message of a norm, in one direction."""
         ranks = layout.tiles.volume * (layout.samples if self.work.step_norms else 1)
         if ranks == 1 or not self.work.norms:
@@ -409,7 +416,7 @@ class Planner:
         return self.machine.sum(ranks, _MOMENTS * 64)
 
     def _pipeline(
-        self, layout: Layout, costs: Costs, policy: Policy, tile: TileWork, neighbours: int
+        self, layout: MeshLayout, costs: Costs, policy: Policy, tile: TileWork, neighbours: int
     ) -> tuple[list[int], float, float]:
         """Return the balance, the seconds of all passes, and those of the busiest rank."""
         m, layers = layout.micro_batches, costs.layers

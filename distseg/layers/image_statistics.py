@@ -1,4 +1,4 @@
-"""Distributed counterparts of the layers of :mod:`distseg.models.statistics`.
+"""Distributed counterparts of the layers of :mod:`distseg.models.image_statistics`.
 
 Each is a :class:`distseg.layers.mean.DistributedMean` with its own moments. ``f`` is a statistic
 and ``g`` its gradient, summed over all windows of all ranks::
@@ -22,8 +22,15 @@ from distseg.layers import mean
 from distseg.layers.mean import DistributedMax, DistributedMean, numbers_of
 from distseg.layers.moments import Moments, by_group, stack
 from distseg.layers.norm import Contribution
+from distseg.models.image_statistics import (
+    Largest,
+    LogSumExp,
+    Measure,
+    Products,
+    Variance,
+    first_largest,
+)
 from distseg.models.layers import as_vector
-from distseg.models.statistics import Largest, LogSumExp, Measure, Products, Variance, first_largest
 from distseg.tiling.tile import Box
 
 
@@ -68,7 +75,7 @@ class _OfImage(DistributedMean):
 
 
 class DistributedVariance(_OfImage):
-    """Distributed counterpart of :class:`distseg.models.statistics.Variance`."""
+    """Distributed counterpart of :class:`distseg.models.image_statistics.Variance`."""
 
     def statistics(self, parts: list[Contribution]) -> Moments:
         of_channels = super().statistics(parts)
@@ -93,7 +100,7 @@ class DistributedVariance(_OfImage):
 
 
 class DistributedLogSumExp(_OfImage):
-    """Distributed counterpart of :class:`distseg.models.statistics.LogSumExp`.
+    """Distributed counterpart of :class:`distseg.models.image_statistics.LogSumExp`.
 
     In its statistics ``mean`` is the maximum and ``m2`` the sum of exp(x - maximum).
     """
@@ -148,7 +155,7 @@ def exponentials(parts: Moments) -> Moments:
 
 
 class DistributedProducts(_OfImage):
-    """Distributed counterpart of :class:`distseg.models.statistics.Products`.
+    """Distributed counterpart of :class:`distseg.models.image_statistics.Products`.
 
     In its statistics ``mean`` is the sums (I, heads * I * J); ``m2`` is empty.
     """
@@ -183,7 +190,7 @@ class DistributedProducts(_OfImage):
 
 
 class DistributedLargest(_OfImage):
-    """Distributed counterpart of :class:`distseg.models.statistics.Largest`.
+    """Distributed counterpart of :class:`distseg.models.image_statistics.Largest`.
 
     In its statistics ``mean`` is the k largest values (I, C * k), and ``m2`` their positions,
     counted row by row.
@@ -275,9 +282,9 @@ class DistributedLargest(_OfImage):
 
 
 class DistributedMeasure(_OfImage):
-    """Distributed counterpart of :class:`distseg.models.statistics.Measure`, without a gradient.
+    """Distributed counterpart of :class:`distseg.models.image_statistics.Measure`.
 
-    In its statistics ``mean`` is the number; ``m2`` is empty.
+    It has no gradient. In its statistics ``mean`` is the measured number, and ``m2`` is empty.
     """
 
     def moments(self, x: Tensor, index: int, mask: Tensor | None = None) -> list[Contribution]:

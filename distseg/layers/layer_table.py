@@ -40,7 +40,7 @@ from distseg.models.lines import OfLines
 from distseg.models.modified import known, modification_of, unmodified
 from distseg.models.moving import Windows
 from distseg.models.network import Call
-from distseg.models.receptive_field import POINTWISE
+from distseg.models.pointwise import POINTWISE_LAYERS
 from distseg.models.resize import RATIO, FitTo, Follows, ResizeTo, VectorAt, kernel_of
 from distseg.tiling import access_pattern as footprint
 from distseg.tiling.access_pattern import AccessPattern, Align, Gather, Interpolate, Scatter, Shift
@@ -85,7 +85,15 @@ _PADS = {
     nn.modules.padding._ReplicationPadNd: "replicate",
 }
 _FURTHER = {"linear": 0, "bilinear": 0, "trilinear": 0, "bicubic": 1}
-_ALIKE = (*POINTWISE, nn.Identity, Mean, DropImage, MainOutput, DistributedNorm, KeyedDropout)
+_ALIKE = (
+    *POINTWISE_LAYERS,
+    nn.Identity,
+    Mean,
+    DropImage,
+    MainOutput,
+    DistributedNorm,
+    KeyedDropout,
+)
 
 
 def node_of(call: Call, dims: int) -> Node:

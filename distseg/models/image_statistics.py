@@ -2,7 +2,7 @@
 
 These are variances, log-sum-exp, largest values, and sums of products. They are subclasses of
 :class:`distseg.models.layers.Mean`, since they read all cells of one map. The distributed
-counterparts are in :mod:`distseg.layers.statistics`.
+counterparts are in :mod:`distseg.layers.image_statistics`.
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ from distseg.models.network import flat_layers
 from distseg.models.zoo import ZOO, build_model, outline_model
 from distseg.planning.balance import even_split, fastest_split, starts_of, torchgpipe_split
 from distseg.planning.cost import Costs, measured, modelled
-from distseg.planning.memory import Policy, peaks, ranges_of, stage_memory, stage_seconds
 from distseg.planning.roofline import DEVICES
+from distseg.planning.stage_memory import Policy, peaks, ranges_of, stage_memory, stage_seconds
 from distseg.report.tables import table
 
 OURS = "ours"

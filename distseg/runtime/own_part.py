@@ -13,11 +13,11 @@ from torch import nn
 
 from distseg.comm.memory_format import channels_last as last_format
 from distseg.layers.context import Context
-from distseg.models.capture.hidden import check_real
+from distseg.models.capture.checks import check_real
 from distseg.models.weights import materialise
 from distseg.runtime.exchange import Exchange
-from distseg.runtime.parallelize import TiledModel, parallelize
 from distseg.runtime.partition import Partition
+from distseg.runtime.swap_layers import TiledModel, parallelize
 from distseg.tiling.tile import ReceptiveField
 
 

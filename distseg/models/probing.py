@@ -23,36 +23,9 @@ import torch
 from torch import Tensor, nn
 
 from distseg.models.modified import unmodified
+from distseg.models.pointwise import POINTWISE_LAYERS
 from distseg.models.user_errors import user_error
 from distseg.tiling.tile import ReceptiveField
-
-POINTWISE = (
-    nn.modules.batchnorm._NormBase,
-    nn.GroupNorm,
-    nn.LayerNorm,
-    nn.modules.dropout._DropoutNd,
-    nn.ReLU,
-    nn.ReLU6,
-    nn.LeakyReLU,
-    nn.PReLU,
-    nn.ELU,
-    nn.CELU,
-    nn.SELU,
-    nn.GELU,
-    nn.SiLU,
-    nn.Mish,
-    nn.Hardswish,
-    nn.Hardtanh,
-    nn.Hardsigmoid,
-    nn.Sigmoid,
-    nn.LogSigmoid,
-    nn.Softplus,
-    nn.Softsign,
-    nn.Tanh,
-    nn.Softmax,
-    nn.LogSoftmax,
-    nn.Softmax2d,
-)
 
 _CONVS = nn.modules.conv._ConvNd
 # Multiples of 2^8 and of 3, so that common strides divide them.
@@ -281,7 +254,7 @@ def _replacement(layer: nn.Module, narrow: bool) -> nn.Module | None:
             f"{layer} seems to be taken over pixels and not over the channels (dim=1): "
             "it cannot be computed from windows"
         )
-    if unmodified(layer, POINTWISE):
+    if unmodified(layer, POINTWISE_LAYERS):
         return nn.Identity()
     if unmodified(layer, _CONVS):
         if layer.padding_mode == "circular":

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from distseg.models.bands import bands_of
 from distseg.models.capture.draws import Draws, global_generators, is_generator, system_draws
 from distseg.models.capture.guarded import Readings, begin_pass, guarded, moving_norms
-from distseg.models.capture.machine import ASKS, asked
+from distseg.models.capture.outside_reads import ASKS, asked
 from distseg.models.capture.state import WHOLE, Picture, Slot, picture_of, print_of
 from distseg.models.capture.trace import (
     DRAWS,

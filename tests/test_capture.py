@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import distseg
+from distseg.layers.graph import graph_of
 from distseg.models.capture.capture import as_network, capture
 from distseg.models.capture.trace import CanNotCapture
 from distseg.models.layers import DropImage
@@ -409,6 +410,27 @@ def test_a_network_is_what_it_was(name):
             layer.p = 0.0
     if name not in ("written", "convnext"):  # whose dropouts are functions
         same(model, (24, 36), 3)
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.Tanhshrink(),
+        nn.Softshrink(0.1),
+        nn.Hardshrink(0.1),
+        nn.Threshold(0.1, -1.0),
+        nn.Softmin(1),
+        nn.GLU(1),
+        nn.LocalResponseNorm(3),
+    ],
+    ids=lambda layer: type(layer).__name__,
+)
+def test_a_layer_made_of_functions_is_captured_in_a_sequential_too(layer):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(2, 8, 3, padding=1), layer, nn.LazyConv2d(3, 3, padding=1))
+    model(torch.zeros(1, 2, 8, 8))
+    graph_of(as_network(model))  # refuses layers that cannot be computed in parts
+    same(model, (12, 20), 2)
 
 
 class Straight(torch.autograd.Function):

@@ -28,6 +28,7 @@ from distseg.models.layers import on_meta
 from distseg.models.modified import known, modification_of
 from distseg.models.network import Network, flat_layers, inexact, is_flat, refusals, unbounded
 from distseg.models.passes import generators_kept, scripted
+from distseg.models.pointwise import POINTWISE_LAYERS
 
 # In pixels. The second is for networks whose image sizes must be multiples of more than 64.
 _UNITS = (64, 256)
@@ -83,14 +84,21 @@ def hook_on_gradients(model: nn.Module) -> str | None:
 
 
 def _is_supported(layer: nn.Module) -> bool:
-    """Return True if a layer is unmodified and has a distributed counterpart."""
+    """Return True if a layer is unmodified and is computed in parts as it is, without capture."""
+    kind = known(type(layer))
     return (
         not isinstance(layer, _OF_IMAGES)
-        and type(layer) is known(type(layer)) is not nn.Module
+        and (kind in POINTWISE_LAYERS or not _is_made_of_functions(kind))
+        and type(layer) is kind is not nn.Module
         and modification_of(layer) is None
         and not layer._modules
         and not isinstance(layer, _DRAW)
     )
+
+
+def _is_made_of_functions(kind: type) -> bool:
+    """Return True if a layer has no rule of its own, but its capture has: as several layers."""
+    return kind.__module__ == nn.modules.activation.__name__ or kind is nn.LocalResponseNorm
 
 
 def _repeats_layers(model: nn.Module) -> bool:

@@ -1,7 +1,8 @@
 """distseg trains segmentation networks on many ranks and computes the exact gradient.
 
 Training is split over samples, over tiles of an image and over stages of the network, in any
-combination. The public names below are imported at their first use, so ``import distseg`` is quick.
+combination. The public names below are imported when they are first used, so that
+``import distseg`` is quick.
 """
 
 from importlib import import_module

@@ -6,7 +6,7 @@ import sys
 def main() -> None:
     try:
         from distseg.cli.main import main
-    except KeyboardInterrupt:  # so soon
+    except KeyboardInterrupt:  # during the imports
         print("distseg: interrupted", file=sys.stderr)
         sys.exit(130)
     main()

@@ -72,21 +72,24 @@ def init_mesh(
     device: str = "auto",
     threads: int | None = None,
 ) -> Mesh:
-    """Return the mesh of all ranks of this job, and choose this rank's device. Collective.
+    """Return the mesh of all ranks of this job, and choose this rank's device.
 
-    Works under mpirun, srun and jsrun, and in a process that was started alone, such as a notebook.
-    An uncaught exception on one rank ends all ranks.
+    All ranks of the job must call it together. It works under mpirun, srun and jsrun, and in a
+    process that was started alone, such as a notebook. After the call, an uncaught exception on one
+    rank ends all ranks.
 
     Args:
-        samples: number of sample groups, each of which trains on its own images; by default as many
-            as the ranks allow, or 1 if another number is -1.
+        samples: number of sample groups, each of which trains on its own images. The default is the
+            largest number for which there are enough ranks, or 1 if ``tiles`` or ``stages`` has -1.
         tiles: grid of ranks that share an image, with one number per spatial dim.
-        stages: number of pipeline stages of the network. One of the numbers may be -1: as many as
-            the ranks allow.
-        comm: a communicator of mpi4py, or a DeviceMesh of torch.distributed: the mesh has its ranks
-            and the sizes of its dims, which are named samples, tiles (or tiles_0, tiles_1, ...) and
-            stages, in this order, each only if needed. By default all ranks of the job.
-        device: cpu, cuda, or auto for a GPU if there is one.
+        stages: number of pipeline stages of the network. One number of ``samples``, ``tiles`` and
+            ``stages`` may be -1, which stands for the largest number that the ranks allow.
+        comm: a communicator of mpi4py, whose ranks make up the mesh, or a DeviceMesh of
+            torch.distributed, from which the mesh takes its ranks and its sizes. The dims of a
+            DeviceMesh must be named samples, tiles (or tiles_0, tiles_1, ...) and stages, in this
+            order; a dim that is not needed is left out. By default the mesh has all ranks of the
+            job.
+        device: cpu, cuda, or auto. auto takes a GPU if there is one, else the CPU.
         threads: CPU threads of a rank; by default the node's cores shared among its ranks. A
             process that was started alone keeps PyTorch's number.
 
@@ -94,7 +97,9 @@ def init_mesh(
         ValueError: the mesh does not fit the number of ranks; the message names both numbers.
     """
     if isinstance(tiles, int):
-        raise ValueError(f"tiles is a grid with a number for each dim, such as (1, 2), got {tiles}")
+        raise ValueError(
+            f"tiles must be a grid with a number for each dim, such as (1, 2), got {tiles}"
+        )
     if isinstance(comm, DeviceMesh):
         if samples is not None or stages != 1 or math.prod(tiles) != 1:
             raise ValueError("a DeviceMesh has its own sizes: leave samples, tiles and stages out")
@@ -137,39 +142,43 @@ def distribute(
     reducer: str = "auto",
     timeout: float = 1800.0,
 ) -> DistributedModel:
-    """Distribute a module over the ranks of a mesh. Collective.
+    """Distribute a module over the ranks of a mesh.
 
-    The module is taken over: its layers become those of the distributed model, which trains the
-    module's own parameters. Make the optimizer from ``model.parameters()`` afterwards. All ranks
-    give the same module; its weights become those of the first rank.
+    All ranks of the mesh must call it together, with the same module. The distributed model takes
+    over the module's layers and trains the module's own parameters. Every rank gets the weights of
+    the first rank. Make the optimizer from ``model.parameters()`` after this call.
 
     Args:
-        module: (B, C, *size) -> (B, C', *size), or -> (B, C') for whole images.
+        module: a module that maps (B, C, *size) to (B, C', *size), or to (B, C') if it has one
+            output vector per image.
         mesh: from :func:`init_mesh`; by default a mesh of this process's job with all ranks as
             sample groups.
         image_size: size of an image, by which stages are balanced; other sizes work too.
         micro_batches: number of parts of a batch that run through the pipeline one after another.
             Batch norm sees the images of one micro-batch.
-        exchange: all: ranks read the halos of their tiles. 1, 2, ...: ranks exchange halos before
-            every k-th layer that needs one. level: once per resolution.
-        tiles_per_rank: grid of tiles that a rank owns of an image.
-        streaming: limit of memory of a rank, such as ``"4GB"``: tiles that fit are computed one
-            after another.
-        schedule: auto, gpipe, 1f1b or zb-h1.
+        exchange: how a rank gets the pixels around its tile. ``all``: it reads the whole halo of
+            the tile from the image. 1, 2, ...: ranks exchange halos before every k-th layer that
+            needs one. ``level``: ranks exchange halos once per resolution.
+        tiles_per_rank: grid of tiles of an image that one rank owns.
+        streaming: memory limit of a rank, such as ``"4GB"``. The rank then computes its part tile
+            after tile, with tiles so small that they fit.
+        schedule: order of the passes in a pipeline: auto, gpipe, 1f1b or zb-h1.
         balance: number of layers of each stage.
-        recompute: never, except_last or always.
+        recompute: stages that compute their activations again in the backward pass: never,
+            except_last or always.
         precision: fp32, bf16 (autocast) or fp64, the type of all parameters; by default fp64 for a
             module with parameters in float64, else fp32.
-        channels_last: store activations in the channels-last memory format.
-        norm_scope: group: batch norm sees the images of one sample group. step: of all groups.
+        channels_last: True to store activations in the channels-last memory format.
+        norm_scope: ``group`` if batch norm sees the images of one sample group, ``step`` if it sees
+            the images of all groups.
         inputs: number of bands of each input, if the module takes several.
-        outputs: names or numbers of the outputs to train, if the module returns several. The first
-            is predicted.
+        outputs: names or numbers of the outputs to train, if the module returns several. Prediction
+            returns the first of these.
         pad: zero-pad images at the end to a multiple of this many pixels.
-        in_channels: number of bands of an image, if it cannot be told from the module.
+        in_channels: number of bands of an image, if the module does not determine it.
         seed: seed of the masks of dropout.
-        reducer: auto, horovod or mpi: what sums gradients.
-        timeout: seconds that a rank waits for another; 0: for ever.
+        reducer: what sums gradients over ranks: auto, horovod or mpi.
+        timeout: seconds that a rank waits for another rank; 0 to wait for ever.
 
     Raises:
         ValueError: the module cannot be distributed exactly in this way. The message names the
@@ -223,10 +232,13 @@ def distribute(
 
 
 def _axes_of(mesh: DeviceMesh) -> tuple[int, tuple[int, ...], int]:
-    """Return the numbers of sample groups, tiles by dim, and stages of a DeviceMesh.
+    """Return the number of sample groups, the grid of tiles and the number of stages.
+
+    Args:
+        mesh: a DeviceMesh with dims named as in :func:`init_mesh`.
 
     Raises:
-        ValueError: its dims have other names, or another order.
+        ValueError: the dims of the mesh have other names or another order.
     """
     names = list(mesh.mesh_dim_names or ())
     kinds = [name.partition("_")[0] for name in names]
@@ -247,12 +259,12 @@ def _axes_of(mesh: DeviceMesh) -> tuple[int, tuple[int, ...], int]:
 
 
 def _ranks_of(mesh: DeviceMesh):
-    """Return the communicator of the ranks of a DeviceMesh, in its order. Collective.
+    """Return a communicator with the ranks of a DeviceMesh, in the order of the DeviceMesh.
 
-    All ranks of the job call it.
+    All ranks of the job must call it together.
 
     Raises:
-        ValueError: this rank has another number in torch.distributed than its launcher gave it, or
+        ValueError: this process has another rank in torch.distributed than its launcher gave it, or
             is not in the mesh.
     """
     world, rank = launch.world(), torch.distributed.get_rank()
@@ -260,8 +272,8 @@ def _ranks_of(mesh: DeviceMesh):
         order = mesh.mesh.flatten().tolist()
         if rank != world.rank:
             raise ValueError(
-                f"this process is rank {rank} of torch.distributed, but rank {world.rank} of its "
-                "launcher: make the process group with the launcher's numbers"
+                f"this process is rank {rank} of torch.distributed, but its launcher gave it rank "
+                f"{world.rank}: make the process group with the launcher's ranks"
             )
         if rank not in order:
             raise ValueError(
@@ -272,7 +284,7 @@ def _ranks_of(mesh: DeviceMesh):
 
 
 def _check_modes(module: nn.Module) -> None:
-    """Refuse norms and dropouts in evaluation mode that training would set to training mode."""
+    """Refuse norms and dropouts in evaluation mode, if ``train()`` would change their mode."""
     if not module.training:
         return
     still = {name for name, layer in module.named_modules() if not layer.training}
@@ -282,20 +294,24 @@ def _check_modes(module: nn.Module) -> None:
         if name in still and layer.training and isinstance(layer, kinds):
             raise ValueError(
                 f"{name} ({type(layer).__name__}) was set to evaluation mode, but the training of "
-                "the distributed model sets all layers to training mode: let the module's own "
-                "train() set it, def train(self, mode=True): super().train(mode); "
+                "the distributed model sets all layers to training mode: set the evaluation mode "
+                "in the module's own train(), def train(self, mode=True): super().train(mode); "
                 f"self.{name}.eval(); return self"
             )
 
 
 def _filled(axes: list[int], ranks: int) -> list[int]:
-    """Return the sizes of a mesh's axes with -1 replaced by as many as the ranks allow."""
+    """Return the sizes of a mesh's axes; a size of -1 becomes the largest that the ranks allow."""
     if any(not isinstance(axis, int) or axis < 1 and axis != -1 for axis in axes):
         raise ValueError(
-            f"samples, tiles and stages are whole numbers from 1, or one of them -1, got {axes}"
+            "samples, tiles and stages must be whole numbers from 1, of which one may be -1, "
+            f"got {axes}"
         )
     if axes.count(-1) > 1:
-        raise ValueError(f"a mesh of {axes} leaves {axes.count(-1)} numbers open: leave one -1")
+        raise ValueError(
+            f"only one of samples, tiles and stages may be -1, got {axes.count(-1)} of them in "
+            f"{axes}: give the other numbers"
+        )
     rest = max(1, ranks // math.prod(axis for axis in axes if axis != -1))
     return [rest if axis == -1 else axis for axis in axes]
 
@@ -310,7 +326,8 @@ def _network(
     """Return the captured network of a module, with the module's own parameters."""
     if not isinstance(module, nn.Module):
         raise ValueError(
-            f"distribute takes a torch.nn.Module, got {type(module).__name__}: give an instance"
+            f"distribute takes a torch.nn.Module, got {type(module).__name__}: give an instance "
+            "of your module's class"
         )
     names = outputs and tuple(str(name) for name in outputs)
     made = built(type(module).__name__, lambda: module, {}, None, inputs, names)
@@ -326,7 +343,7 @@ def _precision_of(module: nn.Module) -> str:
 
 
 def _end_together(world) -> None:
-    """Let an exception that a rank does not catch end all ranks, which would wait for it."""
+    """Let an uncaught exception on one rank end all ranks, which would otherwise wait for it."""
     before = sys.excepthook
 
     def end(kind, error, trace) -> None:

@@ -398,11 +398,11 @@ def test_further_terms_of_the_loss(comm):
     for name, p in module.named_parameters():
         torch.testing.assert_close(found[name], p.grad, rtol=1e-11, atol=1e-12)
     output = model(model.shard(x))
-    with pytest.raises(ValueError, match="takes the output of the last"):
+    with pytest.raises(ValueError, match="must get the unchanged output of the last"):
         criterion(output - output.mean(), model.shard(y))
     with pytest.raises(ValueError, match="give model.shard"):
         criterion(output, y)
-    with pytest.raises(ValueError, match="terms of the output besides"):
+    with pytest.raises(ValueError, match="besides the criterion, the loss has terms"):
         (criterion(output, model.shard(y)) + output.mean()).backward()
     with pytest.raises(ValueError, match="image has requires_grad"):
         model.backward(x.clone().requires_grad_(), y, criterion)
@@ -458,7 +458,7 @@ def test_state_dicts_are_those_of_the_module():
         model.load_state_dict({n: t for n, t in state.items() if n != "head.bias"})
     with pytest.raises(ValueError, match="does not have"):
         model.load_state_dict(state | {"more": torch.ones(1)})
-    with pytest.raises(ValueError, match="stays on its device"):
+    with pytest.raises(ValueError, match="cannot be moved to another device"):
         model.float()
 
 

@@ -205,7 +205,7 @@ TABLE = {
     ),
     "a section for a flag": (
         ["train", "--model", "unet"],
-        "--model is a section: give its fields, such as --model.name VALUE",
+        "--model is a section, which takes no value: give its fields, such as --model.name VALUE",
     ),
     "words for a number": (
         ["train", "--model.depth", "deep"],
@@ -417,7 +417,7 @@ TABLE = {
     ),
     "groups of instance norm": (
         verify(model__groups="2"),
-        "model.groups is 2, but model.norm is instance: set it to group",
+        "model.groups is 2, but model.norm is instance: set model.norm to group",
     ),
     "a fusion of no exchanges": (
         verify(spatial__fuse_below="8"),
@@ -429,7 +429,7 @@ TABLE = {
     ),
     "tiles and memory": (
         verify(spatial__tiles_per_rank="2x2", streaming__memory="4GB"),
-        "streaming.memory is 4GB, but spatial.tiles_per_rank is 2x2, and streaming cuts",
+        "streaming.memory is 4GB, but spatial.tiles_per_rank is 2x2, and streaming itself cuts",
     ),
     "recomputing in time": (
         verify(pipeline__recompute="always", streaming__memory="4GB"),
@@ -461,15 +461,18 @@ TABLE = {
     "an unknown norm": (verify(model__norm="layer"), "model.norm.*instance.*batch.*group.*none"),
     "dropout of everything": (
         verify(model__dropout="1"),
-        r"model.dropout is a probability in \[0, 1\), got 1",
+        r"model.dropout must be a probability in \[0, 1\), got 1",
     ),
-    "negative dropout": (verify(model__dropout="-0.1"), "model.dropout is a probability"),
+    "negative dropout": (verify(model__dropout="-0.1"), "model.dropout must be a probability"),
     "odd base_channels": (
         verify(model__base_channels="5"),
-        "model.base_channels is even .*, got 5",
+        "model.base_channels must be even .*, got 5",
     ),
-    "depth 0": (verify(model__depth="0"), "model.depth is a whole number of at least 1, got 0"),
-    "a depth beyond all": (verify(model__depth="99"), "model.depth is at most 20, got 99"),
+    "depth 0": (
+        verify(model__depth="0"),
+        "model.depth must be a whole number of at least 1, got 0",
+    ),
+    "a depth beyond all": (verify(model__depth="99"), "model.depth must be at most 20, got 99"),
     "a width beyond all": (
         verify(model__depth="20"),
         "model.base_channels 4 with model.depth 20 makes 4194304 channels at the bottom",
@@ -516,11 +519,11 @@ TABLE = {
     ),
     "a halo and an exchange": (
         verify(spatial__exchange_every="2", approximate__halo="4"),
-        "approximate.halo is 4, but with spatial.exchange_every 2 tiles have no halo",
+        "approximate.halo is 4, but with spatial.exchange_every 2 tiles exchange halos",
     ),
     "windows and an exchange": (
         verify(spatial__exchange_every="1", approximate__norms="window"),
-        "norms is window, but .* are no windows",
+        "norms is window, but .* not computed as separate windows",
     ),
     "threads and an exchange": (
         verify(
@@ -528,7 +531,7 @@ TABLE = {
             pipeline__placement="devices",
             pipeline__devices="[cpu, cpu]",
         ),
-        "pipeline.placement is devices, but spatial.exchange_every is 1, .* set that to all, or put the stages on ranks",
+        "pipeline.placement is devices, but spatial.exchange_every is 1, .* set spatial.exchange_every to all, or put the stages on ranks",
     ),
     "attention in an exchange": (
         verify(**own("attending"), spatial__exchange_every="1"),
@@ -572,7 +575,7 @@ TABLE = {
     ),
     "pooling of the whole image": (
         verify(**own("pooling"), spatial__tiles_per_rank="1x2"),
-        "it makes 2x3x29x43 of images of 192x320 pixels, but a segmentation network keeps the size, .*split samples only",
+        "it makes 2x3x29x43 from images of 192x320 pixels, but a segmentation network keeps the size, .*split samples only",
     ),
     "circular padding": (
         verify(**own("circular"), spatial__tiles_per_rank="1x2"),
@@ -590,7 +593,7 @@ TABLE = {
     "no learning": (verify(optim__lr="-1"), "optim.lr is at least 0, got -1"),
     "no tolerance": (
         verify(tolerance=".nan"),
-        "--tolerance is the largest relative error that passes, .*got nan",
+        "--tolerance, the largest relative error that passes, must be .*got nan",
     ),
     "a dump into a folder": (
         verify(dump="images"),
@@ -612,7 +615,7 @@ TABLE = {
     ),
     "a network that needs another package": (
         ["models", "imports:net"],
-        "ModuleNotFoundError: No module named 'a_package_that_is_nowhere' .*imports.py, line 1.: mend it, or install what it needs",
+        "ModuleNotFoundError: No module named 'a_package_that_is_nowhere' .*imports.py, line 1.: fix it, or install what it needs",
     ),
     "a module that leaves": (
         ["models", "leaves:net"],
@@ -674,7 +677,10 @@ TABLE = {
         "this model has no convolution layer",
     ),
     # plan
-    "no stages": (["plan", "--stages", "0"], "--stages is a whole number from 1 to 1000000, got 0"),
+    "no stages": (
+        ["plan", "--stages", "0"],
+        "--stages must be a whole number from 1 to 1000000, got 0",
+    ),
     "more stages than layers": (
         ["plan", "--model", "tiny", "--stages", "99"],
         r"of 29 layers cannot be cut into 99 stages \(--stages\): choose 1 to 29",
@@ -704,7 +710,7 @@ TABLE = {
     ),
     "a size for a folder": (
         [*FOLDER, "--size", "8x8"],
-        "--size is for the sources gigapixel and ultramnist, not for images: leave it out",
+        "--size is for the sources gigapixel and ultramnist, not for images: leave --size out",
     ),
     "a size of no pixels": (
         ["prepare", "gigapixel", "new.h5", "--size", "0x8"],
@@ -712,15 +718,15 @@ TABLE = {
     ),
     "values without masks": (
         ["prepare", "images", "new.h5", "--classes", "a,b", "--values", "255=1"],
-        "--values 255=1 is about masks, but there are none: give --masks",
+        "--values 255=1 is about masks, but no masks are given: give --masks",
     ),
     "values of no form": (
         [*FOLDER, "--values", "255"],
-        "--values is written as 255=1,128=2, got '255'",
+        "--values must be written as 255=1,128=2, got '255'",
     ),
     "a value twice": (
         [*FOLDER, "--values=1=1,1=0"],
-        "--values 1=1,1=0 says twice what 1 stands for, 1 and 0: leave one of them out",
+        "--values 1=1,1=0 gives the mask value 1 two labels, 1 and 0: leave one of them out",
     ),
     "a pipe for a store": (
         ["prepare", "images", "pipe", "--classes", "a,b", "--overwrite"],
@@ -732,7 +738,7 @@ TABLE = {
     ),
     "shares of no number": (
         [*FOLDER, "--split", "nan,nan,nan"],
-        "--split is three shares that add up to 1, .*got 'nan,nan,nan'",
+        "--split must be three shares that add up to 1, .*got 'nan,nan,nan'",
     ),
     "a folder of images that is none": (
         ["prepare", "words.txt", "new.h5", "--classes", "a,b"],
@@ -758,11 +764,11 @@ TABLE = {
     ),
     "an output in a file": (
         [*TRAIN, "--train.output", "words.txt/run"],
-        "train.output is words.txt/run, but .*words.txt is a file: name a path that does not go through it",
+        "train.output is words.txt/run, but .*words.txt is a file, not a folder: give a path that does not contain this file",
     ),
     "another ignore value than the store's": (
         [*TRAIN, "--loss.ignore_index", "3"],
-        "loss.ignore_index is 3, but the labels of store.h5 mark pixels that do not count with 255: .*prepare the store with --ignore 3",
+        "loss.ignore_index is 3, but the labels of store.h5 mark ignored pixels with 255: .*prepare the store with --ignore 3",
     ),
     "other bands than the store's": (
         [*TRAIN, "--model.in_channels", "5"],
@@ -775,11 +781,11 @@ TABLE = {
     ),
     "a network of other bands": (
         [*TRAIN[:5], "--model.name", "nets:seven"],
-        "model 'nets:seven' does not take images of 2 bands: .*: let it take in_channels",
+        "model 'nets:seven' does not take images of 2 bands: .*: let it take the argument in_channels",
     ),
     "a network of other classes": (
         [*TRAIN[:5], "--model.name", "nets:two"],
-        "model 'nets:two' gives 2 channels, but 3 are wanted, one a class: let it take out_channels",
+        "model 'nets:two' returns 2 channels, but 3 are needed, one for each class: let it take the argument out_channels",
     ),
     "a scratch folder nowhere": (
         [*TRAIN, "--memory", "4GB", "--streaming.scratch", "nowhere"],
@@ -792,7 +798,7 @@ TABLE = {
     # runs of others
     "no run": (
         ["evaluate"],
-        "name the folder of a run or of a checkpoint first: distseg evaluate RUN",
+        "give the folder of a run or of a checkpoint as the first argument: distseg evaluate RUN",
     ),
     "a run that is not there": (["evaluate", "nowhere"], "no checkpoint in nowhere: train first"),
     "a store for a run": (["predict", "store.h5"], "store.h5"),
@@ -814,7 +820,7 @@ TABLE = {
     ),
     "a class in a manifest": (
         ["evaluate", "with-class"],
-        "with-class: the network in manifest.json has class_path, which this distseg does not know",
+        "with-class: the network in manifest.json has the setting class_path, which this version of distseg does not know",
     ),
     "a manifest without a network": (
         ["evaluate", "with-no-model"],
@@ -865,7 +871,7 @@ TABLE = {
     ),
     "a split of image files": (
         ["predict", "run", "--images", "images/a.png", "--split", "test", "--output", "new"],
-        "--split test is of the store, but --images names the images",
+        "--split test names images of the store, but --images names image files",
     ),
     "an image that is not there": (
         ["predict", "run", "--images", "nowhere.png", "--output", "new"],
@@ -881,7 +887,7 @@ TABLE = {
     ),
     "stages for which there are no processes": (
         ["predict", "run", "--mesh.stages", "2", "--output", "new"],
-        "mesh.stages is 2, which does not divide 1 process: start a multiple of 2, or leave it out",
+        "mesh.stages is 2, which does not divide 1 process: start a multiple of 2, or leave mesh.stages out",
     ),
     "scratch that is not there": (
         ["predict", "run", "--predict.scratch", "nowhere", "--output", "new"],
@@ -896,7 +902,7 @@ TABLE = {
     "curves of words": (["plot", "curves", "words.txt"], "words.txt holds no line of kind 'step'"),
     "curves of a part": (
         ["plot", "curves", "run", "--box", "1:2,3:4"],
-        "--box 1:2,3:4 is for overlays, but curves are drawn: leave it out, or plot overlay",
+        "--box 1:2,3:4 is for overlays, but curves are drawn: leave --box out, or plot overlay",
     ),
     "an overlay of no image": (
         ["plot", "overlay", "store.h5"],
@@ -912,7 +918,7 @@ TABLE = {
     ),
     "no steps to profile": (
         ["profile", "--image", "9x11", "--steps", "0", *SMALL],
-        "--steps is a whole number from 1 to 1000000, got 0",
+        "--steps must be a whole number from 1 to 1000000, got 0",
     ),
     "a profile into a file": (
         ["profile", "--image", "9x11", "--output", "words.txt", *SMALL],
@@ -1038,7 +1044,7 @@ def test_a_mistake_is_told_once_by_all_ranks_together(comm, capsys):
     err = capsys.readouterr().err
     assert end.value.code == 2
     assert err == (
-        "distseg: error: model.base_channels is even (the decoder's first level has half of it), got 5\n"
+        "distseg: error: model.base_channels must be even (the decoder's first level has half of it), got 5\n"
         if comm.rank == 0
         else ""
     )

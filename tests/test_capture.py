@@ -645,7 +645,7 @@ REFUSED = {
     ),
     "rows repeated": (
         lambda m, x: x.repeat(1, 1, 2, 1)[:, :, : x.shape[2]],
-        "repeat .* supported: functions of single cells",
+        "repeat .* supported: functions that compute each cell from the same cell",
     ),
     "rows unbound": (
         lambda m, x: torch.stack(x.unbind(2), 2),
@@ -669,14 +669,14 @@ REFUSED = {
         ).mT.view_as(x),
         "scaled_dot_product_attention .* is attention between all places of the image",
     ),
-    "a row": (lambda m, x: x - x[:, :, :1], "__getitem__ .* takes a part of"),
+    "a row": (lambda m, x: x - x[:, :, :1], "__getitem__ .* takes a slice of fixed length"),
     "another norm": (
         lambda m, x: x / x.norm(p=0, dim=(2, 3), keepdim=True),
         "norm .* takes a norm of order 0",
     ),
     "a grid that grows": (
         lambda m, x: x + F.interpolate(F.adaptive_avg_pool2d(x, (x.shape[2] // 8, 4)), x.shape[2:]),
-        "pools to .* whose cells depend on the image's size",
+        "pools to .* a grid that depends on the image's size",
     ),
     "a size of nothing": (
         lambda m, x: F.interpolate(
@@ -745,7 +745,7 @@ REFUSED = {
     ),
     "data in place": (
         lambda m, x: (x.data.clamp_(0), x)[1],
-        r"clamp .* changes the data of a tensor \(test_capture.py, line \d+\), past its gradient",
+        r"clamp .* changes the data of a tensor \(test_capture.py, line \d+\) so that autograd does not see it",
     ),
     "a part of data in place": (
         lambda m, x: (x.data[:, 1].zero_(), x)[1],
@@ -991,7 +991,7 @@ def test_images_with_which_it_does_something_else_are_refused():
     for size, images in (((30, 8), 1), ((40, 40), 5)):
         with pytest.raises(
             ValueError,
-            match=f"with {images} images? of .* pixels this network does something else than with others",
+            match=f"with {images} images? of .* pixels this network does something else than with other images",
         ):
             check_calls(network, size, images)
 

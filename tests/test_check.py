@@ -237,7 +237,7 @@ def test_notes(settings, norm, words):
 
 def test_groups_that_do_not_divide_the_channels():
     model = unet(depth=1, num_convs=1, base_channels=4, norm="group", groups=3)
-    words = "model.groups 3 does not divide the channels of enc0_norm0, so it takes 1"
+    words = "model.groups 3 does not divide the channels of enc0_norm0, so the number of groups of this norm is 1"
     assert notes(config({"model.norm": "group", "model.groups": 3}), model) == [words]
     assert (
         notes(
@@ -254,7 +254,7 @@ def test_the_stores_ignore_value_holds_unless_another_is_set():
     assert with_store(LossConfig(ignore_index=7), store).ignore_index == 7
     with pytest.raises(
         ValueError,
-        match="loss.ignore_index is 3, but the labels of a.h5 mark pixels that do not count with 7: leave loss.ignore_index out, or prepare the store with --ignore 3",
+        match="loss.ignore_index is 3, but the labels of a.h5 mark ignored pixels with 7: leave loss.ignore_index out, or prepare the store with --ignore 3",
     ):
         with_store(LossConfig(ignore_index=3), store)
 
@@ -265,7 +265,7 @@ def test_an_image_too_small_for_a_norm_is_named_before_work():
     assert list(smallest(sizes)) == ["sliver", "wide"]
     deep = unet(depth=5, base_channels=2, norm="instance")
     with pytest.raises(
-        ValueError, match=r"image 'sliver' of 24x4 pixels: the norm mid_norm0 takes"
+        ValueError, match=r"image 'sliver' of 24x4 pixels is too small: the norm mid_norm0 takes"
     ):
         check_norms(Config(), deep, sizes)
     check_norms(Config(), deep, {"large": (64, 64)})

@@ -235,7 +235,10 @@ def test_a_dump_holds_buffers_and_images_of_the_step_in_order(comm, capsys, tmp_
         (["models", "resnet"], "unknown model 'resnet': choose unet, summit-small"),
         (["plot", "curve", "runs/a"], "curve.*choose from"),
         (["plot"], "what"),
-        (["evaluate"], "name the folder of a run or of a checkpoint first: distseg evaluate RUN"),
+        (
+            ["evaluate"],
+            "give the folder of a run or of a checkpoint as the first argument: distseg evaluate RUN",
+        ),
         (["predict", "/nowhere"], "no checkpoint in /nowhere: train first"),
         (["prepare"], "source"),
     ],

@@ -58,6 +58,4 @@ def test_the_whole_help_has_the_head_first(capsys):
         main(["train", "--help"])
     told = capsys.readouterr().out
     assert not end.value.code and told.startswith("usage: distseg train [CONFIG.yaml] [--section")
-    assert (
-        told.index("--data.store ") < told.index("All of them:") < told.index("--model.name NAME")
-    )
+    assert told.index("--data.store ") < told.index("All flags:") < told.index("--model.name NAME")

@@ -478,7 +478,7 @@ def test_a_prediction_made_to_do_harm(path, tmp_path, kind):
                 file["classes"] = h5py.ExternalLink(str(path), "images/a/labels")
     words = {
         "a pipe": "a.h5 is no file but a pipe",
-        "another size": "a.h5 has 1099511627776x1048576 pixels of uint8, but the image a of the store 300x270",
+        "another size": "a.h5 has 1099511627776x1048576 pixels of uint8, but the image a of the store has 300x270 pixels",
         "a link into another file": "classes is a link into another file, which is not followed",
     }
     with at_once(), pytest.raises(ValueError, match=words[kind]):

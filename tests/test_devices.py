@@ -234,10 +234,10 @@ CONFIGS = {
         on(2, stages=2),
         "puts all 2 stages on each rank, but mesh.stages is 2: set mesh.stages to 1",
     ),
-    "1f1b": (on(2, schedule="1f1b"), "knows gpipe only: set it to gpipe or auto"),
+    "1f1b": (on(2, schedule="1f1b"), "knows gpipe only: set pipeline.schedule to gpipe or auto"),
     "tiles": (
         on(2, tiles_per_rank=Size("1x2")),
-        "all micro-batches to have one size, and so one tile: set it to 1x1",
+        "all micro-batches to have one size, and so one tile: set spatial.tiles_per_rank to 1x1",
     ),
     "no such device": (
         wrong(devices=["cpu", "gpu"]),
@@ -275,7 +275,7 @@ def test_without_torchgpipe(comm, monkeypatch):
 
 @pytest.mark.parallel(2)
 @pytest.mark.parametrize("settings, text", [
-    (dict(tiles="1x2"), r"enc0_norm0 \(instance norm\) would share its statistics with 2 ranks from there: set mesh.tiles to 1x1"),
+    (dict(tiles="1x2"), r"enc0_norm0 \(instance norm\) would share its statistics with 2 ranks, which is not supported: set mesh.tiles to 1x1"),
     (dict(samples=2, norm="batch", norm_scope="step"), r"enc0_norm0 \(batch norm\) would .* spatial.norm_scope to group"),
 ])  # fmt: skip
 def test_statistics_that_ranks_share(comm, settings, text):

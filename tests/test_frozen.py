@@ -193,10 +193,12 @@ def test_a_bias_before_a_norm(comm, network, optim):
         assert passed(report, 1e-12), summary(report, 1e-12)
         assert sorted(report["zero_gradients"]) == ["0.bias", "3.bias"]
         assert (
-            "note: 2 parameters with a gradient that is zero but for rounding, such as"
+            "note: 2 parameters with a gradient that is zero except for rounding, such as"
             in summary(report, 1e-12)
         )
-        assert ("divides rounding by rounding" in summary(report, 1e-12)) == (optim != "sgd")
+        assert ("divides rounding errors by rounding errors" in summary(report, 1e-12)) == (
+            optim != "sgd"
+        )
 
 
 @pytest.mark.parallel(1)

@@ -107,7 +107,7 @@ def test_a_class_map_lies_where_its_image_lies(comm, shared_path, capsys, monkey
         return
     printed = capsys.readouterr().out
     assert (
-        "note: plain says of no place on earth where it lies (CRS, transform), as 1 of the 2 images do: class maps of such images have none"
+        "note: plain does not say where on earth it lies (CRS, transform), but 1 of the 2 images do: its class map does not say so either"
         in printed
     )
     empty = np.zeros(SIZE, bool)
@@ -303,5 +303,5 @@ def test_what_class_maps_do_not_say_is_told():
         == []
     )
     assert notes_on_places({"a": False, "b": True}, ["hdf5"])[0].startswith(
-        "note: b says where on earth it lies (CRS, transform), which only class maps as TIFF keep"
+        "note: b says where on earth it lies (CRS, transform), which these class maps do not keep"
     )

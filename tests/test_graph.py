@@ -67,7 +67,7 @@ def test_calls_of_networks_in_networks():
         (
             {"a": nn.ReLU()},
             {"a": ["b"]},
-            "layer a reads b, but a layer reads what those before it make, or 'image'",
+            "layer a reads b, but a layer can read only the results of earlier layers, or 'image'",
         ),
         ({"a": nn.ReLU(), "b": nn.ReLU()}, {"a": ["b"]}, "layer a reads b"),
         ({"a": nn.ReLU()}, {"a": []}, "layer a reads nothing"),

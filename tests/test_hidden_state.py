@@ -339,15 +339,15 @@ STATE = {
         lambda m, x: (m.steps.add_(1), x)[1],
         "changes steps with each forward pass|changes steps of the model",
     ),
-    "a buffer's data": (data_of, "gives ema other data|changes ema of the model"),
-    "a weight's data": (weight_data, "gives block.weight other data|changes weight of block"),
+    "a buffer's data": (data_of, "replaces the data of ema|changes ema of the model"),
+    "a weight's data": (weight_data, "replaces the data of block.weight|changes weight of block"),
     "a weight's data in place": (
         data_in_place,
         "changes the data of block.weight|changes weight of block",
     ),
     "a buffer set": (
         lambda m, x: (m.ema.set_(m.ema * 2), x)[1],
-        "gives ema other data|changes ema of the model",
+        "replaces the data of ema|changes ema of the model",
     ),
     "a new buffer": (registered, "changes mask of the model"),
     "a running mean": (assigned, "changes center of the model|takes a tensor of"),
@@ -388,12 +388,15 @@ STATE = {
     ),
     "a closure": (
         closure(),
-        "changes (a variable around function closure.*counted|function of the model)",
+        "changes (a variable that function closure.*counted holds|function of the model)",
     ),
-    "a default": (default, "changes (a variable around function default|function of the model)"),
+    "a default": (
+        default,
+        "changes (a variable that function default.* holds|function of the model)",
+    ),
     "an attribute of a function": (
         attribute,
-        "changes (a variable around function attribute|attribute of|function of the model)",
+        "changes (a variable that function attribute.* holds|attribute of|function of the model)",
     ),
     "the first pass": (first_pass, "changes flag of the model"),
     "every other pass": (alternating, "changes flag of the model"),
@@ -964,7 +967,7 @@ class Viewing(nn.Module):
     ids=lambda f: f.__name__,
 )
 def test_weights_that_are_read_as_numpy_arrays_are_refused(made):
-    with pytest.raises(Hidden, match="in the memory of block.0.(weight|bias)"):
+    with pytest.raises(Hidden, match="shares the memory of block.0.(weight|bias)"):
         capture(Viewing(made))
     capture(Viewing(numpy_copy))
 
@@ -991,9 +994,9 @@ def around_network(method=False, in_channels=3, out_channels=3):
 
 def test_functions_around_layers_are_named():
     """A copy of the module would call the layers of the original."""
-    with pytest.raises(CanNotCapture, match="rule of the model is a function around b"):
+    with pytest.raises(CanNotCapture, match="rule of the model is a function that holds b"):
         capture(Around())
     capture(Around(method=True))
     plan = replace(config(), model=ModelConfig(f"{__name__}:around_network", in_channels=3))
-    with pytest.raises(JointFailure, match="is a function around b"):
+    with pytest.raises(JointFailure, match="is a function that holds b"):
         verify(plan, Alone(), Size("9x8"))

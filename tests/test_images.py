@@ -153,7 +153,7 @@ def test_networks_for_one_size_are_trained_on_whole_images(comm, shared_path):
 def test_a_number_without_a_dim_is_refused(comm):
     with pytest.raises(
         ValueError,
-        match=r"makes \(N,\) of N images, one number of each: let it keep the dim of outputs, \(N, 1\)",
+        match=r"returns a tensor \(N,\) for N images, without a dim of outputs: let it return \(N, 1\)",
     ):
         verify(
             replace(
@@ -339,13 +339,13 @@ def test_what_does_not_fit_is_refused(tmp_path, refused):
             "n.h5",
             "made_classifiers:residual",
             [],
-            r"loss.name is cross_entropy, but .*n.h5 has a number for each image \(height\): take mse or l1",
+            r"loss.name is cross_entropy, but .*n.h5 has a number for each image \(height\): set loss.name to mse or l1",
         ),
         (
             "s.h5",
             "made_classifiers:residual",
             ["--loss.name", "mse", "--model.out_channels", "1"],
-            "loss.name is mse, but .*s.h5 has 2 classes: take cross_entropy",
+            "loss.name is mse, but .*s.h5 has 2 classes: set loss.name to cross_entropy",
         ),
     ]:
         err = refused(
@@ -495,7 +495,7 @@ def test_ultramnist_of_the_patchgd_paper(tmp_path, capsys):
         (["ultramnist", "--noise", "300"], "--noise is 300, but pixels are from 0 to 255"),
         (
             ["blue-marble", "--sum-below", "10"],
-            "--sum-below is for the source ultramnist, not for blue-marble: leave it out",
+            "--sum-below is for the source ultramnist, not for blue-marble: leave the flag out",
         ),
     ],
 )

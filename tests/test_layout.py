@@ -141,7 +141,7 @@ def test_what_lies_beyond_a_map_is_made_of_cells_inside_where_it_is_mirrored():
 def test_cells_fewer_than_tiles_are_refused():
     with pytest.raises(
         ValueError,
-        match="layer pool makes 2 cells of 4 along a dim with 3 tiles, and each tile needs one",
+        match="layer pool computes 2 cells from 4 along a dim with 3 tiles, but each tile needs at least one",
     ):
         Layout(line(CONV, POOL), (4,), ((0, 1, 2, 4),), "1")
 

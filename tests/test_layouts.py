@@ -220,14 +220,17 @@ def test_too_little_memory_says_what_to_do(tmp_path, capsys):
     words = [config_file(tmp_path), "--ranks", "2", "--image", "96x128", "--machine", "a100"]
     assert not run(["plan", *words, "--limit", "1GB"])
     said = capsys.readouterr().out
-    assert "no layout fits 1 GB a rank; these take the least" in said and "--memory" in said
+    assert (
+        "no layout fits 1 GB a rank; the layouts above take the least memory" in said
+        and "--memory" in said
+    )
 
 
 @pytest.mark.parametrize(
     "words, message",
     [
-        (["--ranks", "0"], "--ranks is a whole number from 1"),
-        (["--ranks", "2", "--batch", "0"], "--batch is a whole number from 1"),
+        (["--ranks", "0"], "--ranks must be a whole number from 1"),
+        (["--ranks", "2", "--batch", "0"], "--batch must be a whole number from 1"),
         (["--ranks", "2", "--machine", "abacus"], "no profile abacus"),
         (["--ranks", "2", "--data.images", "3", "--batch", "4"], "does not divide into micro"),
         (["--ranks", "10007"], "no layout on 10007 ranks"),
@@ -269,5 +272,5 @@ def test_the_table_names_what_is_lost():
     facts = dict(ranks=4, batch=4, image="96x128", machine="m", limit=1e12, fits=True, steps=10)
     said = text({**facts, "layouts": rows, "hangs_on": []}, "c.yaml")
     for family in {p.layout.family for p in best} - {best[0].layout.family}:
-        assert f"{family}: at best" in said
+        assert f"{family}: its best layout takes" in said
     assert "an epoch of 10 steps" in said

@@ -70,7 +70,7 @@ def test_a_weight_in_the_memory_of_a_buffer_is_refused():
 
 
 def test_expanded_weights_are_refused():
-    with pytest.raises(ValueError, match=r"the weight w \(4x3x9\) lie in the same place"):
+    with pytest.raises(ValueError, match=r"the weight w \(4x3x9\) share one place"):
         own_memory(model_of(w=FLAT[:36].view(4, 1, 9).expand(4, 3, 9)))
 
 

@@ -130,17 +130,17 @@ def test_groups_follow_the_channels():
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (dict(depth=0), "model.depth is a whole number of at least 1, got 0"),
-        (dict(depth=2.0), "model.depth is a whole number"),
+        (dict(depth=0), "model.depth must be a whole number of at least 1, got 0"),
+        (dict(depth=2.0), "model.depth must be a whole number of at least 1, got 2.0"),
         (dict(num_convs=0), "model.num_convs"),
         (dict(in_channels=0), "model.in_channels"),
         (dict(out_channels=-1), "model.out_channels"),
         (dict(groups=0), "model.groups"),
-        (dict(base_channels=5), "model.base_channels is even .*, got 5"),
-        (dict(dropout=1.0), r"model.dropout is a probability in \[0, 1\), got 1.0"),
-        (dict(dropout=float("nan")), "model.dropout is a probability"),
-        (dict(norm="layer"), "model.norm is one of instance, batch, group, none, got 'layer'"),
-        (dict(up="cubic"), "model.up is one of nearest, bilinear, transposed, got 'cubic'"),
+        (dict(base_channels=5), "model.base_channels must be even .*, got 5"),
+        (dict(dropout=1.0), r"model.dropout must be a probability in \[0, 1\), got 1.0"),
+        (dict(dropout=float("nan")), "model.dropout must be a probability"),
+        (dict(norm="layer"), "model.norm must be one of instance, batch, group, none, got 'layer'"),
+        (dict(up="cubic"), "model.up must be one of nearest, bilinear, transposed, got 'cubic'"),
         (dict(dims=1), "2 and 3 spatial dims, got dims=1"),
     ],
 )
@@ -217,9 +217,11 @@ def test_gigapixel_takes_any_size(size):
 
 
 def test_gigapixel_refuses_what_it_can_not_be():
-    with pytest.raises(ValueError, match="as many outputs as bands, but got 3 bands and 2 outputs"):
+    with pytest.raises(
+        ValueError, match="equal numbers of bands and outputs, got 3 bands and 2 outputs"
+    ):
         build_model(ModelConfig(name="gigapixel-4492"), 3, 2)
     with pytest.raises(
-        ValueError, match="gigapixel-4492 does not take what the config sets .*depth"
+        ValueError, match="gigapixel-4492 does not take all that the config sets .*depth"
     ):
         build_model(ModelConfig(name="gigapixel-4492", depth=3))

@@ -81,9 +81,9 @@ REFUSED = {
     ),
     "a few rows": (
         lambda m, x: x - x[:, :, :5].mean((2, 3), keepdim=True),
-        "__getitem__ .* takes a part of 5 places",
+        "__getitem__ .* takes a slice of fixed length 5",
     ),
-    "a row": (lambda m, x: x - x[:, :, 0:1], "__getitem__ .* takes a part of 1 places"),
+    "a row": (lambda m, x: x - x[:, :, 0:1], "__getitem__ .* takes a slice of fixed length 1"),
     "a strip of many": (
         lambda m, x: x.view(len(x), 6, 2, -1, x.shape[3])[:, :, 0],
         "view .* mixes images, channels and places, or cuts the image into windows",
@@ -98,7 +98,7 @@ REFUSED = {
     ),
     "anywhere": (
         lambda m, x: F.grid_sample(x, x[:, :2].permute(0, 2, 3, 1)),
-        "grid_sample .* samples places of the image that a grid gives, which may lie anywhere",
+        "grid_sample .* samples the image at positions from a grid, which may lie anywhere",
     ),
     "overlapping maxima": (
         lambda m, x: F.max_pool2d(x, 3, 1, 1, return_indices=True)[0],
@@ -114,7 +114,10 @@ REFUSED = {
         lambda m, x: F.pad(x, (1, 1, 0, 0), mode="circular")[..., 1:-1],
         r"pad in the model \(test_moved.py, line \d+\) is circular padding, which joins opposite borders",
     ),
-    "both": (lambda m, x: F.pad(x, (0, 1, 0, 0, 0, 1))[:, :6], "pads channels and places at once"),
+    "both": (
+        lambda m, x: F.pad(x, (0, 1, 0, 0, 0, 1))[:, :6],
+        "pads channels and spatial dims in one call",
+    ),
 }
 
 

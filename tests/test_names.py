@@ -112,6 +112,6 @@ def test_paths_are_told_apart():
 @pytest.mark.parametrize("name", ["dropouts", "image", "block.forward", "check.conv"])
 def test_a_network_by_hand_refuses_names_of_its_own(name):
     with pytest.raises(
-        ValueError, match=f"layer {name} has the name of something that networks have themselves"
+        ValueError, match=f"the name of layer {name} contains .*, which networks use themselves"
     ):
         Network({name: nn.Conv2d(2, 3, 1)})

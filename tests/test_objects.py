@@ -460,9 +460,9 @@ def test_command_says_what_is_wrong(tmp_path, labels, capsys, monkeypatch):
     geotiff("labels.tif", labels, nodata=255, **UTM)
     for arguments, words in (
         (["nothing.tif"], "there is no image file nothing.tif"),
-        (["labels.tif", "--classes", "lake"], "the classes of labels.tif are numbers alone"),
+        (["labels.tif", "--classes", "lake"], "the classes of labels.tif are numbers only"),
         (["labels.tif", "labels.tif"], "several maps are named labels"),
-        (["labels.tif", "--least", "0"], "--least is a whole number from 1"),
+        (["labels.tif", "--least", "0"], "--least must be a whole number from 1"),
     ):
         assert run("trace", *arguments) == 2 and words in capsys.readouterr().err
     assert not Path("objects").exists()

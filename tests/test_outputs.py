@@ -113,14 +113,14 @@ def test_the_loss_is_a_weighted_sum():
         (
             "Dict",
             dict(outputs={"out": 1.0, "deep": 0.4}),
-            "names deep, but that is no tensor of what the network returns, a dict of aux, out, sizes",
+            "names deep, but that is no tensor in the result of the network, a dict of aux, out, sizes",
         ),
         ("Dict", dict(outputs={"sizes": 1.0}), "names sizes, but that is a list"),
         ("Deep", dict(outputs={"out": 1.0}), "names out, .* a list of 0, 1, 2"),
         (
             "Deep",
             dict(outputs={"0": 1.0, "1": 0.4}, args={"aux_channels": 5}),
-            "output 1 of the network is 5x256x256, and 0 is 3x256x256",
+            "output 1 of the network has shape 5x256x256, but 0 has 3x256x256",
         ),
         (
             "Inputs",

@@ -436,7 +436,7 @@ def test_the_command_line_trains_evaluates_and_predicts(tmp_path, refused, monke
         )
         with pytest.raises(
             ValueError,
-            match=f"was trained with the head {head}: build it and pass it to distseg.load as head",
+            match=f"was trained with the head {head}, .*: build the head and pass it to distseg.load as head",
         ):
             load(run)
     done(["evaluate", run, *again])
@@ -510,7 +510,7 @@ def test_the_command_line_trains_evaluates_and_predicts(tmp_path, refused, monke
         (
             "test_patch_heads:mapped",
             [],
-            "patchgd.head test_patch_heads:mapped makes (2, 2, 4, 4) of Z, but (2, 2) is wanted",
+            "patchgd.head test_patch_heads:mapped returns (2, 2, 4, 4) for Z, but must return (2, 2)",
         ),
     ],
 )

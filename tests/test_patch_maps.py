@@ -391,7 +391,7 @@ def test_a_run_begins_with_a_u_net_that_was_trained_exactly(tmp_path):
     [
         (
             ["--model.norm", "batch"],
-            "this U-Net has batch norm, but PatchGD for labels of pixels takes each patch by itself: set model.norm to instance, group or none",
+            "this U-Net has batch norm, but PatchGD for labels of pixels computes each patch separately: set model.norm to instance, group or none",
         ),
         (
             ["--model.name", "distseg.models.classifier:residual"],

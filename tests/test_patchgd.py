@@ -395,7 +395,7 @@ def test_verify_is_of_exact_steps(refused):
         (["--patchgd.patch", "64x64"], "has 45x61 pixels, but patchgd.patch is 64x64"),
         (
             ["--patchgd.patch", "16"],
-            "image 'image00' has 45x61 pixels, of 2 dims, but patchgd.patch is 16: give it as many numbers",
+            "image 'image00' has 45x61 pixels, of 2 dims, but patchgd.patch is 16: give patchgd.patch a number for each dim",
         ),
         (["--patchgd.step", "17x16"], "patches of 128x128 then leave|patchgd.step is 17x16"),
         (
@@ -408,7 +408,7 @@ def test_verify_is_of_exact_steps(refused):
         ),
         (
             ["--patchgd.y_filling", "true"],
-            "patchgd.y_filling is true, but the network makes a vector of a patch",
+            "patchgd.y_filling is true, but the network turns a patch into a vector",
         ),
         (
             ["--model.name", "unet"],
@@ -418,7 +418,7 @@ def test_verify_is_of_exact_steps(refused):
         (["--spatial.norm_scope", "step"], "PatchGD has patchgd.norm_scope instead"),
         (
             ["--patchgd.grid", "4x4"],
-            "patchgd.grid is 4x4, but patchgd.head cnn takes any grid: set that to conv3 or conv4",
+            "patchgd.grid is 4x4, but patchgd.head cnn takes any grid: set patchgd.head to conv3 or conv4",
         ),
         (["--patchgd.iner", "2"], "did you mean --patchgd.inner"),
     ],

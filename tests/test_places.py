@@ -47,7 +47,7 @@ def test_any_size(comm, size):
 def test_windows_that_stand_for_images_are_refused(comm, setting):
     with pytest.raises(
         ValueError,
-        match="approximate.(halo is 40|norms is window), so that windows .* layer interpolate places its cells by the size of the whole image",
+        match="approximate.(halo is 40|norms is window), so that windows .* the result of layer interpolate depends on the size of the whole image",
     ):
         error_of("strided_unet", comm, dict(tiles_per_rank=(2, 2), **setting))
 

@@ -376,7 +376,10 @@ def test_command_as_json(capsys):
         (["--device", "k80"], "unknown --device 'k80': choose v100, cpu"),
         (["--costs", "measured", "--device", "v100"], "leave it out"),
         (["--model", "resnet"], "unknown model 'resnet'"),
-        (["--micro-batches", "0"], "--micro-batches is a whole number from 1 to 1000000, got 0"),
+        (
+            ["--micro-batches", "0"],
+            "--micro-batches must be a whole number from 1 to 1000000, got 0",
+        ),
     ],
 )
 def test_command_refuses(capsys, arguments, words):

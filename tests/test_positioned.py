@@ -47,7 +47,7 @@ def test_exact_on_more_ranks(comm, name):
 
 @pytest.mark.parallel(1)
 def test_windows_that_stand_for_images_are_refused(comm):
-    with pytest.raises(ValueError, match="places its cells by the size of the whole image"):
+    with pytest.raises(ValueError, match="depends on the size of the whole image"):
         error_of("coordinates", comm, dict(tiles_per_rank=(2, 2), halo=40), "37x45")
 
 

@@ -316,7 +316,7 @@ def test_a_run_in_stages_on_ranks_that_these_do_not_divide(comm, folder, capfd):
         )
         told = capfd.readouterr().out
         assert (
-            "the 2 stages of the training do not divide 1 process, so each has all of the network"
+            "the 2 stages of the training do not divide 1 process, so each process holds the whole network"
             in told
             and "mesh.tiles 2x1: without effect here" in told
         )

@@ -85,7 +85,7 @@ def test_files_and_table(comm, shared_path):
     ) == pytest.approx(0, abs=1e-6)
     assert (
         found.simulated(found.factor).makespan < found.seconds * 1.5
-        and "simulated from these: " in found.text()
+        and "step simulated with the modelled times: " in found.text()
     )
     header, _, *lines = found.text().split("\n\n")[1].splitlines()
     assert [line.split("  ")[0] for line in lines] == [*found.names, "mean share"] and (
@@ -164,7 +164,7 @@ def test_as_a_command_without_a_pipeline(comm, capsys, shared_path):
 @pytest.mark.parallel(1)
 def test_what_can_not_be_profiled(comm, capsys):
     code, _, err = run(capsys, "profile", "--image", "16x20", "--steps", "0")
-    assert code == 2 and "--steps is a whole number from 1 to 1000000, got 0" in err
+    assert code == 2 and "--steps must be a whole number from 1 to 1000000, got 0" in err
     code, _, err = run(
         capsys,
         "profile",

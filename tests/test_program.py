@@ -533,7 +533,7 @@ def test_the_program_of_tiles_streaming_that_exchange():
 
 
 def test_devices_have_no_program_of_ours():
-    with pytest.raises(ValueError, match="torchgpipe schedules its own work"):
+    with pytest.raises(ValueError, match="because torchgpipe schedules the stages"):
         planned(placement="devices", balance=[6, 11])
 
 

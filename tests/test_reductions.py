@@ -78,7 +78,7 @@ REFUSED = {
     ),
     "largest of rows": (
         lambda m, x: x * x.topk(2, dim=2)[0].mean((2, 3), keepdim=True),
-        "topk .* sorts rows or columns of the image alone",
+        "topk .* sorts within rows or columns of the image",
     ),
     "number of the batch": (
         lambda m, x: x / (len(x) * x.shape[2]),

@@ -151,13 +151,13 @@ def test_what_a_resumed_runs_log_lacks_is_told_and_a_damaged_one_kept(tmp_path, 
     told = capsys.readouterr().err
     assert (
         "is damaged in line 2, which is left out; the file as it was is log.1.jsonl" in told
-        and "has no entry of 1 of the 5 steps before (the first is step 2)" in told
+        and "has no entry for 1 of the first 5 steps, beginning with step 2" in told
     )
     assert steps(tmp_path) == [1, 3, 4, 5] and (tmp_path / "log.1.jsonl").read_bytes() == damaged
     file.unlink()
     RunLog(tmp_path, tensorboard=False, resumed_step=5).close()
     assert (
-        "has no entry of 5 of the 5 steps before (the first is step 1)" in capsys.readouterr().err
+        "has no entry for 5 of the first 5 steps, beginning with step 1" in capsys.readouterr().err
     )
 
 

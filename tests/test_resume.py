@@ -226,7 +226,7 @@ def test_what_has_changed_is_told(comm, tmp_path, capsys):
     assert "goes on from step-00000012: 12 steps, 2 epochs" in out
     assert "optim.lr was 0.01, is 0.02" in out and "train.epochs was 2, is 3" in out
     assert (
-        "the schedule (cosine) goes on at step 12 of 18 with a rate of 0.0" in out
+        "the schedule (cosine) goes on at step 12 of 18 with a learning rate of 0.0" in out
         and "with the settings before it had come to its end" in out
     )
 
@@ -281,14 +281,14 @@ def _layout(samples, accumulate, images, scope="step", norms=None, tiles="1x1") 
             _layout(1, 1, 1),
             _layout(2, 1, 1),
             False,
-            "a step was of 1 images, is of 2, so the loss curve is another; train.accumulate and data.images make it the same",
+            "a step had 1 images and now has 2, so the loss curve changes; set train.accumulate and data.images to get the same number of images",
         ),
         (_layout(2, 1, 1), _layout(1, 2, 1), False, "the gradient is the same"),
         (
             _layout(2, 1, 1),
             _layout(1, 2, 1),
             True,
-            "batch norm sees other images of a step together, so the loss curve is another",
+            "batch norm takes statistics of other images together, so the loss curve changes",
         ),
         (_layout(2, 1, 1), _layout(1, 1, 2), True, "the gradient is the same"),
         (_layout(2, 2, 1), _layout(1, 2, 2), True, "the gradient is the same"),
@@ -297,14 +297,14 @@ def _layout(samples, accumulate, images, scope="step", norms=None, tiles="1x1") 
             _layout(2, 1, 1, "group"),
             _layout(1, 1, 2, "group"),
             True,
-            "batch norm sees other images of a step together, so the loss curve is another",
+            "batch norm takes statistics of other images together, so the loss curve changes",
         ),
         (_layout(2, 1, 1), _layout(2, 1, 1, tiles="1x2"), True, "the gradient is the same"),
         (
             _layout(2, 1, 1, norms="window"),
             _layout(2, 1, 1, norms="window", tiles="1x2"),
             True,
-            "what is approximate (approximate.halo, approximate.norms) depends on it",
+            "the approximation (approximate.halo, approximate.norms) depends on the mesh",
         ),
     ],
 )

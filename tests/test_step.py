@@ -214,7 +214,7 @@ def test_norms_hidden_in_other_modules_do_not_take_several_pieces(monkeypatch):
     step("instance", "cross_entropy", [[0, 1]])
     with pytest.raises(
         ValueError,
-        match="holds 6 windows of one micro-batch, but with active norms only a flat nn.Sequential",
+        match="holds 6 windows of one micro-batch, but this model has active norms and is not a list",
     ):
         step("instance", "cross_entropy", [[0, 1]], grid=(2, 3))
 

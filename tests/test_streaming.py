@@ -620,7 +620,7 @@ class TestBudget:
     [
         (
             dict(streamed=GRID, halo=3),
-            r"streaming.tiles is .*, but approximate.halo is 3, and streamed tiles are exact windows",
+            r"streaming.tiles is .*, but approximate.halo is 3, and streamed tiles are always exact",
         ),
         (
             dict(memory="4GB", placement="devices", balance=[10, 19]),

@@ -148,7 +148,7 @@ def test_a_size_with_which_a_network_does_something_else_is_told_before_work(com
     )
     with pytest.raises(
         ValueError,
-        match="with 1 image of 12x44 pixels this network does something else than with others",
+        match="with 1 image of 12x44 pixels this network does something else than with other images",
     ):
         train(plan, comm)
 

@@ -213,14 +213,14 @@ def test_a_site_of_your_own(capsys, folder):
 @pytest.mark.parametrize(
     "text, told",
     [
-        ("", "holds no fields"),
-        ("- a", "holds no fields"),
+        ("", "has no fields"),
+        ("- a", "has no fields"),
         ("gpu: 4", "a field 'gpu', which is unknown: choose from name, system, gpus"),
-        ("gpus: four", "gpus is a whole number from 0 on, got 'four'"),
-        ("cores: 0", "cores is a whole number from 1 on, got 0"),
-        ("options: --exclusive", "options is a list of texts"),
-        ("environment: [A]", "environment is a variable a line"),
-        ("launcher: [srun]", "launcher is text"),
+        ("gpus: four", "gpus must be a whole number of at least 0, got 'four'"),
+        ("cores: 0", "cores must be a whole number of at least 1, got 0"),
+        ("options: --exclusive", "options must be a list of texts"),
+        ("environment: [A]", "environment must have one variable per line"),
+        ("launcher: [srun]", "launcher must be text"),
         ("a: [", "cannot be read"),
         ("a: !!python/object/apply:os.system [touch harm]", "cannot be read"),
     ],
@@ -246,7 +246,7 @@ def test_only_what_differs_from_the_config_file_is_a_flag(capsys, folder):
     assert (
         "--optim.clip null" in text
         and err
-        == "distseg: note: data.store is None, which is not there yet: prepare it before the job starts\n"
+        == "distseg: note: data.store is None, which does not exist yet: prepare the store before the job starts\n"
     )
 
 
@@ -339,7 +339,7 @@ def test_a_mesh_grows_along_an_axis():
     assert grown(MeshShape(1, Size("1x1x1"), 1), 24, "tiles") == MeshShape(1, Size("2x3x4"), 1)
     with pytest.raises(
         ValueError,
-        match="cannot grow to 8 processes by its tiles: the rest of it takes multiples of 6",
+        match="cannot grow to 8 processes by its tiles: its other axes need a multiple of 6 processes",
     ):
         grown(shape, 8, "tiles")
 
@@ -376,35 +376,35 @@ MESH = "a mesh of 2 samples x (2x2) tiles x 1 stages needs 8 processes"
         (["--system", "slurm", "--gpus", "4"], "does not say what a node has: give --cores"),
         (
             ["--system", "slurm", "--gpus", "0", "--cores", "8"],
-            "a node has no GPU, so how many processes to start on it is not clear: give --processes, up to its 8 cores",
+            "a node has no GPU, so the number of processes on it is not known: give --processes, at most 8, the number of cores",
         ),
         (
             [*CPU[:4], "--cores", "4", "--processes", "8"],
             "8 processes a node are more than its 4 cores",
         ),
-        ([*PERLMUTTER, "--nodes", "0"], "--nodes is at least 1, got 0"),
-        ([*PERLMUTTER, "--gpus", "-1"], "--gpus is at least 0, got -1"),
-        ([*PERLMUTTER, "--processes", "-2"], "--processes is at least 1, got -2"),
+        ([*PERLMUTTER, "--nodes", "0"], "--nodes must be at least 1, got 0"),
+        ([*PERLMUTTER, "--gpus", "-1"], "--gpus must be at least 0, got -1"),
+        ([*PERLMUTTER, "--processes", "-2"], "--processes must be at least 1, got -2"),
         (
             [*PERLMUTTER, "--time", "90"],
-            "--time is the job's limit as HH:MM:SS, such as 02:00:00, or with days as 1-12:00:00, got '90'",
+            "--time must be the job's limit as HH:MM:SS, such as 02:00:00, or with days as 1-12:00:00, got '90'",
         ),
-        ([*PERLMUTTER, "--time", "00:00:00"], "--time is the job's limit"),
+        ([*PERLMUTTER, "--time", "00:00:00"], "--time must be the job's limit"),
         (
             [*PERLMUTTER, "--time", "00:08:00", "--warn", "300"],
             "--warn is 300 s, but --time is 480 s",
         ),
         (
             [*PERLMUTTER, "--account", "a\ntouch harm"],
-            "account is 'a\\ntouch harm': a value in a line of a script cannot have a line break",
+            "account is 'a\\ntouch harm', but a value in a line of a script cannot have a line break",
         ),
         (
             [*PERLMUTTER, "--name", "a b"],
-            "a job's name has letters, digits and . _ - only, got 'a b'",
+            "a job's name must have letters, digits and . _ - only, got 'a b'",
         ),
         (
             [*PERLMUTTER, "--launcher", "srun {gpu}"],
-            "the launcher's line 'srun {gpu}' cannot be filled in ('gpu'): it may hold {nodes}, {tasks}",
+            "the launcher's line 'srun {gpu}' cannot be filled in ('gpu'): use only the words {nodes}, {tasks}",
         ),
         (
             [
@@ -448,9 +448,9 @@ MESH = "a mesh of 2 samples x (2x2) tiles x 1 stages needs 8 processes"
         ),  # where there is more to choose than true and false
         (
             [*PERLMUTTER, "--scaling", "1,two"],
-            "--scaling is a list of different numbers of nodes, such as 1,2,4,8, got '1,two'",
+            "--scaling must be a list of distinct numbers of nodes, such as 1,2,4,8, got '1,two'",
         ),
-        ([*PERLMUTTER, "--scaling", "2,2"], "--scaling is a list of different numbers"),
+        ([*PERLMUTTER, "--scaling", "2,2"], "--scaling must be a list of distinct numbers"),
         (
             [*PERLMUTTER, "--scaling", "1,2", "--nodes", "2"],
             "--scaling 1,2 names the nodes of each job: leave --nodes out",
@@ -458,21 +458,21 @@ MESH = "a mesh of 2 samples x (2x2) tiles x 1 stages needs 8 processes"
         ([*PERLMUTTER, "--scaling", "1,2", "--sweep", "train.seed=1,2"], "leave --sweep out"),
         (
             [*PERLMUTTER, "--scaling", "1,2", "--scale", "stages"],
-            "--scale is samples or tiles, got 'stages'",
+            "--scale must be samples or tiles, got 'stages'",
         ),
         (
             [*PERLMUTTER, "--scaling", "1,2", "--mesh.stages", "3"],
-            "cannot grow to 4 processes by its samples: the rest of it takes multiples of 12",
+            "cannot grow to 4 processes by its samples: its other axes need a multiple of 12 processes",
         ),
         ([*PERLMUTTER, "--output", "c.yaml", "--overwrite"], "--output c.yaml is the config"),
-        ([*PERLMUTTER, "--output", "folder"], "folder is there, a folder: give another --output"),
+        ([*PERLMUTTER, "--output", "folder"], "folder is a folder: give another --output"),
         (
             [*PERLMUTTER, "--scaling", "1,2", "--output", "taken.sbatch"],
-            "taken-2.sbatch is there, with another content",
+            "taken-2.sbatch exists with other content",
         ),
         (
             [*PERLMUTTER, "--output", "there"],
-            "there is there, with another content: give --overwrite to replace it, or another --output",
+            "there exists with other content: give --overwrite to replace it, or another --output",
         ),
     ],
 )
@@ -503,7 +503,7 @@ def test_without_one_config(capsys, folder, config):
         main(["submit", *config, *PERLMUTTER])
     assert (
         capsys.readouterr().err
-        == "distseg: error: name the one config that is to be trained, a file, first: distseg submit CONFIG.yaml ...\n"
+        == "distseg: error: give exactly one config file to train, as the first argument: distseg submit CONFIG.yaml ...\n"
     )
 
 
@@ -564,14 +564,15 @@ def test_a_system_that_refuses_or_is_not_there(capsys, folder, monkeypatch):
     code, out, err = run(capsys, *PERLMUTTER, "--submit")
     assert (
         (code, out) == (2, "")
-        and "sbatch --parsable c.sbatch did not take the script (code 1): sbatch: error: invalid account; it is written to c.sbatch"
+        and "sbatch --parsable c.sbatch did not accept the script (code 1): sbatch: error: invalid account; correct the job, or submit the script by hand: it is written to c.sbatch"
         in err
     )
     code, out, err = run(capsys, "--site", "polaris", "--submit")
-    assert (code, out) == (
-        2,
-        "",
-    ) and "qsub is not here, so c.pbs is written but not submitted: submit it where pbs is" in err
+    assert (
+        (code, out) == (2, "")
+        and "the command qsub is not installed here, so c.pbs is written but not submitted: submit it on a machine with pbs"
+        in err
+    )
 
 
 def test_small_things():

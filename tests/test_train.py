@@ -386,7 +386,7 @@ def test_a_store_of_volumes_does_not_fit_a_network_of_planes(comm, folder):
         predict=PredictConfig(),
         model=replace(plan.model, dims=2),
     )
-    with pytest.raises(JointFailure, match="images have 3 dims .9x13x11.*takes images of 2"):
+    with pytest.raises(JointFailure, match="images have 3 dims .9x13x11.*takes images of 2 dims"):
         Run(plan, comm)
 
 

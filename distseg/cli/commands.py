@@ -60,7 +60,10 @@ from distseg.training.run_config import load_named
 def run_evaluate(
     run: str, config: Config | PatchConfig, world, split: str, output: str | None
 ) -> int:
-    """Print the scores of a run on a split, beside those of the per-pixel baseline. Collective."""
+    """Print the scores of a run on a split, beside those of the per-pixel baseline.
+
+    All ranks must call it together. It returns the exit status.
+    """
     device, threads = set_up(world, config.run.device, config.run.threads)
     predictor, manifest = load_predictor(run, config, world, device)
     with raise_jointly(world):
@@ -71,7 +74,8 @@ def run_evaluate(
             raise ValueError(
                 f"{run} is a network for labels of "
                 f"{'images' if predictor.model.of_image else 'pixels'}, but {store.path} has the "
-                "other kind: evaluate it on a store like the one it was trained on"
+                "other kind of labels: evaluate the run on a store with labels like those of its "
+                "training"
             )
         unlabelled = [
             name for name in store.split(split) if not (store.has_labels(name) or store.of_images)
@@ -111,7 +115,7 @@ def run_evaluate(
 
 
 def _folder_of(run: str) -> str:
-    """Return the folder of the run that ``run`` names, itself or by one of its checkpoints."""
+    """Return the folder of a run; ``run`` is that folder or the folder of a checkpoint."""
     checkpoint = find(run)
     return str(checkpoint.parents[1] if checkpoint.parent.name == FOLDER else checkpoint)
 
@@ -119,7 +123,7 @@ def _folder_of(run: str) -> str:
 def _evaluate_images(
     predictor: Predictor, store: Store, split: str, world, run: str, output: str | None
 ) -> int:
-    """Print the scores of a network for whole images."""
+    """Print the scores of a network that has one label per image, and return the exit status."""
     found = evaluate_images(predictor, store, split, world)
     if world.rank == 0:
         print(
@@ -141,11 +145,11 @@ def _evaluate_images(
                 )
             )
             print(
-                f"accuracy {found['accuracy']:.4f}; of always saying the most frequent class of "
-                f"the training images {most_frequent(store, split):.4f}"
+                f"accuracy {found['accuracy']:.4f}; for comparison, always predicting the most "
+                f"frequent class of the training images: {most_frequent(store, split):.4f}"
             )
             if found["kappa"] is not None:
-                print(f"quadratic weighted kappa {found['kappa']:.4f}, for classes in an order")
+                print(f"quadratic weighted kappa {found['kappa']:.4f}, for ordered classes")
         else:
             print(table([{"number": store.classes[0], **found}]))
         if output:
@@ -163,7 +167,17 @@ def _draw_heat(
     world,
     folder: Path,
 ) -> None:
-    """Draw heat maps, each rank those of its share of the images. Collective."""
+    """Draw the heat maps of images into ``folder``; each rank draws its share of the images.
+
+    All ranks must call it together.
+
+    Args:
+        heat: returns the heat of an image, tile by tile.
+        data: the section of the run's manifest with the constants of normalisation.
+        sources: for each image, by its name, a function that opens it.
+        world: the communicator of all ranks.
+        folder: the folder for the pictures.
+    """
     from PIL import Image
 
     def path(name):
@@ -223,7 +237,19 @@ def run_predict(
     output: str,
     nodata: str | None = None,
 ) -> int:
-    """Write the class maps of image files, or of the images of a split of the store. Collective."""
+    """Write the class maps of image files, or of the images of a split of the store.
+
+    All ranks must call it together. It returns the exit status.
+
+    Args:
+        run: the folder of a run or of a checkpoint.
+        config: the settings.
+        world: the communicator of all ranks.
+        images: image files; None for the images of ``split`` in the store.
+        split: the split of the store.
+        output: the folder for the results.
+        nodata: the number that stands for no data in image files, as text.
+    """
     device, threads = set_up(world, config.run.device, config.run.threads)
     predictor, manifest = load_predictor(run, config, world, device)
     settings, data = config.predict, manifest["data"]
@@ -241,8 +267,8 @@ def run_predict(
         network = network_identity(checkpoint, manifest, deciding_settings(config))
         if nodata is not None and not images:
             raise ValueError(
-                f"--nodata is {nodata}, but a store has its own value: use --nodata with --images "
-                f"only"
+                f"--nodata is {nodata}, but a store has its own no-data value: use --nodata with "
+                f"--images only"
             )
         if images:
             missing = None if nodata is None else parse(nodata)
@@ -278,14 +304,14 @@ def run_predict(
             if not predictor.model.of_image:
                 if settings.heat:
                     raise ValueError(
-                        "predict.heat is True, but it draws where an answer for a whole image "
-                        "comes from, but this network makes a map: leave it out"
+                        "predict.heat is True, which draws the pixels that the label of a whole "
+                        "image depends on, but this network returns a map: leave predict.heat out"
                     )
                 check_written(files(source), source.place, source.name)
             elif settings.heat and len(source.size) != 2:
                 raise ValueError(
-                    f"predict.heat draws pictures, but {source.name} has {len(source.size)} dims: "
-                    "leave it out"
+                    f"predict.heat draws pictures of images with 2 dims, but {source.name} has "
+                    f"{len(source.size)} dims: leave predict.heat out"
                 )
     sizes = world.bcast(sizes, root=0)
     with raise_jointly(world):
@@ -352,7 +378,7 @@ def deciding_settings(config: Config | PatchConfig) -> list:
 def _network_of_heat(predictor: Predictor, checkpoint: Path, model: ModelBase) -> nn.Module:
     """Return the plain network whose heat is drawn.
 
-    A network of patches is used by the predictor as it is; others are loaded again.
+    The predictor has a network of patches as a plain network; any other network is loaded again.
     """
     return (
         predictor.filler.network
@@ -372,7 +398,9 @@ def run_plot(
         print(output)
         return 0
     if store is None:
-        raise ValueError("an overlay needs the image: give --store, the store that was predicted")
+        raise ValueError(
+            "an overlay needs the image: give --store, the store whose images were predicted"
+        )
     for path in paths:
         picture = (
             output if output and len(paths) == 1 else str(Path(path).with_suffix(".overlay.png"))
@@ -395,7 +423,7 @@ def _overlay(path: str, store: Store, box: str | None, output: str) -> None:
             sizes = ("x".join(map(str, size)) for size in (classes.shape, store.size(name)))
             raise ValueError(
                 f"{path} has {next(sizes)} pixels of {classes.dtype}, but the image {name} of the "
-                f"store {next(sizes)}: give the store that was predicted"
+                f"store has {next(sizes)} pixels: give the store whose images were predicted"
             )
         part = _box(box, classes.shape)
         found = classes[part.slices]
@@ -425,10 +453,10 @@ def _overlay(path: str, store: Store, box: str | None, output: str) -> None:
 
 
 def _box(text: str | None, size: tuple[int, ...]) -> Box:
-    """Return the box that a text such as ``100:900,0:675`` names; the whole image for None.
+    """Return the box for a text such as ``100:900,0:675``, or the whole image if the text is None.
 
     Raises:
-        ValueError: the text has another form, or the box is empty or not inside ``size``.
+        ValueError: the text is not of this form, or the box is empty or not inside ``size``.
     """
     if text is None:
         return Box.whole(size)
@@ -437,10 +465,13 @@ def _box(text: str | None, size: tuple[int, ...]) -> Box:
         box = Box(tuple(a for a, _ in ranges), tuple(b for _, b in ranges))
     except ValueError:
         raise ValueError(
-            f"--box is written as 100:900,0:675 (rows, columns), got {text!r}"
+            f"--box must be written as 100:900,0:675 (rows, columns), got {text!r}"
         ) from None
     if min(box.size, default=0) < 1:
-        raise ValueError(f"--box {text} has no pixels: each range goes up, as in 100:900,0:675")
+        raise ValueError(
+            f"--box {text} has no pixels: the end of each range must be larger than its start, as "
+            "in 100:900,0:675"
+        )
     if len(box.size) != len(size) or not Box.whole(size).contains(box):
         raise ValueError(
             f"--box {text} lies outside the image of {'x'.join(map(str, size))} pixels"
@@ -449,7 +480,7 @@ def _box(text: str | None, size: tuple[int, ...]) -> Box:
 
 
 def _constants(manifest: dict) -> tuple[list[float], list[float]]:
-    """Return the mean and standard deviation of each band that normalise a network's images."""
+    """Return the means and standard deviations of the bands that a run normalises images with."""
     return manifest["data"]["mean"], manifest["data"]["std"]
 
 
@@ -467,11 +498,15 @@ def _check_types(store: Store, split: str, manifest: dict) -> None:
 
 
 def run_prepare(arguments) -> int:
-    """Write a store from folders or from the Blue Marble."""
+    """Write a store from folders of images or from an example data set; return the exit status.
+
+    Args:
+        arguments: the parsed flags.
+    """
     if arguments.size and arguments.source not in ("gigapixel", "ultramnist"):
         raise ValueError(
             f"--size is for the sources gigapixel and ultramnist, not for {arguments.source}: "
-            "leave it out"
+            "leave --size out"
         )
     if arguments.source == "ultramnist":
         from distseg.data.examples.ultramnist import prepare_ultramnist
@@ -557,16 +592,18 @@ def run_prepare(arguments) -> int:
 
 
 def _numbers(flag: str, text: str, between: str, count: int) -> list[int]:
-    """Return ``count`` whole numbers; if ``count`` is 2, one number stands for both.
+    """Return the ``count`` whole numbers of a text, separated by ``between``.
+
+    If ``count`` is 2 and the text has one number, this number is returned twice.
 
     Raises:
-        ValueError: the text has another form.
+        ValueError: the text is not of this form.
     """
     parts = text.split(between)
     parts = parts * 2 if count == 2 and len(parts) == 1 else parts
     if len(parts) != count or not all(part.strip().isdecimal() for part in parts):
         raise ValueError(
-            f"{flag} is written as {'3-5' if count == 2 else '2000,250,500'}, got {text!r}"
+            f"{flag} must be written as {'3-5' if count == 2 else '2000,250,500'}, got {text!r}"
         )
     return list(map(int, parts))
 
@@ -577,7 +614,7 @@ def run_check(path: str) -> int:
     The exit status is 0 if nothing is damaged, else 2.
     """
     if not path.strip():
-        raise ValueError("check reads a store or a run, but its path is empty: name one")
+        raise ValueError("check reads a store or a run, but its path is empty: give a path")
     if Path(path).is_dir():
         from distseg.training.checkpoint.files import check_run
 
@@ -596,12 +633,12 @@ def _values(text: str | None) -> dict[int, int] | None:
     try:
         pairs = [(int(a), int(b)) for a, b in (pair.split("=") for pair in text.split(","))]
     except ValueError:
-        raise ValueError(f"--values is written as 255=1,128=2, got {text!r}") from None
+        raise ValueError(f"--values must be written as 255=1,128=2, got {text!r}") from None
     values: dict[int, int] = {}
     for value, label in pairs:
         if value in values:
             raise ValueError(
-                f"--values {text} says twice what {value} stands for, {values[value]} and "
+                f"--values {text} gives the mask value {value} two labels, {values[value]} and "
                 f"{label}: leave one of them out"
             )
         values[value] = label
@@ -615,17 +652,17 @@ def _shares(text: str) -> tuple[float, ...]:
         shares = ()
     if len(shares) != 3 or not all(share >= 0 for share in shares) or abs(sum(shares) - 1) > 1e-6:
         raise ValueError(
-            "--split is three shares that add up to 1, for train, val and test, such as "
+            "--split must be three shares that add up to 1, for train, val and test, such as "
             f"0.8,0.1,0.1, got {text!r}"
         )
     return shares
 
 
 def describe_model(name: str) -> dict:
-    """Return a row of ``distseg models``.
+    """Return the row of the table of ``distseg models`` about one network.
 
-    It has name, parameters, layers, stride, halo and paper_halo. Memory is only allocated for a
-    user's own network.
+    Its keys are name, parameters, layers, stride, halo and paper_halo (the halo by the formula of
+    Seal et al. 2020). Memory for the weights is allocated only for a user's own network.
     """
     model = outline_model(ModelConfig(name))
     reach = receptive_field(model)

@@ -2,9 +2,9 @@
 
 NASA's Blue Marble becomes a store. Eight MPI ranks (two sample groups, two tiles, two pipeline
 stages) train a U-Net to separate ocean, land and lake. On a machine with fewer than eight cores,
-four ranks do so: one sample group takes all four images of a step, so the gradient is the same. The
-test images are evaluated beside the per-pixel baseline, predicted and drawn. Each command is
-printed, so that it can be repeated by hand.
+four ranks train it: one sample group takes all four images of a step, so the gradient is the same.
+The network is evaluated on the test images beside the per-pixel baseline, and its predictions are
+drawn. Each command is printed, so that it can be repeated by hand.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from pathlib import Path
 from distseg.config.units import duration
 
 RANKS = 8
-# More ranks than cores cost time. These flags keep the images of a step and their order.
+# More ranks than cores would take longer. With these flags, four ranks take the same images in each
+# step, and in the same order, as eight ranks without them.
 FEWER_RANKS = 4
 ONE_GROUP = ("--mesh.samples", "1", "--data.images", "4")
 # A rank imports torch for longer than it computes a test image.
@@ -36,8 +37,8 @@ def main() -> None:
     began = time.monotonic()
     if not CONFIG.exists():
         sys.exit(
-            f"distseg demo: {CONFIG} is not here: run it from the root of the project's checkout "
-            "(make demo)"
+            f"distseg demo: the file {CONFIG} is not in this folder: run the demo from the root of "
+            "the project's checkout (make demo)"
         )
     if not STORE.exists():
         _distseg("prepare", "blue-marble", STORE)
@@ -52,7 +53,7 @@ def main() -> None:
 
 
 def layout(cores: int) -> tuple[int, tuple[str, ...]]:
-    """Return the number of ranks that train on a machine with so many cores, and their flags."""
+    """Return how many ranks train on a machine with ``cores`` cores, and the flags for them."""
     return (RANKS, ()) if cores >= RANKS else (FEWER_RANKS, ONE_GROUP)
 
 

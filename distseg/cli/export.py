@@ -1,8 +1,8 @@
 """Export of a trained network for use without distseg: weights, and programs for other software.
 
-Programs take images as they are in files, float32 (N, bands, *size), and normalise them. They
-return logits (N, classes, *size). They take any number of images, of any size that is a multiple of
-the one in ``export.json``.
+Programs take raw pixel values as in image files, float32 (N, bands, *size), and normalise them.
+They return logits (N, classes, *size). They take any number of images, of any size that is a
+multiple of the numbers ``multiple`` in ``export.json``.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ _ASIDE = 32  # sizes are multiples of this number of pixels if the network's str
 def export(
     run: str, own: ModelConfig, output: str, formats: Sequence[str] | None = None
 ) -> list[Path]:
-    """Write the network of a run's best checkpoint, or of a given one; return the files.
+    """Write the network of a run's best checkpoint, or of a given checkpoint; return the files.
 
     Args:
         run: the folder of a run or of a checkpoint.
         own: the model of the run (:func:`distseg.training.run_config.check_model`).
         output: the folder for the files.
-        formats: some of ``FORMATS``. The default is safetensors and torch; for a network of
-            patches, which cannot be a program, safetensors alone.
+        formats: some of ``FORMATS``. The default is safetensors and torch. For a network of
+            patches, which cannot be written as a program, it is safetensors alone.
 
     Raises:
         ValueError: a package is missing, PyTorch cannot export the network, or the exported program
-            returns other logits.
+            does not return the network's logits.
     """
     checkpoint = find(run)
     manifest = read_run_manifest(checkpoint)
@@ -63,8 +63,8 @@ def export(
     if patches and (others := [name for name in formats if name != "safetensors"]):
         raise ValueError(
             f"{run} is a network of patches, whose number of patches depends on the image's size, "
-            f"so it cannot be written as {others[0]}: export it to safetensors, or take "
-            "distseg.load"
+            f"so it cannot be written as {others[0]}: export it to safetensors, or use it in "
+            "Python with distseg.load"
         )
     model = load_named(checkpoint, own)
     data, folder = manifest["data"], Path(output)
@@ -137,12 +137,12 @@ def _program(
 
     Args:
         model: the network.
-        bands: the channels of its input.
-        unit: sizes are multiples of it.
-        least: the smallest size along a dim, in units.
+        bands: the number of channels of an input image.
+        unit: for each dim, the number of pixels that image sizes are multiples of.
+        least: the smallest size along a dim, as a number of units.
 
     Raises:
-        ValueError: PyTorch cannot export the network, or the program returns other logits.
+        ValueError: PyTorch cannot export the network, or the program does not return its logits.
     """
 
     def size(*counts: int) -> tuple[int, ...]:
@@ -164,12 +164,12 @@ def _program(
     except Exception as e:  # torch.export can raise anything
         raise ValueError(
             f"torch.export cannot follow this network ({type(e).__name__}: "
-            f"{' '.join(str(e).split())[:300]}): export its weights alone, --formats safetensors"
+            f"{' '.join(str(e).split())[:300]}): export only its weights with --formats safetensors"
         ) from e
     if not torch.allclose(found, wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max())):
         raise ValueError(
-            "the network that torch.export writes gives wrong logits for another image size: "
-            "export its weights alone, --formats safetensors"
+            "the program that torch.export makes returns wrong logits for another image size: "
+            "export only the weights with --formats safetensors"
         )
     return program
 

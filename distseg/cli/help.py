@@ -1,7 +1,7 @@
-"""Head of a command's help: examples, and the settings that most runs set.
+"""First part of a command's help: examples, and the settings that most runs set.
 
-The flags of all settings follow it. They are about 90, and the important ones would be hard to find
-among them.
+The list of all flags comes after this part. It has about 90 flags, among which the important ones
+would be hard to find.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ FIRST = {
 
 
 def head(command: str, own: Mapping[str, str], kind: type = Config) -> str:
-    """Return the head of the help of ``distseg COMMAND``.
+    """Return the first part of the help of ``distseg COMMAND``.
 
     Args:
-        command: such as "train".
-        own: the flags that only this command has, with their help.
+        command: the name of the command, such as "train".
+        own: the flags that only this command has, with the help text of each.
         kind: the class of the command's config.
     """
     lines = [*EXAMPLES.get(command, ()), ""]
@@ -67,7 +67,7 @@ def head(command: str, own: Mapping[str, str], kind: type = Config) -> str:
         lines += _entry(flag, text)
     lines += [
         "",
-        "A setting is a field of the config file too (section: {field: value}). All of them:",
+        "Each setting can also be a field of the config file (section: {field: value}). All flags:",
         "",
     ]
     return "\n".join(lines)
@@ -81,7 +81,7 @@ def _entry(flag: str, text: str) -> list[str]:
 
 
 def field_documents(kind: type = Config) -> dict[str, str]:
-    """Return the first sentence of the documentation of each setting, by its full name."""
+    """Return the first sentence of each setting's documentation, by its name ``section.field``."""
     from docstring_parser import parse_from_object
 
     found = {}

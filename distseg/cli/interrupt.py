@@ -1,8 +1,9 @@
 """Handling of Ctrl-C that never loses an interrupt.
 
-Python raises KeyboardInterrupt wherever the program stands. In the callback of a weak reference the
-exception is printed and ignored. h5py has thousands of these callbacks, so programs that write HDF5
-often ignored Ctrl-C. Inside a callback the interrupt is therefore repeated a moment later.
+Python raises KeyboardInterrupt in whatever code is running. In the callback of a weak reference,
+Python prints the exception and ignores it. h5py has thousands of these callbacks, so programs that
+write HDF5 often ignored Ctrl-C. If an interrupt comes inside a callback, it is therefore repeated a
+moment later.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ _SOON = 0.02  # seconds until an interrupt is repeated
 
 @contextmanager
 def interruptible():
-    """Let Ctrl-C end the code inside the context, wherever it stands.
+    """Let Ctrl-C end the code inside the context, also during the callback of a weak reference.
 
-    It does nothing outside the main thread, or if SIGINT has another handler than Python's own.
+    The context does nothing outside the main thread, or if SIGINT has a handler that is not
+    Python's default.
     """
     if (
         threading.current_thread() is not threading.main_thread()

@@ -1,4 +1,4 @@
-"""Frame of a command on all ranks of a job: watchdog, shared settings, communicator."""
+"""Start and end of a command that runs on all ranks: watchdog, equal settings, communicator."""
 
 from __future__ import annotations
 
@@ -20,16 +20,18 @@ def job(
     settle: Callable[[], tuple[Config | PatchConfig, dict]],
     stacks: Callable[[Config | PatchConfig], str | None] = lambda config: None,
 ) -> Iterator[tuple[Config | PatchConfig, dict, object]]:
-    """Yield the settings of a command, its own flags and the communicator of all ranks. Collective.
+    """Yield the settings of a command, its own flags and the communicator of all ranks.
 
-    The watchdog guards the job from the beginning until the context ends.
+    All ranks must enter the context together. The watchdog guards the job from the beginning until
+    the context ends.
 
     Args:
-        settle: reads the settings and the command's own flags, on each rank.
-        stacks: returns the folder for the stack traces of a job that hangs, given the settings.
+        settle: a function that reads the settings and the command's own flags, on each rank.
+        stacks: a function of the settings that returns the folder for the stack traces of a job
+            that hangs, or None.
 
     Raises:
-        JointFailure: the settings are not possible on some rank, or ranks have different settings.
+        JointFailure: a rank cannot read the settings, or ranks have different settings.
     """
     process, transport = identify(), "auto"
     with guarded(process.rank, RunConfig.timeout):

@@ -1,6 +1,6 @@
 """Console command ``distseg``: one subcommand a task, flags from :mod:`distseg.config.settings`.
 
-Each subcommand imports the heavy modules that it needs, so ``distseg --help`` answers at once.
+Each subcommand imports heavy modules only when it runs, so ``distseg --help`` answers at once.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ register_type(Size, serializer=str, deserializer=Size)
 _USAGE = """usage: distseg COMMAND [CONFIG.yaml] [--section.field VALUE ...]
 
 prepare   folders of images and masks, or blue-marble, into an HDF5 store
-check     read all of a store or of a run's checkpoints: is it what was written?
+check     read a store, or all checkpoints of a run, and report damaged data
 train     train on any number of ranks: mpirun -n 4 distseg train CONFIG.yaml
 patchgd   train by patch gradient descent, an approximation with a config of its own
-evaluate  IoU, Dice and accuracy of a run on whole images, beside the colour baseline
+evaluate  IoU, Dice and accuracy of a run on whole images, beside the per-pixel baseline
 predict   class maps of whole images, in bounded memory
 trace     objects of class maps as polygons (GeoPackage, GeoJSON) or numbers, with areas
 export    a run's network for use without distseg: safetensors, torch.export, ONNX
 plot      loss curves and overlays of a run
 models    the models by name: parameters, layers, stride, halo
 plan      the best layouts of a training on N ranks: time, memory, command; or stages of a model
-verify    one step on the mesh and serially, in float64, compared
+verify    compare steps on the mesh with the same steps of the serial program, in float64
 profile   where the time of a step goes, rank by rank: a table, a timeline, a trace
-runs      the runs of a folder: how far each is, its best checkpoint, mesh and versions
+runs      the runs in a folder: the progress of each, its best checkpoint, mesh and versions
 submit    script of a batch job, a sweep or a scaling study, for Slurm, LSF, PBS or Flux
 
 distseg COMMAND --help lists a command's flags."""
@@ -73,7 +73,8 @@ def main(arguments: list[str] | None = None) -> None:
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by the parent process
             setattr(sys, name, open(os.devnull, "w"))
-    # The flags' help is the documentation of the fields. Parsing it is slow, so only --help does.
+    # The help of the flags is the documentation of the fields. Parsing it is slow, so it is parsed
+    # for --help only.
     set_parsing_settings(docstring_parse_attribute_docstrings=bool(_HELP & set(arguments)))
     try:
         with interruptible():
@@ -81,7 +82,8 @@ def main(arguments: list[str] | None = None) -> None:
     except OSError as e:  # the last output was not written, as on a full disk
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         print(
-            f"distseg: error: the output cannot be written ({e.strerror}): write it elsewhere",
+            f"distseg: error: the output cannot be written ({e.strerror}): send the output to "
+            "another file or device",
             file=sys.stderr,
             flush=True,
         )
@@ -109,7 +111,10 @@ def _command(arguments: list[str]) -> int | None:
 
 
 def _joint(read: Callable) -> Callable:
-    """Decorate a function that reads a command line: its errors are reported once for all ranks."""
+    """Decorate a function that reads a command line so that its errors become JointFailures.
+
+    All ranks read the same command line. A JointFailure is reported once, not by every rank.
+    """
 
     @wraps(read)
     def joint(*arguments):
@@ -138,14 +143,15 @@ class _Parser(ArgumentParser):
         self.add_argument(
             "--config",
             action="config",
-            help="A YAML file with the sections below; may also stand first, without a flag.",
+            help="A YAML file with the sections below. It may also be the first argument, without "
+            "--config.",
         )
         for section in fields(kind):
             self.add_class_arguments(section.default_factory, section.name)
 
     @property
     def settings(self) -> dict[str, tuple[str, ...]]:
-        """The names of the fields of each section."""
+        """Names of the fields of each section, by the section's name."""
         return sections(self.kind) if self.kind else {}
 
 
@@ -157,9 +163,9 @@ def _parser(command: str, kind: type | None = Config) -> _Parser:
 
 
 def _parse(parser: _Parser, arguments: list[str], given: list[Setting] | None = None) -> Namespace:
-    """Parse arguments; they override the settings that are ``given``.
+    """Parse the arguments of a command, which override the settings ``given``.
 
-    A first argument without a dash is the config file. ``--memory`` stands for
+    If the first argument has no dash, it is the config file. ``--memory`` stands for
     ``--streaming.memory``.
     """
     if given is None:
@@ -206,7 +212,7 @@ def _print_head(parser: _Parser) -> None:
 
 
 def settings_flags(parser: _Parser) -> list[str]:
-    """Return the names of all flags that stand for sections of the config or their fields."""
+    """Return the names of all flags for sections of the config and for their fields."""
     return [
         name
         for section, names in parser.settings.items()
@@ -215,10 +221,10 @@ def settings_flags(parser: _Parser) -> list[str]:
 
 
 def _without_files(arguments: list[str], kind: type) -> tuple[list[str], list[Setting]]:
-    """Replace each config file by flags with its settings.
+    """Replace each config file among the arguments by flags with the file's settings.
 
     Returns:
-        The arguments, and the settings of the files.
+        The new arguments, and the settings of all files.
     """
     found, read, rest = [], [], iter(arguments)
     for argument in rest:
@@ -226,8 +232,8 @@ def _without_files(arguments: list[str], kind: type) -> tuple[list[str], list[Se
         if flag.startswith("--") and flag[2:] in sections(kind):
             example = f"{flag}.{sections(kind)[flag[2:]][0]}"
             raise ValueError(
-                f"{flag} is a section: give its fields, such as {example} VALUE, or "
-                "a config file first"
+                f"{flag} is a section, which takes no value: give its fields, such as {example} "
+                "VALUE, or give a config file as the first argument"
             )
         if flag != "--config":
             found.append(argument)
@@ -248,7 +254,7 @@ def _config(parsed: Namespace, kind: type = Config) -> Config | PatchConfig:
 
 
 def _own(parsed: Namespace, kind: type = Config) -> dict:
-    """Return the flags that are not settings of the config."""
+    """Return the values of the flags that are not settings of the config, by name."""
     return {
         name: value
         for name, value in vars(parsed).items()
@@ -274,7 +280,8 @@ def _verify(arguments: list[str]) -> int:
         "--steps",
         type=int,
         default=2,
-        help="Optimizer steps; what one leaves behind shows in the next.",
+        help="Number of optimizer steps; an error in the optimizer's state shows only in the "
+        "step after it.",
     )
     parser.add_argument("--json", action="store_true", help="Print the report as JSON.")
 
@@ -284,8 +291,8 @@ def _verify(arguments: list[str]) -> int:
         _check_count("--steps", parsed.steps)
         if not 0 <= parsed.tolerance < math.inf:
             raise ValueError(
-                "--tolerance is the largest relative error that passes, a number of at least 0 "
-                f"such as 1e-12, got {parsed.tolerance}"
+                "--tolerance, the largest relative error that passes, must be a number of at "
+                f"least 0, such as 1e-12, got {parsed.tolerance}"
             )
         _check_file(parsed.dump, "--dump")
         return _config(parsed), _own(parsed)
@@ -314,13 +321,14 @@ def _profile(arguments: list[str]) -> int:
         "--image",
         type=Size | None,
         default=None,
-        help="Size of random images, such as 97x131; by default the store's first step.",
+        help="Size of random images, such as 97x131; by default the images of the first step on "
+        "the store.",
     )
     parser.add_argument(
         "--steps",
         type=int,
         default=3,
-        help="Optimizer steps; the last one is watched, those before it warm up.",
+        help="Number of optimizer steps; the last one is profiled, the steps before it warm up.",
     )
     parser.add_argument(
         "--output",
@@ -351,7 +359,7 @@ def _profile(arguments: list[str]) -> int:
 @_joint
 def _models(arguments: list[str]) -> int:
     parser = _parser("models", None)
-    parser.add_argument("names", nargs="*", help="Names of the zoo; all by default.")
+    parser.add_argument("names", nargs="*", help="Names of networks; all by default.")
     parser.add_argument("--json", action="store_true", help="Print a list of objects.")
     parsed = _parse_plain(parser, arguments)
     from distseg.cli.commands import describe_model
@@ -370,33 +378,34 @@ def _plan(arguments: list[str]) -> int:
 
 
 def _layouts(arguments: list[str]) -> int:
-    """Print the best layouts of a config's training on some ranks."""
+    """Print the best layouts of a config's training on ``--ranks`` ranks."""
     parser = _parser("plan")
     parser.add_argument("--ranks", type=int, default=1, help="Number of ranks to plan for.")
     parser.add_argument(
         "--image",
         type=Size | None,
         default=None,
-        help="Size of the images, such as 512x512; by default the samples of the store.",
+        help="Size of the images, such as 512x512; by default the size of the store's samples.",
     )
     parser.add_argument(
         "--machine",
         type=str,
         default="here",
-        help="here: time the network on this machine, on all ranks of mpirun at the same time. Or "
-        "a profile: a100, dgx1-v100, h100, summit-v100, or the path of a YAML file.",
+        help="here, to time the network on this machine, on all ranks of mpirun at the same time; "
+        "or a profile of another machine: a100, dgx1-v100, h100, summit-v100, or the path of a "
+        "YAML file.",
     )
     parser.add_argument(
         "--limit",
         type=str | None,
         default=None,
-        help="Memory that a rank may take, such as 16GB; by default what the machine has.",
+        help="Memory limit of a rank, such as 16GB; by default the memory that the machine has.",
     )
     parser.add_argument(
         "--batch",
         type=int | None,
         default=None,
-        help="Images of a step over all sample groups; by default those of the config.",
+        help="Number of images in a step over all sample groups; by default that of the config.",
     )
     parser.add_argument(
         "--save", type=str | None, default=None, help="Write the machine's profile to this file."
@@ -443,7 +452,7 @@ def _stages(arguments: list[str]) -> int:
         help="Print what each rank does in a step of a job: distseg plan CONFIG --program "
         "--image 512x512.",
     )
-    parser.add_argument("--stages", type=int, default=6, help="S: pipeline stages.")
+    parser.add_argument("--stages", type=int, default=6, help="Number of pipeline stages.")
     parser.add_argument(
         "--model",
         type=str,
@@ -457,14 +466,14 @@ def _stages(arguments: list[str]) -> int:
         help="Size of the window in the pipeline, such as 1434 or 512x768.",
     )
     parser.add_argument(
-        "--micro-batches", type=int, default=2, help="Micro-batches of an optimizer step."
+        "--micro-batches", type=int, default=2, help="Number of micro-batches in a step."
     )
-    parser.add_argument("--batch", type=int, default=1, help="Windows of a micro-batch.")
+    parser.add_argument("--batch", type=int, default=1, help="Number of windows in a micro-batch.")
     parser.add_argument(
         "--memory",
         type=str | None,
         default=None,
-        help="What a stage may take, such as 16GB or 15.5GiB; no limit by default.",
+        help="Memory limit of a stage, such as 16GB or 15.5GiB; no limit by default.",
     )
     parser.add_argument(
         "--recompute",
@@ -482,13 +491,13 @@ def _stages(arguments: list[str]) -> int:
         "--costs",
         choices=["modelled", "measured"],
         default="modelled",
-        help="By arithmetic, or timed here.",
+        help="Costs of layers: modelled from their arithmetic, or measured on this machine.",
     )
     parser.add_argument(
         "--device",
         type=str | None,
         default=None,
-        help="Of modelled costs: v100 (the default) or cpu, this one.",
+        help="Device for modelled costs: v100 (the default), or cpu for the CPU of this machine.",
     )
     parser.add_argument("--json", action="store_true", help="Print one object; seconds and bytes.")
     parsed = _parse_plain(parser, arguments)
@@ -518,7 +527,7 @@ def _program(arguments: list[str]) -> int:
         "--image",
         type=Size | None,
         default=None,
-        help="Size of the images, such as 512x512; by default the store's first step.",
+        help="Size of the images, such as 512x512; by default that of the first step on the store.",
     )
     parsed = _parse(parser, arguments)
     from distseg.cli.plan_text import programs
@@ -535,7 +544,12 @@ def _program(arguments: list[str]) -> int:
 
 
 def _train(arguments: list[str], kind: type = Config) -> int:
-    """Train by the settings of a config of this class."""
+    """Train with the settings of a config, and return the exit status.
+
+    Args:
+        arguments: the flags.
+        kind: the class of the config: Config for exact training, PatchConfig for PatchGD.
+    """
 
     @_joint
     def settle() -> tuple[Config | PatchConfig, dict]:
@@ -581,7 +595,7 @@ def _submit(arguments: list[str]) -> int:
 
 def _evaluate(arguments: list[str]) -> int:
     parser = _parser("evaluate RUN", None)
-    parser.add_argument("--split", type=str, default="test", help="Which images.")
+    parser.add_argument("--split", type=str, default="test", help="The split to evaluate.")
     parser.add_argument(
         "--output", type=str | None, default=None, help="Write the scores to this JSON file."
     )
@@ -612,7 +626,7 @@ def _predict(arguments: list[str]) -> int:
         "--split",
         type=str | None,
         default=None,
-        help="Which of the store's images; test by default.",
+        help="The split of the store to predict; test by default.",
     )
     parser.add_argument(
         "--output",
@@ -633,8 +647,8 @@ def _predict(arguments: list[str]) -> int:
         config, flags = _parse_run(parser, arguments)
         if flags["images"] is not None and flags["split"] is not None:
             raise ValueError(
-                f"--split {flags['split']} is of the store, but --images names the images: leave "
-                "one of them out"
+                f"--split {flags['split']} names images of the store, but --images names image "
+                "files: leave one of them out"
             )
         check_folder(flags["output"], "--output")
         return config, flags
@@ -675,7 +689,7 @@ def _trace(arguments: list[str]) -> int:
         help="Names or numbers of the classes whose objects are written; by default all.",
     )
     parser.add_argument(
-        "--least", type=int, default=1, help="Objects of fewer pixels become no polygons."
+        "--least", type=int, default=1, help="Leave out polygons of objects with fewer pixels."
     )
     parsed = _parse_plain(parser, arguments)
     _check_count("--least", parsed.least)
@@ -701,7 +715,7 @@ def _export(arguments: list[str]) -> int:
         choices=["safetensors", "torch", "onnx"],
         default=None,
         help="model.safetensors, model.pt2 (torch.export), model.onnx; by default safetensors "
-        "and torch, of PatchGD safetensors.",
+        "and torch, or only safetensors for a network of PatchGD.",
     )
     config, flags = _parse_run(parser, arguments)
     check_folder(flags["output"], "--output")
@@ -728,7 +742,7 @@ def _plot(arguments: list[str]) -> int:
     parser.add_argument(
         "what",
         choices=["curves", "overlay"],
-        help="curves: of the logs of runs; overlay: image, truth, prediction, errors.",
+        help="curves: loss and scores of runs; overlay: image, truth, prediction, errors.",
     )
     parser.add_argument(
         "paths", nargs="+", help="curves: run folders; overlay: prediction files NAME.h5."
@@ -756,13 +770,13 @@ def _plot(arguments: list[str]) -> int:
     for flag in ("store", "box") if parsed.what == "curves" else ():
         if parsed[flag] is not None:
             raise ValueError(
-                f"--{flag} {parsed[flag]} is for overlays, but curves are drawn: leave it out, "
-                "or plot overlay"
+                f"--{flag} {parsed[flag]} is for overlays, but curves are drawn: leave --{flag} "
+                "out, or plot overlay"
             )
     if parsed.what == "overlay" and parsed.output and len(parsed.paths) > 1:
         raise ValueError(
             f"--output {parsed.output} names one picture, but there are {len(parsed.paths)} "
-            "predictions: leave it out, or plot one by one"
+            "predictions: leave --output out, or plot each prediction with its own command"
         )
     for path in parsed.paths:
         if not (os.path.isfile(path) or parsed.what == "curves" and os.path.isdir(path)):
@@ -800,56 +814,57 @@ def _prepare(arguments: list[str]) -> int:
     parser = _parser("prepare", None)
     parser.add_argument(
         "source",
-        help="blue-marble, gigapixel (one grey image from it), ultramnist (digits to be summed), "
-        "or the folder of images.",
+        help="The folder of images, or an example: blue-marble, gigapixel (one grey image from the "
+        "Blue Marble) or ultramnist (images of digits, labelled with the sum of the digits).",
     )
     parser.add_argument("output", help="The HDF5 store to write.")
     parser.add_argument(
         "--size",
         type=Size | None,
         default=None,
-        help="Of the gigapixel image, 16000x64000 by default, or of ultramnist's, 512x512.",
+        help="Size of the gigapixel image, by default 16000x64000, or of the images of "
+        "ultramnist, by default 512x512.",
     )
     parser.add_argument(
         "--images",
         type=str,
         default="2000,250,500",
-        help="Of ultramnist: how many of train, val and test.",
+        help="For ultramnist: number of images for train, val and test.",
     )
     parser.add_argument(
-        "--digits", type=str, default="3-5", help="Of ultramnist: how many an image has."
+        "--digits", type=str, default="3-5", help="For ultramnist: number of digits in an image."
     )
     parser.add_argument(
         "--sum-below",
         dest="sum_below",
         type=int | None,
         default=None,
-        help="Of ultramnist: only sums below this, equally many images of each; the PatchGD "
-        "paper has 10.",
+        help="For ultramnist: use only sums below this number, with the same number of images for "
+        "each sum. Gupta et al. 2023 use 10.",
     )
     parser.add_argument(
         "--noise",
         type=int,
         default=16,
-        help="Of ultramnist: the background is drawn evenly below this, of 255; the PatchGD "
-        "paper has none, 0.",
+        help="For ultramnist: background pixels are drawn uniformly from the integers below this "
+        "number; the largest pixel value is 255. Gupta et al. 2023 use 0, no noise.",
     )
     parser.add_argument(
-        "--masks", type=str | None, default=None, help="The folder of masks; files pair by name."
+        "--masks", type=str | None, default=None, help="The folder of masks, paired by file names."
     )
     parser.add_argument(
         "--labels",
         type=str | None,
         default=None,
-        help="Where each image has one label: a CSV file with the columns image, label and "
-        "perhaps split; or folders, if they lie in folders named after classes.",
+        help="If each image has one label: a CSV file with the columns image, label and perhaps "
+        "split; or the word folders, if the images lie in folders named after classes.",
     )
     parser.add_argument(
         "--classes",
         type=str | None,
         default=None,
-        help="Names in the order of their labels: background,road,building; or, where colours of "
-        "masks stand for classes, background=#000000,road=#ff0000.",
+        help="Names of the classes in the order of their labels: background,road,building. If "
+        "colours of masks stand for classes: background=#000000,road=#ff0000.",
     )
     parser.add_argument(
         "--values",
@@ -858,7 +873,7 @@ def _prepare(arguments: list[str]) -> int:
         help="Mask values that stand for other labels: 255=1,128=2.",
     )
     parser.add_argument(
-        "--ignore", type=int, default=255, help="Label of pixels that count nowhere."
+        "--ignore", type=int, default=255, help="Label of pixels to ignore in losses and scores."
     )
     parser.add_argument(
         "--nodata",
@@ -871,28 +886,28 @@ def _prepare(arguments: list[str]) -> int:
         "--alpha",
         choices=["mask", "band"],
         default=None,
-        help="Transparency of images: mask, pixels where it is 0 have no data (the default); or "
-        "a band like others.",
+        help="Meaning of the images' alpha channel: mask, pixels with alpha 0 have no data (the "
+        "default); or band, alpha is a band like the others.",
     )
     parser.add_argument(
         "--instances",
         choices=["foreground", "border"],
         default=None,
-        help="Masks hold a number for each object, 0 for the background: foreground makes all "
-        "objects class 1; border makes pixels where two objects touch class 2.",
+        help="If masks hold a number for each object and 0 for the background: foreground makes "
+        "all objects class 1; border also makes pixels where two objects touch class 2.",
     )
     parser.add_argument(
         "--dry-run",
         dest="dry_run",
         action="store_true",
-        help="Check everything, say what was found, and write nothing.",
+        help="Check everything, print what was found, and write nothing.",
     )
     parser.add_argument(
         "--pages",
         choices=["bands", "volume", "images"],
         default=None,
         help="What the pages of a TIFF file, or the first axis of an npy array, are: bands of one "
-        "image, slices of a volume, or images of their own.",
+        "image, slices of a volume, or separate images.",
     )
     parser.add_argument(
         "--absent",
@@ -904,10 +919,10 @@ def _prepare(arguments: list[str]) -> int:
         "--split",
         type=str,
         default="0.8,0.1,0.1",
-        help="Shares of train, val, test, where there are no folders of these names.",
+        help="Shares of train, val and test, if the source has no folders with these names.",
     )
     parser.add_argument(
-        "--seed", type=int, default=0, help="Of the split, and of ultramnist's images."
+        "--seed", type=int, default=0, help="Seed of the split, and of ultramnist's images."
     )
     parser.add_argument("--overwrite", action="store_true", help="Replace an existing store.")
     parsed = _parse_plain(parser, arguments)
@@ -932,13 +947,13 @@ def _prepare(arguments: list[str]) -> int:
         if parsed[flag] != parser.get_default(flag):
             raise ValueError(
                 f"--{flag.replace('_', '-')} is for folders of images, but the source is "
-                f"{parsed.source}, which has its own: leave it out"
+                f"{parsed.source}, which sets this itself: leave the flag out"
             )
     for flag in ("images", "digits", "sum_below", "noise") if parsed.source != "ultramnist" else ():
         if parsed[flag] != parser.get_default(flag):
             raise ValueError(
                 f"--{flag.replace('_', '-')} is for the source ultramnist, not for "
-                f"{parsed.source}: leave it out"
+                f"{parsed.source}: leave the flag out"
             )
     of_masks = ("masks", "values", "ignore", "absent", "instances", "dry_run")
     for flag in of_masks if parsed.labels is not None else ():
@@ -950,8 +965,8 @@ def _prepare(arguments: list[str]) -> int:
     for flag in ("values", "ignore", "instances") if parsed.masks is None else ():
         if parsed[flag] != parser.get_default(flag):
             raise ValueError(
-                f"--{flag} {parsed[flag]} is about masks, but there are none: give --masks "
-                "FOLDER, or leave it out"
+                f"--{flag} {parsed[flag]} is about masks, but no masks are given: give --masks "
+                f"FOLDER, or leave --{flag} out"
             )
     _check_file(parsed.output, "the store")
     from distseg.cli.commands import run_prepare
@@ -962,14 +977,16 @@ def _prepare(arguments: list[str]) -> int:
 def _parse_run(parser: _Parser, arguments: list[str]) -> tuple[Config | PatchConfig, dict]:
     """Return the config and the own flags of a command whose first argument is a run.
 
-    The settings that are flags are those of the run: of exact training or of PatchGD. Flags
-    override the settings of the training. ``left`` among the own flags names the settings
-    that are not taken over from the training.
+    The config is of the run's kind, exact training or PatchGD. Its values come from the run, and
+    the user's flags override them. Two entries are added to the own flags: ``run``, the
+    folder of the checkpoint, and ``left``, the settings that are not taken over from the training.
     """
     if not arguments or arguments[0].startswith("-"):
         parser.add_settings(Config)
         _parse(parser, arguments)  # --help ends here
-        raise ValueError(f"name the folder of a run or of a checkpoint first: {parser.prog} ...")
+        raise ValueError(
+            f"give the folder of a run or of a checkpoint as the first argument: {parser.prog} ..."
+        )
     from distseg.training.checkpoint.files import find, read_manifest
     from distseg.training.run_config import (
         check_head,
@@ -981,7 +998,7 @@ def _parse_run(parser: _Parser, arguments: list[str]) -> tuple[Config | PatchCon
     )
 
     run, *flags = arguments
-    checkpoint = find(run)  # found once, as training may write a better one
+    checkpoint = find(run)  # searched once, because a training may write a better one meanwhile
     trained = read_manifest(checkpoint).get("config")
     taken = taken_over(trained, run)
     if not any(flag.partition("=")[0] in ("--model.name", "--config") for flag in flags) and all(
@@ -1005,8 +1022,8 @@ def _parse_run(parser: _Parser, arguments: list[str]) -> tuple[Config | PatchCon
 def _print_ignored(left: list[str], comm) -> None:
     if left and comm.rank == 0:
         print(
-            f"distseg: settings of the machine it was trained on, not reused: {', '.join(left)}; "
-            f"set them for this machine by flags",
+            f"distseg: settings of the machine that trained the run are not used: "
+            f"{', '.join(left)}; set them for this machine with flags",
             file=sys.stderr,
             flush=True,
         )
@@ -1014,14 +1031,24 @@ def _print_ignored(left: list[str], comm) -> None:
 
 def _check_count(flag: str, value: int) -> None:
     if not 1 <= value <= _MOST:
-        raise ValueError(f"{flag} is a whole number from 1 to {_MOST}, got {value}")
+        raise ValueError(f"{flag} must be a whole number from 1 to {_MOST}, got {value}")
 
 
 _MOST = 10**6
 
 
 def _check_file(path: str | None, what: str) -> None:
-    """Refuse a path that a file cannot be written to, before the work whose result it is."""
+    """Refuse a path to which no file can be written.
+
+    It is called before the work, whose result would otherwise be lost.
+
+    Args:
+        path: the file, or None for no check.
+        what: the flag or setting, for the message.
+
+    Raises:
+        ValueError: the message names the path and how to fix it.
+    """
     if path is None:
         return
     if not path.strip() or "\0" in path:
@@ -1033,7 +1060,7 @@ def _check_file(path: str | None, what: str) -> None:
 
 
 def check_folder(path: str, what: str, whole: str | None = None) -> None:
-    """Refuse a path that is not a folder and cannot be made one.
+    """Refuse a path that is not a folder and where no folder can be made.
 
     Args:
         path: the folder.
@@ -1041,20 +1068,20 @@ def check_folder(path: str, what: str, whole: str | None = None) -> None:
         whole: the file in this folder that the user named, for the message.
 
     Raises:
-        ValueError: the message names the path and the repair.
+        ValueError: the message names the path and how to fix it.
     """
     if not path.strip() or "\0" in path:
         raise ValueError(f"{what} is {path!r}, which names no folder: give a path")
     there = next(p for p in (Path(path), *Path(path).absolute().parents) if p.exists())
     if not there.is_dir():
         raise ValueError(
-            f"{what} is {whole or path}, but {there} is a file: name a path that does not go "
-            "through it"
+            f"{what} is {whole or path}, but {there} is a file, not a folder: give a path that "
+            "does not contain this file"
         )
     if not os.access(there, os.W_OK | os.X_OK):
         raise ValueError(
-            f"{what} is {whole or path}, but nothing can be written to {there}: name a folder of "
-            "yours, or change its permissions"
+            f"{what} is {whole or path}, but you may not write to {there}: give a folder to which "
+            "you may write, or change the permissions of this one"
         )
 
 
@@ -1066,7 +1093,7 @@ def _parse_plain(
     Args:
         parser: the parser of the command.
         arguments: the flags.
-        places: the file and line of settings that are not flags of the user, by name.
+        places: the file and line of each setting that comes from a file, by the setting's name.
 
     Raises:
         ValueError: a flag is unknown or has a wrong value.
@@ -1092,9 +1119,9 @@ def _with_flag_hint(error: Exception, parser: _Parser, places: Mapping[str, str]
 
 
 def _in_a_line(error: Exception) -> str:
-    """Translate jsonargparse's message on a wrong value.
+    """Return a one-line message for an error of jsonargparse about a wrong value.
 
-    The result names the flag, what it takes, and what was given.
+    The message names the flag, the kind of value that it takes, and the value that was given.
     """
     text = " ".join(str(error).split())
     key = re.match(r'Parser key "([^"]+)": ', text)
@@ -1104,7 +1131,7 @@ def _in_a_line(error: Exception) -> str:
     if own := re.search(r"Not of type \w+: (.*?)(?= - Expected a| Given value type:|$)", text):
         return f"{flag}: {_cut(own[1])}"
     if "integer string conversion" in text:
-        return f"{flag} is a whole number of thousands of digits: give a smaller one"
+        return f"{flag} is a whole number of thousands of digits: give a smaller number"
     kinds = re.findall(r"Expected an? (?:typing\.)?(Literal\[[^]]*\]|<class '[^']*'>)", text)
     given = re.search(r"Given value:(.*)$", text) or re.search(r"Got value:(.*)$", text)
     if not kinds:
@@ -1128,7 +1155,7 @@ _KINDS = {
 
 
 def _cut(text: str) -> str:
-    """Return the first 400 characters of a long text."""
+    """Return a text, cut to its first 400 characters and ``...`` if it is longer."""
     return text if len(text) <= 400 else f"{text[:400]}..."
 
 

@@ -54,27 +54,31 @@ def plan_layouts(
     memory: float | None = None,
     batch: int | None = None,
 ) -> dict | None:
-    """Return the best layouts of a training on so many ranks, as plain values. Collective.
+    """Return the best layouts of a training on a number of ranks, as plain values.
+
+    All ranks of ``world`` must call it together. Only rank 0 gets the layouts, the others get None.
 
     Args:
         config: the settings of the training.
-        world: the ranks that time the network, all at the same time, and the messages between
-            them. With one rank, messages are guessed.
+        world: the communicator of the ranks that time the network, all at the same time, and the
+            messages between them. If it has one rank, the speed of messages is guessed.
         ranks: the number of ranks to plan for.
-        image: the size of an image in pixels; by default that of the store's samples.
+        image: the size of an image in pixels; by default the size of the store's samples.
         machine: ``here``, or a profile (:func:`distseg.planning.machine.load_machine`).
-        memory: bytes that a rank may take; by default what the machine has.
-        batch: images of a step, over all sample groups; by default those of the config.
+        memory: the memory limit of a rank in bytes; by default the memory that the machine has.
+        batch: the number of images in a step, over all sample groups; by default that of the
+            config.
 
     Raises:
-        ValueError: the network is not a list of known layers, or the batch does not divide.
+        ValueError: the network is not a list of known layers, the batch does not divide into
+            micro-batches, or no layout is possible.
     """
     config, plain, size, store = prepare_model(config, image)
     model = as_network(plain)
     if not is_flat(model):
         raise ValueError(
-            f"distseg cannot follow the layers of {config.model.name}, so it has no stages and "
-            "tiles to choose from: split samples only (mesh.samples)"
+            f"distseg cannot follow the layers of {config.model.name}, so it cannot plan stages "
+            "and tiles for this network: split samples only (mesh.samples)"
         )
     found = measure(config, model, size, world) if machine == HERE else load_machine(machine)
     work = work_of(config, model, size, found, batch)
@@ -84,10 +88,10 @@ def plan_layouts(
     best = planner.best(ranks)
     if not best:
         raise ValueError(
-            f"no layout on {ranks} ranks computes a step of {work.batch} images of {size}, "
-            f"{work.images} in a micro-batch: give a number of ranks that splits samples (it "
-            f"shares a divisor with {work.batch // work.images}) or tiles evenly, or another "
-            "--batch"
+            f"no layout on {ranks} ranks computes a step of {work.batch} images of {size}, with "
+            f"{work.images} images in a micro-batch: give a number of ranks that shares a divisor "
+            f"with {work.batch // work.images} (to split samples) or that splits an image into "
+            "tiles evenly, or give another --batch"
         )
     samples = None
     if store is not None:
@@ -121,14 +125,14 @@ def _plain(found: Prediction) -> dict:
 def work_of(
     config: Config, model: nn.Module, size: Size, machine: Machine, batch: int | None
 ) -> Work:
-    """Return the step of a training, for the planner.
+    """Return the description of a training step that the planner takes.
 
     Args:
         config: the settings.
         model: the plain network of known layers.
         size: the size of an image in pixels.
-        machine: the machine whose device the costs of layers are modelled for.
-        batch: images of a step, over all sample groups; None for those of the config.
+        machine: the machine; the costs of layers are modelled for its device.
+        batch: the number of images in a step, over all sample groups; None for that of the config.
 
     Raises:
         ValueError: the batch does not divide into micro-batches.
@@ -156,7 +160,16 @@ def work_of(
 
 
 def sensitivity(planner: Planner, memory: float | None, ranks: int, best: Prediction) -> list[str]:
-    """Return sentences on the guesses with which the choice changes, at 30 % more or less."""
+    """Return a line for each guessed number of the machine on which the best layout depends.
+
+    The best layout depends on a number if it changes when the number is 30 % larger or smaller.
+
+    Args:
+        planner: the planner.
+        memory: the memory limit of a rank in bytes, or None.
+        ranks: the number of ranks to plan for.
+        best: the best layout with the guessed numbers.
+    """
     found, work = [], planner.work
     for name in planner.machine.guesses:
         if name in ("memory", "ranks", "base"):
@@ -174,9 +187,10 @@ def sensitivity(planner: Planner, memory: float | None, ranks: int, best: Predic
 
 
 def measure(config: Config, model: nn.Module, image: Size, world) -> Machine:
-    """Return the machine at hand, timed by steps of this network on two sizes. Collective.
+    """Return the machine at hand, timed with steps of this network on two image sizes.
 
-    All ranks of ``world`` compute at the same time, each a step of its own.
+    All ranks of ``world`` must call it together. They compute at the same time, each a step of its
+    own.
     """
     device = set_up(world, config.run.device, config.run.threads).device
     throughput = this_cpu() if device.type == "cpu" else CORE
@@ -224,7 +238,11 @@ def measure(config: Config, model: nn.Module, image: Size, world) -> Machine:
 
 
 def _timed_sizes(config: Config, model: nn.Module, image: Size) -> tuple[Size, Size]:
-    """Return two sizes of which a step takes about ``_SECONDS`` and much less."""
+    """Return two image sizes, of at most ``image``, for timed steps: the smaller one comes first.
+
+    A step on the larger size takes about ``_SECONDS``, if ``image`` is large enough. A step on the
+    smaller size takes much less.
+    """
     stride = reach_for(model, True).stride
     costs = modelled(model, image, config.data.images, CORE)
     whole = sum(costs.forward) + sum(costs.backward)
@@ -243,7 +261,7 @@ def _timed_sizes(config: Config, model: nn.Module, image: Size) -> tuple[Size, S
 def step_of(config: Config, model: nn.Module, size: Size, layout: MeshLayout, comm, device):
     """Return an engine with a copy of the network in a layout, and this rank's random tile batches.
 
-    Collective over ``comm``, the ranks of the layout.
+    All ranks of ``comm``, which are the ranks of the layout, must call it together.
     """
     config = replace(
         config,
@@ -266,7 +284,10 @@ def step_of(config: Config, model: nn.Module, size: Size, layout: MeshLayout, co
 
 
 def _messages(world) -> tuple[float, float, bool]:
-    """Return the latency and the bytes/s of messages, and whether they were measured."""
+    """Return the latency of messages in seconds, their bytes per second, and a flag.
+
+    The flag is True if both numbers were measured. With one rank they are guessed.
+    """
     if world.size == 1:
         return 2e-5, 2e9, False
     rounds = math.ceil(math.log2(world.size))
@@ -278,7 +299,12 @@ def _messages(world) -> tuple[float, float, bool]:
 
 
 def text(found: dict, config_path: str) -> str:
-    """Return a plan for the terminal."""
+    """Return the result of :func:`plan_layouts` as text for the terminal.
+
+    Args:
+        found: the result.
+        config_path: the config file, for the command that trains.
+    """
     layouts = found["layouts"]
     rows = [_row(number + 1, row) for number, row in enumerate(layouts[:_SHOWN])]
     families: dict[str, dict] = {}
@@ -294,17 +320,18 @@ def text(found: dict, config_path: str) -> str:
     ]
     if not found["fits"]:
         lines += [
-            f"no layout fits {found['limit'] / 1e9:.3g} GB a rank; these take the least. Take more "
-            "ranks, or stream tiles within a rank: --memory (docs/streaming.md)",
+            f"no layout fits {found['limit'] / 1e9:.3g} GB a rank; the layouts above take the "
+            "least memory. Use more ranks, or stream tiles within a rank with --memory "
+            "(docs/streaming.md)",
             "",
         ]
     for family, row in families.items():
         if row is not best:
             lines.append(
-                f"{family}: at best {row['seconds'] / best['seconds']:.2f} times the first; most "
-                f"is lost by {row['largest_loss']}"
+                f"{family}: its best layout takes {row['seconds'] / best['seconds']:.2f} times as "
+                f"long as the first layout; most is lost by {row['largest_loss']}"
             )
-    lines += [f"the choice hangs on a guess, {s}" for s in found["hangs_on"]]
+    lines += [f"the best layout depends on a guess: {s}" for s in found["hangs_on"]]
     if found["steps"]:
         lines.append(
             f"an epoch of {found['steps']} steps: {duration(found['steps'] * best['seconds'])}"

@@ -1,4 +1,4 @@
-"""Text of the operations that each rank of a pipeline runs in a step, made without running any."""
+"""Text of the operations that each rank of a pipeline runs in a step; no operation is run."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class _Rank:
 
 
 def programs(config: Config, model: nn.Module, image: Sequence[int]) -> Iterator[tuple[str, str]]:
-    """Yield (legend, operations) of each rank of one pipeline, as text.
+    """Yield two texts for each rank of one pipeline: a legend, and the rank's operations.
 
     The pipeline is the one that computes the first tile of the first image.
 
@@ -55,13 +55,13 @@ def programs(config: Config, model: nn.Module, image: Sequence[int]) -> Iterator
         image: the size in pixels of all images of the step.
 
     Raises:
-        ValueError: the model or the settings cannot be trained.
+        ValueError: the model cannot be trained with these settings.
     """
     check_settings(config, model)
     if config.pipeline.placement == "devices":
         raise ValueError(
-            "pipeline.placement is devices: torchgpipe schedules its own work; plan linear or "
-            "v-shaped"
+            "pipeline.placement is devices, which distseg plan cannot show because torchgpipe "
+            "schedules the stages: set pipeline.placement to linear or v-shaped"
         )
     reach = used_reach(
         reach_for(model, config.approximate.halo is not None or config.is_cut),
@@ -126,7 +126,7 @@ def _active_norms(config: Config, model: nn.Module) -> list[int]:
 
 
 def _base(config: Config, model: nn.Module) -> float:
-    """Return an estimate of the bytes that a process takes besides activations."""
+    """Return an estimate of the number of bytes that a process takes besides activations."""
     weights = sum(p.numel() for p in model.parameters()) * 4
     return memory_in_use(torch.device("cpu")) + weights * (2 + state_copies(config.optim))
 

@@ -48,8 +48,9 @@ def load_predictor(
 ) -> tuple[Predictor, dict]:
     """Load the network of a run or checkpoint on all ranks; return a predictor and the manifest.
 
-    The network is cut into ``mesh.stages``. If the stages of the training do not divide the number
-    of ranks, every rank holds the whole network. Collective over ``world``.
+    All ranks of ``world`` must call it together. The network is cut into ``mesh.stages`` stages. If
+    the number of stages of the training does not divide the number of ranks, every rank holds the
+    whole network.
     """
     precision, channels_last = choose(config.train, device, world)
     if isinstance(config, PatchConfig):
@@ -128,21 +129,27 @@ def load_predictor(
 
 
 def _of_mesh(mesh: MeshConfig, trained: dict, ranks: int) -> list[str]:
-    """Return notes on mesh settings that act otherwise than in training, each a sentence.
+    """Return a note on each mesh setting whose effect here differs from its effect in training.
+
+    Args:
+        mesh: the mesh settings.
+        trained: the config of the training.
+        ranks: the number of ranks.
 
     Raises:
-        ValueError: the number of stages is not that of the training and does not divide the ranks.
+        ValueError: the user gave a number of stages that does not divide the number of ranks.
     """
     found = []
     if ranks % mesh.stages:
         if mesh.stages != trained.get("mesh", {}).get("stages"):
             raise ValueError(
                 f"mesh.stages is {mesh.stages}, which does not divide {ranks} "
-                f"process{'es' * (ranks > 1)}: start a multiple of {mesh.stages}, or leave it out"
+                f"process{'es' * (ranks > 1)}: start a multiple of {mesh.stages}, or leave "
+                "mesh.stages out"
             )
         found.append(
             f"note: the {mesh.stages} stages of the training do not divide {ranks} "
-            f"process{'es' * (ranks > 1)}, so each has all of the network"
+            f"process{'es' * (ranks > 1)}, so each process holds the whole network"
         )
     if mesh.tiles.volume > 1 or mesh.samples > 1:
         what = " and ".join(
@@ -154,7 +161,8 @@ def _of_mesh(mesh: MeshConfig, trained: dict, ranks: int) -> list[str]:
             if more
         )
         found.append(
-            f"note: {what}: without effect here, tiles (predict.tile) are dealt to all ranks"
+            f"note: {what}: without effect here, because tiles (predict.tile) are distributed to "
+            "all ranks"
         )
     return found
 
@@ -162,7 +170,10 @@ def _of_mesh(mesh: MeshConfig, trained: dict, ranks: int) -> list[str]:
 def _load_patches(
     run: str, config: PatchConfig, world, device: torch.device, precision: str, channels_last: bool
 ) -> tuple[PatchPredictor | MapPredictor, dict]:
-    """Load a network of patches on all ranks; return a predictor and the manifest. Collective."""
+    """Load a network of patches on all ranks; return a predictor and the manifest.
+
+    All ranks must call it together.
+    """
     with raise_jointly(world):
         checkpoint = find(run)
         manifest = read_run_manifest(checkpoint)
@@ -189,24 +200,25 @@ def predict(
     probabilities: bool = False,
     network: str = "",
 ) -> bool:
-    """Write the class map of an image, and on request the probability of each class. Collective.
+    """Write the class map of an image, and on request the probability of each class.
 
-    The first rank with the last stage writes into ``NAME.partial``, one tile of each rank at a
-    time. The files (:mod:`distseg.data.class_files`) appear when they are complete. After an
-    interruption, tiles that were written are not computed again.
+    All ranks must call it together. The first rank with the last stage collects one tile from each
+    rank at a time, and writes them into ``NAME.partial``. The files
+    (:mod:`distseg.data.class_files`) appear when they are complete. If the command is interrupted
+    and started again, tiles that were written are not computed again.
 
     Args:
         predictor: the network.
         source: the image.
         paths: the files to write.
-        classes: the classes and what stands for no data.
-        probabilities: also write the probability of each class.
+        classes: the classes, and the label of pixels without data.
+        probabilities: True to write also the probability of each class.
         network: the identity of the network and its settings
             (:func:`distseg.inference.image_source.network_identity`).
 
     Returns:
-        True on the rank that writes if it wrote files, else False. Files of the same network and
-            image are not written again.
+        True on the rank that writes the files, if it wrote them; False on all other ranks, and if
+            the files of the same network and image existed already.
     """
     ranks = predictor.replicas
     first = predictor.writes
@@ -235,7 +247,7 @@ def predict(
         return False
     if first and partial.taken_up and len(numbers) < len(every):
         print(
-            f"{source.name}: {len(every) - len(numbers)} of {len(every)} tiles are there already",
+            f"{source.name}: {len(every) - len(numbers)} of {len(every)} tiles exist already",
             flush=True,
         )
     number_of = {tile: number for number, tile in enumerate(every)}

@@ -1,8 +1,8 @@
-"""Profile of an optimizer step: where its time goes on each rank, and what was expected.
+"""Profile of an optimizer step: how each rank spends its time, and how long passes should take.
 
 The results are a table, a picture of the schedule and a trace for Perfetto. Steps run as in
-training. Only for the last step a trace is attached to the pipeline, the reducer and the
-communicators of norms and losses, so training itself has no cost for profiling.
+training. For the last step only, a trace is attached to the pipeline, the reducer and the
+communicators of norms and losses. So training itself does not become slower by profiling.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from distseg.training.verify import own_pieces, prepare
 
 COMPUTING = ("forward", "backward", "weight", "recompute")
 _COMPARED = (
-    "passes of all ranks beside what a model of a device expects, "
-    "by which stages are balanced; its times are multiplied by"
+    "passes of all ranks, measured and modelled; stages are balanced by the modelled times, "
+    "which are multiplied here by"
 )
 KINDS = (*COMPUTING, "read", "scratch", "wait", "send", "halo", "norm-exchange", "reduce", "update")
 
@@ -51,8 +51,8 @@ class Profile:
         seconds: the time until the slowest rank finished the step.
         expected: the modelled seconds of the passes of all ranks
             (:mod:`distseg.planning.pass_times`).
-        simulated: simulates the step of a pipeline, given the factor by which passes take longer
-            than modelled.
+        simulated: a function that simulates the step of a pipeline. Its argument is the factor by
+            which passes take longer than modelled.
     """
 
     title: str
@@ -65,7 +65,7 @@ class Profile:
 
     @property
     def factor(self) -> float:
-        """The ratio of the measured to the modelled seconds of all passes together."""
+        """Ratio of measured to modelled seconds, summed over all passes."""
         modelled = sum(self.expected.values())
         return (
             sum(seconds for key, (_, seconds) in self.passes().items() if key in self.expected)
@@ -75,9 +75,9 @@ class Profile:
         )
 
     def passes(self) -> dict[tuple[str, str], tuple[int, float]]:
-        """Return the number and the seconds of the passes of all ranks.
+        """Return the number of passes, and the seconds they take, summed over all ranks.
 
-        The keys are the kind of a pass and what it computes.
+        The key of an entry is the kind of the passes and what they compute, such as a stage.
         """
         found: dict[tuple[str, str], tuple[int, float]] = {}
         for rank in range(len(self.names)):
@@ -110,9 +110,9 @@ class Profile:
         return rows
 
     def rows(self) -> list[dict[str, float | str]]:
-        """Return for each rank the seconds that it spent by kind.
+        """Return a row for each rank, with the seconds that the rank spent on each kind of span.
 
-        ``other`` is the time that no span covers, so that a row adds up to the step.
+        ``other`` is the time that no span covers, so that a row adds up to the time of the step.
         """
         found = []
         for rank, name in enumerate(self.names):
@@ -153,8 +153,8 @@ class Profile:
             simulation = self.simulated(self.factor)
             idle = ", ".join(f"{share:.1%}" for share in simulation.idle)
             yield (
-                f"simulated from these: {1e3 * simulation.makespan:.4g} ms without sums of "
-                f"gradients and the update; bubble {idle} by rank"
+                f"step simulated with the modelled times: {1e3 * simulation.makespan:.4g} ms, "
+                f"without the sum of the gradients and the update; bubble {idle} by rank"
             )
 
     def _shares(self, times: dict) -> dict[str, str]:
@@ -176,9 +176,9 @@ def _pass(span: Span) -> tuple[str, str]:
 def own_seconds(
     spans: Sequence[Span], by: Callable[[Span], Hashable] = lambda span: span.kind
 ) -> Counter:
-    """Return the seconds of one rank's spans, by default by kind.
+    """Return the seconds of one rank's spans, added up for each value of ``by(span)``.
 
-    Time inside a nested span counts for the inner span alone.
+    The time of a span inside another span counts only for the inner span.
     """
     found: Counter = Counter()
     around: list[Span] = []
@@ -193,9 +193,9 @@ def own_seconds(
 
 
 def row_names(shape: MeshShape) -> list[str]:
-    """Return the place of each rank in the mesh, such as ``sample 0 tile 1 stage 0``.
+    """Return a name for each rank, its coordinates in the mesh, such as ``sample 0 tile 1``.
 
-    Only axes that are split are named. Tiles are numbered row by row.
+    The name leaves out axes of size 1. Tiles are numbered row by row.
     """
     sizes = {"sample": shape.samples, "tile": shape.tiles.volume, "stage": shape.stages}
     places = zip(*np.unravel_index(range(shape.size), tuple(sizes.values())))
@@ -209,17 +209,17 @@ def row_names(shape: MeshShape) -> list[str]:
 def profile(
     config: Config, world, image: Size | None = None, steps: int = 3, output: str = "profile"
 ) -> Profile | None:
-    """Run ``steps`` optimizer steps and profile the last one. Collective.
+    """Run ``steps`` optimizer steps and profile the last one.
 
-    It writes ``timeline.png`` and ``trace.json``.
+    All ranks must call it together. Rank 0 writes ``timeline.png`` and ``trace.json``.
 
     Args:
         config: the settings of the training.
-        world: all ranks.
+        world: the communicator of all ranks.
         image: the size of random images; by default the images are those of the first step on
             ``data.store``.
-        steps: the number of steps; those before the last one warm up.
-        output: a folder.
+        steps: the number of steps. The steps before the last one warm up.
+        output: the folder for both files.
 
     Returns:
         The profile on rank 0, None on the others.
@@ -227,11 +227,11 @@ def profile(
     device = set_up(world, config.run.device, config.run.threads).device
     with raise_jointly(world):
         if steps < 1:
-            raise ValueError(f"--steps is at least 1, got {steps}")
+            raise ValueError(f"--steps must be at least 1, got {steps}")
         if config.pipeline.placement == "devices":
             raise ValueError(
-                "pipeline.placement is devices: torchgpipe's threads cannot be watched; profile "
-                "linear or v-shaped, where ranks hold the stages"
+                "pipeline.placement is devices, but torchgpipe's threads cannot be watched: set "
+                "pipeline.placement to linear or v-shaped, with which ranks hold the stages"
             )
         config, plain, images = prepare(config, image)
         model = as_network(plain)
@@ -300,7 +300,10 @@ def _expected(
 
 
 def _laid_over(found: Profile) -> tuple[Sequence[Span], list[str]]:
-    """Return spans and names of rows: the measured ones, and the simulated pipeline below them."""
+    """Return the spans and the names of the rows of the picture.
+
+    Rows of the measured ranks come first. Below them is the simulated pipeline, if there is one.
+    """
     if not found.simulated:
         return found.spans, [*found.names]
     below = found.simulated(found.factor)
@@ -312,10 +315,9 @@ def _laid_over(found: Profile) -> tuple[Sequence[Span], list[str]]:
 
 
 def watch(engine: Engine, world) -> Trace:
-    """Attach a trace to an engine, at the same moment on all ranks. Collective.
+    """Attach a trace to an engine, and return the trace of this rank.
 
-    Returns:
-        The trace of this rank.
+    All ranks must call it together, so that their traces begin at the same moment.
     """
     world.Barrier()
     trace = Trace(world.rank, _clock(engine.device))

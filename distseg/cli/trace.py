@@ -1,4 +1,7 @@
-"""Write the objects of class maps, and of label maps of other programs, as polygons or numbers."""
+"""Write the objects of label maps as polygons, or as an image of object numbers.
+
+Label maps are class maps of distseg or label images of other programs.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +22,18 @@ from distseg.data.vector.files import LabelMap
 from distseg.report.disk import atomic_write
 from distseg.tiling.tile import Box
 
-# The label of pixels that a mask declares to have no data: one that no mask holds.
+# The label of pixels that a mask declares to have no data. No mask can have this label.
 _NO_DATA = int(np.iinfo(np.int64).min)
 
 
 @dataclass(frozen=True)
 class _Source:
-    """Label map of a file: its ``labels``, the names of its classes, if known, and all labels."""
+    """Label map of a file.
+
+    Attributes:
+        labels: the label map.
+        names: the names of its classes; None if they are not known.
+    """
 
     labels: LabelMap
     names: list[str] | None
@@ -38,14 +46,14 @@ def trace_maps(
     classes: Sequence[str] | None = None,
     least: int = 1,
 ) -> Iterator[str]:
-    """Write the objects of label maps; yield a line on each file.
+    """Write the objects of label maps, and yield a line of text for each file written.
 
     Args:
         maps: files of class maps (HDF5) or label maps (TIFF, PNG, npy).
         output: the folder for results, named after the maps.
         formats: some of gpkg, geojson, objects.
         classes: names or numbers of the classes whose objects are written; by default all.
-        least: objects of fewer pixels are left out of polygons.
+        least: objects with fewer pixels than this are left out of the polygons.
 
     Raises:
         ValueError: a map cannot be read or traced, two maps have one name, or a class is unknown.
@@ -88,7 +96,7 @@ def _opened(path: str) -> Iterator[_Source]:
     """Open a class map of distseg, or a label map.
 
     Raises:
-        ValueError: the file is none, or has another number of dims than 2.
+        ValueError: the file is not a class map or label map, or does not have 2 dims.
     """
     if Path(path).suffix == ".h5":
         with hdf5.opened(path, "class map", "distseg predict writes class maps") as file:
@@ -100,7 +108,10 @@ def _opened(path: str) -> Iterator[_Source]:
 def _of_hdf5(file, path: str) -> _Source:
     found = hdf5.dataset(file, "classes").open()
     if found.ndim != 2:
-        raise ValueError(f"{path} has {found.ndim} dims, but objects are traced in maps of 2")
+        raise ValueError(
+            f"{path} has {found.ndim} dims, but objects are traced only in maps of 2 dims: give a "
+            "map of 2 dims"
+        )
     attributes = file.attrs
     tags = attributes.get("geotiff_tags")
     names = [str(name) for name in attributes.get("class_names", [])]
@@ -118,8 +129,8 @@ def _of_mask(path: str) -> _Source:
         pixels, valid = reader.read_valid(Box((rows.start, 0), (rows.stop, width)))
         if pixels.dtype == np.uint64 and pixels.max(initial=0) > np.iinfo(np.int64).max:
             raise ValueError(
-                f"{path} holds the label {pixels.max()}, but labels are at most "
-                f"{np.iinfo(np.int64).max}: number the objects anew"
+                f"{path} holds the label {pixels.max()}, but labels must be at most "
+                f"{np.iinfo(np.int64).max}: give the objects smaller numbers"
             )
         labels = pixels[0].astype(np.int64)
         return labels if valid is None else np.where(valid, labels, _NO_DATA)
@@ -130,7 +141,7 @@ def _of_mask(path: str) -> _Source:
 
 
 def _chosen(source: _Source, classes: Sequence[str] | None, path: str, least: int = 1) -> LabelMap:
-    """Return the label map of which only the chosen classes are traced."""
+    """Return the label map of ``source`` with only the chosen classes; None chooses all classes."""
     labels, names = source.labels, source.names
 
     def name_of(label: int) -> str:
@@ -153,5 +164,7 @@ def _number(name: str, names: list[str] | None, path: str) -> int:
         return names.index(name)
     if name.isdecimal() and (names is None or int(name) < len(names)):
         return int(name)
-    known = ", ".join(names) if names else "numbers alone"
-    raise ValueError(f"--classes names {name!r}, but the classes of {path} are {known}")
+    known = ", ".join(names) if names else "numbers only"
+    raise ValueError(
+        f"--classes names {name!r}, but the classes of {path} are {known}: give one of these"
+    )

@@ -30,13 +30,13 @@ A term is the factor times the product of the image's sizes along these dims. So
 class Axis(NamedTuple):
     """The meaning of one dim of a tensor in user code.
 
-    The dim is a product of up to three parts, in this order.
+    The dim is a product of up to three parts in this order: images, channels, positions.
 
     Attributes:
-        batch: the images of the batch are part of the dim.
+        batch: True if the images of the batch are part of the dim.
         cell: the number of channels along the dim.
         places: the dims of the image whose positions are part of the dim.
-        whole: for a line, the length of the dim in units of ``cell`` numbers.
+        whole: for a line, the length of the dim in units of ``cell`` channels.
     """
 
     batch: bool = False
@@ -74,17 +74,17 @@ def channels_of(axes: Axes) -> int:
 
 
 def places_of(axes: Axes) -> tuple[int, ...]:
-    """Return the dims of the image whose positions a tensor has, in its order."""
+    """Return the dims of the image whose positions a tensor has, in the tensor's order."""
     return tuple(d for axis in axes for d in axis.places)
 
 
 def of_images(axes: Axes) -> bool:
-    """Return True if a tensor has a dim of images, and is not the same for all images."""
+    """Return True if a tensor has a dim of images. Without it all images share the tensor."""
     return any(axis.batch for axis in axes)
 
 
 def is_line(axes: Axes) -> bool:
-    """Return True if a tensor is a line: no map, but its length follows the size of the image."""
+    """Return True if a tensor is a line: a vector whose length follows the size of the image."""
     return any(axis.whole for axis in axes)
 
 
@@ -99,7 +99,7 @@ def length_of(extent: Extent, size: Sequence[int]) -> int:
 
 
 def of_size(axes: Axes, size: Sequence[int]) -> Axes:
-    """Return the axes of a line of a map of this size, as axes of a vector."""
+    """Return the axes that a line has as a vector, with its length for a map of this size."""
     return tuple(
         axis._replace(cell=axis.cell * length_of(axis.whole, size), whole=()) for axis in axes
     )
@@ -172,7 +172,8 @@ def line_of(
 ) -> Axes | None:
     """Infer the axes of a vector or a line from its shapes in several traces.
 
-    The arguments are those of :func:`axes_of`. Returns None if some dim follows no size.
+    The arguments are those of :func:`axes_of`. Returns None if the length of some dim does not
+    follow from the sizes.
     """
     if len({len(shape) for shape in shapes}) > 1:
         return None
@@ -275,7 +276,7 @@ def _atoms(axis: Axis, number: int, axes: int) -> list[int]:
 
     Args:
         axis: the axis.
-        number: its position among the axes.
+        number: the position of the axis among all axes.
         axes: the number of axes.
     """
     return [0] * axis.batch + [1 + number] + [1 + axes + d for d in axis.places]

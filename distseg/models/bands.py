@@ -1,9 +1,9 @@
 """The number of bands (channels) and of spatial dims of the images that a network takes.
 
-Both are recorded where they are known: from the store, from ``model.in_channels``, or from a trace
-of the network. Otherwise they are found by trial. They cannot be read from the first convolution of
-a module: its weight may be computed, it may read some of the bands only, or other layers may come
-before it.
+Both numbers are recorded where they are known: from the store, from ``model.in_channels``, or from
+a trace of the network. Otherwise they are found by trial forward passes. They cannot be read from
+the first convolution of a module: its weight may be computed, it may read some of the bands only,
+or other layers may come before it.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from distseg.models.meta import OnMeta
 from distseg.models.passes import eager
 
 _CONV = nn.modules.conv._ConvNd
-_SIDE = 256  # pixels of the images that are tried
-_USUAL = range(1, 17)  # numbers of bands that are tried if those of convolutions do not fit
-_SUMMED = 6  # numbers of channels whose sums are tried, for networks of several streams
+_SIDE = 256  # pixels along each dim of the images that are tried
+_USUAL = range(1, 17)  # numbers of bands that are tried if the channels of convolutions do not fit
+_SUMMED = 6  # numbers of channels of which sums of 2 and 3 are tried, for several streams
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,8 @@ def is_recorded(model: nn.Module) -> bool:
 def bands_of(model: nn.Module) -> int:
     """Return the number of bands of a network's images.
 
-    It is the recorded number, else the first one that fits, else that of the first convolution.
+    It is the recorded number, else the first number with which the network runs. Else it is the
+    first guess or, without guesses, the number of input channels of the first convolution.
 
     Raises:
         ValueError: no number is recorded, none fits, and the network has no convolution.
@@ -108,8 +109,8 @@ def first_convolution(model: nn.Module) -> nn.Module:
     found = next((m for m in model.modules() if isinstance(m, _CONV)), None)
     if found is None:
         raise ValueError(
-            "this model has no convolution layer to read the bands of its images from, "
-            "and those that were tried do not fit: set model.in_channels"
+            "this model has no convolution layer from which the number of bands of its images can "
+            "be read, and no number that was tried fits: set model.in_channels"
         )
     return found
 
@@ -147,8 +148,8 @@ def answer_of(model: nn.Module, size: Sequence[int] | None = None) -> tuple[int,
             made = _tried(outline(model), bands_of(model), size or (_SIDE,) * dims_of(model))
     if made is not None and len(made) < 2:
         raise ValueError(
-            "this network makes (N,) of N images, one number of each: "
-            "let it keep the dim of outputs, (N, 1)"
+            "this network returns a tensor (N,) for N images, without a dim of outputs: "
+            "let it return (N, 1)"
         )
     if size is not None and made:
         _answers[model] = made
@@ -156,9 +157,9 @@ def answer_of(model: nn.Module, size: Sequence[int] | None = None) -> tuple[int,
 
 
 def fitting(model: nn.Module) -> Images | None:
-    """Return bands and dims with which a network runs, whatever number of bands is recorded.
+    """Return numbers of bands and dims with which a network runs, even if others are recorded.
 
-    The most likely numbers are tried first. Returns None if none fits.
+    The most likely numbers of bands are tried first. Returns None if no number fits.
     """
     return _searched(model, _likely(model), _dims(model))
 
@@ -234,7 +235,10 @@ def _dims(model: nn.Module) -> list[int]:
 
 
 def _made(model: nn.Module) -> Iterator[nn.Parameter]:
-    """Yield the parameters that have a shape; those of lazy layers get one in the first pass."""
+    """Yield the parameters that have a shape.
+
+    Parameters of lazy layers get their shape in the first forward pass.
+    """
     return (p for p in model.parameters() if not is_lazy(p))
 
 

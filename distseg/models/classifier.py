@@ -46,7 +46,7 @@ class Residual(nn.Module):
     ):
         super().__init__()
         if pool not in ("mean", "max"):
-            raise ValueError(f"pool is mean or max, got {pool!r}")
+            raise ValueError(f"pool must be mean or max, got {pool!r}")
         self.pool = pool
         widths = [base_channels * 2**k for k in range(depth)]
         self.stem = nn.Conv2d(in_channels, base_channels, 3, 2, 1)

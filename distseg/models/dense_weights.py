@@ -1,8 +1,8 @@
-"""Checks that weights lie densely in memory of their own.
+"""Checks that each weight has its own dense memory.
 
 PyTorch's fused optimizers walk through the memory of a weight, its gradient and its momenta side by
-side and never look at strides. So a weight with gaps, two weights in one place, or a gradient in
-another order would be trained wrongly without an error.
+side and never read their strides. So training would go wrong without an error if a weight has gaps,
+if two weights share memory, or if a gradient has another memory order than its weight.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ class _Named(NamedTuple):
 
 
 def own_memory(model: nn.Module) -> None:
-    """Copy weights that lie with gaps, such as ``nn.Parameter(filters[:, :3])``, into dense memory.
+    """Copy weights that have gaps, such as ``nn.Parameter(filters[:, :3])``, into dense memory.
 
-    The model keeps its parameters; their ``data`` is replaced.
+    The model keeps its parameter objects. Only their ``data`` is replaced.
 
     Raises:
-        ValueError: two weights, or two numbers of one weight, lie in the same place, so that an
-            update of one changes the other.
+        ValueError: two weights, or two numbers of one weight, share memory, so that an update of
+            one changes the other.
     """
     check_own_memory(model)
     for p in model.parameters():
@@ -50,11 +50,9 @@ def check_own_memory(model: nn.Module) -> None:
     for name, p in user_names(model.named_parameters(), model).items():
         if p.requires_grad and not p.is_meta and _repeats(p):
             raise ValueError(
-                f"numbers of the weight {name} ({'x'.join(map(str, p.shape))}) lie in the same "
-                "place "
-                "in memory, as expand makes them, so an update of one would change others: give "
-                "them "
-                "places of their own, nn.Parameter(weight.expand(...).clone())"
+                f"several numbers of the weight {name} ({'x'.join(map(str, p.shape))}) share one "
+                "place in memory, as after expand, so an update of one would change the others: "
+                "give each number its own memory, nn.Parameter(weight.expand(...).clone())"
             )
     for one, other in _overlapping(model):
         raise ValueError(
@@ -105,7 +103,7 @@ def _meet(x: Tensor, y: Tensor) -> bool:
 
 
 def _marks(x: Tensor) -> Tensor:
-    """Return a flag for each number of the storage, True where ``x`` lies."""
+    """Return a flag for each number of the storage of ``x``: True if it is a number of ``x``."""
     marks = torch.zeros(x.untyped_storage().nbytes() // x.element_size(), dtype=torch.bool)
     marks.as_strided(x.shape, x.stride(), x.storage_offset()).fill_(True)
     return marks

@@ -41,8 +41,8 @@ def gigapixel(in_channels: int = 1, out_channels: int = 1) -> nn.Sequential:
     """
     if in_channels != out_channels:
         raise ValueError(
-            "gigapixel-4492 adds the image to its result, so it has as many outputs as bands, "
-            f"but got {in_channels} bands and {out_channels} outputs: "
+            "gigapixel-4492 adds the image to its result, so it must have equal numbers of bands "
+            f"and outputs, got {in_channels} bands and {out_channels} outputs: "
             "set model.out_channels to 1 for a grey image of two classes"
         )
     layers: OrderedDict[str, nn.Module] = OrderedDict()

@@ -115,7 +115,7 @@ class Products(Mean):
         return as_vector(torch.matmul(a, b.transpose(2, 3)), x.dim() - 2)
 
     def factors(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return ``a`` (N, heads, I, places) and ``b`` (N, heads, J, places)."""
+        """Return ``a`` (N, heads, I, positions) and ``b`` (N, heads, J, positions)."""
         a, b = (x, x) if self.first is None else (x[:, : self.first], x[:, self.first :])
         return tuple(
             part.reshape(len(x), self.heads, part.shape[1] // self.heads, -1) for part in (a, b)

@@ -20,7 +20,7 @@ _LINEAR = ("linear", "bilinear", "trilinear")
 
 
 class WrongEnds(ValueError):
-    """An error: the settings name inputs or outputs that a module does not have."""
+    """Error of settings that name inputs or outputs which a module does not have."""
 
 
 def joined(
@@ -29,8 +29,8 @@ def joined(
     """Make a module take one image and return one result.
 
     Shapes are (N, C, *size) -> (N, outputs * C', *size) in training, (N, C', *size) in evaluation.
-    ``model`` is changed and returned: it gets a class of its own. Weights and their names stay. A
-    module that is adapted already stays as it is.
+    ``model`` is changed and returned: its class is replaced by a subclass. Weights and their
+    names do not change. A module that is adapted already stays as it is.
 
     Args:
         model: the module.
@@ -72,13 +72,13 @@ def _dealt(x: Tensor, inputs: Sequence[int] | None) -> Sequence[Tensor]:
     if sum(inputs) != x.shape[1]:
         raise WrongEnds(
             f"model.inputs is {list(inputs)}, together {sum(inputs)} bands, but the image has "
-            f"{x.shape[1]}: deal out all of them"
+            f"{x.shape[1]}: split all of them among the inputs"
         )
     return x.split(list(inputs), 1)
 
 
 def _one(made: Any, names: Sequence[str], x: Tensor, training: bool) -> Tensor:
-    """Return all named outputs, concatenated, in training; in evaluation the first of them."""
+    """Return all named outputs, concatenated, in training, and the first one in evaluation."""
     if not training:
         alone = isinstance(made, Tensor) and made.dim() <= x.dim()
         return _resized(made if alone else _picked(made, names[0], x), x)
@@ -91,8 +91,8 @@ def _one(made: Any, names: Sequence[str], x: Tensor, training: bool) -> Tensor:
     for name, part in zip(names, parts):
         if part.shape != parts[0].shape:
             raise WrongEnds(
-                f"output {name} of the network is {_shape(part)}, and {names[0]} is "
-                f"{_shape(parts[0])}: model.outputs takes outputs of the same classes"
+                f"output {name} of the network has shape {_shape(part)}, but {names[0]} has "
+                f"{_shape(parts[0])}: name only outputs with the same classes in model.outputs"
             )
     return torch.cat(parts, 1) if len(parts) > 1 else parts[0]
 
@@ -118,7 +118,7 @@ def _picked(made: Any, name: str, x: Tensor) -> Tensor:
     if not isinstance(found, Tensor):
         has = f"a {type(found).__name__}" if found is not None else "no tensor"
         raise WrongEnds(
-            f"model.outputs names {name}, but that is {has} of what the network returns, a "
+            f"model.outputs names {name}, but that is {has} in the result of the network, a "
             f"{type(made).__name__} of {', '.join(map(str, there)) or 'nothing'}: name outputs "
             "that are tensors"
         )

@@ -1,10 +1,11 @@
-"""Layers that PyTorch lacks: skips in a flat ``nn.Sequential``, joins, vectors and formulas.
+"""Layers that PyTorch lacks: skips in an ``nn.Sequential``, joins, vectors and formulas.
 
-A flat ``nn.Sequential`` can be cut between any two layers, as pipelines and tiles need it. A skip
-is then a pair of layers: ``Stash(name)`` stores a tensor under a name, and ``Pop(name)`` or
-``Add(name)`` takes it. In a plain forward pass the tensor waits in a store of the current thread.
-Executors see an edge of the network's graph instead (:mod:`distseg.models.network`). ``Cat`` and
-``Sum`` join maps in a :class:`distseg.models.network.Network`, which lists what each layer reads.
+An ``nn.Sequential`` that lists single layers can be cut between any two layers, as pipelines and
+tiles need it. A skip is then a pair of layers: ``Stash(name)`` stores a tensor under a name, and
+``Pop(name)`` or ``Add(name)`` takes the tensor. In a plain forward pass the tensor is kept in a
+store of the current thread. Executors treat the pair as an edge of the network's graph instead
+(:mod:`distseg.models.network`). ``Cat`` and ``Sum`` join feature maps in a
+:class:`distseg.models.network.Network`, which lists the maps that each layer reads.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def skip_store(store: dict[str, Tensor]):
 
 
 class Stash(nn.Module):
-    """The beginning of a skip: stores the input under ``name`` and returns it unchanged."""
+    """A layer that begins a skip: it stores its input under ``name`` and returns the input."""
 
     def __init__(self, name: str):
         super().__init__()
@@ -64,10 +65,11 @@ class Stash(nn.Module):
 
 
 class Pop(nn.Module):
-    """The end of a skip: concatenates the skip ``name`` with the input along the channels.
+    """A layer that ends a skip: it concatenates the skip ``name`` with its input.
 
-    Shapes are (N, C1, ...), (N, C2, ...) -> (N, C1 + C2, ...). After ceil-mode pooling and x2
-    up-sampling the input may be one pixel longer than the skip (odd sizes); it is cut.
+    Shapes are (N, C1, ...), (N, C2, ...) -> (N, C1 + C2, ...), with the channels of the skip first.
+    After ceil-mode pooling and x2 up-sampling, the input may be one pixel longer than a skip of odd
+    size. The input is then cut to the size of the skip.
     """
 
     def __init__(self, name: str):
@@ -75,7 +77,11 @@ class Pop(nn.Module):
         self.name = name
 
     def forward(self, x: Tensor, skip: Tensor | None = None) -> Tensor:
-        """Join ``x`` with the skip; an executor that stores maps itself passes it as ``skip``."""
+        """Join ``x`` with the skip.
+
+        An executor that stores maps itself passes the skip. Without ``skip``, the tensor that the
+        :class:`Stash` of this name stored is taken.
+        """
         if skip is None:
             try:
                 skip = _store().pop(self.name)
@@ -94,9 +100,10 @@ class Pop(nn.Module):
 
 
 class Add(Pop):
-    """The end of a skip: adds the skip ``name`` to the input.
+    """A layer that ends a skip: it adds the skip ``name`` to its input.
 
-    Shapes are (N, C, ...), (N, C, ...) -> (N, C, ...). An input longer than the skip is cut.
+    Shapes are (N, C, ...), (N, C, ...) -> (N, C, ...). An input that is longer than the skip is
+    cut to the size of the skip.
     """
 
     @staticmethod
@@ -107,7 +114,7 @@ class Add(Pop):
 class Join(nn.Module):
     """Base class of layers that join several maps.
 
-    The last map is the smallest; the others are cut to its size.
+    The last map is the smallest. The other maps are cut to its size.
     """
 
     def forward(self, *maps: Tensor) -> Tensor:
@@ -154,7 +161,7 @@ def _filled_up(x: Tensor, multiple: int) -> Tensor:
 
 
 class CutTo(Join):
-    """Crop of a map to the size of another: (N, C, *larger), (N, ?, *size) -> (N, C, *size)."""
+    """Crop of a map to another map's size: (N, C, *larger), (N, ?, *size) -> (N, C, *size)."""
 
     @staticmethod
     def joined(x: Tensor, like: Tensor) -> Tensor:
@@ -171,7 +178,7 @@ class Mean(nn.Module):
     Args:
         grid: the number of parts along each dim, as in ``nn.AdaptiveAvgPool2d``; by default the
             whole image is one part.
-        total: compute sums instead of means.
+        total: True to compute sums instead of means.
     """
 
     def __init__(self, grid: Sequence[int] = (), total: bool = False):
@@ -195,8 +202,8 @@ class Max(Mean):
     Shapes are (N, C, *size) -> (N, C * parts, 1, ...).
 
     Args:
-        first: among equal maxima, the first one gets the whole gradient, as in
-            ``nn.AdaptiveMaxPool2d``. If False they share it, as in ``torch.amax``.
+        first: if True, the first of several equal maxima gets the whole gradient, as in
+            ``nn.AdaptiveMaxPool2d``. If False, equal maxima share it, as in ``torch.amax``.
         grid: the number of parts along each dim; by default the whole image is one part.
     """
 
@@ -220,12 +227,13 @@ class Max(Mean):
 class Spread(nn.Module):
     """Expansion of a vector of the image to all positions of a map.
 
-    Shapes are (N, ?, *size), (N, C * parts, 1, ...) -> (N, C, *size). The first map gives the size.
+    Shapes are (N, ?, *size), (N, C * parts, 1, ...) -> (N, C, *size). Only the size of the first
+    input is used.
 
     Args:
         grid: the grid of parts that the vector has for each channel. A grid is resized to the map
             as ``F.interpolate`` does.
-        kept: the dims of the image of which the vector has all positions
+        kept: the dims of the image along which the vector has a value for each position
             (:class:`distseg.models.lines.AlongLines`).
         settings: ``mode`` and ``align_corners`` of ``F.interpolate``.
     """
@@ -288,8 +296,8 @@ class VectorNorm(nn.modules.batchnorm._BatchNorm):
     It equals ``nn.BatchNorm1d`` on (N, C), or ``nn.BatchNorm2d`` on (N, C, *grid).
 
     Args:
-        parts: the number of parts of each channel; 0 for a line, where it depends on the image's
-            size.
+        parts: the number of parts of each channel; 0 for a line, whose number of parts depends on
+            the image's size.
     """
 
     def __init__(self, channels: int, *args, parts: int = 1, **kwargs):
@@ -329,16 +337,19 @@ def as_vector(x: Tensor, dims: int) -> Tensor:
 
 
 def is_vector(x: Tensor, size: Sequence[int]) -> bool:
-    """Return True if a tensor has a single position, but the map it belongs to has more.
+    """Return True if a tensor has a single position, but the map it belongs to has several.
 
-    ``size`` is the size of that map.
+    ``size`` is the spatial size of that map.
     """
     # numel() would fix the sizes in torch.export.
     return all(n == 1 for n in x.shape[2:]) and any(n > 1 for n in size)
 
 
 RANKS_OF_DROPOUTS = {"dropout1d": (3,), "dropout3d": (5,)}
-"""Number of dims of a batch for each dropout function; it takes fewer dims as a single image."""
+"""Possible numbers of dims of a batch, for each of these dropout functions.
+
+A tensor with fewer dims is a single image for the function.
+"""
 
 
 class VectorDropout(nn.Dropout):
@@ -417,14 +428,14 @@ class Formula(nn.Module):
     Shapes are (N, C, *size), ... -> (N, C', *size).
 
     Args:
-        steps: the functions, in order. A step can use the maps and the results of earlier steps;
-            the last result is that of the layer.
-        reads: the form in which the functions take each map; vectors of the image may be among
-            them.
+        steps: the functions, in order. A step can use the maps and the results of earlier steps.
+            The result of the last step is the result of the layer.
+        reads: the form in which the functions take each map. Some of the maps may be vectors of
+            the image.
         tensors: parameters and buffers by name.
-        part: the index of the result, if the last function returns several.
-        made: the axes of the result; None if it is a map already. A result without positions is a
-            vector of the image, kept as (N, C', 1, ...).
+        part: the index of the result, if the last function returns several results.
+        made: the axes of the result; None if the result is a map already. A result without
+            positions is a vector of the image. It is kept as (N, C', 1, ...).
     """
 
     def __init__(
@@ -486,7 +497,7 @@ class Derived(nn.Module):
 
     Args:
         inner: the layer; its own weights are not used.
-        weights: for each of its parameters the steps that compute it.
+        weights: for each parameter of ``inner`` the steps that compute it.
         tensors: parameters and buffers by name, from which the weights are computed.
     """
 
@@ -516,7 +527,7 @@ class Derived(nn.Module):
 
 @cache
 def taken() -> frozenset[str]:
-    """Return names that the tensors of a layer cannot have, since modules use them."""
+    """Return the names that the tensors of a layer cannot have, because modules use them."""
     return frozenset((*dir(Formula((), ())), *dir(Derived(nn.Identity(), {}, {}))))
 
 
@@ -551,7 +562,7 @@ class ByType:
     each: tuple[tuple[torch.dtype, float], ...]
 
     def number(self, dtype: torch.dtype) -> float:
-        """Return the number for a dtype; for a dtype that was not traced, the one of float32."""
+        """Return the number for a dtype, or the number for float32 if ``dtype`` was not traced."""
         numbers = dict(self.each)
         return numbers.get(dtype, numbers.get(torch.float32, self.each[-1][1]))
 
@@ -563,7 +574,7 @@ class ByType:
 def _computed(
     layer: nn.Module, steps: Sequence[Step], maps: Iterable[Tensor] = (), like: Tensor | None = None
 ) -> Tensor:
-    """Return the result of the last step.
+    """Run the steps on the maps, and return the result of the last step.
 
     Constants are moved to the device of ``like``, by default to the device of the layer.
     """
@@ -609,7 +620,8 @@ def _filled(layer: nn.Module, tree, maps: Sequence[Tensor], like: Tensor | None)
 def _beside(x: Tensor, other: Tensor | None) -> Tensor:
     """Return a constant on the device of ``other``.
 
-    A float64 constant also gets the dtype of ``other``: float64 stands for the network's dtype.
+    A float64 constant also gets the dtype of ``other``, since float64 stands for the dtype of the
+    network.
     """
     if other is None:
         return x
@@ -686,7 +698,7 @@ def _weightless(x: Tensor) -> Tensor:
 
 
 def _joined(join: Callable, *maps: Tensor) -> Tensor:
-    """Return a meta tensor of the shape that a join makes of several maps."""
+    """Return a meta tensor that has the shape of the joined maps."""
     x, channels = maps[-1], maps[0].shape[1]
     if join in (Pop.joined, Cat.joined):
         channels = sum(m.shape[1] for m in maps)
@@ -710,7 +722,8 @@ def padded(model: nn.Module, multiple: int) -> nn.Module:
     """Make a module take images of any size, by zero-padding them to a multiple of pixels.
 
     Zeros are appended at the end of each dim, and the result is cut to the size of the image.
-    ``model`` is changed and returned: it gets a class of its own. Weights and their names stay.
+    ``model`` is changed and returned: its class is replaced by a subclass. Weights and their names
+    do not change.
     """
     base = type(model)
 

@@ -1,9 +1,9 @@
 """Lines: vectors whose channels hold all positions along some dims, such as the means of rows.
 
 A line with C numbers for each row of a map of H x W cells is kept as (N, C * H, 1, 1). So every
-rank has the whole line, and any function of it can be computed. Its length follows the size of the
-map, which layers that take lines apart read. The distributed counterparts are in
-:mod:`distseg.layers.lines`.
+rank has the whole line and can compute any function of it. The length of the line follows the size
+of the map, so layers that separate the positions of a line also read that size. The distributed
+counterparts are in :mod:`distseg.layers.lines`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class AlongLines(Mean):
     Shapes are (N, C, *size) -> (N, C * positions, 1, ...). The positions of a channel are adjacent.
 
     Args:
-        statistic: a layer that makes a vector of a map without the kept dims.
+        statistic: a layer that computes a vector from a map that has only the other dims.
         kept: the dims of the image that are kept.
     """
 
@@ -51,23 +51,23 @@ def folded(x: Tensor, kept: Sequence[int]) -> Tensor:
 
 
 class Along(NamedTuple):
-    """An argument of a :class:`distseg.models.layers.Step`: a number that follows a map's size."""
+    """An argument of a :class:`distseg.models.layers.Step` that depends on the size of a map."""
 
     extent: Extent
 
 
 class OfLines(Formula):
-    """A layer of functions of lines and vectors of the image.
+    """A layer that applies functions to lines and vectors of the image.
 
-    Shapes are (N, ?, *size), (N, C, 1, ...), ... -> (N, C', 1, ...). Only the size of the first map
-    is read.
+    Shapes are (N, ?, *size), (N, C, 1, ...), ... -> (N, C', 1, ...). The first input is a map, of
+    which only the size is read.
     """
 
     def forward(self, like: Tensor, *lines: Tensor) -> Tensor:
         return self.mapped_to(like.shape[2:], lines)
 
     def mapped_to(self, size: Sequence[int], lines: Sequence[Tensor]) -> Tensor:
-        """Return the result for a map of this size."""
+        """Return the result for lines and vectors of a map of this size."""
         reads = [read._replace(axes=of_size(read.axes, size)) for read in self.reads]
         steps = [
             Step(step.function, _with_sizes(step.args, size), _with_sizes(step.kwargs, size))

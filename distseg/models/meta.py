@@ -24,7 +24,10 @@ class OnMeta(TorchFunctionMode):
 
 
 def all_on_meta(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """Return arguments with all tensors moved to the meta device, if any of them is there."""
+    """Return arguments with all tensors on the meta device, if any of them is on that device.
+
+    Tensors without dims are not moved.
+    """
     if {x.is_meta for x in found_in((args, kwargs), Tensor)} != {True, False}:
         return args, kwargs
     return _without_memory(args), _without_memory(kwargs)
@@ -66,7 +69,7 @@ def of_sequence(name: str, args: tuple) -> tuple[Tensor, ...] | None:
 def as_computed(x: Tensor, shape: Sequence[int] | None = None) -> Tensor:
     """Return an empty tensor like ``x`` that looks like the result of a computation.
 
-    It requires a gradient if a result would.
+    The tensor requires a gradient if gradients are enabled and its dtype is floating-point.
     """
     made = x.new_empty(x.shape if shape is None else shape)
     if torch.is_grad_enabled() and made.is_floating_point():

@@ -12,7 +12,7 @@ from torch.nn.utils import parametrize
 
 # Methods that a user's class may override without changing what the layer computes.
 _SETTING_UP = {"extra_repr", "reset_parameters", "reset_running_stats"}
-# Methods that an instance may replace: a captured module does.
+# Methods that an instance may replace, as the instance of a captured module does.
 _HOW_TO_TRAIN = {"train", "eval"}
 # Special methods that change what a layer computes if a user's class overrides them.
 _CALLING = {"__call__", "__iter__", "__len__", "__getitem__", "__getattr__", "__getattribute__"}

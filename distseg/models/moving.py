@@ -13,7 +13,8 @@ class Slices(nn.Module):
     """A strided slice of a map, ``x[..., start : -behind : step]``: (N, C, *size) -> (N, C, *made).
 
     Args:
-        start, behind: the number of cells that are left out in front and behind, along each dim.
+        start, behind: the number of cells that are left out before and after the slice, along each
+            dim.
         step: the stride of the slice along each dim.
     """
 
@@ -77,7 +78,8 @@ class Blocks(nn.Module):
 
     Args:
         cells: the factors of the number of channels, in order.
-        along: for each of these factors the dim of the image to which it moves; None if it stays.
+        along: for each of these factors the dim of the image that grows by it; None if the factor
+            stays in the channels.
     """
 
     def __init__(self, cells: Sequence[int], along: Sequence[int | None]):

@@ -1,8 +1,9 @@
-"""A network as a list of layer calls, each with the maps that it reads.
+"""A network as a list of layer calls, each with the feature maps that it reads.
 
-Two kinds of module are such lists. In a flat ``nn.Sequential`` each layer reads the result of the
-layer before it, and skips are written with ``Stash`` and ``Pop``. In a :class:`Network` a layer may
-read the result of any earlier layer. Maps are numbered: 0 is the image, call n makes map n + 1.
+Two kinds of module are such lists, and are called *flat*. In an ``nn.Sequential`` each layer reads
+the result of the layer before it, and skips are written with ``Stash`` and ``Pop``. In a
+:class:`Network` a layer may read the result of any earlier layer. Feature maps are numbered: map 0
+is the image, and call n makes map n + 1.
 """
 
 from __future__ import annotations
@@ -38,20 +39,21 @@ class Network(nn.Module):
     Args:
         layers: the layers by name, in an order in which they can run. A name with dots is a path,
             so ``state_dict`` names its weights like those of nested modules.
-        reads: for layers that read something other than the result of the layer before: the names
-            of the layers whose results they are called with, and ``image`` for the input.
+        reads: for each layer that does not read just the result of the layer before it, the names
+            of the layers whose results it reads; ``image`` stands for the network's input.
 
     Attributes:
         multiple: sizes of images must be multiples of this number of pixels.
-        of_image: the result is a vector of each image.
+        of_image: True if the result is a vector of each image.
 
     Attributes of a captured network (:mod:`distseg.models.capture.capture`):
-        names: the user's names of its parameters and buffers, where they differ.
+        names: the user's names of its parameters and buffers, where these names differ.
         lines: the line of user code that each layer comes from.
         check: a function ``(size, images)`` that raises an error if the user's module would compute
             something else with this many images of this size.
         fingerprint: a digest of the calls of the user's forward pass.
-        dropouts: the dropout layers, by the number of the dropout call in the user's forward pass.
+        dropouts: the dropout layers. The key is the number of the dropout call in the user's
+            forward pass.
 
     Raises:
         ValueError: a layer reads a result that no earlier layer makes, or reads several maps
@@ -80,8 +82,8 @@ class Network(nn.Module):
             missing = [source for source in sources if source != IMAGE and source not in self.reads]
             if missing or not sources:
                 raise ValueError(
-                    f"layer {name} reads {missing[0] if missing else 'nothing'}, but a layer reads "
-                    f"what those before it make, or {IMAGE!r}"
+                    f"layer {name} reads {missing[0] if missing else 'nothing'}, but a layer can "
+                    f"read only the results of earlier layers, or {IMAGE!r}"
                 )
             if is_flat(layer) and len(sources) > 1:
                 raise ValueError(
@@ -95,18 +97,19 @@ class Network(nn.Module):
             raise ValueError(f"reads names {unknown[0]!r}, which is not among the layers")
 
     def _put(self, name: str, layer: nn.Module) -> None:
-        """Add a layer at its path; plain modules hold the levels in between.
+        """Add a layer at its path. The levels of the path above it are plain modules.
 
         Raises:
-            ValueError: the name is reserved, or lies inside or around that of another layer.
+            ValueError: the name is reserved, or the path of this layer leads through another layer,
+                or that of another layer through this one.
         """
         *path, last = name.split(".")
         if taken := next(
             (part for part in (*path, last) if part in reserved() or name == IMAGE), None
         ):
             raise ValueError(
-                f"layer {name} has the name of something that networks have themselves ({taken}): "
-                "give it another name"
+                f"the name of layer {name} contains {taken}, which networks use themselves: "
+                "give the layer another name"
             )
         holder = self
         for depth, part in enumerate(path):
@@ -120,17 +123,24 @@ class Network(nn.Module):
                 )
         if last in holder._modules:
             raise ValueError(
-                f"layer {name} has the name of a group of others: give it another name"
+                f"the names of other layers begin with {name}., which is also the name of a "
+                "layer: give it another name"
             )
         holder.add_module(last, layer)
 
     def cells_read(self, name: str) -> tuple[str, ...]:
-        """Return the names of the maps that a layer reads, without a map that only gives a size."""
+        """Return the names of the maps whose cells a layer reads.
+
+        A map of which the layer reads only the size is left out.
+        """
         reads = self.reads[name]
         return reads[:-1] if isinstance(self.get_submodule(name), LooksAtSize) else reads
 
     def hold_unused(self, tensors: Mapping[str, Tensor]) -> None:
-        """Hold parameters and buffers that no layer uses, since an optimizer may let them decay."""
+        """Register parameters and buffers that no layer uses.
+
+        They must not get lost, because an optimizer may apply weight decay to them.
+        """
         if tensors:
             self.add_module(UNUSED, nn.Module())
             register(self.get_submodule(UNUSED), tensors)
@@ -157,7 +167,7 @@ class Network(nn.Module):
 
 @cache
 def reserved() -> frozenset[str]:
-    """Return the names that no part of a layer's name may have, since modules use them."""
+    """Return the names that no part of a layer's name may have, because modules use them."""
     return frozenset((*dir(Network({})), UNUSED))
 
 
@@ -167,7 +177,7 @@ class Dropped:
 
     Attributes:
         layer: the name of the layer.
-        last: the call takes a tensor whose channels are the last dim.
+        last: True if the call takes a tensor whose last dim is the channels.
     """
 
     layer: str
@@ -176,7 +186,7 @@ class Dropped:
 
 @dataclass(frozen=True)
 class Call:
-    """A layer and the maps that it is called with."""
+    """A layer, its name, and the numbers of the maps with which it is called."""
 
     name: str
     layer: nn.Module
@@ -184,12 +194,12 @@ class Call:
 
     @property
     def reads(self) -> tuple[int, ...]:
-        """Maps whose cells the layer reads; a map that only gives a size is left out."""
+        """Numbers of the maps whose cells the layer reads, without the map ``like``."""
         return self.inputs if self.like is None else self.inputs[:-1]
 
     @property
     def like(self) -> int | None:
-        """Map that only gives the layer a size (its last argument), or None."""
+        """Number of the last input, if the layer reads only the size of that map; else None."""
         return self.inputs[-1] if isinstance(self.layer, LooksAtSize) else None
 
 
@@ -204,12 +214,12 @@ def is_sequential(model: nn.Module) -> bool:
 
 
 def is_flat(model: nn.Module) -> bool:
-    """Return True if a network is a list of layer calls."""
+    """Return True if a network is flat: a list of layer calls (see the top of this file)."""
     return is_sequential(model) or type(model) is Network and not hooked(model)
 
 
 def children_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return name and layer of the calls of a flat network, in order."""
+    """Return the name and the layer of each call of a network that is a list of calls, in order."""
     if isinstance(model, Network):
         return [(name, model.get_submodule(name)) for name in model.reads]
     return list(model._modules.items())  # named_children skips repeated layers
@@ -218,7 +228,10 @@ def children_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
 refusals: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 """Reasons why modules were not captured (:func:`distseg.models.capture.capture.as_network`)."""
 unbounded: WeakSet[nn.Module] = WeakSet()
-"""Modules among these whose every output pixel depends on the whole image: no halo suffices."""
+"""Modules in ``refusals`` whose every output pixel depends on the whole image.
+
+No halo suffices for them.
+"""
 inexact: WeakSet[nn.Module] = WeakSet()
 """Modules that cannot be computed exactly in any way.
 
@@ -232,28 +245,28 @@ def fingerprint_of(model: nn.Module) -> str:
 
 
 def is_followed(model: nn.Module) -> bool:
-    """Return True if the layers of a network are known."""
+    """Return True if a network is a list of layer calls and its capture was not refused."""
     return is_flat(model) and model not in refusals
 
 
 def not_flat(model: nn.Module) -> str:
-    """Return the reason why a model is no list of layer calls, and the repair."""
+    """Return the reason why a model is no list of layer calls, and how to fix it."""
     if reason := refusals.get(model):
         return f"what it computes cannot be followed: {reason}"
     return (
         f"it is a {type(model).__name__}{' with hooks' * hooked(model)}, which is not a list of "
-        f"layers: write it as a flat nn.Sequential or a distseg.Network"
+        f"layer calls: write it as an nn.Sequential of layers or a distseg.Network"
     )
 
 
 def calls_of(model: nn.Module) -> list[Call]:
-    """Return the layer calls of a flat network in order of execution.
+    """Return the layer calls of a network that is a list of calls, in order of execution.
 
-    The calls of flat networks inside it are included in place of these.
+    A layer that is such a list itself is replaced by its calls.
 
     Raises:
-        ValueError: the model is not flat, so it cannot be cut. Or a skip is popped before it is
-            stashed, twice or never, or is overwritten in place before it is popped.
+        ValueError: the model is not a list of layer calls, so it cannot be cut. Or a skip is popped
+            twice, never, or before it is stashed, or is overwritten in place before it is popped.
     """
     layers = flat_layers(model)
     found: list[Call] = []
@@ -274,9 +287,10 @@ def _collect(
     found: list[Call],
     stashed: dict[str, int],
 ) -> int:
-    """Append the calls of a flat network that is called with map ``at`` to ``found``.
+    """Append the layer calls of ``model``, which is called with map ``at``, to ``found``.
 
-    The layers are taken from the iterator ``layers``. Returns the number of the resulting map.
+    ``model`` is a list of calls. Its layers are taken from the iterator ``layers``. Returns the
+    number of the resulting map.
     """
     maps = {IMAGE: at}
     for child, inner in children_of(model):
@@ -301,15 +315,15 @@ def _skipped(
 
     Args:
         layer: the layer.
-        position: its number, for error messages.
-        source: the map with which it is called.
-        stashed: the maps that are stashed, by name; it is updated.
+        position: the number of the layer, for error messages.
+        source: the map with which the layer is called.
+        stashed: the maps that are stashed, by the name of the stash. This dict is updated.
     """
     if isinstance(layer, Stash):
         if layer.name in stashed:
             raise ValueError(
-                f"stash({layer.name!r}) at layer {position} comes before the pop of the one at "
-                f"layer {stashed[layer.name]}: give it a name of its own"
+                f"stash({layer.name!r}) at layer {position} has the same name as the stash at "
+                f"layer {stashed[layer.name]}, which is not popped yet: give it another name"
             )
         stashed[layer.name] = source
     elif isinstance(layer, Pop):
@@ -325,7 +339,7 @@ def _skipped(
 def _check_in_place(calls: Sequence[Call]) -> None:
     """Refuse layers that overwrite in place a map which other layers read too.
 
-    The values that the other layers read would depend on the order of execution.
+    The values that these other layers read would depend on the order of execution.
     """
     same = list(range(len(calls) + 1))  # for each map the map whose memory it shares
     readers: dict[int, int] = {}
@@ -338,10 +352,10 @@ def _check_in_place(calls: Sequence[Call]) -> None:
     for number, call in enumerate(calls):
         if getattr(call.layer, "inplace", False) and readers.get(same[call.inputs[0]], 0) > 1:
             raise ValueError(
-                f"layer {number} ({type(call.layer).__name__}) overwrites in place what "
-                f"{_name_of(calls, same[call.inputs[0]])} has put aside, so the skip depends on "
-                "what runs in between: put the stash behind it, which gives PyTorch's result, "
-                "or set inplace=False"
+                f"layer {number} ({type(call.layer).__name__}) overwrites in place the "
+                f"map of {_name_of(calls, same[call.inputs[0]])}, which other layers read too, so "
+                "their results depend on the order of execution: put the stash after this layer, "
+                "which gives PyTorch's result, or set inplace=False"
             )
 
 
@@ -360,13 +374,14 @@ def user_names(named: Iterable[tuple[str, T]], model: nn.Module) -> dict[str, T]
 def user_name(name: str, model: nn.Module) -> str:
     """Return the name that a tensor of a network has in the user's module.
 
-    A layer that the module calls at several places has one name there and several in the network.
+    A layer that the user's module calls several times has one name in that module and several
+    names in the network.
     """
     return getattr(model, "names", {}).get(name, name)
 
 
 def check_calls(model: nn.Module, size: Sequence[int], images: int = 1) -> None:
-    """Refuse image sizes and batch sizes with which the user's module computes something else.
+    """Refuse image sizes and batch sizes with which the user's module makes other layer calls.
 
     Raises:
         ValueError: the calls differ from those that were captured; the message names the
@@ -378,8 +393,8 @@ def check_calls(model: nn.Module, size: Sequence[int], images: int = 1) -> None:
         except ValueError as e:
             raise ValueError(
                 f"with {images} image{'s' * (images > 1)} of {'x'.join(map(str, size))} pixels "
-                "this network does something else than with others, so it cannot be followed: "
-                f"{e}"
+                "this network does something else than with other images, so it cannot be "
+                f"followed: {e}"
             ) from None
 
 
@@ -389,7 +404,7 @@ def check_size(model: nn.Module, size: Sequence[int], what: str = "an image") ->
     ``what`` names the images in the error message.
 
     Raises:
-        ValueError: the size is no multiple of ``model.multiple``; the message names both.
+        ValueError: a size is no multiple of ``model.multiple``. The message names both numbers.
     """
     multiple = getattr(model, "multiple", 1)
     if any(n % multiple for n in size):
@@ -401,10 +416,12 @@ def check_size(model: nn.Module, size: Sequence[int], what: str = "an image") ->
 
 
 def flat_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return name and layer of all calls of a flat network and of flat networks inside it.
+    """Return the name and the layer of each call of a network that is a list of calls.
+
+    A layer that is such a list itself is replaced by its calls.
 
     Raises:
-        ValueError: the model is not flat.
+        ValueError: the model is not a list of layer calls.
     """
     if not is_flat(model):
         raise ValueError(
@@ -424,8 +441,8 @@ def flat_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
 def of_image(model: nn.Module, size: Sequence[int] | None = None) -> bool:
     """Return True if a network makes a vector of each image, as for classification.
 
-    If the shape of the result cannot be computed, the answer is False. ``size`` is the size of the
-    images, for networks that take a single size only (:func:`answer_of`).
+    If the shape of the result cannot be computed, the result is False. ``size`` is the size of the
+    images. It is needed for networks that take a single size only (:func:`answer_of`).
     """
     if isinstance(model, Network):
         return model.of_image
@@ -435,9 +452,9 @@ def of_image(model: nn.Module, size: Sequence[int] | None = None) -> bool:
 
 @torch.no_grad()
 def channels_of_maps(model: nn.Module) -> list[int]:
-    """Return the number of channels of each map of a flat network.
+    """Return the number of channels of each feature map of a network that is a list of calls.
 
-    A vector of the image counts as 0 channels, since it takes almost no memory.
+    The number is 0 for a vector of the image, since a vector takes almost no memory.
     """
     image = 1, bands_of(model), *(1024,) * dims_of(model)
     maps = [torch.empty(image, device="meta", dtype=torch.float64)]

@@ -55,11 +55,11 @@ def own_builder(name: str, setting: str = "model.name") -> Callable[..., nn.Modu
         ):
             raise ValueError(
                 f"{what} {name!r} cannot be imported: there is no module {e.name}: start in the "
-                f"folder that holds it ({os.getcwd()} was looked in), "
-                "or put that on PYTHONPATH"
+                f"folder that holds it (the current one is {os.getcwd()}), "
+                "or put that folder on PYTHONPATH"
             ) from None
         raise ValueError(
-            f"{what} {name!r} cannot be imported: its module fails with {user_error(e)}: mend it, "
+            f"{what} {name!r} cannot be imported: its module fails with {user_error(e)}: fix it, "
             "or install what it needs"
         ) from e
     builder = getattr(found, function, None)
@@ -127,8 +127,8 @@ def built(
     if (script := scripted(model)) is not None:
         raise ValueError(
             f"model {name!r} cannot be distributed: it cannot be copied, as {script} is "
-            "TorchScript (torch.jit.script or trace), whose calls nobody sees: write it in plain "
-            "PyTorch"
+            "TorchScript (torch.jit.script or trace), whose calls distseg cannot see: write it in "
+            "plain PyTorch"
         )
     joined(model, inputs, outputs)
     record_images(
@@ -162,7 +162,7 @@ def _called(builder: Callable, arguments: dict, own: dict) -> dict:
     """Return the arguments of a user's function.
 
     The numbers of bands and classes get the names that the function uses for them. They are left
-    out if ``own`` has them under any of these names.
+    out if ``own``, the user's ``model.args``, has them under any of these names.
     """
     try:
         takes = inspect.signature(builder).parameters
@@ -179,7 +179,7 @@ def _called(builder: Callable, arguments: dict, own: dict) -> dict:
 def _bands_given(builder: Callable, arguments: dict) -> list[int]:
     """Return the numbers of bands that a function is called with or has as defaults.
 
-    They are guesses: the layer that reads the image may take another number.
+    These numbers are guesses, since the layer that reads the image may take another number.
     """
     try:
         takes = inspect.signature(builder).parameters
@@ -209,8 +209,8 @@ def _make_lazy(name: str, model: nn.Module) -> None:
     kind = type(lazy[0]).__name__
     if not is_recorded(model):
         raise ValueError(
-            f"model {name!r} has a {kind}, which takes as many channels as the image has bands: "
-            "set model.in_channels"
+            f"model {name!r} has a {kind}, whose weights can be made only if the number of bands "
+            "is known: set model.in_channels"
         )
     training = model.training
     try:
@@ -218,8 +218,8 @@ def _make_lazy(name: str, model: nn.Module) -> None:
             model.eval()(torch.zeros(1, bands_of(model), *(_LAZY_SIDE,) * dims_of(model)))
     except Exception as e:
         raise ValueError(
-            f"model {name!r} has a {kind}, whose weights are made by a first forward pass, and "
-            f"that fails on an image of {bands_of(model)} bands: {user_error(e)}"
+            f"model {name!r} has a {kind}, whose weights are made by a first forward pass, but "
+            f"this pass fails on an image of {bands_of(model)} bands: {user_error(e)}"
         ) from e
     model.train(training)
 
@@ -228,7 +228,7 @@ _LAZY_SIDE = 64  # pixels
 
 
 def _check_leaves(name: str, model: nn.Module) -> None:
-    """Refuse weights that hooks compute, as torch.nn.utils.weight_norm does.
+    """Refuse weights that hooks compute, as the hooks of torch.nn.utils.weight_norm do.
 
     A model with such weights cannot be copied.
     """
@@ -251,7 +251,7 @@ def _check_leaves(name: str, model: nn.Module) -> None:
 
 @torch.no_grad()
 def _check_outputs(name: str, model: nn.Module) -> None:
-    """Refuse outputs that the network does not return, or that differ in their classes.
+    """Refuse outputs that the network does not return, or that have different shapes.
 
     Nothing is checked if the network's shapes cannot be computed on the meta device.
     """
@@ -263,7 +263,7 @@ def _check_outputs(name: str, model: nn.Module) -> None:
         except WrongEnds as e:
             raise ValueError(f"model {name!r}: {e}") from None
         except Exception:
-            return  # such as a size that it does not like; what is wrong with it shows later
+            return  # perhaps the network only does not take this size; other errors show later
 
 
 @torch.no_grad()
@@ -283,13 +283,13 @@ def _check_channels(name: str, model: nn.Module, arguments: dict) -> None:
         if other is not None and other.bands != bands:
             raise ValueError(
                 f"model {name!r} does not take images of {bands} bands: it takes {other.bands} "
-                f"({user_error(e)}): let it take in_channels"
+                f"({user_error(e)}): let it take the argument in_channels"
             ) from e
-        return  # such as a size that it does not like; what is wrong with it shows later
+        return  # perhaps the network only does not take this size; other errors show later
     if classes is not None and isinstance(y, Tensor) and y.dim() > 1 and y.shape[1] != classes:
         raise ValueError(
-            f"model {name!r} gives {y.shape[1]} channels, but {classes} are wanted, one a class: "
-            "let it take out_channels"
+            f"model {name!r} returns {y.shape[1]} channels, but {classes} are needed, one for each "
+            "class: let it take the argument out_channels"
         )
 
 
@@ -305,8 +305,8 @@ def _check_arguments(name: str, builder: Callable, arguments: dict) -> None:
             ", ".join(f"{field}={value!r}" for field, value in arguments.items()) or "no arguments"
         )
         raise ValueError(
-            f"model {name!r} takes {signature}, but is called with {given} ({e}): model.args and "
-            "the fields of the model section that are set are its arguments, and "
-            "in_channels and out_channels (or classes) come from the data; let it take them, or "
+            f"model {name!r} takes {signature}, but is called with {given} ({e}): its arguments "
+            "are model.args, the fields of the model section that are set, and in_channels and "
+            "out_channels (or classes) from the data; let it take these arguments, or "
             "leave out of the config what it does not take"
         ) from None

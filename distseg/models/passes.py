@@ -81,7 +81,10 @@ def _is_users(path: str) -> bool:
 
 @cache
 def is_library(path: str) -> bool:
-    """Return True for a file of Python's standard library or of NumPy."""
+    """Return True for a file of Python's standard library or of NumPy.
+
+    Code without a file, whose path begins with ``<``, counts as such a file.
+    """
     standard = path.startswith(_STANDARD) and not any(
         part in path for part in ("site-packages", "dist-packages")
     )
@@ -138,7 +141,7 @@ def seeded(seed: int) -> Iterator[None]:
 def replaced(holder: object, names: Mapping[str, object]) -> Iterator[None]:
     """Replace attributes of a module or class inside the context.
 
-    Names that it does not have are ignored.
+    Names that ``holder`` does not have are ignored.
     """
     before = {name: getattr(holder, name) for name in names if hasattr(holder, name)}
     try:
@@ -151,7 +154,7 @@ def replaced(holder: object, names: Mapping[str, object]) -> Iterator[None]:
 
 
 class _NoCheckpoint:
-    """Replacement of PyTorch's reentrant activation checkpoint that keeps the function's graph."""
+    """Replacement for PyTorch's reentrant activation checkpoint: it keeps the function's graph."""
 
     @staticmethod
     def apply(function, preserve, *args):
@@ -159,9 +162,9 @@ class _NoCheckpoint:
 
 
 def _unchecked(*args, **kwargs) -> Iterator[None]:
-    """Replace PyTorch's non-reentrant activation checkpoint.
+    """Stand in for PyTorch's non-reentrant activation checkpoint, and recompute nothing.
 
-    That is a generator around the call of the function.
+    Like that checkpoint, it is a generator that runs around the call of the function.
     """
     yield
 
@@ -170,8 +173,8 @@ def _unchecked(*args, **kwargs) -> Iterator[None]:
 def checkpoints_ignored() -> Iterator[None]:
     """Make ``torch.utils.checkpoint`` keep the graph instead of recomputing the function.
 
-    The recomputation in the backward pass would lack dropout masks, formulas of norms and the
-    position of the tile.
+    Otherwise the recomputation in the backward pass would lack the dropout masks, the formulas of
+    norms and the position of the tile.
     """
     stands = {
         "CheckpointFunction": _NoCheckpoint,
@@ -183,7 +186,7 @@ def checkpoints_ignored() -> Iterator[None]:
 
 @contextmanager
 def eager() -> Iterator[None]:
-    """Run compiled modules (``torch.compile``) as plain Python, so that their calls are seen."""
+    """Run compiled modules (``torch.compile``) as plain Python, to make their calls visible."""
     if "torch._dynamo" not in sys.modules:
         # Nothing has been compiled, and the import would take seconds.
         yield

@@ -1,7 +1,8 @@
 """Pointwise layers and functions: each cell of the result depends on one cell of each map.
 
-Norms and softmax are among the layers, since they read one cell beside their statistics or
-channels. Tensor arguments of the functions are broadcast. They are named as in PyTorch.
+Norms and softmax are among the layers. Apart from the statistics of a norm, they read all channels
+of only one cell. The functions have the names that PyTorch gives them. Their tensor arguments are
+broadcast.
 """
 
 from torch import nn

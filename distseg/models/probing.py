@@ -1,14 +1,15 @@
 """Halo and stride of any network, measured by probing it with test images.
 
-For a flat network of known layers they are computed instead
+For a network that is a list of known layers, halo and stride are computed instead
 (:func:`distseg.tiling.layout.reach_of`). Before probing, norms, dropout and activations are
-replaced by the identity, and the weights of all convolutions by ones. So a signal spreads wherever
-it can and never cancels. All channels are then equal, so a convolution of thousands of channels is
-probed with one channel. The probe is a strip along one dim, as thin as the network accepts. So
-probing a network of a billion weights takes seconds and needs none of its weights.
+replaced by the identity, and the weights of convolutions by ones (in modified convolutions by
+positive random numbers). So a signal spreads wherever it can and never cancels. With ones all
+channels are equal, so a convolution of thousands of channels is probed with one channel. The test
+image is a strip along one dim, as thin as the network accepts. So probing a network of a billion
+weights takes seconds and needs none of its weights.
 
 * Halo: the smallest h for which no input row more than h rows before a tile border (on the stride
-  grid) influences an output row behind that border, and the same in the other direction. It is
+  grid) influences an output row after that border, and the same in the other direction. It is
   found from gradients, and by bisection where gradients miss an influence.
 * Stride: the smallest s for which shifting the input by s shifts the output by s.
 """
@@ -41,8 +42,8 @@ def probed_reach(
     Args:
         model: a network (N, C, *size) -> (N, C', *size) on any device, including the meta device.
             It is not changed.
-        dims: number of spatial dims; by default that of its convolutions.
-        in_channels: number of bands; by default that of its first convolution.
+        dims: number of spatial dims; by default the number that its convolutions have.
+        in_channels: number of bands; by default the number that its first convolution takes.
 
     Raises:
         ValueError: the model has no convolution from which to read defaults, changes the spatial
@@ -51,8 +52,8 @@ def probed_reach(
     convs = [m for m in model.modules() if isinstance(m, _CONVS)]
     if not convs and (dims is None or in_channels is None):
         raise ValueError(
-            "this model has no convolution layer to read its dims from: use one, "
-            "or give probed_reach(model, dims=..., in_channels=...)"
+            "this model has no convolution layer from which its dims and bands can be read: "
+            "give probed_reach(model, dims=..., in_channels=...)"
         )
     dims = dims or convs[0].weight.dim() - 2
     in_channels = in_channels or convs[0].in_channels
@@ -83,8 +84,9 @@ def _along(probe: nn.Module, dim: int, dims: int, channels: int) -> tuple[int, i
                 continue
             raise ValueError(
                 f"this model has no stride: moving the image by up to {length // 4} pixels never "
-                "moves the result by as much, so a layer depends on the image's size (up-sampling "
-                "with align_corners=True?), and such a network cannot be computed from windows"
+                "moves the result by the same distance, so a layer depends on the image's size "
+                "(up-sampling with align_corners=True?), and such a network cannot be computed "
+                "from windows"
             )
         border = length // 2 // stride * stride
         first, last = (rows.nonzero() for rows in reached(border))
@@ -106,7 +108,8 @@ def _along(probe: nn.Module, dim: int, dims: int, channels: int) -> tuple[int, i
 def _smallest(reaches: Callable[[int], bool], least: int, bound: int) -> int:
     """Return the smallest h in ``least`` .. ``bound`` for which ``reaches(h)`` is false.
 
-    ``reaches`` is true below that number and false above it. ``least`` is tried first.
+    ``reaches`` must be true for all smaller h and false for all larger h. ``least`` is tried first,
+    and ``bound`` is returned untried if ``reaches`` is true for all numbers below it.
     """
     if not reaches(least):
         return least
@@ -118,9 +121,9 @@ def _smallest(reaches: Callable[[int], bool], least: int, bound: int) -> int:
 
 
 def _stride(respond: Callable[[int, int], Tensor], length: int) -> int | None:
-    """Return the smallest shift s for which shifting the input by s shifts the output by s.
+    """Return the smallest s for which shifting the input by s rows shifts the output by s rows.
 
-    Returns None if no shift up to a quarter of the strip does.
+    Returns None if this holds for no s below a quarter of the strip's length.
     """
     origin = length // 3
     base = {r: respond(r, r + 1) for r in range(origin, origin + 2)}
@@ -143,10 +146,11 @@ def _strip(
     """Return two functions that probe a strip of this length.
 
     ``respond(a, b)`` returns the change of each output row when the input rows a .. b-1 are one
-    instead of zero. ``reached(border)`` returns, from gradients, a flag for each input row: whether
-    a row before the border influences outputs behind it, and the reverse. Gradients show an
-    influence by a factor (squeeze and excite), which an input of zeros hides. But they show only
-    the largest input of a maximum.
+    instead of zero. ``reached(border)`` uses gradients and returns two flags for each input row.
+    The first is True if the row lies before the border and influences output rows after it; the
+    second is True for the reverse. Gradients also show an influence through a factor (squeeze and
+    excite), which an input of zeros hides. But of the inputs of a maximum they show only the
+    largest one.
     """
     for width in _WIDTHS:
         shape = [1, channels, *([width] * dims)]
@@ -170,12 +174,12 @@ def _strip(
                 silence = run(0, 0)
             break
         except Exception as e:
-            # Most likely the strip is too thin for a pooling that rounds down. Else the error is
-            # one of the user's layer, and is reported below.
+            # Most likely the strip is too thin for a pooling that rounds down. Otherwise a layer of
+            # the user has failed, and the error is reported below.
             failure = e
     else:
         why = failure if isinstance(failure, _WrongSize) else user_error(failure)
-        raise _CannotProbe(f"the model cannot be probed on strips {_WIDTHS} pixels thin: {why}")
+        raise _CannotProbe(f"the model cannot be probed on strips {_WIDTHS} pixels wide: {why}")
 
     @lru_cache(32)  # the search for the stride repeats its calls
     @torch.no_grad()
@@ -205,7 +209,7 @@ def _strip(
 
 
 class _CannotProbe(ValueError):
-    """No strip runs through the model."""
+    """Error of a model that fails on strips of every width."""
 
 
 class _WrongSize(Exception):
@@ -218,16 +222,17 @@ class _WrongSize(Exception):
 
 
 def _simplified(model: nn.Module, narrow: bool) -> nn.Module:
-    """Return a copy for probing: weights of one, and no norms, dropout or activations.
+    """Return a copy for probing, with weights of one and without norms, dropout and activations.
 
-    With ``narrow``, every convolution of PyTorch has a single channel.
+    If ``narrow`` is True, every unmodified convolution of the copy has a single output channel.
+    Modified convolutions get random weights instead of ones.
     """
     model = copy.deepcopy(model)
     replacement = _replacement(model, narrow)
     if replacement is not None:
         return replacement
     for parent in list(model.modules()):
-        # named_children would skip the second place of a repeated layer.
+        # named_children would skip a layer that is registered a second time.
         for name, child in list(parent._modules.items()):
             replacement = None if child is None else _replacement(child, narrow)
             if replacement is not None:
@@ -251,8 +256,8 @@ def _simplified(model: nn.Module, narrow: bool) -> nn.Module:
 def _replacement(layer: nn.Module, narrow: bool) -> nn.Module | None:
     if isinstance(layer, (nn.Softmax, nn.LogSoftmax)) and layer.dim not in (None, 1):
         raise ValueError(
-            f"{layer} seems to be taken over pixels and not over the channels (dim=1): "
-            "it cannot be computed from windows"
+            f"{layer} seems to normalise over pixels and not over the channels (dim=1), "
+            "which cannot be computed from windows: use dim=1"
         )
     if unmodified(layer, POINTWISE_LAYERS):
         return nn.Identity()

@@ -1,7 +1,7 @@
 """Layers whose result has the size of another map: resizing by any ratio, padding and cropping.
 
-They are called with that other map too, but read only its size. So executors need not have the map:
-they pass the size instead (:class:`distseg.layers.resize.Placed`).
+These layers are called with that other map too, but read only its size. So executors need not keep
+the map. They pass the size instead (:class:`distseg.layers.resize.Placed`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Follows(LooksAtSize):
     Shapes are (N, C, *size), (N, ?, *other) -> (N, C, *made).
 
     Args:
-        rules: the rule along each dim by which ``made`` follows ``other``.
+        rules: for each dim, the rule that computes ``made`` from ``other``.
     """
 
     def __init__(self, rules: Sequence[Follow]):
@@ -38,7 +38,7 @@ class Follows(LooksAtSize):
         return self.made(x, [rule.size(n) for rule, n in zip(self.rules, like.shape[2:])])
 
     def made(self, x: Tensor, size: Sequence[int]) -> Tensor:
-        """Return the result with this size."""
+        """Return the result of this size for the input ``x``."""
         raise NotImplementedError
 
     def footprints(self) -> tuple[AccessPattern, ...]:
@@ -50,11 +50,11 @@ class ResizeTo(Follows):
     """``F.interpolate`` to the size of another map.
 
     Args:
-        rules: the rule along each dim by which the size follows that of the other map.
+        rules: for each dim, the rule that computes the size from the size of the other map.
         mode, align_corners, antialias: as in ``F.interpolate``.
-        factors: scale factors, from which positions are computed instead of from the sizes. They
-            are numbers, or ``RATIO`` for m / n, which may round nearest positions differently from
-            sizes.
+        factors: scale factors from which the positions are computed; None to compute them from the
+            sizes. The factors are numbers, or ``RATIO`` for m / n. With ``RATIO``, nearest
+            positions may be rounded differently than with the sizes.
     """
 
     def __init__(
@@ -101,12 +101,12 @@ def kernel_of(mode: str, antialias: bool = False) -> str:
 
 
 class FitTo(Follows):
-    """``F.pad`` to the size of another map, or a crop if that is smaller.
+    """``F.pad`` to the size of another map, or a crop if the other map is smaller.
 
     Args:
-        rules: the rule along each dim by which the size follows that of the other map.
-        sides: the part of the difference in front, along each dim
-            (:class:`distseg.tiling.resize.Fit`).
+        rules: for each dim, the rule that computes the size from the size of the other map.
+        sides: for each dim, how many of the added cells lie in front of the map: a name such as
+            ``half``, or a number (:class:`distseg.tiling.resize.Fit`).
         mode, value: as in ``F.pad``.
     """
 
@@ -137,7 +137,10 @@ class FitTo(Follows):
 
 
 class VectorAt(Follows):
-    """A vector of the image, marked as belonging to maps of another size; it is not changed."""
+    """A layer that marks a vector of the image as belonging to maps of another size.
+
+    The values of the vector do not change.
+    """
 
     def forward(self, x: Tensor, like: Tensor | None = None) -> Tensor:
         return x

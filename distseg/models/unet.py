@@ -1,4 +1,4 @@
-"""The U-Net of Seal et al. 2020 as a flat ``nn.Sequential``.
+"""The U-Net of Seal et al. 2020 as an ``nn.Sequential`` of single layers.
 
 ::
 
@@ -6,10 +6,11 @@
     level 1      pool - conv block - stash ---------- pop - conv block - up
     bottleneck              pool - conv block - up
 
-A conv is four layers: a 3x3 convolution without bias, dropout of channels, a norm and
+A conv block repeats four layers: a 3x3 convolution without bias, dropout of channels, a norm and
 LeakyReLU(0.01). With base width b, encoder level i has b*2^i channels. The bottleneck of a network
-of depth D has b*2^D channels, and b*2^(D-1) after its last conv. Decoder level i has b*2^(i-1)
-channels, so level 0 has b/2; the table of parameters in Seal et al. 2020 determines these widths.
+of depth D has b*2^D channels, but b*2^(D-1) after its last convolution. Decoder level i has
+b*2^(i-1) channels, so level 0 has b/2. The table of parameters in Seal et al. 2020 determines these
+widths.
 Poolings round sizes up, so any image size works: the last cell of an odd row stands for fewer
 pixels.
 """
@@ -44,9 +45,9 @@ def unet(
     groups: int = 8,
     dims: int = 2,
 ) -> nn.Sequential:
-    """Return a flat U-Net: (N, in_channels, H, W) -> logits (N, out_channels, H, W).
+    """Return a U-Net that maps (N, in_channels, H, W) to logits (N, out_channels, H, W).
 
-    It takes any H and W.
+    The network takes any H and W.
 
     Args:
         depth: number of poolings D; the total stride is 2^D.
@@ -59,8 +60,8 @@ def unet(
         dropout: probability in [0, 1) that a channel is dropped; with 0 the layer is the identity.
         up: ``nearest`` (as in Seal et al. 2020), ``bilinear`` or ``transposed`` (2x2, stride 2, no
             bias).
-        groups: number of groups of group norm. A layer uses the greatest common divisor of it and
-            its number of channels.
+        groups: number of groups of group norm. A layer uses the greatest common divisor of this
+            number and the layer's number of channels.
         dims: 2 for images, 3 for volumes.
 
     Raises:
@@ -121,7 +122,7 @@ def _check(
     depth, num_convs, base_channels, in_channels, out_channels, norm, dropout, up, groups, dims
 ) -> None:
     if dims not in _CONV:
-        raise ValueError(f"unet is there for 2 and 3 spatial dims, got dims={dims}")
+        raise ValueError(f"unet supports 2 and 3 spatial dims, got dims={dims}")
     counts = dict(
         depth=depth,
         num_convs=num_convs,
@@ -132,9 +133,9 @@ def _check(
     )
     for field, value in counts.items():
         if not isinstance(value, int) or value < 1:
-            raise ValueError(f"model.{field} is a whole number of at least 1, got {value!r}")
+            raise ValueError(f"model.{field} must be a whole number of at least 1, got {value!r}")
         if value > _MOST[field]:
-            raise ValueError(f"model.{field} is at most {_MOST[field]}, got {value}")
+            raise ValueError(f"model.{field} must be at most {_MOST[field]}, got {value}")
     if base_channels * 2**depth > _WIDEST:
         raise ValueError(
             f"model.base_channels {base_channels} with model.depth {depth} makes "
@@ -143,14 +144,14 @@ def _check(
         )
     if base_channels < 2 or base_channels % 2:
         raise ValueError(
-            "model.base_channels is even (the decoder's first level has half of it), "
+            "model.base_channels must be even (the decoder's first level has half of it), "
             f"got {base_channels}"
         )
     if not 0 <= dropout < 1:
-        raise ValueError(f"model.dropout is a probability in [0, 1), got {dropout}")
+        raise ValueError(f"model.dropout must be a probability in [0, 1), got {dropout}")
     for field, value, choices in (("norm", norm, NORMS), ("up", up, UPS)):
         if value not in choices:
-            raise ValueError(f"model.{field} is one of {', '.join(choices)}, got {value!r}")
+            raise ValueError(f"model.{field} must be one of {', '.join(choices)}, got {value!r}")
 
 
 # Limits beyond any network that could be trained: a mistyped digit gives an error message instead

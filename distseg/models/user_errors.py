@@ -28,7 +28,7 @@ def user_error(error: BaseException) -> str:
     """Return an error as one line, such as ``TypeError: ... (file.py, line 3)``.
 
     The line is the innermost one of the traceback that belongs neither to distseg nor to a library.
-    Without one it is the innermost line outside distseg.
+    Without such a line it is the innermost line outside distseg.
     """
     if isinstance(error, SyntaxError) and error.filename:
         return f"{type(error).__name__}: {error.msg} ({error.filename}, line {error.lineno})"

@@ -1,4 +1,4 @@
-"""Initial weights. Each layer draws from its own key, so a rank can initialise its layers alone."""
+"""Initial weights. Each layer draws from its own key, so a rank can initialise only its layers."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ def materialise(model: nn.Module, seed: int, positions: set[int] | None = None) 
 
     Args:
         model: the model.
-        seed: the seed; the weights of a layer depend only on it and on the layer's name.
-        positions: numbers of the layers of a flat model to initialise; all by default.
+        seed: the seed. The weights of a layer depend only on the seed and on the layer's name.
+        positions: the numbers of the layers to initialise, by default all. Only a model that is a
+            list of layer calls has several layers; another model is layer 0.
     """
     layers = flat_layers(model) if is_flat(model) else [("", model)]
     with torch.random.fork_rng(devices=[]):

@@ -38,8 +38,8 @@ class Entry:
 
     Attributes:
         arguments: arguments of ``builder``.
-        levels: L of the slides of Seal et al. 2020; None for other networks.
-        balance: the number of layers on each of six stages in those slides, or None.
+        levels: the number of levels L in the slides of Seal et al. 2020; None for other networks.
+        balance: the number of layers on each of six pipeline stages in those slides, or None.
         builder: the function that makes the network.
     """
 
@@ -106,8 +106,8 @@ def outline_model(
 ) -> nn.Module:
     """Return the network of a config as a list of layer calls, which can be cut.
 
-    A module of a user's function is captured. Arguments and errors are those of
-    :func:`plain_model`.
+    To this end the module that a user's function returns is captured. Arguments and errors are
+    those of :func:`plain_model`.
     """
     return as_network(plain_model(config, in_channels, out_channels))
 
@@ -117,13 +117,13 @@ def plain_model(
 ) -> nn.Module:
     """Return the module of a config, on the meta device.
 
-    :func:`materialise` makes the weights of the layers that a rank holds. A module of a user's
-    function is not on the meta device: it has its weights, drawn from ``model.seed``.
+    :func:`materialise` makes the weights of the layers that a rank holds. But the module that a
+    user's function returns is not on the meta device. It has weights, drawn with ``model.seed``.
 
     Args:
         config: the section ``model``.
-        in_channels, out_channels: the numbers of bands and classes of the data, for fields that
-            the config leaves open.
+        in_channels, out_channels: the numbers of bands and classes of the data. They are used where
+            the config does not set the number.
 
     Raises:
         ValueError: the name is unknown, an argument is out of range, the channels differ from
@@ -134,7 +134,7 @@ def plain_model(
         if wanted is not None and arguments.setdefault(field, wanted) != wanted:
             raise ValueError(
                 f"model.{field} is {arguments[field]}, but the data has {wanted}: "
-                f"leave model.{field} out and it follows the data"
+                f"leave model.{field} out, and the data's number is used"
             )
     if ":" in config.name:
         with seeded(config.seed):
@@ -142,7 +142,7 @@ def plain_model(
             if config.inputs is not None and bands not in (None, sum(config.inputs)):
                 raise ValueError(
                     f"model.inputs is {config.inputs}, together {sum(config.inputs)} bands, "
-                    f"but images have {bands}: deal out all of them"
+                    f"but images have {bands}: split all of them among the inputs"
                 )
             outputs = None if config.outputs is None else tuple(config.outputs)
             model = built(
@@ -162,7 +162,8 @@ def plain_model(
         return model
     except TypeError as e:
         raise ValueError(
-            f"model {config.name} does not take what the config sets ({e}): leave it out"
+            f"model {config.name} does not take all that the config sets ({e}): "
+            "leave that field out"
         ) from None
 
 

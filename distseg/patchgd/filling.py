@@ -1,6 +1,6 @@
-"""A network of patches without gradients: fill Z a few patches at a time, predict whole images.
+"""Computes a network of patches without gradients, to fill Z and to predict whole images.
 
-The network is :class:`distseg.patchgd.network.PatchNetwork`.
+Z is filled a few patches at a time. The network is :class:`distseg.patchgd.network.PatchNetwork`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Images(Protocol):
 
 
 def by_image(pairs: list[tuple[int, int]]) -> dict[int, list[int]]:
-    """Return the patches of each image in (image, patch) pairs."""
+    """Return the patch numbers of each image, given (image, patch) pairs."""
     found: dict[int, list[int]] = {}
     for i, p in pairs:
         found.setdefault(i, []).append(p)
@@ -51,18 +51,21 @@ def by_image(pairs: list[tuple[int, int]]) -> dict[int, list[int]]:
 
 
 def read_boxes(images: Images, boxes: Mapping[int, list[Box]]) -> Tensor:
-    """Return patches of several images, (patches, C, *patch), given the boxes of each image."""
+    """Return the patches of several images, (patches, C, *patch), in the order of ``boxes``."""
     return torch.cat([images.read(i, those) for i, those in boxes.items()])
 
 
 class Filler:
-    """Network of patches on a device.
+    """Network of patches on a device, with which ranks compute Z and the output for images.
 
     Args:
-        network: changed in place.
+        network: the network of patches. It is changed in place.
         context: gives the ranks that share the statistics of the backbone's norms.
         head_context: gives the ranks that share the statistics of the head's norms.
-        at_once: number of patches in one forward pass in evaluation mode.
+        device: the device to compute on.
+        precision: fp32, bf16 (autocast) or fp64.
+        channels_last: True for the channels_last memory format.
+        at_once: the number of patches in one forward pass in evaluation mode.
 
     Raises:
         ValueError: a layer cannot be computed exactly.
@@ -111,11 +114,11 @@ class Filler:
         return bool(self.backbone.dropouts)
 
     def features(self, x: Tensor, samples: Sequence[int]) -> Tensor:
-        """Return the features of patches: (n, C, *patch) -> (n, s).
+        """Return the features of patches, (n, s).
 
         Args:
-            x: the patches.
-            samples: the keys of the patches' dropout masks.
+            x: the patches, (n, C, *patch).
+            samples: for each patch, the key of its dropout masks.
         """
         place = place_of(x.shape[2:], range(len(x)), samples)
         with self.autocast():
@@ -134,10 +137,10 @@ class Filler:
         Args:
             features: for each image the features of all its patches, (patches, s).
             sizes: the size of each image in pixels.
-            samples: the keys of the images' dropout masks in the head.
+            samples: for each image, the key of its dropout masks in the head; by default 0.
         """
         samples = samples or [0] * len(sizes)
-        alike: dict[tuple[int, ...], list[int]] = {}  # those of a size together
+        alike: dict[tuple[int, ...], list[int]] = {}  # image numbers by size
         for i, size in enumerate(sizes):
             alike.setdefault(tuple(size), []).append(i)
         blocks = [
@@ -160,7 +163,7 @@ class Filler:
     def commit_statistics(self, unbiased: bool = False) -> None:
         """Update the running statistics from all forward passes since the last update.
 
-        Collective over the sample groups: one message.
+        All sample groups must call it together. They exchange one message.
         """
         parts = [part for part in (self.backbone, self.head) if part is not None]
         norms = [norm for part in parts for norm in part.norms]
@@ -170,8 +173,8 @@ class Filler:
     def __call__(self, images: Images, comm) -> list[Tensor]:
         """Return the features of all patches of each image, (patches, s), in evaluation mode.
 
-        Each rank of ``comm`` computes its share of the patches; all ranks get all features.
-        Collective.
+        Each rank of ``comm`` computes its share of the patches, and all ranks get all features. All
+        ranks of ``comm`` must call it together.
         """
         boxes = [self.network.patches(size) for size in images.sizes]
         pairs = [(i, p) for i, those in enumerate(boxes) for p in range(len(those))]
@@ -203,7 +206,7 @@ class Filler:
 
 
 def _tiled_head(head: nn.Module, nowhere: ReceptiveField, context: Context) -> TiledModel | None:
-    """Return the head with norms and dropouts that ranks share; None if it has no such layers."""
+    """Return the head with distributed norms and dropouts, or None if it has none of these."""
     if not any(isinstance(layer, (*STATISTICAL, *DROPOUTS)) for layer in head.modules()):
         return None
     return (
@@ -214,21 +217,29 @@ def _tiled_head(head: nn.Module, nowhere: ReceptiveField, context: Context) -> T
 
 
 def place_of(size: Sequence[int], images: Sequence[int], samples: Sequence[int]) -> TilePlacement:
-    """Return the tile placement of whole images of this size."""
+    """Return the tile placement of whole images of this size.
+
+    Args:
+        size: the size of the images.
+        images: the numbers of the images.
+        samples: for each image, the key of its dropout masks.
+    """
     return TilePlacement(
         tuple(size), Box.whole(size), Box.whole(size), tuple(images), tuple(samples)
     )
 
 
 def shared(mine: Tensor | None, count: int, comm, device) -> Tensor:
-    """Return the rows of all ranks on every rank, (count, s). Collective.
+    """Return the rows of all ranks on every rank, (count, s).
+
+    All ranks of ``comm`` must call it together.
 
     Args:
-        mine: this rank's rows: every ``comm.size``-th one, beginning with ``comm.rank``. None if it
-            has none.
+        mine: this rank's rows: every ``comm.size``-th row, beginning with row ``comm.rank``. None
+            if this rank has no row.
         count: the number of rows of all ranks together.
         comm: the ranks that share the rows.
-        device: where the result is placed.
+        device: the device of the result.
     """
     if comm.size == 1:
         return mine.detach().to(torch.promote_types(mine.dtype, torch.float32))

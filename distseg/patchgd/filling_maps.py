@@ -1,6 +1,7 @@
-"""A U-Net of patches without gradients: fill Z, predict class maps of whole images patch by patch.
+"""Computes a U-Net of patches without gradients, to fill Z and to predict class maps.
 
-The network is :class:`distseg.patchgd.unet.PatchUNet`.
+Class maps of whole images are predicted patch by patch. The network is
+:class:`distseg.patchgd.unet.PatchUNet`.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ class MapFiller(Filler):
     """U-Net of patches on a device.
 
     Args:
-        network: changed in place: its dropouts are replaced by ones with keyed masks.
+        network: the U-Net of patches. It is changed in place: its dropouts are replaced by dropouts
+            with keyed masks.
         context, device, precision, channels_last, at_once: see :class:`Filler`.
     """
 
@@ -59,12 +61,12 @@ class MapFiller(Filler):
         return any(isinstance(layer, KeyedDropout) for layer in self.network.modules())
 
     def encode(self, x: Tensor, samples: Sequence[int]) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return coarse features and skips of patches: (n, C, *patch) -> (n, s, *cells), skips.
+        """Return the coarse features of patches, (n, s, *cells), and their skips by name.
 
         Args:
-            x: the patches.
-            samples: the keys of the patches' dropout masks, in the encoder and in the following
-                :meth:`decode`.
+            x: the patches, (n, C, *patch).
+            samples: for each patch, the key of its dropout masks, in the encoder and in the
+                following :meth:`decode`.
         """
         self.context.places, self.context.current = (
             [place_of(x.shape[2:], range(len(x)), samples)],
@@ -76,7 +78,9 @@ class MapFiller(Filler):
         return z, skips
 
     def decode(self, z: Tensor, correction: Tensor, skips: dict[str, Tensor]) -> Tensor:
-        """Return the logits of the patches that were encoded last, (n, K, *patch).
+        """Return the logits of patches, (n, K, *patch).
+
+        The patches must be the ones of the last call of :meth:`encode`.
 
         Args:
             z: the coarse features that :meth:`encode` returned.
@@ -99,7 +103,7 @@ class MapFiller(Filler):
         return self.network.correction(features[None].to(self.dtype), size)[0]
 
     def commit_statistics(self, unbiased: bool = False) -> None:
-        """Do nothing: a U-Net of patches has no running statistics."""
+        """Do nothing, because a U-Net of patches has no running statistics."""
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -114,7 +118,7 @@ class MapFiller(Filler):
 class MapPredictor(Predictor):
     """Predictor of whole images with a U-Net of patches.
 
-    Each rank fills Z of the images of which it computes tiles.
+    A rank fills Z of each image of which it computes at least one tile.
     """
 
     def __init__(self, filler: MapFiller, replicas):

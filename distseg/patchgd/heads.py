@@ -1,9 +1,10 @@
-"""Heads of PatchGD's network: from Z, the features of all patches, to the output for the image.
+"""Heads of PatchGD's network, which compute the output for an image from Z.
 
-A head maps (N, s, *grid) to (N, K). ``cnn``, ``cnn-max`` and ``transformer`` take a grid of any
-size. ``conv3``, ``conv4`` and ``attention`` are the heads of Gupta et al. (2023). The two
-convolutional ones have weights for each place of the grid in the last layer, so they are made for
-one grid. A user's own head is a function ``package.module:function``.
+Z are the features of all patches. A head maps (N, s, *grid) to (N, K). ``cnn``, ``cnn-max`` and
+``transformer`` take a grid of any size. ``conv3``, ``conv4`` and ``attention`` are the heads of
+Gupta et al. (2023). The last layer of ``conv3`` and ``conv4`` has weights for each position of the
+grid, so these heads are made for one grid. The setting for a user's own head is the name of a
+function, ``package.module:function``.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from distseg.models.own import own_builder
 from distseg.models.user_errors import user_error, user_errors
 
 WIDTHS = {"cnn": 64, "cnn-max": 64, "transformer": 64, "conv3": 256, "conv4": 256, "attention": 192}
-"""Heads by name, and their ``patchgd.head_channels`` where that is not set."""
+"""Default value of ``patchgd.head_channels`` for each head, by name."""
 OF_ONE_GRID = ("conv3", "conv4")
 _CONV = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _NORM = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -30,14 +31,14 @@ _KEYED = (nn.Dropout, *_DROPOUT)  # dropouts whose masks all ranks share
 
 
 def is_own(head: str) -> bool:
-    """Return True if a head is a function of the user's."""
+    """Return True if ``head`` names a function of the user."""
     return ":" in head
 
 
 def of_one_grid(head: str) -> bool:
     """Return True if a head is made for one grid of patches.
 
-    A user's function is, if it has the parameter ``grid``.
+    The head of a user's function is made for one grid if the function has the parameter ``grid``.
     """
     return "grid" in _parameters(head) if is_own(head) else head in OF_ONE_GRID
 
@@ -48,11 +49,14 @@ def make_head(
     """Return a new head.
 
     Args:
-        channels: its width; None takes the one of :data:`WIDTHS`.
-        grid: patches along each dim; only its length counts to heads that take any grid.
+        name: the value of ``patchgd.head``.
+        features: s, the number of features of a patch.
+        channels: the width of the head; None for the default in :data:`WIDTHS`.
+        outputs: K, the number of outputs for an image.
+        grid: the number of patches along each dim. A head that takes any grid uses only its length.
 
     Raises:
-        ValueError: a width that the head cannot have, or whatever fails in a user's function.
+        ValueError: the head cannot have this width, or a user's function fails.
     """
     if is_own(name):
         return _own_head(name, features, outputs, grid)
@@ -69,10 +73,11 @@ def make_head(
 def check_head(head: nn.Module, name: str, shape: Sequence[int], outputs: int) -> None:
     """Refuse a head that does not take Z of this shape, (N, s, *grid).
 
-    A head is also refused if it draws random numbers itself, since ranks would not share them.
+    A head is also refused if it draws random numbers itself, because they would differ between
+    ranks.
 
     Raises:
-        ValueError: the message names the head, the grid and the repair.
+        ValueError: the head is refused. The message names the head, the grid and how to fix it.
     """
     like = next(head.parameters(), torch.zeros(0))
     rates = {m: m.p for m in head.modules() if isinstance(m, _KEYED)}
@@ -97,8 +102,8 @@ def _check_call(head: nn.Module, name: str, z: Tensor, outputs: int) -> None:
             y = head(z)
         except Exception as e:  # a user's function can raise anything
             raise ValueError(
-                f"{what} of {z.shape[1]} features: {user_error(e)}: "
-                "take a head for any grid, such as cnn, or other patches (patchgd.patch)"
+                f"{what} of {z.shape[1]} features: {user_error(e)}. "
+                "Choose a head that takes any grid, such as cnn, or another patchgd.patch"
             ) from e
         if not torch.equal(before, torch.get_rng_state()):
             raise ValueError(
@@ -109,8 +114,8 @@ def _check_call(head: nn.Module, name: str, z: Tensor, outputs: int) -> None:
     if not isinstance(y, Tensor) or y.dim() < 2 or y.flatten(1).shape != wanted:
         shape = tuple(y.shape) if isinstance(y, Tensor) else type(y).__name__
         raise ValueError(
-            f"patchgd.head {name} makes {shape} of Z, but {wanted} is wanted, "
-            "a number a class: let it take outputs"
+            f"patchgd.head {name} returns {shape} for Z, but must return {wanted}, "
+            "one number for each class: let the head use the parameter outputs"
         )
 
 
@@ -130,8 +135,8 @@ def _parameters(name: str) -> list[str]:
 def _own_head(name: str, features: int, outputs: int, grid: Sequence[int]) -> nn.Module:
     """Return the head that a user's function builds.
 
-    The function is called with the numbers of features and outputs, and with the grid if it takes
-    it.
+    The function is called with the number of features and the number of outputs. If it has the
+    parameter ``grid``, it also gets the grid.
     """
     builder, takes = own_builder(name, "patchgd.head"), _parameters(name)
     given = {"features": features, "outputs": outputs, "grid": tuple(grid)}
@@ -145,7 +150,7 @@ def _own_head(name: str, features: int, outputs: int, grid: Sequence[int]) -> nn
         if not any(called in takes for called in _CALLED[field]):
             raise ValueError(
                 f"patchgd.head {name!r} takes ({', '.join(takes)}), but is called "
-                f"with the number of {field}: let it take {field}"
+                f"with the number of {field}: add the parameter {field}"
             )
     with user_errors(f"patchgd.head {name!r} cannot be built"):
         head = builder(**arguments)
@@ -160,13 +165,14 @@ def _own_head(name: str, features: int, outputs: int, grid: Sequence[int]) -> nn
 class GridHead(nn.Module):
     """Convolutional head of Gupta et al. (2023): (N, s, *grid) -> (N, K).
 
-    It has ``keeping`` 3-wide convolutions, then three that halve the grid. Each is followed by a
-    ReLU, batch norm and a dropout of channels. A linear layer takes the flattened result.
+    It has ``keeping`` 3-wide convolutions, then three 3-wide convolutions that halve the grid. Each
+    convolution is followed by a ReLU, batch norm and a dropout of channels. A linear layer takes
+    the flattened result.
 
     Args:
         features, channels, outputs: s, the width and K.
-        grid: patches along each dim.
-        keeping: number of convolutions that keep the grid's size.
+        grid: the number of patches along each dim.
+        keeping: the number of convolutions that keep the grid's size.
         dropout: the probability that a channel is dropped.
     """
 
@@ -204,15 +210,16 @@ _HALVINGS = 3
 class AttentionHead(nn.Module):
     """Attention head of Gupta et al. (2023): (N, s, *grid) -> (N, K).
 
-    There is a token for each patch and one more for the image, with a sinusoidal encoding of their
-    order. One transformer layer follows, with a layer norm before each of its two parts. A linear
-    layer takes the image's token. If s is not the width, the features are first projected to it.
+    Each patch has a token, and the image has one more token. A sinusoidal encoding of their order
+    is added to the tokens. One transformer layer follows, with a layer norm before each of its two
+    parts (attention and MLP). A linear layer takes the image's token. If s is not the width, a
+    linear layer first projects the features to the width.
 
     Args:
         features, channels, outputs: s, the width and K.
-        heads: number of attention heads, among which the width is divided.
-        dropout: the probability that a number is dropped, for tokens, attention weights and the
-            results of the two parts.
+        heads: the number of attention heads, among which the width is divided.
+        dropout: the probability that an element is dropped. Dropout is applied to tokens, attention
+            weights and the results of the two parts.
 
     Raises:
         ValueError: the width is not a multiple of twice the number of heads.
@@ -271,8 +278,8 @@ class AttentionHead(nn.Module):
 class ConvHead(nn.Module):
     """Convolutional head for grids of any size: (N, s, *grid) -> (N, K).
 
-    It has two 3-wide convolutions with batch norm, a mean or maximum over all places, and a linear
-    layer.
+    It has two 3-wide convolutions with batch norm, a mean over all positions of the grid (a maximum
+    if ``largest`` is True), and a linear layer.
     """
 
     def __init__(
@@ -298,8 +305,8 @@ class ConvHead(nn.Module):
 class TransformerHead(nn.Module):
     """Transformer head for grids of any size: (N, s, *grid) -> (N, K).
 
-    The patches are the tokens, with a sinusoidal encoding of their place. A linear layer takes the
-    mean of the encoder's output.
+    The patches are the tokens. A sinusoidal encoding of their position is added to them. A linear
+    layer takes the mean of the encoder's output over the tokens.
     """
 
     def __init__(self, features: int, channels: int, outputs: int, layers: int = 2, heads: int = 4):
@@ -321,10 +328,14 @@ class TransformerHead(nn.Module):
 
 
 def places_of(grid: Sequence[int], like: Tensor) -> Tensor:
-    """Return the encoding of each place of a grid, (places, channels).
+    """Return the encoding of each position of a grid, (positions, channels).
 
-    It consists of sines and cosines of the place along each dim, with wavelengths from 2 pi to
+    It consists of sines and cosines of the position along each dim, with wavelengths from 2 pi to
     10,000 x 2 pi (Vaswani et al., 2017).
+
+    Args:
+        grid: the size of the grid.
+        like: a tensor that sets the number of channels, the dtype and the device.
     """
     channels = like.shape[-1]
     each = channels // (2 * len(grid))

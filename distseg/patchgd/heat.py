@@ -1,16 +1,17 @@
-"""Heat maps: which parts of a whole image a network's answer comes from.
+"""Heat maps, which show the parts of a whole image that a network's output depends on most.
 
 The method is Grad-CAM (gradient-weighted class activation maps, Selvaraju et al., 2017). A is the
-feature map before the last pooling over the image, or the block Z of a network of patches; y is the
-logit of the likeliest class::
+feature map before the last pooling over the image. In a network of patches, A is the block Z. y is
+the logit of the likeliest class::
 
-    heat = max(0, sum over channels c of A_c * mean over places of dy/dA_c)
+    heat = max(0, sum over channels c of A_c * mean over positions of dy/dA_c)
 
-The result is resized to the image, bilinearly. A pooling passes its gradient on to all cells alike,
-so the mean is dy/d(pooled) except for a factor. Images therefore need not fit into memory. The
-network up to the pooling gives the pooled values. The same layers, and one more that weighs the
-channels, are a network for segmentation, which :mod:`distseg.inference.predictor` computes tile by
-tile.
+The result is resized to the image, bilinearly. The backward pass of a pooling gives all cells the
+same gradient, so the mean is dy/d(pooled) except for a constant factor. The pooled values are
+therefore enough to compute it, and images need not fit into memory. The network up to the pooling
+computes the pooled values tile by tile. The same layers, followed by a layer that weighs the
+channels, are a network for segmentation, which :mod:`distseg.inference.predictor` also computes
+tile by tile.
 """
 
 from __future__ import annotations
@@ -44,11 +45,11 @@ from distseg.tiling.layout import Layout, scales_of
 from distseg.tiling.resize import Follow
 from distseg.tiling.tile import Box, strips
 
-_MOST = 1 << 24  # the most pixels of a picture
-_STRIP = 1 << 20  # pixels that are computed at a time
+_MOST = 1 << 24  # largest number of pixels of a picture
+_STRIP = 1 << 20  # number of pixels that are computed at a time
 _NO_POOLING = (
-    "predict.heat draws the map before the last pooling over the image, "
-    "and this network has none that is known: leave it out"
+    "predict.heat draws the feature map before the last pooling over the image, "
+    "but distseg finds no such pooling in this network: leave predict.heat out"
 )
 
 
@@ -57,12 +58,12 @@ def heat_of(
 ) -> Callable[[ImageSource], Iterator[tuple[Box, np.ndarray]]]:
     """Return a function that yields (tile, heat) for all tiles of an image of any size.
 
-    The heat of a tile is (h, w) float32 and not negative. The function works on one rank.
+    The heat of a tile is (h, w) float32 and not negative. The function needs no other rank.
 
     Args:
         model: a plain network with its weights.
-        predictor: a predictor of the same network; its device, precision, tiles and memory are
-            used.
+        predictor: a predictor of the same network. The returned function uses its device,
+            precision, tile size and memory budget.
 
     Raises:
         ValueError: the network could not be captured, or has no pooling over the image.
@@ -99,7 +100,7 @@ class _OfPooled:
     def __init__(self, model: nn.Module, predictor: Predictor):
         self.network, self.predictor = as_network(model).eval(), predictor
         reads = self.network.reads if isinstance(self.network, Network) else {}
-        # Of several outputs only the first one counts, with the poolings that lead to it.
+        # If the network has several outputs, only the first output and its poolings count.
         if reads and isinstance(self.network.get_submodule(last := [*reads][-1]), MainOutput):
             self.network = self._up_to(reads[reads[last][0]][0])
             reads = self.network.reads
@@ -157,7 +158,7 @@ class _OfPooled:
         return torch.from_numpy(found)[None].to(next(self.network.parameters()).dtype)
 
     def _drawing(self, gradients: Tensor, size: tuple[int, ...], cells: tuple[int, ...]) -> Network:
-        """Return a network whose output for an image of this size is the image's heat.
+        """Return a network whose output for an image of this size is the heat of the image.
 
         Args:
             gradients: the weight of each channel.
@@ -220,7 +221,7 @@ class _OfPooled:
         return record_like(found, self.network).eval()
 
     def _predictor(self, network: Network) -> Predictor:
-        """Return a predictor of another network, on this rank alone."""
+        """Return a predictor of ``network`` that runs on this rank without other ranks."""
         like = self.predictor
         place_model(
             network,
@@ -244,9 +245,14 @@ class _OfPooled:
 
 @torch.enable_grad()
 def _logit_gradients(given: Sequence[Tensor], answer: Callable[..., Tensor]) -> tuple[Tensor, ...]:
-    """Return the gradient of the likeliest class's logit in each of ``given``.
+    """Return the gradient of the likeliest class's logit with respect to each tensor in ``given``.
 
-    With a single logit it is the gradient towards the class that the logit's sign says.
+    If the network has a single logit, its sign says which class is likelier. A negative logit is
+    then negated first.
+
+    Args:
+        given: the tensors that ``answer`` takes.
+        answer: returns the logits.
     """
     given = [x.detach().requires_grad_() for x in given]
     logits = answer(*given).flatten()
@@ -260,13 +266,14 @@ def picture(
 ) -> np.ndarray:
     """Return a picture (H, W, 3) uint8: the image, with the heat in red to yellow.
 
-    The image is fainter where the heat is low. Images of more than 16 million pixels are made
-    smaller by a whole number.
+    The image is fainter where the heat is low. Images of more than 16 million pixels are shrunk by
+    an integer factor.
 
     Args:
         heat: the tiles of the image and their heat.
         source: the image.
-        data: the section of a run's manifest that has the constants of normalisation.
+        data: the section of a run's manifest that has the mean and standard deviation by which
+            pixels were normalised.
     """
     by = next(k for k in count(1) if math.prod(n // k for n in source.size) <= _MOST)
     size = tuple(n // by for n in source.size)

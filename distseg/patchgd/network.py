@@ -1,4 +1,4 @@
-"""Network of PatchGD: it sees a whole image as a grid of patches.
+"""Network of PatchGD, which processes a whole image as a grid of patches.
 
 The method is "Patch Gradient Descent: Training Neural Networks on Very Large Images" (Gupta et al.,
 2023). In the symbols of that publication::
@@ -25,9 +25,10 @@ from distseg.tiling.tile import Box
 
 
 def starts_of(size: Sequence[int], patch: Sequence[int], step: Sequence[int]) -> list[list[int]]:
-    """Return the first pixel of each patch along each dim.
+    """Return, for each dim, the first pixel of each patch along it.
 
-    A patch begins every ``step`` pixels; the last one is moved back to end where the image ends.
+    A patch begins every ``step`` pixels. The last patch is moved back so that it ends where the
+    image ends.
     """
     return [
         [min(a, n - p) for a in range(0, max(n - p, 0) + s, s)] if n > p else [0]
@@ -39,9 +40,10 @@ def starts_of(size: Sequence[int], patch: Sequence[int], step: Sequence[int]) ->
 def patches_of(
     size: tuple[int, ...], patch: tuple[int, ...], step: tuple[int, ...]
 ) -> tuple[Box, ...]:
-    """Return the patches of an image, row by row; together they cover the image.
+    """Return the boxes of the patches of an image, row by row. Together they cover the image.
 
-    All have one size: ``patch``, or that of the image along dims where the image is smaller.
+    All patches have the size ``patch``. Along a dim where the image is smaller than ``patch``, they
+    have the size of the image.
     """
     return tuple(
         Box(start, tuple(min(a + p, n) for a, p, n in zip(start, patch, size)))
@@ -56,9 +58,10 @@ class PatchNetwork(nn.Module):
         backbone: (N, C, *patch) -> (N, s), or (N, s, 1, ...).
         head: (N, s, *grid) -> (N, K), for grids of any size.
         patch: the size of a patch in pixels.
-        step: the pixels from one patch to the next; by default ``patch``.
+        step: the number of pixels from the start of one patch to the start of the next, along each
+            dim; by default ``patch``.
         outputs: K; only stored as an attribute.
-        made_for: the grid of patches that the head is made for; None if it takes any.
+        made_for: the grid of patches that the head is made for; None if it takes any grid.
     """
 
     made_for: tuple[int, ...] | None = None
@@ -97,7 +100,7 @@ class PatchNetwork(nn.Module):
         return patches_of(tuple(size), self.patch, self.step)
 
     def grid(self, size: Sequence[int]) -> tuple[int, ...]:
-        """Return how many patches an image of this size has along each dim."""
+        """Return the number of patches along each dim of an image of this size."""
         return tuple(map(len, starts_of(size, self.patch, self.step)))
 
     def check_grid(self, size: Sequence[int]) -> None:
@@ -114,7 +117,7 @@ class PatchNetwork(nn.Module):
             )
 
     def block(self, features: Tensor, size: Sequence[int]) -> Tensor:
-        """Return Z: features (N, patches, s) of images of this size -> (N, s, *grid)."""
+        """Return Z, (N, s, *grid), given the features (N, patches, s) of images of this size."""
         return features.movedim(1, -1).unflatten(-1, self.grid(size))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -134,7 +137,7 @@ def check_patches(size: Sequence[int], patch: Sequence[int], what: str = "an ima
     if len(size) != len(patch):
         raise ValueError(
             f"{what} has {Size(size)} pixels, of {len(size)} dims, "
-            f"but patchgd.patch is {Size(patch)}: give it as many numbers"
+            f"but patchgd.patch is {Size(patch)}: give patchgd.patch a number for each dim"
         )
     if any(n < p for n, p in zip(size, patch)):
         raise ValueError(

@@ -3,20 +3,21 @@
 The method is that of Gupta et al. (2023); :mod:`distseg.patchgd.network` has its network. A step on
 B images, in the symbols of that publication::
 
-    Z <- theta_1 of all patches, k of each image at a time                filling; without gradients
-    for j = 1 .. zeta:                                                    patchgd.inner
-        k patches of each image are drawn, and Z[those] <- theta_1        patchgd.sampled; with
-            gradients
-        L = loss of theta_2 of Z, dL/dtheta added up
-        every epsilon-th j: theta <- theta - alpha (sum / epsilon)        patchgd.accumulate
+    Z <- theta_1 of all patches, k of each image at a time         filling, without gradients
+    for j = 1 .. zeta:                                             patchgd.inner
+        draw k patches of each image                               patchgd.sampled
+        Z[drawn patches] <- theta_1 of these patches               with gradients
+        L = loss of theta_2(Z); add dL/dtheta to the sum
+        every epsilon-th j: theta <- theta - alpha (sum / epsilon) patchgd.accumulate
 
 Patches are drawn without replacement until every patch of an image was drawn once, as in the
 authors' program. Batch norms take the statistics of the patches that are computed together, also
 while Z is filled.
 
 The ranks of a tile group share the patches of their sample group's images. Each rank holds all of Z
-and computes the head, whose gradient is counted on one rank only. All ranks then have dL/dZ. The
-rank that computed a patch takes its part of dL/dZ back through the backbone.
+and computes the head. Only one rank's gradient of the head's weights is used. All ranks then have
+dL/dZ. The rank that computed a patch runs the backward pass of the backbone with the patch's part
+of dL/dZ.
 
 The draws are keyed by seed, epoch, image and j, so they do not depend on the number of ranks.
 PatchGD approximates the gradient; streamed tiles give the exact one.
@@ -65,7 +66,7 @@ class Patches:
     Args:
         store: the store that holds the images.
         samples: the samples of this sample group.
-        note: called with the number of bytes at each read.
+        note: called at each read with the number of bytes that are read.
         step: the samples of all sample groups.
 
     Attributes:
@@ -96,9 +97,9 @@ class Patches:
         return []
 
     def hold(self) -> None:
-        """Read the images whole, unless they were read already.
+        """Read whole images into memory, unless they are there already.
 
-        Patches are then cut out of memory.
+        Patches are then cut out of the images in memory.
         """
         if not self._held:
             self._held.extend(
@@ -117,9 +118,9 @@ class Patches:
         return {}
 
     def order(self, image: int, key: int, count: int) -> np.ndarray:
-        """Return the random order of an image's patches that belongs to ``key``.
+        """Return the random order of an image's ``count`` patches that belongs to ``key``.
 
-        The last order of each image is cached, because several iterations take a part of it.
+        The last order of each image is cached, because several iterations use parts of one order.
         """
         known, order = self._orders.get(image, (None, None))
         if known != key:
@@ -136,8 +137,8 @@ class Patches:
 class PatchLoader:
     """Source of the steps of an epoch for one sample group.
 
-    It has the interface of :class:`distseg.data.loader.StepLoader`, but the rank that computes a
-    patch reads it.
+    It has the interface of :class:`distseg.data.loader.StepLoader`, but yields images whose pixels
+    are not read yet. The rank that computes a patch reads the patch.
     """
 
     def __init__(self, store: Store, config: PatchConfig, mesh: Mesh):
@@ -176,7 +177,9 @@ class PatchEngine(ParameterUpdate):
     """Network of patches, ready to train by PatchGD.
 
     Args:
-        network: changed in place.
+        config: the settings of the run.
+        mesh: the mesh of ranks.
+        network: the network of patches. It is changed in place.
         device, precision, channels_last: see :class:`distseg.training.engine.Engine`.
     """
 
@@ -243,14 +246,20 @@ class PatchEngine(ParameterUpdate):
             self.config.patchgd.inner or self._rounds(size),
         )
         return [
-            f"PatchGD: {patches} patches of {settings.patch} an image of "
+            f"PatchGD: {patches} patches of {settings.patch} pixels per image of "
             f"{'x'.join(map(str, size))}, {inner} inner iterations of "
-            f"{drawn(settings.sampled, patches)} of them, "
-            f"an update after {min(settings.accumulate or inner, inner)}; gradients are approximate"
+            f"{drawn(settings.sampled, patches)} patches, an update after "
+            f"{min(settings.accumulate or inner, inner)} iterations; gradients are approximate"
         ]
 
     def step(self, images: Patches, rate: float) -> tuple[float, float]:
-        """Run the inner iterations on a batch of images. Collective.
+        """Run the inner iterations on a batch of images.
+
+        All ranks must call it together.
+
+        Args:
+            images: the images of this sample group.
+            rate: the learning rate.
 
         Returns:
             The mean of the iterations' losses, and the mean of the gradient norms before clipping.
@@ -267,14 +276,15 @@ class PatchEngine(ParameterUpdate):
 
     @torch.no_grad()
     def fill(self, images: Patches) -> list[Tensor]:
-        """Return Z: for each image the features of all its patches, (patches, s). Collective.
+        """Return Z: for each image the features of all its patches, (patches, s).
 
-        All ranks of the tile group get the same result. An image with fewer rounds than others is
-        computed again beside them, since norms share statistics, but its part of Z keeps the first
-        values.
+        All ranks must call it together. All ranks of a tile group get the same result. An image
+        that needs fewer rounds than other images is computed again in the remaining rounds, because
+        norms share statistics between images. Its part of Z keeps the first values.
         """
         counts = [len(self.network.patches(size)) for size in images.sizes]
-        # With the scope "step", norms communicate with all sample groups: all do equal rounds.
+        # With the scope "step", norms communicate with all sample groups, so all sample groups must
+        # run the same number of rounds.
         step = self.config.patchgd.norm_scope == "step"
         rounds = range(
             self._most_rounds(images)
@@ -283,9 +293,10 @@ class PatchEngine(ParameterUpdate):
         )
         drawn, features = [self._draw(images, "fill", j) for j in rounds], None
         read = (self._read(images, pairs) for pairs in drawn)
-        # Cutting patches out of memory takes less time than handing them from thread to thread.
+        # If the images are in memory, cutting patches out of them takes less time than a transfer
+        # from a prefetching thread.
         ahead = 0 if self._hold(images, drawn[0]) else 1
-        # Unless statistics move with each pass, only the inner iterations update them.
+        # Unless statistics are updated in each pass, only the inner iterations update them.
         with self.context.repeating(not self._at_once):
             for j, pairs, x in zip(rounds, drawn, prefetch(read, ahead)):
                 with self._masks("fill", j):
@@ -305,8 +316,8 @@ class PatchEngine(ParameterUpdate):
     def backward(self, images: Patches, features: list[Tensor], j: int) -> float:
         """Add this rank's part of the gradient of inner iteration ``j`` to ``grad``.
 
-        The new features of the patches that were drawn replace the old ones in ``features``.
-        Collective.
+        In ``features``, the new features of the drawn patches replace the old ones. All ranks must
+        call it together.
 
         Returns:
             The loss.
@@ -324,13 +335,13 @@ class PatchEngine(ParameterUpdate):
 
     @property
     def _at_once(self) -> bool:
-        """Return True if running statistics move with each forward pass."""
+        """True if running statistics are updated in each forward pass."""
         return self.config.patchgd.statistics == "pass"
 
     def _update_statistics(self) -> None:
-        """Update the running statistics of backbone and head if they move with each forward pass.
+        """Update running statistics of backbone and head if each forward pass should update them.
 
-        Collective over the sample groups.
+        All sample groups must call it together.
         """
         if self._at_once:
             self.filler.commit_statistics(unbiased=True)
@@ -339,20 +350,20 @@ class PatchEngine(ParameterUpdate):
         return drawn(self.config.patchgd.sampled, patches)
 
     def _rounds(self, size: Sequence[int]) -> int:
-        """Return the number of draws until each patch of an image of this size was drawn once."""
+        """Return the number of draws in which each patch of an image of this size is drawn once."""
         count = len(self.network.patches(size))
         return math.ceil(count / self._drawn_of(count))
 
     def _most_rounds(self, images: Patches) -> int:
-        """Return the largest number of rounds of any image of the step, over all sample groups."""
+        """Return the largest number of rounds over all images of the step and sample groups."""
         return max(self._rounds(sample.size) for sample in images.step)
 
     def _draw(self, images: Patches, what: str, j: int) -> list[tuple[int, int]]:
         """Return (image, patch) pairs that are computed together in iteration ``j``.
 
-        Each image has a random order of its patches, and each draw takes the next ones. When the
-        order is used up, a new one begins. ``what`` separates the draws of filling from those of
-        training.
+        Each image has a random order of its patches, and each draw takes the next patches in this
+        order. When the order is used up, a new order begins. ``what`` is part of the key of the
+        order, so that filling and training draw different patches.
         """
         found = []
         for i, (number, size) in enumerate(zip(images.numbers, images.sizes)):
@@ -370,14 +381,14 @@ class PatchEngine(ParameterUpdate):
         return pairs[self.mesh.tiles.rank :: self.mesh.tiles.size]
 
     def _read(self, images: Patches, pairs: list[tuple[int, int]]) -> Tensor:
-        """Read this rank's patches of the pairs, (patches, C, *patch)."""
+        """Read those patches of the pairs that this rank computes, (patches, C, *patch)."""
         self._hold(images, pairs)
         mine = by_image(self._mine(pairs))
         boxes = {i: [self.network.patches(images.sizes[i])[p] for p in mine[i]] for i in mine}
         return read_boxes(images, boxes)
 
     def _hold(self, images: Patches, pairs: list[tuple[int, int]]) -> bool:
-        """Read the images whole if that takes little memory beside the pairs' feature maps.
+        """Read whole images if they need little memory compared with the pairs' feature maps.
 
         Returns:
             True if the images are in memory.
@@ -389,14 +400,17 @@ class PatchEngine(ParameterUpdate):
         return few
 
     def _keys(self, images: Patches, pairs: list[tuple[int, int]]) -> list[int]:
-        """Return the keys of the dropout masks of this rank's patches; zeros without dropouts."""
+        """Return the key of the dropout masks of each of this rank's patches.
+
+        The keys are 0 if the network has no dropout.
+        """
         if not self.filler.drops:
             return [0] * len(self._mine(pairs))
         return [rng.key(images.numbers[i], p) for i, p in self._mine(pairs)]
 
     @contextmanager
     def _masks(self, what: str, j: int) -> Iterator[None]:
-        """Give dropout new masks inside the context, keyed by the epoch, ``what`` and ``j``."""
+        """Let dropout draw masks keyed by the epoch, ``what`` and ``j`` inside the context."""
         epoch = self.context.epoch
         self.context.epoch = self.head_context.epoch = rng.key(epoch, what, j)
         try:
@@ -405,13 +419,14 @@ class PatchEngine(ParameterUpdate):
             self.context.epoch = epoch
 
     def _shared(self, made: Tensor, pairs: list[tuple[int, int]]) -> Tensor:
-        """Return the features of all pairs on every rank, given those of this rank's pairs."""
+        """Return the features of all pairs on every rank, given the features of its own pairs."""
         return shared(made, len(pairs), self.mesh.tiles, self.device)
 
     def _head(self, images: Patches, block: list[Tensor]) -> float:
-        """Compute the loss of the head's answers over all sample groups and its gradient in Z.
+        """Return the loss of the head's output over all sample groups, and run its backward pass.
 
-        Each image counts on one rank of the tile group.
+        The gradient with respect to Z is added to the ``grad`` of ``block``. Each image is counted
+        on only one rank of the tile group.
         """
         logits = self.filler.logits(block, images.sizes, images.numbers)
         self._update_statistics()
@@ -429,14 +444,17 @@ class PatchEngine(ParameterUpdate):
         counts: bool = True,
         besides: Tensor | None = None,
     ) -> float:
-        """Return the loss of the step and take its gradient back from ``found``. Collective.
+        """Return the loss of the step, and run the backward pass that begins at ``found``.
+
+        All ranks must call it together.
 
         Args:
             images: the images of this sample group.
-            those: the image that each row of ``found`` belongs to.
+            those: for each row of ``found``, the index of its image.
             found: this rank's partial sums of the loss, (n, sums), with their autograd graph.
-            counts: False if another rank counts the same rows.
-            besides: partial sums of the same images without gradients, (images, sums).
+            counts: False if another rank adds the same rows to the loss.
+            besides: partial sums that are added for each image, (images, sums); they need no
+                gradient.
         """
         rows = Rows(self.mesh.shape.samples, self.mesh.sample, 1, len(images.numbers))
         at = torch.tensor([rows.row(0, i) for i in those])
@@ -458,7 +476,7 @@ class PatchEngine(ParameterUpdate):
             The norm of the gradient before clipping.
         """
         self.gradients.finish()
-        if self.mesh.tiles.rank:  # only the head's gradient of the first rank is counted
+        if self.mesh.tiles.rank:  # only the first rank's gradient of the head is used
             for p in self.network.head.parameters():
                 if p.grad is not None:
                     p.grad.zero_()
@@ -475,7 +493,7 @@ class PatchEngine(ParameterUpdate):
         return self.mesh.shape.samples * sum(math.prod(size) for size in images.sizes)
 
     def watch_step(self, watch: Callable[[float], None]) -> None:
-        """Do nothing: PatchGD does not report the parts of a step."""
+        """Do nothing, because PatchGD does not report the progress within a step."""
 
     def predictor(self) -> PatchPredictor:
         """Return a predictor that uses this engine's network."""
@@ -486,8 +504,8 @@ def check_images(store: Store, config: PatchConfig) -> None:
     """Refuse a store whose images cannot be trained on.
 
     Raises:
-        ValueError: an image has no labels, is smaller than a patch, or fewer patches are drawn than
-            ranks share.
+        ValueError: an image has no labels, an image is smaller than a patch, or fewer patches are
+            drawn than there are ranks to share them.
     """
     settings, ranks = config.patchgd, config.mesh.tiles.volume
     for name in store.split("train"):
@@ -510,12 +528,16 @@ def check_images(store: Store, config: PatchConfig) -> None:
             raise ValueError(
                 f"patchgd.sampled {settings.sampled} draws {count} patches of "
                 f"{config.data.images} images such as {name!r}, but {ranks} ranks share them "
-                f"(mesh.tiles {config.mesh.tiles}): draw more, or take fewer ranks"
+                f"(mesh.tiles {config.mesh.tiles}), and each needs at least one patch: raise "
+                "patchgd.sampled, or use fewer ranks"
             )
 
 
 def put(features: list[Tensor], pairs: list[tuple[int, int]], rows: Tensor) -> None:
-    """Write the features of (image, patch) pairs into ``features``; pairs are sorted by image."""
+    """Write ``rows``, the features of (image, patch) pairs, into the ``features`` of each image.
+
+    The pairs must be sorted by image.
+    """
     those = by_image(pairs)
     for (i, patches), own in zip(those.items(), rows.split([*map(len, those.values())])):
         features[i][patches] = own
@@ -524,7 +546,8 @@ def put(features: list[Tensor], pairs: list[tuple[int, int]], rows: Tensor) -> N
 def drawn(share: float, patches: int) -> int:
     """Return k, the number of patches of an image that an inner iteration draws.
 
-    ``share`` up to 1 is a fraction of ``patches``, rounded up; above 1 it is the number itself.
+    A ``share`` of at most 1 is a fraction of ``patches``; the product is rounded up. A larger
+    ``share`` is the number of patches itself.
     """
     # A product such as 0.07 * 100 is a little above 7 and must not be rounded up to 8.
     wanted = math.ceil(share * patches - 1e-9) if share <= 1 else int(share)

@@ -4,17 +4,17 @@ The network is :class:`distseg.patchgd.unet.PatchUNet`. The head's output for a 
 patches, so the backward pass of an inner iteration has four parts::
 
     skips, z = encoder(patch), Z[those] <- z         each rank its patches, all of Z on all ranks
-    correction = head(Z)                                   on all ranks alike
+    correction = head(Z)                                   the same on all ranks
     loss(decoder(skips, z + correction[patch]))            each rank its patches
-    back through the decoder, to skips, z and correction
+    backward pass of the decoder, to skips, z and correction
     dL/dcorrection summed over the tile group
-    back through the head, to Z
-    back through the encoder
+    backward pass of the head, to Z
+    backward pass of the encoder
 
-With ``patchgd.y_filling`` the loss is that of y, the output for all pixels of the images. As for Z,
-y is first filled without gradients, and the patches that are drawn then replace their part of it. A
-loss is a function of sums over pixels (:mod:`distseg.layers.loss`), so only the sums of each patch
-of y are stored. Each pixel counts in the one patch that owns it.
+With ``patchgd.y_filling`` the loss is computed from y, the output for all pixels of the images. As
+with Z, y is first filled without gradients. The drawn patches then replace their part of y. A loss
+is a function of sums over pixels (:mod:`distseg.layers.loss`), so only the sums of each patch of y
+are stored. Each pixel is counted only in the patch that owns it.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ class MapEngine(PatchEngine):
 
     @torch.no_grad()
     def _filled(self, images: Patches, features: list[Tensor]) -> list[Tensor]:
-        """Return y: for each image the loss sums of all its patches, (patches, sums). Collective.
+        """Return y: for each image the loss sums of all its patches, (patches, sums).
 
-        All ranks of the tile group get the same result.
+        All ranks of a tile group must call it together, and get the same result.
         """
         found = [torch.zeros(len(rows), self.loss.sums, dtype=torch.float64) for rows in features]
         correction = [
@@ -73,7 +73,7 @@ class MapEngine(PatchEngine):
         return found
 
     def _sums(self, found: Tensor, pairs: list[tuple[int, int]]) -> Tensor:
-        """Sum the loss sums over ranks: return those of all pairs, (pairs, sums)."""
+        """Return the loss sums of all pairs on every rank, (pairs, sums), given its own sums."""
         return shared(
             found.detach().double().cpu(), len(pairs), self.mesh.tiles, torch.device("cpu")
         )
@@ -81,7 +81,7 @@ class MapEngine(PatchEngine):
     def _labels(self, images: Patches, pairs: list[tuple[int, int]]) -> Tensor:
         """Return the labels of this rank's patches, (n, *patch).
 
-        With ``patchgd.y_filling``, pixels that another patch owns get the label to ignore.
+        With ``patchgd.y_filling``, pixels that another patch owns get ``loss.ignore_index``.
         """
         found = []
         for i, p in self._mine(pairs):
@@ -95,9 +95,10 @@ class MapEngine(PatchEngine):
         return torch.stack(found).to(self.device)
 
     def _besides(self, pairs: list[tuple[int, int]]) -> Tensor | None:
-        """Return the loss sums of the patches of y that are not drawn, (images, sums).
+        """Return, for each image, the loss sums of its patches that are not drawn, (images, sums).
 
-        Only the first rank of the tile group has them; the others return None.
+        Return None without ``patchgd.y_filling``, and on all ranks of a tile group but the first,
+        so that the sums are counted once.
         """
         if self._answers is None or self.mesh.tiles.rank:
             return None
@@ -109,7 +110,9 @@ class MapEngine(PatchEngine):
         )
 
     def backward(self, images: Patches, features: list[Tensor], j: int) -> float:
-        """Add this rank's part of the gradient of inner iteration ``j`` to ``grad``. Collective.
+        """Add this rank's part of the gradient of inner iteration ``j`` to ``grad``.
+
+        All ranks must call it together.
 
         Returns:
             The loss.

@@ -1,14 +1,15 @@
 """U-Net for labels of pixels that PatchGD trains on patches.
 
-A head on the coarse features of all patches adds global context to each patch. In the symbols of
+A head reads the coarse features of all patches and adds global context to each patch. In the
+symbols of
 :mod:`distseg.patchgd.network`::
 
-    theta_1  the U-Net: its encoder makes s coarse features of a patch,
-             its decoder the logits                                        .encoder, .decoder
+    theta_1  the U-Net: its encoder computes s coarse features from a
+             patch, its decoder computes the logits                        .encoder, .decoder
     Z        the coarse features of all patches, side by side,
              an s x (m * cells) x (n * cells) block                        .block
-    theta_2  the head: Z -> the features that are added to those of
-             each patch                                                    .head
+    theta_2  the head: Z -> the features that are added to the coarse
+             features of each patch                                        .head
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ class PatchUNet(PatchNetwork):
     """Network (N, C, *size) -> (N, K, *size) of patches with shared context.
 
     Args:
-        unet: (N, C, *patch) -> (N, K, *patch); a flat U-Net whose skips lead from before all
-            poolings to behind them.
+        unet: (N, C, *patch) -> (N, K, *patch); a U-Net that is a list of layer calls. No skip may
+            end before the first upsampling that follows the start of the last skip.
         patch, step, outputs: see :class:`PatchNetwork`.
         channels: the width of the head.
 
     Raises:
-        ValueError: the network has another form, or batch norm.
+        ValueError: the network does not have this form, or it has batch norm.
     """
 
     of_image = False
@@ -85,10 +86,10 @@ class PatchUNet(PatchNetwork):
         return self
 
     def own(self, size: Sequence[int]) -> list[Box]:
-        """Return the part of the image that each patch owns.
+        """Return the box of the image that each patch owns.
 
-        It reaches from the patch's beginning to that of the next patch. Together these boxes are
-        the image.
+        Along each dim, it reaches from the start of the patch to the start of the next patch. The
+        boxes do not overlap, and together they cover the image.
         """
         spans = []
         for starts, n in zip(starts_of(size, self.patch, self.step), size):
@@ -149,10 +150,13 @@ def _flat(name: str) -> str:
 
 
 def halves(unet: nn.Module) -> tuple[list[tuple[str, nn.Module]], list[tuple[str, nn.Module]]]:
-    """Return the layers of a flat U-Net's encoder, up to its coarsest features, and of its decoder.
+    """Return (name, layer) of all layers of a U-Net's encoder, and of all layers of its decoder.
+
+    The encoder ends before the first upsampling that follows the start of the last skip. The last
+    layer of the encoder thus has the coarsest features.
 
     Raises:
-        ValueError: the network has another form, or batch norm.
+        ValueError: the network is not a list of layer calls of this form, or it has batch norm.
     """
     layers = flat_layers(unet) if is_flat(unet) else []
     kinds = [type(layer) for _, layer in layers]
@@ -167,13 +171,13 @@ def halves(unet: nn.Module) -> tuple[list[tuple[str, nn.Module]], list[tuple[str
     )
     if cut is None or any(kind is Pop for kind in kinds[:cut]):
         raise ValueError(
-            "PatchGD trains networks that make a vector of a patch, such as "
-            "distseg.models.classifier:residual, and for labels of pixels flat U-Nets "
-            "(model.name: unet); this one is neither"
+            "PatchGD trains networks that turn a patch into a vector, such as "
+            "distseg.models.classifier:residual, and for labels of pixels U-Nets that are a list "
+            "of layer calls (model.name: unet); this network is neither"
         )
     if any(issubclass(kind, nn.modules.batchnorm._BatchNorm) for kind in kinds):
         raise ValueError(
-            "this U-Net has batch norm, but PatchGD for labels of pixels takes each patch by "
-            "itself: set model.norm to instance, group or none"
+            "this U-Net has batch norm, but PatchGD for labels of pixels computes each patch "
+            "separately: set model.norm to instance, group or none"
         )
     return layers[:cut], layers[cut:]

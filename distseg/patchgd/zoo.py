@@ -1,4 +1,4 @@
-"""Build a network of patches with the head that ``patchgd`` names."""
+"""Builds a network of patches with the head that ``patchgd.head`` names."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ def patch_network(
     outputs: int,
     head: nn.Module | None = None,
 ) -> PatchNetwork:
-    """Return a network of patches with the head that ``patchgd`` names.
+    """Return a network of patches with the head that ``patchgd.head`` names.
 
-    The head's weights follow from ``model.seed``.
+    The initial weights of the head are drawn with ``model.seed``.
 
     Args:
-        config: the settings ``patchgd`` and ``model``.
-        made: returns a backbone with the given number of outputs: features of a patch, or classes
-            of its pixels.
+        config: the settings of the run.
+        made: returns a backbone with the given number of outputs. These are features of a patch,
+            or, for labels of pixels, classes.
         outputs: the number of outputs of the whole network.
-        head: used instead of the one that ``patchgd.head`` names.
+        head: a head that is used instead of the one that ``patchgd.head`` names.
 
     Raises:
         ValueError: PatchGD cannot train the network or the head.
@@ -47,13 +47,13 @@ def patch_network(
         materialise(backbone, config.model.seed)
     elif settings.y_filling:
         raise ValueError(
-            "patchgd.y_filling is true, but the network makes a vector of a patch, "
-            "and y is a map of labels: leave patchgd.y_filling out"
+            "patchgd.y_filling is true, but the network turns a patch into a vector, "
+            "whereas y is a map of labels: leave patchgd.y_filling out"
         )
     elif config.model.out_channels not in (None, settings.features):
         raise ValueError(
-            f"model.out_channels is {config.model.out_channels}, but the backbone makes "
-            f"patchgd.features, {settings.features}, of a patch: leave model.out_channels out"
+            f"model.out_channels is {config.model.out_channels}, but the backbone's number of "
+            f"outputs is patchgd.features, {settings.features}: leave model.out_channels out"
         )
     with seeded(rng.key(config.model.seed, "head") & (2**63 - 1)):
         if by_pixels:
@@ -84,16 +84,17 @@ _NORMS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm
 def with_grid(settings: PatchgdConfig, size: Sequence[int]) -> PatchgdConfig:
     """Return the settings with ``grid`` set for training images of this size.
 
-    They stay as they are if the head takes any grid, or if a grid is given.
+    The settings are returned unchanged if the head takes any grid, if a grid is given, or if
+    ``size`` and ``patch`` have different numbers of dims.
 
     Raises:
-        ValueError: a grid is given, but the head takes any.
+        ValueError: a grid is given, but the head takes any grid.
     """
     if not of_one_grid(settings.head):
         if settings.grid is not None:
             raise ValueError(
                 f"patchgd.grid is {settings.grid}, but patchgd.head {settings.head} takes any "
-                "grid: set that to conv3 or conv4, or leave patchgd.grid out"
+                "grid: set patchgd.head to conv3 or conv4, or leave patchgd.grid out"
             )
         return settings
     if settings.grid is not None or len(size) != len(settings.patch):
@@ -106,7 +107,7 @@ def check_grids(network: PatchNetwork, config: PatchConfig, sizes: Sequence[Sequ
     """Refuse a head that cannot take the grid of patches of an image of one of these sizes.
 
     Raises:
-        ValueError: the message names the head, the grid and the repair.
+        ValueError: the head is refused. The message names the head, the grid and how to fix it.
     """
     settings = config.patchgd
     grids = {network.grid(size): size for size in sizes}
@@ -127,10 +128,10 @@ def check_grids(network: PatchNetwork, config: PatchConfig, sizes: Sequence[Sequ
         and any(isinstance(m, _NORMS) for m in network.head.modules())
     ):
         raise ValueError(
-            f"patchgd.head {settings.head} has norms and cannot be followed "
-            f"({refusals[network.head]}), so it takes images of one grid of patches together, "
-            f"but they have {' and '.join(str(Size(grid)) for grid in sorted(grids))}: "
-            "set data.images to 1, or take a head such as cnn"
+            f"patchgd.head {settings.head} has norms and a forward that distseg cannot follow "
+            f"({refusals[network.head]}), so all images of a step must have one grid of patches, "
+            f"but the grids are {' and '.join(str(Size(grid)) for grid in sorted(grids))}: "
+            "set data.images to 1, or choose a head such as cnn"
         )
 
 

@@ -15,9 +15,9 @@ def closing_of_training(
 
     Args:
         run: the folder of the run, ``train.output``.
-        epochs: epochs that the run has completed, over all its jobs.
-        steps: optimizer steps that the run has completed, over all its jobs.
-        seconds: duration of this job.
+        epochs: the number of epochs that the run has completed, over all its jobs.
+        steps: the number of optimizer steps that the run has completed, over all its jobs.
+        seconds: the duration of this job.
         best: ``checkpoint`` (a path), ``epoch`` and ``validation`` (scores by name) of the best
             checkpoint; None if no checkpoint was validated.
         splits: the splits of the store.
@@ -55,7 +55,7 @@ def closing_of_evaluation(
 
 
 def closing_of_prediction(folder: str, maps: Sequence[Path], store: str | None) -> list[str]:
-    """Return the closing lines of ``distseg predict`` for a network that makes class maps.
+    """Return the closing lines of ``distseg predict`` for a network that predicts class maps.
 
     Args:
         folder: the folder with the results.
@@ -75,7 +75,7 @@ def notes_on_places(
     """Return a note if some class maps lack the georeference (CRS, transform) of their image.
 
     Args:
-        placed: True or False by image name: does the image file have a georeference?
+        placed: for each image name, True if the image file has a georeference.
         formats: the formats of the class maps, ``predict.formats``.
         volumes: True if the images are volumes.
 
@@ -88,24 +88,24 @@ def notes_on_places(
         return []
     if volumes and "nifti" not in formats:
         return [
-            f"note: {there[0]} says where its voxels lie (affine), which only class maps as NIfTI "
-            "keep for other programs: add nifti to predict.formats"
+            f"note: {there[0]} says where its voxels lie (affine), which only class maps in NIfTI "
+            "files keep for other programs: add nifti to predict.formats"
         ]
     if not {"tiff", "cog", "gpkg", "geojson", "nifti"} & set(formats):
         return [
-            f"note: {there[0]} says where on earth it lies (CRS, transform), which only class "
-            "maps as TIFF keep for other programs: add tiff to predict.formats"
+            f"note: {there[0]} says where on earth it lies (CRS, transform), which these class "
+            "maps do not keep for other programs: add tiff to predict.formats"
         ]
     if not elsewhere:
         return []
     return [
-        f"note: {elsewhere[0]} says of no place on earth where it lies (CRS, transform), as "
-        f"{len(there)} of the {len(placed)} images do: class maps of such images have none"
+        f"note: {elsewhere[0]} does not say where on earth it lies (CRS, transform), but "
+        f"{len(there)} of the {len(placed)} images do: its class map does not say so either"
     ]
 
 
 def best_score(scores: Mapping) -> str:
-    """Return RMSE, mean IoU or accuracy, the first that exists, in words: "mean IoU 0.512"."""
+    """Return the first score that exists of RMSE, mean IoU and accuracy: "mean IoU 0.512"."""
     for name, words in (("rmse", "RMSE"), ("mean_iou", "mean IoU"), ("accuracy", "accuracy")):
         if scores.get(name) is not None:
             return f"{words} {scores[name]:.3f}"

@@ -1,4 +1,4 @@
-"""Three cuts through a volume on one picture, as medical viewers show them."""
+"""Draws three cuts through a volume in one picture, as medical viewers show them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ _GAP = 2  # pixels between two cuts
 def middle_of_interest(labels: np.ndarray) -> tuple[int, ...]:
     """Return the voxel through which to cut: the middle of the voxels of all rarer classes.
 
-    It is the median along each dim of the voxels that are not of the most frequent class, and the
-    middle of the volume if there are none.
+    Along each dim it is the median position of the voxels that are not of the most frequent class.
+    If there are no such voxels, it is the middle of the volume.
 
     Args:
         labels: (z, y, x) class numbers below 256.
@@ -26,10 +26,11 @@ def middle_of_interest(labels: np.ndarray) -> tuple[int, ...]:
 
 
 def three_cuts(volume: np.ndarray, at: Sequence[int], fill: int) -> np.ndarray:
-    """Return the cuts through a voxel side by side.
+    """Return one picture with the three cuts through a voxel.
 
-    The cut at ``z`` is on the upper left with y down and x to the right; on its right is the cut
-    at ``x``, below it the cut at ``y``, both with z away from it.
+    The cut at ``z`` is on the upper left, with y down and x to the right. On its right is the cut
+    at ``x``, with y down and z to the right. Below it is the cut at ``y``, with z down and x to the
+    right.
 
     Args:
         volume: (..., z, y, x).

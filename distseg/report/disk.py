@@ -1,10 +1,10 @@
 """Atomic writes of files, lock files, and clear messages for a full disk.
 
 A file is written under a temporary name in the same folder, flushed to the disk, and renamed. So a
-reader finds either the complete file or none.
+reader finds either the complete file or no file.
 
-Links are never followed where another user could predict the name of a file: in a shared folder
-such a link may have been planted.
+Links are never followed where another user could predict the name of a file, because this user may
+have planted a link of that name in a shared folder.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class DiskFull(OSError):
 
 
 def to_disk(path: Path) -> None:
-    """Flush a file or the entries of a folder to the disk, to survive a loss of power."""
+    """Flush a file or the entries of a folder to the disk, so that they survive a loss of power."""
     with _held(path) as handle:
         os.fsync(handle)
 
@@ -56,9 +56,9 @@ def _held(path: Path) -> Iterator[int]:
 
 
 def free_bytes(path: Path) -> int:
-    """Return the bytes that this user may still write on the disk of ``path``.
+    """Return the number of bytes that this user may still write on the disk of ``path``.
 
-    ``path`` need not exist: its nearest existing parent folder counts.
+    If ``path`` does not exist, the disk of its nearest existing parent folder is asked.
     """
     path = Path(path).absolute()
     found = os.statvfs(next(p for p in (path, *path.parents) if p.exists()))
@@ -70,11 +70,11 @@ def require_disk_space(path: Path, needed: int, what: str) -> None:
 
     Args:
         path: the file to be written; it need not exist.
-        needed: size of the file in bytes.
-        what: content of the file for the message, such as ``a checkpoint``.
+        needed: the size of the file in bytes.
+        what: the content of the file for the message, such as ``a checkpoint``.
 
     Raises:
-        DiskFull: naming the file, the needed bytes and the free bytes.
+        DiskFull: the space is too small. The message names the file, the needed and the free bytes.
     """
     if needed > (free := free_bytes(path)):
         sizes = f"it takes {si(needed, 'B')}, {si(free, 'B')} are free"
@@ -85,12 +85,12 @@ def require_disk_space(path: Path, needed: int, what: str) -> None:
 
 @contextmanager
 def disk_full_errors(path: Path, written: Path | None = None, needed: int = 0) -> Iterator[None]:
-    """Convert any error of the block that means a full disk into :class:`DiskFull` for ``path``.
+    """Convert any error in the block that means a full disk into :class:`DiskFull`.
 
     Args:
         path: the file that the message names.
-        written: the file that grows in the block; its size is part of the message.
-        needed: the most bytes that the file may take; 0 if unknown.
+        written: the file that grows in the block. The message says how large it is.
+        needed: the largest number of bytes that the file may take; 0 if unknown.
 
     Raises:
         DiskFull: the disk is full, the quota is used up, or the file exceeds the largest allowed
@@ -129,11 +129,11 @@ def check_replaceable(path: Path) -> None:
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
-    """Yield a temporary name to write to; rename it to ``path`` if the block ends without an error.
+    """Yield the name of a temporary file; rename it to ``path`` if the block ends without an error.
 
-    The temporary file lies in the same folder. Its name is random and new, so it cannot be a
-    planted link. The final file has the permissions that the umask gives, whichever library wrote
-    it.
+    The block must write to the temporary file, which lies in the folder of ``path``. Its name is
+    random and new, so it cannot be a planted link. The final file has the permissions that the
+    umask gives, whichever library wrote it.
 
     Raises:
         DiskFull: the disk is full; the temporary file is removed, and an existing ``path`` is
@@ -150,7 +150,8 @@ def atomic_write(path: Path) -> Iterator[Path]:
             yield growing
             os.chmod(growing, mode)
             to_disk(growing)
-            # Open the folder first: once the file is there, another process may rename the folder.
+            # Open the folder before the file gets its final name, because another process may
+            # rename the folder as soon as it sees the file.
             with _held(path.parent) as folder:
                 os.replace(growing, path)
                 os.fsync(folder)
@@ -217,7 +218,7 @@ def _is_still(path: Path, handle: int) -> bool:
 
 
 def _begun(path: Path) -> tuple[Path, int]:
-    """Create an empty temporary file for ``path``; return its name and the mode by the umask."""
+    """Create an empty temporary file for ``path``. Return its path and its mode from the umask."""
     name = path.name
     if len(os.fsencode(name)) >= 200:  # the temporary name must stay below 255 bytes
         name = f"{zlib.crc32(os.fsencode(name)):08x}{path.suffix}"
@@ -234,7 +235,7 @@ _cleared: set[Path] = set()
 def _clear_stale(folder: Path) -> None:
     """Remove temporary files that killed jobs left in ``folder``.
 
-    Each process does this once per folder, since a folder may hold many files.
+    Each process does this only once per folder, because it takes long if a folder has many files.
     """
     if folder in _cleared:
         return
@@ -249,8 +250,8 @@ def _clear_stale(folder: Path) -> None:
 def _is_stale(path: Path) -> bool:
     """Return True if a temporary file is abandoned.
 
-    A file is abandoned if it has not changed for an hour. One minute is enough if its process ran
-    on this machine and has ended.
+    A file is abandoned if it has not changed for an hour. If the process that wrote it ran on this
+    machine and has ended, one minute without a change is enough.
     """
     found = _GROWING.fullmatch(path.name)
     if not found:
@@ -270,7 +271,7 @@ def _is_alive(process: int) -> bool:
 
 
 def _full(error: Exception) -> int | None:
-    """Return the errno of a full disk if ``error`` means one, else None.
+    """Return the errno if ``error`` means a full disk, else None.
 
     Libraries may hide the errno in the text of another exception.
     """

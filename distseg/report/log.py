@@ -5,10 +5,10 @@ A killed run leaves complete lines, and any tool can read them::
     {"kind": "step", "step": 12, "epoch": 0, "time": 1700000000.123, "loss": 0.69, "lr": 0.001}
     {"kind": "validation", "step": 40, "epoch": 0, "time": ..., "loss": 0.5, "iou": {"lake": null}}
 
-``step`` is the number of completed optimizer steps, ``time`` is Unix time in seconds. A number that
-is not finite is written as null. A run that resumes at step n removes the lines of later steps, so
-that the file reads as if the run had never stopped. ``distseg plot`` draws its curves from the
-fields ``loss``, ``lr`` and ``iou``.
+``step`` is the number of completed optimizer steps, and ``time`` is Unix time in seconds. A number
+that is not finite is written as null. A run that resumes at step n removes the lines of later
+steps, so that the file reads as if the run had never stopped. ``distseg plot`` draws its curves
+from the fields ``loss``, ``lr`` and ``iou``.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class SilentLog:
 
         Args:
             kind: ``start``, ``step``, ``validation`` or ``end``.
-            step: number of completed optimizer steps.
-            epoch: number of the epoch, counted from 0.
-            fields: numbers, texts, and lists and dicts of these; tensors and arrays become numbers
-                and lists.
+            step: the number of completed optimizer steps.
+            epoch: the number of the epoch, counted from 0.
+            fields: further fields of the line: numbers, texts, and lists and dicts of these.
+                Tensors and arrays are converted to numbers and lists.
         """
 
     def close(self) -> None:
@@ -62,10 +62,10 @@ class RunLog(SilentLog):
 
     Args:
         folder: the folder of the run, created if missing.
-        tensorboard: also write event files, in the subfolder ``tensorboard``.
-        resumed_step: optimizer steps of the resumed checkpoint; lines of later steps are removed.
-            None for a new run, which renames an earlier log in the folder to ``log.1.jsonl``,
-            ``log.2.jsonl``, ...
+        tensorboard: True to also write event files, in the subfolder ``tensorboard``.
+        resumed_step: the number of optimizer steps of the resumed checkpoint. Lines of later steps
+            are removed. None for a new run, which renames an earlier log in the folder to
+            ``log.1.jsonl``, ``log.2.jsonl``, ...
         revalidates: True if the run validates again at ``resumed_step``, because the checkpoint was
             written before that validation; its old line is removed.
     """
@@ -115,12 +115,15 @@ def open_log(
     resumed_step: int | None = None,
     revalidates: bool = False,
 ) -> SilentLog:
-    """Return a :class:`RunLog` if ``enabled`` (on one rank), else a :class:`SilentLog`."""
+    """Return a :class:`RunLog` if ``enabled``, else a :class:`SilentLog`.
+
+    ``enabled`` should be True on one rank only. The other arguments are those of :class:`RunLog`.
+    """
     return RunLog(folder, tensorboard, resumed_step, revalidates) if enabled else SilentLog()
 
 
 def read_log(path: str | Path) -> list[dict]:
-    """Return the lines of a log, one dict per line; leave out a last line that a kill cut off.
+    """Return the lines of a log as dicts, without a last line that is incomplete after a kill.
 
     Args:
         path: the log file, or the folder of its run.
@@ -154,13 +157,13 @@ def _parse(line: str | bytes) -> dict | None:
 
 
 def _truncate(path: Path, step: int, revalidates: bool) -> None:
-    """Keep the lines up to ``step``; with ``revalidates`` drop the validation at that step.
+    """Remove the lines after ``step`` and, with ``revalidates``, the validation at ``step``.
 
-    The new file replaces the old one atomically, so a kill leaves one of the two.
+    The new file replaces the old file atomically, so a kill leaves one of the two.
     """
     lines = path.read_bytes().splitlines() if path.exists() else []
     entries = [_parse(line) for line in lines]
-    # A kill may have cut the last line: that is no damage.
+    # The last line does not count as damaged: a kill may have cut it.
     _keep_damaged(path, [number for number, entry in enumerate(entries[:-1], 1) if entry is None])
     kept = []
     for line, entry in zip(lines, entries):
@@ -175,7 +178,7 @@ def _truncate(path: Path, step: int, revalidates: bool) -> None:
 
 
 def _keep_damaged(path: Path, lines: list[int]) -> None:
-    """Keep a copy of a log with damaged lines; the run continues its log without these lines."""
+    """Copy a log that has damaged lines, because the run continues its log without these lines."""
     if lines:
         kept_as = _free(path.parent)[0]
         shutil.copyfile(path, kept_as)
@@ -190,14 +193,14 @@ def _tell_gaps(path: Path, step: int, there: set[int]) -> None:
     """Warn about steps up to ``step`` that have no line in the log."""
     if missing := [n for n in range(1, step + 1) if n not in there]:
         print(
-            f"distseg: {path} has no entry of {len(missing)} of the {step} steps before (the "
-            f"first is step {missing[0]}): the curves will have a gap",
+            f"distseg: {path} has no entry for {len(missing)} of the first {step} steps, beginning "
+            f"with step {missing[0]}: the curves will have a gap",
             file=sys.stderr,
         )
 
 
 def _set_aside(folder: Path) -> None:
-    """Rename the log and the event files of an earlier run, with the first free number."""
+    """Rename the log and the event files of an earlier run to names with the first free number."""
     if not (folder / FILE).exists():
         return
     log, events = _free(folder)
@@ -228,7 +231,7 @@ def _event_writer(folder: Path, resumed_step: int | None):
 
 
 def plain(value: Any) -> Any:
-    """Return ``value`` in types that JSON can hold.
+    """Return ``value`` converted to types that JSON supports.
 
     Tensors and arrays become numbers and lists. Numbers that are not finite become None.
     """
@@ -244,7 +247,7 @@ def plain(value: Any) -> Any:
 
 
 def scalars(tag: str, value: Any) -> Iterator[tuple[str, float]]:
-    """Yield (tag, value) for every number in nested dicts: ``('validation/iou/lake', 0.7)``."""
+    """Yield (tag, value) for every number in nested dicts, as ``('validation/iou/lake', 0.7)``."""
     if isinstance(value, dict):
         for key, inner in value.items():
             yield from scalars(f"{tag}/{key}", inner)

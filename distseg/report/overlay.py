@@ -1,8 +1,8 @@
 """Picture of one segmented image: the image, its labels, the prediction and the errors.
 
-Each panel draws an image pixel as a whole number of figure pixels, so nothing is blurred. Large
+Each panel draws an image pixel as a block of k x k figure pixels, so nothing is blurred. Large
 images are shrunk first, in a way that keeps rare classes visible (:mod:`distseg.report.shrink`).
-The scores in the titles are those of the full images.
+The scores in the titles are computed from the full images.
 """
 
 from __future__ import annotations
@@ -30,23 +30,25 @@ def plot_overlay(
     title: str = "",
     scores: str | None = None,
 ) -> None:
-    """Draw image, truth, prediction and errors; without truth, draw image and prediction.
+    """Draw the image, the labels, the prediction and the errors to a file.
+
+    Without labels, only the image and the prediction are drawn.
 
     Args:
         image: (H, W, 3) uint8.
-        truth: (H, W) class numbers, ``ignore`` for pixels without a label; None if there are no
-            labels.
+        truth: the labels: (H, W) class numbers, ``ignore`` for pixels without a label; None if
+            there are no labels.
         prediction: (H, W) class numbers, ``ignore`` for pixels without data.
-        classes: names in the order of the class numbers.
-        colors: one colour per class (``#rrggbb`` or three ints in 0..255); None chooses natural
-            colors for names such as ocean, land and lake.
+        classes: the names of the classes in the order of the class numbers.
+        colors: one colour per class (``#rrggbb`` or three ints in 0..255). None chooses natural
+            colours for names such as ocean, land and lake.
         output: the file to write, such as ``overlay.png``.
         ignore: the number for pixels without a label or without data.
-        title: text before the scores; it may be empty.
-        scores: the scores in words; by default those of ``prediction``.
+        title: a text before the scores; it may be empty.
+        scores: the scores as text; by default the IoU of ``prediction``.
 
     Raises:
-        ValueError: the sizes differ, or a label is not a class.
+        ValueError: the sizes differ, or a label is not the number of a class.
     """
     _check(image, truth, prediction, classes, ignore)
     number, block = len(classes), block_size(image.shape)
@@ -87,13 +89,13 @@ def iou_per_class(
 ) -> list[float]:
     """Return the intersection over union of each class over the labelled pixels.
 
-    A class that neither map contains has NaN.
+    The value is NaN for a class that neither ``truth`` nor ``prediction`` contains.
 
     Args:
         truth: (*size) class numbers, ``ignore`` for pixels without a label.
         prediction: (*size) class numbers, ``ignore`` for pixels without data.
-        number: number of classes.
-        ignore: the number for pixels that do not count.
+        number: the number of classes.
+        ignore: the class number of pixels that do not count.
     """
     valid = (truth != ignore) & (prediction != ignore)
     pairs = truth[valid].astype(np.int64) * number + prediction[valid]
@@ -105,7 +107,7 @@ def iou_per_class(
 def iou_text(
     truth: np.ndarray, prediction: np.ndarray, classes: Sequence[str], ignore: int = 255
 ) -> str:
-    """Return the scores in words: ``IoU:  ocean 0.996 · land 0.981 · lake 0.742 · mean 0.906``."""
+    """Return the scores as text: ``IoU:  ocean 0.996 · land 0.981 · lake 0.742 · mean 0.906``."""
     values = iou_per_class(truth, prediction, len(classes), ignore)
     present = [v for v in values if not math.isnan(v)]
     parts = [
@@ -118,7 +120,7 @@ def iou_text(
 def _error_panel(
     small: np.ndarray, truth: np.ndarray, prediction: np.ndarray, ignore: int
 ) -> tuple[str, np.ndarray]:
-    """Return a panel's title and its pixels: the errors drawn over a pale grey image."""
+    """Return the title and the pixels of the error panel: errors over a pale grey image."""
     valid = (truth != ignore) & (prediction != ignore)
     wrong = valid & (truth != prediction)
     drawn = shrink_labels(wrong, np.array([wrong.size - wrong.sum(), wrong.sum()])) == 1
@@ -131,7 +133,7 @@ def _columns(panels: int, aspect: float) -> int:
     """Return the number of panel columns that brings the picture's aspect ratio nearest to 1.6.
 
     Args:
-        panels: number of panels.
+        panels: the number of panels.
         aspect: width / height of one panel.
     """
     return min(
@@ -209,7 +211,7 @@ def _rgb(color: str) -> np.ndarray:
 
 
 def _labels(labels: np.ndarray, ignore: int, number: int) -> np.ndarray:
-    """Return ``labels`` with ``ignore`` replaced by ``number``, one more class at the end."""
+    """Return ``labels`` with ``ignore`` replaced by ``number``, an additional last class."""
     return np.where(labels == ignore, number, labels)
 
 
@@ -222,7 +224,7 @@ def _check(
 ) -> None:
     if image.ndim != 3 or image.shape[2] != 3 or image.dtype != np.uint8:
         raise ValueError(
-            f"the image is {image.dtype} of shape {image.shape}, but uint8 (H, W, 3) is drawn: "
+            f"the image is {image.dtype} of shape {image.shape}, but must be uint8 (H, W, 3): "
             "choose three bands and scale them to 0..255"
         )
     for name, labels in (("truth", truth), ("prediction", prediction)):
@@ -238,5 +240,5 @@ def _check(
             raise ValueError(
                 f"the {name} has labels {values.min()} to {values.max()}, but the {len(classes)} "
                 f"classes are 0 to {len(classes) - 1}: "
-                "name all classes, or set ignore to the label of pixels without one"
+                "name all classes, or set ignore to the number that marks pixels without a label"
             )

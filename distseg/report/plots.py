@@ -1,4 +1,4 @@
-"""Pictures of runs and benchmarks: training curves, one segmented image, and scaling."""
+"""Draws pictures of runs and benchmarks: training curves, one segmented image, and scaling."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _OF_IMAGES = ("accuracy", "auc", "mae", "rmse")  # scores of networks that label
 def plot_curves(log_paths: Sequence[str | Path], output: str | Path) -> None:
     """Draw loss, validation scores and learning rate of one or several runs over optimizer steps.
 
-    The loss is drawn raw and smoothed. The validation scores are the IoU of each class, or the
-    scores of networks that label whole images.
+    The loss is drawn for each step and smoothed. The validation scores are the IoU of each class,
+    or the scores of networks that label whole images.
 
     Args:
         log_paths: log files, or folders of runs.
@@ -63,13 +63,13 @@ def plot_curves(log_paths: Sequence[str | Path], output: str | Path) -> None:
 def series(
     log: list[dict], kind: str, field: str, key: str | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the steps and the values of a field, from the lines of one kind that have it.
+    """Return the steps and the values of a field, from the lines of one kind that have the field.
 
     Args:
         log: the lines of a log.
         kind: ``step`` or ``validation``.
-        field: name of the field.
-        key: a key of the field if that is a dict, such as a class name.
+        field: the name of the field.
+        key: if the field is a dict, the key of the value, such as the name of a class.
 
     Returns:
         Steps (n,) and values (n,) float64; null becomes NaN.
@@ -96,7 +96,7 @@ def smooth(values: np.ndarray, span: float) -> np.ndarray:
 
 
 def _run_names(paths: Sequence[str | Path]) -> list[str]:
-    """Return the names of the runs' folders; whole paths if two runs have the same name."""
+    """Return the names of the runs' folders, or the paths if two folders have the same name."""
     folders = [path.parent if path.suffix == ".jsonl" else path for path in map(Path, paths)]
     names = [folder.resolve().name for folder in folders]
     return names if len(set(names)) == len(names) else [str(path) for path in paths]
@@ -141,7 +141,10 @@ def _draw_loss(axis, logs: list[list[dict]], names: list[str]) -> None:
 
 
 def _stretch(axis, losses: list[np.ndarray]) -> None:
-    """Set a logarithmic axis if the largest loss is over 20 times the median, else start at 0."""
+    """Make the axis logarithmic if the largest loss is over 20 times the median loss.
+
+    Losses must be positive for this. Otherwise the axis starts at 0, unless a loss is negative.
+    """
     values = np.concatenate(losses)
     values = values[np.isfinite(values)]
     if len(values) and values.min() > 0 and values.max() > 20 * np.median(values):
@@ -187,8 +190,9 @@ def plot_scaling(rows: Sequence[Mapping], output: str | Path, title: str = "Spee
     """Draw measured speed-up beside the ideal line, with the parallel efficiency at each point.
 
     Args:
-        rows: dicts with ``processes`` and ``speedup`` (median); optionally ``low`` and ``high``
-            (the range) and ``series`` (rows of one series form one line).
+        rows: dicts with the keys ``processes`` and ``speedup`` (the median). Optional keys are
+            ``low`` and ``high`` (the range of the speed-up) and ``series`` (the rows of one series
+            form one line).
         output: the file to write, such as ``scaling.png``.
         title: title of the picture.
 

@@ -1,7 +1,7 @@
-"""Progress of long work: a bar on a terminal, a line now and then in a batch job's log.
+"""Progress of long work: a bar on a terminal, or a line every 10 seconds in a batch job's log.
 
-The function :func:`progress` chooses the form once. The work itself then reads the same on every
-rank, and all ranks but one stay silent::
+The function :func:`progress` chooses the form. The code of the work is then the same on every rank,
+and all ranks but one print nothing::
 
     with progress(len(batches), "step", "epoch 3", enabled=mesh.rank == 0) as bar:
         for batch in batches:
@@ -23,19 +23,19 @@ SECONDS_BETWEEN_LINES = 10.0
 
 
 class SilentProgress:
-    """Progress that shows nothing, for silent ranks. It defines the interface of a progress."""
+    """Progress that shows nothing, for ranks that do not print. It defines the interface."""
 
     def advance(self, n: int = 1, pixels: int = 0, **fields: float | str) -> None:
         """Count ``n`` more finished units of work.
 
         Args:
-            n: number of units; 0 adds pixels only.
-            pixels: pixels in these units together, for the rate.
+            n: the number of units; 0 adds pixels only.
+            pixels: the number of pixels in all these units, for the rate.
             fields: values to show, such as ``loss=0.35``.
         """
 
     def partly(self, share: float) -> None:
-        """Show the finished share of the next unit, between 0 and 1, for units that take long."""
+        """Show which fraction of the next unit is done, from 0 to 1, for units that take long."""
 
     def __enter__(self) -> SilentProgress:
         return self
@@ -48,10 +48,10 @@ class Progress(SilentProgress):
     """Counter of work, pixels and seconds. Subclasses define how the text is shown.
 
     Args:
-        total: units of work.
-        unit: name of a unit in the singular, such as ``step``.
-        label: name of the work, such as ``epoch 3``.
-        stream: where to write; stderr by default.
+        total: the number of units of work.
+        unit: the name of a unit in the singular, such as ``step``.
+        label: the name of the work, such as ``epoch 3``.
+        stream: the stream to write to; stderr by default.
         clock: returns seconds.
     """
 
@@ -94,7 +94,7 @@ class Progress(SilentProgress):
         ]
 
     def count(self) -> str:
-        """Return the finished and the total units: ``'120/400 steps'``."""
+        """Return the number of finished units and of all units: ``'120/400 steps'``."""
         return f"{self.done}/{self.total} {self.unit}s"
 
     def _show(self) -> None:
@@ -105,7 +105,7 @@ class Progress(SilentProgress):
 
 
 class LineProgress(Progress):
-    """Progress as plain lines: at most one every 10 s, and one at the end."""
+    """Progress as plain lines: at most one line every 10 s, and one at the end."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -140,7 +140,7 @@ class LineProgress(Progress):
 
 
 class BarProgress(Progress):
-    """Progress as a tqdm bar; its last state stays as one line."""
+    """Progress as a tqdm bar, whose last state remains on the terminal."""
 
     _FORMAT = (
         "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} {unit}s "
@@ -171,16 +171,16 @@ class BarProgress(Progress):
 def progress(
     total: int, unit: str, label: str, enabled: bool = True, stream: TextIO | None = None
 ) -> SilentProgress:
-    """Return the progress to use: silent, a bar, or lines.
+    """Return the form of progress to use: silent, a bar, or lines.
 
     It is silent unless ``enabled``. It is a bar if the stream is a terminal and tqdm is installed.
 
     Args:
-        total: units of work.
-        unit: name of a unit in the singular, such as ``step`` or ``tile``.
-        label: name of the work, such as ``epoch 3``.
+        total: the number of units of work.
+        unit: the name of a unit in the singular, such as ``step`` or ``tile``.
+        label: the name of the work, such as ``epoch 3``.
         enabled: True on the one rank that shows progress.
-        stream: where to write; stderr by default.
+        stream: the stream to write to; stderr by default.
     """
     if not enabled:
         return SilentProgress()

@@ -1,8 +1,9 @@
-"""Shrink large images and label maps by blocks of pixels, so that they can be drawn.
+"""Shrinks large images and label maps by blocks of pixels, so that they can be drawn.
 
-The most frequent class of a block would hide lakes and rivers. So a block shows the class with the
-largest (pixels of the class in the block) / sqrt(pixels of the class in the image). If 0.5% of a
-map is lake and 30% is land, an eighth of a block is enough for a lake.
+If a block showed its most frequent class, small lakes and rivers would disappear. Instead a block
+shows the class with the largest value of (pixels of the class in the block) / sqrt(pixels of the
+class in the image). If 0.5% of a map is lake and 30% is land, a block shows lake as soon as an
+eighth of its pixels is lake.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ PANEL = 960  # longest side of a drawn map, in pixels
 
 
 def block_size(shape: Sequence[int]) -> int:
-    """Return the side of a block: the image pixels per drawn pixel along each dim."""
+    """Return the side of a block: the number of image pixels per drawn pixel along each dim."""
     return -(-max(shape[:2]) // PANEL)
 
 
 def _block_sums(values: np.ndarray, block: int) -> np.ndarray:
-    """Return the sums of ``values`` (H, W, ...) over blocks; blocks at the end may be smaller."""
+    """Return the sums of ``values`` (H, W, ...) over blocks; the last blocks may be smaller."""
     for dim in (0, 1):
         values = np.add.reduceat(
             values, np.arange(0, values.shape[dim], block), axis=dim, dtype=np.int64
@@ -41,7 +42,7 @@ def shrink_labels(labels: np.ndarray, counts: np.ndarray) -> np.ndarray:
 
     Args:
         labels: (H, W) class numbers.
-        counts: (K,) pixels of each class in the whole image.
+        counts: (K,) the number of pixels of each class in the whole image.
     """
     best, winner = None, None
     for number, count in enumerate(counts):

@@ -1,7 +1,7 @@
 """Style of all pictures of distseg: the import of matplotlib, its settings and the colours.
 
-matplotlib is imported with the first picture. Figures are made without pyplot, so no display is
-needed and the figures of a notebook are left alone.
+matplotlib is imported when the first picture is drawn. Figures are made without pyplot, so no
+display is needed and the figures of a user's notebook do not change.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import numpy as np
 # Palette of Okabe and Ito, which colour-blind readers can distinguish too.
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#6A3D9A", "#333333")
 
-# Colours of classes that have one in nature. Their lightness differs, so they differ in grey too.
+# Colours of classes that have a natural colour. Their lightness differs, so they can be told apart
+# in a grey print too.
 NATURAL = {
     "ocean": "#163E6C", "sea": "#163E6C", "water": "#2F6FA8",
     "lake": "#00B4E6", "river": "#00B4E6",
@@ -43,7 +44,7 @@ SETTINGS = {
 
 
 def need_matplotlib() -> None:
-    """Raise an ImportError with the line to install if matplotlib cannot be imported."""
+    """Raise an ImportError that says how to install matplotlib if it cannot be imported."""
     try:
         import matplotlib  # noqa: F401
     except ImportError as e:

@@ -1,7 +1,7 @@
-"""Tables of results, for a terminal and for a markdown page.
+"""Formats tables of results, for a terminal and for a markdown page.
 
-Rows are dicts. A column of numbers is aligned at the right. Its cells have the same number of
-decimals if that suits all of them::
+Rows are dicts. A column of numbers is aligned at the right. All its floats have the same number of
+decimals if each of them then shows at least two digits::
 
     model             parameters  halo  time [s]
     ---------------  -----------  ----  --------
@@ -70,8 +70,8 @@ def _pad(text: str, width: int, right: bool) -> str:
 def format_column(values: Sequence[Any]) -> list[str]:
     """Return the cells of a column as text.
 
-    Floats get the same number of decimals if that shows at least two digits of each float.
-    Otherwise each one is formatted by :func:`format_value`.
+    All floats get the same number of decimals if each float then shows at least two digits.
+    Otherwise each float is formatted by :func:`format_value`.
     """
     sizes = [abs(v) for v in values if _is_finite_float(v) and v]
     decimals = max(0, 3 - math.floor(math.log10(max(sizes)))) if sizes else 0

@@ -1,15 +1,15 @@
 """Runs several stages in one process, each on its own device, with torchgpipe.
 
-The schedule, the portals for skips and the checkpointing are torchgpipe's (Kim et al. 2020, arXiv
-2004.09910). Placement over ranks would need one process per stage. The micro-batches of a step
-enter as one batch, which torchgpipe splits again::
+torchgpipe provides the schedule, the portals for skips and the checkpointing (Kim et al. 2020,
+arXiv 2004.09910). The placements over ranks need one process per stage; this one needs one process
+in all. The micro-batches of a step enter as one batch, which torchgpipe splits again::
 
     devices[0]   0 1 2 3                3' 2' 1' 0'        a thread a device in the forward pass,
     devices[1]     0 1 2 3          3' 2' 1' 0'            autograd's thread in the backward pass
     devices[2]       0 1 2 3 | 3' 2' 1' 0'                 | the loss of the step
 
-PyTorch sees all devices of the kind ``cpu`` as one device with one thread. The result is right, but
-no faster than one stage.
+PyTorch treats all devices of the type ``cpu`` as one device with one thread. On a CPU the result is
+right, but the step is no faster than with one stage.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from distseg.tiling.tile_batch import MicroBatch
 def devices_of(
     pipeline: PipelineConfig, device: torch.device, gpus: int | None = None
 ) -> list[torch.device]:
-    """Return the device of each stage; one device without ``placement: devices``.
+    """Return the device of each stage, or only ``device`` without ``placement: devices``.
 
     Args:
         pipeline: the settings of the pipeline.
@@ -39,7 +39,7 @@ def devices_of(
         gpus: the number of GPUs that this process sees; by default PyTorch's count.
 
     Raises:
-        ValueError: if a device does not exist or is not of this rank's kind.
+        ValueError: if a device does not exist, or its type differs from the type of ``device``.
     """
     if pipeline.placement != "devices":
         return [device]
@@ -80,7 +80,7 @@ def _named(names: Sequence[str]) -> list[torch.device]:
 
 
 def _share(device: torch.device, stages: int, gpus: int) -> list[torch.device]:
-    """Return this rank's GPUs among those of its node, from its first GPU's number."""
+    """Return one device per stage: the GPUs from ``device.index * stages`` on, or the CPU."""
     if device.type == "cpu":
         return [device] * stages
     first = (device.index or 0) * stages
@@ -98,7 +98,7 @@ def check_there(pipeline: PipelineConfig) -> None:
     """Refuse ``placement: devices`` if torchgpipe is not installed.
 
     Raises:
-        ValueError: saying how to install it.
+        ValueError: if torchgpipe is missing. The message says how to install it.
     """
     if pipeline.placement == "devices" and importlib.util.find_spec("torchgpipe") is None:
         raise ValueError(
@@ -108,7 +108,7 @@ def check_there(pipeline: PipelineConfig) -> None:
 
 
 def stages_of(pipeline: PipelineConfig) -> int:
-    """Return the number of stages with ``placement: devices``."""
+    """Return the number of stages that the settings of ``placement: devices`` give."""
     return len(pipeline.devices or pipeline.balance)
 
 
@@ -117,8 +117,8 @@ class DevicePipeline:
 
     Args:
         partition: the stages of the model.
-        stages: the stages in order. Their layers are on their devices already, and the head follows
-            the last stage.
+        stages: the stages in order. Their layers must be on their devices already, and the last
+            stage must have a head, which computes the loss.
         devices: the device of each stage.
         recompute: the micro-batches that torchgpipe checkpoints: never, except_last or always.
     """
@@ -180,10 +180,11 @@ class DevicePipeline:
     def _current(self) -> MicroBatch:
         """Return the micro-batch that this thread computes.
 
-        torchgpipe gives a layer a chunk without its number. Passing the number as a tensor does not
-        work, because checkpointing wants a gradient of every tensor. But torchgpipe keeps one
-        tracker of skips for each micro-batch, in all stages and in recomputation. The first stage
-        takes micro-batches in order.
+        torchgpipe gives a layer a chunk of the batch without the number of the micro-batch. Passing
+        the number as a tensor does not work, because checkpointing needs a gradient of every
+        tensor. But torchgpipe keeps one tracker of skips for each micro-batch, in all stages and in
+        recomputation. The first stage computes micro-batches in order, so the n-th tracker that is
+        seen belongs to micro-batch n.
         """
         from torchgpipe.skip.tracker import current_skip_tracker
 
@@ -193,9 +194,9 @@ class DevicePipeline:
 def as_layer(stage: Stage, current: Callable[[], MicroBatch]) -> nn.Module:
     """Return a stage as a torchgpipe layer without parameters of its own.
 
-    The parameters belong to the model and stay on their device. Feature maps (B, C, *size) go in
-    and out. The last stage returns the loss's partial sums (B, K). Skips travel by torchgpipe's
-    commands.
+    The parameters belong to the model and stay on their device. The layer takes and returns feature
+    maps (B, C, *size). The last stage returns the loss's partial sums (B, K). Skips travel through
+    torchgpipe's ``stash`` and ``pop``.
 
     Args:
         stage: the stage.
@@ -237,10 +238,10 @@ def as_layer(stage: Stage, current: Callable[[], MicroBatch]) -> nn.Module:
 
 
 class _Beside(torch.autograd.Function):
-    """Identity of the first of several tensors, which gives the others a gradient of 0.
+    """Identity function of its first tensor, whose backward pass gives all other tensors 0.
 
-    torchgpipe wants a gradient of every tensor that travels, even of a feature map that only gives
-    a size.
+    torchgpipe needs a gradient of every tensor that travels, even of a feature map of which a stage
+    reads only the size.
     """
 
     @staticmethod
@@ -254,9 +255,9 @@ class _Beside(torch.autograd.Function):
 
 
 def _handed_on(edges: Sequence[Edge]) -> Edge | None:
-    """Return the edge between neighbouring stages whose feature map torchgpipe passes on itself.
+    """Return the edge to the next stage, whose feature map torchgpipe passes on as its output.
 
-    Return None at the ends of the network.
+    All other edges are skips. Return None at the ends of the network.
 
     Raises:
         ValueError: if edges exist, but none of them joins neighbouring stages.
@@ -264,8 +265,9 @@ def _handed_on(edges: Sequence[Edge]) -> Edge | None:
     found = next((edge for edge in edges if edge.target == edge.source + 1), None)
     if edges and found is None:
         raise ValueError(
-            "with pipeline.placement devices each stage sends a map to the next stage, but "
-            f"{edges[0]} is not sent on: set pipeline.balance, or placement to linear"
+            "with pipeline.placement devices each stage must send a feature map to the next stage, "
+            f"but {edges[0]} skips the stages between: change pipeline.balance, or set "
+            "pipeline.placement to linear"
         )
     return found
 
@@ -275,7 +277,7 @@ def _check_alike(units: Sequence[MicroBatch]) -> None:
     if len(sizes) > 1 or len(units[0].pieces) > 1:
         found = sorted(f"{images} x {'x'.join(map(str, size))}" for images, size in sizes)
         raise ValueError(
-            "with pipeline.placement devices all micro-batches of a step have one size, but these "
-            f"have (images x window) {', '.join(found)}: "
+            "with pipeline.placement devices all micro-batches of a step must have one size, but "
+            f"these have (images x window) {', '.join(found)}: "
             "set data.crop, or pipeline.placement to linear"
         )

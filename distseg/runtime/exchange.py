@@ -1,9 +1,10 @@
-"""Runs a flat model on tiles that exchange halos between layers.
+"""Runs a model, which is a list of layer calls, on tiles that exchange halos between layers.
 
-No pixel is read or computed twice for a neighbour. The layout (:mod:`distseg.tiling.layout`)
-decides which layers need an exchange, and with what margin. This module applies that to tensors.
-All tiles of an image go through a layer together, on all ranks. If nothing is exchanged (``all``),
-tiles start as windows, and each layer computes only the part that later layers read.
+No pixel is read or computed a second time for a neighbouring tile. The layout
+(:mod:`distseg.tiling.layout`) decides which layers need an exchange, and how wide its margin is.
+This module exchanges the margins of tensors accordingly. All tiles of an image go through a layer
+together, on all ranks. With ``every="all"`` nothing is exchanged: a tile is read with its whole
+halo, and each layer computes only the part that later layers read.
 """
 
 from __future__ import annotations
@@ -33,15 +34,16 @@ Cell = tuple[int, ...]
 
 @dataclass(frozen=True)
 class TrueReach(ReceptiveField):
-    """Receptive field of a network whose windows depend on the sizes of feature maps.
+    """Receptive field of a network in which the halo of a tile depends on the size of the image.
 
-    ``halo`` is what tiles of some images need. The exact window is computed for each image.
+    ``halo`` is enough for tiles of some images only. :meth:`window` computes the exact window of a
+    tile for an image of any size.
     """
 
     exchange: Exchange
 
     def window(self, tile: Box, image: Sequence[int]) -> Box:
-        """Return the pixels of an image that a tile needs."""
+        """Return the pixels of an image of this size that a tile depends on."""
         return self.exchange.window(tile, image)
 
 
@@ -59,7 +61,7 @@ class HeldReach(TrueReach):
 
 
 class Exchange:
-    """Tiles of this rank among the tiles of all ranks that share an image.
+    """Halo exchange between the tiles of this rank and of the other ranks that share an image.
 
     Args:
         graph: the graph of the whole model, even if this rank holds only some of its layers.
@@ -99,11 +101,11 @@ class Exchange:
 
     @property
     def exchanges(self) -> bool:
-        """True if tiles exchange halos; otherwise they are read as windows."""
+        """True if tiles exchange halos. Otherwise each tile is read together with its halo."""
         return self.every != "all"
 
     def layout(self, image: Sequence[int]) -> Layout:
-        """Return the layout of an image of this size."""
+        """Return the layout (the boxes of all tiles in all feature maps) for this image size."""
         image = tuple(image)
         if image not in self._layouts:
             fine = Size(g * p for g, p in zip(self.grid, self.per_rank))
@@ -117,7 +119,11 @@ class Exchange:
         return self._layouts[image]
 
     def window(self, tile: Box, image: Sequence[int]) -> Box:
-        """Return the pixels that a tile reads: those needed before any exchange, and its margin."""
+        """Return the pixels that a tile depends on, up to the exchanges that come first.
+
+        These are the pixels that it needs before any exchange, and the margin of an exchange of
+        pixels.
+        """
         layout = self.layout(image)
         cell = layout.cell_of(tile)
         first = [number for number in self.graph.readers[0] if self.graph[number].first == 0]
@@ -125,23 +131,23 @@ class Exchange:
         return reduce(Box.hull, taken, layout.computed(0, cell))
 
     def computed_box(self, tile: Box, image: Sequence[int]) -> Box:
-        """Return the pixels of an image that a tile has before it exchanges anything."""
+        """Return the pixels of an image that a tile reads before it exchanges anything."""
         layout = self.layout(image)
         return layout.computed(0, layout.cell_of(tile)).hull(tile)
 
     def layers(
         self, maps: list[dict[int, Tensor]], context: Context, first: int
     ) -> Callable[[int, nn.Module], list[Tensor]]:
-        """Return a function that computes a layer, given its number, on all tiles of this rank.
+        """Return a function that computes one layer on all tiles of this rank.
 
-        The tiles lie at the context's placements. The function is collective over the ranks of the
-        image.
+        The function takes the number of the layer and the layer, and returns its output for each
+        tile. All ranks that share the image must call it together.
 
         Args:
-            maps: for each tile, its part of the feature maps, (B, C, *size), by the layout.
-                Pixels cover the tile's window.
-            context: the context of the layers.
-            first: the layer that is computed first.
+            maps: for each tile, the feature maps by number, (B, C, *size), in the boxes that the
+                layout says. The pixels must cover the tile's window.
+            context: the context of the layers, which has the placement of each tile.
+            first: the number of the layer that is computed first.
         """
         places = context.places
         layouts = [self.layout(place.image) for place in places]
@@ -172,7 +178,7 @@ class Exchange:
         context: Context,
         stores,
     ) -> list[Tensor]:
-        """Compute one layer on all tiles, after an exchange where it reads beyond them."""
+        """Compute one layer on all tiles, after an exchange if the layer reads beyond a tile."""
         node = self.graph[number]
         xs, haves = [had[node.first] for had in maps], [part.available for part in parts]
         # A vector needs no exchange, because every tile has all of it.
@@ -206,7 +212,7 @@ class Exchange:
     def _exchange(
         self, position, layer, concerned, frames, xs, parts, layouts, cells, places
     ) -> HaloExchange:
-        # Nothing else about the shapes that a layer sees can vary from step to step.
+        # Only these properties of a layer's inputs can vary from step to step.
         key = (
             position,
             xs[0].shape[1],
@@ -222,7 +228,7 @@ class Exchange:
     def _plan(self, position, layer, concerned, frames, xs, parts, layouts, cells) -> HaloExchange:
         """Return the exchange before a layer: the strips that each rank sends and receives.
 
-        Both sides order the strips of a message by image, target and source.
+        Sender and receiver both order the strips of a message by image, target and source.
         """
         around = [
             ExchangeView(parts[i].size, parts[i].owned, parts[i].available, frame)
@@ -278,9 +284,9 @@ def _autocast(layer: nn.Module, x: Tensor) -> Tensor:
 
 
 def _numbered(layouts: list[Layout]) -> list[int]:
-    """Return the number of each tile's image size, in order of appearance.
+    """Return, for each tile, the index of its image size.
 
-    The numbers are equal on all ranks.
+    Sizes are numbered in order of appearance, so the indices are equal on all ranks.
     """
     seen: dict[int, int] = {}
     return [seen.setdefault(id(layout), len(seen)) for layout in layouts]

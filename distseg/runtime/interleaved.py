@@ -1,16 +1,17 @@
 """Interleaves the tiles of a pipeline's stages by 1F1B.
 
-A tile goes back as soon as the later stages have returned its gradient, while other tiles go
-forward. Micro-batches do the same in 1F1B. But a tile's gradient is final only when the tiles below
-it went back too, because their windows overlap it. ``3`` is a tile's forward pass, ``3'`` its
-backward pass::
+The backward pass of a tile starts as soon as the later stages have returned its gradient, while
+other tiles are in their forward pass. 1F1B does the same with micro-batches. But a tile's gradient
+is final only after the backward passes of the tiles below it, because their windows overlap it.
+``3`` is a tile's forward pass, ``3'`` its backward pass::
 
     stage 0    0 1 2 3    0' 4 1' 5 2' 6 3' ...
     stage 1        0,0' 1,1' 2,2' 3,3' ...        forward and backward at once
 
-A stage therefore holds the graphs of a few tiles, and computes none twice. The order follows from
-the rows that tiles read. All ranks know these rows, so every rank computes the turns of all ranks.
-No active norm and no exchange may lie between, because all tiles would wait for each other there.
+A stage therefore holds the graphs of a few tiles, and computes no tile twice. The order follows
+from the rows that tiles read. All ranks know these rows, so every rank computes the turns of all
+ranks. No active norm and no exchange may lie between the stages' layers, because all tiles would
+wait for each other there.
 """
 
 from __future__ import annotations
@@ -39,26 +40,26 @@ from distseg.runtime.tile_program import (
     receives,
 )
 
-# Rows that must have arrived from another rank: key of the map or gradient, its first row, and the
-# row before which it must be complete.
+# Rows that must have arrived from another rank: key of the feature map or gradient, its first row,
+# and the row before which all rows must have arrived.
 _Awaited = tuple[tuple, int, int]
 
 
 @dataclass(frozen=True)
 class _Group:
-    """A tile, and what is sent or dropped after it."""
+    """Pass of one tile, followed by the sends and drops that come after it."""
 
     operations: Sequence[Operation]
     awaited: Sequence[_Awaited]
     kept: Sequence[tuple]
-    """Tiles that must have gone forward before."""
+    """Tiles whose forward pass must have run before this group."""
 
 
 def can_interleave(plans: Sequence[StagePlan]) -> bool:
-    """Return True if tiles of the pipeline can go forward and back in turn.
+    """Return True if forward and backward passes of tiles can alternate on each rank.
 
-    This needs several ranks with one stage each, and no barrier (active norm, exchange) between
-    them.
+    This needs several ranks with one stage each, and no barrier (active norm, exchange) before any
+    segment.
 
     Args:
         plans: the plan of each rank for one micro-batch.
@@ -74,7 +75,7 @@ def can_interleave(plans: Sequence[StagePlan]) -> bool:
 
 
 def interleaved(plans: Sequence[Sequence[StagePlan]]) -> list[list[Operation]]:
-    """Return the operations of each rank of a pipeline.
+    """Return the operations of each rank of a pipeline, with tiles in the order of 1F1B.
 
     Args:
         plans: the plans by rank and micro-batch. The number of a rank is the number of its stage.
@@ -98,13 +99,13 @@ def interleaved(plans: Sequence[Sequence[StagePlan]]) -> list[list[Operation]]:
 
 
 class _Turns:
-    """Simulation of ranks that take turns, one tile each.
+    """Simulation of ranks that take turns; in a turn each rank computes at most one tile.
 
     Args:
         plans: the plans by rank and micro-batch.
         streams: the forward and the backward groups of each rank.
-        limits: the number of tiles that may be under way on each rank. It grows if no rank could go
-            on otherwise.
+        limits: for each rank, the number of tiles that may wait for their backward pass. A limit
+            is raised if otherwise no rank could go on.
     """
 
     def __init__(
@@ -119,7 +120,7 @@ class _Turns:
         self._sent: dict[tuple, int] = {}
 
     def taken(self) -> Iterator[tuple[int, _Group]]:
-        """Yield (rank, group), turn by turn."""
+        """Yield (rank, group) in the order in which the groups run, turn by turn."""
         ranks = range(len(self.plans))
         while any(self.there) or any(self.back):
             able = [rank for rank in ranks if self._can_go(rank, self._stream(rank))]
@@ -133,9 +134,9 @@ class _Turns:
         return there if there and (not back or self._has_room(rank, self.limits[rank])) else back
 
     def _has_room(self, rank: int, limit: float) -> bool:
-        """Return True if the rank may start one more tile.
+        """Return True if the rank may run the forward pass of one more tile.
 
-        The tile's micro-batch must not be later than the ones that 1F1B would have under way.
+        The tile must belong to a micro-batch that 1F1B would have started by now.
         """
         under_way = self._under_way[rank]
         first = min((tile[0] for tile in under_way), default=math.inf)
@@ -145,7 +146,10 @@ class _Turns:
         )
 
     def _forced(self, ranks: range) -> Iterator[tuple[int, _Group]]:
-        """Resolve a turn in which no rank can go on: take a tile back, or raise a rank's limit."""
+        """Resolve a turn in which no rank can go on.
+
+        Yield a backward pass that is ready. If there is none, raise the limit of one rank.
+        """
         for rank in reversed(ranks):
             if self._can_go(rank, self.back[rank]):
                 yield rank, self._take(rank, self.back[rank])
@@ -175,7 +179,8 @@ class _Turns:
 def _streams(plans: Sequence[StagePlan]) -> tuple[list[_Group], list[_Group]]:
     """Return the forward groups and the backward groups of a rank: each tile with its messages.
 
-    On the last rank each tile goes back right after its forward pass, so it has one list for both.
+    The last rank runs the backward pass of a tile right after its forward pass. Its first list
+    holds both, and its second list is empty.
     """
     stage = plans[0].stages[0]
 
@@ -193,8 +198,8 @@ def _streams(plans: Sequence[StagePlan]) -> tuple[list[_Group], list[_Group]]:
 def _groups(operations: Iterable[Operation], plan: StagePlan) -> list[_Group]:
     """Return the operations grouped by tile.
 
-    Operations before the first tile are moved after the last: these drop maps that only other ranks
-    read, once all is sent.
+    Operations before the first tile are moved after the last tile. They drop feature maps that only
+    other ranks read, which is possible once all rows are sent.
     """
     before: list[Operation] = []
     found: list[list[Operation]] = []
@@ -216,9 +221,9 @@ def _group(operations: Sequence[Operation], plan: StagePlan) -> _Group:
 
 
 def _tiles_per_band(there: Sequence[_Group]) -> int:
-    """Return the number of tiles that a stage needs to complete a band of rows.
+    """Return the number of tiles that a stage computes for each row of tiles, over all segments.
 
-    With this many more tiles under way, no stage waits for the next stage's answer.
+    With this number of additional tiles under way, no stage waits for the next stage's gradients.
     """
     tiles = [op for group in there for op in group.operations if isinstance(op, ForwardTile)]
     bands = Counter(

@@ -27,8 +27,13 @@ def keeping(
 ) -> list[Operation]:
     """Return the program in which as many tiles keep their graphs as ``budget`` bytes allow.
 
-    Tiles are considered in order. At every operation the kept graphs and the current tile fit into
-    ``budget``.
+    Tiles are considered in order. At every operation the kept graphs and the current tile together
+    fit into ``budget``.
+
+    Args:
+        program: the operations of a rank.
+        weigh: returns the bytes of a tile's graph and of its passes.
+        budget: the number of bytes for kept graphs and the current tile.
     """
     free = np.array(
         [budget - weigh(op).most if isinstance(op, TileOperation) else math.inf for op in program]

@@ -3,20 +3,23 @@
 A micro-batch passes a chain of steps, forward through the stages and backward again. A free rank
 starts the ready action that is furthest along the chain: backward before forward, and the later
 stage of two forward passes. Micro-batches that have begun are therefore finished first, which
-bounds memory. Ranks are assumed balanced, and a backward pass takes twice the time of a forward
-pass. All ranks compute the same lists from the placement and the number of micro-batches. The V on
-2 ranks, 3 stages, 3 micro-batches, 1F1B, two columns a unit of time::
+bounds memory. The ranks are assumed to have equal work, and a backward pass to take twice the time
+of a forward pass. All ranks compute the same lists from the placement and the number of
+micro-batches. The picture shows 1F1B with the v-shaped placement, for 2 ranks, 3 stages and 3
+micro-batches; a unit of time is two columns wide::
 
     stage 0 (rank 0)  0 1 2                   0'    1'      2'
     stage 1 (rank 1)    0   1   2   0'      1'      2'
     stage 2 (rank 0)        0 0'  1 1'  2 2'
 
-Micro-batches pass a stage in one order, so the messages of an edge arrive in the order in which
-they are wanted.
+Micro-batches pass every stage in the same order, so the messages of an edge arrive in the order in
+which the receiver reads them.
 
-In ZB-H1, B and W each take the time of a forward pass. A rank runs W when it would idle. With a
-limit of n micro-batches under way, the forward pass of micro-batch m waits until the W of
-micro-batch m - n has freed its memory. The V again, three columns a unit of time::
+In ZB-H1, a backward pass is divided into B (gradient of the inputs) and W (gradients of the
+weights), which each take the time of a forward pass. A rank runs W (``1"``) when it would otherwise
+idle. With a limit of n micro-batches under way, the forward pass of micro-batch m waits until the W
+of micro-batch m - n has freed its memory. The picture shows the same example; a unit of time is
+three columns wide::
 
     stage 0 (rank 0)  0  1                 0' 0" 1' 2  1"                2' 2"
     stage 1 (rank 1)     0     1     0'    1'    0"    2     1"    2'    2"
@@ -35,9 +38,9 @@ from distseg.runtime.actions import Action, Backward, Forward, Weight
 
 
 def listed_gpipe(placement: Sequence[int], micro_batches: int) -> list[list[Action]]:
-    """Return GPipe's lists: all forward passes, then the mirrored backward passes.
+    """Return GPipe's lists: all forward passes, then the backward passes in reverse order.
 
-    A mirrored schedule keeps the order that actions need.
+    The reverse of a valid order of forward passes is a valid order of backward passes.
     """
     forwards = _list(_steps(placement), micro_batches, micro_batches).orders
     return [
@@ -46,12 +49,12 @@ def listed_gpipe(placement: Sequence[int], micro_batches: int) -> list[list[Acti
 
 
 def listed_1f1b(placement: Sequence[int], micro_batches: int) -> list[list[Action]]:
-    """Return 1F1B's lists, with at most as many micro-batches under way as stages."""
+    """Return 1F1B's lists, in which at most ``stages`` micro-batches are under way at once."""
     return _fastest(_steps(placement, backward=2), micro_batches)
 
 
 def listed_zb_h1(placement: Sequence[int], micro_batches: int) -> list[list[Action]]:
-    """Return ZB-H1's lists, with W in the gaps of 1F1B.
+    """Return ZB-H1's lists, which fill the idle time of 1F1B with W, the weight gradients.
 
     A micro-batch stays under way until its W is done.
     """
@@ -63,7 +66,7 @@ LISTED = {"gpipe": listed_gpipe, "1f1b": listed_1f1b, "zb-h1": listed_zb_h1}
 
 @dataclass(frozen=True, eq=False)
 class _Step:
-    """Pass of every micro-batch that takes ``units`` of time and follows the step ``after``."""
+    """Pass that every micro-batch makes, of ``units`` time, which follows its step ``after``."""
 
     kind: type[Action]
     stage: int
@@ -82,8 +85,9 @@ def _steps(placement: Sequence[int], backward: int = 0, weight: int = 0) -> list
 
     Args:
         placement: the rank of each stage.
-        backward: the time of a backward pass in forward passes; 0 for none.
-        weight: the time of a weight pass in forward passes; 0 for none.
+        backward: the time of a backward pass as a multiple of a forward pass; 0 for no backward
+            passes.
+        weight: the time of a weight pass as a multiple of a forward pass; 0 for no weight passes.
     """
     units, chain = _units(placement), []
     there = [(Forward, stage, 1) for stage in range(len(placement))]
@@ -111,7 +115,10 @@ def _units(placement: Sequence[int]) -> list[int]:
 
 
 def _fastest(steps: Sequence[_Step], micro_batches: int) -> list[list[Action]]:
-    """Choose the in-flight limit with the shortest makespan; on ties the smallest."""
+    """Return the lists of the limit on micro-batches under way with the shortest makespan.
+
+    If several limits have the same makespan, the smallest one is taken.
+    """
     limits = range(max(step.rank for step in steps) + 1, max(step.stage for step in steps) + 2)
     return min(
         (_list(steps, micro_batches, limit) for limit in limits), key=lambda lists: lists.end
@@ -124,8 +131,8 @@ def _list(steps: Sequence[_Step], micro_batches: int, in_flight: int) -> _Lists:
     Args:
         steps: the steps of a micro-batch.
         micro_batches: the number of micro-batches.
-        in_flight: the largest number of micro-batches of a stage between the start of its first and
-            the end of its last step.
+        in_flight: the largest number of micro-batches under way in a stage. A micro-batch is under
+            way from the start of the stage's first step until the end of its last step.
     """
     ends: dict[_Step, list[int]] = {step: [] for step in steps}  # Per micro-batch.
     last = {step.stage: step for step in steps}

@@ -2,14 +2,14 @@
 
 No name leads to such a file, so it disappears with the process, however the process ends.
 
-Windows are read and written row by row instead of through mmap. A full disk is then an error with a
-message instead of a signal, and the operating system's cache does not count as memory of this
-process.
+Windows are read and written row by row instead of through mmap. A full disk then raises an error
+with a message; with mmap it would send a signal. The operating system's cache of the file does not
+count as memory of this process.
 
 A file stores the channels of a cell side by side, so a row of a window is one run of bytes.
 Transposing a window in memory takes less time than one system call per row and channel. If windows
 are whole rows and memory is channels-first, the file is channels-first too. A window is then one
-run per channel and needs no transposition. Without a folder, feature maps stay in the host's
+run per channel and needs no transposition. If no folder is given, feature maps stay in the host's
 memory.
 """
 
@@ -34,14 +34,15 @@ class Map:
 
     Args:
         box: the part of the feature map to store.
-        like: any part of the map, which sets batch size, channels, dtype, device and memory format.
+        like: a tensor of any part of the map. It sets batch size, number of channels, dtype, device
+            and memory format.
         folder: the folder of the file; None stores the map in memory.
-        zero: True if the map must be 0 before it is written, so that parts can be added. All of its
-            memory then belongs to the process at once.
+        zero: True to fill a map in memory with zeros, so that parts can be added to it. The process
+            then occupies all of the map's memory at once.
         rows: True if nearly all parts that are read or written are whole rows.
 
     Raises:
-        OSError: if the file does not fit on its disk. Nothing is written before.
+        OSError: if the file does not fit on its disk. It is raised before anything is written.
     """
 
     def __init__(
@@ -72,7 +73,10 @@ class Map:
         return self._outward(self.take(box))
 
     def view(self, box: Box) -> Tensor:
-        """Return a part that the caller must not change, without a copy if it lies in memory."""
+        """Return a part without a copy if the map lies in memory.
+
+        The caller must not change the returned tensor.
+        """
         if self._values is None or self.device.type != "cpu":
             return self.read(box)
         return self._outward(self._part(box))
@@ -159,9 +163,9 @@ class Map:
         return (x.movedim(-1, 1) if self.last else x).to(self.device, non_blocking=True)
 
     def _widened(self, box: Box) -> Box:
-        """Return the box with whole rows, if it has nearly all cells of its rows.
+        """Return ``box`` extended to whole rows if it covers nearly all cells of its rows.
 
-        One run of bytes is then read instead of one run per row.
+        One run of bytes is then read instead of one run per row. Otherwise return ``box``.
         """
         held = self.box
         if (
@@ -184,13 +188,19 @@ class Map:
         return values
 
     def _as_it_lies(self, values: Tensor, inside: Box) -> Tensor:
-        """Return the part ``inside`` of fetched values, in the dim order of :meth:`buffer_for`."""
+        """Return the part ``inside`` of ``values`` as a view in the dim order of `buffer_for`.
+
+        ``values`` are in the file's order, as :meth:`_fetched` returns them.
+        """
         if self.last:
             return values[(slice(None), *inside.slices)]
         return (values if self.rows else values.movedim(-1, 1))[(..., *inside.slices)]
 
     def _run(self, how, values: Tensor, box: Box, what: str) -> None:
-        """Copy between ``values``, in the file's order, and the part ``box`` of the file."""
+        """Copy between ``values``, in the file's order, and the part ``box`` of the file.
+
+        ``how`` is os.preadv or os.pwritev; ``what`` says in an error what was done.
+        """
         arrays, cell = (
             (self.images * self.channels, self.cell // self.channels)
             if self.rows
@@ -214,8 +224,9 @@ class VectorMap:
     Args:
         box: the box that a :class:`Map` would store.
         like: a tensor that sets shape, dtype and device.
-        gradient: True for a gradient: parts are added, and reading takes the sum and resets it to
-            0. Each part is therefore used once, although every tile reads the gradient.
+        gradient: True for a gradient. Stored parts are then added, and a read returns their sum and
+            resets it to 0. Each part is therefore used once, although every tile reads the
+            gradient.
     """
 
     in_memory = bytes = 0  # A vector is too small to count.
@@ -259,7 +270,7 @@ class VectorMap:
 
 
 def _runs(arrays: int, box: Box, size: tuple[int, ...], cell: int):
-    """Yield (offset, length) in bytes of the runs that make up a box.
+    """Yield (offset, length) in bytes of the runs of bytes that make up a box in the file.
 
     The file holds ``arrays`` arrays one after another, each of ``size`` cells of ``cell`` bytes.
     The box is taken from every array.
@@ -283,7 +294,10 @@ def _runs(arrays: int, box: Box, size: tuple[int, ...], cell: int):
 
 
 def _all(how, file: int, buffer: memoryview, place: int, what: str) -> None:
-    """Read or write all of ``buffer`` at ``place``, in as many calls of ``how`` as it takes."""
+    """Read or write all of ``buffer`` at offset ``place`` of the file.
+
+    ``how`` (os.preadv or os.pwritev) may move fewer bytes than asked, so it is called repeatedly.
+    """
     done = 0
     while done < len(buffer):
         moved = how(file, [buffer[done:]], place + done)
@@ -291,19 +305,19 @@ def _all(how, file: int, buffer: memoryview, place: int, what: str) -> None:
             raise OSError(
                 errno.EIO,
                 f"the scratch file ended while a feature map was {what} it: did something else "
-                "cut it?",
+                "truncate it?",
             )
         done += moved
 
 
 def _reserved(size: int, folder: str | Path):
-    """Open a file without a name and reserve its disk space."""
+    """Open a file without a name and reserve ``size`` bytes of disk space for it."""
     try:
         file = tempfile.TemporaryFile(prefix="distseg-", dir=folder, buffering=0)
     except OSError as e:
         raise OSError(
-            f"no scratch file can be made in {folder} ({e.strerror or e}): name a folder to write "
-            "to as streaming.scratch"
+            f"no scratch file can be made in {folder} ({e.strerror or e}): set streaming.scratch "
+            "to a folder in which you may write"
         ) from None
     try:
         if size:
@@ -322,7 +336,8 @@ def require_scratch_space(folder: str | Path, needed: int) -> None:
     """Refuse a folder with fewer than ``needed`` free bytes.
 
     Raises:
-        OSError: naming the folder, both sizes and the repair.
+        OSError: if the folder is too small. The message names the folder, both sizes and how to fix
+            it.
     """
     free = free_bytes(folder)
     if needed > free:
@@ -334,12 +349,12 @@ def require_scratch_space(folder: str | Path, needed: int) -> None:
 
 
 def free_bytes(folder: str | Path) -> int:
-    """Return the bytes that this user may still write to the disk of a folder."""
+    """Return the number of bytes that this user may still write to the disk of a folder."""
     try:
         disk = os.statvfs(folder)
     except OSError as e:
         raise OSError(
-            f"the scratch folder {folder} cannot be used ({e.strerror}): name another as "
-            "streaming.scratch"
+            f"the scratch folder {folder} cannot be used ({e.strerror}): set streaming.scratch to "
+            "another folder"
         ) from None
     return disk.f_bavail * disk.f_frsize

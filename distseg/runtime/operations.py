@@ -5,9 +5,9 @@ Pure functions build the list (:mod:`distseg.runtime.stage_program`,
 mean:
 
     segment    the number of a run of layers in the network
-    tensor_id  a feature map, by the number of the layer that it lies before
-    block      a tile batch of the micro-batch, by number
-    box        the tile of a segment's result
+    tensor_id  the number of a feature map: 0 for the pixels, n + 1 for the result of layer n
+    block      the number of a tile batch within the micro-batch
+    box        the tile, a box of the segment's result
 """
 
 from __future__ import annotations
@@ -129,8 +129,8 @@ class KeptTile(TileOperation):
 class ForwardTile(KeptTile):
     """Forward pass of a tile, whose result is stored.
 
-    It reads windows of the segment's feature maps. If an active norm follows, it collects the
-    tile's moments.
+    The pass reads windows of the segment's input feature maps. If an active norm follows the
+    segment, the pass also collects the tile's moments.
     """
 
     verb = "forward"
@@ -138,11 +138,11 @@ class ForwardTile(KeptTile):
 
 @dataclass(frozen=True)
 class OutputTile(TileOperation):
-    """Forward pass of a tile of the network's result; the executor yields the result.
+    """Forward pass of a tile of the network's result. The executor yields this result.
 
     Args:
-        back: True if the tile has a graph. Its backward pass then adds to the gradients of the
-            feature maps that were read.
+        back: True if the tile has a graph and its backward pass follows, which adds to the
+            gradients of the feature maps that were read.
     """
 
     back: bool
@@ -173,14 +173,14 @@ class MapOperation(Operation):
 
 
 class RecvRows(MapOperation):
-    """Start of a receive of a feature map, whose rows arrive as they become final."""
+    """Start of the receive of a feature map. Its rows arrive as they become final."""
 
     verb = "recv"
 
 
 @dataclass(frozen=True)
 class RecvGradRows(MapOperation):
-    """Start of a receive of the gradient that another rank sends back for a feature map."""
+    """Start of the receive of the gradient that another rank sends back for a feature map."""
 
     source: int
     verb = "recv"
@@ -196,7 +196,10 @@ class Measure(MapOperation):
 
 
 class Statistic(MapOperation):
-    """Computation of the statistics of the norm after a map, from all tiles. Collective."""
+    """Computation of the statistics of the norm after a map, from all tiles.
+
+    All ranks that share the norm's statistics must run it together.
+    """
 
     verb = "statistic"
 
@@ -204,20 +207,26 @@ class Statistic(MapOperation):
 class FetchHalo(MapOperation):
     """Fetch of a feature map's margin from the ranks that own it.
 
-    Collective over the ranks that share an image.
+    All ranks that share an image must run it together.
     """
 
     verb = "halo"
 
 
 class SendHaloGrad(MapOperation):
-    """Adjoint of :class:`FetchHalo`: the margin's gradient is sent to its owners, which add it."""
+    """Adjoint of :class:`FetchHalo`, which sends the margin's gradient to the owners.
+
+    The owners add it to the gradient of their cells.
+    """
 
     verb = "halo grad"
 
 
 class FinalizeStatistics(MapOperation):
-    """Reduction of the statistics' gradient over all tiles. Collective."""
+    """Reduction of the statistics' gradient over all tiles.
+
+    All ranks that share the norm's statistics must run it together.
+    """
 
     verb = "finalize"
 
@@ -230,7 +239,7 @@ class ApplyStatisticsGrad(MapOperation):
 
 @dataclass(frozen=True)
 class SendRows(MapOperation):
-    """Release of the rows before ``final`` of a feature map to the ranks that read them.
+    """Permission to send the rows before ``final`` of a feature map to the ranks that read them.
 
     These rows do not change any more. ``block`` is the number of the tile batch.
     """
@@ -244,21 +253,24 @@ class SendRows(MapOperation):
 
 
 class SendGradRows(SendRows):
-    """Release of the gradient rows before ``final`` to the rank that computed the feature map."""
+    """Permission to send the gradient rows before ``final`` to the rank that computed the map."""
 
     verb = "send grad"
 
 
 @dataclass(frozen=True)
 class Loss(Operation):
-    """Computation of the loss gradient from the partial sums of all ranks. Collective."""
+    """Computation of the loss gradient from the partial sums of all ranks.
+
+    All ranks must run it together.
+    """
 
     micro_batch: int
     verb = "loss"
 
 
 class Drop(MapOperation):
-    """Release of a feature map's memory, once other ranks have what they read of it."""
+    """Release of a feature map's memory, once other ranks have received the rows that they read."""
 
     verb = "drop"
 
@@ -274,7 +286,10 @@ def _block(number: int) -> str:
 
 
 def text(operations: Iterable[Operation]) -> str:
-    """Return one line per operation; consecutive tiles of one segment share a line."""
+    """Return a text with one line per operation.
+
+    Consecutive passes of one kind over tiles of one segment share a line.
+    """
     return "\n".join(_lines(operations))
 
 

@@ -1,4 +1,4 @@
-"""Makes optimizers by name and computes the learning rate of each step and part."""
+"""Makes optimizers by name and computes the learning rate of each step and network part."""
 
 from __future__ import annotations
 
@@ -20,7 +20,14 @@ T = TypeVar("T")
 def of_part(settings: Mapping[str, T] | None, name: str, default: T) -> T:
     """Return the value that ``optim.rates`` or ``optim.thaw`` sets for a parameter.
 
-    If the parameter belongs to several parts, the last one counts.
+    If several parts in the settings contain the parameter, the last of them counts. If none does,
+    return ``default``.
+
+    Args:
+        settings: the value of each part of the network; a part is a name or a pattern such as
+            ``encoder.*``.
+        name: the name of the parameter.
+        default: the value of parameters that no part contains.
     """
     fitting = [value for part, value in (settings or {}).items() if _belongs(name, part)]
     return fitting[-1] if fitting else default
@@ -31,10 +38,10 @@ def _belongs(name: str, part: str) -> bool:
 
 
 def freeze(model: nn.Module, config: OptimConfig) -> None:
-    """Freeze the parameters whose rate is 0.
+    """Freeze the parameters whose rate in ``optim.rates`` is 0.
 
     Raises:
-        ValueError: if the network has no part of a given name.
+        ValueError: if ``optim.rates`` or ``optim.thaw`` names a part that the network lacks.
     """
     parameters = user_names(model.named_parameters(remove_duplicate=False), model)
     for setting, parts in (("rates", config.rates), ("thaw", config.thaw)):
@@ -59,8 +66,10 @@ def make_optimizer(
     Call :func:`set_learning_rate` before each step.
 
     Args:
-        fused: update with PyTorch's fused kernels. Gradients and momenta must then lie in memory as
-            their parameters do.
+        config: the settings of the optimizer.
+        parameters: the trained parameters by name.
+        fused: True to update with PyTorch's fused kernels. Gradients and momenta must then have the
+            memory format of their parameters.
     """
     groups: dict[tuple[float, int], list[nn.Parameter]] = {}
     for name, parameter in parameters.items():
@@ -89,7 +98,7 @@ def _optimizer(config: OptimConfig, parameters: list[dict], fused: bool) -> torc
 def _light(kind: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
     """Return the optimizer class without the wrappers that PyTorch adds for torch.compile.
 
-    The wrappers import torch._dynamo, which takes each process a second or two.
+    The wrappers import torch._dynamo, which costs each process a second or two.
     """
     methods = {
         name: unwrap(getattr(kind, name))
@@ -104,13 +113,15 @@ def state_copies(config: OptimConfig) -> int:
 
 
 def learning_rate(config: OptimConfig, step: int, total: int) -> float:
-    """Return the learning rate of a step from 0 to total - 1.
+    """Return the learning rate of step ``step``, a number from 0 to total - 1.
 
-    constant, cosine, linear: a linear rise from lr / w over the first w = warmup * total steps.
-    Then constant: lr. cosine: lr * (1 + cos(pi t)) / 2 with t from 0 to 1. linear: a line that
-    reaches 0 at step decay_factor * total.
+    The first w = warmup * total steps are the warm-up. The schedules constant, cosine and linear
+    rise linearly in it, from lr / w to lr. After it, constant stays at lr, and cosine is
+    lr * (1 + cos(pi t)) / 2, where t goes from 0 to 1. linear follows a line that reaches 0 at step
+    decay_factor * total.
 
-    one_cycle: a cosine from lr / 25 to lr, then a cosine to lr / 10^4 (Smith and Topin 2018).
+    The schedule one_cycle rises along a cosine from lr / 25 to lr in the warm-up, and then falls
+    along a cosine to lr / 10^4 (Smith and Topin 2018).
     """
     rise = round(config.warmup * total)
     if step < rise:
@@ -133,6 +144,6 @@ def _cosine(start: float, stop: float, t: float) -> float:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float, epoch: int) -> None:
-    """Set the rate of each parameter group; a group that has not thawed gets 0."""
+    """Set each parameter group's learning rate: its factor times ``rate``, or 0 until it thaws."""
     for group in optimizer.param_groups:
         group["lr"] = rate * group["factor"] if epoch >= group["thaw"] else 0.0

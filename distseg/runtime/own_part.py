@@ -34,18 +34,18 @@ def own_part(
 ) -> TiledModel:
     """Return the layers of the stages that ``rank`` runs, ready for windows.
 
-    They have memory and initial weights. ``model`` is changed in place.
+    The layers have memory and initial weights. ``model`` is changed in place.
 
     Args:
         model: the whole model.
-        partition: the stages; None for a model in one piece.
+        partition: the stages; None for a model that is not cut into stages.
         rank: the rank in the pipeline.
         reach: the receptive field of the model.
         context: the context of the distributed counterparts.
         seed: the seed for the weights of layers on the meta device.
         frozen_norm: True to freeze batch norms.
-        exchange: the halo exchange, for tiles that exchange halos.
-        whole: True if images are not cut.
+        exchange: the halo exchange; None if each tile is read together with its halo.
+        whole: True if all windows are whole images.
 
     Raises:
         ValueError: if the layers cannot be computed from windows or cut into stages.
@@ -58,8 +58,9 @@ def own_part(
     if partition:
         if not tiled.flat:
             raise ValueError(
-                "a norm hides inside a layer of this model, so it cannot be cut into pipeline "
-                "stages: flatten it, write it as a distseg.Network, or set mesh.stages to 1"
+                "a layer of this model contains a norm, so the model cannot be cut into pipeline "
+                "stages: write the model as a list of layer calls (an nn.Sequential or a "
+                "distseg.Network) in which the norm is a layer of its own, or set mesh.stages to 1"
             )
         tiled.begin_at(partition.ranges)
         tiled.keep(mine)
@@ -95,7 +96,10 @@ def place_stages(
 
 
 def autocast(precision: str, device) -> Callable[[], AbstractContextManager]:
-    """Return a function that makes the network's context: bf16 autocast, or a null context."""
+    """Return a function that makes the context in which the network runs.
+
+    It is bf16 autocast if ``precision`` is bf16, otherwise a context that does nothing.
+    """
     return (
         (lambda: torch.autocast(device.type, torch.bfloat16))
         if precision == "bf16"
@@ -104,7 +108,12 @@ def autocast(precision: str, device) -> Callable[[], AbstractContextManager]:
 
 
 def used_reach(exact: ReceptiveField, halo: int | None) -> ReceptiveField:
-    """Return a model's exact halo and stride, or ``approximate.halo`` instead of the exact halo."""
+    """Return the receptive field that is used for tiles.
+
+    Args:
+        exact: the exact halo and stride of the model.
+        halo: the value of ``approximate.halo``, which replaces the exact halo; None to keep it.
+    """
     if halo is None:
         return exact
     return ReceptiveField(tuple(halo for _ in exact.halo), exact.stride)

@@ -15,7 +15,7 @@ from distseg.runtime.optimizer import make_optimizer, set_learning_rate
 
 
 class ParameterUpdate:
-    """Trained parameters of a rank's network, their gradients, reducer and optimizer.
+    """Trained parameters of a rank's network, with their gradients, reducer and optimizer.
 
     The reducer sums the gradients over the replicas.
 
@@ -24,7 +24,8 @@ class ParameterUpdate:
         optim: the settings of the optimizer.
         reducer: the library that sums gradients, ``mesh.reducer``.
         halved: True if gradients are rounded to 16 bits before they are summed.
-        network: the network on its device. All replicas take the first one's values. Collective.
+        network: the network on its device. All replicas take the values of the first replica, so
+            all ranks must create this object together.
         device: the device of the network.
     """
 
@@ -48,10 +49,15 @@ class ParameterUpdate:
         self.optimizer = make_optimizer(optim, trained)
 
     def descend(self, rate: float, norm: float, epoch: int) -> None:
-        """Clip gradients of this ``norm``, and step the optimizer.
+        """Clip the gradients and step the optimizer.
+
+        Args:
+            rate: the learning rate of this step.
+            norm: the norm of all gradients, by which they are clipped.
+            epoch: the number of the epoch, which says which parts of the network are frozen.
 
         Raises:
-            RuntimeError: if a weight gradient is still to be computed.
+            RuntimeError: if a weight gradient was not computed yet.
         """
         self.mesh.waits.check_done()
         if self._clip:

@@ -1,8 +1,8 @@
-"""Cuts a flat model into stages, and finds what travels between them.
+"""Cuts a list of layer calls into stages, and finds the feature maps that travel between stages.
 
-A stage is a run of consecutive layers. A feature map that another stage reads travels straight from
-the stage that computes it, past the stages in between (a portal, as in torchgpipe, arXiv
-2004.09910)::
+A stage is a run of consecutive layers. A feature map that another stage reads travels directly from
+the stage that computes it to the stage that reads it, and skips the stages in between (a portal, as
+in torchgpipe, arXiv 2004.09910)::
 
     layers   enc0_conv0 ... enc0_stash | enc0_pool ... dec0_up | dec0_pop ... head
     stages   0                         | 1                     | 2
@@ -34,7 +34,7 @@ class Edge:
         name: the name of the feature map.
         source: the stage that sends it.
         target: the stage that receives it.
-        gradient: True if a gradient comes back.
+        gradient: True if the target sends a gradient of the feature map back.
         map: the number of the feature map.
     """
 
@@ -49,10 +49,14 @@ class Edge:
 
 
 def stage_ranges(balance: Sequence[int], layers: int) -> list[range]:
-    """Return the layers of each stage from the number of layers of each.
+    """Return the layers of each stage.
+
+    Args:
+        balance: the number of layers of each stage.
+        layers: the number of layers of the model.
 
     Raises:
-        ValueError: if the numbers do not add up to the model's layers, or a stage has none.
+        ValueError: if the sum of ``balance`` is not ``layers``, or a stage has no layer.
     """
     if min(balance) < 1 or sum(balance) != layers:
         raise ValueError(
@@ -69,7 +73,7 @@ def edges_between(
     names: Sequence[str] | None = None,
     trained: Container[int] | None = None,
 ) -> list[Edge]:
-    """Return the edges: outputs stage by stage, then all other maps that cross a cut.
+    """Return the edges: first each stage's output to the next stage, then all other feature maps.
 
     Args:
         ranges: the layers of each stage.
@@ -109,16 +113,19 @@ class Partition:
 
     @classmethod
     def whole(cls) -> Partition:
-        """Return one stage for any kind of model."""
+        """Return the partition into a single stage, which works for any kind of model."""
         return cls((range(0),), (), (0,))
 
     @classmethod
     def from_balance(
         cls, calls: Sequence[Call], balance: Sequence[int], placement: Sequence[int] | None = None
     ) -> Partition:
-        """Return a flat model cut into stages of ``balance`` layers.
+        """Return the partition of a list of layer calls.
 
-        By default rank s runs stage s.
+        Args:
+            calls: the layer calls of the model.
+            balance: the number of layers of each stage.
+            placement: the rank of each stage; by default rank s runs stage s.
 
         Raises:
             ValueError: if the balance does not fit the model, or if stages would share a weight or
@@ -171,7 +178,8 @@ class Partition:
 def _kept(layer: nn.Module) -> list[Tensor]:
     """Return the tensors of a layer that a step changes: parameters and running statistics.
 
-    Running statistics may belong to the first place of a layer that stands at several.
+    If the model calls one norm several times, the counterpart of its first call may hold the
+    running statistics for all.
     """
     keeper = getattr(layer, "running", layer)
     running = (keeper if isinstance(keeper, nn.Module) else layer)._buffers.get("running_mean")
@@ -179,7 +187,10 @@ def _kept(layer: nn.Module) -> list[Tensor]:
 
 
 def _names(calls: Sequence[Call]) -> list[str]:
-    """Return the name of each feature map: the skip's, or that of the layer that makes it."""
+    """Return the name of each feature map.
+
+    This is the name of the skip if it is one, otherwise the name of the layer that computes it.
+    """
     found = [IMAGE, *(call.name for call in calls)]
     for call in calls:
         if isinstance(call.layer, Pop):

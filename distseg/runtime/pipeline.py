@@ -1,8 +1,8 @@
-"""Runs this rank's operations when stages keep their graphs: receive, compute, send.
+"""Runs this rank's operations (receive, compute, send) when stages keep their graphs.
 
 The operations come from :mod:`distseg.runtime.stage_program`. Messages of one edge and direction
-are matched in the order of sending, which every schedule keeps. Receives of the next passes are
-posted early, so that messages travel while this pass computes.
+are received in the order in which they were sent; every schedule keeps this order. Receives of the
+next passes are posted early, so that messages travel while this pass computes.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ _Key = tuple[Edge, int, bool]  # Edge, micro-batch, and True for the gradient.
 
 
 class Pipeline:
-    """Stages of this rank and its links to the other ranks.
+    """Stages of this rank, with the connections to the other ranks of the pipeline.
 
     Args:
-        partition: all stages, the edges between them and the rank of each.
+        partition: all stages, the edges between them and the rank of each stage.
         stages: the stages of this rank.
         comm: the ranks of the pipeline, in the order of the partition's placement.
         device: the device of received tensors.
-        recompute: the activations that are computed again
-            (:func:`distseg.runtime.stage_program.operations`).
+        recompute: the micro-batches whose activations are computed again: never, except_last or
+            always (:func:`distseg.runtime.stage_program.operations`).
         trace: records the spans of passes and messages; by default nothing is recorded.
     """
 
@@ -131,7 +131,7 @@ class Pipeline:
 
         Args:
             op: the pass.
-            splits: True if weight gradients may wait for an action of their own.
+            splits: True if weight gradients may be postponed to a ``Weight`` action.
         """
         stage, m = self.stages[op.stage], op.micro_batch
         heartbeat(f"backward of stage {op.stage}, micro-batch {m}")
@@ -194,9 +194,9 @@ class Pipeline:
     def _post_ahead(
         self, program: Sequence[Operation], place: int, units: Sequence[MicroBatch]
     ) -> None:
-        """Post the receives of the next passes, up to the first of unknown shape.
+        """Post the receives of the next passes, up to the first tensor whose shape is unknown.
 
-        Messages are matched by order, so later receives must not be posted before it.
+        Messages are matched by their order, so no later receive may be posted before that one.
         """
         for op in receives_ahead(program, place):
             unit, key = units[op.micro_batch], (op.edge, op.micro_batch, op.back)

@@ -10,11 +10,12 @@ from distseg.config.settings import TrainConfig
 
 
 def choose(config: TrainConfig, device: torch.device, world) -> tuple[str, bool]:
-    """Return (precision, channels_last) of a config with ``auto`` resolved.
+    """Return (precision, channels_last) of a config, with ``auto`` replaced by a choice.
 
-    The values are equal on all ranks. Collective. bf16 needs AVX512-BF16 or AMX on a CPU, and an
-    Ampere or later GPU. Without them it is emulated and slower. bf16 pays only together with
-    channels_last (benchmarks/performance.md).
+    The values are equal on all ranks. All ranks of ``world`` must call it together. bf16 needs
+    AVX512-BF16 or AMX on a CPU, or an Ampere or later GPU. On other devices bf16 is emulated, which
+    is slower than fp32. bf16 is faster than fp32 only together with channels_last
+    (benchmarks/performance.md).
     """
     fast = all(world.allgather(fast_bf16(device)))
     precision = config.precision if config.precision != "auto" else ("bf16" if fast else "fp32")
@@ -33,7 +34,10 @@ def fast_bf16(device: torch.device) -> bool:
 
 
 def gpu_lines(device: torch.device, precision: str, world) -> list[str]:
-    """Return one line each on the precision and the messages of a GPU run."""
+    """Return log lines about the precision of convolutions and the messages of a GPU run.
+
+    Return no line on a CPU.
+    """
     if device.type != "cuda":
         return []
     lines = [f"float32 convolutions in {_tf32(device)}"] if precision == "fp32" else []
@@ -47,7 +51,10 @@ def gpu_lines(device: torch.device, precision: str, world) -> list[str]:
 
 
 def _tf32(device: torch.device) -> str:
-    """Return the precision of float32 convolutions, which distseg leaves as PyTorch sets it."""
+    """Return the name of the precision in which PyTorch computes float32 convolutions.
+
+    distseg does not change PyTorch's setting.
+    """
     # PyTorch raises if the older setting is read after the newer one was set.
     conv = getattr(torch.backends.cudnn, "conv", None)
     on = torch.backends.cudnn.allow_tf32 if conv is None else conv.fp32_precision == "tf32"

@@ -1,7 +1,7 @@
 """Generates pipeline schedules: the actions of one stage, or one list of actions per rank.
 
-Every stage runs its own list, and an action waits for its inputs. ``3`` is the forward pass of
-micro-batch 3, ``3'`` its backward pass::
+Every stage runs its own list of actions, and an action waits for its inputs. ``3`` is the forward
+pass of micro-batch 3, ``3'`` its backward pass::
 
     GPipe (Huang et al. 2019), 3 stages, 4 micro-batches
 
@@ -28,8 +28,8 @@ is B and ``3"`` is W of micro-batch 3::
     stage 1    0 1    0' 2 1' 0" 3 2' 1" 3' 2" 3"
     stage 2      0 0' 1 1' 2 2' 0" 3 3' 1" 2" 3"
 
-Each of S stages idles (S - 1) (F + B - W) instead of (S - 1) (F + B + W), where F, B and W are
-times.
+Each of S stages idles for (S - 1) (F + B - W) instead of (S - 1) (F + B + W), where F, B and W are
+the durations of a forward pass, of B and of W.
 
 A *placement* is the pipeline rank of each stage. ``(0, 1, 2)`` gives each rank one stage. The V
 ``(0, 1, 2, 1, 0)`` gives a rank a level of the encoder and the level of the decoder that pops its
@@ -53,9 +53,9 @@ def gpipe(stage: int, stages: int, micro_batches: int) -> Iterator[Action]:
 
 
 def one_f_one_b(stage: int, stages: int, micro_batches: int) -> Iterator[Action]:
-    """Yield 1F1B's actions: some forward passes ahead, then forward and backward in turn.
+    """Yield 1F1B's actions: some forward passes first, then forward and backward in turn.
 
-    As many forward passes run ahead as there are stages after this one.
+    The number of forward passes at the beginning is the number of stages after this one.
     """
     ahead = min(stages - 1 - stage, micro_batches)
     for m in range(ahead):
@@ -68,10 +68,10 @@ def one_f_one_b(stage: int, stages: int, micro_batches: int) -> Iterator[Action]
 
 
 def zb_h1(stage: int, stages: int, micro_batches: int) -> Iterator[Action]:
-    """Yield 1F1B's actions with each W ``stage`` micro-batches later than its B.
+    """Yield 1F1B's actions, with the W of micro-batch m - ``stage`` after the B of micro-batch m.
 
-    Stage s holds at most S - s micro-batches that wait for their B, and s that wait for their W.
-    Each stage thus holds as many as the first stage of 1F1B.
+    Stage s holds at most S - s micro-batches that wait for their B, and s micro-batches that wait
+    for their W. Each stage thus holds as many micro-batches as the first stage of 1F1B.
     """
     done = 0
     for action in one_f_one_b(stage, stages, micro_batches):
@@ -92,7 +92,7 @@ def splits(name: str) -> bool:
 
 
 def v_placement(ranks: int) -> tuple[int, ...]:
-    """Return the v-shaped placement: down the ranks and up again, with 2 * ranks - 1 stages.
+    """Return the v-shaped placement of 2 * ranks - 1 stages, down the ranks and up again.
 
     ``v_placement(3)`` is ``(0, 1, 2, 1, 0)``.
     """
@@ -115,7 +115,7 @@ def orders(name: str, placement: Sequence[int], micro_batches: int) -> list[list
         raise ValueError(f"unknown pipeline schedule {name!r}: choose {', '.join(SCHEDULES)}")
     if not placement or set(placement) != set(range(max(placement) + 1)):
         raise ValueError(
-            f"the ranks of a placement are numbered from 0 without gaps, got {tuple(placement)}"
+            f"the ranks of a placement must be numbered from 0 without gaps, got {tuple(placement)}"
         )
     if micro_batches < 1:
         raise ValueError(f"a pipeline needs at least one micro-batch, got {micro_batches}")

@@ -1,10 +1,10 @@
 """Simulates a pipeline schedule: start and end of each action, idle time, memory.
 
-Every rank goes through the operations that it would run (:mod:`distseg.runtime.stage_program`),
-with seconds instead of work. Messages leave in the background when a pass ends. Messages from one
-rank to another go one after another. No rank waits until its messages are received. A real rank
-also runs postponed weight gradients while it waits; a simulated rank runs them at their action
-only.
+Every rank goes through the operations that it would run (:mod:`distseg.runtime.stage_program`), but
+an operation only takes its number of seconds. Messages are sent in the background when a pass ends.
+Messages from one rank to another are transferred one after another. No rank waits until its
+messages are received. A real rank also computes postponed weight gradients while it waits; a
+simulated rank computes them only at their ``Weight`` action.
 """
 
 from __future__ import annotations
@@ -66,23 +66,24 @@ def simulate(
     recompute: Cost = 0.0,
     weight: Cost = 0.0,
 ) -> Simulation:
-    """Return the timed spans of every action.
+    """Simulate a schedule and return the start and end of every action.
 
     Args:
         orders: the actions of each rank in order, from :func:`distseg.runtime.schedule.orders`.
         edges: the edges between stages.
-        forward: seconds: one number, one number per stage, or a function of (stage, micro-batch).
-        backward: seconds, in the same forms.
+        forward: seconds of a forward pass: one number for all stages, one number per stage, or a
+            function of (stage, micro-batch).
+        backward: seconds of a backward pass, in the same forms as ``forward``.
         placement: the rank of each stage.
-        transfer: seconds that one micro-batch's tensor of an edge travels, and its gradient again;
-            0 by default. Nothing travels between stages of one rank.
-        recompute: seconds of the forward pass before a backward pass. It does not wait for the
-            gradient.
-        weight: seconds of the weight gradients, if they are separate actions. ``backward`` excludes
-            them then.
+        transfer: seconds that the tensor of an edge travels for one micro-batch. Its gradient takes
+            the same time. By default 0. Nothing travels between stages of one rank.
+        recompute: seconds of the repeated forward pass before a backward pass. The repeated pass
+            does not wait for the gradient.
+        weight: seconds of the weight gradients, if they are separate actions. ``backward`` must
+            then exclude them.
 
     Raises:
-        ValueError: if no rank can go on, naming what each rank waits for.
+        ValueError: if the schedule is a deadlock. The message names what each rank waits for.
     """
     costs = {"forward": forward, "backward": backward, "recompute": recompute, "weight": weight}
     programs = [operations(order, edges, "always") for order in orders]
@@ -125,11 +126,12 @@ def peak_micro_batches(orders: Orders, stages: int) -> tuple[int, ...]:
 
 
 def peak_memory(orders: Orders, activations: Sequence[float]) -> list[float]:
-    """Return, for each rank, the most memory that activations occupy at once.
+    """Return, for each rank, the largest amount of memory that activations occupy at once.
 
     Args:
         orders: the actions of each rank in order.
-        activations: the memory of one micro-batch's activations in each stage.
+        activations: the memory of one micro-batch's activations in each stage. The result has the
+            same unit.
     """
     return [max(accumulate(_changes(order, activations)), default=0.0) for order in orders]
 
@@ -152,9 +154,9 @@ def check(
 ) -> None:
     """Refuse a schedule that is incomplete, confuses messages or deadlocks.
 
-    Messages of one edge and direction are matched first in, first out. The source's rank must
-    therefore produce the micro-batches of an edge in the order in which the target's rank wants
-    them. Then every send has its receive.
+    Messages of one edge and direction are matched first in, first out. The sending rank must
+    therefore send the micro-batches of an edge in the order in which the receiving rank receives
+    them.
 
     Raises:
         ValueError: if an action is missing, duplicated or on a wrong rank, if messages would be
@@ -234,7 +236,7 @@ class _Run:
         self.ready = Counter()
 
     def lacks(self, op: Operation) -> str | None:
-        """Return the name of what an operation still waits for, or None."""
+        """Return the name of the pass or message that an operation still waits for, or None."""
         if isinstance(op, Recv):
             kind = (Backward if op.back else Forward).kind
             return (

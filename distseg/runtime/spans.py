@@ -1,7 +1,8 @@
 """Records spans of time of a rank, for pictures of the schedule (distseg.planning.timeline).
 
-Without a listener a rank has a :class:`NoTrace`, which costs next to nothing. Kernels of a GPU run
-asynchronously. A span then ends when the work is queued, unless the caller synchronises inside it.
+A rank that is not traced has a :class:`NoTrace`, which costs almost no time. GPU kernels run
+asynchronously, so on a GPU a span ends when its work is queued, unless the caller synchronises
+inside the span.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Span:
 
 
 class Trace:
-    """Spans of one rank in ``spans``, in order of their end.
+    """Recorder of one rank's spans. The list ``spans`` holds them in order of their end.
 
     Example::
 
@@ -47,9 +48,9 @@ class Trace:
             ...
 
     Args:
-        rank: the row of the spans in pictures.
-        clock: returns seconds. Time counts from the construction of the trace, so make the traces
-            of all ranks right after a barrier.
+        rank: the number of the rank, which is the row of its spans in pictures.
+        clock: returns seconds. Times are counted from the construction of the trace, so construct
+            the traces of all ranks right after a barrier.
     """
 
     def __init__(self, rank: int = 0, clock: Callable[[], float] = time.perf_counter):
@@ -62,7 +63,7 @@ class Trace:
 
     @contextmanager
     def span(self, kind: str, name: str) -> Iterator[None]:
-        """Record the time inside this context as one span, even if it fails."""
+        """Record the time inside this context as one span, also if the code in it fails."""
         start = self.now()
         try:
             yield
@@ -83,8 +84,8 @@ class NoTrace:
 class TracedComm:
     """Communicator that records its non-blocking collectives as spans.
 
-    A span lasts from the call until the request is seen complete. It wraps the communicator only
-    while a run is traced.
+    A span lasts from the call until ``Test`` returns True. Use this class only while a run is
+    traced.
 
     Args:
         comm: the communicator.

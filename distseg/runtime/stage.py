@@ -1,9 +1,9 @@
 """Runs one stage of a pipeline: forward and backward pass of one micro-batch.
 
 Received tensors are detached from the graph of the stage that sent them. Each micro-batch therefore
-has a graph of its own in each stage, from its inputs (leaves) to its outputs. The backward pass
-goes from the gradients of the outputs, which later stages send, to the gradients of the inputs,
-which go back to the stages that sent these.
+has a graph of its own in each stage, from the stage's inputs (leaves) to its outputs. The backward
+pass starts with the gradients of the outputs, which later stages send. It computes the gradients of
+the inputs, which are sent back to the stages that the inputs came from.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ LOSS = -1  # Key of the last stage's output: the partial sums of the loss.
 
 
 class Head(Protocol):
-    """Computation that follows the last stage."""
+    """Computation after the last stage: partial sums of the loss, and the loss gradient."""
 
     def rows(self, unit: MicroBatch, outputs: list[Tensor]) -> list[Tensor]:
-        """Return the partial sums of the loss for each tile, differentiable."""
+        """Return the partial sums of the loss for each tile, with their autograd graph."""
 
     def note(self, unit: MicroBatch, rows: list[Tensor]) -> None:
-        """Record the partial sums of a micro-batch; recomputation does not call this again."""
+        """Record the partial sums of a micro-batch. It is not called again in recomputation."""
 
     def loss_grads(self, unit: MicroBatch, rows: list[Tensor]) -> list[Tensor]:
         """Return the loss gradient with respect to the partial sums."""
@@ -39,17 +39,17 @@ class Head(Protocol):
 
 @dataclass
 class Stage:
-    """Layers ``layers`` of ``model``, as stage ``number`` of a partition.
+    """Layers of a model that form one stage of a partition.
 
     Args:
-        number: the number of the stage.
+        number: the number of the stage in the partition.
         model: the model.
-        layers: the layers of the stage; None for a model in one piece.
+        layers: the layers of the stage; None for a model that is not cut into stages.
         incoming: the edges from other stages.
         outgoing: the edges to other stages.
-        head: the head after the last stage, else None.
+        head: computes the loss after the last stage; None for any other stage.
         autocast: makes the context in which the network runs.
-        after_layer: called between layers, so that messages under way move on.
+        after_layer: called after each layer, to advance messages that are under way.
     """
 
     number: int
@@ -63,13 +63,14 @@ class Stage:
     _kept: dict[int, tuple[MicroBatch, Tensors, Tensors | None]] = field(default_factory=dict)
 
     def forward(self, m: int, unit: MicroBatch, inputs: Tensors, keep: bool) -> Tensors:
-        """Return the outgoing tensors, without a graph.
+        """Run the forward pass and return the outgoing tensors, detached from the graph.
 
         Args:
             m: the number of the micro-batch.
             unit: the micro-batch.
             inputs: the incoming feature maps.
-            keep: True if activations wait for the backward pass. Otherwise only the inputs wait.
+            keep: True to keep the activations until the backward pass. Otherwise only the inputs
+                are kept.
         """
         with torch.set_grad_enabled(keep and torch.is_grad_enabled()):
             outputs = self.run(unit, inputs)
@@ -86,7 +87,8 @@ class Stage:
 
         Args:
             m: the number of the micro-batch.
-            gradients: (feature map, gradient of each tile) of the outgoing edges.
+            gradients: for each outgoing edge, the number of its feature map and the gradient of
+                each tile. The last stage ignores them, because its head computes the gradient.
         """
         unit, inputs, outputs = self._kept.pop(m)
         if self.head:
@@ -112,16 +114,17 @@ class Stage:
     def recompute(self, m: int) -> None:
         """Repeat the forward pass of a micro-batch.
 
-        Dropout masks are the same, because they are keyed. Statistics are not counted again.
+        Dropout masks are the same as in the first pass, because they follow from keys. Statistics
+        are not counted again.
         """
         unit, inputs, _ = self._kept[m]
         with self.model.context.repeating():
             self._kept[m] = unit, inputs, self.run(unit, inputs)
 
     def run(self, unit: MicroBatch, inputs: Tensors) -> Tensors:
-        """Compute the outgoing feature maps, or the partial sums of the loss.
+        """Compute the outgoing feature maps; in the last stage, the partial sums of the loss.
 
-        The inputs are the incoming feature maps; for the first stage, the pixels.
+        ``inputs`` are the incoming feature maps; in the first stage, the pixels.
         """
         places = [p.place for p in unit.pieces]
         with self.autocast():
@@ -144,7 +147,7 @@ class Stage:
         return {edge.map: [had[edge.map] for had in maps] for edge in self.outgoing}
 
     def clear(self) -> None:
-        """Forget micro-batches whose backward pass never came, after an error."""
+        """Forget micro-batches whose backward pass did not run because of an error."""
         self._kept.clear()
 
 

@@ -1,14 +1,15 @@
 """Lists the operations of ranks whose stages keep their graphs.
 
-The list has a schedule's actions, with the messages and repeated passes around them. A pass takes
-what the edges into its stage bring, and leaves what the edges out of it send::
+The list has a schedule's actions, with the messages and repeated passes around them. Before a pass,
+the rank receives the tensors of the edges into the stage; after it, the rank sends the tensors of
+the edges out of the stage::
 
     1F1B, rank 1 of 3:    recv x      forward    send x
                           recv x      forward    send x
                           recv g      backward   send g     ...
 
 A forward pass whose activations were not kept is repeated before the rank waits for the gradients,
-while these are on their way.
+so that the gradients travel in the meantime.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ def operations(
         order: the actions of the rank.
         edges: the edges between all stages.
         recompute: the micro-batches whose activations are computed again: never, except_last or
-            always. except_last spares a forward pass that its backward pass follows at once.
+            always. except_last does not repeat a forward pass if its backward pass is the next
+            action.
     """
     again = recomputed(order, recompute)
     return [
@@ -75,20 +77,23 @@ def recomputed(order: Sequence[Action], recompute: str) -> set[tuple[int, int]]:
 def _next_is_own_backward(order: Sequence[Action], place: int) -> bool:
     """Return True if the next action is the backward pass of this forward pass.
 
-    Recomputing it would save nothing.
+    To recompute such a pass would save no memory.
     """
     action, following = order[place], order[place + 1 : place + 2]
     return any((f.stage, f.micro_batch) == (action.stage, action.micro_batch) for f in following)
 
 
 def soon(order: Sequence[Action], place: int) -> list[Action]:
-    """Return this action and the next few, without weight gradients, which receive nothing."""
+    """Return the actions at and after ``place`` whose receives are posted by then.
+
+    These are the first ``1 + AHEAD`` of them that are no weight gradients, which receive nothing.
+    """
     receiving = (a for a in islice(order, place, None) if not isinstance(a, Weight))
     return list(islice(receiving, 1 + AHEAD))
 
 
 def receives_ahead(program: Sequence[Operation], place: int) -> Iterator[Recv]:
-    """Yield the receives of an operation and of the passes soon after it, in order."""
+    """Yield, in order, the receives before the next ``1 + AHEAD`` passes from ``place`` on."""
     passes = 0
     for op in islice(program, place, None):
         if isinstance(op, Recv):

@@ -1,8 +1,9 @@
 """Exchanges halos of stored feature maps between the ranks that share an image.
 
-A rank computes the cells of a feature map that it owns, and stores them with a margin. The margin
-comes from the ranks that own it, and its gradient goes back to them and is added. Each neighbour
-gets one message per feature map. Only messages under way are in memory.
+A rank computes the cells of a feature map that it owns, and stores them with a margin. The ranks
+that own the margin's cells send them. The margin's gradient is sent back to these ranks, which add
+it to their gradient. Each neighbour gets one message per feature map. Only messages under way are
+in memory.
 """
 
 from __future__ import annotations
@@ -36,9 +37,15 @@ class StoredHalos:
     def fetch(
         self, tensor_id: int, layouts: Sequence[Layout], cells: Sequence[Cell], maps: Sequence[Map]
     ) -> None:
-        """Fill the margins of a feature map for each image.
+        """Fill the margins of a feature map with the cells of the ranks that own them.
 
-        Collective over the ranks that share the images.
+        All ranks that share the images must call it together.
+
+        Args:
+            tensor_id: the number of the feature map.
+            layouts: the layout of each image.
+            cells: for each image, the position of this rank's tile in the grid of tiles.
+            maps: for each image, the stored feature map.
         """
         sending, receiving = self._strips(tensor_id, layouts, cells, maps)
         self._move(sending, receiving, Map.put, 2 * tensor_id, f"the borders of map {tensor_id}")
@@ -50,9 +57,10 @@ class StoredHalos:
         cells: Sequence[Cell],
         gradients: Sequence[Map],
     ) -> None:
-        """Add the gradients of margins to the cells that they came from: the adjoint of fetch.
+        """Send the gradients of margins to the ranks that own these cells, which add them.
 
-        The margins' gradients are 0 afterwards.
+        This is the adjoint of :meth:`fetch`. The margins' gradients are 0 afterwards. All ranks
+        that share the images must call it together.
         """
         receiving, sending = self._strips(tensor_id, layouts, cells, gradients)
         self._move(
@@ -63,13 +71,14 @@ class StoredHalos:
             f"the gradient of the borders of map {tensor_id}",
         )
         for stored, box in (strip for strips in sending.values() for strip in strips):
-            # A rank may have computed cells of its margin itself; these must not count twice.
+            # A rank may have computed cells of its margin itself. Their gradient was sent to the
+            # owner, so it must not be used here as well.
             stored.put(box, stored.buffer_for(box).zero_())
 
     def _strips(
         self, tensor_id: int, layouts: Sequence[Layout], cells: Sequence[Cell], maps: Sequence[Map]
     ) -> tuple[_Strips, _Strips]:
-        """Return the strips to send to each rank, and the strips to receive from each."""
+        """Return the strips to send to each rank, and the strips to receive from each rank."""
         sending: _Strips = {}
         receiving: _Strips = {}
         for layout, cell, stored in zip(layouts, cells, maps):
@@ -127,8 +136,8 @@ class StoredHalos:
 def _cells(stored: Map, values: Tensor) -> Tensor:
     """Return a view of a map's values with the channels of a cell side by side.
 
-    Messages have this order. Two ranks may store one map in different memory formats, because they
-    made it from different tiles. The memory format of a tile of one cell is ambiguous.
+    Messages have this order. Two ranks may store one map in different memory formats, because the
+    format is that of a tile, and the memory format of a tile of one cell is ambiguous.
     """
     return values if stored.last else values.movedim(1, -1)
 

@@ -4,22 +4,23 @@ The gradient is exactly the gradient of the whole part. Segments (:mod:`distseg.
 between the layers that need all of a feature map, which are the active norms. The feature maps
 between segments are stored in a scratch folder or in the host's memory.
 
-In the forward pass a segment runs on windows of the preceding feature map, one tile of its result
-at a time. Each tile adds to the statistics of the next norm. In the backward pass the segment runs
-again on each window, now with a graph, and the window's gradient is added to the stored gradient of
-that feature map. This module runs the operations that :mod:`distseg.runtime.tile_program` lists::
+In the forward pass a segment runs on windows of the preceding feature map and computes one tile of
+its result at a time. Each tile adds to the statistics of the next norm. In the backward pass the
+segment runs again on each window, now with a graph. The window's gradient is added to the stored
+gradient of the preceding feature map. This module runs the operations that
+:mod:`distseg.runtime.tile_program` lists::
 
     forward      read window - norm act conv - write tile, moments
                  then: statistics over all tiles, all ranks
     backward     read gradient of the tile, read window - repeat the forward pass - backward
-                 - add to gradient of the window
+                 - add to the stored gradient of the window
                  then: the statistics' gradient
 
 Without active norms the whole network is one segment, and only the image is stored. In a pipeline
 each stage runs its own segments, and feature maps that other stages read travel to them
-(:mod:`distseg.runtime.transfer`). If some tiles go back while others go forward
-(:mod:`distseg.runtime.interleaved`), tiles keep their graphs as far as the budget allows
-(:mod:`distseg.runtime.kept_graphs`) and are computed once.
+(:mod:`distseg.runtime.transfer`). If forward and backward passes of tiles alternate
+(:mod:`distseg.runtime.interleaved`), as many tiles keep their graphs as the budget allows
+(:mod:`distseg.runtime.kept_graphs`); these tiles are computed only once.
 """
 
 from __future__ import annotations
@@ -83,13 +84,13 @@ class Sizes(Protocol):
     """Sizes of feature maps and tiles, in bytes."""
 
     def bytes_of(self, tensor_id: int, box: Box, images: int) -> int:
-        """Return the size of a region of a stored feature map."""
+        """Return the size in bytes of a region of a stored feature map."""
 
     def kept(self, boxes: TilePlan, images: int) -> float:
         """Return the bytes that a tile holds between its forward and its backward pass."""
 
     def weigh(self, boxes: TilePlan, images: int) -> Weighed:
-        """Return the bytes of a tile's kept graph and the most that the tile takes in a pass."""
+        """Return the bytes of a tile's kept graph and the peak bytes of one of its passes."""
 
 
 class Tiling(Protocol):
@@ -100,12 +101,14 @@ class Tiling(Protocol):
 
 
 class StreamingExecutor:
-    """Executor of a flat model on one rank, which runs the whole model or some of its stages.
+    """Executor that streams tiles through the layers that one rank holds.
+
+    The model must be a list of layer calls. The rank holds all of it or some of its stages.
 
     Args:
         model: the model with its distributed counterparts.
         graph: the graph of its layers (:func:`distseg.layers.graph.graph_of`).
-        active: the numbers of the active norms.
+        active: the layer numbers of the active norms.
         layout: returns the layout of an image of a given size on the mesh's tiles.
         tiling: returns the tile size of a segment's result.
         folder: the folder of stored feature maps; None stores them in the host's memory.
@@ -117,14 +120,14 @@ class StreamingExecutor:
         comm: the ranks of the pipeline.
         returns: True if backward passes follow. Otherwise feature maps are dropped once they are
             read.
-        trims: True to give free memory back to the system, which takes some milliseconds. This
-            happens where tiles of another size begin.
-        halos: exchanges the margins of stored feature maps, if the layout's tiles exchange any.
+        trims: True to return free memory to the system, which takes some milliseconds. This happens
+            before the first forward and backward tile of each segment, and when memory has grown.
+        halos: exchanges the margins of stored feature maps. None if the layout has no exchanges.
         budget: budget in bytes for one tile and all tiles whose graphs wait for their backward
             pass; unlimited by default.
 
     Attributes:
-        watch: called now and then with the share of the operations that is done.
+        watch: called after each tile with the fraction of the tiles that are done.
         span: makes the tracing context of an operation from its kind and name
             (:mod:`distseg.runtime.spans`).
     """
@@ -174,7 +177,7 @@ class StreamingExecutor:
 
     def name_of_feature_map(self, tensor_id: int) -> str:
         """Return the name of a feature map, for messages."""
-        return f"the map behind {self.graph[tensor_id - 1].name}"
+        return f"the feature map after {self.graph[tensor_id - 1].name}"
 
     def label_tiles(self, block: LazyTileBatch) -> Iterator[Box]:
         """Return the strips in which the labels of a tile batch are read."""
@@ -188,7 +191,7 @@ class StreamingExecutor:
     ) -> StagePlan:
         """Return this rank's plan for micro-batch ``number``.
 
-        Plans are cached by the sizes of the placements.
+        Plans are cached. Placements with equal sizes share a plan.
 
         Args:
             places: the placement of each tile batch.
@@ -265,10 +268,14 @@ class StreamingExecutor:
         return self._stored[key]
 
     def describe(self, image: Sequence[int], images: int) -> str:
-        """Describe a step on ``images`` images of this size, for the first rank of the images.
+        """Return a log line about the work of the first tile's rank in a step.
+
+        Args:
+            image: the size of the images in pixels.
+            images: the number of images.
 
         Raises:
-            ValueError: if not even small tiles fit into the budget.
+            ValueError: if even the smallest tiles do not fit into the budget.
         """
         layout = self.layout(image)
         tile = layout.part(0, (0,) * len(layout.grid)).owned
@@ -288,13 +295,13 @@ class StreamingExecutor:
         )
 
     def require_scratch_space(self, *under_way: Sequence[TilePlacement]) -> None:
-        """Refuse a scratch folder that is too small for micro-batches that are under way together.
+        """Refuse a scratch folder that is too small for the micro-batches that it stores at once.
 
         Args:
             under_way: the placements of each of these micro-batches.
 
         Raises:
-            OSError: naming the folder and both sizes.
+            OSError: if the folder is too small. The message names the folder and both sizes.
         """
         if self.folder is not None and (stored := sum(map(self.stored, under_way))):
             require_scratch_space(self.folder, stored)
@@ -308,15 +315,16 @@ class StreamingExecutor:
     ) -> Iterator[tuple[OutputTile, Tensor]]:
         """Run the operations in order and yield the logits (B, C', *box.size) of each output tile.
 
-        The logits have a graph if their output goes back. The caller must then have run their
-        backward pass before it asks for the next tile. Collective over the ranks that share
-        statistics and the ranks of the pipeline.
+        The logits have a graph if ``OutputTile.back`` is True. The caller must then run their
+        backward pass before it asks for the next tile. All ranks that share statistics and all
+        ranks of the pipeline must call it together.
 
         Args:
             operations: the operations of this rank.
             plans: the plan of each micro-batch.
             micro_batches: the tile batches of each micro-batch.
-            find_loss_grad: called when the loss gradient must be known.
+            find_loss_grad: called when the loss gradient must be computed, because the following
+                backward passes need it.
         """
         runs = [MicroBatchRun(self, plan, blocks) for plan, blocks in zip(plans, micro_batches)]
         tiles, done = sum(isinstance(op, TileOperation) for op in operations), 0
@@ -344,7 +352,10 @@ class StreamingExecutor:
 
 
 def windows(operations: Sequence[Operation], plan: StagePlan) -> Iterator[Box]:
-    """Return the windows of pixels that a micro-batch reads, in order, for prefetching."""
+    """Return the windows of pixels that a micro-batch reads, in order.
+
+    They are used to prefetch pixels.
+    """
     there = (
         op for op in operations if isinstance(op, TileOperation) and 0 in plan.sources(op.segment)
     )
@@ -361,7 +372,7 @@ def computed(operations: Sequence[Operation], plan: StagePlan) -> Iterator[tuple
 
 
 def _sizes(places: Sequence[TilePlacement]) -> tuple:
-    """Return the key of the placements for which plans are equal."""
+    """Return a cache key. Placements with equal keys have equal plans."""
     return tuple((place.image, place.tile, len(place.images)) for place in places)
 
 
@@ -393,7 +404,7 @@ class LayoutTiles:
         self.in_rows = cache(self._in_rows)
         inputs = [node.inputs for node in graph]
         self.frees = [last_readings(inputs, segment.nodes) for segment in segments]
-        """Feature maps that each node of each segment is the last to read."""
+        """For each segment and layer, the feature maps that no later layer of the segment reads."""
 
     @property
     def blocks(self) -> int:
@@ -401,11 +412,11 @@ class LayoutTiles:
         return len(self.layouts)
 
     def computed(self, block: int, tensor_id: int) -> Box:
-        """Return the box of a feature map that is computed for a tile batch."""
+        """Return the box of a feature map that its rank computes for a tile batch."""
         return self.layouts[block].computed(tensor_id, self.cells[block])
 
     def stored_box(self, block: int, tensor_id: int) -> Box:
-        """Return the stored box of a feature map: the computed box and the neighbours' margin."""
+        """Return the stored box of a feature map: the computed box with the exchanged margin."""
         layout, cell, made = self.layouts[block], self.cells[block], self.computed(block, tensor_id)
         if tensor_id not in layout.exchanged:
             return made
@@ -421,7 +432,7 @@ class LayoutTiles:
         return tuple(self.layouts[block].sizes[tensor_id])
 
     def tiles(self, block: int, segment: int) -> Sequence[Box]:
-        """Return the tiles of a segment's output computed on this rank."""
+        """Return the tiles of a segment's result that this rank computes."""
         if self.boxes is not None and segment == len(self.segments) - 1:
             return self.boxes[block]
         result = self.computed(block, self.segments[segment].result)
@@ -431,9 +442,9 @@ class LayoutTiles:
         )
 
     def _in_rows(self, block: int, tensor_id: int) -> bool:
-        """Return True if all tiles that compute or read a map are whole rows.
+        """Return True if all tiles that compute or read a feature map have whole rows.
 
-        Return False if neighbouring ranks lie beside this one.
+        This is never so if the rows of the image are divided between ranks.
         """
         if any(g > 1 for g in self.layouts[block].grid[1:]):
             return False
@@ -449,11 +460,11 @@ class LayoutTiles:
         )
 
     def rows(self, block: int, segment: int, rows: Span) -> dict[int, Span]:
-        """Return, for each feature map, the rows that ``rows`` of the result depend on."""
+        """Return, for each feature map, the rows on which ``rows`` of the result depend."""
         return rows_read(self.layouts[block], self.segments[segment], rows)
 
     def tile_plan(self, op: TileOperation) -> TilePlan:
-        """Return the boxes of all layers that compute a tile."""
+        """Return, for one tile, the boxes that each layer of its segment reads and computes."""
         return tile_plan(self.layouts[op.block], self.segments[op.segment], op.box)
 
 
@@ -496,14 +507,14 @@ class MicroBatchRun:
         _RUNS[type(op)](self, op)
 
     def output(self, op: OutputTile) -> Iterator[Tensor]:
-        """Yield the logits of a tile, then add the gradients of the feature maps that it read."""
+        """Yield the logits of a tile. Then store the gradients of the feature maps that it read."""
         with torch.set_grad_enabled(op.back), self.span("forward", self._name(op)):
             y, leaves = self._run(op)
         yield y
         self._add_gradients(op.block, leaves)
 
     def close(self) -> None:
-        """Release all maps, once other ranks have received what they read of them."""
+        """Release all maps, once other ranks have received the rows that they read."""
         for block, tensor_id in [*self._sending]:
             self._wait_sent(block, tensor_id)
         for stored in self.maps.values():
@@ -513,7 +524,7 @@ class MicroBatchRun:
 
     @property
     def in_memory(self) -> float:
-        """Bytes of this process's memory that stored maps and kept graphs occupy."""
+        """Number of bytes of this process's memory that stored maps and kept graphs occupy."""
         coming = (
             r.stored for those in self._recv_grads.values() for r in those if r.stored is not None
         )
@@ -523,7 +534,10 @@ class MicroBatchRun:
         )
 
     def _bytes_of_graph(self, op: TileOperation) -> float:
-        """Return the bytes of a kept graph, or 0 if the number is not needed."""
+        """Return the bytes of a tile's kept graph, or 0 if memory is not trimmed.
+
+        Only the trimming of memory uses this number.
+        """
         return (
             self.executor.sizes.kept(self.grid.tile_plan(op), self.grid.images[op.block])
             if self.executor.trims
@@ -588,7 +602,8 @@ class MicroBatchRun:
     def _run(self, op: TileOperation) -> tuple[Tensor, list]:
         """Return the segment's result on the tile, and the leaves of its graph.
 
-        A leaf is (feature map, window, tensor). Leaves are collected only while gradients are on.
+        A leaf is (number of the feature map, window, tensor). Leaves are collected only while
+        gradients are on.
         """
         segment, i = self.segments[op.segment], op.block
         boxes, device = self.grid.tile_plan(op), self.executor.device_of(segment)
@@ -619,8 +634,8 @@ class MicroBatchRun:
         self._wait_for_rows(i, tensor_id, window.stop[0])
         stored = self.maps[i, tensor_id]
         with self.span("scratch", "read"):
-            # No copy is needed if only norms read the map and no graph keeps it: norms do not
-            # change their input.
+            # Norms do not change their input. So if only norms read the map and no graph keeps it,
+            # no copy is needed.
             untouched = not self.executor.returns and len(self._norms_of(tensor_id)) == len(
                 self.executor.graph.readers[tensor_id]
             )
@@ -650,10 +665,11 @@ class MicroBatchRun:
             return run(layer, x, have, part, others)
 
     def _share(self, number: int, op: TileOperation) -> float:
-        """Return the share of its image that a tile stands for, for norms of vectors or lines.
+        """Return the weight of a tile in the statistics of a norm of vectors or lines.
 
-        Each tile has the whole vector or line. Only owned cells of the tile count, because windows
-        and results overlap. If several segments compute a norm, only the first segment counts.
+        Each tile has the whole vector or line, so a tile is weighted by the fraction of the image's
+        cells that it owns. If several segments compute a norm, only the tiles of the first segment
+        have a weight other than 0.
         """
         if self.norms[number].norm.parts is None:  # A norm of maps does not use its share.
             return 1.0
@@ -685,7 +701,7 @@ class MicroBatchRun:
                 self._take_moments(op.tensor_id, i, box, self._read(op.tensor_id, i, box))
 
     def _norms_of(self, tensor_id: int) -> list[int]:
-        """Return the active norms of this rank that take statistics of a feature map."""
+        """Return the layer numbers of this rank's active norms that read a feature map."""
         return self._norms_at.get(tensor_id, [])
 
     def _take_moments(self, tensor_id: int, i: int, box: Box, x: Tensor) -> None:
@@ -794,7 +810,8 @@ class MicroBatchRun:
         self.transfers.progress()
 
     def send_grad_rows(self, op: SendGradRows) -> None:
-        # Tile batches are sent in order. A small one may become final only after rows of the next.
+        # Tile batches are sent in order. Rows of a small batch may become final only after rows of
+        # the next batch.
         for i in range(op.block + 1):
             if (i, op.tensor_id) not in self._sending_grads:
                 gradient = self.gradients[i, op.tensor_id]
@@ -809,9 +826,9 @@ class MicroBatchRun:
         self.transfers.progress()
 
     def _wait_for_rows(self, i: int, tensor_id: int, row: int | None = None) -> None:
-        """Wait until the rows before ``row`` of a feature map are here, by default all rows.
+        """Wait until the rows before ``row`` of a feature map have arrived, by default all rows.
 
-        Return at once if this rank computes the map.
+        Return at once if this rank computes the feature map.
         """
         if (coming := self._receiving.get((i, tensor_id))) is not None:
             self.transfers.wait_for(
@@ -856,7 +873,7 @@ class MicroBatchRun:
     def _made(
         self, box: Box, i: int, tensor_id: int, like: Tensor, gradient: bool
     ) -> Map | VectorMap:
-        """Return a new store for a feature map or its gradient."""
+        """Return a new stored map for the part ``box`` of a feature map or its gradient."""
         if tensor_id in self.executor.model.vectors:
             return VectorMap(box, like, gradient)
         # Trimming subtracts the maps' bytes from the process's size, so all pages must exist.

@@ -60,23 +60,24 @@ _GLOBAL = (
 
 
 class TiledModel(nn.Module):
-    """Model on windows; ``forward`` maps all windows of this rank to their outputs.
+    """Model whose ``forward`` maps all windows of this rank to their outputs.
 
-    A flat network runs layer by layer over the windows, so that a norm sees all of them. Any other
-    module runs one window at a time, and only one window if norms are active.
+    A flat network (a list of layer calls) computes each layer on all windows before the next layer,
+    so that a norm gets all windows at once. Any other module computes one window after another. It
+    accepts only one window if it has active norms.
 
-    With an ``exchange``, layers compute only what is needed of a window, which may be no more than
-    the tile, and halos are exchanged between layers.
+    With an ``exchange``, halos are exchanged between layers, and a layer computes only the part of
+    a window that later layers read. This part may be no larger than the tile.
 
     Args:
         model: the model with its distributed counterparts.
         context: the context of the counterparts.
         reach: the receptive field of the model.
-        inputs: the feature maps that each layer of a flat network reads; None for any other module.
-        exchange: the halo exchange; None if tiles have halos.
-        graph: the layers of a network that can be computed in parts, else None.
+        inputs: the feature maps that each layer reads; None if the model is not flat.
+        exchange: the halo exchange; None if each tile is read together with its halo.
+        graph: the graph of the layers; None if the layers are not all known.
         kinds: the types of the plain model's layers.
-        channels: the channels of each feature map; 0 for a vector of the image.
+        channels: the number of channels of each feature map; 0 for a vector of the image.
         of_image: True if the result is a vector of each image.
     """
 
@@ -123,7 +124,7 @@ class TiledModel(nn.Module):
 
     @property
     def has_active_norms(self) -> bool:
-        """True if a norm is active, so the windows of an image must be computed together."""
+        """True if any norm is active. The windows of an image must then be computed together."""
         return any(n.active for n in self.norms)
 
     def device_of(self, part: range) -> torch.device | None:
@@ -136,7 +137,7 @@ class TiledModel(nn.Module):
         return next((t.device for t in tensors), None)
 
     def keep(self, positions: set[int]) -> None:
-        """Drop all layers except ``positions``, because other ranks hold them."""
+        """Drop the layers that other ranks hold, which are all but those numbered ``positions``."""
         assert self.flat
         for position, (name, layer) in enumerate(flat_layers(self.model)):
             if position not in positions:
@@ -146,9 +147,9 @@ class TiledModel(nn.Module):
         self.__dict__.pop("dropouts", None)
 
     def begin_at(self, ranges: Sequence[range]) -> None:
-        """Keep the first layers of stages from changing their input in place.
+        """Prevent the first layers of stages from changing their input in place.
 
-        A stage's input belongs to another stage.
+        The input of a stage belongs to another stage.
 
         Args:
             ranges: the layers of each stage.
@@ -171,7 +172,8 @@ class TiledModel(nn.Module):
     def forward(self, windows: list[Tensor], places: list[TilePlacement]) -> list[Tensor]:
         """Return the outputs (B, C', *window.size) of windows (B, C, *window.size).
 
-        Outputs are exact on the tiles. With an exchange they are (B, C', *tile.size).
+        The outputs are exact only on the tiles inside the windows. With an exchange the outputs
+        have only the tiles, (B, C', *tile.size).
         """
         if self.flat:
             maps = [{0: x} for x in windows]
@@ -180,10 +182,10 @@ class TiledModel(nn.Module):
         self.context.places = places
         if len(windows) > 1 and self.has_active_norms:
             raise ValueError(
-                f"a rank holds {len(windows)} windows of one micro-batch, but with active norms "
-                "only a flat nn.Sequential computes several "
-                "together: set spatial.tiles_per_rank to 1x1 and images of one size, or flatten "
-                "the model"
+                f"a rank holds {len(windows)} windows of one micro-batch, but this model has "
+                "active norms and is not a list of layer calls, so it can compute only one: set "
+                "spatial.tiles_per_rank to 1x1 and use images of one size, or write the model as "
+                "an nn.Sequential of single layers"
             )
         for norm in self.norms:
             norm.turn = 0
@@ -191,7 +193,7 @@ class TiledModel(nn.Module):
             return [self._user_module(x, index=i) for i, x in enumerate(windows)]
 
     def _user_module(self, window: Tensor, index: int) -> Tensor:
-        """Call a module that calls its layers itself."""
+        """Return the output of one window, for a model that calls its layers in its forward."""
         begin_pass(self.dropouts)
         return self._one(self.model, window, index=index, store={})
 
@@ -203,13 +205,13 @@ class TiledModel(nn.Module):
         leaving: Iterable[int] = (),
         after_layer: Callable[[], None] | None = None,
     ) -> None:
-        """Run some layers of a flat network on all windows.
+        """Run some layers of a network that is a list of layer calls, on all windows.
 
         Args:
-            maps: for each window, the feature maps that the layers read, by number. Afterwards it
-                holds the last layer's result and the feature maps in ``leaving``.
+            maps: for each window, the feature maps that the layers read, by number. Afterwards each
+                dict holds the last layer's result and the feature maps in ``leaving``.
             places: the placement of each window.
-            part: the layers.
+            part: the numbers of the layers.
             leaving: the feature maps to keep for other stages.
             after_layer: called after each layer.
         """
@@ -234,7 +236,7 @@ class TiledModel(nn.Module):
             self.context.regions = None
 
     def _windowed(self, maps: list[dict[int, Tensor]]) -> Callable[[int, nn.Module], list[Tensor]]:
-        """Return a function that computes a layer on all windows, including halos."""
+        """Return a function that computes a layer on all windows, including their halos."""
         stores = [{} for _ in maps]
 
         def compute(number: int, layer: nn.Module) -> list[Tensor]:
@@ -264,7 +266,11 @@ class TiledModel(nn.Module):
         return y if y.dim() == inputs[0].dim() else as_vector(y, inputs[0].dim() - 2)
 
     def freeze_norms(self) -> None:
-        """Freeze batch norms: they use and keep their running statistics in training."""
+        """Freeze batch norms, so that training uses their running statistics without a change.
+
+        Raises:
+            ValueError: if a norm has no running statistics.
+        """
         norms = [n for n in self.norms if not isinstance(n, DistributedMean)]
         for n in norms:
             if not n.tracks:
@@ -276,19 +282,19 @@ class TiledModel(nn.Module):
         self.active_in_training = len(norms) < len(self.norms)
 
     def commit_statistics(self, unbiased: bool = False) -> None:
-        """Update the running statistics of batch norms, once per optimizer step.
+        """Update the running statistics of batch norms; call it once per optimizer step.
 
-        Collective over the sample groups.
+        All sample groups must call it together.
         """
         commit(self.norms, self.context.groups_comm, unbiased)
 
     def train(self, mode: bool = True) -> TiledModel:
-        """Set the mode; warn if evaluation would miss statistics that were not committed."""
+        """Set the mode, and warn if evaluation begins before statistics were committed."""
         if not mode and self.training and any(norm.seen for norm in self.norms):
             warnings.warn(
-                "batch norms have seen images whose statistics were not taken over: call "
-                "commit_statistics() once after each optimizer step, or they keep their running "
-                "statistics",
+                "batch norms have collected statistics of images that were not committed: call "
+                "commit_statistics() once after each optimizer step; otherwise the running "
+                "statistics do not change",
                 stacklevel=2,
             )
         return super().train(mode)
@@ -320,14 +326,14 @@ def parallelize(
 
     Args:
         model: any module (N, C, *size) -> (N, C', *size); changed in place.
-        reach: its halo and stride, from :func:`distseg.receptive_field`.
+        reach: the halo and stride of the model, from :func:`distseg.receptive_field`.
         context: gives the ranks that share statistics; by default one rank.
-        exchange: for tiles that exchange halos instead of having them. It is made from the plain
-            model (:func:`distseg.layers.graph.graph_of`).
+        exchange: the halo exchange; None if each tile is read together with its halo. Its graph
+            must be that of the plain model (:func:`distseg.layers.graph.graph_of`).
         whole: True if all windows are whole images. Layers may then read the whole image.
 
     Raises:
-        ValueError: if a layer cannot be computed from windows, naming it.
+        ValueError: if a layer cannot be computed from windows. The message names the layer.
     """
     check_launcher()
     for name, layer in model.named_modules():
@@ -359,7 +365,7 @@ def parallelize(
         layer = model.get_submodule(name)
         _put(model, name, _distributed(layer, context, stride, name))
     _share_statistics([m for m in model.modules() if isinstance(m, DistributedNorm) and m.tracks])
-    # Without a graph it is unknown which layer makes the vector.
+    # Without a graph it is unknown which layer turns the feature map into a vector.
     inputs = None if vector and graph is None else _inputs(model)
     _place(model, graph, context)
     for part in _flat_parts(model):
@@ -378,7 +384,8 @@ def _distributed(
 ) -> nn.Module:
     """Return the distributed counterpart of a layer.
 
-    It stays in evaluation mode if the layer's own ``train`` keeps the layer there.
+    If the layer has a ``train`` method of its own that keeps it in evaluation mode, the counterpart
+    stays in evaluation mode too.
     """
     kind = KeyedDropout if isinstance(layer, DROPOUTS) else distributed_class(layer)
     counterpart = kind(layer, context, stride, name)
@@ -395,12 +402,12 @@ def _as_it_is(layer: nn.Module, mode: bool = True) -> nn.Module:
 
 
 def on_whole_maps(model: nn.Module, context: Context, reach: ReceptiveField) -> TiledModel:
-    """Swap norms and dropouts of a module that always reads whole feature maps.
+    """Swap the norms and dropouts of a module that always reads whole feature maps.
 
-    The module calls its layers in its own ``forward``.
+    The module may call its layers in a ``forward`` that distseg cannot follow.
 
     Raises:
-        ValueError: if a layer cannot be swapped, naming it.
+        ValueError: if a layer cannot be swapped. The message names the layer.
     """
     _check_own_layers(model)
     context.whole = True
@@ -418,9 +425,9 @@ def _graph(model: nn.Module) -> Graph | None:
 
 
 def _inputs(model: nn.Module) -> list[tuple[int, ...]] | None:
-    """Return the feature maps that each layer of a flat model reads.
+    """Return the feature maps that each layer of a model reads.
 
-    Return None if the model is not flat, or if another kind of module contains a norm.
+    Return None if the model is not a list of layer calls, or if one of its layers contains a norm.
     """
     try:
         calls = calls_of(model)
@@ -436,9 +443,10 @@ def _inputs(model: nn.Module) -> list[tuple[int, ...]] | None:
 
 
 def _place(model: nn.Module, graph: Graph | None, context: Context) -> None:
-    """Give layers whose output has another map's size a way to compute that size.
+    """Replace layers that depend on positions or on another map's size by their counterparts.
 
-    The other map may be on another rank.
+    A layer whose output takes the size of another feature map computes this size from the size of
+    the image, because the other feature map may be on another rank.
     """
     for name, layer in list(model.named_modules()):
         if isinstance(layer, Positions):
@@ -446,20 +454,20 @@ def _place(model: nn.Module, graph: Graph | None, context: Context) -> None:
         if isinstance(layer, Follows):
             if graph is None:
                 raise ValueError(
-                    f"layer {name} ({type(layer).__name__}) takes the size of another map, but not "
-                    f"all layers of this network are known, so this size cannot be computed"
+                    f"layer {name} ({type(layer).__name__}) takes the size of another feature map, "
+                    f"but not all layers of this network are known, so this size cannot be computed"
                 )
             _put(model, name, Placed(layer, context, partial(_size_of, graph, name)))
 
 
 def _size_of(graph: Graph, name: str, image: Sequence[int]) -> tuple[int, ...]:
-    """Return the size of a layer's result for an image."""
+    """Return the size of a layer's result, given the size of the image."""
     number = next(number for number, node in enumerate(graph) if node.name == name)
     return graph.sizes(image)[number + 1]
 
 
 def _flat_parts(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the flat networks inside a model, or the model itself if it is flat."""
+    """Yield the flat networks (lists of layer calls) in a model, or the model if it is flat."""
     if is_flat(model):
         yield model
     else:
@@ -468,15 +476,16 @@ def _flat_parts(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _put(model: nn.Module, name: str, layer: nn.Module) -> None:
-    """Put ``layer`` in the place of that name."""
+    """Replace the submodule ``name`` of ``model`` by ``layer``."""
     parent, _, child = name.rpartition(".")
     setattr(model.get_submodule(parent), child, layer)
 
 
 class Folded(_Instead):
-    """Placeholder of a layer that another part computes.
+    """Placeholder that returns its input, for a layer whose work is done elsewhere.
 
-    Either the norm beside it computes it too, or the executor keeps the skip that it stashes.
+    Either the norm before or after the layer does its computation as well, or the layer stashes a
+    skip, which the executor keeps instead.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -484,9 +493,9 @@ class Folded(_Instead):
 
 
 def _calls(part: nn.Module) -> tuple[list[Call], Counter]:
-    """Return the calls of a flat network, and the number of readers of each feature map.
+    """Return the layer calls of a network, and the number of readers of each feature map.
 
-    The network may also be a Sequential whose skips begin or end elsewhere.
+    The network may also be a Sequential whose skips begin or end outside it.
     """
     try:
         calls = calls_of(part)
@@ -527,8 +536,8 @@ def _fold(part: nn.Module) -> None:
 def _act_in_place(part: nn.Module) -> None:
     """Let activations overwrite their input where that is safe.
 
-    It is safe if the input is a layer's new result that no other layer reads. The backward pass of
-    the layer that made it must not need it.
+    It is safe if no other layer reads the input, and if the layer that computed the input does not
+    need it in its backward pass.
     """
     calls, readers = _calls(part)
     fresh: set[int] = set()
@@ -553,7 +562,7 @@ _HANDS_ON = (nn.Identity, KeyedDropout, Folded)
 
 
 def _share_statistics(norms: Sequence[DistributedNorm]) -> None:
-    """Let norms that are one user's layer at several places share running statistics."""
+    """Let norms share running statistics if they were made from the same layer of the user."""
     keepers: dict[int, DistributedNorm] = {}
     for norm in norms:
         first = keepers.setdefault(id(norm.running_mean), norm)
@@ -562,9 +571,9 @@ def _share_statistics(norms: Sequence[DistributedNorm]) -> None:
 
 
 def _check_own_layers(model: nn.Module) -> None:
-    """Refuse norms and dropouts that are modified, or stand at several places of the model.
+    """Refuse norms and dropouts that are modified, or that the model has under several names.
 
-    Statistics and masks belong to a place.
+    Statistics and dropout masks belong to one position in the model.
     """
     places: dict[nn.Module, str] = {}
     for name, layer in model.named_modules(remove_duplicate=False):
@@ -593,9 +602,10 @@ def _positional_layers(model: nn.Module) -> list[str]:
 
 
 def cumulative_strides(model: nn.Module, reach: ReceptiveField) -> dict[str, tuple[int, ...]]:
-    """Return, for each layer that needs its position, the pixels per cell and dim.
+    """Return, by layer name, the number of image pixels per input cell along each dim.
 
-    The keys are the names of the layers. The strides are computed on the meta device.
+    Only layers that must know the position of their input are included. The strides are computed on
+    the meta device.
     """
     layers = _positional_layers(model)
     if not layers:

@@ -1,17 +1,18 @@
-"""List the operations of a rank that streams its part of an image tile by tile.
+"""Lists the operations of a rank that streams its part of an image tile by tile.
 
 The lists follow from three facts: the segments of the network, the tiles of each segment's result,
 and the feature maps that each segment reads.
 
-Tiles of all segments run in the order in which their rows become final, and always as far along the
-network as possible. A later stage therefore begins with its first tiles long before this one ends.
-In the picture ``|`` is the statistic of an active norm, which waits for all tiles::
+A tile can run once the rows that it reads are final. If tiles of several segments can run, a tile
+of the last of these segments runs first. A later stage therefore begins with its first tiles long
+before this stage ends. In the picture ``|`` is the statistic of an active norm, which waits for all
+tiles::
 
     segments 0, 1, 2, no active norms, three rows of tiles      0  0 1  0 1 2  1 2  2
     an active norm before segment 1                             0  0  0 | 1  1 2  1 2  2
 
-The backward passes run in the mirrored order. A tile of a segment goes back once every segment that
-reads its rows went back.
+The backward passes run in the reverse order. The backward pass of a tile runs once all segments
+that read its rows have run their backward passes on these rows.
 """
 
 from __future__ import annotations
@@ -49,15 +50,15 @@ from distseg.tiling.tile import Box
 
 
 class TileGrid(Protocol):
-    """Tiles of a micro-batch, by numbers of tile batches, segments and feature maps."""
+    """Boxes of a micro-batch's tiles; tile batches, segments and feature maps are numbers."""
 
     blocks: int
 
     def tiles(self, block: int, segment: int) -> Sequence[Box]:
-        """Return the boxes of the segment's result to compute, row by row."""
+        """Return the tiles of the segment's result that this rank computes, row by row."""
 
     def rows(self, block: int, segment: int, rows: Span) -> dict[int, Span]:
-        """Return, for each feature map, the rows that ``rows`` of the result depend on."""
+        """Return, for each feature map, the rows on which ``rows`` of the result depend."""
 
     def computed(self, block: int, tensor_id: int) -> Box:
         """Return the box of a feature map that this rank computes."""
@@ -70,8 +71,8 @@ class StagePlan:
     Args:
         segments: all segments of the network.
         mine: the numbers of the segments that this rank runs.
-        active: the feature maps whose statistics this rank's active norms compute.
-        points: the feature maps that this rank reads and whose margin comes from the ranks that
+        active: the feature maps that this rank's active norms read.
+        points: the feature maps that this rank reads and whose margin comes from other ranks that
             share the image.
         makers: the rank that computes each feature map.
         readers: the other ranks that read each feature map.
@@ -95,7 +96,7 @@ class StagePlan:
         return self.grid.blocks
 
     def is_barrier(self, tensor_id: int) -> bool:
-        """Return True if all of a feature map must be complete before any of it is read."""
+        """Return True if all cells of a feature map must be computed before any cell is read."""
         return tensor_id in self.active or tensor_id in self.points
 
     def of_stage(self, stage: int) -> list[int]:
@@ -121,7 +122,7 @@ class StagePlan:
         return self.segments[segment].sources
 
     def stop(self, segment: int) -> int:
-        """Return the feature map that a segment computes."""
+        """Return the number of the feature map that is the result of a segment."""
         return self.segments[segment].result
 
     def is_last(self, segment: int) -> bool:
@@ -138,12 +139,12 @@ class StagePlan:
 
 
 def receives(plan: StagePlan) -> list[Operation]:
-    """Return the receives of all feature maps that other ranks compute and this rank reads."""
+    """Return the receives of all feature maps that this rank reads and other ranks compute."""
     return [RecvRows(plan.number, tensor_id) for tensor_id in plan.elsewhere]
 
 
 def gradient_receives(plan: StagePlan, stage: int) -> list[Operation]:
-    """Return the receives of gradients that other ranks send back for a stage's maps."""
+    """Return the receives of the gradients that other ranks send back for a stage's results."""
     made = [plan.stop(s) for s in plan.of_stage(stage) if not plan.is_last(s)]
     return [
         RecvGradRows(plan.number, tensor_id, reader)
@@ -156,7 +157,7 @@ def forward(plan: StagePlan, stage: int) -> Iterator[Operation]:
     """Yield the forward operations of a stage's segments, except the network's last segment."""
     fronts = _Fronts(plan, [s for s in plan.of_stage(stage) if not plan.is_last(s)])
     for tensor_id in dict.fromkeys(p for s in plan.of_stage(stage) for p in plan.sources(s)):
-        # Another rank computed this map, and this stage is the first here to read it.
+        # Another rank computes this map, and this stage is the first one of this rank to read it.
         if tensor_id not in plan.made and plan.stages_reading(tensor_id)[0] == stage:
             yield from [Measure(plan.number, tensor_id)] if tensor_id in plan.active else ()
             yield from _collectives_on(plan, tensor_id)
@@ -197,8 +198,8 @@ def output_passes(plan: StagePlan, back: bool | None = None) -> Iterator[Operati
 def backward(plan: StagePlan, stage: int) -> Iterator[Operation]:
     """Yield the backward operations of a stage's segments, last segment first.
 
-    The network's last segment is left out, because :func:`output_passes` went back through it
-    already.
+    The network's last segment is left out, because :func:`output_passes` has the backward passes of
+    this segment.
     """
     fronts = _Fronts(plan, [s for s in plan.of_stage(stage) if not plan.is_last(s)])
     maps = {p for s in plan.of_stage(stage) for p in plan.sources(s)} | {
@@ -224,8 +225,8 @@ def step(plans: Sequence[StagePlan], actions: Sequence[Action], linear: bool) ->
         plans: the plans of the micro-batches.
         actions: the actions of this rank's stages. A micro-batch's number is its index in
             ``plans``.
-        linear: True if the loss gradient of a tile does not depend on other tiles. Otherwise it is
-            known once all tiles of all micro-batches went forward.
+        linear: True if the loss gradient of a tile does not depend on other tiles. Otherwise the
+            loss gradient is known only after the forward passes of all tiles of all micro-batches.
     """
 
     def plan_of(action):
@@ -251,9 +252,9 @@ def step(plans: Sequence[StagePlan], actions: Sequence[Action], linear: bool) ->
 
 
 def extra_forward(plans: Sequence[StagePlan], actions: Sequence[Action]) -> list[Operation]:
-    """Return only the forward passes, for a loss whose gradient depends on all results.
+    """Return only the forward operations, for a loss whose gradient depends on all results.
 
-    The feature maps of a micro-batch are dropped when the next micro-batch has gone forward.
+    The feature maps of a micro-batch are dropped after the forward pass of the next micro-batch.
 
     Args:
         plans: the plans of the micro-batches.
@@ -276,7 +277,7 @@ def extra_forward(plans: Sequence[StagePlan], actions: Sequence[Action]) -> list
 
 
 def all_operations(plan: StagePlan) -> list[Operation]:
-    """Return all operations of a micro-batch that goes through the network alone."""
+    """Return all operations of a step that has only one micro-batch."""
     there = [
         *receives(plan),
         *(op for stage in plan.stages for op in forward(plan, stage)),
@@ -296,7 +297,7 @@ def peak(plan: StagePlan, sizes: Callable[[int, int], int]) -> int:
     Data from other ranks may arrive at any time, so it is counted from the start.
 
     Args:
-        sizes: maps (tile batch, feature map) to bytes.
+        sizes: returns the number of bytes of a feature map, given (tile batch, feature map).
     """
     blocks = range(plan.blocks)
     present = {("map", b, p): sizes(b, p) for p in plan.elsewhere for b in blocks}
@@ -315,7 +316,10 @@ def peak(plan: StagePlan, sizes: Callable[[int, int], int]) -> int:
 
 
 def _written(plan: StagePlan, op: Operation) -> list[tuple[str, int, int]]:
-    """Return what an operation stores, as (``map`` or ``gradient``, tile batch, feature map)."""
+    """Return the keys of what an operation writes.
+
+    A key is (``map`` or ``gradient``, tile batch, feature map).
+    """
     if isinstance(op, ForwardTile):
         return [("map", op.block, plan.stop(op.segment))]
     if isinstance(op, BackwardTile) or isinstance(op, OutputTile) and op.back:
@@ -334,11 +338,11 @@ def _collectives_on(plan: StagePlan, tensor_id: int) -> Iterator[Operation]:
 def _drop_read_maps(
     plan: StagePlan, segment: int, done: Callable[[int], bool]
 ) -> Iterator[Operation]:
-    """Yield drops of feature maps that are needed no more, if no backward passes follow.
+    """Yield drops of the feature maps around a segment that are not needed any more.
 
-    A map is dropped when it is complete and all segments of this rank have read it. Segments may
-    finish in another order than their numbers, because the last rows of a map may serve other ranks
-    alone.
+    Yield nothing if backward passes follow. A map is dropped when it is complete and all segments
+    of this rank have read it. A segment may finish before a segment with a smaller number, because
+    possibly only other ranks read the last rows of a map.
     """
     for tensor_id in (*plan.sources(segment), plan.stop(segment)):
         reading, making = (
@@ -352,9 +356,10 @@ def _drop_read_maps(
 def _final_gradient_rows(
     plan: StagePlan, fronts: _Fronts, segment: int, block: int
 ) -> Iterator[Operation]:
-    """Yield sends of the gradient rows that are final now, for feature maps of other ranks.
+    """Yield the sends of gradient rows that are final now, for feature maps of other ranks.
 
-    A map before an active norm or a margin exchange is skipped: its rows become final all at once.
+    A map before an active norm or a margin exchange is left out, because all its rows become final
+    at the same time (see :func:`_after_all_readers`).
     """
     for tensor_id in plan.sources(segment):
         if tensor_id not in plan.elsewhere or plan.is_barrier(tensor_id):
@@ -372,9 +377,9 @@ def _final_gradient_rows(
 
 
 def _after_all_readers(plan: StagePlan, stage: int, tensor_id: int) -> Iterator[Operation]:
-    """Yield the operations due once all readers of a feature map in a stage went back.
+    """Yield the operations that follow the backward passes of all readers of a map in a stage.
 
-    Yields nothing if an earlier stage of this rank reads the map too.
+    Yield nothing if an earlier stage of this rank reads the map too.
     """
     if plan.stages_reading(tensor_id)[:1] not in ([], [stage]):
         return
@@ -394,7 +399,11 @@ def _after_all_readers(plan: StagePlan, stage: int, tensor_id: int) -> Iterator[
 
 
 class _Band(NamedTuple):
-    """Tiles of a segment's result side by side, and the rows of each feature map that they read."""
+    """One row of tiles of a segment's result.
+
+    ``rows`` are the rows of the result. ``reads`` are the rows of each feature map that the tiles
+    read.
+    """
 
     block: int
     rows: Span
@@ -403,7 +412,7 @@ class _Band(NamedTuple):
 
 
 class _Fronts:
-    """Progress of some segments, band by band."""
+    """Progress of some segments through their rows of tiles (:class:`_Band`)."""
 
     def __init__(self, plan: StagePlan, segments: Sequence[int]):
         self.plan, self.segments = plan, list(segments)
@@ -420,7 +429,14 @@ class _Fronts:
     def in_order(
         self, preferred: Iterable[int], ready: Callable[[int, _Band], bool]
     ) -> Iterator[tuple[int, _Band]]:
-        """Yield all bands, each from the first preferred segment whose next band is ready."""
+        """Yield (segment, row of tiles) until all tiles of the preferred segments were yielded.
+
+        Each row comes from the first of these segments whose next row of tiles is ready.
+
+        Args:
+            preferred: the segments, most preferred first.
+            ready: returns True if a row of tiles of a segment can run.
+        """
         left = [s for s in preferred if self.bands[s]]
         while left:
             segment = next(s for s in left if ready(s, self.bands[s][self._at[s]]))
@@ -431,7 +447,7 @@ class _Fronts:
             yield segment, band
 
     def is_done(self, segment: int) -> bool:
-        """Return True if all bands of a segment were yielded."""
+        """Return True if all rows of tiles of a segment were yielded."""
         return self._at[segment] == len(self.bands[segment])
 
     def readers(self, tensor_id: int) -> list[int]:
@@ -439,7 +455,10 @@ class _Fronts:
         return self._readers.get(tensor_id, [])
 
     def can_go_forward(self, segment: int, band: _Band) -> bool:
-        """Return True if all rows that a band reads are complete, if segments here compute them."""
+        """Return True if this object's segments have computed all rows that the tiles read.
+
+        Rows that other segments or ranks compute are not checked.
+        """
         return all(
             self._is_made(tensor_id, band.block, rows) for tensor_id, rows in band.reads.items()
         )
@@ -455,14 +474,17 @@ class _Fronts:
         )
 
     def can_go_back(self, segment: int, band: _Band) -> bool:
-        """Return True if the gradient of a band is final, as far as segments here add to it."""
+        """Return True if this object's segments add no more to the gradient of the tiles."""
         stop = self.plan.stop(segment)
         if self.plan.is_barrier(stop):
             return all(map(self.is_done, self.readers(stop)))
         return self._final(stop, band.block) >= band.rows[1]
 
     def _final(self, tensor_id: int, block: int) -> float:
-        """Return the first row that a later band still reads; rows before it are final."""
+        """Return the first row of a feature map that the tiles not yet yielded read.
+
+        The gradients of the rows before it are final.
+        """
         return min(
             (self._reads_from(s, tensor_id, block) for s in self.readers(tensor_id)),
             default=math.inf,
@@ -479,7 +501,7 @@ class _Fronts:
         )
 
     def grown(self, tensor_id: int, block: int) -> int | None:
-        """Return the row before which a gradient is final.
+        """Return the first row of a feature map whose gradient is not final yet.
 
         Return None if no row has become final since the last call, or if all rows are final.
         """
@@ -503,10 +525,10 @@ def _bands(plan: StagePlan, segment: int) -> list[_Band]:
 
 
 def _lowest(bands: Sequence[_Band]) -> list[dict[int, int]]:
-    """Return, for each band, the first row of each map that it or a later band needs.
+    """Return, for each row of tiles, the first row of each map that it or a later one reads.
 
-    Only bands of the same tile batch count. A later band may read earlier rows, because windows at
-    a mirrored border reach back.
+    Only tiles of the same tile batch count. Later tiles may read earlier rows, because windows at a
+    border with reflection padding also read rows before the tile.
     """
     found: list[dict[int, int]] = []
     following: _Band | None = None

@@ -1,16 +1,16 @@
 """Sends stored feature maps between the stages of a pipeline, strip by strip.
 
-A rank sends the rows of a feature map as soon as they are final. The reader stores them, and waits
-only for the rows that its next window reads. Stages therefore work on one image at the same time,
-each a few tiles behind the one before::
+A rank sends the rows of a feature map as soon as they are final. The receiver stores them, and
+waits only for the rows that its next window reads. Stages therefore work on one image at the same
+time, each a few tiles later than the stage before it::
 
     stage 0    tile 0   tile 1   tile 2   tile 3
     stage 1             tile 0   tile 1   tile 2   tile 3
 
-Gradients come back in the same way. Rows wait in the stored map, not in memory, until a message is
-free. A map under way occupies two messages of a rank's memory. A message has the rows that are
-final by then, up to a number of bytes; its length tells how many. Messages move on between layers
-and in waits.
+Gradients come back in the same way. A feature map has at most two messages under way, which are the
+only copies of its rows that a transfer holds in memory. A message has the rows that are final when
+it starts, up to a limit in bytes. The receiver computes the number of rows from the length of the
+message. Messages advance between layers and during waits.
 """
 
 from __future__ import annotations
@@ -39,12 +39,13 @@ class Sending:
 
     Args:
         stored: the map.
-        box: the part to send; by default all of it.
-        then: called once all is sent.
+        box: the part to send; by default the whole map.
+        then: called once all rows are sent.
 
     Attributes:
-        final: rows before this one do not change any more. Rows count as in the map's box.
-        done: True once all is sent.
+        final: the first row that may still change, in the coordinates of the feature map. The owner
+            of this object raises it; the rows before it are sent.
+        done: True once all rows are sent.
     """
 
     def __init__(
@@ -60,10 +61,10 @@ class Sending:
         self._under_way: deque[Message] = deque()
 
     def progress(self, start: Callable[[Tensor], Message]) -> bool:
-        """Send what is final, and return True once all rows are sent.
+        """Start sends of the rows that are final, and return True once all rows are sent.
 
         Args:
-            start: begins to send a tensor.
+            start: begins to send a tensor and returns the message.
         """
         while self._under_way and self._under_way[0].came is not None:
             self._under_way.popleft()
@@ -77,8 +78,8 @@ class Sending:
     def _ready(self) -> Tensor | None:
         """Return the next message, or None if no rows are final.
 
-        The first message is the head. Each later one has all rows that are final, up to the limit.
-        A vector is sent whole.
+        The first message is the header, which describes the tensor. Each later message has all rows
+        that are final, up to the limit in bytes. A vector is sent in one message.
         """
         if self._head is not None:
             head, self._head = self._head, None
@@ -97,11 +98,13 @@ class Receiving:
 
     Args:
         box: the part to receive.
-        make: makes the map that stores it, and perhaps more, from a tensor like it.
+        make: creates the map that stores the received part. It is called once, with an empty tensor
+            that has the numbers of images and channels, the dtype and the memory format of the
+            sender's map. The created map may be larger than the part.
 
     Attributes:
-        stored: that map, once the first message arrived.
-        there: rows before this one have arrived. Rows count as in the map's box.
+        stored: the created map; None until the first message has arrived.
+        there: the first row that has not arrived yet, in the coordinates of the feature map.
     """
 
     def __init__(self, box: Box, make: Callable[[Tensor], Map | VectorMap]):
@@ -111,10 +114,11 @@ class Receiving:
         self._under_way: deque[Message] = deque()
 
     def progress(self, start: Callable[[Tensor], Message]) -> bool:
-        """Store what has arrived, and return True once all rows have arrived.
+        """Store the rows that have arrived, and return True once all rows have arrived.
 
         Args:
-            start: begins to receive into a tensor. The message may be shorter.
+            start: begins to receive into a tensor and returns the message, which may be shorter
+                than the tensor.
         """
         while True:
             while len(self._under_way) < _UNDER_WAY and (buffer_for := self._wanted()) is not None:
@@ -130,9 +134,9 @@ class Receiving:
                 self._put(values, size)
 
     def _wanted(self) -> Tensor | None:
-        """Return a buffer for the next message, if it is certain to come.
+        """Return a buffer for the next message, or None if it is not certain that one will come.
 
-        The messages before it may bring all remaining rows.
+        The messages that are already under way may bring all remaining rows.
         """
         if self.stored is None:
             return None if self._under_way else torch.empty(4, dtype=torch.int64)
@@ -168,8 +172,8 @@ class Transfers:
     """All transfers of feature maps to and from this rank.
 
     Args:
-        comm: the ranks of the pipeline. Maps with the same ends and tag travel one after another,
-            in the order of the calls at either end.
+        comm: the ranks of the pipeline. Feature maps with the same sender, receiver and tag travel
+            one after another. Both ranks must therefore begin them in the same order.
     """
 
     def __init__(self, comm):
@@ -198,13 +202,13 @@ class Transfers:
             self._until(lambda: receiving.there > before, what, "wait")
 
     def wait_sent(self, sending: Sending, what: str) -> None:
-        """Wait until all of a map is sent."""
+        """Wait until all rows of a transfer are sent."""
         if not sending.done:
             self._until(lambda: sending.done, what, "send")
 
     @contextmanager
     def moving(self) -> Iterator[None]:
-        """Advance transfers in all waits inside this context."""
+        """Advance transfers during all waits inside this context."""
         with self._mail.waits.moving(self.progress):
             yield
 
@@ -217,7 +221,7 @@ class Transfers:
 
 
 def _rows(stored: Map | VectorMap, box: Box) -> int:
-    """Return the largest number of rows of a message; a vector goes in one message."""
+    """Return the largest number of rows in a message; a vector has only one message."""
     if isinstance(stored, VectorMap):
         return max(1, box.size[0])
     return max(1, int(_STRIP * box.size[0] / max(1, stored.bytes_of(box))))
@@ -228,7 +232,7 @@ def _strip(box: Box, first: int, stop: int) -> Box:
 
 
 def _head(stored: Map | VectorMap) -> Tensor:
-    """Return the form that the receiver needs to create a map like this one."""
+    """Return the header: the numbers from which the receiver creates a map like this one."""
     return torch.tensor(
         [
             stored.images,

@@ -29,10 +29,12 @@ class AccessPattern:
     """Interface of all access patterns.
 
     Attributes:
-        sized: the cells that are read depend on the sizes of both maps.
-        alike: all input cells have the same value, so a tile never needs cells of other tiles.
-        beyond: the cells that are read may lie in the padding.
-        mirrored: the padding repeats cells of the map (reflection), so reading it needs them.
+        sized: True if the cells that an output reads depend on the sizes of both feature maps.
+        alike: True if all input cells have the same value, so that a tile never needs cells of
+            other tiles.
+        beyond: True if the cells that an output reads may lie in the padding.
+        mirrored: True if the padding repeats cells of the map (reflection), so that reading the
+            padding needs these cells.
     """
 
     sized: ClassVar[bool] = False
@@ -52,7 +54,7 @@ class AccessPattern:
         raise NotImplementedError
 
     def cut(self, c: int) -> int:
-        """Return the border between two tiles in the output, if it is ``c`` in the input."""
+        """Return the position in the output of the tile border at position ``c`` of the input."""
         raise NotImplementedError
 
     def needs(self, a: int, b: int) -> Span:
@@ -63,7 +65,7 @@ class AccessPattern:
         """Return the number of image pixels per output cell.
 
         ``before`` is the number of image pixels per input cell. If the output follows the size of
-        another map, it is the number per cell of that map.
+        another map, it is the number of image pixels per cell of that map.
         """
         raise NotImplementedError
 
@@ -73,8 +75,9 @@ class Gather(AccessPattern):
     """The access pattern of a convolution, pooling or padding.
 
     Attributes:
-        before, after: cells of padding in front of the map and behind it.
-        ceil: a last kernel window that overhangs the map makes an output too (``ceil_mode``).
+        before, after: number of cells of padding before and after the map.
+        ceil: True if a last kernel window that extends beyond the map makes an output too
+            (``ceil_mode``).
     """
 
     kernel: int = 1
@@ -97,13 +100,13 @@ class Gather(AccessPattern):
         if not self.ceil:
             return steps // self.stride + 1
         m = -(-steps // self.stride) + 1
-        # PyTorch drops a last window that lies wholly in the padding behind the map.
+        # PyTorch drops a last window that lies wholly in the padding after the map.
         return m - 1 if (m - 1) * self.stride >= n + self.before else m
 
     def cut(self, c: int) -> int:
-        """Return the border between two tiles in the output, if it is ``c`` in the input.
+        """Return the position in the output of the tile border at position ``c`` of the input.
 
-        An output belongs to the tile that owns the middle of the inputs it reads.
+        An output belongs to the tile that owns the middle of the inputs that the output reads.
         """
         return -(-(c + self.before - (self.span - 1) // 2) // self.stride)
 
@@ -123,14 +126,14 @@ class Shift(Gather):
     def sized(self) -> bool:
         """True for a crop.
 
-        A crop of a window would cut other cells than a crop of the image.
+        A crop of a window would remove other cells than a crop of the image.
         """
         return min(self.before, self.after) < 0
 
 
 @dataclass(frozen=True)
 class Fill(Gather):
-    """The access pattern of padding behind the map, up to a size that is a ``multiple``."""
+    """The access pattern of padding after the map, up to a multiple of ``multiple`` cells."""
 
     multiple: int = 1
 
@@ -143,8 +146,8 @@ class Scatter(AccessPattern):
     """The access pattern of a transposed convolution or of nearest up-sampling.
 
     Attributes:
-        before: cells that are cut off at either end of the output (``padding``).
-        extra: cells that are kept at the end nevertheless (``output_padding``).
+        before: number of cells that are cut off at each end of the output (``padding``).
+        extra: number of cells by which the output is longer at its end (``output_padding``).
     """
 
     kernel: int
@@ -167,7 +170,8 @@ class Scatter(AccessPattern):
         """Return the span of inputs that outputs a..b-1 read.
 
         If the kernel is smaller than the stride, some outputs read no input at all. The span then
-        still contains the input at the position of the first output, which places the result.
+        still contains the last input whose kernel starts at or before the first output, because
+        the position of the result is computed from that input.
         """
         reach = max(self.span, self.stride)
         first = -((reach - 1 - a - self.before) // self.stride)
@@ -179,11 +183,12 @@ class Scatter(AccessPattern):
 
 @dataclass(frozen=True)
 class Interpolate(AccessPattern):
-    """The access pattern of linear or cubic up-sampling by a whole number.
+    """The access pattern of linear or cubic up-sampling by an integer factor.
 
     Attributes:
-        factor: outputs per input.
-        further: inputs on either side, beyond the two that linear interpolation reads.
+        factor: the number of outputs per input.
+        further: the number of inputs that are read on each side of the two inputs that linear
+            interpolation reads.
     """
 
     factor: int
@@ -211,10 +216,10 @@ class Interpolate(AccessPattern):
 
 @dataclass(frozen=True)
 class Align(Interpolate):
-    """The access pattern of linear up-sampling by a whole number with ``align_corners``.
+    """The access pattern of linear up-sampling by an integer factor with ``align_corners``.
 
     Output j of m reads the inputs around j (n - 1) / (m - 1). For every n that position is at most
-    (f - 1) / f of a cell before j / f, so the span covers both neighbours of every possible one.
+    (f - 1) / f of a cell before j / f. The span covers both neighbours of the position for every n.
     """
 
     def needs(self, a: int, b: int) -> Span:
@@ -222,10 +227,10 @@ class Align(Interpolate):
 
 
 def inside(span: Span, n: int, mirrored: bool = False) -> Span:
-    """Return the cells of a map of ``n`` cells from which a span that may lie beyond it is made.
+    """Return the cells of a map that give a span its values; the span may extend beyond the map.
 
-    These are the cells of the span inside the map. If the padding is ``mirrored``, they include
-    the cells that the padding repeats.
+    These are the cells of the span inside the map, which has ``n`` cells. If the padding is
+    ``mirrored``, they include the cells that the padding repeats.
     """
     a, b = span
     first, last = max(0, min(a, n)), max(0, min(b, n))

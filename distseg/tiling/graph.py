@@ -23,12 +23,13 @@ class Node:
 
     Attributes:
         name: the name of the layer.
-        inputs: numbers of the maps that it reads.
+        inputs: numbers of the feature maps that the layer reads.
         footprints: the access pattern of the first input along each dim. Without footprints an
-            output cell reads one cell of the first input. It always reads one cell of the others.
-        like: number of the map whose size the result follows by the footprints' rule, if that is
-            not the first input. The layer reads the size of that map only, and none of its cells.
-        placed: a cell of the result depends on its position in the image and on the image's size.
+            output cell reads one cell of the first input. It reads one cell of each other input.
+        like: number of the map from whose size the footprints compute the size of the result, if
+            that map is not the first input. The layer reads only the size of that map.
+        placed: True if the value of a cell also depends on its position in the image and on the
+            image's size.
     """
 
     name: str
@@ -45,7 +46,7 @@ class Node:
     def joins(self) -> bool:
         """True if the node joins several maps.
 
-        The result has the size of the last one. Larger inputs are cut to that size.
+        The result has the size of the last input. Larger inputs are cut to that size.
         """
         return len(self.inputs) > 1
 
@@ -60,7 +61,7 @@ class Node:
 
     @property
     def follows(self) -> int:
-        """The number of the map whose size the size of the result follows."""
+        """The number of the map that determines the size of the result."""
         if self.like is not None:
             return self.like
         return self.first if self.footprints else self.inputs[-1]
@@ -84,10 +85,11 @@ class Graph(Sequence[Node]):
 
     Args:
         nodes: the layer calls.
-        of_image: the result is a vector of the image, and not a map of its size.
+        of_image: True if the result is a vector of the image instead of a map.
 
     Raises:
-        ValueError: a node reads a map that a later node computes, or no node reads its result.
+        ValueError: a node reads a map that a later node computes, or no node reads the result of a
+            node before the last one.
     """
 
     def __init__(self, nodes: Iterable[Node], of_image: bool = False):
@@ -145,7 +147,7 @@ class Graph(Sequence[Node]):
     def needed_for(self, result: int, there: Container[int]) -> list[int]:
         """Return the nodes that compute map ``result``, in order.
 
-        They start from the image and from the maps in ``there``, which are already stored.
+        They compute it from the image and from the maps in ``there``, which are stored already.
         """
         wanted, found = {result}, []
         for number in reversed(range(result)):
@@ -158,9 +160,9 @@ class Graph(Sequence[Node]):
 def last_readings(
     inputs: Sequence[Sequence[int]], numbers: Iterable[int], kept: Container[int] = ()
 ) -> dict[int, list[int]]:
-    """Return for each node the maps that can be released after it.
+    """Return, for each node in ``numbers``, the maps that can be released after the node.
 
-    No later node of ``numbers`` reads these maps. Maps in ``kept`` are never released.
+    No later node in ``numbers`` reads these maps. Maps in ``kept`` are never released.
     """
     found: dict[int, list[int]] = {number: [] for number in numbers}
     last = {source: number for number in found for source in inputs[number] if source not in kept}
@@ -205,8 +207,8 @@ def crossing(
         ranges: consecutive ranges of nodes, such as the stages of a pipeline.
 
     Returns:
-        Sorted triples (map, range that computes it, range that reads it). The image belongs to
-        range 0.
+        Sorted triples (map, range that computes the map, range that reads the map). The image
+        belongs to range 0.
     """
     if not ranges:
         return []

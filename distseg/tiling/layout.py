@@ -1,10 +1,10 @@
 """Layouts: the cells of each feature map that each tile owns, and the cells that it exchanges.
 
 A layout is needed where tiles exchange halos between layers instead of reading them from the image.
-The borders between tiles are carried through the graph to every feature map. Then, from the last
-layer backwards, each tile needs the cells that its result reads. An exchange ends this: before it
-a tile has its own cells only. After it, the tile also has a margin, which the layers up to the
-next exchange use up. Two 3-wide convolutions with one exchange before the first::
+First, the borders between tiles are followed through the graph to every feature map. Then the cells
+that each tile needs are found, from the last layer backwards to an exchange. Before an exchange a
+tile has only the cells that it owns. After the exchange the tile also has a margin, which the
+layers before the next exchange use up. Two 3-wide convolutions with one exchange before the first::
 
     owned            |. . . .|. . . .|
     available        |. . . .|                left tile, before the exchange
@@ -33,7 +33,7 @@ from distseg.tiling.tile import Box, ReceptiveField
 
 @dataclass(frozen=True)
 class MapView:
-    """Boxes of a feature map that a tile owns and that are available on the tile.
+    """The box of a feature map that a tile owns, and the box that is available on the tile.
 
     Attributes:
         size: size of the whole feature map.
@@ -56,8 +56,8 @@ class LayerView(MapView):
     """Boxes of one tile at one node, in cells of the node's first input and of its result.
 
     Attributes:
-        input: the input box inside the map, from which the result is computed. Of further inputs
-            the node reads the cells of ``output``.
+        input: the input box inside the map, from which the result is computed. From its other
+            inputs the node reads the cells of ``output``.
         padded_input: the input box including cells beyond the map, in the padding.
         output: the output box, in cells of the result's feature map.
         output_size: size of the result's whole feature map.
@@ -77,16 +77,16 @@ class Layout:
         image: size of the image in pixels.
         borders: along each dim, the positions of tile borders from 0 to the size of the image.
         exchange_every: how often tiles exchange: before every k-th layer that reads beyond its
-            tile (a number as text), before the first one at each resolution (``level``), or not
-            at all except where an exchange cannot be avoided (``all``).
+            tile (a number as text), before the first such layer at each resolution (``level``), or
+            only where an exchange cannot be avoided (``all``).
         fuse_below: layers on tiles with fewer cells than this along a dim share one exchange.
-        stored: the nodes whose first input is stored in any case. Tiles exchange there, instead
-            of after the pointwise layers that follow.
+        stored: the nodes whose first input is stored in any case. Tiles exchange before such a
+            node instead of after the pointwise layers that follow it.
 
     Attributes:
         sizes: size of each map.
         points: the nodes before which tiles exchange.
-        exchanged: the maps that these nodes read.
+        exchanged: the maps that tiles exchange, which are the first inputs of these nodes.
 
     Raises:
         ValueError: a feature map has fewer cells than there are tiles along a dim, or a layer
@@ -118,15 +118,15 @@ class Layout:
         self.along = lru_cache(_SPANS)(self._along)
 
     def check_result(self, borders: Sequence[Sequence[int]]) -> Layout:
-        """Refuse a model whose result does not have the image's size; return the layout.
+        """Check that the result of the model has the image's size, and return this layout.
 
         Raises:
-            ValueError: the sizes differ; the message names both.
+            ValueError: the sizes differ. The message names both.
         """
         if not self.graph.of_image and self.result_cuts != tuple(map(tuple, borders)):
             raise ValueError(
-                f"the model makes {Size(self.result)} pixels of an image of {Size(self.image)}, "
-                "but a segmentation network keeps the size"
+                f"the model's result has {Size(self.result)} pixels for an image of "
+                f"{Size(self.image)} pixels, but a segmentation network keeps the size"
             )
         return self
 
@@ -166,7 +166,10 @@ class Layout:
         return box_of([m[source][1][c : c + 2] for m, c in zip(self._maps, cell)])
 
     def computed(self, source: int, cell: tuple[int, ...]) -> Box:
-        """Return the box of a map that a tile has computed, before it receives its margin."""
+        """Return the box of a map that a tile has before it receives a margin from other tiles.
+
+        The tile has computed this box, or has read it if the map is the image.
+        """
         if source == 0:
             return self.part(self.graph.readers[source][0], cell).available
         return self.part(source - 1, cell).output
@@ -176,7 +179,7 @@ class Layout:
         return self.owned(self.graph.result, cell)
 
     def _along(self, numbers: tuple[int, ...], dim: int, span: Span) -> SegmentSpans:
-        """Return what some nodes need along a dim for a span of the last node's result.
+        """Return the spans of some nodes, along a dim, for a span of the last node's result.
 
         The results are cached, since the many tiles of a grid have few different spans.
         """
@@ -189,22 +192,23 @@ class Layout:
         )
 
     def spans(self, number: int) -> tuple[list[tuple[int, ...]], list[tuple[Span, ...]]]:
-        """Return borders and input spans of the first map that a node reads.
+        """Return the tile borders and the input spans of the first map that a node reads.
 
         Returns:
-            Along each dim the borders between the tiles' owned cells, and for each tile the span
-            of cells that its result reads.
+            Two lists with one entry per dim: the borders between the cells that tiles own, and for
+            each tile the span of cells that the tile's result depends on.
         """
         source = self.graph[number].first
         return [m[source][1] for m in self._maps], [need[number].input for need in self._needs]
 
     def margins(self, source: int) -> tuple[list[tuple[int, ...]], list[tuple[Span, ...]]]:
-        """Return borders and input spans of a map that is exchanged.
+        """Return the tile borders and the input spans of a map that is exchanged.
 
         The span of a tile covers the input spans of all nodes before which the map is exchanged.
 
         Returns:
-            Along each dim the borders between the tiles' owned cells, and the span of each tile.
+            Two lists with one entry per dim: the borders between the cells that tiles own, and the
+            span of each tile.
         """
         spans = [
             self.spans(number)[1]
@@ -222,11 +226,11 @@ _Map = tuple[int, tuple[int, ...]]  # size and cuts of a feature map along one d
 
 
 def _maps(graph: Graph, dim: int, n: int, borders: tuple[int, ...]) -> list[_Map]:
-    """Return size and borders of all feature maps along a dim, the image first.
+    """Return the size and the tile borders of all feature maps along a dim, the image first.
 
-    The tile that owns the middle of the inputs that a cell reads owns the cell. With one-sided
-    padding this rule may not lead back to the borders of the image in the last map. Then the tile
-    that owns the pixels of a cell owns the cell.
+    A cell belongs to the tile that owns the middle of the inputs that the cell reads. With
+    one-sided padding, this rule may give the last map other borders than the image. Then a cell
+    belongs to the tile that owns the pixels at the position of the cell.
     """
     sizes = graph.sizes_along(dim, n)
 
@@ -262,10 +266,11 @@ def _cut(
     borders: tuple[int, ...],
     inner: Callable[[int, tuple[int, ...]], Iterable[int]],
 ) -> list[_Map]:
-    """Return size and borders of all feature maps, with inner borders by a rule.
+    """Return the size and the tile borders of all feature maps along a dim.
 
-    ``inner(number, cuts)`` returns the borders inside the result of a node with footprints, given
-    the borders of its first input. A pointwise node keeps the borders of its input.
+    ``inner(number, cuts)`` computes the inner borders of the result of a node with footprints.
+    ``cuts`` are the borders of the node's first input. A pointwise node keeps the borders of its
+    input.
     """
     maps = [(sizes[0], borders)]
     for number, node in enumerate(graph):
@@ -274,7 +279,8 @@ def _cut(
         if short < n:
             raise ValueError(
                 f"layer {node.name} joins maps of {short} and {n} cells along dim {dim}, "
-                "but only the map from further down the network may be longer, and is cut"
+                f"but its last input has {n} cells and no other may have fewer (longer ones are "
+                f"cut): pad or resize the map of {short} cells"
             )
         footprint, cuts = node.along(dim), maps[node.first][1]
         followed, like = maps[node.follows]
@@ -292,8 +298,8 @@ def _cut(
 def _mapped(node: Node, n: int, m: int, tiles: int, inner: Iterable[int]) -> _Map:
     if m < tiles:
         raise ValueError(
-            f"layer {node.name} makes {max(m, 0)} cells of {n} along a dim with {tiles} tiles, "
-            "and each tile needs one: take larger images or fewer tiles"
+            f"layer {node.name} computes {max(m, 0)} cells from {n} along a dim with {tiles} "
+            "tiles, but each tile needs at least one cell: use larger images or fewer tiles"
         )
     return m, (0, *(min(max(c, k), m - tiles + k) for k, c in enumerate(inner, 1)), m)
 
@@ -326,10 +332,11 @@ class _Since:
         eaten: number of layers that read beyond their tile. They are counted since the last
             exchange that could not be avoided or, with ``level``, since the last change of
             resolution.
-        fused: the last of these layers read a small map.
-        behind: the map comes after an exchange.
-        bare: the map is computed from a map without a margin, and must be exchanged before a layer
-            reads beyond its tile.
+        fused: True if some tile of the map that the last of these layers reads is small
+            (``fuse_below`` of :class:`Layout`).
+        behind: True if the map comes after an exchange.
+        bare: True if the map is computed from a map without a margin, so that an exchange must
+            come before the next layer that reads beyond its tile.
     """
 
     eaten: int = 0
@@ -343,8 +350,8 @@ def _exchange_points(
 ) -> list[int]:
     """Return the nodes before which tiles exchange.
 
-    Among the nodes that read beyond their tile these are every k-th one, or the first one at each
-    resolution; see ``exchange_every`` of :class:`Layout`.
+    These are every k-th node that reads beyond its tile, or the first one at each resolution (see
+    ``exchange_every`` of :class:`Layout`), and the nodes where an exchange cannot be avoided.
     """
     points: list[int] = []
     since = [_Since()]
@@ -372,10 +379,10 @@ def _exchange_points(
 
 
 def _earlier(graph: Graph, point: int, stored: Container[int]) -> int:
-    """Return an earlier node at which tiles can exchange instead of before node ``point``.
+    """Return an earlier node before which tiles can exchange instead of before node ``point``.
 
-    That is a node with a stored input from which only pointwise layers lead to ``point``. Without
-    one, ``point`` itself is returned.
+    It is the last node in ``stored`` from which only pointwise layers lead to ``point``. If no such
+    node exists, ``point`` itself is returned.
     """
     number = point
     while number not in stored:
@@ -409,14 +416,14 @@ def _reach_along(graph: Graph, dim: int) -> tuple[int, int]:
     )
     if graph.sized:
         return _sized_reach(graph, dim, stride), stride
-    # The tile is so far inside the image that it sees neither end. Any other tile there needs the
-    # same halo, as every access pattern moves with the tile.
+    # The tile is so far from both ends of the image that it depends on neither. Other tiles inside
+    # the image need the same halo, as every access pattern moves with the tile.
     a = _FAR * stride
     tile = int(a / scales[-1]), int((a + stride) / scales[-1])
     _, needed = needs_along(graph, range(len(graph)), dim, graph.sizes_along(dim, 2 * a), [tile])
     first, last = needed[0][0]
     halo = max(a - first, last - a - stride)
-    n = stride * (8 + -(-4 * halo // stride))  # so long that no layer sees both ends
+    n = stride * (8 + -(-4 * halo // stride))  # so long that no cell depends on both ends
     if (made := graph.sizes_along(dim, n)[-1]) != n and not graph.of_image:
         raise _not_kept(dim, n, made)
     return halo, stride

@@ -1,7 +1,7 @@
 """The cells of each feature map that a part of a later feature map depends on.
 
-They are found by one recurrence over the graph, from the last node backwards. It serves tiles that
-exchange halos and windows (:mod:`distseg.tiling.layout`) and streamed tiles
+They are found by one recurrence over the graph, from the last node backwards. It is used both for
+tiles that exchange halos or windows (:mod:`distseg.tiling.layout`) and for streamed tiles
 (:mod:`distseg.tiling.segment`).
 """
 
@@ -74,20 +74,20 @@ def needs_along(
     owned: Sequence[list[Span]] | None = None,
     points: Container[int] = (),
 ) -> tuple[list[LayerSpans], dict[int, list[Span]]]:
-    """Return the spans of several tiles along a dim, at each of some nodes and of each map.
+    """Return the spans of several tiles along a dim, at some nodes and in the maps of these nodes.
 
     Args:
         graph: all nodes of the network.
-        numbers: the nodes to look at, in order.
+        numbers: the numbers of these nodes, in order.
         dim: the dim.
         sizes: size of each map along the dim.
         wanted: for each tile the wanted span of the last node's result.
-        owned: for each map the span that each tile has at least.
-        points: the nodes before which tiles exchange. A tile needs only the owned cells of such a
-            node's first input; the exchange brings the others.
+        owned: for each map the span that each tile has in any case.
+        points: the nodes before which tiles exchange. Of the first input of such a node, a tile
+            needs only the owned cells. The exchange brings the others.
 
     Returns:
-        For each node its spans, and for each map the span that each tile must have.
+        For each of these nodes its spans, and for each map the span that each tile must have.
     """
     needed = _needed(graph, numbers, dim, sizes, wanted, owned, points)
     has = {source: needed[source] for source in needed.keys() - {number + 1 for number in numbers}}
@@ -142,10 +142,10 @@ def _needed(
 
 
 def input_of(node: Node, dim: int, output: Span, n: int, m: int) -> tuple[Span, Span]:
-    """Return the input spans of a span of a node's result, along a dim.
+    """Return the input spans from which a node computes a span of its result, along a dim.
 
     Args:
-        node: the node; the spans are those of its first input.
+        node: the node. The input spans are spans of its first input.
         dim: the dim.
         output: the span of the result.
         n, m: sizes of the whole input and of the whole result.

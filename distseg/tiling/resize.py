@@ -1,14 +1,14 @@
 """Access patterns that depend on the sizes of input and output, along one dim.
 
-These are resizing by any ratio, and padding or cropping to the size of another map. An output
-cell of a resize lies at a position of the input that need not be a whole number of cells::
+These are the patterns of resizing by any ratio, and of padding or cropping to the size of another
+feature map. An output cell of a resize lies at a position of the input that may be fractional::
 
     inputs    |   0   |   1   |   2   |      n = 3
     outputs   | 0  | 1  | 2  | 3  | 4  |     m = 5
                      linear output 1 lies between inputs 0 and 1; nearest output 1 is input 0
 
-So the inputs that an output reads are not at a constant offset. They are computed for each pair of
-sizes.
+So the inputs that an output reads are not at a constant offset from the output. They are computed
+for each pair of sizes.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ import numpy as np
 
 from distseg.tiling.access_pattern import AccessPattern, Span
 
-_SIZES = 64  # pairs of sizes whose positions the cache of taps() keeps
+_SIZES = 64  # number of results that the cache of taps() keeps
 _NEAR = 2.0**-20  # relative error of a nearest position, which PyTorch may round to float32
 
 
 @dataclass(frozen=True)
 class Follow:
-    """A rule by which one size follows another size n.
+    """A rule that computes one size from another size n.
 
-    The size is ``(times * n + plus) // over * unit`` or, with a factor, ``int(n * factor)``.
+    The result is ``(times * n + plus) // over * unit`` or, with a factor, ``int(n * factor)``.
     """
 
     times: int = 1
@@ -41,16 +41,16 @@ class Follow:
     unit: int = 1
 
     def size(self, n: int) -> int:
-        """Return the size that follows size ``n``."""
+        """Return the size that the rule computes from size ``n``."""
         if self.factor is not None:
             return int(n * self.factor)
         return (self.times * n + self.plus) // self.over * self.unit
 
     def pixels(self, before: Fraction) -> Fraction:
-        """Return the number of image pixels per cell of the map that follows.
+        """Return the number of image pixels per cell of the map whose size the rule computes.
 
-        ``before`` is the number per cell of the map that is followed. If the size is fixed, the
-        result is 1.
+        ``before`` is the number of image pixels per cell of the map from whose size the rule
+        computes it. If the rule gives a fixed size, the result is 1.
         """
         if self.factor is not None:
             return before / Fraction(self.factor).limit_denominator(_FINEST)
@@ -69,9 +69,10 @@ class Resize(AccessPattern):
     Attributes:
         kernel: nearest, nearest-exact, linear, cubic, linear-aa or cubic-aa (``antialias``), or
             area (adaptive average pooling).
-        corners: the outermost cells of input and output coincide (``align_corners``).
-        follow: the rule by which the output's size follows that of the input or of another map.
-        factor: outputs per input, if the user's call gives a factor; None for m / n.
+        corners: True if the outermost cells of input and output coincide (``align_corners``).
+        follow: the rule that computes the output's size from the size of the input or of another
+            map.
+        factor: the number of outputs per input, if the user's call gives a factor. None for m / n.
     """
 
     kernel: str
@@ -94,13 +95,14 @@ class Resize(AccessPattern):
 class Fit(AccessPattern):
     """The access pattern of padding or cropping a map to the size of another map.
 
-    Output j of m is input ``j - before``, where ``before`` is a part of the difference m - n.
+    Output j of m is input ``j - before``. Here ``before`` is the number of added cells in front of
+    the map, which has n cells.
 
     Attributes:
-        side: the part of the difference in front of the map: ``half`` (rounded down), ``larger
-            half`` (rounded up), ``all``, ``none``, or a number of cells.
-        mirrored: the padding repeats cells of the map.
-        follow: the rule by which the output's size follows that of the other map.
+        side: how many of the m - n added cells lie in front of the map: ``half`` (rounded down),
+            ``larger half`` (rounded up), ``all``, ``none``, or a number of cells.
+        mirrored: True if the padding repeats cells of the map.
+        follow: the rule that computes the output's size from the size of the other map.
     """
 
     side: str | int = "half"
@@ -116,7 +118,7 @@ class Fit(AccessPattern):
         return self.follow.pixels(before)
 
     def before(self, n: int, m: int) -> int:
-        """Return the cells of padding in front of the map; a negative number is a crop."""
+        """Return the number of cells of padding in front of the map; negative for a crop."""
         return in_front(self.side, m - n)
 
     def for_sizes(self, n: int, m: int) -> Shifted:
@@ -156,7 +158,7 @@ class Share(AccessPattern):
     """The access pattern of a map that has the same value in every cell, such as a vector.
 
     Outputs a..b-1 and the inputs that they read cover the same part of the image. All cells are
-    equal, so the pattern does not count as ``sized``.
+    equal, so ``sized`` is False for this pattern.
     """
 
     follow: Follow = Follow()
@@ -194,9 +196,13 @@ def _rounded(x: int, y: int) -> int:
 class Taps(AccessPattern):
     """The inputs that each output of a :class:`Resize` reads, between n input and m output cells.
 
+    Args:
+        weigh: a function that returns the weights (taps per output, outputs) for a slice of the
+            outputs and a number of taps per output.
+
     Attributes:
-        first, last: for each output the first and the last input that it reads. Positions beyond
-            the map stand for its outermost cells.
+        first, last: for each output the first and the last input that the output reads. Positions
+            beyond the map stand for the map's outermost cells.
     """
 
     def __init__(
@@ -218,19 +224,20 @@ class Taps(AccessPattern):
         return self._inside(self.first[a]), self._inside(self.last[b - 1]) + 1
 
     def _inside(self, place: np.integer) -> int:
-        """Return the input cell at a position, or the outermost cell if it lies beyond the map."""
+        """Return the input cell at position ``place``, moved into the map if it lies beyond."""
         return min(max(int(place), 0), self.n - 1)
 
     def shares(self, a: int, b: int) -> tuple[np.ndarray, np.ndarray]:
         """Return (inputs, weights) of outputs a..b-1, each of shape (taps per output, b - a).
 
-        Only kernels other than ``nearest`` and ``nearest-exact`` have weights.
+        The kernels ``nearest`` and ``nearest-exact`` have no weights, so this method does not serve
+        them.
         """
         wanted = slice(a, b)
         if a >= b:
             return np.zeros((1, 0), np.int64), np.zeros((1, 0))
         width = int((self.last[wanted] - self.first[wanted]).max()) + 1
-        # Taps behind an output's last input repeat that input and have weight 0.
+        # Taps after an output's last input repeat that input and have weight 0.
         places = np.minimum(np.arange(width)[:, None] + self.first[wanted], self.last[wanted])
         return np.clip(places, 0, self.n - 1), self._weigh(wanted, width)
 
@@ -262,7 +269,7 @@ def taps(kernel: str, corners: bool, factor: float | None, n: int, m: int) -> Ta
 def _nearest(n: int, m: int, places: np.ndarray) -> Taps:
     """Return the possible inputs of nearest resizing.
 
-    PyTorch's kernels compute the position in float32 or float64, so both results are covered.
+    PyTorch's kernels compute a position in float32 or float64, so the inputs of both are included.
     Between equal sizes some kernels copy the map instead.
     """
     first, last = (np.floor(places * (1 + by)).astype(np.int64) for by in (-_NEAR, _NEAR))
@@ -312,7 +319,7 @@ def _averages(n: int, m: int, outputs: np.ndarray) -> Taps:
 def _smooth(n: int, m: int, centres: np.ndarray, step: float, cubic: bool) -> Taps:
     """Return the taps of ``antialias=True``.
 
-    Where an output covers several inputs, its kernel is widened by that number.
+    The kernel is ``step`` times wider if ``step``, the number of inputs per output, is more than 1.
     """
     scale = max(step, 1.0)
     reach = (2.0 if cubic else 1.0) * scale

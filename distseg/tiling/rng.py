@@ -27,7 +27,7 @@ def _mix(z: int) -> int:
 
 
 def key(*parts: int | str) -> int:
-    """Return the 64-bit key of a path such as ``(seed, epoch, sample, 'enc0.dropout')``.
+    """Return the 64-bit key of a purpose such as ``(seed, epoch, sample, 'enc0.dropout')``.
 
     A string enters the key as its CRC-32.
     """
@@ -39,7 +39,7 @@ def key(*parts: int | str) -> int:
 
 
 def uniform(k: int, count: int) -> np.ndarray:
-    """Return ``count`` float64 numbers in [0, 1): positions 0 .. count-1 of the key's stream."""
+    """Return the first ``count`` numbers of the stream of key ``k``, as float64 in [0, 1)."""
     with np.errstate(over="ignore"):
         z = np.uint64(k) + np.uint64(_GOLDEN) * np.arange(1, count + 1, dtype=np.uint64)
         z = (z ^ (z >> np.uint64(30))) * np.uint64(_MIX1)
@@ -49,7 +49,7 @@ def uniform(k: int, count: int) -> np.ndarray:
 
 
 def permutation(k: int, count: int) -> np.ndarray:
-    """Return the numbers 0 .. count-1 in a random order that depends only on the key."""
+    """Return the numbers 0 .. count-1 in a random order that depends only on key ``k``."""
     return np.argsort(uniform(k, count), kind="stable")
 
 
@@ -58,9 +58,9 @@ def _signed(value: int) -> int:
 
 
 def uniform_at(k: int, positions: torch.Tensor) -> torch.Tensor:
-    """Return float64 numbers in [0, 1) at int64 ``positions`` of the key's stream.
+    """Return the numbers at int64 ``positions`` of the stream of key ``k``, as float64 in [0, 1).
 
-    The numbers equal those of :func:`uniform` and are computed on the device of ``positions``.
+    The stream is that of :func:`uniform`. It is computed on the device of ``positions``.
     """
 
     def shift(z: torch.Tensor, bits: int) -> torch.Tensor:

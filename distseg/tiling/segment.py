@@ -2,11 +2,12 @@
 
 Streaming computes one tile at a time. So a feature map is stored wherever a later layer needs all
 of it, such as before each active norm. A segment is the nodes that compute a stored map from
-earlier stored maps. A tile of its result is computed from a window of each of those maps::
+earlier stored maps. A tile of the segment's result is computed from a window of each of those
+earlier maps. In this example the last segment pops a skip that begins after ``norm act`` of the
+segment before it. So it computes ``norm act`` again, on a window of the stored map B::
 
-    stored           A           B           C
+    stored           A           B                        C
     layers           | conv      | norm act pool conv     | norm act up pop ...
-    a skip of B's segment is popped in C's: norm and act are computed again, on a window of B
 
 A map that several segments would otherwise compute is stored too, unless pointwise layers compute
 it from one stored map. In a pipeline, the maps that one stage computes and another reads are
@@ -34,8 +35,8 @@ class Segment:
 
     Attributes:
         nodes: numbers of the nodes, in order.
-        sources: numbers of the stored maps that they read.
-        stage: the pipeline stage that runs them.
+        sources: numbers of the stored maps that these nodes read.
+        stage: the pipeline stage that runs these nodes.
     """
 
     nodes: tuple[int, ...]
@@ -84,11 +85,11 @@ def _costly(graph: Graph, runs: Iterable[list[int]], stored: set[int]) -> set[in
     """Return maps that several segments need and that are too expensive to recompute.
 
     A map is too expensive if its computation from stored maps takes a layer that is not pointwise.
-    Of consecutive maps in the same segments, only the last one is returned.
+    If the same segments need several consecutive maps, only the last of these maps is returned.
 
     Args:
         graph: the network.
-        runs: for each segment the nodes that it would compute.
+        runs: for each segment the nodes that it would run.
         stored: the maps that are stored already.
     """
     times = Counter(number for nodes in runs for number in nodes)
@@ -107,9 +108,10 @@ def _costly(graph: Graph, runs: Iterable[list[int]], stored: set[int]) -> set[in
 
 @dataclass(frozen=True)
 class TilePlan:
-    """Boxes of every layer that are computed for one tile of a segment's result.
+    """The boxes of every layer that are needed to compute one tile of a segment's result.
 
-    A property makes its boxes when it is read: most tiles need only the numbers of cells.
+    The boxes are computed only when a property is read, because most tiles need only the numbers of
+    cells.
 
     Attributes:
         graph: the network.
@@ -135,7 +137,7 @@ class TilePlan:
 
     @cached_property
     def read(self) -> dict[int, Box]:
-        """Window to read from each stored feature map."""
+        """The window to read from each stored feature map."""
         return {
             source: box_of([along.read[source] for along in self.along])
             for source in self.segment.sources
@@ -143,7 +145,7 @@ class TilePlan:
 
     @cached_property
     def views(self) -> list[LayerView]:
-        """Boxes of each layer."""
+        """The boxes of each layer of the segment, in order."""
         return [
             self._view(place, self.sizes[self.graph[number].first], self.sizes[number + 1])
             for place, number in enumerate(self.segment.nodes)
@@ -158,7 +160,7 @@ class TilePlan:
 
 
 def tile_plan(layout: Layout, segment: Segment, result: Box) -> TilePlan:
-    """Return the boxes of every layer for the tile ``result`` of a segment's result."""
+    """Return the boxes of every layer that are needed for tile ``result`` of a segment's result."""
     spans = zip(result.start, result.stop)
     return TilePlan(
         layout.graph,
@@ -169,11 +171,11 @@ def tile_plan(layout: Layout, segment: Segment, result: Box) -> TilePlan:
 
 
 def rows_read(layout: Layout, segment: Segment, rows: Span) -> dict[int, Span]:
-    """Return, for each stored map, the rows that some rows of a segment's result depend on.
+    """Return, for each stored map, the rows from which rows of a segment's result are computed.
 
     Args:
-        layout: the tiles of the image.
+        layout: the layout of the image's tiles.
         segment: the segment.
-        rows: the span of rows of its result.
+        rows: the span of these rows in the result.
     """
     return layout.along(segment.nodes, 0, rows).read

@@ -3,7 +3,7 @@
 A *tile* is the part of an image that one rank owns. A *window* is a tile with its halo. Tile
 borders lie on multiples of the network's total stride, so a tile owns a whole number of cells of
 every feature map. Windows start on multiples of the stride too, so a pooling layer groups the
-same pixels in a window as in the image. Both are clipped at the border of the image::
+same pixels in a window as in the image. Tiles and windows are clipped at the border of the image::
 
     0        64       128  131          stride 32, width 131, two tiles, halo 20
     |--tile--|---tile-----|             tiles    [0, 64)   [64, 131)
@@ -128,8 +128,8 @@ def split(length: int, parts: int, stride: int) -> list[tuple[int, int]]:
 def strips(box: Box, cells: float, rows: int = 1) -> Iterator[Box]:
     """Yield the box as strips from top to bottom.
 
-    The height of a strip is a multiple of ``rows``: the largest one with at most ``cells`` cells
-    in a strip, and at least ``rows`` itself. The last strip may be lower.
+    The height of a strip is the largest multiple of ``rows`` with which the strip has at most
+    ``cells`` cells, but at least ``rows``. The last strip may have fewer rows.
     """
     rows *= max(1, int(cells * box.size[0] / (max(1, box.pixels) * rows)))
     for a in range(box.start[0], box.stop[0], rows):
@@ -137,7 +137,7 @@ def strips(box: Box, cells: float, rows: int = 1) -> Iterator[Box]:
 
 
 def boxes_of(box: Box, size) -> list[Box]:
-    """Return boxes of one size that cover the box, in row-major order.
+    """Return boxes of the given size that cover ``box``, in row-major order.
 
     The last box along a dim may be smaller.
     """
@@ -149,15 +149,15 @@ def boxes_of(box: Box, size) -> list[Box]:
 
 
 def check_dims(image, dims: int) -> None:
-    """Refuse images of another number of dims than the ``dims`` that the network takes.
+    """Refuse images whose number of dims is not ``dims``, the number that the network takes.
 
     Raises:
-        ValueError: the message names both numbers.
+        ValueError: the numbers differ. The message names both.
     """
     if len(image) != dims:
         raise ValueError(
             f"images have {len(image)} dims ({Size(image)}), but the network takes images of "
-            f"{dims}: give images with this number of dims, or another network (model.name)"
+            f"{dims} dims: give images of {dims} dims, or choose another network (model.name)"
         )
 
 
@@ -171,9 +171,9 @@ def check_grid(image, grid, stride) -> None:
     check_dims(image, len(stride))
     if len(grid) != len(image):
         raise ValueError(
-            f"an image of {len(image)} spatial dims ({Size(image)}) does not fit a grid of "
-            f"{len(grid)} ({Size(grid)}) and a network of {len(stride)}: "
-            f"give mesh.tiles and sizes {len(stride)} numbers each"
+            f"an image of {len(image)} spatial dims ({Size(image)}), a grid of {len(grid)} dims "
+            f"({Size(grid)}) and a network of {len(stride)} dims do not fit together: "
+            f"give mesh.tiles and all sizes with {len(stride)} numbers each"
         )
     largest = Size(-(-n // s) for n, s in zip(image, stride))
     if any(g > most for g, most in zip(grid, largest)):
@@ -198,9 +198,9 @@ def tiles(image, grid, stride) -> list[Box]:
 
 
 def most_even_grid(image, stride, parts: int) -> Size:
-    """Return the grid with the most tiles that fit, at most ``parts``.
+    """Return the grid of at most ``parts`` tiles that fits the image and has the most tiles.
 
-    Among grids of equally many tiles, the one whose tiles are closest to squares is chosen.
+    Among several such grids, the one whose tiles are closest to squares is chosen.
     """
     cells = [-(-n // s) for n, s in zip(image, stride)]
     for count in range(parts, 0, -1):
@@ -227,7 +227,7 @@ def factorings(count: int, dims: int) -> list[tuple[int, ...]]:
 
 
 def window(tile: Box, image, reach: ReceptiveField) -> Box:
-    """Return the pixels to read for a tile of an image."""
+    """Return the window of a tile: the box of pixels of the image from which it is computed."""
     return reach.window(tile, image)
 
 
@@ -240,9 +240,10 @@ class TilePlacement:
     Attributes:
         image: size of the images, in pixels per dim.
         tile: the pixels that the rank owns.
-        window: the pixels that the tensor holds, the tile with its halo.
+        window: the pixels that the tensor holds: the tile with its halo.
         images: positions of the B images in the micro-batch.
-        samples: keys of their dropout masks (the number of each sample in the epoch).
+        samples: for each of these images the number of its sample in the epoch, which is a part of
+            the key of its dropout masks.
     """
 
     image: tuple[int, ...]
@@ -263,7 +264,7 @@ def owned_tiles(image, grid, per_rank, coordinates, reach: ReceptiveField) -> li
     Args:
         image: size of the image in pixels.
         grid: the number of ranks along each dim.
-        per_rank: the number of tiles along each dim that each rank owns, as one block.
+        per_rank: the number of tiles along each dim that each rank owns. They form one block.
         coordinates: the position of the rank in the grid.
         reach: halo and stride of the network.
     """

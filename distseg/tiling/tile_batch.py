@@ -1,7 +1,8 @@
 """Tile batches and micro-batches: the pixels and labels that run through a network.
 
-A tile batch holds one window of several images, in memory (:class:`TileBatch`) or read when it is
-needed (:class:`LazyTileBatch`). A :class:`MicroBatch` is a list of tile batches that run together.
+A tile batch is one window of several images. The window is in memory (:class:`TileBatch`), or it is
+read when it is needed (:class:`LazyTileBatch`). A :class:`MicroBatch` is a list of tile batches
+that run together.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from distseg.tiling.tile import Box, TilePlacement
 def on_tile(output: Tensor, place: TilePlacement) -> Tensor:
     """Return the part of a network's output that the tile owns.
 
-    The output (B, C, ...) covers either the window or the tile; an output on the tile is returned
-    as it is.
+    The output (B, C, ...) covers either the window or the tile. An output that covers the tile is
+    returned as it is.
     """
     if tuple(output.shape[2:]) == place.tile.size:
         return output
@@ -28,7 +29,7 @@ def on_tile(output: Tensor, place: TilePlacement) -> Tensor:
 
 
 def labels_of_images(values: Tensor, box: Box, ignore: int) -> Tensor:
-    """Return the labels of whole images for one part of them, shape (B,) -> (B, 1, ...).
+    """Return the labels of whole images for one box of these images, (B,) -> (B, 1, ...).
 
     Every tile carries the same image-level output, so only the tile at the origin keeps its label.
     All other tiles get ``ignore``, or NaN if the labels are floating-point numbers.
@@ -47,8 +48,8 @@ class TileBatch:
 
     Attributes:
         pixels: normalised pixels (B, C, *window) float32, or None.
-        labels: labels (B, *tile) uint8 or int64 of the owned tile; for labels of whole images
-            (B, 1, ...), see :func:`labels_of_images`; or None.
+        labels: labels of the owned tile (B, *tile) uint8 or int64, or labels of whole images
+            (B, 1, ...) (:func:`labels_of_images`), or None.
         place: the position of the window in the images.
     """
 
@@ -71,7 +72,7 @@ class MicroBatch:
 
     @property
     def signature(self) -> tuple:
-        """A key of all tensor shapes.
+        """A key that determines all tensor shapes.
 
         Micro-batches with equal signatures have tensors of equal shapes in every layer.
         """
@@ -96,9 +97,9 @@ class LazyTileBatch:
 
 
 def block_of(piece: TileBatch, ignore: int) -> LazyTileBatch:
-    """Return a lazy tile batch that reads boxes of a tile batch in memory.
+    """Return a lazy tile batch that reads its boxes from a tile batch in memory.
 
-    ``ignore`` is the label of pixels that count neither in the loss nor in metrics.
+    ``ignore`` is the label of pixels that neither the loss nor the metrics use.
     """
     place = piece.place
     pixels, given = piece.pixels, piece.labels

@@ -1,10 +1,10 @@
 """Refuse settings that cannot be combined; ``RULES`` is the table of them.
 
-Two settings may contradict each other, or one may have no effect beside the other, although its
-user believes that it has. :func:`check_settings` refuses both before any work. A setting may also
+Two settings may contradict each other, or one of them may have no effect beside the other, which
+its user may not know. :func:`check_settings` refuses both cases before any work. A setting may also
 have no effect only because of the mesh or the model, for example when a config for many ranks is
-tried on one. That is a note instead (:func:`notes`). Settings of the loss are checked by
-:class:`distseg.layers.loss.Loss`.
+tried on one rank. Such a setting is not refused, but mentioned in a note (:func:`notes`). Settings
+of the loss are checked by :class:`distseg.layers.loss.Loss`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _DEFAULTS = Config()
 
 @dataclass(frozen=True)
 class Facts:
-    """A config and the norms of its plain model, by which rules decide.
+    """A config and the norms of its plain model, from which rules decide.
 
     Attributes:
         config: the settings.
@@ -93,9 +93,9 @@ class Facts:
     def _first(
         self, which: Callable[[nn.Module], bool], more: Callable[[nn.Module], str] = lambda norm: ""
     ) -> str | None:
-        """Return the name and kind of the first norm for which ``which`` is True, or None.
+        """Return the name and kind of the first norm for which ``which`` returns True, or None.
 
-        ``more`` returns text that is appended.
+        The text that ``more`` returns for this norm is appended.
         """
         for name, norm in self.norms:
             if which(norm):
@@ -109,10 +109,11 @@ class Rule:
     """Two settings that cannot be combined.
 
     Attributes:
-        setting: a setting or a section; the rule holds if it differs from its default.
-        other: the setting or section that it does not go with.
+        setting: a setting or a section. The rule applies only if its value is not the default.
+        other: the setting or section that cannot be combined with ``setting``.
         refused: a function that returns True if the combination is refused.
-        why: the reason and the repair, a format string with the config ``c`` and the facts ``f``.
+        why: the reason and how to fix it, as a format string for the config ``c`` and the facts
+            ``f``.
     """
 
     setting: str
@@ -127,15 +128,15 @@ RULES = (
         "approximate",
         "spatial.exchange_every",
         lambda f: f.config.approximate.chosen and f.config.spatial.exchanges,
-        "with spatial.exchange_every {c.spatial.exchange_every} tiles have no halo and are no "
-        "windows: leave one of them out",
+        "with spatial.exchange_every {c.spatial.exchange_every} tiles exchange halos and are not "
+        "computed as separate windows: leave one of the two settings out",
     ),
     Rule(
         "approximate.norms",
         "spatial.norm_scope",
         lambda f: f.config.spatial.norm_scope == "step",
         "spatial.norm_scope is step, so that batch norm sees the images of all groups: leave one "
-        "of them out",
+        "of the two settings out",
     ),
     Rule(
         "spatial.frozen_norm",
@@ -149,65 +150,67 @@ RULES = (
         "pipeline.placement",
         lambda f: f.streaming and f.on_devices,
         "torchgpipe cannot stream tiles: set pipeline.placement to linear or v-shaped, or leave "
-        "it out",
+        "pipeline.placement out",
     ),
     Rule(
         "streaming",
         "approximate",
         lambda f: f.streaming and f.config.approximate.chosen,
-        "{c.approximate.chosen}, and streamed tiles are exact windows: leave one of them out",
+        "{c.approximate.chosen}, and streamed tiles are always exact: leave one of the two "
+        "settings out",
     ),
     Rule(
         "streaming",
         "spatial.tiles_per_rank",
         lambda f: f.streaming and f.config.spatial.tiles_per_rank.volume > 1,
-        "spatial.tiles_per_rank is {c.spatial.tiles_per_rank}, and streaming cuts a rank's part "
-        "by itself: leave one of them out",
+        "spatial.tiles_per_rank is {c.spatial.tiles_per_rank}, and streaming itself cuts a rank's "
+        "part into tiles: leave one of them out",
     ),
     Rule(
         "pipeline.schedule",
         "streaming",
         lambda f: f.streaming and f.config.pipeline.schedule == "zb-h1",
         "streamed tiles (streaming.memory or streaming.tiles) free all that a tile holds in its "
-        "backward pass, so zb-h1 has nothing to postpone: set it to 1f1b, gpipe or auto",
+        "backward pass, so zb-h1 has nothing to postpone: set pipeline.schedule to 1f1b, gpipe or "
+        "auto",
     ),
     Rule(
         "pipeline.placement",
         "spatial.exchange_every",
         lambda f: f.on_devices and f.config.spatial.exchanges,
         "spatial.exchange_every is {c.spatial.exchange_every}, and several threads of a rank "
-        "compute at once, where exchanges need one order: set that to all, or put "
-        "the stages on ranks (mesh.stages)",
+        "compute at once, although exchanges need a fixed order: set spatial.exchange_every to "
+        "all, or put the stages on ranks (mesh.stages)",
     ),
     Rule(
         "pipeline.placement",
         "mesh.stages",
         lambda f: f.on_devices and f.config.mesh.stages != 1,
-        "that puts all {f.stages} stages on each rank, but mesh.stages is {c.mesh.stages}: set "
-        "mesh.stages to 1, or pipeline.placement to linear for a stage a rank",
+        "this puts all {f.stages} stages on each rank, but mesh.stages is {c.mesh.stages}: set "
+        "mesh.stages to 1, or pipeline.placement to linear for one stage on each rank",
     ),
     Rule(
         "pipeline.placement",
         "pipeline.schedule",
         lambda f: f.on_devices and f.config.pipeline.schedule in ("1f1b", "zb-h1"),
-        "pipeline.schedule is {c.pipeline.schedule}, and torchgpipe knows gpipe only: set it to "
-        "gpipe or auto",
+        "pipeline.schedule is {c.pipeline.schedule}, and torchgpipe knows gpipe only: set "
+        "pipeline.schedule to gpipe or auto",
     ),
     Rule(
         "pipeline.placement",
         "spatial.tiles_per_rank",
         lambda f: f.on_devices and f.config.spatial.tiles_per_rank.volume > 1,
-        "spatial.tiles_per_rank is {c.spatial.tiles_per_rank}, where torchgpipe wants all "
-        "micro-batches to have one size, and so one tile: set it to 1x1, or pipeline.placement "
-        "to linear",
+        "spatial.tiles_per_rank is {c.spatial.tiles_per_rank}, and torchgpipe wants all "
+        "micro-batches to have one size, and so one tile: set spatial.tiles_per_rank to 1x1, or "
+        "pipeline.placement to linear",
     ),
     Rule(
         "pipeline.placement",
         "mesh.tiles",
         lambda f: f.on_devices and f.shared is not None,
-        "threads then compute the stages, and {f.shared} from there: set mesh.tiles to 1x1 and "
-        "spatial.norm_scope to group, train with model.norm none or spatial.frozen_norm, or set "
-        "pipeline.placement to linear",
+        "threads then compute the stages, and from these threads {f.shared}, which is not "
+        "supported: set mesh.tiles to 1x1 and spatial.norm_scope to group, train with model.norm "
+        "none or spatial.frozen_norm, or set pipeline.placement to linear",
     ),
     # Settings without effect.
     Rule(
@@ -215,7 +218,7 @@ RULES = (
         "streaming",
         lambda f: f.streaming,
         "streamed tiles (streaming.memory or streaming.tiles) decide by themselves what is "
-        "recomputed: leave it out",
+        "recomputed: leave pipeline.recompute out",
     ),
 )
 
@@ -225,10 +228,11 @@ def check_settings(config: Config, model: nn.Module | None = None) -> None:
 
     Args:
         config: the settings.
-        model: the plain model; without it, rules about norms are not checked.
+        model: the plain model. If it is None, rules about norms are not checked.
 
     Raises:
-        ValueError: naming the setting, its value, the other setting, the reason and the repair.
+        ValueError: two settings cannot be combined, or a setting does not fit the model. The
+            message names the setting, its value, the other setting, the reason and how to fix it.
     """
     check_groups(config.model)
     modules = model.named_modules() if model is not None else ()
@@ -247,12 +251,13 @@ def check_settings(config: Config, model: nn.Module | None = None) -> None:
             f"data.images is {config.data.images}, but the batch norm {vectors[0]} takes "
             f"statistics of one vector per image, so it needs at least 2 images in a batch: set "
             "data.images to 2 or more, or spatial.norm_scope to step with several sample groups, "
-            "or use another norm there"
+            "or replace this norm by one of another kind"
         )
     scratch = config.streaming.scratch
     if scratch not in (None, "memory") and not os.path.isdir(scratch):
         raise ValueError(
-            f"streaming.scratch is {scratch}, which is not a folder: make it, or name another"
+            f"streaming.scratch is {scratch}, which is not a folder: make it, or name another "
+            "folder"
         )
 
 
@@ -261,15 +266,15 @@ def check_groups(model: ModelBase) -> None:
     norm = norm_of(model)
     if model.groups is not None and norm not in ("group", None):
         raise ValueError(
-            f"model.groups is {model.groups}, but model.norm is {norm}: set it to group, or leave "
-            "model.groups out"
+            f"model.groups is {model.groups}, but model.norm is {norm}: set model.norm to group, "
+            "or leave model.groups out"
         )
 
 
 def _is_set(value, default) -> bool:
     """Return True if a setting differs from its default.
 
-    A grid of one tile is a default in any number of dims.
+    A grid of one tile counts as the default whatever its number of dims.
     """
     one = isinstance(default, Size) and default.volume == 1
     return value.volume != 1 if one and value is not None else value != default
@@ -279,11 +284,13 @@ def check_norms(config: Config, model: nn.Module, sizes: Mapping[str, Sequence[i
     """Refuse images whose feature maps have too few cells for the statistics of a norm.
 
     Args:
-        model: plain or captured.
+        config: the settings.
+        model: the model, plain or captured.
         sizes: the size of each sample by the name of its image.
 
     Raises:
-        ValueError: naming the image, its size, the norm and the repair.
+        ValueError: an image is too small. The message names the image, its size, the norm and how
+            to fix it.
     """
     if config.approximate.norms == "window":
         return
@@ -294,14 +301,17 @@ def check_norms(config: Config, model: nn.Module, sizes: Mapping[str, Sequence[i
         for norm, count in _values_of_norms(model, size, together, config.spatial.frozen_norm):
             if count < 2:
                 raise ValueError(
-                    f"image {name!r} of {Size(size)} pixels: the norm {norm} takes statistics of "
-                    f"{count} value per channel there, but needs at least 2: leave the image out, "
-                    "take larger images or crops, or a smaller model.depth"
+                    f"image {name!r} of {Size(size)} pixels is too small: the norm {norm} takes "
+                    f"statistics of {count} value per channel, but needs at least 2: leave the "
+                    "image out, or use larger images or crops, or a smaller model.depth"
                 )
 
 
 def smallest(sizes: Mapping[str, Sequence[int]]) -> dict[str, Sequence[int]]:
-    """Return the minimal sizes, by name: no other size is smaller or equal in every dim."""
+    """Return the minimal sizes, by name.
+
+    A size is minimal if no other of the sizes is smaller than or equal to it in every dim.
+    """
     found: dict[str, Sequence[int]] = {}
     for name, size in sorted(sizes.items(), key=_volume):
         if not any(all(m <= n for m, n in zip(other, size)) for other in found.values()):
@@ -345,7 +355,8 @@ def check_labels(
         loss: the settings of the loss.
 
     Raises:
-        ValueError: naming both kinds and the repair.
+        ValueError: the network or the loss does not fit. The message names both kinds and how to
+            fix it.
     """
     numbers = len(store.classes) == 1
     size = crop_size(store.size(store.split("train")[0]), crop)
@@ -356,7 +367,7 @@ def check_labels(
             else ("a map of each image", "a label for each image")
         )
         raise ValueError(
-            f"the network makes {made}, but {store.path} has {has}: take another network "
+            f"the network makes {made}, but {store.path} has {has}: choose another network "
             "(model.name), or prepare the store with the intended labels"
         )
     if of_numbers(loss.name) != numbers:
@@ -366,7 +377,7 @@ def check_labels(
             else f"{len(store.classes)} classes"
         )
         raise ValueError(
-            f"loss.name is {loss.name}, but {store.path} has {has}: take "
+            f"loss.name is {loss.name}, but {store.path} has {has}: set loss.name to "
             f"{'mse or l1' if numbers else 'cross_entropy'}"
         )
 
@@ -391,8 +402,8 @@ def notes(config: Config, model: nn.Module) -> list[str]:
     if config.model.outputs:
         weights = ", ".join(f"{name} ({weight:g})" for name, weight in config.model.outputs.items())
         found.append(
-            f"the loss is a sum over outputs by weights: {weights}; evaluation and prediction "
-            f"take {next(iter(config.model.outputs))}"
+            f"the loss is a weighted sum over outputs, with the weights {weights}; evaluation and "
+            f"prediction use the output {next(iter(config.model.outputs))}"
         )
     if config.pipeline.placement == "v-shaped" and mesh.stages == 1:
         found.append("pipeline.placement v-shaped is without effect: mesh.stages is 1")
@@ -422,7 +433,10 @@ def has_batch_norm(model: nn.Module) -> bool:
 
 
 def _nothing_summed(mesh: MeshBase, approximate: ApproximateBase) -> list[str]:
-    """Return a note if gradients are to be rounded for their sums, but no rank sends any."""
+    """Return a note if gradients should be rounded when they are summed, but one rank has them all.
+
+    Without such a case, return an empty list.
+    """
     if approximate.gradients is None or mesh.samples * mesh.tiles.volume > 1:
         return []
     return [
@@ -432,7 +446,7 @@ def _nothing_summed(mesh: MeshBase, approximate: ApproximateBase) -> list[str]:
 
 
 def _fewer_groups(settings: ModelBase, model: nn.Module) -> list[str]:
-    """Return a note if a group norm has fewer groups than ``model.groups``."""
+    """Return a note if a group norm has fewer groups than ``model.groups``, else an empty list."""
     groups = settings.groups
     if not groups or norm_of(settings) != "group":
         return []
@@ -445,7 +459,8 @@ def _fewer_groups(settings: ModelBase, model: nn.Module) -> list[str]:
     if fewer is None:
         return []
     return [
-        f"model.groups {groups} does not divide the channels of {fewer[0]}, so it takes {fewer[1]}"
+        f"model.groups {groups} does not divide the channels of {fewer[0]}, so the number of "
+        f"groups of this norm is {fewer[1]}"
     ]
 
 
@@ -474,13 +489,13 @@ def with_store(loss: LossConfig, store: Store) -> LossConfig:
     """Return the settings of the loss with the store's ignore value as ``ignore_index``.
 
     Raises:
-        ValueError: the settings have another value.
+        ValueError: the settings have an ``ignore_index`` other than the store's ignore value.
     """
     own, ignore = loss.ignore_index, store.ignore
     if own not in (ignore, LossConfig.ignore_index):
         raise ValueError(
-            f"loss.ignore_index is {own}, but the labels of {store.path} mark pixels that do not "
-            f"count with {ignore}: leave loss.ignore_index out, or prepare the store with "
+            f"loss.ignore_index is {own}, but the labels of {store.path} mark ignored pixels "
+            f"with {ignore}: leave loss.ignore_index out, or prepare the store with "
             f"--ignore {own}"
         )
     return replace(loss, ignore_index=ignore)

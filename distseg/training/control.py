@@ -1,8 +1,9 @@
-"""Let signals and clocks make a run write a checkpoint, or end with one.
+"""Let signals and clocks make a run write a checkpoint, or write one and end.
 
 Signals and clocks reach ranks at different moments. So at the beginning of each step the ranks
-start a small allreduce of what each has received, and at its end they read the result: all act at
-the same step. The message travels while the step is computed.
+start a small allreduce of what each rank has received, and at the end of the step they read the
+result. In this way all ranks act after the same step. The message travels while the step is
+computed.
 
 ====================  ============================================================================
 SIGUSR1               write a checkpoint and go on
@@ -11,7 +12,8 @@ the job's time limit  write a checkpoint and end in time: Slurm's limit, or ``tr
 checkpoint_minutes    write a checkpoint and go on
 ====================  ============================================================================
 
-Use SIGUSR2 under mpirun: it forwards that signal, but at SIGTERM it kills all ranks at once.
+Use SIGUSR2 under mpirun, which forwards this signal to the ranks. At SIGTERM, mpirun kills all
+ranks at once.
 """
 
 from __future__ import annotations
@@ -29,8 +31,8 @@ from distseg.comm.waits import waits_of
 from distseg.config.settings import TrainConfig
 
 _STOPS = ("", "a signal came", "the job's time limit is near")
-# The run ends this many seconds before the limit, in addition to the time of a step and checkpoint;
-# in short jobs at most this share of the job's time.
+# The run ends this many seconds before the limit, in addition to the time of steps and checkpoints.
+# In short jobs the number of seconds is at most this share of the job's time.
 _SLACK, _SHARE = 30.0, 0.1
 
 
@@ -72,7 +74,7 @@ class RunControl:
         self._listening.__exit__(*error)
 
     def post(self) -> None:
-        """Start the allreduce of what each rank has received, at the beginning of a step."""
+        """Start the allreduce of what each rank has received, when a step begins."""
         self._began = time.monotonic()
         if self.world.rank == 0:
             self._look_at_clocks()
@@ -96,12 +98,12 @@ class RunControl:
         return Decision(bool(save or stop), _STOPS[stop])
 
     def ask(self) -> Decision:
-        """Return a decision between other work: :meth:`post` and :meth:`decision` in one call."""
+        """Return a decision outside of a step: call :meth:`post` and :meth:`decision` at once."""
         self.post()
         return self.decision()
 
     def saved(self, seconds: float) -> None:
-        """Record that a checkpoint was begun, and the seconds that the previous one took."""
+        """Record that a checkpoint was begun, and how long the previous checkpoint took."""
         self._saved, self._saving = time.monotonic(), max(self._saving, seconds)
 
     def _look_at_clocks(self) -> None:
@@ -114,9 +116,9 @@ class RunControl:
 
 
 def _end_of_job(minutes: float | None) -> float | None:
-    """Return the time.monotonic() at which the job ends, or None if it has no limit.
+    """Return the value of time.monotonic() at which the job ends, or None if it has no limit.
 
-    The limit is ``train.job_minutes``, else Slurm's.
+    The limit is ``minutes`` (``train.job_minutes``), or Slurm's limit if ``minutes`` is None.
     """
     if minutes is not None:
         return BORN + 60 * minutes

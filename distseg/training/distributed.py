@@ -31,10 +31,12 @@ _MOST_CRITERIA = 16  # criteria that are kept, for loops that make a new one in 
 
 
 class Shard(NamedTuple):
-    """This rank's part of images or targets, for the eager form (:meth:`DistributedModel.shard`).
+    """This rank's part of images or targets, for the eager form.
+
+    :meth:`DistributedModel.shard` returns it. The pixels are cut out only when they are used.
 
     Attributes:
-        model: the model that made it.
+        model: the model whose :meth:`~DistributedModel.shard` returned this object.
         given: the images or targets of this sample group, as the user gave them.
     """
 
@@ -45,18 +47,18 @@ class Shard(NamedTuple):
 class DistributedModel(nn.Module):
     """A module whose images, layers and batches are spread over the ranks of a mesh.
 
-    Made by :func:`distseg.distribute`. Parameters, buffers and their names are those of the user's
-    module. With several stages a rank holds those of its own stages only.
+    :func:`distseg.distribute` makes it. It has the parameters and buffers of the user's module,
+    under the same names. With several stages, a rank holds only the tensors of its own stages.
 
     Args:
-        network: the captured module. It has this rank's layers.
+        network: the captured module, with the layers of this rank only.
         engine: the steps of the network on the mesh.
         bands: number of bands of an image.
         returned: what the whole network returns.
         outputs: names of the outputs that are trained, if the module returns several.
         inputs: number of bands of each input, if the module takes several.
-        order: names of the user's tensors in the order of the user's module.
-        joins_images: True if in evaluation mode the images of a batch influence each other.
+        order: names of the tensors of the user's module, in the order of its state dict.
+        joins_images: True if the images of a batch influence each other even in evaluation mode.
     """
 
     def __init__(
@@ -74,9 +76,9 @@ class DistributedModel(nn.Module):
         self._order = {name: number for number, name in enumerate(order)}
         self.network, self.engine, self.mesh = network, engine, engine.mesh
         self.epoch = 0
-        """Epoch of the training, on which the masks of dropout depend."""
+        """Number of the current epoch, on which the masks of dropout depend."""
         self.images_seen = 0
-        """Images of the epoch so far, of all groups, on which the masks of dropout depend too."""
+        """Number of images of the epoch so far, of all groups. Dropout masks depend on it too."""
         self._inputs, self._output_names = inputs, outputs
         self._bands, self._outputs, self._dims = bands, returned, returned.dims
         self._trained = set(engine.parameters)
@@ -84,10 +86,10 @@ class DistributedModel(nn.Module):
         self._unused: dict[tuple, list[int]] = {}  # by criterion: parameters without a gradient
         self._checked: set[tuple] = set()
         self._used: tuple | None = None  # the criterion and the number of images of this step
-        self._in_engine: tuple | None = None  # those that the engine computes with
+        self._in_engine: tuple | None = None  # the criterion and number that the engine has
         self._syncs = True
-        # By parameter: the part of its gradient that is not summed over the replicas yet, with the
-        # gradient and its version, by which changes of the user show.
+        # By parameter: the part of its gradient that is not summed over the replicas yet, the
+        # gradient itself, and the gradient's version, which shows if the user changed it.
         self._local: dict[int, tuple[Tensor, Tensor, int]] = {}
         self._in_backward = False
         self._eager: tuple | None = None  # placement, rows and images of the last forward pass
@@ -111,15 +113,15 @@ class DistributedModel(nn.Module):
             yield f"{prefix}.{name}" if prefix else name, b
 
     def _named(self, found: Iterable[tuple[str, T]]) -> list[tuple[str, T]]:
-        """Return tensors of the network with their names in the user's module, in its order."""
+        """Return tensors of the network with their names and order in the user's module."""
         named = user_names(found, self.network).items()
         return sorted(named, key=lambda item: self._order.get(item[0], len(self._order)))
 
     def state_dict(self, *args, destination=None, prefix: str = "", keep_vars: bool = False):
-        """Return the tensors of this rank, by their names in the user's module. Not collective.
+        """Return the tensors of this rank, by their names in the user's module.
 
-        With one stage these are all tensors of the module. With several, see
-        :meth:`whole_state_dict`.
+        One rank may call it alone. With one stage the result has all tensors of the module. With
+        several stages, :meth:`whole_state_dict` returns all tensors.
         """
         found = self._named(self.network.state_dict(keep_vars=keep_vars).items())
         if self._order:  # the network saves buffers, too, that the user's module does not
@@ -129,9 +131,10 @@ class DistributedModel(nn.Module):
         return target
 
     def whole_state_dict(self) -> dict[str, Tensor]:
-        """Return the tensors of all stages on the CPU, on every rank. Collective.
+        """Return the tensors of all stages on the CPU, on every rank.
 
-        The user's own module loads it: ``module.load_state_dict(model.whole_state_dict())``.
+        All ranks must call it together. The user's own module can load the result:
+        ``module.load_state_dict(model.whole_state_dict())``.
         """
         own = {name: tensor.detach().cpu() for name, tensor in self.state_dict().items()}
         parts = self.mesh.pipeline.allgather(
@@ -148,37 +151,45 @@ class DistributedModel(nn.Module):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict, strict: bool = True, assign: bool = False):
-        """Copy tensors of the user's module, of which this rank takes those of its layers.
+        """Copy the values of a state dict into the tensors of this rank's layers.
+
+        All ranks must call it together.
 
         Args:
             state_dict: a state dict of the user's module, or of this rank.
-            strict: refuse tensors that are missing, and those of no rank's layers.
-            assign: must be False; the tensors of the model are those of its optimizer.
+            strict: True to refuse a state dict that lacks a tensor of this rank, or that has a
+                tensor which no rank has.
+            assign: must be False, because the optimizer updates the tensors that the model has now.
 
         Raises:
-            ValueError: a name or a shape differs. It is raised on all ranks, before any is copied.
+            ValueError: a name or a shape differs. It is raised on all ranks, before any tensor is
+                copied.
         """
         own = self.state_dict(keep_vars=True)
         with raise_jointly(self.mesh.world):
             if assign:
                 raise ValueError(
-                    "assign=True would part the model from its optimizer: leave it out"
+                    "assign=True would give the model tensors that its optimizer does not update: "
+                    "leave assign out"
                 )
             for name, tensor in own.items():
                 if name not in state_dict:
                     if strict:
-                        raise ValueError(f"the state dict lacks {name}: load that of this network")
+                        raise ValueError(
+                            f"the state dict lacks {name}: load the state dict of this network"
+                        )
                 elif state_dict[name].shape != tensor.shape:
                     raise ValueError(
                         f"{name} has the shape {tuple(state_dict[name].shape)} in the state dict, "
-                        f"but {tuple(tensor.shape)} in the network: load that of this network"
+                        f"but {tuple(tensor.shape)} in the network: load the state dict of this "
+                        "network"
                     )
         known = {name for names in self.mesh.world.allgather(list(own)) for name in names}
         with raise_jointly(self.mesh.world):
             if strict and (others := sorted(set(state_dict) - known)):
                 raise ValueError(
-                    f"the state dict has {others[0]}, which the network does not have: load that "
-                    "of this network"
+                    f"the state dict has {others[0]}, which the network does not have: load the "
+                    "state dict of this network"
                 )
         for name, tensor in own.items():
             if name in state_dict:
@@ -186,7 +197,10 @@ class DistributedModel(nn.Module):
         return nn.modules.module._IncompatibleKeys([n for n in own if n not in state_dict], [])
 
     def train(self, mode: bool = True) -> DistributedModel:
-        """Set the mode of the eager form. :meth:`backward` trains and :meth:`predict` evaluates."""
+        """Set training or evaluation mode of the layers, and return the model.
+
+        :meth:`predict` always computes in evaluation mode.
+        """
         self.training = mode
         self.engine.model.train(mode)
         return self
@@ -195,37 +209,38 @@ class DistributedModel(nn.Module):
         if all((y := fn(x)).dtype == x.dtype and y.device == x.device for x in self.parameters()):
             return self
         raise ValueError(
-            "a distributed model stays on its device and in its dtype: choose them in "
-            "distseg.init_mesh(device=...) and distseg.distribute(precision=...), before the "
-            "optimizer is made"
+            "a distributed model cannot be moved to another device or dtype: choose the device in "
+            "distseg.init_mesh(device=...) and the dtype in distseg.distribute(precision=...), "
+            "before the optimizer is made"
         )
 
     # Training
 
     def backward(self, image, target, criterion, scale: float = 1.0) -> Tensor:
-        """Add the gradient of the loss to the parameters' ``grad``; return the loss. Collective.
+        """Add the gradient of the loss to the parameters' ``grad``, and return the loss.
 
-        The gradient is that of the serial program: of the loss over all images of all sample
-        groups. All ranks of a sample group give the same images. Groups give different images, as
-        many as the others. Each rank reads its part.
+        All ranks must call it together. The gradient equals that of the serial program, whose loss
+        is over all images of all sample groups. All ranks of a sample group give the same images,
+        of which each rank reads its part. Different groups give different images, and every group
+        the same number of images.
 
         Args:
             image: (B, C, *size) or (C, *size), normalised as the module takes it, or a list of
                 images (C, *size) of any sizes. A tuple of these if the module takes several inputs.
-            target: as many targets, (B, *size) or (B, C', *size). If the module returns a vector
-                of each image: (B,) or a number.
+            target: one target for each image, (B, *size) or (B, C', *size). If the module returns
+                one vector per image: (B,) or a number.
             criterion: a :class:`distseg.PixelLoss`, a :class:`distseg.SumLoss`, a weighted sum of
-                them, the name of a loss such as ``cross_entropy + 0.5*dice``, or a dict of these
-                by the names of the outputs.
+                these, the name of a loss such as ``cross_entropy + 0.5*dice``, or a dict from the
+                names of outputs to one of these.
             scale: factor of the gradient, such as ``scaler.get_scale()`` or 1 / (number of calls
-                that are accumulated). The loss is returned without it.
+                whose gradients are accumulated). The returned loss is not scaled.
 
         Returns:
             The loss, a float64 tensor on the CPU, equal on all ranks.
 
         Raises:
-            ValueError: images or targets do not fit, or the criterion cannot be computed tile by
-                tile. It is raised on all ranks before any work.
+            ValueError: images or targets do not fit the network, or the criterion cannot be
+                computed tile by tile. It is raised on all ranks before any work.
         """
         micro_batches = self._prepared(image, target, criterion)
         self._begin()
@@ -236,9 +251,9 @@ class DistributedModel(nn.Module):
 
     @contextmanager
     def no_sync(self):
-        """Leave the sum over replicas to the first backward pass after the block.
+        """Postpone the sum of gradients over replicas to the first backward pass after the block.
 
-        Gradients of several calls of :meth:`backward` are then sent once.
+        Several calls of :meth:`backward` then need only one sum over ranks.
         """
         before, self._syncs = self._syncs, False
         try:
@@ -247,12 +262,13 @@ class DistributedModel(nn.Module):
             self._syncs = before
 
     def clip_grad_norm_(self, max_norm: float) -> float:
-        """Scale the gradients to a norm of at most ``max_norm``, over all stages. Collective.
+        """Scale the gradients of all stages so that their common norm is at most ``max_norm``.
 
-        Returns the norm before. With one stage it equals ``torch.nn.utils.clip_grad_norm_``.
+        All ranks must call it together. It returns the norm before scaling. With one stage it does
+        what ``torch.nn.utils.clip_grad_norm_`` does.
 
         Raises:
-            ValueError: gradients of :meth:`no_sync` are not summed over the replicas yet.
+            ValueError: gradients of a :meth:`no_sync` block are not summed over the replicas yet.
         """
         if self._local:
             raise ValueError(
@@ -268,7 +284,7 @@ class DistributedModel(nn.Module):
         return norm
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch, on whose number the masks of dropout depend."""
+        """Begin the epoch with this number, on which the masks of dropout depend."""
         self.epoch, self.images_seen = epoch, 0
 
     def _check_hooks(self) -> None:
@@ -277,8 +293,8 @@ class DistributedModel(nn.Module):
         if added := [name for name in found if found[name] > self._hooks.get(name, 0)]:
             raise ValueError(
                 f"{user_name(added[0], self.network)} has got a hook since the module was "
-                "distributed, but ranks and tiles have only parts of its maps and gradients: "
-                "remove the hook; watch maps and gradients in the plain module"
+                "distributed, but a hook would only see the parts of feature maps and gradients "
+                "that one rank or tile has: remove the hook, and add it to the plain module instead"
             )
 
     def _prepared(self, image, target, criterion) -> list[list[TileBatch | LazyTileBatch]]:
@@ -292,10 +308,11 @@ class DistributedModel(nn.Module):
             self._check(images)
         self._check_groups(images)
         count = self.engine.config.train.accumulate
-        if len(images) % count:  # all ranks have as many images
+        if len(images) % count:  # all ranks have the same number of images
             raise JointFailure(
                 f"a batch of {len(images)} images does not divide into {count} micro-batches: "
-                "give distribute other micro_batches, or batches of a multiple of it"
+                f"give distribute other micro_batches, or give batches of a multiple of {count} "
+                "images"
             )
         each = len(images) // count
         self._used = chosen, each
@@ -311,7 +328,14 @@ class DistributedModel(nn.Module):
         ]
 
     def _rows(self, images: int, micro_batches: int) -> tuple[Rows, int]:
-        """Return the places of a step's images in it, and the number of the first in the epoch."""
+        """Begin a step: return its rows, and the number of its first image in the epoch.
+
+        The rows are the positions of this group's images among all images of the step.
+
+        Args:
+            images: number of images of a group in a micro-batch.
+            micro_batches: number of micro-batches in the step.
+        """
         rows = Rows(self.mesh.shape.samples, self.mesh.sample, micro_batches, images)
         first, self.images_seen = self.images_seen, self.images_seen + rows.total
         self.engine.context.epoch = self.epoch
@@ -321,7 +345,8 @@ class DistributedModel(nn.Module):
         if self._inputs is not None:
             if not isinstance(given, tuple) or len(given) != len(self._inputs):
                 raise ValueError(
-                    f"the network takes {len(self._inputs)} inputs: give a tuple of as many images"
+                    f"the network takes {len(self._inputs)} inputs: give a tuple with images for "
+                    "each input"
                 )
             images = Stacked([Arrays(one, self._dims, (1,), "image") for one in given])
         else:
@@ -341,24 +366,26 @@ class DistributedModel(nn.Module):
             labels = _widened(torch.as_tensor(given).flatten())
             if len(labels) != len(images):
                 raise ValueError(
-                    f"there are {len(images)} images, but {len(labels)} targets: give one for each"
+                    f"there are {len(images)} images, but {len(labels)} targets: give one target "
+                    "for each image"
                 )
             return labels
         targets = Arrays(given, self._dims, (0, 1), "target", images.is_batch)
         if len(targets) != len(images):
             raise ValueError(
-                f"there are {len(images)} images, but {len(targets)} targets: give one for each"
+                f"there are {len(images)} images, but {len(targets)} targets: give one target for "
+                "each image"
             )
         for image in range(len(images)):
             if targets.size(image) != images.size(image):
                 raise ValueError(
                     f"image {image} has {Size(images.size(image))} pixels, but its target has "
-                    f"{Size(targets.size(image))}: give a target of each pixel"
+                    f"{Size(targets.size(image))}: give one target value for each pixel"
                 )
         return targets
 
     def _criterion(self, given, targets) -> Criterion:
-        """Return the criterion, tried out at its first use."""
+        """Return the criterion that the user's argument stands for; check it at its first use."""
         key = given if isinstance(given, str) else id(given)
         if key in self._criteria:
             return self._criteria[key][1]
@@ -378,9 +405,12 @@ class DistributedModel(nn.Module):
         return made
 
     def _check_frozen(self) -> None:
-        """Refuse a step without gradients, and parameters frozen or thawed after the start."""
+        """Refuse a step under ``no_grad``, and parameters that were frozen or thawed too late."""
         if not torch.is_grad_enabled():
-            raise ValueError("gradients are off (torch.no_grad): call model.predict(image)")
+            raise ValueError(
+                "gradients are off (torch.no_grad): leave torch.no_grad for training, or call "
+                "model.predict(image)"
+            )
         self._check_local()
         for name, p in self.network.named_parameters():
             if p.requires_grad != (p in self._trained):
@@ -402,7 +432,10 @@ class DistributedModel(nn.Module):
             self._checked.add(key)
 
     def _check_groups(self, images: Arrays | Stacked) -> None:
-        """Refuse other numbers of images in groups, and other sizes in one of them. Collective."""
+        """Check what the ranks give: the same images in a group, and equally many in all groups.
+
+        All ranks must call it together. Only the numbers and sizes of images are compared.
+        """
         mine = [tuple(images.size(number)) for number in range(len(images))]
         groups: dict[int, list[tuple[int, ...]]] = {}
         for sample, sizes in self.mesh.world.allgather((self.mesh.sample, mine)):
@@ -416,7 +449,7 @@ class DistributedModel(nn.Module):
         if len(counts) > 1:  # all ranks see it
             raise JointFailure(
                 f"sample groups give {min(counts)} to {max(counts)} images in one step: give "
-                "as many in each group (drop the last batch of an epoch, or fill it up)"
+                "the same number in each group (drop the last batch of an epoch, or fill it up)"
             )
 
     def _tile_batches(
@@ -425,9 +458,11 @@ class DistributedModel(nn.Module):
         """Return this rank's tile batches of a micro-batch.
 
         Args:
-            those: the images of the micro-batch.
+            images: the images of this group in the step.
+            targets: the targets of these images, or None.
+            those: the indices in ``images`` of the images of the micro-batch.
             first: the number of the step's first image in the epoch.
-            rows: the place of each image in the step.
+            rows: the position in the step of each image of the micro-batch.
         """
         engine = self.engine
         found = []
@@ -469,11 +504,11 @@ class DistributedModel(nn.Module):
             return labels_of_images(targets[group], box, criterion.ignore_index)
         return _widened(targets.read(group, box))
 
-    # Gradients: autograd adds this rank's part; the sum over replicas is then added to what was
-    # there before.
+    # Gradients: autograd adds up this rank's part. The sum of all parts over the replicas is then
+    # added to the gradients of earlier calls.
 
     def _begin(self) -> None:
-        """Set aside the gradients of earlier calls, and make room for this rank's part."""
+        """Set aside the gradients of earlier calls, and empty ``grad`` for this rank's part."""
         gradients, self._carried = self.engine.gradients, {}
         late = self._taken_local()
         for number, p in enumerate(self.engine.parameters):
@@ -485,7 +520,10 @@ class DistributedModel(nn.Module):
         gradients.detach() if self._probes else gradients.zero()
 
     def _taken_local(self) -> dict[int, Tensor]:
-        """Return the parts of gradients that are not summed yet, by parameter."""
+        """Return and forget the parts of gradients that are not summed yet, by parameter number.
+
+        Parts whose gradients the user has changed are left out.
+        """
         late = {}
         for number, (part, _, _) in self._local.items():
             if self._is_unchanged(number):
@@ -504,14 +542,20 @@ class DistributedModel(nn.Module):
                 )
 
     def _is_unchanged(self, number: int) -> bool:
-        """Return True if a gradient that is not summed yet is as the last call left it."""
+        """Return True if nobody changed this gradient, not summed yet, since the last call."""
         _, gradient, version = self._local[number]
         now = self.engine.parameters[number].grad
         return now is gradient and now._version == version
 
     @torch.no_grad()
     def _finish(self, scale: float) -> None:
-        """Sum the gradients over the replicas, unless inside :meth:`no_sync`. Collective."""
+        """Sum the gradients over the replicas, unless inside :meth:`no_sync`.
+
+        All ranks must call it together.
+
+        Args:
+            scale: factor of the gradients of this call.
+        """
         engine, parameters = self.engine, self.engine.parameters
         if self._probes:
             without = {n for n, p in enumerate(parameters) if p.grad is None}
@@ -519,8 +563,8 @@ class DistributedModel(nn.Module):
             if parameters and all(len(of) == len(parameters) for of in of_all):
                 raise JointFailure(
                     "the backward pass has reached no parameter of the model: call "
-                    "loss.backward() without inputs, and not torch.autograd.grad, which would "
-                    "return this rank's part"
+                    "loss.backward() without inputs=..., and not torch.autograd.grad, which would "
+                    "return only this rank's part of the gradient"
                 )
             self._unused[self._used] = sorted(set.intersection(*map(set, of_all)))
             engine.gradients.take_in()
@@ -536,7 +580,7 @@ class DistributedModel(nn.Module):
             parts = {number: p.grad.clone() for number, p in enumerate(parameters)}
         self._add(self._carried)
         if scale != 1 and self.mesh.pipeline.size > 1 and not self._all_finite():
-            # A GradScaler skips a step whose gradients are not finite, here on all stages alike.
+            # A GradScaler skips a step whose gradients are not finite. All stages must skip it.
             for p in parameters:
                 p.grad.fill_(torch.nan)
         for number in self._unused[self._used]:
@@ -550,7 +594,10 @@ class DistributedModel(nn.Module):
         self._carried, self._late = {}, {}
 
     def _all_finite(self) -> bool:
-        """Return True if the gradients of all stages are finite. Collective."""
+        """Return True if the gradients of all stages are finite.
+
+        All ranks of the pipeline must call it together.
+        """
         finite = all(bool(p.grad.isfinite().all()) for p in self.engine.parameters)
         return self.engine.over_stages(float(not finite)) == 0
 
@@ -569,19 +616,19 @@ class DistributedModel(nn.Module):
         return Shard(self, array)
 
     def forward(self, shard: Shard) -> Tensor:
-        """Return the logits of this rank's tile, with their graph, (B, C', *tile.size). Collective.
+        """Return the logits of this rank's tile with their autograd graph, (B, C', *tile.size).
 
-        A criterion computes the loss of all tiles from it, whose ``backward()`` ends with the sum
-        of the gradients over the replicas::
+        All ranks must call it together. A criterion takes the logits and returns the loss of all
+        tiles. The loss's ``backward()`` ends with the sum of the gradients over the replicas::
 
             loss = criterion(model(model.shard(image)), model.shard(target))
 
-        All activations of the tile stay in memory. There is one stage, one tile a rank, and no
-        streaming; :meth:`backward` has no such limits.
+        All activations of the tile stay in memory. The mesh must have one stage, each rank one
+        tile, and tiles must not be streamed. :meth:`backward` has no such limits.
 
         Raises:
-            ValueError: the mesh has stages, tiles are streamed, images differ in size, or the
-                argument is no shard.
+            ValueError: the mesh has several stages, a rank has several tiles, tiles are streamed,
+                images differ in size, or the argument is no shard.
         """
         with raise_jointly(self.mesh.world):
             if not isinstance(shard, Shard):
@@ -608,8 +655,8 @@ class DistributedModel(nn.Module):
         with raise_jointly(self.mesh.world):
             if len(batches) > 1:
                 raise ValueError(
-                    "the eager form takes images of one size and one tile a rank: call "
-                    "model.backward(image, target, criterion)"
+                    "model(shard) takes images of one size, with one tile on each rank: for other "
+                    "images or tiles call model.backward(image, target, criterion)"
                 )
         batch = self.engine.to_device(batches[0])
         with self.engine.autocast():
@@ -622,17 +669,19 @@ class DistributedModel(nn.Module):
         return output
 
     def loss(self, output: Tensor, target: Shard, criterion: Criterion) -> Tensor:
-        """Return the loss of the step from this rank's output, as :class:`Criterion` calls it.
+        """Return the loss of the step, computed from the outputs of all ranks.
+
+        :class:`Criterion` calls it. All ranks must call it together.
 
         Args:
-            output: the output of :meth:`forward`.
+            output: the output of :meth:`forward` on this rank.
             target: the targets of the same images.
             criterion: the loss.
         """
         if self._eager is None or output is not self._eager[3]:
             raise ValueError(
-                "a criterion takes the output of the last model(shard) itself: compute with it "
-                "in the criterion's function"
+                "a criterion must get the unchanged output of the last model(shard): do any "
+                "computation with the output inside the criterion's function"
             )
         place, rows, images, _, seen = self._eager
         with raise_jointly(self.mesh.world):
@@ -657,16 +706,18 @@ class DistributedModel(nn.Module):
     # Prediction
 
     def predict(self, image) -> Tensor:
-        """Return the logits of whole images, on every rank. Collective.
+        """Return the logits of whole images, on every rank.
 
-        All ranks give the same images. Norms and dropout are in evaluation mode.
+        All ranks must call it together, with the same images. Norms and dropout are in evaluation
+        mode.
 
         Args:
             image: as for :meth:`backward`.
 
         Returns:
-            (B, C', *size) or (C', *size) float32, or float64 if the network is; a list for a list
-            of images. For networks that return a vector of each image: (B, C') or (C',).
+            (B, C', *size) or (C', *size), in float64 if the network is in float64, else in float32;
+            a list for a list of images. If the network returns one vector per image: (B, C') or
+            (C',).
         """
         with raise_jointly(self.mesh.world):
             self._check_hooks()
@@ -675,7 +726,7 @@ class DistributedModel(nn.Module):
         if len(given := {tuple(found) for found in self.mesh.world.allgather(sizes)}) > 1:
             words = " and ".join(f"{len(found)} of {_sizes(found)}" for found in sorted(given))
             raise JointFailure(
-                f"ranks give predict different images, {words}: all ranks give the same"
+                f"ranks give predict different images, {words}: give the same images on all ranks"
             )
         if len(arrays) > 1 and self._joins_images:
             raise JointFailure(
@@ -689,14 +740,16 @@ class DistributedModel(nn.Module):
         return found if arrays.is_batch is None else found[0]
 
     def predict_tiles(self, image) -> Iterator[tuple[Box, np.ndarray]]:
-        """Yield (box, logits) for this rank's tiles of one image, (C', *box.size). Collective.
+        """Yield (box, logits) for each of this rank's tiles of one image; logits (C', *box.size).
 
-        Each pixel of the image is in one tile of one rank. So a result that does not fit one node
-        can be written in parts.
+        All ranks must call it together. Each pixel of the image is in one tile of one rank. So a
+        result that does not fit into the memory of one node can be written in parts.
         """
         arrays = self._arrays(image)
         if len(arrays) > 1:
-            raise ValueError(f"predict_tiles takes one image, got {len(arrays)}: call it for each")
+            raise ValueError(
+                f"predict_tiles takes one image, got {len(arrays)}: call it once for each image"
+            )
         yield from self._tiles_of(arrays, 0)
 
     def _tiles_of(self, arrays: Arrays | Stacked, number: int):
@@ -738,7 +791,10 @@ class DistributedModel(nn.Module):
 
 
 class _LossOfAllTiles(torch.autograd.Function):
-    """The loss of a step, from the partial sums of this rank's tile, (B, sums) -> ()."""
+    """Loss of a step from the partial sums (B, sums) of each rank's tile.
+
+    The loss is a scalar tensor, equal on all ranks.
+    """
 
     @staticmethod
     def forward(ctx, partial: Tensor, model: DistributedModel, criterion: Criterion, rows: Rows):
@@ -752,8 +808,9 @@ class _LossOfAllTiles(torch.autograd.Function):
     @staticmethod
     def backward(ctx, factor: Tensor):
         ctx.model._begin_once()
-        # Terms of parameters alone, such as weight decay, are equal on all ranks, whose gradients
-        # are summed. So this loss counts once a rank, and the sum is divided by their number.
+        # The user may add terms of the parameters, such as weight decay. Every rank computes them
+        # whole, so the sum over ranks has them once for each rank. _end_of_backward divides the sum
+        # by the number of ranks; the factor here makes up for this division.
         return ctx.loss_grad * factor * ctx.model.mesh.replicas.size, None, None, None
 
 
@@ -763,7 +820,7 @@ def _widened(targets: Tensor) -> Tensor:
 
 
 class _Seen(torch.autograd.Function):
-    """Identity that notes the gradients which a criterion sends back to the output."""
+    """Identity whose backward pass appends to ``seen`` the gradient that a criterion sends back."""
 
     @staticmethod
     def forward(ctx, output: Tensor, seen: list[Tensor]) -> Tensor:
@@ -777,22 +834,26 @@ class _Seen(torch.autograd.Function):
 
 
 def _check_only_use(gradient: Tensor, seen: list[Tensor]) -> None:
-    """Refuse a gradient of the output that did not come from criteria alone.
+    """Refuse a gradient of the output that is not the sum of the criteria's gradients.
+
+    Args:
+        gradient: the gradient of the output.
+        seen: the gradients that criteria sent back.
 
     Raises:
-        ValueError: something else was computed from the output of one tile.
+        ValueError: the loss has other terms that were computed from the output of one tile.
     """
     wanted = sum(seen) if seen else torch.zeros_like(gradient)
     seen.clear()
     if not torch.equal(gradient, wanted) and not torch.allclose(gradient, wanted, rtol=1e-9):
         raise ValueError(
-            "the loss has terms of the output besides the criterion, which would be of one tile "
-            "alone: put them into the criterion's function"
+            "besides the criterion, the loss has terms that were computed from the output of one "
+            "tile, not from the whole image: compute these terms in the criterion's function"
         )
 
 
 def _sizes(sizes: Sequence[Sequence[int]]) -> str:
-    """Return some sizes of images as text."""
+    """Return the distinct sizes as text, separated by commas."""
     return ", ".join(dict.fromkeys(str(Size(size)) for size in sizes))
 
 

@@ -1,8 +1,8 @@
 """Build what a rank needs for optimizer steps from a config, a mesh and a plain model.
 
 :class:`Engine` checks the settings and the model, keeps this rank's layers, and computes steps. The
-functions below it derive the receptive field, the halo exchange and the streaming executor from a
-config.
+other functions of this file derive the receptive field, the halo exchange and the streaming
+executor from a config.
 """
 
 from __future__ import annotations
@@ -64,19 +64,19 @@ from distseg.training.step import DeviceRunner, GradientStep, LossHead, StageRun
 
 
 class Engine(ParameterUpdate):
-    """A model that is ready to train on this rank's tiles. Collective to make.
+    """A model that is ready to train on this rank's tiles. All ranks must create it together.
 
     Args:
         config: the settings of the run.
-        mesh: this rank's place in the mesh.
+        mesh: the mesh, which knows this rank's coordinates.
         model: the whole plain model, perhaps on the meta device. It is changed in place: only the
             layers of this rank's stages stay, on ``device``.
         image: the size of a step's images in pixels, by which stages are balanced.
-        device: the device of this rank. With ``pipeline.placement: devices`` only its kind counts,
-            or its index among the node's GPUs.
+        device: the device of this rank. With ``pipeline.placement: devices`` only its type is used,
+            and its index only if ``pipeline.devices`` does not name the devices.
         precision: fp32, bf16 (autocast) or fp64.
         channels_last: True for the channels_last memory format.
-        loss: the loss of the steps; by default the one that the config names.
+        loss: the loss of the steps; by default the loss that the config names.
 
     Raises:
         ValueError: the model cannot be trained, or settings contradict each other. It is raised on
@@ -208,9 +208,13 @@ class Engine(ParameterUpdate):
         self.gradient_step = GradientStep(runner, head, loss, self.context)
 
     def _budget(self, memory: int) -> float:
-        """Return the bytes for the activations of streamed tiles. Collective.
+        """Return the number of bytes for the activations of streamed tiles.
 
-        All ranks get the same budget, because each stage computes the tile sizes of all stages.
+        All ranks must call it together. They get the same budget, because each stage computes the
+        tile sizes of all stages.
+
+        Args:
+            memory: the memory limit of a rank in bytes, ``streaming.memory``.
         """
         keep_freed_memory(large=False)
         return smallest_budget(
@@ -235,7 +239,7 @@ class Engine(ParameterUpdate):
 
     @property
     def streaming(self) -> StreamingRunner | None:
-        """The computation of steps on streamed tiles; None if tiles are not streamed."""
+        """The runner that computes steps on streamed tiles; None if tiles are not streamed."""
         return (
             self.gradient_step.runner
             if isinstance(self.gradient_step.runner, StreamingRunner)
@@ -243,13 +247,14 @@ class Engine(ParameterUpdate):
         )
 
     def base_memory(self) -> int:
-        """Return the bytes of this process, or on its GPU, without activations.
+        """Return the number of bytes that this rank needs beside the activations.
 
-        Gradients and the optimizer's state are included even if they are not allocated yet.
+        On a GPU it is memory of the GPU, else memory of the process. Gradients and the optimizer's
+        state are included even if they are not allocated yet.
         """
         weights = sum(p.numel() * p.element_size() for p in self.parameters)
         cast = weights if self.precision == "bf16" else 0  # copies in bf16, and their gradients
-        # A GPU allocates gradient buckets at once, a CPU when they are first written.
+        # Memory of a GPU is in use once it is allocated, memory of a CPU once it is written.
         gradients = 0 if self.device.type == "cuda" and self.gradients.buckets else weights
         return (
             memory_in_use(self.device)
@@ -259,7 +264,10 @@ class Engine(ParameterUpdate):
         )
 
     def predictor(self) -> Predictor:
-        """Return a predictor of whole images with the network in training. Collective."""
+        """Return a predictor of whole images that uses the network which this engine trains.
+
+        All ranks must call it together.
+        """
         config, world = self.config, self.mesh.world
         memory = config.streaming.memory
         budget = (
@@ -285,7 +293,10 @@ class Engine(ParameterUpdate):
 
     @property
     def reading(self) -> ReceptiveField:
-        """The halo that is read around a tile; empty if tiles exchange halos of pixels instead."""
+        """Halo that is read from the image around a tile, with the network's stride.
+
+        The halo is empty if ranks exchange halos instead.
+        """
         return read_around(self.reach, self.exchange, self.config.streaming.active)
 
     def to_device(self, piece: TileBatch) -> TileBatch:
@@ -302,7 +313,7 @@ class Engine(ParameterUpdate):
         return TileBatch(pixels, labels, piece.place)
 
     def to_blocks(self, piece: TileBatch | LazyTileBatch) -> LazyTileBatch:
-        """Return a lazy tile batch whose regions are moved to the devices when they are read."""
+        """Return a lazy tile batch that moves each region to the devices when it is read."""
         block = (
             piece
             if isinstance(piece, LazyTileBatch)
@@ -318,9 +329,13 @@ class Engine(ParameterUpdate):
         return LazyTileBatch(block.place, pixels, labels)
 
     def backward(self, micro_batches: list[list[TileBatch | LazyTileBatch]]) -> float:
-        """Compute the gradient of the step's loss in the parameters' ``grad``. Collective.
+        """Compute the gradient of the step's loss, and return the loss.
 
-        The gradient is summed over all replicas. Returns the loss, on every stage.
+        All ranks must call it together. The gradient, summed over all replicas, is then in the
+        parameters' ``grad``. Ranks of every stage get the loss.
+
+        Args:
+            micro_batches: for each micro-batch, this rank's tile batches.
         """
         self.gradients.zero()
         loss = self.accumulate(micro_batches)
@@ -329,23 +344,26 @@ class Engine(ParameterUpdate):
         return self.over_stages(loss)
 
     def accumulate(self, micro_batches: list[list[TileBatch | LazyTileBatch]]) -> float:
-        """Add this rank's part of the gradient to the parameters' ``grad``.
+        """Add this rank's part of the gradient to the parameters' ``grad``, and return the loss.
 
-        Returns the loss on ranks with the last stage, else 0.
+        The returned loss is 0 on ranks without the last stage.
+
+        Args:
+            micro_batches: for each micro-batch, this rank's tile batches.
         """
         prepared = self.to_blocks if self.streaming else self.to_device
         with self.mesh.waits.putting_off():
             return self.gradient_step([[prepared(p) for p in pieces] for pieces in micro_batches])
 
     def sum_gradients(self) -> None:
-        """Sum the gradients over all replicas. Collective."""
+        """Sum the gradients over all replicas. All ranks must call it together."""
         heartbeat("sum of the gradients")
         self.reducer.sum(self.gradients.buckets)
 
     def watch_step(self, watch: Callable[[float], None]) -> None:
         """Call ``watch`` with the finished share of a step, from 0 to 1, while tiles are streamed.
 
-        Without streamed tiles it is never called.
+        If tiles are not streamed, ``watch`` is never called.
         """
         if self.streaming:
             self.streaming.executor.watch = watch
@@ -356,17 +374,17 @@ class Engine(ParameterUpdate):
         """Run an optimizer step; return the loss and the gradient's norm before clipping.
 
         Args:
-            micro_batches: this rank's tile batches, by micro-batch.
+            micro_batches: for each micro-batch, this rank's tile batches.
             rate: the learning rate.
         """
         loss = self.backward(micro_batches)
         return loss, self.update(rate)
 
     def pixels(self, micro_batches: list[list[TileBatch | LazyTileBatch]]) -> int:
-        """Return about how many pixels a step of the whole job has.
+        """Return the approximate number of pixels in a step of the whole job.
 
-        It is this rank's owned pixels times the number of replicas, exact if all tiles have one
-        size.
+        It is the number of this rank's owned pixels times the number of replicas, and exact if all
+        tiles have the same size.
         """
         return self.mesh.replicas.size * sum(
             len(p.place.images) * p.place.tile.pixels for pieces in micro_batches for p in pieces
@@ -375,7 +393,10 @@ class Engine(ParameterUpdate):
     def update(self, rate: float) -> float:
         """Clip gradients, step the optimizer, and commit running statistics.
 
-        Returns the gradient's norm before clipping.
+        All ranks must call it together. It returns the norm of the gradient before clipping.
+
+        Args:
+            rate: the learning rate.
         """
         norm = self.over_stages(self.gradients.norm().item() ** 2) ** 0.5
         self.descend(rate, norm, self.context.epoch)
@@ -394,15 +415,15 @@ class Engine(ParameterUpdate):
 def check_trainable(model: nn.Module) -> None:
     """Refuse a model without trainable parameters, or with a hook that changes gradients.
 
-    A rank and a tile have only a part of each gradient, so a hook would not see the gradient.
+    A rank or a tile has only a part of each gradient, so a hook would not get the whole gradient.
 
     Raises:
         ValueError: all parameters are frozen, there are none, or a parameter has a hook.
     """
     if (hooked := hook_on_gradients(model)) is not None:
         raise ValueError(
-            f"{hooked} has a hook that changes gradients, but ranks and tiles have only parts of "
-            f"them: remove the hook"
+            f"{hooked} has a hook that changes gradients, but each rank and tile has only a part "
+            f"of a gradient: remove the hook"
         )
     parameters = list(model.parameters())
     if not any(p.requires_grad for p in parameters):
@@ -417,17 +438,17 @@ def check_trainable(model: nn.Module) -> None:
 
 
 def check_parts(model: nn.Module, approximate: ApproximateConfig) -> None:
-    """Refuse to cut images for a model that is not a graph of known layers.
+    """Refuse to cut images into tiles for a model that is not a graph of known layers.
 
     A probe of its receptive field could miss dependencies, and results would be silently wrong.
 
     Args:
         model: the plain model.
-        approximate: the settings that make windows images of their own.
+        approximate: the settings with which windows are computed as separate images.
 
     Raises:
-        ValueError: the model is not captured as a graph. The message names the call that prevents
-            it.
+        ValueError: the model is not captured as a graph (the message names the call that prevents
+            it), or one of its layers does not allow the settings ``approximate``.
     """
     halo = approximate.halo
     if halo is not None and any(isinstance(layer, Fill) for layer in model.modules()):
@@ -450,14 +471,14 @@ def check_parts(model: nn.Module, approximate: ApproximateConfig) -> None:
         sized := next((node.name for node in graph if node.sized), None)
     ):
         raise ValueError(
-            f"{setting}, so that windows go through the network as separate images, but layer "
-            f"{sized} places its cells by the size of the whole image: leave {setting.split()[0]} "
+            f"{setting}, so that windows go through the network as separate images, but the result "
+            f"of layer {sized} depends on the size of the whole image: leave {setting.split()[0]} "
             "out"
         )
 
 
 def _weights_of(model: nn.Module) -> dict[str, str]:
-    """Return the size of each parameter, and whether it trains, by its name for the user."""
+    """Return, by the user's name of each parameter, its size and if it is trained, as text."""
     return {
         name: f"{'x'.join(map(str, p.shape))}, {'trained' if p.requires_grad else 'frozen'}"
         for name, p in user_names(model.named_parameters(), model).items()
@@ -470,7 +491,7 @@ def _context(config: Config, mesh: Mesh, splits: bool) -> Context:
     Args:
         config: the settings.
         mesh: the mesh.
-        splits: True if the schedule computes gradients of weights in actions of their own.
+        splits: True if the schedule has separate actions that compute the gradients of weights.
     """
     per_window, of_step = config.approximate.norms == "window", config.spatial.norm_scope == "step"
     # Statistics of all groups must not be summed over the groups once more.
@@ -490,11 +511,12 @@ def make_exchange(
 ) -> Exchange | None:
     """Return the halo exchange of a plain model on the mesh's grid of tiles.
 
-    Return None if whole windows go through every layer. The model may be on the meta device.
+    Return None if every layer computes whole windows, without an exchange. The model may be on the
+    meta device.
 
     Raises:
-        ValueError: ``spatial.exchange_every`` asks for exchanges in a model that cannot be computed
-            in parts.
+        ValueError: the settings ask for exchanges or streamed tiles, but the model cannot be
+            computed in parts.
     """
     spatial, grid, per_rank = config.spatial, config.mesh.tiles, config.owned
     if not (spatial.exchanges or config.streaming.active):
@@ -529,7 +551,10 @@ def make_exchange(
 def activations_of(
     model: nn.Module, exchange: Exchange, precision: str, channels_last: bool
 ) -> Activations:
-    """Return the memory model of a plain model's tiles; the model may be on the meta device."""
+    """Return the memory model of the activations of tiles.
+
+    The model is plain, and may be on the meta device.
+    """
     itemsize = {"fp64": 8, "fp32": 4, "bf16": 2}[precision]
     kinds = [type(layer) for _, layer in flat_layers(model)]
     return Activations(
@@ -553,8 +578,9 @@ def make_streaming_executor(
     Args:
         streaming: the settings.
         exchange: the halo exchange of the plain model.
-        activations: the memory model of its tiles.
-        budget: bytes for the activations of a tile; None for ``streaming.tiles`` tiles.
+        activations: the memory model of the plain model's tiles.
+        budget: bytes for the activations of a tile; None to cut the part of a rank into
+            ``streaming.tiles`` tiles.
         partition: the stages; None for one stage.
         comm: the communicator of the pipeline's ranks.
         model: this rank's layers; None for an executor that only plans.
@@ -564,7 +590,7 @@ def make_streaming_executor(
     tiling = GridTiling(streaming.tiles) if budget is None else BudgetTiling(activations, budget)
     folder = None if streaming.scratch == "memory" else streaming.scratch or tempfile.gettempdir()
     stages, placement = (partition.ranges, partition.placement) if partition else ((), (0,))
-    # Stages without a budget keep the graphs of their tiles, so that there is nothing to trim.
+    # Several stages without a budget keep the graphs of their tiles, so there is nothing to trim.
     trims = budget is not None or comm.size == 1
     return StreamingExecutor(
         model,
@@ -586,14 +612,15 @@ def make_streaming_executor(
 
 
 def streaming_order(schedule: str, linear: bool, active: bool) -> str:
-    """Return the schedule of micro-batches with streamed tiles, gpipe or 1f1b.
+    """Return the schedule of micro-batches with streamed tiles: gpipe or 1f1b.
 
     Args:
         schedule: the value of ``pipeline.schedule``.
-        linear: True if the loss gradient is known before the outputs. Otherwise 1F1B would compute
-            all forward passes twice.
-        active: True if there are active norms, for which all tiles of an image wait. Stored feature
-            maps lie on the disk, so all micro-batches go forward first.
+        linear: True if the loss gradient is known before the outputs. If False, auto avoids 1F1B,
+            which would compute all forward passes twice.
+        active: True if there are active norms, for which all tiles of an image wait. Then auto
+            chooses gpipe: feature maps are stored on the disk, so the forward passes of all
+            micro-batches can come first.
     """
     if schedule != "auto":
         return schedule
@@ -606,7 +633,7 @@ def read_around(reach: ReceptiveField, exchange: Exchange | None, streamed: bool
     Args:
         reach: the receptive field of the model.
         exchange: the halo exchange between layers, or None.
-        streamed: True if the rank streams tiles, whose windows are read with their halos.
+        streamed: True if the rank streams tiles. Their windows are always read with their halos.
     """
     if exchange and exchange.exchanges and not streamed:
         nothing = (0,) * len(reach.halo)
@@ -621,7 +648,13 @@ def read_around(reach: ReceptiveField, exchange: Exchange | None, streamed: bool
 
 
 def approximations(config: Config, reach: ReceptiveField, exact: ReceptiveField) -> list[str]:
-    """Return a sentence for each setting that gives up the serial program's exact gradient."""
+    """Return a sentence for each setting that makes the gradient differ from the serial program's.
+
+    Args:
+        config: the settings.
+        reach: the receptive field that is used.
+        exact: the receptive field of the model.
+    """
     found = []
     tiled = config.mesh.tiles.volume * config.spatial.tiles_per_rank.volume > 1
     if tiled and any(a < b for a, b in zip(reach.halo, exact.halo)):
@@ -636,6 +669,6 @@ def approximations(config: Config, reach: ReceptiveField, exact: ReceptiveField)
         )
     if config.approximate.gradients == "fp16":
         found.append(
-            "approximate.gradients is fp16: they are rounded to 11 bits before they are summed"
+            "approximate.gradients is fp16: gradients are rounded to 11 bits before they are summed"
         )
     return found

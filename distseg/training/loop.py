@@ -1,7 +1,7 @@
-"""Train from a config; this file is the whole run from top to bottom.
+"""Train from a config; this file shows the whole run from top to bottom.
 
-Every rank runs the same lines. If only one rank should print or write, that rank has the real log,
-progress bar or checkpoint writer, and the others have silent ones.
+Every rank runs the same lines. If only one rank should print or write, this rank has the real log,
+progress bar or checkpoint writer, and the other ranks have objects that do nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ from distseg.training.run import Run, plain
 
 
 def train(config: Config, world) -> dict | None:
-    """Train on all ranks of ``world``; return the last validation's scores on rank 0. Collective.
+    """Train a network, and return the scores of the last validation.
+
+    All ranks of ``world`` must call it together. Only rank 0 gets the scores, the others get None.
 
     Raises:
         ValueError, OSError: the config, data or mesh is wrong. It is raised on all ranks before any
@@ -139,7 +141,8 @@ class _Training:
             ):
                 phase(f"epoch {number + 1}, step {k + 1} of {steps}")
                 self.control.post()
-                # Not position.step: a resumed run may have another number of steps per epoch.
+                # Not position.step, as a resumed run may have a different number of steps per epoch
+                # than before.
                 rate = learning_rate(self.config.optim, number * steps + k, run.total)
                 loss, norm = engine.step(micro_batches, rate)
                 step = self.position.step + 1
@@ -174,7 +177,7 @@ class _Training:
         self.control.saved(run.checkpoints.seconds)
 
     def _leave(self, why: str) -> None:
-        """End the run once the checkpoint that was just begun is written."""
+        """End the run for the reason ``why``, after the checkpoint that was begun is written."""
         self.run.checkpoints.flush()
         phase("waiting for all ranks to end")
         gathered(self.run.world)
@@ -246,14 +249,15 @@ class _Training:
 def _check_finite(loss: float, norm: float, step: int, config: Config) -> None:
     """End the run if the loss or the gradient's norm is not a finite number.
 
-    Both are the same on every rank, so all ranks raise together.
+    Both numbers are the same on every rank, so all ranks raise the error together.
 
     Raises:
-        JointFailure: naming the step, both values and the repair.
+        JointFailure: a number is not finite. The message names the step, both numbers and how to
+            fix it.
     """
     if not (math.isfinite(loss) and math.isfinite(norm)):
         raise JointFailure(
-            f"step {step}: the loss is {loss} and the gradient's norm {norm}: lower optim.lr, set "
-            "optim.clip, or train with train.precision fp32; "
+            f"step {step}: the loss is {loss} and the gradient's norm is {norm}, but both must be "
+            "finite: lower optim.lr, set optim.clip, or train with train.precision fp32; "
             f"earlier checkpoints are in {config.train.output}"
         )

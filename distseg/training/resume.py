@@ -30,9 +30,9 @@ class Position:
     """Position of a run.
 
     Attributes:
-        step: optimizer steps so far.
-        epoch: finished epochs, validation included.
-        samples: samples of the current epoch so far.
+        step: number of optimizer steps so far.
+        epoch: number of finished epochs; an epoch ends with its validation.
+        samples: number of samples of the current epoch so far.
         validation: the scores of the last validation.
     """
 
@@ -43,12 +43,12 @@ class Position:
 
 
 def chosen(output: str, resume: bool | str) -> Path | None:
-    """Return the checkpoint to go on from, or None to begin anew.
+    """Return the checkpoint from which a run goes on, or None if it begins anew.
 
     Args:
         output: the run's folder.
-        resume: False, the name of a checkpoint, or True for the last one. True begins anew if there
-            is none, so that a job script can always set it.
+        resume: False to begin anew, the name of a checkpoint, or True for the last checkpoint. With
+            True a run without a checkpoint begins anew, so that a job script can always set True.
 
     Raises:
         FileNotFoundError: the named checkpoint does not exist.
@@ -66,12 +66,14 @@ def position_of(manifest: dict) -> Position:
 
 
 def first_step(samples: int, batch: int, steps: int) -> tuple[int, str | None]:
-    """Return the step of an epoch at which a run goes on, and a line if samples repeat.
+    """Return the step of an epoch at which a run goes on, and a line of text if samples repeat.
+
+    If no samples repeat, None takes the place of the line.
 
     Args:
-        samples: samples of the epoch before the checkpoint.
-        batch: samples of a step now.
-        steps: steps of an epoch now.
+        samples: number of samples of the epoch that were used before the checkpoint.
+        batch: number of samples in a step of this run.
+        steps: number of steps in an epoch of this run.
     """
     step = min(samples // batch, steps)
     twice = samples - step * batch
@@ -80,12 +82,19 @@ def first_step(samples: int, batch: int, steps: int) -> tuple[int, str | None]:
     return (
         step,
         f"{twice} of the epoch's samples are seen twice: the checkpoint was written after "
-        f"{samples}, and a step now takes {batch}",
+        f"{samples} samples, and a step of this run takes {batch}",
     )
 
 
 def changes(before: Mapping, now: Mapping) -> list[str]:
-    """Return a sentence for each setting that changed, except those that cannot change results."""
+    """Return a sentence for each changed setting.
+
+    Settings that cannot change results are left out, and so is the mesh (:func:`mesh_change`).
+
+    Args:
+        before: the config of the checkpoint.
+        now: the config of this run.
+    """
     old, new = settings(before), settings(now)
     names = [
         name for name in new if not name.startswith(_FREE) and old.get(name, new[name]) != new[name]
@@ -94,7 +103,7 @@ def changes(before: Mapping, now: Mapping) -> list[str]:
 
 
 def mesh_change(before: Mapping, now: Mapping, batch_norm: bool) -> list[str]:
-    """Return a sentence if the mesh changed, with the effect on the gradient; else an empty list.
+    """Return a list with a sentence on the effect of a changed mesh, or an empty list.
 
     Args:
         before: the config of the checkpoint.
@@ -106,13 +115,13 @@ def mesh_change(before: Mapping, now: Mapping, batch_norm: bool) -> list[str]:
     images = [_images(config) for config in (before, now)]
     if images[0] != images[1]:
         what = (
-            f"a step was of {images[0]} images, is of {images[1]}, so the loss curve is another; "
-            "train.accumulate and data.images make it the same"
+            f"a step had {images[0]} images and now has {images[1]}, so the loss curve changes; "
+            "set train.accumulate and data.images to get the same number of images"
         )
     elif _of_windows(now.get("approximate", {})):
-        what = "what is approximate (approximate.halo, approximate.norms) depends on it"
+        what = "the approximation (approximate.halo, approximate.norms) depends on the mesh"
     elif batch_norm and _together(before) != _together(now):
-        what = "batch norm sees other images of a step together, so the loss curve is another"
+        what = "batch norm takes statistics of other images together, so the loss curve changes"
     else:
         what = "the gradient is the same"
     return [f"the mesh was {_shape(before['mesh'])}, is {_shape(now['mesh'])}: {what}"]
@@ -143,20 +152,23 @@ def _together(config: Mapping) -> int:
 def schedule_change(
     before: OptimConfig, now: OptimConfig, at: tuple[int, int], at_before: tuple[int, int]
 ) -> list[str]:
-    """Return a sentence if the learning rate goes on at another value, else an empty list.
+    """Return a list with a sentence if the learning rate jumps, or an empty list.
+
+    It jumps if the settings or the numbers of steps have changed since the checkpoint so that the
+    next step has a learning rate that it would not have had before.
 
     Args:
         before: the optimizer settings of the checkpoint.
         now: the optimizer settings of this run.
-        at: the number of the next step and the number of all steps.
-        at_before: the same two numbers by the settings of the checkpoint.
+        at: the number of the next step, and the total number of steps.
+        at_before: the same two numbers, counted with the settings of the checkpoint.
     """
     rate = learning_rate(now, *at)
     would = learning_rate(before, *at_before) if at_before[0] < at_before[1] else None
     if (at, now) == (at_before, before) or rate == would:
         return []
-    was = "it had come to its end" if would is None else f"it would have been {would:.3g}"
+    was = "it had come to its end" if would is None else f"the rate would have been {would:.3g}"
     return [
-        f"the schedule ({now.schedule}) goes on at step {at[0]} of {at[1]} with a rate of "
+        f"the schedule ({now.schedule}) goes on at step {at[0]} of {at[1]} with a learning rate of "
         f"{rate:.3g}; with the settings before {was}"
     ]

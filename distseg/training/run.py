@@ -70,10 +70,10 @@ from distseg.training.run_config import check_method, is_code, network_of
 
 
 class Run:
-    """Objects of a training run and its position. Collective to make.
+    """Objects of a training run and its position. All ranks must create it together.
 
     Args:
-        config: the settings, of exact training or of PatchGD.
+        config: the settings of exact training or of PatchGD.
         world: the communicator of all ranks.
 
     Attributes:
@@ -180,12 +180,12 @@ class Run:
 
     @property
     def _begun(self) -> nn.Module:
-        """The module that gets the weights of ``train.init``: the network or a backbone."""
+        """Module that gets the weights of ``train.init``: the network, or PatchGD's backbone."""
         return self.model.begun if isinstance(self.model, PatchNetwork) else self.model
 
     @property
     def finished(self) -> bool:
-        """True if the checkpoint already has all epochs."""
+        """True if the checkpoint already has all epochs that ``train.epochs`` asks for."""
         return self.position.epoch >= self.config.train.epochs
 
     @property
@@ -193,7 +193,7 @@ class Run:
         return self.mesh.shape.samples * self.config.train.accumulate * self.config.data.images
 
     def manifest(self, position: Position) -> dict:
-        """Return the manifest of a checkpoint at ``position``: all that is not a tensor."""
+        """Return the manifest of a checkpoint at ``position``: its content except for tensors."""
         store = self.store
         data = {
             "classes": store.classes,
@@ -217,11 +217,11 @@ class Run:
         return {**asdict(position), **run}
 
     def samples_after(self, steps: int) -> int:
-        """Return the number of an epoch's samples that its first ``steps`` steps take."""
+        """Return the number of samples that the first ``steps`` steps of an epoch take."""
         return steps * self._batch
 
     def _facts(self) -> dict:
-        """Return facts that must be equal on all ranks, by description."""
+        """Return the facts that must be equal on all ranks, each under its description."""
         model = [
             (name, tuple(t.shape), str(t.dtype)) for name, t in self.model.state_dict().items()
         ]
@@ -247,9 +247,10 @@ class Run:
         share(self.model, self.engine.optimizer, self.mesh.replicas)
 
     def _checkpoints(self) -> SilentCheckpoints:
-        """Lock the run's folder and return the writer of its checkpoints. Collective.
+        """Lock the run's folder and return the writer of its checkpoints.
 
-        The first rank checks the free disk space and moves checkpoints of another run aside.
+        All ranks must call it together. The first rank checks the free disk space and moves
+        checkpoints of an earlier run into another folder.
         """
         config, output = self.config, Path(self.config.train.output)
         needed = self.mesh.pipeline.allreduce(state_bytes(self.model, state_copies(config.optim)))
@@ -279,7 +280,10 @@ class Run:
         )
 
     def _changes(self) -> list[str]:
-        """Return a line for each change since the checkpoint was written."""
+        """Return the lines about the checkpoint and about each change since it was written.
+
+        The list is empty if the run does not go on from a checkpoint.
+        """
         if not self.resumed:
             return []
         before, now, steps = self.resumed["config"], plain(self.config), self.loader.steps_per_epoch
@@ -292,7 +296,7 @@ class Run:
         lines += mesh_change(before, now, self._batch_norm) + changes(before, now)
         store = self.resumed["data"].get("store")
         if store is not None and store != getattr(self.store, "digest", store):
-            lines.append("the store has another content than the one the checkpoint was trained on")
+            lines.append("the store's content has changed since the checkpoint was written")
         at_before = (
             self.position.epoch * steps_before + self.position.samples // self._batch,
             before["train"]["epochs"] * steps_before,
@@ -334,8 +338,9 @@ class Run:
         if config.spatial.exchanges:
             points = len(engine.exchange.layout(self.image).points)
             lines.append(
-                f"tiles exchange borders before {points} layers of the forward pass "
-                f"(spatial.exchange_every {config.spatial.exchange_every}) and read no halo"
+                f"ranks exchange halos before {points} layers of the forward pass "
+                f"(spatial.exchange_every {config.spatial.exchange_every}) and read no halo from "
+                "the images"
             )
         if engine.streaming:
             with raise_jointly(self.world):
@@ -371,12 +376,12 @@ class Run:
             return []
         return [
             f"note: for tiles of {Size(tile.size)} windows of {Size(window.size)} are read and "
-            f"computed, {window.pixels / tile.pixels:.1f} times as many pixels: with "
-            "spatial.exchange_every 1, or level, tiles exchange borders instead"
+            f"computed, with {window.pixels / tile.pixels:.1f} times as many pixels as the tiles: "
+            "with spatial.exchange_every 1, or level, ranks exchange halos instead"
         ]
 
 
-_MUCH = 1.5  # ratio of a window's to a tile's pixels above which there is a note
+_MUCH = 1.5  # a note is given if a window has more than this many times the pixels of its tile
 
 
 def _short_digest(content) -> str:
@@ -386,10 +391,11 @@ def _short_digest(content) -> str:
 def lock_run(output: Path) -> IO:
     """Lock a run's folder against other jobs for as long as the returned file is open.
 
-    The lock of a job that was killed is free again.
+    If a job is killed, its lock is released.
 
     Raises:
-        BlockingIOError: another job trains into the folder. The message names it.
+        BlockingIOError: another job trains into the folder. The message names that job's host and
+            start.
     """
     path = output / "lock"
     try:
@@ -419,23 +425,24 @@ def _largest(store: Store, crop: Size | None) -> tuple[int, ...]:
 
 
 def _outputs(model: ModelBase, store: Store) -> int | None:
-    """Return the number of the network's outputs.
+    """Return the number of outputs that the network needs for the labels of a store.
 
-    It is one per class, or one for a store of numbers, which has one class. Two classes may share
-    one output (sigmoid) if ``model.out_channels`` is 1.
+    It is one output for each class. A store whose labels are numbers has one class. Two classes
+    have one output together (sigmoid) if ``model.out_channels`` is 1.
     """
     return 1 if model.out_channels == 1 and len(store.classes) == 2 else len(store.classes)
 
 
 def batches_of(sizes: Iterable[Sequence[int]], images: int) -> list[tuple[Sequence[int], int]]:
-    """Return the sizes and numbers of images with which a network is called in training.
+    """Return the pairs (size, number of images) with which a network is tried before training.
 
-    The images of a micro-batch that have one size go through the network together. If sizes differ,
-    these may be any number up to ``images``. All numbers are tried at the smallest size, and one
-    image and ``images`` at the others.
+    Images of a micro-batch that have the same size go through the network together. If sizes
+    differ, any number of images up to ``images`` can have the same size. The smallest size is
+    returned with each of these numbers. The other sizes are returned with one image and with
+    ``images``.
 
     Args:
-        sizes: the different sizes of the samples.
+        sizes: the distinct sizes of the samples.
         images: number of images in a micro-batch.
     """
     first, *others = sorted(sizes, key=lambda size: (math.prod(size), size))

@@ -1,10 +1,11 @@
 """Take settings over from a run's manifest, for evaluation and prediction.
 
-The manifest may come from somebody else. The network's settings, and those on which its results
-depend, are taken over as checked values. Code is not imported from its name alone: a network that
-is a user's function (``package.module:function``) must be named again, because importing it runs
-it. Runs of this user are an exception (:mod:`distseg.training.checkpoint.own_runs`). Settings of
-the machine that trained, such as folders, devices and threads, are not taken over.
+The manifest may come from somebody else. The settings of the network, and those on which its
+results depend, are taken over as checked values. A network that is a user's function
+(``package.module:function``) is not imported just because the manifest names it, since importing
+runs the code: the user must name the function again. This is not necessary for runs that this user
+trained in the same folder with the same code (:mod:`distseg.training.checkpoint.own_runs`).
+Settings of the machine that trained, such as scratch folders and threads, are not taken over.
 """
 
 from __future__ import annotations
@@ -40,15 +41,21 @@ TAKEN = {
     "predict": ("tile", "probabilities", "formats", "trace"),
     "run": ("device",),
 }
-# Settings of the machine that trained; they are not taken over, but listed if they were set.
+# Settings of the machine that trained. They are not taken over, but listed for the user if set.
 _LEFT = ("pipeline.devices", "predict.scratch", "run.threads", "run.timeout")
 
 
 def network_of(config: Config | PatchConfig, bands: int | None, outputs: int | None) -> nn.Module:
     """Return the network that a config trains.
 
+    Args:
+        config: the settings.
+        bands: number of bands of an image; None if the config determines it.
+        outputs: number of outputs of the network; None if the config determines it.
+
     Raises:
-        ValueError: see :func:`distseg.models.zoo.plain_model`; or PatchGD cannot train the network.
+        ValueError: the network cannot be built (see :func:`distseg.models.zoo.plain_model`), or
+            PatchGD cannot train it.
     """
     if isinstance(config, Config):
         return outline_model(config.model, bands, outputs)
@@ -64,19 +71,23 @@ def taken_over(config: dict, run: str) -> dict:
 
     Names of code that is not trusted are left out.
 
+    Args:
+        config: the manifest's ``config``.
+        run: the folder of the run or of a checkpoint.
+
     Raises:
         ValueError: the manifest has no network, or one that this version cannot build.
     """
     model = config.get("model") if isinstance(config, dict) else None
     if not isinstance(model, dict) or not isinstance(model.get("name"), str):
         raise ValueError(
-            f"{run}: manifest.json names no network (config, model, name), so the trained network "
-            f"is unknown: use another checkpoint"
+            f"{run}: manifest.json names no network (config, model, name), so distseg does not "
+            f"know what to build: use another checkpoint"
         )
     if unknown := sorted(set(model) - set(TAKEN["model"])):
         raise ValueError(
-            f"{run}: the network in manifest.json has {unknown[0]}, which this distseg does not "
-            "know: update distseg, or use another checkpoint"
+            f"{run}: the network in manifest.json has the setting {unknown[0]}, which this version "
+            "of distseg does not know: update distseg, or use another checkpoint"
         )
     found, known = {}, sections(kind_of(config))
     for section, names in TAKEN.items():
@@ -101,9 +112,9 @@ def _folder(run: str | Path) -> Path:
 
 
 def left_behind(config: dict, defaults: dict) -> list[str]:
-    """Return training settings that are not taken over although they were set.
+    """Return the settings that the training had set but that are not taken over.
 
-    Each is text such as ``run.threads 4``.
+    Each is a text such as ``run.threads 4``.
 
     Args:
         config: the manifest's config.
@@ -120,15 +131,16 @@ def left_behind(config: dict, defaults: dict) -> list[str]:
 
 
 def check_model(config: dict, own: ModelBase, run: str) -> None:
-    """Refuse code that the user did not name, and a network other than the run's.
+    """Refuse to import code that the user did not name, or to build a network other than the run's.
 
     Args:
         config: the manifest's config.
-        own: the model settings: the run's, overridden by the user's flags.
-        run: the run's folder, for the error message.
+        own: the model settings of the run, overridden by the user's flags.
+        run: the run's folder.
 
     Raises:
-        ValueError: naming the flag to add, or the one to leave out.
+        ValueError: the code is not trusted, or a setting differs. The message names the flag to add
+            or to leave out.
     """
     model = config["model"]
     check_named(config, own.name, run)
@@ -142,15 +154,15 @@ def check_model(config: dict, own: ModelBase, run: str) -> None:
 
 
 def check_head(config: dict, given: str, run: str) -> None:
-    """Refuse the code of a PatchGD head that the user did not name.
+    """Refuse to import the code of a PatchGD head that the user did not name.
 
     Args:
         config: the manifest's config.
-        given: ``patchgd.head`` of the user's flags.
+        given: the value of ``patchgd.head`` in the user's flags.
         run: the run's folder.
 
     Raises:
-        ValueError: naming the flag to add.
+        ValueError: the code is not trusted. The message names the flag to add.
     """
     name = _head_of(config)
     if is_code(name) and given != name and (why := distrusted(_folder(run), name, "head")):
@@ -166,18 +178,19 @@ def _head_of(config: dict) -> str:
 
 
 def kind_of(config: dict) -> type:
-    """Return the class of a manifest's ``config``: that of exact training or of PatchGD."""
+    """Return the class of a manifest's ``config``: Config (exact training) or PatchConfig."""
     train, section = config.get("train"), config.get("patchgd")
-    # Runs of earlier versions have the section always, and the method beside it.
+    # In runs of earlier versions, the section is always present and train.method names the method.
     method = train.get("method", "patchgd") if isinstance(train, dict) else "patchgd"
     return PatchConfig if isinstance(section, dict) and method == "patchgd" else Config
 
 
 def check_method(manifest: dict, config: Config | PatchConfig, checkpoint: Path) -> None:
-    """Refuse to go on from a checkpoint of the other kind of training.
+    """Refuse to go on with exact training from a checkpoint of PatchGD, or the other way round.
 
     Raises:
-        ValueError: naming the checkpoint and the command that goes on from it.
+        ValueError: the kinds differ. The message names the checkpoint and the command that goes on
+            from it.
     """
     kind = kind_of(manifest["config"])
     if not isinstance(config, kind):
@@ -189,12 +202,17 @@ def check_method(manifest: dict, config: Config | PatchConfig, checkpoint: Path)
 
 
 def check_named(config: dict, given: str, run: str) -> None:
-    """Refuse a run whose network is code, unless it is the network ``given`` by the user.
+    """Refuse a run if loading it would import code that the user did not name.
 
-    Runs of this user are not refused.
+    Runs that this user trained in the same folder, with unchanged code, are accepted.
+
+    Args:
+        config: the manifest's config.
+        given: the value of ``model.name`` in the user's flags.
+        run: the run's folder.
 
     Raises:
-        ValueError: naming the flag to add.
+        ValueError: the code is not trusted. The message names the flag to add.
     """
     name = config["model"]["name"]
     if is_code(name) and given != name and (why := distrusted(_folder(run), name)):
@@ -215,23 +233,26 @@ def load(
 ) -> nn.Module:
     """Return the trained network of a run, for whole images, in evaluation mode on the CPU.
 
-    The module takes raw pixel values, float (N, bands, *size), and normalises them by the constants
-    of the run (:class:`Normalised`). Its attribute ``network`` is the network itself.
+    The module takes raw pixel values, float (N, bands, *size), and normalises them with the
+    constants of the run (:class:`Normalised`). The module's attribute ``network`` is the network
+    without this normalisation.
 
     Args:
         run: the folder of a run, or of a checkpoint.
         model: your own module, built as for training. Its weights are overwritten. It may be None
-            if the run's network is one of distseg's, or if you trained the run yourself.
+            if the run's network is one of distseg's, or if you trained the run yourself, in the
+            same folder and with the same code.
         which: best, last, or the name of a checkpoint.
-        normalise: False to return the network itself. It takes normalised images,
-            (pixels - mean) / std by band, with the constants of ``export.json`` or the store.
+        normalise: True to normalise the input. If False, the network itself is returned, which
+            takes normalised images: (pixels - mean) / std for each band, with the constants of
+            ``export.json`` or of the store.
         head: your own head of a PatchGD run, built as for training. It may be None in the same
             cases as ``model``.
 
     Raises:
         FileNotFoundError: there is no checkpoint.
-        ValueError: ``model`` or ``head`` is needed and not given, or is not the one that was
-            trained.
+        ValueError: ``model`` or ``head`` is needed but not given, or differs from the module that
+            was trained.
     """
     checkpoint = find(run, which)
     manifest = read_run_manifest(checkpoint)
@@ -262,7 +283,12 @@ class Normalised(nn.Module):
 
 
 def normalised(network: nn.Module, manifest: dict) -> Normalised:
-    """Return a network that normalises its input by the constants of the run's training data."""
+    """Return ``network`` with a normalisation of its input in front, in evaluation mode.
+
+    Args:
+        network: a network that takes normalised images.
+        manifest: the run's manifest, with the mean and the standard deviation of each band.
+    """
     data = manifest["data"]
     return Normalised(network, data["mean"], data["std"]).eval()
 
@@ -280,8 +306,8 @@ def _network(
     found = taken_over(manifest["config"], str(run))["model"]
     if "name" not in found:
         raise ValueError(
-            f"{run} was trained with the network {manifest['config']['model']['name']}: build it "
-            f"and pass it as model"
+            f"{run} was trained with the network {manifest['config']['model']['name']}, which is "
+            f"code that distseg does not import by itself: build the network and pass it as model"
         )
     return _with_weights(
         checkpoint,
@@ -296,7 +322,8 @@ def load_named(checkpoint: Path, own: ModelBase) -> nn.Module:
 
     Args:
         checkpoint: the folder of the checkpoint.
-        own: the model settings of the run. A name of code must have passed :func:`check_model`.
+        own: the model settings of the run. If they name a user's function, :func:`check_model` must
+            have accepted them.
     """
     manifest = read_run_manifest(checkpoint)
     if ":" not in own.name:
@@ -311,9 +338,10 @@ def load_named(checkpoint: Path, own: ModelBase) -> nn.Module:
 
 
 def _open(model: ModelBase) -> ModelBase:
-    """Return model settings without ``out_channels``; the number of outputs is in the manifest.
+    """Return model settings without ``out_channels``, so that any number of outputs can be built.
 
-    A backbone of PatchGD has another number of outputs.
+    The network of a run has the number of outputs in its manifest. The backbone of PatchGD has a
+    different number.
     """
     return replace(model, out_channels=None)
 
@@ -336,7 +364,8 @@ def _with_weights(
     Args:
         checkpoint: the folder of the checkpoint.
         manifest: its manifest.
-        made: a function that builds the network, or PatchGD's backbone, for a number of outputs.
+        made: a function that builds the network, or PatchGD's backbone, with the given number of
+            outputs.
         head: the head of a PatchGD network; by default the one that the manifest names.
     """
     outputs = manifest["channels"][1]
@@ -344,8 +373,9 @@ def _with_weights(
         taken = taken_over(manifest["config"], str(checkpoint))
         if head is None and "head" not in taken["patchgd"]:
             raise ValueError(
-                f"{checkpoint} was trained with the head {_head_of(manifest['config'])}: build it "
-                f"and pass it to distseg.load as head"
+                f"{checkpoint} was trained with the head {_head_of(manifest['config'])}, which is "
+                f"code that distseg does not import by itself: build the head and pass it to "
+                f"distseg.load as head"
             )
         config = PatchConfig(
             model=ModelBase(seed=taken["model"].get("seed", 0)),
@@ -366,7 +396,7 @@ def of_patches(manifest: dict) -> bool:
 
 
 def is_code(name: str) -> bool:
-    """Return True if a name is a user's function, not one of distseg's networks."""
+    """Return True if a name stands for a user's function, not for one of distseg's networks."""
     return ":" in name and not name.startswith("distseg.models.")
 
 

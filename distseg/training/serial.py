@@ -2,8 +2,8 @@
 
 One process runs the unmodified module in PyTorch on the whole images of a step. Norms and losses
 are replaced by their textbook formulas on whole images. The serial program shares no code with the
-distributed step, except dropout masks, which are a definition (:mod:`distseg.layers.dropout`), and
-PyTorch's optimizer.
+distributed step, with two exceptions: PyTorch's optimizer, and the dropout masks, which both must
+take from one definition (:mod:`distseg.layers.dropout`).
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Image:
         pixels: (C, *size).
         labels: (*size), or (1, ...) for one label of the whole image.
         number: the image's number in the epoch.
-        group: its sample group in the mesh.
-        micro_batch: its micro-batch in the step.
+        group: the number of the sample group that has the image.
+        micro_batch: the number of the micro-batch that has the image.
     """
 
     pixels: Tensor
@@ -55,7 +55,7 @@ class Image:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Results of a step, by the model's own names.
+    """Results of a step. Tensors have the names of the user's model.
 
     Attributes:
         loss: the loss.
@@ -82,8 +82,9 @@ def serial_step(
         images: all images of the step.
         config: the settings.
         epoch: the epoch, on which dropout masks depend.
-        dropouts: the layer of each call of a dropout function in a forward pass, by the call's
-            number (:class:`distseg.models.network.Network`). By default it is the calling module.
+        dropouts: for each call of a dropout function in a forward pass, by the call's number, the
+            layer whose masks it uses (:class:`distseg.models.network.Network`). By default each
+            call uses the masks of the module that makes the call.
     """
     return SerialProgram(model, config, dropouts).step(images, epoch)
 
@@ -92,7 +93,7 @@ class SerialProgram:
     """Optimizer steps with a copy of a model, one after another.
 
     Attributes:
-        model: the copy, as the steps up to now have left it.
+        model: the copy, with the weights after the latest step.
     """
 
     def __init__(self, model: nn.Module, config: Config, dropouts: Dropouts = None):
@@ -105,7 +106,7 @@ class SerialProgram:
     def step(self, images: list[Image], epoch: int = 0) -> Outcome:
         """Run an optimizer step over ``images`` and return its results.
 
-        Weights and buffers in the result are the model's own tensors, which the next step changes.
+        Weights and buffers in the result are not copies: the next step changes them.
         """
         self.model.zero_grad(set_to_none=True)
         loss, whole = _forward(self.model, images, self.config, epoch, self.dropouts)
@@ -127,9 +128,10 @@ class SerialProgram:
         )
 
     def take_over(self, outcome: Outcome) -> None:
-        """Copy the weights and buffers of another program.
+        """Set the model's weights and buffers to those in the result of another program.
 
-        Rounding errors of this step then do not count in the comparison of the next step.
+        Both programs then begin the next step with the same values, so rounding errors of this step
+        do not show in the comparison of the next step.
         """
         take_over(self._parameters, outcome.weights)
         take_over(self._buffers, outcome.buffers)
@@ -185,10 +187,11 @@ def rounding_of_gradients(
     epoch: int = 0,
     dropouts: Dropouts = None,
 ) -> dict[str, float]:
-    """Return how far rounding moves each gradient, in the 2-norm.
+    """Return the 2-norm of the rounding error of each gradient, by the parameter's name.
 
-    The gradient of 3 * loss, divided by 3, has the same sums over the same images, but every
-    product rounds differently. The result is the norm of its difference from ``wanted``, by name.
+    The error is measured with the gradient of 3 * loss, divided by 3. In exact arithmetic this is
+    the gradient of the loss, but every product rounds differently. The result is the norm of its
+    difference from ``wanted``, the gradient of the loss.
     """
     model = copy.deepcopy(model).train()
     parameters = dict(model.named_parameters())
@@ -206,7 +209,7 @@ def rounding_of_step(
 
 
 class _Rounding(TorchFunctionMode):
-    """Mode in which the results of torch functions get random errors in their last bits."""
+    """Mode that adds random errors to the last bits of all results of torch functions."""
 
     def __init__(self):
         super().__init__()
@@ -238,7 +241,7 @@ class _Rounding(TorchFunctionMode):
 def _forward(
     model: nn.Module, images: list[Image], config: Config, epoch: int, dropouts: Dropouts
 ) -> tuple[Tensor, _Whole]:
-    """Return the loss with its graph, and the mode that recorded the norms' inputs."""
+    """Return the loss with its autograd graph, and the mode that recorded the norms' inputs."""
     frozen, logits = config.spatial.frozen_norm, {}
     whole = _Whole(model, frozen, config.train.seed, epoch, dropouts)
     for batch in _batches(model, images, config.spatial.norm_scope):
@@ -265,8 +268,12 @@ def _gradients(parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
 def _batches(model: nn.Module, images: list[Image], norm_scope: str) -> list[list[Image]]:
     """Return the batches of images that go through the network together.
 
-    A batch is a micro-batch. If sizes differ in one and there is no batch norm, every image is a
+    A batch is a micro-batch of one sample group, or of all groups if ``norm_scope`` is step. If the
+    images of a batch differ in size and the model has no batch norm, every image of the step is a
     batch of its own.
+
+    Raises:
+        ValueError: the images of a batch differ in size, and the model has a batch norm.
     """
     batches: dict = {}
     for image in images:
@@ -281,7 +288,7 @@ def _batches(model: nn.Module, images: list[Image], norm_scope: str) -> list[lis
         if len(sizes) > 1:
             apart = "spatial.norm_scope to group" if norm_scope == "step" else "data.images to 1"
             raise ValueError(
-                "plain batch norm has no meaning for images of different sizes in one batch "
+                "batch norm is not defined for images of different sizes in one batch "
                 f"({sorted(sizes)}): set data.crop, or {apart}"
             )
     return list(batches.values())
@@ -290,9 +297,10 @@ def _batches(model: nn.Module, images: list[Image], norm_scope: str) -> list[lis
 class _Whole(TorchFunctionMode):
     """Mode in which norms compute by their formulas, and dropout with keyed masks.
 
-    It replaces the functions of norms and dropout, whichever code calls them. PyTorch's CPU kernels
-    of norms add tens of thousands of numbers one after another. Even in float64 that loses enough
-    digits for the order of two images in a batch to show. torch.mean adds in pairs.
+    It replaces the functions of norms and dropout, whichever code calls them. The formulas use
+    torch.mean, which adds in pairs. PyTorch's CPU kernels of norms add tens of thousands of numbers
+    one after another, and even in float64 this loses so many digits that the result depends
+    visibly on the order of the images in a batch.
     """
 
     def __init__(self, model: nn.Module, frozen: bool, seed: int, epoch: int, dropouts: Dropouts):
@@ -300,8 +308,8 @@ class _Whole(TorchFunctionMode):
         self.seed, self.epoch = seed, epoch
         self.frozen, self.dropouts = frozen, dropouts
         self.model, self.wide = model, any(p.dtype == torch.float64 for p in model.parameters())
-        # Running mean, running variance and momentum by the id of the running mean, and by how many
-        # times the same forward pass used it before.
+        # Running mean, running variance and momentum. The key is the id of the running mean, and
+        # how many times the same forward pass has used it before.
         self.running: dict[tuple[int, int], tuple[Tensor, Tensor, float]] = {}
         self.seen: dict[tuple[int, int], list[Tensor]] = {}
 
@@ -310,7 +318,7 @@ class _Whole(TorchFunctionMode):
         """Enter the mode for a forward pass with these images."""
         self.numbers, self.calls, self.inside = [image.number for image in batch], 0, []
         self.times: Counter[int] = Counter()
-        # Calls of dropout so far by each module that the network does not list as layers.
+        # Number of dropout calls so far of each module that the network does not list as a layer.
         self.turns: Counter[str] = Counter()
         with calling(self.model, self.inside), checkpoints_ignored(), eager(), self:
             yield
@@ -374,9 +382,10 @@ class _Whole(TorchFunctionMode):
         return input.mul_(mask) if inplace else input * mask
 
     def rand(self, *size, **more) -> Tensor:
-        """Return one keyed random number per image if the call is stochastic depth.
+        """Replace torch.rand.
 
-        Any other call returns torch.rand.
+        If the call belongs to stochastic depth, return one keyed random number for each image. Any
+        other call returns the result of torch.rand.
         """
         known = self._known()
         if known is None:
@@ -386,9 +395,10 @@ class _Whole(TorchFunctionMode):
         ).view(-1, *(1 for _ in (size[0] if len(size) == 1 else size)[1:]))
 
     def bernoulli(self, input: Tensor, p: float = 0.5, **more) -> Tensor:
-        """Fill a tensor with 1 for images that stochastic depth keeps, else 0.
+        """Replace Tensor.bernoulli_.
 
-        A call that is not stochastic depth is Tensor.bernoulli_.
+        If the call belongs to stochastic depth, fill the tensor with 1 for the images that are kept
+        and with 0 for the others. Any other call does what Tensor.bernoulli_ does.
         """
         known = self._known()
         if known is None:
@@ -453,7 +463,7 @@ class _Whole(TorchFunctionMode):
 
     @torch.no_grad()
     def commit(self) -> None:
-        """Update running statistics by the definition of deferred batch norm.
+        """Update the running statistics once for the whole step, as deferred batch norm does.
 
         They move towards the mean and the biased variance of all images of the step.
         """
@@ -499,8 +509,8 @@ def serial_loss(config: LossConfig, logits: list[Tensor], labels: list[Tensor]) 
 
     Args:
         config: the ``loss`` settings.
-        logits: of each image (C, *size), or (C,) if there is one output per image.
-        labels: of each image (*size), or (1, ...) if there is one label per image.
+        logits: for each image a tensor (C, *size), or (C,) if there is one output per image.
+        labels: for each image a tensor (*size), or (1, ...) if there is one label per image.
     """
     return sum(
         weight * _FORMULAS[name](config, logits, labels) for weight, name in parse(config.name)

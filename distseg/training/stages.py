@@ -1,7 +1,7 @@
 """Cut a network into the pipeline stages that a config asks for.
 
-The config gives the balance itself (``pipeline.balance``), or the planner finds the split whose
-slowest stage is fastest at the windows that ranks compute.
+The config gives the number of layers of each stage (``pipeline.balance``). Otherwise the planner
+finds the split whose slowest stage takes the least time for the windows that ranks compute.
 """
 
 from __future__ import annotations
@@ -34,12 +34,13 @@ def partition_of(
     reach: ReceptiveField,
     device: str = "cpu",
 ) -> Partition | None:
-    """Return the partition of a model's layers into stages, or None if it stays whole.
+    """Return the partition of a model's layers into stages, or None if the model stays whole.
 
     Stages belong to ``mesh.stages`` ranks, or to the devices of one rank
     (``pipeline.placement: devices``). All ranks find the same partition.
 
     Args:
+        config: the settings.
         model: the whole model, on any device, the meta device included.
         image: the size of a step's images in pixels.
         reach: the receptive field of the whole model, which sets the size of windows.
@@ -57,7 +58,7 @@ def partition_of(
         raise ValueError(
             f"pipeline.balance has {len(balance)} numbers, but mesh.stages {stages} with "
             f"pipeline.placement {pipeline.placement} makes {len(placement)} stages: give the "
-            "layers of each"
+            "number of layers of each stage"
         )
     if not balance:
         v_shaped = pipeline.placement == "v-shaped"
@@ -81,7 +82,10 @@ def _balance(
     device: str,
     splitter: Splitter,
 ) -> list[int]:
-    """Return the number of layers of each stage that makes the slowest rank fastest."""
+    """Return the number of layers of each stage with which the slowest rank takes the least time.
+
+    ``splitter`` searches these numbers.
+    """
     images, modelled_on = config.data.images, modelled_device(device)
     if config.streaming.tiles is None:
         fine = Size(g * p for g, p in zip(config.mesh.tiles, config.spatial.tiles_per_rank))
@@ -97,13 +101,14 @@ def _balance(
         calls[number].inputs[0]
         for number in active_norms((call.layer for call in calls), config.spatial.frozen_norm)
     ]
-    # Modelled on the image's size, which the network takes; it may not take a tile's size.
+    # Costs are modelled on the size of the image, because the network may refuse the size of a
+    # tile.
     costs = modelled(model, image, images, modelled_on)
     return splitter.fastest_streaming(costs, layout, active, GridTiling(config.streaming.tiles))
 
 
 def _policy(config: Config, model: nn.Module) -> Policy:
-    """Return the schedule and recomputation by which a stage's time is counted."""
+    """Return the schedule and the recomputation for which the time of a stage is estimated."""
     pipeline = config.pipeline
     if not config.streaming.active:
         schedule = schedule_of(pipeline, config.mesh.stages)
@@ -119,14 +124,15 @@ def _policy(config: Config, model: nn.Module) -> Policy:
     return Policy(_MANY, "1f1b", "never" if in_turn else "except_last")
 
 
-_MANY = 100  # assumed number of tiles; tiles follow each other as micro-batches do
+_MANY = 100  # assumed number of micro-batches: each streamed tile counts as a micro-batch
 
 
 def schedule_of(pipeline: PipelineConfig, stages: int, linear: bool = True) -> str:
     """Return the schedule to run: gpipe, 1f1b or zb-h1.
 
     ``auto`` becomes gpipe for several stages with a loss that is not linear
-    (:class:`distseg.layers.loss.Loss`), else 1f1b. torchgpipe runs gpipe only.
+    (:class:`distseg.layers.loss.Loss`), else 1f1b. Stages on several devices of one rank always run
+    with gpipe, because torchgpipe knows no other schedule.
 
     Args:
         pipeline: the settings of the pipeline.

@@ -1,13 +1,13 @@
 """Compute the exact gradient of a step's loss over all samples, tiles, stages and micro-batches.
 
-The loss is a function of sums over pixels (:mod:`distseg.layers.loss`). The rank with the last
-stage keeps a table S of these partial sums, one row per image. The tables of all ranks are added,
-and every backward pass begins with dL/dS, the loss gradient. It must be known by then, in one of
-three ways:
+The loss L is a function of sums over pixels (:mod:`distseg.layers.loss`). Each rank with the last
+stage keeps a table S of these partial sums, with one row per image. The tables of all ranks are
+added, and every backward pass begins with dL/dS, the loss gradient. So the loss gradient must be
+known before the first backward pass. There are three ways to know it:
 
-- from the labels alone (cross-entropy and other linear losses);
-- because all forward passes are done (GPipe, or a single micro-batch);
-- from an extra forward pass without gradients (Dice under 1F1B and ZB-H1).
+- the labels alone determine it (cross-entropy and other linear losses);
+- all forward passes are done before (GPipe, or a single micro-batch);
+- an extra forward pass without gradients computes it (Dice under 1F1B and ZB-H1).
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ Given = TypeVar("Given")
 
 
 class LossHead:
-    """Loss computation after the last stage: the table of partial sums, the loss, its gradient.
+    """Loss computation after the last stage: the partial sums, the loss and the loss gradient.
 
     Args:
         loss: the loss.
-        rows: the row of the table of each image.
+        rows: for each image, its row in the table of partial sums.
         replicas: the communicator of all ranks that hold the last stage.
     """
 
@@ -61,7 +61,7 @@ class LossHead:
         self.value: float | None = None
 
     def rows(self, unit: MicroBatch, outputs: list[Tensor]) -> list[Tensor]:
-        """Return the partial sums of each tile batch, (images, sums), with their graph."""
+        """Return the partial sums of each tile batch, (images, sums), with their autograd graph."""
         return [
             self.loss.rows(
                 y if p.labels.shape[1:] == y.shape[2:] else on_tile(y, p.place), p.labels
@@ -70,7 +70,7 @@ class LossHead:
         ]
 
     def note(self, unit: MicroBatch, rows: list[Tensor]) -> None:
-        """Add partial sums to the table."""
+        """Add the partial sums of a micro-batch's tile batches to the table."""
         for piece, found in zip(unit.pieces, rows):
             if found.is_cuda:
                 self._noted.append((self._at(unit, piece), found.detach().double()))
@@ -78,7 +78,7 @@ class LossHead:
                 self.table[self._at(unit, piece)] += found.detach().double()
 
     def note_counts(self, units: Iterable[MicroBatch]) -> None:
-        """Add the partial sums that labels determine to the table."""
+        """Add to the table those partial sums that labels alone determine."""
         for unit in units:
             self.note(unit, [self.loss.counts(p.labels) for p in unit.pieces])
 
@@ -92,15 +92,18 @@ class LossHead:
         ]
 
     def find_loss_grad_early(self) -> None:
-        """Compute the loss gradient from the table so far, and empty the table. Collective."""
+        """Compute the loss gradient from the table so far, and empty the table.
+
+        All replicas must call it together.
+        """
         self._find_loss_grad()
         self.table.zero_()
         self.value = None
 
     def step_loss(self) -> float:
-        """Return the loss of the step; all its partial sums must be in the table.
+        """Return the loss of the step, whose partial sums must all be in the table.
 
-        Collective over the replicas if the table has not been summed yet.
+        If the table has not been summed yet, all replicas must call it together.
         """
         if self.value is None:
             self._find_loss_grad()
@@ -136,25 +139,25 @@ class PassRunner(Protocol[Given]):
     schedule: str
 
     def prepare(self, micro_batches: list[list[TileBatch]] | list[list[LazyTileBatch]]) -> Given:
-        """Return the samples of a step in the form that the other methods take."""
+        """Return the samples of a step in the form that the other methods take as ``given``."""
 
     def needs_loss_grad_first(self, given: Given) -> bool:
-        """Return True if a backward pass begins before all forward passes are done.
+        """Return True if the loss gradient must be known before the step begins.
 
-        The loss gradient then must be known before the step.
+        This is so if a backward pass begins before all forward passes are done.
         """
 
     def with_labels(self, given: Given) -> Iterable[MicroBatch]:
-        """Return the labels of a step, from which the gradient of a linear loss is known."""
+        """Return the labels of a step, which determine the gradient of a linear loss."""
 
     def run_forward(self, given: Given) -> None:
-        """Run an extra forward pass, which finds the gradient of a loss that is not linear.
+        """Run an extra forward pass, from which the gradient of a nonlinear loss is computed.
 
-        The head records the partial sums. Gradients must be off.
+        The :class:`LossHead` records the partial sums. Gradients must be off.
         """
 
     def run(self, given: Given) -> None:
-        """Run all passes of a step and add to the parameters' gradients."""
+        """Run all passes of a step, and add this rank's part to the parameters' gradients."""
 
 
 class GradientStep:
@@ -203,14 +206,14 @@ class StageRunner:
     Args:
         pipeline: this rank's stages.
         schedule: gpipe, 1f1b or zb-h1.
-        together: True if the tile batches of a micro-batch run together, as active norms need it.
-            Otherwise they run one by one, which takes the memory of one.
+        together: True if the tile batches of a micro-batch run together, which active norms need.
+            If False, they run one by one, and activations of only one are in memory at a time.
     """
 
     def __init__(self, pipeline: Pipeline, schedule: str, together: bool):
         self.pipeline, self.schedule, self.together = pipeline, schedule, together
-        # Cached, as the v-shaped order takes a simulation and most steps have one number of
-        # micro-batches.
+        # Cached, because the v-shaped order is found by a simulation, and most steps have the same
+        # number of micro-batches.
         self.orders_of = lru_cache(
             lambda micro_batches: orders(schedule, pipeline.partition.placement, micro_batches)
         )
@@ -220,16 +223,16 @@ class StageRunner:
         return micro_batches_of(micro_batches, self.together)
 
     def needs_loss_grad_first(self, units: list[MicroBatch]) -> bool:
-        """Return True if a backward pass begins before all forward passes are done.
+        """Return True if the loss gradient must be known before the step begins.
 
-        The loss gradient then must be known before the step.
+        This is so if a backward pass begins before all forward passes are done.
         """
         return not _forwards_first(
             self.orders_of(len(units))[self.pipeline.partition.placement[-1]]
         )
 
     def with_labels(self, units: list[MicroBatch]) -> list[MicroBatch]:
-        """Return the micro-batches with labels, from which a linear loss's gradient is known."""
+        """Return the micro-batches, whose labels determine the gradient of a linear loss."""
         return units
 
     def run_forward(self, units: list[MicroBatch]) -> None:
@@ -258,7 +261,7 @@ class DeviceRunner:
         self.pipeline, self.run = pipeline, pipeline.run
 
     def prepare(self, micro_batches: list[list[TileBatch]]) -> list[MicroBatch]:
-        """Return the micro-batches that the pipeline runs in a step, a tile batch each."""
+        """Return the micro-batches that the pipeline runs in a step, one for each tile batch."""
         return micro_batches_of(micro_batches, together=False)
 
     def needs_loss_grad_first(self, units: list[MicroBatch]) -> bool:
@@ -266,7 +269,7 @@ class DeviceRunner:
         return False
 
     def with_labels(self, units: list[MicroBatch]) -> list[MicroBatch]:
-        """Return the micro-batches of the step, which all have labels."""
+        """Return the micro-batches, whose labels determine the gradient of a linear loss."""
         return units
 
     def run_forward(self, units: list[MicroBatch]) -> None:
@@ -279,9 +282,9 @@ class StreamedStep:
     """A step with streamed tiles.
 
     Attributes:
-        blocks: the lazy tile batches of each micro-batch.
-        places: their placements.
-        plans: this rank's stage plan of each micro-batch.
+        blocks: for each micro-batch, its lazy tile batches.
+        places: for each micro-batch, the placements of its lazy tile batches.
+        plans: for each micro-batch, this rank's stage plan.
     """
 
     blocks: list[list[LazyTileBatch]]
@@ -293,9 +296,10 @@ class StreamingRunner:
     """Passes over streamed tiles, one tile in memory at a time.
 
     A single stage ends a micro-batch before it begins the next, unless the loss gradient is known
-    only after all of them. In a pipeline, feature maps of several micro-batches are stored at a
-    time: of all with gpipe, of as many as there are stages with 1f1b. With 1f1b and without active
-    norms, tiles of different micro-batches go back in turn (:mod:`distseg.runtime.interleaved`).
+    only after all forward passes. In a pipeline, feature maps of several micro-batches are stored
+    at the same time: of all micro-batches with gpipe, and of as many micro-batches as there are
+    stages with 1f1b. With 1f1b and without active norms, the backward passes of tiles from
+    different micro-batches take turns (:mod:`distseg.runtime.interleaved`).
 
     Args:
         executor: the streaming executor.
@@ -320,24 +324,24 @@ class StreamingRunner:
         self._programs: dict[tuple, list[Operation]] = {}
 
     def prepare(self, micro_batches: list[list[LazyTileBatch]]) -> StreamedStep:
-        """Return the step with this rank's stage plans."""
+        """Return the micro-batches together with this rank's stage plans."""
         places = [[block.place for block in blocks] for blocks in micro_batches]
         plans = [self.executor.plan(each, m) for m, each in enumerate(places)]
         return StreamedStep(micro_batches, places, plans)
 
     def needs_loss_grad_first(self, given: StreamedStep) -> bool:
-        """Return True if a backward pass begins before all forward passes are done."""
+        """Return True if the loss gradient is computed before the step begins."""
         return self.loss.linear or self.runs_forward_twice
 
     def with_labels(self, given: StreamedStep) -> Iterator[MicroBatch]:
-        """Yield the labels of each tile, from which a linear loss's gradient is known."""
+        """Yield the labels of each tile, which determine the gradient of a linear loss."""
         for m, blocks in enumerate(given.blocks):
             for block in blocks:
                 for box in self.executor.label_tiles(block):
                     yield _unit(m, block, box)
 
     def run_forward(self, given: StreamedStep) -> None:
-        """Run the forward passes that come before all others."""
+        """Run an extra forward pass, from which the gradient of a nonlinear loss is computed."""
         self._run(self.extra_forward(given.plans), given)
 
     def run(self, given: StreamedStep) -> None:
@@ -345,15 +349,18 @@ class StreamingRunner:
         self._run(self.program(given.plans, given.places), given)
 
     def extra_forward(self, plans: list[StagePlan]) -> list[Operation]:
-        """Return the operations of an extra forward pass, if the loss gradient needs one."""
+        """Return the operations of an extra forward pass.
+
+        The list is empty if the loss gradient does not need such a pass.
+        """
         return extra_forward(plans, self._actions(len(plans))) if self.runs_forward_twice else []
 
     def program(self, plans: list[StagePlan], places: list[list[TilePlacement]]) -> list[Operation]:
-        """Return the operations of a step; they are cached by the stage plans.
+        """Return the operations of a step, which are cached for the same stage plans.
 
         Args:
-            plans: this rank's stage plan of each micro-batch.
-            places: the placements of each micro-batch's tile batches.
+            plans: for each micro-batch, this rank's stage plan.
+            places: for each micro-batch, the placements of its tile batches.
         """
         every = range(len(plans))
         groups = [every] if self.all_at_once else [[m] for m in every]
@@ -387,8 +394,8 @@ class StreamingRunner:
         actions = orders(self.order, self.executor.placement, micro_batches)[
             self.executor.comm.rank
         ]
-        # GPipe's backward passes begin with the first micro-batch: its feature maps are there
-        # first.
+        # With GPipe, the backward passes of a streamed step begin with the first micro-batch,
+        # because its feature maps are available first.
         if self.order == "gpipe":
             actions = [
                 replace(a, micro_batch=micro_batches - 1 - a.micro_batch)
@@ -428,8 +435,9 @@ def micro_batches_of(micro_batches: list[list[TileBatch]], together: bool) -> li
     """Return the micro-batches that a pipeline runs.
 
     Args:
-        micro_batches: the tile batches of each micro-batch of the config.
-        together: True to run all tile batches of a micro-batch together, False to run each alone.
+        micro_batches: for each micro-batch of the config, its tile batches.
+        together: True to run all tile batches of a micro-batch together. If False, each tile batch
+            becomes a micro-batch of its own.
     """
     if together:
         return [MicroBatch(m, pieces) for m, pieces in enumerate(micro_batches)]

@@ -1,15 +1,16 @@
 """Compare an optimizer step on the mesh with the same step of the serial program, in float64.
 
 ``mpirun -n 6 distseg verify --mesh.tiles 2x3 ...`` runs the step of any config on its mesh, and the
-serial program (:mod:`distseg.training.serial`) on rank 0. Images are the config's own or random
-ones. It prints the relative errors of the loss, of every parameter's gradient, of the updated
-weights and of the norms' running statistics.
+same step with the serial program (:mod:`distseg.training.serial`) on rank 0. Images are those of
+the config's store, or random ones. The command prints the relative errors of the loss, of every
+parameter's gradient, of the updated weights and of the norms' running statistics.
 
-Adam divides a gradient by its own size. A gradient may be nothing but rounding errors, such as that
-of a bias before a norm that subtracts it again. Adam makes a full step of it, which differs between
-programs that add in different orders. So with Adam, weights are compared with the serial step's
-weights, or with the optimizer's step on the distributed gradients. The gradients themselves are
-compared anyway. Only the serial program decides which gradients are rounding errors.
+Adam divides a gradient by its own size. A gradient may consist of nothing but rounding errors, such
+as the gradient of a bias before a norm that subtracts the bias again. Adam turns these errors into
+a full step, which differs between programs that add in different orders. So with Adam, the weights
+are compared both with the weights of the serial step and with the weights that the optimizer
+computes from the distributed gradients, and the smaller error is taken. The gradients themselves
+are compared in any case. Only the serial program decides which gradients are rounding errors.
 """
 
 from __future__ import annotations
@@ -62,7 +63,8 @@ from distseg.training.serial import (
 class RandomImages:
     """Images of noise with random labels, equal on every rank.
 
-    Labels are of pixels, of which a twentieth is ignored, or with ``of_image`` one per image.
+    By default each pixel has a label, and about one label in twenty is the ignored one. With
+    ``of_image`` each image has one label.
 
     Attributes:
         epoch: the epoch of the step.
@@ -80,7 +82,7 @@ class RandomImages:
         self.numbers = of_numbers(config.loss.name)
 
     def step(self, number: int, batch: int) -> RandomImages:
-        """Return the images of another step; each has ``batch`` of them."""
+        """Return the images of step ``number``, if every step takes ``batch`` images."""
         other = copy.copy(self)
         other.first = number * batch
         return other
@@ -127,7 +129,7 @@ class RandomImages:
 
 
 class StoreImages:
-    """Images of one step of training on a store.
+    """Images of one training step, read from a store.
 
     Attributes:
         epoch: the epoch of the step.
@@ -144,7 +146,7 @@ class StoreImages:
         self.size, self.first = self.samples[0].size, self.samples[0].number
 
     def step(self, number: int, batch: int) -> StoreImages:
-        """Return the images of another step; each has ``batch`` of them."""
+        """Return the images of step ``number``, if every step takes ``batch`` images."""
         return StoreImages(self.store, self.config, batch, number)
 
     def whole(self, row: int) -> tuple[Tensor, Tensor]:
@@ -176,19 +178,20 @@ def verify(
     device=torch.device("cpu"),
     steps: int = 1,
 ) -> dict:
-    """Run optimizer steps on the mesh and serially, and compare them. Collective.
+    """Run optimizer steps on the mesh and with the serial program, and compare the results.
 
-    The serial program runs on the CPU of rank 0. Rank 0 gets the report, the others None.
+    All ranks must call it together. The serial program runs on the CPU of rank 0. Rank 0 gets the
+    report, the others get None.
 
     Args:
         config: the settings.
         world: the communicator of all ranks.
-        image: the size of random images; by default the images of ``data.store`` are taken.
+        image: the size of random images; by default the images of ``data.store`` are used.
         dump: a safetensors file to write, with the initial weights, input, labels and distributed
             gradients of the first step.
         device: the device of this rank's part of the distributed steps.
-        steps: the number of steps, each with the images that training would have. Errors in the
-            optimizer's state show in a later step.
+        steps: the number of steps, each with the images that training would use in this step.
+            Errors in the optimizer's state show only in the second and later steps.
     """
     with raise_jointly(world):
         config, plain, images = prepare(config, image)
@@ -224,7 +227,11 @@ def verify(
 
 
 def _step(engine: Engine, model: nn.Module, images, names: Mapping[str, str]) -> Outcome | None:
-    """Run a step on the mesh; return its results on the first rank of each pipeline. Collective."""
+    """Run a step on the mesh, and return its results.
+
+    All ranks must call it together. The first rank of each pipeline gets the results of all stages,
+    the others get None. ``names`` maps the network's names to the user's.
+    """
     config, mesh = engine.config, engine.mesh
     with raise_jointly(mesh.world):
         own = own_pieces(config, mesh, images, engine.reading)
@@ -246,9 +253,9 @@ def _copy(tensor: Tensor) -> Tensor:
 
 
 def _of_all_stages(mesh: Mesh, own: Outcome, names: Mapping[str, str]) -> Outcome | None:
-    """Gather the results of all stages on the first rank of each pipeline. Collective.
+    """Return the results of all stages on the first rank of each pipeline, and None on the others.
 
-    ``names`` maps the network's names to the user's.
+    All ranks of a pipeline must call it together. ``names`` maps the network's names to the user's.
     """
     parts = mesh.pipeline.gather(own) if mesh.pipeline.size > 1 else [own]
     if parts is None:
@@ -279,11 +286,13 @@ def prepare(config: Config, image: Size | None):
 def prepare_model(
     config: Config, image: Size | None
 ) -> tuple[Config, nn.Module, Size, Store | None]:
-    """Return the completed config, the plain model, the size of a sample, and the store if used.
+    """Return the completed config, the plain model, the size of a sample, and the store.
+
+    The store is None if images are random.
 
     Args:
         config: the settings.
-        image: the size of images; None for those of ``data.store``.
+        image: the size of random images; None to use the images of ``data.store``.
 
     Raises:
         ValueError: there is neither a size nor a store.
@@ -315,8 +324,8 @@ def _check_fits(image: Size, channels: int, count: int) -> None:
     if wanted > there:
         raise ValueError(
             f"a step of {count} images of {Size(image)} with {channels} bands takes "
-            f"{wanted / 1e9:.3g} GB in float64 for the pixels alone, and this machine has "
-            f"{there / 1e9:.3g} GB: give a smaller --image, or fewer of them"
+            f"{wanted / 1e9:.3g} GB in float64 for the pixels alone, but this machine has "
+            f"{there / 1e9:.3g} GB of memory: give a smaller --image, or fewer images in a step"
         )
 
 
@@ -335,7 +344,7 @@ def own_pieces(config: Config, mesh: Mesh, images, reach: ReceptiveField) -> lis
 
 
 def _rows(config: Config, group: int) -> Rows:
-    """Return the rows of a step's images that a sample group has, as the loader deals them."""
+    """Return the positions in a step of a sample group's images, as the loader assigns them."""
     return Rows(config.mesh.samples, group, config.train.accumulate, config.data.images)
 
 
@@ -346,7 +355,7 @@ class Comparison:
         config: the settings.
         engine: the engine of the mesh's steps, for the report.
         initial: the plain module with its first weights, in float64.
-        dropouts: the layer of each call of a dropout function (:func:`serial_step`).
+        dropouts: the layer of each call of a dropout function, as for :func:`serial_step`.
     """
 
     def __init__(self, config: Config, engine: Engine, initial: nn.Module, dropouts: Dropouts):
@@ -408,10 +417,11 @@ class Comparison:
             }
         loss_error = abs(outcome.loss - serial.loss) / max(abs(serial.loss), 1e-300)
         most, rounding = max(loss_error, _largest(errors), key=_badness), 0.0
-        # Measure how much rounding moves the serial program itself.
+        # Measure how much random rounding errors change the results of the serial program itself.
         if _ROUNDED < most < _ROUNDING:
             moved = rounding_of_step(self.before, wholes, config, **settings)
-            # Later weights are left out: this optimizer has no state of the steps before.
+            # Weights of later steps are left out, because the optimizer of this measurement does
+            # not have the state of the steps before.
             parts = [part for part in wanted if not (self.done and part == "weights")]
             moves = {
                 part: relative_errors(getattr(moved, part), wanted[part], terms.get(part, {}))
@@ -445,7 +455,7 @@ class Comparison:
 
 
 def _largest(errors: Mapping[str, Mapping[str, float]]) -> float:
-    """Return the worst error of all parts."""
+    """Return the largest error of all tensors in ``errors``; NaN counts as the largest."""
     return max((e for part in errors.values() for e in part.values()), key=_badness, default=0.0)
 
 
@@ -453,9 +463,12 @@ _OF_A_STEP = ("images", "loss", "gradients", "weights", "buffers", "rounding", "
 
 
 def with_step(report: dict, later: dict) -> dict:
-    """Return the report of the first steps with the next step's report added.
+    """Return the report of the steps so far, extended by the report of the next step.
 
-    The next step is added to ``later_steps``, and ``max_error`` becomes the maximum over all steps.
+    Args:
+        report: the report of the steps so far.
+        later: the report of the next step. It is added to the list ``later_steps``, and
+            ``max_error`` becomes the maximum over all steps.
     """
     first = report.get("first_step", {name: report[name] for name in ("rounding", "max_error")})
     steps = [*report.get("later_steps", ()), {name: later[name] for name in _OF_A_STEP}]
@@ -475,11 +488,11 @@ def zero_gradients(
     epoch: int = 0,
     dropouts: Dropouts = None,
 ) -> dict[str, dict[str, float]]:
-    """Return the gradients that are zero up to rounding, by name.
+    """Return the gradients that are zero except for rounding errors, by the parameter's name.
 
-    The value has ``norm``, the 2-norm of the serial gradient, and ``rounding``, how far rounding
-    moves it. Measuring the rounding takes a second serial step, so only gradients are examined that
-    are tiny compared with the largest.
+    For each of them the result has ``norm``, the 2-norm of the serial gradient, and ``rounding``,
+    the 2-norm of its rounding error. Measuring the rounding error takes a second serial step, so it
+    is measured only if some gradients are tiny compared with the largest gradient.
     """
     norms = {name: gradient.norm().item() for name, gradient in serial.gradients.items()}
     tiny = [
@@ -500,27 +513,29 @@ def zero_gradients(
 
 
 _TINY = 1e-9  # share of the largest gradient's norm
-# A gradient counts as zero up to this many times its rounding. The ratio is about 1e13 for a real
-# gradient; a single number's rounding may be small by chance.
+# A gradient counts as zero if its norm is at most this many times its rounding error. The ratio is
+# about 1e13 for a real gradient. It is not smaller here, because the measured rounding error of a
+# single number may be small by chance.
 _SMALL = 1e6
 
-_EPSILON = 2.0**-52  # a sum that rounding moves by r has terms of about r / _EPSILON
+_EPSILON = 2.0**-52  # a sum with a rounding error r has terms of a size of about r / _EPSILON
 
 
 def relative_errors(
     found: dict[str, Tensor], wanted: dict[str, Tensor], terms: Mapping[str, float] = {}
 ) -> dict[str, float]:
-    """Return |found - wanted| / |wanted| in the 2-norm, by tensor.
+    """Return |found - wanted| / |wanted| in the 2-norm for each tensor, by name.
 
     The denominator is at least 1e-3 of the largest |wanted| of all tensors, and at least the
-    tensor's ``terms``. A tensor may nearly cancel, such as the gradient of a norm's weight that a
-    later norm makes irrelevant. It then carries the rounding errors of the terms of its sum, in the
-    serial program as well. Real errors still show, since they are far larger than the tolerance.
+    tensor's ``terms``. The reason is that a tensor may be a sum whose terms nearly cancel, such as
+    the gradient of a norm's weight that a later norm makes irrelevant. The sum then has the
+    rounding errors of its terms, in the serial program as well. Real errors still show, since they
+    are far larger than the tolerance.
 
     Args:
         found: the distributed tensors.
         wanted: the serial tensors.
-        terms: the size of the terms that a tensor is a sum of, by name.
+        terms: for tensors that are sums, the size of their terms, by name.
     """
     least = 1e-3 * max((w.norm().item() for w in wanted.values()), default=0.0)
     return {
@@ -531,7 +546,7 @@ def relative_errors(
 
 
 def _badness(error: float) -> float:
-    """Return a key that sorts errors, NaN as the worst."""
+    """Return a key by which errors are sorted; NaN counts as the largest error."""
     return math.inf if math.isnan(error) else error
 
 
@@ -553,13 +568,14 @@ def check_dump(model: nn.Module) -> None:
     """Refuse to dump a model with a dtype that safetensors files cannot hold.
 
     Raises:
-        ValueError: naming the parameter or buffer and its dtype.
+        ValueError: a parameter or buffer has another dtype. The message names both.
     """
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.dtype not in _KINDS:
             raise ValueError(
-                f"--dump cannot write {name}, whose dtype is {tensor.dtype}: store it as real "
-                f"numbers (torch.view_as_real), or leave --dump out"
+                f"--dump cannot write {name}, because safetensors files cannot hold its dtype "
+                f"{tensor.dtype}: change the dtype in the model, complex numbers for instance to "
+                f"real ones (torch.view_as_real), or leave --dump out"
             )
 
 
@@ -568,9 +584,9 @@ def write_dump(
 ) -> None:
     """Write the tensors with which another program can check a step, in layer order.
 
-    The file has ``weights/NAME``, ``buffers/NAME``, ``input`` (N, C, *size), ``labels`` (N, *size)
-    and ``gradients/NAME`` of trained parameters. Images of different sizes are ``input/0``,
-    ``input/1`` and so on.
+    The file has the tensors ``weights/NAME``, ``buffers/NAME``, ``input`` (N, C, *size), ``labels``
+    (N, *size), and ``gradients/NAME`` for trained parameters. If the images differ in size, each
+    image has its own tensors instead: ``input/0`` and ``labels/0``, ``input/1`` and so on.
     """
     tensors = {f"weights/{name}": p.detach() for name, p in model.named_parameters()}
     tensors.update({f"buffers/{name}": b for name, b in model.named_buffers()})
@@ -590,7 +606,7 @@ def write_dump(
 def _write_safetensors(path: str, tensors: dict[str, Tensor]) -> None:
     """Write a safetensors file: a JSON header, then the data.
 
-    The library's writer would sort tensors by name, but the file is in layer order.
+    The safetensors library sorts tensors by name, so it cannot write them in layer order.
     """
     arrays = {
         name: (t.view(torch.int16) if t.dtype == torch.bfloat16 else t).contiguous().cpu().numpy()
@@ -622,27 +638,27 @@ def _borders(report: dict) -> str:
 
 
 def _apart(report: dict) -> list[str]:
-    """Return a sentence for each kind of parameter that is not compared as all others."""
+    """Return a sentence for each kind of parameter that is compared in a special way."""
     found = []
     if frozen := report["frozen"]:
         found.append(
-            f"{_count(frozen)} frozen (requires_grad is off), such as {frozen[0]}: compared as "
-            "weights that stay"
+            f"{_count(frozen)} frozen (requires_grad is off), such as {frozen[0]}: only their "
+            "weights are compared, which must not change"
         )
     if unused := report["unused"]:
         found.append(
-            f"{_count(unused)} unused, such as {unused[0]}: the loss does not depend on it, so "
-            "its gradient is 0"
+            f"{_count(unused)} unused, such as {unused[0]}: the loss does not depend on them, so "
+            "their gradients are 0"
         )
     if zero := report["zero_gradients"]:
         worst = max(zero, key=lambda name: zero[name]["norm"])
         found.append(
-            f"{_count(zero)} with a gradient that is zero but for rounding, such as {worst} "
-            f"({zero[worst]['norm']:.0e}, of terms that round by "
-            f"{zero[worst]['rounding']:.0e}), as of a bias before a norm that takes it out again"
+            f"{_count(zero)} with a gradient that is zero except for rounding, such as {worst} "
+            f"(norm {zero[worst]['norm']:.0e}, rounding error {zero[worst]['rounding']:.0e}); a "
+            "bias before a norm that subtracts it again has such a gradient"
             + (
-                f": {report['optimizer']} divides rounding by rounding, so these weights are "
-                "compared with its step on the gradients found"
+                f": {report['optimizer']} divides rounding errors by rounding errors, so these "
+                "weights are compared with the optimizer's step on the distributed gradients"
                 if report["optimizer"] != "sgd"
                 else ""
             )
@@ -657,7 +673,8 @@ def _count(names) -> str:
 def passed(report: dict, tolerance: float) -> bool:
     """Return True if every error is within the tolerance.
 
-    Errors may also be a few times as large as rounding moves the serial program itself. NaN fails.
+    If rounding errors alone change the results of the serial program by more than the tolerance,
+    errors of up to a few times that change are accepted. NaN is not accepted.
     """
     steps = [*filter(None, [report.get("first_step")]), *report.get("later_steps", ())]
     rounding = max(step.get("rounding", 0.0) for step in (report, *steps))
@@ -678,8 +695,8 @@ def _parts(step: dict) -> dict[str, dict[str, float]]:
 _ROUNDED, _ROUNDING, _TIMES = 1e-12, 1e-9, 4.0
 """Constants of the rounding test.
 
-For a largest error between ``_ROUNDED`` and ``_ROUNDING``, the rounding of the serial program
-itself is measured. Errors may be ``_TIMES`` as large.
+If the largest error is between ``_ROUNDED`` and ``_ROUNDING``, the rounding errors of the serial
+program itself are measured. The largest error may be ``_TIMES`` times as large as these.
 """
 
 
@@ -711,9 +728,9 @@ def summary(report: dict, tolerance: float) -> str:
     ]
     if report["max_error"] > tolerance and passed(report, tolerance):
         lines.append(
-            f"note: the serial program itself moves by as much as {report['rounding']:.1e} when "
-            "the last bits of its numbers do, so it says no more than that of what differs by "
-            "more than the tolerance"
+            "note: random errors in the last bits of its numbers change the results of the serial "
+            f"program itself by {report['rounding']:.1e}, so a comparison with it cannot show "
+            "smaller errors, although the tolerance is smaller"
         )
     verdict = "exact" if passed(report, tolerance) else "NOT EXACT"
     lines.append(

@@ -30,31 +30,39 @@ def add_flags(parser) -> None:
         "--system",
         type=str | None,
         default=None,
-        help=f"Batch system: {', '.join(SYSTEMS)}; by default the site's.",
+        help=f"Batch system: {', '.join(SYSTEMS)}; by default the batch system of the site.",
     )
     add(
         "--site",
         type=str,
         default="generic",
-        help=f"What a node has and how it is bound: {', '.join(SITES)}, or a YAML file "
-        "(docs/jobs.md).",
+        help=f"The site, which says what a node has and how processes are bound: "
+        f"{', '.join(SITES)}, or a YAML file (docs/jobs.md).",
     )
     add(
         "--nodes",
         type=int | None,
         default=None,
-        help="Nodes; by default as many as the mesh fills.",
+        help="Number of nodes; by default the number that the mesh fills.",
     )
     add(
-        "--processes", type=int | None, default=None, help="Processes a node; by default one a GPU."
+        "--processes",
+        type=int | None,
+        default=None,
+        help="Number of processes on each node; by default one for each GPU.",
     )
     add(
         "--gpus",
         type=int | None,
         default=None,
-        help="GPUs a node, where the site does not say; 0: none.",
+        help="Number of GPUs on each node, if the site does not say it; 0 for no GPU.",
     )
-    add("--cores", type=int | None, default=None, help="Cores a node, where the site does not say.")
+    add(
+        "--cores",
+        type=int | None,
+        default=None,
+        help="Number of cores on each node, if the site does not say it.",
+    )
     add("--time", type=str, default="02:00:00", help="The job's limit, HH:MM:SS or D-HH:MM:SS.")
     add(
         "--warn",
@@ -63,8 +71,8 @@ def add_flags(parser) -> None:
         help="Seconds before the limit at which Slurm tells distseg to write a checkpoint and "
         "end; 300 by default.",
     )
-    add("--account", type=str | None, default=None, help="Account or project that pays.")
-    add("--queue", type=str | None, default=None, help="Queue; Slurm's partition.")
+    add("--account", type=str | None, default=None, help="Account or project that is charged.")
+    add("--queue", type=str | None, default=None, help="Queue; for Slurm the partition.")
     add("--qos", type=str | None, default=None, help="Slurm's quality of service.")
     add("--modules", type=str, nargs="+", default=[], help="Modules to load.")
     add(
@@ -77,45 +85,54 @@ def add_flags(parser) -> None:
         "--option",
         type=str,
         action="append",
-        help="One more option of the batch system, written --option=--constraint=gpu; may be "
-        "given again.",
+        help="Another option of the batch system, written --option=--constraint=gpu; may be given "
+        "several times.",
     )
     add(
         "--launcher",
         type=str | None,
         default=None,
         help="The line that starts the processes, such as 'mpirun -n {tasks}'; by default the "
-        "site's.",
+        "line of the site.",
     )
-    add("--name", type=str | None, default=None, help="The job's name; by default the config's.")
+    add(
+        "--name",
+        type=str | None,
+        default=None,
+        help="Name of the job; by default the name of the config file.",
+    )
     add(
         "--sweep",
         type=str,
         action="append",
-        help="An array with a training for each value: optim.lr=1e-3,3e-4; given again, for each "
-        "pair.",
+        help="Make a job array with one training for each value: optim.lr=1e-3,3e-4. If given "
+        "several times: one training for each combination of values.",
     )
     add(
         "--scaling",
         type=str | None,
         default=None,
-        help="A job for each number of nodes: 1,2,4,8; the mesh grows along --scale.",
+        help="Make one job for each number of nodes: 1,2,4,8. The mesh grows along --scale.",
     )
     add(
         "--scale",
         type=str,
         default="samples",
-        help="What grows with --scaling: samples (images a step) or tiles (ranks an image).",
+        help="The axis of the mesh that grows with --scaling: samples (more images in a step) or "
+        "tiles (more ranks for an image).",
     )
     add(
         "--output",
         type=str | None,
         default=None,
-        help="Write the script to this file; with --scaling, the nodes are added to its name.",
+        help="Write the script to this file; with --scaling, the number of nodes is added to the "
+        "file's name.",
     )
-    add("--overwrite", action="store_true", help="Replace a file that is there.")
+    add("--overwrite", action="store_true", help="Replace an existing file.")
     add(
-        "--submit", action="store_true", help="Also hand the script in, and print the job's number."
+        "--submit",
+        action="store_true",
+        help="Also submit the script to the batch system, and print the job's number.",
     )
 
 
@@ -125,13 +142,13 @@ def submit(
     arguments: list[str],
     read: Callable[[list[str]], Config | PatchConfig],
 ) -> int:
-    """Print, write or hand in the scripts that ``asked`` describes; return the exit status.
+    """Print, write or submit the scripts that ``asked`` describes; return the exit status.
 
     Args:
         asked: the parsed flags.
         config: the settings of these flags and the config file.
-        arguments: the flags as they were written.
-        read: returns the settings of other flags.
+        arguments: the flags as the user wrote them.
+        read: a function that parses other flags and returns their settings.
     """
     path = config_file(arguments)
     jobs = _jobs(asked, path, config, _differences(read([path]), config), read, _command(arguments))
@@ -156,14 +173,14 @@ def config_file(arguments: list[str]) -> str:
     """Return the config file among the flags: the first argument, or the value of ``--config``.
 
     Raises:
-        ValueError: there is no file, or more than one.
+        ValueError: the flags name no file, or more than one.
     """
     named = [word.partition("=")[2] for word in arguments if word.startswith("--config=")]
     named += [path for flag, path in zip(arguments, arguments[1:]) if flag == "--config"]
     named += [word for word in arguments[:1] if not word.startswith("-")]
     if len(named) != 1 or not Path(named[0]).is_file():
         raise ValueError(
-            "name the one config that is to be trained, a file, first: distseg submit "
+            "give exactly one config file to train, as the first argument: distseg submit "
             "CONFIG.yaml ..."
         )
     return named[0]
@@ -180,7 +197,7 @@ def _jobs(
     """Return the jobs that the flags ask for, after checking that they are possible.
 
     Raises:
-        ValueError: a flag or the mesh does not fit; the message names the repair.
+        ValueError: a flag or the mesh does not fit. The message names it and how to fix it.
     """
     site = site_of(asked.site)
     if not (asked.system or site.system):
@@ -192,18 +209,19 @@ def _jobs(
     if site.system not in (None, system.name):
         site = replace(
             site, launcher=None, binding="", options=()
-        )  # those of the site are for its own batch system
+        )  # the site's launcher, binding and options are for the site's batch system only
     name = asked.name or Path(path).stem
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
         raise ValueError(
-            f"a job's name has letters, digits and . _ - only, got {name!r}: give another with "
-            "--name"
+            f"a job's name must have letters, digits and . _ - only, got {name!r}: give another "
+            "name with --name"
         )
     if config.train.resume not in (True, False):
         raise ValueError(
             f"train.resume is {config.train.resume}, but a job goes on from its own last "
             "checkpoint each time it queues "
-            "again: leave it out, and train once with it by hand first"
+            "again: leave train.resume out; to begin with this checkpoint, first train with it "
+            "once by hand"
         )
     shape, seconds = _shape(config), seconds_of(asked.time)
     job = Job(
@@ -242,29 +260,35 @@ def _shape(config: Config | PatchConfig) -> MeshShape:
 
 
 def _check_entry(job: Job, entry: tuple[str, ...], shape: MeshShape) -> None:
-    """Refuse a training whose mesh does not fill the nodes of the array's jobs."""
+    """Refuse a training of an array whose mesh needs another number of processes than the job.
+
+    Args:
+        job: the job.
+        entry: the flags of this training.
+        shape: the mesh of this training.
+    """
     if shape.size != job.shape.size:
         raise ValueError(
             f"--sweep: {shlex.join(entry[:-2])} makes a mesh of {shape}, {shape.size} processes, "
             "but the array's jobs"
-            f" have {job.shape.size}: sweep meshes of one size, or use --scaling"
+            f" have {job.shape.size}: sweep over meshes of this size, or use --scaling"
         )
 
 
 def _scaling(job: Job, asked, output: str) -> list[Job]:
-    """Return a job for each number of nodes, with the mesh grown to fill them."""
+    """Return a job for each number of nodes; its mesh is enlarged so that it fills the nodes."""
     if asked.sweep or asked.nodes:
         raise ValueError(
             f"--scaling {asked.scaling} names the nodes of each job: leave"
             f" {'--sweep' if asked.sweep else '--nodes'} out"
         )
     if asked.scale not in ("samples", "tiles"):
-        raise ValueError(f"--scale is samples or tiles, got {asked.scale!r}")
+        raise ValueError(f"--scale must be samples or tiles, got {asked.scale!r}")
     return [_scaled(job, count, asked.scale, output) for count in node_counts(asked.scaling)]
 
 
 def _scaled(job: Job, count: int, axis: str, output: str) -> Job:
-    """Return the job on ``count`` nodes."""
+    """Return the job on ``count`` nodes, with a mesh that is enlarged along ``axis``."""
     shape = grown(job.shape, count * job.nodes.processes, axis)
     own = (f"--mesh.{axis}", str(getattr(shape, axis)), "--train.output", f"{output}/nodes={count}")
     script = Path(job.script)
@@ -320,8 +344,8 @@ def _command(arguments: list[str]) -> str:
 def _note_missing_store(store: str | None) -> None:
     if store is None or not Path(store).exists():
         print(
-            f"distseg: note: data.store is {store}, which is not there yet: prepare it before "
-            "the job starts",
+            f"distseg: note: data.store is {store}, which does not exist yet: prepare the store "
+            "before the job starts",
             file=sys.stderr,
         )
 
@@ -329,14 +353,14 @@ def _note_missing_store(store: str | None) -> None:
 def _check_free(path: Path, script: str, config: Path, overwrite: bool) -> None:
     """Refuse to overwrite the config, or without ``overwrite`` a file with other content."""
     if path.resolve() == config.resolve():
-        raise ValueError(f"--output {path} is the config: name another file for the script")
+        raise ValueError(f"--output {path} is the config file: give another file for the script")
     if not path.is_dir():
         check_replaceable(path)
     if path.is_dir() or path.exists() and not overwrite and path.read_bytes() != script.encode():
-        found = "with another content: give --overwrite to replace it, or"
+        found = "exists with other content: give --overwrite to replace it, or"
         if path.is_dir():
-            found = "a folder: give"
-        raise ValueError(f"{path} is there, {found} another --output")
+            found = "is a folder: give"
+        raise ValueError(f"{path} {found} another --output")
 
 
 def _write(path: Path, script: str) -> None:
@@ -356,7 +380,7 @@ def hand_in(job: Job) -> Iterator[str]:
     """Submit a written script to its batch system; yield the jobs' numbers one by one.
 
     Raises:
-        ValueError: the system's command is not there, or refuses the script.
+        ValueError: the batch system's command is not installed, or does not accept the script.
     """
     for command in job.system.commands(job.script, len(job.entries)):
         yield _number(job.system, command, job.script)
@@ -368,15 +392,14 @@ def _number(system: System, command: list[str], script: str) -> str:
             done = subprocess.run(command, stdin=given, capture_output=True, text=True)
     except FileNotFoundError:
         raise ValueError(
-            f"{command[0]} is not here, so {script} is written but not submitted: submit it "
-            f"where {system.name} is"
+            f"the command {command[0]} is not installed here, so {script} is written but not "
+            f"submitted: submit it on a machine with {system.name}"
         ) from None
     number = system.number(done.stdout) if done.returncode == 0 else None
     if number is None:
         answer = " ".join((done.stderr + done.stdout).split())
         raise ValueError(
-            f"{shlex.join(command)} did not take the script (code {done.returncode}): {answer}; "
-            "it is written to"
-            f" {script}"
+            f"{shlex.join(command)} did not accept the script (code {done.returncode}): {answer}; "
+            f"correct the job, or submit the script by hand: it is written to {script}"
         )
     return number

@@ -1,4 +1,4 @@
-"""One job: what is asked for, checked against the config's mesh and the site's nodes."""
+"""One job: what the user asks for, checked against the config's mesh and the site's nodes."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from distseg.comm.mesh import MeshShape
 
 @dataclass(frozen=True)
 class Nodes:
-    """Nodes of a cluster that a job takes.
+    """Nodes of a cluster that a job uses.
 
     Attributes:
         count: the number of nodes.
-        processes: processes on each node.
-        gpus: GPUs on each node.
-        cores: cores on each node.
-        cpus: CPUs on each node, as the batch system counts them.
+        processes: number of processes on each node.
+        gpus: number of GPUs on each node.
+        cores: number of cores on each node.
+        cpus: number of CPUs on each node, as the batch system counts them.
     """
 
     count: int
@@ -38,12 +38,12 @@ class Nodes:
 def node_of(
     site: Site, processes: int | None = None, gpus: int | None = None, cores: int | None = None
 ) -> Nodes:
-    """Return one node of a site; figures that are given replace those of the site.
+    """Return one node of a site; the arguments replace the site's numbers if they are not None.
 
     By default there is one process for each GPU.
 
     Raises:
-        ValueError: the figures of a node are not known, or there are more processes than cores.
+        ValueError: the numbers of a node are not known, or there are more processes than cores.
     """
     cpus = site.cpus if cores in (None, site.cores) else None
     gpus, cores = (
@@ -53,8 +53,7 @@ def node_of(
     if missing := [flag for flag, value in (("--gpus", gpus), ("--cores", cores)) if value is None]:
         raise ValueError(
             f"site {site.name} does not say what a node has: give {' and '.join(missing)} "
-            "(--gpus 0 where there are"
-            " none), or name a site with --site"
+            "(--gpus 0 if a node has no GPU), or name a site with --site"
         )
     for flag, value, least in (
         ("--gpus", gpus, 0),
@@ -62,13 +61,12 @@ def node_of(
         ("--processes", processes, 1),
     ):
         if value is not None and value < least:
-            raise ValueError(f"{flag} is at least {least}, got {value}")
+            raise ValueError(f"{flag} must be at least {least}, got {value}")
     processes = processes or gpus
     if not processes:
         raise ValueError(
-            "a node has no GPU, so how many processes to start on it is not clear: give "
-            f"--processes, up to its {cores}"
-            " cores"
+            "a node has no GPU, so the number of processes on it is not known: give "
+            f"--processes, at most {cores}, the number of cores"
         )
     if processes > cores:
         raise ValueError(
@@ -79,13 +77,14 @@ def node_of(
 
 
 def nodes_for(shape: MeshShape, node: Nodes, count: int | None = None) -> Nodes:
-    """Return ``count`` nodes for a mesh; by default as many as the mesh fills.
+    """Return ``count`` nodes for a mesh; by default the number of nodes that the mesh fills.
 
     Raises:
-        ValueError: the mesh has another size; the message names both numbers and the repair.
+        ValueError: the mesh needs another number of processes than the nodes start. The message
+            names both numbers and how to fix it.
     """
     if count is not None and count < 1:
-        raise ValueError(f"--nodes is at least 1, got {count}")
+        raise ValueError(f"--nodes must be at least 1, got {count}")
     nodes = replace(node, count=count or max(1, shape.size // node.processes))
     if shape.size != nodes.tasks:
         starts = f"{nodes} start{'s' * (nodes.count == 1)} {nodes.tasks}"
@@ -118,15 +117,15 @@ class Job:
     name: str
     config: str
     flags: tuple[str, ...]
-    """The flags beside the config file."""
+    """The flags of the training in addition to the config file."""
     shape: MeshShape
     site: Site
     system: System
     nodes: Nodes
     seconds: int
-    """Its time limit."""
+    """The time limit of the job."""
     warn: int
-    """Seconds before the limit at which Slurm signals."""
+    """Number of seconds before the limit at which Slurm sends a signal."""
     script: str
     """The file of the script."""
     command: str = "distseg submit"
@@ -146,9 +145,12 @@ class Job:
 
 
 def warning_of(seconds: int, asked: int | None) -> int:
-    """Return the seconds before the limit at which the job is warned.
+    """Return the number of seconds before its limit at which the job is warned.
 
-    The default is 300 s, or a quarter of the time of a short job.
+    Args:
+        seconds: the time limit of the job.
+        asked: the value of ``--warn``. If it is None, the result is 300 s, but at most a quarter of
+            the time limit.
 
     Raises:
         ValueError: the warning would come in the first half of the job.
@@ -157,8 +159,8 @@ def warning_of(seconds: int, asked: int | None) -> int:
         return min(300, seconds // 4)
     if not 0 < 2 * asked <= seconds:
         raise ValueError(
-            f"--warn is {asked} s, but --time is {seconds} s: a warning comes at most half the "
-            "time before the limit"
-            f" (and up to a minute early); choose up to {seconds // 2}"
+            f"--warn is {asked} s, but --time is {seconds} s, and the warning must come in the "
+            "second half of the job: set --warn to a number from 1 to "
+            f"{seconds // 2}"
         )
     return asked

@@ -1,7 +1,7 @@
 """Rules of jsrun's resource sets (LSF with JSM, as on Summit), checked before a job is queued.
 
-jsrun cuts nodes into resource sets, each with some cores and GPUs of its own, and starts tasks in
-them::
+jsrun divides nodes into resource sets, each with its own cores and GPUs, and starts tasks in the
+sets::
 
     jsrun -n 4 -r 2 -a 3 -c 21 -g 3
     node 0                                   node 1
@@ -44,7 +44,11 @@ _HINTS = {
 
 @dataclass(frozen=True)
 class ResourceSets:
-    """Resource sets of a jsrun line, with jsrun's defaults; None means as many as fit."""
+    """Options of a jsrun line about resource sets, with jsrun's defaults.
+
+    None stands for the largest number of sets that fits. The number of tasks of a set is 1 if both
+    ``tasks_per_rs`` and ``np`` are None.
+    """
 
     nrs: int | str | None = None
     tasks_per_rs: int | None = None
@@ -91,14 +95,16 @@ def _option(word: str, words) -> tuple[str | None, str | None]:
         return (name, value) if name in _FLAGS.values() else (None, value)
     letter, value = word[1:2], word[2:]
     if letter not in _FLAGS and letter not in _TAKE_A_VALUE:
-        raise ValueError(f"jsrun option {word!r} is unknown: write it long, as --option=value")
+        raise ValueError(
+            f"jsrun option {word!r} is unknown to distseg: write its long form, --option=value"
+        )
     value = value or next(words, None)
     return _FLAGS.get(letter), value
 
 
 def _value(name: str, text: str | None) -> int | str:
     if text is None:
-        raise ValueError(f"jsrun --{name} has no value: give one, or leave the option out")
+        raise ValueError(f"jsrun --{name} has no value: give a value, or leave the option out")
     if name in _FORMS:
         if not re.fullmatch(_FORMS[name], text.lower()):
             raise ValueError(f"jsrun --{name} is {text!r}: it takes {_HINTS[name]}")
@@ -122,7 +128,8 @@ def check(line: str, nodes: int, cores: int, gpus: int, tasks: int) -> ResourceS
         tasks: the number of processes that the mesh needs.
 
     Raises:
-        ValueError: the first rule that is broken; the message has both numbers and the repair.
+        ValueError: the line breaks a rule. The message names the first such rule, both numbers and
+            how to fix it.
     """
     asked = parse(line)
     cpu = cores if asked.cpu_per_rs == "ALL_CPUS" else asked.cpu_per_rs

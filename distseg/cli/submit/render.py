@@ -1,7 +1,7 @@
 """Script of a job, made from the template of its batch system.
 
-A template is a script with ``@words@``. A line whose word has no value is left out. A line whose
-word has several values is repeated for each.
+A template is a script with placeholders such as ``@nodes@``. A line is left out if its placeholder
+has no value. If the placeholder has several values, the line is repeated for each value.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ def render(job: Job) -> str:
     """Return the job's script.
 
     Raises:
-        ValueError: the launcher's line has an unknown word in braces, or breaks jsrun's rules.
+        ValueError: the launcher's line has an unknown word in braces, or breaks jsrun's rules; or a
+            value has a line break.
     """
     template = (
         files("distseg.cli.submit").joinpath("templates", f"train.{job.system.suffix}").read_text()
@@ -57,12 +58,13 @@ def _refuse_line_breaks(words: dict[str, object]) -> None:
         value = words[name]
         if "\n" in "".join(map(str, value if isinstance(value, tuple) else (value,))):
             raise ValueError(
-                f"{name} is {value!r}: a value in a line of a script cannot have a line break"
+                f"{name} is {value!r}, but a value in a line of a script cannot have a line break: "
+                "give it without a line break"
             )
 
 
 def fill(template: str, words: dict[str, object]) -> str:
-    """Return the template with its words replaced."""
+    """Return the template with its placeholders replaced by the values in ``words``."""
     return "".join(
         line for written in template.splitlines(keepends=True) for line in _lines(written, words)
     )
@@ -103,7 +105,7 @@ def launch_line(job: Job) -> str:
         line = " ".join(written.format(**words).split())
     except (KeyError, IndexError, ValueError) as e:
         raise ValueError(
-            f"the launcher's line {written!r} cannot be filled in ({e}): it may hold"
+            f"the launcher's line {written!r} cannot be filled in ({e}): use only the words"
             f" {', '.join('{' + word + '}' for word in words)}"
         ) from None
     if line.split()[0].rpartition("/")[2] == "jsrun":
@@ -165,7 +167,7 @@ def _words(job: Job) -> dict[str, object]:
 
 
 def _cases(job: Job) -> str:
-    """Return the shell code that selects the flags of one job of the array."""
+    """Return shell code that sets the flags of a training by its index in the array."""
     cases = [
         f"    {index}) ENTRY_FLAGS=({shlex.join(flags)}) ;;"
         for index, flags in enumerate(job.entries, job.system.first)

@@ -1,4 +1,4 @@
-"""Sites: the batch system of a cluster, a node's GPUs and cores, how processes start and are bound.
+"""Sites: for each cluster its batch system, the GPUs and cores of a node, and how processes start.
 
 The built-in sites follow the centres' public documentation. distseg has not been run on any of them
 yet.
@@ -16,25 +16,28 @@ import yaml
 
 @dataclass(frozen=True)
 class Site:
-    """Cluster; every field is a key of a site's own YAML file (``--site my.yaml``)."""
+    """Description of a cluster. A user's own YAML file (``--site my.yaml``) has the same fields."""
 
     name: str = "generic"
     system: str | None = None
     """slurm, lsf, pbs or flux."""
     gpus: int | None = None
-    """GPUs a node, as the batch system counts them."""
+    """Number of GPUs on each node, as the batch system counts them."""
     cores: int | None = None
-    """Cores a node that jobs may use."""
+    """Number of cores on each node that jobs may use."""
     cpus: int | None = None
-    """CPUs a node, if the batch system counts hardware threads; by default ``cores``."""
-    launcher: str | None = None
-    """The line that starts the processes; by default the system's.
+    """Number of CPUs on each node, if the batch system counts hardware threads.
 
-    It may hold {nodes}, {tasks}, {processes}, {gpus} and {node_cores} (a node), {cores} and
-    {cpus} (a process), {binding}.
+    The default is ``cores``.
+    """
+    launcher: str | None = None
+    """The line that starts the processes; by default the line of the batch system.
+
+    Its placeholders may be {nodes} and {tasks} of the job, {processes}, {gpus} and {node_cores} of
+    a node, {cores} and {cpus} of a process, and {binding}.
     """
     binding: str = ""
-    """The options of that line that bind each process to the cores near its GPU.
+    """The options of the launcher's line that bind each process to the cores near its GPU.
 
     They are left out if there is not one process for each GPU.
     """
@@ -43,12 +46,12 @@ class Site:
     options: tuple[str, ...] = ()
     """More options of the batch system, such as ``--constraint=gpu``."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """More variables to export."""
+    """Environment variables to export, with their values."""
     about: str = ""
-    """The source of the figures."""
+    """Text about the site and the source of its numbers, for a comment in the script."""
 
 
-# Without --mpi: the default of srun at these sites is Cray's MPI.
+# The line has no --mpi, because the default of srun at these sites is Cray's MPI.
 _SRUN = "srun {binding} --kill-on-bad-exit=0 --wait=60"
 _MI250X = (
     "0xfe000000000000,0xfe00000000000000,0xfe0000,0xfe000000,"
@@ -126,14 +129,14 @@ def site_of(name: str) -> Site:
     """Return a built-in site by its name, or the user's own site from a YAML file.
 
     Raises:
-        ValueError: there is no such site, or the file has other content than a site's fields.
+        ValueError: there is no such site, or the file has content that is not a field of a site.
     """
     if name in SITES:
         return SITES[name]
     if not name.endswith((".yaml", ".yml")):
         raise ValueError(
-            f"there is no site {name!r}: choose {', '.join(SITES)}, or give a YAML file with its "
-            "figures (docs/jobs.md)"
+            f"there is no site {name!r}: choose {', '.join(SITES)}, or describe the site in a YAML "
+            "file (docs/jobs.md)"
         )
     return _read(Path(name))
 
@@ -146,7 +149,7 @@ def _read(path: Path) -> Site:
     known = [f.name for f in fields(Site)]
     if not isinstance(found, dict):
         raise ValueError(
-            f"site {path} holds no fields: write one per line, such as gpus: 4; the fields are "
+            f"site {path} has no fields: write one field per line, such as gpus: 4; the fields are "
             f"{', '.join(known)}"
         )
     if strange := [key for key in found if key not in known]:
@@ -174,14 +177,15 @@ def _checked(path: Path, key: str, value):
             or value < (0 if key == "gpus" else 1)
         ):
             raise ValueError(
-                f"site {path}: {key} is a whole number from {0 if key == 'gpus' else 1} on, got "
+                f"site {path}: {key} must be a whole number of at least "
+                f"{0 if key == 'gpus' else 1}, got "
                 f"{reprlib.repr(value)}"
             )
         return value
     if key in ("modules", "options"):
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
             raise ValueError(
-                f"site {path}: {key} is a list of texts, such as"
+                f"site {path}: {key} must be a list of texts, such as"
                 f" [{'cuda' if key == 'modules' else '--constraint=gpu'}], got "
                 f"{reprlib.repr(value)}"
             )
@@ -189,10 +193,11 @@ def _checked(path: Path, key: str, value):
     if key == "environment":
         if not isinstance(value, dict):
             raise ValueError(
-                f"site {path}: environment is a variable a line, such as NCCL_DEBUG: INFO, got "
+                f"site {path}: environment must have one variable per line, such as "
+                f"NCCL_DEBUG: INFO, got "
                 f"{reprlib.repr(value)}"
             )
         return {str(k): str(v) for k, v in value.items()}
     if not isinstance(value, str):
-        raise ValueError(f"site {path}: {key} is text, got {reprlib.repr(value)}")
+        raise ValueError(f"site {path}: {key} must be text, got {reprlib.repr(value)}")
     return value

@@ -18,9 +18,9 @@ def sweep(asked: list[str], output: str, kind: type = Config) -> list[tuple[str,
     """Return the flags of each training of a sweep, each with its own folder below ``output``.
 
     Args:
-        asked: such as ``["optim.lr=1e-3,3e-4", "train.seed=0,1"]``.
+        asked: the settings and their values, such as ``["optim.lr=1e-3,3e-4", "train.seed=0,1"]``.
         output: the folder of all trainings.
-        kind: the class of their config.
+        kind: the class of the trainings' config.
 
     Raises:
         ValueError: a setting does not exist, is given twice, has no values, or has a value twice.
@@ -53,7 +53,7 @@ def sweep(asked: list[str], output: str, kind: type = Config) -> list[tuple[str,
 
 
 def _plain(value: str) -> str:
-    """Return a value as part of a folder's name."""
+    """Return a value as text that can be part of a folder's name."""
     return re.sub(r"[^A-Za-z0-9.+_-]+", "-", value).strip("-") or "none"
 
 
@@ -70,20 +70,20 @@ def _axis(text: str, kind: type) -> tuple[str, list[str]]:
             f" {', '.join(known)}"
         )
     if key in _OWN:
-        raise ValueError(f"--sweep sets {key} itself, for each training: leave it out")
+        raise ValueError(f"--sweep sets {key} itself for each training: leave {key} out of --sweep")
     if not given or not all(values):
         raise ValueError(f"--sweep {text} has an empty value: write {key}=value,value")
     if twice := next((value for value in values if values.count(value) > 1), None):
-        raise ValueError(f"--sweep {key} has the value {twice} twice: leave one out")
+        raise ValueError(f"--sweep {key} has the value {twice} twice: leave one of them out")
     return key, values
 
 
 def grown(shape: MeshShape, size: int, axis: str) -> MeshShape:
-    """Return the mesh with ``size`` ranks, grown along one axis.
+    """Return a mesh with ``size`` ranks; only one axis has another size than in ``shape``.
 
     Args:
         shape: the mesh.
-        size: the number of ranks.
+        size: the number of ranks of the new mesh.
         axis: ``samples`` (more images a step) or ``tiles`` (an image on more ranks).
 
     Raises:
@@ -92,9 +92,9 @@ def grown(shape: MeshShape, size: int, axis: str) -> MeshShape:
     rest = shape.stages * (shape.tiles.volume if axis == "samples" else shape.samples)
     if size % rest:
         raise ValueError(
-            f"a mesh of {shape} cannot grow to {size} processes by its {axis}: the rest of it "
-            "takes multiples of"
-            f" {rest}; choose --scaling so that nodes x processes is one, or another mesh"
+            f"a mesh of {shape} cannot grow to {size} processes by its {axis}: its other axes need "
+            f"a multiple of {rest} processes; choose --scaling so that nodes x processes is a "
+            "multiple of it, or choose another mesh"
         )
     if axis == "samples":
         return MeshShape(size // rest, shape.tiles, shape.stages)
@@ -102,7 +102,7 @@ def grown(shape: MeshShape, size: int, axis: str) -> MeshShape:
 
 
 def _grid(tiles: int, dims: int) -> Size:
-    """Return a grid of ``tiles`` tiles that is as square as possible, the last dims larger."""
+    """Return a nearly square grid of ``tiles`` tiles; its later dims are not smaller."""
     sides = [1] * dims
     for factor in sorted(_primes(tiles), reverse=True):
         sides[sides.index(min(sides))] *= factor
@@ -120,13 +120,13 @@ def node_counts(text: str) -> list[int]:
     """Return the numbers of a list such as ``1,2,4,8``.
 
     Raises:
-        ValueError: the text is not a list of different positive numbers.
+        ValueError: the text is not a list of distinct positive numbers.
     """
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() and int(part) > 0 for part in parts) or len(
         set(map(int, parts))
     ) < len(parts):
         raise ValueError(
-            f"--scaling is a list of different numbers of nodes, such as 1,2,4,8, got {text!r}"
+            f"--scaling must be a list of distinct numbers of nodes, such as 1,2,4,8, got {text!r}"
         )
     return [int(part) for part in parts]

@@ -1,4 +1,4 @@
-"""Batch systems: how a script is submitted, how its number looks, how a time limit is written."""
+"""Batch systems: how to submit a script, read the job's number and write a time limit."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from dataclasses import dataclass
 
 
 def _clock(seconds: int) -> str:
-    """Return a time such as ``02:30:00``."""
+    """Return a number of seconds as text such as ``02:30:00``."""
     return f"{seconds // 3600:02d}:{seconds % 3600 // 60:02d}:{seconds % 60:02d}"
 
 
 def _minutes(seconds: int) -> str:
-    """Return a time such as ``2:30``, rounded up, since LSF has no seconds."""
+    """Return a number of seconds as hours and minutes, such as ``2:30``, rounded up for LSF."""
     minutes = -(-seconds // 60)
     return f"{minutes // 60}:{minutes % 60:02d}"
 
 
 @dataclass(frozen=True)
 class System:
-    """Batch system."""
+    """Description of a batch system."""
 
     name: str
     suffix: str
@@ -28,9 +28,9 @@ class System:
     launcher: str
     """The line that starts the processes, unless the site has its own."""
     limit: Callable[[int], str]
-    """Writes a time limit, given in seconds."""
+    """Function that returns a time limit, given in seconds, as the batch system writes it."""
     submit: tuple[str, ...]
-    """The command that takes a script, named last."""
+    """The command that submits a script; the script's name is added as the last argument."""
     job_id: str
     """Regular expression with one group: the job's number in the command's output."""
     look: str
@@ -38,7 +38,10 @@ class System:
     first: int = 0
     """The first index of an array."""
     array: tuple[str, ...] = ()
-    """Arguments of the command for an array, if the script cannot name it; {last}, {index}."""
+    """Arguments of ``submit`` for an array, if the script itself cannot ask for the array.
+
+    {last} is replaced by the last index, and {index} by the index of each entry.
+    """
     by_stdin: bool = False
     one_by_one: bool = False
     """True if each entry of an array is submitted as a job of its own."""
@@ -59,7 +62,7 @@ class System:
         return [[*self.submit, *array, *([] if self.by_stdin else [script])] for array in arrays]
 
     def number(self, answer: str) -> str | None:
-        """Return the job's number in the output of the command, or None."""
+        """Return the job's number in ``answer``, the output of the command, or None."""
         found = re.search(self.job_id, answer)
         return found and found[1]
 
@@ -119,7 +122,7 @@ SYSTEMS = {
 
 
 def system_of(name: str) -> System:
-    """Return a batch system by its name.
+    """Return the batch system with this name.
 
     Raises:
         ValueError: there is no such system.
@@ -143,7 +146,7 @@ def seconds_of(text: str) -> int:
     )
     if not seconds:
         raise ValueError(
-            "--time is the job's limit as HH:MM:SS, such as 02:00:00, or with days as "
+            "--time must be the job's limit as HH:MM:SS, such as 02:00:00, or with days as "
             f"1-12:00:00, got {text!r}"
         )
     return seconds

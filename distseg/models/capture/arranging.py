@@ -1,4 +1,4 @@
-"""Functions for rules of calls that reshape a value or take some of its channels."""
+"""Helpers for the rules of calls that reshape a tensor or select some of its channels."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from distseg.models.layers import CutTo, Spread
 
 
 def turned(reader: Reader, x: Value, order: Sequence[int]) -> Value:
-    """Return a value with its dims in another order."""
+    """Return ``x`` with its dims permuted to ``order``."""
     order = reader.dims_of(tuple(order), x)
     axes = tuple(x.axes[d] for d in order)
     places = places_of(axes)
     if list(places) != sorted(places):
         raise reader.refusal(
             "reorders dims of the image; supported: reorder dims of channels, or move them before "
-            "or behind the spatial dims"
+            "or after the spatial dims"
         )
     if x.line:
         return turned_line(reader, x, order)
@@ -38,15 +38,17 @@ def turned(reader: Reader, x: Value, order: Sequence[int]) -> Value:
 def not_reshaped(reader: Reader, x: Value) -> CanNotCapture:
     """Return the error for a reshape that is not supported."""
     return reader.refusal(
-        f"makes {reader.call.shapes[0]} of {x!r}, and so mixes images, channels and places, or "
-        f"cuts the image into windows, which is not supported"
+        f"turns {x!r} into a tensor of shape {reader.call.shapes[0]}, which mixes images, channels "
+        f"and places, or cuts the image into windows; this is not supported"
     )
 
 
 def spread(reader: Reader, x: Value, **settings) -> Value:
-    """Return the map that the call makes of a vector or a line by repeating it.
+    """Return the map that the call makes by repeating a vector or a line.
 
-    With ``settings``, arguments of ``F.interpolate``, the value is a grid that the call resizes.
+    Args:
+        settings: keyword arguments of ``F.interpolate``. If they are given, ``x`` is a grid of
+            fixed size, such as the output of an adaptive pooling, and the call resizes the grid.
     """
     if x.line:
         axes = axes_of(
@@ -57,8 +59,8 @@ def spread(reader: Reader, x: Value, **settings) -> Value:
         grid, sizes = x.grid, tuple(c.shapes[0][2:] for c in reader.current)
         if settings["mode"] == "area" or set(sizes) == {grid}:
             raise reader.refusal(
-                "resizes a grid of the image by mode area, or to another grid; supported: nearest, "
-                "bilinear and bicubic, to the size of a map"
+                "resizes a grid of fixed size by mode area, or to its own size; supported: the "
+                "modes nearest, bilinear and bicubic, to the size of a map"
             )
         return _over(reader, x, sizes, None, grid, settings)
     lengths = list(zip(*(c.shapes[0] for c in reader.current)))
@@ -69,8 +71,8 @@ def spread(reader: Reader, x: Value, **settings) -> Value:
     ]
     if len(lengths) != x.rank or not _is_size(len(there), reader.dims):
         raise reader.refusal(
-            f"makes {reader.call.shapes[0]} of {x!r}; supported: spread it over all places, as "
-            f"expand_as does"
+            f"repeats {x!r} to the shape {reader.call.shapes[0]}; supported: repeat it over all "
+            f"places of a map, as expand_as does"
         )
     sizes = tuple(zip(*(lengths[d] for d in there)))
     return _over(reader, x, sizes, there, (), {})
@@ -111,7 +113,7 @@ class _Expanded:
 
 
 def expanded(reader: Reader, x: Value) -> Value:
-    """Return a value whose dims of length 1 are expanded over channels or over all places."""
+    """Return ``x`` after a call has expanded dims of length 1 to channels or to all positions."""
     axes = reader.made(reader.value(x)) if not x.vector or not _follows(reader) else None
     if axes == x.axes:
         return x
@@ -143,9 +145,9 @@ def _follows(reader: Reader) -> bool:
 
 
 def parts(reader: Reader, x: Any, args: tuple, dim: int) -> tuple[Value, ...]:
-    """Return the values into which a call splits channels."""
+    """Return the parts into which the call splits the channels of ``x``."""
     if not reader.of_channels(dim, reader.value(x)):
-        raise reader.refusal("cuts the image into parts; supported: cut along channels")
+        raise reader.refusal("cuts the image into parts; supported: split the channels")
     return tuple(reader.formula(args, {}, part) for part in range(len(reader.call.shapes)))
 
 
@@ -156,22 +158,27 @@ def over_channels(
     dim: Any,
     why: str = "runs over places of the image; supported: over channels",
 ) -> Value:
-    """Return the result of a function that works along dims of channels; refuse other dims."""
+    """Return the result of a function along ``dim``; refuse dims that are not channels.
+
+    Args:
+        args: all arguments of the call.
+        why: text of the error for a dim that is not channels.
+    """
     if not reader.of_channels(dim, reader.value(x)):
         raise reader.refusal(why)
     return reader.formula(args, {})
 
 
 def indexed(reader: Reader, x: Value, index: tuple, *values: Any) -> Value:
-    """Return the channels that an index takes.
+    """Return the channels of ``x`` that an index selects.
 
-    With ``values``, return ``x`` in which the call replaces these channels.
+    With ``values``, return ``x`` after the call has replaced these channels by them.
     """
     entries = _entries(reader, x, index)
     if entries is None:
         raise reader.refusal(
-            "indexes with an unsupported index; supported along channels: slices, numbers, lists "
-            "and buffers of numbers"
+            "indexes with an unsupported index; supported for channels: slices, integers, lists of "
+            "integers, and buffers of integers"
         )
     for axis, entry in zip(x.axes, (e for e in entries if e is not None)):
         if axis.batch and entry != slice(None):
@@ -187,9 +194,9 @@ def indexed(reader: Reader, x: Value, index: tuple, *values: Any) -> Value:
 
 
 def _entries(reader: Reader, x: Value, index: tuple) -> list | None:
-    """Return the index with an entry for each dim, and None for each new dim.
+    """Return the index as a list with one entry for each dim of ``x``, and None for each new dim.
 
-    Return None if an entry is of an unsupported kind.
+    Return None instead of a list if an entry is of an unsupported kind.
     """
 
     def single(i):
@@ -215,9 +222,9 @@ def _entries(reader: Reader, x: Value, index: tuple) -> list | None:
 
 
 def cut_to(reader: Reader, x: Value, index: Sequence) -> Value | None:
-    """Return ``x`` cropped at its end to the size of another map.
+    """Return ``x`` cropped to the size of another map at the end of its spatial dims.
 
-    Return None if the index takes anything else.
+    Return None if the index does anything else.
     """
     each = [_whole_index(of_trace(tuple(index), n), x.rank) for n in range(len(x.sizes))]
 
@@ -247,7 +254,7 @@ def cut_to(reader: Reader, x: Value, index: Sequence) -> Value | None:
 def _whole_index(index: tuple, rank: int) -> list | None:
     """Return the index with an entry for each of ``rank`` dims.
 
-    Return None if it contains more than slices and numbers.
+    Return None if the index contains more than slices, integers and one ellipsis.
     """
     if sum(i is Ellipsis for i in index) > 1 or not all(
         i is Ellipsis or isinstance(i, (slice, int)) for i in index
@@ -258,9 +265,9 @@ def _whole_index(index: tuple, rank: int) -> list | None:
 
 
 def filled_up(reader: Reader, x: Value, pad: tuple) -> int | None:
-    """Return m if ``pad`` pads the image at its end to a multiple of m.
+    """Return m if ``pad`` pads the end of each spatial dim so that its size is a multiple of m.
 
-    Return None if the padding is fixed, or follows another rule.
+    Return None if the padding is the same for all image sizes, or follows another rule.
     """
     if not has_sizes(pad):
         return None
@@ -282,12 +289,12 @@ def filled_up(reader: Reader, x: Value, pad: tuple) -> int | None:
     )
 
 
-# Largest multiple that is considered for a padding.
+# Largest multiple m that filled_up tries.
 _LARGEST_MULTIPLE = 256
 
 
 def whole(reader: Reader, kernel: Any, x: Value) -> bool:
-    """Return True if a kernel is as large as the image."""
+    """Return True if a kernel is as large as the image in all traces."""
     return all(reader.each(of_trace(kernel, n)) == size for n, size in enumerate(x.sizes))
 
 

@@ -1,4 +1,4 @@
-"""Assignments to places of the image.
+"""Assignments to positions of the image.
 
 Examples: ``up[:, :, ::2, 1::2] = x``, ``x[:, :, :1] = 0``, ``y[:, :8, 1:] = x[:, :8, :-1]``.
 """
@@ -24,7 +24,11 @@ _WHAT = "assigns to a part of"
 
 
 def assigns_to_places(x: Value, index: tuple, traces: int) -> bool:
-    """Return True if an index takes a part of the image."""
+    """Return True if an index does not select the whole image.
+
+    Args:
+        traces: number of traces.
+    """
     entries = _entries(x, index)
     return entries is not None and any(
         x.axes[dim].places and any(of_trace(entry, n) != slice(None) for n in range(traces))
@@ -33,7 +37,7 @@ def assigns_to_places(x: Value, index: tuple, traces: int) -> bool:
 
 
 def _entries(x: Value, index: tuple) -> list[tuple[int, Any]] | None:
-    """Return the dim of the tensor for each entry of an index; None if the index has new dims."""
+    """Return pairs (dim of the tensor, entry) of an index; None if the index adds dims."""
     if any(i is None for i in index):
         return None
     at = next((n for n, i in enumerate(index) if i is Ellipsis), len(index))
@@ -42,7 +46,7 @@ def _entries(x: Value, index: tuple) -> list[tuple[int, Any]] | None:
 
 
 def assigned(reader: Reader, x: Value, index: tuple, value: Any) -> Value:
-    """Return a map after an assignment to the places that an index takes."""
+    """Return ``x`` after an assignment of ``value`` to the positions that ``index`` selects."""
     entries, traces = _entries(x, index), range(len(x.sizes))
     wanted: dict[int, list[slice]] = {}
     marks: dict[int, int] = {}
@@ -63,7 +67,7 @@ def assigned(reader: Reader, x: Value, index: tuple, value: Any) -> Value:
             channels[dim] = reader.fixed(entry, "index")
             if not isinstance(entry, slice):
                 raise reader.refusal(
-                    "assigns to channels that are not a slice, which is not supported"
+                    "assigns to channels by an index that is not a slice; supported: slices"
                 )
     part = x if all(i == slice(None) for i in channels) else _part(reader, x, tuple(channels))
     mask_axes = tuple(axis if axis.places or axis.batch else Axis() for axis in x.axes)
@@ -100,7 +104,7 @@ def _as_slice(reader: Reader, entry: Any) -> slice:
 
 
 def _part(reader: Reader, x: Value, index: tuple) -> Value:
-    """Return a slice of the channels."""
+    """Return the channels of ``x`` that the slices of ``index`` select."""
     cells = [
         axis if not axis.of_channels else axis._replace(cell=len(range(axis.cell)[i]))
         for axis, i in zip(x.axes, index)
@@ -111,7 +115,14 @@ def _part(reader: Reader, x: Value, index: tuple) -> Value:
 def _put(
     reader: Reader, x: Value, part: Value, wanted: dict[int, Sequence[slice]], value: Value
 ) -> Value:
-    """Return a map of the size of ``x`` with a value at the places that slices take."""
+    """Return a map of the size of ``x`` with ``value`` at the positions that slices select.
+
+    The caller does not use the other positions.
+
+    Args:
+        part: the channels of ``x`` to which user code assigns.
+        wanted: for each spatial dim, the slice in each trace.
+    """
     if value.vector:
         return reader.meeting([value, x])[0]
     ranges = {
@@ -122,7 +133,7 @@ def _put(
         for n, size in enumerate(x.sizes)
     )
     if value.axes != part.axes or value.sizes != sizes:
-        raise reader.refusal(f"assigns {value!r} to a part of {x!r}, which has another shape")
+        raise reader.refusal(f"assigns {value!r} to a part of {x!r} that has another shape")
     steps = {d: {r.step for r in each} for d, each in ranges.items()}
     if any(len(found) > 1 for found in steps.values()):
         raise reader.refusal(
@@ -150,7 +161,7 @@ def _put(
 
 
 class _Filled:
-    """Function that puts a number where a mask is True, and keeps the map elsewhere."""
+    """Function that replaces the values of a map by a number where a mask is True."""
 
     __name__ = "where"
 

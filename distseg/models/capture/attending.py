@@ -1,8 +1,9 @@
 """Attention in which the number of queries or of keys does not grow with the image.
 
-If keys are parameters or vectors of the image, each place attends to them on its own. If a fixed
-number of queries attends to all places, the weights are a softmax over the image, and the result is
-a sum over it. Attention between all places is refused.
+If keys are parameters or vectors of the image, each position attends to them independently of the
+other positions. If a fixed number of queries attends to all positions, the attention weights are a
+softmax over the image, and the result is a sum over the image. Attention between all positions is
+refused.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from distseg.models.capture.trace import IN_ATTENTION
 from distseg.models.capture.values import Value
 
 ATTENTION = (
-    "is attention between all places of the image, which a part of an image does not have; "
-    "supported: queries or keys whose number does not grow with the image, such as parameters, "
-    "means or cells of a grid"
+    "is attention between all places of the image, but a part of an image does not have all of "
+    "them; supported: queries or keys whose number does not grow with the image, such as "
+    "parameters, means or the output of an adaptive pooling"
 )
 
 
@@ -41,7 +42,7 @@ def attention(
         key: (..., keys, channels); ``value`` likewise.
         bias: a parameter that is added to the scores, or a mask, or None.
         scale: factor of the scores; by default 1 / sqrt(channels).
-        weights: True if the weights are wanted; else None is returned for them.
+        weights: True to return the attention weights; otherwise None is returned in their place.
     """
     q, k, v = (reader.axes_of(x) for x in (query, key, value))
     scale = 1 / math.sqrt(q[-1].cell) if scale is None else scale
@@ -88,7 +89,7 @@ def _common(reader: Reader, each: Sequence[Axes]) -> Axes:
 
 
 def _check_bias(reader: Reader, bias: Any, query: Axes, key: Axes) -> None:
-    """Refuse a bias that is computed from the image or differs between places or images."""
+    """Refuse a bias that is computed from the image or differs between positions or images."""
     if bias is None:
         return
     if isinstance(bias, Value):
@@ -126,7 +127,8 @@ def scaled_dot_product(
         raise reader.refusal(IN_ATTENTION)
     if is_causal or enable_gqa:
         raise reader.refusal(
-            "is causal, or shares keys among heads; supported: attention without these options"
+            "is causal (is_causal), or shares keys among heads (enable_gqa); supported: attention "
+            "without these options"
         )
     made, _ = attention(reader, query, key, value, attn_mask, scale, False)
     return made
@@ -166,7 +168,8 @@ def multi_head(
     others = (bias_k, bias_v, key_padding_mask, static_k, static_v)
     if any(x is not None for x in others) or add_zero_attn or is_causal:
         raise reader.refusal(
-            "has separate keys or a mask of keys; supported: attention without these options"
+            "has added or static keys, a key_padding_mask, or is causal; supported: attention "
+            "without these options"
         )
     if len(reader.axes_of(query)) != 3:
         raise reader.refusal(
@@ -196,7 +199,13 @@ def multi_head(
 
 
 class _Projection:
-    """Linear layer whose weight may be a slice of a joint one for queries, keys and values."""
+    """Linear layer for the queries, keys or values of an attention.
+
+    Args:
+        number: 0 for queries, 1 for keys, 2 for values.
+        together: True if the given weight holds the weights of all three; a third of it is used.
+            The given bias always holds all three.
+    """
 
     __name__ = "linear"
 

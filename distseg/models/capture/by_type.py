@@ -1,6 +1,6 @@
 """Search for numbers in user code that depend on a tensor's type.
 
-An example is ``torch.finfo(x.dtype).eps``. They are found by comparing traces in several types.
+An example is ``torch.finfo(x.dtype).eps``. The search compares traces in several types.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ WIDE = torch.float64
 _CASTS = {"to", "type", "float", "double"}
 
 Numbers = dict[int, tuple[tuple, dict]]
-"""By number of a call, (args, kwargs) with a :class:`ByType` for numbers that follow a type."""
+"""By number of a call, its (args, kwargs).
+
+A :class:`ByType` stands for each number in them that depends on a tensor's type.
+"""
 
 
 def numbers_by_type(traces: Mapping[torch.dtype, Trace]) -> Numbers:
@@ -30,7 +33,7 @@ def numbers_by_type(traces: Mapping[torch.dtype, Trace]) -> Numbers:
         traces: a trace for each type, of images of one size; :data:`WIDE` is one of the types.
 
     Raises:
-        CanNotCapture: the passes make different calls; names the first.
+        CanNotCapture: the passes make different calls; the message names the first of these calls.
     """
     found: Numbers = {}
     for number, calls in enumerate(zip_longest(*(trace.calls for trace in traces.values()))):
@@ -43,8 +46,8 @@ def numbers_by_type(traces: Mapping[torch.dtype, Trace]) -> Numbers:
             )
         if other := next((c for c in calls if not _same_function(c, call)), None):
             raise CanNotCapture(
-                f"{call} is {other} for another dtype: the calls of a network must not depend on "
-                f"the dtype of a tensor"
+                f"{call} is replaced by {other} for another dtype: the calls of a network must not "
+                f"depend on the dtype of a tensor"
             )
         merged = _merged({dtype: (c.args, c.kwargs) for dtype, c in of_types.items()})
         if merged != (call.args, call.kwargs):
@@ -61,7 +64,10 @@ def _same_function(a: Called, b: Called) -> bool:
 
 
 def _merged(each: Mapping[torch.dtype, Any]) -> Any:
-    """Return one argument for all types, with a :class:`ByType` for each number that differs."""
+    """Merge the forms of an argument in several types into one.
+
+    A :class:`ByType` takes the place of each number that differs between the types.
+    """
     wide = each[WIDE]
     if isinstance(wide, tuple) and all(
         isinstance(x, tuple) and len(x) == len(wide) for x in each.values()
@@ -81,7 +87,7 @@ def with_numbers(trace: Trace, numbers: Numbers) -> Trace:
     """Return a trace in :data:`WIDE` with the result of :func:`numbers_by_type` inserted.
 
     Raises:
-        CanNotCapture: a number follows both the type and the image's size.
+        CanNotCapture: a number depends on both the type and the image's size.
     """
     if not numbers:
         return trace

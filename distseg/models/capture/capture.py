@@ -3,8 +3,8 @@
 The captured network holds the parameters and buffers of the user's model, not copies.
 :mod:`distseg.models.capture.trace` records the calls of the forward pass on images of several
 sizes. The rules of :mod:`distseg.models.capture.rules` turn the calls into layers. A call without a
-rule raises an error that names it. A number that differs between the sizes follows the image's
-size; an equal one is a setting.
+rule raises an error that names the call. A number that differs between the image sizes is taken to
+follow the image's size; a number that is the same for all sizes is taken for a fixed setting.
 """
 
 from __future__ import annotations
@@ -30,18 +30,19 @@ from distseg.models.network import Network, flat_layers, inexact, is_flat, refus
 from distseg.models.passes import generators_kept, scripted
 from distseg.models.pointwise import POINTWISE_LAYERS
 
-# In pixels. The second is for networks whose image sizes must be multiples of more than 64.
+# Units of the traced image sizes, in pixels. The second unit is for networks whose image sizes must
+# be multiples of more than 64.
 _UNITS = (64, 256)
 # Image sizes of the traces, in units.
 _COUNTS = ((3, 5, 4), (4, 3, 5), (7, 4, 3))
-# Additions to these sizes, in units of the multiple, for traces of odd sizes.
+# Multiples of a smaller unit that are added to these sizes, to test whether such sizes work.
 _ODD = ((0, 1, 3), (1, 2, 0), (3, 5, 1))
 # Side of the image for the comparison, for 1, 2 and 3 dims.
 _SIDE = (256, 64, 64)
 
 
 def as_network(model: nn.Module) -> nn.Module:
-    """Return a network of supported layers: ``model`` itself if it is one, else its capture.
+    """Return ``model`` itself if it is a network of supported layers, else its capture.
 
     If the capture fails, return ``model`` unchanged and store the reason in ``refusals[model]``.
     """
@@ -66,7 +67,7 @@ def as_network(model: nn.Module) -> nn.Module:
 
 
 def hook_on_gradients(model: nn.Module) -> str | None:
-    """Return the name of a module or parameter with a gradient hook; None if none has one."""
+    """Return the name of a module or parameter with a gradient hook; None without such hooks."""
     every = nn.modules.module
     if every._global_backward_hooks or every._global_backward_pre_hooks:
         return "every module (register_module_full_backward_hook)"
@@ -102,18 +103,18 @@ def _is_made_of_functions(kind: type) -> bool:
 
 
 def _repeats_layers(model: nn.Module) -> bool:
-    """Return True if a flat network uses one norm or dropout layer at several positions.
+    """Return True if a network that is a list of layer calls calls a norm or dropout repeatedly.
 
-    Running statistics and masks belong to one position, so a capture makes a layer for each.
+    Running statistics and masks belong to one call, so a capture makes a layer for each call.
     """
     layers = [layer for _, layer in flat_layers(model) if isinstance(layer, _OF_A_PLACE)]
     return len(set(layers)) < len(layers)
 
 
 def _has_other_dropout(model: nn.Module) -> bool:
-    """Return True if a DropoutNd layer has another number of dims than the images.
+    """Return True if a Dropout1d or Dropout3d layer does not fit the images' number of dims.
 
-    PyTorch's functions then treat the tensor differently from the layer for images.
+    Such a layer reads the dims of its input differently than the layer that fits the images.
     """
     drops = [layer for layer in model.modules() if isinstance(layer, (nn.Dropout1d, nn.Dropout3d))]
     with suppress(ValueError):
@@ -125,7 +126,7 @@ def _has_other_dropout(model: nn.Module) -> bool:
 
 
 def _overrides_train(model: nn.Module) -> bool:
-    """Return True if a module overrides ``train`` or ``eval``, as frozen parts do."""
+    """Return True if a module overrides ``train`` or ``eval``, as networks with frozen parts do."""
     return any(
         "train" in vars(module)
         or "eval" in vars(module)
@@ -168,8 +169,8 @@ def capture(model: nn.Module, in_channels: int | None = None) -> Network:
         a network that holds the parameters and buffers of ``model``.
 
     Raises:
-        CanNotCapture: names the operation, the module that calls it, the line of code, and the
-            repair.
+        CanNotCapture: the message names the operation, the module that calls it and the line of
+            code, and says how to fix it.
     """
     if (hooked := hook_on_gradients(model)) is not None:
         raise CanNotCapture(
@@ -222,7 +223,10 @@ def _captured(model: nn.Module, in_channels: int | None) -> Network:
     channels, whole = _first_trace(empty, likeliest, sizes[0])
 
     def look(size: tuple[int, ...], batch: int) -> None:
-        """Refuse the model if the passes so far have left a state behind."""
+        """Refuse the model if earlier passes changed its state in a way that affects later passes.
+
+        Such later passes are tried in fresh copies, with ``batch`` images of this size and another.
+        """
         others = [
             partial(trace, channels=channels, size=other, batch=batch) for other in (sizes[1], size)
         ]
@@ -233,7 +237,7 @@ def _captured(model: nn.Module, in_channels: int | None) -> Network:
 
     @cache
     def traced(size: tuple[int, ...]) -> Trace:
-        """Return a trace of an image of this size, without a change to random generators."""
+        """Return a trace of an image of this size; leave random generators unchanged."""
         with generators_kept():
             return trace(empty, channels, size)
 
@@ -292,7 +296,7 @@ def _captured(model: nn.Module, in_channels: int | None) -> Network:
 def _in_other_types(
     model: nn.Module, channels: int, size: Sequence[int]
 ) -> dict[torch.dtype, Trace]:
-    """Return a trace in float32 and one in bfloat16, for each type in which the network runs."""
+    """Return traces in float32 and bfloat16, by type; leave out a type in which tracing fails."""
     found = {}
     for dtype in (torch.float32, torch.bfloat16):
         with suppress(CanNotCapture):
@@ -301,10 +305,10 @@ def _in_other_types(
 
 
 def _channels_to_try(model: nn.Module) -> list[int]:
-    """Return the numbers of channels to try if no image has been given to the model yet.
+    """Return the numbers of image channels to try if the model has not been given an image yet.
 
-    The first is that of the first convolution; at most four come from other convolutions, because
-    the one that is called first may be another one.
+    The first number is the most likely one (:func:`distseg.models.bands.bands_of`). Up to four
+    others come from the model's convolutions, because any of them may be called first.
     """
     first = bands_of(model)
     others = sorted(
@@ -316,7 +320,11 @@ def _channels_to_try(model: nn.Module) -> list[int]:
 def _first_trace(
     empty: nn.Module, likeliest: Sequence[int], size: Sequence[int]
 ) -> tuple[int, Trace]:
-    """Return the number of channels of the network's images, and a trace with it."""
+    """Return the number of channels of the network's images, and a trace of such an image.
+
+    Args:
+        likeliest: the numbers of channels to try, in this order.
+    """
     for channels in likeliest[:-1]:
         with suppress(CanNotCapture):
             return channels, trace(empty, channels, size)

@@ -1,8 +1,8 @@
 """Checks that a module's forward pass does nothing but compute its result.
 
-A pass must not draw random numbers or leave a state behind. Ranks and tiles run passes in another
-number and order than the serial program. So a pass after other passes must compute, and leave, the
-same as a first pass.
+A pass must not draw random numbers or change the module's state. Ranks and tiles run another
+number of passes than the serial program, in another order. So a pass must have the same result, and
+leave the module in the same state, whether or not other passes ran before it.
 """
 
 from __future__ import annotations
@@ -51,13 +51,17 @@ from distseg.models.passes import (
 from distseg.models.user_errors import user_error
 
 Pass = Callable[[nn.Module], Any]
-"""Forward pass of a module; its result can be compared with another."""
+"""Function that runs a forward pass of a module and returns something that can be compared."""
 
 
 def picture(model: nn.Module, loose: bool = False) -> Picture:
     """Return a snapshot of a module's state and of the global random generators.
 
-    It leaves out the running statistics of norms, which a pass may update.
+    The snapshot leaves out the running statistics of norms, which a pass may update.
+
+    Args:
+        loose: True to compare two copies of a module
+            (:func:`distseg.models.capture.state.picture_of`).
     """
     found = picture_of(model, loose).without(_statistics(model))
     for slot in global_generators():
@@ -66,9 +70,10 @@ def picture(model: nn.Module, loose: bool = False) -> Picture:
 
 
 def _statistics(model: nn.Module) -> set[tuple[str, str]]:
-    """Return the slots of the running statistics of PyTorch's norms.
+    """Return the keys of the slots that hold running statistics of PyTorch's norms.
 
-    A pass on the meta device, or through a modified norm, may update the counter alone.
+    Of a norm on the meta device, and of a modified norm, a pass may update only the counter
+    ``num_batches_tracked``, so their other statistics are not included.
     """
     found = set()
     for name, layer in model.named_modules():
@@ -90,16 +95,20 @@ def check_left(
     others: Sequence[Pass],
     alike: Callable[[Any, Any], bool],
 ) -> None:
-    """Refuse a pass that leaves a state behind, if later passes would depend on it or change it.
+    """Refuse a pass that changes the module's state, if the change affects later passes.
+
+    A change of a tensor is always refused. Another change is accepted if later passes have the same
+    result as first passes and leave the same state.
 
     Args:
-        made: function that makes a copy of the module without any pass.
+        made: function that makes a copy of the module in which no pass has run.
         before, after: the state of a copy before and after one pass.
         last: a pass. It runs twice in a fresh copy, and after each of ``others`` in another copy.
         alike: function that compares the results of two passes.
 
     Raises:
-        Hidden: names the attribute, its module, the line that changes it, and the repair.
+        Hidden: the message names the attribute, its module and the line that changes it, and says
+            how to fix it.
     """
     changed = before.changed(after)
     if not changed:
@@ -123,7 +132,11 @@ def check_left(
 
 
 def _message(slot: Slot, model: nn.Module, run_pass: Pass) -> str:
-    """Return the error message about a slot that a pass changes, given a copy of the module."""
+    """Return the error message about a slot whose value a pass changes.
+
+    Args:
+        model: a copy of the module, in which the pass is run to find the line.
+    """
     line = _line_that_changes(slot.slot_in(model), model, run_pass)
     where = f" ({line})" if line else ""
     if is_generator(slot):
@@ -135,7 +148,7 @@ def _message(slot: Slot, model: nn.Module, run_pass: Pass) -> str:
 
 
 def _line_that_changes(slot: Slot, model: nn.Module, run_pass: Pass) -> str | None:
-    """Return the line of user code that changes the value in a slot; None if no line does."""
+    """Return the line of user code in a pass that changes the value of a slot; None without one."""
     found: list[str | None] = []
     begun, last = print_of(slot.value()), None
 
@@ -161,10 +174,10 @@ def _line_that_changes(slot: Slot, model: nn.Module, run_pass: Pass) -> str | No
 
 
 def check_real(model: nn.Module) -> None:
-    """Refuse complex parameters and buffers: a cast would drop their imaginary part.
+    """Refuse complex parameters and buffers, because a cast would drop their imaginary part.
 
     Raises:
-        ValueError: names the parameter or buffer, and the repair.
+        ValueError: the message names the parameter or buffer, and says how to fix it.
     """
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_complex():
@@ -178,7 +191,7 @@ def check_seen(model: nn.Module) -> None:
     """Refuse a network whose trace showed something that cannot be computed exactly.
 
     Raises:
-        ValueError: names the function, the module and the line.
+        ValueError: the message names the function, the module and the line.
     """
     check_real(model)
     if model in inexact:
@@ -186,14 +199,14 @@ def check_seen(model: nn.Module) -> None:
 
 
 def check_exact(model: nn.Module, size: Sequence[int]) -> None:
-    """Refuse to train a network whose passes draw random numbers or leave a state behind.
+    """Refuse to train a network whose passes draw random numbers or change its state.
 
     Args:
         size: image size in training.
 
     Raises:
-        ValueError: names the function, the module and the line, and why the network was not
-            captured.
+        ValueError: the message names the function, the module and the line, and says why the
+            network was not captured.
     """
     check_seen(model)
     if is_followed(model):
@@ -211,16 +224,16 @@ def check_module(
 ) -> None:
     """Refuse an uncaptured module whose passes do more than return one tensor.
 
-    They must not draw random numbers or leave a state behind. Dropout layers return their input
-    here, and norms restore their running statistics, because distributed counterparts replace both
-    (:mod:`distseg.models.capture.guarded`). Small images are tried first.
+    Passes must not draw random numbers or change the module's state. In this check, dropout layers
+    return their input, and norms restore their running statistics, because distributed counterparts
+    replace both in training (:mod:`distseg.models.capture.guarded`). Small images are tried first.
 
     Args:
         size: image size in training.
         modes: modes to check, True for training and False for evaluation.
 
     Raises:
-        Hidden: names what the pass does, the line, and the repair.
+        Hidden: the message names what the pass does and the line, and says how to fix it.
     """
     if any(p.is_meta for p in model.parameters()):
         return
@@ -252,27 +265,29 @@ _checked: WeakKeyDictionary[nn.Module, set[tuple]] = WeakKeyDictionary()
 def check_apart(model: nn.Module, size: Sequence[int]) -> None:
     """Refuse an uncaptured module in which the images of a batch influence each other.
 
-    Batch norms are exempt. A dependence on the number of images is refused too.
+    Batch norms are exempt. A result that depends on the number of images is refused too.
 
     Args:
         size: image size in training.
 
     Raises:
-        Hidden: with a repair.
+        Hidden: the images influence each other; the message says how to fix it.
     """
     if joins_images(model, size, training=True):
         raise Hidden(
             "spatial.norm_scope is step, which makes the images of all sample groups one batch, "
-            "but this network mixes the images of a batch, or uses their number, by other means "
-            "than batch norm, and the images of other groups are on other ranks: set "
-            "spatial.norm_scope to group, or mesh.samples to 1"
+            "but this network mixes the images of a batch, or uses their number, outside of its "
+            "batch norms, which cannot be computed because the images of other groups are on other "
+            "ranks: set spatial.norm_scope to group, or mesh.samples to 1"
         )
 
 
 def joins_images(model: nn.Module, size: Sequence[int], training: bool) -> bool:
-    """Return True if in an uncaptured module the images of a batch influence each other.
+    """Return True if the images of a batch influence each other's results.
 
-    In training batch norms are exempt. A captured module never joins images by other means.
+    In training, batch norms are ignored. In evaluation, a batch norm without running statistics
+    joins images. Captured modules have no other layers that join images, so only uncaptured modules
+    are tried out.
 
     Args:
         size: image size in training.
@@ -297,7 +312,7 @@ def joins_images(model: nn.Module, size: Sequence[int], training: bool) -> bool:
 
 
 def _is_apart(model: nn.Module, size: Sequence[int]) -> bool:
-    """Return True if the first image's result is the same in any batch."""
+    """Return True if the first image has the same result alone and in two different batches."""
     images, others = _noise(model, size, 0), _noise(model, size, 1)
     alone, *beside = (
         run_pass(x, model)[:1] for x in (images[:1], images, torch.cat((images[:1], others)))
@@ -332,7 +347,7 @@ def _check_at(model: nn.Module, size: tuple[int, ...], modes: Sequence[bool]) ->
 
 
 def _check_mode(model: nn.Module, size: Sequence[int], training: bool, images: int = 2) -> None:
-    """Refuse a module whose passes in one mode do more than return one tensor."""
+    """Refuse a module whose passes in this mode do more than return one tensor."""
 
     def made() -> nn.Module:
         return guarded(copy.deepcopy(model).train(training), images)
@@ -374,11 +389,11 @@ def run_pass(image: Tensor, model: nn.Module, draws: str = DRAWS) -> Any:
     """Return the result of a module's pass over an image.
 
     Args:
-        draws: words for the error message about drawn random numbers.
+        draws: text of the error message about drawn random numbers.
 
     Raises:
-        Hidden: the pass draws random numbers from PyTorch or the system, or reads clocks, files or
-            the like.
+        Hidden: the pass draws random numbers from PyTorch or the system, or reads the machine's
+            state, such as clocks and files.
     """
     inside: list[str] = []
     drawn: list[str] = []
@@ -403,5 +418,5 @@ def run_pass(image: Tensor, model: nn.Module, draws: str = DRAWS) -> Any:
 
 
 def equal(a: Tensor, b: Tensor) -> bool:
-    """Return True if two results have equal numbers; NaN counts as equal to NaN."""
+    """Return True if two results have the same shape and numbers; NaN counts as equal to NaN."""
     return a.shape == b.shape and torch.equal(a.nan_to_num(), b.nan_to_num())

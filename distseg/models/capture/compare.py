@@ -1,6 +1,6 @@
-"""Comparison of a captured network with its module in float64.
+"""Comparison of a captured network with the module from which it was captured, in float64.
 
-Both run on a small image, in training without dropout and in evaluation.
+Both run on small images, in training without dropout and in evaluation.
 """
 
 from __future__ import annotations
@@ -23,19 +23,23 @@ from distseg.models.network import Network
 from distseg.models.user_errors import user_error
 
 TOLERANCE = 1e-10
-"""Accepted difference relative to the largest number, unless its rounding explains more."""
-# Accepted difference, as a multiple of the effect of rounding the image's last bits.
+"""Largest accepted difference, relative to the largest number of the result.
+
+A larger difference is accepted if rounding errors explain it.
+"""
+# Largest difference that rounding explains, as a multiple of the change in the result when the last
+# bits of the image change.
 _TIMES = 10
 _DIFFERS = {
     False: "it computes something different in evaluation than in training; only norms and dropout "
-    "may differ (stochastic depth is followed if its mask is divided, as in y * (mask / keep))",
+    "may differ (stochastic depth is supported if its mask is divided, as in y * (mask / keep))",
     True: "in training without dropout its result differs from that of the layers found in it: it "
     "may depend on the image's values, or on state that its code keeps",
 }
 
 
 class TooSmall(CanNotCapture):
-    """Error of a module on an image that may be too small for it."""
+    """Error for a module that fails on an image, perhaps because the image is too small."""
 
 
 class _Wide(TorchFunctionMode):
@@ -70,9 +74,9 @@ _DROPOUTS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, torch.dropout, to
 def check_same(
     model: nn.Module, network_of: Callable[[nn.Module], Network], channels: int, size: Sequence[int]
 ) -> None:
-    """Refuse a network whose result differs from its module's.
+    """Refuse a captured network if its result differs from that of its module.
 
-    Both run on a copy of the weights, which is freed at the end.
+    Both run on one copy of the module's weights, which is freed at the end.
 
     Args:
         network_of: function that makes the network of a copy of the module.
@@ -80,7 +84,7 @@ def check_same(
 
     Raises:
         TooSmall: the module fails at this size.
-        CanNotCapture: the results differ; names the mode.
+        CanNotCapture: the results differ; the message names the mode.
     """
     if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
         return
@@ -106,7 +110,8 @@ def check_same(
 def doubled(model: nn.Module) -> nn.Module:
     """Return a copy of a module in float64, with noise added to constant parameters.
 
-    Zeros, such as a fresh bias, would hide errors in what they are multiplied by.
+    Otherwise a parameter that is all zeros, such as a new bias, would hide errors in the values
+    that it is multiplied by.
     """
     generator = torch.Generator().manual_seed(0)
 
@@ -125,10 +130,13 @@ def _double(x: Tensor) -> Tensor:
 
 
 def _evaluated(model: nn.Module, copied: nn.Module, image: Tensor) -> Any:
-    """Return a module's result in evaluation.
+    """Return the result of ``copied`` in evaluation.
+
+    Args:
+        copied: the copy of ``model`` in float64.
 
     Raises:
-        Hidden: the pass draws random numbers or leaves a state behind.
+        Hidden: the pass draws random numbers or changes the module's state.
         TooSmall: the pass fails.
     """
     before = picture(copied.eval())
@@ -156,17 +164,17 @@ def _evaluated(model: nn.Module, copied: nn.Module, image: Tensor) -> Any:
 def _result(image: Tensor, module: nn.Module) -> Any:
     """Return the result of a module in float64.
 
-    :func:`distseg.models.capture.checks.run_pass` lists the errors.
+    The errors are those of :func:`distseg.models.capture.checks.run_pass`.
     """
     with _Wide(module.training):
         return run_pass(image, module)
 
 
 def _check_mode(copied: nn.Module, network: Network, image: Tensor, wanted: Any = None) -> None:
-    """Refuse a network whose result differs from its module's in their current mode.
+    """Refuse a network if its result differs from that of its module; both keep their mode.
 
     Args:
-        wanted: the module's result, if it is known.
+        wanted: the module's result if it is already known.
     """
     wanted, found = _result(image, copied) if wanted is None else wanted, _result(image, network)
     same = (
@@ -192,7 +200,7 @@ def _check_mode(copied: nn.Module, network: Network, image: Tensor, wanted: Any 
 def _close(wanted: Tensor, found: Tensor, tolerance: float) -> bool:
     """Return True if the difference is at most ``tolerance`` of the largest number.
 
-    Results with infinities or NaN count as close.
+    Any result is close if ``wanted`` has infinities or NaN.
     """
     return not bool(wanted.isfinite().all()) or bool(
         (found - wanted).abs().max() <= tolerance * wanted.abs().max()

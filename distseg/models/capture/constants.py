@@ -1,4 +1,4 @@
-"""Tensors that user code makes of numbers alone.
+"""Constant tensors, which user code computes from numbers only.
 
 Examples: ``torch.tensor([0.3, 0.6])``, ``torch.ones(1, c, 1, 1)``, ``torch.arange(c)``.
 """
@@ -27,7 +27,7 @@ CASTS = {"to", "type_as", "type", "float", "double", "half", "bfloat16", "long",
 
 
 def constant_of(calls: Sequence[Called], made: Made) -> Tensor | None:
-    """Return the tensor that a call makes, on the CPU.
+    """Return the constant tensor that a call makes, on the CPU.
 
     Return None if it depends on the image, on its size, or on a parameter.
     """
@@ -56,7 +56,7 @@ def _called(call: Called, args: tuple, kwargs: dict | None = None) -> Tensor | N
         for name, x in (call.kwargs if kwargs is None else kwargs).items()
         if name not in ("device", "pin_memory", "requires_grad")
     }
-    # A method of a tensor, of which only the type matters.
+    # The call is a method of a tensor. Its result depends only on the type of this tensor.
     if call.name.startswith("new_"):
         args = (torch.zeros((), dtype=call.dtypes[0]), *args[1:])
     if found_in((args, kwargs), Made, Kept):

@@ -1,7 +1,7 @@
 """Maps with a further dim of fixed length, such as a spectrum or a series: (N, C, D, H, W).
 
-A convolution over that dim becomes one of (N, C * D, H, W). Its weight holds the kernel at each
-position of the dim, and zeros elsewhere.
+A convolution over that dim becomes a convolution of maps (N, C * D, H, W). The weight of the new
+convolution holds the user's kernel once for each output position of the dim, and zeros elsewhere.
 """
 
 from __future__ import annotations
@@ -26,9 +26,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Depth:
-    """Arithmetic of a convolution along the further dim, from length ``before`` to ``after``.
+    """Arithmetic of a convolution along the further dim.
 
-    The kernel starts ``padding`` positions before the first.
+    Attributes:
+        before: length of the dim in the input.
+        after: length of the dim in the result.
+        stride, padding, dilation: settings of the convolution along this dim.
     """
 
     before: int
@@ -40,16 +43,21 @@ class Depth:
 
     @property
     def each(self) -> int:
-        """Number of the map's channels for each channel in user code."""
+        """Number of channels of the layer's output for each channel in user code."""
         return self.after
 
     def of_layer(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """Return the arguments of the convolution over all positions."""
+        """Return the arguments of a convolution of maps (N, C * D, *size), given the user's."""
         first, second, kernel, *rest = args
         return (first * self.before, second * self.after, tuple(kernel)[1:], *rest), kwargs
 
     def of_weight(self, steps: tuple[Step, ...], kernel: bool) -> tuple[Step, ...]:
-        """Return the steps that make the weight (``kernel``) or bias for all positions."""
+        """Return the steps that compute the weight or bias for all positions of the dim.
+
+        Args:
+            steps: the steps that compute the user's weight or bias.
+            kernel: True for a weight, False for a bias.
+        """
         last = Map(len(steps) - 1)
         return (
             *steps,
@@ -75,7 +83,7 @@ def _of_all_places(weight: Tensor, depth: Depth) -> Tensor:
 def through(
     reader: Reader, rule: Callable[..., Any], found: Deep, args: tuple, kwargs: dict
 ) -> Value:
-    """Return the value that a rule for maps makes of a map with a further dim."""
+    """Apply a rule for maps (N, C, *size) to a map with a further dim; return the result."""
     x, calls = found.value, reader.current
     name, before = calls[0].name, x.axes[2].cell
     if name == "batch_norm":
@@ -91,7 +99,8 @@ def through(
     }
     if any(isinstance(value, str) for value in first.values()):
         raise reader.refusal(
-            "pads by a word such as 'same' along a dim that images do not have: give a number"
+            "has a word such as 'same' as padding along a dim that images do not have: give a "
+            "number"
         )
     if "kernel_size" in first and (
         first["kernel_size"],
@@ -99,8 +108,8 @@ def through(
         first.get("padding", 0),
     ) != (1, 1, 0):
         raise reader.refusal(
-            f"takes places of {x!r} together along a dim that images do not have; supported: a "
-            f"kernel of length 1 along this dim"
+            f"combines positions of {x!r} along a dim that images do not have; supported: a kernel "
+            f"of length 1 along this dim"
         )
     after = calls[0].shapes[0][2]
     depth = Depth(
@@ -140,7 +149,7 @@ def _three(setting: Any, dims: int) -> Any:
 def over_depth(
     reader: Reader, rule: Callable[..., Any], x: Value, args: tuple, kwargs: dict
 ) -> Value:
-    """Return a batch norm in which positions of the further dim count as images of the batch."""
+    """Return the result of a batch norm that treats positions of the further dim as images."""
     order = [0, 2, 1, *range(3, x.rank)]
     y = turned(reader, x, order)
     given = {

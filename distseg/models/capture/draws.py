@@ -22,7 +22,7 @@ from distseg.models.passes import is_library, is_users, replaced, run, shown
 class Draws(TorchDispatchMode):
     """Mode that calls ``note(name, result)`` for each PyTorch operation that draws random numbers.
 
-    It sees operations, so it does not matter which Python function calls them.
+    The mode intercepts the operations themselves, whichever Python function calls them.
     """
 
     def __init__(self, note: Callable[[str, Any], None]):
@@ -39,7 +39,7 @@ class Draws(TorchDispatchMode):
 
 
 def _is_off(function: torch._ops.OpOverload, args: tuple, kwargs: dict) -> bool:
-    """Return True if an operation draws nothing with its settings, as with dropout 0."""
+    """Return True if an operation's settings, such as dropout 0, make it draw no random numbers."""
     names = [argument.name for argument in function._schema.arguments]
     given = (
         {argument.name: argument.default_value for argument in function._schema.arguments}
@@ -57,7 +57,7 @@ _GLOBAL = {
 
 
 def global_generators() -> list[Slot]:
-    """Return a slot for each global random generator."""
+    """Return a slot for each global random generator of PyTorch, NumPy and Python."""
     return [
         Slot(f"the module {name}", {_GENERATOR: generator}, _GENERATOR)
         for name, generator in _GLOBAL.items()
@@ -76,7 +76,7 @@ def is_generator(slot: Slot) -> bool:
 def system_draws(note: Callable[[str], None]) -> Iterator[None]:
     """Call ``note(line)`` when user code takes random numbers from the operating system.
 
-    A new generator without a seed does so.
+    For example, creating a generator without a seed does so.
     """
     thread, seed, draw = threading.get_ident(), random.Random.seed, os.urandom
 

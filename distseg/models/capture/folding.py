@@ -1,10 +1,11 @@
 """Maps that user code stores in the batch dim: frames, dates, bands, slices of a volume.
 
-The user's layer treats each of them as an image. A function of (N * T, C, *size) does the same to
-each of T groups of channels. So it becomes a layer of maps (N, T * C, *size), whose weights are
-repeated T times. If places are in the batch dim, (N * D, C, H, W), the layer's kernel has length 1
-along them. Joined batches, ``torch.cat((x, y))``, are handled like groups, but must stay intact
-until user code splits them again.
+The user's layer treats each frame as an image. The captured network holds the T frames of an image
+as T groups of channels instead. So a call on (N * T, C, *size) becomes a layer of maps
+(N, T * C, *size), whose weights are repeated T times. If positions are in the batch dim, as in
+(N * D, C, H, W), the layer's kernel has length 1 along D. Batches that user code joins,
+``torch.cat((x, y))``, are handled like groups, but must not be mixed until user code splits them
+again.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Folded(Exception):
-    """Signal that a rule needs a map (N, C, *size), but the batch dim has more than images."""
+    """Signal that a rule needs a map (N, C, *size), but its batch dim holds more than images."""
 
     def __init__(self, value: Value, folding: Folding):
         super().__init__()
@@ -34,7 +35,7 @@ class Folded(Exception):
 
 
 class Deep(Exception):
-    """Signal that a rule needs a map (N, C, *size), but its map has a dim between C and size.
+    """Signal that a rule needs a map (N, C, *size), but the map has a dim between C and size.
 
     :mod:`distseg.models.capture.depth` handles it.
     """
@@ -45,7 +46,7 @@ class Deep(Exception):
 
 
 def is_deep(x: Value, name: str) -> bool:
-    """Return True if a map has a further dim after its channels and the function supports it."""
+    """Return True if a map has a further dim after its channels and function ``name`` allows it."""
     there = (
         x.rank == x.dims + 3
         and x.axes[0] == Axis(True)
@@ -56,9 +57,10 @@ def is_deep(x: Value, name: str) -> bool:
 
 
 def is_alone(x: Value, name: str) -> bool:
-    """Return True if user code has each pixel as an image, (N * H * W, C, T), for this function.
+    """Return True if a call on (N * H * W, C, T) computes each pixel separately.
 
-    A function of one image at a time is then pointwise for the map.
+    The batch dim must hold each pixel as an image of its own, and the function ``name`` must not
+    mix images. The call is then pointwise for the map.
     """
     return (
         x.axes[0] == Axis(True, 1, tuple(range(x.dims)))
@@ -87,7 +89,10 @@ _OF_ONE_IMAGE = {
 class Folding:
     """Content of the batch dim besides images.
 
-    It has ``times`` groups of channels, and the places along the dims ``outer`` of ``dims``.
+    Attributes:
+        times: number of groups of channels in the batch dim.
+        outer: the spatial dims whose positions are in the batch dim.
+        dims: number of spatial dims of the image.
     """
 
     times: int
@@ -97,7 +102,7 @@ class Folding:
 
     @classmethod
     def from_value(cls, x: Value) -> Folding | None:
-        """Return the content of a map's batch dim; None if it has only images or is unsupported."""
+        """Return the folding of a map; None if its batch dim has only images or is unsupported."""
         if (
             x.rank < 3
             or not x.axes[0].batch
@@ -111,16 +116,22 @@ class Folding:
 
     @property
     def inner(self) -> tuple[int, ...]:
-        """Spatial dims that the function sees."""
+        """Spatial dims that are separate dims of the user's tensor."""
         return tuple(d for d in range(self.dims) if d not in self.outer)
 
     def plain(self, shape: Sequence[int], batch: int, size: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape (N, T * C, *size) of the function's result for a map of this size."""
+        """Return the shape (N, T * C, *size) of a result.
+
+        Args:
+            shape: the shape of the result in user code.
+            batch: N.
+            size: the size of the map that the function gets.
+        """
         along = dict(zip(self.inner, shape[2:])) | {d: size[d] for d in self.outer}
         return (batch, self.times * shape[1], *(along[d] for d in range(self.dims)))
 
     def folded(self, x: Value) -> Value:
-        """Return the function's result with the axes that user code has.
+        """Return the result ``x`` of the layer with the axes that the result has in user code.
 
         Raises:
             ValueError: the result cannot be folded.
@@ -144,9 +155,9 @@ class Folding:
         )
 
     def spread(self, setting: Any, alone: Any) -> Any:
-        """Return a kernel setting with an entry for each dim of the map.
+        """Return a kernel setting with one entry for each spatial dim of the map.
 
-        It is ``alone`` along the dims that the function does not see.
+        Spatial dims that are in the batch dim get the entry ``alone``.
         """
         if not self.outer or setting is None or isinstance(setting, str):
             return setting
@@ -184,7 +195,7 @@ def _for_all(weight: Tensor, times: int, outer: Sequence[int]) -> Tensor:
 
 
 _ALONE = {"kernel_size": 1, "stride": 1, "padding": 0, "dilation": 1, "output_padding": 0}
-"""Kernel settings, with their values along a dim that the function does not see."""
+"""Kernel settings, with their values along a spatial dim that is in the batch dim."""
 _KERNELS = {
     f"{kind}{dims}d"
     for kind in ("conv", "conv_transpose", "max_pool", "avg_pool")
@@ -208,14 +219,14 @@ _WITHOUT_PLACES = {
 
 
 def knows(name: str, folding: Folding) -> bool:
-    """Return True if the function is supported on a map with this folding."""
+    """Return True if the function ``name`` is supported on a map with this folding."""
     return name in _KERNELS or name in _WITHOUT_PLACES and not folding.outer
 
 
 def unfolded(
     reader: Reader, rule: Callable[..., Any], found: Folded, args: tuple, kwargs: dict
 ) -> Value:
-    """Return the value that a rule makes of a folded map."""
+    """Apply a rule to a map whose batch dim holds more than images; return the result."""
     x, folding, calls = found.value, found.folding, reader.current
     given = inspect.signature(rule).bind(reader, *args, **kwargs).arguments
     given = {
@@ -240,13 +251,16 @@ def unfolded(
         return folding.folded(made)
     except (ValueError, AttributeError):
         raise reader.refusal(
-            f"takes {x!r}, whose batch dim also holds other positions than images, which is not "
+            f"takes {x!r}, whose batch dim holds channels or places besides images, which is not "
             f"supported"
         ) from None
 
 
 def joined_batches(reader: Reader, maps: Sequence[Value]) -> Value | None:
-    """Return the concatenation of batches along dim 0; None if their shapes differ."""
+    """Return batches of maps concatenated along dim 0.
+
+    Return None if the shapes of the maps differ, or if they are not (N, C, *size).
+    """
     first = maps[0]
     if not first.plain or any((x.plain, x.shapes) != (True, first.shapes) for x in maps):
         return None
@@ -256,7 +270,7 @@ def joined_batches(reader: Reader, maps: Sequence[Value]) -> Value | None:
 
 
 def of_joined(reader: Reader, rule: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
-    """Return the value that a rule makes of joined batches: joined batches, or one of them."""
+    """Apply a rule to joined batches; return the result, as joined batches or as one batch."""
     maps = found_in((args, kwargs), Value)
     first = maps[0].axes[0]
     if not all(x.joined and x.axes[0] == first for x in maps):
@@ -280,7 +294,7 @@ _MIXED = (
 def _taken_apart(
     reader: Reader, rule: Callable[..., Any], x: Value, args: tuple, kwargs: dict
 ) -> Value | tuple[Value, ...] | None:
-    """Return the batches into which a call splits joined batches; None for other calls."""
+    """Return the result of a call that splits joined batches; None for other calls."""
     name, count, batches = reader.call.name, x.axes[0].cell, [shape[0] for shape in x.shapes]
     if name in ("chunk", "split", "split_with_sizes", "tensor_split") and (
         args[2:] or (kwargs.get("dim", 0),)

@@ -1,4 +1,4 @@
-"""Rules by which sizes follow other sizes, found by comparing several traces of a network."""
+"""Search for rules by which a size follows another size, by comparing several traces."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ def followed(
 ) -> tuple[T, list[Follow]] | None:
     """Return a map, and the rules by which ``sizes`` follow its size.
 
-    A size may be constant, equal to the map's, or a fraction of it. Return None if no rule fits.
+    Along each dim, the size may be constant, equal to the map's size, a fraction of it, or the
+    map's size rounded to a multiple. Return None if no rule fits.
 
     Args:
-        first: the map that is preferred among those with equally simple rules.
-        maps: all maps in the order in which they are made, the image first.
+        first: the map to return if several maps have equally simple rules.
+        maps: all maps, in the order in which the network makes them. The first is the image.
     """
     if len(set(sizes)) == 1:
         return first, [Follow(0, n) for n in sizes[0]]
@@ -43,7 +44,10 @@ def followed(
 
 
 def _effort(found: tuple[Sized, list[Follow]]) -> int:
-    """Return how complicated rules are: simple rules are likely meant, others may fit by chance."""
+    """Return a measure of how complicated the rules are.
+
+    Simple rules are preferred, because complicated rules may fit by chance.
+    """
     return sum(
         rule.times + (rule.over if rule.unit == 1 else 2) + (rule.times and rule.plus != 0)
         for rule in found[1]
@@ -65,7 +69,7 @@ def _fraction(before: Sequence[int], after: Sequence[int]) -> Follow | None:
 
 
 def _multiple(before: Sequence[int], after: Sequence[int]) -> Follow | None:
-    """Return the rule that rounds ``before`` to multiples of a number; None if none fits."""
+    """Return the rule by which ``after`` is ``before`` rounded to a multiple; None if none fits."""
     if len({m - n for n, m in zip(before, after)}) == 1:
         return None
     for unit in range(2, _LARGEST_MULTIPLE + 1):

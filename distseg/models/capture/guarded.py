@@ -1,7 +1,8 @@
 """Replacements for the dropouts and norms of a module while its passes are checked.
 
-Dropouts return their input, and norms restore their running statistics. In training, distributed
-layers replace both. Whatever else draws random numbers, or updates the statistics, then shows.
+Dropouts return their input, and norms restore their running statistics, because distributed layers
+replace both in training. If a pass still draws random numbers, or updates the statistics, other
+code of the module does it.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ def guarded(
 
     Args:
         images: number of images in a pass; 0 means any number.
-        moves: names of norms that still update their running statistics.
-        apart: True if batch norms return their input, so that they do not join images.
+        moves: names of the norms that update their running statistics nevertheless.
+        apart: True to make batch norms return their input, so that they do not join images.
     """
     for name, layer in model.named_modules():
         if isinstance(layer, DropImage):
@@ -63,9 +64,12 @@ def moving_norms(model: nn.Module) -> Iterator[str]:
 
 
 class Readings(TorchFunctionMode):
-    """Mode that stores in ``first`` the first call that reads norms' running statistics.
+    """Mode that stores in ``first`` a description of the first call that reads running statistics.
 
-    Calls of ``F.batch_norm`` do not count.
+    Calls of ``F.batch_norm`` are ignored.
+
+    Args:
+        norms: names of the norms whose running statistics are watched.
     """
 
     def __init__(self, model: nn.Module, norms: Collection[str]):
@@ -101,8 +105,8 @@ def _handed_on(layer: nn.Module, name: str, images: int, x: Tensor) -> Tensor:
     if x.dim() not in RANKS_OF_DROPOUTS.get(type(layer).__name__.lower(), (x.dim(),)):
         raise Hidden(
             f"{called} is an nn.{type(layer).__name__}, and is given a tensor of {x.dim()} "
-            f"dims, which PyTorch takes for one image without a batch dim: use the dropout for "
-            f"images with this number of dims"
+            f"dims, which PyTorch takes for one image without a batch dim: use the dropout layer "
+            f"for inputs of this number of dims, such as nn.Dropout2d for (N, C, H, W)"
         )
     if x.dim() < 2 or images and len(x) != images:
         raise Hidden(
@@ -114,7 +118,7 @@ def _handed_on(layer: nn.Module, name: str, images: int, x: Tensor) -> Tensor:
 
 
 def begin_pass(model: nn.Module) -> None:
-    """Forget the norms that the last pass called."""
+    """Forget which norms of ``model`` the last pass called."""
     for layer in model.modules():
         _called.discard(layer)
 

@@ -1,8 +1,8 @@
 """Convolutions whose weights are computed from the image, as in hyper-networks and StyleGAN2.
 
-User code has the images side by side in the channels, (1, N * C, H, W), with a group of channels
-for each. Here, the windows of an image become channels, which are multiplied with the image's
-weights.
+User code holds the images of a batch side by side in the channels, (1, N * C, H, W), with a group
+of channels for each image. The captured network turns the windows of each image into channels and
+multiplies them with the weights of that image.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _padding(
         if any(n % 2 for n in both):
             raise reader.refusal(
                 "pads one side more than the other, with a weight that is computed from the image: "
-                "call F.pad before it"
+                "call F.pad before the convolution"
             )
         return tuple(n // 2 for n in both)
     return reader.each(reader.fixed(padding, "padding"))

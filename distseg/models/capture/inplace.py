@@ -1,4 +1,4 @@
-"""Functions that return a new tensor, for functions that work in place."""
+"""Search for the function that does the same as an in-place function in a new tensor."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ def _property(name: str, x: Tensor, *_) -> Tensor:
 
 
 def out_of_place(function: Callable) -> Callable:
-    """Return the function that computes the same as an in-place function in a new tensor."""
+    """Return the function that computes the same as an in-place function in a new tensor.
+
+    Any other function is returned unchanged, or, for the getter of a property, an equivalent of it.
+    """
     name = getattr(function, "__name__", "")
     if name == "__get__":  # a property's getter cannot be copied
         return partial(_property, function.__self__.__name__)

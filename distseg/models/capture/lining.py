@@ -1,9 +1,9 @@
-"""Functions for rules of calls that reduce maps to lines, and that spread lines over maps.
+"""Helpers for the rules of calls that reduce maps to lines, or that repeat lines over maps.
 
 A line is a vector whose length follows the size of the map, such as a mean over columns. A function
-of lines and vectors alone is computed on whole lines (:class:`distseg.models.lines.OfLines`). If a
-line is combined with a map, or with a line along another dim, it is repeated along the missing
-dims.
+of only lines and vectors is computed on whole lines (:class:`distseg.models.lines.OfLines`). If a
+line is combined with a map, or with a line along another dim, the line is repeated along the
+missing dims.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def places_along_dims(x: Value, over: Sequence[int]) -> tuple[int, ...]:
-    """Return the spatial dims of the image along the given dims of the tensor."""
+    """Return the spatial dims of the image that the dims ``over`` of the user's tensor hold."""
     return tuple(sorted(d for o in over for d in x.axes[o].places))
 
 
@@ -35,11 +35,17 @@ def takes_lines(x: Value, over: Sequence[int]) -> bool:
 def of_lines(
     reader: Reader, x: Value, over: Sequence[int], make: Callable[[], Mean], what: str = ""
 ) -> Value:
-    """Return a statistic of each channel over some spatial dims, which become of length 1."""
+    """Return a statistic of each channel over some spatial dims, whose length becomes 1.
+
+    Args:
+        over: dims of the user's tensor over which the statistic is taken.
+        make: function that makes the layer for a statistic over all spatial dims.
+        what: suffix of the layer's name.
+    """
     if any((axis.batch or axis.cell != 1) and axis.places for axis in x.axes):
         raise reader.refusal(
-            f"takes rows or columns of {x!r} together, in which rows or columns also hold images "
-            f"or channels"
+            f"combines rows or columns of {x!r}, in which rows or columns share a dim with images "
+            f"or channels, which is not supported"
         )
     gone = places_along_dims(x, over)
     kept = [d for d in range(x.dims) if d not in gone]
@@ -60,7 +66,7 @@ def _line_axis(axis: Axis) -> Axis:
 
 
 def turned_line(reader: Reader, x: Value, order: Sequence[int]) -> Value:
-    """Return a line or a vector with its dims in another order."""
+    """Return a line or a vector with its dims permuted to ``order``."""
     axes = tuple(x.axes[d] for d in order)
     moved = [d for d in order if not x.axes[d].lone and not x.axes[d].batch]
     if moved == sorted(moved) and not any(axis.batch and not axis.lone for axis in axes):
@@ -69,7 +75,7 @@ def turned_line(reader: Reader, x: Value, order: Sequence[int]) -> Value:
 
 
 class Turned:
-    """Function that permutes dims in one order.
+    """Function that permutes the dims of a tensor to ``order``.
 
     It is a class so that layers with it can be copied and pickled.
     """
@@ -84,9 +90,10 @@ class Turned:
 
 
 def lines_spread(reader: Reader, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """Return the arguments of a pointwise function, with lines repeated over the map.
+    """Return the arguments of a pointwise function, in which lines are repeated to maps.
 
-    The map is one of the arguments, or the product of lines along different dims.
+    A line is repeated to the size of a map among the arguments. Without a map, lines along all dims
+    of the image are repeated to the map that they span together.
     """
     values = list(dict.fromkeys(found_in((args, kwargs), Value)))
     if not any(x.line for x in values):
@@ -157,13 +164,14 @@ def expanded_line(reader: Reader, x: Value, target: Axes) -> Value:
     """Return the map to which a call expands a line."""
     if places_of(target) != tuple(range(reader.dims)):
         raise reader.refusal(
-            f"makes {reader.call.shapes[0]} of {x!r}; supported: spread it over all places of a map"
+            f"repeats {x!r} to the shape {reader.call.shapes[0]}; supported: repeat it over all "
+            f"places of a map"
         )
     return line_at(reader, x, reader.map_of_lines([x]), target)
 
 
 def rows_pooled(reader: Reader, x: Value) -> tuple[int, ...]:
-    """Return the dims that a pooling reduces to length 1 if it leaves the others unchanged.
+    """Return the dims that a pooling reduces to length 1 if it leaves the other dims unchanged.
 
     Return an empty tuple for any other pooling.
     """
@@ -179,8 +187,8 @@ def rows_taken(
 ) -> tuple[int, ...]:
     """Return the dims that a pooling with this kernel reduces to length 1.
 
-    The kernel must be as long as the image along them, and of length 1 along the other dims. Return
-    an empty tuple for any other pooling.
+    The kernel must be as long as the image along these dims, and of length 1 along the other dims.
+    Return an empty tuple for any other pooling.
     """
     over = rows_pooled(reader, x)
     for n, size in enumerate(x.sizes):
@@ -194,9 +202,13 @@ def rows_taken(
 
 
 def number_by_size(each: Sequence[Any], sizes: Sequence[Sequence[int]]) -> Any:
-    """Return a whole number or a slice as an expression of the map's size.
+    """Return an integer or a slice as an expression of the map's size.
 
-    Return None if it is not a sum of sizes.
+    Return None if no :data:`distseg.models.axes.Extent` gives its value in all traces.
+
+    Args:
+        each: the integer or slice in each trace.
+        sizes: the size of the map in each trace.
     """
     if all(isinstance(x, slice) for x in each):
         ends = [[getattr(x, end) for x in each] for end in ("start", "stop", "step")]
@@ -213,7 +225,7 @@ def number_by_size(each: Sequence[Any], sizes: Sequence[Sequence[int]]) -> Any:
 
 
 def of_trace(tree: Any, number: int) -> Any:
-    """Return the value of a setting in one trace."""
+    """Return the value that a setting has in trace ``number``."""
     if isinstance(tree, tuple):
         return tuple(of_trace(x, number) for x in tree)
     return tree.each[number] if isinstance(tree, Sizes) else tree

@@ -1,7 +1,7 @@
 """Numbers that user code computes from the image's size, as in ``x.sum((2, 3)) / (h * w)``.
 
-Python computes them outside PyTorch, so that a trace shows only their values. A number is supported
-if one rule gives its value in all traces.
+Python computes these numbers outside PyTorch, so a trace shows only their values. A number is
+supported if one rule gives its value in all traces.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _LARGEST = 64
 
 @dataclass(frozen=True)
 class Rule:
-    """Formula (factor * base ** inner + plus) ** power, or with ``log`` its logarithm.
+    """Formula (factor * base ** inner + plus) ** power, or the logarithm of that with ``log``.
 
     The base is the product of the sizes along ``dims``.
     """
@@ -50,7 +50,12 @@ class Rule:
 
 
 def rule_of(numbers: Sequence[float], sizes: Sequence[Sequence[int]]) -> Rule | None:
-    """Return the simplest rule that gives the numbers of all sizes; None if there is none."""
+    """Return the simplest rule that fits some numbers; None if no rule does.
+
+    Args:
+        numbers: the number in each trace.
+        sizes: the size of a map in each trace, from which the rule computes the number.
+    """
     whole = range(len(sizes[0]))
     every = list(chain.from_iterable(combinations(whole, n) for n in (len(whole), *whole[1:])))
     kinds = [(p, 1.0, False) for p in _POWERS] + [(1.0, 1.0, True)]
@@ -66,7 +71,10 @@ def rule_of(numbers: Sequence[float], sizes: Sequence[Sequence[int]]) -> Rule | 
 def _fitted(
     numbers: Sequence[float], sizes: Sequence[Sequence[int]], like: Rule, plain: bool
 ) -> Rule | None:
-    """Return a rule like ``like`` with a fitted factor, and a fitted ``plus`` unless ``plain``."""
+    """Return ``like`` with a fitted factor; None if no factor fits.
+
+    Unless ``plain``, fit ``plus`` too.
+    """
     bases = [math.prod(size[d] for d in like.dims) ** like.inner for size in sizes]
     try:
         linear = [(math.exp(n) if like.log else n) ** (1 / like.power) for n in numbers]
@@ -95,7 +103,10 @@ def _at(rule: Rule, size: Sequence[int]) -> float:
 
 
 def _rounded(n: float) -> float:
-    """Return the nearest fraction with a small denominator if it is within rounding, else ``n``."""
+    """Return the nearest fraction with a small denominator if it is equal to ``n`` up to rounding.
+
+    Return ``n`` otherwise.
+    """
     near = float(Fraction(n).limit_denominator(_LARGEST)) if math.isfinite(n) else n
     return near if abs(n - near) < 1e-9 * min(1, abs(n)) else n
 
@@ -105,7 +116,7 @@ def _near(a: float, b: float) -> bool:
 
 
 def measured(reader: Reader, args: tuple) -> tuple:
-    """Return pointwise arguments, with vectors for numbers that follow the image's size."""
+    """Return a pointwise call's arguments, in which numbers that follow the size become vectors."""
     each = [_numbers(reader, x) for x in args]
     if not any(each):
         return args
@@ -117,7 +128,10 @@ def measured(reader: Reader, args: tuple) -> tuple:
 
 
 def _numbers(reader: Reader, x: Any) -> Sizes | None:
-    """Return an argument's number in each trace; None if it is not a number, or always the same."""
+    """Return the number that an argument is in each trace.
+
+    Return None if the argument is no number, or the same number in all traces.
+    """
     if isinstance(x, Sizes):
         return x if all(isinstance(n, (int, float)) for n in x.each) else None
     if (
@@ -133,7 +147,10 @@ def _numbers(reader: Reader, x: Any) -> Sizes | None:
 
 
 def _vector(reader: Reader, numbers: Sizes, like: Value) -> Value | None:
-    """Return the number as a vector with the rank of ``like``; None if no rule gives the number."""
+    """Add a layer that computes a number from the size of a map, and return its output.
+
+    The output is a vector with the rank of ``like``. Return None if no rule gives the number.
+    """
     batch = next((d for d, axis in enumerate(like.axes) if axis.batch), 0)
     axes = tuple(Axis(d == batch) for d in range(like.rank))
     if like.axes[batch].mixed:

@@ -1,6 +1,6 @@
-"""Functions for rules of calls that add or remove places of the image: slices, crops and paddings.
+"""Helpers for the rules of slices, crops and paddings of the image.
 
-Their settings may follow the image's size.
+The settings of these calls may follow the image's size.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from distseg.models.resize import FitTo
 from distseg.tiling.resize import in_front
 
 Sides = tuple[tuple[int, int], ...]
-"""For each spatial dim, the places added in front and at the end; negative numbers remove."""
+"""For each spatial dim, the numbers of cells added at its start and end; negative ones remove."""
 
 
 def dim_of_place(reader: Reader, x: Value, dim: int, what: str) -> int | None:
-    """Return the spatial dim along a dim of the user's tensor; None for a dim of channels.
+    """Return the spatial dim that a dim of the user's tensor holds; None for a dim of channels.
 
     Args:
-        what: words for what the call does, for the error if the dim mixes several.
+        what: verb phrase for what the call does, for the error about a dim that holds more than
+            one spatial dim.
     """
     axis = x.axes[dim]
     if axis.of_channels:
@@ -44,7 +45,7 @@ def dim_of_place(reader: Reader, x: Value, dim: int, what: str) -> int | None:
 
 
 def cut(reader: Reader, x: Value, wanted: dict[int, Sequence[slice]]) -> Value:
-    """Return the part of a map that slices take.
+    """Return the part of a map that slices select.
 
     Args:
         wanted: for each spatial dim, the slice in each trace.
@@ -61,11 +62,11 @@ def cut(reader: Reader, x: Value, wanted: dict[int, Sequence[slice]]) -> Value:
     for _d, ranges in each.items():
         if len({len(r) for r in ranges}) == 1:
             raise reader.refusal(
-                f"takes a part of {len(ranges[0])} places from an image of any size; supported: a "
-                f"part that grows with the image"
+                f"takes a slice of fixed length {len(ranges[0])} from an image of any size; "
+                f"supported: a slice that grows with the image"
             )
         if not all(ranges):
-            raise reader.refusal("takes no place of the image")
+            raise reader.refusal("takes an empty slice of the image")
     fixed = {
         d: found
         for d, ranges in each.items()
@@ -106,7 +107,10 @@ def cut(reader: Reader, x: Value, wanted: dict[int, Sequence[slice]]) -> Value:
 def _fixed(
     ranges: Sequence[range], parts: Sequence[slice], x: Value, d: int
 ) -> tuple[int, int, int] | None:
-    """Return (start, places left out at the end, step) if these are equal in all traces."""
+    """Return (start, number of cells left out at the end, step) of the slices of one spatial dim.
+
+    Return None if these numbers are not equal in all traces.
+    """
     behind = [size[d] - part.indices(size[d])[1] for part, size in zip(parts, x.sizes)]
     found = {(r.start, b, r.step) for r, b in zip(ranges, behind)}
     return found.pop() if len(found) == 1 else None
@@ -115,11 +119,11 @@ def _fixed(
 def fitted(
     reader: Reader, x: Value, sides: Sequence[Sides], mode: str = "constant", value: float = 0.0
 ) -> Value:
-    """Return a map with places added or removed.
+    """Return a padded or cropped map.
 
     Args:
-        sides: for each trace and dim, the number of places to add in front and behind; negative
-            numbers remove places.
+        sides: for each trace and spatial dim, the numbers of cells to add at the start and at the
+            end; negative numbers remove cells.
         mode: padding mode of ``F.pad``; ``value`` is the number for constant padding.
     """
     if not any(n for pairs in sides for pair in pairs for n in pair):
@@ -156,20 +160,24 @@ def fitted(
 
 
 def _front(reader: Reader, pairs: Sequence[tuple[int, int]]) -> str | int:
-    """Return the rule for how many of the added or removed places lie in front."""
+    """Return the rule for how many of the added or removed cells are at the start of a dim.
+
+    Args:
+        pairs: for each trace, the numbers of cells added at the start and at the end.
+    """
     for side in ("half", "larger half", pairs[0][0], "all"):
         if all(in_front(side, a + b) == a for a, b in pairs):
             return side
     shown = ", ".join(f"{a} and {b}" for a, b in dict.fromkeys(pairs))
     raise reader.refusal(
-        f"pads or crops the front and the back by ({shown}), which follows no supported rule; "
+        f"pads or crops the start and the end by ({shown}), which follows no supported rule; "
         f"supported: half of the difference on each side, a fixed number on one side, or all on "
         f"one side"
     )
 
 
 def padded(reader: Reader, x: Value, pad: tuple, mode: str, value: float) -> Value:
-    """Return the result of ``F.pad`` for a map with any order of dims.
+    """Return the result of ``F.pad`` for a map with its dims in any order.
 
     The numbers in ``pad`` begin with the last dim.
     """
@@ -195,14 +203,17 @@ def padded(reader: Reader, x: Value, pad: tuple, mode: str, value: float) -> Val
         )
     ]
     if of_image and any(of_channels):
-        raise reader.refusal("pads channels and places at once: do one after the other")
+        raise reader.refusal("pads channels and spatial dims in one call: use two calls")
     if any(of_channels):
         return reader.formula((x, reader.fixed(pad, "padding"), mode, value), {})
     return fitted(reader, x, sides, mode, value or 0.0)
 
 
 def places_taken(reader: Reader, x: Value, index: tuple) -> tuple[Value, tuple]:
-    """Return the part of the image that an index takes, and the index left to apply to it."""
+    """Apply the slices of spatial dims in an index.
+
+    Return the result and the index in which full slices replace the slices that were applied.
+    """
     rest, wanted, dim = list(index), {}, 0
     for at, entry in enumerate(index):
         if entry is None:
@@ -230,7 +241,7 @@ def _place(reader: Reader, x: Value, dim: int) -> int:
 
 
 def differences(reader: Reader, x: Value, n: Any, dim: Any) -> Value:
-    """Return the result of ``torch.diff`` along a spatial dim."""
+    """Return the result of ``torch.diff`` along a spatial dim, applied ``n`` times."""
     (dim,) = reader.dims_of(dim, x)
     place = _place(reader, x, dim)
     for _ in range(n):

@@ -14,7 +14,8 @@ from typing import Any
 from distseg.models.capture import draws
 from distseg.models.passes import is_library, is_users, run, shown
 
-# By module or class, the built-in functions that are allowed: results cannot depend on them.
+# Modules whose built-in functions read the machine's state. For each, the functions that are
+# allowed, because results do not depend on them.
 _ASK = {
     "time": {"sleep", "strftime", "strptime", "mktime", "asctime", "tzset", "get_clock_info"},
     "posix": {"fspath", "get_terminal_size", "waitstatus_to_exitcode"},
@@ -32,7 +33,8 @@ _NAMED = {
     ("builtins", "id"),
     ("builtins", "hash"),
 }
-# Libraries call these for tables whose order does not depend on the ids.
+# These count only if user code calls them directly. Libraries call them for tables whose order does
+# not depend on the ids.
 _OF_OBJECTS = {("builtins", "id"), ("builtins", "hash")}
 _ENVIRONMENT = {os._Environ.__getitem__.__code__: "os.environ"}
 _BESIDES = {
@@ -60,7 +62,7 @@ ASKS = (
 def asked(note: Callable[[str, str], None]) -> Iterator[None]:
     """Call ``note(name, line)`` for each call by which user code reads the machine's state.
 
-    It watches calls inside :func:`distseg.models.passes.run`.
+    In the current thread, only calls inside :func:`distseg.models.passes.run` are watched.
     """
     thread = threading.get_ident()
 
@@ -99,9 +101,9 @@ def asked(note: Callable[[str, str], None]) -> Iterator[None]:
 
 
 def _line_that_asks(frame: FrameType | None, direct: bool, runs: bool) -> str | None:
-    """Return the line of user code that makes a call.
+    """Return the line of user code that makes a call, directly or through a library.
 
-    Return None if the call is PyTorch's or ours, or if a library makes it for its own purposes.
+    Return None if PyTorch or distseg makes the call, or if a library makes it for its own purposes.
 
     Args:
         direct: True if only direct calls by user code count.

@@ -1,6 +1,6 @@
 """Search for tensors that user code computes from the image's size and parameters alone.
 
-They become maps and vectors (:mod:`distseg.models.capture.positions`).
+The captured network computes them as maps and vectors (:mod:`distseg.models.capture.positions`).
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ _JOINING = {"cat", "concat", "concatenate", "stack"}
 def plan_of(reader: Reader, x: Made, sizes: Sequence[tuple[int, ...]]) -> Plan | None:
     """Return the plan that computes a tensor from the image's size and parameters.
 
-    Return None if it depends on the image's values, or does not depend on its size.
+    Return None if the tensor depends on the image's values, or does not depend on the image's size.
 
     Args:
-        sizes: size in each trace of the map whose places the tensor has.
+        sizes: in each trace, the size of the map whose positions the tensor has.
     """
     numbers: set[int] = set()
     if not _collect(reader, x, numbers) or not any(_follows(reader, n) for n in numbers):
@@ -73,7 +73,10 @@ def plan_of(reader: Reader, x: Made, sizes: Sequence[tuple[int, ...]]) -> Plan |
 
 
 def _collect(reader: Reader, x: Made, numbers: set[int]) -> bool:
-    """Add the calls that a tensor depends on; return False if it depends on the image's values."""
+    """Add the calls that a tensor depends on to ``numbers``.
+
+    Return False if the tensor depends on the image's values or on random numbers.
+    """
     if x.call in numbers:
         return True
     if x == IMAGE:
@@ -86,7 +89,7 @@ def _collect(reader: Reader, x: Made, numbers: set[int]) -> bool:
 
 
 def _follows(reader: Reader, number: int) -> bool:
-    """Return True if a call's arguments or shapes differ between traces."""
+    """Return True if the arguments or output shapes of a call differ between traces."""
     first, *others = (trace.calls[number] for trace in reader.traces)
     return any(
         (call.args, call.kwargs, call.shapes) != (first.args, first.kwargs, first.shapes)
@@ -116,7 +119,7 @@ def _labels(reader: Reader, number: int, part: int, sizes: Sequence[tuple[int, .
 
 
 def _label(lengths: Sequence[int], sizes: Sequence[tuple[int, ...]]) -> int | None:
-    """Return the spatial dim that has these lengths; -1 for the product of all spatial dims.
+    """Return the spatial dim whose sizes are ``lengths``; -1 for the product of all spatial dims.
 
     Return None if neither fits.
     """
@@ -142,7 +145,7 @@ def _product(size: Sequence[int]) -> int:
 
 
 def _is_cellwise(reader: Reader, number: int, labels: dict[Made, Labels]) -> bool:
-    """Return True if a part of a call's result depends on that part of its arguments alone."""
+    """Return True if a part of a call's result depends only on the same part of its arguments."""
     call, mine = reader.traces[0].calls[number], labels[Made(number)]
     if not _looked_at(call) or len(call.shapes) != 1:
         return False
@@ -161,7 +164,10 @@ def _is_cellwise(reader: Reader, number: int, labels: dict[Made, Labels]) -> boo
 
 
 def with_positions(reader: Reader, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """Return pointwise arguments, with values for those that follow the image's size."""
+    """Add layers for the arguments of a pointwise call that follow the image's size.
+
+    Return the arguments, in which the outputs of these layers replace such arguments.
+    """
     maps = found_in((args, kwargs), Value)
     if not maps or reader.source is None:
         return args, kwargs
@@ -181,7 +187,10 @@ def with_positions(reader: Reader, args: tuple, kwargs: dict) -> tuple[tuple, di
 
 
 def joined_positions(reader: Reader, tensors: tuple) -> tuple:
-    """Return tensors to concatenate, with values for those that follow the image's size."""
+    """Add layers for those of the tensors to concatenate that follow the image's size.
+
+    Return the tensors, in which the outputs of these layers replace such tensors.
+    """
     maps = [x for x in tensors if isinstance(x, Value)]
     if not maps or reader.source is None:
         return tensors
@@ -189,12 +198,14 @@ def joined_positions(reader: Reader, tensors: tuple) -> tuple:
 
 
 def _placed(reader: Reader, x: Any, beside: Value, way: tuple, joined: bool = False) -> Any:
-    """Return the value of an argument that follows the image's size, else the argument.
+    """Add a layer for an argument if it follows the image's size, and return the output.
+
+    Return any other argument unchanged.
 
     Args:
-        beside: a value that it is combined with.
-        way: for a number, its position among the current call's arguments.
-        joined: True for a concatenation, in which numbers of channels may differ.
+        beside: a value with which the call combines the argument.
+        way: for a number, its position among the current call's arguments, as in ``Number``.
+        joined: True for a concatenation, whose tensors may have different numbers of channels.
     """
     if (
         isinstance(x, Sizes)
@@ -219,7 +230,10 @@ def _placed(reader: Reader, x: Any, beside: Value, way: tuple, joined: bool = Fa
 
 
 def _likes(reader: Reader, beside: Value) -> list[Value]:
-    """Return one map of each size; that of ``beside`` comes first."""
+    """Return one map of each size. For the size of ``beside``, it is ``beside`` itself.
+
+    The sizes are in reverse order of their first map in the network.
+    """
     maps = [x for x in (beside, *reversed(reader.values.values())) if not x.vector]
     return list({x.sizes: x for x in reversed(maps)}.values())[::-1]
 
@@ -267,7 +281,7 @@ def _aligned(
 
 
 def _check_batch(reader: Reader, plan: Plan) -> None:
-    """Refuse values that depend on the number of images in the batch."""
+    """Refuse a plan whose values depend on the number of images in the batch."""
     for trace, size in zip(reader.traces, reader.sizes):
         alone = reader.source(size)
         if alone.batch == trace.batch or len(alone.calls) != len(trace.calls):
@@ -289,7 +303,14 @@ def _check_batch(reader: Reader, plan: Plan) -> None:
 
 
 def emitted(reader: Reader, plan: Plan, like: Value, axes: tuple[Axis, ...]) -> Value:
-    """Return the value of a plan, with these axes, at the places of the map ``like``."""
+    """Add the layer that computes a plan, and return its output.
+
+    Plans for the same tensor, sizes and axes share one layer.
+
+    Args:
+        like: map at whose positions the plan is computed.
+        axes: axes of the output.
+    """
     key = plan.wanted, like.sizes, axes
     if key not in reader.positions:
         _check_batch(reader, plan)
@@ -312,7 +333,7 @@ def emitted(reader: Reader, plan: Plan, like: Value, axes: tuple[Axis, ...]) -> 
 
 
 class _Calls:
-    """Function that returns the calls of a forward pass for an image size."""
+    """Function that returns the calls of a forward pass for an image size. Copies share it."""
 
     def __init__(self, source):
         self._source = source

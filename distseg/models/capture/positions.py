@@ -1,9 +1,9 @@
-"""Values for each place of the image that user code computes from its size and parameters alone.
+"""Layer for values at each position that depend only on the image's size and on parameters.
 
 Examples are coordinates, positional encodings and learned positions. The user's calls run for the
-size of the whole image, and a tile takes its part of the result. Pointwise calls, and calls that do
-not move places, run on that part alone. For example, of ``sin(torch.arange(h)[:, None] / scales)``
-only the numbers 0 .. h - 1 are computed as a whole.
+size of the whole image, and a tile takes its part of the result. Pointwise calls, and other calls
+that keep values at their positions, run only on the tile's part. For example, in
+``sin(torch.arange(h)[:, None] / scales)`` only ``arange`` runs for the whole image.
 """
 
 from __future__ import annotations
@@ -26,32 +26,39 @@ from distseg.models.meta import found_in
 from distseg.models.resize import LooksAtSize
 
 Labels = tuple[int | None, ...]
-"""For each dim of a tensor, the spatial dim along it; -1 for all together, None for others."""
+"""For each dim of a tensor, the spatial dim that it holds; -1 for all flattened, None for none."""
 
 
 class Number(NamedTuple):
-    """Position of a number among the arguments of a call."""
+    """Position of a number among the arguments of a call.
+
+    Attributes:
+        call: number of the call.
+        way: ("args", index) or ("kwargs", name).
+    """
 
     call: int
     way: tuple
 
     def value(self, calls: Sequence[Called]) -> float:
-        """Return the number in one pass."""
+        """Return the number in the pass that made ``calls``."""
         kind, key = self.way
         return getattr(calls[self.call], kind)[key]
 
 
 class Marked(NamedTuple):
-    """Places that an assignment's index takes.
+    """Positions of the image that the index of an assignment selects.
 
-    ``entries`` are pairs (spatial dim, position in the index).
+    Attributes:
+        call: number of the assignment.
+        entries: pairs (spatial dim, position of its entry in the index).
     """
 
     call: int
     entries: tuple[tuple[int, int], ...]
 
     def mask(self, calls: Sequence[Called], d: int, n: int) -> Tensor:
-        """Return a mask of n places, True where the index takes a place along a dim."""
+        """Return a mask (n,) of the positions that the index selects along spatial dim ``d``."""
         index, found = calls[self.call].args[1], torch.zeros(n, dtype=torch.bool)
         for place, entry in self.entries:
             if place == d:
@@ -62,13 +69,13 @@ class Marked(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """Recipe for a tensor of positions.
+    """Recipe for a tensor that is computed from the image's size and parameters.
 
     Attributes:
         wanted: the tensor, number or mask to compute.
         calls: numbers of the calls that it depends on, in order.
-        labels: for each result of these calls, the spatial dim along each of its dims.
-        cellwise: calls that can be computed on a part of their arguments.
+        labels: for each result of these calls, the spatial dims that its dims hold.
+        cellwise: numbers of the calls that can be computed on a part of their arguments.
     """
 
     wanted: Made | Number | Marked
@@ -78,15 +85,15 @@ class Plan:
 
 
 class Positions(LooksAtSize):
-    """Layer that computes values for each place of a map, equal in all images.
+    """Layer that computes values for each position of a map. They are equal for all images.
 
     It maps (N, ?, *size) and the image (N, ?, *image) to (N, C, *size), or to a vector if the
-    values do not differ between places.
+    values do not differ between positions.
 
     Args:
         source: function that returns the calls of the user's forward pass for an image size.
         axes: axes of the result. The user's tensor has length 1 along dims in which it is constant.
-        names: for each name of a parameter or buffer in this layer, its name in the user's module.
+        names: by name of a parameter or buffer in this layer, its name in the user's module.
         tensors: parameters and buffers, by their names in this layer.
     """
 
@@ -111,12 +118,12 @@ class Positions(LooksAtSize):
     def part(
         self, x: Tensor, image: Sequence[int], size: Sequence[int], places: Sequence[range]
     ) -> Tensor:
-        """Return the values at some ``places`` of a map, with the type and batch size of ``x``.
+        """Return the values at a part of a map, with the type and batch size of ``x``.
 
         Args:
             image: size of the whole image.
             size: size of the whole map.
-            places: for each dim, the range of places.
+            places: for each spatial dim, the range of positions of the part.
         """
         # Half precision cannot represent all whole numbers above 256.
         wide = torch.is_autocast_enabled(x.device.type)
@@ -162,7 +169,7 @@ class Positions(LooksAtSize):
 
 
 class _Values:
-    """Results of a plan's calls for one image size, at all places or at a part of them."""
+    """Results of a plan's calls for one image size, at all positions or at a part of them."""
 
     def __init__(
         self,
@@ -178,7 +185,7 @@ class _Values:
         self._cut: dict[int, list[Tensor]] = {}
 
     def _mask(self, marked: Marked) -> Tensor:
-        """Return a mask of the wanted places, which broadcasts with the layer's axes."""
+        """Return a mask of the wanted positions. It broadcasts with tensors of the layer's axes."""
         found = torch.ones((1,) * len(self.layer.axes), dtype=torch.bool)
         for dim, axis in enumerate(self.layer.axes):
             for d in axis.places:
@@ -191,7 +198,7 @@ class _Values:
         return found.to(self.like.device)
 
     def cut(self, x: Made | Number | Marked) -> Tensor:
-        """Return the part of a tensor at the wanted places."""
+        """Return the part of a tensor at the wanted positions."""
         if isinstance(x, Marked):
             return self._mask(x)
         if isinstance(x, Number):
@@ -239,7 +246,7 @@ class _Values:
         return found if call.graded else [y.detach() for y in found]
 
     def _of_type(self, call: Called, value: Callable[[Made], Tensor]) -> list[Tensor] | None:
-        """Return the result of a call that uses only an argument's type; None for other calls."""
+        """Return the result of a cast, a fill or a ``new_`` method; None for other calls."""
         kind, device = call.dtypes[0] if call.dtypes else None, self.like.device
         if call.name in MOVES:
             (x,) = self._filled(call.args[:1], value)

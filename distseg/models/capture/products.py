@@ -1,6 +1,7 @@
-"""Matrix products of maps: over channels at each place, or over all places (channel attention).
+"""Matrix products of maps: sums over channels at each position, or sums over all positions.
 
-Products between places, as in attention over the image, are refused.
+The latter occur in channel attention. Products between positions, as in attention over the image,
+are refused.
 """
 
 from __future__ import annotations
@@ -44,15 +45,15 @@ def _sum(product: torch.Tensor, x: torch.Tensor, beta: float, alpha: float) -> t
 
 
 def _summed(reader: Reader, a: Any, b: Any) -> Value | None:
-    """Return ``a @ b`` if it sums over all places; None if it sums over channels at each place."""
+    """Return ``a @ b`` if it is a sum over all positions; None if it is a sum over channels."""
     x = a if isinstance(a, Value) else reader.value(b)
     if not isinstance(a, Value) or not isinstance(b, Value):
         shape = reader.shape_of(b if x is a else a)
         along = -1 if x is a or len(shape) < 1 or x.rank < 2 else -2
         if not reader.of_channels(along, x):
             raise reader.refusal(
-                f"multiplies places of {x!r} with weights, one for each place; supported: weights "
-                f"over channels"
+                f"multiplies {x!r} with a separate weight for each place; supported: a weight for "
+                f"each channel"
             )
         return None
     if min(a.rank, b.rank) < 3:
@@ -96,7 +97,7 @@ def einsum(reader: Reader, equation: str, operands: Sequence[Any]) -> Value:
         axes[label].places for label in written
     ):
         raise reader.refusal(
-            "sums over rows or columns of the image alone; supported: sum over all places, or over "
+            "sums over only some dims of the image; supported: sum over all places, or over "
             "channels"
         )
     made = tuple(axes[label] for label in written)
@@ -112,8 +113,8 @@ def einsum(reader: Reader, equation: str, operands: Sequence[Any]) -> Value:
 def distances(reader: Reader, a: Any, b: Any, p: float, mode: str) -> Value:
     """Return the distances between two sets of vectors, as ``torch.cdist`` does.
 
-    PyTorch uses another formula for many vectors than for few. An image has many, but a tile may
-    have few.
+    PyTorch chooses the formula by the number of vectors, which differs between an image and a tile.
+    So for positions of the image, the default mode is replaced by the formula for many vectors.
     """
     axes = [reader.axes_of(x) for x in (a, b)]
     if places_of(axes[0][-2:-1]) and places_of(axes[1][-2:-1]):
@@ -132,7 +133,7 @@ def distances(reader: Reader, a: Any, b: Any, p: float, mode: str) -> Value:
 
 
 def _spelled(reader: Reader, equation: str, operands: Sequence[Any]) -> tuple[list[str], str]:
-    """Return the letters of each operand and of the result, with the ellipsis spelled out."""
+    """Return the letters of each operand and of the result, with letters for the ellipsis."""
     read, arrow, written = equation.replace(" ", "").partition("->")
     labels = read.split(",")
     if len(labels) != len(operands):
@@ -154,7 +155,7 @@ def _axes_of_labels(
     """Return the axis of each letter.
 
     Raises:
-        CanNotCapture: a letter has different dims in two maps, or one place has two letters.
+        CanNotCapture: a letter means different dims in two maps, or two letters one spatial dim.
     """
     found: dict[str, Axis] = {}
     for letters, x in zip(labels, operands):
@@ -172,7 +173,7 @@ def _axes_of_labels(
                     raise reader.refusal(
                         f"multiplies "
                         f"{' with '.join(repr(y) for y in operands if isinstance(y, Value))}, "
-                        f"whose dims {label} are not alike"
+                        f"whose dims {label} differ"
                     )
     for letters, x in zip(labels, operands):
         if isinstance(x, Value):
@@ -200,7 +201,10 @@ def _axes_of_labels(
 def _pair(
     labels: Sequence[str], operands: Sequence[Any], written: str, axes: dict[str, Axis]
 ) -> tuple[str, Value, Value] | None:
-    """Return (heads, a, b) if a sum of products is a matrix product of two maps; else None."""
+    """Return (heads, a, b) if the result is a batched matrix product of two maps; else None.
+
+    ``heads`` are the letters of the channel dims that both maps have.
+    """
     if len(operands) != 2 or not all(isinstance(x, Value) and not x.vector for x in operands):
         return None
     if any(len(set(letters)) < len(letters) for letters in labels):

@@ -2,8 +2,8 @@
 
 These are globals, attributes of classes and files, and closure variables. The code is read, not
 run: the names in its byte code are looked up where Python would look them up, and in every class
-and file that the search reaches. Objects are followed into their attributes and the functions of
-their classes.
+and file that the search reaches. The search also follows the attributes of objects and the
+functions of their classes.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from distseg.models.passes import is_library, is_users
 
 ITSELF = "itself"
-"""Name of a function in its own home, which holds its closure, its defaults and its attributes."""
-_FEW = 100  # items of a container that are followed
-_MANY = 100_000  # values that are followed
+"""Name by which a function's :class:`Home` holds the function with its closure and defaults."""
+_FEW = 100  # the items of a container with more items are not followed
+_MANY = 100_000  # largest number of values that are followed
 _PLAIN = (
     type(None),
     bool,
@@ -76,7 +76,10 @@ class Home:
 
 
 def homes_of(model: nn.Module) -> list[Home]:
-    """Return the mappings outside the modules that their forward code reads, and the names."""
+    """Return the mappings outside a model's modules that the code of its forward pass reads.
+
+    Each :class:`Home` lists the names in its mapping whose values may change.
+    """
     search = _Search()
     search.follow(model.modules())
     search.run()
@@ -101,9 +104,10 @@ def _slot_names(kind: type) -> tuple[str, ...]:
 
 
 class _Search:
-    """Search from value to value.
+    """Search that begins with some values and follows the values that these refer to.
 
-    All names that any code reads are looked up in the classes and modules in ``_spaces``.
+    Every name that any of the found code reads is looked up in all classes and modules in
+    ``_spaces``.
     """
 
     def __init__(self):
@@ -194,7 +198,7 @@ class _Search:
                 self._note(file, function.__globals__, name, function.__globals__[name])
 
     def _in_class(self, kind: type) -> None:
-        """Look up names in a class and its bases, and follow its special methods."""
+        """Look up the names that code reads in a class and its bases; follow special methods."""
         for base in kind.__mro__:
             if _is_library_class(base):
                 self._in_library(f"class {base.__name__}", base)
@@ -212,7 +216,10 @@ class _Search:
             self._note(module.__name__, vars(module), name, vars(module)[name])
 
     def _in_library(self, owner: str, holder: type | types.ModuleType) -> None:
-        """Keep the names that a pass may set in a library, without following the library's code."""
+        """Record the names in a library whose values a forward pass may change.
+
+        The library's own code is not searched.
+        """
         for name in self._names.keys() & vars(holder).keys():
             if isinstance(vars(holder)[name], _SET):
                 self._note(
@@ -223,7 +230,7 @@ class _Search:
                 )
 
     def _note(self, owner: str, holder: Any, name: str, value: Any) -> None:
-        """Follow a value, and keep its name if the value may change."""
+        """Follow a value, and record its name if the value may change."""
         if (id(holder), name) in self._noted:
             return
         self._noted.add((id(holder), name))
@@ -257,7 +264,8 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
 def _imported(function: types.FunctionType) -> Iterator[types.ModuleType]:
     """Yield the loaded modules that a function imports.
 
-    It finds import statements, and names that are passed to an importing function.
+    These are the modules in import statements, and those whose names are constants of code that
+    calls ``__import__`` or ``import_module``.
     """
     for code in _codes(function.__code__):
         if _IMPORT in code.co_code[::2]:

@@ -1,9 +1,9 @@
-"""Reader of traces: turns the recorded calls, one after another, into the layers of a network.
+"""Reader of traces, which turns the recorded calls one after another into layers of a network.
 
 A rule of :mod:`distseg.models.capture.rules` decides which layers a call becomes. :class:`Reader`
-has what rules are written with: checks of arguments, new layers, and error messages that name the
-call. :mod:`distseg.models.capture.arranging` has functions for reshaping,
-:mod:`distseg.models.capture.reducing` those for statistics over the image.
+provides what a rule needs: checks of arguments, new layers, and error messages that name the call.
+:mod:`distseg.models.capture.arranging` has functions for rules that reshape,
+:mod:`distseg.models.capture.reducing` has functions for statistics over the image.
 """
 
 from __future__ import annotations
@@ -75,11 +75,12 @@ class Differ(Exception):
 
 
 class Reader:
-    """Layers made of several traces of one network.
+    """Reader that turns several traces of one network into layers.
 
     Args:
         shapes: shapes of the network's parameters and buffers, by name.
         sizes: image size of each trace.
+        traces: the traces, whose calls are the same but for the sizes.
         rule: function that returns the value of the current call
             (:func:`distseg.models.capture.rules.made`). Feature maps among its arguments are
             :class:`Value`.
@@ -121,7 +122,7 @@ class Reader:
         self._claimed: set[int] = set()
         # By name of a layer that divides a map by a number, the number.
         self.divisors: dict[str, float] = {}
-        # By name of a layer that returns the places of maxima, its window.
+        # By name of a layer that returns the positions of maxima, its window.
         self.maxima: dict[str, tuple[int, ...]] = {}
         # By name of a layer that stacks maps along a new first dim, the maps.
         self.stacks: dict[str, tuple[Value, ...]] = {}
@@ -159,8 +160,9 @@ class Reader:
         self._check_draws(needed)
         if not calls[traces[0].result.call].graded:
             raise CanNotCapture(
-                f"its result, of {calls[traces[0].result.call]}, is computed without gradients "
-                f"(torch.no_grad): remove this, as evaluation turns gradients off itself"
+                f"its result, made by {calls[traces[0].result.call]}, is computed without "
+                f"gradients (torch.no_grad): remove torch.no_grad, as evaluation turns gradients "
+                f"off itself"
             )
         result = self.values.get(traces[0].result)
         self.of_image = result is not None and result.vector
@@ -169,9 +171,9 @@ class Reader:
                 map(str, traces[0].calls[traces[0].result.call].shapes[traces[0].result.part])
             )
             raise CanNotCapture(
-                f"it makes {made} of images of {'x'.join(map(str, sizes[0]))} pixels, but a "
-                f"segmentation network keeps the size, and one for whole images makes a vector "
-                f"of each"
+                f"it makes {made} from images of {'x'.join(map(str, sizes[0]))} pixels, but a "
+                f"segmentation network keeps the size, and a network for whole images returns "
+                f"a vector for each image"
             )
         self._drop_unread(result)
         # The last layer must be the one whose output is the network's result.
@@ -223,7 +225,7 @@ class Reader:
         }
 
     def differs(self, other: Reader) -> str | None:
-        """Return the first layer that ``other``, a reader with more traces, makes differently.
+        """Return the name of the first layer that differs in ``other``, a reader of more traces.
 
         Return None if all layers are equal.
         """
@@ -271,8 +273,8 @@ class Reader:
         except CanNotCapture:
             if plan_of(self, Made(self.number), ()) is None:
                 raise
-            # It depends on the image's size alone, and is computed when a later call combines it
-            # with a map.
+            # The result depends on the image's size alone. It is computed when a later call
+            # combines it with a map.
             return
         except TypeError as e:
             if "argument" not in str(e):
@@ -283,14 +285,21 @@ class Reader:
                 self.values[Made(self.number, part)] = self._typed(value, part)
 
     def _typed(self, value: Value, part: int) -> Value:
-        """Return the value with the dtype of the result if that is not a floating point type."""
+        """Return the value with the dtype of the result, unless it is a floating point type."""
         dtype = self.call.dtypes[part]
         return value if dtype.is_floating_point else replace(value, dtype=dtype)
 
     def _merged(self, each: Sequence[Any]) -> Any:
-        """Return one argument for all traces.
+        """Return one argument that stands for the argument of the call in each trace.
 
-        Tensors become values. A setting that differs between traces becomes :class:`Sizes`.
+        Tensors that depend on the image become values. A setting that differs between traces
+        becomes :class:`Sizes`.
+
+        Args:
+            each: the argument in each trace.
+
+        Raises:
+            Differ: the arguments are not alike in tensors or length.
         """
         first = each[0]
         if isinstance(first, tuple):
@@ -307,7 +316,7 @@ class Reader:
         return first if alike else Sizes(tuple(each))
 
     def _given(self, made: Made) -> Value | Made:
-        """Return the value of an argument of the current call.
+        """Return the value of a tensor that the current call takes; ``made`` if it has no value.
 
         A value computed under ``torch.no_grad`` is detached if the current call has gradients.
         """
@@ -339,10 +348,11 @@ class Reader:
         return x
 
     def unfold(self, x: Value) -> None:
-        """Restart the rule if its map has more than images in the batch dim, in a supported way.
+        """Raise a signal that restarts the rule if ``x`` is a map in a form that can be rearranged.
 
         Raises:
-            Folded, Deep: caught by :func:`distseg.models.capture.rules.made`.
+            Folded: the batch dim has more than images.
+            Deep: the map has a further dim after its channels.
         """
         if self.folding is None and is_deep(x, self.call.name):
             raise Deep(x)
@@ -354,7 +364,7 @@ class Reader:
         """Return an argument that must be a feature map or a vector, with dims in any order."""
         if not isinstance(x, Value):
             what = (
-                "what is computed of parameters and numbers alone"
+                "a tensor that is computed from parameters and numbers only"
                 if isinstance(x, (Made, Kept))
                 else repr(x)
             )
@@ -362,7 +372,11 @@ class Reader:
         return x
 
     def fixed(self, x: Any, what: str) -> Any:
-        """Return a setting; refuse one that follows the image's size."""
+        """Return the setting ``x``; refuse it if it follows the image's size.
+
+        Args:
+            what: name of the setting, for the error message.
+        """
         if has_sizes(x):
             raise self.refusal(f"has a {what} that depends on the image's size")
         return x
@@ -381,7 +395,7 @@ class Reader:
         return tuple(d % x.rank for d in given)
 
     def of_channels(self, dim: Any, x: Value) -> bool:
-        """Return True if all the dims are dims of channels.
+        """Return True if ``dim`` names only dims of channels.
 
         Raises:
             CanNotCapture: the batch dim is among them.
@@ -408,13 +422,13 @@ class Reader:
         )
 
     def axes_of(self, x: Any) -> Axes:
-        """Return the axes of a value; each dim of a parameter counts as channels."""
+        """Return the axes of a value or a parameter. Each dim of a parameter counts as channels."""
         return x.axes if isinstance(x, Value) else tuple(Axis(cell=n) for n in self.shape_of(x))
 
     def learns(self, x: Made | Kept) -> bool:
         """Return True if a tensor can receive a gradient.
 
-        That is so for a parameter, and for a tensor computed from one or from the image.
+        A parameter can, and so can a tensor computed from a parameter or from the image.
         """
         if isinstance(x, Kept):
             return x.name in self.traces[0].parameters
@@ -422,10 +436,11 @@ class Reader:
         return call is None or any(map(self.learns, found_in((call.args, call.kwargs), Made, Kept)))
 
     def made(self, like: Value, part: int = 0) -> Axes:
-        """Return the axes of the call's result: a map of the places of ``like``, or a vector.
+        """Return the axes of the call's result: a map with the positions of ``like``, or a vector.
 
         Raises:
-            CanNotCapture: a dim of the result is neither images, channels nor places.
+            CanNotCapture: a dim of the result is neither images, channels nor positions, or the
+                result mixes images or the dims of the image.
         """
         shape = self.call.shapes[part]
         read = line_of if like.vector else axes_of
@@ -434,8 +449,8 @@ class Reader:
         )
         if axes is None:
             raise self.refusal(
-                f"makes a tensor of {shape} of {like!r}, whose dims are neither images, channels "
-                f"nor places, which is not supported"
+                f"makes a tensor of {shape} from {like!r}, and its dims are neither images, "
+                f"channels nor places, which is not supported"
             )
         if sum(axis.batch for axis in axes) != 1 and (of_images(axes) or of_images(like.axes)):
             raise self.refusal(_OF_BATCH.format("of each other"))
@@ -447,7 +462,7 @@ class Reader:
                 if whole
                 else "combines rows or columns of the image"
             )
-            raise self.refusal(f"makes {shape} of {like!r}: it {does}, which is not supported")
+            raise self.refusal(f"makes {shape} from {like!r}: it {does}, which is not supported")
         return axes
 
     # new layers
@@ -465,13 +480,13 @@ class Reader:
         """Add a layer to the network and return its output.
 
         Args:
-            make: function that makes the layer of a dict of its tensors, by their names in the
-                layer.
+            make: function that makes the layer. It is given the layer's tensors by their names in
+                the layer.
             reads: inputs of the layer.
             tensors: parameters and buffers of the layer, by their names in the layer.
             part: number of the call's result that the layer makes.
-            axes: axes of the result if it is at the places of ``reads`` or a vector. By default the
-                call makes a map (N, C, *size) of any size.
+            axes: axes of the result, a vector or a map with the positions of ``reads``. Without
+                them the call must make a map (N, C, *size), of any size.
             what: suffix of the layer's name if the call becomes several layers.
             sizes: size of the map in each trace, if ``axes`` are given and it differs from
                 ``reads``.
@@ -486,9 +501,9 @@ class Reader:
                 or len({shape[1] for shape in shapes}) > 1
             ):
                 raise self.refusal(
-                    f"makes a tensor of {shapes[0]} of {reads[0]!r}, which is not a map with the "
-                    f"same number of images and with channels that do not depend on the image's "
-                    f"size"
+                    f"makes a tensor of {shapes[0]} from {reads[0]!r}, but its result must be a "
+                    f"map with the same number of images, and its number of channels must not "
+                    f"depend on the image's size"
                 )
             axes = plain_axes(shapes[0][1], self.dims)
         else:
@@ -506,14 +521,15 @@ class Reader:
         return Value(name, shapes, axes)
 
     def followed(self, x: Value, sizes: tuple[tuple[int, ...], ...]) -> tuple[Value, list[Follow]]:
-        """Return a map, and the rules by which ``sizes`` follow its size.
+        """Return a map, and the rules by which ``sizes`` follow the size of this map.
 
         Args:
-            x: the map that is preferred among those with equally simple rules.
+            x: the map that is preferred among maps with equally simple rules.
+            sizes: the size in each trace.
         """
         if (found := followed(sizes, x, (v for v in self.values.values() if not v.vector))) is None:
             raise self.refusal(
-                f"makes {'x'.join(map(str, sizes[0]))} places of "
+                f"makes {'x'.join(map(str, sizes[0]))} places from "
                 f"{'x'.join(map(str, x.sizes[0]))}, a size that is neither that of another map nor "
                 f"a fraction of one"
             )
@@ -531,7 +547,7 @@ class Reader:
         """Add a layer whose output size follows the size of the map ``like`` by ``rules``.
 
         Args:
-            more: other settings that were found by comparing the sizes of traces.
+            more: further settings of the layer that were found by comparing the sizes of traces.
             settings: keyword arguments of :meth:`emit`.
         """
         made = self.emit(lambda _: make(), [x, like], **settings)
@@ -557,7 +573,7 @@ class Reader:
         maps = [x for x in operands if isinstance(x, Value)] or [self.value(operands[0])]
         if len({x.sizes for x in maps if not x.vector}) > 1:
             raise self.refusal(
-                f"joins {' and '.join(map(repr, maps))}, which have different places"
+                f"joins {' and '.join(map(repr, maps))}, which have different spatial sizes"
             )
         maps = self.meeting(maps)
         own: dict[str, Kept] = {}
@@ -604,12 +620,14 @@ class Reader:
             range(self.dims)
         ) and not _is_sum(axes):
             raise self.refusal(
-                f"makes {self.call.shapes[0]} of {lines[0]!r}, a map that each rank would have to "
-                f"hold whole; supported: make it by adding or multiplying lines"
+                f"makes {self.call.shapes[0]} from {lines[0]!r}, a map that each rank would have "
+                f"to hold whole; supported: make it by adding or multiplying lines"
             )
         found = self.same_places(lines[0].sizes)
         if found is None:
-            raise self.refusal(f"is of {lines[0]!r}, which no longer has the places of any map")
+            raise self.refusal(
+                f"is of {lines[0]!r}, whose length no longer follows the size of any map"
+            )
         return found
 
     def _add(self, name: str, make, reads: Sequence[Value]) -> None:
@@ -620,8 +638,8 @@ class Reader:
     def _name(self) -> str:
         """Return the name of the current call's layer.
 
-        It is the module's name if this call owns the module's weights or is its only call, else
-        ``module.function``.
+        The name is that of the module if this call owns the module's weights or is the module's
+        only call, else ``module.function``.
         """
         module, function = self.call.module, self.call.name.strip("_")
         if module in self._homes:
@@ -660,7 +678,7 @@ class Reader:
 
         Args:
             kind: class of the layer, PyTorch's or ours; ``args`` and ``kwargs`` are its arguments.
-            tensors: its parameters and buffers, by their names in the layer.
+            tensors: the layer's parameters and buffers, by their names in the layer.
             axes: axes of the result, as for :meth:`emit`.
         """
         tensors = {name: value for name, value in tensors.items() if value is not None}
@@ -703,7 +721,8 @@ class Reader:
 
         Args:
             args: arguments of the layer's class that come before ``affine``.
-            weight: a parameter, a buffer, a tensor computed from these, or None; ``bias`` likewise.
+            weight: a parameter, a buffer, a tensor computed from these, or None. The same holds
+                for ``bias``.
         """
         if isinstance(weight, Value) or isinstance(bias, Value):
             raise self.refusal("has a weight that is computed from the image")
@@ -737,7 +756,10 @@ class Reader:
         )
 
     def scaled(self, x: Value, weight: Any, bias: Any) -> Value:
-        """Multiply a map's channels by ``weight`` (C,) and add ``bias`` (C,); each may be None."""
+        """Add a layer that multiplies channels by ``weight`` (C,) and adds ``bias`` (C,).
+
+        Each of the two may be None.
+        """
         own: dict[str, Kept] = {}
         steps: list[Step] = []
         written = self._written((weight, bias), (x,), own, steps, {})
@@ -788,36 +810,36 @@ class Reader:
         return self.formula(args, kwargs, part)
 
     def formula(self, args: tuple, kwargs: dict, part: int | None = None) -> Value:
-        """Add a layer for a call that is known to be pointwise, for these arguments."""
+        """Add a layer for a call that is known to be pointwise for the given arguments."""
         args, kwargs, maps = self._with_resized_vectors(args, kwargs)
         own: dict[str, Kept] = {}
         steps: list[Step] = []
         places: dict[Made, int] = {}
         given = {key: x for key, x in kwargs.items() if key not in ("inplace", "out")}
-        # This adds the steps that compute the arguments, so it must run before the last step is
-        # added.
+        # _written adds the steps that compute the arguments, so it must run before the last step
+        # is added.
         last = tuple(self._written(tree, maps, own, steps, places) for tree in (args, given))
         steps.append(Step(out_of_place(self.call.function), *last))
         like = next((x for x in maps if not x.vector), maps[0])
         axes, given = self.made(like, part or 0), tuple(map(_read_as, maps))
         if not like.vector and not places_of(axes):
             raise self.refusal(
-                f"makes {self.call.shapes[part or 0]} of {like!r}: it combines places of the image "
-                f"in an unsupported way"
+                f"makes {self.call.shapes[part or 0]} from {like!r}: it combines places of the "
+                f"image in an unsupported way"
             )
         if any(axis.mixed and not any(axis in x.axes for x in maps) for axis in axes):
             raise self.refusal(
-                f"makes {self.call.shapes[part or 0]} of {like!r}; supported: functions of single "
-                f"cells"
+                f"makes {self.call.shapes[part or 0]} from {like!r}; supported: functions that "
+                f"compute each cell from the same cell of the input"
             )
         return self._emit_formula(steps, given, part, axes, maps, own)
 
     def _with_resized_vectors(self, args: tuple, kwargs: dict) -> tuple[tuple, dict, list[Value]]:
-        """Return the arguments, with vectors resized to the maps, and the values among them."""
+        """Return the arguments with vectors resized to the maps, and all maps and vectors."""
         maps = list(dict.fromkeys(found_in((args, kwargs), Value)))
         if len({x.sizes for x in maps if not x.vector}) > 1:
             raise self.refusal(
-                f"joins {' and '.join(map(repr, maps))}, which have different places"
+                f"joins {' and '.join(map(repr, maps))}, which have different spatial sizes"
             )
         there = dict(zip(maps, self.meeting(maps)))
         return (
@@ -827,7 +849,7 @@ class Reader:
         )
 
     def _computed(self, value: Made | Kept, own: dict[str, Kept]) -> tuple[Step, ...]:
-        """Return the steps that compute a weight from parameters; add these to ``own``."""
+        """Return the steps that compute a weight; add the parameters that they read to ``own``."""
         steps: list[Step] = []
         written = self._written(value, (), own, steps, {})
         return tuple(steps) if isinstance(written, Map) else (*steps, Step(itself, (written,), {}))
@@ -925,7 +947,7 @@ class Reader:
     # kinds of call
 
     def drop(self, kind: type, x: Any, p: float, training: bool) -> Any:
-        """Add a dropout layer; return ``x`` itself in evaluation."""
+        """Add a dropout layer; return ``x`` itself in evaluation mode."""
         x, p = self.value(x), self.fixed(p, "probability")
         if not training or p == 0 and not x.plain:
             return x
@@ -944,17 +966,18 @@ class Reader:
             or x.rank < 2
         ):
             raise self.refusal(
-                f"drops values of {x!r}; a map (N, C,  {', '.join('DHW'[-self.dims :])}), "
-                f"or one whose channels come last, is supported"
+                f"drops values of {x!r}; supported: a map "
+                f"(N, C, {', '.join('DHW'[-self.dims :])}), or one whose channels come last"
             )
         made = self.layer(VectorDropout if x.vector else kind, x, p, axes=x.axes)
         self._claim(self.number, made, not x.vector and order == last and order != first)
         return made
 
     def dropped_images(self, x: Value, factor: Made) -> Value | None:
-        """Add stochastic depth if ``factor`` is a random 0 or 1 for each image; else return None.
+        """Add a layer of stochastic depth if ``factor`` is a random 0 or 1 for each image.
 
-        The factor may be divided by the probability with which it is 1.
+        The factor may be divided by the probability with which it is 1. Return None for another
+        factor.
         """
         found, calls = factor, self.traces[0].calls
         divided = None
@@ -981,9 +1004,9 @@ class Reader:
             return None
         if draw.call in self._claimed:
             raise self.refusal(
-                f"leaves out images by {calls[draw.call]}, as another function does, and sharing "
-                f"one draw is not supported: draw for each of them, or multiply their sum or "
-                f"torch.cat"
+                f"leaves out images by {calls[draw.call]}, whose random numbers another call uses "
+                f"too, and sharing one draw is not supported: draw new numbers for each call, or "
+                f"multiply the sum or torch.cat of the maps once"
             )
         # User code may have divided already: x / keep * mask, which is x in evaluation.
         before = self.divisors.get(x.name)
@@ -994,7 +1017,13 @@ class Reader:
         return made
 
     def _claim(self, number: int, made: Value, last: bool) -> None:
-        """Record that a layer draws the random numbers of a call."""
+        """Record that a layer draws the random numbers of a call.
+
+        Args:
+            number: number of the call.
+            made: output of the layer.
+            last: True if the channels of the user's map come last.
+        """
         self._claimed.add(number)
         self.dropouts[self._draws[number]] = Dropped(made.name, last)
 
@@ -1049,7 +1078,7 @@ class Reader:
     def meeting(self, maps: Sequence[Value]) -> list[Value]:
         """Return the values that a call combines, with vectors resized to the maps.
 
-        If all of them are vectors, they are resized to the smallest size among them.
+        If all values are vectors, they are resized to the smallest size among the vectors.
         """
         sizes = next(
             (
@@ -1085,7 +1114,7 @@ DIFFERENT = (
 POSITIONS = "a separate value for each place of the image is not supported"
 _EACH_PLACE = (
     "takes a tensor of {} with a separate value for each place of the image, or for each image of "
-    "the batch, which a part of an image does not have"
+    "the batch, but a part of an image does not have all of these"
 )
 _OF_BATCH = (
     "mixes the images of a batch {}, but images are computed separately: remove this, or use a "
@@ -1115,7 +1144,7 @@ def follows_size(calls: Sequence[Called]) -> bool:
 def _is_result(x: Value, sizes: Sequence[Sequence[int]]) -> bool:
     """Return True if a value may be a network's output.
 
-    That is a map of the image's size, (N, C), or (N, C, 1, ...).
+    An output is a map of the image's size, a vector (N, C), or a vector (N, C, 1, ...).
     """
     if x.vector:
         return (
@@ -1133,7 +1162,7 @@ def _is_sum(axes: Axes) -> bool:
 
 
 def _own_name(kept: Kept, own: dict[str, Kept]) -> str:
-    """Return a layer's name for a parameter or buffer, and add it to the layer's ``own``."""
+    """Return the name that a layer gives a tensor of the user; add this name to ``own``."""
     if (found := next((name for name, other in own.items() if other == kept), None)) is not None:
         return found
     free = (
@@ -1174,9 +1203,9 @@ def _with_tensors(layer: nn.Module, found: dict[str, Tensor]) -> nn.Module:
 def _whole_times(
     large: Sequence[tuple[int, ...]], small: Sequence[tuple[int, ...]]
 ) -> tuple[int, ...] | None:
-    """Return the factor along each dim by which all ``large`` sizes are larger, rounded down.
+    """Return for each dim the integer by which ``large`` is divided, rounded down, to ``small``.
 
-    Return None if the traces have no common whole factor.
+    Return None if no integer fits all traces.
     """
     factors = [_divisor(*each) for each in zip(zip(*large), zip(*small))]
     return tuple(factors) if all(factors) else None
@@ -1218,7 +1247,7 @@ def _needed(found: Trace) -> list[int]:
 
 
 def _image_calls(traces: Sequence[Trace], needed: Sequence[int]) -> list[int]:
-    """Return the needed calls that depend on the image, or whose size follows it."""
+    """Return the numbers of the needed calls that depend on the image or on its size."""
     of_image = {PIXELS.call}
     for number in needed:
         each = [t.calls[number] for t in traces]
@@ -1232,9 +1261,10 @@ def _used(call: Called) -> list[Made]:
 
 
 def _main_call(module: str, calls: Sequence[Called], numbers: Sequence[int]) -> int | None:
-    """Return the call that owns the module's weights; without weights, the module's only call.
+    """Return the number of the call that owns a module's weights, or of the module's only call.
 
-    Return None if the module calls other modules, or if several calls qualify.
+    Return None if the module calls other modules, or has several calls of which not exactly one
+    uses its weights.
     """
     if any(calls[n].module.startswith(f"{module}.") for n in numbers):
         return None

@@ -1,8 +1,8 @@
 """Functions for rules of calls that compute statistics over the image.
 
-A statistic over all places is a layer whose output is a vector of the image
-(:class:`distseg.models.layers.Mean` and others). A statistic over places and channels applies the
-same function to that vector.
+A statistic over all positions is a layer whose output is a vector of the image
+(:class:`distseg.models.layers.Mean` and others). A statistic over positions and channels is
+computed in two steps: over all positions, then over the channels of that vector.
 """
 
 from __future__ import annotations
@@ -34,15 +34,16 @@ def reduced(
     what: str,
     part: int = 0,
 ) -> Value:
-    """Return a statistic over dims of channels, over all places, or over both.
+    """Return a statistic over dims of channels, over positions, or over both.
 
     Args:
-        args: arguments of the call if it reduces channels alone.
-        make: function that makes the layer for the statistic over all places.
+        dim: the dims over which the call reduces, as user code gives them.
+        args: arguments with which the user's function is called if it reduces channels only.
+        make: function that makes the layer for the statistic over positions.
         of_channels: function that reduces the dims ``dim`` of a vector; None if a statistic over
-            places and channels is not supported.
+            positions and channels is not supported.
         what: name of the statistic, for errors.
-        part: number of the call's result.
+        part: index of the statistic among the call's results.
     """
     x = reader.value(x)
     if reader.of_channels(dim, x):
@@ -67,9 +68,9 @@ def reduced(
 def over_places(
     reader: Reader, x: Value, over: Sequence[int], make: Callable[[], nn.Module], what: str = ""
 ) -> Value:
-    """Return a statistic of each channel over some spatial dims, which become of length 1.
+    """Return a statistic of each channel over the spatial dims in ``over``, which get length 1.
 
-    The result is a vector if they are all spatial dims, else a line.
+    The result is a line if some spatial dims of the image are not in ``over``, else a vector.
     """
     return (
         of_lines(reader, x, over, make, what)
@@ -79,18 +80,18 @@ def over_places(
 
 
 def all_places(reader: Reader, x: Value, dim: Any, what: str) -> tuple[int, ...]:
-    """Return the dims of a statistic; refuse it if some spatial dim is not among them."""
+    """Return the dims of a statistic. Refuse the statistic if it leaves out a spatial dim."""
     over = reader.dims_of(dim, x)
     if sorted(d for o in over for d in x.axes[o].places) != list(range(reader.dims)):
         raise reader.refusal(
-            f"takes {what} over rows or columns of the image alone (dim {dim} of {x!r}); "
+            f"takes {what} over rows or columns of the image only (dim {dim} of {x!r}); "
             f"supported: over all places, over channels, or over both"
         )
     return over
 
 
 def of_image(reader: Reader, x: Value, make: Callable[[], nn.Module], what: str = "") -> Value:
-    """Return a statistic of each channel over all places, which become dims of length 1."""
+    """Return a statistic of each channel over all positions. The spatial dims get length 1."""
     return reader.emit(lambda _: make(), [x], axes=without_places(x.axes), what=what)
 
 
@@ -100,27 +101,30 @@ def _alone(axes: Axes, dims: Sequence[int]) -> Axes:
 
 
 def formed(reader: Reader, vector: Value, part: int = 0) -> Value:
-    """Reshape a vector to the axes of the call's result."""
+    """Return a vector with the axes of the call's result.
+
+    Refuse a result that differs from the vector in more than dims of length 1.
+    """
     axes = reader.made(vector, part)
     made = replace(vector, axes=axes)
     if not made.vector or _lengths(axes) != _lengths(vector.axes):
         raise reader.refusal(
-            f"makes {reader.call.shapes[part]}, where a vector of the image {vector!r} is expected"
+            f"makes a tensor of {reader.call.shapes[part]}, where {vector!r} is expected"
         )
     return made
 
 
 def _lengths(axes: Axes) -> list[tuple]:
-    """Return the content of each dim, without dims of length 1."""
+    """Return the channels and the line's extent of each dim, without dims of length 1."""
     return [(axis.cell, axis.whole) for axis in axes if not axis.lone]
 
 
 def variance(
     reader: Reader, x: Any, dim: Any, correction: float, what: str = "a variance"
 ) -> Value:
-    """Return the variance over all places, and over channels if they are among the dims.
+    """Return the variance over spatial dims, or over all spatial dims and dims of channels.
 
-    The reduced dims stay with length 1.
+    The reduced dims are kept with length 1.
     """
     x = reader.value(x)
     over = reader.dims_of(dim, x)
@@ -144,15 +148,15 @@ def variance(
 
 
 def root(x: Tensor) -> Tensor:
-    """Return the square root; its gradient at 0 is 0, not infinite."""
+    """Return the square root, whose gradient at 0 is set to 0 instead of infinity."""
     some = x > 0
     return x.where(some, 1).sqrt() * some
 
 
 def softmax(reader: Reader, x: Value, dim: int, log: bool) -> Value:
-    """Return the softmax over places, and over channels if ``dim`` contains them.
+    """Return the softmax over positions, and over channels if ``dim`` contains them.
 
-    It is computed as exp(x - logsumexp(x)); with ``log``, its logarithm is returned.
+    The softmax is computed as exp(x - logsumexp(x)). If ``log`` is True, its logarithm is returned.
     """
     over = reader.dims_of(dim, x)
     total = over_places(reader, x, over, LogSumExp, "total")
@@ -168,7 +172,7 @@ def softmax(reader: Reader, x: Value, dim: int, log: bool) -> Value:
 
 
 def beside(reader: Reader, *values: Value) -> tuple:
-    """Return values that are combined pointwise, with lines repeated over the maps."""
+    """Return the values with lines repeated over the maps, ready for a pointwise function."""
     return lines_spread(reader, values, {})[0]
 
 
@@ -181,9 +185,9 @@ def _share(x: Tensor, total: Tensor) -> Tensor:
 
 
 def norm(reader: Reader, x: Value, p: Any, dim: Any) -> Value:
-    """Return the norm over places, and over channels if ``dim`` contains them.
+    """Return the norm of order ``p`` over positions, and over channels if ``dim`` contains them.
 
-    The reduced dims stay with length 1.
+    The reduced dims are kept with length 1.
     """
     over = reader.dims_of(dim, x)
     rest = tuple(d for d in over if x.axes[d].cell != 1)
@@ -228,7 +232,7 @@ class _Power:
 
 
 class _Root(_Power):
-    """Function x ** (1 / p); its gradient at 0 is 0."""
+    """Function x ** (1 / p), whose gradient at 0 is set to 0."""
 
     __name__ = "root"
 
@@ -240,7 +244,10 @@ class _Root(_Power):
 def _then(
     reader: Reader, vector: Value, function: Callable[..., Tensor] | None, rest: tuple[int, ...]
 ) -> Value:
-    """Return a vector reduced by ``function`` over some of its channels."""
+    """Return a vector that ``function`` reduces over the dims ``rest``, which are channels.
+
+    Return the vector unchanged if ``rest`` is empty.
+    """
     if not rest:
         return vector
     if function is None:
@@ -254,16 +261,17 @@ def _then(
 
 
 def product(reader: Reader, a: Value, b: Value, heads: int, axes: Axes) -> Value:
-    """Return the sums over all places of the products of two maps' channels.
+    """Return the products of the channels of two maps, summed over all positions.
 
-    The result is a vector with the given axes.
+    The result is a vector with the axes ``axes``. It has a number for each head, each channel of
+    ``a`` and each channel of ``b``.
 
     Args:
         a: map with channels (heads, I).
         b: map with channels (heads, J).
     """
     if a.sizes != b.sizes:
-        raise reader.refusal(f"multiplies {a!r} with {b!r}, which have different places")
+        raise reader.refusal(f"multiplies {a!r} with {b!r}, which have different spatial sizes")
     if a.name == b.name and a.channels == b.channels:
         return reader.emit(lambda _: Products(heads), [a.as_plain], axes=axes)
     both = reader.emit(
@@ -276,11 +284,14 @@ def product(reader: Reader, a: Value, b: Value, heads: int, axes: Axes) -> Value
 
 
 def largest_of(reader: Reader, x: Value, k: int, dim: int, least: bool = False) -> Value:
-    """Return the k largest, or smallest, values over a dim that has all places."""
+    """Return the k largest values along a dim that holds all positions.
+
+    If ``least`` is True, return the k smallest values.
+    """
     (at,) = reader.dims_of(dim, x)
     if x.axes[at].places != tuple(range(reader.dims)) or x.axes[at].mixed:
         raise reader.refusal(
-            "sorts rows or columns of the image alone; supported: over channels, or over all "
+            "sorts within rows or columns of the image; supported: over channels, or over all "
             "places in one dim (x.flatten(2))"
         )
     order = [d for d in range(x.rank) if d != at]

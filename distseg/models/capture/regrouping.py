@@ -1,11 +1,11 @@
-"""Reshapes between places and channels: space to depth and back.
+"""Reshapes between positions and channels: space to depth and back.
 
 In memory order, a tensor's dims are a list of pieces: images, channels and spatial dims. A reshape
-keeps their order. If it splits a spatial dim into blocks of k places, the places of a block become
-channels. If it joins a spatial dim with channels that follow it, the channels become places::
+keeps their order. If it splits a spatial dim into blocks of length k, the k positions in a block
+become channels. If it joins a spatial dim with the channels after it, these become positions::
 
-    (N, C, H, W) -> (N, C, H / 2, 2, W / 2, 2)      blocks of 2 x 2 places as channels (2, 2)
-    (N, C, H, 2, W, 2) -> (N, C, H * 2, W * 2)      the way back
+    (N, C, H, W) -> (N, C, H / 2, 2, W / 2, 2)      blocks of 2 x 2 positions as channels (2, 2)
+    (N, C, H, 2, W, 2) -> (N, C, H * 2, W * 2)      the reverse
 """
 
 from __future__ import annotations
@@ -27,11 +27,13 @@ Lengths = tuple[int, ...]
 
 @dataclass
 class _Piece:
-    """Factor of a dim: images of the batch, channels, or a spatial dim (``place``).
+    """One factor of a dim: images of the batch, channels, or positions along a spatial dim.
 
     Attributes:
         lengths: length in each trace.
-        inner: True for the places within a block, which become channels.
+        batch: True for images of the batch.
+        place: the spatial dim; None for images and channels.
+        inner: True for the positions within a block, which become channels.
     """
 
     lengths: Lengths
@@ -41,7 +43,7 @@ class _Piece:
 
 
 def reshaped(reader: Reader, x: Value) -> Value:
-    """Return a value with the shape that the call gives it."""
+    """Return the value ``x`` with the shape of the call's result."""
     try:
         axes = reader.made(x)
     except CanNotCapture:
@@ -65,16 +67,20 @@ def reshaped(reader: Reader, x: Value) -> Value:
 
 
 def _in_order(axes: Sequence[Axis]) -> tuple[Axis, ...] | None:
-    """Return the dims of a line that come before its images.
+    """Return the dims of a line before its batch dim, without dims of length 1.
 
-    The dims after the images keep their order in memory, whatever their lengths.
+    If a reshape keeps these dims, the memory order is unchanged: the dims after the batch dim keep
+    their order, whatever their lengths.
     """
     dims = [axis for axis in axes if axis != Axis()]
     return tuple(dims[: next((n for n, axis in enumerate(dims) if axis.batch), len(dims))])
 
 
 def regrouped(reader: Reader, x: Value) -> Value | None:
-    """Return a map with the shape that the call gives it; None if it does not make blocks."""
+    """Return the map ``x`` with the shape of the call's result.
+
+    Return None if splitting dims into blocks and joining them does not give this shape.
+    """
     wanted = list(zip(*(call.shapes[0] for call in reader.current)))
     groups = _grouped(_pieces(reader, x), wanted)
     if groups is None:
@@ -95,7 +101,11 @@ def _pieces(reader: Reader, x: Value) -> list[_Piece]:
 
 
 def _grouped(pieces: Sequence[_Piece], wanted: Sequence[Lengths]) -> list[list[_Piece]] | None:
-    """Return the pieces of each new dim; None if a spatial dim is not split into equal blocks."""
+    """Return the pieces that each new dim consists of.
+
+    Return None if the pieces cannot be split and joined to the lengths ``wanted``, or if a block
+    of a spatial dim would not have the same length in all traces.
+    """
     left, groups = list(reversed(pieces)), []
     for lengths in wanted:
         group: list[_Piece] = []
@@ -132,7 +142,7 @@ def _quotient(large: Lengths, small: Lengths) -> Lengths | None:
 
 
 def _cut(reader: Reader, x: Value, groups: Sequence[Sequence[_Piece]]) -> Value:
-    """Return the map with the places of blocks as channels, and a dim for each piece."""
+    """Return the map with one dim for each piece, where the positions in a block are channels."""
     pieces = [piece for group in groups for piece in group]
     inner = [
         math.prod(p.lengths[0] for p in pieces if p.inner and p.place == d)
@@ -174,7 +184,8 @@ def _axis(piece: _Piece) -> Axis:
 def _joined(reader: Reader, x: Value, groups: Sequence[Sequence[_Piece]]) -> Value | None:
     """Return the map with its pieces joined to the new dims.
 
-    Channels that follow a spatial dim within a new dim become places.
+    Channels that follow a spatial dim within a new dim become positions. Return None if images
+    are not the first piece of their dim.
     """
     cells, along, made = [], [], []
     for group in groups:

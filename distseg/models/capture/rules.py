@@ -4,7 +4,7 @@ Each method of a rule class has the name and the arguments of a PyTorch function
 its arguments are :class:`distseg.models.capture.values.Value`, and it returns the value of the
 result. Pointwise functions need no rule (:mod:`distseg.models.pointwise`).
 :mod:`distseg.models.capture.rules_channels` has the rules for channels,
-:mod:`distseg.models.capture.rules_statistics` those for statistics.
+:mod:`distseg.models.capture.rules_statistics` has the rules for statistics.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def made(reader: Reader, args: tuple, kwargs: dict) -> Any:
     """Return the value, or the tuple of values, that the current call makes.
 
     Raises:
-        CanNotCapture: names the call and the repair.
+        CanNotCapture: the call is not supported. The message names the call and how to fix it.
     """
     if any(x.joined for x in found_in((args, kwargs), Value)):
         return of_joined(reader, _made, args, kwargs)
@@ -62,8 +62,8 @@ def _made(reader: Reader, args: tuple, kwargs: dict) -> Any:
     numbers = found_in((args, kwargs), ByType)
     if numbers and name not in POINTWISE_FUNCTIONS | _ARITHMETIC:
         raise reader.refusal(
-            f"is given {numbers[0]!r}, which is supported in arithmetic of single cells only: "
-            f"write the number"
+            f"is given {numbers[0]!r}, which is supported only in arithmetic on each cell: "
+            f"write a plain number instead"
         )
     tracks = name == "instance_norm" and any(
         x is not None for x in (*args[1:3], kwargs.get("running_mean"))
@@ -86,8 +86,8 @@ def _made(reader: Reader, args: tuple, kwargs: dict) -> Any:
     if name in POINTWISE_FUNCTIONS:
         return reader.pointwise(args, kwargs)
     raise reader.refusal(
-        "is not supported: write it as convolutions, poolings, up-samplings, norms and functions "
-        "of single cells"
+        "is not supported: write it as convolutions, poolings, up-samplings, norms and "
+        "pointwise functions"
     )
 
 
@@ -190,7 +190,7 @@ class Rules:
         settings = running_mean, running_var, weight, bias, training, momentum, eps
         if not training and running_mean is not None:
             return self.formula((x, *settings), {})
-        # A series for each pixel, (N * H * W, C, T).
+        # The batch dim has all pixels, each with a series: (N * H * W, C, T).
         if (
             x.rank == 3
             and x.axes[0] == Axis(True, 1, tuple(range(self.dims)))
@@ -203,7 +203,7 @@ class Rules:
                 over_depth(self, vars(Rules)["batch_norm"], deep, (deep, *settings), {}),
                 axes=x.axes,
             )
-        # All pixels of all images, (N * H * W, C).
+        # The batch dim has all pixels of all images: (N * H * W, C).
         flat = x.rank == 2 and x.axes[0] == Axis(True, 1, tuple(range(self.dims)))
         channels = x.channels if flat else _one_dim_of_channels(self, x)
         if (
@@ -212,7 +212,7 @@ class Rules:
         ):
             raise self.refusal(
                 "uses the running statistics of another module: call that module, or give each "
-                "module its own"
+                "module statistics of its own"
             )
         tensors = dict(running_mean=running_mean, running_var=running_var)
         if (
@@ -382,7 +382,7 @@ class Rules:
 
     def glu(self: Reader, input, dim=-1):
         if not self.of_channels(dim, self.value(input)):
-            raise self.refusal("cuts the image into two parts; supported: along channels")
+            raise self.refusal("cuts the image into two parts; supported: cut the channels")
         return self.formula((input, dim), {})
 
     def dropout(self: Reader, input, p=0.5, training=True, inplace=False):
@@ -393,7 +393,8 @@ class Rules:
         if ranks and x.rank not in ranks and training and p:
             raise self.refusal(
                 f"is given a tensor of {x.rank} dims, which PyTorch takes for one image without a "
-                f"batch dim: use the dropout for images with this number of dims"
+                f"batch dim: use nn.Dropout1d for inputs of 3 dims, nn.Dropout2d for 4 and "
+                f"nn.Dropout3d for 5"
             )
         if (
             not (
@@ -501,7 +502,7 @@ class Rules:
             return self.following(lambda: ResizeTo(rules, "area"), x, like, rules)
         if len(sizes) > 1:
             raise self.refusal(
-                f"pools to {output_size}, whose cells depend on the image's size along some dims "
+                f"pools to {output_size}, a grid that depends on the image's size along some dims "
                 f"only; supported: a grid of a fixed size, such as (2, 2)"
             )
         (grid,) = sizes
@@ -516,8 +517,9 @@ class Rules:
             return of_lines(self, x, over, lambda: Max(first=True))
         if return_indices or len(sizes) > 1:
             raise self.refusal(
-                f"takes the maxima of a grid of {output_size} that grows with the image, or their "
-                f"positions; supported: a grid of a fixed size, such as (2, 2)"
+                f"pools to {output_size} with an output size that depends on the image's size, or "
+                f"with return_indices=True; supported: the maxima of a grid of fixed size, such "
+                f"as (2, 2)"
             )
         if sizes == {(1,) * self.dims}:
             return of_image(self, x, lambda: Max(first=True))
@@ -585,7 +587,7 @@ class Rules:
 
 
 def _to_grid(reader: Reader, x: Value, layer: Mean) -> Value:
-    """Return the pooling of a map to a grid of fixed size, (N, C, *grid)."""
+    """Add a layer that pools a map to a grid of fixed size; return its output (N, C, *grid)."""
     return reader.emit(
         lambda _: layer,
         [x],

@@ -1,6 +1,6 @@
 """Rules for functions that reshape maps, or that take, join or change channels.
 
-They also cover functions that make tensors of numbers alone, such as ``torch.ones``.
+They also cover functions that make a tensor from numbers, such as ``torch.ones``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _PART = "takes a part of the image or of the batch; supported: a part of the cha
 class Channels:
     """Rules by function name for reshaping, indexing, joining and filling."""
 
-    # another form
+    # the same values in another shape or type
 
     def permute(self: Reader, input, *given, dims=None):
         dims = given or (dims,)
@@ -216,8 +216,8 @@ class Channels:
         if isinstance(index, Value):
             if index.axes != x.axes or isinstance(value, (Value, Kept, Made)):
                 raise self.refusal(
-                    "assigns to places chosen by a mask; supported: a mask of all of the tensor's "
-                    "dims and a number, or torch.where"
+                    "assigns to places chosen by a mask; supported: assign a number by a mask "
+                    "that has all dims of the tensor, or torch.where"
                 )
             return self.formula((x, index, value), {})
         index = index if isinstance(index, tuple) else (index,)
@@ -291,7 +291,7 @@ class Channels:
             self.stacks[made.name] = tuple(maps)
         return made
 
-    # tensors of numbers alone
+    # tensors made from numbers
 
     def zeros_like(self: Reader, input, **settings):
         return self.formula((input,), {}) if isinstance(input, Value) else None
@@ -329,9 +329,9 @@ class Channels:
 
 
 def _cast(reader: Reader, x: Any) -> Value | None:
-    """Return the value of a cast to float64 or to whole numbers; refuse other types.
+    """Return the value of a cast to float64, to integers or to bool; refuse other types.
 
-    Maps keep the precision and the device of the run.
+    A cast to float64 adds no layer, because maps keep the precision and the device of the run.
     """
     if not isinstance(x, Value):
         return None
@@ -349,7 +349,7 @@ def _cast(reader: Reader, x: Any) -> Value | None:
 def _alike(reader: Reader, value: Any) -> Value | None:
     """Return a map or vector filled with one number.
 
-    Return None for a tensor that does not follow the image's size; it is a constant.
+    Return None if the tensor's size does not follow the image's size: the tensor is a constant.
     """
     if not follows_size(reader.current):
         return None
@@ -396,7 +396,7 @@ def _expanded_over(reader: Reader, x: Any) -> Value:
 
 
 class _Over:
-    """Function that repeats a tensor at all places of a map and for each of its images."""
+    """Function that repeats a tensor at all positions of a map and for each of the map's images."""
 
     __name__ = "expand"
 

@@ -1,4 +1,4 @@
-"""Rules for calls that move places of the image: crops, windows and blocks of places.
+"""Rules for calls that move cells of a map: crops, windows and blocks of cells.
 
 Calls that would join opposite borders of the image are refused.
 """
@@ -28,7 +28,7 @@ _INDICES = (
 
 
 class Moving:
-    """Rules by function name for slices, shifts, windows and blocks of places."""
+    """Rules by function name for slices, shifts, windows and blocks of cells."""
 
     # parts
 
@@ -102,13 +102,13 @@ class Moving:
         }
         if len(extras) > 1:
             raise self.refusal(
-                "leaves out places behind the last window, and their number depends on the image's "
+                "leaves out places after the last window, and their number depends on the image's "
                 "size: pad the image to a multiple of the stride"
             )
         settings = kernel, stride, dilation, padding, extras.pop()
         return self.emit(lambda _: Overlaid(*settings), [x])
 
-    # places of maxima
+    # positions of maxima
 
     def max_pool2d_with_indices(
         self: Reader,
@@ -174,7 +174,7 @@ class Moving:
 
     max_unpool1d = max_unpool3d = max_unpool2d
 
-    # opposite borders, and places that the image chooses
+    # opposite borders, and positions that depend on the image's content
 
     def flip(self: Reader, input, *sizes, dims=()):
         given = sizes[0] if sizes and isinstance(sizes[0], tuple) else sizes or dims
@@ -194,7 +194,7 @@ class Moving:
 
     def grid_sample(self: Reader, input, grid, *settings, **more):
         raise self.refusal(
-            "samples places of the image that a grid gives, which may lie anywhere in it; "
+            "samples the image at positions from a grid, which may lie anywhere in the image; "
             "supported: F.interpolate, slices and F.pad"
         )
 
@@ -202,7 +202,7 @@ class Moving:
 
     def deform_conv2d(self: Reader, input, *settings, **more):
         raise self.refusal(
-            "samples places of the image at learned offsets, which may lie anywhere in it: use a "
+            "samples the image at learned offsets, which may point anywhere in the image: use a "
             "convolution with dilation, or F.unfold and weights for each place"
         )
 
@@ -246,7 +246,7 @@ def _unfolded_dim(reader: Reader, x: Value, dimension: int, size: int, step: int
 
 
 def _first_largest(x: Tensor) -> Tensor:
-    """Return the first place of each window that has its maximum.
+    """Return for each window the position of its first maximum.
 
     Shapes: (N, C, window, *size) -> (N, C, *size).
     """
@@ -254,9 +254,10 @@ def _first_largest(x: Tensor) -> Tensor:
 
 
 class _OverWindow:
-    """Layer that puts a value at one place of a window, and zeros at the others.
+    """Function that puts a value at one position of a window, and zeros at the other positions.
 
-    Its inputs are two maps (N, C, *size); its output is (N, C, *window, *size).
+    Its inputs are a map of values and a map of positions, both (N, C, *size). Its output is
+    (N, C, *window, *size).
     """
 
     __name__ = "unpool"

@@ -83,9 +83,9 @@ def _made(reader: Reader) -> tuple[tuple[int, ...], ...]:
 def _whole_factors(
     before: Sequence[tuple[int, ...]], after: Sequence[tuple[int, ...]]
 ) -> tuple[int, ...] | None:
-    """Return the whole factor by which each dim is enlarged.
+    """Return for each dim the integer factor by which it is enlarged.
 
-    Return None if it is not a whole number, or not the same in all traces.
+    Return None if a factor is no integer, or is not the same in all traces.
     """
     factors = {
         tuple(m // n if m % n == 0 else 0 for n, m in zip(*pair)) for pair in zip(before, after)
@@ -100,12 +100,15 @@ def _by_factor(
 
 
 def _ratio(reader: Reader, x: Value, sizes: Sequence[tuple[int, ...]], factors: Any) -> str:
-    """Return RATIO if the scale factors are the ratios of the sizes of two maps."""
+    """Return RATIO if each scale factor is the new size divided by the size of ``x``.
+
+    Refuse other scale factors that depend on the image's size.
+    """
     each = [of_trace(factors, n) for n in range(len(sizes))]
     ratios = [tuple(m / n for n, m in zip(*pair)) for pair in zip(x.sizes, sizes)]
     if any(tuple(found) != wanted for found, wanted in zip(each, ratios)):
         raise reader.refusal(
-            "has a scale factor that depends on the image's size by an unsupported rule: give it "
-            "the size of a map"
+            "has a scale factor that depends on the image's size by an unsupported rule: set "
+            "size= to the size of a map instead"
         )
     return RATIO

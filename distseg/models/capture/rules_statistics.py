@@ -70,7 +70,7 @@ class Statistics:
         )
 
     def amin(self: Reader, input, dim=(), keepdim=False):
-        """Return the minimum over some dims, which is the negative maximum of -x."""
+        """Return the minimum over some dims, computed as -max(-x)."""
         x = self.value(input)
         if self.of_channels(dim, x):
             return self.formula((x, dim, keepdim), {})
@@ -262,8 +262,9 @@ class Statistics:
 
 
 _RANKED = (
-    "sorts all places of the image; supported: over channels; over places the k largest or "
-    "smallest (torch.topk, with the same k for all images), a mean, a maximum, or a softmax"
+    "sorts all places of the image; supported: sort over channels, or take over places the k "
+    "largest or smallest (torch.topk, with the same k for all images), a mean, a maximum, or a "
+    "softmax"
 )
 
 
@@ -272,7 +273,7 @@ def _is_tensor(x: Any) -> bool:
 
 
 def _first(x: torch.Tensor, dim: tuple[int, ...], keepdim: bool) -> torch.Tensor:
-    """Return the maximum along one dim; its gradient goes to the first of equal values."""
+    """Return the maximum along one dim. The gradient goes to the first of equal maxima."""
     return x.max(*dim, keepdim=keepdim)[0]
 
 
@@ -281,7 +282,7 @@ def _truth(x: torch.Tensor) -> torch.Tensor:
 
 
 def _of_truth(reader: Reader, x: Any, dim: Any, keepdim: bool, every: bool) -> Value:
-    """Return whether any (or, with ``every``, each) number is not 0, as 0 or 1."""
+    """Return 1 if any number, or every number if ``every`` is True, is not 0; else return 0."""
     x = reader.value(x)
     if reader.of_channels(dim, x):
         return reader.formula((x, dim, keepdim), {})
@@ -326,7 +327,7 @@ def _correction(reader: Reader, given: tuple, correction: Any) -> tuple[Value, A
 
 
 def _deviation(reader: Reader, given: tuple, correction: Any, rooted: bool, part: int = 0) -> Value:
-    """Return the variance, or with ``rooted`` the standard deviation."""
+    """Return the variance, or the standard deviation if ``rooted`` is True."""
     x, dim, correction, keepdim = _correction(reader, given, correction)
     if reader.of_channels(dim, x):
         return reader.applied(
@@ -345,7 +346,7 @@ def _deviation(reader: Reader, given: tuple, correction: Any, rooted: bool, part
 
 
 def _with_mean(reader: Reader, given: tuple, correction: Any, rooted: bool) -> tuple[Value, Value]:
-    """Return the variance (or standard deviation) and the mean."""
+    """Return (variance, mean), or (standard deviation, mean) if ``rooted`` is True."""
     x, dim, _, keepdim = _correction(reader, given, correction)
     deviation = _deviation(reader, given, correction, rooted)
     if reader.of_channels(dim, x):

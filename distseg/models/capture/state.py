@@ -27,8 +27,8 @@ from torch import Tensor, nn
 
 from distseg.models.capture.reachable import ITSELF, fields_of, homes_of
 
-_DEPTH = 12  # nesting of containers that is followed
-_MANY = 200_000  # values that are followed in one slot
+_DEPTH = 12  # deepest nesting of containers that is followed
+_MANY = 200_000  # largest number of values that are followed in one slot
 # Largest number of elements for which a tensor's print is a digest of all numbers.
 _SMALL = 10_000
 _PLAIN = {type(None), bool, int, str}
@@ -106,7 +106,7 @@ class TensorPrint(NamedTuple):
 
 @dataclass(frozen=True)
 class Slot:
-    """Name in a mapping of attributes.
+    """Name by which a module, class, function or file holds a value.
 
     Attributes:
         owner: name of the module, class, function or file in messages.
@@ -148,7 +148,7 @@ class Slot:
 
     def __str__(self) -> str:
         return (
-            f"a variable around {self.owner}"
+            f"a variable that {self.owner} holds"
             if self.name == ITSELF
             else f"{self.name} of {self.owner}"
         )
@@ -179,7 +179,7 @@ class Picture:
         return [later.slots.get(key) or self.slots[key] for key in differ]
 
     def without(self, keys: Collection[Hashable]) -> Picture:
-        """Return the snapshot without the slots of these keys."""
+        """Return the snapshot without the slots that have these keys."""
         left = {key: slot for key, slot in self.slots.items() if key not in keys}
         return Picture(left, {key: self.prints[key] for key in left}, self.values)
 
@@ -189,7 +189,7 @@ def picture_of(model: nn.Module, loose: bool = False) -> Picture:
 
     Args:
         loose: True to compare two copies of a module. Object ids are ignored, and tensors on the
-            meta device are compared by shape and type alone.
+            meta device are compared by shape and type only.
     """
     slots = {slot.key: slot for slot in slots_of(model)}
     values, known = [slot.value() for slot in slots.values()], frozenset(map(id, model.modules()))
@@ -198,7 +198,7 @@ def picture_of(model: nn.Module, loose: bool = False) -> Picture:
 
 
 def slots_of(model: nn.Module) -> list[Slot]:
-    """Return the slots of all modules, and of the globals, classes and closures that they read."""
+    """Return the slots of all modules, and of the globals and closures that their code reads."""
     found = []
     for name, module in model.named_modules():
         owner = name or WHOLE
@@ -217,7 +217,7 @@ def slots_of(model: nn.Module) -> list[Slot]:
 
 
 class _Children(Mapping):
-    """Mapping with one slot for all children of a module: the names and ids of the children."""
+    """Mapping with one entry for all children of a module: the names and ids of the children."""
 
     def __init__(self, module: nn.Module):
         self._module = module
@@ -233,7 +233,7 @@ class _Children(Mapping):
 
 
 class _Itself(NamedTuple):
-    """Object that is compared by its id."""
+    """Object that is compared by its id, not by its content."""
 
     object: Any
 
@@ -251,7 +251,7 @@ def print_of(value: Any, loose: bool = False, known: frozenset[int] = frozenset(
 
 
 class Printer:
-    """Computation of one print, which follows containers and objects."""
+    """Computation of a value's print from the content of its containers and objects."""
 
     def __init__(self, loose: bool, known: frozenset[int]):
         self.loose, self.known, self.seen, self.left = loose, known, set(), _MANY
@@ -338,7 +338,7 @@ class Printer:
         return self._which(x) if content is None else again(content)
 
     def _which(self, x: Any) -> Hashable:
-        """Return the id of an object, or with ``loose`` its type alone."""
+        """Return the id of an object, or the name of its type if ``loose`` is True."""
         return type(x).__name__ if self.loose else id(x)
 
     def _tensor(self, x: Tensor) -> TensorPrint:
@@ -353,7 +353,7 @@ class Printer:
 
 
 def _content_of(x: Any) -> Any:
-    """Return the content or the position of an object of the standard library.
+    """Return the content of an object of the standard library, or its position, as of a file.
 
     Return None if the object offers neither.
     """

@@ -57,7 +57,7 @@ class Hidden(CanNotCapture):
 
 @dataclass(frozen=True)
 class Made:
-    """Output number ``part`` of call number ``call``."""
+    """Reference to a tensor: output number ``part`` of the recorded call number ``call``."""
 
     call: int
     part: int = 0
@@ -68,7 +68,7 @@ IMAGE = Made(-1)
 
 @dataclass(frozen=True)
 class Kept:
-    """A parameter or buffer of the network, by name."""
+    """Reference to a parameter or buffer of the network, by its name."""
 
     name: str
 
@@ -79,10 +79,9 @@ class Called:
 
     Attributes:
         name: name of the function, without the trailing underscore of an in-place one.
-        args: arguments, with :class:`Made` and :class:`Kept` in the place of tensors; ``kwargs``
-            likewise.
-        shapes: shapes of the resulting tensors; ``dtypes`` are their types.
-        module: name of the calling module; ``line`` is the line of code.
+        args: arguments. :class:`Made` and :class:`Kept` stand for tensors, as in ``kwargs``.
+        shapes: shapes of the resulting tensors; ``dtypes`` has the dtypes of these tensors.
+        module: name of the module whose code makes the call; ``line`` is the line of that code.
         graded: True if the call was made with gradients enabled.
         draws: True if the call draws random numbers.
     """
@@ -183,7 +182,7 @@ def returned(result: Any, line: str | None = None) -> str:
     """Return the error message for a result that is not one tensor.
 
     Args:
-        line: the line of code that returns it, if known.
+        line: the line of code that returns the result, if known.
     """
     names: list = []
     if isinstance(result, dict):
@@ -198,8 +197,8 @@ def returned(result: Any, line: str | None = None) -> str:
     where = f" ({line})" if line else ""
     return (
         f"it returns {kind}{where}, but a network returns one tensor: name in model.outputs the "
-        f"ones to train on and their weights{example}, or write a module around it "
-        f"whose forward returns one"
+        f"outputs to train and the weights of their losses{example}, or write a module around "
+        f"the network whose forward returns one tensor"
     )
 
 
@@ -207,11 +206,11 @@ def check_statistics(calls: Sequence[Called]) -> None:
     """Refuse a pass that reads running statistics which a norm of the same pass updates.
 
     Running statistics are updated once a step, but a step has several passes. A norm may be called
-    in evaluation mode before its call in training mode: it then reads the statistics of the last
-    step.
+    in evaluation mode before its call in training mode: the first call then reads the statistics
+    of the last step.
 
     Raises:
-        Hidden: names the call.
+        Hidden: a call reads statistics that an earlier call updates. The message names the call.
     """
     moved: set[str] = set()
     for call in calls:
@@ -306,7 +305,7 @@ def saved_tensors_noted(note: Callable[[], None]) -> Iterator[None]:
 @contextmanager
 def calling(model: nn.Module, inside: list[str]) -> Iterator[None]:
     """Keep in ``inside`` the names of the modules being called, the innermost last."""
-    # A module with several names keeps the first.
+    # A module with several names is recorded by the first one.
     names = {
         id(module): name
         for name, module in reversed(list(model.named_modules(remove_duplicate=False)))
@@ -354,12 +353,12 @@ class _Recorder(TorchFunctionMode):
         self._model = model
         self._wide = image.dtype == torch.float64
         self._known: dict[int, _Known] = {}
-        # By id of a view by an index: its base, and the index.
+        # By id of a view that indexing made: the indexed tensor, and the index.
         self._views: dict[int, tuple[Tensor, Any]] = {}
         # Known tensors by their storage.
         self._sharing: dict[int, dict[int, _Known]] = {}
-        # By storage, the tensors taken as x.data, whose changes do not raise the version of the
-        # other views; and the line of code.
+        # By storage: the ids of tensors that code read as x.data, each with the line of code. A
+        # change of such a tensor does not raise the version of the other views.
         self._apart: dict[int, dict[int, str]] = {}
         self.inside: list[str] = []
         norms = {
@@ -390,7 +389,7 @@ class _Recorder(TorchFunctionMode):
 
         Raises:
             CanNotCapture: no call of a PyTorch function is being recorded.
-            Hidden: in addition, user code can read the drawn numbers.
+            Hidden: no call is being recorded, and user code can read the drawn numbers.
         """
         seen = any(not x.is_meta for x in found_in(made, Tensor))
         if self._drawn is None:
@@ -420,7 +419,7 @@ class _Recorder(TorchFunctionMode):
         if name.endswith("_") and isinstance(function, torch._ops.OpOverload):
             raise CanNotCapture(
                 f"{name} in {self._where} changes a tensor in place inside TorchScript: write "
-                f"it in plain PyTorch"
+                f"this code in plain PyTorch"
             )
         given = {id(x): x for x in found_in((args, kwargs), Tensor)}
         versions = {key: x._version for key, x in given.items()}
@@ -501,7 +500,11 @@ class _Recorder(TorchFunctionMode):
         return result
 
     def _looked_at(self, given: Sequence[Tensor]) -> str:
-        """Return the error message for a function that reads the numbers of a tensor."""
+        """Return the end of an error message on a function that reads a tensor's numbers in Python.
+
+        Raises:
+            Hidden: the tensor is a running statistic.
+        """
         kept = next(
             (
                 known.value.name
@@ -525,7 +528,7 @@ class _Recorder(TorchFunctionMode):
         ):
             raise CanNotCapture(
                 f"{_plain(name)} in {self._where} is called by a function of torch.func (vmap, "
-                f"grad, jvp): write it for whole batches"
+                f"grad, jvp): write the code for whole batches without them"
             )
         if any(drawn):
             raise Hidden(f"{_plain(name)} in {self._where} {DRAWS}")
@@ -538,7 +541,7 @@ class _Recorder(TorchFunctionMode):
             known = self._known.get(id(args[0]))
             kept = known.value.name if known and isinstance(known.value, Kept) else "a tensor"
             raise (Hidden if known and isinstance(known.value, Kept) else CanNotCapture)(
-                f"{self._where} gives {kept} other data in the forward pass: {KEEP_NOTHING}"
+                f"{self._where} replaces the data of {kept} in the forward pass: {KEEP_NOTHING}"
             )
         if (
             _plain(name) in _HOOKS
@@ -573,12 +576,12 @@ class _Recorder(TorchFunctionMode):
     def _check_graded(self, name: str, changed: Sequence[Tensor]) -> None:
         """Refuse an in-place change under no_grad of a tensor that has a gradient.
 
-        Autograd would not see the change, so the gradient would be that of the old content.
+        Autograd would not see the change and would compute the gradient for the old content.
         """
         if not torch.is_grad_enabled() and any(x.grad_fn is not None for x in changed):
             raise CanNotCapture(
                 f"{_plain(name)} in {self._where} changes a tensor in place without gradients "
-                f"(torch.no_grad), past its gradient: use detach() or clone()"
+                f"(torch.no_grad), so that autograd does not see it: use detach() or clone()"
             )
 
     def _value_or_none(self, x: Tensor) -> Made | Kept | None:
@@ -588,7 +591,7 @@ class _Recorder(TorchFunctionMode):
     def _assign(self, x: Tensor, index: Any, value: Any) -> None:
         """Record ``x[index] = value`` as a call whose result is the new value of ``x``.
 
-        A tensor without content yet, as of ``torch.empty``, is recorded as zeros first.
+        An uninitialized tensor, such as ``torch.empty`` returns, is recorded as zeros first.
         """
         known = self._known.get(id(x))
         if (
@@ -626,7 +629,13 @@ class _Recorder(TorchFunctionMode):
         )
 
     def _change_sources(self, x: Tensor, value: Made) -> set[int]:
-        """Record that the bases of the view ``x`` have changed with it; return their ids."""
+        """Record that a change of the view ``x`` also changed the tensors that it is a view of.
+
+        Return the ids of these tensors.
+
+        Args:
+            value: the new value of the view.
+        """
         found: set[int] = set()
         while id(x) in self._views:
             source, index = self._views[id(x)]
@@ -658,8 +667,8 @@ class _Recorder(TorchFunctionMode):
         """Return the result of a call on the meta device.
 
         PyTorch infers the output shapes of norms and of smooth resizing by hundreds of small
-        operations. A norm's output has its input's shape, and nearest resizing gives the shape of
-        all modes.
+        operations. To avoid these, norms are not called, because their output has the shape of
+        their input. Resizing uses the mode nearest, which gives the same shape as other modes.
         """
         if _plain(name) in _NORMS:
             return as_computed(args[0] if args else kwargs["input"])
@@ -747,8 +756,8 @@ class _Recorder(TorchFunctionMode):
                 None,
             )
             raise (Hidden if kept else CanNotCapture)(
-                f"{called} changes the data of {kept or 'a tensor'} ({line}), past its "
-                f"gradient: {KEEP_NOTHING if kept else 'use clone()'}"
+                f"{called} changes the data of {kept or 'a tensor'} ({line}) so that "
+                f"autograd does not see it: {KEEP_NOTHING if kept else 'use clone()'}"
             )
 
     def _know(self, x: Tensor, value: Made | Kept) -> None:
@@ -799,7 +808,7 @@ class _Recorder(TorchFunctionMode):
         return known.value
 
     def _constant(self, x: Tensor) -> Made:
-        """Record a constant: a plain attribute of a module, or a tensor made of an array."""
+        """Record a constant: a plain attribute of a module, or a tensor made from an array."""
         found = widened(x.detach().clone()) if self._wide else x.detach().clone()
         self.calls.append(
             Called(
@@ -818,7 +827,7 @@ class _Recorder(TorchFunctionMode):
         return Made(len(self.calls) - 1)
 
     def _written(self, tree: Any, name: str) -> Any:
-        """Return arguments with their tensors replaced by the tensors' values."""
+        """Return arguments with each tensor replaced by its :class:`Made` or :class:`Kept`."""
         if isinstance(tree, Tensor):
             return self.value_of(tree, f"{_plain(name)} in {self._where}")
         if isinstance(tree, (tuple, list)):
@@ -846,7 +855,7 @@ _OF_MEMORY = {
     "_version": "which counts its changes in place, and so the steps of training",
     "data_ptr": "its address, which differs between ranks",
 }
-"""Reads of a tensor that tell something other than its values, with what they tell."""
+"""Attributes of a tensor that do not depend on its values alone, and what each of them tells."""
 
 _HOOKS = ("register_hook", "register_post_accumulate_grad_hook")
 
@@ -875,7 +884,7 @@ def is_in_place(name: str) -> bool:
 
 
 def _plain(name: str) -> str:
-    """Return the bare name: conv2d for nn.functional.conv2d, add for Tensor.add_."""
+    """Return the bare name of a function: conv2d for nn.functional.conv2d, add for Tensor.add_."""
     name = name.rpartition(".")[2]
     return name if name.startswith("__") else name.rstrip("_")
 
@@ -888,7 +897,7 @@ _NORMS = ("batch_norm", "instance_norm", "group_norm", "layer_norm")
 
 
 def _updates_norm(called: Called, name: str) -> bool:
-    """Return True if the call updates a buffer as a batch norm does."""
+    """Return True if the call updates a buffer in the way that a batch norm does."""
     return called.name in ("batch_norm", "instance_norm") or name.endswith("num_batches_tracked")
 
 
@@ -927,7 +936,7 @@ def _index_of(name: str, args: tuple, kwargs: dict) -> tuple | None:
 
 INSTEAD = (
     "use nn.Dropout, whose masks belong to pixels; for stochastic depth, multiply a layer's result "
-    "by 0 or 1 for each image, where the mask, not the product, is divided by keep: "
+    "by 0 or 1 for each image, and divide this mask, not the product, by keep: "
     "y * (x.new_empty(len(x), 1, 1, 1).bernoulli_(keep) / keep), as timm's DropPath does"
 )
 IN_ATTENTION = (
@@ -940,17 +949,17 @@ DRAWS = f"draws random numbers, which differ between ranks and between parts of 
 DRAWS_WHOLE = (
     "draws random numbers, which differ between ranks: use nn.Dropout, nn.Dropout1d, nn.Dropout2d "
     "or nn.Dropout3d, whose masks belong to pixels and channels; in networks that are not followed "
-    "layer by layer no other random numbers are supported, such as stochastic depth or F.dropout: "
-    "switch them off"
+    "layer by layer no other random numbers are supported, so stochastic depth and F.dropout must "
+    "be switched off"
 )
 BY_VALUE = (
     "a part of an image does not have the values of the whole image, so code must not depend on "
     "them; compute with tensors alone, for example by torch.where or masks"
 )
 EVALUATED_BEHIND = (
-    "is called in evaluation after a call in training and reads the running statistics of this "
-    "call, but norms update them once per step, not with each pass: call it in evaluation first, "
-    "or use a separate layer"
+    "is called in evaluation after a call in training and reads the running statistics that this "
+    "call updates, but norms update them once per step, not with each pass: make the call in "
+    "evaluation first, or use a separate layer"
 )
 KEEP_NOTHING = (
     "state that a pass leaves behind differs between ranks and with the number of passes; compute "

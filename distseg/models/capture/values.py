@@ -24,20 +24,20 @@ class Sizes:
     each: tuple
 
     def __repr__(self) -> str:
-        return f"({' or '.join(dict.fromkeys(map(str, self.each)))}, as the image's size says)"
+        return f"({' or '.join(dict.fromkeys(map(str, self.each)))}, depending on the image's size)"
 
 
 @dataclass(frozen=True)
 class Value:
-    """A feature map, or a vector of each image: the output of the layer ``name``.
+    """The output of the layer ``name``: a feature map, or a vector for each image.
 
     Attributes:
         shapes: (N, C, *size) in each trace. For a vector, ``size`` is the size of a map that it can
             be combined with.
-        axes: the dims of the tensor in user code at this point.
+        axes: the meaning of each dim that the tensor has in user code when the call reads it.
         dtype: the type of the user's tensor if it is not a floating point type, else None.
         joined: True if ``torch.cat`` along dim 0 has joined several batches. In the batch dim,
-            groups of channels then come before images.
+            groups of channels then come before the images.
     """
 
     name: str
@@ -66,7 +66,7 @@ class Value:
 
     @property
     def vector(self) -> bool:
-        """True if the value does not depend on the place in the image."""
+        """True if the value does not depend on the position in the image."""
         return not places_of(self.axes)
 
     @property
@@ -81,7 +81,7 @@ class Value:
 
     @property
     def grid(self) -> tuple[int, ...] | None:
-        """Grid size of a value (N, C, *grid), as of an adaptive pooling; None for other values."""
+        """Grid size of a value (N, C, *grid), which an adaptive pooling makes; else None."""
         there = (
             self.vector
             and not self.line
@@ -106,7 +106,7 @@ def kind_of(x: Value) -> str:
     if x.vector:
         return "a vector of the image"
     if places_of(x.axes) and max(len(axis.places) for axis in x.axes) > 1:
-        return "a map whose places are one dim"
+        return "a map whose spatial dims are flattened"
     return "a map whose channels come last" if x.axes[-1].of_channels and x.dims else "a map"
 
 

@@ -1,7 +1,7 @@
-"""Checks that a copy of a module computes by its own weights alone.
+"""Checks that a copy of a module computes with its own weights only.
 
 A capture and the serial program copy the module. An array made by ``weight.detach().numpy()``
-follows the weight in training, but its copy keeps the numbers of that moment. A function that is
+follows the weight in training, but a copy of the array keeps the old numbers. A function that is
 stored in a module is not copied, so the copy would call layers of the original.
 """
 
@@ -17,14 +17,15 @@ from torch import Tensor, nn
 from distseg.models.capture.state import WHOLE, Printer, slots_of
 from distseg.models.capture.trace import CanNotCapture, Hidden
 
-_DEPTH = 12  # nesting of containers that is followed
+_DEPTH = 12  # deepest nesting of containers that is followed
 
 
 def check_views(model: nn.Module) -> None:
-    """Refuse a module whose forward pass may read its weights' memory as something else.
+    """Refuse a module that also keeps the memory of its weights in another form, such as an array.
 
     Raises:
-        Hidden: names the attribute or variable, the parameter or buffer, and the repair.
+        Hidden: the message names the attribute or variable, the parameter or buffer, and how to
+            fix it.
     """
     weights = {
         (start := x.untyped_storage().data_ptr()): (start + x.untyped_storage().nbytes(), name)
@@ -39,8 +40,8 @@ def check_views(model: nn.Module) -> None:
             for start, (stop, name) in weights.items():
                 if low < stop and start < high:
                     raise Hidden(
-                        f"{slot} has numbers in the memory of {name}, such as a NumPy view of it, "
-                        "and no trace sees that training changes them: let the "
+                        f"{slot} shares the memory of {name}, for example as a NumPy view of it, "
+                        "and no trace sees that training changes this memory: let the "
                         f"forward pass read {name} itself"
                     )
 
@@ -53,7 +54,7 @@ def check_copy(model: nn.Module, copied: nn.Module) -> None:
         copied: its copy.
 
     Raises:
-        CanNotCapture: names the function, the layer, and the repair.
+        CanNotCapture: the message names the function, the layer, and how to fix it.
     """
     names = {id(module): name or WHOLE for name, module in model.named_modules()}
     names |= {id(x): name for name, x in [*model.named_parameters(), *model.named_buffers()]}
@@ -64,14 +65,14 @@ def check_copy(model: nn.Module, copied: nn.Module) -> None:
         search(slot.value(), _DEPTH)
         if search.found:
             raise CanNotCapture(
-                f"{slot} is a function around {search.found[0]}, so a copy of the network would "
-                "call the layers of the original: make it a method of a class of your own, which "
-                "reaches them by self"
+                f"{slot} is a function that holds {search.found[0]}, so a copy of the network "
+                "would call the layers of the original: make it a method of a class of your own, "
+                "which reads the layers from self"
             )
 
 
 class _Origins(Printer):
-    """Search of a value for modules and tensors of another module, by their ids."""
+    """Search in a value for the modules and tensors of another module, by their ids."""
 
     def __init__(self, names: Mapping[int, str]):
         super().__init__(False, frozenset())
@@ -90,7 +91,7 @@ class _Origins(Printer):
 
 
 class _Search(Printer):
-    """Search of a value for arrays and buffers; ``spans`` has their first and last addresses."""
+    """Search in a value for arrays and buffers. ``spans`` has the memory range of each of them."""
 
     def __init__(self, known: frozenset[int]):
         super().__init__(False, known)
@@ -113,7 +114,7 @@ class _Search(Printer):
 
 
 def _byte_bounds(x: np.ndarray) -> tuple[int, int]:
-    """Return the addresses of an array's first byte and behind its last byte."""
+    """Return the addresses of an array's first byte and of the byte after its last one."""
     reach = [(n - 1) * stride for n, stride in zip(x.shape, x.strides)] if x.size else []
     start = x.__array_interface__["data"][0]
     low, high = sum(r for r in reach if r < 0), sum(r for r in reach if r > 0)

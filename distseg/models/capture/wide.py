@@ -1,7 +1,7 @@
 """Execution of user code in float64 even where it asks for float32.
 
 Precision is a setting of the run: ``x.float()``, ``torch.ones(3)`` and NumPy constants are float32
-in a run in float32. Results are compared in float64, so they become float64 there.
+in a run in float32. Where results are compared in float64, these tensors become float64.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from distseg.models.meta import found_in
 
 
 def unnarrowed(function: Callable, args: tuple, kwargs: dict) -> tuple[Callable, tuple, dict]:
-    """Return a call in which float32 is replaced by float64."""
+    """Return the function and arguments of a call, with float32 replaced by float64."""
     name = getattr(function, "__name__", "")
     if name == "float" and function is Tensor.float:
         return Tensor.to, (args[0], torch.float64), {}
@@ -28,10 +28,10 @@ def unnarrowed(function: Callable, args: tuple, kwargs: dict) -> tuple[Callable,
 
 
 def widened(result: Any, *given: Any) -> Any:
-    """Return a result in float64 if it is a float32 tensor made of numbers alone.
+    """Return a result in float64 if it is a float32 tensor and no argument is a tensor.
 
     Args:
-        given: arguments of the function.
+        given: arguments of the function that made the result.
     """
     narrow = isinstance(result, Tensor) and result.dtype == torch.float32
     return result.double() if narrow and not found_in(given, Tensor) else result

@@ -234,7 +234,7 @@ TABLE = {
     ),
     "an empty size": (
         ["train", "--data.crop", "0x3"],
-        "--data.crop: sizes and grids are positive, got 0x3",
+        "--data.crop: sizes and grids must be positive, got 0x3",
     ),
     "a value of thousands of digits": (
         ["train", "--model.depth", "9" * 5000],
@@ -332,24 +332,24 @@ TABLE = {
         file("digits.yaml"),
         "digits.yaml, line 2: model.depth is a whole number of thousands of digits",
     ),
-    "no number at all": (file("nan.yaml"), "optim.lr is at least 0, got nan"),
+    "no number at all": (file("nan.yaml"), "optim.lr must be at least 0, got nan"),
     "a file too large": (file("large.yaml"), "config file 'large.yaml' has more than 262144 bytes"),
     # settings that cannot be
-    "no threads": (["train", "--run.threads", "-1"], "run.threads is from 1 to 1024, got -1"),
+    "no threads": (["train", "--run.threads", "-1"], "run.threads must be from 1 to 1024, got -1"),
     "threads beyond all": (
         ["train", "--run.threads", "5000000"],
-        "run.threads is from 1 to 1024, got 5000000",
+        "run.threads must be from 1 to 1024, got 5000000",
     ),
     "a limit that is none": (
         ["train", "--run.timeout", ".nan"],
-        "run.timeout is at least 0, got nan",
+        "run.timeout must be at least 0, got nan",
     ),
     "an endless limit": (["train", "--train.max_minutes", ".inf"], "train.max_minutes is inf"),
     "memory without a number": (
         ["train", "--memory", "lots"],
-        "memory is written as 16GB or 15.5GiB, got 'lots'",
+        "memory must be written as 16GB or 15.5GiB, got 'lots'",
     ),
-    "memory without end": (["train", "--memory", "9" * 400], "memory is written as 16GB"),
+    "memory without end": (["train", "--memory", "9" * 400], "memory must be written as 16GB"),
     "an output of no name": (
         ["train", "--train.output", ""],
         "train.output is '', which is not a path",
@@ -364,7 +364,7 @@ TABLE = {
     ),
     "weights below 0": (
         ["train", "--loss.class_weights", "[1, -1]"],
-        r"loss.class_weights are numbers of at least 0, got \[1.0, -1.0\]",
+        r"loss.class_weights must be numbers of at least 0, got \[1.0, -1.0\]",
     ),
     "weights of nothing": (
         ["train", "--loss.class_weights", "[0, 0]"],
@@ -405,7 +405,7 @@ TABLE = {
     ),
     "momentum of Adam": (
         verify(optim__momentum="0.5"),
-        "optim.momentum is 0.5, but optim.name is adamw, which has none: set that to sgd, or leave optim.momentum out",
+        "optim.momentum is 0.5, but optim.name is adamw, which has no momentum: set optim.name to sgd, or leave optim.momentum out",
     ),
     "a share of no class": (
         verify(data__focus_share="0.9"),
@@ -449,7 +449,7 @@ TABLE = {
         r"spatial.tiles_per_rank is 1x1x2, of 3 dims, but images have 2 \(29x43\): write it with as many numbers as the images have dims, such as 1x1",
     ),
     "pipelines": (verify(mesh__stages="2"), "2.*stages|needs 2 ranks"),
-    "no samples": (verify(mesh__samples="0"), "mesh.samples is at least 1, got 0"),
+    "no samples": (verify(mesh__samples="0"), "mesh.samples must be at least 1, got 0"),
     "an unknown model": (
         verify(model__name="resnet"),
         "unknown model 'resnet': choose unet, .*package.module:function",
@@ -507,7 +507,7 @@ TABLE = {
     ),
     "an exchange of nothing": (
         verify(spatial__exchange_every="0"),
-        "spatial.exchange_every is a whole number of layers from 1 on, level or all, got '0'",
+        "spatial.exchange_every must be a whole number of layers from 1 on, level or all, got '0'",
     ),
     "an exchange of a digit that is not a number": (
         verify(spatial__exchange_every="²"),
@@ -551,12 +551,12 @@ TABLE = {
     ),
     "gradients clipped to less than nothing": (
         verify(optim__clip="-1"),
-        "optim.clip is a norm of gradients above 0, got -1",
+        "optim.clip must be above 0, got -1",
     ),
-    "a warmup of more than all": (verify(optim__warmup="2"), "optim.warmup is from 0 to 1, got 2"),
+    "a warmup of more than all": (verify(optim__warmup="2"), "optim.warmup must be from 0 to 1, got 2"),
     "more crops than all": (
         verify(data__focus_share="50"),
-        "data.focus_share is from 0 to 1, got 50",
+        "data.focus_share must be from 0 to 1, got 50",
     ),
     "no format": (verify(predict__formats="[]"), "predict.formats is empty"),
     "no micro-batches": (verify(train__accumulate="0"), "train.accumulate .*0"),
@@ -590,7 +590,7 @@ TABLE = {
         "there are no images: give --image 97x131 for random ones, or --data.store PATH",
     ),
     "a store that is not there": (verify(image=None, data__store="/nowhere.h5"), "/nowhere.h5"),
-    "no learning": (verify(optim__lr="-1"), "optim.lr is at least 0, got -1"),
+    "no learning": (verify(optim__lr="-1"), "optim.lr must be at least 0, got -1"),
     "no tolerance": (
         verify(tolerance=".nan"),
         "--tolerance, the largest relative error that passes, must be .*got nan",
@@ -714,7 +714,7 @@ TABLE = {
     ),
     "a size of no pixels": (
         ["prepare", "gigapixel", "new.h5", "--size", "0x8"],
-        "--size: sizes and grids are positive, got 0x8",
+        "--size: sizes and grids must be positive, got 0x8",
     ),
     "values without masks": (
         ["prepare", "images", "new.h5", "--classes", "a,b", "--values", "255=1"],
@@ -836,16 +836,16 @@ TABLE = {
     ),
     "a nested manifest": (
         ["evaluate", "with-nested"],
-        r"with-nested, config in manifest.json: model.depth is .*but a setting is a number, text or a list",
+        r"with-nested, config in manifest.json: model.depth is .*but a setting must be a number, text or a list",
     ),
     "a manifest of digits": (
         ["evaluate", "with-huge"],
-        "model.depth is from -?[0-9]+ to [0-9]+, got 10{30}",
+        "model.depth must be from -?[0-9]+ to [0-9]+, got 10{30}",
     ),
-    "a manifest of no stages": (["evaluate", "with-no-stages"], "mesh.stages is at least 1, got 0"),
+    "a manifest of no stages": (["evaluate", "with-no-stages"], "mesh.stages must be at least 1, got 0"),
     "a manifest's tile": (
         ["evaluate", "with-tile"],
-        "with-tile, config in manifest.json: predict.tile: sizes and grids are positive, got 0x8",
+        "with-tile, config in manifest.json: predict.tile: sizes and grids must be positive, got 0x8",
     ),
     "a manifest's tile of other dims": (
         ["evaluate", "with-tile-of-one"],

@@ -135,7 +135,7 @@ train:
     [
         (
             "model:\n  name: a:b\n  args: {a: {b: 1}}\n",
-            "c.yaml, line 3: model.args: a holds fields, but each value here is a number, text or a list of them",
+            "c.yaml, line 3: model.args: a holds fields, but each value here must be a number, text or a list of them",
         ),
         (
             "model:\n  name: a:b\n  args: {a: 1, a: 2}\n",

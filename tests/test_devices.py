@@ -213,11 +213,11 @@ PIPELINES = {
     "an empty list": (wrong(devices=[]), "no devices are given"),
     "devices of another placement": (
         dict(devices=["cpu"]),
-        "pipeline.placement is linear: set it to devices, or leave pipeline.devices out",
+        "pipeline.placement is linear: set pipeline.placement to devices, or leave pipeline.devices out",
     ),
     "another number than balance": (
         wrong(devices=["cpu"], balance=[9, 40]),
-        "1 devices, but pipeline.balance has 2 numbers: give as many",
+        "1 devices, but pipeline.balance has 2 numbers: give the same number",
     ),
 }
 

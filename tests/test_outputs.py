@@ -161,7 +161,7 @@ def test_one_tensor_has_no_outputs_to_name():
         )
     with pytest.raises(
         ValueError,
-        match="model.outputs has 0 for aux, but the weight of a loss is a number above 0",
+        match="model.outputs has 0 for aux, but the weight of a loss must be a number above 0",
     ):
         ModelConfig("made_outputs:Dict", outputs={"out": 1.0, "aux": 0.0})
     with pytest.raises(ValueError, match="model.name is unet: leave it out"):

@@ -635,7 +635,7 @@ class TestBudget:
             r"streaming.memory is 4GB, but spatial.tiles_per_rank is .* leave one of them out",
         ),
         (dict(memory="1MB"), r"streaming.memory is 1 MB, but a process .* takes \d+ MB already"),
-        (dict(memory="many"), r"memory is written as 16GB or 15.5GiB, got 'many'"),
+        (dict(memory="many"), r"memory must be written as 16GB or 15.5GiB, got 'many'"),
     ],
 )
 @pytest.mark.parallel(1)

@@ -81,8 +81,8 @@ def read_settings(path: str, kind: type = Config) -> list[Setting]:
 
     Raises:
         ValueError: the file does not exist, is not UTF-8 text, is not YAML of sections and fields,
-            or is larger or deeper than allowed. The message names the file, the line and the
-            repair.
+            or is larger or deeper than allowed. The message names the file, the line and how to
+            fix it.
     """
     root = _root(path)
     if root is None:
@@ -93,7 +93,7 @@ def read_settings(path: str, kind: type = Config) -> list[Setting]:
 
 
 def sections_in(path: str) -> set[str]:
-    """Return the names of the sections of a YAML file, known ones or not.
+    """Return the names of all sections of a YAML file, unknown ones included.
 
     Raises:
         ValueError: see :func:`read_settings`.
@@ -143,8 +143,8 @@ def settings_of(tree: dict, place: str, kind: type = Config) -> list[Setting]:
                 and all(map(_plain, value.values()))
             ):
                 raise ValueError(
-                    f"{place}: {section}.{field} is {_short(json.dumps(value))}, but a setting is "
-                    "a number, text or a list of them"
+                    f"{place}: {section}.{field} is {_short(json.dumps(value))}, but a setting "
+                    "must be a number, text or a list of them"
                 )
             found.append(
                 Setting(
@@ -176,8 +176,8 @@ def _plain(value) -> bool:
 def check_value(name: str, text: str) -> None:
     """Refuse a value that is deeply nested or refers to itself.
 
-    Values such as ``[1, 2]`` are read as YAML. Such a value could overflow the stack or expand to
-    a huge tree.
+    Values such as ``[1, 2]`` are read as YAML. A deeply nested value could overflow the stack, and
+    one that refers to itself could expand to a huge tree.
 
     Raises:
         ValueError: the value is refused; the message names ``name``.
@@ -219,15 +219,15 @@ _RENAMED_VALUES = {
 
 
 def renamed_value(setting: str, value: str) -> str:
-    """Return the end of a message that gives the new name of a value, or ``""``."""
+    """Return the end of a message that gives the new name of a value; ``""`` if it has none."""
     new = _RENAMED_VALUES.get((setting, value))
     return f": it is called {new} now" if new else ""
 
 
 def suggestion(name: str, known, kind: type = Config) -> str:
-    """Return the end of an error message on an unknown setting, or ``""``.
+    """Return the end of an error message on an unknown setting; ``""`` if nothing is known of it.
 
-    It names the new name of a renamed setting, the command that has the setting, or the most
+    The text gives the new name of a renamed setting, the command that has the setting, or the most
     similar name in ``known``, such as ``: did you mean model.depth?``.
     """
     bare = name.removeprefix("--")
@@ -263,8 +263,8 @@ def _read(path: str) -> str:
         ) from None
     if len(raw) > MOST_BYTES:
         raise ValueError(
-            f"config file {path!r} has more than {MOST_BYTES} bytes, a config has some thousand: "
-            "name another file"
+            f"config file {path!r} has more than {MOST_BYTES} bytes, but a config has a few "
+            "thousand: name another file"
         )
     try:
         return raw.decode("utf-8-sig")
@@ -278,7 +278,7 @@ def _read(path: str) -> str:
 def _check_size(path: str, text: str) -> None:
     """Refuse deep nesting and tags, event by event.
 
-    Composing a deeply nested file would recurse as deep, so it is checked before.
+    Composing a file recurses as deep as the file is nested, so the nesting is checked before.
     """
     depth = 0
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
@@ -289,13 +289,13 @@ def _check_size(path: str, text: str) -> None:
         if depth > _DEEPEST:
             raise ValueError(
                 f"{line}: values are nested deeper than a config's can be: sections have fields, "
-                "and fields numbers, text or lists"
+                "and fields have numbers, text or lists"
             )
         tag = getattr(event, "tag", None)
         if tag is not None and tag not in _TAGS and tag != "!":
             raise ValueError(
-                f"{line}: the tag {_short(tag)} is refused, a config has plain values only: leave "
-                "it out"
+                f"{line}: the tag {_short(tag)} is refused, because a config has plain values "
+                "only: leave it out"
             )
 
 
@@ -321,7 +321,7 @@ def _fields(path: str, node: yaml.Node, what: str) -> Iterator[tuple[str, yaml.N
         line = key.start_mark.line + 1
         place = f"{path}, line {line}"
         if not isinstance(key, yaml.ScalarNode):
-            raise ValueError(f"{place}: {what} has a name, not a list")
+            raise ValueError(f"{place}: the name of {what} must be text, not a list")
         if key.value in seen:
             raise ValueError(
                 f"{place}: {_short(key.value)} is {what} that line {seen[key.value]} has already: "
@@ -373,8 +373,8 @@ def _value(node: yaml.Node, place: str, name: str) -> str:
             "{" + ", ".join(f"{json.dumps(key)}: {value}" for key, value in written.items()) + "}"
         )
     raise ValueError(
-        f"{place}: {name} holds fields or lists of lists, but a setting is a number, text or a "
-        "list of them"
+        f"{place}: {name} holds fields or lists of lists, but a setting must be a number, text "
+        "or a list of them"
     )
 
 
@@ -390,7 +390,8 @@ def _inner(node: yaml.Node, place: str, name: str) -> str:
     if isinstance(node, yaml.ScalarNode):
         return _scalar(node)
     raise ValueError(
-        f"{place}: {name} holds fields, but each value here is a number, text or a list of them"
+        f"{place}: {name} holds fields, but each value here must be a number, text or a list of "
+        "them"
     )
 
 

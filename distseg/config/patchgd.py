@@ -1,7 +1,7 @@
 """Settings of PatchGD (``distseg patchgd``): its own section and those of exact training.
 
-The sections have only the settings that PatchGD knows. What exact training has beside these, such
-as stages or streaming, has no place here, so the parser refuses it.
+The sections have only the settings that PatchGD knows. Settings that only exact training has, such
+as stages or streaming, are missing here, so the parser refuses them.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ class PatchgdConfig:
     step: Size | None = None
     """Pixels from one patch to the next; by default the patch's size, so patches do not overlap."""
     features: int = 256
-    """s: number of features that the backbone computes of a patch."""
+    """s: number of features that the backbone computes for each patch."""
     sampled: float = 0.125
-    """k: part of an image's patches, rounded up, that an inner iteration computes with gradients.
-    Above 1 it is their number, so memory does not grow with the image."""
+    """k: share of an image's patches that an inner iteration computes with gradients. Their number
+    is rounded up. A value above 1 is this number, so memory does not grow with the image."""
     inner: int | None = None
-    """zeta: inner iterations per batch of images; by default as many as draw each patch once."""
+    """zeta: number of inner iterations per batch of images; by default each patch is drawn once."""
     accumulate: int | None = None
-    """epsilon: inner iterations whose mean gradient makes an update; by default all of them."""
+    """epsilon: number of inner iterations whose mean gradient makes an update; by default all."""
     head: str = "cnn"
     """theta_2. cnn, cnn-max: two convolutions with batch norm over the grid of patches, then a mean
     or a maximum. transformer: an encoder of two layers, then a mean. conv3, conv4, attention: the
@@ -61,9 +61,9 @@ class PatchgdConfig:
     statistics: Literal["update", "pass"] = "update"
     """When the running statistics of batch norms move. update: once per update, by the biased
     variance of all its inner iterations. pass: with each forward pass, also those that fill Z, by
-    the unbiased variance, as in the authors' program."""
+    the unbiased variance, as in the program of Gupta et al. 2023."""
     norm_scope: Literal["group", "step"] = "group"
-    """Images whose patches a batch norm takes its statistics of together. group: the images that
+    """Images whose patches share the statistics of a batch norm. group: the images that
     one sample group processes together. step: the images of all groups."""
     y_filling: bool = False
     """For a U-Net. true: the loss of an inner iteration covers all pixels of the images; patches
@@ -83,20 +83,20 @@ class PatchgdConfig:
         check_at_least(self, 0, "sampled")
         if self.sampled > 1 and self.sampled != int(self.sampled):
             raise ValueError(
-                "patchgd.sampled is a share up to 1, or a whole number of patches, got "
+                "patchgd.sampled must be a share up to 1, or a whole number of patches, got "
                 f"{self.sampled}"
             )
         if None not in (self.accumulate, self.inner) and self.accumulate > self.inner:
             raise ValueError(
                 f"patchgd.accumulate is {self.accumulate}, but a batch has {self.inner} inner "
-                "iterations (patchgd.inner): give at most as many"
+                "iterations (patchgd.inner): give at most this number"
             )
         if self.step is not None and (
             len(self.step) != len(self.patch) or any(s > p for s, p in zip(self.step, self.patch))
         ):
             raise ValueError(
                 f"patchgd.step is {self.step}, but patches of {self.patch} then leave pixels out: "
-                "give at most as much along each dim"
+                "give a step of at most the size of a patch along each dim"
             )
 
 

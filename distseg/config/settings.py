@@ -41,7 +41,7 @@ def check_at_least(section, least: int, *names: str) -> None:
         if value is None:
             continue
         if not value >= least:
-            raise ValueError(f"{_name(section, name)} is at least {least}, got {value}")
+            raise ValueError(f"{_name(section, name)} must be at least {least}, got {value}")
         if not value <= _LARGEST:
             raise ValueError(
                 f"{_name(section, name)} is {value}, which is too large for a 64-bit integer: "
@@ -54,7 +54,7 @@ def _between(section, least: float, most: float, *names: str) -> None:
     for name in names:
         value = getattr(section, name)
         if value is not None and not least <= value <= most:
-            raise ValueError(f"{_name(section, name)} is from {least} to {most}, got {value}")
+            raise ValueError(f"{_name(section, name)} must be from {least} to {most}, got {value}")
 
 
 def _path(section, *names: str) -> None:
@@ -63,8 +63,8 @@ def _path(section, *names: str) -> None:
         value = getattr(section, name)
         if value is not None and (not value.strip() or "\0" in value):
             raise ValueError(
-                f"{_name(section, name)} is {value!r}, which is not a path: name one, or leave it "
-                f"out"
+                f"{_name(section, name)} is {value!r}, which is not a path: name a file or folder, "
+                f"or leave it out"
             )
 
 
@@ -86,7 +86,7 @@ def check_effect(section, name: str, effective: bool, why: str) -> None:
         section: the settings.
         name: the field.
         effective: True if the field has an effect beside the other fields of its section.
-        why: the reason and the repair.
+        why: the reason why the field has no effect, and how to fix it.
     """
     value, default = getattr(section, name), type(section).__dataclass_fields__[name].default
     if value != default and not effective:
@@ -95,12 +95,12 @@ def check_effect(section, name: str, effective: bool, why: str) -> None:
 
 @dataclass(frozen=True)
 class ModelBase:
-    """The network, as far as exact training and PatchGD share its settings."""
+    """The network: the settings that exact training and PatchGD have in common."""
 
     name: str = "unet"
     """``unet``, a name that ``distseg models`` lists, or your own function as
-    ``package.module:function``. Your function is called with ``args`` and with the fields below
-    that are set."""
+    ``package.module:function``. Your function is called with ``args`` and with those of the
+    fields below that are set."""
     args: dict[str, bool | int | float | str | list | None] | None = None
     """Arguments of your own function by name, such as
     ``{encoder_name: resnet34, encoder_weights: null}``. The numbers of bands and classes are passed
@@ -111,13 +111,13 @@ class ModelBase:
     depth: int | None = None
     """Number of poolings; the total stride is 2^depth."""
     num_convs: int | None = None
-    """Convolutions per level, n_c."""
+    """Number of convolutions per level, n_c."""
     base_channels: int | None = None
-    """Channels of the first level."""
+    """Number of channels of the first level."""
     in_channels: int | None = None
-    """Bands of an image; by default the number of bands in the store."""
+    """Number of bands of an image; by default the number of bands in the store."""
     out_channels: int | None = None
-    """Classes (1: one foreground class, sigmoid); by default the number of classes in the store."""
+    """Number of classes (1: one foreground class, sigmoid); by default as in the store."""
     norm: Literal["instance", "batch", "group", "none"] | None = None
     """Norm after each convolution."""
     dropout: float | None = None
@@ -143,9 +143,9 @@ class ModelBase:
             )
         if self.pad is not None and (":" not in self.name or not 2 <= self.pad <= 256):
             raise ValueError(
-                f"model.pad is {self.pad}, but it must be from 2 to 256: image sizes are padded to "
-                f"a multiple of it for your own network; the networks of distseg take images of "
-                f"any size"
+                f"model.pad is {self.pad}, but it must be from 2 to 256, and it is for your own "
+                f"network only: leave it out for a network of distseg, which takes images of any "
+                f"size"
             )
         for setting in ("inputs", "outputs"):
             if getattr(self, setting) is not None and (
@@ -157,9 +157,13 @@ class ModelBase:
                     f"and model.name is {self.name}: leave it out"
                 )
         if self.inputs is not None and min(self.inputs) < 1:
-            raise ValueError(f"model.inputs is {self.inputs}, but each input has at least one band")
+            raise ValueError(
+                f"model.inputs is {self.inputs}, but each input must have at least 1 band"
+            )
         if self.dims not in (None, 2, 3):
-            raise ValueError(f"model.dims is {self.dims}, but it is 2 for images, 3 for volumes")
+            raise ValueError(
+                f"model.dims is {self.dims}, but it must be 2 for images or 3 for volumes"
+            )
         _between(
             self,
             -_LARGEST,
@@ -194,8 +198,8 @@ class ModelConfig(ModelBase):
         for name, weight in (self.outputs or {}).items():
             if not 0 < weight < math.inf:
                 raise ValueError(
-                    f"model.outputs has {weight:g} for {name}, but the weight of a loss is a "
-                    "number above 0: leave that output out, or give it one"
+                    f"model.outputs has {weight:g} for {name}, but the weight of a loss must "
+                    "be a number above 0: give such a weight, or leave that output out"
                 )
 
 
@@ -213,8 +217,8 @@ class MeshBase:
     tiles: Size = Size((1, 1))
     """Q = q_y x q_x: grid of ranks that share one image (sample parallel)."""
     reducer: Literal["auto", "horovod", "mpi", "torch"] = "auto"
-    """Library that sums gradients over ranks. auto: with MPI, Horovod if it is installed, else
-    MPI; under torchrun torch.distributed (torch)."""
+    """Library that sums gradients over ranks. auto: torch.distributed (torch) under torchrun.
+    With MPI it is Horovod if that is installed, else MPI."""
 
     stages: ClassVar[int] = 1  # a setting of exact training
 
@@ -238,15 +242,16 @@ class PipelineConfig:
     schedule: Literal["auto", "gpipe", "1f1b", "zb-h1"] = "auto"
     """gpipe: all forward passes, then all backward passes. 1f1b: forward and backward passes
     alternate, which holds fewer activations. zb-h1: 1f1b, with weight gradients computed while a
-    stage would otherwise wait. auto: 1f1b in most cases. It is gpipe with stages and a loss such as
-    Dice, which 1f1b would have to compute beforehand. It is gpipe too for streamed tiles with
-    active norms, whose feature maps are offloaded."""
+    stage would otherwise wait. auto: 1f1b in most cases. auto is gpipe if there are stages and a
+    loss such as Dice, which 1f1b would have to compute beforehand. It is gpipe too for streamed
+    tiles with active norms, whose feature maps are offloaded."""
     balance: list[int] | None = None
     """Number of layers of each stage; by default the split whose slowest stage is fastest
     (``distseg plan`` shows it)."""
     recompute: Literal["never", "except_last", "always"] = "never"
     """always: drop a micro-batch's activations after its forward pass and compute them again
-    before its backward pass. except_last: keep them if its backward pass comes next."""
+    before its backward pass. except_last: keep the activations if the micro-batch's backward pass
+    comes next."""
     placement: Literal["linear", "v-shaped", "devices"] = "linear"
     """linear: one stage per rank. v-shaped: stages go down the ranks and up again, so both ends of
     a skip are on one rank (2 S - 1 stages on S ranks). devices: all stages on each rank, one stage
@@ -259,8 +264,8 @@ class PipelineConfig:
         self._check_devices()
         if self.balance is not None and min(self.balance, default=0) < 1:
             raise ValueError(
-                "pipeline.balance gives the layers of each stage, at least one each, "
-                f"got {self.balance}"
+                "pipeline.balance must give the number of layers of each stage, at least 1 for "
+                f"each, got {self.balance}"
             )
 
     def _check_devices(self):
@@ -268,7 +273,8 @@ class PipelineConfig:
             if self.devices is not None:
                 raise ValueError(
                     f"pipeline.devices is {self.devices}, but pipeline.placement is "
-                    f"{self.placement}: set it to devices, or leave pipeline.devices out"
+                    f"{self.placement}: set pipeline.placement to devices, or leave "
+                    f"pipeline.devices out"
                 )
         elif not self.devices and (self.devices is not None or not self.balance):
             raise ValueError(
@@ -278,7 +284,7 @@ class PipelineConfig:
         elif self.devices and self.balance and len(self.devices) != len(self.balance):
             raise ValueError(
                 f"pipeline.devices has {len(self.devices)} devices, but pipeline.balance has "
-                f"{len(self.balance)} numbers: give as many of both"
+                f"{len(self.balance)} numbers: give the same number of both"
             )
 
 
@@ -287,15 +293,15 @@ class SpatialConfig:
     """Tiles: how an image is split over ranks, and how a rank computes its tiles."""
 
     tiles_per_rank: Size = Size((1, 1))
-    """Grid of tiles that each rank owns of an image, whose activations it holds at once. With
-    ``streaming`` a rank needs one tile only."""
+    """Grid of tiles of an image that each rank owns. A rank holds the activations of all its tiles
+    at once. With ``streaming`` a rank needs one tile only."""
     exchange_every: int | str = "all"
     """all: tiles are read with their halos, as windows, and nothing is exchanged. 1, 2, ...: tiles
     are read without halos, and ranks exchange halos before every k-th layer that reads beyond its
     tile. level: ranks exchange halos once per resolution."""
     fuse_below: int = 0
-    """With an exchange: consecutive layers on tiles of fewer cells than this along a dim share one
-    exchange. That saves messages at the deep levels of a network."""
+    """With an exchange: consecutive layers share one exchange if their tiles have fewer cells than
+    this along a dim. That saves messages at the deep levels of a network."""
     norm_scope: Literal["group", "step"] = "group"
     """Images over which a batch norm takes its statistics. group: the images that one sample group
     processes together. step: the images of all groups."""
@@ -308,7 +314,7 @@ class SpatialConfig:
         every = str(self.exchange_every)
         if every not in ("level", "all") and not (every.isdecimal() and int(every) > 0):
             raise ValueError(
-                "spatial.exchange_every is a whole number of layers from 1 on, level or all, "
+                "spatial.exchange_every must be a whole number of layers from 1 on, level or all, "
                 f"got {every!r}"
             )
         object.__setattr__(self, "exchange_every", every)
@@ -316,7 +322,7 @@ class SpatialConfig:
             self,
             "fuse_below",
             self.exchanges,
-            "spatial.exchange_every is all, so that nothing is exchanged: set that to 1, 2, ... "
+            "spatial.exchange_every is all, so that nothing is exchanged: set it to 1, 2, ... "
             "or level, or leave spatial.fuse_below out",
         )
 
@@ -330,8 +336,8 @@ class SpatialConfig:
 class LossConfig:
     """The loss, a weighted sum of terms.
 
-    A setting applies to the terms that its documentation names. It is refused if the loss has no
-    such term.
+    A setting applies to the terms that its documentation names. It is refused if the loss has none
+    of these terms.
     """
 
     name: str = "cross_entropy"
@@ -339,9 +345,9 @@ class LossConfig:
     ``cross_entropy + 0.5*dice``. If the label is a number for each image: mse or l1."""
     class_weights: list[float] | None = None
     """One weight per class, for the terms cross_entropy and focal; binary_cross_entropy and dice
-    take none."""
+    use no weights."""
     label_smoothing: float = 0.0
-    """Part of a pixel's target that is spread over all classes, for the term cross_entropy."""
+    """Share of a pixel's target that is spread over all classes, for the term cross_entropy."""
     ignore_index: int = 255
     """Label of pixels that count neither in the loss nor in metrics. A value in the store takes
     precedence."""
@@ -362,11 +368,11 @@ class LossConfig:
         if weights is None:
             return
         if not all(0 <= weight < math.inf for weight in weights):
-            raise ValueError(f"loss.class_weights are numbers of at least 0, got {weights}")
+            raise ValueError(f"loss.class_weights must be numbers of at least 0, got {weights}")
         if not any(weights):
             raise ValueError(
                 f"loss.class_weights are {weights}, so no pixel would count: "
-                "give a class a weight above 0, or leave them out"
+                "give a class a weight above 0, or leave loss.class_weights out"
             )
 
 
@@ -386,14 +392,14 @@ class DataBase:
     focus_class: str | None = None
     """A rare class near which some crops are placed."""
     focus_share: float = 0.5
-    """Part of the crops that have a pixel of ``focus_class`` in their central half; with
+    """Share of the crops that have a pixel of ``focus_class`` in their central half; with
     ``focus_class`` only."""
     augment: list[Literal["flip", "turn", "colour"]] = field(default_factory=list)
     """flip: mirror each dim with probability 1/2. turn: rotate by a random multiple of 90 degrees.
     colour: apply a random gain and offset to each band."""
     epoch_samples: int | None = None
-    """Number of crops per epoch, with ``crop`` only; by default as many as cover the training
-    pixels once. Without ``crop``, an epoch has each image once."""
+    """Number of crops per epoch, with ``crop`` only; by default the number that covers the
+    training pixels once. Without ``crop``, an epoch has each image once."""
 
     def __post_init__(self):
         to_sizes(self, "crop")
@@ -421,7 +427,7 @@ class DataConfig(DataBase):
     """The training data: store, crops, augmentation and reading ahead."""
 
     prefetch: int = 2
-    """Number of steps that a thread reads ahead; with 0 the step itself reads."""
+    """Number of steps whose images a thread reads ahead; with 0 each step reads its own images."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -443,19 +449,19 @@ class OptimConfig:
     schedule: Literal["constant", "cosine", "linear", "one_cycle"] = "cosine"
     """Schedule of the learning rate after the warm-up."""
     warmup: float = 0.05
-    """Part of all steps in which the rate rises from 0 (cosine, constant, linear) or lr/25
+    """Share of all steps in which the rate rises from 0 (cosine, constant, linear) or lr/25
     (one_cycle)."""
     decay_factor: float = 1.0
     """For ``schedule: linear``: the rate falls linearly and would reach 0 after this factor times
-    all steps. The program of the PatchGD authors uses 2, so training ends at about half of
-    ``lr``."""
+    the number of all steps. The program of the PatchGD authors uses 2, so training ends at about
+    half of ``lr``."""
     clip: float | None = None
     """Largest global norm of the gradient; larger gradients are scaled down."""
     rates: dict[str, float] | None = None
     """Factors of the learning rate for parts of the network, such as
     ``{encoder: 0.1, encoder.layer1: 0}``. Names are those of modules or parameters and may contain
-    ``*``. If several names match a parameter, the last one counts. A factor of 0 freezes the
-    part."""
+    ``*``. If several names match a parameter, the last one applies. A factor of 0 freezes
+    the part."""
     thaw: dict[str, int] | None = None
     """Epochs after which parts of the network begin to learn, such as ``{encoder: 2}``; names as
     for ``rates``."""
@@ -464,14 +470,14 @@ class OptimConfig:
         for part, factor in (self.rates or {}).items():
             if not 0 <= factor < math.inf:
                 raise ValueError(
-                    f"optim.rates has {factor} for {part}, but a factor of the learning rate is a "
-                    "number of at least 0"
+                    f"optim.rates has {factor} for {part}, but a factor of the learning rate must "
+                    "be at least 0"
                 )
         for part, epochs in (self.thaw or {}).items():
             if epochs < 0:
                 raise ValueError(
-                    f"optim.thaw has {epochs} for {part}, but a part thaws after a number of "
-                    "epochs of at least 0"
+                    f"optim.thaw has {epochs} for {part}, but the number of epochs after which "
+                    "a part thaws must be at least 0"
                 )
         _between(self, 0, 1, "warmup", "momentum")
         check_at_least(self, 0, "lr", "weight_decay")
@@ -480,19 +486,19 @@ class OptimConfig:
             self,
             "decay_factor",
             self.schedule == "linear",
-            f"optim.schedule is {self.schedule}, which does not read it: set that to linear, or "
-            "leave optim.decay_factor out",
+            f"optim.schedule is {self.schedule}, which does not use optim.decay_factor: set "
+            "optim.schedule to linear, or leave optim.decay_factor out",
         )
         check_effect(
             self,
             "momentum",
             self.name == "sgd",
-            f"optim.name is {self.name}, which has none: set that to sgd, or leave "
-            "optim.momentum out",
+            f"optim.name is {self.name}, which has no momentum: set optim.name to sgd, or "
+            "leave optim.momentum out",
         )
         if self.clip is not None and not 0 < self.clip < math.inf:
             raise ValueError(
-                f"optim.clip is a norm of gradients above 0, got {self.clip}: leave it out for none"
+                f"optim.clip must be above 0, got {self.clip}: leave it out to clip nothing"
             )
 
 
@@ -501,13 +507,13 @@ class TrainBase:
     """The training run: length, precision, checkpoints and output."""
 
     epochs: int = 10
-    """Passes over the training images, or over as many crops as cover them."""
+    """Number of epochs: passes over the training images, or over data.epoch_samples crops each."""
     max_minutes: float | None = None
-    """Minutes of training, which stops at the end of the epoch in which they are over. The
-    learning rate's schedule still spans all epochs."""
+    """Limit of the training time in minutes. Training stops at the end of the epoch in which this
+    time is over. The learning rate's schedule still spans all epochs."""
     job_minutes: float | None = None
-    """Minutes that the job may run; by default the limit of the Slurm job. Before they are over,
-    training writes a checkpoint and ends with exit code 75."""
+    """Minutes that the job may run; by default the limit of the Slurm job. Before this time
+    is over, training writes a checkpoint and ends with exit code 75."""
     precision: Literal["auto", "fp32", "bf16", "fp64"] = "auto"
     """auto: bf16 autocast if the device computes it faster, else fp32."""
     channels_last: bool | None = None
@@ -521,17 +527,18 @@ class TrainBase:
     output: str = "runs/default"
     """Folder of logs and checkpoints."""
     init: str | None = None
-    """Weights to begin with: a file ``NAME.safetensors``, or the folder of a run. Weights that it
-    lacks keep their initial values, and the log lists them. The first and last layers are adapted
-    to other numbers of bands or classes."""
+    """Weights to begin with: a file ``NAME.safetensors``, or the folder of a run. Weights that
+    are missing there keep their initial values, and the log lists them. The first and last layers
+    are adapted to other numbers of bands or classes."""
     init_names: dict[str, str] | None = None
     """Prefixes of names in ``init`` and the prefixes in the network that replace them, such as
     ``{"backbone.": "encoder."}``."""
     resume: bool | str = False
-    """Continue from a checkpoint in ``output``, at the exact sample. true: the last checkpoint, or
-    from the beginning if there is none. Or ``best``, or a name such as step-00000600."""
+    """Continue from a checkpoint in ``output``, exactly with the sample that comes next. true: the
+    last checkpoint, or from the beginning if there is none. Or ``best``, or a name such as
+    step-00000600."""
     keep: int = 2
-    """Number of last checkpoints that are kept, in addition to the best one."""
+    """Number of latest checkpoints that are kept, in addition to the best one."""
     checkpoint_every: int = 1
     """Epochs between checkpoints."""
     checkpoint_minutes: float | None = 10.0
@@ -548,7 +555,7 @@ class TrainBase:
             r"best|last|step-\d{8,}", str(self.resume)
         ):
             raise ValueError(
-                "train.resume is true, false, best, last or a name such as step-00000600, "
+                "train.resume must be true, false, best, last or a name such as step-00000600, "
                 f"got {self.resume!r}"
             )
         check_at_least(
@@ -575,8 +582,8 @@ class TrainConfig(TrainBase):
     """The training run: length, batch, precision, checkpoints and output."""
 
     accumulate: int = 1
-    """Micro-batches of a sample group per optimizer step; with stages, the micro-batches of the
-    pipeline."""
+    """Number of micro-batches of a sample group per optimizer step; with stages, the number of
+    micro-batches of the pipeline."""
 
 
 _FORMATS = {"h5": "hdf5", "tif": "tiff"}  # file endings that predict.formats takes as names
@@ -593,9 +600,9 @@ class PredictBase:
     ] = field(default_factory=lambda: ["hdf5", "png"])
     """File formats of class maps. hdf5: NAME.h5. tiff: tiled NAME.tif with the image's
     georeference, without probabilities. png: NAME.png in the classes' colours, for images up to
-    16384x16384. cog: NAME.cog.tif, a cloud-optimised GeoTIFF. nifti: NAME.nii.gz, of volumes. Of
-    the connected objects of each class: gpkg and geojson, polygons; objects: NAME.objects.tif, the
-    number of each pixel's object (docs/results.md)."""
+    16384x16384. cog: NAME.cog.tif, a cloud-optimised GeoTIFF. nifti: NAME.nii.gz, for
+    volumes. gpkg, geojson: polygons of the connected objects of each class. objects:
+    NAME.objects.tif, in which each pixel has the number of its object (docs/results.md)."""
     trace: list[str] | None = None
     """Names of the classes whose objects are written as polygons or numbers; by default all."""
     heat: bool = False
@@ -619,7 +626,7 @@ class PredictConfig(PredictBase):
 
     tile: Size = Size((1024, 1024))
     """Tile size of evaluation and prediction, which determines their memory. With
-    streaming.memory, tiles are as large as fit instead."""
+    streaming.memory, tiles are instead as large as that memory allows."""
     scratch: str | None = None
     """Folder for the feature maps before norms that need the whole image (instance, group), or
     ``memory``. By default they stay in memory if they fit into half of the free memory or of
@@ -635,16 +642,16 @@ class PredictConfig(PredictBase):
 class StreamingConfig:
     """Streaming: a rank computes its part of an image tile after tile, in bounded memory.
 
-    It is on if ``memory`` or ``tiles`` is given. Whether activations are computed again in the
-    backward pass or offloaded follows from the norms: the maps that an active norm needs as a whole
-    are stored in ``scratch``.
+    Streaming is on if ``memory`` or ``tiles`` is given. The norms determine whether activations are
+    computed again in the backward pass or offloaded: feature maps that an active norm needs as a
+    whole are stored in ``scratch``.
     """
 
     memory: int | str | None = None
     """Memory limit per rank, such as ``4GB`` or a number of bytes: streamed tiles are as large as
-    fit. Evaluation and prediction keep it too."""
+    this limit allows. It holds for evaluation and prediction too."""
     tiles: Size | None = None
-    """Grid of streamed tiles of a rank's part of an image, instead of a memory limit."""
+    """Grid of streamed tiles, into which a rank cuts its part of an image; replaces ``memory``."""
     scratch: str | None = None
     """Folder for offloaded feature maps, best on a fast local disk; by default the system's
     temporary folder. ``memory`` keeps them in the host's memory."""
@@ -658,14 +665,14 @@ class StreamingConfig:
         if self.memory is not None and self.tiles is not None:
             raise ValueError(
                 f"streaming.memory is {self.memory / 1e9:g}GB, but streaming.tiles is "
-                f"{self.tiles}: the memory decides the tiles, so leave one of them out"
+                f"{self.tiles}: the memory decides the tiles, so leave one of the two out"
             )
         check_effect(
             self,
             "scratch",
             self.active,
             "feature maps are stored only with streamed tiles: give streaming.memory or "
-            "streaming.tiles, or leave it out (predict.scratch is prediction's)",
+            "streaming.tiles, or leave streaming.scratch out (for prediction: predict.scratch)",
         )
 
     @property
@@ -706,10 +713,11 @@ class RunConfig:
 
 @dataclass(frozen=True)
 class ApproximateBase:
-    """What is approximate by choice; without these settings the gradient is exact."""
+    """Settings that make training approximate. Without them the gradient is exact."""
 
     gradients: Literal["fp16"] | None = None
-    """fp16: gradients are rounded to 11 bits before ranks sum them, which halves the bytes."""
+    """fp16: gradients are rounded to 11 bits before ranks sum them, which halves the bytes that
+    are sent."""
 
     halo: ClassVar[int | None] = None  # a setting of exact training
     norms: ClassVar[str | None] = None  # a setting of exact training
@@ -717,11 +725,11 @@ class ApproximateBase:
 
 @dataclass(frozen=True)
 class ApproximateConfig(ApproximateBase):
-    """What is approximate by choice; without these settings the gradient is exact."""
+    """Settings that make training approximate. Without them the gradient is exact."""
 
     halo: int | None = None
-    """Halo of a tile in pixels, instead of the model's exact halo. With a smaller one pixels near
-    the borders of tiles are wrong."""
+    """Halo of a tile in pixels, instead of the model's exact halo. With a smaller halo, pixels
+    near the borders of tiles are wrong."""
     norms: Literal["window"] | None = None
     """window: every norm takes its statistics of one tile with its halo, as in Seal et al. 2020."""
 
@@ -730,7 +738,7 @@ class ApproximateConfig(ApproximateBase):
 
     @property
     def chosen(self) -> str | None:
-        """The setting, with its value, that makes each window an image of its own, or None."""
+        """The setting, with its value, by which each window is an image of its own; else None."""
         if self.halo is not None:
             return f"approximate.halo is {self.halo}"
         return None if self.norms is None else f"approximate.norms is {self.norms}"
@@ -769,14 +777,14 @@ class Config:
 
     @property
     def owned(self) -> Size:
-        """Grid of tiles that a rank reads of an image: one tile if the rank streams it in parts."""
+        """Grid of tiles of an image that a rank owns; one tile if the rank streams its part."""
         if self.streaming.active:
             return Size((1,) * len(self.mesh.tiles))
         return self.spatial.tiles_per_rank
 
 
 def check_step(config) -> None:
-    """Refuse settings by which a step has too many images."""
+    """Refuse settings with which an optimizer step has too many images."""
     mesh, train, data = config.mesh, config.train, config.data
     images = mesh.samples * train.accumulate * data.images
     if images > _MOST_IMAGES:
@@ -796,7 +804,7 @@ def with_dims(config: Config, dims: int, image: str) -> Config:
         image: the size of an image as text, for the error message.
 
     Raises:
-        ValueError: a size that the user has set has another number of dims.
+        ValueError: a size that the user has set has a number of dims other than ``dims``.
     """
     side = int(_TILE_PIXELS ** (1 / dims)) // 32 * 32
     for setting, size in {

@@ -17,10 +17,12 @@ class Size(tuple):
         given = tuple(values)
         values = tuple(int(v) for v in given)
         if any(isinstance(v, float) and v != n for v, n in zip(given, values)):
-            raise ValueError(f"sizes and grids are whole numbers, got {'x'.join(map(str, given))}")
+            raise ValueError(
+                f"sizes and grids must be whole numbers, got {'x'.join(map(str, given))}"
+            )
         if not values or min(values) < 1:
             raise ValueError(
-                f"sizes and grids are positive, got {'x'.join(map(str, values)) or 'nothing'}"
+                f"sizes and grids must be positive, got {'x'.join(map(str, values)) or 'nothing'}"
             )
         return super().__new__(cls, values)
 
@@ -72,5 +74,5 @@ def parse_bytes(text: str | int | None) -> float | None:
     except (TypeError, KeyError, ValueError):
         value = 0.0
     if not 0 < value < 2**63:
-        raise ValueError(f"memory is written as 16GB or 15.5GiB, got {text!r}")
+        raise ValueError(f"memory must be written as 16GB or 15.5GiB, got {text!r}")
     return value

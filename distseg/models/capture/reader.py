@@ -161,8 +161,8 @@ class Reader:
         if not calls[traces[0].result.call].graded:
             raise CanNotCapture(
                 f"its result, made by {calls[traces[0].result.call]}, is computed without "
-                f"gradients (torch.no_grad): remove torch.no_grad, as evaluation turns gradients "
-                f"off itself"
+                f"gradients (torch.no_grad): remove torch.no_grad, as evaluation turns "
+                f"gradients off itself"
             )
         result = self.values.get(traces[0].result)
         self.of_image = result is not None and result.vector
@@ -299,7 +299,7 @@ class Reader:
             each: the argument in each trace.
 
         Raises:
-            Differ: the arguments are not alike in tensors or length.
+            Differ: the traces have different tensors here, or tuples of different lengths.
         """
         first = each[0]
         if isinstance(first, tuple):
@@ -835,7 +835,10 @@ class Reader:
         return self._emit_formula(steps, given, part, axes, maps, own)
 
     def _with_resized_vectors(self, args: tuple, kwargs: dict) -> tuple[tuple, dict, list[Value]]:
-        """Return the arguments with vectors resized to the maps, and all maps and vectors."""
+        """Return the arguments with vectors resized to the maps.
+
+        Also return the list of all maps and vectors among them.
+        """
         maps = list(dict.fromkeys(found_in((args, kwargs), Value)))
         if len({x.sizes for x in maps if not x.vector}) > 1:
             raise self.refusal(
@@ -1263,8 +1266,8 @@ def _used(call: Called) -> list[Made]:
 def _main_call(module: str, calls: Sequence[Called], numbers: Sequence[int]) -> int | None:
     """Return the number of the call that owns a module's weights, or of the module's only call.
 
-    Return None if the module calls other modules, or has several calls of which not exactly one
-    uses its weights.
+    The module's only call is meant if no call uses its weights. Return None if the module calls
+    other modules, or if several calls qualify.
     """
     if any(calls[n].module.startswith(f"{module}.") for n in numbers):
         return None

@@ -668,7 +668,7 @@ class _Recorder(TorchFunctionMode):
 
         PyTorch infers the output shapes of norms and of smooth resizing by hundreds of small
         operations. To avoid these, norms are not called, because their output has the shape of
-        their input. Resizing uses the mode nearest, which gives the same shape as other modes.
+        their input. Smooth resizing runs in the mode nearest, which gives the same shape.
         """
         if _plain(name) in _NORMS:
             return as_computed(args[0] if args else kwargs["input"])
@@ -855,7 +855,7 @@ _OF_MEMORY = {
     "_version": "which counts its changes in place, and so the steps of training",
     "data_ptr": "its address, which differs between ranks",
 }
-"""Attributes of a tensor that do not depend on its values alone, and what each of them tells."""
+"""Attributes of a tensor that tell something other than its values, and what each one tells."""
 
 _HOOKS = ("register_hook", "register_post_accumulate_grad_hook")
 

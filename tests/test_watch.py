@@ -49,7 +49,7 @@ def members(*told, **fields):
 )
 def test_when_a_job_has_to_be_ended(ranks, found):
     if any(m.lost and m.unheard for m in ranks):
-        found = "rank 1 ended without a word"
+        found = "rank 1 ended without an error message"
     said = verdict(ranks, 30.0)
     assert said is None if found is None else said.startswith(found)
 

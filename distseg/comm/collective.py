@@ -1,8 +1,8 @@
 """Collectives on small CPU or CUDA tensors, over the communicators of a mesh.
 
-The callers pack their data, so that a layer or a step sends one message. Numbers travel as float64,
-so that combining them does not lose the precision of training. CUDA tensors are staged through host
-memory. For messages of a few kilobytes this costs the same as a direct path.
+The callers pack their data, so that a layer or a step sends one message. Values are sent as
+float64, so that combining them does not lose the precision of training. CUDA tensors are staged
+through host memory. For messages of a few kilobytes this costs the same as a direct path.
 """
 
 from __future__ import annotations
@@ -20,21 +20,27 @@ from distseg.comm.waits import waits_of
 def gather(x: Tensor, comm, home: torch.device | None = None) -> Tensor:
     """Return every rank's ``x`` in rank order: (*shape) -> (ranks, *shape), float64.
 
-    The result is on the device of ``x``, or on ``home``. The fixed order makes all further results
-    bitwise equal on every rank.
+    All ranks of ``comm`` must call it together. The fixed order makes all further results bitwise
+    equal on every rank.
+
+    Args:
+        home: the device of the result; by default the device of ``x``.
     """
     if comm.size == 1:
         return x.detach().to(home or x.device, torch.float64).unsqueeze(0)
     send = _host(x)
     received = np.empty((comm.size, *send.shape))
     waits_of(comm).wait(
-        comm.Iallgather(send, received), f"numbers of all {comm.size} ranks that share them"
+        comm.Iallgather(send, received), f"values from all {comm.size} ranks of a group"
     )
     return upload(torch.from_numpy(received), home or x.device)
 
 
 def add(x: Tensor, comm) -> Tensor:
-    """Return the sum of every rank's ``x``, float64, on the device of ``x``."""
+    """Return the sum of every rank's ``x``, float64, on the device of ``x``.
+
+    All ranks of ``comm`` must call it together.
+    """
     if comm.size == 1:
         return x.detach().to(torch.float64)
     total = _host(x).copy()

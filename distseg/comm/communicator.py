@@ -1,6 +1,6 @@
-"""Protocol of a communicator: all that distseg asks of the ranks of a job.
+"""Protocol of a communicator: the operations by which the ranks of a job exchange data.
 
-Three classes implement it. A program gets its own by :func:`distseg.comm.launch.world`:
+Three classes implement it. A program gets one of them from :func:`distseg.comm.launch.world`:
 
 - :class:`distseg.comm.mpi.MpiCommunicator`, over mpi4py,
 - :class:`distseg.comm.gloo.TorchCommunicator`, over torch.distributed with gloo,
@@ -8,12 +8,12 @@ Three classes implement it. A program gets its own by :func:`distseg.comm.launch
 
 The names are those of mpi4py. Lower-case methods take any Python object that can be pickled.
 Methods that begin with a capital take memory: numpy arrays in collectives, dense tensors of host
-memory in messages. Methods that begin with ``I`` or ``i`` return a request at once, and their
-memory must stay as it is until the request is complete. All other methods wait.
+memory in messages. Methods that begin with ``I`` or ``i`` return a request at once. The caller must
+leave the memory of a request alone until the request is complete. All other methods wait.
 
-Collectives of a communicator are called by all its ranks in the same order. Messages between the
-same two ranks with the same tag arrive in the order in which they were sent. A message to a rank's
-own self is an error.
+All ranks of a communicator must call its collectives in the same order. Messages between the same
+two ranks with the same tag arrive in the order in which they were sent. A rank must not send a
+message to itself.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Request(Protocol):
-    """Operation under way."""
+    """Operation that was started and may not be complete yet."""
 
     def Test(self) -> bool:
         """Advance the operation without waiting, and return True once it is complete.
@@ -40,7 +40,7 @@ class PartRequest(Request, Protocol):
     """Message under way whose length the receiver does not know.
 
     Attributes:
-        bytes: number of bytes of the message, once it is complete.
+        bytes: length of the message in bytes. It is valid once the message is complete.
     """
 
     bytes: int
@@ -50,7 +50,7 @@ class ObjectRequest(Protocol):
     """Receive of a Python object under way."""
 
     def test(self) -> tuple[bool, Any]:
-        """Return (True, object) once the object has come, and (False, None) before."""
+        """Return (True, object) once the object has arrived, and (False, None) before."""
 
 
 class Communicator(Protocol):
@@ -59,9 +59,9 @@ class Communicator(Protocol):
     Attributes:
         rank: number of this rank in the group.
         size: number of ranks of the group.
-        transport: what carries the messages.
-        takes_gpu_memory: messages and sums may be in GPU memory. Otherwise callers copy them to
-            host memory first (:mod:`distseg.comm.staging`).
+        transport: what carries the messages; ``alone`` for a single rank, which sends none.
+        takes_gpu_memory: True if messages may be in GPU memory. Otherwise callers copy them to host
+            memory first (:mod:`distseg.comm.staging`).
     """
 
     rank: int
@@ -82,43 +82,43 @@ class Communicator(Protocol):
         """Return the object of rank ``root``."""
 
     def Bcast(self, memory: np.ndarray, root: int = 0) -> None:
-        """Copy the array of rank ``root`` into that of all others."""
+        """Copy the array of rank ``root`` into the arrays of all other ranks."""
 
     def Barrier(self) -> None:
-        """Wait until all ranks are here."""
+        """Wait until all ranks have made this call."""
 
     def Ibarrier(self) -> Request:
         """Return a request that is complete once all ranks have made this call."""
 
     def Iallgather(self, send: np.ndarray, received: np.ndarray) -> Request:
-        """Start to gather (*shape) of every rank into ``received`` (ranks, *shape)."""
+        """Start to gather every rank's array (*shape) into ``received`` (ranks, *shape)."""
 
     def Isum(self, memory: np.ndarray) -> Request:
-        """Start to replace a dense array by its sum over the ranks, added in their order."""
+        """Start to replace a dense array by its sum over the ranks, added in rank order."""
 
     def Imaximum(self, memory: np.ndarray) -> Request:
         """Start to replace an array by the elementwise maximum of all ranks."""
 
     def Isend(self, memory: Tensor, dest: int, tag: int) -> Request:
-        """Start to send a message to a receiver that knows its length."""
+        """Start to send a message to a receiver that knows the message's length."""
 
     def Irecv(self, memory: Tensor, source: int, tag: int) -> Request:
         """Post a receive of a message of exactly the length of ``memory``."""
 
     def Isend_part(self, memory: Tensor, dest: int, tag: int) -> PartRequest:
-        """Start to send a message to an ``Irecv_part``."""
+        """Start to send a message that rank ``dest`` receives by ``Irecv_part``."""
 
     def Irecv_part(self, memory: Tensor, source: int, tag: int) -> PartRequest:
         """Post a receive of a message that may be shorter than ``memory``."""
 
     def isend(self, what: Any, dest: int, tag: int) -> Request:
-        """Start to send an object to an ``irecv``."""
+        """Start to send an object that rank ``dest`` receives by ``irecv``."""
 
     def irecv(self, most: int, source: int, tag: int) -> ObjectRequest:
-        """Post a receive of an object.
+        """Post a receive of an object that rank ``source`` sends by ``isend``.
 
         Args:
-            most: largest number of bytes of the pickled object.
+            most: largest size of the pickled object in bytes.
         """
 
     def Split(self, color: int = 0, key: int = 0) -> Communicator:
@@ -128,14 +128,14 @@ class Communicator(Protocol):
         """Return the communicator of the ranks on this node."""
 
     def Free(self) -> None:
-        """Give back what the communicator holds; it is not used any more."""
+        """Release the connections of the communicator, which must not be used afterwards."""
 
     def Abort(self, code: int) -> None:
         """End all ranks of the job at once, with a non-zero exit code."""
 
 
 def as_communicator(comm) -> Communicator:
-    """Return ``comm`` as a communicator of distseg: communicators of mpi4py are wrapped."""
+    """Return ``comm`` as a communicator of distseg. A communicator of mpi4py is wrapped."""
     if type(comm).__module__.partition(".")[0] != "mpi4py":
         return comm
     from distseg.comm.mpi import MpiCommunicator

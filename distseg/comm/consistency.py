@@ -1,7 +1,7 @@
 """Check at the start of a job that all ranks agree on settings, files and versions.
 
-Ranks with other settings, another file system or another version would train a wrong model or wait
-for each other for ever.
+Ranks with different settings, file systems or versions would train a wrong model or wait for each
+other for ever.
 """
 
 from __future__ import annotations
@@ -15,17 +15,22 @@ from pathlib import Path
 
 from distseg.comm.launch import JointFailure
 
-_MOST = 5  # differences in a message
+_MOST = 5  # largest number of differences in a message
 
 
 def assert_consistent(comm, facts: Mapping[str, object], repair: str) -> None:
-    """Compare named facts over the ranks of ``comm``.
+    """Check that named facts have the same values on all ranks of ``comm``.
 
-    Collective: one small message, and a larger one only if something differs.
+    All ranks of ``comm`` must call it together. They exchange one small message, and a larger one
+    only if something differs.
+
+    Args:
+        facts: the value of each fact on this rank, by name.
+        repair: a sentence that tells the user how to fix a difference.
 
     Raises:
-        JointFailure: on all ranks, naming what differs, both values and both ranks, then the
-            ``repair``.
+        JointFailure: a fact differs. It is raised on all ranks. The message names the fact, both
+            values and both ranks, and ends with ``repair``.
     """
     # Tuples are shown as users write sizes, such as 512x512.
     shown = {

@@ -1,6 +1,6 @@
-"""Test for a CUDA-aware MPI: one that takes pointers to GPU memory.
+"""Test for a CUDA-aware MPI, which is an MPI that accepts pointers to GPU memory.
 
-Not every MPI that was built for CUDA supports it when it runs.
+An MPI that was built for CUDA may still not support it at run time.
 """
 
 from __future__ import annotations
@@ -28,32 +28,33 @@ def cuda_aware() -> bool:
 
 
 def says(library, version: str, environment: Mapping[str, str]) -> bool:
-    """Return the value of ``DISTSEG_CUDA_AWARE``, or else the answer of the MPI library.
+    """Return True if MPI is CUDA-aware by ``DISTSEG_CUDA_AWARE``, or else by the MPI library.
 
-    A library that cannot be asked counts as not CUDA-aware.
+    A library without a function to ask counts as not CUDA-aware.
 
     Args:
         library: the MPI library, loaded by ctypes.
         version: the library's version string.
+        environment: the environment variables.
     """
     if _OURS in environment:
         return _of_ours(environment[_OURS])
     if "MVAPICH" in version.upper() and environment.get("MV2_USE_CUDA") != "1":
         return False  # MVAPICH disables CUDA unless this variable is set, whatever its build.
-    if hasattr(library, "MPIX_Query_cuda_support"):  # Open MPI and its kin, MVAPICH2
+    if hasattr(library, "MPIX_Query_cuda_support"):  # Open MPI and derivatives, MVAPICH2
         return library.MPIX_Query_cuda_support() == 1
-    if hasattr(library, "MPIX_GPU_query_support"):  # MPICH and its kin
+    if hasattr(library, "MPIX_GPU_query_support"):  # MPICH and derivatives
         found = ctypes.c_int(0)
         return library.MPIX_GPU_query_support(_CUDA, ctypes.byref(found)) == 0 and found.value == 1
-    # Older Cray MPICH lacks that function. With this variable set it starts only if it supports
-    # CUDA.
+    # Older Cray MPICH lacks both functions. With this variable set to 1 it starts only if it
+    # supports CUDA.
     return "CRAY MPICH" in version.upper() and environment.get("MPICH_GPU_SUPPORT_ENABLED") == "1"
 
 
 def _of_ours(value: str) -> bool:
     if value not in ("0", "1"):
         raise ValueError(
-            f"{_OURS} is {value!r}: set it to 1 if MPI takes pointers to a GPU's memory, to 0 if "
-            "not, or leave it out, and MPI is asked"
+            f"{_OURS} is {value!r}: set it to 1 if MPI accepts pointers to GPU memory, to 0 if "
+            "not, or unset it to let distseg ask the MPI library"
         )
     return value == "1"

@@ -2,12 +2,12 @@
 
 Gloo marks a message as complete only while a thread waits for it. Without a waiting thread
 ``is_completed()`` stays False, and a wait with a time limit breaks the connection. So a thread
-waits for each message under way, asleep and without Python's lock, and its request can be tested.
-Collectives run in gloo's own threads and need no other.
+waits for each message under way, asleep and without Python's lock, and the message's request can be
+tested. Collectives run in gloo's own threads and need no such thread.
 
-Each communicator has a process group of its own, that only its ranks make. It is not the default
-group of ``torch.distributed``, so other libraries may use that one. Gloo's time limits are
-switched off: :mod:`distseg.comm.watch` ends a job that hangs.
+Each communicator has its own process group, which only its own ranks create. This is not the
+default group of ``torch.distributed``, so other libraries may use the default group. Gloo's time
+limits are switched off: :mod:`distseg.comm.watch` ends a job that hangs.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from distseg.comm.ordered_sum import start_sum
 
 NO_LIMIT = timedelta(days=365)
 _GATHER = (1 << 31) - 1  # tag of gathered objects; gloo's tags have 32 bits
-_HEAD = struct.Struct("q")  # length of a message of unknown length, in front of it
+_HEAD = struct.Struct("q")  # header with the length of a message that the receiver does not know
 
 
 class TorchCommunicator:
     """Communicator of a process group of gloo.
 
     Args:
-        store: a store of torch.distributed that all ranks reach; its keys are this group's alone.
+        store: a store of torch.distributed that all ranks reach. No other group uses its keys.
         rank, size: this rank's number, and the number of ranks.
     """
 
@@ -54,13 +54,13 @@ class TorchCommunicator:
         self.rank, self.size, self._store = rank, size, store
         self._group = dist.ProcessGroupGloo(store, rank, size, NO_LIMIT)
         self._splits = 0
-        # Groups of former parts. Another rank may still read what was sent in one of them, until
-        # this group's next collective is over.
+        # Process groups of freed parts (see Split). Another rank may still read messages of such a
+        # group until the next collective of this communicator is over.
         self._retired: list = []
         self._parent: TorchCommunicator | None = None
 
     def __deepcopy__(self, memo) -> TorchCommunicator:
-        """Return the same object: copies of what holds it share its connections."""
+        """Return the same object, so that a copy of its owner uses the same connections."""
         return self
 
     # objects
@@ -188,7 +188,10 @@ class TorchCommunicator:
         os._exit(code)
 
     def _all_equal(self, send: Tensor) -> list[Tensor]:
-        """Return every rank's tensor, all of one shape. Collective."""
+        """Return every rank's tensor.
+
+        All ranks must call it together, with tensors of one shape.
+        """
         received = [torch.empty_like(send) for _ in range(self.size)]
         _wait(self._gathering(send, received))
         return received
@@ -203,7 +206,7 @@ class TorchCommunicator:
 
 
 class _Collective:
-    """Collective operation under way in gloo's threads."""
+    """Collective operation that runs in gloo's threads."""
 
     def __init__(self, work):
         self._work = work
@@ -219,7 +222,7 @@ class _Collective:
 
 
 class _Message:
-    """Message under way, with the group and the memory that gloo uses until it is complete."""
+    """Message under way. It keeps the group and the memory that gloo needs for the message."""
 
     def __init__(self, group, work, memory: Tensor, peer: int):
         self._group, self._work, self._memory, self._peer = group, work, memory, peer
@@ -229,7 +232,7 @@ class _Message:
         _threads.wait_for(self)
 
     def wait(self) -> None:
-        """Wait for the message, in a thread that marks it complete afterwards."""
+        """Wait for the message. The calling thread marks the message complete afterwards."""
         try:
             self._work.wait()
         except Exception as e:
@@ -243,7 +246,7 @@ class _Message:
 
 
 class _PartMessage:
-    """Receive of a message with its length in front, which is copied to where it is wanted."""
+    """Receive of a message that begins with its length. The content is copied to ``memory``."""
 
     def __init__(self, message: _Message, whole: Tensor, memory: Tensor):
         self._message, self._whole, self._memory = message, whole, memory
@@ -273,7 +276,7 @@ class _ObjectMessage:
 
 
 class _WaitingThreads:
-    """Threads that each wait for one message; as many as there were messages at once."""
+    """Threads that each wait for one message. A new thread is started only if none is idle."""
 
     def __init__(self):
         self._idle: list[SimpleQueue] = []
@@ -307,9 +310,13 @@ _threads = _WaitingThreads()
 
 @atexit.register
 def end_with_messages(code: int = 1) -> None:
-    """End this process at once if it ends although messages are under way, as after an error.
+    """Exit this process at once if messages are still under way, as after an error.
 
-    Python would end the threads that wait for them in the middle of gloo's code, which aborts.
+    A normal exit of Python would end the threads that wait for messages in the middle of gloo's
+    code, which then aborts the process.
+
+    Args:
+        code: the exit code.
     """
     if _threads.under_way:
         sys.stdout.flush()
@@ -318,7 +325,7 @@ def end_with_messages(code: int = 1) -> None:
 
 
 def _wait(request) -> None:
-    """Wait for a request. Signals are handled meanwhile, as gloo's own wait would not let them."""
+    """Wait for a request. Python handles signals meanwhile, which gloo's own wait prevents."""
     pause = 5e-5  # seconds
     while not request.Test():
         time.sleep(pause)
@@ -348,17 +355,19 @@ def _node() -> str:
 def _lost(who: str, error: Exception) -> str:
     found = str(error).rpartition("] ")[2].partition(". This is typically")[0]
     return (
-        f"the connection to {who} is lost ({found}): its process has ended, which its own message "
-        "explains, or the network between the nodes failed"
+        f"the connection to {who} is lost ({found}): either the process of that rank has ended, "
+        "and its own error message says why, or the network between the nodes failed"
     )
 
 
 def connect(host: str, port: int, rank: int, size: int, hosted: bool) -> TorchCommunicator:
-    """Return the communicator of all ranks of a job. Collective.
+    """Connect to the other ranks, and return the communicator of all ranks of a job.
+
+    All ranks of the job must call it together.
 
     Args:
         host, port: address of the job's store.
-        hosted: the launcher has opened the store; otherwise rank 0 opens it.
+        hosted: True if the launcher has opened the store. Otherwise rank 0 opens it.
     """
     store = dist.TCPStore(
         host,

@@ -1,16 +1,16 @@
-"""Guardian of one rank: a small process beside it that ends a job which no longer moves.
+"""Guardian of one rank: a small process beside the rank that ends a job which hangs.
 
 :mod:`distseg.comm.watch` starts it as a program of its own. It imports only the standard library
 and touches no file until a job has to be ended. It reads its rank's progress from a page of shared
-memory. Once a second it sends this to the guardians of ranks 0 and 1, which decide for all. A job
-is ended if
+memory. Once a second it sends this progress to the guardians of ranks 0 and 1, which decide for all
+ranks. A job is ended if
 
-- no rank has moved for the time limit (a rank may wait while another works),
+- no rank has made progress within the time limit (a rank may wait while another works),
 - a rank is stopped (SIGSTOP) for that long, or its node does not answer,
-- a rank's process has ended without notice, and its launcher has not noticed.
+- a rank's process has ended without telling its guardian, and its launcher has not noticed.
 
-Time is counted in the guardian's own ticks. So a job does not count as standing still if it is
-suspended as a whole, or waits for a busy machine. Each guardian kills its own rank, without help of
+Time is counted in the guardian's own ticks. So a job that is suspended as a whole, or waits for a
+busy machine, is not taken for one that hangs. Each guardian kills its own rank, without the help of
 a launcher.
 """
 
@@ -31,29 +31,35 @@ PAGE, TEXT = 4096, 500
 # Offsets of the fields in the shared page.
 MOVES, LIMIT, ENDING, PHASE, DOING, WAITING = (0, 8, 16, 24, 24 + TEXT, 24 + 2 * TEXT)
 # Times in seconds.
-DEPUTY_WAITS = 1.0  # rank 1's guardian leaves the decision to rank 0's for this long
+DEPUTY_WAITS = 1.0  # rank 1's guardian leaves the decision to rank 0's guardian for this long
 GONE_AFTER = 5.0  # a launcher may take this long to notice the end of a process
 CONNECTED_WITHIN = 20.0  # to connect to the guardians that decide
 STILL_WITHIN = 0.5  # until ranks that wait for a stopped one stand still
 STACKS_WITHIN = 1.0  # to write the stacks
 KEPT_WITHIN = 0.3  # to save the stacks
-SEEN_OFF_EVERY = 0.1  # between two looks at a process that ends
+SEEN_OFF_EVERY = 0.1  # between two checks that an ending process still exists
 # Least time that a process gets to end after its work, unless it is stopped. On a busy machine many
 # ranks need some time.
 ENDS_WITHIN = 60.0
-FOR_GOOD = 2  # value of the field ENDING if the process ends; 1: only the watch ends
+FOR_GOOD = 2  # value of the field ENDING if the process ends; 1 means that only the watch ends
 _LONGEST_LINE = 1 << 16
 
 
 class Rank:
-    """Process that is watched: its page, its state, its stacks."""
+    """Process that is watched, seen through its shared page, its kernel state and its stacks.
+
+    Args:
+        page: the shared page to which the process writes its progress.
+        stacks: descriptor of the file to which the process writes its stacks at SIGQUIT.
+        pid: id of the process.
+    """
 
     def __init__(self, page: mmap.mmap, stacks: int, pid: int):
         self.page, self.stacks, self.pid = page, stacks, pid
         self.moves, self.still = -1, 0.0
 
     def tick(self, seconds: float) -> None:
-        """Note how long the process has stood still, ``seconds`` after the last look."""
+        """Update ``still``, the seconds without progress, ``seconds`` after the previous call."""
         moves = int.from_bytes(self.page[MOVES : MOVES + 8], "little")
         self.still = 0.0 if moves != self.moves else self.still + seconds
         self.moves = moves
@@ -70,12 +76,12 @@ class Rank:
 
     @property
     def limit(self) -> float:
-        """Seconds that the process may stand still; 0: for ever."""
+        """Longest time without progress that is allowed, in seconds; 0 stands for no limit."""
         return struct.unpack("d", self.page[LIMIT : LIMIT + 8])[0]
 
     @property
     def ending(self) -> bool:
-        """True if the process has announced the end of the watch or of itself."""
+        """True if the process has announced its own end or the end of the watch."""
         return self.page[ENDING] > 0
 
     @property
@@ -93,13 +99,13 @@ class Rank:
             return "?"
 
     def is_there(self) -> bool:
-        """Return True if the process still exists: it is this guardian's parent."""
+        """Return True if the rank's process still exists, as the parent of this guardian."""
         return os.getppid() == self.pid
 
     def dump(self) -> str:
-        """Return the stacks of the process's threads, and stop the process."""
-        # A stopped process must run again to write its stacks. First let the ranks that wait for it
-        # be stopped by their guardians.
+        """Return the stacks of the process's threads, and stop the process by SIGSTOP."""
+        # A stopped process must run again to write its stacks. Before that, the guardians of the
+        # ranks that wait for it need time to stop those ranks.
         if self.state == "T":
             time.sleep(STILL_WITHIN)
         before = os.fstat(self.stacks).st_size
@@ -128,8 +134,9 @@ class Rank:
 def _to_main_thread(pid: int, number: int) -> None:
     """Send a signal to the main thread of a process.
 
-    The thread that takes the signal writes the stacks, while the others go on. If this were one of
-    MPI's threads, it would read freed memory from the frames of a working main thread.
+    The thread that takes the signal writes the stacks, while the other threads go on. If one of
+    MPI's threads took it, that thread would read freed memory from the frames of a working main
+    thread.
     """
     try:
         import ctypes
@@ -162,7 +169,7 @@ class Member:
         )
 
     def line(self) -> str:
-        """Return the rank's state in words."""
+        """Return the rank's state in words, for the report to the user."""
         state = {"T": ", is stopped (SIGSTOP)", "D": ", waits for a disk", "Z": ", has ended"}.get(
             self.state, ""
         )
@@ -174,10 +181,15 @@ class Member:
 
 
 def verdict(members: list[Member], timeout: float) -> str | None:
-    """Return why the job has to be ended, or None."""
+    """Return the reason to end the job, or None to let it go on.
+
+    Args:
+        members: the states of all ranks.
+        timeout: ``run.timeout`` in seconds.
+    """
     at_work = [m for m in members if m.connected and not m.said_bye]
     if gone := [m.rank for m in at_work if m.lost and m.unheard > GONE_AFTER]:
-        return f"{_ranks(gone)} ended without a word"
+        return f"{_ranks(gone)} ended without an error message"
     if silent := [m.rank for m in at_work if m.unheard > timeout]:
         have = "has" if len(silent) == 1 else "have"
         return f"{_ranks(silent)} {have} not been heard of for {timeout:g} s (run.timeout)"
@@ -190,7 +202,7 @@ def verdict(members: list[Member], timeout: float) -> str | None:
 
 
 def report(reason: str, members: list[Member], folder: str | None) -> str:
-    """Return the message to the user, with one line for all ranks that stand at the same place."""
+    """Return the message to the user. Ranks in the same state on the same host share a line."""
     places: dict[tuple[str, str], list[int]] = {}
     for m in members:
         if m.connected and not m.said_bye:
@@ -199,7 +211,7 @@ def report(reason: str, members: list[Member], folder: str | None) -> str:
     lines += [f"  {_ranks(ranks)} on {host}: {line}" for (line, host), ranks in places.items()]
     lines.append(f"  stacks of all ranks: {folder}" if folder else "  stacks: below")
     lines.append(
-        "  If it only was busy, set run.timeout higher; a run that was training goes on with "
+        "  If the job was only busy, set run.timeout higher. A training run continues with "
         "--train.resume true."
     )
     return "\n".join(lines)
@@ -230,9 +242,9 @@ class Lines:
         return True
 
     def receive(self) -> list[dict] | None:
-        """Return the complete lines that have come.
+        """Return the JSON objects of all complete lines that have arrived.
 
-        None if the other side has closed the connection or does not send JSON objects.
+        Return None if the other side has closed the connection or does not send JSON objects.
         """
         try:
             found = self.connection.recv(_LONGEST_LINE)
@@ -251,7 +263,12 @@ class Lines:
 
 
 class Guardian:
-    """Guardian of one rank; beside ranks 0 and 1 it watches all ranks."""
+    """Guardian of one rank. The guardians of ranks 0 and 1 also watch all other ranks.
+
+    Args:
+        rank: the process of the rank.
+        number: the number of the rank.
+    """
 
     def __init__(self, rank: Rank, number: int):
         self.rank, self.number = rank, number
@@ -259,10 +276,10 @@ class Guardian:
         self.secret = secrets.token_hex(16)  # other processes must send it to be heard
         self.listener: socket.socket | None = None
         self.members: list[Member] = []
-        self.monitors: list[Lines] = []  # the guardians that decide, as this one talks to them
-        self.guests: dict[int, Lines] = {}  # the ranks that talk to this one
-        self.strangers: list[Lines] = []
-        self.judged = 0.0  # seconds since this one found a reason to end
+        self.monitors: list[Lines] = []  # connections to the guardians that decide
+        self.guests: dict[int, Lines] = {}  # connections from other guardians, by rank
+        self.strangers: list[Lines] = []  # connections that have not sent the secret yet
+        self.judged = 0.0  # seconds since this guardian found a reason to end the job
 
     def run(self) -> None:
         last = time.monotonic()
@@ -330,7 +347,7 @@ class Guardian:
                 member.hear(one)
 
     def _leave(self) -> None:
-        """End this guardian: its rank's process has ended, or ends the watch."""
+        """End this guardian, because its rank's process has ended or has closed the watch."""
         if self.rank.ending:
             for lines in self.monitors:
                 lines.send({"rank": self.number, "bye": True})
@@ -341,7 +358,7 @@ class Guardian:
     def _see_off(self) -> None:
         """Wait for the end of the process, and kill it if it hangs.
 
-        MPI's own end waits for all ranks, so it can hang too.
+        When a process ends, MPI waits for all ranks, so the end of a process can hang too.
         """
         for lines in (*self.monitors, *self.guests.values(), *self.strangers):
             lines.connection.close()
@@ -365,7 +382,7 @@ class Guardian:
             passed += SEEN_OFF_EVERY
 
     def _open(self) -> None:
-        """Listen for other guardians, and print the address for the rank."""
+        """Listen for other guardians, and print this guardian's address for its rank to read."""
         self.listener = socket.create_server(("", 0), backlog=4096)
         print(
             json.dumps(
@@ -394,9 +411,9 @@ class Guardian:
                 lines.send({"secret": monitor["secret"], **self._message()})
         if not self.monitors:
             print(
-                f"distseg: the guardian of rank {self.number} reaches neither rank 0's nor rank "
-                "1's: it watches its own rank alone, "
-                "which counts as hanging while it waits for others that work (run.timeout)",
+                f"distseg: the guardian of rank {self.number} cannot reach the guardian of rank 0 "
+                "or rank 1, so it watches its own rank alone: "
+                "after run.timeout it ends this rank even if the rank waits for others that work",
                 file=sys.stderr,
                 flush=True,
             )
@@ -435,7 +452,7 @@ class Guardian:
             self._end(reason)
 
     def _end(self, reason: str | None) -> None:
-        """End this rank; with a reason, print it and end all ranks."""
+        """End this rank. If a reason is given, print the report and end all ranks."""
         members = self.members
         if reason:
             if self.number > 1 or not members:
@@ -470,7 +487,7 @@ class Guardian:
 
 
 def _connected(member: dict, deadline: float) -> Lines | None:
-    """Connect to a guardian by the first of its addresses that answers; None if none does."""
+    """Connect to a guardian by the first of its addresses that answers, or return None."""
     for address in ["127.0.0.1"] * (member["host"] == socket.gethostname()) + member["addresses"]:
         try:
             return Lines(

@@ -1,9 +1,9 @@
 """Halo exchange: tiles receive cells that other tiles own, and return the gradients of these cells.
 
-The forward pass copies a tile's cells to all tiles that want them. Its adjoint adds the gradients
+The forward pass copies a tile's cells to all tiles that need them. Its adjoint adds the gradients
 that these tiles return. A layer sends one message to each neighbour, whatever the number of tiles
 and images. Boxes are intersected, so corners, halos wider than a tile and several tiles per rank
-need no cases of their own. Messages follow the rules of :mod:`distseg.comm.staging`.
+need no special code. Messages follow the rules of :mod:`distseg.comm.staging`.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from distseg.tiling.tile import Box
 
 
 class Copy(NamedTuple):
-    """Cells ``box`` of a feature map that go from the tile that owns them to one that wants them.
+    """Copy of the cells ``box`` of a feature map from the tile that owns them to another tile.
 
-    Tiles are named by their cell in the grid of tiles.
+    ``source`` and ``target`` are the positions of the tiles in the grid of tiles.
     """
 
     source: tuple[int, ...]
@@ -43,9 +43,9 @@ def copies_to(
     """Return the copies that a tile receives from others.
 
     Args:
-        target: the tile's cell in the grid.
-        cuts: along each dim, the positions where one tile ends and the next begins.
-        wanted: along each dim, the span that each tile wants.
+        target: the position of the tile in the grid of tiles.
+        cuts: for each dim, the borders of the tiles, from 0 to the size of the feature map.
+        wanted: for each dim, the span (start, stop) of cells that each tile needs.
     """
     spans = [w[t] for w, t in zip(wanted, target)]
     if any(a >= b for a, b in spans):
@@ -59,7 +59,12 @@ def copies_to(
 def copies_from(
     source: Sequence[int], cuts: Sequence[Sequence[int]], wanted: Sequence[Sequence[Span]]
 ) -> list[Copy]:
-    """Return the copies that a tile sends to others; arguments as in :func:`copies_to`."""
+    """Return the copies that a tile sends to others.
+
+    Args:
+        source: the position of the tile in the grid of tiles.
+        cuts, wanted: see :func:`copies_to`.
+    """
     own = [c[s : s + 2] for c, s in zip(cuts, source)]
     near = [
         [t for t, (a, b) in enumerate(w) if max(a, o[0]) < min(b, o[1])]
@@ -104,23 +109,26 @@ class ExchangeView(MapView):
 
 
 class HaloExchange:
-    """Halo exchange of one layer, for tensors of one number of channels and dtype.
+    """Halo exchange of one layer, for tensors with the same number of channels and dtype.
 
     ``forward`` and ``adjoint`` are adjoint to each other in the inner product over all cells of all
     ranks.
 
     Args:
+        mail: sends and receives the messages.
         frames: the boxes of each tensor (B, C, *available.size) of this rank.
-        sends: for each rank, the strips to send, as (index of the tensor, box in map cells). Both
-            ranks use the same order.
+        sends: for each rank, the strips to send, as (index of the tensor, box in the coordinates of
+            the feature map). Both ranks use the same order.
         receives: for each rank, the strips to receive, in the same form.
-        here: copies between tensors of this rank: (source, target, box).
-        like: a tensor with the channels and dtype of all.
+        here: copies between tensors of this rank, as (index of the source, index of the target,
+            box).
+        like: a tensor with the number of channels and the dtype of all tensors.
         batches: number of images of each tensor.
         fill: value of padding.
         tag: tag of this layer's messages; ``tag`` + 1 is the tag of gradients.
-        last: channels come last in messages, which is best if they do in memory. All ranks must
-            agree.
+        name: name of the layer, for error messages.
+        last: True if messages have their channels last, which is best if the tensors have them last
+            in memory. All ranks must pass the same value.
     """
 
     def __init__(
@@ -192,7 +200,10 @@ class HaloExchange:
         return self.finish_adjoint(gs, self.start_adjoint(gs))
 
     def start_adjoint(self, gs: Sequence[Tensor]):
-        """Start to send the gradients of cells that other ranks own."""
+        """Start to send the gradients of cells that other ranks own.
+
+        Return the receives for :meth:`finish_adjoint`, by rank.
+        """
         return self._start(gs, self.receives, self.sends, self.tag + 1)
 
     def finish_adjoint(
@@ -202,7 +213,7 @@ class HaloExchange:
 
         Args:
             arriving: what :meth:`start_adjoint` returned.
-            in_place: ``gs`` may be changed, and the results may be views of them.
+            in_place: True if ``gs`` may be changed and the results may be views of ``gs``.
         """
         dxs = [self._own_part(g, frame, in_place) for g, frame in zip(gs, self.frames)]
         for source, target in self.here:
@@ -213,7 +224,10 @@ class HaloExchange:
         return dxs
 
     def _placed(self, x: Tensor, frame: ExchangeView) -> Tensor:
-        """Return a tensor on ``frame.exchanged`` with own cells and padding filled in."""
+        """Return a tensor for the box ``frame.exchanged``, with owned cells and padding filled in.
+
+        Cells that other tiles own are not initialized.
+        """
         y = _empty(x, frame.exchanged.size)
         common = frame.owned.intersection(frame.exchanged)
         if not common.pixels:
@@ -275,7 +289,7 @@ class HaloExchange:
         return sum(math.prod(strip.shape) for strip in strips) * self.itemsize
 
     def _parts(self, flat: Tensor, strips: list[Strip]):
-        """Yield each strip with its part of a message, as a view of the strip's shape."""
+        """Yield each strip and its part of the message ``flat``, a view with the strip's shape."""
         values, offset = flat.view(self.dtype), 0
         for strip in strips:
             count = math.prod(strip.shape)
@@ -312,5 +326,5 @@ class _Exchanged(torch.autograd.Function):
 
 
 def exchanged(exchange: HaloExchange, xs: Sequence[Tensor]) -> list[Tensor]:
-    """Exchange halos between all tiles, differentiably."""
+    """Exchange halos between all tiles. The backward pass is the adjoint of the exchange."""
     return list(_Exchanged.apply(exchange, *xs))

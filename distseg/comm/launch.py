@@ -31,14 +31,15 @@ if TYPE_CHECKING:
 BORN = time.monotonic()  # approximate start of this process
 _TRANSPORTS = "OMPI_MCA_btl"  # Open MPI's parameter for the transports that a process may use
 _world: Communicator | None = None  # what world() returned
-_choice: Choice | None = None  # why it is of this kind
+_choice: Choice | None = None  # the transport of _world, and the reason for it
 
 
 def world(transport: str = "auto") -> Communicator:
     """Return the communicator of all ranks of this job. The first call connects them.
 
     Args:
-        transport: ``run.transport``; later calls return the communicator of the first.
+        transport: the value of ``run.transport``. Later calls ignore it and return the communicator
+            of the first call.
 
     Raises:
         ValueError: launcher and MPI contradict each other, MPI is not installed, or the ranks have
@@ -53,7 +54,10 @@ def world(transport: str = "auto") -> Communicator:
 
 
 def transport_line() -> str:
-    """Return a line on what carries this job's messages, and why."""
+    """Return a line that names the transport of this job's messages and the reason for it.
+
+    The line is empty before the first call of :func:`world`.
+    """
     name = {"mpi": "MPI (mpi4py)", "torch": "torch.distributed (gloo)", "alone": "no other ranks"}
     return "" if _choice is None else f"transport: {name[_choice.transport]}, {_choice.why}"
 
@@ -76,9 +80,10 @@ def _torch_world() -> Communicator:
 
 
 def leave() -> None:
-    """End the communication of this job after its work. Collective.
+    """Wait for all ranks after their work, if torch.distributed connects them.
 
-    No rank closes its connections while another one still reads from them.
+    All ranks must call it together. So no rank closes its connections while another rank still
+    reads from them.
     """
     if _world is not None and _world.transport == "torch":
         _world.Barrier()
@@ -96,7 +101,7 @@ def _mpi_world() -> Communicator:
     if ours:
         os.environ.pop(name, None)  # Jobs that this process starts must not inherit it.
     if wrong := contradiction(MPI.COMM_WORLD.size, MPI.Get_library_version()):
-        # If the launcher gives the size, all ranks find the error. Otherwise only this one may.
+        # If the launcher gives the size, all ranks find the error. Otherwise perhaps only this one.
         raise (ValueError if process.size is None else JointFailure)(wrong)
     return as_communicator(MPI.COMM_WORLD)
 
@@ -108,7 +113,8 @@ def check_launcher() -> None:
     process of torchrun would run the serial program.
 
     Raises:
-        ValueError: naming the launcher, both numbers and the repair.
+        ValueError: the launcher and MPI contradict each other. The message names the launcher, both
+            numbers and how to fix it.
     """
     if _world is not None or identify() == LONE:
         return
@@ -154,7 +160,10 @@ def _alone_in_open_mpi():
 
 
 def ranks_on_node(comm) -> int:
-    """Return how many ranks of ``comm`` run on this node, including this one. Collective."""
+    """Return the number of ranks of ``comm`` on this node, including this rank.
+
+    All ranks of ``comm`` must call it together.
+    """
     node = as_communicator(comm).split_by_node()
     size = node.size
     node.Free()
@@ -169,14 +178,14 @@ class Resources(NamedTuple):
 
 
 def set_up(comm, device: str = "auto", threads: int | None = None) -> Resources:
-    """Choose this rank's device and CPU threads. Collective.
+    """Choose this rank's device and CPU threads.
 
-    Each rank gets one GPU, by its rank on the node. If there are more ranks than GPUs, they share
-    them in turn.
+    All ranks of ``comm`` must call it together. Each rank gets one GPU, by its rank on the node. If
+    a node has more ranks than GPUs, several ranks share a GPU.
 
     Args:
-        device: ``run.device``.
-        threads: ``run.threads``.
+        device: the value of ``run.device``.
+        threads: the value of ``run.threads``.
 
     Raises:
         ValueError: a GPU is required, and the node has none.
@@ -226,8 +235,8 @@ def keep_freed_memory(large: bool = True) -> None:
     libraries are not affected.
 
     Args:
-        large: also keep blocks above 32 MB. They leave gaps that other blocks do not fit into, so
-            set it to False where memory is short.
+        large: True to keep blocks above 32 MB too. Such blocks leave gaps that other blocks do not
+            fit into, so use False where memory is short.
     """
     M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4
     try:
@@ -242,7 +251,7 @@ def keep_freed_memory(large: bool = True) -> None:
 def release_freed_memory() -> None:
     """Return to the system the memory that :func:`keep_freed_memory` kept.
 
-    Call it before work with blocks of other sizes, which would not fit into the kept ones.
+    Call it before work with blocks of other sizes, which would not fit into the kept blocks.
     """
     try:
         ctypes.CDLL("libc.so.6").malloc_trim(0)
@@ -266,7 +275,7 @@ class GapTrimmer:
         """Return free memory to the system if the process has grown too much.
 
         Args:
-            held: bytes of tensors that outlive tiles.
+            held: bytes of the live tensors that are kept after a tile.
         """
         now = resident_memory() - held
         if self._usual is None:
@@ -318,18 +327,18 @@ CONTINUED = 75
 
 
 class ToBeContinued(Exception):
-    """End of a run before its time, on all ranks together, with a checkpoint to resume from."""
+    """Early end of a run on all ranks together. A checkpoint allows the run to be resumed."""
 
 
 class JointFailure(ValueError):
-    """Error that every rank knows of: all ranks end by themselves, and rank 0 prints it."""
+    """Error that all ranks raise. Each rank ends by itself, and rank 0 alone prints the error."""
 
 
 @contextmanager
 def raise_jointly(comm):
     """Raise a :class:`JointFailure` on all ranks if the body fails on any of them.
 
-    Collective. The body must not communicate.
+    All ranks of ``comm`` must enter the context together. The body must not communicate.
     """
     error = None
     try:
@@ -358,11 +367,11 @@ def gathered(comm) -> None:
 
 
 def end_as_one(main: Callable[[], int | None]) -> None:
-    """Run ``main`` as the whole life of this process, and exit with its return code.
+    """Run ``main`` as the whole program of this process, and exit with its return code.
 
-    Rank 0 alone prints a joint failure. Any other error is printed by its rank, which then aborts
-    the job. Higher ranks wait a moment first, so that an error which all ranks have is printed by
-    rank 0.
+    Rank 0 alone prints a joint failure. Any other error is printed by the rank that raises it,
+    which then aborts the job. Ranks above 0 wait a moment first, so that rank 0 prints an error
+    which all ranks have.
     """
     try:
         code = main() or 0

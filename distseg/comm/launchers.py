@@ -1,8 +1,7 @@
-"""Launchers of MPI jobs: how each describes a process, and when this contradicts MPI.
+"""Launchers of jobs: the variables by which each describes a process, and the check against MPI.
 
-mpirun, srun, jsrun and others start the same program several times. A program that does not find
-the other processes would train alone, as many times as there are processes, all into one folder. So
-every hint of other processes is checked.
+mpirun, srun, jsrun and others start the same program several times. Processes that do not find each
+other would each train alone, all into the same folder. So every hint of other processes is checked.
 """
 
 from __future__ import annotations
@@ -34,32 +33,35 @@ _OTHER_MPI = (
 
 @dataclass(frozen=True)
 class Launcher:
-    """Environment variables that a launcher sets in each process; "" if it has none."""
+    """Names of the environment variables by which a launcher describes a process.
+
+    A name is "" if the launcher has no variable for this value.
+    """
 
     name: str
     rank: str
     size: str = ""
     local_rank: str = ""
     local_size: str = ""
-    beside: str = ""  # further variable that tells launchers with the same rank and size apart
-    repair: str = _OTHER_MPI
+    beside: str = ""  # must be set too; distinguishes launchers with the same rank and size
+    repair: str = _OTHER_MPI  # end of an error message: the cause and how to fix it
 
 
 _TORCHRUN = (
     "processes of torchrun, or with RANK and WORLD_SIZE set by hand, are no MPI processes: set "
-    "run.transport to torch, in a script take the communicator of distseg.comm.launch.world(); or "
-    "start with mpirun -n {size} or srun --mpi=pmix, without RANK and WORLD_SIZE"
+    "run.transport to torch, or in a script use the communicator of distseg.comm.launch.world(), "
+    "or start with mpirun -n {size} or srun --mpi=pmix, without RANK and WORLD_SIZE"
 )
 _SRUN = (
     "its processes cannot find each other: start them with srun --mpi=pmix (srun --mpi=list "
     "shows what this Slurm has), or with mpirun in the allocation, or set run.transport to torch; "
-    "if they are, mpi4py ({library}) was built for another MPI (docs/install.md)"
+    "if you already did, mpi4py ({library}) was built for another MPI (docs/install.md)"
 )
 
 # The launcher that starts the innermost processes comes before the one around it. An mpirun in an
 # allocation, or in a job of Flux, inherits the outer variables, which give another number of
 # processes. torchrun comes first because users set its variables by hand. The first "mpiexec" is
-# that of MPICH's Hydra and of Intel MPI. PALS gives no size, so its first entry takes Cray MPICH's.
+# that of MPICH's Hydra and of Intel MPI. PALS gives no size: its first entry takes Cray MPICH's.
 LAUNCHERS = (
     Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", repair=_TORCHRUN),
     Launcher(
@@ -123,7 +125,8 @@ LAUNCHERS = (
 def identify(environment: Mapping[str, str] = os.environ) -> Process:
     """Return this process as described by its launcher, or ``LONE`` without a launcher.
 
-    The first launcher that gives rank and size is used, otherwise the first that gives a rank.
+    The first entry of ``LAUNCHERS`` that gives rank and size is used, otherwise the first one that
+    gives a rank.
     """
     return found(environment)[1]
 
@@ -133,9 +136,9 @@ def contradiction(
 ) -> str | None:
     """Return an error message if the launcher contradicts MPI, or None.
 
-    Without a launcher MPI is trusted. The danger is several processes that each believe to be
-    alone. They show as a size that MPI does not see, or as a rank above 0 that MPI sees alone. Rank
-    0 cannot notice the latter.
+    Without a launcher, MPI is trusted. The check finds processes of one job that do not find each
+    other: the launcher gives another size than MPI, or it gives no size but a rank above 0 to a
+    process that MPI takes for the only one. Rank 0 cannot notice the second case.
 
     Args:
         ranks: the size of MPI's communicator of all ranks.
@@ -160,7 +163,7 @@ def contradiction(
 
 
 def found(environment: Mapping[str, str]) -> tuple[Launcher | None, Process]:
-    """Return the launcher of this process, or None, and the process as it describes it."""
+    """Return the launcher of this process, or None, and the launcher's description of it."""
 
     def number(name: str) -> int | None:
         return _leading_int(environment.get(name))

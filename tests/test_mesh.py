@@ -54,8 +54,8 @@ def test_a_wrong_number_of_ranks(shape, ranks, message):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ((0,), "mesh.samples is at least 1, got 0"),
-        ((1, "1x1", -1), "mesh.stages is at least 1, got -1"),
+        ((0,), "mesh.samples must be at least 1, got 0"),
+        ((1, "1x1", -1), "mesh.stages must be at least 1, got -1"),
     ],
 )
 def test_empty_axes(arguments, message):

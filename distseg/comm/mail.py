@@ -1,9 +1,9 @@
 """Non-blocking messages of tensors: sends that run on, receives that are posted ahead.
 
-A message is a tensor's memory as it lies. So both sides agree once on its form (shape, dtype,
-memory format), not per message. CUDA tensors go directly to a transport that takes GPU memory, such
-as a CUDA-aware MPI, and otherwise through pinned host memory, by the rules of
-:mod:`distseg.comm.staging`.
+A message is the raw memory of a tensor. The tensor's form (shape, dtype, memory format) is not part
+of the message, so both sides agree on the form once. CUDA tensors go directly to a transport that
+takes GPU memory, such as a CUDA-aware MPI, and otherwise through pinned host memory, by the rules
+of :mod:`distseg.comm.staging`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Form:
         return buffer.view(self.dtype).as_strided(self.shape, self.empty("meta").stride())
 
     def fit(self, x: Tensor) -> Tensor:
-        """Return ``x`` dense in this memory format, copied only if it is not."""
+        """Return ``x`` dense and in this memory format. It is copied only if needed."""
         return x.contiguous(memory_format=self.memory_format)
 
     @property
@@ -65,7 +65,14 @@ class Form:
 
 
 class Receipt:
-    """Receive that is under way."""
+    """Receive that is under way.
+
+    Args:
+        waits: the wait policy.
+        request: the request of the receive.
+        buffer: the memory that the message is received into.
+        make: makes the received tensor from the buffer.
+    """
 
     def __init__(self, waits: Waits, request, buffer: Tensor, make: Callable[[Tensor], Tensor]):
         self._waits, self.request, self._buffer, self._make = waits, request, buffer, make
@@ -81,7 +88,10 @@ class Receipt:
 
 
 class Message(NamedTuple):
-    """Message from or to host memory; ``values`` must stay as they are until it is complete."""
+    """Message from or to host memory.
+
+    ``values`` must be left alone until the message is complete.
+    """
 
     request: PartRequest
     values: Tensor
@@ -96,7 +106,7 @@ class Message(NamedTuple):
 
 
 class _Sent(NamedTuple):
-    """Message under way, the memory that is read, and that memory's pooled buffer, if any."""
+    """Sent message under way, the memory that is sent, and its pooled buffer, if it has one."""
 
     request: object
     memory: object
@@ -137,7 +147,7 @@ class Mail:
         """Start to send a dense tensor, which must not change before :meth:`flush`.
 
         Args:
-            packed: ``x`` is a buffer from :meth:`buffer`.
+            packed: True if ``x`` is a buffer from :meth:`buffer`.
         """
         self.send_all({to: x}, tag, packed)
 
@@ -180,7 +190,12 @@ class Mail:
         tag: int,
         make: Callable[[Tensor], Tensor] = lambda buffer: buffer,
     ) -> Receipt:
-        """Post a receive into a pooled buffer, which :meth:`done` gives back."""
+        """Post a receive into a pooled buffer, which :meth:`done` gives back.
+
+        Args:
+            size: length of the message in bytes.
+            make: makes the tensor of the receipt from the buffer; by default the buffer itself.
+        """
         buffer = self.buffers.take(size)
         return Receipt(self.waits, self.comm.Irecv(message(buffer), source, tag), buffer, make)
 
@@ -243,5 +258,5 @@ class Mail:
 
 
 def message(x: Tensor) -> Tensor:
-    """Return the memory of a dense tensor as bytes, in the order in which it lies."""
+    """Return the memory of a dense tensor as a flat view of bytes, in memory order."""
     return as_bytes(x)

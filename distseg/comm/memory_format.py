@@ -15,8 +15,11 @@ def channels_last(dims: int) -> torch.memory_format:
 
 
 def lies_last(x: torch.Tensor) -> bool:
-    """Return True if a tensor has its channels last in memory; a single channel counts as first."""
-    spread = x.shape[-1] > 1 and x.stride(-1) == 0  # an expanded dim: one cell seen as many
+    """Return True if a tensor has its channels last in memory.
+
+    A tensor with a single channel counts as channels first.
+    """
+    spread = x.shape[-1] > 1 and x.stride(-1) == 0  # expanded: all cells share one value in memory
     return x.stride(1) == 1 and x.shape[1] > 1 and x.dim() in (4, 5) and not spread
 
 
@@ -28,14 +31,14 @@ def lies_alike(x: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def like_layout(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Return ``x`` in the layout of the dense tensor ``other``, copied only if it differs."""
+    """Return ``x`` in the layout of the dense tensor ``other``; copy it if its layout differs."""
     if lies_alike(x, other):
         return x
     return torch.empty_like(other, dtype=x.dtype, device=x.device).copy_(x)
 
 
 def like_format(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Return ``x`` in the memory format of ``other``, copied only if it differs."""
+    """Return ``x`` in the memory format of ``other``; copy it if its memory format differs."""
     return x.contiguous(memory_format=channels_last(x.dim())) if lies_last(other) else x
 
 

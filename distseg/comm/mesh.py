@@ -23,7 +23,7 @@ from distseg.config.sizes import Size
 
 @dataclass(frozen=True)
 class MeshShape:
-    """Sizes of the mesh's axes, and the place of each rank, without communication."""
+    """Sizes of the mesh's axes and the coordinates of each rank, without communication."""
 
     samples: int = 1
     tiles: Size = Size((1, 1))
@@ -33,7 +33,7 @@ class MeshShape:
         object.__setattr__(self, "tiles", Size(self.tiles))
         for axis in ("samples", "stages"):
             if getattr(self, axis) < 1:
-                raise ValueError(f"mesh.{axis} is at least 1, got {getattr(self, axis)}")
+                raise ValueError(f"mesh.{axis} must be at least 1, got {getattr(self, axis)}")
 
     @property
     def axes(self) -> tuple[int, ...]:
@@ -49,7 +49,8 @@ class MeshShape:
         """Refuse a number of ranks that does not fill the mesh.
 
         Raises:
-            ValueError: naming both numbers and the repair.
+            ValueError: ``ranks`` is not the size of the mesh. The message names both numbers and
+                how to fix it.
         """
         if ranks != self.size:
             raise ValueError(
@@ -61,7 +62,7 @@ class MeshShape:
             )
 
     def place(self, rank: int) -> tuple[int, tuple[int, ...], int]:
-        """Return the coordinates (sample, tile, stage) of a rank; the tile has one per dim."""
+        """Return the coordinates (sample, tile, stage) of a rank, with one tile index per dim."""
         rank, stage = divmod(rank, self.stages)
         tile = []
         for count in reversed(self.tiles):
@@ -78,10 +79,10 @@ class MeshShape:
 
 
 class Mesh:
-    """Position of this rank in the mesh, and its communicators. Making one is collective.
+    """Position of this rank in the mesh, and its communicators. All ranks must create it together.
 
     Attributes:
-        sample, tile, stage: this rank's coordinates; ``tile`` has one per spatial dim.
+        sample, tile, stage: this rank's coordinates; ``tile`` has one index per spatial dim.
         world: all ranks.
         pipeline: the S stages of this rank's tile and sample group.
         tiles: the Q tiles of this rank's image and stage (``norm_comm``).
@@ -118,5 +119,5 @@ class Mesh:
         return self.world.size
 
     def __deepcopy__(self, memo) -> Mesh:
-        """Return the same object: copies of what holds it share its connections."""
+        """Return the same object, so that a copy of its owner uses the same connections."""
         return self

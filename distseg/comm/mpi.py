@@ -1,7 +1,6 @@
 """Communicator over mpi4py (:class:`distseg.comm.communicator.Communicator`).
 
-This module and :mod:`distseg.comm.cuda_aware` alone use mpi4py. They import it where it is used,
-because the import starts MPI.
+Modules of distseg import mpi4py inside of functions, because the import starts MPI.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ class MpiCommunicator:
     """Communicator of mpi4py with distseg's names.
 
     Args:
-        comm: a communicator of mpi4py. Names that are not defined here are its own.
+        comm: a communicator of mpi4py. It provides all methods that this class does not define.
     """
 
     transport = "mpi"
@@ -36,7 +35,7 @@ class MpiCommunicator:
         return getattr(self.comm, name)
 
     def __deepcopy__(self, memo) -> MpiCommunicator:
-        """Return the same object: copies of what holds it share its connections."""
+        """Return the same object, so that a copy of its owner uses the same connections."""
         return self
 
     @property

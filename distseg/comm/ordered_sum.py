@@ -1,4 +1,4 @@
-"""Sum of memory over ranks, in which the parts are added in the order of the ranks.
+"""Sum of an array over ranks, with the arrays added in the order of the ranks.
 
 MPI and gloo add in an order of their own, which depends on the library, the length and the number
 of ranks. Here the order is fixed, so a sum has the same bits over every transport and on every
@@ -8,7 +8,8 @@ rank::
     memory of rank 1    a1 b1 c1     b = b0 + b1 + b2     and sends the result
     memory of rank 2    a2 b2 c2     c = c0 + c1 + c2     to all others
 
-Each rank sends and receives 2 (n - 1) / n times the length of the memory, as in a ring.
+Each of n ranks sends and receives 2 (n - 1) / n times the length of the memory, as in a ring
+all-reduce.
 """
 
 from __future__ import annotations
@@ -23,11 +24,14 @@ if TYPE_CHECKING:
     from distseg.comm.communicator import Communicator, Request
 
 _PARTS, _SUMS = (1 << 30) + 1, (1 << 30) + 2  # tags
-_GATHERED = 1 << 16  # bytes of all ranks up to which memory is gathered instead: one message
+_GATHERED = 1 << 16  # up to so many bytes of all ranks together, one gather replaces both rounds
 
 
 def start_sum(memory: np.ndarray, comm: Communicator) -> Request:
-    """Start to replace a dense array by its sum over the ranks. Collective."""
+    """Start to replace a dense array by its sum over the ranks.
+
+    All ranks of ``comm`` must call it together.
+    """
     flat = torch.from_numpy(memory).view(-1)
     if flat.numel() * flat.element_size() * comm.size <= _GATHERED:
         return _GatheredSum(flat, comm)
@@ -35,7 +39,7 @@ def start_sum(memory: np.ndarray, comm: Communicator) -> Request:
 
 
 class _GatheredSum:
-    """Sum of short memory, which each rank computes by itself."""
+    """Sum of a small array over ranks. Each rank gathers all arrays and adds them by itself."""
 
     def __init__(self, memory: Tensor, comm: Communicator):
         self._memory: Tensor | None = memory
@@ -52,7 +56,7 @@ class _GatheredSum:
 
 
 class _SumOfParts:
-    """Sum of long memory, of which each rank adds an equal part."""
+    """Sum of a large array over ranks, for which each rank adds up an equal part."""
 
     def __init__(self, memory: Tensor, comm: Communicator):
         self._comm, size = comm, comm.size
@@ -78,7 +82,11 @@ class _SumOfParts:
         return not self._requests
 
     def _exchange(self, received: list[Tensor], sent: list[Tensor], tag: int) -> list[Request]:
-        """Start to receive a part from every other rank, and to send it one."""
+        """Start to receive a part from every other rank, and to send a part to each of them.
+
+        Args:
+            received, sent: the part from and to each rank.
+        """
         others = [rank for rank in range(self._comm.size) if rank != self._comm.rank]
         receives = [self._comm.Irecv(received[r], r, tag) for r in others if received[r].numel()]
         return receives + [self._comm.Isend(sent[r], r, tag) for r in others if sent[r].numel()]

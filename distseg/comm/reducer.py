@@ -3,7 +3,8 @@
 Horovod adds them, or the transport that carries all other messages (MPI or torch.distributed).
 
 With several replicas the gradients live in a few flat buckets, and each parameter's ``grad`` is a
-view of one. So messages are contiguous, nothing is copied, and the global norm is one reduction.
+view of a bucket. So messages are contiguous, nothing is copied, and the global norm is one
+reduction.
 Every rank computes the gradient of its part of the loss, which is already divided by global counts.
 So the reduction is a plain sum, and the result is the gradient of the serial program.
 """
@@ -37,12 +38,12 @@ class Gradients:
     """Gradients of a list of parameters.
 
     Args:
-        flat: put the gradients into buckets, because other ranks add to them. Otherwise autograd's
-            own tensors are kept.
+        flat: True to put the gradients into buckets, because other ranks add to them. Otherwise
+            autograd's own tensors are kept.
 
     Attributes:
         buckets: one or more flat tensors per dtype and device, in the order of the parameters;
-            empty if not ``flat``.
+            empty if ``flat`` is False.
     """
 
     def __init__(self, parameters: list[nn.Parameter], flat: bool = True):
@@ -77,7 +78,7 @@ class Gradients:
             p.grad = view
 
     def detach(self) -> None:
-        """Give every parameter ``grad`` None, so that autograd shows which ones it computes."""
+        """Set every ``grad`` to None. Afterwards only parameters with a new gradient have one."""
         for p in self.parameters:
             p.grad = None
 
@@ -145,7 +146,7 @@ class LoneReducer:
 
 
 class TransportReducer:
-    """Reducer of flat buckets over a communicator, so by MPI or torch.distributed.
+    """Reducer that sums flat buckets over a communicator, by MPI or torch.distributed.
 
     Buckets of a GPU go through host memory, two at a time.
 
@@ -186,7 +187,7 @@ class TransportReducer:
         return end
 
     def _on_the_host(self, wire: Tensor) -> tuple[Tensor, Callable[[], None]]:
-        """Return a copy in host memory, and a function that gives its buffer back."""
+        """Return a copy of ``wire`` in host memory, and a function that frees the copy's buffer."""
         buffers = self._buffers.setdefault(wire.device, Buffers(wire.device, staged=True))
         buffer = buffers.take(wire.numel() * wire.element_size())
         host = buffer.view(wire.dtype).copy_(wire, non_blocking=True)
@@ -231,11 +232,16 @@ def horovod_works() -> bool:
 
 
 def make_reducer(kind: str, mesh, fp16: bool = False, device: str = "cpu"):
-    """Return the reducer for this rank's replicas, as ``mesh.reducer`` asks. Collective.
+    """Return the reducer for this rank's replicas. All ranks of ``mesh`` must call it together.
+
+    Args:
+        kind: the value of ``mesh.reducer``.
+        fp16: True to compress gradients to fp16 for the sum.
+        device: the type of the ranks' devices, cpu or cuda.
 
     Raises:
-        ValueError: the reducer does not go with the transport, or Horovod is required, but on some
-            rank it is not installed or not built for ``device``.
+        ValueError: the reducer cannot use the transport, or Horovod is required, but on some rank
+            it is not installed or not built for ``device``.
     """
     transport = mesh.world.transport
     _check_transport(kind, transport)
@@ -299,7 +305,7 @@ def _threads() -> set[int]:
 
 
 def _give_way(threads: set[int]) -> None:
-    """Let threads run only if nobody else wants the core.
+    """Give threads the lowest priority, so that other threads on the same core run first.
 
     Between steps Horovod's threads wait for other ranks in a busy loop.
     """
@@ -311,11 +317,11 @@ def _give_way(threads: set[int]) -> None:
 
 
 def _process_set(mesh, device: str):
-    """Start Horovod with one process set per stage, and return that of this rank."""
+    """Start Horovod with one process set per stage, and return the set of this rank's stage."""
     import horovod.torch as hvd
     from mpi4py import MPI  # noqa: F401  before Horovod, which otherwise finalizes MPI itself and aborts
 
-    # Horovod names a missing rank and ends the job after our own time limit, not the job's.
+    # So Horovod names a missing rank and ends the job after run.timeout.
     limit = math.ceil(mesh.waits.timeout)
     # Horovod ends a stalled job only when it checks, so it must check within the limit.
     stall = dict(zip(_STALL, (str(min(60, limit or 60)), str(limit))))

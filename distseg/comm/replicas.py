@@ -26,7 +26,7 @@ def broadcast(model: nn.Module, comm) -> None:
 
 
 def broadcast_tensor(tensor: Tensor, comm) -> None:
-    """Copy the first rank's values to every rank, in place."""
+    """Copy the values of ``tensor`` on the first rank into ``tensor`` on all other ranks."""
     host = _bytes(tensor)
     comm.Bcast(host.numpy(), root=0)
     if host.data_ptr() != tensor.data_ptr():
@@ -38,7 +38,8 @@ def check_same(model: nn.Module, comm) -> None:
     """Check that weights and buffers of all replicas are bitwise equal, by checksums.
 
     Raises:
-        ValueError: naming the first tensor that differs, and the ranks that differ from rank 0.
+        ValueError: a tensor differs. The message names the first such tensor, and the ranks on
+            which it differs from rank 0.
     """
     if comm.size == 1:
         return

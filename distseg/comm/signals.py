@@ -1,6 +1,6 @@
 """Signals that ask a run for a checkpoint or for its end.
 
-They are counted from a command's first moment, and a run looks at the counts between steps.
+The signals are counted from the start of a command. A run reads the counts between steps.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Signals:
 
 @contextmanager
 def listening() -> Iterator[type[Signals]]:
-    """Count these signals inside, instead of their usual effect.
+    """Count these signals inside the context, and suppress their usual effect.
 
     Only the main thread can listen; in other threads nothing is counted. In a program
     (:func:`distseg.comm.launch.is_program`) the signals are ignored afterwards. So a signal that

@@ -49,7 +49,7 @@ def upload(
     ``x`` may be deleted at once.
 
     Args:
-        last: the copy has its channels last in memory.
+        last: True if the copy shall have its channels last in memory.
     """
     x = x if dtype is None else x.to(dtype)
     if torch.device(device).type != "cuda" or x.is_cuda:
@@ -64,7 +64,7 @@ class Buffers:
 
     Args:
         device: the device of the tensors that are sent.
-        staged: messages go through pinned host memory, not directly from GPU memory.
+        staged: True if messages go through pinned host memory, not directly from GPU memory.
     """
 
     def __init__(self, device: torch.device, staged: bool = False):
@@ -87,7 +87,7 @@ class Buffers:
         """Take back a buffer that MPI no longer uses and whose readers on the stream are queued.
 
         Args:
-            read_by_stream: the stream has readers of the buffer.
+            read_by_stream: True if work that is queued on the stream reads the buffer.
         """
         mark = None
         if read_by_stream and self.device.type == "cuda":

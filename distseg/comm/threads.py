@@ -2,7 +2,7 @@
 
 A rank with more threads than it has cores to itself is slower than one with a single thread: the
 threads of all ranks wait for each other in busy loops. So a number that the user or the batch
-script sets is kept, and without one a node's cores are shared among its ranks.
+script sets is kept. Without such a number, a node's cores are shared among its ranks.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # the first one that is set holds
+VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # the first one that is set is used
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class CpuLimits:
 
     Attributes:
         cores: numbers of the cores of its affinity mask.
-        quotas: cores' worth of CPU time by control group; processes in the same group share it.
+        quotas: the CPU quota of each control group, in cores. The processes of a group share it.
     """
 
     cores: frozenset[int]
@@ -48,8 +48,10 @@ def choose_threads(
     node's cores, at most what the control group's CPU quota allows.
 
     Args:
-        setting: ``run.threads``, or None.
+        setting: the value of ``run.threads``, or None.
+        environment: the environment variables.
         node: the limits of all processes of the node, by local rank.
+        me: the local rank of the process.
     """
     if setting is not None:
         return Threads(setting, "run.threads")
@@ -82,7 +84,7 @@ def fair_quota(node: Sequence[CpuLimits], me: int) -> float:
 
 
 def _count(text: str | None) -> int | None:
-    """Return a thread count: the first number of a list for nested regions, or None."""
+    """Return the first number of a list such as "4,2" (for nested regions), or None."""
     first = (text or "").split(",")[0].strip()
     return int(first) if first.isdecimal() and int(first) > 0 else None
 
@@ -97,7 +99,7 @@ def own_limits() -> CpuLimits:
 
 
 def cpu_quotas(cgroups: str, read: Callable[[str], str | None]) -> dict[str, float]:
-    """Return the CPU quotas, in cores, of a process's control groups and of those around them.
+    """Return the CPU quotas, in cores, of a process's control groups and of the enclosing groups.
 
     Args:
         cgroups: the text of /proc/self/cgroup (versions 1 and 2).
@@ -120,7 +122,7 @@ def cpu_quotas(cgroups: str, read: Callable[[str], str | None]) -> dict[str, flo
 
 
 def _below(home: str, path: str) -> list[str]:
-    """Return the folders of a control group and of those around it, the outermost first."""
+    """Return the folders of a control group and of its enclosing groups, the outermost first."""
     parts = [part for part in path.split("/") if part]
     return ["/".join([home, *parts[: depth + 1]]) for depth in range(len(parts))]
 
@@ -147,7 +149,7 @@ def _read(path: str) -> str | None:
 
 
 def _namespace() -> str:
-    """Name the control-group namespace: two containers call their own groups alike."""
+    """Return the control-group namespace, as two containers may use the same names of groups."""
     try:
         return os.readlink("/proc/self/ns/cgroup")
     except OSError:

@@ -30,7 +30,7 @@ class Address(NamedTuple):
     """Meeting point of the ranks of torch.distributed.
 
     Attributes:
-        hosted: the launcher listens there; otherwise rank 0 has to.
+        hosted: True if the launcher listens at this address. Otherwise rank 0 has to listen.
     """
 
     host: str
@@ -50,8 +50,9 @@ def choose(setting: str, environment: Mapping[str, str], mpi: bool) -> Choice:
     """Return the transport of this process: "mpi", "torch" or "alone".
 
     Args:
-        setting: ``run.transport``.
-        mpi: mpi4py is installed.
+        setting: the value of ``run.transport``.
+        environment: the environment variables.
+        mpi: True if mpi4py is installed.
     """
     launcher, process = found(environment)
     if setting == "mpi":
@@ -73,10 +74,11 @@ def choose(setting: str, environment: Mapping[str, str], mpi: bool) -> Choice:
 
 
 def address(environment: Mapping[str, str]) -> Address:
-    """Return where the ranks of this job meet.
+    """Return the address at which the ranks of this job meet.
 
     Raises:
-        ValueError: nothing names a place, with the variables to set.
+        ValueError: the environment gives no address, or a wrong port. The message names the
+            variables to set.
     """
     launcher, process = found(environment)
     host, port = environment.get("MASTER_ADDR"), environment.get("MASTER_PORT")

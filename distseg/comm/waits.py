@@ -1,11 +1,11 @@
 """Wait policy: how a rank waits for others, and what it does meanwhile.
 
-MPI waits in a busy loop. If ranks outnumber cores, this takes the core from the very rank that is
-waited for. Here a rank tests the request, and between tests it advances other messages and does
+MPI waits in a busy loop. If ranks outnumber cores, this loop may take the core from the rank that
+it waits for. Here a rank tests the request, and between tests it advances other messages and does
 deferred work. Without such work it tests for a short while and then sleeps between tests.
 
-Deferred work is work that no other rank waits for: the gradients of weights. It keeps its tensors
-in memory, so it has a deadline: the next deferral, or an action of the schedule.
+Deferred work is work that no other rank waits for: the gradients of weights. Such work keeps its
+tensors in memory, so it has a deadline: the next deferral, or an action of the schedule.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ class Waits:
 
     Attributes:
         timeout: seconds that a rank waits for another if no guardian watches it
-            (:mod:`distseg.comm.watch`); 0: for ever.
-        span: makes a context around waits with a kind and around deferred work, for tracing
-            (:mod:`distseg.runtime.spans`).
+            (:mod:`distseg.comm.watch`); 0 stands for no limit.
+        span: function (kind, name) that returns a context manager, for tracing
+            (:mod:`distseg.runtime.spans`). It encloses waits that have a kind, and the deferred
+            work that :meth:`do_next` does.
     """
 
     def __init__(self, timeout: float = 0.0):
@@ -71,7 +72,7 @@ class Waits:
             if self.timeout and now > start + self.timeout and not watched():
                 raise TimeoutError(
                     f"{what} did not come within {self.timeout:g} s: another rank hangs or is very "
-                    "late; if it only was busy, set run.timeout higher"
+                    "late; if that rank was only busy, set run.timeout higher"
                 )
             if now > patience:
                 if not reported:
@@ -84,7 +85,10 @@ class Waits:
 
     @contextmanager
     def moving(self, move: Callable[[], None]):
-        """Call ``move`` during every wait inside, to advance messages that other ranks wait for."""
+        """Call ``move`` during every wait inside the context.
+
+        It advances messages that other ranks wait for.
+        """
         before, self._move = self._move, move
         try:
             yield
@@ -93,7 +97,7 @@ class Waits:
 
     @contextmanager
     def putting_off(self):
-        """Let :meth:`later` defer work inside, and do all that is left at the end."""
+        """Let :meth:`later` defer work inside the context, and do the remaining work at its end."""
         self._pieces = deque()
         try:
             yield
@@ -104,10 +108,11 @@ class Waits:
 
     @contextmanager
     def until(self, action: str | None):
-        """Give deferred work inside a deadline: :meth:`finish` of this action.
+        """Set the deadline of work that is deferred inside the context.
 
         Args:
-            action: None: the deadline is the next deferral.
+            action: the action of the schedule whose :meth:`finish` is the deadline. With None, the
+                deadline is the next deferral.
         """
         before, self._action = self._action, action
         try:
@@ -134,13 +139,14 @@ class Waits:
         return True
 
     def check_done(self) -> None:
-        """Refuse deferred work that is left, as gradients would then lack a part.
+        """Check that no deferred work is left, as gradients would otherwise be incomplete.
 
         Raises:
-            RuntimeError: naming the number of pieces and the deadline of the first.
+            RuntimeError: work is left. The message names the number of pieces and the deadline of
+                the first one.
         """
         if self._pieces:
-            first = self._pieces[0].action or "the next piece"
+            first = self._pieces[0].action or "the next one is put off"
             raise RuntimeError(
                 f"{len(self._pieces)} gradients of weights are still put off (the first until "
                 f"{first}): "
@@ -182,7 +188,7 @@ class Ranks:
         return getattr(self.comm, name)
 
     def __deepcopy__(self, memo) -> Ranks:
-        """Return the same object: copies of what holds it share its connections."""
+        """Return the same object, so that a copy of its owner uses the same connections."""
         return self
 
     def Split(self, color: int = 0, key: int = 0) -> Ranks:

@@ -71,7 +71,7 @@ class Imports:
 
 
 def limit(seconds: float) -> None:
-    """Set how many seconds a rank may stand still; 0: for ever."""
+    """Set the longest time in seconds that a rank may make no progress; 0 stands for no limit."""
     if _page is not None:
         _page[LIMIT : LIMIT + 8] = struct.pack("d", seconds)
 
@@ -82,7 +82,7 @@ def watched() -> bool:
 
 
 def ending() -> None:
-    """Tell the guardian that this process ends by itself."""
+    """Tell the guardian that this program ends by itself. Other processes end only the watch."""
     if _page is not None:
         _page[ENDING] = FOR_GOOD if is_program() else 1
 
@@ -100,11 +100,11 @@ def _write(at: int, text: str) -> None:
 
 @contextmanager
 def guarded(rank: int = 0, seconds: float = 1800.0) -> Iterator[None]:
-    """Start a guardian that watches this process inside and ends it if it stands still.
+    """Start a guardian that ends this process if it makes no progress inside the context.
 
     Args:
         rank: this process's rank, as the launcher gives it.
-        seconds: how long it may stand still (:func:`limit`).
+        seconds: the longest time without progress (:func:`limit`).
     """
     if _page is not None or not sys.platform.startswith("linux"):
         yield
@@ -118,10 +118,12 @@ def guarded(rank: int = 0, seconds: float = 1800.0) -> Iterator[None]:
 
 
 def join(comm, folder: str | Path | None = None) -> None:
-    """Connect the guardians of all ranks of ``comm``, so that they decide together. Collective.
+    """Connect the guardians of all ranks of ``comm``, so that they decide together.
+
+    All ranks of ``comm`` must call it together.
 
     Args:
-        folder: where to write the stacks of a job that is ended; its parent exists.
+        folder: the folder for the stacks of a job that is ended.
     """
     here = (
         None
@@ -158,7 +160,7 @@ def _start(rank: int) -> None:
     # The system allows no more processes. The run goes on without a guardian.
     except OSError as e:
         print(
-            f"distseg: rank {rank} has no guardian ({e}): should it hang, nobody ends it",
+            f"distseg: rank {rank} has no guardian ({e}), so it will not be ended if it hangs",
             file=sys.stderr,
         )
         return

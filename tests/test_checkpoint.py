@@ -451,10 +451,10 @@ def test_a_checkpoint_that_is_gone_and_an_index_that_was_changed_are_told(tmp_pa
 @pytest.mark.parametrize(
     "fields, message",
     [
-        ({"parts": "2"}, "has no 'parts' that is a int, got '2'"),
-        ({"step": None}, "has no 'step' that is a int, got None"),
-        ({"epoch": 1.5}, "has no 'epoch' that is a int, got 1.5"),
-        ({"data": {"classes": "ab"}}, "has no 'classes' that is a list, got 'ab'"),
+        ({"parts": "2"}, "'parts' in .* must be of type int, got '2'"),
+        ({"step": None}, "'step' in .* must be of type int, got None"),
+        ({"epoch": 1.5}, "'epoch' in .* must be of type int, got 1.5"),
+        ({"data": {"classes": "ab"}}, "'classes' in .* must be of type list, got 'ab'"),
     ],
 )
 def test_a_manifest_without_its_keys_is_told(tmp_path, fields, message):

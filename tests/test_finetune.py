@@ -219,7 +219,7 @@ def test_an_encoder_alone_under_other_names(tmp_path):
     )
     assert lines[1:] == (
         "begins anew, as the file has no such: head.weight, head.bias",
-        "of the file not used: fc",
+        "not used from the file: fc",
     )
 
 

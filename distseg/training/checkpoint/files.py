@@ -1,4 +1,4 @@
-"""Read checkpoints: tensors from safetensors files, all else from a manifest.
+"""Read checkpoints: tensors from safetensors files, and all other data from a manifest.
 
 Weights, buffers and optimizer state are tensors. Each stage of a pipeline has files with its own
 layers. Tensors are keyed by the layer's name, so any mesh with any number of stages can load a
@@ -38,8 +38,8 @@ KINDS = ("weights", "optimizer")
 _KNOWN_STATE = {"SGD": {"momentum_buffer"}} | dict.fromkeys(
     ("Adam", "AdamW"), {"step", "exp_avg", "exp_avg_sq"}
 )
-_KEYS = {"version": int, "parts": int, "step": int}  # what every manifest has
-_RUN_KEYS = {"epoch": int, "channels": list, "config": dict, "data": dict}  # and those of runs
+_KEYS = {"version": int, "parts": int, "step": int}  # fields of every manifest
+_RUN_KEYS = {"epoch": int, "channels": list, "config": dict, "data": dict}  # more for runs
 
 
 def find(path: str | Path, which: str = "best") -> Path:
@@ -69,7 +69,7 @@ def find(path: str | Path, which: str = "best") -> Path:
     if name not in there:
         print(
             f"distseg: the {which} checkpoint of {path}, {name}, is gone, or has no {MANIFEST}: "
-            f"{there[-1]} is taken instead",
+            f"{there[-1]} is used instead",
             file=sys.stderr,
         )
         name = there[-1]
@@ -164,8 +164,8 @@ def _check_keys(file: Path, found: dict, wanted: dict[str, type]) -> None:
     for key, kind in wanted.items():
         if type(found.get(key)) is not kind:
             raise ValueError(
-                f"{file} has no {key!r} that is a {kind.__name__}, got {found.get(key)!r}: it is "
-                "damaged or was changed by hand; use another checkpoint"
+                f"{key!r} in {file} must be of type {kind.__name__}, got {found.get(key)!r}: the "
+                "file is damaged or was changed by hand; use another checkpoint"
             )
 
 
@@ -261,7 +261,8 @@ def load_optimizer(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Op
 def _state_like(p: Tensor, shape, dtype: torch.dtype) -> Tensor:
     """Return an empty tensor for one value of the optimizer's state of parameter ``p``.
 
-    A tensor of the parameter's shape gets its strides too. All lie on the parameter's device.
+    The tensor lies on the parameter's device. If it has the parameter's shape, it also gets the
+    parameter's strides.
     """
     if tuple(shape) == tuple(p.shape):
         return torch.empty_like(p, dtype=dtype)
@@ -286,7 +287,10 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
 
 @torch.no_grad()
 def share(model: nn.Module, optimizer: torch.optim.Optimizer, comm) -> None:
-    """Broadcast weights, buffers and optimizer state from rank 0 of ``comm``. Collective."""
+    """Broadcast weights, buffers and optimizer state from rank 0 of ``comm``.
+
+    All ranks of ``comm`` must call it together.
+    """
     if comm.size == 1:
         return
     broadcast(model, comm)
@@ -311,7 +315,7 @@ def _shape(tensors: dict[str, Tensor], name: str) -> str:
 def _load_tensors(
     checkpoint: Path, kind: str, wanted: Callable[[str], bool]
 ) -> tuple[dict[str, Tensor], list[str]]:
-    """Return the wanted tensors of all stages' files, and the names of all tensors in them."""
+    """Return the wanted tensors of all stages' files, and the names of all tensors in the files."""
     tensors, names = {}, []
     manifest = read_manifest(checkpoint)
     for path, sums in _files(checkpoint, manifest, kind):
@@ -337,21 +341,21 @@ def _load_tensors(
 def _files(
     checkpoint: Path, manifest: dict, kind: str
 ) -> Iterator[tuple[Path, dict[str, str] | None]]:
-    """Yield the files of a kind and the checksums of their tensors, None in version 1."""
+    """Yield each file of a kind with the checksums of its tensors, which are None in version 1."""
     for part in range(1, manifest["parts"] + 1):
         name = file_of(kind, part, manifest["parts"])
         yield checkpoint / name, None if manifest["version"] == 1 else manifest["tensors"][name]
 
 
 def _other(checkpoint: Path) -> str:
-    """Return the end of an error message about a damaged checkpoint: the repair."""
+    """Return the end of an error message about a damaged checkpoint: what to use instead."""
     others = [name for name in names_of(checkpoint.parent.parent) if name != checkpoint.name]
     there = f" ({', '.join(others[-3:])}; --train.resume NAME)" if others else ""
     return f": use another checkpoint of the run{there}"
 
 
 def check_run(run: str | Path, note: Callable[[str], None] = lambda text: None) -> list[str]:
-    """Read every tensor of a run's checkpoints and return a sentence for each damage.
+    """Read every tensor of a run's checkpoints and return a sentence for each damaged part.
 
     Args:
         run: the folder of a run, or of a single checkpoint.
@@ -393,8 +397,8 @@ def _check_checkpoint(checkpoint: Path) -> list[str]:
         try:
             if kind == KINDS[0] and read_manifest(checkpoint)["version"] == 1:
                 findings.append(
-                    f"{checkpoint} is of version 1, which has no checksums: only whole files can "
-                    "be told from cut ones"
+                    f"{checkpoint} is of version 1, which has no checksums: files that are cut off "
+                    "are found, changed values are not"
                 )
             _load_tensors(checkpoint, kind, lambda name: True)
         except (ValueError, OSError) as e:

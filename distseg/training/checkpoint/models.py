@@ -36,17 +36,18 @@ def save(
     extra: dict | None = None,
     keep: int = 2,
 ) -> Path:
-    """Write a checkpoint of a distributed model and its optimizers. Collective.
+    """Write a checkpoint of a distributed model and its optimizers.
 
-    One rank of each stage writes its own part. The checkpoint appears as a whole or not at all.
+    All ranks of the model's mesh must call it together. One rank of each stage writes the stage's
+    part. The checkpoint appears as a whole or not at all.
 
     Args:
         folder: the folder of the run, which all ranks see.
         model: from :func:`distseg.distribute`.
         optimizers: the optimizer, or a list of several.
         step: number of the step, by which the checkpoint is named.
-        extra: what else to keep, such as ``{"scheduler": scheduler.state_dict()}``: numbers, texts,
-            lists and dicts of them.
+        extra: further values to keep, such as ``{"scheduler": scheduler.state_dict()}``. They must
+            be numbers, texts, and lists and dicts of these.
         keep: number of checkpoints to keep.
 
     Returns:
@@ -75,9 +76,10 @@ def save(
 def restore(
     folder: str | Path, model: DistributedModel, optimizers: Optimizers = (), which: str = "last"
 ) -> tuple[int, dict]:
-    """Load a checkpoint of :func:`save` into a model and its optimizers. Collective.
+    """Load a checkpoint of :func:`save` into a model and its optimizers.
 
-    The mesh may have another shape than the one that saved.
+    All ranks of the model's mesh must call it together. The mesh may have another shape than the
+    mesh that saved the checkpoint.
 
     Args:
         folder: the folder of the run, or of a checkpoint.
@@ -117,7 +119,7 @@ def restore(
 
 
 class _Joined:
-    """Several optimizers, with the parts of one that checkpoints read."""
+    """Several optimizers as one, with the attributes of an optimizer that checkpoints use."""
 
     def __init__(self, optimizers: list[torch.optim.Optimizer]):
         self.param_groups = [group for one in optimizers for group in one.param_groups]
@@ -125,7 +127,7 @@ class _Joined:
 
 
 class _States:
-    """States of the parameters of several optimizers, each in the optimizer that has it."""
+    """State of each parameter of several optimizers, kept in the parameter's own optimizer."""
 
     def __init__(self, optimizers: list[torch.optim.Optimizer]):
         self._home = {p: one.state for one in optimizers for p in parameters_of(one)}
@@ -145,7 +147,10 @@ def _listed(optimizers: Optimizers) -> list[torch.optim.Optimizer]:
 
 
 def _check_parameters(model: DistributedModel, optimizers: list[torch.optim.Optimizer]) -> None:
-    """Refuse optimizers whose parameters are not all those of the model, each in one of them."""
+    """Check that each parameter of the optimizers is the model's and is in one optimizer only.
+
+    Optimizer state must consist of tensors.
+    """
     own, seen = {id(p) for p in model.parameters()}, set()
     for one in optimizers:
         for p in map(id, parameters_of(one)):
@@ -165,7 +170,7 @@ def _check_parameters(model: DistributedModel, optimizers: list[torch.optim.Opti
 
 
 def _check_kinds(checkpoint: Path, saved: list, optimizers: list[torch.optim.Optimizer]) -> None:
-    """Refuse optimizers of other kinds or with other groups than those of the checkpoint."""
+    """Check that the optimizers have the kinds and numbers of groups of the saved optimizers."""
     kinds = [[type(one).__name__, len(one.param_groups)] for one in optimizers]
     found = [[kind, len(groups)] for kind, groups in saved]
     if kinds != found:
@@ -194,10 +199,10 @@ def _plain_groups(optimizer: torch.optim.Optimizer) -> list:
 
 
 def _plain(value, name: str):
-    """Return a value as JSON gives it back.
+    """Return a value as it is after writing it to JSON and reading it back.
 
     Raises:
-        ValueError: it is no plain data.
+        ValueError: JSON cannot represent the value.
     """
     try:
         return json.loads(json.dumps(value))
@@ -208,7 +213,7 @@ def _plain(value, name: str):
 
 
 def _like(now, saved):
-    """Return a saved setting with the type of the present one, as JSON knows no tuples."""
+    """Return a saved setting in the type of the present setting, as JSON has no tuples."""
     if isinstance(now, Tensor):
         return torch.full_like(now, saved)
     return tuple(saved) if isinstance(now, tuple) else saved

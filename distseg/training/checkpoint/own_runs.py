@@ -1,8 +1,8 @@
 """Record a user's own runs, so that their code may be imported without being named again.
 
 The manifest of a run may come from anywhere, and importing the network that it names runs code. The
-code is trusted if this user trained the run in this folder with this file. A record of that lies in
-the user's state folder (XDG_STATE_HOME, by default ~/.local/state), outside of the run.
+code is trusted if this user trained the run in this folder with this file. The record of a training
+lies in the user's state folder (XDG_STATE_HOME, by default ~/.local/state), outside of the run.
 """
 
 from __future__ import annotations

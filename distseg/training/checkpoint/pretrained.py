@@ -28,7 +28,7 @@ class Pretrained:
 
     Attributes:
         files: the files with the tensors.
-        sources: the name in the files by the name in the network.
+        sources: for each name of a tensor in the network, the name of its source in the files.
         lines: lines to print about what is loaded and what is not.
     """
 
@@ -63,8 +63,9 @@ class Pretrained:
 def pretrained(path: str, model: nn.Module, renamed: Mapping[str, str] | None = None) -> Pretrained:
     """Assign the tensors in ``path`` to the tensors of a network.
 
-    Tensors of another shape are refused, with two exceptions. A layer that reads the image is
-    adapted to another number of bands. The last layer begins anew for another number of classes.
+    A tensor whose shape differs from the network's raises an error, with two exceptions. A layer
+    that reads the image is adapted to another number of bands. The last layer keeps the network's
+    new values if the number of classes differs.
 
     Args:
         path: a safetensors file with the names of the user's module, or the folder of a run, with
@@ -74,7 +75,7 @@ def pretrained(path: str, model: nn.Module, renamed: Mapping[str, str] | None = 
 
     Raises:
         FileNotFoundError: the path does not exist.
-        ValueError: it is not a safetensors file, or of another network.
+        ValueError: the file is not a safetensors file, or belongs to another network.
     """
     folder = Path(path).is_dir()
     files = _of_run(path) if folder else [_checked(path)]
@@ -122,14 +123,15 @@ def pretrained(path: str, model: nn.Module, renamed: Mapping[str, str] | None = 
     anew = list(dict.fromkeys(anew))
     lines += [f"begins anew, as the file has no such: {_some(anew)}"] if anew else []
     lines += [f"adapted: {'; '.join(adapted)}"] if adapted else []
-    lines += [f"of the file not used: {_some(unused)}"] if unused else []
+    lines += [f"not used from the file: {_some(unused)}"] if unused else []
     return Pretrained(tuple(files), sources, tuple(lines))
 
 
 def _readers(model: nn.Module) -> dict[str, str]:
-    """Return the names of convolution weights that read the image or some of its bands.
+    """Return the convolution weights that read the image or some of its bands.
 
-    The value is a remark for the message if the weight is adapted to other bands.
+    Keys are the names of the weights. A value is a remark that is printed if the weight is adapted
+    to another number of bands.
     """
     bands = channels_of(model)[0]
     try:
@@ -149,7 +151,7 @@ def _readers(model: nn.Module) -> dict[str, str]:
         conv = call.layer.inner if isinstance(call.layer, Derived) else call.layer
         if isinstance(conv, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) and conv.groups == 1:
             note = (
-                " (its weight is computed, so alike bands may give something else than before)"
+                " (its weight is computed, so images of equal bands may give another result)"
                 if conv is not call.layer
                 else ""
             )
@@ -167,7 +169,7 @@ def of_bands(weight: Tensor, bands: int) -> Tensor:
 
     Args:
         weight: (O, I, *kernel).
-        bands: the new I.
+        bands: the new number of bands.
     """
     if bands == 1:
         return weight.sum(1, keepdim=True)

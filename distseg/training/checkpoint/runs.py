@@ -25,7 +25,7 @@ def runs_in(folder: str | Path) -> list[Path]:
 
 
 def describe(run: Path) -> dict:
-    """Return a row of ``distseg runs``, by column."""
+    """Return the row of a run in the table of ``distseg runs``, as a dict by column."""
     try:
         last, best = read_run_manifest(find(run, "last")), find(run, "best")
         score = read_run_manifest(best).get("score")

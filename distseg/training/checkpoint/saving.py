@@ -92,9 +92,13 @@ class Checkpoints(SilentCheckpoints):
         manifest: dict,
         score: float | None = None,
     ) -> Path:
-        """Begin to write the state after ``manifest['step']`` steps. Collective over the stages.
+        """Begin to write the state after ``manifest['step']`` steps.
 
-        Return the folder of the checkpoint.
+        All ranks of the pipeline must call it together. Return the folder of the checkpoint.
+
+        Args:
+            manifest: fields of the checkpoint's manifest, with at least ``step``.
+            score: the score by which checkpoints are compared, higher is better; None if unknown.
 
         Raises:
             OSError: the previous checkpoint could not be written. The message names the file.
@@ -199,7 +203,7 @@ class Checkpoints(SilentCheckpoints):
     def _note(self, name: str, score: float | None) -> None:
         index = {"best": None, "best_score": None, **(read_index(self.folder) or {})}
         index["last"] = name
-        # Without any score so far, the last one is as good as any.
+        # Without any score so far, the last checkpoint counts as the best.
         if index["best_score"] is None or (score is not None and score >= index["best_score"]):
             index.update(best=name, best_score=score)
         write_index(self.folder, index)
@@ -210,10 +214,10 @@ class Checkpoints(SilentCheckpoints):
 
 
 def set_aside(run: str | Path, after: int = -1) -> Path | None:
-    """Move a run's checkpoints of more than ``after`` steps to a new folder ``checkpoints.N``.
+    """Move checkpoints that were saved after more than ``after`` steps to a new folder.
 
     A new run in an old folder, or one that resumes from an earlier checkpoint, then overwrites
-    nothing. Return the new folder, or None if there is nothing to move.
+    nothing. Return the new folder ``checkpoints.N``, or None if there is nothing to move.
     """
     folder = Path(run) / FOLDER
     later = [name for name in names_of(run) if int(name.removeprefix("step-")) > after]
@@ -244,7 +248,8 @@ def require_space(run: str | Path, needed: int) -> None:
     """Create the run's folder, and refuse to train if the next checkpoint would not fit.
 
     Raises:
-        OSError: naming the folder, the needed bytes and the free bytes.
+        OSError: the disk has too little space. The message names the folder, the needed bytes and
+            the free bytes.
     """
     require_disk_space(Path(run), needed, "the next checkpoint")
     Path(run).mkdir(parents=True, exist_ok=True)

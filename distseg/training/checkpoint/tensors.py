@@ -50,7 +50,8 @@ def write_tensors(
         note: a function that is called with the bytes of each tensor after it is written.
 
     Raises:
-        OSError: naming the file, the needed bytes and the free bytes.
+        OSError: the file cannot be written. If the disk is full, the message names the file, the
+            needed bytes and the free bytes.
     """
     # Larger dtypes come first, so that every tensor is aligned to its element size.
     ordered = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))

@@ -269,7 +269,7 @@ def test_means_of_pixels_have_data_everywhere(tmp_path, valid):
         return
     with pytest.raises(
         ValueError,
-        match="data.shrink is 2, but .*a.png has pixels without data, of which no mean can be taken",
+        match="data.shrink is 2, but .*a.png has pixels without data, so the mean of a block of pixels is not defined",
     ):
         source.read(Box((0, 0), (32, 48)))
 

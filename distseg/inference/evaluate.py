@@ -19,15 +19,15 @@ def evaluate(
 ) -> np.ndarray | None:
     """Return the confusion matrix (classes, classes) over the images of ``split``.
 
-    It is the same on every rank. Collective over ``world``.
+    All ranks of ``world`` must call it together. All get the same matrix.
 
     Args:
         predictor: the network.
         store: the store of the images and their labels.
-        split: such as ``val``.
-        world: all ranks.
-        stop: called after each round, on all ranks with the same result; True ends the evaluation,
-            and None is returned.
+        split: name of the split, such as ``val``.
+        world: the communicator of all ranks.
+        stop: function that is called after each round and returns the same value on all ranks. If
+            it returns True, the evaluation ends and None is returned.
     """
     classes = len(store.classes)
     total = np.zeros((classes, classes))

@@ -20,7 +20,7 @@ from distseg.tiling.tile import Box
 
 
 def everywhere(box: Box) -> None:
-    """Return None: the image has data in all pixels of a box."""
+    """Return None, which means that all pixels of the box have data."""
 
 
 @dataclass(frozen=True)
@@ -31,13 +31,13 @@ class ImageSource:
         name: the image's name, which also names its results.
         size: its size in pixels.
         read: returns the normalised pixels (C, *box.size) float32 of a box.
-        identity: the identity of the data, which differs between images of one name.
-        decoding: the bytes that the first read needs for a while, if the file can only be decoded
-            whole.
+        identity: a text that identifies the data. It differs between images with the same name.
+        decoding: the bytes of memory that the first read needs for a while, if the file can only be
+            decoded whole.
         notes: remarks on its file (:func:`distseg.data.notes.notes_on`).
-        without_data: returns which pixels of a box have no data in any band, (*box.size) bool; None
-            if all have data.
-        place: where on earth the image lies.
+        without_data: returns a mask (*box.size) bool of the pixels of a box that have no data in
+            any band, or None if all pixels have data.
+        place: the georeference of the image, or None.
     """
 
     name: str
@@ -51,7 +51,7 @@ class ImageSource:
 
 
 def store_image(store: Store, name: str) -> ImageSource:
-    """Return an image of a store."""
+    """Return the image ``name`` of a store."""
     return ImageSource(
         name,
         tuple(store.size(name)),
@@ -71,20 +71,22 @@ def file_image(
 ) -> ImageSource:
     """Return an image of a file, normalised with the constants of the training's store.
 
-    Pixels without data are 0, as in a store. Transparency counts as a band only if the network was
-    trained with one band more than the file has without it.
+    Pixels without data are 0, as in a store. An alpha channel counts as a band only if the network
+    was trained with one band more than the file has without the alpha channel.
 
     Args:
         path: the file.
         manifest: the manifest of the run.
         nodata: the number that stands for no data; by default the one that a TIFF file names.
-        shrink: a pixel is the mean of this number of pixels along each dim (``data.shrink``).
+        shrink: each pixel of the result is the mean of a block with this number of pixels along
+            each dim (``data.shrink``).
         scratch: the folder for images that can only be decoded whole
             (:func:`distseg.data.formats.readers.open_image`).
 
     Raises:
-        ValueError: the number of bands differs; later, while reading, a pixel is not a number and
-            does not stand for no data.
+        ValueError: the number of bands or the dtype is not that of the training, or ``nodata`` or
+            ``shrink`` does not fit the file. While reading: a pixel is not a number and does not
+            stand for no data.
     """
     data = manifest["data"]
     mean, std = np.asarray(data["mean"]), np.asarray(data["std"])
@@ -106,7 +108,7 @@ def file_image(
     check_type(path, reader.dtype, data)
     no_mean = (
         f"data.shrink is {shrink}, but {path} has pixels without data, "
-        "of which no mean can be taken: leave it out"
+        "so the mean of a block of pixels is not defined: leave data.shrink out"
     )
     if shrink > 1 and number is not None:
         raise ValueError(no_mean)
@@ -192,6 +194,6 @@ def network_identity(checkpoint: Path, manifest: dict, settings: Sequence) -> st
 
 
 def _file_identity(path: str | Path) -> str:
-    """Return the path, size and modification time of a file; a replaced file differs."""
+    """Return a text with the path, size and modification time of a file."""
     found = os.stat(path)
     return f"{Path(path).resolve()}, {found.st_size} bytes, {found.st_mtime_ns}"

@@ -1,4 +1,4 @@
-"""Outputs of networks for whole images, one vector an image, and their scores."""
+"""Outputs of networks that return one vector for each whole image, and their scores."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ def vectors_of(
     what: str,
     stop: Callable[[], bool] = lambda: False,
 ) -> np.ndarray | None:
-    """Return the network's vector of each image, (images, C').
+    """Return the network's output vectors for all images, (images, C').
 
-    It is the same on every rank. Collective over ``world``.
+    All ranks of ``world`` must call it together. All get the same vectors.
 
     Args:
         predictor: the network.
         sources: functions that open the images.
         sizes: the size of each image in pixels.
-        world: all ranks.
+        world: the communicator of all ranks.
         what: the text beside the progress bar.
-        stop: called after each round, on all ranks with the same result; True ends the work, and
-            None is returned.
+        stop: function that is called after each round and returns the same value on all ranks. If
+            it returns True, the work ends and None is returned.
     """
     found: dict[int, np.ndarray] = {}
 
@@ -51,7 +51,7 @@ def evaluate_images(
 ) -> dict | None:
     """Return the scores (:func:`scores_of_images`) over the images of ``split``.
 
-    None is returned if ``stop`` ended the evaluation. Collective over ``world``.
+    All ranks of ``world`` must call it together. None is returned if ``stop`` ended the evaluation.
     """
     names = store.split(split)
     vectors = vectors_of(
@@ -82,8 +82,8 @@ def scores_of_images(vectors: np.ndarray, labels: np.ndarray, classes: Sequence[
     - the means of these over classes;
     - kappa: with quadratic weights, for classes that have an order (:func:`quadratic_kappa`).
 
-    With one class the labels are numbers to predict. Their scores are mae, rmse, and r2 = 1 -
-    squared error / squared deviation.
+    With one class the task is a regression: the labels are the numbers to predict. The scores are
+    then mae, rmse, and r2 = 1 - squared error / squared deviation.
 
     Args:
         vectors: logits (images, classes); for two classes also one logit (images, 1); for one class
@@ -142,7 +142,10 @@ def area_under_curve(scores: np.ndarray, positive: np.ndarray) -> float | None:
 
 
 def probabilities(vectors: np.ndarray) -> np.ndarray:
-    """Return class probabilities (images, classes) of logits; (images, 2) of a single logit."""
+    """Return class probabilities (images, classes), given logits of the same shape.
+
+    A single logit (images, 1) gives the probabilities of two classes (images, 2).
+    """
     logits = vectors.astype(float)
     if logits.shape[1] == 1:
         logits = np.concatenate((np.zeros_like(logits), logits), 1)

@@ -53,7 +53,8 @@ def quadratic_kappa(matrix: np.ndarray) -> float | None:
     by the square of the distance of the two classes, so the classes must have an order.
 
     Returns:
-        None if all images are, and are predicted to be, of one class, so that no error is expected.
+        The kappa, or None if all images belong to one class and are predicted to belong to it, so
+        that no error is expected.
     """
     observed, classes = matrix.astype(float), np.arange(len(matrix))
     weights = (classes[:, None] - classes[None]) ** 2.0
@@ -84,7 +85,8 @@ def most_likely(logits: np.ndarray) -> np.ndarray:
 def score_of(validation: dict) -> float | None:
     """Return the score by which checkpoints are compared; higher is better.
 
-    It is the mean IoU; for whole images the accuracy, for numbers the negative rmse.
+    It is the mean IoU of a segmentation, the accuracy of a classification of whole images, or the
+    negative rmse of a regression.
     """
     if "rmse" in validation:
         return -validation["rmse"]

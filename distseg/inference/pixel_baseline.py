@@ -1,6 +1,6 @@
-"""Per-pixel baseline: the best that a classifier can do which sees one pixel only.
+"""Per-pixel baseline: the best result of a classifier that sees one pixel at a time.
 
-Comparing a network with it shows if the network understands more than colour. Colours are
+Comparing a network with the baseline shows if the network uses more than colour. Colours are
 quantised. The joint counts of (colour, class) over the training split give p(colour | class) and
 the share of each class. A pixel gets the class that maximises p(colour | class) * share^a. The
 exponent a is the one with the best mean IoU on the training split: 1 is Bayes' rule, 0 treats rare
@@ -19,15 +19,15 @@ from distseg.inference.metrics import scores
 from distseg.tiling.tile import Box
 
 _BINS = 1 << 16
-_BANDS = 16  # further bands are ignored; each of 16 has two levels
+_BANDS = 16  # further bands are ignored; with 16 bands, each has two levels
 _EXPONENTS = (0.0, 0.25, 0.5, 0.75, 1.0)
 _BLOCK = 512
 
 
 def baseline(store: Store, split: str, world) -> np.ndarray:
-    """Return the confusion matrix on ``split`` of a classifier of single pixels. Collective.
+    """Return the confusion matrix (classes, classes) on ``split`` of a classifier of single pixels.
 
-    The classifier is fitted to the training split. The matrix is (classes, classes).
+    The classifier is fitted to the training split. All ranks of ``world`` must call it together.
     """
     classes, levels = len(store.classes), int(_BINS ** (1 / min(store.bands, _BANDS)))
     known = _counts(store, "train", levels, world)

@@ -1,7 +1,7 @@
 """Prediction of whole images: compute an image tile by tile, in the memory of one tile, exactly.
 
 It runs the executor of streamed tiles (:mod:`distseg.runtime.streaming`), forward only. If every
-norm is frozen, a tile depends on its own window alone, so tiles are dealt to the ranks one by one.
+norm is frozen, a tile depends on its own window alone, so each tile may go to any rank.
 
 An active norm (instance, group) needs all of a feature map first. Each rank then computes a block
 of the image, and feature maps wait in memory or in a scratch folder between one norm and the next.
@@ -66,11 +66,14 @@ def check_images(predictor, sizes: Mapping[Sequence[int], str]) -> None:
 
 
 class Predictor:
-    """Model in evaluation mode that is applied to whole images. All ranks make the same calls.
+    """Model in evaluation mode that is applied to whole images.
+
+    All ranks must make the same calls.
 
     Args:
         model: already parallelized and on its devices; its context's communicators are set here.
-        replicas: the ranks that hold the same layers; the tiles of an image are dealt to them.
+        replicas: the communicator of the ranks that hold the same layers. The tiles of an image are
+            divided among these ranks.
         devices: the devices of this rank, one for each of its stages or one for all.
         autocast: makes the context in which the network runs.
         tile: the size of a tile in pixels; used if no ``budget`` is given.
@@ -79,9 +82,9 @@ class Predictor:
             for temporary files.
         channels_last: True if tensors have the memory format ``channels_last``.
         pipeline: this rank's links to the other stages, if the model is cut into stages.
-        outputs: the channels of the result; used for probabilities.
-        exact: True if the halo is the model's own; with another halo, whole windows go through
-            every layer.
+        outputs: the number of channels of the result, for probabilities.
+        exact: True if the halo is computed from the model. With a halo from the config, whole
+            windows go through every layer.
         neighbours: the number of ranks that share this rank's memory, itself included.
         budget: the budget for activations in bytes, the same on all ranks. Tiles are as large as
             fit, and feature maps wait in memory if they fit too.
@@ -148,7 +151,8 @@ class Predictor:
     def grid_of(self, size) -> Size:
         """Return the number of tiles of an image along each dim.
 
-        A tile has at most the configured size, or one cell of the stride if that is larger.
+        A tile has at most the size that is configured or that fits the budget. If the model's total
+        stride is larger than this size, a tile has the size of the stride.
         """
         steps = (
             n if t >= n else max(1, t // s) * s
@@ -159,7 +163,8 @@ class Predictor:
     def layout(self, size, borders: Sequence[Sequence[int]] | None = None) -> Layout:
         """Return the layout of the feature maps of an image.
 
-        The image is one block, or cut into blocks at ``borders`` along each dim.
+        Without ``borders``, the image is one block. Otherwise it is cut into blocks, and
+        ``borders`` has their borders along each dim, from 0 to the size of the image.
         """
         borders = borders or [(0, n) for n in size]
         key = tuple(map(tuple, borders))
@@ -170,7 +175,7 @@ class Predictor:
         return self._layouts[key]
 
     def _tiling(self, budget: float) -> BudgetTiling:
-        """Return the search for tiles within a budget; each budget is searched once."""
+        """Return the object that finds tiles within a budget; it is made once for each budget."""
         return self._tilings.setdefault(budget, BudgetTiling(self._activations, budget))
 
     def _tile_of(self, size) -> Size:
@@ -200,7 +205,7 @@ class Predictor:
         if len(self.tile) != len(size):
             raise ValueError(
                 f"predict.tile is {self.tile}, of {len(self.tile)} dims, "
-                f"but images have {len(size)}: give it as many numbers"
+                f"but images have {len(size)}: give predict.tile one number for each dim"
             )
         check_size(self.model.model, size)
         check_calls(self.model.model, size)
@@ -214,8 +219,10 @@ class Predictor:
         if self.windowed and not self.independent and len(self.tiles_of(size)) > 1:
             raise ValueError(
                 f"an image of {Size(size)} pixels has several tiles of predict.tile "
-                f"{self.tile}, but a model with active norms that is not a flat nn.Sequential is "
-                "predicted in one: raise predict.tile, flatten the model, or use batch norm"
+                f"{self.tile}, but a model with active norms that is predicted window by window "
+                "needs the image in one tile: raise predict.tile to the size of the image, write "
+                "the model as an nn.Sequential of single layers, leave approximate.halo out, or "
+                "use batch norm"
             )
 
     def _check_norms(self, sizes: Sequence[tuple[int, ...]]) -> None:
@@ -234,11 +241,11 @@ class Predictor:
         return tiles(size, self.grid_of(size), self.model.reach.stride)
 
     def deal(self, size, numbers: Sequence[int] | None = None) -> list[list[int]]:
-        """Return for each rank the numbers of its tiles, in the order of computation.
+        """Return, for each rank, the indices of its tiles in the order of computation.
 
         Args:
             size: the size of the image in pixels.
-            numbers: the tiles to compute; by default all.
+            numbers: the indices of the tiles to compute; by default all.
         """
         wanted = range(len(self.tiles_of(size))) if numbers is None else numbers
         if self._dealt_singly:
@@ -251,8 +258,8 @@ class Predictor:
         """Divide the work on several images so that all ranks have about as much to do.
 
         If tiles do not depend on each other, they are divided among all ranks. Otherwise images are
-        dealt to groups of ranks; a group has as many ranks as the image with the fewest tiles can
-        use.
+        divided among groups of ranks. There are as many groups as possible, at most one for each
+        image, each with at least as many ranks as the image with the fewest tiles can use.
 
         Returns:
             The number of ranks in a group, and for each rank its shares of the images.
@@ -291,7 +298,10 @@ class Predictor:
         ]
 
     def among(self, ranks: int) -> Predictor:
-        """Return this predictor for groups of ``ranks`` consecutive ranks. Collective."""
+        """Return this predictor for this rank's group of ``ranks`` consecutive ranks.
+
+        All ranks must call it together.
+        """
         if ranks == self.replicas.size:
             return self
         part = copy.copy(self)
@@ -308,13 +318,13 @@ class Predictor:
     ) -> Iterator[tuple[Box, np.ndarray]]:
         """Yield (tile, logits) for the tiles of this rank (:meth:`deal`).
 
-        Logits are (C', *tile.size) float32, or float64 if the network is. A network for whole
-        images yields its vector (C', 1, ...) with each of some boxes. Ranks without the last stage
-        yield nothing.
+        Logits are (C', *tile.size) float32, or float64 if the network is. A network with one output
+        vector for each image yields this vector (C', 1, ...), perhaps several times with different
+        boxes. Ranks without the last stage yield nothing.
 
         Args:
             source: the image.
-            numbers: the tiles to compute, the same on all ranks; by default all.
+            numbers: the indices of the tiles to compute, the same on all ranks; by default all.
         """
         every = self.tiles_of(source.size)
         mine = [every[n] for n in self.deal(source.size, numbers)[self.replicas.rank]]
@@ -329,9 +339,9 @@ class Predictor:
             yield from self._in_blocks(source, mine)
 
     def computed(self, size, numbers: Sequence[int] | None = None) -> Iterator[tuple[int, Box]]:
-        """Return (layer, box of its output) for all that this rank computes of an image.
+        """Yield (layer, box of its output) for each computation of this rank for an image.
 
-        It is not defined for models that are computed by windows.
+        Models that are computed window by window are not supported.
         """
         every = self.tiles_of(size)
         mine = [every[n] for n in self.deal(size, numbers)[self.replicas.rank]]
@@ -460,7 +470,7 @@ class Predictor:
         )
 
     def _fits(self, stored: int) -> bool:
-        """Return True if feature maps of ``stored`` bytes wait in memory."""
+        """Return True if feature maps of ``stored`` bytes can wait in memory."""
         if self.scratch is not None:
             return self.scratch == "memory"
         return stored <= _SHARE * (
@@ -525,7 +535,7 @@ class Predictor:
         return next((p.dtype for p in self.model.parameters()), torch.float32)
 
     def _first(self, count: int):
-        """Return the communicator of the first ``count`` ranks. Collective.
+        """Return the communicator of the first ``count`` ranks. All ranks must call it together.
 
         It is used for images with fewer tiles than ranks.
         """
@@ -536,7 +546,10 @@ class Predictor:
         return self._workers[count]
 
     def agree(self, numbers: list[int] | None) -> list[int] | None:
-        """Send ``numbers`` from the first rank with the last stage to all ranks. Collective."""
+        """Send ``numbers`` from the first rank with the last stage to all ranks, and return them.
+
+        All ranks must call it together.
+        """
         numbers = self.replicas.bcast(numbers, root=0) if self.last else numbers
         return (
             numbers
@@ -565,7 +578,10 @@ class Predictor:
 
 @dataclass(frozen=True)
 class Share:
-    """Part of the work on several images: one image, and the numbers of its tiles (None: all)."""
+    """Part of the work on several images: one image, and the indices of its tiles to compute.
+
+    ``tiles`` is None if all tiles of the image are to be computed.
+    """
 
     image: int
     tiles: list[int] | None
@@ -594,7 +610,7 @@ class _Reader:
 
 
 def _blocks(grid: Size, ranks: Size) -> list[int]:
-    """Return the rank of each tile of a grid that a coarser grid of ranks shares."""
+    """Return the rank that computes each tile of ``grid``. The ranks form a coarser grid."""
     owner = [
         [r for r, (a, b) in enumerate(split(g, n, 1)) for _ in range(a, b)]
         for g, n in zip(grid, ranks)

@@ -27,17 +27,20 @@ def in_rounds(
     work: Callable[[int, Iterator[tuple[Box, np.ndarray]]], None],
     stop: Callable[[], bool],
 ) -> bool:
-    """Compute all images; return True unless ``stop`` ended the work. Collective over ``world``.
+    """Compute all images, and return False if ``stop`` ended the work, True otherwise.
+
+    All ranks of ``world`` must call it together.
 
     Args:
         predictor: the network; each rank computes its share.
         sources: functions that open the images.
         sizes: the size of each image in pixels.
-        world: all ranks.
+        world: the communicator of all ranks.
         what: the text beside the progress bar.
-        work: called with an image's number and an iterator of (tile, logits) of this rank's share,
-            which it must exhaust.
-        stop: called after each round, on all ranks with the same result; True ends the work.
+        work: function that is called with the index of an image and an iterator of (tile, logits)
+            over this rank's tiles. It must exhaust the iterator.
+        stop: function that is called after each round and returns the same value on all ranks. If
+            it returns True, the work ends.
     """
     together, shares = predictor.deal_images(sizes)
     part, mine = predictor.among(together), shares[predictor.replicas.rank]

@@ -1,8 +1,8 @@
 """Prediction window by window, for networks that cannot be computed in parts.
 
-These are modules that are not a flat Sequential of known layers, and settings that approximate: a
-halo given in the config, or norms over single windows. In a pipeline, windows go through the stages
-as micro-batches do, without gradients.
+Whole windows go through all layers if distseg cannot compute the layers of the module one by one,
+or if the config approximates, by a halo of its own or by norms over single windows. In a pipeline,
+windows go through the stages as micro-batches do, without gradients.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Windows:
 
     Args:
         model: the parallelized model.
-        partition: its stages; None for a model that is not cut.
+        partition: the model's stages; None for a model that is not cut into stages.
         comm: the communicator of the pipeline's ranks.
         device: this rank's device.
         autocast: makes the context in which the network runs.
@@ -80,8 +80,8 @@ class Windows:
 
         Args:
             places: the windows, the same on all ranks of a pipeline.
-            load: maps an index to the window's pixels (1, C, *window.size); only called on the rank
-                with the first stage.
+            load: returns the pixels (1, C, *window.size) of the window with an index. It is only
+                called on the rank with the first stage.
         """
         for i, output in (
             self._alone(places, load) if self.comm.size == 1 else self._through_stages(places, load)

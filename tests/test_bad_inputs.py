@@ -842,7 +842,10 @@ TABLE = {
         ["evaluate", "with-huge"],
         "model.depth must be from -?[0-9]+ to [0-9]+, got 10{30}",
     ),
-    "a manifest of no stages": (["evaluate", "with-no-stages"], "mesh.stages must be at least 1, got 0"),
+    "a manifest of no stages": (
+        ["evaluate", "with-no-stages"],
+        "mesh.stages must be at least 1, got 0",
+    ),
     "a manifest's tile": (
         ["evaluate", "with-tile"],
         "with-tile, config in manifest.json: predict.tile: sizes and grids must be positive, got 0x8",

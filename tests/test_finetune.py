@@ -218,7 +218,7 @@ def test_an_encoder_alone_under_other_names(tmp_path):
         tensors["head.weight"], before
     )
     assert lines[1:] == (
-        "starts from new values, as the file has no such tensors: head.weight, head.bias",
+        "starts anew, as the file has no such tensors: head.weight, head.bias",
         "not used from the file: fc",
     )
 
@@ -232,7 +232,7 @@ def test_other_bands_and_classes(tmp_path):
     )
     assert (
         "adapted: encoder.stem.weight from 3 bands to 4" in lines
-        and "starts from new values, as the file has no such tensors: head.weight, head.bias" in lines
+        and "starts anew, as the file has no such tensors: head.weight, head.bias" in lines
     )
 
 

@@ -121,7 +121,7 @@ def pretrained(path: str, model: nn.Module, renamed: Mapping[str, str] | None = 
     taken, total = (len({names[name] for name in some}) for some in (sources, own))
     lines = [f"begins with {taken} of its {total} tensors from {path}"]
     anew = list(dict.fromkeys(anew))
-    lines += [f"starts from new values, as the file has no such tensors: {_some(anew)}"] if anew else []
+    lines += [f"starts anew, as the file has no such tensors: {_some(anew)}"] if anew else []
     lines += [f"adapted: {'; '.join(adapted)}"] if adapted else []
     lines += [f"not used from the file: {_some(unused)}"] if unused else []
     return Pretrained(tuple(files), sources, tuple(lines))

@@ -159,7 +159,7 @@ def test_profiles_say_where_their_numbers_are_from(name, tmp_path):
         (lambda p: p.update(link=3), "link needs value, unit, kind and source"),
         (lambda p: p["link"].update(value=-1), "link has the value -1: give a number above 0"),
         (lambda p: p["link"].update(value="nan"), "link has the value 'nan'"),
-        (lambda p: p["link"].update(unit="GB/s"), "link is in B/s"),
+        (lambda p: p["link"].update(unit="GB/s"), "link must be in B/s"),
         (lambda p: p["link"].update(kind="rumour"), "of the kind measured, data sheet, guess"),
     ],
 )

@@ -339,5 +339,5 @@ def test_v_split_of_a_u():
 
 
 def test_no_v_across_a_skip():
-    with pytest.raises(ValueError, match="no V on 2 ranks: 3 layers with 2 skips"):
+    with pytest.raises(ValueError, match="no v-shaped split on 2 ranks: 3 layers with 2 skips"):
         v_split([1.0] * 3, [Skip(0, 1), Skip(1, 2)], 2)

@@ -607,7 +607,7 @@ class TestBudget:
     def test_too_little_is_refused_with_both_numbers(self):
         with pytest.raises(
             ValueError,
-            match=r"of streaming.memory 0.0 MB are left .* take 0.\d MB on a tile of .* give 1 MB more",
+            match=r"0.0 MB of streaming.memory are left .* need 0.\d MB on a tile of .* raise streaming.memory by 1 MB",
         ):
             list(self.tilings(1e4))
 

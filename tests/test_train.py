@@ -339,7 +339,7 @@ def test_a_budget_that_no_tile_fits_into_is_told_by_all_stages_at_once_before_th
 ):
     monkeypatch.setattr(engine, "smallest_budget", lambda *_: 2000.0)
     found = replace(config(folder, stages=2, images=2), streaming=StreamingConfig(memory="4GB"))
-    with pytest.raises(JointFailure, match="of streaming.memory 0.0 MB are left .* give 1 MB more"):
+    with pytest.raises(JointFailure, match="0.0 MB of streaming.memory are left .* by 1 MB"):
         Run(found, comm)
 
 

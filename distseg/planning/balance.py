@@ -1,4 +1,4 @@
-"""Find the split into stages whose slowest stage is fastest, under a memory limit.
+"""Split layers into stages so that the slowest stage is as fast as a memory limit allows.
 
 A pipeline runs at the pace of its slowest stage. A dynamic programme finds the best contiguous
 split exactly. Let B[s, b] be the smallest possible maximum for the layers before b on stages 0..s:
@@ -6,9 +6,9 @@ split exactly. Let B[s, b] be the smallest possible maximum for the layers befor
     B[s, b] = min over a < b of max(B[s-1, a], cost of layers a..b-1 on stage s)
 
 Costs are tables over all runs of layers: ``table[a, b]`` belongs to layers a..b-1. So the same code
-serves for seconds and for bytes. The seconds of a run are the sum over its layers. Its bytes are
-not, and they depend on the stage: under 1F1B early stages hold more. Other splits, to compare with,
-are here too.
+serves for seconds and for bytes. The seconds of a run are the sum over its layers. The bytes of a
+run are no such sum, and they depend on the stage: under 1F1B early stages hold more micro-batches.
+This module also has other splits, for comparison.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ import numpy as np
 def fastest_split(
     seconds: np.ndarray, stages: int, peaks: np.ndarray | None = None, limit: float | None = None
 ) -> list[int]:
-    """Return the number of layers of each stage such that the slowest stage is fastest.
+    """Return numbers of layers per stage that make the slowest stage as fast as possible.
 
-    Among equally fast splits the one with the smallest sum of squared seconds is taken.
+    If several splits are equally fast, the one with the smallest sum of squared seconds is taken.
 
     Args:
         seconds: (n + 1, n + 1), seconds of layers a..b-1 in ``seconds[a, b]``; or
@@ -45,9 +45,9 @@ def fastest_split(
         least, _ = _cheapest(np.where(allowed, peaks, np.inf), np.maximum)
         if least > limit:
             raise ValueError(
-                f"no split into {stages} stages fits: the fullest one takes at least "
-                f"{least / 2**30:.4g} GiB, but the limit is {limit / 2**30:.4g} GiB: take more "
-                "stages, recompute activations (always), or smaller micro-batches"
+                f"no split into {stages} stages fits: in each, a stage takes at least "
+                f"{least / 2**30:.4g} GiB, but the limit is {limit / 2**30:.4g} GiB: use more "
+                "stages, recompute all activations (always), or use smaller micro-batches"
             )
         allowed = allowed & (peaks <= limit)
     slowest, _ = _cheapest(np.where(allowed, seconds, np.inf), np.maximum)
@@ -56,7 +56,7 @@ def fastest_split(
 
 
 def _cheapest(cost: np.ndarray, combine: Callable) -> tuple[float, list[int]]:
-    """Return the least combined cost of a split and its number of layers per stage.
+    """Return the least combined cost of any split, and the number of layers per stage in it.
 
     Args:
         cost: (S, n + 1, n + 1), the cost of layers a..b-1 as stage s; infinite if not allowed.
@@ -75,7 +75,7 @@ def _cheapest(cost: np.ndarray, combine: Callable) -> tuple[float, list[int]]:
 
 
 def sums(costs: Sequence[float]) -> np.ndarray:
-    """Return an (n + 1, n + 1) table: the sum of costs[a:b] in [a, b], 0 where a >= b."""
+    """Return an (n + 1, n + 1) table with the sum of costs[a:b] in [a, b], and 0 where a >= b."""
     table = np.zeros((len(costs) + 1, len(costs) + 1))
     for a in range(len(costs)):
         table[a, a + 1 :] = np.cumsum(costs[a:])
@@ -83,7 +83,10 @@ def sums(costs: Sequence[float]) -> np.ndarray:
 
 
 def even_split(layers: int, stages: int) -> list[int]:
-    """Return the layers of each stage, which differ by at most one, larger numbers first."""
+    """Return the number of layers of each stage.
+
+    The numbers differ by at most one, and larger ones come first.
+    """
     _check_stages(layers, stages)
     return [layers // stages + (stage < layers % stages) for stage in range(stages)]
 
@@ -108,7 +111,7 @@ def torchgpipe_split(seconds: Sequence[float], stages: int) -> list[int]:
 
 
 def starts_of(balance: Sequence[int]) -> list[int]:
-    """Return the number of the first layer of each stage."""
+    """Return the index of the first layer of each stage."""
     return [0, *accumulate(balance)][:-1]
 
 

@@ -1,9 +1,10 @@
-"""Find the cost of each layer of a flat model: seconds, and the tensors that autograd keeps.
+"""Find the cost of each layer of a network: seconds, and the tensors that autograd keeps.
 
-Each layer runs on the meta device, and PyTorch reports what autograd keeps. So this file has no
-list of layer types, and a user's own layers count too. A convolution, a norm and an activation keep
-their input; max-pooling keeps its indices as well, channel dropout its small mask, a concatenation
-nothing. Two layers may keep the same tensor, which takes memory once; hence tensors have numbers::
+The network must be a list of layer calls. Each layer runs on the meta device, and PyTorch reports
+what autograd keeps. So this file has no list of layer types, and works for a user's own layers. A
+convolution, a norm and an activation keep their input. Max-pooling keeps its indices as well,
+channel dropout keeps its small mask, and a concatenation keeps nothing. Two layers may keep the
+same tensor, which takes memory only once. Tensors therefore have numbers::
 
     number    0  enc0_conv0  1  enc0_drop0  3  enc0_norm0  4
     kept         {0}            {2: mask}      {3}
@@ -32,13 +33,13 @@ class LayerCost:
         name: the layer's name.
         forward, backward: seconds of a pass.
         parameters: number of parameters.
-        activation: bytes that autograd keeps for this layer and for none before it, so that the
-            sum over layers is the model's.
+        activation: bytes that autograd keeps for this layer but for no earlier one. The sum over
+            all layers is what autograd keeps for the model.
         output: bytes of the output.
         kept: numbers of the tensors that autograd keeps for this layer, without parameters.
         result: number of the output tensor. A layer that returns its input has the input's number.
-        puts_off: True if the layer has convolutions, whose gradients of weights may be computed
-            later.
+        puts_off: True if the layer has convolutions, so that its weight gradients may be computed
+            later than its input gradient.
     """
 
     name: str
@@ -58,8 +59,8 @@ class Costs:
 
     Attributes:
         layers: the cost of each layer.
-        sizes: the bytes of each tensor by number; number 0 is the model's input.
-        inputs: the tensor ids of the feature maps that each layer reads.
+        sizes: the bytes of each tensor, by its number. Number 0 is the model's input.
+        inputs: for each layer, the tensor ids of the feature maps that it reads.
         source: a description of where the seconds come from, such as "modelled for v100".
     """
 
@@ -70,7 +71,7 @@ class Costs:
 
     @cached_property
     def skips(self) -> list[Skip]:
-        """Return the feature maps that a later layer than the next one reads."""
+        """Return the skips: feature maps that a layer other than the next one reads."""
         return skips_of(self.inputs)
 
     @property
@@ -83,17 +84,17 @@ class Costs:
 
 
 def modelled(model: nn.Module, size: Sequence[int], batch: int = 1, device: Device = V100) -> Costs:
-    """Return the costs of a model by its arithmetic and memory traffic on ``device``.
+    """Return the costs of a model, estimated from its arithmetic and memory traffic on ``device``.
 
     Args:
-        model: a flat model on any device, the meta device included. It is not changed, and no
-            tensor is allocated.
+        model: a model that is a list of layer calls, on any device, the meta device included. The
+            model is not changed, and no tensor is allocated.
         size: the size of a window in pixels.
         batch: images of a micro-batch.
         device: the throughput of the device to model.
 
     Raises:
-        ValueError: the model is not flat, or its skips do not match.
+        ValueError: the model is not a list of layer calls, or its skips do not match.
     """
     model = copied(model, lambda t: torch.empty_like(t, device="meta"))
     numbers = Numbers(model)
@@ -139,7 +140,7 @@ def measured(model: nn.Module, size: Sequence[int], batch: int = 1, repeats: int
     change.
 
     Args:
-        model: a flat model on the device to measure.
+        model: a model that is a list of layer calls, on the device to measure.
         size: the size of a window in pixels.
         batch: images of a micro-batch.
         repeats: number of runs of each layer; the fastest one counts.

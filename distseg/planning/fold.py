@@ -1,8 +1,9 @@
-"""Split a network into v-shaped stages: an encoder's layers and the matching decoder's on one rank.
+"""Split a network into v-shaped stages, so that skips need not be sent between ranks.
 
-Rank 0 takes layers from the front and from the back, rank 1 the next ones from both ends, and the
-last rank takes what is left. Between two ranks lies a pair of cuts (a, b). No skip crosses it, so
-no skip is sent::
+A rank holds some layers of the encoder and the matching layers of the decoder. Rank 0 takes layers
+from the front and from the back of the network, rank 1 takes the next ones from both ends, and the
+last rank takes the layers that remain. A pair of cuts (a, b) separates two ranks. No skip crosses
+these cuts, so no skip is sent::
 
     layers   0 ........ a1 ...... a2 ............ b2 ....... b1 ........ n
     rank     |--- 0 ---||-- 1 --||------ 2 ------||--- 1 ---||--- 0 ---|
@@ -24,20 +25,20 @@ def v_split(
     ranks: int,
     travel: Sequence[float] | None = None,
 ) -> list[int]:
-    """Return the layers of each of the 2 * ranks - 1 v-shaped stages, slowest rank fastest.
+    """Return the number of layers of each of the 2 * ranks - 1 v-shaped stages.
 
-    A dynamic programme over pairs of cuts finds the best split.
+    A dynamic programme over pairs of cuts makes the slowest rank as fast as possible.
 
     Args:
         seconds: seconds of each layer, forward and backward.
         skips: the skips of the network.
         ranks: ranks of the pipeline. :func:`distseg.runtime.schedule.v_placement` returns the rank
             of each stage.
-        travel: seconds that each layer's output and its gradient take to another rank, where both
-            ends wait. None if messages cost nothing.
+        travel: for each layer, the seconds that sending its output and the output's gradient to
+            another rank takes. Sender and receiver both wait. None if messages cost nothing.
 
     Raises:
-        ValueError: no split exists: there are too few layers, or skips are not nested.
+        ValueError: no split exists, because there are too few layers or skips are not nested.
     """
     layers = len(seconds)
     cuts = np.array(_pairs(layers, skips))  # (P, 2): a, b
@@ -59,9 +60,9 @@ def v_split(
     at = int(np.maximum(slowest, inner + crossing).argmin())
     if not np.isfinite(slowest[at]):
         raise ValueError(
-            f"no V on {ranks} ranks: {layers} layers with {len(skips)} skips cannot be cut into "
-            f"{2 * ranks - 1} stages such that no skip travels: "
-            "take fewer ranks, or contiguous stages"
+            f"no v-shaped split on {ranks} ranks: {layers} layers with {len(skips)} skips cannot "
+            f"be cut into {2 * ranks - 1} stages such that no skip is sent: "
+            "use fewer ranks, or linear stages"
         )
     chosen = [cuts[at]]
     for origin in reversed(origins):
@@ -72,7 +73,7 @@ def v_split(
 
 
 def _pairs(layers: int, skips: Sequence[Skip]) -> list[tuple[int, int]]:
-    """Return all pairs of cuts (a, b) such that every skip lies within layers a..b-1 or outside."""
+    """Return all pairs of cuts (a, b) such that no skip enters or leaves layers a..b-1."""
     return [
         (a, b)
         for a in range(layers)

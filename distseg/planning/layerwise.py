@@ -1,8 +1,8 @@
-"""Run a flat model one layer at a time, each with a graph of its own.
+"""Run a network one layer at a time, each layer with its own autograd graph.
 
-A layer's inputs are detached from the layers before it. So each layer can be timed alone, only its
-activations are in memory, and its saved tensors and its output can be distinguished from those of
-other layers.
+The network must be a list of layer calls. A layer's inputs are detached from the layers before it.
+So each layer can be timed alone, and only its activations are in memory. Its output and the
+tensors that autograd saves for it can be distinguished from those of other layers.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Alone:
     Args:
         layer: the layer.
         inputs: its inputs, which are detached here.
-        image: the index of the image among the inputs, which needs no gradient; None if it is not
-            an input.
+        image: the index of the network's image among the inputs, or None if the layer does not read
+            the image. The image needs no gradient.
         readers: the number of layers that read the result.
     """
 
@@ -57,9 +57,9 @@ class Alone:
 
 
 class _Alias(torch.autograd.Function):
-    """Identity whose result a layer may overwrite, as in-place activations do.
+    """Identity function whose result a layer may overwrite, as in-place activations do.
 
-    Autograd refuses to overwrite a leaf that requires a gradient.
+    It is needed because autograd refuses to overwrite a leaf that requires a gradient.
     """
 
     @staticmethod
@@ -72,9 +72,9 @@ class _Alias(torch.autograd.Function):
 
 
 def alone(model: nn.Module, x: Tensor) -> Iterator[tuple[str, Alone]]:
-    """Yield each layer's name and the layer on its inputs, in order.
+    """Yield each layer's name and the layer with its inputs, in the order of the forward pass.
 
-    The caller runs the layer's forward pass before it takes the next one.
+    The caller must run the layer's forward pass before it asks for the next layer.
     """
     calls = calls_of(model)
     frees = last_readings([call.inputs for call in calls], range(len(calls)))
@@ -94,7 +94,10 @@ def alone(model: nn.Module, x: Tensor) -> Iterator[tuple[str, Alone]]:
 
 
 class Numbers:
-    """Numbers of tensor storages, in the order of their first appearance, with their bytes."""
+    """Registry that numbers tensor storages in the order of their first appearance.
+
+    ``sizes`` has the bytes of each storage, by number.
+    """
 
     def __init__(self, model: nn.Module):
         self.sizes: list[int] = []
@@ -102,7 +105,7 @@ class Numbers:
         self._weights = {
             t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())
         }
-        self._alive: list[Tensor] = []  # so that no address is used twice
+        self._alive: list[Tensor] = []  # keeps all storages, so that no address is used again
 
     def is_weight(self, tensor: Tensor) -> bool:
         """Return True if a tensor lies in the storage of a parameter or buffer."""
@@ -121,8 +124,8 @@ class Numbers:
 def copied(model: nn.Module, convert: Callable[[Tensor], Tensor]) -> nn.Module:
     """Return a copy of a model in training mode with converted parameters and buffers.
 
-    Batch norms of vectors are in evaluation mode: PyTorch refuses statistics of the one vector that
-    a rank has of an image, although all ranks together may have several.
+    Batch norms of vectors are put into evaluation mode. In training mode PyTorch refuses a batch of
+    a single vector, and a rank may have only one, although all ranks together have several.
     """
     parameters = {id(p): _as_parameter(convert(p), p) for p in model.parameters()}
     made = copy.deepcopy(model, parameters | {id(b): convert(b) for b in model.buffers()}).train()

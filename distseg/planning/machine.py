@@ -1,8 +1,8 @@
 """Describe a machine by the numbers that the time and the memory of a step depend on.
 
-A profile is a YAML file of these numbers. Each has its unit, its source, and how far it can be
-trusted: ``measured``, ``data sheet`` or ``guess``. Profiles of some machines are in the folder
-``profiles``; ``distseg plan --save FILE`` writes one of the machine at hand.
+A profile is a YAML file of these numbers. Each number has its unit, its source, and a kind that
+says how reliable it is: ``measured``, ``data sheet`` or ``guess``. The folder ``profiles`` has
+profiles of some machines. ``distseg plan --save FILE`` writes a profile of the current machine.
 """
 
 from __future__ import annotations
@@ -28,15 +28,16 @@ class Machine:
         name: the name of the machine.
         arithmetic: FLOP/s of convolutions.
         traffic: bytes/s between the device and its memory, reading and writing together.
-        call: seconds that a layer takes at least, forward or backward.
+        call: the least seconds that a layer takes, forward or backward, however small it is.
         latency: seconds until a message arrives, however small it is.
         link: bytes/s of messages between two ranks of a node, in one direction.
         network: bytes/s of messages of a node to other nodes, in one direction.
-        memory: bytes of a rank.
-        base: bytes of a process beside its tensors: libraries, workspaces, communicators.
+        memory: bytes of memory that a rank has.
+        base: bytes that a process takes besides its tensors, for libraries, workspaces and
+            communicators.
         ranks: number of ranks of a node.
-        kinds: how each number is known, one of ``KINDS``.
-        sources: where each number is from.
+        kinds: for each number by name, how it is known: one of ``KINDS``.
+        sources: for each number by name, where it is from.
     """
 
     name: str
@@ -54,32 +55,33 @@ class Machine:
 
     @property
     def device(self) -> Device:
-        """The throughput of one rank's device."""
+        """Throughput of one rank's device."""
         return Device(self.name, self.arithmetic, self.traffic)
 
     @property
     def guesses(self) -> list[str]:
-        """The names of the numbers that nobody measured or stated."""
+        """Names of the numbers that nobody measured and no data sheet states."""
         return [name for name, kind in self.kinds.items() if kind == "guess"]
 
     def changed(self, name: str, factor: float) -> Machine:
-        """Return the machine with one number multiplied by ``factor``."""
+        """Return a copy of the machine with the number ``name`` multiplied by ``factor``."""
         return replace(self, **{name: getattr(self, name) * factor})
 
     def message(self, ranks: int, size: float, count: int = 1) -> float:
-        """Return the seconds of ``count`` messages of ``size`` bytes together.
+        """Return the seconds that ``count`` messages take, which have ``size`` bytes in total.
 
         Args:
             ranks: number of neighbouring ranks among which messages are sent at the same time. If
-                they are more than a node has, all of a node's ranks share its network.
-            size: bytes of the messages together.
+                one node has fewer ranks, the messages go over the network, which all ranks of a
+                node share.
+            size: bytes of all messages together.
             count: number of messages.
         """
         speed = self.link if ranks <= self.ranks else self.network / self.ranks
         return count * self.latency + size / speed
 
     def sum(self, ranks: int, size: float) -> float:
-        """Return the seconds of an all-reduce of ``size`` bytes over ``ranks`` ranks, by rings."""
+        """Return the seconds of a ring all-reduce of ``size`` bytes over ``ranks`` ranks."""
         if ranks == 1:
             return 0.0
         speed = self.link if ranks <= self.ranks else min(self.link, self.network)
@@ -107,10 +109,10 @@ def profile_names() -> list[str]:
 
 
 def load_machine(name: str) -> Machine:
-    """Return the machine of a profile.
+    """Return the machine that a profile describes.
 
     Args:
-        name: the name of a profile of distseg, or the path of a YAML file.
+        name: the name of a profile that comes with distseg, or the path of a YAML file.
 
     Raises:
         ValueError: there is no such profile, or a number is missing or wrong.
@@ -128,13 +130,13 @@ def load_machine(name: str) -> Machine:
     except (yaml.YAMLError, UnicodeDecodeError) as e:
         raise ValueError(f"profile {path} is not YAML: {' '.join(str(e).split())}") from None
     if not isinstance(given, dict):
-        raise ValueError(f"profile {path} has no entries: write name and {', '.join(NUMBERS)}")
+        raise ValueError(f"profile {path} has no entries: give it name and {', '.join(NUMBERS)}")
     unknown = sorted(set(given) - {"name", *NUMBERS})
     missing = [key for key in ("name", *NUMBERS) if key not in given]
     if unknown or missing:
         raise ValueError(
             f"profile {path} {'lacks ' + missing[0] if missing else 'has ' + str(unknown[0])}: "
-            f"it has name, {', '.join(NUMBERS)}"
+            f"it must have the entries name, {', '.join(NUMBERS)}"
         )
     values, kinds, sources = {}, {}, {}
     for key in NUMBERS:
@@ -153,7 +155,7 @@ def load_machine(name: str) -> Machine:
             )
         if entry["kind"] not in KINDS or entry["unit"] != _UNITS[key]:
             raise ValueError(
-                f"profile {path}: {key} is in {_UNITS[key]} and of the kind "
+                f"profile {path}: {key} must be in {_UNITS[key]} and of the kind "
                 f"{', '.join(KINDS)}, got {entry['unit']!r} and {entry['kind']!r}"
             )
         values[key], kinds[key], sources[key] = value, entry["kind"], str(entry["source"])
@@ -162,7 +164,7 @@ def load_machine(name: str) -> Machine:
 
 
 def as_profile(machine: Machine) -> str:
-    """Return a machine as the text of a profile, which :func:`load_machine` reads."""
+    """Return the text of a profile of ``machine``. :func:`load_machine` reads such a text."""
     entries = {
         name: {
             "value": getattr(machine, name),

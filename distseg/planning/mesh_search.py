@@ -1,17 +1,17 @@
 """Predict the time and the memory of a step in each layout, and find the best layouts.
 
-All layouts that are compared compute the same step: the same number of images, with as many in a
-micro-batch as the config says. They differ in what a rank computes, in what it sends, and in how
-long it waits::
+All layouts that are compared compute the same step. They have the number of images in a step and
+in a micro-batch that the config sets. They differ in what a rank computes, in what it sends, and in
+how long it waits::
 
     seconds of a step =  micro-batches x (layers of a rank, with the cells computed twice)
                        + halo messages + statistics of norms + bubble of the pipeline
                        + sum of gradients + update of the weights
 
-Times of layers are those of :mod:`distseg.planning.cost` on the machine
-(:mod:`distseg.planning.machine`), in proportion to the cells that the slowest tile computes.
-Pipelines are simulated by the operations that will run. Reading images is not counted, and no
-communication overlaps with computation.
+:mod:`distseg.planning.cost` gives the times of the layers on the machine
+(:mod:`distseg.planning.machine`). They are scaled to the number of cells that the slowest tile
+computes. A pipeline is simulated with the same operations that it will run. The prediction leaves
+out the reading of images, and assumes that communication never overlaps with computation.
 """
 
 from __future__ import annotations
@@ -45,22 +45,22 @@ from distseg.tiling.layout import Layout
 from distseg.tiling.tile import ReceptiveField, check_grid, factorings, split, tiles, window
 
 EXCHANGES = ("all", "level", "1")
-# Grids with equally many tiles that are tried, those with the fewest cells computed twice first.
+# How many grids with the same number of tiles are tried. The first ones have the smallest windows.
 _GRIDS = 2
-# Of a vector of moments (count, mean, sum of squares) in float64.
+# Bytes of the moments (count, mean, sum of squares) of one channel in float64.
 _MOMENTS = 3 * 8
 
 
 @dataclass(frozen=True)
 class MeshLayout:
-    """The mesh and the settings around it.
+    """Mesh of a run, and the settings that say how ranks share the work.
 
     Attributes:
         samples, tiles, stages: the mesh.
         exchange: how often tiles exchange halos, ``spatial.exchange_every``.
-        micro_batches: micro-batches of a step in a sample group, ``train.accumulate``.
-        schedule: the order of a pipeline's passes.
-        recompute: the activations that are computed again.
+        micro_batches: number of micro-batches of a step in a sample group, ``train.accumulate``.
+        schedule: the order of a pipeline's passes, ``pipeline.schedule``.
+        recompute: the activations that are computed again, ``pipeline.recompute``.
     """
 
     samples: int
@@ -77,7 +77,7 @@ class MeshLayout:
 
     @property
     def family(self) -> str:
-        """The axes that are split, such as ``samples x tiles``."""
+        """The mesh axes that have more than one rank, such as ``samples x tiles``."""
         axes = [
             name
             for name, number in (
@@ -90,7 +90,7 @@ class MeshLayout:
         return " x ".join(axes) or "one rank"
 
     def settings(self) -> dict[str, str]:
-        """Return the settings of a config that make this layout."""
+        """Return the settings to write into a config for this layout."""
         found = {
             "mesh.samples": str(self.samples),
             "mesh.tiles": str(self.tiles),
@@ -111,8 +111,8 @@ class Prediction:
 
     Attributes:
         layout: the layout.
-        parts: seconds of the step by purpose; their sum is the step.
-        memory: bytes of the rank that takes most.
+        parts: seconds of the step by purpose. Their sum is the duration of the step.
+        memory: bytes that the rank with the highest peak takes.
         balance: number of layers of each stage.
     """
 
@@ -127,7 +127,10 @@ class Prediction:
 
     @property
     def binds(self) -> str:
-        """The largest part besides computing each cell once."""
+        """The name of the largest part of the step that is not ``computing``.
+
+        If this part is at most 2 % of the step, the name is ``computing``.
+        """
         name, seconds = max(
             ((k, v) for k, v in self.parts.items() if k != "computing"), key=lambda item: item[1]
         )
@@ -136,19 +139,20 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Work:
-    """One step of a training, whatever its layout.
+    """One step of a training run, independent of the layout.
 
     Attributes:
-        model: the plain network of known layers; it may be on the meta device.
+        model: the plain network of known layers, which may be on the meta device.
         costs: costs of a micro-batch of whole images.
         image: the size of an image in pixels.
-        images: images of a micro-batch.
-        batch: images of a step, over all sample groups.
+        images: number of images of a micro-batch.
+        batch: number of images of a step, over all sample groups.
         reach: halo and stride of the network.
-        norms: numbers of the layers with statistics over the image.
+        norms: indices of the layers with statistics over the image.
         copies: values that the optimizer keeps per weight.
-        linear: True if the gradient of the loss is known before the loss.
-        step_norms: True if batch norm sees the images of all sample groups.
+        linear: True if the loss gradient follows from the labels alone
+            (:attr:`distseg.layers.loss.Loss.linear`), so that backward passes need not wait.
+        step_norms: True if batch norm takes its statistics over the images of all sample groups.
     """
 
     model: nn.Module
@@ -180,8 +184,8 @@ class TileWork:
     """Work of the slowest tile of a grid for a micro-batch.
 
     Attributes:
-        shares: for each layer the share of its cells that the tile computes.
-        halos: for each layer bytes and number of the messages before its forward pass.
+        shares: for each layer, the share of its cells that the tile computes.
+        halos: for each layer, (bytes, number) of the halo messages before its forward pass.
     """
 
     shares: tuple[float, ...]
@@ -189,7 +193,7 @@ class TileWork:
 
 
 class Planner:
-    """Predictions for one step on one machine.
+    """Planner that predicts one step on one machine in different layouts.
 
     Args:
         work: the step.
@@ -206,7 +210,7 @@ class Planner:
     def on(self, machine: Machine, costs: Costs, limit: float | None = None) -> Planner:
         """Return a planner of the same step on another machine.
 
-        What depends on sizes alone is taken over.
+        The new planner shares the cached results that depend on sizes alone.
 
         Args:
             machine: the machine.
@@ -218,12 +222,13 @@ class Planner:
         return other
 
     def best(self, ranks: int) -> list[Prediction]:
-        """Return predictions of layouts on so many ranks, the fastest first.
+        """Return predictions for layouts of ``ranks`` ranks, the fastest first.
 
-        They are the fastest ones of each family within the limit of memory; of a family that takes
-        more than twice as long as the first layout, the fastest one. A layout that computes
-        activations again is among them only if it does not fit otherwise. If none fits, those that
-        take the least memory of each family are returned.
+        A family is a set of mesh axes that are split (:attr:`MeshLayout.family`). The result has
+        the fastest layouts of each family that fit the memory limit. A family that takes more than
+        twice as long as the fastest layout contributes only one. A layout that recomputes
+        activations is considered only if the same layout does not fit without that. If no layout
+        fits, the result has the layout of each family that takes the least memory.
         """
         fitting: dict[str, list[Prediction]] = {}
         others: dict[str, Prediction] = {}
@@ -253,7 +258,7 @@ class Planner:
         return sorted(every, key=lambda p: (p.seconds, p.memory))
 
     def candidates(self, ranks: int) -> Iterator[MeshLayout]:
-        """Yield the layouts of so many ranks that compute the step."""
+        """Yield all layouts of ``ranks`` ranks that compute the step."""
         work, micro = self.work, self.work.batch // self.work.images
         for samples in _divisors(math.gcd(ranks, micro)):
             for stages in _divisors(ranks // samples):
@@ -279,7 +284,10 @@ class Planner:
         return ("gpipe", "1f1b", "zb-h1") if self.work.linear else ("gpipe",)
 
     def _grids(self, count: int) -> list[Size]:
-        """Return the grids of ``count`` tiles that fit the image, the best ones."""
+        """Return the few best grids of ``count`` tiles that fit the image, best first.
+
+        The best grid is the one whose largest window has the fewest cells.
+        """
         found = []
         for grid in factorings(count, len(self.work.image)):
             try:
@@ -320,18 +328,19 @@ class Planner:
         return TileWork(tuple(shares), tuple(halos))
 
     def _bytes(self, source: int) -> float:
-        """Return the bytes of a feature map of a micro-batch; number 0 is the image."""
+        """Return the bytes of feature map ``source`` of a micro-batch. Map 0 is the image."""
         costs = self.work.costs
         return costs.layers[source - 1].output if source else costs.sizes[0]
 
     def _costs_on(self, tile: TileWork, neighbours: int, norm: float) -> Costs:
-        """Return the costs of the layers on a tile, with what they send.
+        """Return the costs of the layers on a tile, including the time of their messages.
 
-        Bytes stay those of whole images.
+        Only the seconds are those of a tile. The bytes are still those of whole images.
 
         Args:
-            neighbours: number of ranks of the pipelines that share an image.
-            norm: seconds of the message of a norm.
+            tile: the work of the slowest tile.
+            neighbours: number of ranks that work on the same images: tiles times stages.
+            norm: seconds that the message of a norm takes.
         """
         layers = []
         for number, (layer, share, (size, count)) in enumerate(
@@ -345,11 +354,11 @@ class Planner:
         return replace(self.work.costs, layers=tuple(layers))
 
     def least_seconds(self, layout: MeshLayout) -> float:
-        """Return seconds that the step takes at least.
+        """Return a lower bound of the seconds that a step takes in a layout.
 
-        A micro-batch goes through all stages, and the slowest stage, which takes at least its
-        share, computes all others besides. Stages may put gradients of weights off, about half of
-        the work.
+        One micro-batch must go through all stages. The slowest stage also computes all other
+        micro-batches and takes at least its share of their time. With the schedule zb-h1 only about
+        half of the work counts for the first micro-batch, because weight gradients may come later.
         """
         tile = self.tile_work(layout.tiles, layout.exchange)
         again = 1 if layout.recompute == "always" and layout.stages == 1 else 0
@@ -364,10 +373,10 @@ class Planner:
         )
 
     def predict(self, layout: MeshLayout) -> Prediction:
-        """Return what a step takes in a layout.
+        """Return the predicted time and memory of a step in a layout.
 
         Raises:
-            ValueError: the network cannot be cut into so many stages.
+            ValueError: the network cannot be cut into the stages of the layout.
         """
         work, machine = self.work, self.machine
         neighbours = layout.tiles.volume * layout.stages
@@ -409,7 +418,7 @@ class Planner:
         return Prediction(layout, plain, float(memory), tuple(map(int, balance)))
 
     def _norm_seconds(self, layout: MeshLayout) -> float:
-        """Return the seconds of the message of a norm, in one direction."""
+        """Return the seconds that the message of one norm takes in one pass."""
         ranks = layout.tiles.volume * (layout.samples if self.work.step_norms else 1)
         if ranks == 1 or not self.work.norms:
             return 0.0
@@ -418,7 +427,11 @@ class Planner:
     def _pipeline(
         self, layout: MeshLayout, costs: Costs, policy: Policy, tile: TileWork, neighbours: int
     ) -> tuple[list[int], float, float]:
-        """Return the balance, the seconds of all passes, and those of the busiest rank."""
+        """Return the layers of each stage, and the seconds of the pipeline and its busiest rank.
+
+        They are the number of layers of each stage, the seconds from the first to the last pass,
+        and the seconds that the busiest rank computes.
+        """
         m, layers = layout.micro_batches, costs.layers
         if layout.stages == 1:
             passes = policy.forward_passes(0, 1)
@@ -455,7 +468,7 @@ class Planner:
         return held + max(tile.shares) * (whole - held)
 
 
-_KEPT = 3  # of each family
+_KEPT = 3  # number of layouts of each family that are returned
 
 
 def _divisors(number: int) -> list[int]:
@@ -463,7 +476,10 @@ def _divisors(number: int) -> list[int]:
 
 
 def _some_tiles(image: Sequence[int], grid: Size, stride: Sequence[int]):
-    """Return tiles of a grid, among them one of a corner, of a border, and an inner one."""
+    """Return some tiles of a grid, including one at a corner, one at a border and an inner one.
+
+    A large grid is replaced by a smaller one with tiles of the largest size.
+    """
     if grid.volume <= 64:
         return tiles(image, grid, stride)
     fewer = Size(min(g, 3) for g in grid)
@@ -474,7 +490,10 @@ def _some_tiles(image: Sequence[int], grid: Size, stride: Sequence[int]):
 
 
 def _largest(borders: Sequence[int]) -> int:
-    """Return the number of the longest tile along a dim, an inner one if there is."""
+    """Return the index of the longest tile along a dim.
+
+    The first and the last tile are not considered if the dim has more than two tiles.
+    """
     lengths = [b - a for a, b in zip(borders, borders[1:])]
     inner = range(1, len(lengths) - 1) if len(lengths) > 2 else range(len(lengths))
     return max(inner, key=lambda i: lengths[i])

@@ -1,8 +1,8 @@
 """Predict the seconds of a step's passes, to compare them with measured ones.
 
-:mod:`distseg.cli.profile` shows the comparison. The costs are those by which stages are balanced,
-modelled for a CPU core or a V100. One factor scales all of them to the machine at hand. Passes that
-still differ take a larger or smaller share of a step than the balance assumed.
+:mod:`distseg.cli.profile` shows the comparison. The same costs balance the stages. They are
+modelled for a CPU core or a V100, and one factor scales all of them to the machine in use. If a
+pass still differs from its prediction, its share of a step is not the one that the balance assumed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Passes = Mapping[tuple[str, str], float]
 
 
 class Modelled(NamedTuple):
-    """Costs of all layers on a micro-batch of whole images, each of ``pixels`` pixels."""
+    """Costs of all layers for a micro-batch of whole images. Each image has ``pixels`` pixels."""
 
     costs: Costs
     pixels: int
@@ -60,7 +60,7 @@ class StagePasses:
         partition: the stages.
         orders: the actions of each rank in a step.
         recompute: the value of ``pipeline.recompute``.
-        pixels: pixels of a micro-batch, its windows together.
+        pixels: the number of pixels of all windows of a micro-batch together.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class StagePasses:
         self._costs, self._share = found.costs, pixels / found.pixels
 
     def of_rank(self, rank: int) -> Passes:
-        """Return the predicted seconds of a rank's passes in a step."""
+        """Return the predicted seconds of a rank's passes in a step, by kind of pass and stage."""
         total: Counter = Counter()
         for op in operations(self.orders[rank], self.partition.edges, self.recompute):
             if isinstance(op, (Forward, Backward, Weight, Recompute)):
@@ -109,7 +109,8 @@ class StagePasses:
 
         Args:
             factor: every pass takes this many times its predicted seconds.
-            transfer: seconds that the tensor of an edge travels; None if messages take no time.
+            transfer: function that returns the seconds for which the tensor of an edge travels;
+                None if messages take no time.
         """
         again = set().union(*(recomputed(order, self.recompute) for order in self.orders))
 
@@ -138,9 +139,16 @@ def of_tiles(
     program: Sequence[Operation],
     plans: Sequence[StagePlan],
 ) -> Passes:
-    """Return the predicted seconds of a rank's passes on streamed tiles.
+    """Return the predicted seconds of a rank's passes on streamed tiles, by kind and segment.
 
-    A layer's cost on a tile is in proportion to the cells that it computes there.
+    A layer's cost on a tile is in proportion to the cells that the layer computes on the tile.
+
+    Args:
+        found: the modelled costs.
+        executor: the executor that runs the tiles.
+        image: the size of an image in pixels.
+        program: the operations of the rank in a step.
+        plans: the plan of each micro-batch.
     """
     sizes, total = executor.layout(image).sizes, Counter()
 

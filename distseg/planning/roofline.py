@@ -2,8 +2,8 @@
 
 A device is two numbers, arithmetic throughput and memory bandwidth. A kernel takes the longer of
 its arithmetic and its memory traffic. Work is counted for each kernel that PyTorch runs on the meta
-device, where a tensor has a shape but no memory. So a network of a billion weights on a window of
-any size takes a second to count.
+device, where a tensor has a shape but no memory. So counting takes about a second, even
+for a network of a billion weights and a window of any size.
 """
 
 from __future__ import annotations
@@ -34,13 +34,16 @@ class Device:
     bytes_per_second: float
 
     def seconds(self, work: Work) -> float:
-        """Return the seconds of some work: the longer of its arithmetic and its traffic."""
+        """Return the seconds of some work, which are those of its arithmetic or of its traffic.
+
+        The longer of the two counts.
+        """
         return max(work.flops / self.flops_per_second, work.bytes / self.bytes_per_second)
 
 
 @dataclass(frozen=True)
 class Work:
-    """Floating-point operations (a multiply-add is two) and bytes moved."""
+    """Number of floating-point operations (a multiply-add is two) and of bytes moved."""
 
     flops: int
     bytes: int
@@ -56,8 +59,8 @@ CORE = Device("a CPU core", 90e9, 10e9)
 def modelled_device(kind: str) -> Device:
     """Return the device by whose costs stages are balanced; ``kind`` is cpu or cuda.
 
-    Its rates are constants and not measured, so that ranks on different machines find the same
-    stages.
+    The rates of this device are constants and not measured, so that ranks on different machines
+    find the same stages.
     """
     return CORE if kind == "cpu" else V100
 
@@ -75,12 +78,12 @@ DEVICES: dict[str, Callable[[], Device]] = {"v100": lambda: V100, "cpu": this_cp
 
 
 def fastest(call: Callable[[], object], repeats: int, device=torch.device("cpu")) -> float:
-    """Return the seconds of the fastest of ``repeats`` calls, after one that warms up."""
+    """Return the seconds of the fastest of ``repeats`` calls, after one more that warms up."""
     return min([seconds_of(call, device) for _ in range(repeats + 1)][1:])
 
 
 def seconds_of(call: Callable[[], object], device: torch.device) -> float:
-    """Return the seconds of a call, with the work that it queues on ``device``."""
+    """Return the seconds of a call, including the work that it queues on ``device``."""
     start = time.perf_counter()
     call()
     if device.type == "cuda":

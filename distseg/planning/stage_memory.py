@@ -1,13 +1,13 @@
 """Model the memory of a pipeline stage: weights, optimizer state and activations in flight.
 
 Every run of layers is a possible stage, so sizes are tables: ``full[a, b]`` belongs to layers
-a..b-1. For each micro-batch in flight a stage holds all tensors that autograd keeps, with its
-inputs and outputs. If it recomputes activations, it holds only the tensors that it received: its
-input and the skips that reach it. A schedule may split a backward pass into B (gradients of
+a..b-1. For each micro-batch in flight a stage holds its inputs and outputs and all tensors that
+autograd keeps. If the stage recomputes activations, it holds only the tensors that it received: its
+input and the skips that end in it. A schedule may split a backward pass into B (gradients of
 activations) and W (gradients of weights). Between B and W a stage holds the inputs of its
-convolutions and the gradients of their outputs. Receive buffers of the next actions are allocated
-ahead. A tensor that is several of these counts once. benchmarks/stage_memory.py compares this
-model with measured memory.
+convolutions and the gradients of their outputs. The receive buffers of the next actions are
+allocated ahead. A tensor that is held for several of these reasons is counted once.
+benchmarks/stage_memory.py compares this model with measured memory.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ class Policy:
     recompute: Literal["never", "except_last", "always"] = "never"
     """Micro-batches whose activations are recomputed in the backward pass.
 
-    ``never`` is none, ``always`` is all. ``except_last`` leaves out micro-batches whose backward
-    pass follows their forward pass at once.
+    ``never`` means no micro-batch, ``always`` all of them. ``except_last`` leaves out micro-batches
+    whose backward pass immediately follows their forward pass.
     """
     optimizer_copies: int = 2
     """Values that the optimizer keeps per weight: Adam 2, SGD with momentum 1."""
 
     def __post_init__(self):
         if self.micro_batches < 1:
-            raise ValueError(f"a step has at least one micro-batch, got {self.micro_batches}")
+            raise ValueError(f"a step must have at least one micro-batch, got {self.micro_batches}")
         for name, choices in (
             ("schedule", tuple(SCHEDULES)),
             ("recompute", ("never", "except_last", "always")),
         ):
             if getattr(self, name) not in choices:
                 raise ValueError(
-                    f"{name} is one of {', '.join(choices)}, got {getattr(self, name)!r}"
+                    f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}"
                 )
 
     def actions(self, stage: int, stages: int) -> list[Action]:
@@ -59,7 +59,10 @@ class Policy:
         return list(SCHEDULES[self.schedule](stage, stages, self.micro_batches))
 
     def forward_passes(self, stage: int, stages: int) -> float:
-        """Return the mean number of forward passes of a micro-batch in ``stage``, 1 to 2."""
+        """Return the mean number of forward passes of a micro-batch in ``stage``.
+
+        The number is 1 without recomputation, and 2 if all micro-batches are recomputed.
+        """
         return 1 + len(recomputed(self.actions(stage, stages), self.recompute)) / self.micro_batches
 
 
@@ -69,10 +72,11 @@ class Held(NamedTuple):
     Attributes:
         full: micro-batches held with all activations.
         inputs: micro-batches held with their inputs only.
-        arriving: buffers allocated for inputs that later actions receive.
+        arriving: buffers allocated for the inputs of later forward passes.
         returning: buffers allocated for gradients of outputs.
-        leaving: micro-batches without activations whose outputs the next stage has not received.
-        put_off: micro-batches whose gradients of weights are still to be computed.
+        leaving: micro-batches held without activations whose outputs the next stage has not
+            received.
+        put_off: micro-batches whose weight gradients are still to be computed.
         backward: True if a backward pass is in progress.
     """
 
@@ -88,8 +92,9 @@ class Held(NamedTuple):
 def holdings(stage: int, stages: int, policy: Policy) -> set[Held]:
     """Return what a stage holds during each forward, recomputed and backward pass of a step.
 
-    The model assumes stages of about the same speed. A later stage then lags by at most as many
-    micro-batches as there are stages in between, less the ones it receives ahead (``AHEAD``).
+    All stages are assumed to have about the same speed. The next stage then lags behind by a number
+    of micro-batches that depends only on the number of later stages and on ``AHEAD``, the number of
+    passes whose receives are posted ahead.
     """
     actions = policy.actions(stage, stages)
     again = recomputed(actions, policy.recompute)
@@ -104,7 +109,8 @@ def holdings(stage: int, stages: int, policy: Policy) -> set[Held]:
             full, inputs = full + (not dropped), inputs + dropped
             found.add(Held(full, inputs, arriving, returning, min(inputs, late), put_off))
         if isinstance(action, Backward):
-            # Recomputed just before its backward pass, while the stage waits for the gradient.
+            # Activations are recomputed just before the backward pass, while the stage waits for
+            # the gradient of its output.
             if dropped:
                 found.add(
                     Held(full + 1, inputs - 1, arriving, returning + 1, min(inputs, late), put_off)
@@ -137,14 +143,14 @@ class Ranges:
     Attributes:
         parameters: number of parameters.
         full: tensors that autograd keeps, the run's inputs and output, and stashed skips that a
-            later layer pops.
+            layer after the run pops.
         inputs: tensors that the run receives.
-        working: rise of a backward pass above the activations it begins with: gradients of the
-            current layer's input, output and weights and of the skips, less activations freed by
-            then.
-        put_off: inputs of convolutions and gradients of their outputs, if gradients of weights are
-            computed later (W).
-        working_apart: rise of a backward pass, if gradients of weights are computed later.
+        working: bytes that a backward pass takes at its peak beyond the activations with which it
+            begins. These are gradients of the current layer's input, output and weights and of the
+            skips, less the activations that have been freed by then.
+        put_off: inputs of convolutions and gradients of their outputs, which are held until W if
+            weight gradients are computed later.
+        working_apart: the same as ``working`` if weight gradients are computed later.
         received, sent: tensors that cross the cuts in the forward pass.
     """
 
@@ -159,7 +165,7 @@ class Ranges:
 
 
 def ranges_of(costs: Costs) -> Ranges:
-    """Return the memory tables of all runs of layers."""
+    """Return the memory tables of all runs of layers of a network with these costs."""
     n, size = len(costs.layers), costs.sizes
     results = [0, *(layer.result for layer in costs.layers)]  # results[i] is the input of layer i
     full, handed, working, put_off, working_apart, received, sent = (
@@ -175,7 +181,7 @@ def ranges_of(costs: Costs) -> Ranges:
             waiting = {results[s.stash] for s in costs.skips if a <= s.stash < b <= s.pop}
             skips = sum(size[t] for t in waiting)
             activations += layer.activation
-            # During the backward pass of layer b - 1, all layers before b still have activations.
+            # During the backward pass of layer b - 1, all layers before b still hold activations.
             in_work = (
                 activations
                 + size[results[b - 1]]
@@ -209,9 +215,10 @@ def ranges_of(costs: Costs) -> Ranges:
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Peak bytes of a stage by purpose; the fields are arrays if computed for all runs of layers.
+    """Peak bytes of a stage by purpose.
 
-    ``working`` is what a backward pass adds. ``activations`` is the rest, messages included.
+    The fields are arrays if the memory is computed for all runs of layers at once. ``working`` is
+    what a backward pass adds. ``activations`` is the rest, buffers of messages included.
     """
 
     weights: float
@@ -273,7 +280,7 @@ def stage_seconds(
 
     Args:
         bytes_per_second: bandwidth of a link between stages. Activations and their gradients cross
-            it once each, and both ends wait. None if messages cost nothing.
+            the link once each, and both stages wait. None if messages cost nothing.
     """
     passes = np.array([policy.forward_passes(stage, stages) for stage in range(stages)])
     seconds = passes[:, None, None] * sums(costs.forward) + sums(costs.backward)

@@ -29,8 +29,12 @@ OURS = "ours"
 class Stage:
     """One stage of a split.
 
-    ``seconds`` is the time of one micro-batch, forward and backward; ``memory`` is the peak in
-    bytes.
+    Attributes:
+        layers: the number of layers.
+        first, last: the names of the first and of the last layer.
+        parameters: the number of parameters.
+        seconds: the time of one micro-batch, forward and backward.
+        memory: the peak memory in bytes.
     """
 
     layers: int
@@ -49,18 +53,18 @@ def plan(
     limit: float | None = None,
     judged_by: Costs | None = None,
 ) -> dict:
-    """Return our split and others to compare it with, as plain values for JSON.
+    """Return a comparison of our split into stages with other splits, as plain values for JSON.
 
     Args:
-        model: the name of the model. If Seal et al. 2020 give a split of it into ``stages``
-            stages, that is one of the others.
+        model: the name of the model. If Seal et al. 2020 give a split of this model into ``stages``
+            stages, their split is compared too.
         costs: the costs by which our split is chosen.
         stages: the number of stages.
         policy: the schedule and recomputation.
-        limit: bytes that a stage may take. Our split stays within it; for the others the report
-            says if they do.
-        judged_by: costs by which all splits are compared; ``costs`` by default. Take those of a
-            second measurement, since a split looks best by the costs it was chosen by.
+        limit: bytes that a stage may take. Our split stays within this limit. For each other split
+            the report says whether it does.
+        judged_by: costs by which all splits are compared; ``costs`` by default. Give the costs of a
+            second measurement here, because the costs that our split was chosen by favour it.
 
     Raises:
         ValueError: there are more stages than layers, or no split fits.
@@ -94,9 +98,9 @@ def plan(
 
 
 def others(model: str, costs: Costs, stages: int, policy: Policy) -> dict[str, list[int]]:
-    """Return other balances by name: ``even``, ``torchgpipe`` and ``paper`` (Seal et al. 2020).
+    """Return other splits by name: ``even``, ``torchgpipe`` and ``paper`` (Seal et al. 2020).
 
-    A balance that leaves a stage without layers is left out.
+    A split is the number of layers of each stage. A split with an empty stage is left out.
     """
     # These balances know one cost per layer, whatever its stage, so forward passes are averaged.
     passes = sum(policy.forward_passes(stage, stages) for stage in range(stages)) / stages
@@ -139,9 +143,9 @@ def verdict(stages: Sequence[Stage], best: float, limit: float | None = None) ->
         limit: bytes that a stage may take.
 
     Returns:
-        ``slowest``, seconds of the slowest stage; ``ratio``, ``best`` divided by it;
-        ``efficiency``, the mean stage divided by the slowest; ``fullest``, bytes of the stage with
-        the most memory; ``fits``, True if that is within ``limit``.
+        ``slowest``, seconds of the slowest stage; ``ratio``, ``best`` divided by ``slowest``;
+        ``efficiency``, the mean seconds of a stage divided by ``slowest``; ``fullest``, bytes of
+        the stage with the most memory; ``fits``, True if ``fullest`` is within ``limit``.
     """
     slowest, fullest = max(stage.seconds for stage in stages), max(stage.memory for stage in stages)
     efficiency = sum(stage.seconds for stage in stages) / (len(stages) * slowest)
@@ -209,8 +213,8 @@ def costs_of(
         device: the name of the device to model; V100 by default.
 
     Raises:
-        ValueError: the model or device is unknown, a device is chosen for measured costs, or the
-            model does not take the window.
+        ValueError: the model or device is unknown, a device is named for measured costs, or the
+            model cannot process a window of this size.
     """
     if device is not None and device not in DEVICES:
         raise ValueError(f"unknown --device {device!r}: choose {', '.join(DEVICES)}")
@@ -221,8 +225,8 @@ def costs_of(
     if kind == "measured":
         if device is not None:
             raise ValueError(
-                f"measured costs are those of the device at hand, but --device is {device}: leave "
-                "it out, or take --costs modelled"
+                f"--costs measured runs on the device of this machine, but --device is {device}: "
+                "leave it out, or choose --costs modelled"
             )
         network = build_model(ModelConfig(model)).to("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -240,10 +244,11 @@ def costs_of(
 
 
 def check_stages(model: str, stages: int) -> None:
-    """Refuse more stages than layers, before costs are computed.
+    """Refuse a number of stages above the number of layers, before costs are computed.
 
     Raises:
-        ValueError: there are more stages than layers, or the model is unknown or not flat.
+        ValueError: there are more stages than layers, or the model is unknown or not a list of
+            layer calls.
     """
     layers = len(flat_layers(outline_model(ModelConfig(model))))
     if not 1 <= stages <= layers:
@@ -258,12 +263,12 @@ def _check_window(model: nn.Module, window: Sequence[int]) -> None:
     if len(window) != dims:
         raise ValueError(
             f"--tile is {Size(window)}, of {len(window)} dims, but the model's images have "
-            f"{dims}: give it as many numbers"
+            f"{dims}: give one number for each dim of an image"
         )
     if Size(window).volume > _MOST_PIXELS:
         raise ValueError(
-            f"--tile is {Size(window)}, more than {_MOST_PIXELS} pixels: give what a stage "
-            "computes at once"
+            f"--tile is {Size(window)}, more than {_MOST_PIXELS} pixels: give the size of "
+            "the window that a stage computes at once"
         )
 
 

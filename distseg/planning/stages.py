@@ -1,4 +1,4 @@
-"""Find the layers of each pipeline stage so that the slowest rank is fastest."""
+"""Find the layers of each pipeline stage so that the slowest rank is as fast as possible."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from distseg.tiling.segment import segments_of
 
 @dataclass(frozen=True)
 class Splitter:
-    """Search for the layers of each stage.
+    """Search for the number of layers of each stage.
 
     Attributes:
         placement: the rank of each stage.
@@ -31,7 +31,7 @@ class Splitter:
     policy: Policy
 
     def fastest(self, costs: Costs) -> list[int]:
-        """Return the number of layers of each stage, such that the slowest rank is fastest."""
+        """Return numbers of layers per stage that make the slowest rank as fast as possible."""
         stages = len(self.placement)
         if self.v_shaped:
             passes = self.policy.forward_passes(0, stages)
@@ -40,7 +40,10 @@ class Splitter:
         return fastest_split(stage_seconds(costs, ranges_of(costs), self.policy, stages), stages)
 
     def slowest(self, costs: Costs, split: Sequence[int]) -> float:
-        """Return the seconds of the slowest rank for one micro-batch."""
+        """Return the seconds that the slowest rank computes for one micro-batch.
+
+        ``split`` is the number of layers of each stage.
+        """
         busy: Counter = Counter()
         seconds = stage_seconds(costs, ranges_of(costs), self.policy, len(self.placement))
         stages = stage_ranges(split, len(costs.layers))
@@ -51,11 +54,12 @@ class Splitter:
     def fastest_streaming(
         self, costs: Costs, layout: Layout, active: Collection[int], tiling: GridTiling
     ) -> list[int]:
-        """Return the split for streamed tiles, whose overlap depends on where stages are cut.
+        """Return the number of layers of each stage for streamed tiles.
 
-        Overlapping windows compute cells more than once, and a layer's cost grows in proportion.
-        The overlap of one split gives the costs for the next split, for a few rounds. The split
-        with the fastest slowest rank by its own costs is taken.
+        The windows of streamed tiles overlap, so some cells are computed more than once. A layer's
+        cost grows in proportion. The overlap depends on the split itself, so the search runs for a
+        few rounds: the overlap of one split gives the costs that the next split is found by. Each
+        split is judged by the costs with its own overlap, and the best one is returned.
 
         Args:
             costs: the costs of the layers on a rank's part of the image, without overlap.

@@ -52,9 +52,10 @@ def budget_of(memory: int, base: int, what: str) -> float:
 
 
 def smallest_budget(memory: int, base: int, what: str, comm) -> float:
-    """Return the budget of the rank of ``comm`` with the least memory left. Collective.
+    """Return the budget of the rank of ``comm`` with the least memory left.
 
-    Arguments are those of :func:`budget_of`. All ranks get the same number.
+    All ranks of ``comm`` must call it together, and all get the same number. The other arguments
+    are those of :func:`budget_of`.
 
     Raises:
         JointFailure: some rank's process alone takes ``memory`` bytes or more.
@@ -75,8 +76,8 @@ def memory_warnings(memory: int | None, base: float) -> list[str]:
     return [
         f"note: streaming.memory is {memory / 1e6:.0f} MB, and this process takes "
         f"{base / 1e6:.0f} MB before any tile; kernels and the allocator's gaps take up to "
-        f"{_BESIDES / 1e6:.0f} MB besides: give {math.ceil((base + _BESIDES) / 1e6)} MB to stay "
-        "within it"
+        f"{_BESIDES / 1e6:.0f} MB more: give {math.ceil((base + _BESIDES) / 1e6)} MB to stay "
+        "within the limit"
     ]
 
 
@@ -123,8 +124,8 @@ class Activations:
             (:func:`distseg.models.network.channels_of_maps`).
         itemsize: bytes of a value in the network.
         pixel: bytes of a value of the image as it is read.
-        last: True if the memory format is channels_last; otherwise convolutions copy their input
-            and their output into another order.
+        last: True if the memory format is channels_last. Otherwise convolutions copy their input
+            and their output into another memory format.
     """
 
     graph: Graph
@@ -214,8 +215,8 @@ class Activations:
     def _kept_otherwise(self, number: int) -> bool:
         """Return True if a layer's result takes no memory of its own.
 
-        It then is the memory of the layer's input, or one fused call computes the layer together
-        with the norm before it (distseg.runtime.swap_layers).
+        Either the result lies in the memory of the layer's input, or one fused call computes the
+        layer together with the norm before the layer (distseg.runtime.swap_layers).
         """
         if issubclass(self.kinds[number], _FREE):
             return True
@@ -240,9 +241,9 @@ class GridTiling:
 
 
 def computed_again(layout: Layout, segments: Sequence[Segment], tiling: GridTiling) -> list[float]:
-    """Return by layer how many times each cell of its result is computed on average.
+    """Return for each layer how often a cell of its result is computed, on average over the cells.
 
-    Overlapping windows compute some cells more than once, so a ratio may be above 1.
+    Overlapping windows compute some cells more than once, so this number may be above 1.
     """
     graph, cells = layout.graph, [0] * len(layout.graph)
     for segment in segments:
@@ -263,8 +264,8 @@ def computed_again(layout: Layout, segments: Sequence[Segment], tiling: GridTili
 class SizeTiling:
     """Tile sizes that cover about ``tile`` pixels of the image in every segment.
 
-    Tiles are whole rows unless these would be too thin: the region that a tile reads or writes of
-    a feature map is then contiguous.
+    Tiles are whole rows unless such tiles would be too thin. The part of a feature map that a tile
+    of whole rows reads or writes is contiguous in memory.
     """
 
     tile: Sequence[int]
@@ -280,14 +281,15 @@ class SizeTiling:
         return [rows, *result.size[1:]] if rows >= min(_THIN, size[0]) else size
 
 
-_THIN = 32  # rows below which a strip's windows would overlap too much
+_THIN = 32  # number of rows below which the windows of such tiles would overlap too much
 
 
 class BudgetTiling:
     """Tile sizes that stay within ``budget`` bytes and take the least estimated time.
 
-    If it fits, the size is a multiple of what one cell of the segment's coarsest feature map
-    covers. All windows then have one size, so freed memory and prepared kernels are reused.
+    If such a size fits the budget, it is a multiple of the area that one cell of the segment's
+    coarsest feature map covers. All windows then have one size, so freed memory and prepared
+    kernels are reused.
 
     Raises:
         ValueError: when called, if not even a tile of a few cells fits.
@@ -317,9 +319,10 @@ class BudgetTiling:
             )
             more = math.ceil(_RISES * (taken - self.budget) / 1e6)
             raise ValueError(
-                f"of streaming.memory {self.budget / 1e6:.1f} MB are left beside the weights and "
-                f"the process itself, but layers {segment.nodes[0]} to {segment.nodes[-1]} take "
-                f"{taken / 1e6:.1f} MB on a tile of {Size(least)} cells: give {more} MB more"
+                f"{self.budget / 1e6:.1f} MB of streaming.memory are left beside the weights and "
+                f"the process itself, but layers {segment.nodes[0]} to {segment.nodes[-1]} need "
+                f"{taken / 1e6:.1f} MB on a tile of {Size(least)} cells: raise streaming.memory by "
+                f"{more} MB"
             )
         coarsest = [
             min(layout.sizes[layout.graph[number].first][dim] for number in segment.nodes)
@@ -347,8 +350,8 @@ class BudgetTiling:
         """Return (slowdown, time) of tiles of one size.
 
         The slowdown is the factor by which large tensors slow the memory traffic: 1.0, ``_FAR``,
-        ``_PAGED``, or infinity if the tile does not fit. The time of all tiles of the image is an
-        estimate, in units of the traffic of one value.
+        ``_PAGED``, or infinity if the tile does not fit the budget. The time is an estimate for
+        all tiles of the image. Its unit is the time that the traffic of one value takes.
         """
         activations, boxes = self.activations, tile_plan(layout, segment, _middle(result, size))
         total = activations.peak_bytes(boxes, images)
@@ -391,7 +394,7 @@ class BudgetTiling:
 
 
 def _middle(result: Box, size: Sequence[int]) -> Box:
-    """Return the tile in the middle of ``result``, which has the most neighbours."""
+    """Return the tile of this size in the middle of ``result``. It has the most neighbours."""
     starts = [
         a + (-(-(b - a) // s) - 1) // 2 * s for a, b, s in zip(result.start, result.stop, size)
     ]
@@ -403,13 +406,13 @@ class _Costs:
     """Constants of the time estimate by which tile sizes are compared.
 
     Attributes:
-        near: bytes of a tile's tensors up to which its size does not slow it down. Larger tensors
-            leave larger gaps in the allocator's memory.
-        share: share of the budget that replaces ``near`` if it is more bytes.
+        near: a tile whose tensors take up to this many bytes is not slowed down by its size. Larger
+            tensors leave larger gaps in the allocator's memory.
+        share: if this fraction of the budget is more than ``near``, it takes the place of ``near``.
         cut: factor on the time of tiles that are not whole rows.
-        run: cost of one contiguous run of values on its way to or from the disk, counted in
-            values whose traffic takes as long.
-        each: fixed cost of one tile, counted in values whose traffic takes as long.
+        run: cost of reading or writing one contiguous run of values on the disk, as the number of
+            values whose traffic takes the same time.
+        each: fixed cost of one tile, in the same unit as ``run``.
     """
 
     near: float
@@ -422,11 +425,11 @@ class _Costs:
 _THERE_AND_BACK = _Costs(near=48e6, share=1 / 8, cut=1.3, run=0, each=1e6)
 # Small tiles, so that the memory of the process hardly depends on the image's size.
 _THERE = _Costs(near=16e6, share=0, cut=1.0, run=4e3, each=2e5)
-_CACHED = 256e6  # bytes of a tile's tensors up to which the slowdown is only _FAR
+_CACHED = 256e6  # bytes of a tile's tensors up to which the slowdown is _FAR and not _PAGED
 # Bytes of a tensor up to which the allocator reuses its memory (launch.keep_freed_memory).
 _REUSED = LARGE_BLOCK - 2**16
-_FAR = 1.2  # slowdown of tiles above `near` whose tensors the allocator reuses
-# Slowdown of yet larger tiles: their tensors get new memory pages in every layer.
+_FAR = 1.2  # slowdown of tiles above `near` whose tensors get memory that the allocator reuses
+# Slowdown of even larger tiles, whose tensors get new memory pages in every layer.
 _PAGED = 1.5
 _LEAST = 8  # smallest side of a tile in cells
 
@@ -445,7 +448,14 @@ def _with_rows(
 ) -> tuple[int, ...] | None:
     """Return the largest tile size that fits if the first dim is cut into ``rows`` parts.
 
-    All other dims are cut into equally many parts. Return None if no size fits.
+    All other dims are cut into one common number of parts, the smallest that fits. Return None if
+    no size fits.
+
+    Args:
+        whole: the size to cut.
+        least: the smallest side of a tile along each dim.
+        steps: the number of which a side is a multiple, along each dim.
+        fits: function that returns True if a tile size fits.
     """
 
     def size(cuts: int) -> tuple[int, ...]:

@@ -40,9 +40,10 @@ _ABOVE = ("send", "norm-exchange", "halo", "read", "scratch")
 
 
 def clock_table(spans: Sequence[Span], cycle: float = 1.0) -> str:
-    """Return a table of a row per clock cycle and a column per rank.
+    """Return a table with a row per clock cycle and a column per rank.
 
-    An entry stands in the cycle in which its action starts; ``cycle`` is in seconds::
+    The entry of an action is in the cycle in which the action starts. A cycle has ``cycle``
+    seconds::
 
     clock  rank 0  rank 1
     -----  ------  ------
@@ -59,10 +60,10 @@ def clock_table(spans: Sequence[Span], cycle: float = 1.0) -> str:
 
 
 def short_form(spans: Sequence[Span], cycle: float = 1.0) -> str:
-    """Return a text of a line per stage and a column per ``cycle`` seconds.
+    """Return a text with a line per stage and a column per ``cycle`` seconds.
 
-    3 is the forward pass of micro-batch 3, 3' is its backward pass. 3" is the computation of its
-    gradients of weights, where the schedule has it apart::
+    3 is the forward pass of micro-batch 3, and 3' is its backward pass. 3" is the computation of
+    its weight gradients, if the schedule separates that from the backward pass::
 
     stage 0  0 1      0' 1'
     stage 1    0 1 0' 1'
@@ -84,7 +85,8 @@ def _place(span: Span) -> tuple[int, int]:
     match = ACTION.match(span.name)
     if not match:
         raise ValueError(
-            f"the name of a {span.kind} span begins with an action such as F3,0, got {span.name!r}"
+            f"a {span.kind} span must have a name that begins with an action such as F3,0, got "
+            f"{span.name!r}"
         )
     return int(match[1]), int(match[2])
 
@@ -106,7 +108,7 @@ def plot_timeline(
         rows: names of the ranks; ``rank 0`` and so on by default.
 
     Raises:
-        ValueError: there is no span, or a span of an unknown kind.
+        ValueError: there is no span, or a span is of an unknown kind.
     """
     unknown = {s.kind for s in spans} - set(COLORS)
     if unknown or not spans:
@@ -143,7 +145,7 @@ def _first_stage(spans: Sequence[Span], rank: int) -> int:
 
 
 def _is_later(span: Span, first_stage: Mapping[int, int]) -> bool:
-    """Return True if a span belongs to another stage than the first of its rank."""
+    """Return True if a span belongs to a stage that is not the first stage of its rank."""
     action = ACTION.match(span.name)
     return action is not None and int(action[2]) > first_stage[span.rank]
 
@@ -151,9 +153,10 @@ def _is_later(span: Span, first_stage: Mapping[int, int]) -> bool:
 def _alike(
     spans: Sequence[Span], first_stage: Mapping[int, int]
 ) -> list[tuple[tuple[int, int, bool], list[Span]]]:
-    """Return groups of spans that are drawn in one call, in drawing order.
+    """Return groups of spans that are drawn in one call each, in drawing order.
 
-    The key of a group is (index of the kind in ``COLORS``, rank, True for a later stage).
+    The spans of a group share its key: (index of the kind in ``COLORS``, rank, True if the stage
+    is not the first of its rank).
     """
     order = {kind: place for place, kind in enumerate(COLORS)}
     found: dict[tuple[int, int, bool], list[Span]] = {}
@@ -180,7 +183,7 @@ def _draw_boxes(axis, rank: int, spans: Sequence[Span], later: bool) -> None:
 def _write_number(axis, span: Span, later: bool, smallest: float) -> None:
     """Write the number of the micro-batch into a box if the box is wide enough.
 
-    ``smallest`` is the width of a digit in seconds of the time axis.
+    ``smallest`` is the width of a digit in seconds on the time axis.
     """
     action = ACTION.match(span.name)
     if action and span.kind not in ("wait", *_ABOVE) and span.seconds > smallest * len(action[1]):
@@ -203,9 +206,15 @@ def _write_number(axis, span: Span, later: bool, smallest: float) -> None:
 
 
 def trace_events(spans: Sequence[Span], job: int = 0, rows: Sequence[str] | None = None) -> dict:
-    """Return spans in the Chrome trace format.
+    """Return a trace of spans in the Chrome trace format.
 
-    Spans are complete events (ph X) in microseconds. The job is a process, each rank a thread.
+    Spans are complete events (ph X) in microseconds. The trace shows the job as a process and each
+    rank as a thread of this process.
+
+    Args:
+        spans: the spans of all ranks.
+        job: the number of the job.
+        rows: names of the ranks; ``rank 0`` and so on by default.
     """
     ranks = sorted({s.rank for s in spans})
     threads = [

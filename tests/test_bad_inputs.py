@@ -553,7 +553,10 @@ TABLE = {
         verify(optim__clip="-1"),
         "optim.clip must be above 0, got -1",
     ),
-    "a warmup of more than all": (verify(optim__warmup="2"), "optim.warmup must be from 0 to 1, got 2"),
+    "a warmup of more than all": (
+        verify(optim__warmup="2"),
+        "optim.warmup must be from 0 to 1, got 2",
+    ),
     "more crops than all": (
         verify(data__focus_share="50"),
         "data.focus_share must be from 0 to 1, got 50",

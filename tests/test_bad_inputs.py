@@ -511,11 +511,11 @@ TABLE = {
     ),
     "an exchange of a digit that is not a number": (
         verify(spatial__exchange_every="²"),
-        "spatial.exchange_every is .*got '²'",
+        "spatial.exchange_every must be .*got '²'",
     ),
     "an exchange of something else": (
         verify(spatial__exchange_every="often"),
-        "spatial.exchange_every is .*got 'often'",
+        "spatial.exchange_every must be .*got 'often'",
     ),
     "a halo and an exchange": (
         verify(spatial__exchange_every="2", approximate__halo="4"),

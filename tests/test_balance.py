@@ -97,7 +97,7 @@ def test_a_full_first_stage_gives_layers_away():
 def test_says_the_least_memory_and_the_repair():
     peaks = np.stack([sums([2**30] * 4)] * 2)
     with pytest.raises(
-        ValueError, match=r"at least 2 GiB, but the limit is 1.5 GiB: take more stages, recompute"
+        ValueError, match=r"at least 2 GiB, but the limit is 1.5 GiB: use more stages, recompute"
     ):
         fastest_split(sums([1] * 4), 2, peaks, 1.5 * 2**30)
 

@@ -68,8 +68,7 @@ def test_what_a_running_mpi_says_of_gpus(library, version, environment, wanted):
 
 def test_an_answer_of_ours_that_is_none():
     with pytest.raises(
-        ValueError,
-        match="DISTSEG_CUDA_AWARE is 'yes': set it to 1 .*, to 0 if not, or unset it",
+        ValueError, match="DISTSEG_CUDA_AWARE is 'yes': set it to 1 .*, to 0 if not, or unset it"
     ):
         says(NOTHING, OPEN, {"DISTSEG_CUDA_AWARE": "yes"})
 

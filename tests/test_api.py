@@ -297,7 +297,7 @@ WEIGHTS = {
 
 @pytest.mark.parametrize("kind", WEIGHTS)
 def test_weights_that_tiles_cannot_compute_are_refused(kind):
-    with pytest.raises(ValueError, match="the weight of PixelLoss is not of one pixel alone"):
+    with pytest.raises(ValueError, match="the weight of PixelLoss must be a function of one pixel"):
         distseg.PixelLoss(CE, weight=WEIGHTS[kind]).check(Outputs(4, 2), images(0, 1)[1])
 
 

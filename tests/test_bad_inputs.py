@@ -535,7 +535,7 @@ TABLE = {
     ),
     "attention in an exchange": (
         verify(**own("attending"), spatial__exchange_every="1"),
-        r"cannot be computed on parts of an image: |layer 1 \(Attention\) is not known to look at single pixels and has no distributed counterpart",
+        r"cannot be computed on parts of an image: |layer 1 \(Attention\) is not known to work pixel by pixel and has no distributed counterpart",
     ),
     "attention in tiles": (
         verify(**own("attending"), spatial__tiles_per_rank="1x2"),
@@ -737,7 +737,7 @@ TABLE = {
     ),
     "an image for a store": (
         ["prepare", "images", "images/a.png", "--classes", "a,b", "--overwrite"],
-        "the store images/a.png would replace images/a.png, which it is made of",
+        "the store images/a.png would replace images/a.png, from which it is made",
     ),
     "shares of no number": (
         [*FOLDER, "--split", "nan,nan,nan"],
@@ -753,7 +753,7 @@ TABLE = {
     ),
     "a store that is there": (
         ["prepare", "images", "store.h5", "--masks", "masks", "--classes", "a,b"],
-        "store.h5 is already there",
+        "store.h5 already exists",
     ),
     # train
     "no store": (

@@ -150,7 +150,7 @@ def test_a_result_is_told_from_others_and_from_files_of_other_origin(tmp_path, f
         class_files._tifffile().imwrite(path, found)
     with pytest.raises(
         FileExistsError,
-        match=f"{path} is there and is not a class map that distseg wrote: move it, or name another --output",
+        match=f"{path} exists and is not a class map that distseg wrote: move it, or set another --output",
     ):
         are_there([path], identity)
 
@@ -170,7 +170,7 @@ def test_a_result_is_told_from_others_and_from_files_of_other_origin(tmp_path, f
             ["png", "tiff"],
             (4, 5),
             True,
-            "probabilities go into HDF5, but predict.formats is png, tiff: add hdf5",
+            "probabilities are written to HDF5 only, but predict.formats is png, tiff: add hdf5",
         ),
     ],
 )
@@ -250,7 +250,7 @@ def test_a_full_disk_is_told_first(tmp_path, monkeypatch):
     monkeypatch.setattr(disk, "free_bytes", lambda path: 1000)
     with pytest.raises(
         OSError,
-        match=r"scene.1.partial has too little space for the class map of 155100 pixels on its way: it takes 155 kB, 1 kB are free",
+        match=r"scene.1.partial has too little space for the unfinished class map of 155100 pixels: it takes 155 kB, 1 kB are free",
     ):
         started(tmp_path)
     assert not list(tmp_path.iterdir())
@@ -319,14 +319,16 @@ def test_planted_links_lead_nowhere(tmp_path, name):
 
 @pytest.mark.parametrize("name", ["../up", "/etc/passwd", "a/b", "", "..", "a\0b", "a\nb"])
 def test_names_that_lead_out_of_the_folder(tmp_path, name):
-    with pytest.raises(ValueError, match="the name of an image is UTF-8, not empty, .* rename it"):
+    with pytest.raises(
+        ValueError, match="the name of an image must be UTF-8, not empty, .* rename it"
+    ):
         paths_of(tmp_path, name, ["hdf5"], SIZE, False)
 
 
 @pytest.mark.parametrize("form", [".h5", ".png", ".tif"])
 def test_a_pipe_of_a_results_name_does_not_hang(tmp_path, form):
     os.mkfifo(tmp_path / f"scene.1{form}")
-    with pytest.raises(FileExistsError, match="is there and is not a class map that distseg wrote"):
+    with pytest.raises(FileExistsError, match="exists and is not a class map that distseg wrote"):
         are_there([tmp_path / f"scene.1{form}"], "a")
 
 

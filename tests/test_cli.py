@@ -480,6 +480,6 @@ def test_own_data_as_the_readme_says(mpirun, capsys, tmp_path):
         "--output",
         str(tmp_path / "images"),
     )
-    assert code == 2 and "images/a.png is there and is not a class map that distseg wrote" in err
+    assert code == 2 and "images/a.png exists and is not a class map that distseg wrote" in err
     code, out, err = run(capsys, "plot", "curves", mine)
     assert code == 0 and out == f"{mine}/curves.png\n", err

@@ -263,7 +263,7 @@ def test_check_finds_labels_that_are_no_class_counts_that_are_wrong_and_pixels_t
     found = findings(path)
     assert len(found) == 3
     assert (
-        "pixels of image 'a' at [256:300, 0:70] have what is not a number: band band1 is nan at (280, 7)"
+        "pixels of image 'a' at [256:300, 0:70] have an invalid value: band band1 is nan at (280, 7)"
         in found[0]
     )
     assert (
@@ -412,13 +412,13 @@ HOSTILE = {
     "an index in a pipe": (index_elsewhere, "the data of index are kept in other files"),
     "a filter": (
         packed_by(dict(compression="lzf")),
-        "images/a/pixels is packed by HDF5's filter 32000, which distseg does not use: pack it by gzip",
+        "images/a/pixels is stored with HDF5's filter 32000, which distseg does not use: store it with gzip",
     ),
-    "another filter": (packed_by(dict(chunks=True, scaleoffset=0)), "packed by HDF5's filter 6"),
+    "another filter": (packed_by(dict(chunks=True, scaleoffset=0)), "stored with HDF5's filter 6"),
     "no chunks": (packed_by({}), "pixels of image 'a' are not stored as distseg stores them"),
     "another type": (
         another(shape=(2, 300, 270), dtype="f8", chunks=(2, 256, 256)),
-        "are .* of float64, the index says .* of uint8",
+        "are .* of float64, but the index says .* of uint8",
     ),
     "another size": (
         another(shape=(2, 300, 271), dtype="u1", chunks=(2, 256, 256)),
@@ -432,14 +432,14 @@ HOSTILE = {
         lambda file, _: (file.__delitem__("images/a/pixels"), file.create_group("images/a/pixels")),
         "images/a/pixels holds no data",
     ),
-    "an enormous image": (enormous, r"its images take 23058\d+ bytes, the file has"),
+    "an enormous image": (enormous, r"its images take 23058\d+ bytes, but the file has"),
     "a name that leads out": (
         named("../../up"),
-        r"the name of an image is UTF-8, not empty, .* got '../../up': rename it",
+        r"the name of an image must be UTF-8, not empty, .* got '../../up': rename it",
     ),
     "an absolute name": (named("/tmp/up"), "got '/tmp/up': rename it"),
     "no name": (named(""), "got '': rename it"),
-    "a number for a name": (named(7), "the name 7 cannot be"),
+    "a number for a name": (named(7), "impossible: the name 7"),
 }
 
 

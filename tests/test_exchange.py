@@ -363,9 +363,7 @@ def test_a_layer_of_the_user_s_own_is_captured_or_refused():
         False,
         True,
     ]
-    with pytest.raises(
-        ValueError, match=r"layer 1 \(Scale\) is not known to look at single pixels"
-    ):
+    with pytest.raises(ValueError, match=r"layer 1 \(Scale\) is not known to work pixel by pixel"):
         graph_of(model)
 
 

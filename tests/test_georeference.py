@@ -233,7 +233,7 @@ def test_world_files_that_say_nothing(tmp_path):
     (tmp_path / "a.png.aux.xml").write_text(
         "<PAMDataset><GeoTransform> 1, 2, 3, 4, 5, 6</GeoTransform></PAMDataset>"
     )
-    assert "which class maps do not get" in open_image(tmp_path / "a.png").notes[0]
+    assert "which is not copied into class maps" in open_image(tmp_path / "a.png").notes[0]
 
 
 @pytest.mark.parametrize(
@@ -271,7 +271,7 @@ def test_colours_are_those_of_the_palettes():
         assert not notes
     _, notes = class_colours([(Path("a.png"), palette), (Path("b.png"), palette[::-1])], 2, {})
     assert notes == [
-        "note: b.png has other colours in its palette than a.png, whose colours class maps get"
+        "note: b.png has other colours in its palette than a.png, whose colours class maps use"
     ]
 
 

@@ -104,8 +104,8 @@ HOSTILE = {
     "a BMP of 2^60 pixels": ("a.bmp", coded(Image.fromarray(RGB).save, format="bmp"), "says that it has .* holds at most"),
     "EPS under another name": ("a.png", b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\nshowpage\n", "a.png cannot be read as an image"),
     "a PDF under another name": ("a.jpg", b"%PDF-1.4\n", "a.jpg cannot be read as an image"),
-    "a npy of 2^60 numbers": ("a.npy", npy((HUGE, HUGE)), "its header says that it holds 1073741824x1073741824 numbers of float32, 4611686018427387904 bytes, but it has 0"),
-    "a npy whose bytes are 2^64": ("a.npy", npy((1 << 32, 1 << 32), "<u1"), "18446744073709551616 bytes, but it has 0"),
+    "a npy of 2^60 numbers": ("a.npy", npy((HUGE, HUGE)), "its header says that it holds 1073741824x1073741824 numbers of float32, 4611686018427387904 bytes, but the file has 0"),
+    "a npy whose bytes are 2^64": ("a.npy", npy((1 << 32, 1 << 32), "<u1"), "18446744073709551616 bytes, but the file has 0"),
     "a npy of less than nothing": ("a.npy", npy((-4, 10)), "a.npy cannot be read as an image"),
     "a npy of objects": ("a.npy", npy((4, 4), "|O", bytes(200)), "a.npy holds object"),
     "a npy of texts": ("a.npy", npy((4, 4), "<U5", bytes(2000)), "a.npy holds <U5"),
@@ -114,7 +114,7 @@ HOSTILE = {
     "a TIFF of 2^60 pixels": ("a.tif", tiff(page(HUGE, HUGE)), "a.tif"),
     "a TIFF of 2^60 pixels that are not packed": ("a.tif", tiff(page(HUGE, HUGE, 1, counts=(1 << 31,))), "a.tif"),
     "a TIFF with one tile of 2^60 pixels": ("a.tif", tiff(page(HUGE, HUGE, tile=(HUGE, HUGE))), "a.tif: a strip or tile of 1073741824x1073741824 pixels is decoded at once"),
-    "a TIFF with too few tiles": ("a.tif", tiff(page(60000, 60000, tile=(256, 256))), "are in 55225 strips or tiles, but lists 1"),
+    "a TIFF with too few tiles": ("a.tif", tiff(page(60000, 60000, tile=(256, 256))), "are in 55225 strips or tiles, but it lists 1"),
     "a TIFF whose tile is a bomb": (
         "a.tif", tiff(page(256, 256, tile=(256, 256), offsets=(512,), counts=(len(BOMB),)), data=BOMB), "cannot be packed into",
     ),
@@ -124,7 +124,7 @@ HOSTILE = {
     "a TIFF that is packed closer than can be": ("a.tif", tiff(page(6000, 6000, offsets=(512,), counts=(50,)), data=bytes(300)), "cannot be packed into 50"),
     "a TIFF whose pages run in a circle": ("a.tif", tiff(page(8, 8, 1, offsets=(8,), counts=(64,)), following=8), "its list of pages runs in a circle, back to byte 8"),
     "a TIFF with a large circle": ("a.tif", tiff(page(8, 8, 1, offsets=(8,), counts=(64,)), following=8, pages=150), "runs in a circle"),
-    "a TIFF whose no data is not a number": ("a.tif", coded(tifffile.imwrite, RGB[..., 0], extratags=[(42113, 2, 0, "none", True)]), "its tag of no data is marked by a number, .* got 'none'"),
+    "a TIFF whose no data is not a number": ("a.tif", coded(tifffile.imwrite, RGB[..., 0], extratags=[(42113, 2, 0, "none", True)]), "its tag of no data must be a number, .* got 'none'"),
     "a TIFF with nothing behind its header": ("a.tif", b"II*\0\x08\0\0\0", "a.tif cannot be read as an image"),
 }  # fmt: skip
 

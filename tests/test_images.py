@@ -211,16 +211,16 @@ def test_labels_that_can_not_be(tmp_path):
             writer.add_image("second", (8, 8), np.uint8, "train", **more)
 
     for classes, more, why in [
-        (["a", "b"], dict(labels=True), "labels of pixels.* or of whole images, and not both"),
+        (["a", "b"], dict(labels=True), "labels of pixels.* or labels of whole images"),
         (
             ["a", "b"],
             dict(labels=False, label=2),
-            "has the label 2: that of an image is 0 to 1 for 2 classes",
+            "has the label 2, but it must be 0 to 1 for 2 classes",
         ),
         (
             ["a"],
             dict(labels=False, label=float("nan")),
-            "has the label nan: that of an image is a number",
+            "has the label nan, but it must be a number",
         ),
     ]:
         with pytest.raises(ValueError, match=why):
@@ -492,7 +492,7 @@ def test_ultramnist_of_the_patchgd_paper(tmp_path, capsys):
             ["ultramnist", "--sum-below", "29"],
             "--sum-below is 29, but 3 to 5 digits have the sums 0 to 27: give 2 to 28",
         ),
-        (["ultramnist", "--noise", "300"], "--noise is 300, but pixels are from 0 to 255"),
+        (["ultramnist", "--noise", "300"], "--noise is 300, but pixels are 0 to 255"),
         (
             ["blue-marble", "--sum-below", "10"],
             "--sum-below is for the source ultramnist, not for blue-marble: leave the flag out",
@@ -548,12 +548,12 @@ def test_folders_and_tables_of_labels(tmp_path, capsys):
     assert store.label("3") == 1.5 and store.split("val") == ["4", "5"]
     for text, why in [
         ("image,label\n9.png,1\n", "line 2: there is no image '9.png'"),
-        ("image,label\n0.png,1\n0.png,1\n", "line 3: image '0.png' has a label already"),
+        ("image,label\n0.png,1\n0.png,1\n", "line 3: image '0.png' already has a label"),
         ("image,label\n0.png,1\n", "5 images of .* have no line"),
-        ("name,label\n", "begins with the columns name, label: a table of labels has image, label"),
+        ("name,label\n", "name, label: a table of labels must have the columns image and label"),
         (
             "image,label\n" + "".join(f"{k}.png,{'x' if k else 1}\n" for k in range(6)),
-            "has the label 'x', but with one class, age, labels are numbers",
+            "has the label 'x', but with one class, age, labels must be numbers",
         ),
     ]:
         table.write_text(text)
@@ -575,7 +575,7 @@ def test_folders_and_tables_of_labels(tmp_path, capsys):
     done(["prepare", str(tmp_path / "flat"), str(tmp_path / "d.h5"), "--labels", str(table)])
     assert (
         Store(tmp_path / "d.h5").classes == ["0", "5", "10"]
-        and "were taken as 3 classes: if they measure something, give it a name"
+        and "were taken as 3 classes: if they measure a quantity, name this quantity"
         in capsys.readouterr().out
     )
     for path, arguments, why in [
@@ -595,7 +595,7 @@ def test_folders_and_tables_of_labels(tmp_path, capsys):
             main(["prepare", str(path), str(tmp_path / "e.h5"), "--labels", *arguments])
         assert re.search(why, capsys.readouterr().err)
     with pytest.raises(
-        ValueError, match="has a label for each image, so that its crops have no pixels of a class"
+        ValueError, match="has labels of whole images, so that no pixel belongs to a class"
     ):
         Focus(store, "train", "age")
 

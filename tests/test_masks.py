@@ -193,7 +193,7 @@ def test_names_with_parts_in_common_pair(tmp_path, image, mask, capsys):
     assert prepared(tmp_path, classes="land,road,lake") == 0
     for number, labels in enumerate(labels_in(tmp_path, image, 12)):
         assert np.array_equal(labels, classes_of(number))
-    assert "note: masks have other names than images" in capsys.readouterr().out
+    assert "note: masks have other names than their images" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

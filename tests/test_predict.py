@@ -223,7 +223,7 @@ def test_what_would_be_lost_or_wrong_is_refused_before_anything_is_computed(
     with monkeypatch.context() as patched:
         patched.setattr(Predictor, "__call__", lambda *_: pytest.fail("computed"))
         refused(
-            "a/scene.png is there and is not a class map that distseg wrote: move it",
+            "a/scene.png exists and is not a class map that distseg wrote: move it",
             "a/scene.npy",
             output="a",
         )
@@ -232,7 +232,7 @@ def test_what_would_be_lost_or_wrong_is_refused_before_anything_is_computed(
             "bands.npy has 1 bands, but the network was trained on 2", "a/scene.npy", "bands.npy"
         )
         refused(
-            "probabilities go into HDF5, but predict.formats is tiff",
+            "probabilities are written to HDF5 only, but predict.formats is tiff",
             "a/scene.npy",
             formats=["tiff"],
             probabilities=True,

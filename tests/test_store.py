@@ -364,7 +364,9 @@ def test_a_newer_version(tmp_path):
     random_store(tmp_path / "s.h5", train=[(30, 30)])
     with h5py.File(tmp_path / "s.h5", "r+") as f:
         f.attrs["version"] = 99
-    with pytest.raises(ValueError, match="version 99, this distseg reads up to 3: update"):
+    with pytest.raises(
+        ValueError, match="version 99, but this distseg reads versions up to 3: update"
+    ):
         Store(tmp_path / "s.h5")
 
 
@@ -379,7 +381,7 @@ def test_questions_without_an_answer(filled):
     with pytest.raises(ValueError, match="'b' .*has no labels"):
         store.block_counts("b")
     with pytest.raises(
-        ValueError, match=r"'a' .*has 97x131 pixels, the box \[90:98, 0:5\] reaches beyond"
+        ValueError, match=r"'a' .*has 97x131 pixels, but the box \[90:98, 0:5\] reaches beyond"
     ):
         store.read("a", Box((90, 0), (98, 5)))
 
@@ -430,8 +432,8 @@ def test_wrong_shapes(tmp_path):
         r"block \[0:61, 0:50\] is empty or outside an image of 60x50",
         box=Box((0, 0), (61, 50)),
     )
-    refused(tmp_path, r"labels are whole numbers, got float64", labels=np.zeros((60, 50)))
-    refused(tmp_path, r"float32 pixels do not fit into the uint8", dtype="u1")
+    refused(tmp_path, r"labels must be integers, got float64", labels=np.zeros((60, 50)))
+    refused(tmp_path, r"float32 pixels do not fit into uint8", dtype="u1")
 
 
 def test_an_image_that_is_not_whole(tmp_path):
@@ -478,7 +480,7 @@ def test_two_images_of_one_name(tmp_path):
 
 def test_a_store_that_is_there_is_kept(tmp_path):
     first = random_store(tmp_path / "s.h5", train=[(30, 30)])
-    with pytest.raises(FileExistsError, match="s.h5 is already there.*--overwrite"):
+    with pytest.raises(FileExistsError, match="s.h5 already exists.*--overwrite"):
         random_store(tmp_path / "s.h5", train=[(40, 40)])
     assert first.size("train0") == (30, 30)
 

@@ -263,7 +263,7 @@ def test_a_compression_that_does_not_say_its_size(tmp_path):
     tifffile.imwrite(tmp_path / "a.tif", numbers("u1", 1)[0], compression="jpegxr", tile=(16, 16))
     with pytest.raises(
         ValueError,
-        match="a.tif is packed by JPEGXR.*, which is not read: convert it, such as with 'gdal_translate -co COMPRESS=DEFLATE'",
+        match="a.tif is compressed by JPEGXR.*, which is not read: convert it, such as with 'gdal_translate -co COMPRESS=DEFLATE'",
     ):
         open_image(tmp_path / "a.tif")
 
@@ -286,7 +286,7 @@ def test_an_image_in_a_tile_that_is_larger_than_the_tile(tmp_path, compression):
             file.pages[0].tags[tag].overwrite(256)
     with pytest.raises(
         ValueError,
-        match="a.tif cannot be read as an image .a strip or tile of 256x256 pixels holds an image 512x512 pixels",
+        match="a.tif cannot be read as an image .a strip or tile of 256x256 pixels holds an image of 512x512 pixels",
     ):
         open_image(tmp_path / "a.tif")
 
@@ -355,7 +355,7 @@ def test_pages_in_a_chain_of_big_endian_bigtiff(tmp_path):
         ),
         (
             [(PAGE, 0), (PAGE, 0)],
-            "a.tif has the axes IYXS of .2, 37, 53, 3., but an image has spatial axes and one axis of bands",
+            "a.tif has the axes IYXS of .2, 37, 53, 3., but an image has only spatial axes and one axis of bands",
         ),
         (
             [(PAGE, 0), (PAGE[..., 0], 4), (PAGE[..., 1], 4)],
@@ -386,6 +386,6 @@ def test_images_that_are_not_read_are_told(tmp_path, capsys):
         compression="deflate",
     )
     assert open_image(tmp_path / "a.tif").notes == (
-        "has 3 pages that do not say what they are, which are taken as bands",
+        "has 3 pages that do not say what they are, so they are read as bands",
     )
     assert open_image(tmp_path / "a.tif", dims=3).notes == ()

@@ -191,7 +191,7 @@ def test_what_no_mask_can_be(tmp_path):
     beside(tmp_path / "a.tif", VALID[:10])
     with pytest.raises(
         ValueError,
-        match="a.tif.msk has a validity mask of 10x96 pixels of 1 band, but the image has 64x96 pixels, and one band says where",
+        match="a.tif.msk has a validity mask of 10x96 pixels of 1 band, but the image has 64x96 pixels, and a mask must have one band",
     ):
         open_image(tmp_path / "a.tif")
     tifffile.imwrite(tmp_path / "a.tif.msk", RGB, photometric="rgb")
@@ -280,7 +280,7 @@ def test_other_numbers_that_stand_for_no_data_are_told(tmp_path):
         "<NoDataValue>0</NoDataValue><NoDataValue le_hex_equiv='1'>7</NoDataValue>"
     )
     assert open_image(tmp_path / "a.png").notes == (
-        "has another number for no data in each band, as the file beside it says (.aux.xml): they are not read: 0, 7",
+        "has different numbers for no data in its bands, as the file beside it says (.aux.xml), which are not read: 0, 7",
     )
     tifffile.imwrite(
         tmp_path / "a.tif",

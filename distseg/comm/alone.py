@@ -16,7 +16,7 @@ class Complete:
 
 
 class Alone:
-    """Communicator of one rank. It needs no library, and no messages can be sent."""
+    """Communicator of one rank. It needs no library and sends no messages."""
 
     rank = 0
     size = 1

@@ -1,4 +1,4 @@
-"""Quantities as people read them: ``12.3 Mpx/s`` and ``1:02:03``."""
+"""Functions that write quantities as text, such as ``12.3 Mpx/s`` and ``1:02:03``."""
 
 from __future__ import annotations
 

@@ -24,10 +24,11 @@ class Arrays:
     Args:
         given: one array (B, ..., *size), one image without its batch dim, or a list of images.
         dims: number of spatial dims.
-        lead: numbers of dims before the spatial dims that an image may have, such as (1,) for
-            (C, *size). The last one is that of an image in an array without a batch dim.
+        lead: the numbers of dims that one image may have before its spatial dims, such as (1,) for
+            (C, *size).
         what: name of the argument, for error messages.
-        batch: True if an array has a batch dim, False if not; None to tell by its number of dims.
+        batch: True if an array has a batch dim, False if not. With None, an array is a batch if its
+            shape without the first dim is that of an image that ``lead`` allows.
 
     Raises:
         ValueError: ``given`` has no shape, or a wrong number of dims.
@@ -78,7 +79,7 @@ class Arrays:
         return self._images[image].shape if self._batch is None else self._batch.shape
 
     def read(self, images: Sequence[int], box: Box) -> Tensor:
-        """Return a box of some images of one size, (images, ..., *box.size)."""
+        """Return the same box of several images of one size, (images, ..., *box.size)."""
         if self._batch is None:
             return torch.stack([_read(self._images[i], (), box, self.dims) for i in images])
         if list(images) == list(range(images[0], images[-1] + 1)):
@@ -86,7 +87,7 @@ class Arrays:
         return torch.stack([_read(self._batch, (i,), box, self.dims) for i in images])
 
     def by_size(self, images: Sequence[int]) -> Iterator[tuple[tuple[int, ...], list[int]]]:
-        """Yield each size with the images of that size, in the order of their first image."""
+        """Yield each size with the images that have it, in the order of each size's first image."""
         found: dict[tuple[int, ...], list[int]] = {}
         for image in images:
             found.setdefault(self.size(image), []).append(image)
@@ -94,7 +95,11 @@ class Arrays:
 
 
 class Stacked:
-    """Several inputs of a network, whose channels are concatenated."""
+    """Several inputs of a network, read as one input with all their channels.
+
+    Raises:
+        ValueError: the inputs differ in their number of images or in the size of an image.
+    """
 
     def __init__(self, parts: Sequence[Arrays]):
         self.parts = list(parts)
@@ -103,7 +108,7 @@ class Stacked:
             if len(part) != len(first):
                 raise ValueError(
                     f"input 0 has {len(first)} images, but input {number} has {len(part)}: give "
-                    "as many of each"
+                    "the same number of images for each input"
                 )
             for image in range(len(first)):
                 if part.size(image) != first.size(image):
@@ -121,12 +126,16 @@ class Stacked:
         return sum(part.channels(image) for part in self.parts)
 
     def read(self, images: Sequence[int], box: Box) -> Tensor:
-        """Return a box of some images of one size, (images, channels, *box.size)."""
+        """Return the same box of several images of one size, (images, channels, *box.size)."""
         return torch.cat([part.read(images, box) for part in self.parts], 1)
 
 
 def _array(given, what: str):
-    """Return an array as it is, and numbers and sequences of them as a tensor."""
+    """Return an array unchanged, and a number as a tensor.
+
+    Raises:
+        ValueError: ``given`` is neither, or is a tensor that requires a gradient.
+    """
     if isinstance(given, (int, float)):
         return torch.tensor(given)
     if not hasattr(given, "shape") or not hasattr(given, "__getitem__"):
@@ -136,7 +145,7 @@ def _array(given, what: str):
         )
     if isinstance(given, Tensor) and given.requires_grad:
         raise ValueError(
-            f"{what} has requires_grad, but gradients are computed for parameters alone: give "
+            f"{what} has requires_grad, but gradients are computed for parameters only: give "
             f"{what}.detach()"
         )
     return given

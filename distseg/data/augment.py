@@ -1,7 +1,7 @@
 """Augmentation that commutes with cutting windows: turns, flips and per-pixel colour changes.
 
-A rank that computes one window of an augmented image reads that window only. All ranks together see
-exactly what one rank would see that augments the whole image.
+A rank that computes one window of an augmented image reads only that window. All ranks together get
+exactly the pixels that one rank would get by augmenting the whole image.
 """
 
 from __future__ import annotations
@@ -29,12 +29,15 @@ class Turn:
         return cls((False,) * dims)
 
     def size(self, size) -> tuple[int, ...]:
-        """Return the size of a crop after the turn; applied twice, it returns the first size."""
+        """Return the size that a crop of ``size`` has after the turn.
+
+        A second call with this result returns ``size`` again.
+        """
         size = tuple(size)
         return (*size[:-2], size[-1], size[-2]) if self.quarters % 2 else size
 
     def apply(self, array: np.ndarray) -> np.ndarray:
-        """Return an array (*size) or (C, *size) with its last dims turned, contiguous in memory."""
+        """Return ``array``, (*size) or (C, *size), turned in its spatial dims and contiguous."""
         if self.quarters:
             array = np.rot90(array, self.quarters, axes=(-2, -1))
         dims = len(self.flips)
@@ -67,7 +70,7 @@ class Colour:
 
     @classmethod
     def from_uniform(cls, uniform: np.ndarray, strength: float = 0.25) -> Colour:
-        """Return the change for 2 x bands random numbers in [0, 1).
+        """Return the change that 2 x bands random numbers in [0, 1) determine.
 
         The gains lie in exp(-strength) .. exp(strength), the offsets in -strength .. strength.
         """
@@ -84,7 +87,7 @@ class Colour:
 
 
 def _mirrored(box: Box, size, flips) -> Box:
-    """Return the box that covers the same pixels after a flip of an image of ``size``."""
+    """Return the box that has the same pixels as ``box`` after an image of ``size`` is flipped."""
     ranges = [
         (n - b, n - a) if flip else (a, b)
         for a, b, n, flip in zip(box.start, box.stop, size, flips)
@@ -93,9 +96,13 @@ def _mirrored(box: Box, size, flips) -> Box:
 
 
 def _turned_back(box: Box, size) -> Box:
-    """Undo one quarter turn of a box.
+    """Return the box of an image that a turn by 90 degrees moves to ``box``.
 
-    Pixel (i, j) of the turned image is pixel (j, width - 1 - i) of the image of ``size``.
+    Pixel (i, j) of the turned image is pixel (j, width - 1 - i) of the image before the turn.
+
+    Args:
+        box: a box of the turned image.
+        size: the size of the image before the turn.
     """
     *outer, (i0, i1), (j0, j1) = zip(box.start, box.stop)
     ranges = [*outer, (j0, j1), (size[-1] - i1, size[-1] - i0)]

@@ -1,4 +1,4 @@
-"""Files of finished class maps: HDF5, tiled TIFF, COG and PNG, and the objects in them.
+"""Write class maps as HDF5, TIFF, COG, NIfTI or PNG, and their objects as polygons or numbers.
 
 Each file of a map holds the class numbers, the classes' colours, the number for pixels without data
 and, if its format can, the georeference. It also holds an identity: a digest of everything that the
@@ -45,15 +45,15 @@ _GDAL_CACHE = 64  # MB of blocks that GDAL keeps; its own default is 5 % of the 
 
 @dataclass(frozen=True)
 class Classes:
-    """Meaning of the numbers of a class map.
+    """Meaning of the class numbers in a class map.
 
     Attributes:
         names: names in the order of the class numbers.
         colours: (K, 3) uint8, one per class.
-        nodata: the number of pixels without data.
+        nodata: the class number that stands for no data.
         place: the georeference of the image, if it has one.
-        traced: the numbers of the classes whose objects are written as polygons and numbers; None
-            for all classes.
+        traced: the numbers of the classes whose objects are written, as polygons or as numbers of
+            objects; None for all classes.
     """
 
     names: list[str]
@@ -64,7 +64,7 @@ class Classes:
 
     @property
     def skipped(self) -> tuple[int, ...]:
-        """The numbers whose pixels belong to no object."""
+        """The values from 0 to 255 whose pixels belong to no object."""
         traced = range(len(self.names)) if self.traced is None else self.traced
         return tuple(number for number in range(256) if number not in traced)
 
@@ -80,12 +80,12 @@ class Classes:
 def numbers_of(
     names: Sequence[str], chosen: Sequence[str] | None, setting: str
 ) -> tuple[int, ...] | None:
-    """Return the numbers of the chosen classes; None for None.
+    """Return the class numbers of the chosen names, sorted; None if ``chosen`` is None.
 
     Args:
         names: names in the order of the class numbers.
         chosen: names of some classes.
-        setting: where they were chosen, for messages.
+        setting: name of the setting that chooses the classes, for messages.
 
     Raises:
         ValueError: a class is unknown.
@@ -110,7 +110,7 @@ def paths_of(
     Args:
         folder: the folder for results.
         name: the name of the image.
-        formats: ``predict.formats``: some of ``FORMS``.
+        formats: the setting ``predict.formats``, keys of ``FORMS``.
         size: the size of the image.
         probabilities: True if probabilities are written too.
 
@@ -120,15 +120,16 @@ def paths_of(
     check_name(name, "a class map is named after its image")
     if probabilities and "hdf5" not in formats:
         raise ValueError(
-            f"predict.probabilities go into HDF5, but predict.formats is {', '.join(formats)}: "
-            "add hdf5, or leave probabilities out"
+            f"predict.probabilities are written to HDF5 only, but predict.formats is "
+            f"{', '.join(formats)}: add hdf5 to predict.formats, or leave predict.probabilities out"
         )
     flat = [form for form in formats if form not in ("hdf5", "png", "nifti")]
     unfit = flat if len(size) != 2 else [form for form in formats if form == "nifti"]
     if unfit:
         raise ValueError(
             f"class maps of {len(size)} dims are not written as {' or '.join(unfit)}: take "
-            f"{'it' if len(unfit) == 1 else 'them'} out of predict.formats, hdf5 holds any map"
+            f"{'it' if len(unfit) == 1 else 'them'} out of predict.formats (hdf5 holds class maps "
+            "of any number of dims)"
         )
     drawn = len(size) == 2 and int(np.prod(size)) <= _LARGEST_PNG
     if not drawn and set(formats) == {"png"}:
@@ -139,15 +140,15 @@ def paths_of(
     for ending in (".cog", ".objects"):
         if name.endswith(ending) and "tiff" in formats:
             raise ValueError(
-                f"the class map of {name!r} as tiff would be named {name}.tif, as the {ending[1:]} "
-                f"of an image {name.removesuffix(ending)!r} is: rename the image, or take tiff out "
-                "of predict.formats"
+                f"the class map of {name!r} as tiff would be named {name}.tif, which is the name "
+                f"of the {ending[1:]} of an image {name.removesuffix(ending)!r}: rename the image, "
+                "or take tiff out of predict.formats"
             )
     return [folder / f"{name}{FORMS[form]}" for form in formats if form != "png" or drawn]
 
 
 def check_written(paths: Sequence[Path], place: Georeference | None, name: str) -> None:
-    """Raise an error if files of a class map cannot be written, before the map is computed.
+    """Check, before a class map is computed, that its files can be written.
 
     Args:
         paths: the files.
@@ -157,7 +158,7 @@ def check_written(paths: Sequence[Path], place: Georeference | None, name: str) 
     Raises:
         FileExistsError: one of the paths exists and is not a class map of distseg.
         ImportError: an optional package is needed and not installed.
-        ValueError: the coordinates of polygons would be unknown.
+        ValueError: polygons are to be written, but their coordinates would be unknown.
     """
     are_there(paths, "")
     for path in paths:
@@ -171,7 +172,7 @@ def check_written(paths: Sequence[Path], place: Georeference | None, name: str) 
 
 
 def form_of(path: Path) -> str:
-    """Return the name of the format that the path's ending chooses; the longest ending counts."""
+    """Return the format of a path, a key of ``FORMS``; of several endings the longest is taken."""
     fits = [form for form, ending in FORMS.items() if path.name.endswith(ending)]
     return max(fits, key=lambda form: len(FORMS[form]))
 
@@ -222,7 +223,7 @@ def _identity_in(path: Path) -> str:
         found = None
     if not isinstance(found, str):
         raise FileExistsError(
-            f"{path} is there and is not a class map that distseg wrote: move it, or name another "
+            f"{path} exists and is not a class map that distseg wrote: move it, or set another "
             "--output"
         )
     return found
@@ -319,7 +320,7 @@ def _about(names: Sequence[str], identity: str) -> str:
 
 
 def names_in(path: Path) -> list[str] | None:
-    """Return the names of the classes in a class map that distseg wrote as TIFF; None in others."""
+    """Return the class names in a TIFF class map that distseg wrote; None for any other file."""
     if path.suffix.lower() not in (".tif", ".tiff"):
         return None
     try:
@@ -338,11 +339,14 @@ def _write_cog(
     advance: Callable[[int], None],
     scratch: Path,
 ) -> None:
-    """Write a cloud-optimised GeoTIFF: GDAL copies a plain one and adds overviews by mode."""
+    """Write a cloud-optimised GeoTIFF: GDAL copies a plain GeoTIFF and adds overviews.
+
+    A pixel of an overview has the most frequent class of the pixels that it covers.
+    """
     rasterio = imported_rasterio("class maps as COG")
     plain = scratch / "plain.tif"
     _write_tiff(plain, arrays, classes, identity, advance)
-    # GDAL writes the overviews, at most a third, to a temporary file first.
+    # GDAL first writes the overviews to a temporary file, at most a third of the plain file.
     require_disk_space(path, 2 * plain.stat().st_size, "a class map as COG")
     with rasterio.Env(GDAL_CACHEMAX=_GDAL_CACHE):
         rasterio.shutil.copy(
@@ -379,9 +383,9 @@ def write_objects(
     Args:
         path: an empty file.
         form: gpkg, geojson or objects.
-        labels: the map.
+        labels: the label map.
         names: the names of the classes, for the description of a TIFF file.
-        identity: a text that is found again in the file.
+        identity: the identity of the result, which is stored in the file.
     """
     if form == "objects":
         return write_numbers(path, labels, _about(names, identity))
@@ -394,7 +398,7 @@ def _read_tiff(path: Path) -> str | None:
 
 
 def _tifffile() -> ModuleType:
-    """Import tifffile only when it is needed, since that takes a quarter of a second."""
+    """Return the module tifffile, imported only when needed because the import is slow."""
     import tifffile
 
     return tifffile
@@ -403,7 +407,7 @@ def _tifffile() -> ModuleType:
 def _write_png(
     path: Path, arrays: Mapping[str, np.ndarray], classes: Classes, identity: str, advance
 ) -> None:
-    """Write a palette PNG of the classes' colours, one pixel per image pixel."""
+    """Write a PNG of class numbers, with the classes' colours as palette, in the image's size."""
     from PIL import Image
     from PIL.PngImagePlugin import PngInfo
 

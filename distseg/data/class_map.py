@@ -2,7 +2,7 @@
 
 While it grows it is a folder ``NAME.partial``. The folder holds plain arrays, and a record with a
 checksum of each finished tile. A tile is recorded only after its pixels are on the disk. A later
-process that takes the folder over computes missing tiles, and those whose pixels do not match their
+process that takes the folder over computes missing tiles, and tiles whose pixels do not match their
 checksum. When all tiles are finished, the result is packed into files
 (:mod:`distseg.data.class_files`), each by an atomic write. So a partial result never looks like a
 complete one.
@@ -60,8 +60,10 @@ class PartialMap:
 
     Raises:
         BlockingIOError: another process is writing this map.
-        FileExistsError: the folder, or a file in it, is a link or something else than ours.
-        DiskFull: the disk has too few free bytes for the arrays. Nothing has been computed then.
+        FileExistsError: the folder is a link or no folder, or a file in it is a link or no plain
+            file.
+        DiskFull: the disk has too few free bytes for the arrays. This is found before anything is
+            computed.
     """
 
     def __init__(
@@ -78,9 +80,9 @@ class PartialMap:
         folder.parent.mkdir(parents=True, exist_ok=True)
         if folder.is_symlink() or folder.exists() and not folder.is_dir():
             raise FileExistsError(
-                f"{folder} is a link or not a folder, but distseg keeps an unfinished result "
-                f"there: "
-                "remove it, or name another --output"
+                f"{folder} is a link or not a folder, but distseg needs a folder of this name for "
+                f"the unfinished result: "
+                "remove it, or set another --output"
             )
         folder.mkdir(exist_ok=True)
         self._lock = locked(folder / "lock", folder)
@@ -104,10 +106,10 @@ class PartialMap:
     def write(
         self, number: int, classes: np.ndarray, probabilities: np.ndarray | None = None
     ) -> None:
-        """Write tile ``number``; it is recorded with the next flush.
+        """Write a tile. The next flush records it as finished.
 
         Args:
-            number: index of the tile.
+            number: index of the tile in ``tiles``.
             classes: (*tile.size) uint8.
             probabilities: (likely, *tile.size) float16; None if ``likely`` is 0.
         """
@@ -120,7 +122,7 @@ class PartialMap:
             self.flush()
 
     def flush(self) -> None:
-        """Flush the pixels to the disk, and then record their tiles as finished."""
+        """Flush all written pixels to the disk, and then record their tiles as finished."""
         for array in self._arrays.values():
             array.flush()
         self._leave_memory()
@@ -152,9 +154,9 @@ class PartialMap:
         for path in paths:
             class_files.write(path, self._arrays, classes, self.identity, packed, self.folder)
         self._clear()
-        self._unmap()  # network file systems keep open files in the folder
+        self._unmap()  # on network file systems, open files would stay in the folder
         self._lock.close()
-        # This fails, and shall, if another process has begun a new map in the folder.
+        # Errors are ignored: another process may have begun a new map in the folder.
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def close(self) -> None:
@@ -167,7 +169,7 @@ class PartialMap:
     def _clear(self) -> None:
         """Remove the files of the folder.
 
-        The identity goes first: without it the remaining files are ignored.
+        The identity is removed first: without it the remaining files are ignored.
         """
         for name in ("identity", "done", "classes", "probabilities"):
             (self.folder / name).unlink(missing_ok=True)
@@ -219,7 +221,7 @@ class PartialMap:
         needed = sum(self._bytes.values())
         try:
             require_disk_space(
-                self.folder, needed, f"the class map of {self._bytes['classes']} pixels on its way"
+                self.folder, needed, f"the unfinished class map of {self._bytes['classes']} pixels"
             )
             with disk_full_errors(self.folder, needed=needed):
                 for name, count in self._bytes.items():

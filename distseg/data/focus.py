@@ -1,11 +1,11 @@
 """Find random pixels of a rare class, reading few labels.
 
-The image and the block are drawn from stored counts alone. Then the pixel is drawn from the labels
-of that block.
+First an image and one of its blocks are drawn by the stored counts of pixels of the class. Only
+then the labels of this block are read, and one of its pixels of the class is drawn.
 
-The weight of a block is the square root of its number of pixels of the class. With the number
-itself, a few large lakes would crowd out all small ones. With equal weights, crops would hardly
-hold more than one or two pixels of the class.
+The weight of a block is the square root of its number of pixels of the class. With this number
+itself as the weight, a few large objects would crowd out all small ones. With equal weights, most
+crops would hold only a few pixels of the class.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ class Focus:
         name: the name of the class.
 
     Raises:
-        ValueError: the store does not have the class, or the split has no pixel of it.
+        ValueError: the store does not have the class or has labels of whole images, or the split
+            has no pixel of the class.
     """
 
     def __init__(self, store: Store, split: str, name: str):
@@ -40,8 +41,8 @@ class Focus:
             )
         if store.of_images:
             raise ValueError(
-                f"data.focus_class is {name!r}, but {store.path} has a label for each image, so "
-                "that its crops have no pixels of a class: leave it out"
+                f"data.focus_class is {name!r}, but {store.path} has labels of whole images, so "
+                "that no pixel belongs to a class: leave data.focus_class out"
             )
         self._blocks = lru_cache(_IMAGES_KEPT)(self._read_weights)
         self._store, self._class = store, store.classes.index(name)
@@ -54,7 +55,11 @@ class Focus:
             )
 
     def pixel(self, image: float, block: float, pixel: float) -> tuple[str, tuple[int, ...]]:
-        """Return the image's name and a pixel's position for three random numbers in [0, 1)."""
+        """Return the name of an image, and the position of a pixel of the class in it.
+
+        The arguments are random numbers in [0, 1). They draw the image, a block of it, and a pixel
+        of the class in this block.
+        """
         name = self._names[_drawn(self._weights, image)]
         weights, shape = self._blocks(name)
         cell = np.unravel_index(_drawn(weights, block), shape)
@@ -68,11 +73,15 @@ class Focus:
         return name, tuple(int(a + i) for a, i in zip(start, inside))
 
     def _read_weights(self, name: str) -> tuple[np.ndarray, tuple[int, ...]]:
-        """Return the cumulative weights of an image's blocks, and the blocks along each dim."""
+        """Return the cumulative weights of an image's blocks, and their number along each dim."""
         weights = np.sqrt(self._store.block_counts(name)[self._class])
         return weights.cumsum(), weights.shape
 
 
 def _drawn(cumulated: np.ndarray, u: float) -> int:
-    """Return the index drawn by ``u``, a uniform number in [0, 1), in proportion to the weights."""
+    """Return an index, drawn by the random number ``u`` in [0, 1).
+
+    The probability of an index is proportional to its weight. ``cumulated`` has the cumulative sums
+    of the weights.
+    """
     return min(int(np.searchsorted(cumulated, u * cumulated[-1], "right")), len(cumulated) - 1)

@@ -31,19 +31,19 @@ _OTHERS = frozenset(
 
 
 def split_folders(images: Path) -> list[str]:
-    """Return the splits that are subfolders of ``images``; empty if it holds the files itself."""
+    """Return the splits that are subfolders of ``images``, such as train; empty without splits."""
     return [split for split in SPLITS if (images / split).is_dir()]
 
 
 def check_folders(images: Path, masks: Path | None) -> None:
-    """Refuse images that would not be read: beside the folders of splits, or in other folders.
+    """Refuse images that would not be read because they lie beside folders of splits or elsewhere.
 
     Args:
         images: the folder of images.
         masks: the folder of masks; None if there is none.
 
     Raises:
-        ValueError: naming the first of these images or folders.
+        ValueError: there are such images; the message names the first images or their folder.
     """
     if split_folders(images):
         for root in _roots(images, masks):
@@ -55,7 +55,7 @@ def check_folders(images: Path, masks: Path | None) -> None:
 
 
 def unread(images: Path, masks: Path | None) -> list[str]:
-    """Return files that are images by their name, but that distseg cannot read."""
+    """Return the paths of image files whose format (by their ending) distseg cannot read."""
     return [
         entry.path
         for place in _places(images, masks)
@@ -65,9 +65,10 @@ def unread(images: Path, masks: Path | None) -> list[str]:
 
 
 def paired(images: Path, masks: Path | None) -> list[tuple[Path, Path | None]]:
-    """Return (image, mask) pairs: files of the two folders with the same name.
+    """Return (image, mask) pairs: the files of two folders whose names match.
 
-    The endings may differ, and parts that all masks or all images have in common.
+    Two names match if they differ only in their endings, and in a part at the beginning or end that
+    all masks, or all images, have in common.
 
     Args:
         images: the folder of images.
@@ -86,7 +87,7 @@ def paired(images: Path, masks: Path | None) -> list[tuple[Path, Path | None]]:
     )
     if lonely:
         raise ValueError(
-            f"{' and '.join(lonely)}: an image and its mask have the same name except for the "
+            f"{' and '.join(lonely)}: an image and its mask must have the same name except for the "
             "ending, or for a part at the beginning or end that all masks, or all images, have, "
             "such as _mask"
         )
@@ -94,7 +95,7 @@ def paired(images: Path, masks: Path | None) -> list[tuple[Path, Path | None]]:
 
 
 def some(names: Sequence[str], most: int = 10) -> str:
-    """Return the first ``most`` names in words, and the number of further names."""
+    """Return a text that lists the first ``most`` names and counts the others."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
@@ -103,7 +104,7 @@ def _roots(images: Path, masks: Path | None) -> list[Path]:
 
 
 def _places(images: Path, masks: Path | None) -> list[Path]:
-    """Return all existing folders that are searched for files, including those of splits."""
+    """Return all existing folders that are searched for files, including folders of splits."""
     splits = split_folders(images)
     roots = _roots(images, masks)
     places = [*roots, *(root / split for root in roots for split in splits)]
@@ -120,7 +121,7 @@ def _listed(folder: Path) -> list[os.DirEntry]:
 
 
 def image_files(folder: Path) -> dict[str, Path]:
-    """Return the image files of a folder by name without ending, sorted by name.
+    """Return the image files of a folder by their names without endings, sorted by name.
 
     Raises:
         FileNotFoundError: the folder does not exist.
@@ -156,7 +157,7 @@ def _refuse_loose_files(root: Path, folders: list[str]) -> None:
     if loose:
         raise ValueError(
             f"{root} has the folders {', '.join(folders)} and images beside them ({some(loose)}): "
-            "move these into a folder"
+            "move these images into one of the folders"
         )
 
 
@@ -173,12 +174,12 @@ def _refuse_folders(place: Path, read: set[Path]) -> None:
             repair = (
                 f"rename it {meant}"
                 if meant not in (None, entry.name)
-                else "move its images to where they are read, or the folder elsewhere"
+                else "move its images into a folder that is read, or move the folder elsewhere"
             )
             raise ValueError(
                 f"{entry.path} holds images, but would not be read: only the folders "
-                f"{', '.join(SPLITS)} directly in the folder of images, and in that of masks, "
-                f"are read: {repair}"
+                f"{', '.join(SPLITS)} directly in the folder of images, and in the folder of "
+                f"masks, are read: {repair}"
             )
 
 

@@ -1,4 +1,4 @@
-"""Make a store of images with one label each: folders named after classes, or a table."""
+"""Make a store of images with one label each, given by folders named after classes or a table."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ def prepare_labelled(
     alpha: str | None = None,
     pages: str | None = None,
 ) -> Store:
-    """Write the store ``output`` and print a summary of it.
+    """Write images with one label each into a store, and print a summary of the store.
 
     Args:
-        images: a folder. Without ``table`` it holds folders named after classes, or folders train,
-            val and test that hold these.
+        images: the folder of images. Without ``table`` it holds one folder per class, named after
+            the class, or folders train, val and test that each hold one folder per class.
         table: a CSV file with one line per image: ``image`` (the file's name in the folder, with or
             without its ending), ``label``, and optionally ``split``.
         output: the store to write.
         classes: names in the order of their labels; by default all labels found, sorted. With one
             name, labels are numbers and the name says what they measure.
         splits: shares of train, val and test, used if neither folders nor table assign splits.
-        seed: seed of that assignment.
-        overwrite: replace an existing store.
-        nodata: the number that stands for no data; by default each file's own.
-        alpha: what becomes of transparency (:func:`distseg.data.prepare.prepare_folder`).
+        seed: seed of the random assignment by these shares.
+        overwrite: True if an existing store may be replaced.
+        nodata: the number that stands for no data; by default the number that each file declares.
+        alpha: how to treat an alpha band (:func:`distseg.data.prepare.prepare_folder`).
         pages: ``bands`` or ``volume`` (:func:`distseg.data.prepare.prepare_folder`).
 
     Raises:
@@ -58,7 +58,7 @@ def prepare_labelled(
     if pages == "images":
         raise ValueError(
             "--pages images makes an image of each page, but --labels gives each file one label: "
-            "write the pages into files of their own, or take --pages bands or volume"
+            "write each page into its own file, or set --pages bands or --pages volume"
         )
     if not root.is_dir():
         raise FileNotFoundError(f"there is no folder {root}")
@@ -75,7 +75,7 @@ def prepare_labelled(
     if not classes and len(names) == 1:
         raise ValueError(
             f"all {len(found)} images of {root} have the label {names[0]!r}, but a single class "
-            f"gives nothing to learn: add images of other classes, or name all classes by --classes"
+            f"gives nothing to learn: add images of other classes, or name all classes (--classes)"
         )
     labels = [_label(label, path, names) for path, label, _ in found]
     pairs = []
@@ -109,7 +109,7 @@ def prepare_labelled(
     if table is not None and not classes and all(_number(name) < math.inf for name in names):
         print(
             f"note: the labels of {table} are numbers, and were taken as {len(names)} classes: if "
-            "they measure something, give it a name, --classes NAME"
+            "they measure a quantity, name this quantity: --classes NAME"
         )
     return store
 
@@ -124,7 +124,7 @@ def _number(label: str) -> float:
 
 
 def _from_folders(root: Path) -> list[tuple[Path, str, str | None]]:
-    """Return (file, class, split) of each image; the split is None if no folder says it."""
+    """Return (file, class, split) of each image; without folders of splits the split is None."""
     there = sorted(
         path.name for path in root.iterdir() if path.is_dir() and not path.name.startswith(".")
     )
@@ -132,7 +132,7 @@ def _from_folders(root: Path) -> list[tuple[Path, str, str | None]]:
         if other := sorted(set(there) - set(SPLITS)):
             raise ValueError(
                 f"{root} has the folders {', '.join(sorted(set(there) & set(SPLITS)))}, which are "
-                f"splits, and {other[0]} beside them: put the classes into the splits"
+                f"splits, and {other[0]} beside them: put folders of classes into the splits"
             )
         return [
             (path, label, split)
@@ -141,14 +141,14 @@ def _from_folders(root: Path) -> list[tuple[Path, str, str | None]]:
         ]
     if not there:
         raise ValueError(
-            f"{root} has no folders: images with a label each lie in folders named after their "
-            "classes, or have a table: --labels FILE.csv"
+            f"{root} has no folders: put the images into folders named after their classes, or "
+            "give a table of their labels: --labels FILE.csv"
         )
     return [(path, label, None) for label in there for path in image_files(root / label).values()]
 
 
 def _from_table(root: Path, table: Path) -> list[tuple[Path, str, str | None]]:
-    """Return (file, label, split) of each line of a table; the split is None if not given."""
+    """Return (file, label, split) of each line of a table; the split is None without its column."""
     if not table.is_file():
         raise FileNotFoundError(f"there is no table of labels {table}")
     files = {path.name: path for path in image_files(root).values()}
@@ -166,7 +166,7 @@ def _from_table(root: Path, table: Path) -> list[tuple[Path, str, str | None]]:
         if not {"image", "label"} <= set(columns) <= set(_COLUMNS):
             raise ValueError(
                 f"{table} begins with the columns {', '.join(columns) or 'none'}: a table of "
-                "labels has image, label and perhaps split"
+                "labels must have the columns image and label, and may have split"
             )
         found, seen = [], set()
         for number, line in enumerate(lines, 2):
@@ -175,13 +175,13 @@ def _from_table(root: Path, table: Path) -> list[tuple[Path, str, str | None]]:
                 raise ValueError(f"{table}, line {number}: there is no image {name!r} in {root}")
             if files[name] in seen:
                 raise ValueError(
-                    f"{table}, line {number}: image {name!r} has a label already: give one to each"
+                    f"{table}, line {number}: image {name!r} already has a label: remove one line"
                 )
             if not label:
                 raise ValueError(f"{table}, line {number}: the label is empty")
             if "split" in columns and split not in SPLITS:
                 raise ValueError(
-                    f"{table}, line {number}: a split is train, val or test, got {split!r}"
+                    f"{table}, line {number}: the split must be train, val or test, got {split!r}"
                 )
             seen.add(files[name])
             found.append((files[name], label, split))
@@ -194,17 +194,17 @@ def _from_table(root: Path, table: Path) -> list[tuple[Path, str, str | None]]:
 
 
 def _label(label: str, path: Path, classes: Sequence[str]) -> int | float:
-    """Return the number of a label's class; with a single class, return the label as a number."""
+    """Return the class number of a label; with a single class, return the label as a number."""
     if len(classes) > 1:
         if label not in classes:
             raise ValueError(
                 f"{path} has the label {label!r}, which is not among the classes "
-                f"{', '.join(classes)}: add it to --classes, or correct it"
+                f"{', '.join(classes)}: add it to --classes, or correct the label"
             )
         return classes.index(label)
     if (value := _number(label)) == math.inf:
         raise ValueError(
-            f"{path} has the label {label!r}, but with one class, {classes[0]}, labels are "
-            "numbers: name all classes, or correct it"
+            f"{path} has the label {label!r}, but with one class, {classes[0]}, labels must be "
+            "numbers: name all classes, or correct the label"
         )
     return value

@@ -29,17 +29,17 @@ def pieces(
     """Return the tile batches that one rank reads for a micro-batch.
 
     Samples of the same size share one tile batch per tile. Sizes come in the order of their first
-    sample, tiles row by row.
+    sample. For each size, the tiles come row by row.
 
     Args:
         store: the store.
         samples: the samples of the micro-batch.
-        grid: ranks along each dim that share an image.
-        per_rank: tiles of each rank along each dim.
+        grid: number of ranks along each dim that share an image.
+        per_rank: number of tiles of each rank along each dim.
         coordinates: position of this rank in the grid.
         reach: the receptive field of the network.
-        pixels: read the pixels.
-        labels: read the labels.
+        pixels: True to read the pixels.
+        labels: True to read the labels.
     """
     return [
         _read(store, those, place, pixels, labels)
@@ -55,16 +55,17 @@ def blocks(
     stride,
     note_bytes: Callable[[int], None],
 ) -> list[LazyTileBatch]:
-    """Return the lazy tile batches of a rank with a single tile, for streaming.
+    """Return the tile batches of a rank with a single tile, for streaming.
 
-    Their parts are read from the store while the step runs.
+    There is one lazy tile batch for each size of samples. It reads its parts from the store while
+    the step runs.
 
     Args:
         store: the store.
         samples: the samples of the micro-batch.
-        grid: ranks along each dim that share an image.
+        grid: number of ranks along each dim that share an image.
         coordinates: position of this rank in the grid.
-        stride: the network's stride, at whose multiples images are cut into tiles.
+        stride: the total stride of the network along each dim. Tile borders lie on its multiples.
         note_bytes: called with the number of bytes of each read.
     """
 
@@ -111,7 +112,10 @@ def _read(
 
 
 def read_pixels(store: Store, samples: list[Sample], box: Box) -> np.ndarray:
-    """Return normalised, augmented pixels of a box per sample, (B, bands, *box.size) float32."""
+    """Return the pixels of one box of each sample, (B, bands, *box.size) float32.
+
+    The pixels are normalised and augmented. ``box`` is in the coordinates of the augmented sample.
+    """
     return np.stack(
         [
             _coloured(s, s.turn.apply(store.read_normalised(s.image, _source(s, box))))
@@ -123,17 +127,18 @@ def read_pixels(store: Store, samples: list[Sample], box: Box) -> np.ndarray:
 def read_patches(store: Store, sample: Sample, boxes: list[Box]) -> np.ndarray:
     """Return the pixels of several boxes of one sample, (boxes, bands, *size) float32.
 
-    All boxes have the same size.
+    The pixels are normalised and augmented. All boxes have the same size and are in the coordinates
+    of the augmented sample.
     """
     pixels = store.read_normalised_boxes(sample.image, [_source(sample, box) for box in boxes])
     return _coloured(sample, sample.turn.apply(pixels)).swapaxes(0, 1)
 
 
 def read_labels(store: Store, samples: list[Sample], box: Box) -> torch.Tensor:
-    """Return the labels of a box of each sample.
+    """Return the labels of one box of each sample.
 
-    Labels of pixels are (B, *box.size) uint8. Labels of whole images are (B, 1, ...), int64 classes
-    or float32 numbers.
+    ``box`` is in the coordinates of the augmented sample. Labels of pixels are (B, *box.size)
+    uint8. Labels of whole images are (B, 1, ...), with classes as int64 or numbers as float32.
     """
     if store.of_images:
         return labels_of_images(
@@ -145,13 +150,13 @@ def read_labels(store: Store, samples: list[Sample], box: Box) -> torch.Tensor:
 
 
 def bytes_of(store: Store, samples: list[Sample], pixels: int, labels: int) -> int:
-    """Return the bytes that pixels and labels of these samples take in the store.
+    """Return the uncompressed size in bytes of pixels and labels of some samples in the store.
 
     Args:
         store: the store.
         samples: the samples.
-        pixels: number of pixels of each sample.
-        labels: number of labels of each sample, of one byte each.
+        pixels: number of pixels to count of each sample.
+        labels: number of labels to count of each sample. A label has one byte.
     """
     return (
         sum(store.dtype(s.image).itemsize * store.bands for s in samples) * pixels
@@ -164,32 +169,32 @@ def _coloured(sample: Sample, pixels: np.ndarray) -> np.ndarray:
 
 
 def _source(sample: Sample, box: Box) -> Box:
-    """Return the box of the image that holds the content of ``box`` of the augmented sample."""
+    """Return the box of the image from which ``box`` of the augmented sample is made."""
     return sample.turn.source(box, sample.box.size).shifted(sample.box.start)
 
 
 class StepLoader:
-    """Loader of the steps of an epoch, as one rank reads them.
+    """Loader of the data that one rank needs for the steps of an epoch.
 
     A step has ``groups`` x ``accumulate`` x ``data.images`` samples. They are ordered by
-    micro-batch, and within a micro-batch by group. ``steps_read`` counts the steps handed out,
-    ``bytes_read`` the bytes read from the store.
+    micro-batch, and within a micro-batch by group. ``steps_read`` counts the steps that were
+    yielded, ``bytes_read`` the bytes that were read from the store.
 
     Args:
         store: the store.
         split: the split to read.
-        data: the settings of data.
+        data: the settings of the section ``data``.
         seed: seed of order, crops and augmentation.
         groups: number of sample groups (replicas).
-        group: the group of this rank.
-        accumulate: micro-batches per step.
-        grid: ranks along each dim that share an image.
-        per_rank: tiles of each rank along each dim.
+        group: index of the sample group of this rank.
+        accumulate: number of micro-batches per step.
+        grid: number of ranks along each dim that share an image.
+        per_rank: number of tiles of each rank along each dim.
         coordinates: position of this rank in the grid.
         reach: the receptive field of the network.
-        pixels: read the pixels; in a pipeline the first stage needs them.
-        labels: read the labels; in a pipeline the last stage needs them.
-        streaming: hand out :class:`LazyTileBatch`, which is read part by part.
+        pixels: True to read the pixels. In a pipeline, only the first stage needs them.
+        labels: True to read the labels. In a pipeline, only the last stage needs them.
+        streaming: True to yield :class:`LazyTileBatch`, which reads its parts during the step.
 
     Raises:
         ValueError: an image of the split has no labels, or is too small for the grid.
@@ -245,7 +250,10 @@ class StepLoader:
         return [[step[row] for row in rows.of_micro_batch(m)] for m in range(self.accumulate)]
 
     def _pieces(self, samples: list[Sample]) -> tuple[list[TileBatch] | list[LazyTileBatch], int]:
-        """Return the tile batches of a micro-batch, and the bytes that were read for them."""
+        """Return the tile batches of a micro-batch, and the number of bytes read for them.
+
+        With streaming nothing is read yet, so this number is 0.
+        """
         if self.streaming:
             return blocks(
                 self.store,

@@ -1,4 +1,4 @@
-"""Label maps as people have them: colours for classes, or a number for each object."""
+"""Read masks that encode classes by labels, by colours, or by a number for each object."""
 
 from __future__ import annotations
 
@@ -19,19 +19,20 @@ Instances = Literal["foreground", "border"]
 
 @dataclass(frozen=True)
 class MaskForm:
-    """How the masks of a folder say which class a pixel has.
+    """Encoding of the classes in the masks of a folder.
 
     Attributes:
-        colours: the colour (red, green, blue) of each class; None where masks hold numbers.
-        instances: what becomes of numbers of objects, 0 being the background. ``foreground``: all
-            objects are class 1. ``border``: pixels where two objects touch are class 2 besides.
+        colours: the colour (red, green, blue) of each class; None if masks hold numbers.
+        instances: how to turn numbers of objects into classes; None if numbers are labels. The
+            number 0 is the background, class 0. ``foreground``: all objects are class 1.
+            ``border``: in addition, the pixels at which two objects touch are class 2.
     """
 
     colours: tuple[tuple[int, int, int], ...] | None = None
     instances: Instances | None = None
 
     def open(self, path: Path, dims: int) -> Reader:
-        """Open a mask as a reader of labels, one band of whole numbers.
+        """Return a reader of the labels in a mask, which has one band of integers.
 
         Raises:
             FileNotFoundError: the file does not exist.
@@ -60,7 +61,7 @@ class _Labels(Reader):
 
     @property
     def masked(self) -> bool:
-        """True if the file, or a file beside it, marks single pixels without data."""
+        """True if the file, or a file beside it, marks single pixels as having no data."""
         return self.pixels.masked
 
     def read(self, box: Box) -> np.ndarray:
@@ -69,7 +70,7 @@ class _Labels(Reader):
 
 
 class ColourReader(_Labels):
-    """Reader of the classes of an image whose colours stand for classes.
+    """Reader of labels from a mask whose colours stand for classes.
 
     Args:
         pixels: reader of red, green and blue, uint8.
@@ -83,10 +84,12 @@ class ColourReader(_Labels):
         self._codes = codes[self._order]
 
     def read_valid(self, box: Box) -> tuple[np.ndarray, np.ndarray | None]:
-        """Return the labels of a box, (1, *box.size), and where there is data.
+        """Return the labels of a box, (1, *box.size), and its validity mask.
+
+        The validity mask is (*box.size) bool, True where there is data; None for everywhere.
 
         Raises:
-            ValueError: a colour is that of no class.
+            ValueError: a colour belongs to no class.
         """
         pixels, valid = self.pixels.read_valid(box)
         codes = _codes(pixels)
@@ -98,20 +101,20 @@ class ColourReader(_Labels):
             first = tuple(int(n) for n in np.argwhere(unknown)[0])
             colour = "#" + "".join(f"{int(n):02x}" for n in pixels[(slice(None), *first)])
             raise ValueError(
-                f"{self.path} has the colour {colour} at {position(box, first)}, which is that of "
-                f"no class: name a class with it, such as --classes ...,other={colour}, or "
-                "recolour the mask (anti-aliased or lossy pictures have colours in between)"
+                f"{self.path} has the colour {colour} at {position(box, first)}, which is the "
+                f"colour of no class: name a class with it, such as --classes ...,other={colour}, "
+                "or recolour the mask (anti-aliased or lossy pictures contain mixed colours)"
             )
         return self._order[place].astype(np.uint8)[None], valid
 
 
 class InstanceReader(_Labels):
-    """Reader of the classes of an image whose numbers stand for objects.
+    """Reader of labels from a mask whose numbers stand for objects.
 
     Args:
         pixels: reader of the numbers of objects; 0 is the background.
-        border: make a class of its own, 2, of pixels that have another object at one of their
-            sides.
+        border: True to give the label 2 to pixels that belong to an object and have a direct
+            neighbour in another object. All other pixels of objects have the label 1.
     """
 
     def __init__(self, pixels: Reader, border: bool):
@@ -119,14 +122,17 @@ class InstanceReader(_Labels):
         self._border = border
 
     def read_valid(self, box: Box) -> tuple[np.ndarray, np.ndarray | None]:
-        """Return the labels of a box, (1, *box.size), and where there is data."""
+        """Return the labels of a box, (1, *box.size), and its validity mask.
+
+        The validity mask is (*box.size) bool, True where there is data; None for everywhere.
+        """
         wide = Box(
             tuple(max(0, a - self._border) for a in box.start),
             tuple(min(n, b + self._border) for b, n in zip(box.stop, self.size)),
         )
         numbers, valid = self.pixels.read_valid(wide)
         numbers = numbers[0]
-        if self.pixels.nodata:  # where it is 0, it is the background
+        if self.pixels.nodata:  # a number 0 for no data is the background
             there = numbers != self.pixels.nodata
             valid = there if valid is None else valid & there
             numbers = np.where(there, numbers, 0)
@@ -143,7 +149,7 @@ class InstanceReader(_Labels):
 
 
 def _codes(pixels: np.ndarray) -> np.ndarray:
-    """Return colours (3, *size) as one number for each pixel."""
+    """Return colours, (3, *size) uint8, as one integer 0xRRGGBB for each pixel, (*size) int32."""
     red, green, blue = pixels.astype(np.int32)
     return (red << 16) | (green << 8) | blue
 
@@ -151,11 +157,14 @@ def _codes(pixels: np.ndarray) -> np.ndarray:
 def named_colours(
     classes: Sequence[str],
 ) -> tuple[list[str], tuple[tuple[int, int, int], ...] | None]:
-    """Return names of classes, and their colours if all have one, as ``road=#ff0000``.
+    """Split classes given as ``road=#ff0000`` into names and colours.
+
+    Returns:
+        The names, and the colours (red, green, blue); None for the colours if no class has one.
 
     Raises:
-        ValueError: some have a colour and some not, a colour is not ``#rrggbb``, or two classes
-            have one colour.
+        ValueError: only some classes have a colour, a colour is not ``#rrggbb``, or two classes
+            have the same colour.
     """
     parts = [text.partition("=") for text in classes]
     if not any(equals for _, equals, _ in parts):
@@ -170,15 +179,15 @@ def named_colours(
         except ValueError:
             given = colour if equals else "none"
             raise ValueError(
-                f"--classes gives the class {name!r} the colour {given}: give each class one as "
-                "NAME=#rrggbb, or none of them"
+                f"--classes gives the class {name!r} the colour {given}: give every class a colour "
+                "as NAME=#rrggbb, or give colours to none"
             ) from None
         colours.append((numbers[0], numbers[1], numbers[2]))
     for number, colour in enumerate(colours):
         if colour in colours[:number]:
             first = parts[colours.index(colour)][0]
             raise ValueError(
-                f"--classes gives {first!r} and {parts[number][0]!r} the same colour: masks could "
-                "not tell them apart"
+                f"--classes gives {first!r} and {parts[number][0]!r} the same colour, so that "
+                "masks cannot distinguish them: give each class its own colour"
             )
     return [name for name, _, _ in parts], tuple(colours)

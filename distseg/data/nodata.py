@@ -1,7 +1,7 @@
 """Pixels without data: a number, declared by a file or by the user, means "nothing was measured".
 
-As in GDAL and rasterio, the number applies to each band by itself. Such a value is left out of the
-band's mean and standard deviation, and the network gets 0 instead, the mean of the normalised band.
+As in GDAL and rasterio, the number applies to each band separately. Such a value is left out of the
+band's mean and standard deviation. The network gets 0 instead, the mean of the normalised band.
 A pixel whose bands all have the number has no data at all, and its label is ignored. A validity
 mask does the same for all bands of a pixel at once.
 """
@@ -17,7 +17,7 @@ NODATA_TAG = 42113  # GDAL's TIFF tag
 
 
 def parse(text: str) -> int | float:
-    """Return the number in a file's tag or in a flag.
+    """Return the number for no data that a file's tag or a command-line flag contains.
 
     Examples are ``-9999``, ``nan`` and ``-3.4028234663852886e+38``.
 
@@ -33,7 +33,7 @@ def parse(text: str) -> int | float:
         value = float(text)
     except ValueError:
         raise ValueError(
-            f"no data is marked by a number, such as -9999, 0 or nan, got {text!r}"
+            f"no data must be a number, such as -9999, 0 or nan, got {text!r}"
         ) from None
     return int(value) if value.is_integer() and abs(value) < 2**53 else value
 
@@ -68,7 +68,7 @@ def fitting(value: int | float | None, dtype: np.dtype) -> int | float | None:
 
 
 def absent(pixels: np.ndarray, value: int | float | None) -> np.ndarray | None:
-    """Return which values equal the number for no data, as bool; None if there are none.
+    """Return where values equal the number for no data, as bool; None if no value does.
 
     Args:
         pixels: an array of any shape; the result has the same shape.
@@ -83,11 +83,11 @@ def absent(pixels: np.ndarray, value: int | float | None) -> np.ndarray | None:
 def missing(
     pixels: np.ndarray, value: int | float | None, valid: np.ndarray | None = None
 ) -> np.ndarray | None:
-    """Return which values have no data, as bool of the shape of ``pixels``; None if there are none.
+    """Return where values have no data, as bool of the shape of ``pixels``; None if all have data.
 
     Args:
         pixels: (bands, *size).
-        value: the number for no data, which applies to each band by itself; None for none.
+        value: the number for no data, which applies to each band separately; None for none.
         valid: the validity mask, (*size) bool, True where there is data; None for everywhere.
     """
     found = absent(pixels, value)
@@ -98,7 +98,7 @@ def missing(
 
 
 def to_json(value: int | float | None) -> int | float | str | None:
-    """Return ``value`` as JSON can hold it: nan and infinity become texts."""
+    """Return ``value`` in a form that JSON can hold: nan and infinity become texts."""
     return value if value is None or math.isfinite(value) else str(value)
 
 
@@ -116,5 +116,5 @@ def from_json(value: int | float | str | None) -> int | float | None:
 
 
 def _too_large(value: int | float, dtype: np.dtype) -> bool:
-    """Return True if ``value`` is beyond the range of ``dtype``, rounding aside."""
+    """Return True if ``value`` is beyond the range of ``dtype`` by more than a rounding error."""
     return math.isfinite(value) and abs(value) > float(np.finfo(dtype).max) * (1 + 1e-6)

@@ -7,11 +7,13 @@ from pathlib import Path
 
 
 def notes_on(files: Iterable[tuple[Path | str, Iterable[str]]]) -> list[str]:
-    """Return one line per different note, which names the first of its files.
+    """Return one line of text for each distinct note.
+
+    A line names the first file that has the note, and counts the other files that have it.
 
     Args:
-        files: (path, its notes). A note is a phrase that continues the file's name, such as ``has
-            one more image``.
+        files: pairs (path, notes on this file). A note is the rest of a sentence that begins with
+            the path, such as ``has one more image``.
     """
     with_note: dict[str, list[Path | str]] = {}
     for path, notes in files:

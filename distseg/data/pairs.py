@@ -18,16 +18,17 @@ from distseg.data.masks import PLAIN, MaskForm
 from distseg.data.notes import notes_on
 from distseg.tiling import rng
 
-# Spatial dims to read, by what the pages of a file, or the first axis of an array, are.
+# Number of spatial dims to read, by the meaning of a file's pages or of an array's first axis.
+# None: the file decides.
 DIMS: dict[str | None, int | None] = {None: None, "bands": 2, "volume": 3, "images": 3}
 
 
-_MOST_BANDS = 4  # pages that are taken for bands without asking
+_MOST_BANDS = 4  # at most this number of pages of unknown meaning are taken for bands
 
 
 @dataclass(frozen=True)
 class Pair:
-    """An image file, its mask if any, and what the header of the image says."""
+    """An image file, its mask file if it has one, and the facts from the headers of both."""
 
     name: str
     split: str
@@ -43,17 +44,20 @@ class Pair:
     mask_notes: tuple[str, ...] = ()  # notes on the mask
     # The mask's palette, (entries, 3) uint8.
     palette: np.ndarray | None = field(default=None, compare=False)
-    page: int | None = None  # the slice of a volume that is the image; None for the whole file
-    form: MaskForm = PLAIN  # how the mask says the classes
+    page: int | None = None  # index of the slice that is the image; None for the whole file
+    form: MaskForm = PLAIN  # how the mask encodes the classes
 
     def open_image(self, dims: int | None, alpha: str) -> Reader:
-        """Open the image (:func:`distseg.data.formats.readers.open_image`)."""
+        """Return a reader of the image, or of its slice ``page``.
+
+        The arguments are those of :func:`distseg.data.formats.readers.open_image`.
+        """
         if self.page is None:
             return open_image(self.image, dims, alpha=alpha)
         return PageReader(open_image(self.image, 3, alpha=alpha), self.page)
 
     def open_mask(self) -> Reader:
-        """Open the mask as a reader of labels (:meth:`distseg.data.masks.MaskForm.open`)."""
+        """Return a reader of the labels in the mask (:meth:`distseg.data.masks.MaskForm.open`)."""
         if self.page is None:
             return self.form.open(self.mask, len(self.size))
         return PageReader(self.form.open(self.mask, 3), self.page)
@@ -68,23 +72,24 @@ def find_pairs(
     alpha: str | None = None,
     form: MaskForm = PLAIN,
 ) -> list[Pair]:
-    """Return all pairs of two folders, with their splits.
+    """Return the pairs of images and masks in two folders, each with its split.
 
-    The splits are those of the subfolders train, val and test. Without these, images are assigned
-    by ``shares``.
+    The split is the subfolder train, val or test that holds the files. Without these subfolders,
+    images are assigned to splits at random by ``shares``.
 
     Args:
         images: the folder of images.
         masks: the folder of masks; None if there is none.
         shares: shares of train, val and test.
         seed: seed of the assignment.
-        pages: what the pages of a file are (:data:`DIMS`); None to take it from the files.
-        alpha: what becomes of transparency (:func:`distseg.data.formats.readers.open_image`).
-        form: how masks say the classes.
+        pages: the meaning of the pages of a file, a key of :data:`DIMS`; None: the file decides.
+        alpha: how to treat an alpha band (:func:`distseg.data.formats.readers.open_image`).
+        form: how masks encode the classes.
 
     Raises:
-        ValueError: there are no images, a file has no partner or would not be read, a store cannot
-            have a name, or headers differ.
+        ValueError: there is no image, no image is in the split train, a file has no partner or
+            would not be read, an image has a name that a store cannot hold, or headers contradict
+            each other.
     """
     check_folders(images, masks)
     if folders := split_folders(images):
@@ -106,7 +111,7 @@ def find_pairs(
 
 
 def _pages_of(pair: Pair) -> list[Pair]:
-    """Return the slices of a volume as images, named after their numbers: NAME_0012."""
+    """Return one pair for each slice of a volume, named after the slice: NAME_0012 for slice 12."""
     count, *size = pair.size
     digits = max(4, len(str(count - 1)))
     return [
@@ -119,21 +124,23 @@ def check_train(splits: Sequence[str], images: Path) -> None:
     """Refuse a store without training images.
 
     Args:
-        splits: the splits of all images.
+        splits: the split of each image.
         images: the folder of the images, for the message.
     """
     if "train" not in splits:
         raise ValueError(
             f"none of the {len(splits)} images of {images} is in the split 'train', from which "
-            "the store takes mean and deviation of each band: put one there"
+            "the store takes the mean and standard deviation of each band: put at least one image "
+            "into this split"
         )
 
 
 def assign_splits(names: Sequence[str], shares: Sequence[float], seed: int) -> dict[str, str]:
     """Return the split of each name.
 
-    The names are ordered by a random number that depends on the seed and the name only. Then this
-    order is cut by the shares. A share above 0 gets at least one image if there are enough images.
+    Names are sorted by a random number that depends only on the seed and the name. The sorted list
+    is then cut in proportion to the shares of train, val and test. A split with a share above 0
+    gets at least one name if there are enough names.
 
     Raises:
         ValueError: a share is negative, or the shares do not add up to 1.
@@ -141,7 +148,8 @@ def assign_splits(names: Sequence[str], shares: Sequence[float], seed: int) -> d
     shares = [*shares, *(0.0 for _ in SPLITS)][: len(SPLITS)]
     if min(shares) < 0 or abs(sum(shares) - 1) > 1e-6:
         raise ValueError(
-            f"the shares of {', '.join(SPLITS)} are not negative and add up to 1, got {shares}"
+            f"the shares of {', '.join(SPLITS)} must not be negative and must add up to 1, got "
+            f"{shares}"
         )
     counts = [int(share * len(names) + 1e-9) for share in shares]
     while sum(counts) < len(names):
@@ -163,24 +171,33 @@ def opened(
     alpha: str | None = None,
     form: MaskForm = PLAIN,
 ) -> Pair:
-    """Open an image and its mask, and return what their headers say.
+    """Return the pair of an image and its mask, with the facts from their headers.
+
+    Args:
+        split: the split of the image.
+        image: the file of the image.
+        mask: the file of the mask; None without a mask.
+        dims: number of spatial dims of the image; None: the file decides.
+        alpha: how to treat an alpha band; None treats it as a validity mask.
+        form: how the mask encodes the classes.
 
     Raises:
-        ValueError: the mask has another size than the image, or a file cannot be read.
+        ValueError: a file cannot be read, the meaning of its pages is unclear or contradicts
+            ``dims``, or image and mask differ in their size or their georeference.
     """
     reader, labels = open_image(image, dims, alpha=alpha or MASK), None
     if reader.stack and reader.bands > _MOST_BANDS:
         raise ValueError(
-            f"{image} holds {reader.bands} pages (or an array of as many layers) of "
-            f"{Size(reader.size)}, and does not say what they are: --pages bands if they are the "
-            "bands of one image, --pages volume if they are the slices of a volume, --pages images "
-            "if each is an image of its own"
+            f"{image} holds {reader.bands} pages (or an array with {reader.bands} layers) of "
+            f"{Size(reader.size)}, and does not say what they are: set --pages bands if they are "
+            "the bands of one image, --pages volume if they are the slices of a volume, --pages "
+            "images if each is a separate image"
         )
     if dims == 3 and len(reader.size) == 2:
         raise ValueError(
             f"--pages says that {image} is a volume or holds images, but its file says that it is "
-            f"one image with {reader.bands} bands: leave --pages out, or write the file without "
-            "names of its pages, or as slices (axes ZYX)"
+            f"one image with {reader.bands} bands: leave --pages out, or write the file again "
+            "without names of its pages, or with the pages as slices (axes ZYX)"
         )
     if mask is not None:
         labels = form.open(mask, len(reader.size))
@@ -191,8 +208,8 @@ def opened(
             )
         if apart := difference(reader.place, labels.place, reader.size):
             raise ValueError(
-                f"{image} and its mask {mask} lie at different places: {apart}; write the mask on "
-                "the grid of the image (resample or warp it)"
+                f"{image} and its mask {mask} lie at different places: {apart}; resample or warp "
+                "the mask to the grid of the image"
             )
     return Pair(
         stem_of(image),
@@ -215,11 +232,12 @@ def opened(
 def check_alike(pairs: list[Pair]) -> None:
     """Refuse images that do not fit into one store.
 
-    All images must have the same number of bands, dims, dtype and, if files tell them, colours.
-    Names must be unique.
+    All images must have the same number of bands, the same number of dims and the same dtype. If
+    the files declare the meaning of their bands, such as RGB, it must be the same too. Names must
+    be unique.
 
     Raises:
-        ValueError: naming two files and their difference.
+        ValueError: two images do not fit; the message names both files and their difference.
     """
     known: dict[str, Pair] = {}
     first: dict[str, tuple[Pair, object]] = {}
@@ -244,7 +262,7 @@ def check_alike(pairs: list[Pair]) -> None:
 
 
 def notes_on_pairs(pairs: Sequence[Pair]) -> list[str]:
-    """Return one line per different note on images and masks."""
+    """Return one line of text for each distinct note on images and masks."""
     return notes_on(
         [
             (path, notes)

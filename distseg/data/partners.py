@@ -1,4 +1,4 @@
-"""Pair the names of images with those of masks."""
+"""Pair the names of images with the names of masks."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 
 def partners(images: Sequence[str], masks: Sequence[str]) -> dict[str, str]:
-    """Return the mask's name of each image's name.
+    """Return, for each name of an image, the name of its mask.
 
-    Names are equal, or they are equal without a part at the beginning or the end that all names of
-    masks have in common, and without such a part of images. If no such parts pair all images with
-    all masks, the equal names are returned.
+    A common part at the beginning or end of all names of masks is ignored, and a common part of all
+    names of images too, if this pairs all images with all masks in exactly one way. Otherwise only
+    images and masks with equal names are paired.
 
     Args:
         images: names of images without endings, all different.
@@ -34,10 +34,10 @@ def partners(images: Sequence[str], masks: Sequence[str]) -> dict[str, str]:
 
 
 def _cuts(names: Sequence[str]) -> list[tuple[int, int]]:
-    """Return how many letters may be cut from the beginning and the end of all names.
+    """Return the ways to cut a common beginning and a common end from all names.
 
-    What is cut ends, or begins, at a sign such as ``_`` or at the border between letters and
-    digits, so that no number is cut in two.
+    Each way is the number of characters to cut at the beginning and at the end. A cut never splits
+    a word or a number: it lies next to a sign such as ``_``, or between letters and digits.
     """
     first = names[0]
     begin = len(os.path.commonprefix(list(names)))
@@ -53,7 +53,7 @@ def _cut(name: str, cut: tuple[int, int]) -> str:
 
 
 def _is_border(name: str, at: int) -> bool:
-    """Return True if a word or number of ``name`` ends or begins at a place between letters."""
+    """Return True if a cut of ``name`` before the character ``at`` splits no word and no number."""
     if at in (0, len(name)):
         return True
     before, after = name[at - 1], name[at]

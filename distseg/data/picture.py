@@ -12,13 +12,14 @@ def rgb(
 ) -> np.ndarray:
     """Return the first three bands as colours, (H, W, 3) uint8.
 
-    An image with fewer bands is shown in grey. Values that are not uint8 are stretched between
-    their 1st and 99th percentile. Pixels without data are dark.
+    An image with fewer than three bands is shown in grey, from its first band. Bands of uint8 are
+    taken as they are. Other bands are stretched from their 1st to their 99th percentile, and their
+    values without data become 0.
 
     Args:
         pixels: (bands, H, W).
         nodata: the number for no data; None for none.
-        valid: the validity mask, (H, W) bool; None for everywhere.
+        valid: the validity mask, (H, W) bool; None if all pixels have data.
     """
     bands = pixels[:3] if len(pixels) >= 3 else np.repeat(pixels[:1], 3, 0)
     if bands.dtype != np.uint8:

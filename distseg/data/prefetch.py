@@ -1,4 +1,4 @@
-"""Read ahead: a thread makes the next items while the main thread computes."""
+"""Make items in advance: a thread makes the next items while the main thread computes."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ _END = object()
 
 
 def prefetch(items: Iterable[T], depth: int) -> Iterator[T]:
-    """Yield ``items``; a thread makes up to ``depth`` of them ahead.
+    """Yield ``items``, while a thread makes up to ``depth`` of the next items in advance.
 
     If making an item fails, the error is raised when that item is due. The thread ends with the
     last item, or when the consumer stops.
 
     Args:
-        items: the items, made by iterating.
-        depth: items made ahead; 0 makes them in this thread when they are due.
+        items: an iterable whose iteration makes the items.
+        depth: number of items made in advance. With 0 no thread is started, and each item is made
+            when it is due.
     """
     if depth < 1:
         yield from items

@@ -32,7 +32,7 @@ from distseg.tiling.tile import Box, strips
 
 _STRIP_BYTES = 64 << 20
 _STRIP_PIXELS = 4 << 20  # counting classes takes about 40 bytes of memory per pixel
-_LONG = 1 << 30  # pixels of all masks above which checking them shows its progress
+_LONG = 1 << 30  # with more pixels in all masks, checking the masks shows its progress
 
 
 def prepare_folder(
@@ -53,32 +53,39 @@ def prepare_folder(
     form: MaskForm = PLAIN,
     dry: bool = False,
 ) -> Store | None:
-    """Write the store ``output`` and print a summary of it.
+    """Write the images and masks of two folders into a store, and print a summary of the store.
 
     Args:
-        images_dir: the folder of images. If it holds folders ``train``, ``val`` and ``test``, these
-            are the splits.
-        masks_dir: the folder of masks, with the same names but for the endings, and the same
-            folders. None makes a store for prediction.
+        images_dir: the folder of images. If it holds folders ``train``, ``val`` and ``test``, each
+            of them is a split.
+        masks_dir: the folder of masks. If the images lie in folders of splits, it has the same
+            folders. A mask has the name of its image, except for the ending and for a part at the
+            beginning or end that all masks, or all images, have. None makes a store for prediction.
         output: the store to write.
         classes: names in the order of their labels.
-        splits: shares of train, val and test for images in one folder.
-        seed: seed of that assignment, which depends on the names of the files only.
+        splits: shares of train, val and test, if the images are not in folders of splits.
+        seed: seed of the random assignment by these shares. The assignment uses the names of the
+            files, not their content.
         ignore: label of pixels to ignore, after the mapping by ``values``.
-        values: mask values that stand for other labels, such as {255: 1}; all other values are
-            labels.
-        overwrite: replace an existing store.
-        bands: names of the bands.
-        pages: what the pages of a TIFF file, or the first axis of an array, are: ``bands`` of one
-            image, slices of a ``volume``, or ``images`` of their own, which stay in one split. By
-            default what the files say; up to four unnamed pages are bands.
-        nodata: the number for no data in all images; by default each file's own.
+        values: map from mask values to labels, such as {255: 1}. Every other mask value is a label
+            itself.
+        overwrite: True if an existing store may be replaced.
+        bands: names of the bands; by default band0, band1 and so on.
+        pages: how to read the pages of a TIFF file, or the first axis of an array: as ``bands`` of
+            one image, as slices of a ``volume``, or as separate ``images``. The images of one file
+            stay in one split. By default the file decides. If it does not say what its pages are,
+            up to four pages are bands, and more are an error.
+        nodata: the number that stands for no data in all images; by default the number that each
+            file declares.
         absent: classes that may have no pixel.
-        alpha: what becomes of transparency. ``mask``: pixels with transparency 0 have no data.
-            ``band``: it is a band like others. By default ``mask``, and an error if it looks like a
-            measured band.
-        form: how masks say the classes: by numbers, by colours, or by numbers of objects.
-        dry: check everything and print what was found; write nothing and return None.
+        alpha: how to treat an alpha band. ``mask``: pixels with alpha 0 (fully transparent) have no
+            data. ``band``: the alpha band is a band like the others. By default ``mask``, but an
+            alpha band that looks like a measured band is an error.
+        form: how masks encode the classes: by labels, by colours, or by numbers of objects.
+        dry: True to check everything and print what was found, without writing a store.
+
+    Returns:
+        The new store; None if ``dry`` is True.
 
     Raises:
         ValueError: a file or an argument is wrong; the message names it. No store is left behind.
@@ -150,10 +157,11 @@ def prepare_folder(
 
 
 def summary(store: Store) -> str:
-    """Return a table of the store's splits, and notes on classes without pixels.
+    """Return a text with a table of the store's splits, and with notes on classes without pixels.
 
-    Each row has the images of a split, their sizes and pixels, the classes' shares of the labelled
-    pixels, and the shares of pixels without label and without data.
+    The table has one row per split: its number of images, their sizes, the number of pixels, the
+    share of each class among the labelled pixels, and the shares of pixels without label and
+    without data.
     """
     splits = sorted(store.splits, key=_split_order)
     return "\n".join(
@@ -162,9 +170,10 @@ def summary(store: Store) -> str:
 
 
 def chunk_strips(size: Sequence[int], pixel_bytes: int) -> Iterator[Box]:
-    """Yield boxes of whole chunks across the full image, along its first dim.
+    """Yield the strips in which an image is copied, one after the other along its first dim.
 
-    A box has about 64 MB and 4 million pixels at most.
+    A strip spans the full image along the other dims. It consists of whole chunks, and has at most
+    64 MB and 4 million pixels, unless a single row of chunks has more.
 
     Args:
         size: the size of the image.
@@ -176,7 +185,7 @@ def chunk_strips(size: Sequence[int], pixel_bytes: int) -> Iterator[Box]:
 
 
 def _found(pairs: Sequence[Pair], seen: set[int], expected: int) -> str:
-    """Return a table of the images of each split, and what the store would hold."""
+    """Return the text that a dry run prints: a table of the splits, and the size of the store."""
     rows = []
     for split in sorted({pair.split for pair in pairs}, key=_split_order):
         own = [pair for pair in pairs if pair.split == split]
@@ -197,19 +206,19 @@ def _found(pairs: Sequence[Pair], seen: set[int], expected: int) -> str:
 
 
 def _bytes(pairs: Sequence[Pair], labels: bool) -> int:
-    """Return the bytes that the images take in a store; with ``labels`` one byte per pixel more."""
+    """Return the most bytes that images take in a store; ``labels`` adds one byte per pixel."""
     return sum(bytes_of(pair.size, pair.bands, pair.dtype, labels + pair.masked) for pair in pairs)
 
 
 def _check_output(output: Path, pairs: Sequence[Pair]) -> None:
-    """Refuse a store that would replace one of the images or masks it is made from."""
+    """Refuse a store that would replace one of the images or masks from which it is made."""
     if not output.exists():
         return
     there = os.stat(output)
     for path in [path for pair in pairs for path in (pair.image, pair.mask) if path is not None]:
         if os.path.samestat(there, os.stat(path)):
             raise ValueError(
-                f"the store {output} would replace {path}, which it is made of: choose another "
+                f"the store {output} would replace {path}, from which it is made: choose another "
                 "name for the store"
             )
 
@@ -217,15 +226,16 @@ def _check_output(output: Path, pairs: Sequence[Pair]) -> None:
 def _check_bands(bands: Sequence[str] | None, pair: Pair) -> None:
     if bands is not None and len(bands) != pair.bands:
         raise ValueError(
-            f"{len(bands)} bands are named ({', '.join(bands)}), but {pair.image} has {pair.bands}"
+            f"{len(bands)} bands are named ({', '.join(bands)}), but {pair.image} has "
+            f"{pair.bands} bands: give one name for each band"
         )
 
 
 def _check_nodata(value: int | float | None, pair: Pair) -> None:
     if value is not None and fitting(value, pair.dtype) is None:
         raise ValueError(
-            f"--nodata is {value}, but no pixel of {pair.dtype}, as those of {pair.image}, can "
-            f"have this value: leave it out, or name another number"
+            f"--nodata is {value}, but pixels of the type {pair.dtype}, such as those of "
+            f"{pair.image}, cannot have this value: leave --nodata out, or give another number"
         )
 
 
@@ -236,7 +246,7 @@ def _check_masks(
     values: Mapping[int, int],
     absent: Sequence[str],
 ) -> set[int]:
-    """Check that masks contain the classes, and return the values that were looked at."""
+    """Check that the masks contain the classes, and return the mask values read for this check."""
     if all(pair.mask is None for pair in pairs):
         return set()
     pixels = sum(Size(pair.size).volume for pair in pairs)
@@ -256,23 +266,23 @@ def copy_image(
     label: int | float | None = None,
     alpha: str | None = None,
 ) -> set[int]:
-    """Write an image strip by strip, with its mask or with its ``label``.
+    """Copy an image into a store strip by strip, with its mask or with its ``label``.
 
     Args:
         pair: the image and its mask.
         writer: the writer of the store.
-        shown: the progress to advance.
-        values: mask values that stand for other labels.
-        dims: spatial dims of the image; None to take them from the file.
-        nodata: the number for no data; None takes the file's own.
-        label: the label of the whole image.
-        alpha: what becomes of transparency (:func:`prepare_folder`).
+        shown: the progress display to advance.
+        values: map from mask values to labels.
+        dims: number of spatial dims of the image; None to take it from the file.
+        nodata: the number that stands for no data; None to take the number that the file declares.
+        label: the label of the whole image; None if it has none.
+        alpha: how to treat an alpha band (:func:`prepare_folder`).
 
     Returns:
         The keys of ``values`` that the mask contains.
 
     Raises:
-        ValueError: ``alpha`` is None, and the transparency of the image looks like a measured band.
+        ValueError: ``alpha`` is None, and the alpha band of the image looks like a measured band.
     """
     image = pair.open_image(dims, alpha or MASK)
     mask = None if pair.mask is None else pair.open_mask()
@@ -299,8 +309,8 @@ def copy_image(
         raise ValueError(
             f"{pair.image}: its band {image.alpha + 1} is marked as transparency, but "
             f"{image.opacity.between:.0%} of its pixels are between transparent and opaque, "
-            "as those of a measured band are (GDAL marks the fourth band of bytes so by default): "
-            "set --alpha band to keep it as a band, or --alpha mask if it is "
+            "as in a measured band (GDAL marks the fourth band of bytes as transparency by "
+            "default): set --alpha band to keep it as a band, or --alpha mask if it is "
             "transparency"
         )
     return held
@@ -309,9 +319,9 @@ def copy_image(
 def _labels(
     mask: Reader, box: Box, values: Mapping[int, int], ignore: int
 ) -> tuple[np.ndarray, set[int]]:
-    """Return the labels of a box, and the keys of ``values`` that the mask contains there.
+    """Return the labels of a box, and the keys of ``values`` that the mask contains in this box.
 
-    Pixels outside the mask file's own validity mask get the label ``ignore``.
+    Pixels that the validity mask of the mask file marks as invalid get the label ``ignore``.
     """
     labels, valid = mask.read_valid(box)
     found, held = mapped(labels[0], values)
@@ -319,9 +329,9 @@ def _labels(
 
 
 def mapped(mask: np.ndarray, values: Mapping[int, int]) -> tuple[np.ndarray, set[int]]:
-    """Replace mask values by the labels they stand for.
+    """Replace mask values by the labels that they stand for.
 
-    All values are replaced at once, so that labels may be swapped.
+    All values are replaced at once, so {0: 1, 1: 0} swaps two labels.
 
     Returns:
         The labels, and the keys of ``values`` that the mask contains.
@@ -341,7 +351,7 @@ def _split_order(split: str) -> tuple[int, str]:
 
 
 def _row(store: Store, split: str) -> dict:
-    """Return one row of the summary's table."""
+    """Return the row of a split in the table of :func:`summary`."""
     names = store.split(split)
     sizes = sorted({store.size(name) for name in names}, key=np.prod)
     pixels = sum(Size(store.size(name)).volume for name in names)
@@ -384,16 +394,21 @@ def _from_to(counts: Sequence[int]) -> str:
 def _notes_on_input(
     pairs: Sequence[Pair], files: Sequence[str], unused: set[int], nodata: int | float | None
 ) -> list[str]:
-    """Return notes on names that differ, files not read and ``values`` that no mask contains."""
+    """Return notes on input that may not be meant as it was read.
+
+    There are notes on ``nodata`` that replaces the number of a file, on masks with other names than
+    their images, on keys of ``values`` that no mask contains, and on image files that are not read.
+    """
     others = [p for p in pairs if nodata is not None and p.nodata not in (None, nodata)]
     notes = [
-        f"note: --nodata {nodata} stands instead of the number {pair.nodata} that "
-        f"{pair.image.name} declares for no data ({len(others)} in all): pixels with that number "
+        f"note: --nodata {nodata} replaces the number {pair.nodata} that {pair.image.name} "
+        f"declares for no data ({len(others)} images in all): pixels with the declared number "
         "are data"
         for pair in others[:1]
     ]
     notes += [
-        f"note: masks have other names than images, as {pair.mask.name} for {pair.image.name}"
+        f"note: masks have other names than their images, such as {pair.mask.name} for "
+        f"{pair.image.name}"
         for pair in pairs
         if pair.mask is not None and stem_of(pair.mask) != stem_of(pair.image)
     ][:1]
@@ -404,8 +419,8 @@ def _notes_on_input(
     if files:
         names = some([repr(name) for name in files], most=5)
         notes.append(
-            f"note: not read, though like images or masks by name: {names} ({len(files)} in all); "
-            f"what is read: {' '.join(SUFFIXES)}"
+            f"note: not read, although their names are those of images: {names} ({len(files)} in "
+            f"all); distseg reads files with the endings {' '.join(SUFFIXES)}"
         )
     return notes
 

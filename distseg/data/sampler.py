@@ -1,8 +1,8 @@
 """Choose the images, or crops of them, that make up an epoch.
 
 Each sample is a pure function of (seed, epoch, number of the sample). So any rank can compute any
-sample without drawing those before it. The order does not depend on the layout, and a resumed run
-continues where it was, on any mesh.
+sample without drawing the samples before it. The order does not depend on the layout, and a resumed
+run continues with the sample at which it stopped, on any mesh.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ from distseg.tiling.tile import Box
 
 @dataclass(frozen=True)
 class Sample:
-    """A box of an image, with its augmentation; ``number`` is its position in the epoch."""
+    """A box of an image, and the augmentation to apply to it.
+
+    ``number`` is the position of the sample in the epoch.
+    """
 
     image: str
     box: Box
@@ -35,22 +38,22 @@ class Sample:
 
     @property
     def size(self) -> tuple[int, ...]:
-        """The size after the turn."""
+        """The size of the sample after its turn."""
         return self.turn.size(self.box.size)
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Positions of one sample group's images in a step.
+    """Positions of one sample group's images in the list of all images of a step.
 
-    A step is ordered by micro-batch, and within a micro-batch by group. So all groups together
+    The list is ordered by micro-batch, and within a micro-batch by group. So all groups together
     compute the same micro-batches as a single group of all ranks would.
 
     Attributes:
         groups: number of sample groups.
-        group: this group.
-        micro_batches: micro-batches per step.
-        images: images of a group per micro-batch.
+        group: index of this group.
+        micro_batches: number of micro-batches per step.
+        images: number of images that a group has in a micro-batch.
     """
 
     groups: int
@@ -60,37 +63,38 @@ class Rows:
 
     @property
     def total(self) -> int:
-        """The number of images in a step, of all groups."""
+        """The number of images of all groups in a step."""
         return self.groups * self.micro_batches * self.images
 
     def row(self, micro_batch: int, image: int) -> int:
-        """Return the position in the step of an image of this group's micro-batch."""
+        """Return the position in the step of one image that this group has in a micro-batch."""
         return (micro_batch * self.groups + self.group) * self.images + image
 
     def of_micro_batch(self, micro_batch: int) -> list[int]:
-        """Return the positions in the step of all images of this group's micro-batch."""
+        """Return the positions in the step of all images that this group has in a micro-batch."""
         return [self.row(micro_batch, image) for image in range(self.images)]
 
 
 def epoch_samples(
     store: Store, split: str, data: DataConfig, seed: int, epoch: int, batch: int
 ) -> Sequence[list[Sample]]:
-    """Return the steps of an epoch, each of exactly ``batch`` samples, computed on access.
+    """Return the steps of an epoch as a sequence whose items are computed on access.
 
-    Whole images come in random order; the last step is filled from the beginning of the order.
-    Crops are drawn independently. The image is drawn with a weight of about its number of pixels;
-    an image smaller than the crop counts as one whole crop. The position is uniform, or near a
-    pixel of ``data.focus_class``.
+    Each step is a list of exactly ``batch`` samples. Without ``data.crop``, the samples are whole
+    images in random order. The last step is filled with images from the beginning of this order.
+    With ``data.crop``, crops are drawn independently. The image of a crop is drawn in proportion to
+    its number of pixels, where an image smaller than the crop counts as one whole crop. The
+    position of the crop in the image is uniform, or near a pixel of ``data.focus_class``.
 
     Raises:
-        ValueError: the split is unknown, the crop has other dims than the images, or the split has
-            no pixel of the focus class.
+        ValueError: the split is unknown, the crop and an image differ in their number of dims, or
+            ``data.focus_class`` is set although the split has no pixel of it or there is no crop.
     """
     return Epoch(store, split, data, seed, epoch, batch)
 
 
 def crop_size(image, crop: Size | None) -> tuple[int, ...]:
-    """Return the size of an image's samples: the crop, clipped to the image."""
+    """Return the size of the samples of an image: the crop size, but at most the image's size."""
     return tuple(image) if crop is None else tuple(min(n, c) for n, c in zip(image, crop))
 
 
@@ -155,9 +159,10 @@ class Epoch(Sequence):
         )
 
     def _turned(self, name: str, number: int) -> tuple[Turn, tuple[int, ...]]:
-        """Return a random turn, and the size to read so that the turned sample has its size.
+        """Return a random turn, and the size of the box of the image to read before the turn.
 
-        A sample whose turned box does not fit into the image is turned by 180 degrees only.
+        After the turn the sample has the size that :func:`crop_size` gives. If the box for a turn
+        by 90 degrees does not fit into the image, the turn is by 0 or 180 degrees.
         """
         image = self._store.size(name)
         size, dims = crop_size(image, self._data.crop), len(image)
@@ -173,12 +178,13 @@ class Epoch(Sequence):
 
 
 def _crops(store: Store, names: list[str], crop: Size) -> tuple[np.ndarray, int]:
-    """Return the images' cumulative shares of an epoch's crops, and the number of crops.
+    """Return the cumulative probabilities of the images, and the number of crops in an epoch.
 
-    The number of crops is (pixels of an image) / (pixels of its crop), summed over images and
-    rounded up. An image smaller than the crop counts as one crop.
+    A crop is drawn from an image with the image's probability. The number of crops is (pixels of an
+    image) / (pixels of its crop), summed over images and rounded up. An image smaller than the crop
+    counts as one crop.
     """
-    pixels: dict[int, int] = {}  # pixels of images, by the pixels of their crops
+    pixels: dict[int, int] = {}  # total pixels of all images whose crops have this number of pixels
     weights = []
     for name in names:
         size = store.size(name)
@@ -191,14 +197,14 @@ def _crops(store: Store, names: list[str], crop: Size) -> tuple[np.ndarray, int]
 
 
 def _origin(image, size, place, target) -> tuple[int, ...]:
-    """Return the first pixel of a crop.
+    """Return the position in the image of the first pixel of a crop.
 
     Args:
         image: the size of the image.
         size: the size of the crop.
         place: random numbers in [0, 1), one per dim.
-        target: a pixel that shall lie in the central half of the crop, as far as the image allows;
-            None places the crop anywhere.
+        target: the position of a pixel that must lie in the crop, and in its central half unless
+            the pixel is too near to the border of the image. None places the crop anywhere.
     """
     if target is None:
         return tuple(int(u * (n - c + 1)) for u, n, c in zip(place, image, size))
@@ -211,12 +217,12 @@ def _origin(image, size, place, target) -> tuple[int, ...]:
 def _check(store: Store, names: list[str], data: DataConfig) -> None:
     if data.crop is None and data.focus_class is not None:
         raise ValueError(
-            f"data.focus_class is {data.focus_class!r}, but whole images are trained on: set "
-            "data.crop, or leave it out"
+            f"data.focus_class is {data.focus_class!r}, but without data.crop the samples are "
+            "whole images: set data.crop, or leave data.focus_class out"
         )
     for name in names:
         if data.crop is not None and len(data.crop) != len(store.size(name)):
             raise ValueError(
                 f"data.crop is {data.crop}, but image {name!r} has {len(store.size(name))} dims "
-                f"({Size(store.size(name))})"
+                f"({Size(store.size(name))}): set data.crop to a size with this number of dims"
             )

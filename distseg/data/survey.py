@@ -1,8 +1,8 @@
-"""Check that the masks contain the classes, before anything is written.
+"""Check that the masks contain the classes, before a store is written.
 
 The usual mistake is a mask of 0 and 255: 255 is the label to ignore, so the second class would
-silently have no pixel. So masks are read until each class of each split is found. That is soon if
-all is well, and takes all masks if it is not.
+silently have no pixel. So the masks of each split are read until every class is found. If all is
+well, few masks are read; if a class is missing, all masks are read.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ _STRIP_PIXELS, _ROWS = 4 << 20, 256
 
 
 class Values:
-    """The values of some masks, read only as far as needed."""
+    """Set of the values in some masks. The masks are read only as far as needed."""
 
     def __init__(self, pairs: Sequence[Pair], shown: SilentProgress):
         self._more = _values_of(pairs, shown)
         self.seen: set[int] = set()
 
     def hold(self, values: set[int]) -> bool:
-        """Return True if a mask contains one of these values; read on until one is found."""
+        """Return True if a mask contains one of these values; masks are read until one is found."""
         while not values & self.seen and (found := next(self._more, None)) is not None:
             self.seen |= found
         return bool(values & self.seen)
 
 
 class Survey:
-    """The labels that the masks of each split contain.
+    """Check of the values that the masks of each split contain.
 
     Args:
         pairs: images with their masks.
         classes: names in the order of their labels.
         ignore: the label of pixels to ignore.
-        values: mask values that stand for other labels.
+        values: map from mask values to labels.
         absent: classes that may have no pixel.
-        shown: the progress, advanced with each mask.
+        shown: the progress display, advanced with each mask.
     """
 
     def __init__(
@@ -61,15 +61,23 @@ class Survey:
         self._splits = {split: Values(those, shown) for split, those in masks.items()}
 
     def check(self) -> set[int]:
-        """Refuse masks that do not contain the classes; return the values that were looked at.
+        """Refuse masks that seem to encode the classes by other values than expected.
+
+        If no mask contains a class, this is an error if masks hold values that are no class, or if
+        all masks hold the same single value. If one split lacks a class, this is an error if the
+        masks of this split seem to use other values than the other splits.
+
+        Returns:
+            The values of the masks that were read for this check.
 
         Raises:
-            ValueError: naming the values of the masks, and the flags to use.
+            ValueError: a class is missing; the message names the values of the masks and the flags
+                to use. Or ``absent`` names a class that is unknown.
         """
         unknown = [name for name in self.absent if name not in self.classes]
         if unknown:
             raise ValueError(
-                f"--absent names {unknown[0]}, which is no class: there are "
+                f"--absent names {unknown[0]}, which is no class: the classes are "
                 f"{', '.join(self.classes)}"
             )
         wanted = [k for k, name in enumerate(self.classes) if name not in self.absent]
@@ -88,10 +96,10 @@ class Survey:
         return self._seen(self._splits)
 
     def _check_split(self, split: str, k: int) -> None:
-        """Refuse a split whose masks seem to use other values than those of other splits.
+        """Refuse a split whose masks seem to use other values than the masks of other splits.
 
-        It ignores pixels and lacks class ``k``, while other splits have this class and ignore no
-        pixel.
+        Such a split has pixels to ignore but no pixel of class ``k``, while other splits have
+        pixels of this class but no pixel to ignore.
         """
         others = [other for other in self._splits if other != split and self._holds(other, k)]
         if not others or self._holds(split, k) or not self._holds(split, self.ignore):
@@ -100,10 +108,10 @@ class Survey:
             name, here = self.classes[k], _listed(self._splits[split].seen)
             there = _listed(self._seen(others))
             raise ValueError(
-                f"the masks of the split {split} hold {here}, those of {' and '.join(others)} "
-                f"{there}: in {split} no pixel is {name}, "
-                f"and {self.ignore} is ignored. Give all masks the same values, or, if {name} is "
-                f"not in {split} after all, set --absent {name}"
+                f"the masks of the split {split} hold {here}, but the masks of "
+                f"{' and '.join(others)} hold {there}: in {split} no pixel is {name}, and "
+                f"{self.ignore} is ignored. Use the same values in all masks, or, if {split} "
+                f"really has no pixel of {name}, set --absent {name}"
             )
 
     def _holds(self, split: str, label: int) -> bool:
@@ -117,7 +125,7 @@ class Survey:
         return self.values.get(value, value)
 
     def _stray(self, seen: set[int]) -> list[int]:
-        """Return the values that are not a class, sorted."""
+        """Return the mask values that stand for no class, sorted."""
         return sorted(value for value in seen if not 0 <= self._label(value) < len(self.classes))
 
     def _no_pixel(self, missing: list[int]) -> str:
@@ -137,12 +145,10 @@ class Survey:
         return f"{hold}, of which {' and '.join(parts)}"
 
     def _repair(self, missing: list[int], seen: set[int]) -> str:
-        """Return the flag that probably repairs the masks, and the flag that accepts them."""
+        """Return advice: a flag to map values to labels, and a flag to accept the masks."""
         names = [self.classes[k] for k in missing]
         has = "has" if len(names) == 1 else "have"
-        insist = (
-            f"if {' and '.join(names)} really {has} no pixel, say so: --absent {','.join(names)}"
-        )
+        insist = f"if {' and '.join(names)} really {has} no pixel, set --absent {','.join(names)}"
         in_order = {value: label for label, value in enumerate(sorted(seen)) if value != label}
         if len(seen) == len(self.classes) and in_order:
             flag = ",".join(f"{value}={label}" for value, label in in_order.items())
@@ -154,7 +160,7 @@ class Survey:
 
 
 def _values_of(pairs: Sequence[Pair], shown: SilentProgress) -> Iterator[set[int]]:
-    """Yield the values in each strip of each mask."""
+    """Yield the set of values in each strip of each mask."""
     for pair in pairs:
         mask = pair.open_mask()
         for strip in strips(Box.whole(pair.size), _STRIP_PIXELS, _ROWS):

@@ -48,16 +48,16 @@ class Context:
     """Ranks that share the statistics of batch norm: the tile group, or all replicas with
     ``norm_scope: step``."""
     groups_comm: object = field(default_factory=Alone)
-    """Ranks whose batch norm statistics enter the running statistics: one in each sample group,
-    with the tile of this rank."""
+    """Ranks that combine their batch norm statistics for the running statistics: the rank with this
+    rank's tile in each sample group."""
     per_window: bool = False
-    """Statistics are taken of each window by itself, halo included (``approximate.norms:
+    """True if statistics are taken of each window separately, halo included (``approximate.norms:
     window``), as in Seal et al. 2020."""
     whole: bool = False
-    """All windows are whole images of a network whose feature maps are not known."""
+    """True if all windows are whole images and the network's feature maps are not known."""
     around: Callable[[dict[str, Tensor]], AbstractContextManager] = skip_store
-    """Context manager in which all layers but norms are called, made from the skips of the tile
-    batch."""
+    """Function that takes the skips of a tile batch and returns a context manager, in which all
+    layers but norms are called."""
     seed: int = 0
     epoch: int = 0
     _pass: _Pass = field(default_factory=_Pass, init=False, repr=False, compare=False)
@@ -73,9 +73,10 @@ class Context:
 
     @property
     def regions(self) -> list[MapView] | None:
-        """Owned and available boxes of the feature map that a layer is called with; one per window.
+        """Owned and available boxes of each window, in the feature map that a layer gets as input.
 
-        None, as after ``places`` was set, if they follow from the windows and the layer's stride.
+        None if the boxes follow from the windows and the layer's stride. Setting ``places`` resets
+        this to None.
         """
         return self._pass.regions
 
@@ -87,8 +88,8 @@ class Context:
         """Return the owned and available boxes of window ``index`` in a feature map.
 
         Args:
-            stride: the layer's cumulative stride in pixels.
-            held: how many cells of the map the window holds, per dim.
+            stride: number of image pixels per cell of the feature map, along each dim.
+            held: number of cells of the map that the window holds, along each dim.
         """
         if self.regions is not None:
             return self.regions[index]
@@ -120,7 +121,7 @@ class Context:
 
     @property
     def tracking(self) -> bool:
-        """True unless this forward pass repeats one that running statistics have counted."""
+        """True unless this forward pass repeats one that is already in the running statistics."""
         return self._pass.tracking
 
     @tracking.setter
@@ -129,7 +130,7 @@ class Context:
 
     @contextmanager
     def repeating(self, repeated: bool = True):
-        """Exclude forward passes inside from the running statistics if they are ``repeated``."""
+        """Exclude forward passes in this context from the running statistics, if ``repeated``."""
         before, self.tracking = self.tracking, not repeated
         try:
             yield

@@ -1,8 +1,9 @@
 """Convolutions with a backward pass in two parts: the input's gradient now, the weight's later.
 
-Both parts take the same time, but other ranks wait only for the input's gradient. So it is computed
-first and, if a halo exchange came before the convolution, the halo's gradient is sent. The weight's
-gradient is deferred (:mod:`distseg.comm.waits`) and is added to the parameter's ``grad`` directly.
+Both parts take the same time, but other ranks wait only for the input's gradient. So the input's
+gradient is computed first. If a halo exchange came before the convolution, the halo's gradient is
+sent. The weight's gradient is deferred (:mod:`distseg.comm.waits`) and is added to the parameter's
+``grad`` directly.
 
 :func:`exchanged_convolution` computes a convolution together with the halo exchange before it.
 :class:`WeightsApart` defers the weight gradients of all other convolutions.
@@ -60,7 +61,7 @@ class _Call:
 
 
 class _NoExchange:
-    """Null object in place of a halo exchange, for a convolution that holds its whole input."""
+    """Null object instead of a halo exchange, for a convolution whose whole input is available."""
 
     def __init__(self, waits: Waits):
         self.waits = waits
@@ -80,8 +81,8 @@ class _NoExchange:
 class _Convolution(torch.autograd.Function):
     """Convolution of several tensors after a halo exchange.
 
-    Gradients go to ``parameters``. ``weight`` and ``bias`` may be these parameters in another
-    dtype.
+    Deferred gradients are added to the ``grad`` of ``parameters``. ``weight`` and ``bias`` are
+    these parameters, perhaps cast to another dtype.
     """
 
     @staticmethod
@@ -90,8 +91,8 @@ class _Convolution(torch.autograd.Function):
     ):
         frames = exchange.forward(xs)
         ctx.parameters, ctx.exchange, ctx.calls = parameters, exchange, calls
-        # The order of PyTorch's own convolution. Activation checkpointing matches saved tensors by
-        # position and may compute this convolution again as PyTorch's own.
+        # PyTorch's own convolution saves its tensors in this order. Activation checkpointing
+        # matches saved tensors by position, and may recompute this convolution as PyTorch's own.
         ctx.save_for_backward(*frames, weight)
         return tuple(call.forward(frame, weight, bias) for call, frame in zip(calls, frames))
 
@@ -157,11 +158,11 @@ def exchanged_convolution(
     parts: Sequence[LayerView],
     xs: Sequence[Tensor],
 ) -> list[Tensor]:
-    """Exchange halos and convolve all tiles of this rank; zero padding only.
+    """Exchange halos and convolve all tiles of this rank. The convolution must pad with zeros.
 
     Args:
         frames: the box that the exchange produces for each tensor.
-        parts: what the convolution reads and makes of each tensor.
+        parts: for each tensor, the boxes that the convolution reads and computes.
         xs: the tensors of this rank, before the exchange.
     """
     # The cells that a frame lacks lie outside the image, equally many on both sides of a dim (see
@@ -176,9 +177,9 @@ def exchanged_convolution(
 
 
 def _lowered(*tensors: Tensor | None) -> list[Tensor | None]:
-    """Cast tensors to the dtype in which autocast computes convolutions.
+    """Cast tensors to the dtype in which autocast computes convolutions, if it is enabled.
 
-    Autocast does not reach into an ``autograd.Function``.
+    Autocast has no effect inside an ``autograd.Function``, so the cast comes before.
     """
     kind = tensors[0].device.type
     if not torch.is_autocast_enabled(kind):
@@ -188,10 +189,11 @@ def _lowered(*tensors: Tensor | None) -> list[Tensor | None]:
 
 
 class WeightsApart(TorchFunctionMode):
-    """Function mode in which every convolution defers the gradients of its weight and bias.
+    """Torch function mode in which convolutions defer the gradients of their weights and biases.
 
-    Autograd keeps the gradients of computed weights (parametrizations, weights scaled by user code)
-    and of parameters with hooks. A deferred gradient is added to ``grad`` without autograd.
+    A deferred gradient is added to ``grad`` without autograd. So autograd still computes the
+    gradients of computed weights (parametrizations, weights scaled by user code) and of parameters
+    with hooks.
     """
 
     def __init__(self, waits: Waits):
@@ -209,7 +211,7 @@ class WeightsApart(TorchFunctionMode):
 
 
 def weights_apart(waits: Waits) -> Callable[[dict[str, Tensor]], AbstractContextManager]:
-    """Return :func:`distseg.models.layers.skip_store` with deferred weight gradients."""
+    """Return a variant of :func:`distseg.models.layers.skip_store` that defers weight gradients."""
 
     @contextmanager
     def around(skips: dict[str, Tensor]):
@@ -220,9 +222,10 @@ def weights_apart(waits: Waits) -> Callable[[dict[str, Tensor]], AbstractContext
 
 
 def _convolution(input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1):
-    """Return the call, input, weight and bias of one of PyTorch's functional convolutions.
+    """Return a :class:`_Call`, input, weight and bias from the arguments of a convolution.
 
-    None if autograd must compute all its gradients, or if the padding differs on both sides.
+    Return None if autograd must compute all gradients, or if the two sides of a dim have different
+    padding.
     """
     each = _each(weight)
     if isinstance(padding, str):
@@ -240,9 +243,9 @@ def _convolution(input, weight, bias=None, stride=1, padding=0, dilation=1, grou
 def _transposed(
     input, weight, bias=None, stride=1, padding=0, output_padding=0, groups=1, dilation=1
 ):
-    """Return the call, input, weight and bias of one of PyTorch's transposed convolutions.
+    """Return a :class:`_Call`, input, weight and bias from a transposed convolution's arguments.
 
-    None if autograd must compute all its gradients.
+    Return None if autograd must compute all gradients.
     """
     if not _can_wait(input, weight, bias):
         return None
@@ -274,7 +277,10 @@ def _each(weight: Tensor) -> Callable[[int | Sequence[int]], list[int]]:
 
 
 def _can_wait(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Return True if autograd would only add the gradients of weight and bias to their ``grad``."""
+    """Return True if the gradients of weight and bias may be deferred.
+
+    This holds if autograd would only add them to ``grad``, without calling hooks.
+    """
     return (
         x.dim() == weight.dim()
         and weight.requires_grad
@@ -284,7 +290,7 @@ def _can_wait(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 
 
 def _without_hooks(p: Tensor) -> bool:
-    """Return True if ``p`` takes no gradient or is a parameter without hooks on its gradient."""
+    """Return True if ``p`` needs no gradient or is a parameter without hooks on its gradient."""
     if not p.requires_grad:
         return True
     return (

@@ -1,7 +1,7 @@
-"""Interface of a loss: a function of sums over pixels, so that tiles and ranks add up to it.
+"""Interface of losses, which are functions of sums over pixels.
 
-Each image contributes a row of partial sums. The rows of all tiles and ranks are added to a table
-S (images x sums), and the loss is a function L(S) of the table.
+Each image contributes a row of partial sums. The rows of all tiles and ranks are added up in a
+table S (images x sums), and the loss is a function L(S) of the table.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Outputs(NamedTuple):
     Attributes:
         channels: number of channels of an output.
         dims: number of spatial dims of the images.
-        whole: True if the network returns a vector of each whole image.
+        whole: True if the network returns one vector for each whole image.
     """
 
     channels: int
@@ -35,7 +35,7 @@ class Criterion:
     Attributes:
         sums: number K of partial sums of each image.
         linear: True if dL/dS of all sums that depend on logits follows from the targets alone.
-        ignore_index: integer target of pixels that do not count, or None.
+        ignore_index: integer target of invalid pixels, or None.
     """
 
     sums: int
@@ -53,7 +53,7 @@ class Criterion:
         raise NotImplementedError
 
     def counts(self, target: Tensor) -> Tensor:
-        """Return the part of :meth:`rows` that targets alone determine, float64, else zeros."""
+        """Return :meth:`rows` in float64, with 0 for sums that targets alone do not determine."""
         raise NotImplementedError
 
     def value(self, table: Tensor) -> Tensor:
@@ -61,14 +61,14 @@ class Criterion:
         raise NotImplementedError
 
     def check(self, outputs: Outputs, target: Tensor) -> None:
-        """Refuse a function that cannot be computed tile by tile, by trying it out.
+        """Try the criterion on examples, and refuse it if it cannot be computed tile by tile.
 
         Args:
-            outputs: what the network returns.
+            outputs: description of the network's result.
             target: an example of a target, (B, *size) or (B, C', *size).
 
         Raises:
-            ValueError: the message says what the function does that tiles cannot.
+            ValueError: the criterion cannot be computed tile by tile. The message says why.
         """
 
     def loss_grad(self, table: Tensor) -> tuple[float, Tensor]:
@@ -100,17 +100,17 @@ class Criterion:
         return self if zero == 0 else NotImplemented  # for sum(...)
 
     def __call__(self, output, target) -> Tensor:
-        """Return the loss of an output of ``model(shard)`` and a shard of the target."""
+        """Return the loss of ``output``, made by ``model(shard)``, for a shard of the target."""
         if not hasattr(target, "model"):
             raise ValueError(
-                f"the target is a {type(target).__name__}, but each rank has a part of it: give "
-                "model.shard(target)"
+                f"the target is a {type(target).__name__}, but it must be this rank's part of the "
+                "target: give model.shard(target)"
             )
         return target.model.loss(output, target, self)
 
 
 class WeightedSum(Criterion):
-    """Weighted sum of criteria, each of the same logits and target."""
+    """Weighted sum of criteria that all get the same logits and target."""
 
     def __init__(self, parts: Sequence[tuple[float, Criterion]]):
         self.parts = list(parts)
@@ -144,7 +144,10 @@ class WeightedSum(Criterion):
 
 
 class OfOutputs(WeightedSum):
-    """Sum of a criterion for each of a network's outputs, which are stacked along the channels."""
+    """Weighted sum of criteria, one for each output of a network.
+
+    The outputs are stacked along the channels. All criteria get the same target.
+    """
 
     def rows(self, logits: Tensor, target: Tensor) -> Tensor:
         outputs = logits.chunk(len(self.parts), 1)

@@ -39,7 +39,10 @@ def element_mask(
     device,
     dtype: torch.dtype = torch.float64,
 ) -> Tensor:
-    """Return the part inside ``box`` of the mask of a feature map of this size, (C, *box.size)."""
+    """Return the part of a feature map's dropout mask that lies inside ``box``, (C, *box.size).
+
+    ``size`` is the size of the whole feature map, and ``k`` the key of the mask.
+    """
     position = torch.arange(channels, device=device)
     for n, a, b in zip(size, box.start, box.stop):
         position = position.unsqueeze(-1) * n + torch.arange(a, b, device=device)
@@ -47,7 +50,7 @@ def element_mask(
 
 
 def _share_kept(p: float) -> float:
-    """Return 1 - p, or 1 if p is 1: then every value is dropped and nothing is scaled."""
+    """Return 1 - p, by which kept values are divided, or 1 if p is 1 and no value is kept."""
     return 1 - p if p < 1 else 1.0
 
 
@@ -55,15 +58,16 @@ def dropout_key(seed: int, epoch: int, sample: int, layer: str, turn: int = 0) -
     """Return the key of an image's mask.
 
     Args:
-        turn: how often the same forward pass called the layer before.
+        turn: the number of earlier calls of the layer in the same forward pass.
     """
     return rng.key(seed, epoch, sample, layer, "dropout", *((turn,) if turn else ()))
 
 
 def begin_pass(layers: Iterable[nn.Module]) -> None:
-    """Let the dropouts among some layers count their calls from 0, as a forward pass begins.
+    """Reset the call counters of all dropouts among ``layers``, before a forward pass.
 
-    Masks depend on how often the same pass called a layer, never on the passes before.
+    A mask depends on the number of earlier calls of its layer in the same forward pass, but not on
+    earlier passes.
     """
     for layer in layers:
         if isinstance(layer, KeyedDropout):
@@ -73,7 +77,7 @@ def begin_pass(layers: Iterable[nn.Module]) -> None:
 class KeyedDropout(nn.Module):
     """Distributed counterpart of PyTorch's dropout layers for a window of an image.
 
-    ``stride`` is the layer's cumulative stride in pixels.
+    ``stride`` is the number of image pixels per cell of the layer's feature map, along each dim.
     """
 
     def __init__(self, dropout: nn.Module, context: Context, stride: tuple[int, ...], name: str):
@@ -97,7 +101,8 @@ class KeyedDropout(nn.Module):
     def mask(self, x: Tensor) -> Tensor:
         """Return the mask of ``x``.
 
-        Shapes: (B, C, 1, ...) by channel, (B, C, *size) by element, (B, 1, 1, ...) by image.
+        Its shape is (B, C, 1, ...) if whole channels are dropped, (B, C, *size) for single values
+        and (B, 1, 1, ...) for whole images.
         """
         place, context = self.context.place, self.context
         if self.image:

@@ -1,4 +1,4 @@
-"""Parts of feature maps, cut to a wanted box and padded where it reaches beyond the map."""
+"""Functions that cut feature maps to a box, and pad them where the box reaches beyond the map."""
 
 from __future__ import annotations
 
@@ -13,16 +13,19 @@ from distseg.tiling.tile import Box
 
 
 def cropped(x: Tensor, have: Box, wanted: Box) -> Tensor:
-    """Return the view of ``x`` on ``wanted``; a vector is returned whole."""
+    """Return a view of the part of ``x`` inside ``wanted``. ``have`` is the box of ``x``.
+
+    If ``x`` is a vector, it is returned whole.
+    """
     if have == wanted or is_vector(x, have.size):
         return x
     return x[(..., *wanted.relative_to(have).slices)]
 
 
 def fitted(x: Tensor, have: Box, wanted: Box) -> tuple[Tensor, list[tuple[int, int]]]:
-    """Cut ``x`` to ``wanted``, and count the missing cells before and behind along each dim.
+    """Cut ``x`` to ``wanted``, and count the missing cells before and after it along each dim.
 
-    If no cell of ``wanted`` is available, all its cells are missing.
+    ``have`` is the box of ``x``. If ``x`` has no cell of ``wanted``, all cells count as missing.
     """
     common = have.intersection(wanted)
     pads = [
@@ -35,7 +38,7 @@ def fitted(x: Tensor, have: Box, wanted: Box) -> tuple[Tensor, list[tuple[int, i
 def mirrored(x: Tensor, have: Box, part: LayerView, mode: str) -> tuple[Tensor, Box]:
     """Return the part of a feature map that a layer reads, and the box of that part.
 
-    Where the padding needs mirror images beyond the map's border, they are added.
+    ``mode`` is the padding mode of ``F.pad`` by which cells beyond the map's border are added.
     """
     pads = [
         (max(0, -a), max(0, b - n))
@@ -59,7 +62,7 @@ def padded(
 
 
 def taken_from(y: Tensor, start: Sequence[int], size: Sequence[int]) -> Tensor:
-    """Return the box of ``y`` that begins at ``start`` and has ``size`` cells."""
+    """Return the part of ``y`` that begins at ``start`` and has this size."""
     if tuple(y.shape[2:]) == tuple(size):
         return y
     return y[(..., *(slice(a, a + n) for a, n in zip(start, size)))]

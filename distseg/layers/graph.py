@@ -1,4 +1,4 @@
-"""Graph of a flat network with the access pattern of each layer; receptive field of a network."""
+"""The graph of a network with the access pattern of each layer, and the receptive field."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from distseg.tiling.tile import ReceptiveField
 
 
 def receptive_field(model: nn.Module) -> ReceptiveField:
-    """Return halo and stride in pixels of each spatial dim of a model.
+    """Return the halo and stride of a model, in pixels along each spatial dim.
 
-    The model maps (N, C, *size) to (N, C', *size). For a flat ``nn.Sequential`` of layers with
-    known access patterns both are computed. For any other network they are measured.
+    The model maps (N, C, *size) to (N, C', *size). If it is a list of layer calls with known access
+    patterns, such as an ``nn.Sequential``, halo and stride are computed. Otherwise they are
+    measured.
 
     Args:
-        model: on any device, the meta device included; it is not changed.
+        model: the model, on any device, which may be the meta device. It is not changed.
 
     Raises:
         ValueError: the model has no convolution, changes the spatial size, or its receptive field
@@ -30,10 +31,11 @@ def receptive_field(model: nn.Module) -> ReceptiveField:
 
 
 def reach_for(model: nn.Module, cut: bool) -> ReceptiveField:
-    """Return the receptive field of a model whose images are ``cut`` into tiles or not.
+    """Return the receptive field of a model, or halo 0 and stride 1 if it is not needed.
 
-    If the images are not cut and a layer is not known, the field is not needed: halo 0 and stride 1
-    are returned.
+    Args:
+        cut: True if images are cut into tiles. If False, the field of a model with unknown layers
+            is not needed.
     """
     try:
         graph = graph_of(model)
@@ -48,11 +50,13 @@ def reach_for(model: nn.Module, cut: bool) -> ReceptiveField:
 
 
 def graph_of(model: nn.Module) -> Graph:
-    """Return the layers of a flat network, which may be on the meta device, as a graph.
+    """Return the graph of a network that is a list of layer calls.
+
+    The network may be on the meta device.
 
     Raises:
-        ValueError: the model is not flat, or a layer cannot be computed in tiles with halo
-            exchange; naming the layer.
+        ValueError: the model is not a list of layer calls, or a layer cannot be computed in tiles
+            with halo exchange. The message names the layer.
     """
     if not is_flat(model):
         raise ValueError(

@@ -1,7 +1,7 @@
 """Distributed counterparts of the layers of :mod:`distseg.models.image_statistics`.
 
-Each is a :class:`distseg.layers.mean.DistributedMean` with its own moments. ``f`` is a statistic
-and ``g`` its gradient, summed over all windows of all ranks::
+Each class is a :class:`distseg.layers.mean.DistributedMean` with its own moments. ``f`` is a
+statistic and ``g`` its gradient, summed over all windows of all ranks::
 
     variance      f = sum (x - mean)^2 / (N - correction)
                   dx = g * 2 (x - mean) / (N - correction)
@@ -35,7 +35,7 @@ from distseg.tiling.tile import Box
 
 
 class _OfImage(DistributedMean):
-    """Statistic over all cells of an image that a window owns."""
+    """Base class of statistics over all cells of an image."""
 
     def __init__(self, layer: nn.Module, *args):
         super().__init__(layer, *args)
@@ -102,7 +102,7 @@ class DistributedVariance(_OfImage):
 class DistributedLogSumExp(_OfImage):
     """Distributed counterpart of :class:`distseg.models.image_statistics.LogSumExp`.
 
-    In its statistics ``mean`` is the maximum and ``m2`` the sum of exp(x - maximum).
+    In its statistics, ``mean`` holds the maximum and ``m2`` the sum of exp(x - maximum).
     """
 
     def moments(self, x: Tensor, index: int, mask: Tensor | None = None) -> list[Contribution]:
@@ -146,7 +146,7 @@ class DistributedLogSumExp(_OfImage):
 
 
 def exponentials(parts: Moments) -> Moments:
-    """Combine moments of log-sum-exp parts, stacked along dim 0."""
+    """Combine the moments of a log-sum-exp over parts that are stacked along dim 0."""
     largest = parts.mean.amax(0)
     # A part without cells has maximum -inf and contributes 0. If all parts are empty, -inf - -inf
     # would be NaN.
@@ -157,7 +157,7 @@ def exponentials(parts: Moments) -> Moments:
 class DistributedProducts(_OfImage):
     """Distributed counterpart of :class:`distseg.models.image_statistics.Products`.
 
-    In its statistics ``mean`` is the sums (I, heads * I * J); ``m2`` is empty.
+    In its statistics, ``mean`` holds the sums, (images, heads * I * J), and ``m2`` is empty.
     """
 
     def moments(self, x: Tensor, index: int, mask: Tensor | None = None) -> list[Contribution]:
@@ -192,8 +192,8 @@ class DistributedProducts(_OfImage):
 class DistributedLargest(_OfImage):
     """Distributed counterpart of :class:`distseg.models.image_statistics.Largest`.
 
-    In its statistics ``mean`` is the k largest values (I, C * k), and ``m2`` their positions,
-    counted row by row.
+    In its statistics, ``mean`` holds the k largest values, (images, C * k), and ``m2`` their
+    indices in the flattened feature map.
     """
 
     where = DistributedMax.where
@@ -219,7 +219,7 @@ class DistributedLargest(_OfImage):
         return found
 
     def _filled(self, x: Tensor, value: float) -> Tensor:
-        """Fill the values of each channel with ``value`` up to k: (C, fewer) -> (C, k)."""
+        """Append ``value`` to each channel up to k values: (C, at most k) -> (C, k)."""
         return torch.cat((x, x.new_full((len(x), self.of_whole.k - x.shape[1]), value)), 1)
 
     def statistics(self, parts: list[Contribution]) -> Moments:
@@ -236,13 +236,16 @@ class DistributedLargest(_OfImage):
         )
         if found.count.min() < self.of_whole.k:
             raise ValueError(
-                f"layer {self.name} takes the {self.of_whole.k} largest values of "
-                f"{found.count.min():.0f} places: take larger images"
+                f"layer {self.name} takes the {self.of_whole.k} largest values of a feature map "
+                f"that has only {found.count.min():.0f} cells: take larger images"
             )
         return found
 
     def _largest(self, parts: Moments) -> Moments:
-        """Return the k largest values of parts stacked along dim 0, (parts, ..., C * k)."""
+        """Return the k largest values of each channel over parts that are stacked along dim 0.
+
+        Shapes: (parts, ..., C * k) -> (..., C * k).
+        """
         k = self.of_whole.k
 
         def joined(x: Tensor) -> Tensor:
@@ -284,7 +287,7 @@ class DistributedLargest(_OfImage):
 class DistributedMeasure(_OfImage):
     """Distributed counterpart of :class:`distseg.models.image_statistics.Measure`.
 
-    It has no gradient. In its statistics ``mean`` is the measured number, and ``m2`` is empty.
+    It has no gradient. In its statistics, ``mean`` holds the measured number, and ``m2`` is empty.
     """
 
     def moments(self, x: Tensor, index: int, mask: Tensor | None = None) -> list[Contribution]:

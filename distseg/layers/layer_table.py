@@ -1,8 +1,9 @@
-"""Layers on a part of their feature map: the distributed counterparts of layers with neighbours.
+"""Functions that compute a part of a layer's result, and the access pattern of each layer.
 
-Zero padding belongs to the border of the image, not to that of a tile. So a layer runs without its
-own padding on just the cells that its part needs. Cells outside the image are filled in here. If
-both sides of a dim have equally many, the layer's own kernel pads, which costs no copy.
+Zero padding belongs to the border of the image, not to the border of a tile. So a layer runs
+without its own padding, on exactly the cells that the part needs. Cells outside the image are added
+here. If both sides of a dim need the same number of such cells, the layer's own kernel pads, which
+costs no copy.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ from distseg.tiling.tile import Box
 def _conv3d(
     x: Tensor, weight: Tensor, bias: Tensor | None, stride, padding, dilation, groups: int
 ) -> Tensor:
-    """Compute ``F.conv3d``, by oneDNN's kernel if no backward pass follows.
+    """Compute ``F.conv3d``, with oneDNN's kernel if no backward pass follows.
 
     For one float32 volume with few channels ``F.conv3d`` unfolds the input, which takes far more
     time and memory than oneDNN.
@@ -100,7 +101,7 @@ def node_of(call: Call, dims: int) -> Node:
     """Return the graph node of a layer call, as :class:`distseg.tiling.layout.Layout` needs it.
 
     Raises:
-        ValueError: the layer cannot be computed in parts; naming it and the repair.
+        ValueError: the layer cannot be computed in parts. The message names it and how to fix it.
     """
     name, layer = call.name, call.layer
     if isinstance(layer, (Stash, Pop, Spread)) or type(layer) in (
@@ -119,8 +120,8 @@ def node_of(call: Call, dims: int) -> Node:
     if len(call.inputs) > 1:
         raise ValueError(
             f"layer {name} ({type(layer).__name__}) is called with {len(call.inputs)} maps, and it "
-            f"is unknown how it combines them: write it as distseg.Cat or distseg.Sum and "
-            "layers of one map"
+            f"is unknown how it combines them: write it as distseg.Cat or distseg.Sum, followed by "
+            "layers with one input"
         )
     if isinstance(layer, (*NORMS, *DROPOUTS)):
         check_plain(name, layer)
@@ -143,8 +144,8 @@ def node_of(call: Call, dims: int) -> Node:
     )
     if hidden not in (None, layer):
         raise ValueError(
-            f"layer {name} ({type(layer).__name__}) hides a {type(hidden).__name__}, whose "
-            "statistics or masks depend on the whole image: make it a layer of the flat "
+            f"layer {name} ({type(layer).__name__}) contains a {type(hidden).__name__}, whose "
+            "statistics or masks depend on the whole image: write both as separate layers of the "
             "nn.Sequential"
         )
     if isinstance(layer, (nn.Softmax, nn.LogSoftmax)) and layer.dim not in (1, -1 - dims):
@@ -160,7 +161,7 @@ def node_of(call: Call, dims: int) -> Node:
         else ""
     )
     raise ValueError(
-        f"layer {name} ({type(layer).__name__}){which} is not known to look at single pixels and "
+        f"layer {name} ({type(layer).__name__}){which} is not known to work pixel by pixel and "
         "has no distributed counterpart: write it as layers that have one "
         "(convolutions, poolings, up-samplings, norms, activations), or as functions of these"
     )
@@ -170,7 +171,7 @@ def check_plain(name: str, layer: nn.Module) -> None:
     """Refuse a norm or dropout with modified behaviour, which its counterpart would leave out.
 
     Raises:
-        ValueError: naming the layer and the modification.
+        ValueError: the layer is modified. The message names the layer and the modification.
     """
     if why := modification_of(layer):
         base = known(type(layer)).__name__
@@ -183,7 +184,7 @@ def check_plain(name: str, layer: nn.Module) -> None:
 
 
 class _Unsupported(ValueError):
-    """Setting of a layer that excludes computing it in parts."""
+    """Error for a setting of a layer with which the layer cannot be computed in parts."""
 
 
 def run(
@@ -197,7 +198,7 @@ def run(
 
     Args:
         x: (B, C, *have.size), the input on the box ``have``, which contains ``part.input``. Cells
-            of ``have`` outside the map are padding already.
+            of ``have`` outside the map already hold padding.
         others: further inputs of the layer, each with the box that it covers.
     """
     if isinstance(layer, Derived):
@@ -232,9 +233,9 @@ def _function_of(kind: type) -> Callable[[nn.Module, Tensor, Box, LayerView], Te
 
 
 def fill_of(layer: nn.Module) -> float | None:
-    """Return the value of a layer's padding.
+    """Return the constant with which a layer pads its input.
 
-    None if the layer has no padding, or takes it from the map as mirror images are.
+    Return None if the layer never pads, or if it pads with values of the map, as reflection does.
     """
     layer = layer.inner if isinstance(layer, Placed) else layer
     if isinstance(layer, _CONVS):
@@ -249,14 +250,15 @@ def fill_of(layer: nn.Module) -> float | None:
 
 
 def fuses(layer: nn.Module) -> bool:
-    """Return True if :mod:`distseg.layers.conv` computes a layer with the exchange before it."""
+    """Return True if :mod:`distseg.layers.conv` can compute a layer and its halo exchange."""
     return isinstance(layer, _CONVS) and layer.padding_mode == "zeros"
 
 
 def exchange_box(layer: nn.Module, part: LayerView) -> Box:
     """Return the box that a halo exchange produces for a layer.
 
-    This is the layer's input, and its padding in each dim where the two sides differ.
+    It is the layer's input box. For convolutions it includes the padding in each dim whose two
+    sides need different padding. For other layers that pad with a constant it includes all padding.
     """
     if fill_of(layer) is None:
         return part.input
@@ -286,7 +288,7 @@ def _conv_footprints(conv: nn.Module, dims: int) -> tuple[AccessPattern, ...]:
     for d in range(dims):
         k, s, dilation = conv.kernel_size[d], conv.stride[d], conv.dilation[d]
         before = after = conv.padding[d] if not isinstance(conv.padding, str) else 0
-        # PyTorch puts the odd cell of "same" padding behind.
+        # If "same" padding has an odd number of cells, PyTorch puts the extra cell at the end.
         if conv.padding == "same":
             before = dilation * (k - 1) // 2
             after = dilation * (k - 1) - before
@@ -364,8 +366,8 @@ def _max_pool(pool: nn.Module, x: Tensor, have: Box, part: LayerView) -> Tensor:
         _tuple(getattr(pool, field), dims) for field in ("kernel_size", "stride", "dilation")
     )
     x, pads = fitted(x, have, part.padded_input)
-    # The kernel can pad both sides by the same number. In ceil_mode it also covers an overhang
-    # behind that is smaller than its stride.
+    # The kernel can pad both sides by the same number of cells. In ceil_mode it can also pad more
+    # at the end, by less than its stride.
     native = [
         (b, b) if b <= k[i] // 2 and (a == b or (pool.ceil_mode and b < a < b + s[i])) else None
         for i, (b, a) in enumerate(pads)
@@ -396,7 +398,11 @@ def _avg_pool(pool: nn.Module, x: Tensor, have: Box, part: LayerView) -> Tensor:
 
 
 def _factors(up: nn.Module, dims: int) -> tuple[int, ...] | None:
-    """Return the up-sampling factor of each dim; None if a factor is not a whole number."""
+    """Return the integer up-sampling factor of each dim.
+
+    Return None if the layer has no factors or one that is no integer, or is bicubic with
+    align_corners.
+    """
     if up.scale_factor is None:
         return None
     factors = up.scale_factor if isinstance(up.scale_factor, tuple) else (up.scale_factor,) * dims
@@ -418,7 +424,7 @@ def _up_footprints(up: nn.Module, dims: int) -> tuple[AccessPattern, ...]:
 
 
 def _resize_footprints(up: nn.Module, dims: int) -> tuple[AccessPattern, ...]:
-    """Return the access patterns of a resize to a size, or by a factor that is not whole."""
+    """Return the access patterns of a resize to a size, or by any factor."""
     if up.size is not None:
         rules = [Follow(0, n) for n in _tuple(up.size, dims)]
         places: list[float | None] = [None] * dims
@@ -466,7 +472,7 @@ def _resized(
     part: LayerView,
     ratio: bool = False,
 ) -> Tensor:
-    """Resize a part of a map; a whole map goes through PyTorch's own kernel."""
+    """Resize a part of a map. If the part is the whole map, ``whole`` is called instead."""
     x = cropped(x, have, part.input)
     if part.input.size == part.size and part.output.size == part.output_size:
         return whole(x)
@@ -485,10 +491,11 @@ def _vector_at(layer: VectorAt, x: Tensor, have: Box, part: LayerView) -> Tensor
 
 
 def _aligned(x: Tensor, dim: int, n: int, m: int, first: int, wanted: range) -> Tensor:
-    """Resize a dim linearly with aligned corners.
+    """Resize one dim linearly with aligned corners.
 
     Args:
-        n, m: the dim's size in the whole input and output map.
+        dim: the dim of ``x``.
+        n, m: the size of this dim in the whole input and in the whole output.
         first: the input cell at which ``x`` begins.
         wanted: the output cells to return.
     """
@@ -515,7 +522,7 @@ def _shuffle(shuffle: nn.PixelShuffle, x: Tensor, have: Box, part: LayerView) ->
 def _grown(
     layer: nn.Module, factors: Sequence[int], x: Tensor, have: Box, part: LayerView
 ) -> Tensor:
-    """Apply a layer that makes ``factors`` cells of each, and cut the result to ``part.output``."""
+    """Return ``part.output`` of a layer that turns each cell into ``factors`` cells."""
     y = layer(cropped(x, have, part.input))
     return taken_from(
         y,

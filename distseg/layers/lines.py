@@ -1,10 +1,10 @@
 """Distributed counterparts of :class:`distseg.models.lines.AlongLines` and ``OfLines``.
 
-These layers take statistics over some dims of an image and keep the others. The kept dims are a
-line of L places. Each window contributes to the places that it owns, and the contributions of all
-ranks are combined as moments. A row of the statistics is (L, C). If images have several sizes, L is
-the longest. ``f`` is a statistic and ``g`` its gradient at the place of a cell, summed over all
-windows of all ranks::
+These layers take statistics over some dims of an image and keep the others. The positions along the
+kept dims form a line of length L. Each window contributes to the positions that it owns, and the
+contributions of all ranks are combined as moments. A row of the statistics is (L, C). If images
+differ in size, L is the length of the longest line. ``f`` is a statistic and ``g`` its gradient at
+the position of a cell, summed over all windows of all ranks::
 
     mean          dx = g / N
     sum           dx = g
@@ -36,7 +36,13 @@ from distseg.tiling.tile import Box
 
 
 class Where(NamedTuple):
-    """Cells that a window owns, counted in the window and in the feature map; size of that map."""
+    """Position of the cells that a window owns.
+
+    Attributes:
+        own: box of these cells, in the coordinates of the window.
+        place: box of these cells, in the coordinates of the feature map.
+        size: size of the feature map.
+    """
 
     own: Box
     place: Box
@@ -47,9 +53,10 @@ class Part(NamedTuple):
     """Contribution of a window to a line.
 
     Attributes:
-        moments: the moments of its places; None for a window without cells.
-        at: the positions of these places in the line.
-        length: the number of places of the whole line.
+        moments: the moments at the positions that the window owns; None if it owns no cells.
+        at: these positions in the line.
+        length: the length of the whole line.
+        channels: number of channels of the feature map.
     """
 
     moments: Moments | None
@@ -87,9 +94,11 @@ class DistributedLines(DistributedMean):
         return found
 
     def _opened(self, image: Tensor, place: Box, size: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Return an image's owned cells by place of the line, and their positions in other dims.
+        """Group an image's owned cells by their position in the line.
 
-        Shapes: cells (places, C, cells of each place), positions (cells of each place,).
+        Returns:
+            The cells, (positions, C, cells of a position), and for each cell of a position its
+                index along the other dims, (cells of a position,).
         """
         others = [d for d in range(len(size)) if d not in self.kept]
         numbers = numbers_of(_picked(place, others), [size[d] for d in others]).to(image.device)
@@ -97,7 +106,7 @@ class DistributedLines(DistributedMean):
         return cells.to(torch.promote_types(cells.dtype, torch.float32)), numbers
 
     def _numbers(self, place: Box, size: Sequence[int]) -> Tensor:
-        """Return the positions in the line of a box of the feature map."""
+        """Return the positions in the line that a box of the feature map covers."""
         return numbers_of(_picked(place, self.kept), [size[d] for d in self.kept])
 
     def statistics(self, parts: list[Contribution]) -> Moments:
@@ -117,7 +126,10 @@ class DistributedLines(DistributedMean):
         )
 
     def _line(self, parts: list[Part], length: int) -> Moments:
-        """Combine the parts of one image to a line of this length; other places are empty."""
+        """Combine the parts of one image into a line of this length.
+
+        Positions without a part get the moments of zero cells.
+        """
         nothing = self.statistic.nothing(
             torch.zeros(length, parts[0].channels, dtype=torch.float64, device=parts[0].at.device)
         )
@@ -173,7 +185,7 @@ class DistributedLines(DistributedMean):
 
 
 class _Mean:
-    """Mean or sum of cells (L, C, cells of each place): its moments, value and gradient."""
+    """Moments, value and gradient of the mean or sum of cells (L, C, cells of a position)."""
 
     def __init__(self, layer: Mean):
         self.layer = layer
@@ -208,14 +220,14 @@ class _Mean:
 
         Args:
             g: gradient of the statistics, (L, C).
-            there: the moments of the cells' places.
+            there: the moments at the cells' positions in the line, combined over all ranks.
         """
         g = g if self.layer.total else g / there.count.unsqueeze(-1)
         return g.to(cells.dtype).unsqueeze(-1).expand_as(cells)
 
 
 class _Variance(_Mean):
-    """Variance of cells, with a correction of the divisor."""
+    """Variance of cells, whose divisor is the number of cells minus a correction."""
 
     def value(self, statistics: Moments) -> Tensor:
         return statistics.m2 / self._divisor(statistics)
@@ -228,7 +240,10 @@ class _Variance(_Mean):
 
 
 class _LogSumExp(_Mean):
-    """Log of the sum of exponentials; ``mean`` is the maximum, ``m2`` sums exp(x - maximum)."""
+    """Log of the sum of exponentials.
+
+    In its moments, ``mean`` holds the maximum and ``m2`` the sum of exp(x - maximum).
+    """
 
     def nothing(self, zeros: Tensor) -> Moments:
         return Moments(zeros.new_zeros(len(zeros)), torch.full_like(zeros, -math.inf), zeros)
@@ -252,7 +267,11 @@ class _LogSumExp(_Mean):
 
 
 class _Max(_Mean):
-    """Maximum; ``mean`` is the maximum, ``m2`` its first position or the number of ties."""
+    """Maximum of cells.
+
+    In its moments, ``mean`` holds the maximum. If ``layer.first`` is True, ``m2`` holds the index
+    of the first maximum, otherwise the number of cells that have the maximum.
+    """
 
     def nothing(self, zeros: Tensor) -> Moments:
         nowhere = torch.full_like(zeros, math.inf) if self.layer.first else zeros
@@ -309,5 +328,5 @@ def distributed_class(layer: nn.Module) -> type[nn.Module]:
 
 
 def _picked(box: Box, dims: Sequence[int]) -> Box:
-    """Return a box's sides along some dims."""
+    """Return the box along these dims only."""
     return Box(tuple(box.start[d] for d in dims), tuple(box.stop[d] for d in dims))

@@ -88,7 +88,7 @@ class CrossEntropy(Term):
             return _beside_a_sum(valid.count_nonzero())
         if labels.device.type == "cpu":
             return _beside_a_sum(self.weights[labels[valid].long()].sum())
-        # Indexing with `valid` would synchronise with a GPU, as the result's size depends on it.
+        # Indexing with `valid` would synchronise with a GPU: `valid` determines the result's size.
         weights = upload(self.weights, labels.device)[labels.where(valid, 0).long()]
         return _beside_a_sum(weights.where(valid, 0).sum())
 
@@ -127,7 +127,10 @@ class PixelMean(Term):
 
 
 class BinaryCrossEntropy(PixelMean):
-    """Binary cross-entropy of sigmoid; with several classes, the mean over one-against-rest."""
+    """Binary cross-entropy of a sigmoid.
+
+    With several classes, each class is compared with the rest, and the losses are averaged.
+    """
 
     def each(self, logits: Tensor, labels: Tensor) -> Tensor:
         each = F.binary_cross_entropy_with_logits(
@@ -240,11 +243,11 @@ class Loss(Criterion):
 
     Args:
         classes: number C of classes of each output.
-        outputs: weights of the network's outputs, whose losses are added. The logits of all outputs
-            are stacked along the channels.
+        outputs: for each output of the network, the weight of its loss in the sum. The logits of
+            all outputs are stacked along the channels.
 
     Raises:
-        ValueError: a name, value or setting is impossible, or no term uses a setting.
+        ValueError: a name is unknown, a setting is impossible, or no term uses a changed setting.
     """
 
     def __init__(self, config: LossConfig, classes: int, outputs: Sequence[float] = (1.0,)):
@@ -262,7 +265,7 @@ class Loss(Criterion):
 
         Args:
             logits: (B, outputs * C, *size).
-            labels: (B, *size) of an integer dtype.
+            labels: (B, *size), of an integer dtype, or of a floating-point dtype for mse and l1.
         """
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return torch.cat(
@@ -275,7 +278,7 @@ class Loss(Criterion):
         )
 
     def counts(self, labels: Tensor) -> Tensor:
-        """Return the part of :meth:`rows` that labels alone determine, zeros elsewhere; float64."""
+        """Return :meth:`rows` in float64, with 0 for sums that labels alone do not determine."""
         return torch.stack(
             [
                 torch.cat([term.counts(y) for _, term in self.terms]).repeat(len(self.outputs))
@@ -297,11 +300,13 @@ class Loss(Criterion):
 
 def _check(config: LossConfig) -> None:
     if not 0 <= config.label_smoothing < 1:
-        raise ValueError(f"loss.label_smoothing is in [0, 1), got {config.label_smoothing}")
+        raise ValueError(
+            f"loss.label_smoothing must be at least 0 and below 1, got {config.label_smoothing}"
+        )
     for field in ("gamma", "smooth"):
         if not 0 <= getattr(config, field) < math.inf:
             raise ValueError(
-                f"loss.{field} is a number of at least 0, got {getattr(config, field)}"
+                f"loss.{field} must be a finite number of at least 0, got {getattr(config, field)}"
             )
     _check_taken(config)
 
@@ -330,14 +335,14 @@ def of_numbers(name: str) -> bool:
     kinds = {term in _OF_NUMBERS for _, term in parse(name)}
     if len(kinds) > 1:
         raise ValueError(
-            f"loss.name {name!r} has terms of numbers ({', '.join(_OF_NUMBERS)}) and of classes: "
-            "take one kind"
+            f"loss.name {name!r} mixes losses of numbers ({', '.join(_OF_NUMBERS)}) with losses of "
+            "classes: use losses of one kind"
         )
     return kinds.pop()
 
 
 def is_linear(name: str) -> bool:
-    """Return :attr:`Loss.linear` of the loss ``name``."""
+    """Return the attribute :attr:`Loss.linear` of the loss with this name."""
     return all(_TERMS[term].linear for _, term in parse(name))
 
 
@@ -375,16 +380,19 @@ def parse(text: str) -> list[tuple[float, str]]:
 
 
 def _targets(labels: Tensor, classes: int, like: Tensor) -> Tensor:
-    """Expand labels (B, *size) to one-hot targets (B, C, *size); one class keeps 0 and 1."""
+    """Expand labels (B, *size) to one-hot targets (B, C, *size).
+
+    With one class, the targets are the labels themselves, 0 or 1.
+    """
     if classes == 1:
         return labels.unsqueeze(1).to(like.dtype)
     return torch.zeros_like(like).scatter_(1, labels.unsqueeze(1).long(), 1)
 
 
 def _beside_a_sum(count: Tensor) -> Tensor:
-    """Return the row (0, count), float64.
+    """Return the partial sums (0, count) of a mean as float64.
 
-    The first sum depends on logits, so labels alone do not give it. It is divided by the count.
+    The 0 stands for the sum over pixels, which depends on logits and is divided by the count.
     """
     return torch.stack((torch.zeros_like(count), count)).double()
 
@@ -400,6 +408,6 @@ def _class_weights(config: LossConfig, classes: int) -> Tensor | None:
     if len(config.class_weights) != classes:
         raise ValueError(
             f"loss.class_weights has {len(config.class_weights)} numbers, but the model has "
-            f"{classes} classes: give one a class"
+            f"{classes} classes: give one number for each class"
         )
     return torch.tensor(config.class_weights, dtype=torch.float64)

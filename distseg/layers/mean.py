@@ -2,8 +2,8 @@
 
 They work as norms without the normalisation (:mod:`distseg.layers.norm`): statistics are taken of
 each window and combined over the tile group. The result is a vector of the image, equal on all
-ranks. Each window computes the layers after it, and the gradient of the vector is the sum over all
-windows.
+ranks. The layers after the vector are computed for each window, so the vector's gradient is summed
+over all windows.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class DistributedMean(DistributedNorm):
     """Distributed counterpart of :class:`distseg.models.layers.Mean`.
 
     It maps each window to the vector of its image, (B, C * parts, 1, ...). The vector's gradient is
-    shared among all owned pixels. The parts of an image are rows of the statistics, each with its
-    own count.
+    shared among all owned pixels. If the mean is taken for each part of a grid, each part of an
+    image has its own row in the statistics.
     """
 
     def __init__(self, mean: Mean, *args):
@@ -44,7 +44,8 @@ class DistributedMean(DistributedNorm):
 
     def plain(self, x: Tensor) -> Tensor:
         """Return the statistic of whole images, computed by PyTorch."""
-        # Calling the method on `self` avoids a new layer, which costs more than a small map.
+        # Calling the method on `self` avoids a new layer, whose creation takes longer than the
+        # mean of a small map.
         return Mean.forward(self, x)
 
     def _check_count(self, count) -> None:
@@ -65,9 +66,9 @@ class DistributedMean(DistributedNorm):
         return found
 
     def where(self, x: Tensor, index: int) -> list[Box]:
-        """Return the owned cells of each part of the image, counted in ``x``.
+        """Return the box of the owned cells in each part of the image, in the coordinates of ``x``.
 
-        Parts are cut as by ``F.adaptive_avg_pool2d``, so neighbours may share cells.
+        Parts are cut as by ``F.adaptive_avg_pool2d``, so adjacent parts may share cells.
         """
         own = self.own(x, index)
         if not self.grid:
@@ -88,7 +89,7 @@ class DistributedMean(DistributedNorm):
         """Return the vector of each image of a window.
 
         Args:
-            rows: the first row of the statistics of each image.
+            rows: for each image, its first row in the statistics.
             where: the owned cells, as :meth:`where` returns them.
         """
         means = statistics.mean * statistics.count.unsqueeze(-1) if self.total else statistics.mean
@@ -103,12 +104,15 @@ class DistributedMean(DistributedNorm):
             total[i * self.number : (i + 1) * self.number] += of_image.view(-1, self.number).t()
 
     def shares(self, total: Tensor, statistics: Moments) -> Tensor:
-        """Return the gradient that each pixel gets, summed over all ranks, (rows, C)."""
+        """Return the gradient that each pixel gets, summed over all ranks, (rows, C).
+
+        All ranks that share statistics must call it together.
+        """
         total = add(total, self.comm)
         return total if self.total else total / statistics.count.unsqueeze(-1)
 
     def spread(self, shares: Tensor, x: Tensor, rows: list[int], where: list[Box]) -> Tensor:
-        """Return the gradient of a window, which is zero outside the owned cells."""
+        """Return the gradient of a window's cells, which is zero outside the owned cells."""
 
         def of_part(n: int) -> Tensor:
             share = shares[[i * self.number + n for i in rows]]
@@ -126,10 +130,13 @@ class DistributedMean(DistributedNorm):
 
 
 def largest_of(parts: Moments, first: bool) -> Moments:
-    """Return the maxima over parts stacked along dim 0, as moments with ``mean`` for the maxima.
+    """Return the maxima of parts that are stacked along dim 0.
+
+    In the result, ``mean`` holds the maxima.
 
     Args:
-        first: ``m2`` is the position of the first maximum; otherwise the number of maxima.
+        first: if True, ``m2`` holds the position of the first maximum, otherwise the number of
+            cells that have the maximum.
     """
     largest = parts.mean.amax(0)
     second = parts.m2.where(
@@ -141,8 +148,9 @@ def largest_of(parts: Moments, first: bool) -> Moments:
 class DistributedMax(DistributedMean):
     """Distributed counterpart of :class:`distseg.models.layers.Max`.
 
-    In its statistics ``mean`` is the maximum. ``m2`` is the position of the first maximum, counted
-    row by row, or the number of cells that tie.
+    In its statistics, ``mean`` holds the maximum. If ``first`` is True, ``m2`` holds the index of
+    the first maximum in the flattened feature map, otherwise the number of cells that have the
+    maximum.
     """
 
     def __init__(self, largest: Max, *args):
@@ -153,7 +161,11 @@ class DistributedMax(DistributedMean):
         return Max(self.first, self.grid)(x)
 
     def where(self, x: Tensor, index: int) -> tuple[Box, Box, tuple[int, ...]]:
-        """Return the owned cells in ``x`` and in the feature map, and the map's size."""
+        """Locate the owned cells of window ``index``.
+
+        Returns:
+            The box of these cells in ``x``, their box in the feature map, and the map's size.
+        """
         own = self.own(x, index)
         if self.context.per_window:
             return own, own, x.shape[2:]
@@ -161,7 +173,7 @@ class DistributedMax(DistributedMean):
         return own, region.owned.intersection(region.available), region.size
 
     def _parts(self, own: Box, place: Box, size: Sequence[int]) -> list[tuple[Box, Box]]:
-        """Return the owned cells of each part of the image, in the window and in the map."""
+        """Return, for each part of the image, the boxes of its owned cells in window and map."""
         if not self.grid:
             return [(own, place)]
         move = [a - b for a, b in zip(own.start, place.start)]
@@ -183,7 +195,7 @@ class DistributedMax(DistributedMean):
         """Return the contribution of an image's cells to a row of the statistics.
 
         Args:
-            place: the cells' box in the feature map.
+            place: the box of the cells in the feature map.
             size: the map's size.
         """
         count, values = (
@@ -247,7 +259,7 @@ class DistributedMax(DistributedMean):
 class DistributedSpread(Spread):
     """Distributed counterpart of :class:`distseg.models.layers.Spread` for a window of an image.
 
-    Each cell is resized according to its position in the image.
+    The cells of a window get the values for their positions in the image.
     """
 
     def __init__(self, spread: Spread, context: Context, stride: tuple[int, ...], name: str):
@@ -266,7 +278,7 @@ class DistributedSpread(Spread):
 
 
 def parts_of(grid: Sequence[int], size: Sequence[int]) -> list[Box]:
-    """Return the parts of a map as ``F.adaptive_avg_pool2d`` cuts it; they may overlap."""
+    """Return the boxes into which ``F.adaptive_avg_pool2d`` divides a map. They may overlap."""
     spans = [[(i * n // k, -(-(i + 1) * n // k)) for i in range(k)] for k, n in zip(grid, size)]
     return [Box(*zip(*part)) for part in product(*spans)]
 
@@ -278,7 +290,7 @@ def _nothing(x: Tensor) -> Moments:
 
 
 def numbers_of(box: Box, size: Sequence[int]) -> Tensor:
-    """Return the positions of a box's cells in a feature map, counted row by row."""
+    """Return the index of each cell of a box in the flattened feature map, whose size is given."""
     along = [torch.arange(a, b) for a, b in zip(box.start, box.stop)]
     strides = [math.prod(size[d + 1 :]) for d in range(len(size))]
     return sum(torch.meshgrid(*(n * s for n, s in zip(along, strides)), indexing="ij")).flatten()

@@ -37,11 +37,11 @@ class Moments(NamedTuple):
         return self.m2 / self.count.unsqueeze(-1)
 
     def packed(self) -> Tensor:
-        """Return the moments as one flat float64 message."""
+        """Return the moments as one float64 vector, to be sent as one message."""
         return torch.cat((self.count.flatten(), self.mean.flatten(), self.m2.flatten()))
 
     def unpacked(self, messages: Tensor) -> Moments:
-        """Split messages (R, numbers) into moments of this shape with a leading dim R."""
+        """Split R messages (R, length) into moments of this object's shape with a leading dim R."""
         count, mean, m2 = messages.split(
             (self.count.numel(), self.mean.numel(), self.m2.numel()), 1
         )
@@ -52,7 +52,7 @@ class Moments(NamedTuple):
         )
 
     def on(self, device: torch.device) -> Moments:
-        """Return the moments on another device, in one copy."""
+        """Return the moments on ``device``, copied in one transfer if they are elsewhere."""
         if self.mean.device == device:
             return self
         (count,), (mean,), (m2,) = self.unpacked(upload(self.packed(), device).unsqueeze(0))
@@ -90,7 +90,7 @@ def of_channels(x: Tensor) -> Moments:
     like = x.new_zeros(x.shape[1], dtype=dtype), x.new_ones(x.shape[1], dtype=dtype)
     parts = []
     for chunk in x.split(_rows_of_chunk(x), 2):
-        # The kernel is fast on dense memory only. A copy of a chunk stays in the cache.
+        # The kernel is fast only on dense memory. The copy of a chunk stays in the cache.
         if not (
             chunk.is_contiguous() or chunk.is_contiguous(memory_format=channels_last(chunk.dim()))
         ):
@@ -113,9 +113,9 @@ def of_channels(x: Tensor) -> Moments:
 
 
 def _on_gpu(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return mean and biased variance in float32 or wider, by the GPU's tree of Welford sums.
+    """Return mean and biased variance of each channel, in float32 or wider.
 
-    A dense 16-bit image is widened while it is read.
+    The GPU's kernels add in a tree and widen a dense 16-bit image while they read it.
     """
     if x.is_contiguous() or x.is_contiguous(memory_format=channels_last(x.dim())):
         return torch.ops.aten.batch_norm_update_stats(x, None, None, 0.0)
@@ -137,7 +137,7 @@ def _moments(x: Tensor, mean: Tensor, var: Tensor) -> Moments:
 
 
 def by_group(m: Moments, groups: int) -> Moments:
-    """Combine channels of equal counts to groups: (..., C) -> (..., groups)."""
+    """Combine the moments of channels into those of groups: (..., C) -> (..., groups)."""
     mean = m.mean.unflatten(-1, (groups, -1))
     m2 = m.m2.unflatten(-1, (groups, -1))
     of_group = mean.mean(-1, keepdim=True)

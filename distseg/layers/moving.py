@@ -1,4 +1,4 @@
-"""Layers that move cells (:mod:`distseg.models.moving`), computed on a part of a feature map."""
+"""Functions that compute a part of the result of layers of :mod:`distseg.models.moving`."""
 
 from __future__ import annotations
 

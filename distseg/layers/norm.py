@@ -1,8 +1,8 @@
 """Distributed instance, group and batch norms for images that are split into windows.
 
-Statistics are taken over the pixels that tiles own, never over their halos. All ranks of the tile
-group combine them in one packed message a layer. Every pixel of a window, halo pixels included, is
-normalised with them. Notation:
+Statistics are taken over the pixels that tiles own, never over their halos. For each layer, all
+ranks of the tile group combine the statistics in one message. Every pixel of a window, halo pixels
+included, is normalised with them. Notation:
 
     xhat = (x - mean) * r,   r = (var + eps)^(-1/2),   y = xhat * w + b
     N    number of owned pixels of all windows
@@ -16,8 +16,8 @@ The statistics receive gradient from every window, so the backward pass is:
     dx -= r / N * (s1 + xhat * s2)        on owned pixels
 
 This is the adjoint of the forward pass, which takes the mean and variance of the owned pixels and
-uses them in every window. For vectors, xhat is replaced by xhat - s0 / N with s0 = sum of xhat. The
-mean of xhat differs from 0 by rounding only.
+uses them in every window. For vectors, xhat is replaced by xhat - s0 / N with s0 = sum of xhat,
+because rounding makes the mean of xhat differ from 0.
 
 A channel dropout before the norm and a leaky activation after it are computed in the same pass over
 memory (:mod:`distseg.runtime.swap_layers` folds them into the norm). The dropout scales each
@@ -63,8 +63,8 @@ STATISTICAL = (*NORMS, Mean)
 class DistributedNorm(nn.Module):
     """Distributed counterpart of a norm layer, with the same parameter and buffer names.
 
-    :meth:`joint` normalises all windows that this rank holds at once, :meth:`forward` one window.
-    ``stride`` is the layer's cumulative stride in pixels per dim.
+    :meth:`joint` normalises all windows of this rank together, :meth:`forward` a single window.
+    ``stride`` is the number of image pixels per cell of the layer's feature map, along each dim.
     """
 
     def __init__(self, norm: nn.Module, context: Context, stride: tuple[int, ...], name: str):
@@ -85,13 +85,13 @@ class DistributedNorm(nn.Module):
         self.frames = getattr(norm, "frames", 1)
         self.channels = getattr(norm, "num_features", 0)
         self.frozen = False
-        # At most one: the counterpart of the same user layer at an earlier call, which keeps the
-        # running statistics of all its calls. A list hides it from `modules()`.
+        # At most one: the counterpart that stands for an earlier call of the same user layer. It
+        # keeps the running statistics of all calls. The list hides it from `modules()`.
         self.keeper: list[DistributedNorm] = []
         self.slope = 1.0
         # At most one. A list hides it from `modules()`: it is no child of this layer.
         self.dropout: list[KeyedDropout] = []
-        # Statistics by number of earlier calls of this layer in the same forward pass.
+        # Statistics of each call; the key is the number of earlier calls in the same forward pass.
         self.seen: dict[int, list[Moments]] = {}
         self.turn = 0
 
@@ -106,7 +106,7 @@ class DistributedNorm(nn.Module):
 
     @property
     def running(self) -> DistributedNorm:
-        """Layer that keeps the running statistics of this one."""
+        """Layer that keeps the running statistics: this one, or the one of an earlier call."""
         return self.keeper[0] if self.keeper else self
 
     @property
@@ -120,7 +120,7 @@ class DistributedNorm(nn.Module):
         return self.joint([x])[0]
 
     def joint(self, xs: list[Tensor]) -> list[Tensor]:
-        """Normalise all windows of this rank: a list of (B, C, *size), one per tile placement."""
+        """Normalise all windows of this rank, one tensor (B, C, *size) for each tile placement."""
         if not (self.active or self.training or torch.is_grad_enabled()):
             return [self.fixed(x) for x in xs]
         if self.parts is not None or self.frames > 1:
@@ -161,10 +161,10 @@ class DistributedNorm(nn.Module):
         return self.closed(_normalised(opened, [_coefficients(*of).affine] * len(opened)), x)
 
     def opened(self, x: Tensor) -> Tensor:
-        """Return ``x`` with exactly one dim of channels.
+        """Return ``x`` reshaped so that dim 1 has the channels whose statistics are taken.
 
-        The parts of a vector's channels become cells. Images stacked in the channels become images
-        of the batch.
+        If a vector has several values per channel, these become cells along a spatial dim. Images
+        that are stacked in the channels become images of the batch.
         """
         if self.frames > 1:
             return x.reshape(-1, self.channels, *x.shape[2:])
@@ -173,19 +173,20 @@ class DistributedNorm(nn.Module):
         )
 
     def closed(self, y: Tensor, x: Tensor) -> Tensor:
-        """Return ``y`` in the shape of ``x``: the inverse of :meth:`opened`.
+        """Return ``y``, the result for ``opened(x)``, in the shape of ``x``.
 
-        If the shapes are equal, ``y`` itself is returned and no view. A view of a single image
-        would lose its memory format, and later layers would copy it.
+        If both shapes are equal, ``y`` itself is returned instead of a view. A view of a single
+        image would lose the memory format, and later layers would copy the image.
         """
         return y if self.parts is None and self.frames == 1 else y.view_as(x)
 
     def is_local(self, xs: list[Tensor]) -> bool:
-        """Return True if PyTorch's own norm kernel gives the result and ours is not available.
+        """Return True if PyTorch's norm kernel is to be used, as distseg's kernel is not available.
 
-        This holds for one rank and one tensor of whole images. It is False in three cases: float64,
-        where PyTorch's plain sums lose digits; group norm in channels_last, where PyTorch is
-        slower; and group norm in 16 bits on a GPU, where autocast returns float32.
+        PyTorch's kernel can normalise one tensor of whole images that only this rank holds. It is
+        not used in three cases: float64, where PyTorch's plain sums lose digits; group norm in
+        channels_last, where PyTorch is slower; and group norm in 16 bits on a GPU, where autocast
+        returns float32.
         """
         x = xs[0]
         if compiled.available(x) or not self.active or (self.training and self.dropout):
@@ -205,12 +206,12 @@ class DistributedNorm(nn.Module):
     def is_whole(self, x: Tensor) -> bool:
         """Return True if one call of a compiled kernel normalises ``x``.
 
-        This holds for an active norm over whole images that this rank holds alone.
+        The norm must be active, and no other rank may hold a part of the images.
         """
         return compiled.available(x) and self.active and self.comm.size == 1 and self.has_all(x)
 
     def has_all(self, x: Tensor) -> bool:
-        """Return True if this rank's only window holds all pixels of the statistics."""
+        """Return True if this rank's only window has all pixels that the statistics need."""
         return self.context.per_window or self.context.owns_all(x.shape[2:])
 
     def local(self, x: Tensor) -> Tensor:
@@ -244,11 +245,11 @@ class DistributedNorm(nn.Module):
         return self.context.batch_comm if self.kind == "batch" else self.context.norm_comm
 
     def owned(self, x: Tensor, index: int) -> Tensor:
-        """Return the view of ``x`` on the cells that this rank owns and takes statistics of."""
+        """Return a view of the cells of ``x`` that this rank owns and takes statistics of."""
         return x[(..., *self.own(x, index).slices)]
 
     def own(self, x: Tensor, index: int) -> Box:
-        """Return the box of the owned cells inside ``x``."""
+        """Return the box of the owned cells, in the coordinates of ``x``."""
         return (
             Box.whole(x.shape[2:])
             if self.context.per_window or self.context.whole or self.parts is not None
@@ -256,10 +257,11 @@ class DistributedNorm(nn.Module):
         )
 
     def times(self, index: int) -> float:
-        """Return how often each value of window ``index`` enters the statistics.
+        """Return the weight of each value of window ``index`` in the statistics.
 
-        All windows of an image hold the same vector. Each window counts it by the share of the
-        image that it owns, so that each image counts once.
+        The weight is 1 for feature maps. All windows of an image hold the same vector, so a
+        vector's weight in a window is the share of the image that the window owns. These weights
+        add up to 1.
         """
         if self.parts is None or self.context.per_window:
             return 1
@@ -270,7 +272,7 @@ class DistributedNorm(nn.Module):
         return region.owned.pixels / math.prod(region.size)
 
     def rows(self, index: int) -> list[int]:
-        """Return the row of the statistics for each image of window ``index``."""
+        """Return, for each image of window ``index``, its row in the statistics."""
         images = self.context.places[index].images
         if self.context.per_window:
             before = sum(len(place.images) for place in self.context.places[:index])
@@ -283,10 +285,10 @@ class DistributedNorm(nn.Module):
         return [0 if self.kind == "batch" else image for image in images]
 
     def rows_of(self, x: Tensor, index: int) -> list[int]:
-        """Return the row of the statistics for each entry of the batch of window ``index``.
+        """Return, for each entry of the batch ``x`` of window ``index``, its row in the statistics.
 
-        A user module that calls its layers itself may put parts of images into the batch, so there
-        the entries of ``x`` are counted.
+        A user module that calls its layers itself may put parts of images into the batch. Then each
+        entry of ``x`` is treated as an image.
         """
         if not self.context.whole:
             return self.rows(index)
@@ -300,7 +302,7 @@ class DistributedNorm(nn.Module):
         return compiled.Norm(self.groups or 0, self.kind == "batch", self.eps, self.slope, p, keys)
 
     def masks(self, xs: list[Tensor]) -> list[Tensor | None]:
-        """Return the channel dropout mask of each window, (B, C) float64; None: no dropout."""
+        """Return each window's channel dropout mask, (B, C) float64, or None without dropout."""
         if not (self.training and self.dropout):
             return [None] * len(xs)
         return [
@@ -325,10 +327,12 @@ class DistributedNorm(nn.Module):
         ]
 
     def statistics(self, parts: list[Contribution]) -> Moments:
-        """Combine the moments of this rank's windows with those of the tile group.
+        """Combine the moments of this rank's windows with those of the other ranks.
+
+        All ranks that share statistics must call it together.
 
         Returns:
-            Moments (I, K): I images (1 for batch norm) and K channels or groups.
+            Moments of shape (I, K) for I images (1 for batch norm) and K channels or groups.
         """
         by_row: dict[int, list[Contribution]] = {}
         for part in parts:
@@ -341,7 +345,7 @@ class DistributedNorm(nn.Module):
         others = self.comm.size > 1
         home = torch.device("cpu") if others else None
         everyone = combine(mine.unpacked(gather(mine.packed(), self.comm, home)))
-        # A rank alone computes the count on the host: reading it from a GPU would synchronise.
+        # A single rank computes the count on the host, as reading it from a GPU would synchronise.
         self._check_count(everyone.count.min() if others else self._least(by_row, everyone))
         everyone = everyone.on(mine.mean.device)
         if self.tracks and self.training and self.context.tracking:
@@ -359,13 +363,13 @@ class DistributedNorm(nn.Module):
         """Refuse a feature map that has too few cells for statistics.
 
         Raises:
-            ValueError: naming the norm and the repair.
+            ValueError: the map is too small. The message names the norm and how to fix it.
         """
         if self.parts is None:
             self._check_count(cells * (channels // self.groups if self.kind == "group" else 1))
 
     def _check_count(self, count) -> None:
-        # The count is a whole number up to rounding: windows add shares of an image (`times`).
+        # The count is an integer up to rounding, since windows add shares of an image (`times`).
         if count < 1.5:
             raise ValueError(
                 f"{self.name}: a norm needs at least 2 values a channel, but the feature map of "
@@ -374,7 +378,7 @@ class DistributedNorm(nn.Module):
             )
 
     def known(self) -> Moments:
-        """Return the running statistics of an inactive norm, as one row of count 1."""
+        """Return the running statistics of an inactive norm as moments with one row and count 1."""
         mean, var = self.running.running_mean, self.running.running_var
         return Moments(
             torch.ones(1, dtype=torch.float64, device=mean.device),
@@ -385,7 +389,7 @@ class DistributedNorm(nn.Module):
     def normalise(
         self, x: Tensor, index: int, statistics: Moments, mask: Tensor | None = None
     ) -> Tensor:
-        """Normalise window ``index`` with the given statistics, folded layers included."""
+        """Normalise window ``index`` with these statistics, dropout mask and folded activation."""
         return _normalised(
             x,
             [coefficients.affine for coefficients in self.coefficients(x, index, statistics, mask)],
@@ -418,12 +422,12 @@ class DistributedNorm(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Return the gradient that the statistics add on owned pixels, as two vectors (C,).
 
-        The statistics add -r / N * (s1 + (xhat - s0 / N) * s2) to dx, ``times`` times. As a
-        function of x this is tilt * (x - pivot) + shift.
+        The statistics add -times * r / N * (s1 + (xhat - s0 / N) * s2) to dx. As a function of x
+        this is tilt * (x - pivot) + shift.
 
         Args:
-            shares: s1 / N and s2 / N; for vectors also s0 / N.
-            times: how often each pixel enters the statistics (:meth:`times`).
+            shares: s1 / N and s2 / N, and for vectors also s0 / N.
+            times: weight of each pixel in the statistics (:meth:`times`).
         """
         s1, s2, *s0 = shares
         return -c.hat * c.hat * s2 * times, -c.hat * (s1 + (c.offset - sum(s0)) * s2) * times
@@ -437,9 +441,9 @@ class Contribution(NamedTuple):
     """Contribution of one image of a window to the statistics.
 
     Attributes:
-        row: the row of the statistics that it is added to.
-        moments: the moments of its channels.
-        pixels: how many pixels they were taken over.
+        row: the row of the statistics to which the moments are added.
+        moments: the moments of the image's channels.
+        pixels: the number of pixels that the moments were taken over.
     """
 
     row: int
@@ -448,7 +452,10 @@ class Contribution(NamedTuple):
 
 
 class Coefficients(NamedTuple):
-    """Coefficients of one image, each (C,): y = affine(x), xhat = hat * (x - pivot) + offset."""
+    """Coefficients of one image, which are vectors (C,).
+
+    The result is y = affine(x), and xhat = hat * (x - affine.pivot) + offset.
+    """
 
     affine: Affine
     hat: Tensor
@@ -579,8 +586,8 @@ class _JointNorm(torch.autograd.Function):
 class Pending:
     """Active norm of windows that are computed one after another, as streamed tiles are.
 
-    It collects the gradient of the statistics until the backward pass of all windows is through.
-    ``statistics`` come from :meth:`DistributedNorm.statistics`.
+    The backward passes of the windows add up the gradient of the statistics in this object. Then
+    :meth:`finalize` completes it. ``statistics`` come from :meth:`DistributedNorm.statistics`.
     """
 
     def __init__(self, norm: DistributedNorm, statistics: Moments):
@@ -590,7 +597,7 @@ class Pending:
     def __call__(self, x: Tensor, index: int, mask: Tensor | None, share: float) -> Tensor:
         """Normalise window ``index``.
 
-        The backward pass takes the statistics for constants and stores their gradient.
+        The backward pass treats the statistics as constants and adds their gradient to this object.
 
         Args:
             share: the share of the image that the window stands for. The shares of all windows of
@@ -610,7 +617,7 @@ class Pending:
     def collect(
         self, row: int, g: Tensor, x: Tensor, coefficients: Coefficients, times: float
     ) -> None:
-        """Add an image's part of the gradients of weight, bias and statistics."""
+        """Add the part that one image contributes to the gradients of weight, bias, statistics."""
         if self.dweight is None:
             self._begin(x.device)
         _collect(self.dweight[row], self.dbias[row], g, x, coefficients)
@@ -624,10 +631,10 @@ class Pending:
         self.centre = None if self.norm.parts is None else torch.zeros_like(self.dweight)
 
     def finalize(self) -> None:
-        """Complete the gradients of weight and bias, and the terms of the statistics' gradient.
+        """Complete the gradients of weight and bias, and the sums for the statistics' gradient.
 
-        Collective over the ranks that share statistics. Called when the backward pass of all
-        windows is through.
+        All ranks that share statistics must call it together, after the backward passes of all
+        windows.
         """
         norm = self.norm
         # No window had a backward pass, for instance because the result was detached.
@@ -645,9 +652,10 @@ class Pending:
     def with_statistics_grad(
         self, g: Tensor, x: Tensor, own: Box, index: int, mask: Tensor | None
     ) -> Tensor:
-        """Add the gradient through the statistics to ``g``, the gradient with constant statistics.
+        """Return the gradient of a window's input: ``g`` plus the gradient through the statistics.
 
         Args:
+            g: the gradient with constant statistics.
             x: the norm's input in window ``index``.
             own: the owned cells of ``x``.
         """
@@ -669,7 +677,10 @@ class Pending:
 
 
 class _PendingNorm(torch.autograd.Function):
-    """Norm of one window with constant statistics, whose gradient goes to a :class:`Pending`."""
+    """Norm of one window that treats its statistics as constants.
+
+    Its backward pass collects the gradient of the statistics in a :class:`Pending`.
+    """
 
     @staticmethod
     def forward(
@@ -692,17 +703,21 @@ class _PendingNorm(torch.autograd.Function):
 
 
 def _collect(dweight: Tensor, dbias: Tensor, g: Tensor, x: Tensor, c: Coefficients) -> None:
-    """Add an image's part of the gradients of weight and bias, (C,) float64 each."""
+    """Add an image's part of the gradients of weight and bias to ``dweight`` and ``dbias``.
+
+    Both are (C,) float64.
+    """
     total, weighted = _kernels(x).sums(g, x, c.affine)
     dbias += total
     dweight += c.hat * weighted + c.offset * total
 
 
 def _centre(x: Tensor, c: Coefficients, times: float) -> Tensor:
-    """Return ``times`` the sum of xhat over an image, which is 0 up to the rounding of the mean.
+    """Return the sum of xhat over an image, multiplied by ``times``.
 
-    The vectors of a batch can differ by so little that this rounding is large against xhat. In a
-    gradient whose terms nearly cancel it would show.
+    The total over all images would be 0 if the mean were not rounded. But the vectors of a batch
+    can differ so little that the rounding is large compared with xhat. Then it would change a
+    gradient whose terms nearly cancel.
     """
     return (
         (x.double() - c.affine.pivot.view(1, -1, *(1 for _ in x.shape[2:])))
@@ -722,7 +737,10 @@ def _shares(
     centre: Tensor | None,
     pixels: Tensor,
 ) -> Tensor:
-    """Return s1 / N and s2 / N of each channel, (2, I, C); for vectors also s0 / N, (3, I, C)."""
+    """Return s1 / N and s2 / N of each channel, (2, I, C). For vectors s0 / N follows, (3, I, C).
+
+    All ranks that share statistics must call it together.
+    """
     channels = dweight.shape[-1]
     sums = torch.stack((dbias, dweight))  # (2, I, C)
     sums = sums if weight is None else sums * weight.double()
@@ -733,20 +751,20 @@ def _shares(
 
 
 def _nowhere(x: Tensor) -> Box:
-    """Return an empty box: no pixel gets the statistics' gradient."""
+    """Return an empty box, so that no pixel gets the gradient of the statistics."""
     return Box.whole((0,) * (x.dim() - 2))
 
 
 def _normalised(x: Tensor, affines: list[Affine]) -> Tensor:
     y = torch.empty_like(x)
     if len(affines) > 1 and all(affine is affines[0] for affine in affines):
-        # Images with equal coefficients are one image with B times the channels.
+        # Images with equal coefficients are computed as one image with B times the channels.
         if x.is_contiguous():
             pivot, scale, shift, slope = affines[0]
             many = Affine(*(v.repeat(len(x)) for v in (pivot, scale, shift)), slope)
             _kernels(x).forward(x.flatten(0, 1)[None], many, out=y.flatten(0, 1)[None])
             return y
-        # In channels_last they are one image with B times the rows.
+        # In channels_last they are computed as one image with B times the rows.
         if x.is_contiguous(memory_format=channels_last(x.dim())):
             _kernels(x).forward(_stacked_rows(x), affines[0], out=_stacked_rows(y))
             return y
@@ -768,7 +786,7 @@ def active_norms(layers: Iterable[nn.Module], frozen: bool) -> list[int]:
     """Return the positions of the layers that take statistics in training.
 
     Args:
-        frozen: batch norms use their running statistics and take none.
+        frozen: True if norms use their running statistics, so that only means take statistics.
     """
     return [
         position
@@ -778,7 +796,7 @@ def active_norms(layers: Iterable[nn.Module], frozen: bool) -> list[int]:
 
 
 def kind_of(norm: nn.Module) -> str:
-    """Return the kind of a plain layer: batch, group, instance or mean."""
+    """Return the kind of a norm or mean layer: batch, group, instance or mean."""
     if isinstance(norm, Mean):
         return "mean"
     if isinstance(norm, nn.GroupNorm):
@@ -807,15 +825,16 @@ def _kind(norm: nn.Module, name: str) -> str:
 
 
 def commit(norms: list[DistributedNorm], groups_comm, unbiased: bool = False) -> None:
-    """Update running statistics once an optimizer step, from all statistics noted since the last.
+    """Update the running statistics from all statistics that were noted in this optimizer step.
 
     This is deferred batch norm, as in torchgpipe. The mean and variance of all images of the step,
     over micro-batches and sample groups, enter the running averages once. A layer that is called
-    several times in a pass updates them once per call. One message serves all layers.
+    several times in a pass updates them once per call. All ranks of ``groups_comm`` must call this
+    function together. They exchange one message for all layers.
 
     Args:
-        groups_comm: one rank with this rank's tile in each sample group.
-        unbiased: use the variance m2 / (n - 1), as PyTorch's layers do, instead of m2 / n.
+        groups_comm: the ranks with the same tile as this rank, one in each sample group.
+        unbiased: True to use the variance m2 / (n - 1), as PyTorch's layers do, instead of m2 / n.
     """
     turns = [(n, n.seen[turn]) for n in norms for turn in sorted(n.seen)]
     if not turns:
@@ -829,13 +848,16 @@ def commit(norms: list[DistributedNorm], groups_comm, unbiased: bool = False) ->
     for n, _ in turns:
         n.seen.clear()
     for n in norms:
-        # A checkpoint names these buffers at each place of the layer, so each place has a copy.
+        # A checkpoint stores these buffers for each call of the layer, so each call has a copy.
         for field in RUNNING if n.keeper else ():
             n._buffers[field].copy_(n.running._buffers[field])
 
 
 def _over_groups(seen: list[Moments], groups_comm) -> list[Moments]:
-    """Return the moments of layers over all sample groups, by one message. Collective."""
+    """Combine the moments of layers over all sample groups, in one message.
+
+    All ranks of ``groups_comm`` must call it together.
+    """
     # The layers of a pipeline in one process lie on several devices.
     home = seen[0].count.device
     channels = [m.mean.numel() for m in seen]
@@ -843,7 +865,7 @@ def _over_groups(seen: list[Moments], groups_comm) -> list[Moments]:
         torch.cat([x.to(home).expand(c) for x, c in zip(tensors, channels)])
         for tensors in zip(*seen)
     )
-    # All layers become one flat list of channels, each with its own count.
+    # The channels of all layers become one list, in which each channel has its own count.
     mine = Moments(counts, means.unsqueeze(-1), m2s.unsqueeze(-1))
     total = combine(mine.unpacked(gather(mine.packed(), groups_comm)))
     parts = (x.flatten().split(channels) for x in total)
@@ -853,13 +875,13 @@ def _over_groups(seen: list[Moments], groups_comm) -> list[Moments]:
 def _average(
     norms: Sequence[DistributedNorm], means: Sequence[Tensor], variances: Sequence[Tensor]
 ) -> None:
-    """Update the running averages of norms in this order.
+    """Update the running averages of norms.
 
-    Different layers are updated together. Norms that share a running layer are not: each averages
-    over the result of the one before.
+    Norms that share running statistics are updated one after another, in the given order. Others
+    are updated together.
 
     Args:
-        means, variances: those of each norm, (C,).
+        means, variances: for each norm, the mean and variance of its channels, (C,).
     """
     times: Counter[DistributedNorm] = Counter()
     groups: dict[tuple, list[int]] = {}

@@ -1,7 +1,8 @@
 """Losses that users write: functions of one pixel, or of sums over pixels.
 
-A tile has only a part of an image, so other functions have no tile-wise form. Whether a user's
-function is of one of these kinds is tried on small random maps before the first step.
+A tile has only a part of an image, so other functions cannot be computed tile by tile. Before the
+first step, a user's function is called with small random maps to check that it is of one of these
+kinds.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from distseg.config.settings import LossConfig
 from distseg.layers.criterion import Criterion, OfOutputs, Outputs
 from distseg.layers.loss import Loss
 
-_SIDES = 13, 17, 6  # sizes of the maps on which a user's function is tried
-_SINGLE = 60  # about how many pixels are tried as images of their own
+_SIDES = 13, 17, 6  # size of the maps with which a user's function is tried, along each dim
+_SINGLE = 60  # about this many pixels are tried as images of one pixel
 
 
 class PixelLoss(Criterion):
@@ -33,15 +34,16 @@ class PixelLoss(Criterion):
     Args:
         function: takes logits (B, C, *size) and a target, and returns one value per pixel, (B,
             *size), or several, (B, K, *size), without a reduction over pixels. If the network
-            returns a vector of each image, it takes (B, C) and (B,), and returns (B,) or (B, K).
-        ignore_index: value of integer targets whose pixels do not count, by default that of
-            ``function`` if it has one; None if all count. Pixels of floating-point targets do not
-            count where the target is NaN. The function sees 0 there. If no pixel counts, the loss
-            is 0.
+            returns one vector for each image, the function takes (B, C) and (B,), and returns (B,)
+            or (B, K).
+        ignore_index: integer target of invalid pixels, or None if all pixels are valid. If
+            ``function`` has an ``ignore_index``, the default is that one. In floating-point
+            targets, NaN marks invalid pixels. The function gets 0 as the target of invalid pixels.
+            If no pixel is valid, the loss is 0.
         weight: takes the target and returns a weight per pixel, of the shape that ``function``
             returns. The sum of the function's values is divided by the sum of these weights, as
-            PyTorch's cross-entropy with class weights does. The function applies the weights
-            itself. By default it follows from the class weights of ``function`` if that is
+            PyTorch's cross-entropy with class weights does. ``function`` must apply the weights
+            itself. By default, the class weights of ``function`` are used if ``function`` is
             PyTorch's cross-entropy or negative log-likelihood.
     """
 
@@ -55,7 +57,8 @@ class PixelLoss(Criterion):
     ):
         if not callable(function):
             raise ValueError(
-                f"PixelLoss takes a function of logits and target, got {type(function).__name__}"
+                "PixelLoss must get a function of logits and target, got a "
+                f"{type(function).__name__}"
             )
         own = _ignored_by(function)
         if own is not None and ignore_index == -100:
@@ -64,7 +67,7 @@ class PixelLoss(Criterion):
             weight = _weight_of(function)
         self.function, self.ignore_index, self.weight = function, ignore_index, weight
         self._returned = Outputs(1, 2)
-        self._values = 1  # values per pixel; 0: one for all channels of the target
+        self._values = 1  # number of values per pixel; 0: one value for all channels of the target
 
     def rows(self, logits: Tensor, target: Tensor) -> Tensor:
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -93,8 +96,9 @@ class PixelLoss(Criterion):
         self._returned, dims = outputs, outputs.dims
         if outputs.whole and self.ignore_index is None and not target.is_floating_point():
             raise ValueError(
-                "a network that returns a vector of each image needs a PixelLoss with an "
-                "ignore_index: all tiles but the first of an image get it as target"
+                "a network that returns one vector for each image needs a PixelLoss with an "
+                "ignore_index, which is the target of all tiles of an image but the first: give "
+                "PixelLoss an ignore_index"
             )
         logits, sample = _example(outputs, target)
         sample = _filled(sample, self._valid(sample))
@@ -124,9 +128,10 @@ class PixelLoss(Criterion):
             self._check_apart(logits, sample, weights, "weight", lambda z, y: self.weight(y))
 
     def _check_apart(self, logits: Tensor, sample: Tensor, found: Tensor, what: str, call) -> None:
-        """Refuse a function whose value of a pixel depends on more than the pixel.
+        """Refuse a function whose value at a pixel depends on more than this pixel.
 
-        Some pixels are tried as images of their own.
+        The function is called again with single images and with single pixels, and must return the
+        same values.
         """
         for image in range(len(logits)):
             alone = call(logits[image : image + 1], sample[image : image + 1])
@@ -153,7 +158,7 @@ class PixelLoss(Criterion):
         """Return the function's values, called as in training.
 
         Raises:
-            ValueError: the function fails, or depends on trained tensors of its own.
+            ValueError: the function fails, or uses tensors with requires_grad of its own.
         """
         return _values_of(lambda: self._each(logits.clone(), target.clone()), "PixelLoss")
 
@@ -163,9 +168,9 @@ class PixelLoss(Criterion):
             again, found, rtol=1e-9, atol=1e-12, equal_nan=True
         ):
             raise ValueError(
-                f"the {what} of PixelLoss is not of one pixel alone: it {why}, of which a tile "
-                "knows nothing; let it use one pixel's logits and target, or give sums over "
-                "pixels as distseg.SumLoss"
+                f"the {what} of PixelLoss must be a function of one pixel, but it {why}, so it "
+                "cannot be computed tile by tile: let it use only the logits and target of one "
+                "pixel, or give sums over pixels as distseg.SumLoss"
             )
 
     def _each(self, logits: Tensor, target: Tensor) -> Tensor:
@@ -176,7 +181,7 @@ class PixelLoss(Criterion):
         return self.function(logits, target)
 
     def _mask(self, valid: Tensor, shape: torch.Size) -> Tensor:
-        """Return which of the function's values count, as a mask that fits their shape."""
+        """Return a mask of the function's values at valid pixels, which broadcasts to ``shape``."""
         if valid.dim() == len(shape):
             return valid
         return valid.all(1) if valid.dim() > len(shape) else valid.unsqueeze(1)
@@ -217,7 +222,7 @@ class SumLoss(Criterion):
     def check(self, outputs: Outputs, target: Tensor) -> None:
         if outputs.whole:
             raise ValueError(
-                "this network returns a vector of each image, and SumLoss is of sums over "
+                "this network returns one vector for each image, but SumLoss needs sums over "
                 "pixels: give a distseg.PixelLoss"
             )
         logits, sample = _example(outputs, target)
@@ -239,7 +244,7 @@ class SumLoss(Criterion):
         value = self._value(whole.detach().requires_grad_())
         if not isinstance(value, Tensor) or value.dim() or not value.requires_grad:
             raise ValueError(
-                "the value of SumLoss must be a tensor of one number with its graph, "
+                "the value of SumLoss must be a tensor of one number with an autograd graph, "
                 f"got {value!r}: leave item(), float() and detach() out"
             )
 
@@ -256,18 +261,18 @@ class SumLoss(Criterion):
 def criterion_of(
     given, channels: int, outputs: Sequence[str] | None = None, ignore_index: int = -100
 ) -> Criterion:
-    """Return the criterion that a user gave.
+    """Return the criterion for a loss that a user gave.
 
     Args:
-        given: a :class:`Criterion`; a loss of distseg by its name, such as ``cross_entropy +
-            0.5*dice``, or as a :class:`distseg.config.settings.LossConfig`; or one of these for
-            each output by its name.
+        given: a :class:`Criterion`, the name of a loss such as ``cross_entropy + 0.5*dice``, or a
+            :class:`distseg.config.settings.LossConfig`. Or a mapping from the name of each output
+            to one of these.
         channels: number of channels of one output.
         outputs: names of the network's outputs, if it has several.
-        ignore_index: label of pixels that do not count, for a loss that is given by its name.
+        ignore_index: label of invalid pixels, for a loss that is given by its name.
 
     Raises:
-        ValueError: ``given`` is none of these, or names other outputs than the network has.
+        ValueError: ``given`` is none of these, or its outputs are not those of the network.
     """
     if isinstance(given, Mapping):
         if set(given) != set(outputs or ()):
@@ -288,7 +293,7 @@ def criterion_of(
         return Loss(given, channels)
     if not isinstance(given, Criterion):
         raise ValueError(
-            f"the criterion is a {type(given).__name__}, but a loss must be known pixel by pixel: "
+            f"the criterion is a {type(given).__name__}, which cannot be computed tile by tile: "
             "give distseg.PixelLoss(function), distseg.SumLoss(function, value), or a name such "
             "as 'cross_entropy + 0.5*dice'"
         )
@@ -296,12 +301,12 @@ def criterion_of(
 
 
 def _filled(target: Tensor, valid: Tensor) -> Tensor:
-    """Return a target with 0 in pixels that do not count."""
+    """Return a target with 0 at invalid pixels."""
     return target.where(valid, torch.zeros((), dtype=target.dtype, device=target.device))
 
 
 def _example(outputs: Outputs, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Return small random logits, float64, and a target with values of ``target``."""
+    """Return small random float64 logits, and a target whose values are drawn from ``target``."""
     channels, dims, whole = outputs
     generator, size = torch.Generator().manual_seed(0), (1,) * dims if whole else _SIDES[:dims]
     values = target.detach().cpu().flatten()
@@ -315,7 +320,8 @@ def _values_of(call: Callable[[], Tensor], kind: str) -> Tensor:
     """Return what a user's function returns, detached.
 
     Raises:
-        ValueError: the function fails, returns no tensor, or has trained tensors of its own.
+        ValueError: the function fails, returns no tensor, or uses tensors with requires_grad of its
+            own.
     """
     try:
         with torch.enable_grad():
@@ -328,20 +334,23 @@ def _values_of(call: Callable[[], Tensor], kind: str) -> Tensor:
         )
     if found.requires_grad:
         raise ValueError(
-            f"the function of {kind} uses tensors with requires_grad besides the logits, of whose "
-            "gradient each rank would have a part: put them into the network"
+            f"the function of {kind} uses tensors with requires_grad besides the logits, and each "
+            "rank would have only a part of their gradient: put them into the network"
         )
     return found
 
 
 def _single_pixels(x: Tensor, dims: int) -> Tensor:
-    """Return each pixel as an image of its own, (B, ..., *size) -> (B * pixels, ..., 1, ...)."""
+    """Return each pixel as a separate image, (B, ..., *size) -> (B * pixels, ..., 1, ...)."""
     flat = x.flatten(x.dim() - dims).movedim(-1, 1).flatten(0, 1)
     return flat.reshape(*flat.shape, *(1,) * dims)
 
 
 def _weight_of(function: Callable) -> Callable[[Tensor], Tensor] | None:
-    """Return the weight of a target by the class weights of a loss of PyTorch, if it has some."""
+    """Return a function that computes the weights of a target from a loss's class weights.
+
+    Return None if ``function`` is no loss of PyTorch with class weights.
+    """
     if isinstance(function, (nn.CrossEntropyLoss, nn.NLLLoss)):
         classes = function.weight
     elif getattr(function, "func", None) in (F.cross_entropy, F.nll_loss):
@@ -352,7 +361,7 @@ def _weight_of(function: Callable) -> Callable[[Tensor], Tensor] | None:
         return None
 
     def weight(target: Tensor) -> Tensor:
-        if target.is_floating_point():  # shares of classes: PyTorch divides by the pixels alone
+        if target.is_floating_point():  # class probabilities: PyTorch divides by the pixel count
             return torch.ones_like(target[:, 0])
         return classes.to(target.device)[target]
 
@@ -360,6 +369,6 @@ def _weight_of(function: Callable) -> Callable[[Tensor], Tensor] | None:
 
 
 def _ignored_by(function: Callable) -> int | None:
-    """Return the ``ignore_index`` of a loss of PyTorch, or of a partial function of one."""
+    """Return the ``ignore_index`` of a PyTorch loss or of a partial of it, or None."""
     found = getattr(function, "keywords", {}).get("ignore_index")
     return getattr(function, "ignore_index", None) if found is None else found

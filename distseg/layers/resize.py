@@ -1,8 +1,8 @@
 """Layers whose cells depend on input and output size: resizing, padding and cropping to a size.
 
 A resize works dim by dim. An output cell is a weighted sum of a few input cells
-(:mod:`distseg.tiling.resize`). The gradient of an input cell is a weighted sum of output cells. So
-the gradient is the same in each run and on each device.
+(:mod:`distseg.tiling.resize`). The gradient of an input cell is a weighted sum of the gradients of
+output cells, which are added in a fixed order. So each run and each device gives the same gradient.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _KEPT = 256  # size of the caches of weights
 class Placed(nn.Module):
     """Distributed counterpart of :class:`distseg.models.resize.Follows`, for whole images.
 
-    Executors that keep no other feature maps call it. It computes the size of its result from the
-    size of the image.
+    It does not need the feature map whose size the result follows. It computes the size of its
+    result from the size of the image instead.
 
     Args:
-        sizes: returns the size of the layer's result from the size of an image.
+        sizes: function that returns the size of the layer's result for the size of an image.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Placed(nn.Module):
 class PlacedPositions(Positions):
     """Distributed counterpart of :class:`distseg.models.capture.positions.Positions`.
 
-    It knows the size of the image and uses the very tensors of the layer.
+    It takes the size of the image from the context, and shares its tensors with ``inner``.
     """
 
     def __init__(self, inner: Positions, context: Context):
@@ -67,12 +67,12 @@ class PlacedPositions(Positions):
         if place.window.size != place.image:
             raise ValueError(
                 "windows that go through a network as separate images have no position in the "
-                "image, but this network's code uses it"
+                "image, but this network's code uses the position"
             )
         return self.on_box(x, x.shape[2:], Box.whole(x.shape[2:]))
 
     def on_box(self, x: Tensor, size: Sequence[int], box: Box) -> Tensor:
-        """Return the values at a box of a feature map of this size."""
+        """Return the values inside ``box`` of a feature map of this size."""
         return self.part(
             x, self.context.place.image, size, [range(a, b) for a, b in zip(box.start, box.stop)]
         )
@@ -81,8 +81,10 @@ class PlacedPositions(Positions):
 class Spans(NamedTuple):
     """Available inputs and wanted outputs of a resize along one dim.
 
-    Of ``n`` inputs, ``have`` are available from ``first`` on. Of ``m`` outputs, ``start`` to
-    ``stop`` are wanted.
+    Attributes:
+        n, m: the number of cells of the whole input and of the whole output.
+        first, have: the first available input cell, and the number of available input cells.
+        start, stop: the first wanted output cell, and the one after the last.
     """
 
     n: int
@@ -96,12 +98,13 @@ class Spans(NamedTuple):
 def resized(
     x: Tensor, footprints: Sequence[Resize], part: LayerView, ratio: bool = False
 ) -> Tensor:
-    """Resize a part of a feature map by the rules that ``F.interpolate`` has for the whole map.
+    """Resize a part of a feature map as ``F.interpolate`` resizes the whole map.
 
     Shapes: (B, C, *part.input.size) -> (B, C, *part.output.size).
 
     Args:
-        ratio: nearest modes use the factor m / n (:class:`distseg.models.resize.ResizeTo`).
+        ratio: True if nearest modes use the factor m / n
+            (:class:`distseg.models.resize.ResizeTo`).
     """
     spans = [
         Spans(*each)
@@ -117,7 +120,7 @@ def resized(
     if x.device.type == "cpu" and torch.is_autocast_enabled("cpu"):
         x = x.float()  # Autocast runs F.interpolate in float32.
     shares = [_shares_of(x, footprints, spans, dim, ratio) for dim in range(len(spans))]
-    # Gathering cells is several times faster if the channels of each lie side by side.
+    # Gathering cells is several times faster if the channels of each cell are adjacent.
     last, x = (lies_last(x), x.movedim(1, -1))
     # First the dim that shrinks most, so that later dims work on fewer cells.
     for dim in sorted(
@@ -128,7 +131,11 @@ def resized(
 
 
 class _Share(NamedTuple):
-    """Weights of a dim's cells in sums, (cells of a sum, sums); ``parts`` None: all are 1."""
+    """Positions and weights of the cells that are added along a dim.
+
+    Both arrays have shape (cells of a sum, number of sums). ``parts`` holds the weights. It is None
+    if all weights are 1.
+    """
 
     places: np.ndarray
     parts: np.ndarray | None
@@ -185,16 +192,17 @@ def nearest_places(
     device: str,
     last: bool,
 ) -> np.ndarray:
-    """Return the input of each output, (m,), as PyTorch's kernel for these tensors chooses it.
+    """Return, for each of the m output cells, the input cell that a nearest mode copies, (m,).
 
-    Kernels round positions differently, so the kernel itself is asked.
+    PyTorch's kernels round positions differently, so the kernel for such tensors is run to see
+    which cells it chooses.
 
     Args:
         dims: number of spatial dims of the feature map.
         dim: the dim that is resized.
-        last: channels come last in memory.
+        last: True if channels come last in memory.
     """
-    # The kernel resizes the digits of each position, which are exact in bfloat16 too.
+    # The kernel resizes each position's digits to base 128, which bfloat16 holds exactly too.
     digits = (
         torch.arange(n, device=device).view(n, 1)
         // torch.tensor([1, _BASE, _BASE**2, _BASE**3], device=device)
@@ -219,7 +227,7 @@ _BASE = 128
 
 
 def _back(forth: _Share, have: int) -> _Share:
-    """Return the adjoint: for each input the sums that it is in, and its weights there."""
+    """Return the adjoint: for each input cell, the sums that contain it and its weights in them."""
     width, count = forth.places.shape
     inputs, sums = forth.places.ravel(), np.tile(np.arange(count), width)
     parts = np.ones(len(inputs)) if forth.parts is None else forth.parts.ravel()
@@ -234,7 +242,10 @@ def _back(forth: _Share, have: int) -> _Share:
 
 
 class _Weighted(torch.autograd.Function):
-    """Weighted sums of a few cells along a dim; backward is the adjoint, of the same kind."""
+    """Weighted sums of a few cells along a dim.
+
+    The backward pass computes weighted sums too, with the adjoint weights ``back``.
+    """
 
     @staticmethod
     def forward(ctx, x: Tensor, dim: int, forth: _Share, back: _Share) -> Tensor:

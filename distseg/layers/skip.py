@@ -27,7 +27,7 @@ class _Join(torch.autograd.Function):
 
 
 class DensePop(Pop):
-    """Distributed counterpart of :class:`distseg.models.layers.Pop`."""
+    """Distributed counterpart of :class:`distseg.models.layers.Pop`, with dense gradients."""
 
     @staticmethod
     def joined(skip: Tensor, x: Tensor) -> Tensor:
@@ -35,7 +35,7 @@ class DensePop(Pop):
 
 
 class DenseCat(Cat):
-    """Distributed counterpart of :class:`distseg.models.layers.Cat`."""
+    """Distributed counterpart of :class:`distseg.models.layers.Cat`, with dense gradients."""
 
     @staticmethod
     def joined(*maps: Tensor) -> Tensor:

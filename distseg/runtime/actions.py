@@ -1,4 +1,4 @@
-"""Passes of a pipeline schedule: forward, backward, and postponed weight gradients."""
+"""Actions of a pipeline schedule: forward and backward passes, and postponed weight gradients."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from distseg.runtime.operations import Operation
 
 @dataclass(frozen=True)
 class Action(Operation):
-    """Pass of one micro-batch through one stage."""
+    """Action of a pipeline schedule: the work of one stage on one micro-batch."""
 
     stage: int
     micro_batch: int
@@ -18,7 +18,7 @@ class Action(Operation):
 
     @property
     def verb(self) -> str:
-        """Verb of the pass, equal to its kind."""
+        """Word for this action in messages, which is its kind."""
         return self.kind
 
     def _what(self) -> str:

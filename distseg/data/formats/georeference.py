@@ -1,7 +1,8 @@
 """Georeference of an image, taken from its file and written into its class map.
 
-It consists of TIFF tags (GeoTIFF, and GDAL's rational polynomials), copied without interpretation.
-Only a world file is converted, into GeoTIFF's matrix from pixels to the world.
+A georeference consists of TIFF tags (GeoTIFF, and GDAL's rational polynomials), which are copied
+without interpretation. Only a world file is converted, into GeoTIFF's matrix from pixels to the
+world.
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# Tags: scale, tie points, matrix; GeoKeys, their numbers and texts; GDAL's rational polynomials.
+# Tags: scale, tie points, matrix; GeoKeys, the GeoKeys' numbers and texts; GDAL's polynomials.
 _SCALE, _TIE, _MATRIX, _KEYS = 33550, 33922, 34264, 34735
 _TYPES = {_SCALE: 12, _TIE: 12, _MATRIX: 12, _KEYS: 3, 34736: 12, 34737: 2, 50844: 12}
 _RASTER_TYPE, _POINT = 1025, 2  # GTRasterTypeGeoKey, and its value RasterPixelIsPoint
 _CRS_KEYS = 3072, 2048  # ProjectedCSTypeGeoKey, GeographicTypeGeoKey: EPSG codes
 _UNNAMED = 32767  # a CRS without a code
 _TEXT = 2  # type of a tag that holds text
-_MOST = 1 << 16  # largest number of numbers or letters in a tag
+_MOST = 1 << 16  # most numbers or letters that a tag may hold
 _MOST_WORLD = 1 << 12  # bytes of a world file that are read
 
 
@@ -56,7 +57,7 @@ class Georeference:
 
     @property
     def transform(self) -> tuple[float, ...] | None:
-        """The affine transform (a, b, c, d, e, f); None if the tags define another map.
+        """The affine transform (a, b, c, d, e, f); None if the tags define none.
 
         x = a column + b row + c and y = d column + e row + f, where (column, row) is the upper left
         corner of a pixel.
@@ -81,7 +82,11 @@ class Georeference:
 
     @property
     def _matrix(self) -> list[list[float]] | None:
-        """The affine (4, 4) from the upper left corners, or the middles, of pixels to the world."""
+        """The affine matrix (4, 4) from pixels to the world; None if the tags define none.
+
+        It maps the middles of pixels if the tags hold a matrix for these, else their upper left
+        corners.
+        """
         found = dict(self.tags).get(_MATRIX, ())
         if len(found) == 16 and self._points:
             return matrix_of(self)
@@ -91,7 +96,7 @@ class Georeference:
         return [[a, b, 0.0, c], [d, e, 0.0, f], [0.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 1.0]]
 
     def _key(self, key: int) -> int | None:
-        """Return the number of a GeoKey that is stored in place; None without one."""
+        """Return the value of the GeoKey ``key``; None if the list of GeoKeys does not hold it."""
         keys = dict(self.tags).get(_KEYS, ())
         for at in range(4, len(keys) - 3, 4):
             if keys[at] == key and keys[at + 1] == 0:
@@ -106,35 +111,35 @@ class Georeference:
 
 
 def of_matrix(matrix: Sequence[Sequence[float]]) -> Georeference:
-    """Return the georeference of a volume whose affine maps (x, y, z) of a voxel's middle.
+    """Return the georeference of a volume with this affine.
 
     Args:
-        matrix: (4, 4), such as a NIfTI file has.
+        matrix: (4, 4), from (x, y, z) of a voxel's middle to the world, such as a NIfTI file has.
     """
     numbers = tuple(float(n) for row in matrix for n in row)
     return Georeference(((_MATRIX, numbers), (_KEYS, (1, 1, 0, 1, _RASTER_TYPE, 0, 1, _POINT))))
 
 
 def matrix_of(place: Georeference) -> list[list[float]]:
-    """Return the affine (4, 4) of a volume, which :func:`of_matrix` converted.
+    """Return the affine (4, 4) of a volume from a georeference that :func:`of_matrix` made.
 
     Raises:
-        ValueError: the georeference has no such affine.
+        ValueError: the georeference has no affine of a volume.
     """
     found = dict(place.tags).get(_MATRIX, ())
     if len(found) != 16 or not place._points:
-        raise ValueError("the georeference is that of an image, without an affine of a volume")
+        raise ValueError("the georeference belongs to an image, and has no affine of a volume")
     return [list(found[row : row + 4]) for row in range(0, 16, 4)]
 
 
 def difference(a: Georeference | None, b: Georeference | None, size: Sequence[int]) -> str | None:
-    """Return how the places of two images of one size differ, in words; None if they do not.
+    """Return how the georeferences of two images differ, in words; None if they agree.
 
-    Only what both of them say is compared: the numbers of their CRS (EPSG), and where the first and
-    the last pixel lie, of which a shift of half a pixel counts.
+    Only what both georeferences hold is compared: the EPSG codes of their CRS, and the positions
+    of the first and the last pixel, which may differ by up to half a pixel.
 
     Args:
-        a, b: the georeferences; None without one.
+        a, b: the georeferences of the two images; None for an image without one.
         size: the size of both images.
     """
     if a is None or b is None:
@@ -159,7 +164,7 @@ def difference(a: Georeference | None, b: Georeference | None, size: Sequence[in
 
 
 def _at(matrix: Sequence[Sequence[float]], pixel: Sequence[int]) -> list[float]:
-    """Return where a pixel, the slowest dim first, lies in the world."""
+    """Return the world coordinates of a pixel, given by its indices, the slowest dim first."""
     place = [*pixel[::-1], *(0,) * (3 - len(pixel)), 1]
     return [sum(m * n for m, n in zip(row, place)) for row in matrix[:3]]
 
@@ -173,7 +178,7 @@ def _numbers_in_words(numbers: Sequence[float]) -> str:
 
 
 def place_in(page) -> Georeference | None:
-    """Return the georeference in the tags of tifffile's ``page``; None if there is none."""
+    """Return the georeference in the tags of tifffile's ``page``; None without a valid one."""
     found = []
     for code in _TYPES:
         value = page.tags.valueof(code)
@@ -190,9 +195,9 @@ def place_in(page) -> Georeference | None:
 
 
 def with_world_file(place: Georeference | None, path: Path) -> Georeference | None:
-    """Return ``place``, completed by the matrix of a world file beside the image.
+    """Return the georeference ``place``, completed by a world file beside the image.
 
-    The world file is used only if ``place`` does not map pixels itself.
+    The world file is used only if ``place`` has no tie points and no matrix of its own.
     """
     if place is not None and {code for code, _ in place.tags} & {_TIE, _MATRIX}:
         return place
@@ -207,7 +212,7 @@ def with_world_file(place: Georeference | None, path: Path) -> Georeference | No
 def _world(path: Path) -> Sequence[float] | None:
     """Return the six numbers of the first world file beside an image; None without one.
 
-    Its name is NAME.tfw, NAME.tifw or NAME.wld for NAME.tif.
+    The world file of NAME.tif is NAME.tfw, NAME.tifw or NAME.wld.
     """
     ending = path.suffix[1:].lower()
     for name in (f"{ending[:1]}{ending[-1:]}w", f"{ending}w", "wld"):

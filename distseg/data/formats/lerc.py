@@ -14,7 +14,9 @@ _ZLIB, _ZSTD = 1, 2
 
 
 def decoded(data: bytes, samples: int, dtype: np.dtype, alpha: bool) -> np.ndarray:
-    """Return the pixels (rows, columns, samples) of a segment; NaN outside LERC's mask.
+    """Return the pixels (rows, columns, samples) of a segment.
+
+    Pixels outside LERC's mask are NaN.
 
     Args:
         data: LERC's own bytes, from :func:`unpacked`.
@@ -45,11 +47,11 @@ def decoded(data: bytes, samples: int, dtype: np.dtype, alpha: bool) -> np.ndarr
 
 
 def unpacked(data: bytes, added: int, pixels: int) -> bytes:
-    """Return LERC's own bytes of a segment.
+    """Return LERC's own bytes of a segment, without a further compression on top of them.
 
     Args:
         data: the bytes of the segment in the file.
-        added: the second number of the tag ``ADDED``: a further compression on top of LERC.
+        added: the second number of the tag ``ADDED``, which names the further compression.
         pixels: bytes of the segment's pixels, which limit the result.
     """
     import imagecodecs
@@ -61,16 +63,16 @@ def unpacked(data: bytes, added: int, pixels: int) -> bytes:
 
 
 def is_lossy(data: bytes, dtype: np.dtype) -> bool:
-    """Return True if LERC may have changed numbers by more than the rounding of integers."""
+    """Return True if LERC may have changed pixels by more than the rounding of integers."""
     version = struct.unpack_from("<i", data, 6)[0]
     at = 34 + 4 * (version > 2) + 4 * (version > 3) + 8 * (version > 5)
     return struct.unpack_from("<d", data, at)[0] > (0.5 if dtype.kind in "iu" else 0)
 
 
 def _depth(data: bytes) -> int:
-    """Return the number of bands that one blob interleaves.
+    """Return the number of bands that one blob of LERC interleaves.
 
-    Otherwise several blobs hold one band each, one after another.
+    If it is 1, several bands are in several blobs, one after another.
     """
     version = struct.unpack_from("<i", data, 6)[0]
     return struct.unpack_from("<i", data, 22)[0] if version > 3 else 1

@@ -1,4 +1,4 @@
-"""Arrays in memory-mapped files; only the parts in use are in memory."""
+"""Arrays in memory-mapped files, of which only the parts in use are in memory."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def mapped_array(
 ) -> np.ndarray | None:
     """Return an uninitialised array: a small one in memory, a large one in a scratch file.
 
-    The scratch file has no name and vanishes with the array or the process. Its bytes are reserved
-    at once, so that the disk cannot run full later.
+    The scratch file has no name and vanishes with the array or the process. All its bytes are
+    reserved at once, so that the disk cannot run full later.
 
     Args:
         shape: the shape.
@@ -49,7 +49,7 @@ def mapped_array(
 
 
 def copied(array: np.ndarray, part: np.ndarray) -> np.ndarray:
-    """Return a copy of ``part`` of ``array``, and release the array's mapped pages."""
+    """Return a copy of ``part``, a view of ``array``, and release the array's mapped pages."""
     found = np.array(part)
     let_go(array)
     return found

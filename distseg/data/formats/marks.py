@@ -1,8 +1,8 @@
 """Properties of an image that its file declares: orientation, colours and lossy compression.
 
-Viewers and annotation tools turn an image by its EXIF orientation, and distseg reads pixels as they
-are stored. So a turned image would not match its mask. A lossy compression changes values, so
-labels would be wrong.
+Viewers and annotation tools turn an image by its EXIF orientation, but distseg reads pixels as they
+are stored. So a turned image would not match its mask. A lossy compression changes pixel values, so
+the labels of a mask would be wrong.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def check_upright(path: Path, orientation: int) -> None:
     """Refuse an image that viewers would turn or mirror.
 
     Raises:
-        ValueError: naming the orientation.
+        ValueError: the orientation is not 1.
     """
     if orientation != 1:
         raise ValueError(
@@ -52,7 +52,7 @@ def orientation(path: Path, image) -> int:
     from PIL import Image
 
     try:
-        # The method of the base class: that of PNG images would decode all pixels first.
+        # Call the base class's method: the method of PNG images would decode all pixels first.
         found = Image.Image.getexif(image).get(ORIENTATION)
         if found is None and image.format == "PNG" and (late := _late_exif(path)):
             exif = Image.Exif()
@@ -69,7 +69,7 @@ def turned(tag) -> int:
 
 
 def lossy(path: Path, image) -> str | None:
-    """Return the lossy compression of an image that Pillow opened; None if it is lossless."""
+    """Return the name of the lossy compression of Pillow's ``image``; None if it is lossless."""
     if image.format in ("JPEG", "MPO"):
         return "JPEG"
     return "lossy WebP" if image.format == "WEBP" and not _is_lossless_webp(path) else None
@@ -81,7 +81,7 @@ def lossy_tiff(compression: int) -> str | None:
 
 
 def colours(mode: str) -> str:
-    """Return the colours of Pillow's ``mode``, by the same names as :func:`tiff_colours`."""
+    """Return the name of the colours in Pillow's ``mode``; :func:`tiff_colours` uses the same."""
     return _MODES.get(mode, mode)
 
 
@@ -112,7 +112,7 @@ def tiff_palette(page) -> np.ndarray | None:
 
 
 def unread_nodata(page) -> tuple[str, ...]:
-    """Return a note if GDAL's metadata name a colour for no data, since distseg ignores it."""
+    """Return a note if GDAL's metadata name a colour for no data, which distseg does not read."""
     named = _NODATA_COLOUR.search(str(page.tags.valueof(_GDAL_METADATA) or ""))
     if not named:
         return ()
@@ -120,19 +120,23 @@ def unread_nodata(page) -> tuple[str, ...]:
 
 
 def unread_scale(page) -> tuple[str, ...]:
-    """Return a note if GDAL's metadata give a scale or an offset, since pixels stay as stored."""
+    """Return a note if GDAL's metadata give a scale or an offset, which distseg does not apply."""
     given = _SCALES.findall(str(page.tags.valueof(_GDAL_METADATA) or ""))
     found = {f"the {role} {value}" for role, value in given if float(value) != (role == "scale")}
     if not found:
         return ()
     said = " and ".join(sorted(found))
-    return (f"declares {said}, not applied: pixels stay as stored, so all images need the same",)
+    return (
+        f"declares {said}, not applied: pixels stay as stored, so all images must have the same",
+    )
 
 
 def tiff_colours(page, bands: int) -> str | None:
-    """Return the colours of the decoded bands by the tags of tifffile's ``page``.
+    """Return the name of the colours of the decoded bands; None if the tags do not tell.
 
-    None means that the tags leave it open.
+    Args:
+        page: tifffile's page, which has the tags.
+        bands: number of decoded bands.
     """
     kind = getattr(page.photometric, "name", None)
     alpha = any(extra in _ALPHA for extra in page.extrasamples)
@@ -149,7 +153,7 @@ def tiff_colours(page, bands: int) -> str | None:
 
 
 def _late_exif(path: Path) -> bytes:
-    """Return the EXIF data of a PNG, which may come after the pixels; empty if there are none."""
+    """Return the EXIF data of a PNG file, even if they follow the pixels; empty without any."""
     with open(path, "rb", buffering=0) as file:
         file.seek(8)
         while len(head := file.read(8)) == 8 and head[4:] != b"eXIf" and head[4:].isalpha():
@@ -160,7 +164,7 @@ def _late_exif(path: Path) -> bytes:
 
 
 def _is_lossless_webp(path: Path) -> bool:
-    """Return True if the first chunk of pixels is lossless.
+    """Return True if the first chunk of pixels of a WebP file is lossless.
 
     Other chunks, such as colour profiles, may come before it.
     """

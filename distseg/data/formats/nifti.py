@@ -2,7 +2,7 @@
 
 nibabel reads and writes the headers. Voxels are read from the file itself, which is mapped into
 memory; a packed file is unpacked into a scratch file first. A NIfTI array has the axes (x, y, z,
-time); here a volume is (bands, z, y, x), so its times are its bands.
+time), but a volume of distseg is (bands, z, y, x), so each time becomes a band.
 """
 
 from __future__ import annotations
@@ -34,12 +34,13 @@ class NiftiReader(Reader):
 
     Args:
         path: the file.
-        dims: spatial dims; by default 3, or 2 for a single slice.
+        dims: number of spatial dims; by default 3, or 2 for a single slice.
         scratch: folder for the unpacked voxels of a packed file.
-        labels: read whole numbers, as label maps have, though they may be stored as floats.
+        labels: True to return whole numbers, as label maps need, though they may be stored as
+            floats.
 
     Attributes:
-        place: the affine of the file as a georeference: from (x, y, z) of a voxel's middle to
+        place: the affine of the file as a georeference. It maps (x, y, z) of a voxel's middle to
             millimetres.
     """
 
@@ -56,8 +57,8 @@ class NiftiReader(Reader):
         if dims == 2 or (dims is None and spatial[2] == 1):
             if spatial[2] != 1:
                 raise ValueError(
-                    f"it has {spatial[2]} slices of {spatial[1]}x{spatial[0]}, but images of 2 "
-                    "dims are read: prepare volumes"
+                    f"it has {spatial[2]} slices of {spatial[1]}x{spatial[0]}, but an image of "
+                    "2 dims is needed: write each slice into its own file, or prepare volumes"
                 )
             spatial = spatial[:2]
         self.size, self.bands = tuple(spatial[::-1]), int(bands)
@@ -89,7 +90,7 @@ class NiftiReader(Reader):
         elif (there := self.path.stat().st_size - self._offset) < self._bytes:
             raise ValueError(
                 f"its header says {Size(self.size)} voxels of {self._stored}, {self._bytes} bytes, "
-                f"but it has {max(0, there)}"
+                f"but the file has {max(0, there)}"
             )
 
     def _read(self, box: Box) -> np.ndarray:
@@ -103,8 +104,8 @@ class NiftiReader(Reader):
             whole = np.rint(found)
             if not np.array_equal(whole, found):
                 raise ValueError(
-                    f"{self.path} is a mask, but it holds {found[whole != found][0]}, which is no "
-                    "whole number: write the labels of classes"
+                    f"{self.path} is a mask, but it holds {found[whole != found][0]}, which is not "
+                    "a whole number: write the numbers of the classes"
                 )
             found = whole
         return found.astype(self.dtype)
@@ -134,7 +135,7 @@ class NiftiReader(Reader):
                     array[at : at + len(piece)] = np.frombuffer(piece, np.uint8)
                     at += len(piece)
                     let_go(array)
-                while file.read(_PIECE):  # at the end its checksum is compared
+                while file.read(_PIECE):  # gzip compares its checksum at the end
                     pass
         except (EOFError, OSError, zlib.error) as e:
             raise ValueError(f"{self.path} is damaged or cut off ({e}): copy it again") from e
@@ -154,8 +155,8 @@ def write_nifti(
         path: the file to write.
         found: classes (z, y, x) uint8.
         place: the affine of the volume; None for voxels of 1 mm at the origin.
-        identity: a text that :func:`identity_in_nifti` finds again.
-        advance: called with the number of voxels after each slice.
+        identity: a text to store in the header, which :func:`identity_in_nifti` reads.
+        advance: called after each slice with its number of voxels.
     """
     header = _imported(path).Nifti1Header()
     header.set_data_dtype(np.uint8)
@@ -175,18 +176,29 @@ def write_nifti(
 
 
 def identity_in_nifti(path: Path) -> str | None:
-    """Return the identity in a class map that distseg wrote; None for others."""
+    """Return the identity text in a class map that distseg wrote; None for other files."""
     text = bytes(_imported(path).load(path).header["descrip"]).rstrip(b"\0").decode("latin-1")
     return text.removeprefix(_KEY) if text.startswith(_KEY) else None
 
 
 def check_nifti() -> None:
-    """Raise an ImportError with the line that installs nibabel, if it is not installed."""
+    """Raise an error if nibabel, which writes class maps as NIfTI, is not installed.
+
+    Raises:
+        ValueError: nibabel is not installed; the message names the line that installs it.
+    """
     _imported("class maps as NIfTI")
 
 
 def _imported(what: Path | str) -> Any:
-    """Return the module nibabel, which is an optional package."""
+    """Return the module nibabel, which is an optional package.
+
+    Args:
+        what: the file, or the task, that needs nibabel, for the message.
+
+    Raises:
+        ValueError: nibabel is not installed; the message names the line that installs it.
+    """
     try:
         import nibabel
     except ImportError as e:

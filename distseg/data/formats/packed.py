@@ -22,15 +22,15 @@ _RATIOS = ((1, 1), (6, 5), (4, 3), (3, 2), (16, 9), (5, 4), (2, 1))  # width to 
 
 
 def fits(compression: int, pixels: int, packed: int) -> bool:
-    """Return True if ``packed`` bytes of a segment can hold ``pixels`` bytes of pixels."""
+    """Return True if a segment of ``packed`` bytes can decode to ``pixels`` bytes."""
     most = MOST_PACKED.get(compression)
     return most is None or pixels // most <= packed <= 2 * pixels + _MORE
 
 
 def unpacks_to_more(data: bytes, pixels: int) -> bool:
-    """Return True if a deflated segment holds clearly more than ``pixels`` bytes.
+    """Return True if a deflated segment unpacks to clearly more than ``pixels`` bytes.
 
-    The check needs little memory.
+    The segment is unpacked piece by piece, so the check needs little memory.
     """
     stream, left = zlib.decompressobj(), pixels + _MORE
     for start in range(0, len(data), _PIECE):
@@ -44,12 +44,12 @@ def unpacks_to_more(data: bytes, pixels: int) -> bool:
 
 
 def says_size(compression: int) -> bool:
-    """Return True if segments of this ``compression`` have a header that :func:`size_of` reads."""
+    """Return True if :func:`size_of` can read the header of segments of this ``compression``."""
     return compression in _SIZES
 
 
 def size_of(compression: int, data: bytes) -> tuple[int, int] | None:
-    """Return (height, width) in the header of a segment; None if it has no size."""
+    """Return (height, width) from the header of a segment; None if the header has no size."""
     try:
         return _SIZES[compression](data)
     except (struct.error, IndexError, ValueError):
@@ -94,7 +94,7 @@ def _jpeg_2000(data: bytes) -> tuple[int, int]:
 
 
 def _jpeg_xl(data: bytes) -> tuple[int, int]:
-    """Return the size in the header of a codestream, bare or in a container.
+    """Return (height, width) from the header of a codestream, bare or in a container.
 
     Source: ISO/IEC 18181-1, SizeHeader.
     """

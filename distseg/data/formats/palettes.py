@@ -16,7 +16,7 @@ def class_colours(
     Args:
         masks: (path, palette) of each label map; a palette is (entries, 3) uint8 or None.
         classes: number of classes.
-        values: mask values that stand for other labels.
+        values: labels by mask value, for mask values that stand for other labels.
 
     Returns:
         Colours (classes, 3) uint8, or None if no palette is usable; and the notes.
@@ -30,8 +30,8 @@ def class_colours(
             chosen, where = found, path
         elif not np.array_equal(found, chosen):
             return chosen, [
-                f"note: {path} has other colours in its palette than {where}, whose colours class "
-                "maps get"
+                f"note: {path} has other colours in its palette than {where}, whose colours "
+                "class maps use"
             ]
     return chosen, []
 
@@ -39,8 +39,8 @@ def class_colours(
 def _colours(palette: np.ndarray, classes: int, values: Mapping[int, int]) -> np.ndarray | None:
     """Return the colour of each class; None if the palette is not usable.
 
-    It is not usable if entries are missing, if two classes have the same colour, or if it is a grey
-    scale.
+    The palette is not usable if entries are missing, if two classes have the same colour, or if it
+    is a grey scale.
     """
     stands_for = {label: value for value, label in reversed(values.items())}
     numbers = [stands_for.get(label, label) for label in range(classes)]

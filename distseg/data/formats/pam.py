@@ -1,6 +1,6 @@
 """Read GDAL's metadata file NAME.EXT.aux.xml (PAM), which GDAL writes beside other formats.
 
-It may hold the number for no data and a georeference.
+The file may hold the number for no data and a georeference.
 """
 
 from __future__ import annotations

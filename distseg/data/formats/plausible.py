@@ -12,9 +12,9 @@ from pathlib import Path
 from distseg.config.sizes import Size
 from distseg.config.units import si
 
-# Most bytes of pixels per byte of a file. Deflate's longest match, 258 bytes, takes two bits.
-# A JPEG takes at least one bit for 64 pixels of a band with Huffman coding; arithmetic coding,
-# which few files have, can take less.
+# Largest possible number of bytes of pixels per byte of a file. Deflate's longest match, 258 bytes,
+# takes two bits. A JPEG takes at least one bit for 64 pixels of a band with Huffman coding;
+# arithmetic coding, which few files have, can take less.
 MOST_PACKED = {"PNG": 1032, "JPEG": 8 * 64 * 64, "MPO": 8 * 64 * 64, "BMP": 1032}
 _CGROUPS = Path("/sys/fs/cgroup")
 
@@ -25,11 +25,12 @@ def check_bytes(path: Path, size, pixel_bits: int, packed: int) -> None:
     Args:
         path: the file.
         size: the size of the image in its header.
-        pixel_bits: bits of a pixel.
-        packed: the most bytes of pixels per byte of the file.
+        pixel_bits: number of bits of a pixel.
+        packed: largest possible number of bytes of pixels per byte of the file.
 
     Raises:
-        ValueError: naming the declared size, and the most that the file can hold.
+        ValueError: the file is too small; the message names the declared size, and the largest
+            size that the file can hold.
     """
     stored, claimed = os.path.getsize(path), -(-Size(size).volume * pixel_bits // 8)
     if claimed > stored * packed:
@@ -49,7 +50,7 @@ def check_memory(path: Path, what: str, needed: int) -> None:
         needed: bytes of memory for decoding.
 
     Raises:
-        ValueError: naming the needed and the free bytes.
+        ValueError: too few bytes are free; the message names the needed and the free bytes.
     """
     if needed > (free := free_memory()):
         raise ValueError(
@@ -60,7 +61,11 @@ def check_memory(path: Path, what: str, needed: int) -> None:
 
 
 def free_memory() -> int:
-    """Return the bytes this process may still use: the least of machine, job and own limit."""
+    """Return how many bytes of memory this process may still use.
+
+    This is the smallest of the free memory of the machine, of the process's control groups (its
+    job), and of the process's own limit.
+    """
     return min(_of_machine(), _of_job(), _of_process())
 
 
@@ -73,10 +78,10 @@ def _of_machine() -> int:
 
 
 def _of_job() -> int:
-    """Return the bytes that the control groups of this process leave.
+    """Return how many bytes the limits of this process's control groups leave free.
 
-    The group of the process and all its parents count. Inactive files in the page cache count as
-    free.
+    The group of the process and all its parent groups have limits. Inactive files in the page cache
+    count as free.
     """
     found = [1 << 62]
     try:

@@ -1,7 +1,7 @@
 """Open image files of all common formats: ``open_image(path).read(box)``.
 
-TIFF and npy files are read box by box. PNG, JPEG and others can only be decoded as a whole. That
-happens with the first read, and the decoded image stays in a scratch file until the reader is
+TIFF and npy files are read box by box. PNG, JPEG and other files can only be decoded as a whole.
+The first read decodes them, and the decoded image stays in a scratch file until the reader is
 dropped. A size in a header is accepted only if the file has enough bytes for it.
 """
 
@@ -42,13 +42,13 @@ _HEADERS = {
 
 
 def suffix_of(path: str | Path) -> str:
-    """Return the ending of a file's name in small letters; of packed NIfTI it is ``.nii.gz``."""
+    """Return the ending of a file's name in small letters: ``.nii.gz`` for packed NIfTI files."""
     name = os.path.basename(path).lower()
     return ".nii.gz" if name.endswith(".nii.gz") else os.path.splitext(name)[1]
 
 
 def stem_of(path: str | Path) -> str:
-    """Return the name of a file without its ending, after which images are named."""
+    """Return the name of a file without its ending, which becomes the name of the image."""
     name = os.path.basename(path)
     return name[: len(name) - len(suffix_of(name))]
 
@@ -60,17 +60,17 @@ def open_image(
 
     Args:
         path: the file.
-        dims: spatial dims, for npy and TIFF. By default an array of three axes, or a stack of
-            unnamed pages, is an image with bands.
-        scratch: folder for images that are decoded as a whole; ``memory`` for none; None for the
-            system's folder for temporary files.
-        alpha: what becomes of transparency. ``mask``: it is not a band, and pixels where it is 0
-            have no data. ``band``: it is a band like others.
+        dims: number of spatial dims. If None, an npy array of three axes, or a stack of unnamed
+            TIFF pages, is an image with bands.
+        scratch: folder for images that are decoded as a whole; None for the system's folder for
+            temporary files; ``memory`` to keep the decoded images in memory.
+        alpha: how transparency is read. ``mask``: fully transparent pixels have no data, and the
+            transparency is not a band of the image. ``band``: it is read as an ordinary band.
 
     Raises:
         FileNotFoundError: the file does not exist.
-        ValueError: the file is no image or damaged, viewers would turn it, or its values cannot be
-            read unchanged.
+        ValueError: the file is damaged or not an image, its orientation tag makes viewers turn
+            it, or its values cannot be read unchanged.
     """
     reader = _opened(Path(path), dims, scratch, alpha)
     if reader.coded:
@@ -104,7 +104,7 @@ def _opened(
         with readable(beside):
             reader.add_mask(
                 _tiff().open_mask_file(beside, reader.size, scratch),
-                "has a validity mask beside it (.msk): where that is 0 there is no data",
+                "has a validity mask beside it (.msk): pixels where the mask is 0 have no data",
                 beside,
             )
     if reader.nodata is None:
@@ -112,14 +112,14 @@ def _opened(
     reader.place = with_world_file(reader.place, path)
     if reader.place is None and pam.has_place(path):
         reader.notes += (
-            "lies at a place that only the file beside it says (.aux.xml), which class maps do "
-            "not get: write it into the file, such as with 'gdal_translate'",
+            "has a georeference only in the file beside it (.aux.xml), which is not copied into "
+            "class maps: write it into the image file, such as with 'gdal_translate'",
         )
     return reader
 
 
 def _take_nodata_beside(reader: Reader) -> None:
-    """Take the number for no data from GDAL's metadata file beside an image."""
+    """Set the reader's number for no data from GDAL's metadata file beside the image, if any."""
     values = pam.nodata_values(reader.path)
     if len(values) == 1:
         reader.nodata = declared(reader.path, values[0], reader.dtype)
@@ -129,8 +129,8 @@ def _take_nodata_beside(reader: Reader) -> None:
         reader.sources.append(pam.beside(reader.path))
     elif values:
         reader.notes += (
-            "has another number for no data in each band, as the file beside it says (.aux.xml): "
-            f"they are not read: {', '.join(values)}",
+            "has different numbers for no data in its bands, as the file beside it says "
+            f"(.aux.xml), which are not read: {', '.join(values)}",
         )
 
 
@@ -162,11 +162,13 @@ def _tiff() -> ModuleType:
 
 
 def open_mask(path: str | Path, dims: int = 2) -> Reader:
-    """Open a label map: one band of integers. In a palette image these are the palette's indices.
+    """Open a label map: one band of integers.
+
+    The integers of a palette image are the indices into its palette.
 
     Args:
         path: the file.
-        dims: spatial dims.
+        dims: number of spatial dims.
 
     Raises:
         FileNotFoundError: the file does not exist.
@@ -186,22 +188,22 @@ def open_mask(path: str | Path, dims: int = 2) -> Reader:
             else "convert it to whole numbers, such as with 'gdal_translate -ot Byte'"
         )
         raise ValueError(
-            f"{path} has {reader.bands} bands of {reader.dtype}, but a mask is one band of whole "
-            f"numbers, the labels: {repair}"
+            f"{path} has {reader.bands} bands of {reader.dtype}, but a mask must be one band of "
+            f"whole numbers, the labels: {repair}"
         )
     return reader
 
 
 def open_coloured(path: str | Path, dims: int = 2) -> Reader:
-    """Open a picture whose colours stand for classes, as red, green and blue, uint8.
+    """Open a mask whose colours stand for classes. The reader returns red, green, blue as uint8.
 
     Args:
         path: the file.
-        dims: spatial dims.
+        dims: number of spatial dims.
 
     Raises:
         FileNotFoundError: the file does not exist.
-        ValueError: the file is no picture in colours, or its compression is lossy.
+        ValueError: the file does not hold 8-bit colours or greys, or its compression is lossy.
     """
     path = Path(path)
     reader = _opened(path, dims, alpha=MASK)
@@ -217,14 +219,19 @@ def open_coloured(path: str | Path, dims: int = 2) -> Reader:
     if reader.bands != 3 or reader.dtype != np.uint8:
         raise ValueError(
             f"{path} has {reader.bands} bands of {reader.dtype}, but a mask whose colours stand "
-            "for classes has three bytes a pixel, red, green and blue: convert it, or leave the "
-            "colours out of --classes if masks hold numbers"
+            "for classes must have three bytes per pixel, red, green and blue: convert it, or "
+            "leave the colours out of --classes if masks hold numbers"
         )
     return reader
 
 
 class _Unpacked(Reader):
-    """Reader of the colours of an image that holds indices into a palette, or greys."""
+    """Reader that converts a palette image or a grey image to red, green and blue.
+
+    Args:
+        indices: the reader of the palette's indices, or of the greys.
+        palette: (entries, 3) uint8, the colour of each index; by default the image's own palette.
+    """
 
     bands, dtype = 3, np.dtype(np.uint8)
 
@@ -240,7 +247,7 @@ class _Unpacked(Reader):
         return self._indices.masked
 
     def read_valid(self, box: Box) -> tuple[np.ndarray, np.ndarray | None]:
-        """Return the colours of a box, (3, *box.size), and where there is data."""
+        """Return the colours of a box, (3, *box.size), and its validity mask, None without one."""
         numbers, valid = self._indices.read_valid(box)
         return np.moveaxis(self._palette[numbers[0]], -1, 0), valid
 
@@ -250,7 +257,7 @@ class _Unpacked(Reader):
 
 
 class NpyReader(Reader):
-    """Reader of a npy file, memory-mapped: (bands, *size), or (*size) for one band.
+    """Reader of a memory-mapped npy file with shape (bands, *size), or (*size) for one band.
 
     An array (height, width, bands) is accepted if its last axis has at most 4 entries and its first
     axis has more.
@@ -283,8 +290,8 @@ def _mapped(path: Path) -> np.ndarray:
         version = np.lib.format.read_magic(file)
         if version not in _HEADERS:
             raise ValueError(
-                f"{path} is of version {version[0]}.{version[1]} of npy, for named fields: store "
-                "plain numbers"
+                f"{path} is in version {version[0]}.{version[1]} of npy, which is for named "
+                "fields: store plain numbers"
             )
         shape, by_columns, dtype = _HEADERS[version](file)
         if dtype.hasobject or dtype.kind not in "biuf":
@@ -296,7 +303,7 @@ def _mapped(path: Path) -> np.ndarray:
     there = os.path.getsize(path) - offset
     if needed > there or min(shape, default=0) < 1:
         words = f"it holds {'x'.join(map(str, shape))} numbers of {dtype}, {needed} bytes"
-        raise ValueError(f"its header says that {words}, but it has {there}")
+        raise ValueError(f"its header says that {words}, but the file has {there}")
     return np.memmap(path, dtype, "r", offset, shape, "F" if by_columns else "C")
 
 
@@ -305,11 +312,11 @@ class PillowReader(Reader):
 
     Args:
         path: the file.
-        palette: read palette images as the palette's indices, without transparency, as for label
-            maps.
+        palette: True to read palette images as indices into the palette, without transparency,
+            as label maps need.
         scratch: folder for the decoded image (:func:`open_image`).
-        alpha: what becomes of transparency (:func:`open_image`). A transparent colour always means
-            no data.
+        alpha: how transparency is read (:func:`open_image`). Pixels of a colour that the file
+            declares transparent have no data in either case.
     """
 
     def __init__(
@@ -326,7 +333,7 @@ class PillowReader(Reader):
             keyed = self._key(image) is not None
             if keyed or (alpha == MASK and mode in _WITHOUT_ALPHA):
                 self.alpha = len(sample) - 1
-                note = "has a transparent colour: where that is there is no data"
+                note = "has a transparent colour: pixels of this colour have no data"
                 self.notes += (note if keyed else note_of_alpha(self.alpha),)
             self.bands, self.dtype = len(sample) - (self.alpha is not None), plain(sample.dtype)
             if mode == "P":
@@ -369,8 +376,8 @@ class PillowReader(Reader):
     def _decoded(self, image) -> np.ndarray:
         """Return the pixels of Pillow's ``image``, (bands, height, width).
 
-        Palette images become their colours or, for masks, the palette's indices. A transparent
-        colour becomes a further band.
+        A palette image is returned as its colours or, for masks, as indices into its palette. A
+        transparent colour adds a last band, which is 0 at pixels of this colour and 1 elsewhere.
         """
         mode = self._mode(image)
         array = np.asarray(image if image.mode == mode else image.convert(mode))
@@ -395,7 +402,7 @@ class PillowReader(Reader):
 
 
 def _tiny(image):
-    """Return an image of one pixel and the same mode, whose decoding shows bands and dtype."""
+    """Return an image of one pixel in the same mode, to find out bands and dtype by decoding it."""
     from PIL import Image
 
     tiny = Image.new(image.mode, (1, 1))
@@ -417,12 +424,12 @@ def pillow(path: Path):
 
 
 def _stored_bits(mode: str) -> int:
-    """Return the least bits that a pixel of Pillow's ``mode`` takes in a file."""
+    """Return the smallest number of bits that a pixel of Pillow's ``mode`` takes in a file."""
     return 1 if mode in ("1", "P") else {"I;16": 16, "I;16B": 16, "I": 16}.get(mode, 8)
 
 
 def _decoding(image) -> int:
-    """Return the bytes of memory that Pillow needs per pixel while it decodes an image."""
+    """Return how many bytes of memory per pixel Pillow needs to decode ``image``."""
     own = {"1": 1, "L": 1, "P": 1, "I;16": 2, "I;16B": 2}.get(image.mode, 4)
     if image.format == "WEBP":
         return 4 * own  # the decoder makes copies

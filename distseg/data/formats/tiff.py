@@ -1,4 +1,4 @@
-"""TIFF files as images: the pages to read, and the meaning of their numbers by their tags.
+"""Open TIFF files as images: choose the pages, and learn from tags what their numbers mean.
 
 :mod:`distseg.data.formats.tiff_segments` reads the pixels.
 """
@@ -27,16 +27,16 @@ _PALETTE = 3  # PhotometricInterpretation of palette images
 
 
 def open_tiff(path: Path, dims: int | None, scratch: str | None, alpha: str) -> Reader:
-    """Open the first image of a file at full size.
+    """Open the first image of full size in a TIFF file.
 
     Args:
         path: the file.
-        dims: 3 makes unnamed pages slices of a volume instead of bands.
+        dims: 3 to read unnamed pages as slices of a volume, not as bands.
         scratch: folder for decoded strips (:func:`distseg.data.formats.mapped.mapped_array`).
-        alpha: what becomes of transparency (:func:`distseg.data.formats.readers.open_image`).
+        alpha: how transparency is read (:func:`distseg.data.formats.readers.open_image`).
 
     Raises:
-        ValueError: the file is damaged, or distseg does not read its form.
+        ValueError: the file is damaged, or distseg does not read TIFF files of its kind.
     """
     file, pages = _opened(path)
     reader = TiffReader(path, file, pages, dims, scratch, alpha)
@@ -47,13 +47,18 @@ def open_tiff(path: Path, dims: int | None, scratch: str | None, alpha: str) -> 
 def open_mask_file(
     path: Path, size: tuple[int, ...], scratch: str | None
 ) -> Callable[[Box], np.ndarray]:
-    """Open a validity mask in a file of its own.
+    """Open a file that holds the validity mask of an image.
+
+    Args:
+        path: the file.
+        size: the size of the image.
+        scratch: folder for decoded strips (:func:`distseg.data.formats.mapped.mapped_array`).
 
     Returns:
         A function from a box to (*box.size) bool, True where there is data.
 
     Raises:
-        ValueError: the mask has another ``size`` than its image, or several bands.
+        ValueError: the mask has another size than the image, or several bands.
     """
     file, pages = _opened(path)
     return Mask(path, file, Segments(path, file, pages.image, None, None, scratch), size)
@@ -76,7 +81,7 @@ class Mask:
             )
             raise ValueError(
                 f"{path} has a validity mask of {size_text}, but the image has {Size(size)} "
-                "pixels, and one band says where there is data: write it anew, or remove it"
+                "pixels, and a mask must have one band of this size: write it anew, or remove it"
             )
         segments.try_first()
         self._segments = segments
@@ -86,7 +91,7 @@ class Mask:
 
 
 class TiffReader(Reader):
-    """Reader of the image on some ``pages`` of a file."""
+    """Reader of the image on the chosen ``pages`` of a TIFF file."""
 
     def __init__(
         self,
@@ -115,7 +120,7 @@ class TiffReader(Reader):
             self.decoding = max(self.decoding, mask.decoding)
             self.add_mask(
                 Mask(path, file, mask, self.size),
-                "has a validity mask: where that is 0 there is no data",
+                "has a validity mask: pixels where the mask is 0 have no data",
             )
         self.coded = page.photometric == _PALETTE
         self.colours = marks.tiff_colours(page, self.bands)
@@ -132,7 +137,7 @@ class TiffReader(Reader):
         """Decode one strip or tile, so that an unreadable file is refused at once.
 
         Raises:
-            ValueError: naming the cause.
+            ValueError: the strip or tile cannot be decoded; the message names the cause.
         """
         marks.check_upright(self.path, self.orientation)
         self._pixels.try_first()

@@ -13,12 +13,13 @@ _MOST_TAGS = 1 << 12  # tags of a page that are read
 
 
 def page_kinds(path: Path) -> dict[int, int]:
-    """Return the kind of each page (NewSubfileType) by the byte at which its tags begin.
+    """Return the kind (NewSubfileType) of each page of a TIFF file.
 
-    The result is empty if the file is no TIFF.
+    The keys of the result are the positions in the file, in bytes, at which the tags of the pages
+    begin. The result is empty if the file is no TIFF.
 
     Raises:
-        ValueError: the list of pages is circular, so that a decoder may never return.
+        ValueError: the list of pages is circular, so a decoder might never return.
     """
     found: dict[int, int] = {}
     with open(path, "rb") as file:

@@ -14,7 +14,7 @@ from tifffile import TiffFile, TiffPageSeries
 from distseg.config.sizes import Size
 from distseg.data.formats.tiff_chain import MASK, REDUCED
 
-_BY_LIKENESS = ("generic", "uniform")  # series of pages that only share their form
+_BY_LIKENESS = ("generic", "uniform")  # series of pages that only share their shape and dtype
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Pages:
 
 
 def choose(path: Path, file: TiffFile, kinds: Mapping[int, int]) -> Pages:
-    """Return the first image at full size, its validity mask, and notes on other pages.
+    """Return the first image of full size, its validity mask, and notes on the other pages.
 
     Args:
         path: the file, for messages.
@@ -61,7 +61,7 @@ def choose(path: Path, file: TiffFile, kinds: Mapping[int, int]) -> Pages:
 def _by_kind(
     path: Path, series: TiffPageSeries, kinds: Mapping[int, int]
 ) -> Iterator[tuple[int, TiffPageSeries]]:
-    """Yield (kind, pages) of a series, split if it holds several kinds.
+    """Yield (kind, series) for each kind of page in a series.
 
     tifffile puts an image and a mask of the same form into one series.
     """
@@ -75,8 +75,8 @@ def _by_kind(
         return
     if series.kind not in _BY_LIKENESS:
         raise ValueError(
-            f"{path} names pages of one image that are full images, reduced ones or masks: write "
-            "each into a file of its own"
+            f"{path} declares pages of different kinds (full images, reduced images, masks) as "
+            "one image: write each kind into a file of its own"
         )
     for kind, pages in there.items():
         form = series.keyframe
@@ -100,7 +100,7 @@ def _pixels(series: TiffPageSeries) -> int:
 
 
 def _in_words(series: TiffPageSeries) -> str:
-    """Return the size and form of an image in words."""
+    """Return the size, bands, dtype and number of pages of an image in words."""
     page, pages = series.keyframe, len(series.pages)
     size = Size([page.imagedepth, page.imagelength, page.imagewidth][page.imagedepth == 1 :])
     on = f" on {pages} pages" if pages > 1 else ""

@@ -35,7 +35,7 @@ _AT_ONCE = 1 << 24
 
 
 class Segments:
-    """Reader of boxes of a series.
+    """Reader of boxes of pixels in a series of TIFF pages.
 
     The axes of a series, such as YXS, CYX or ZYX, tell which dims are spatial and which are bands.
 
@@ -43,14 +43,13 @@ class Segments:
         path: the file.
         file: the open file.
         series: the pages.
-        dims: 3 makes unnamed pages slices of a volume.
-        alpha: index of the band that is transparency, which LERC may store as its mask; None for
-            none.
+        dims: 3 to read unnamed pages as slices of a volume, not as bands.
+        alpha: index of the band of transparency; None without one. LERC may store it as its mask.
         scratch: folder for decoded strips (:func:`distseg.data.formats.mapped.mapped_array`).
 
     Raises:
-        ValueError: the file cannot hold what its header declares, or distseg does not read its
-            form.
+        ValueError: the file has too few bytes for the size in its header, or distseg does not
+            read its axes or its compression.
     """
 
     def __init__(
@@ -65,14 +64,14 @@ class Segments:
         self.path, self._file, self._series = path, file, series
         self._alpha, self._scratch = alpha, scratch
         self._axes, shape = named_axes(path, series, dims)
-        # True if several pages that no name explains are read as bands.
+        # True if the series has several pages, and no tag says whether they are bands or slices.
         self.stack = any(axis in UNNAMED and n > 1 for axis, n in zip(series.axes, series.shape))
         self.size = tuple(n for a, n in zip(self._axes, shape) if a in "ZYX")
         self.bands = math.prod(n for a, n in zip(self._axes, shape) if a in BANDS)
         self.dtype = plain(series.dtype)
         unnamed = len(series.pages) > 1 and any(a in UNNAMED for a in self._axes)
         self.notes = (
-            (f"has {self.bands} pages that do not say what they are, which are taken as bands",)
+            (f"has {self.bands} pages that do not say what they are, so they are read as bands",)
             if unnamed
             else ()
         )
@@ -89,7 +88,7 @@ class Segments:
             return self._decoded(box).reshape(self.bands, *box.size)
         where = dict(zip((a for a in self._axes if a in "ZYX"), box.slices))
         part = self._map[tuple(where.get(a, slice(None)) for a in self._axes)]
-        # Move the axis of bands to the front; sorted() keeps the order of the others.
+        # Move the axis of bands to the front; sorted() keeps the order of the other axes.
         order = sorted(range(part.ndim), key=lambda axis: self._axes[axis] in "ZYX")
         return copied(self._map, part.transpose(order)).reshape(self.bands, *box.size)
 
@@ -97,7 +96,7 @@ class Segments:
         """Decode one strip or tile, so that an unreadable file is refused at once.
 
         Raises:
-            ValueError: naming the cause.
+            ValueError: the strip or tile cannot be decoded; the message names the cause.
         """
         if self._map is None:
             with readable(self.path):
@@ -105,7 +104,7 @@ class Segments:
 
     @property
     def lossy_lerc(self) -> bool:
-        """True if LERC may have changed numbers, by the header of the first segment."""
+        """True if the header of the first segment says that LERC may have changed the pixels."""
         if self._layout.compression != packed.LERC:
             return False
         data = self._raw(self._series.pages[0], 0)
@@ -116,20 +115,25 @@ class Segments:
         return self._series.keyframe
 
     def _mapped(self, shape: list[int]) -> np.ndarray:
-        """Return the memory-mapped array of an uncompressed series."""
+        """Return the memory-mapped array of an uncompressed series.
+
+        Raises:
+            ValueError: the file is too short.
+        """
         stored = np.dtype(self._series.dtype).newbyteorder(self._file.byteorder)
         there = os.path.getsize(self.path) - self._series.dataoffset
         needed = math.prod(int(n) for n in shape) * stored.itemsize
         if needed > there:
             words = f"it holds {Size(shape)} numbers of {stored}, {needed} bytes"
-            raise ValueError(f"its header says that {words}, but it has {there}")
+            raise ValueError(f"its header says that {words}, but the file has {there}")
         return np.memmap(self.path, stored, "r", self._series.dataoffset, tuple(shape))
 
     def _check_pages(self) -> None:
         """Refuse pages in other files, and compressed pages along several axes."""
         if any(page is None for page in self._series.pages):
             raise ValueError(
-                f"{self.path} has pages in other files, which are not opened: write them into one"
+                f"{self.path} has pages in other files, which are not opened: write all pages into "
+                "one file"
             )
         if len(self._pages_axes) > 1:
             raise ValueError(
@@ -138,7 +142,7 @@ class Segments:
             )
 
     def _check_form(self) -> None:
-        """Refuse forms that programs read differently, or whose size is unknown before decoding."""
+        """Refuse encodings that programs read differently, or whose decoded size is unknown."""
         layout = self._layout
         convert = "convert it, such as with 'gdal_translate -co COMPRESS=DEFLATE'"
         kind = getattr(layout.compression, "name", layout.compression)
@@ -159,7 +163,7 @@ class Segments:
         if layout.compression in TIFF.IMAGE_COMPRESSIONS and not packed.says_size(
             layout.compression
         ):
-            raise ValueError(f"{self.path} is packed by {kind}, which is not read: {convert}")
+            raise ValueError(f"{self.path} is compressed by {kind}, which is not read: {convert}")
 
     def _check_segments(self) -> None:
         """Refuse pages that lack segments, and segments too large to decode in memory."""
@@ -168,14 +172,16 @@ class Segments:
         for page in self._series.pages:
             if len(page.dataoffsets) != needed or len(page.databytecounts) != needed:
                 words = f"{Size(self.size)} pixels are in {needed} strips or tiles"
-                raise ValueError(f"its header says that {words}, but lists {len(page.dataoffsets)}")
+                raise ValueError(
+                    f"its header says that {words}, but it lists {len(page.dataoffsets)}"
+                )
         self._segment_bytes = math.prod(int(n) for n in layout.chunks) * layout.dtype.itemsize
         size, taken = Size(self._edges[layout.tiledepth <= 1 :]), 3 * self._segment_bytes
         check_memory(self.path, f"a strip or tile of {size} pixels is", taken)
         for page in self._series.pages:
             for index, count in enumerate(page.databytecounts):
                 self._check_packed(layout.compression, index, count)
-        # The segment's pages of the scratch file count too.
+        # The part of the scratch file that holds the segment is in memory too.
         self.decoding = taken + self._segment_bytes if self._at_once else 0
 
     @property
@@ -191,7 +197,7 @@ class Segments:
         return self._axes[: len(self._axes) - inside] if spread else ""
 
     def _decoded(self, box: Box) -> np.ndarray:
-        """Return (bands, depth, height, width) of a box, from all pages it touches."""
+        """Return the pixels of a box from all pages it touches, (bands, depth, height, width)."""
         depth, plane = slice(0, 1), box.slices[-2:]
         if len(box.start) == 3:
             depth = box.slices[0]
@@ -204,12 +210,12 @@ class Segments:
         )
 
     def _page(self, number: int, wanted: tuple[slice, ...]) -> np.ndarray:
-        """Return (bands, depth, height, width) of a part of a page."""
+        """Return the pixels of a part of a page, (bands, depth, height, width)."""
         found = self._part(number, wanted)
         return np.moveaxis(found, -1, 1).reshape(-1, *found.shape[1:4])
 
     def _part(self, number: int, wanted: tuple[slice, ...]) -> np.ndarray:
-        """Return a part of a page, from the scratch file or decoded.
+        """Return the pixels of a part of a page, from the scratch file or decoded anew.
 
         The shape is (separate bands, depth, height, width, interleaved bands).
         """
@@ -226,7 +232,7 @@ class Segments:
         return copied(kept, kept[(number, slice(None), *wanted)])
 
     def _keep(self, number: int, segments: Iterable[int]) -> None:
-        """Decode segments of a page into the scratch file, unless they are there already."""
+        """Decode those segments of a page into the scratch file that are not in it yet."""
         for index in segments:
             if not self._done[number, index]:
                 self._decode(number, index, self._whole, self._kept[number])
@@ -237,7 +243,7 @@ class Segments:
 
     @cached_property
     def _kept(self) -> np.ndarray | None:
-        """The scratch file for all pages; None for small tiles, or if the disk is too full."""
+        """Array of all decoded pages; None for small tiles, or if the scratch disk is too full."""
         layout, pages = self._layout, self._series.pages
         if layout.is_tiled and self._segment_bytes <= _CHEAP:
             return None
@@ -281,7 +287,8 @@ class Segments:
     ) -> tuple[np.ndarray | None, tuple[int, ...], tuple[int, ...]]:
         """Return the pixels of a segment, its position and its shape.
 
-        The pixels are (depth, height, width, bands); None if a sparse file leaves them out.
+        The pixels have the shape (depth, height, width, bands). They are None if a sparse file
+        leaves the segment out.
         """
         layout, data = self._layout, self._raw(page, index)
         if data is None:
@@ -312,9 +319,14 @@ class Segments:
         return self._bytes(page.dataoffsets[index], count) if count else None
 
     def _checked(self, data: bytes, tables: bytes | None = None) -> bytes:
-        """Return the bytes of a segment; refuse an image in it that is larger than the segment.
+        """Return the bytes of a segment, after a check of the image size in their header.
 
-        If LERC's bytes are compressed further, they are unpacked.
+        An image that is larger than the segment is refused. If LERC's bytes are compressed once
+        more, this compression is undone.
+
+        Args:
+            data: the bytes of the segment in the file.
+            tables: JPEG tables of the page, which may hold the size too.
         """
         layout = self._layout
         if not packed.says_size(layout.compression) or layout.jpegheader is not None:
@@ -325,7 +337,7 @@ class Segments:
         found = [size for size in sizes if size]
         most = self._edges[1:]
         if not found or any(a > n for size in found for a, n in zip(size, most)):
-            size_text = f"{Size(found[0])} pixels" if found else "of no known size"
+            size_text = f"of {Size(found[0])} pixels" if found else "of no known size"
             raise ValueError(f"a strip or tile of {Size(most)} pixels holds an image {size_text}")
         return data
 
@@ -345,10 +357,15 @@ class Segments:
             * layout.dtype.itemsize
         )
         if not packed.fits(compression, self._packed(inside), count):
-            raise ValueError(f"a strip or tile of {inside} bytes cannot be packed into {count}")
+            raise ValueError(
+                f"a strip or tile of {inside} bytes cannot be packed into {count} bytes"
+            )
 
     def _packed(self, pixels: int) -> int:
-        """Return the bytes in the file of ``pixels`` bytes in memory; single bits take less."""
+        """Return how many bytes ``pixels`` decoded bytes take in the file without compression.
+
+        They take fewer bytes in the file if a pixel has fewer bits there than in memory.
+        """
         layout = self._layout
         return pixels * layout.bitspersample // (8 * layout.dtype.itemsize)
 
@@ -358,12 +375,14 @@ class Segments:
 
 
 def named_axes(path: Path, series: TiffPageSeries, dims: int | None) -> tuple[str, list[int]]:
-    """Return the axes of a series that matter, and their lengths.
+    """Return the letters and the lengths of a series' axes, without axes of length 1.
+
+    The axes Y and X are always returned.
 
     Args:
         path: the file, for messages.
         series: the pages.
-        dims: 3 makes unnamed pages slices of a volume.
+        dims: 3 to read unnamed pages as slices of a volume (axis Z).
 
     Raises:
         ValueError: an axis is neither spatial nor bands, or there are two axes of bands.
@@ -374,9 +393,9 @@ def named_axes(path: Path, series: TiffPageSeries, dims: int | None) -> tuple[st
     axes = "".join(a for a, _ in kept)
     if set(axes) - set(BANDS + "ZYX") or sum(a in BANDS for a in axes) > 1:
         raise ValueError(
-            f"{path} has the axes {series.axes} of {tuple(series.shape)}, but an image has spatial "
-            f"axes and one axis of bands: "
-            "write one file for each entry of the others"
+            f"{path} has the axes {series.axes} of {tuple(series.shape)}, but an image has only "
+            f"spatial axes and one axis of bands: "
+            "write one file for each entry of the other axes"
         )
     return axes, [n for _, n in kept]
 

@@ -1,6 +1,6 @@
-"""Statistics that a store keeps: mean and standard deviation of each band, and class counts.
+"""Compute the statistics in a store: mean and standard deviation of each band, and class counts.
 
-They are computed once, so that training need not read the data for them.
+They are computed once, when the store is written, so that training need not read all data first.
 """
 
 from __future__ import annotations
@@ -49,13 +49,16 @@ class Moments:
 
     @property
     def std(self) -> np.ndarray:
-        """The population standard deviation, (bands,); 1 for a constant band, to divide by."""
+        """The population standard deviation of each band, (bands,).
+
+        It is 1 for a constant band, so that pixels can be divided by it.
+        """
         std = np.sqrt(self._squares / np.maximum(1, self.pixels))
         return np.where(std > 0, std, 1.0)
 
 
 class ClassCounts:
-    """Pixels of each class in every block of an image.
+    """Number of pixels of each class in every block of an image.
 
     ``table`` is (classes, *blocks) int64, ``totals`` has one int per class.
     """
@@ -65,7 +68,7 @@ class ClassCounts:
         self.table = np.zeros((classes, *blocks(size)), dtype=np.int64)
 
     def add(self, box: Box, labels: np.ndarray) -> None:
-        """Count labels (*box.size) of a box; labels that are no class are not counted."""
+        """Count the labels (*box.size) of a box; labels that are no class are not counted."""
         touched = box.coarsened((BLOCK,) * len(box.start))
         cell = np.zeros((1,) * labels.ndim, dtype=np.int64)
         for dim, (a, b, first, count) in enumerate(

@@ -16,15 +16,16 @@ from distseg.report.progress import SilentProgress
 from distseg.report.progress import progress as _progress
 from distseg.tiling.tile import Box
 
-_MOST = 20  # findings of an image that are listed one by one
+_MOST = 20  # number of findings of an image that are listed one by one
 
 
 def check_store(path: str | Path, progress: Callable[..., SilentProgress] = _progress) -> list[str]:
-    """Return one line per damage; an empty list if the store is intact.
+    """Return one line of text per damaged part; an empty list if the store is intact.
 
     Args:
         path: the store.
-        progress: makes the progress to advance (:func:`distseg.report.progress.progress`).
+        progress: function that makes the progress display, as
+            :func:`distseg.report.progress.progress` does.
 
     Raises:
         FileNotFoundError: the store does not exist.
@@ -39,7 +40,7 @@ def check_store(path: str | Path, progress: Callable[..., SilentProgress] = _pro
         for name in names:
             found = list(_findings(store, name, shown))
             more = (
-                [f"{path} is damaged: {len(found) - _MOST} more places of image {name!r}"]
+                [f"{path} is damaged: {len(found) - _MOST} more damaged parts of image {name!r}"]
                 if len(found) > _MOST
                 else []
             )
@@ -49,7 +50,7 @@ def check_store(path: str | Path, progress: Callable[..., SilentProgress] = _pro
 
 
 def _findings(store: Store, name: str, shown: SilentProgress) -> Iterator[str]:
-    """Yield a line for each damage of an image: pixels, validity mask, labels and counts."""
+    """Yield a line for each damaged part of an image: of its pixels, masks, labels and counts."""
     yield from _each(
         store,
         name,
@@ -93,8 +94,9 @@ def _each(
         store: the store.
         name: the name of the image.
         what: ``pixels``, ``labels`` or ``valid``.
-        wrong: returns what is wrong with the content of a chunk, or None.
-        shown: the progress to advance.
+        wrong: called with the reader, the index and the content of a chunk. It returns in words
+            what is wrong with the content, or None.
+        shown: the progress display to advance.
     """
     try:
         reader = store.reader(name, what)
@@ -115,17 +117,17 @@ def _each(
 def _wrong_pixels(
     store: Store, name: str, reader: ChunkReader, index: tuple[int, ...], pixels: np.ndarray
 ) -> str | None:
-    """Return what is wrong with a chunk of pixels; None if all are finite or without data."""
+    """Return in words what is wrong with a chunk of pixels; None if every value is valid."""
     place = reader.place(index)
     if store.masked(name):
-        pixels = pixels.copy()  # the mask's chunk is read into the same memory
+        pixels = pixels.copy()  # reading the validity mask overwrites this memory
     valid = store.valid(name, Box(place.start[1:], place.stop[1:]))
     bad = first_bad(pixels, missing(pixels, store.nodata(name), valid))
     if bad is None:
         return None
     band, *place = position(reader.place(index), bad)
     name = store.band_names[band]
-    return f"have what is not a number: band {name} is {pixels[bad]} at {tuple(place)}"
+    return f"have an invalid value: band {name} is {pixels[bad]} at {tuple(place)}"
 
 
 def _wrong_labels(
@@ -135,7 +137,7 @@ def _wrong_labels(
     labels: np.ndarray,
     counts: ClassCounts,
 ) -> str | None:
-    """Return what is wrong with a chunk of labels, else None; count its classes."""
+    """Return in words what is wrong with a chunk of labels; if nothing is, count its classes."""
     box = reader.place(index)
     bad = (labels >= len(store.classes)) & (labels != store.ignore)
     if bad.any():
@@ -161,6 +163,6 @@ def _wrong_counts(store: Store, name: str, counts: ClassCounts) -> Iterator[str]
         )
         found, expected = counts.table[(class_, *block)], table[(class_, *block)]
         expected_text = f"{expected} pixels of {store.classes[class_]} at {place}"
-        yield f"{words} say {expected_text}, there are {found}"
+        yield f"{words} say {expected_text}, but there are {found}"
     elif store.class_counts(name) != counts.totals:
-        yield f"{words} in the index say {store.class_counts(name)}, there are {counts.totals}"
+        yield f"{words} in the index say {store.class_counts(name)}, but there are {counts.totals}"

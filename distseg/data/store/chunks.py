@@ -1,7 +1,7 @@
-"""Chunks of a dataset, written with a checksum each, and read without HDF5.
+"""Write the chunks of a dataset, each with a checksum, and read them without HDF5.
 
-HDF5 tells where each chunk lies in the file. Chunks are then read by system calls, which let other
-threads run. That is also faster than HDF5, although each checksum is verified
+HDF5 tells where each chunk lies in the file. The chunks are then read by system calls, which let
+other threads run. This is also faster than reading by HDF5, although each checksum is verified
 (benchmarks/performance.md).
 """
 
@@ -38,7 +38,10 @@ class Damage(ValueError):
 
 @dataclass(frozen=True)
 class Sums:
-    """Checksums of a dataset's chunks: their first byte in the file, and their own digest."""
+    """Position in the file of the checksums of a dataset's chunks, and a digest of these checksums.
+
+    ``at`` is the byte of the file at which the first checksum begins.
+    """
 
     at: int
     digest: str
@@ -59,7 +62,7 @@ class ChunkWriter:
         self._pending: dict[tuple[int, ...], tuple[np.ndarray, int]] = {}
 
     def write(self, box: Box, array: np.ndarray) -> None:
-        """Write ``array`` (*box.size) into a box; each pixel must be written exactly once."""
+        """Write ``array`` (*box.size) into a box; every pixel must be written exactly once."""
         for index, outside, inside in _touched(box, self._chunk):
             part = array[outside]
             chunk, missing = self._pending.pop(index, None) or self._begun(index)
@@ -83,10 +86,10 @@ class ChunkReader:
     """Reader of boxes of a chunked dataset.
 
     Args:
-        handle: descriptor of the file.
-        dataset: the dataset.
+        handle: file descriptor of the open file.
+        dataset: the dataset to read.
         path: the file, for messages.
-        what: the content, for messages, such as ``pixels of image 'a'``.
+        what: the content in words, for messages, such as ``pixels of image 'a'``.
         sums: the checksums of the chunks; None if the store has none.
         leading: number of dims before the spatial ones, such as bands.
 
@@ -149,7 +152,7 @@ class ChunkReader:
         return out
 
     def load(self, index: tuple[int, ...]) -> np.ndarray:
-        """Return a whole chunk; at the border it extends beyond the image.
+        """Return a whole chunk; a chunk at the border extends beyond the image.
 
         The next load in this thread overwrites the memory of an uncompressed chunk.
         """
@@ -165,11 +168,11 @@ class ChunkReader:
         return _extent(index, self.chunk, self.shape)
 
     def damage(self, index: tuple[int, ...], how: str) -> Damage:
-        """Return an error that names a chunk; ``how`` says what is wrong with it."""
+        """Return an error that names a chunk; ``how`` says what is wrong with the chunk."""
         return Damage(f"{self._path} is damaged: {self._words(index)} {how}: {AGAIN}")
 
     def _words(self, index: tuple[int, ...]) -> str:
-        """Return the content and the position of a chunk in words."""
+        """Return what a chunk holds and its position, in words."""
         box = self.place(index)
         bands = (
             f", bands {box.start[0]} to {box.stop[0] - 1}"
@@ -209,9 +212,7 @@ class ChunkReader:
         except zlib.error as e:
             raise self.damage(index, f"cannot be unpacked ({e})") from None
         if len(found) != self._bytes or not stream.eof:
-            raise self.damage(
-                index, "cannot be unpacked (they are more or fewer than they should be)"
-            )
+            raise self.damage(index, "cannot be unpacked (unpacking gives a wrong number of bytes)")
         return found
 
     def _check_size(self, file_size: int) -> None:
@@ -221,12 +222,16 @@ class ChunkReader:
             shape = "x".join(map(str, self.shape))
             raise Damage(
                 f"{self._path} is damaged: the {self._what}, {shape} of {self.dtype}, take "
-                f"{least} bytes at least, "
+                f"at least {least} bytes, "
                 f"but the file has {file_size}: {AGAIN}"
             )
 
     def _places(self, dataset: Data) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the position of each chunk in the file, its bytes there, and its filter mask."""
+        """Return where each chunk lies in the file, its number of bytes there, and its filter mask.
+
+        Raises:
+            Damage: a chunk is missing, lies outside the file, or has an impossible size.
+        """
         at, sizes = np.full(self.grid, -1, np.int64), np.zeros(self.grid, np.int64)
         masks = np.zeros(self.grid, np.uint32)
         for found in _chunk_list(dataset):
@@ -273,9 +278,9 @@ def _extent(index: Sequence[int], chunk: Sequence[int], shape: Sequence[int]) ->
 def _touched(
     box: Box, chunk: Sequence[int]
 ) -> Iterator[tuple[tuple[int, ...], tuple[slice, ...], tuple[slice, ...]]]:
-    """Yield each chunk that a box touches: its index, and their overlap.
+    """Yield the index of each chunk that a box touches, and the overlap of chunk and box.
 
-    The overlap is given as slices of the box and as slices of the chunk.
+    The overlap is given twice: as slices of the box, and as slices of the chunk.
     """
     axes = []
     for a, b, c in zip(box.start, box.stop, chunk):
@@ -290,9 +295,9 @@ def _touched(
 
 
 def _buffer(size: int) -> memoryview:
-    """Return memory for a chunk, one buffer per thread.
+    """Return memory for ``size`` bytes of a chunk; calls in one thread return the same memory.
 
-    Fresh memory would take longer than reading into it.
+    The memory is reused because allocating it would take longer than reading the chunk.
     """
     if len(getattr(_buffers, "block", b"")) < size:
         _buffers.block = bytearray(size)

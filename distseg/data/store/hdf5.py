@@ -1,11 +1,11 @@
 """Open untrusted HDF5 files safely, and write HDF5 files that survive a full disk.
 
 HDF5 follows links into other files, reads raw data from any path that a file names, loads filters
-as plugins, and waits for ever on a pipe. Here only plain files are opened, and each dataset is
-checked before it is read.
+as plugins, and waits for ever on a pipe. This module opens only plain files, and checks each
+dataset before it is read.
 
-When the disk is full while writing, HDF5 crashes. So it writes into a :class:`Growing` file, which
-hides errors from HDF5 and reports them afterwards.
+If the disk becomes full while HDF5 writes, HDF5 crashes. So this module lets HDF5 write into a
+:class:`Growing` file, which hides errors from HDF5 and raises them afterwards.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ def opened(path: str | Path, what: str, made_by: str) -> h5py.File:
 
     Args:
         path: the file.
-        what: kind of file for messages, such as ``store``.
-        made_by: the command that writes these files, for messages.
+        what: kind of the file in words, for messages, such as ``store``.
+        made_by: how to make such a file, the end of each message.
 
     Raises:
         FileNotFoundError: the file does not exist.
-        ValueError: it is not a plain file or not an HDF5 file, damaged, unfinished, or opened
-            with locks by this process.
+        ValueError: the path is not a plain file, or the file is not HDF5, damaged, unfinished, or
+            already opened with locks by this process.
     """
     try:
         mode = os.stat(path).st_mode
@@ -44,7 +44,7 @@ def opened(path: str | Path, what: str, made_by: str) -> h5py.File:
         raise FileNotFoundError(f"there is no {what} {path}: {made_by}") from None
     if not stat.S_ISREG(mode):
         raise ValueError(f"{path} is no file but {_kind(mode)}: {made_by}")
-    with open(path, "rb"):  # raises the system's own error if this user may not read the file
+    with open(path, "rb"):  # raises the error of the system if this user may not read the file
         pass
     if not h5py.is_hdf5(path):
         raise ValueError(f"{path} is not an HDF5 file: {made_by}")
@@ -52,7 +52,9 @@ def opened(path: str | Path, what: str, made_by: str) -> h5py.File:
         return h5py.File(path, "r", driver="sec2", locking=False)
     except OSError as e:
         if "already open for write" in str(e):
-            raise ValueError(f"{path} is unfinished, its writer was stopped: {made_by}") from None
+            raise ValueError(
+                f"{path} is unfinished, because its writer was stopped: {made_by}"
+            ) from None
         if "locking flag values don't match" in str(e):
             raise ValueError(
                 f"{path} is held open with locks by this same process: close it first, or open it "
@@ -63,7 +65,7 @@ def opened(path: str | Path, what: str, made_by: str) -> h5py.File:
 
 @dataclass(frozen=True)
 class Data:
-    """A dataset whose data lie in its own file. ``chunk`` is None if it is not chunked."""
+    """HDF5 dataset whose data lie in the same file. ``chunk`` is None if it is not chunked."""
 
     id: h5py.h5d.DatasetID
     shape: tuple[int, ...]
@@ -77,11 +79,13 @@ class Data:
 
 
 def dataset(file: h5py.File, name: str) -> Data:
-    """Return the dataset ``a/b/c`` of a file, checked before any of its data is read.
+    """Return the dataset of this name, such as ``a/b/c``, after checking where its data lie.
+
+    None of its data are read.
 
     Raises:
-        ValueError: it is missing, behind a link, stored in other files, or compressed by a filter
-            that distseg does not use.
+        ValueError: the dataset is missing, reached by a link, stored in other files, or compressed
+            by a filter that distseg does not use.
     """
     where, found = file.filename, _followed(file, name)
     if not isinstance(found, h5py.h5d.DatasetID):
@@ -95,8 +99,8 @@ def dataset(file: h5py.File, name: str) -> Data:
     strange = [number for number in numbers if number not in _FILTERS]
     if strange:
         raise ValueError(
-            f"{where}: {name} is packed by HDF5's filter {strange[0]}, which distseg does not use: "
-            f"pack it by {' or '.join(_FILTERS.values())}, or not at all"
+            f"{where}: {name} is stored with HDF5's filter {strange[0]}, which distseg does not "
+            f"use: store it with {' or '.join(_FILTERS.values())}, or without a filter"
         )
     chunk = properties.get_chunk() if properties.get_layout() == h5py.h5d.CHUNKED else None
     return Data(
@@ -122,16 +126,16 @@ def _followed(file: h5py.File, name: str) -> h5py.h5g.GroupID | h5py.h5d.Dataset
 
 
 def strings(texts: list[str]) -> np.ndarray:
-    """Return texts as a fixed-length array.
+    """Return an array of texts that all take the same number of bytes.
 
-    HDF5 stores texts of variable length in a heap that has no checksum.
+    The reason is that HDF5 stores texts of variable length in a heap that has no checksum.
     """
     coded = [text.encode("utf-8", "surrogateescape") for text in texts]
     return np.array(coded, dtype=h5py.string_dtype("utf-8", max(1, *map(len, coded))))
 
 
 class Growing:
-    """A new HDF5 file that grows in an open file.
+    """A new HDF5 file that is written into a file which is already open.
 
     ::
 
@@ -145,8 +149,8 @@ class Growing:
             open.
 
     Raises:
-        OSError: the disk is full, or another system error. It is raised by :meth:`check`, and at
-            the end of the block.
+        OSError: the disk is full, or another system error occurred in writing. The error is raised
+            by :meth:`check`, and at the end of the block.
     """
 
     def __init__(self, path: Path, handle: int):
@@ -160,7 +164,7 @@ class Growing:
             raise self._sink.error
 
     def close(self) -> None:
-        """Write everything to the system."""
+        """Close the HDF5 file and raise the first system error in writing, if any."""
         self.file.close()
         self.check()
 
@@ -227,6 +231,6 @@ class _Sink:
 
 
 def _kind(mode: int) -> str:
-    """Return in words what a path is that is not a plain file."""
+    """Return in words the kind of a path that is not a plain file, such as ``a folder``."""
     kinds = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
     return kinds.get(stat.S_IFMT(mode), "a device")

@@ -1,6 +1,6 @@
 """Header of a store: attributes, the index of its images, and their origin.
 
-Everything is checked when it is read, before other code uses it.
+All values are checked when the header is read, before other code uses them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _WRONG = (
 
 @dataclass(frozen=True)
 class Entry:
-    """Index entry of an image: its name, and what is known without reading its pixels."""
+    """Index entry of an image: the facts that are known without reading its pixels."""
 
     name: str
     split: str
@@ -63,7 +63,7 @@ class Entry:
 
     @classmethod
     def from_json(cls, entry: dict, version: int) -> Entry:
-        """Return the entry that :meth:`to_json` converted, of a store of this ``version``.
+        """Return the entry from the result of :meth:`to_json`, for a store of this ``version``.
 
         Raises:
             KeyError, TypeError, ValueError: ``entry`` is not valid.
@@ -97,7 +97,7 @@ class Entry:
             version: version of the store.
 
         Raises:
-            ValueError: naming the value.
+            ValueError: a value is impossible; the message names it.
         """
         name, pixels = self.name, math.prod(n for n in self.size if type(n) is int)
         _must(isinstance(name, str), f"the name {name!r}")
@@ -159,10 +159,10 @@ class Header:
     sums_at: int = 0  # byte of the file at which the chunks' checksums begin
 
     def check(self) -> None:
-        """Refuse values that are impossible, also in the index.
+        """Refuse values that are impossible, in the header and in its index.
 
         Raises:
-            ValueError: naming the value.
+            ValueError: a value is impossible; the message names it.
         """
         _must(type(self.version) is int and self.version > 0, f"the version {self.version!r}")
         for what, names in dict(classes=self.classes, bands=self.bands).items():
@@ -209,7 +209,7 @@ def write(
     sums: np.ndarray,
     colours: np.ndarray | None = None,
 ) -> None:
-    """Write the header, after all images: it completes the store.
+    """Write the header, which completes the store. All images must be written before.
 
     Args:
         file: the open file.
@@ -219,8 +219,8 @@ def write(
         mean: (bands,) mean of each band.
         std: (bands,) standard deviation of each band.
         provenance: where the data come from, in types that JSON can hold.
-        images: the index.
-        sums: (all chunks) uint64, their checksums.
+        images: the index entries of all images.
+        sums: (number of all chunks,) uint64, the checksums of all chunks.
         colours: (classes, 3) uint8; None if there are none.
     """
     file["sums"] = sums
@@ -264,7 +264,7 @@ def read(path: str, file: h5py.File) -> Header:
 
 
 class _Told(ValueError):
-    """Error whose message is complete."""
+    """Error whose message needs no addition by :func:`read`."""
 
 
 def _read(path: str, file: h5py.File) -> Header:
@@ -278,11 +278,11 @@ def _read(path: str, file: h5py.File) -> Header:
     version = _plain(known["version"])
     if version > layout.MASKED:
         raise _Told(
-            f"{path} is a store of version {version}, this distseg reads up to {layout.MASKED}: "
-            "update distseg"
+            f"{path} is a store of version {version}, but this distseg reads versions up to "
+            f"{layout.MASKED}: update distseg"
         )
     if not ("complete" in known and bool(_plain(known["complete"]))):
-        raise _Told(f"{path} is unfinished, its writer was stopped: prepare it anew")
+        raise _Told(f"{path} is unfinished, because its writer was stopped: prepare it anew")
     texts = {name: _text(file, name) for name in ("index", "provenance")}
     digest = _digest(file, texts)
     if version > 1 and digest != _plain(known["digest"]):
@@ -308,9 +308,9 @@ def _read(path: str, file: h5py.File) -> Header:
 
 
 def _must(fine: bool, what: str) -> None:
-    """Raise a ValueError unless ``fine``."""
+    """Raise a ValueError that names the value ``what`` unless ``fine``."""
     if not fine:
-        raise ValueError(f"{what} cannot be")
+        raise ValueError(f"impossible: {what}")
 
 
 def _count(value: Any, most: int) -> bool:
@@ -319,7 +319,7 @@ def _count(value: Any, most: int) -> bool:
 
 
 def _sums_at(file: h5py.File) -> int:
-    """Return the byte of the file at which the checksums begin."""
+    """Return the position in the file, in bytes, at which the checksums begin."""
     found = hdf5.dataset(file, "sums")
     if found.chunk is not None or found.dtype != np.uint64 or found.id.get_offset() is None:
         raise ValueError("its checksums are not stored as distseg stores them")
@@ -340,7 +340,7 @@ def _digest(file: h5py.File, texts: dict[str, str]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Return an attribute in types that JSON can hold."""
+    """Return the value of an HDF5 attribute in types that JSON can hold."""
     if isinstance(value, h5py.Empty):
         return None
     if isinstance(value, (np.ndarray, np.generic)):

@@ -1,4 +1,4 @@
-"""Write one image of a store: take its blocks, refuse invalid values, count its classes."""
+"""Write one image of a store: check its blocks, write them as chunks, and count its classes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LARGEST = 1e30
 
 
 class ImageWriter:
-    """Writer of an image's blocks and labels into its group of the file.
+    """Writer of the blocks of one image, pixels and labels, into its group of the HDF5 file.
 
     Args:
         group: the group of the image.
@@ -34,11 +34,12 @@ class ImageWriter:
         classes: names of the classes.
         ignore: label of pixels to ignore.
         nodata: the number for no data; None for none.
-        moments: statistics that take the pixels; None if the image is not in the split train.
-        check: raises the error of a full disk, if any.
+        moments: statistics to which the pixels are added; None if the image is not in the split
+            train.
+        check: function that raises the error of a full disk, if there was one.
         label: the label of the whole image.
-        masked: True if it has a validity mask.
-        place: the georeference of the image.
+        masked: True if the image has a validity mask.
+        place: the georeference of the image; None without one.
     """
 
     def __init__(
@@ -92,7 +93,7 @@ class ImageWriter:
 
         Args:
             box: the block.
-            pixels: (bands, *box.size) of the image's dtype, or of one that fits into it.
+            pixels: (bands, *box.size), of the image's dtype or of a dtype that fits into it.
             labels: (*box.size) of any integer dtype; None if the image has no labels.
             valid: (*box.size) bool, True where there is data; None for everywhere.
 
@@ -127,7 +128,7 @@ class ImageWriter:
         """Return the image's index entry and the checksums of its chunks.
 
         Args:
-            first: index of the first of these checksums among those of the store.
+            first: index of the image's first checksum among the checksums of the store.
 
         Raises:
             ValueError: some pixels were not written.
@@ -177,50 +178,50 @@ class ImageWriter:
             )
         if box.pixels > self.missing:
             raise ValueError(
-                f"image {self.name!r}: some of the block {box} is written already: write each "
-                "pixel once"
+                f"image {self.name!r}: some pixels of the block {box} are written already: write "
+                "each pixel once"
             )
         if pixels.shape != (len(self.bands), *box.size):
             raise ValueError(
-                f"image {self.name!r}: pixels of the block {box} have the shape "
+                f"image {self.name!r}: pixels of the block {box} must have the shape "
                 f"{(len(self.bands), *box.size)}, got {pixels.shape}"
             )
         if (labels is None) != (self.counts is None):
             raise ValueError(
                 f"image {self.name!r} was added {'without' if self.counts is None else 'with'} "
-                "labels: write it the same way"
+                "labels: write its blocks the same way"
             )
         if labels is not None and labels.shape != box.size:
             raise ValueError(
-                f"image {self.name!r}: labels of the block {box} have the shape {box.size}, got "
-                f"{labels.shape}"
+                f"image {self.name!r}: labels of the block {box} must have the shape {box.size}, "
+                f"got {labels.shape}"
             )
         if valid is not None and (not self.masked or valid.shape != box.size):
             what = (
-                f"have the shape {box.size}, got {valid.shape}"
+                f"must have the shape {box.size}, got {valid.shape}"
                 if self.masked
-                else "were given, but it was added without a validity mask: add it with masked=True"
+                else "were given, but the image was added without a mask: add it with masked=True"
             )
             raise ValueError(f"image {self.name!r}: valid pixels of the block {box} {what}")
 
     def _check_pixels(self, box: Box, pixels: np.ndarray, missing: np.ndarray | None) -> None:
         if not np.can_cast(pixels.dtype, self.dtype, "safe"):
             raise ValueError(
-                f"image {self.name!r}: {pixels.dtype} pixels do not fit into the {self.dtype} it "
-                "was added with"
+                f"image {self.name!r}: {pixels.dtype} pixels do not fit into {self.dtype}, the "
+                "type with which it was added: convert them, or add it with another dtype"
             )
         if (bad := first_bad(pixels, missing)) is not None:
             band, *inside = bad
             raise ValueError(
                 f"image {self.name!r}: band {self.bands[band]} is {pixels[bad]} at "
                 f"{position(box, inside)}: "
-                "replace it by a number, and label the pixel as ignored, or say that it stands "
-                f"for no data: --nodata={pixels[bad]}"
+                "replace it by a number, and label the pixel as ignored, or say that it "
+                f"stands for no data: --nodata={pixels[bad]}"
             )
 
     def _check_labels(self, box: Box, labels: np.ndarray) -> None:
         if labels.dtype.kind not in "iu":
-            raise ValueError(f"image {self.name!r}: labels are whole numbers, got {labels.dtype}")
+            raise ValueError(f"image {self.name!r}: labels must be integers, got {labels.dtype}")
         bad = ((labels < 0) | (labels >= len(self.classes))) & (labels != self.ignore)
         if bad.any():
             inside = np.argwhere(bad)[0]
@@ -237,7 +238,8 @@ class ImageWriter:
 def first_bad(pixels: np.ndarray, missing: np.ndarray | None = None) -> tuple[int, ...] | None:
     """Return the index of the first invalid value; None if all are valid.
 
-    A value is invalid if it is not finite or above 1e30, and not among the ``missing`` values.
+    A value is invalid if it is not finite or its absolute value is 1e30 or more, unless ``missing``
+    marks it.
     """
     if pixels.dtype.kind != "f":
         return None
@@ -251,5 +253,5 @@ def first_bad(pixels: np.ndarray, missing: np.ndarray | None = None) -> tuple[in
 
 
 def position(box: Box, inside) -> tuple[int, ...]:
-    """Return the position in the image of the pixel ``inside`` of a box."""
+    """Return the position in the image of a pixel whose position in ``box`` is ``inside``."""
     return tuple(int(a + p) for a, p in zip(box.start, inside))

@@ -31,7 +31,7 @@
 Everything has a checksum. ``sums`` holds one per chunk, so that a chunk in the wrong place is found
 too. The index entry of an image (``digests``) covers its part of ``sums`` and its counts. The
 attribute ``digest`` covers index, provenance and attributes, so it differs between stores of
-different content. Digests are 128-bit XXH3: they find damage, they are no signature. HDF5's own
+different content. Digests are 128-bit XXH3: they detect damage, but not a forgery. HDF5's own
 structures have checksums too.
 
 Version 1 has no checksums, no ``nodata`` and no ``missing``. Version 3 is written if an image has a
@@ -55,7 +55,7 @@ _CHUNK_BYTES = 4 << 20
 
 
 def chunk_edge(dims: int) -> int:
-    """Return the pixels along each side of a chunk: 256 in images, 40 in volumes."""
+    """Return the number of pixels along each side of a chunk: 256 in images, 40 in volumes."""
     return round(_CHUNK_PIXELS ** (1 / dims))
 
 
@@ -83,25 +83,29 @@ def chunk_sum(data) -> int:
 
 
 def digest(data: bytes | np.ndarray) -> str:
-    """Return the digest of a text, or of an array in C order and little endian."""
+    """Return the digest of bytes, or of an array in C order and little endian."""
     if isinstance(data, np.ndarray):
         data = np.ascontiguousarray(data, data.dtype.newbyteorder("<")).tobytes()
     return xxhash.xxh3_128_hexdigest(data)
 
 
 def check_name(name: str, where: str) -> None:
-    """Refuse an image's name that no file could have, or that leads out of a folder.
+    """Refuse a name of an image that no file could have, or that leads out of a folder.
 
-    Files are named after the image.
+    Files are named after their image, so its name must be a valid file name.
+
+    Args:
+        name: the name of the image.
+        where: where the name comes from, for the message.
 
     Raises:
-        ValueError: naming ``where`` the name comes from.
+        ValueError: the name is not allowed.
     """
     # Control characters, and the surrogates by which Python shows bytes that are no UTF-8.
     unfit = any(ord(c) < 32 or ord(c) == 127 or 0xD800 <= ord(c) < 0xE000 for c in name)
     if name in ("", ".", "..") or "/" in name or unfit:
         raise ValueError(
-            f"{where}: the name of an image is UTF-8, not empty, no '.' or '..', and has no '/' "
-            "or control characters, "
+            f"{where}: the name of an image must be UTF-8, not empty, not '.' or '..', and without "
+            "'/' or control characters, "
             f"got {name!r}: rename it"
         )

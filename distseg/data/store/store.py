@@ -1,4 +1,4 @@
-"""The store: one HDF5 file with all images, their labels, and statistics for training.
+"""Read a store: one HDF5 file with all images, their labels, and statistics for training.
 
 Each rank opens the file itself and reads the windows it needs. The file is finished
 (``writer.py``), so it is read without locks, which parallel file systems handle poorly.
@@ -25,31 +25,32 @@ from distseg.data.store.chunks import AGAIN, ChunkReader, Damage, Sums
 from distseg.data.store.writer import StoreWriter  # noqa: F401  (part of this interface)
 from distseg.tiling.tile import Box
 
-# Limits of cached readers and of their chunks, whose positions take up to 20 MB and 30 MB.
+# Largest number of cached readers, and of chunks whose positions these readers keep in memory.
 _READERS_KEPT, _CHUNKS_KEPT = 1 << 14, 1 << 20
 _MADE_BY = "'distseg prepare' writes a store from images"
-_warned: set[str] = set()  # stores without checksums that this process has warned of
+_warned: set[str] = set()  # stores without checksums about which this process has warned
 
 
 class Store:
     """Reader of a store: windows of images and labels, channels first.
 
-    Several threads may use it. A forked process opens its own handle. ``digest`` differs between
-    stores of different content; in version 1, which has no checksums, between stores of different
-    headers.
+    Several threads may use one reader. A forked process opens its own handle. ``digest`` differs
+    between stores of different content; in version 1, which has no checksums, between stores of
+    different headers.
 
     Args:
         path: the store.
-        constants: mean and standard deviation of each band for normalising, such as those that a
-            network was trained with; by default the store's own.
+        constants: mean and standard deviation of each band for normalising, such as the values
+            with which a network was trained; by default the store's own.
         shrink: average blocks of ``shrink`` pixels a side into one pixel; rows and columns left
-            over are dropped. Only for images without labels of pixels.
+            over are dropped. Only for images that have no labels of pixels and no pixels without
+            data.
 
     Raises:
         FileNotFoundError: the store does not exist.
-        ValueError: the file is no store, is damaged, unfinished or of a newer version, or has other
-            bands than ``constants``. Reading methods raise it for damaged data, naming the image
-            and the position.
+        ValueError: the file is no store, is damaged, unfinished or of a newer version, has another
+            number of bands than ``constants``, or cannot be shrunk. Methods that read raise it for
+            damaged data; the message names the image and the position.
     """
 
     def __init__(
@@ -110,7 +111,7 @@ class Store:
 
     @property
     def of_images(self) -> bool:
-        """True if labels belong to whole images."""
+        """True if the store has labels of whole images instead of labels of pixels."""
         return any(entry.label is not None for entry in self._images.values())
 
     def label(self, name: str) -> int | float:
@@ -136,17 +137,20 @@ class Store:
         return self._entry(name).valid
 
     def missing(self, name: str) -> int:
-        """Return the number of the image's pixels that have no data in any band."""
+        """Return the number of the image's pixels that lack data in all bands."""
         return self._entry(name).missing
 
     def read(self, name: str, box: Box) -> np.ndarray:
-        """Return the pixels of a box, (bands, *box.size), in the stored dtype; shrunk: float32."""
+        """Return the pixels of a box, (bands, *box.size).
+
+        The pixels have the stored dtype, or float32 if the store is shrunk.
+        """
         return self.read_boxes(name, [box])[:, 0]
 
     def read_boxes(self, name: str, boxes: Sequence[Box]) -> np.ndarray:
         """Return the pixels of boxes of the same size, (bands, boxes, *size).
 
-        They have the stored dtype; float32 if shrunk.
+        The pixels have the stored dtype, or float32 if the store is shrunk.
         """
         for box in boxes:
             self._check(name, box)
@@ -161,7 +165,10 @@ class Store:
         return found.swapaxes(0, 1)
 
     def read_normalised(self, name: str, box: Box) -> np.ndarray:
-        """Return (pixels - mean) / std of a box, (bands, *box.size) float32; 0 without data."""
+        """Return (pixels - mean) / std of a box, (bands, *box.size) float32.
+
+        Values without data are 0.
+        """
         return normalised(
             self.read(name, box), self.mean, self.std, self.nodata(name), self.valid(name, box)
         )
@@ -180,7 +187,7 @@ class Store:
     def valid(self, name: str, box: Box) -> np.ndarray | None:
         """Return the validity mask of a box, (*box.size) bool, True where there is data.
 
-        None means that the image has no mask, or no pixel without data.
+        None means that the image has no validity mask, or that all its pixels have data.
         """
         if not (self.masked(name) and self.missing(name)):
             return None
@@ -188,9 +195,9 @@ class Store:
         return self.reader(name, "valid").read(box) != 0
 
     def without_data(self, name: str, box: Box) -> np.ndarray | None:
-        """Return where pixels of a box have no data in any band, (*box.size) bool.
+        """Return where pixels of a box lack data in all bands, (*box.size) bool.
 
-        None means that all pixels have data.
+        None means that the image has no such pixel, or that all values in the box have data.
         """
         if not self.missing(name):
             return None
@@ -204,9 +211,9 @@ class Store:
         return self.reader(name, "labels").read(box)
 
     def block_counts(self, name: str) -> np.ndarray:
-        """Return the pixels of each class in each block of an image, (classes, *blocks) int64.
+        """Return the number of pixels of each class in each block, (classes, *blocks) int64.
 
-        They locate a class without reading the labels.
+        These numbers tell where an image has pixels of a class, without reading the labels.
         """
         self._check_labelled(name)
         found = self.reader(name, "counts")
@@ -264,7 +271,7 @@ class Store:
             if (found.shape, found.dtype) != (shape, dtype):
                 raise Damage(
                     f"{self.path} is damaged: the {words} are {found.shape} of {found.dtype}, "
-                    f"the index says {shape} of {dtype}: {AGAIN}"
+                    f"but the index says {shape} of {dtype}: {AGAIN}"
                 )
             sums = (
                 Sums(self._sums_at + 8 * entry.sums[what], entry.digests[what])
@@ -280,7 +287,7 @@ class Store:
             ) from e
 
     def _expected(self, entry: header.Entry, what: str) -> tuple[tuple[int, ...], np.dtype]:
-        """Return the shape and dtype that a dataset must have by the index."""
+        """Return the shape and dtype that a dataset must have according to the index."""
         if what == "pixels":
             return (self.bands, *entry.size), entry.dtype
         if what in ("labels", "valid"):
@@ -301,7 +308,7 @@ class Store:
             if min(entry.size) < self.shrink:
                 raise ValueError(
                     f"data.shrink is {self.shrink}, but image {name!r} of {self.path} has "
-                    f"{Size(entry.size)} pixels: nothing of it is left"
+                    f"{Size(entry.size)} pixels, so nothing is left: set a smaller data.shrink"
                 )
 
     def _check_size(self) -> None:
@@ -311,7 +318,7 @@ class Store:
             for entry in self._images.values()
         )
         if needed > (size := os.fstat(self._descriptor).st_size):
-            words = f"its images take {needed} bytes, the file has {size}"
+            words = f"its images take {needed} bytes, but the file has {size}"
             raise ValueError(f"{self.path} is damaged or cut off: {words}: {AGAIN}")
 
     def _say_version(self) -> None:
@@ -319,7 +326,7 @@ class Store:
         if self.version < 2 and self.path not in _warned:
             _warned.add(self.path)
             words = (
-                "which has no checksums: damage in it may go unseen; prepare it anew to have them"
+                "which has no checksums: damage in it may go unseen; prepare it anew to add them"
             )
             print(
                 f"distseg: {self.path} is a store of version {self.version}, {words}",
@@ -338,7 +345,7 @@ class Store:
         size = self.size(name)
         if len(box.start) != len(size) or not Box.whole(size).contains(box):
             raise ValueError(
-                f"image {name!r} of {self.path} has {Size(size)} pixels, the box {box} reaches "
+                f"image {name!r} of {self.path} has {Size(size)} pixels, but the box {box} reaches "
                 "beyond them"
             )
 
@@ -369,14 +376,14 @@ def normalised(
 ) -> np.ndarray:
     """Return (pixels - mean) / std as float32, with 0 for values without data.
 
-    The computation is in float64 if the pixels have more digits than float32.
+    The computation is in float64 if float32 cannot hold all values of the pixels' dtype.
 
     Args:
         pixels: (bands, *size).
         mean: (bands,).
         std: (bands,).
         nodata: the number for no data; None for none.
-        valid: the validity mask, (*size) bool; None for everywhere.
+        valid: the validity mask, (*size) bool; None if all pixels have data.
     """
     absent = missing(pixels, nodata, valid)
     pixels = pixels.astype(np.result_type(pixels.dtype, np.float32))

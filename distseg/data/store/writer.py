@@ -1,7 +1,7 @@
 """Write a store block by block, so that no image has to fit into memory.
 
-The store grows in the file NAME.partial. It takes its name when it is complete, checked and on the
-disk.
+The store is written to the file NAME.partial. This file is renamed to NAME when the store is
+complete and on the disk.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from distseg.report.disk import check_replaceable, disk_full_errors, locked, to_
 
 
 def bytes_of(size: Sequence[int], bands: int, dtype: np.dtype, planes: int) -> int:
-    """Return the most bytes that an image takes in a store.
+    """Return the largest number of bytes that an image can take in a store.
 
     Args:
         size: the size of the image.
@@ -50,15 +50,15 @@ class StoreWriter:
         bands: names of the bands, or their number.
         ignore: label of pixels to ignore; it is no class.
         provenance: where the data come from, in types that JSON can hold.
-        overwrite: replace an existing store.
-        expected: bytes that the store may take, for the message of a full disk; by default those of
-            the images added so far.
-        numbers: each image has a number as its label, and ``classes`` is one name that says what
-            the numbers measure.
+        overwrite: True if an existing store may be replaced.
+        expected: number of bytes that the store will take, for the message of a full disk. The
+            message gives at least the bytes of the images added so far.
+        numbers: True if each image has a number as its label. ``classes`` is then one name, which
+            says what the numbers measure.
         colours: (classes, 3) uint8, the colours of class maps.
 
     Raises:
-        FileExistsError: ``path`` exists and ``overwrite`` is not set, or it is not a file.
+        FileExistsError: ``path`` exists and ``overwrite`` is not set, or ``path`` is not a file.
         ValueError: classes, bands or data are not valid; the message names the image and the
             position.
         DiskFull: the disk is full. No partial store is left behind.
@@ -88,7 +88,7 @@ class StoreWriter:
         check_replaceable(self.path)
         if self.path.exists() and not overwrite:
             raise FileExistsError(
-                f"{self.path} is already there: choose another name, or overwrite it (--overwrite)"
+                f"{self.path} already exists: choose another name, or overwrite it (--overwrite)"
             )
 
     def _check(self) -> None:
@@ -99,8 +99,8 @@ class StoreWriter:
             or not all(self.classes)
         ):
             raise ValueError(
-                "a store has 2 to 255 classes with different names (or one name, if labels are "
-                f"numbers), got {self.classes}: name the background too"
+                "a store must have 2 to 255 classes with different names (or one name, if labels "
+                f"are numbers), got {self.classes}: name the background too"
             )
         if not len(self.classes) <= self.ignore <= 255:
             raise ValueError(
@@ -111,13 +111,13 @@ class StoreWriter:
                 f"say what it stands for: --ignore 255 --values={self.ignore}=255"
             )
         if not self.bands:
-            raise ValueError("an image has at least one band, got none")
+            raise ValueError("an image must have at least one band, got none")
 
     def __enter__(self) -> StoreWriter:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._finished = False
         with disk_full_errors(self.path):
-            self._lock = locked(self.partial, self.path)  # before HDF5 empties the file
+            self._lock = locked(self.partial, self.path)  # must come before HDF5 empties the file
         self._growing = hdf5.Growing(self.path, self._lock.fileno())
         self.file = self._growing.file
         header.begin(self.file)
@@ -145,7 +145,7 @@ class StoreWriter:
         masked: bool = False,
         place: Georeference | None = None,
     ) -> ImageWriter:
-        """Return the writer of a new image; its blocks must cover the image.
+        """Add an image and return its writer. The blocks written by it must cover the image.
 
         Args:
             name: the name of the image.
@@ -165,7 +165,7 @@ class StoreWriter:
         layout.check_name(name, str(self.path))
         if np.dtype(dtype).kind not in "iuf":
             raise ValueError(
-                f"image {name!r}: pixels are whole or real numbers, got {np.dtype(dtype)}: "
+                f"image {name!r}: pixels must be integers or floats, got {np.dtype(dtype)}: "
                 "convert them"
             )
         if min(size, default=0) < 1:
@@ -203,8 +203,8 @@ class StoreWriter:
         of_images = label is not None or any(image.label is not None for image in others)
         if of_pixels and (of_images or one):
             raise ValueError(
-                f"image {name!r}: a store has labels of pixels, of 2 classes at least, or of "
-                "whole images, and not both: make a store of each"
+                f"image {name!r}: a store must have either labels of pixels, with at least 2 "
+                "classes, or labels of whole images: make one store for each"
             )
         if label is not None and not (
             math.isfinite(label) if one else label in range(len(self.classes))
@@ -214,14 +214,14 @@ class StoreWriter:
                 if one
                 else f"0 to {len(self.classes) - 1} for {len(self.classes)} classes"
             )
-            raise ValueError(f"image {name!r} has the label {label}: that of an image is {known}")
+            raise ValueError(f"image {name!r} has the label {label}, but it must be {known}")
 
     def _finish(self) -> None:
         index, sums = self._entries()
         if not any(image.split == "train" for image in index):
             raise ValueError(
-                "no image is in the split 'train', from which the store takes mean and deviation "
-                "of each band: put one there"
+                "no image is in the split 'train', from which the store takes the mean and "
+                "standard deviation of each band: put at least one image into this split"
             )
         for band, pixels in zip(self.bands, self.moments.pixels):
             if not pixels:
@@ -247,7 +247,7 @@ class StoreWriter:
             to_disk(self.path.parent)
 
     def _entries(self) -> tuple[list[header.Entry], np.ndarray]:
-        """Return the index and the checksums of all chunks."""
+        """Return the index entries of all images, and the checksums of all chunks."""
         index, sums, first = [], [np.zeros(0, np.uint64)], 0
         for image in self._images.values():
             entry, found = image.entry(first)

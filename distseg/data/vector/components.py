@@ -16,12 +16,15 @@ NONE = -1  # id of pixels that belong to no object
 
 
 def joined(count: int, a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Return the smallest member of each element's set, after ``a[i]`` and ``b[i]`` are joined.
+    """Join the sets of ``a[i]`` and ``b[i]`` for each i; return each set's smallest member.
 
     Args:
         count: number of elements, each a set of its own at first.
         a: first element of each pair, (pairs,) of integers.
         b: second element of each pair, (pairs,) of integers.
+
+    Returns:
+        For each element, the smallest member of its set, (count,).
     """
     roots = np.arange(count)
     while len(a):
@@ -34,7 +37,11 @@ def joined(count: int, a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def compressed(parents: np.ndarray) -> np.ndarray:
-    """Return the root of each element of a forest in which no parent has a larger number."""
+    """Return the root of each element of a forest.
+
+    Args:
+        parents: the parent of each element, with a smaller number, or the element itself at a root.
+    """
     while True:
         further = parents[parents]
         if np.array_equal(further, parents):
@@ -55,9 +62,9 @@ class Labeller:
     Attributes:
         parents: (ids,) the parent of each id, or the id itself.
         labels: (ids,) the label of each id.
-        firsts: (ids,) the place of an id's first pixel, row * width + column.
+        firsts: (ids,) the position of each id's first pixel, row * width + column.
         row: the labels of the last row that was added; None at first.
-        row_ids: the ids of that row, with joins taken into account.
+        row_ids: the ids of the pixels of that row, after all joins.
     """
 
     def __init__(self, width: int, skipped: tuple[int, ...] = ()):
@@ -70,9 +77,9 @@ class Labeller:
         self._rows = 0
 
     def add(self, strip: np.ndarray) -> np.ndarray:
-        """Return the ids (rows, width) of a strip of labels (rows, width), the next of the map.
+        """Add the next strip of labels (rows, width); return the ids (rows, width) of its pixels.
 
-        Ids of earlier strips may be joined by this one; ``parents`` tells.
+        The strip may join ids of earlier strips, which then get a new parent in ``parents``.
         """
         above = 0 if self.row is None else 1
         labels = strip if self.row is None else np.concatenate([self.row[None], strip])
@@ -93,7 +100,13 @@ class Labeller:
         return of_pixels[above:]
 
     def _ids_of(self, roots: np.ndarray, runs: _Runs, above: int) -> np.ndarray:
-        """Return the id of each run, given the root of its set of runs; make new ids."""
+        """Return the id of each run, and make ids for new objects.
+
+        Args:
+            roots: the smallest run that is connected with each run.
+            runs: the runs of the strip, with those of the row above it.
+            above: 1 if the runs begin with the row above the strip, else 0.
+        """
         ids = np.full(len(roots), NONE, np.int64)
         if above:
             known = self.row_ids[runs.starts[: runs.in_first_row]]
@@ -115,22 +128,22 @@ class Labeller:
         return ids[roots]
 
     def roots(self) -> np.ndarray:
-        """Return the id that stands for the whole object of each id, and shorten the parents."""
+        """Return the smallest id of the object of each id, and make it the parent of that id."""
         self.parents = compressed(self.parents)
         return self.parents
 
     def joined_ids(self, ids: np.ndarray) -> np.ndarray:
-        """Return the parents of ``ids``, which were roots before the last strip was added."""
+        """Return the parents of ``ids``, all of them roots before the last strip was added."""
         found = ids.copy()
         inside = ids != NONE
         found[inside] = self.parents[ids[inside]]
         return found
 
     def forget(self, kept: np.ndarray) -> None:
-        """Keep only some ids, which get the numbers 0, 1, ... in their order.
+        """Forget all ids but ``kept``, and renumber these as 0, 1, ... in their order.
 
         Args:
-            kept: ids in rising order, each its own root; ``row_ids`` holds no others.
+            kept: ids in rising order, each its own root. All ids in ``row_ids`` must be among them.
         """
         inside = self.row_ids != NONE
         self.row_ids[inside] = np.searchsorted(kept, self.row_ids[inside])
@@ -142,7 +155,7 @@ class _Runs:
     """Runs of equal labels in the rows of a strip, in reading order.
 
     Attributes:
-        starts: (runs,) place of the first pixel, row * width + column.
+        starts: (runs,) position of the first pixel, row * width + column.
         lengths: (runs,) number of pixels.
         labels: (runs,) the label.
         in_first_row: number of runs in the first row.
@@ -159,7 +172,7 @@ class _Runs:
         self._begins = begins
 
     def touching(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the pairs of runs of one label of which one lies below the other."""
+        """Return the upper and the lower run of each pair of touching runs with the same label."""
         begins, width = self._begins, self.width
         number = np.cumsum(begins.ravel()) - 1
         places = np.flatnonzero(begins[:-1] | begins[1:])  # where the upper or the lower run begins
@@ -169,7 +182,7 @@ class _Runs:
 
 
 class Numbers:
-    """Numbers of all objects of a map, from 1, in the order of their first pixels.
+    """Numbers of all objects of a map, counted from 1 in the order of their first pixels.
 
     Args:
         strips: strips of labels (rows, width), from top to bottom.
@@ -187,7 +200,7 @@ class Numbers:
             labeller.add(strip)
         roots = labeller.roots()
         own = np.flatnonzero(roots == np.arange(len(roots)))
-        self._firsts = labeller.firsts[own]  # ids, and so their first pixels, rise
+        self._firsts = labeller.firsts[own]  # rising, as ids and their first pixels do
         self.count = len(own)
         self._of_ids = np.searchsorted(own, roots) + 1
 
@@ -196,12 +209,12 @@ class Numbers:
         return np.searchsorted(self._firsts, firsts) + 1
 
     def drawn(self, strips: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
-        """Yield strips (rows, width) of numbers, 0 outside all objects.
+        """Yield the number of each pixel's object in strips (rows, width), 0 outside all objects.
 
         Args:
-            strips: the strips that were numbered, with the same heights.
+            strips: the strips of labels that this object was made from, with the same heights.
         """
         labeller = Labeller(*self._labeller)
-        table = np.append(self._of_ids, 0).astype(np.uint32)  # the last entry is that of NONE
+        table = np.append(self._of_ids, 0).astype(np.uint32)  # the last entry is for NONE, -1
         for strip in strips:
             yield table[labeller.add(strip)]

@@ -17,13 +17,13 @@ class Feature:
     """One object of a label map.
 
     Attributes:
-        number: its number, from 1, in the order of the objects' first pixels.
+        number: number of the object, from 1 in the order of the objects' first pixels.
         label: the label of its pixels.
         name: the name of its class.
         pixels: number of its pixels.
-        area: its area in square metres; None where that is unknown.
-        rings: (corners, 2) float64 each, x and y, closed: the outer ring, counter-clockwise, then
-            the holes, clockwise.
+        area: its area in square metres; None if that is unknown.
+        rings: closed rings, arrays (corners, 2) float64 of x and y: first the outer ring,
+            counter-clockwise, then the holes, clockwise.
     """
 
     number: int
@@ -48,9 +48,9 @@ def features(
         strips: returns the strips (rows, width) of the map, from top to bottom.
         size: (height, width) of the map.
         names: a function from a label to the name of its class.
-        world: where the pixels lie.
+        world: coordinates of the pixels.
         skipped: labels whose pixels belong to no object.
-        least: objects of fewer pixels are left out; this changes no number.
+        least: objects of fewer pixels are left out; the other objects keep their numbers.
     """
     height, width = size
     numbers = Numbers(strips(), width, skipped)

@@ -16,7 +16,7 @@ from distseg.data.vector.geopackage import write_geopackage
 from distseg.data.vector.world import world_of
 
 _STRIP = 1 << 18  # pixels that are traced at a time
-_MOST_OBJECTS = (1 << 32) - 1  # that a raster of uint32 can number
+_MOST_OBJECTS = (1 << 32) - 1  # most objects that a raster of uint32 can number
 EDGE = 256  # pixels along each side of a TIFF tile
 
 
@@ -26,11 +26,11 @@ class LabelMap:
 
     Attributes:
         size: (height, width).
-        read: a function from rows, a slice, to labels (rows, width) of whole numbers.
+        read: a function that takes a slice of rows and returns their labels (rows, width).
         name_of: a function from a label to the name of its class.
-        skipped: labels whose pixels belong to no object, such as that for no data.
-        place: its georeference; None without one.
-        least: objects of fewer pixels are left out of polygons.
+        skipped: labels whose pixels belong to no object, such as the label for no data.
+        place: georeference of the map; None without one.
+        least: objects of fewer pixels get no polygon.
     """
 
     size: Sequence[int]
@@ -49,7 +49,7 @@ class LabelMap:
 
 
 def check_polygons(place: Georeference | None, form: str, name: str) -> None:
-    """Raise an error if polygons of a map cannot be written in a form, before any work.
+    """Raise an error if polygons of a map cannot be written in the format ``form``.
 
     Args:
         place: the georeference of the map; None without one.
@@ -66,13 +66,13 @@ def check_polygons(place: Georeference | None, form: str, name: str) -> None:
 
 
 def write_polygons(path: Path, labels: LabelMap, form: str, identity: str) -> int:
-    """Write the objects of a label map as polygons, and return their number.
+    """Write the objects of a label map as polygons; return the number of objects written.
 
     Args:
         path: an empty file.
         labels: the map.
         form: gpkg or geojson.
-        identity: a text that is found again in the file.
+        identity: a text to store in the file, which tells later runs what the file was made from.
     """
     world = world_of(labels.place, path.name)
     found = features(
@@ -83,9 +83,9 @@ def write_polygons(path: Path, labels: LabelMap, form: str, identity: str) -> in
 
 
 def write_numbers(path: Path, labels: LabelMap, about: str) -> int:
-    """Write a tiled TIFF of uint32: the number of the object of each pixel, 0 outside all objects.
+    """Write the number of each pixel's object as a tiled uint32 TIFF, 0 outside all objects.
 
-    The numbers are those of the polygons' attribute ``object``. Returns how many there are.
+    Polygons have the same numbers in their attribute ``object``. The number of objects is returned.
 
     Args:
         path: an empty file.
@@ -100,7 +100,7 @@ def write_numbers(path: Path, labels: LabelMap, about: str) -> int:
     height, width = labels.size
     numbers = Numbers(labels.strips(), width, labels.skipped)
     if numbers.count > _MOST_OBJECTS:
-        raise ValueError(f"{path} can number {_MOST_OBJECTS} objects, but there are more")
+        raise ValueError(f"{path} can number at most {_MOST_OBJECTS} objects, but there are more")
     tifffile.imwrite(
         path,
         tiles(numbers.drawn(labels.strips()), width, np.uint32),
@@ -122,7 +122,7 @@ def write_numbers(path: Path, labels: LabelMap, about: str) -> int:
 
 
 def tiles(strips: Iterator[np.ndarray], width: int, dtype) -> Iterator[np.ndarray]:
-    """Yield the TIFF tiles (EDGE, EDGE) of a map, row by row; 0 beyond its border.
+    """Yield the TIFF tiles (EDGE, EDGE) of a map, row by row; pixels beyond the map are 0.
 
     Args:
         strips: strips (rows, width) of the map, of any heights.

@@ -1,4 +1,4 @@
-"""Write polygons as GeoJSON: in longitude and latitude of WGS 84, as RFC 7946 wants."""
+"""Write polygons as GeoJSON: in longitude and latitude of WGS 84, as RFC 7946 demands."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 from distseg.data.vector.features import Feature
 from distseg.data.vector.world import World, imported_rasterio
 
-_DIGITS = 8  # of degrees, about a millimetre
+_DIGITS = 8  # decimals of degrees; the last one is about a millimetre
 _BATCH = 4096  # objects whose corners are transformed at a time
 _HALF_CIRCLE = 180.0  # degrees; a longer edge crosses the antimeridian
 _EPSILON = 1e-9  # degrees
@@ -36,15 +36,15 @@ def check_geojson(world: World, name: str) -> None:
 
 
 def write_geojson(path: Path, features: Iterable[Feature], world: World, identity: str) -> int:
-    """Write objects as a feature collection, a line each, and return their number.
+    """Write objects as a feature collection, one per line; return the number of objects.
 
-    Without a georeference x is the column and y the row of a corner.
+    Without a georeference, x is the column and y is the row of a corner.
 
     Args:
         path: the file.
         features: the objects.
-        world: where the pixels lie.
-        identity: a text that :func:`identity_in_geojson` finds again.
+        world: coordinates of the pixels.
+        identity: a text to store in the file, which :func:`identity_in_geojson` reads.
     """
     head = {"type": "FeatureCollection", "name": "objects", "distseg_identity": identity}
     if world.crs is None:
@@ -73,14 +73,14 @@ def write_geojson(path: Path, features: Iterable[Feature], world: World, identit
 
 
 def identity_in_geojson(path: Path) -> str | None:
-    """Return the identity in a GeoJSON file that distseg wrote; None for others."""
+    """Return the identity text in a GeoJSON file that distseg wrote; None for other files."""
     with open(path, "rb") as file:
         found = _IDENTITY.search(file.read(_HEAD))
     return found[1].decode() if found else None
 
 
 def _in_degrees(features: Iterable[Feature], world: World) -> Iterator[tuple[Feature, dict]]:
-    """Yield each object and its geometry."""
+    """Yield each object and its geometry in degrees, or in pixels if ``world`` has no CRS."""
     if world.crs is None:
         for found in features:
             yield found, _polygon([_numbers(ring) for ring in found.rings])
@@ -117,14 +117,14 @@ def _eastward(ring: np.ndarray, found: Feature) -> np.ndarray:
     if around or (east > _HALF_CIRCLE + _EPSILON and west < _HALF_CIRCLE - _EPSILON):
         what = "goes around a pole" if around else f"has longitudes from {west:g} to {east:g}"
         raise ValueError(
-            f"object {found.number} {what}, which GeoJSON, from -180 to 180 degrees, cannot hold: "
-            "write gpkg, in the CRS of the image"
+            f"object {found.number} {what}, which GeoJSON cannot hold, as its longitudes end at "
+            "180 degrees: write gpkg, which uses the CRS of the image"
         )
     return ring - [360.0, 0.0] if east > _HALF_CIRCLE + _EPSILON else ring
 
 
 def _turned(geometry: dict, found: Feature) -> dict:
-    """Return a polygon, or several, with outer rings counter-clockwise and holes clockwise.
+    """Return a (multi-)polygon with outer rings counter-clockwise and holes clockwise.
 
     Raises:
         ValueError: GDAL has not cut the polygon, since its edges across the antimeridian are long.
@@ -134,7 +134,7 @@ def _turned(geometry: dict, found: Feature) -> dict:
     if any(np.ptp([x for x, _ in rings[0]]) > _HALF_CIRCLE for rings in polygons):
         raise ValueError(
             f"object {found.number} crosses the antimeridian near a pole, where GDAL does not cut "
-            "it: write gpkg, in the CRS of the image"
+            "it: write gpkg, which uses the CRS of the image"
         )
     turned = [
         [_wound(ring, 1 if number == 0 else -1) for number, ring in enumerate(rings)]
@@ -144,7 +144,7 @@ def _turned(geometry: dict, found: Feature) -> dict:
 
 
 def _wound(ring: list, sign: int) -> list:
-    """Return a ring without repeated corners, whose signed area has this sign."""
+    """Return a ring without repeated corners, in the order that gives its area this sign."""
     corners = [tuple(a) for a, b in zip(ring, ring[1:]) if tuple(a) != tuple(b)]
     corners.append(corners[0])
     area = sum(a[0] * b[1] - b[0] * a[1] for a, b in zip(corners, corners[1:]))

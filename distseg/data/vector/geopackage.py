@@ -1,4 +1,4 @@
-"""Write polygons as a GeoPackage: an SQLite file of the OGC's form (version 1.3.1).
+"""Write polygons as a GeoPackage: an SQLite file with tables that the OGC defines (version 1.3.1).
 
 https://www.geopackage.org/spec131/
 """
@@ -54,13 +54,13 @@ _REQUIRED_CRS = [
 
 
 def write_geopackage(path: Path, features: Iterable[Feature], world: World, identity: str) -> int:
-    """Write objects into the layer ``objects`` of a new GeoPackage, and return their number.
+    """Write objects into the layer ``objects`` of a new GeoPackage; return the number of objects.
 
     Args:
         path: an empty file.
         features: the objects.
-        world: where the pixels lie; its CRS becomes that of the layer.
-        identity: a text that :func:`identity_in_geopackage` finds again.
+        world: coordinates of the pixels; the layer gets their CRS.
+        identity: a text to store in the file, which :func:`identity_in_geopackage` reads.
     """
     with _disk_errors(), closing(sqlite3.connect(path, isolation_level=None)) as file:
         # The file is written under a temporary name, so it needs no journal.
@@ -88,7 +88,7 @@ def write_geopackage(path: Path, features: Iterable[Feature], world: World, iden
 
 @contextmanager
 def _disk_errors() -> Iterator[None]:
-    """Raise what SQLite says of a full disk as the error of the file system."""
+    """Convert SQLite's errors of a full disk to an OSError with ENOSPC, as file systems raise."""
     try:
         yield
     except sqlite3.OperationalError as e:
@@ -101,7 +101,7 @@ def _disk_errors() -> Iterator[None]:
 
 
 def identity_in_geopackage(path: Path) -> str | None:
-    """Return the identity in a GeoPackage that distseg wrote; None for others."""
+    """Return the identity text in a GeoPackage that distseg wrote; None for other files."""
     with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as file:
         rows = file.execute("SELECT description FROM gpkg_contents").fetchall()
     found = [row[0] for row in rows if isinstance(row[0], str) and row[0].startswith(_IDENTITY)]
@@ -109,7 +109,7 @@ def identity_in_geopackage(path: Path) -> str | None:
 
 
 def _crs_of(file: sqlite3.Connection, world: World) -> int:
-    """Return the srs_id of the layer; enter its CRS into the table where it is a new one."""
+    """Return the srs_id of the layer; add the CRS of the layer to the file if it lacks it."""
     if world.crs is None:
         return -1
     number = world.epsg or _OWN_CRS
@@ -127,7 +127,7 @@ def _crs_of(file: sqlite3.Connection, world: World) -> int:
 def _insert(
     file: sqlite3.Connection, features: Iterable[Feature], crs: int
 ) -> tuple[int, tuple[float | None, ...]]:
-    """Insert the objects; return their number, and min x, min y, max x and max y of all."""
+    """Insert the objects; return their number, and (min x, min y, max x, max y) over all."""
     count, low, high = 0, np.full(2, np.inf), np.full(2, -np.inf)
     rows: list[tuple] = []
 
@@ -156,7 +156,7 @@ def _header(crs: int, low: np.ndarray, high: np.ndarray) -> bytes:
 
 
 def polygon_bytes(rings: list[np.ndarray]) -> bytes:
-    """Return a polygon as well-known binary, little-endian. Rings are (corners, 2), closed."""
+    """Return a polygon, given by closed rings (corners, 2), as little-endian well-known binary."""
     parts = [struct.pack("<BII", 1, 3, len(rings))]
     for ring in rings:
         parts += [struct.pack("<I", len(ring)), np.ascontiguousarray(ring, "<f8").tobytes()]

@@ -1,4 +1,7 @@
-"""Trace the objects of a label map as polygons, in the memory of a strip and the open objects."""
+"""Trace the objects of a label map as polygons.
+
+Only one strip of the map and the objects that later rows may continue are in memory.
+"""
 
 from __future__ import annotations
 
@@ -10,19 +13,19 @@ import numpy as np
 from distseg.data.vector.components import NONE, Labeller
 from distseg.data.vector.rings import Edges, Rings, horizontal, linked, vertical
 
-_FEWEST = 1 << 18  # edges that wait, at least, before complete objects are looked for
+_FEWEST = 1 << 18  # number of edges to collect before a search for complete objects
 
 
 @dataclass
 class Objects:
-    """Some complete objects of a label map, sorted by the place of their first pixel.
+    """Some complete objects of a label map, sorted by the position of their first pixel.
 
     Attributes:
         labels: (objects,) label.
-        firsts: (objects,) place of the first pixel in reading order, row * width + column.
+        firsts: (objects,) position of the first pixel in reading order, row * width + column.
         pixels: (objects,) number of pixels.
         areas: (objects,) sum of the areas of the pixels, in the unit of ``row_areas``.
-        rings: their rings; the ids are indices into the other arrays.
+        rings: the rings of the objects; ``rings.ids`` are indices into the other arrays.
     """
 
     labels: np.ndarray
@@ -42,7 +45,7 @@ def trace(
     row_areas: np.ndarray | None = None,
     fewest: int = _FEWEST,
 ) -> Iterator[Objects]:
-    """Yield the objects of a label map, each once it is complete.
+    """Yield the objects of a label map in groups, after no later row can continue them.
 
     The objects, their rings and areas do not depend on the height of the strips.
 
@@ -51,7 +54,7 @@ def trace(
         width: number of columns of the map.
         skipped: labels whose pixels belong to no object.
         row_areas: (height,) the area of a pixel of each row; by default 1.
-        fewest: edges that wait, at least, before complete objects are looked for.
+        fewest: number of edges to collect before a search for complete objects.
     """
     labeller = Labeller(width, skipped)
     sums = _Sums()
@@ -91,7 +94,7 @@ class _Sums:
         self.areas = np.zeros(0)
 
     def add(self, ids: np.ndarray, row_areas: np.ndarray, count: int) -> None:
-        """Add the pixels of a strip of ids; there are ``count`` ids by now."""
+        """Add the pixels of a strip of ids. ``count`` is the number of ids so far."""
         inside = ids != NONE
         of_pixels = np.broadcast_to(row_areas[:, None], ids.shape)[inside]
         pixels = np.bincount(ids[inside], minlength=count)
@@ -102,9 +105,9 @@ class _Sums:
 
 
 def _complete(labeller: Labeller, sums: _Sums, edges: Edges) -> tuple[Objects, Edges]:
-    """Return the objects that no later row can continue, and the edges of the others.
+    """Return the objects that no later row can continue, and the edges of the open objects.
 
-    The others' ids are numbered anew in ``labeller``, ``sums`` and the edges.
+    The open objects get new ids in ``labeller``, ``sums`` and the edges.
     """
     width, roots = labeller.width, labeller.roots()
     own = roots == np.arange(len(roots))

@@ -1,9 +1,9 @@
-"""Rings around sets of pixels: link the edges between pixels to closed rings of corners.
+"""Rings around sets of pixels: link the edges between pixels into closed rings of corners.
 
 Columns run to the right and rows run down. A corner (x, y) is the upper left corner of the pixel in
-column x and row y. An edge runs along the sides of pixels with its object on the right hand, as one
-looks at the map: right along upper sides, down along right sides, left along lower sides, up along
-left sides. So the outer ring of an object runs clockwise on the screen, and the rings of its holes
+column x and row y. An edge runs along the sides of pixels, with its object on its right-hand side:
+it runs right along upper sides, down along right sides, left along lower sides and up along left
+sides. So the outer ring of an object runs clockwise on the screen, and the rings of its holes
 run the other way.
 
 Where four pixels meet and only two that face each other diagonally belong to an object, two of its
@@ -24,7 +24,7 @@ import numpy as np
 
 RIGHT, DOWN, LEFT, UP = range(4)
 _OUTSIDE = -1  # id outside the map
-# Order of the edges that arrive at, or leave, a corner where two objects' pixels meet diagonally.
+# Order of the edges that arrive at (or leave) a corner where pixels of an object meet diagonally.
 _ARRIVES = np.array([0, 0, 1, 1])  # right before left; down before up
 _LEAVES = np.array([0, 1, 1, 0])  # up before down; right before left
 
@@ -35,9 +35,9 @@ class Edges:
 
     Attributes:
         start: (edges,) corner where an edge begins, y * (width + 1) + x.
-        stop: (edges,) corner where it ends.
-        way: (edges,) its direction: RIGHT, DOWN, LEFT or UP.
-        ids: (edges,) the object on its right-hand side.
+        stop: (edges,) corner where the edge ends.
+        way: (edges,) direction of the edge: RIGHT, DOWN, LEFT or UP.
+        ids: (edges,) the object on the right-hand side of the edge.
     """
 
     start: np.ndarray
@@ -63,12 +63,12 @@ class Edges:
 
 
 def horizontal(above: np.ndarray, below: np.ndarray, top: int) -> Edges:
-    """Return the edges between rows of pixels that lie above each other.
+    """Return the edges between each row of pixels and the row under it.
 
     Args:
         above: ids (rows, width) of the upper pixels; negative outside all objects.
-        below: ids (rows, width) of the pixels under them.
-        top: row of the first lower pixel in the map.
+        below: ids (rows, width) of the pixels under these.
+        top: row of the map in which the first row of ``below`` lies.
     """
     rows, width = above.shape
     # A segment is a run of columns in which neither id changes.
@@ -90,7 +90,7 @@ def vertical(ids: np.ndarray, top: int) -> Edges:
 
     Args:
         ids: ids (rows, width) of the pixels; negative outside all objects.
-        top: row of the first pixel in the map.
+        top: row of the map in which the first row of ``ids`` lies.
     """
     rows, width = ids.shape
     padded = np.full((width + 2, rows), _OUTSIDE, ids.dtype)
@@ -110,7 +110,16 @@ def vertical(ids: np.ndarray, top: int) -> Edges:
 
 
 def _both(low, high, along: np.ndarray, way: int, against: np.ndarray, back: int) -> Edges:
-    """Return each segment as an edge of the object on either side of it, if there is one."""
+    """Return an edge for each object beside each segment; there may be one on either side.
+
+    Args:
+        low, high: (segments,) the corners at both ends.
+        along: (segments,) the object for which the edge runs from ``low`` to ``high``; negative
+            for none.
+        way: direction from ``low`` to ``high``.
+        against: (segments,) the object for which the edge runs from ``high`` to ``low``.
+        back: direction from ``high`` to ``low``.
+    """
     forth, and_back = along >= 0, against >= 0
     return Edges(
         np.concatenate([low[forth], high[and_back]]),
@@ -140,9 +149,9 @@ class Rings:
 
 
 def linked(edges: Edges, width: int) -> Rings:
-    """Link all edges of some objects to rings. Corners on a straight line are left out.
+    """Link all edges of some objects into rings. Corners on a straight line are left out.
 
-    A ring begins with its uppermost corner, the leftmost one of these.
+    A ring begins with its uppermost corner, or with the leftmost one of several.
 
     Args:
         edges: all edges of the objects.
@@ -179,7 +188,7 @@ def _smallest_on_cycle(after: np.ndarray) -> np.ndarray:
 
 
 def _steps_to_end(after: np.ndarray, first: np.ndarray) -> np.ndarray:
-    """Return the steps from each element to the last one of its cycle, which precedes ``first``."""
+    """Return the number of steps from each element to the one before its cycle's ``first``."""
     last = after == first
     ahead = np.where(last, np.arange(len(after)), after)
     steps = (~last).astype(np.int64)

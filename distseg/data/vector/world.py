@@ -1,4 +1,4 @@
-"""Where on earth the pixels of a map lie: CRS, affine transform, area of each pixel."""
+"""Coordinates of the pixels of a map on earth: CRS, affine transform, area of each pixel."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ class World:
         return a * e - b * d < 0
 
     def xy(self, columns: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the coordinates of corners, float64, shaped as ``columns``."""
+        """Return x and y of corners, given by columns and rows, with the shape of ``columns``."""
         a, b, c, d, e, f = self.transform
         return a * columns + b * rows + c, d * columns + e * rows + f
 
     @cached_property
     def epsg(self) -> int | None:
-        """The EPSG code of the CRS; None without one."""
+        """The EPSG code of the CRS; None if there is no CRS, or if it has no code."""
         return None if self.crs is None else self.crs.to_epsg()
 
     @property
@@ -56,8 +56,8 @@ class World:
         """Return the area of a pixel of each row in square metres, (height,) float64.
 
         In a projected CRS it is the area on the map. In degrees it is the area on the ellipsoid
-        (Snyder 1987, Map Projections, equation 3-12). None without a CRS, or in degrees with a
-        rotated transform.
+        (Snyder 1987, Map Projections, equation 3-12). The result is None without a CRS, and in
+        degrees if the transform is rotated or the ellipsoid is unknown.
         """
         if self.crs is None:
             return None
@@ -86,7 +86,7 @@ def _authalic(latitude: np.ndarray, eccentricity: float) -> np.ndarray:
 
 
 def world_of(place: Georeference | None, name: str) -> World:
-    """Return where the pixels of a map lie.
+    """Return the coordinates of a map's pixels.
 
     Args:
         place: the georeference of the map; None without one.
@@ -108,7 +108,7 @@ def world_of(place: Georeference | None, name: str) -> World:
 
 
 def _crs(place: Georeference, name: str) -> Any:
-    """Return the CRS of a georeference: GDAL reads a file of one pixel with the same tags."""
+    """Return the CRS of a georeference, as GDAL reads it from a one-pixel file with its tags."""
     import io
 
     import tifffile
@@ -130,7 +130,7 @@ def imported_rasterio(what: str):
         what: what rasterio is needed for, for the message.
 
     Raises:
-        ImportError: it is not installed; the message names the line that installs it.
+        ImportError: rasterio is not installed; the message names the line that installs it.
     """
     try:
         import rasterio

@@ -1,11 +1,11 @@
 """Compilation of this package's C++ code, on first use and once per machine.
 
 The code includes neither PyTorch's nor Python's headers, so it compiles in seconds. The library is
-kept in the user's cache. Its name contains a hash of source, compiler and CPU, so a cluster's login
-and compute nodes each have their own. The name also contains the library's checksum.
+kept in the user's cache. Its name contains a hash of source, compiler and CPU, so login and compute
+nodes of a cluster get separate libraries. The name also contains the library's checksum.
 
 A library is not loaded if it is damaged, or if anyone but this user or root could have written it.
-It is then compiled again, in a private folder if the cache is not safe. Without a compiler
+Then the code is compiled again, in a private folder if the cache is not safe. Without a compiler,
 PyTorch's kernels do the same work more slowly.
 """
 
@@ -33,7 +33,7 @@ _LONGEST = 300  # seconds that a compilation may take
 
 
 class Untrusted(OSError):
-    """Error of a folder that other users can write to."""
+    """Error that is raised for a folder that other users can write to."""
 
 
 @functools.cache
@@ -46,15 +46,15 @@ def library() -> ctypes.CDLL | None:
     except (OSError, subprocess.SubprocessError) as e:
         reason = getattr(e, "stderr", None) or str(e)
         warnings.warn(
-            "distseg's norm kernels could not be built, so PyTorch's slower ones are used (name a "
-            f"C++ compiler as CXX): {reason.strip()[-500:]}",
+            "distseg's norm kernels could not be built, so PyTorch's slower ones are used (set CXX "
+            f"to a C++ compiler): {reason.strip()[-500:]}",
             stacklevel=2,
         )
         return None
 
 
 def _loaded(compiler: list[str]) -> ctypes.CDLL:
-    """Load the library from the user's cache, or compile it for this process alone."""
+    """Load the library from the user's cache, or compile one that only this process uses."""
     try:
         folder = _cache()
         check_folder(folder)
@@ -64,7 +64,7 @@ def _loaded(compiler: list[str]) -> ctypes.CDLL:
             return ctypes.CDLL(str(_built(compiler, folder, anew=True)))
     except Untrusted as e:
         warnings.warn(
-            f"distseg's norm kernels are compiled for this process alone: {e}", stacklevel=2
+            f"distseg's norm kernels are compiled for this process only: {e}", stacklevel=2
         )
     except (OSError, subprocess.SubprocessError):
         pass  # The home folder is full or, as on some compute nodes, cannot be written.
@@ -74,7 +74,10 @@ def _loaded(compiler: list[str]) -> ctypes.CDLL:
 
 
 def _cache() -> Path:
-    """Return the cache folder. Create it if needed, and close it to other users if it is open."""
+    """Return the cache folder.
+
+    Create it if needed. If other users can write to it, remove all their permissions.
+    """
     folder = (
         Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "distseg" / "kernels"
     )
@@ -91,7 +94,8 @@ def check_folder(folder: Path) -> None:
     """Refuse a folder whose content other users can replace.
 
     Raises:
-        Untrusted: naming the folder, or the one above it, and the repair.
+        Untrusted: other users can write to the folder or to one above it. The message names that
+            folder and how to fix it.
     """
     for place in (folder, *folder.absolute().parents, *folder.resolve().parents):
         status = place.stat()
@@ -99,8 +103,8 @@ def check_folder(folder: Path) -> None:
         shared = place != folder and status.st_mode & stat.S_ISVTX
         if not _safe(status) and not (shared and _owners(status)):
             raise Untrusted(
-                f"others can write to {place}: chmod go-w it, or name a folder of your own as "
-                "XDG_CACHE_HOME"
+                f"other users can write to {place}: remove this permission (chmod go-w), or set "
+                "XDG_CACHE_HOME to a folder of your own"
             )
 
 
@@ -112,7 +116,7 @@ def _owners(status: os.stat_result) -> bool:
 def _root() -> set[int]:
     """Return the user ids that stand for root.
 
-    In a user namespace where root is not mapped, its files belong to the overflow id.
+    In a user namespace where root is not mapped, root's files appear under the overflow id.
     """
     with suppress(OSError, ValueError):
         if Path("/proc/self/uid_map").read_text().split() != ["0", "0", str(2**32 - 1)]:
@@ -126,7 +130,10 @@ def _safe(status: os.stat_result) -> bool:
 
 
 def _built(compiler: list[str], folder: Path, anew: bool = False) -> Path:
-    """Return the library in ``folder``. Compile it if none can be trusted, or if ``anew``."""
+    """Return the library in ``folder``.
+
+    Compile it if ``folder`` has no library that can be trusted, or if ``anew`` is True.
+    """
     name = f"norm-{_key(compiler)}"
     if not anew and (found := _found(folder, name)):
         return found
@@ -151,8 +158,8 @@ def _found(folder: Path, name: str) -> Path | None:
 def _whole(path: Path) -> bool:
     """Return True if a library can be trusted.
 
-    It must belong to this user or root, be a regular file and no link, and have the checksum in its
-    name.
+    The file must belong to this user or root, must not be writable for others, must be a regular
+    file and no link, and must have the checksum that its name contains.
     """
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -184,7 +191,7 @@ def _tidy(folder: Path, name: str) -> None:
 
 @contextmanager
 def _alone(folder: Path):
-    """Take a lock, so that one process of a machine compiles at a time.
+    """Hold a lock, so that only one process of a machine compiles at a time.
 
     After a timeout, or on a file system without locks, several processes may compile. This is
     harmless, because all of them write the same library.
@@ -209,10 +216,10 @@ def _lock(handle: int, until: float) -> None:
 
 
 def _compiled(compiler: list[str], place: Path) -> Path:
-    """Compile and link in two steps.
+    """Compile and link the library in the folder ``place``, and return its path.
 
-    Linking without -fopenmp makes the library use the OpenMP runtime and threads that PyTorch has
-    loaded.
+    Compiling and linking are two steps. Linking without -fopenmp makes the library use the OpenMP
+    runtime and threads that PyTorch has loaded.
     """
     compiled, linked = place / "norm.o", place / "norm.so"
     first = [*_FLAGS.split(), "-fopenmp", "-c", str(SOURCE), "-o", str(compiled)]

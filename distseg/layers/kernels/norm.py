@@ -1,8 +1,8 @@
 """Norm and activation of one image or a part of it, (1, C, *size), by the compiled kernels.
 
-The formulas are in norm.cpp. Parameters are (C,) vectors of float32, or of float64 beside a float64
-image. In memory, either the channels of a pixel or the pixels of a row must lie side by side. So
-tiles and their owned parts are views, not copies.
+The formulas are in norm.cpp. Parameters are (C,) vectors of float32, or of float64 if the image is
+float64. In memory, either the channels of a pixel or the pixels of a row must be adjacent. Views of
+tiles and of their owned parts satisfy this, so they are not copied.
 """
 
 from __future__ import annotations
@@ -66,7 +66,10 @@ def moments(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def forward(x: Tensor, affine: Affine, out: Tensor) -> Tensor:
-    """Write y to ``out``, which is ``x`` itself or ``torch.empty_like(x)``, and return it."""
+    """Compute y as in :class:`Affine`, write it to ``out`` and return ``out``.
+
+    ``out`` must be ``x`` itself or ``torch.empty_like(x)``.
+    """
     last = lies_last(x)
     written = _in_runs(out, last)
     _call("forward", last, [x, written], affine)
@@ -74,7 +77,10 @@ def forward(x: Tensor, affine: Affine, out: Tensor) -> Tensor:
 
 
 def sums(g: Tensor, x: Tensor, affine: Affine) -> tuple[Tensor, Tensor]:
-    """Return the sums of g' and of g' * (x - pivot) over all pixels, (C,) float64."""
+    """Return the sums of g' and of g' * (x - pivot) over all pixels, (C,) float64 each.
+
+    g' is the gradient before the activation: g if z > 0, else slope * g (:class:`Affine`).
+    """
     found = torch.empty(2, x.shape[1], dtype=torch.float64)
     _call("sums", lies_last(x), [g, x], affine, [found[0], found[1]])
     return found[0], found[1]
@@ -85,7 +91,7 @@ def gradient(
 ) -> Tensor:
     """Write dx = scale * g' to ``out``, and add tilt * (x - pivot) + shift inside ``own``.
 
-    ``out`` is ``torch.empty_like(x)``.
+    g' is defined as in :func:`sums`. ``out`` must be ``torch.empty_like(x)`` and is returned.
     """
     last = lies_last(x)
     written = _in_runs(out, last)
@@ -97,11 +103,12 @@ class Norm(NamedTuple):
     """Settings of an active norm of whole images.
 
     Attributes:
-        groups: number of groups of channels that share statistics; 0: each channel has its own.
-        joint: all images share statistics, as in batch norm.
+        groups: number of groups of channels that share statistics, or 0 if channels share none.
+        joint: True if all images share statistics, as in batch norm.
         slope: slope of the activation after the norm.
         p: probability of the channel dropout before the norm.
-        keys: key of each image's dropout mask (:func:`distseg.tiling.rng.key`); None: no dropout.
+        keys: key of each image's dropout mask (:func:`distseg.tiling.rng.key`), or None without
+            dropout.
     """
 
     groups: int
@@ -122,8 +129,8 @@ def norm_forward(
     """Compute dropout, norm and activation of whole images (B, C, *size) in one call.
 
     Returns:
-        y, the mean and sum of squared deviations (2, rows, channels or groups) float64, and the
-            numbers that :func:`norm_backward` needs.
+        The result y; the mean and sum of squared deviations, (2, rows, channels or groups) float64;
+            and the tensor ``numbers`` that :func:`norm_backward` needs.
     """
     last = lies_last(x)
     x = _in_runs(x, last)
@@ -158,7 +165,7 @@ def norm_forward(
 def norm_backward(
     g: Tensor, x: Tensor, norm: Norm, weight: Tensor | None, numbers: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradient of x and those of weight and bias, (C,) float64."""
+    """Return the gradients of x, weight and bias. The last two are (C,) float64."""
     last = lies_last(x)
     g, x = _in_runs(g, last), _in_runs(x, last)
     dx, channels = torch.empty_like(x), x.shape[1]
@@ -188,7 +195,8 @@ def norm_backward(
 class _Plan(NamedTuple):
     """Arguments of a kernel for whole images, other than addresses.
 
-    They are shape, norm, and the strides of each tensor inside an image and between images.
+    ``arguments`` are the shape, the norm's settings, and for each tensor the strides inside an
+    image and between images. ``images`` is the number of images.
     """
 
     images: int
@@ -206,7 +214,7 @@ def _plan(
 ) -> _Plan:
     """Return the plan for tensors of this shape and these strides.
 
-    It is cached: making it takes as long as the norm of a small feature map.
+    Plans are cached, because making one takes as long as the norm of a small feature map.
     """
     norm = Norm(*norm)
     tensors = _merged(last, *(torch.empty_strided(shape, each, device="meta") for each in strides))
@@ -224,15 +232,16 @@ def _plan(
 def _as_one(images: Sequence[Tensor]) -> Sequence[Tensor]:
     """Return images that share statistics as the planes of one image.
 
-    One call for each small image would take longer than its pixels. Volumes keep their planes.
+    A call for each small image would take longer than computing its pixels. Volumes have planes of
+    their own, so they are returned as they are.
     """
     return images if images[0].dim() > 4 else [x.transpose(0, 1)[None] for x in images]
 
 
 def _merged(last: bool, *images: Tensor) -> Sequence[Tensor]:
-    """Flatten the pixels of contiguous images to one row per channel.
+    """Flatten the pixels of contiguous images to one row per channel, unless channels come last.
 
-    Short rows would be dominated by the cost of loading each channel's parameters.
+    With short rows, most of the time would be spent on loading the parameters of each channel.
     """
     return (
         [x.flatten(2) for x in images]
@@ -279,16 +288,16 @@ def _call(
     """Call a kernel with images of one shape and dtype.
 
     Args:
-        last: compute with channels last in memory.
-        parameters: vectors, cast to the dtype that the kernel computes in, and numbers.
+        last: True to compute with channels last in memory.
+        parameters: vectors and numbers. Vectors are cast to the dtype that the kernel computes in.
         outputs: float64 tensors that the kernel writes to.
-        own: the owned cells; None: all.
+        own: the box of the owned cells, or None if all cells are owned.
     """
     images = [_in_runs(image, last) for image in images]
     size = images[0].shape[2:]
     if own is not None and not Box.whole(size).contains(own):
         # The kernel checks no bounds and would write outside the tensor.
-        raise ValueError(f"the owned cells {own} reach beyond a map of {tuple(size)}")
+        raise ValueError(f"the owned cells {own} reach beyond a feature map of {tuple(size)}")
     if own in (None, Box.whole(size)):
         images, own = _merged(last, *images), None
     x = images[0]
@@ -334,9 +343,9 @@ def _into(out: Tensor, written: Tensor) -> Tensor:
 
 
 def _in_runs(x: Tensor, last: bool) -> Tensor:
-    """Return ``x``, copied unless its rows are contiguous.
+    """Return ``x`` if its rows are contiguous, otherwise a contiguous copy.
 
-    A row holds pixels with all their channels (``last``) or the pixels of one channel.
+    A row holds pixels with all their channels if ``last`` is True, else the pixels of one channel.
     """
     channels, width = x.shape[1], x.shape[-1]
     # A row of one pixel is contiguous in both layouts, whatever its stride.

@@ -1,12 +1,13 @@
 """The functions of :mod:`distseg.layers.kernels.norm`, computed by PyTorch's kernels.
 
-They serve CUDA, and CPUs without a compiler. On a CPU they are slower, as each passes over memory
-several times. Only operations that CPU and CUDA share are used. Forward pass and sums use batch
-norm with fixed statistics, one kernel each on a GPU. The gradient uses products and sums: batch
-norm's own kernels for tilt and shift need divisors that may be 0.
+They are used on CUDA, and on CPUs without a compiler. On a CPU they are slower than the compiled
+kernels, as each function passes over memory several times. Only operations that CPU and CUDA share
+are used. Forward pass and sums use batch norm with fixed statistics, which is one kernel each on a
+GPU. The gradient uses products and sums, because batch norm's own kernels for tilt and shift need
+divisors that may be 0.
 
-CUDA's backward pass needs the fixed statistics in place of the saved ones too, and asserts that
-they are not None (aten/src/ATen/native/cuda/Normalization.cu). The CPU does not look at them. All
+CUDA's backward kernel also needs the fixed statistics as its saved statistics, and asserts that
+these are not None (aten/src/ATen/native/cuda/Normalization.cu). The CPU's kernel ignores them. All
 results are computed in float32 or wider and rounded once. (Not run on a GPU yet: docs/gpu.md.)
 """
 
@@ -29,13 +30,19 @@ _CACHED = 1 << 17  # number of values that fit into a CPU's cache
 
 
 def forward(x: Tensor, affine: Affine, out: Tensor) -> Tensor:
-    """Write y to ``out``, which is ``x`` itself or ``torch.empty_like(x)``, and return it."""
+    """Compute y as in :class:`Affine`, write it to ``out`` and return ``out``.
+
+    ``out`` must be ``x`` itself or ``torch.empty_like(x)``.
+    """
     y = out.copy_(_normalised(x, affine)) if out is x else _normalised(x, affine, out)
     return y if affine.slope == 1 else F.leaky_relu_(y, affine.slope)
 
 
 def sums(g: Tensor, x: Tensor, affine: Affine) -> tuple[Tensor, Tensor]:
-    """Return the sums of g' and of g' * (x - pivot) over all pixels, (C,) float64."""
+    """Return the sums of g' and of g' * (x - pivot) over all pixels, (C,) float64 each.
+
+    g' is the gradient before the activation: g if z > 0, else slope * g (:class:`Affine`).
+    """
     scale, _, pivot, one = _parameters(x, affine)
     fixed = scale, pivot, one, pivot, one, False, 0.0, [False, True, True]
     g = _before_activation(g, x, affine)
@@ -53,7 +60,7 @@ def gradient(
 ) -> Tensor:
     """Write dx = scale * g' to ``out``, and add tilt * (x - pivot) + shift inside ``own``.
 
-    ``out`` is ``torch.empty_like(x)``.
+    g' is defined as in :func:`sums`. ``out`` must be ``torch.empty_like(x)`` and is returned.
     """
     scale, _, pivot, _ = (_shaped(v, x) for v in _parameters(x, affine))
     g = _before_activation(g, x, affine)
@@ -81,10 +88,10 @@ def _with_tilt(
 
 
 def _rounded_once(function: Callable[..., Tensor], *operands: Tensor, out: Tensor) -> None:
-    """Write a function of images and wider vectors to ``out``.
+    """Write the result of a function to ``out``, rounded once to the dtype of ``out``.
 
-    A CPU is slow with mixed dtypes, so its operands are cast first. A GPU's kernels convert values
-    as they read and write them.
+    The operands are images and vectors of a wider dtype. A CPU is slow with mixed dtypes, so there
+    the operands are cast first. A GPU's kernels convert values as they read and write them.
     """
     if out.device.type == "cpu":
         out.copy_(function(*(x.to(torch.promote_types(x.dtype, torch.float32)) for x in operands)))
@@ -119,9 +126,9 @@ def _shaped(v: Tensor, x: Tensor) -> Tensor:
 
 
 def _parts(*images: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Split images of one size into rows that are computed at once.
+    """Split images of one size into groups of rows, each of which is computed at once.
 
-    On a CPU the rows are so few that they stay in its cache.
+    On a CPU a group is so small that it stays in the cache.
     """
     rows = images[0].shape[2]
     if images[0].device.type == "cpu":

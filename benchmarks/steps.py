@@ -76,7 +76,7 @@ class Setting:
 
 
 def distributed_step(
-    setting: Setting, comm=None, reducer: str = "auto"
+    setting: Setting, comm=None, reducer: str = "auto", device=torch.device("cpu")
 ) -> tuple[Callable[[], float], Engine]:
     """distseg's step on the ranks of ``comm`` (by default this one)."""
     config = setting.config(reducer)
@@ -86,6 +86,7 @@ def distributed_step(
         mesh,
         as_network(build_model(config.model)),
         setting.size,
+        device,
         precision=setting.precision,
         channels_last=setting.channels_last,
     )
@@ -103,17 +104,22 @@ def distributed_step(
     return step, engine
 
 
-def plain_step(setting: Setting) -> Callable[[], float]:
+def plain_step(setting: Setting, device=torch.device("cpu")) -> Callable[[], float]:
     """The same step as a PyTorch user writes it: the same layers, loss, optimizer, dtype and memory format."""
     config = setting.config()
     model = build_model(config.model).train()
-    place_model(model, torch.device("cpu"), setting.precision, setting.channels_last)
+    place_model(model, device, setting.precision, setting.channels_last)
     parameters = list(model.parameters())
     optimizer = make_optimizer(config.optim, dict(model.named_parameters()))
-    cast = autocast(setting.precision, torch.device("cpu"))
+    cast = autocast(setting.precision, device)
     x, labels = RandomImages(setting.size, 4, CLASSES, config).whole(0)
-    x = x.float()[None].contiguous(
-        memory_format=torch.channels_last if setting.channels_last else torch.contiguous_format
+    labels = labels.to(device)
+    x = (
+        x.float()[None]
+        .to(device)
+        .contiguous(
+            memory_format=torch.channels_last if setting.channels_last else torch.contiguous_format
+        )
     )
 
     def step() -> float:

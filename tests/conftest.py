@@ -16,6 +16,24 @@ os.environ["XDG_STATE_HOME"] = os.path.join(
 pytest_plugins = ("mpirunner.plugin", "covering")
 
 
+@pytest.fixture(autouse=True, scope="session")
+def verify_on_device():
+    """Let ``verify`` run its distributed steps on ``DISTSEG_TEST_DEVICE`` in tests that name no device.
+
+    ``DISTSEG_TEST_DEVICE=cuda pytest tests/test_exact.py`` compares steps on GPUs with the serial program on the CPU.
+    """
+    if os.environ.get("DISTSEG_TEST_DEVICE", "cpu") == "cpu":
+        return
+    import torch
+
+    from distseg.training.verify import verify
+
+    device = torch.device(os.environ["DISTSEG_TEST_DEVICE"])
+    verify.__defaults__ = tuple(
+        device if isinstance(value, torch.device) else value for value in verify.__defaults__
+    )
+
+
 @pytest.fixture
 def refused(capsys):
     """``refused(*words)``: what is said of a command that is refused."""

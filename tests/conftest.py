@@ -16,19 +16,25 @@ os.environ["XDG_STATE_HOME"] = os.path.join(
 pytest_plugins = ("mpirunner.plugin", "covering")
 
 
+# Tests compare with programs on the CPU, so a node's GPUs are hidden, unless DISTSEG_TEST_DEVICE asks for them.
+DEVICE = os.environ.get("DISTSEG_TEST_DEVICE", "cpu")
+if DEVICE == "cpu":
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 @pytest.fixture(autouse=True, scope="session")
 def verify_on_device():
     """Let ``verify`` run its distributed steps on ``DISTSEG_TEST_DEVICE`` in tests that name no device.
 
     ``DISTSEG_TEST_DEVICE=cuda pytest tests/test_exact.py`` compares steps on GPUs with the serial program on the CPU.
     """
-    if os.environ.get("DISTSEG_TEST_DEVICE", "cpu") == "cpu":
+    if DEVICE == "cpu":
         return
     import torch
 
     from distseg.training.verify import verify
 
-    device = torch.device(os.environ["DISTSEG_TEST_DEVICE"])
+    device = torch.device(DEVICE)
     verify.__defaults__ = tuple(
         device if isinstance(value, torch.device) else value for value in verify.__defaults__
     )

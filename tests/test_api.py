@@ -87,7 +87,8 @@ def _eager(model, x, y, criterion) -> float:
 
 
 def error(model, losses, plain, plain_losses, buffers=True) -> float:
-    wanted, found = plain.state_dict(), model.whole_state_dict()
+    wanted = plain.state_dict()
+    found = {name: t.cpu() for name, t in model.whole_state_dict().items()}
     assert set(found) == set(wanted)
     names = [
         n for n, t in wanted.items() if t.is_floating_point() and (buffers or "running" not in n)

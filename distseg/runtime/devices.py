@@ -42,7 +42,7 @@ def devices_of(
         ValueError: if a device does not exist, or its type differs from the type of ``device``.
     """
     if pipeline.placement != "devices":
-        return [device]
+        return [_numbered(device)]
     gpus = torch.cuda.device_count() if gpus is None else gpus
     found = (
         _named(pipeline.devices)
@@ -61,6 +61,13 @@ def devices_of(
                 f"cuda:{gpus - 1}, or give the rank more GPUs"
             )
     return found
+
+
+def _numbered(device: torch.device) -> torch.device:
+    """Return ``device`` with its number; a GPU without a number is the current one."""
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
 
 
 def _named(names: Sequence[str]) -> list[torch.device]:

@@ -15,6 +15,7 @@ from distseg.comm.alone import Alone
 from distseg.config.settings import Config, DataConfig, MeshConfig, ModelConfig, TrainConfig
 from distseg.config.sizes import Size
 from distseg.models.capture.capture import as_network
+from distseg.models.layers import Derived
 from distseg.models.network import user_names
 from distseg.training.engine import Engine
 from distseg.training.loop import train
@@ -89,6 +90,20 @@ def test_exact(comm, name):
     for way in NETWORKS[name]:
         if WAYS[way][0] == comm.size:
             assert error_of(comm, name, way) <= TOLERANCE, way
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_of_constants_alone_are_computed_beside_the_input(dtype):
+    """A network that is captured on the CPU computes on a GPU. The device "meta" stands for it."""
+    network = as_network(made_weights.MadeInForward(3, 3))
+    image = torch.empty(1, 6, 9, 9, device="meta", dtype=dtype)
+    weights = [
+        layer.filled(image)._parameters["weight"]
+        for layer in network.modules()
+        if isinstance(layer, Derived)
+    ]
+    assert len(weights) == 2
+    assert all(weight.is_meta and weight.dtype == torch.float32 for weight in weights)
 
 
 @pytest.mark.parametrize("way", ["exchange", "in time"])

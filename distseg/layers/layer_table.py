@@ -202,7 +202,7 @@ def run(
         others: further inputs of the layer, each with the box that it covers.
     """
     if isinstance(layer, Derived):
-        layer = layer.filled()
+        layer = layer.filled(x)
     if isinstance(layer, PlacedPositions):
         return layer.on_box(x, part.size, part.output)
     if isinstance(layer, Placed):

@@ -74,6 +74,11 @@ def stack(parts: list[Moments]) -> Moments:
     return Moments(*(torch.stack(tensors) for tensors in zip(*parts)))
 
 
+def joined(parts: list[Moments]) -> Moments:
+    """Combine moments of parts to the moments of all their values."""
+    return parts[0] if len(parts) == 1 else combine(stack(parts))
+
+
 def of_channels(x: Tensor) -> Moments:
     """Return the moments of each channel of one image or of a part of it.
 
@@ -109,7 +114,7 @@ def of_channels(x: Tensor) -> Moments:
         parts.append(
             _moments(chunk, mean if pivot is None else mean.double() + pivot.flatten(), var)
         )
-    return parts[0] if len(parts) == 1 else combine(stack(parts))
+    return joined(parts)
 
 
 def _on_gpu(x: Tensor) -> tuple[Tensor, Tensor]:

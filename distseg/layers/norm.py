@@ -47,7 +47,7 @@ from distseg.layers.dropout import KeyedDropout
 from distseg.layers.kernels import norm as compiled
 from distseg.layers.kernels import plain
 from distseg.layers.kernels.norm import Affine
-from distseg.layers.moments import Moments, by_group, combine, of_channels, stack
+from distseg.layers.moments import Moments, by_group, combine, joined, of_channels, stack
 from distseg.models.layers import Mean, VectorNorm, register
 from distseg.tiling.tile import Box
 
@@ -189,7 +189,7 @@ class DistributedNorm(nn.Module):
         returns float32.
         """
         x = xs[0]
-        if compiled.available(x) or not self.active or (self.training and self.dropout):
+        if compiled.available(x) or not self.active:
             return False
         alone = (
             self.comm.size == 1
@@ -216,6 +216,9 @@ class DistributedNorm(nn.Module):
 
     def local(self, x: Tensor) -> Tensor:
         """Normalise whole images (B, C, *size) with PyTorch's kernels."""
+        (mask,) = self.masks([x])
+        if mask is not None:
+            x = x * mask.to(x.dtype).view(*x.shape[:2], *(1 for _ in x.shape[2:]))
         y = self._local(x)
         return y if self.slope == 1 else F.leaky_relu_(y, self.slope)
 
@@ -337,14 +340,14 @@ class DistributedNorm(nn.Module):
         by_row: dict[int, list[Contribution]] = {}
         for part in parts:
             by_row.setdefault(part.row, []).append(part)
-        mine = stack(
-            [combine(stack([part.moments for part in by_row[row]])) for row in sorted(by_row)]
-        )
+        mine = stack([joined([part.moments for part in by_row[row]]) for row in sorted(by_row)])
         if self.kind == "group":
             mine = by_group(mine, self.groups)
         others = self.comm.size > 1
         home = torch.device("cpu") if others else None
-        everyone = combine(mine.unpacked(gather(mine.packed(), self.comm, home)))
+        everyone = (
+            combine(mine.unpacked(gather(mine.packed(), self.comm, home))) if others else mine
+        )
         # A single rank computes the count on the host, as reading it from a GPU would synchronise.
         self._check_count(everyone.count.min() if others else self._least(by_row, everyone))
         everyone = everyone.on(mine.mean.device)
@@ -839,7 +842,7 @@ def commit(norms: list[DistributedNorm], groups_comm, unbiased: bool = False) ->
     turns = [(n, n.seen[turn]) for n in norms for turn in sorted(n.seen)]
     if not turns:
         return
-    seen = [each[0] if len(each) == 1 else combine(stack(each)) for _, each in turns]
+    seen = [joined(each) for _, each in turns]
     if groups_comm.size > 1:
         seen = _over_groups(seen, groups_comm)
     counts = [(m.count - 1).clamp(min=1) if unbiased else m.count for m in seen]

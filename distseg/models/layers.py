@@ -461,7 +461,7 @@ class Formula(nn.Module):
         made: Axes | None,
     ) -> Tensor:
         """Return the result of ``steps`` on ``maps``, as a map or vector with axes ``made``."""
-        y = _computed(self, steps, map(_as_read, maps, reads), maps[0])
+        y = _computed(self, steps, map(_as_read, maps, reads), like=maps[0])
         y = y if self.part is None else y[self.part]
         if not y.is_floating_point():
             # Maps are floating-point numbers, also those that hold masks and channel numbers.
@@ -511,13 +511,20 @@ class Derived(nn.Module):
         self.__dict__["inner"] = inner  # not a child module, since it holds no weights
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.filled()(x)
+        return self.filled(x)(x)
 
-    def filled(self) -> nn.Module:
-        """Return the layer with its computed weights."""
+    def filled(self, x: Tensor) -> nn.Module:
+        """Return the layer with its computed weights.
+
+        Args:
+            x: the layer's input, on whose device weights are computed that depend on no parameter.
+        """
+        like = next(self.parameters(), None)
+        if like is None:  # autocast's 16 bits are not the type of constants
+            like = x.new_empty(0, dtype=torch.promote_types(x.dtype, torch.float32))
         layer = copy.copy(self.inner)
         layer.__dict__["_parameters"] = dict.fromkeys(self.inner._parameters) | {
-            name: _computed(self, steps) for name, steps in self.weights.items()
+            name: _computed(self, steps, like=like) for name, steps in self.weights.items()
         }
         return layer
 
@@ -572,13 +579,13 @@ class ByType:
 
 
 def _computed(
-    layer: nn.Module, steps: Sequence[Step], maps: Iterable[Tensor] = (), like: Tensor | None = None
+    layer: nn.Module, steps: Sequence[Step], maps: Iterable[Tensor] = (), *, like: Tensor
 ) -> Tensor:
     """Run the steps on the maps, and return the result of the last step.
 
-    Constants are moved to the device of ``like``, by default to the device of the layer.
+    Constants are moved to the device of ``like``.
     """
-    available, like = list(maps), next(layer.parameters(), None) if like is None else like
+    available = list(maps)
     for step in steps:
         args = _filled(layer, step.args, available, like)
         kwargs = _filled(layer, step.kwargs, available, like)
@@ -598,7 +605,7 @@ class Own(NamedTuple):
     name: str
 
 
-def _filled(layer: nn.Module, tree, maps: Sequence[Tensor], like: Tensor | None):
+def _filled(layer: nn.Module, tree, maps: Sequence[Tensor], like: Tensor):
     """Return the arguments of a function, with placeholders replaced by tensors and numbers."""
     match tree:
         case Map():
@@ -608,8 +615,7 @@ def _filled(layer: nn.Module, tree, maps: Sequence[Tensor], like: Tensor | None)
         case Fixed():
             return _beside(tree.tensor, like)
         case ByType():
-            beside = next(iter(maps), like)
-            return tree.number(torch.float32 if beside is None else beside.dtype)
+            return tree.number(next(iter(maps), like).dtype)
         case tuple():
             return tuple(_filled(layer, x, maps, like) for x in tree)
         case dict():
@@ -617,14 +623,12 @@ def _filled(layer: nn.Module, tree, maps: Sequence[Tensor], like: Tensor | None)
     return tree
 
 
-def _beside(x: Tensor, other: Tensor | None) -> Tensor:
+def _beside(x: Tensor, other: Tensor) -> Tensor:
     """Return a constant on the device of ``other``.
 
     A float64 constant also gets the dtype of ``other``, since float64 stands for the dtype of the
     network.
     """
-    if other is None:
-        return x
     return x.to(
         other.device,
         other.dtype if x.dtype == torch.float64 and other.is_floating_point() else None,

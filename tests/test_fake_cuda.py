@@ -202,7 +202,7 @@ DEVICES, RACE = "found at least two devices, cuda:0 and cpu", "Race: "
 PLANTED = {  # fault: a step that has it, and what tells it
     "a tensor of the host in the loss": (case([], norm="none"), DEVICES),
     "what the CPU's kernel alone takes": (
-        case([]),
+        case([], **BORDERS),
         "save_mean and save_invstd should always be defined",
     ),
     "sent before it is computed": (

@@ -21,8 +21,7 @@ goes directly from GPU memory or through host memory. No other module waits for 
    stays unchanged until the step is over. PyTorch's allocator reuses pinned memory only after the
    copy, so the pinned tensor itself may be deleted.
 
-On a CPU there is no stream: nothing waits and nothing is copied. (Not run on a GPU yet:
-docs/gpu.md.)
+On a CPU there is no stream: nothing waits and nothing is copied.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ divisors that may be 0.
 
 CUDA's backward kernel also needs the fixed statistics as its saved statistics, and asserts that
 these are not None (aten/src/ATen/native/cuda/Normalization.cu). The CPU's kernel ignores them. All
-results are computed in float32 or wider and rounded once. (Not run on a GPU yet: docs/gpu.md.)
+results are computed in float32 or wider and rounded once.
 """
 
 from __future__ import annotations

@@ -613,6 +613,22 @@ def test_class_weights_of_a_loss_of_pytorch_are_taken_over(make):
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-9, atol=1e-12, msg=name)
 
 
+def test_backward_in_evaluation_mode():
+    """Batch norms use their running statistics, as fine-tuning with frozen norms wants."""
+    module = network()
+    module.a[1].running_mean += torch.randn(6, dtype=torch.float64)
+    model = distseg.distribute(
+        copy.deepcopy(module), distseg.init_mesh(), tiles_per_rank=(1, 2), exchange="1"
+    )
+    module.eval(), model.eval()
+    x, y = images(0, 1)
+    model.backward(x, y, distseg.PixelLoss(CE))
+    F.cross_entropy(module(x), y).backward()
+    for (name, p), q in zip(model.named_parameters(), module.parameters()):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-10, atol=1e-13, msg=name)
+    assert torch.equal(model.whole_state_dict()["a.1.running_mean"], module.a[1].running_mean)
+
+
 def test_a_gradient_that_is_asked_for_alone_is_refused():
     model = distseg.distribute(network(nn.InstanceNorm2d), distseg.init_mesh())
     criterion = distseg.PixelLoss(CE)

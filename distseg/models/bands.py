@@ -85,7 +85,9 @@ def bands_of(model: nn.Module) -> int:
         ValueError: no number is recorded, none fits, and the network has no convolution.
     """
     found = _recorded_images(model)
-    return found.bands or next(iter((*found.guesses, first_convolution(model).in_channels)))
+    if found.bands or found.guesses:
+        return found.bands or found.guesses[0]
+    return first_convolution(model).in_channels
 
 
 def dims_of(model: nn.Module) -> int:

@@ -222,7 +222,8 @@ class DistributedModel(nn.Module):
         All ranks must call it together. The gradient equals that of the serial program, whose loss
         is over all images of all sample groups. All ranks of a sample group give the same images,
         of which each rank reads its part. Different groups give different images, and every group
-        the same number of images.
+        the same number of images. After ``eval()`` batch norms use their running statistics and
+        dropouts do nothing, as in PyTorch.
 
         Args:
             image: (B, C, *size) or (C, *size), normalised as the module takes it, or a list of

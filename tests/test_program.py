@@ -10,7 +10,7 @@ from made_graphs import CONV, line
 from test_exact import config as exact_config
 from torch import nn
 
-from distseg.cli.plan_text import programs
+from distseg.cli.plan_program import programs
 from distseg.config.sizes import Size
 from distseg.models.zoo import outline_model
 from distseg.runtime.actions import Backward, Forward, Weight

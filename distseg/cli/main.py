@@ -530,7 +530,7 @@ def _program(arguments: list[str]) -> int:
         help="Size of the images, such as 512x512; by default that of the first step on the store.",
     )
     parsed = _parse(parser, arguments)
-    from distseg.cli.plan_text import programs
+    from distseg.cli.plan_program import programs
     from distseg.models.capture.capture import as_network
     from distseg.training.verify import prepare
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+from contextlib import suppress
 from dataclasses import replace
 
 from distseg.comm.launch import JointFailure, ToBeContinued, gathered
@@ -68,8 +69,14 @@ def train(config: Config, world) -> dict | None:
             parameters=run.parameters,
         )
         training = _Training(run, control, log)
-        while not training.ended:
-            training.epoch()
+        try:
+            while not training.ended:
+                training.epoch()
+        except Exception:
+            # Do not lose a checkpoint that is being written. The error is the one to report.
+            with suppress(Exception):
+                run.checkpoints.flush()
+            raise
         log.write(
             "end",
             training.position.step,

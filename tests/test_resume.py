@@ -25,6 +25,7 @@ from distseg.config.settings import (
     TrainConfig,
 )
 from distseg.training import loop
+from distseg.training.checkpoint import saving
 from distseg.training.checkpoint.files import find, read_manifest
 from distseg.training.control import Decision, RunControl
 from distseg.training.loop import train
@@ -113,12 +114,16 @@ def test_a_stopped_run_goes_on_at_the_very_sample(comm, tmp_path, monkeypatch, s
 
 @pytest.mark.parallel(1)
 def test_a_run_killed_in_its_validation_validates_again(comm, tmp_path, monkeypatch):
+    """An error in validation loses no step, even while the checkpoint before it is being written."""
     store(tmp_path)
     train(config(tmp_path, "whole"), comm)
+    write = saving.write_tensors
+    monkeypatch.setattr(saving, "write_tensors", lambda *a, **k: time.sleep(0.1) or write(*a, **k))
     with monkeypatch.context() as patch:
         patch.setattr(loop, "evaluate", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             train(config(tmp_path), comm)
+    assert read_manifest(find(tmp_path / "run", "last"))["step"] == 2 * STEPS
     resumed = config(tmp_path)
     train(replace(resumed, train=replace(resumed.train, resume=True)), comm)
     assert curve(tmp_path) == curve(tmp_path, "whole")

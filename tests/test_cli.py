@@ -250,6 +250,7 @@ def test_what_can_not_be_is_one_line_and_exit_code_2(capsys, arguments, message)
     assert err.startswith("distseg: error: ") and err.count("\n") == 1, err
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60)
 def test_as_a_program_on_two_ranks(mpirun):
     done = mpirun(2, "-m", "distseg", "verify", *SMALL, "--mesh.tiles", "1x2", timeout=40)

@@ -74,6 +74,7 @@ def apart(mpirun, tmp_path, arguments, others=(), do="pass"):
 
 
 @pytest.mark.timeout(90)
+@pytest.mark.covering(cases=2)
 @pytest.mark.parametrize(
     "others, said",
     [
@@ -92,6 +93,7 @@ def test_other_flags_on_one_rank(mpirun, tmp_path, others, said):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_another_folder_or_store_on_one_rank(mpirun, tmp_path):
     from made_store import random_store

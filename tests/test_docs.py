@@ -275,6 +275,7 @@ SMALLER = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_tutorial_works(mpirun, tmp_path, monkeypatch, capfd):
     """Every file and command of the page, in its order, on a few digits and for one epoch."""

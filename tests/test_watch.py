@@ -148,7 +148,7 @@ def test_a_lone_process_that_hangs_is_ended_with_its_stack(tmp_path, how, said):
     ],
 )
 @pytest.mark.timeout(60)
-@pytest.mark.covering(cases=2)
+@pytest.mark.covering(cases=1)
 def test_a_job_with_a_rank_that_hangs_is_ended(mpirun, tmp_path, where, how, said):
     script = program(
         tmp_path / "program.py", 2, **{where: f"stop(1, {how!r})"}, folder=str(tmp_path / "run")
@@ -183,7 +183,9 @@ def test_a_job_that_hangs_in_its_end_is_ended(mpirun, tmp_path):
 
 @pytest.mark.timeout(60)
 def test_ranks_that_wait_for_one_that_works_are_left_alone(mpirun, tmp_path):
-    busy = "[(time.sleep(0.3), watch.heartbeat(str(k))) for k in range(16)] if comm.rank == 1 else None"
+    busy = (
+        "[(time.sleep(0.3), watch.heartbeat(str(k))) for k in range(9)] if comm.rank == 1 else None"
+    )
     done = mpirun(3, program(tmp_path / "program.py", 2, busy), env={"PYTHONPATH": str(ROOT)})
     assert done.returncode == 0 and done.stdout.count("through") == 3, str(done)
 

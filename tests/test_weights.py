@@ -34,7 +34,7 @@ WAYS = {  # name: (ranks, settings)
 NETWORKS = {  # name: the ways it is tried in
     "Blurred": ("tiles", "in time", "exchange on ranks", "zero bubble"),
     "Blurred1d": ("exchange", "in time"),
-    "Blurred3d": ("exchange", "in time"),
+    "Blurred3d": ("exchange",),
     "Resampled": ("exchange", "in time", "zero bubble"),
     "Repeated": ("tiles", "exchange"),
     "GroupNormed": ("tiles", "in time"),
@@ -50,7 +50,7 @@ NETWORKS = {  # name: the ways it is tried in
     "pair": ("exchange", "in time", "stages"),
     "three_streams": ("tiles", "in time"),
     "streams1d": ("exchange", "in time"),
-    "streams3d": ("exchange", "in time"),
+    "streams3d": ("in time",),
     "Deeper": ("exchange", "in time"),
     "Coordinates": ("tiles", "in time"),
     "NormFirst": ("exchange", "in time"),

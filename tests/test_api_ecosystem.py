@@ -152,6 +152,7 @@ dist.destroy_process_group()
 
 
 @pytest.mark.last
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_stages_save_their_parts_by_torch_distributed_checkpoint(tmp_path):
     assert torchrun(2, "-c", SAVED_BY_TORCH, tmp_path / "saved").stdout.count("equal") == 2

@@ -74,7 +74,7 @@ def apart(mpirun, tmp_path, arguments, others=(), do="pass"):
 
 
 @pytest.mark.timeout(90)
-@pytest.mark.covering(cases=2)
+@pytest.mark.covering(cases=1)
 @pytest.mark.parametrize(
     "others, said",
     [

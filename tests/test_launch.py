@@ -297,7 +297,7 @@ end_as_one(main)
 
 
 @pytest.mark.timeout(40)
-@pytest.mark.covering(cases=2)
+@pytest.mark.covering(cases=1)
 @pytest.mark.parametrize(
     "body, message",
     [

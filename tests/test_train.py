@@ -440,7 +440,7 @@ def test_a_rank_that_dies_in_the_middle_ends_the_job(mpirun, tmp_path, how, mess
     assert done.stderr.count("distseg: error") <= 1
 
 
-@pytest.mark.covering(cases=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "how,message",
     [

@@ -167,6 +167,7 @@ def test_a_job_with_a_rank_that_hangs_is_ended(mpirun, tmp_path, where, how, sai
         assert len(list((tmp_path / "run").glob("hang-*/rank-*.txt"))) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60)
 def test_a_job_that_hangs_in_its_end_is_ended(mpirun, tmp_path):
     """MPI's own end waits for all ranks, after Python's."""
@@ -181,6 +182,7 @@ def test_a_job_that_hangs_in_its_end_is_ended(mpirun, tmp_path):
     ), str(done)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60)
 def test_ranks_that_wait_for_one_that_works_are_left_alone(mpirun, tmp_path):
     busy = (

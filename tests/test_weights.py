@@ -34,7 +34,7 @@ WAYS = {  # name: (ranks, settings)
 NETWORKS = {  # name: the ways it is tried in
     "Blurred": ("tiles", "in time", "exchange on ranks", "zero bubble"),
     "Blurred1d": ("exchange", "in time"),
-    "Blurred3d": ("exchange",),
+    "Blurred3d": ("exchange", "in time"),
     "Resampled": ("exchange", "in time", "zero bubble"),
     "Repeated": ("tiles", "exchange"),
     "GroupNormed": ("tiles", "in time"),
@@ -50,7 +50,7 @@ NETWORKS = {  # name: the ways it is tried in
     "pair": ("exchange", "in time", "stages"),
     "three_streams": ("tiles", "in time"),
     "streams1d": ("exchange", "in time"),
-    "streams3d": ("in time",),
+    "streams3d": ("exchange", "in time"),
     "Deeper": ("exchange", "in time"),
     "Coordinates": ("tiles", "in time"),
     "NormFirst": ("exchange", "in time"),
@@ -85,7 +85,9 @@ def error_of(comm, name: str, way: str, size: str = "24x36") -> float:
 
 @pytest.mark.parallel([1, 2])
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow) if n.endswith("3d") else n for n in NETWORKS]
+)
 def test_exact(comm, name):
     for way in NETWORKS[name]:
         if WAYS[way][0] == comm.size:

@@ -159,8 +159,9 @@ def test_stages_save_their_parts_by_torch_distributed_checkpoint(tmp_path):
 
 
 @pytest.mark.last
+@pytest.mark.slow
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_the_recipe_beside_ddp(ranks):
     recipe = Path(__file__).parents[1] / "docs/recipes/beside_ddp.py"
     assert re.search(r"loss 0\.\d+ error 0\.\d+", torchrun(ranks, recipe).stdout)

@@ -297,7 +297,7 @@ def program(folder, *arguments: str, **streams) -> subprocess.Popen:
     )
 
 
-@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("unbuffered", ["", pytest.param("1", marks=pytest.mark.slow)])
 def test_a_reader_that_has_had_enough(tmp_path, monkeypatch, unbuffered):
     """As in ``distseg models | head -1``."""
     monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)

@@ -636,6 +636,7 @@ def whole_heat(heat, source) -> np.ndarray:
     ],
 )
 @pytest.mark.parametrize("settings", [{}, {"tile": Size("64x64")}, {"budget": 3e5}])
+@pytest.mark.covering(1)
 def test_heat_in_tiles_is_grad_cam_of_the_eager_module(name, pooled, settings):
     """By hooks on the module, of the whole image; of sizes that are no multiples of cells the last ones go on to the border."""
     torch.manual_seed(0)

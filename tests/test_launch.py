@@ -177,6 +177,7 @@ def test_several_processes_of_which_each_believes_to_be_alone(environment, ranks
         assert re.match(re.sub(r"([()])", r"\\\1", told), found), found
 
 
+@pytest.mark.covering(cases=1)
 @pytest.mark.parametrize(
     "environment, told", [(SLURM | {"SLURM_PROCID": "0"}, 1), (SLURM, 0), ({"PMIX_RANK": "1"}, 1)]
 )

@@ -404,6 +404,7 @@ def test_convolutions_of_the_published_sizes():
     assert make_head("attention", 192, None, 10, (16, 16)).project.in_features == 192
 
 
+@pytest.mark.covering(cases=1)
 @pytest.mark.parametrize(
     "head", ["conv3", "test_patch_heads:own_head", "test_patch_heads:fixed_head"]
 )

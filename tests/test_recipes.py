@@ -8,9 +8,10 @@ RECIPES = Path(__file__).parents[1] / "docs/recipes"
 
 
 @pytest.mark.timeout(120)
-def test_the_plain_loop_computes_one_loss_on_any_number_of_ranks(mpirun):
+@pytest.mark.parametrize("every", [(2,), pytest.param((1, 2, 4), marks=pytest.mark.slow)])
+def test_the_plain_loop_computes_one_loss_on_any_number_of_ranks(mpirun, every):
     found = set()
-    for ranks in (1, 2):
+    for ranks in every:
         done = mpirun(ranks, "plain_loop.py", cwd=RECIPES)
         assert done.returncode == 0, done.stderr
         found.add(done.stdout.split("logits")[0].strip())

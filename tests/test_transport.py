@@ -397,6 +397,7 @@ def test_a_run_has_the_same_weights_under_mpirun_and_torchrun(mpirun, tmp_path, 
 
 
 @pytest.mark.last
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_tasks_of_srun_meet_without_mpi():
     """With the variables of srun, which is not started here."""

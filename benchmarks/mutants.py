@@ -51,7 +51,7 @@ MUTANTS = (
     Mutant("gradients of halos stay with the neighbour as well", "runtime/stored_halos.py", "stored.buffer_for(box).zero_()", "stored.buffer_for(box)", "streaming program networks"),
     Mutant("images of a norm are weighted alike", "layers/moments.py", "(parts.count / count.where(count > 0, 1)).unsqueeze(-1)", "(1 / len(parts.count) + 0 * parts.count).unsqueeze(-1)", "moments norm exact"),
     Mutant("deviations of parts' means are forgotten", "layers/moments.py", "m2 = (parts.m2 + parts.count.unsqueeze(-1) * (parts.mean - mean) ** 2).sum(0)", "m2 = parts.m2.sum(0)", "moments norm exact"),
-    Mutant("running variances are biased", "layers/norm.py", "(m.count - 1).clamp(min=1) if unbiased", "m.count if unbiased", "norm verify exact"),
+    Mutant("running variances are biased", "layers/norm.py", "(m.count - 1).clamp(min=1) if unbiased", "m.count if unbiased", "api norm"),
     Mutant("a dropped channel keeps its spread in the norm", "layers/norm.py", "part.m2 * m * m", "part.m2 * m", "norm dropout exact"),
     Mutant("masks belong to a window's pixels, not the image's", "layers/dropout.py", "position.unsqueeze(-1) * n + torch.arange(a, b, device=device)", "position.unsqueeze(-1) * n + torch.arange(b - a, device=device)", "dropout exact"),
     Mutant("masks are the same in every epoch", "layers/dropout.py", "rng.key(seed, epoch, sample, layer", "rng.key(seed, 0, sample, layer", "dropout verify"),
@@ -60,7 +60,7 @@ MUTANTS = (
     Mutant("ZB-H1 computes weights a micro-batch early", "runtime/schedule.py", "action.micro_batch >= stage:", "action.micro_batch >= stage - 1:", "schedule pipeline"),
     Mutant("frozen parameters thaw an epoch late", "runtime/optimizer.py", 'if epoch >= group["thaw"]', 'if epoch > group["thaw"]', "frozen finetune optim"),
     Mutant("objects touch across labels", "data/vector/components.py", "        return upper[same], lower[same]\n", "        return upper, lower\n", "objects"),
-    Mutant("ignored pixels count in the scores", "inference/metrics.py", "valid = truth != ignore", "valid = truth < classes", "metrics"),
+    Mutant("ignored pixels count in the scores", "inference/metrics.py", "valid = truth != ignore", "valid = truth >= 0", "metrics"),
     Mutant("a damaged store is read", "data/store/chunks.py", "chunk_sum(data) != self._sums[index]", "chunk_sum(data) is None", "damage store"),
 )  # fmt: skip
 
@@ -109,9 +109,7 @@ def _plant(mutant: Mutant, folder: Path) -> None:
         ValueError: the text to replace is not there exactly once.
     """
     for name in _COPIED:
-        shutil.copytree(
-            ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "results")
-        )
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     for path in ROOT.iterdir():
         if path.is_file():
             shutil.copy(path, folder)

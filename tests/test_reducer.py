@@ -43,6 +43,17 @@ def test_gradients_are_views_of_one_bucket_with_the_parameters_strides():
     assert not any(p.grad.any() for p in params)
 
 
+def test_gradients_that_are_taken_in_replace_those_of_the_last_step():
+    params = parameters()
+    gradients = Gradients(params)
+    sum(p.sum() for p in params).backward()
+    gradients.detach()
+    (2 * params[1].sum()).backward()
+    gradients.take_in()
+    assert [p.grad.unique().tolist() for p in params] == [[0.0], [2.0], [0.0]]
+    assert sorted(gradients.buckets[0].tolist()) == [0.0] * 116 + [2.0] * 4
+
+
 def test_a_bucket_for_each_dtype_and_no_larger_than_its_bound(monkeypatch):
     assert [b.dtype for b in Gradients(parameters((torch.float32, torch.bfloat16))).buckets] == [
         torch.float32,

@@ -37,7 +37,7 @@ _moves = 0
 
 
 def phase(text: str) -> None:
-    """Report the start of a part of the work, such as ``epoch 2, step 14``."""
+    """Report to the guardian that a part of the work starts, such as ``epoch 2, step 14``."""
     if _page is not None:
         _write(PHASE, text)
         _write(DOING, "")
@@ -45,14 +45,18 @@ def phase(text: str) -> None:
 
 
 def heartbeat(text: str) -> None:
-    """Report the next operation of a phase, such as ``forward of stage 1, micro-batch 0``."""
+    """Report to the guardian the next operation of the current phase (:func:`phase`).
+
+    Args:
+        text: the operation, such as ``forward of stage 1, micro-batch 0``.
+    """
     if _page is not None:
         _write(DOING, text)
         _move()
 
 
 def waits(text: str) -> None:
-    """Report what this rank waits for; an empty text ends the wait."""
+    """Report to the guardian what this rank waits for; an empty text says that the wait is over."""
     if _page is not None:
         _write(WAITING, text)
         if not text:
@@ -60,9 +64,10 @@ def waits(text: str) -> None:
 
 
 class Imports:
-    """Import hook that reports a heartbeat for each module, as some packages import slowly.
+    """Import hook that reports a heartbeat for each imported module.
 
-    It is the first entry of ``sys.meta_path``.
+    So a process whose packages import slowly is not taken for one that hangs. The hook is the first
+    entry of ``sys.meta_path``.
     """
 
     @staticmethod
@@ -82,7 +87,11 @@ def watched() -> bool:
 
 
 def ending() -> None:
-    """Tell the guardian that this program ends by itself. Other processes end only the watch."""
+    """Tell the guardian that this process ends by itself, so that it is not taken for lost.
+
+    If the process is no program of distseg (:func:`distseg.comm.launch.is_program`), only the
+    guardian's watch ends, and the process goes on.
+    """
     if _page is not None:
         _page[ENDING] = FOR_GOOD if is_program() else 1
 
@@ -102,6 +111,8 @@ def _write(at: int, text: str) -> None:
 def guarded(rank: int = 0, seconds: float = 1800.0) -> Iterator[None]:
     """Start a guardian that ends this process if it makes no progress inside the context.
 
+    Nothing is started if the process has a guardian already, or if the system is not Linux.
+
     Args:
         rank: this process's rank, as the launcher gives it.
         seconds: the longest time without progress (:func:`limit`).
@@ -118,9 +129,9 @@ def guarded(rank: int = 0, seconds: float = 1800.0) -> Iterator[None]:
 
 
 def join(comm, folder: str | Path | None = None) -> None:
-    """Connect the guardians of all ranks of ``comm``, so that they decide together.
+    """Connect the guardians of all ranks of ``comm``, which then decide together if the job hangs.
 
-    All ranks of ``comm`` must call it together.
+    All ranks of ``comm`` must call this function together.
 
     Args:
         folder: the folder for the stacks of a job that is ended.
@@ -171,7 +182,7 @@ def _start(rank: int) -> None:
 
 
 def _ask_address() -> dict:
-    """Return where other guardians can reach the guardian of this rank."""
+    """Return the host, addresses, port and secret with which others reach this rank's guardian."""
     _send(listen=True)
     return json.loads(_guardian.stdout.readline())
 

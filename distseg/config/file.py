@@ -64,7 +64,7 @@ def sections(kind: type = Config) -> dict[str, tuple[str, ...]]:
 
 
 def is_mapping(name: str) -> bool:
-    """Return True if the value of a setting is a mapping from names to values."""
+    """Return True if the setting ``name``, such as ``model.args``, maps names to values."""
     section, _, field = name.partition(".")
     made = {
         part.name: part.default_factory for kind in (PatchConfig, Config) for part in fields(kind)
@@ -105,7 +105,7 @@ def sections_in(path: str) -> set[str]:
 
 
 def _root(path: str) -> yaml.Node | None:
-    """Return the content of a YAML file, or None if it is empty."""
+    """Return the root node of a YAML file; None if the file is empty."""
     text = _read(path)
     try:
         _check_size(path, text)
@@ -174,10 +174,14 @@ def _plain(value) -> bool:
 
 
 def check_value(name: str, text: str) -> None:
-    """Refuse a value that is deeply nested or refers to itself.
+    """Refuse a value that is deeply nested or contains a YAML alias.
 
-    Values such as ``[1, 2]`` are read as YAML. A deeply nested value could overflow the stack, and
-    one that refers to itself could expand to a huge tree.
+    Values such as ``[1, 2]`` are read as YAML. A deeply nested value could overflow the stack. An
+    alias (``*a``) repeats another part of the value, so that it could expand to a huge tree.
+
+    Args:
+        name: the flag, for the message.
+        text: the value that the user wrote after the flag.
 
     Raises:
         ValueError: the value is refused; the message names ``name``.
@@ -219,7 +223,12 @@ _RENAMED_VALUES = {
 
 
 def renamed_value(setting: str, value: str) -> str:
-    """Return the end of a message that gives the new name of a value; ``""`` if it has none."""
+    """Return the end of an error message with a value's new name; ``""`` if it was not renamed.
+
+    Args:
+        setting: the setting, such as ``pipeline.placement``.
+        value: the value that the user gave, such as ``line``.
+    """
     new = _RENAMED_VALUES.get((setting, value))
     return f": it is called {new} now" if new else ""
 
@@ -229,6 +238,11 @@ def suggestion(name: str, known, kind: type = Config) -> str:
 
     The text gives the new name of a renamed setting, the command that has the setting, or the most
     similar name in ``known``, such as ``: did you mean model.depth?``.
+
+    Args:
+        name: the unknown section or setting, as the user wrote it.
+        known: the names that are allowed in its place.
+        kind: the class of the config, :class:`Config` or :class:`PatchConfig`.
     """
     bare = name.removeprefix("--")
     section = bare.partition(".")[0]
@@ -276,9 +290,14 @@ def _read(path: str) -> str:
 
 
 def _check_size(path: str, text: str) -> None:
-    """Refuse deep nesting and tags, event by event.
+    """Refuse YAML text that is nested too deep, or has tags of other than plain values.
 
-    Composing a file recurses as deep as the file is nested, so the nesting is checked before.
+    ``yaml.compose`` recurses as deep as the text is nested and could overflow the stack. So the
+    nesting is checked before, in the stream of parser events.
+
+    Args:
+        path: the file, for messages.
+        text: the content of the file.
     """
     depth = 0
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
@@ -310,7 +329,15 @@ def _settings(path: str, root: yaml.Node, kind: type) -> Iterator[Setting]:
 
 
 def _fields(path: str, node: yaml.Node, what: str) -> Iterator[tuple[str, yaml.Node, str]]:
-    """Yield (key, value, place) for each entry of a mapping; refuse a key that occurs twice."""
+    """Yield (key, value, place) for each entry of a mapping; refuse a key that occurs twice.
+
+    The place is the file and line of the key, for messages.
+
+    Args:
+        path: the file.
+        node: the mapping.
+        what: what a key names, such as ``a section``, for messages.
+    """
     if not isinstance(node, yaml.MappingNode):
         raise ValueError(
             f"{path}, line {node.start_mark.line + 1}: a {what.partition(' ')[2]} is missing here: "
@@ -348,7 +375,13 @@ def _check_name(place: str, name: str, kind: type) -> None:
 
 
 def _value(node: yaml.Node, place: str, name: str) -> str:
-    """Return the value of a setting as it would be written after a flag."""
+    """Return the value of a setting as it would be written after a flag.
+
+    Args:
+        node: the value in the file.
+        place: the file and line, for messages.
+        name: the setting, such as ``model.depth``.
+    """
     if isinstance(node, yaml.ScalarNode):
         return _scalar(node)
     if isinstance(node, yaml.SequenceNode) and all(
@@ -381,7 +414,12 @@ def _value(node: yaml.Node, place: str, name: str) -> str:
 def _inner(node: yaml.Node, place: str, name: str) -> str:
     """Return a value inside a mapping as YAML, with text in quotes.
 
-    Without quotes, text that looks like a number, true or false would be read as one.
+    Without quotes, text such as ``1`` or ``true`` would be read as a number or a bool.
+
+    Args:
+        node: the value.
+        place: the file, the line and the setting, for the message.
+        name: the name that has the value in the mapping.
     """
     if isinstance(node, yaml.ScalarNode) and node.tag == "tag:yaml.org,2002:str":
         return json.dumps(node.value)

@@ -44,7 +44,8 @@ class PatchgdConfig:
     """s: number of features that the backbone computes for each patch."""
     sampled: float = 0.125
     """k: share of an image's patches that an inner iteration computes with gradients. Their number
-    is rounded up. A value above 1 is this number, so memory does not grow with the image."""
+    is rounded up. A value above 1 is their number itself: memory then does not grow with the
+    image."""
     inner: int | None = None
     """zeta: number of inner iterations per batch of images; by default each patch is drawn once."""
     accumulate: int | None = None
@@ -60,8 +61,9 @@ class PatchgdConfig:
     own); by default the grid of the training images."""
     statistics: Literal["update", "pass"] = "update"
     """When the running statistics of batch norms move. update: once per update, by the biased
-    variance of all its inner iterations. pass: with each forward pass, also those that fill Z, by
-    the unbiased variance, as in the program of Gupta et al. 2023."""
+    variance of all its inner iterations. pass: with each forward pass, by the unbiased variance, as
+    in the program of Gupta et al. 2023. This includes the passes that fill Z, the features of all
+    patches of an image."""
     norm_scope: Literal["group", "step"] = "group"
     """Images whose patches share the statistics of a batch norm. group: the images that
     one sample group processes together. step: the images of all groups."""

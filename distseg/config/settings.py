@@ -18,7 +18,12 @@ from distseg.config.sizes import Size, parse_bytes
 
 
 def to_sizes(section, *names: str) -> None:
-    """Convert sizes given as text or plain tuples to :class:`Size`."""
+    """Convert sizes given as text or plain tuples to :class:`Size`; None stays None.
+
+    Args:
+        section: a section of the config, changed in place.
+        names: the fields of the section that are sizes.
+    """
     for name in names:
         value = getattr(section, name)
         object.__setattr__(section, name, None if value is None else Size(value))
@@ -35,7 +40,13 @@ def _name(section, field: str) -> str:
 
 
 def check_at_least(section, least: int, *names: str) -> None:
-    """Refuse numbers below ``least``, NaN, and numbers above the largest 64-bit integer."""
+    """Refuse numbers below ``least``, NaN, and numbers above the largest 64-bit integer.
+
+    Args:
+        section: a section of the config.
+        least: the smallest number that is accepted.
+        names: the fields of the section to check. A field that is None is accepted.
+    """
     for name in names:
         value = getattr(section, name)
         if value is None:
@@ -50,7 +61,10 @@ def check_at_least(section, least: int, *names: str) -> None:
 
 
 def _between(section, least: float, most: float, *names: str) -> None:
-    """Refuse numbers outside ``least`` to ``most``."""
+    """Refuse numbers outside ``least`` to ``most`` in the fields ``names`` of a section.
+
+    A field that is None is accepted.
+    """
     for name in names:
         value = getattr(section, name)
         if value is not None and not least <= value <= most:
@@ -58,7 +72,10 @@ def _between(section, least: float, most: float, *names: str) -> None:
 
 
 def _path(section, *names: str) -> None:
-    """Refuse text that cannot be the path of a file."""
+    """Refuse text that cannot be a path in the fields ``names`` of a section.
+
+    A field that is None is accepted.
+    """
     for name in names:
         value = getattr(section, name)
         if value is not None and (not value.strip() or "\0" in value):
@@ -69,7 +86,7 @@ def _path(section, *names: str) -> None:
 
 
 def _each_once(section, name: str) -> None:
-    """Refuse a list in which an entry occurs twice."""
+    """Refuse the field ``name`` of a section if an entry of its list occurs twice."""
     values = getattr(section, name)
     twice = [value for value in values if values.count(value) > 1]
     if twice:
@@ -85,8 +102,8 @@ def check_effect(section, name: str, effective: bool, why: str) -> None:
     Args:
         section: the settings.
         name: the field.
-        effective: True if the field has an effect beside the other fields of its section.
-        why: the reason why the field has no effect, and how to fix it.
+        effective: True if the field has an effect, given the values of the other fields.
+        why: for the message, the reason why the field has no effect, and how to fix it.
     """
     value, default = getattr(section, name), type(section).__dataclass_fields__[name].default
     if value != default and not effective:
@@ -180,7 +197,7 @@ class ModelBase:
 
 @dataclass(frozen=True)
 class ModelConfig(ModelBase):
-    """The network."""
+    """The network, with the settings that only exact training has."""
 
     outputs: dict[str, float] | None = None
     """For your own function, if its network returns several tensors: the outputs to train, by name
@@ -204,7 +221,11 @@ class ModelConfig(ModelBase):
 
 
 def output_weights(model: ModelBase) -> tuple[float, ...]:
-    """Return the loss weight of each output of the network; (1.0,) if it has a single output."""
+    """Return the loss weight of each output of the network that is trained.
+
+    They are those of ``model.outputs``. If it is not set, the network has a single output, and the
+    result is (1.0,).
+    """
     return tuple((model.outputs or {"": 1.0}).values())
 
 
@@ -642,9 +663,9 @@ class PredictConfig(PredictBase):
 class StreamingConfig:
     """Streaming: a rank computes its part of an image tile after tile, in bounded memory.
 
-    Streaming is on if ``memory`` or ``tiles`` is given. The norms determine whether activations are
-    computed again in the backward pass or offloaded: feature maps that an active norm needs as a
-    whole are stored in ``scratch``.
+    Streaming is on if ``memory`` or ``tiles`` is given. Feature maps that an active norm needs as a
+    whole are offloaded to ``scratch``. Other activations are usually computed again in the backward
+    pass.
     """
 
     memory: int | str | None = None
@@ -682,7 +703,10 @@ class StreamingConfig:
 
     @property
     def chosen(self) -> str:
-        """The setting that turns streaming on, with its value."""
+        """The setting that turns streaming on, as text such as ``streaming.memory is 4GB``.
+
+        It is used only if streaming is on.
+        """
         if self.memory is not None:
             return f"streaming.memory is {self.memory / 1e9:g}GB"
         return f"streaming.tiles is {self.tiles}"
@@ -738,7 +762,10 @@ class ApproximateConfig(ApproximateBase):
 
     @property
     def chosen(self) -> str | None:
-        """The setting, with its value, by which each window is an image of its own; else None."""
+        """The setting that makes each window an image of its own; None if there is none.
+
+        It is a text with the setting's value, such as ``approximate.halo is 8``.
+        """
         if self.halo is not None:
             return f"approximate.halo is {self.halo}"
         return None if self.norms is None else f"approximate.norms is {self.norms}"
@@ -771,7 +798,7 @@ class Config:
 
     @property
     def is_cut(self) -> bool:
-        """True if images are cut into tiles, by ranks or by one rank."""
+        """True if images are cut into tiles, over several ranks or on one rank."""
         tiles = self.mesh.tiles.volume * self.spatial.tiles_per_rank.volume
         return tiles > 1 or self.streaming.active
 
@@ -796,7 +823,9 @@ def check_step(config) -> None:
 
 
 def with_dims(config: Config, dims: int, image: str) -> Config:
-    """Return the config with default sizes, and a default network, for images of ``dims`` dims.
+    """Return the config, with its defaults adapted to images of ``dims`` dims.
+
+    These are the sizes that the user has not set, and the dims of a network of distseg.
 
     Args:
         config: the settings.

@@ -79,7 +79,12 @@ class Arrays:
         return self._images[image].shape if self._batch is None else self._batch.shape
 
     def read(self, images: Sequence[int], box: Box) -> Tensor:
-        """Return the same box of several images of one size, (images, ..., *box.size)."""
+        """Return the same box of several images of one size, (images, ..., *box.size).
+
+        Args:
+            images: the indices of the images.
+            box: the box of pixels to read.
+        """
         if self._batch is None:
             return torch.stack([_read(self._images[i], (), box, self.dims) for i in images])
         if list(images) == list(range(images[0], images[-1] + 1)):
@@ -87,7 +92,11 @@ class Arrays:
         return torch.stack([_read(self._batch, (i,), box, self.dims) for i in images])
 
     def by_size(self, images: Sequence[int]) -> Iterator[tuple[tuple[int, ...], list[int]]]:
-        """Yield each size with the images that have it, in the order of each size's first image."""
+        """Yield (size, indices of the images of this size), in the order of their first images.
+
+        Args:
+            images: the indices of the images to sort by size.
+        """
         found: dict[tuple[int, ...], list[int]] = {}
         for image in images:
             found.setdefault(self.size(image), []).append(image)
@@ -96,6 +105,9 @@ class Arrays:
 
 class Stacked:
     """Several inputs of a network, read as one input with all their channels.
+
+    Args:
+        parts: the inputs.
 
     Raises:
         ValueError: the inputs differ in their number of images or in the size of an image.
@@ -126,12 +138,21 @@ class Stacked:
         return sum(part.channels(image) for part in self.parts)
 
     def read(self, images: Sequence[int], box: Box) -> Tensor:
-        """Return the same box of several images of one size, (images, channels, *box.size)."""
+        """Return the same box of several images of one size, (images, channels, *box.size).
+
+        Args:
+            images: the indices of the images.
+            box: the box of pixels to read.
+        """
         return torch.cat([part.read(images, box) for part in self.parts], 1)
 
 
 def _array(given, what: str):
-    """Return an array unchanged, and a number as a tensor.
+    """Return ``given`` unchanged if it is an array, and as a tensor if it is a number.
+
+    Args:
+        given: one image, one batch of images, or one target.
+        what: name of the argument, for error messages.
 
     Raises:
         ValueError: ``given`` is neither, or is a tensor that requires a gradient.

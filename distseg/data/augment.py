@@ -31,7 +31,7 @@ class Turn:
     def size(self, size) -> tuple[int, ...]:
         """Return the size that a crop of ``size`` has after the turn.
 
-        A second call with this result returns ``size`` again.
+        The same turn maps the size after it back to the size before it.
         """
         size = tuple(size)
         return (*size[:-2], size[-1], size[-2]) if self.quarters % 2 else size
@@ -60,9 +60,9 @@ class Turn:
 
 @dataclass(frozen=True)
 class Colour:
-    """Change of light or sensor: a gain and an offset for each band of a normalised image.
+    """Change of colours, as by other light or another sensor: a gain and an offset for each band.
 
-    The offset is in standard deviations of the band.
+    It is applied to normalised images, so an offset is in standard deviations of the band.
     """
 
     gains: tuple[float, ...]
@@ -70,9 +70,12 @@ class Colour:
 
     @classmethod
     def from_uniform(cls, uniform: np.ndarray, strength: float = 0.25) -> Colour:
-        """Return the change that 2 x bands random numbers in [0, 1) determine.
+        """Return the change of colours that the given random numbers determine.
 
-        The gains lie in exp(-strength) .. exp(strength), the offsets in -strength .. strength.
+        Args:
+            uniform: (2 * bands,) random numbers in [0, 1).
+            strength: gains lie in exp(-strength) .. exp(strength), and offsets in
+                -strength .. strength.
         """
         gains, offsets = (2 * uniform - 1).reshape(2, -1) * strength
         return cls(tuple(np.exp(gains)), tuple(offsets))

@@ -64,7 +64,7 @@ class Classes:
 
     @property
     def skipped(self) -> tuple[int, ...]:
-        """The values from 0 to 255 whose pixels belong to no object."""
+        """The class numbers from 0 to 255 whose objects are not written."""
         traced = range(len(self.names)) if self.traced is None else self.traced
         return tuple(number for number in range(256) if number not in traced)
 
@@ -95,7 +95,8 @@ def numbers_of(
     for name in chosen:
         if name not in names:
             raise ValueError(
-                f"{setting} names the class {name!r}, but the classes are {', '.join(names)}"
+                f"{setting} names the class {name!r}, but the classes are {', '.join(names)}: "
+                "name some of these"
             )
     return tuple(sorted({names.index(name) for name in chosen}))
 
@@ -172,7 +173,10 @@ def check_written(paths: Sequence[Path], place: Georeference | None, name: str) 
 
 
 def form_of(path: Path) -> str:
-    """Return the format of a path, a key of ``FORMS``; of several endings the longest is taken."""
+    """Return the format that the ending of a path stands for, a key of ``FORMS``.
+
+    If several endings fit, such as ``.tif`` and ``.cog.tif``, the longest counts.
+    """
     fits = [form for form, ending in FORMS.items() if path.name.endswith(ending)]
     return max(fits, key=lambda form: len(FORMS[form]))
 
@@ -192,7 +196,7 @@ def write(
         arrays: ``classes`` (*size) uint8 and optionally ``probabilities`` (C, *size) float16.
         classes: the meaning of the class numbers.
         identity: the identity of the result.
-        advance: called with the number of pixels after each write.
+        advance: called after each write with the number of pixels in it.
         scratch: a folder for temporary files, on the disk of ``path``.
     """
     form = form_of(path)
@@ -207,7 +211,11 @@ def write(
 
 
 def are_there(paths: Sequence[Path], identity: str) -> bool:
-    """Return True if each of these files exists and has this identity.
+    """Return True if all these files exist and hold this identity, False otherwise.
+
+    Args:
+        paths: the files of a class map.
+        identity: the identity of the result (:func:`distseg.data.class_map.identity_of`).
 
     Raises:
         FileExistsError: one of the paths exists and is not a class map of distseg.
@@ -341,7 +349,8 @@ def _write_cog(
 ) -> None:
     """Write a cloud-optimised GeoTIFF: GDAL copies a plain GeoTIFF and adds overviews.
 
-    A pixel of an overview has the most frequent class of the pixels that it covers.
+    A pixel of an overview has the most frequent class of the pixels that it covers. The arguments
+    are those of :func:`write`.
     """
     rasterio = imported_rasterio("class maps as COG")
     plain = scratch / "plain.tif"
@@ -407,7 +416,10 @@ def _tifffile() -> ModuleType:
 def _write_png(
     path: Path, arrays: Mapping[str, np.ndarray], classes: Classes, identity: str, advance
 ) -> None:
-    """Write a PNG of class numbers, with the classes' colours as palette, in the image's size."""
+    """Write a PNG of the class numbers, of the image's size and with a palette of class colours.
+
+    The arguments are those of :func:`write`.
+    """
     from PIL import Image
     from PIL.PngImagePlugin import PngInfo
 

@@ -46,9 +46,10 @@ def identity_of(about: dict, size: Sequence[int], tiles: Sequence[Box], likely: 
 
 
 class PartialMap:
-    """Arrays of one image: ``classes`` (*size) uint8 and optionally ``probabilities``.
+    """Class map of one image that grows in a folder, tile by tile.
 
-    The probabilities are (likely, *size) float16.
+    The folder holds the array ``classes``, (*size) uint8, and optionally the array
+    ``probabilities``, (likely, *size) float16.
 
     Args:
         folder: created if missing. A folder with the same ``identity`` is taken over, a folder with
@@ -58,10 +59,14 @@ class PartialMap:
         tiles: the tiles of the image, in order.
         likely: number of channels of probabilities; 0 for none.
 
+    Attributes:
+        taken_up: True if the folder held an unfinished map with the same identity, which is
+            continued.
+
     Raises:
         BlockingIOError: another process is writing this map.
-        FileExistsError: the folder is a link or no folder, or a file in it is a link or no plain
-            file.
+        FileExistsError: the folder is a link or not a folder, or a file in it is a link or not a
+            plain file.
         DiskFull: the disk has too few free bytes for the arrays. This is found before anything is
             computed.
     """
@@ -142,7 +147,7 @@ class PartialMap:
         Args:
             paths: files to write; each ending chooses the format.
             classes: the meaning of the class numbers.
-            advance: called with the number of pixels after each write.
+            advance: called after each write with the number of pixels in it.
         """
         self.flush()
         assert not self.missing
@@ -183,7 +188,10 @@ class PartialMap:
             return np.memmap(file, dtype, "r+", shape=shape)
 
     def _sum(self, number: int) -> int:
-        """Return the checksum of a tile in the arrays; it is never 0, which means unfinished."""
+        """Return the checksum of the pixels of tile ``number``, as the record stores it.
+
+        It is never 0, because a 0 in the record marks an unfinished tile.
+        """
         at, found = self.tiles[number].slices, zlib.crc32(str(number).encode())
         for array in self._arrays.values():
             found = zlib.crc32(np.ascontiguousarray(array[(..., *at)]), found)
@@ -233,7 +241,10 @@ class PartialMap:
             raise
 
     def _make(self, name: str, count: int, content: bytes = b"") -> None:
-        """Create a file of ``count`` bytes, reserved on the disk, or a file with ``content``."""
+        """Create a file in the folder: of ``count`` zero bytes, or with ``content`` if it is 0.
+
+        The bytes are reserved on the disk, so that the disk cannot run full later.
+        """
         with os.fdopen(
             opened_plain(self.folder / name, os.O_RDWR | os.O_CREAT | os.O_EXCL), "wb"
         ) as file:

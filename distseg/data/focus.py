@@ -73,15 +73,19 @@ class Focus:
         return name, tuple(int(a + i) for a, i in zip(start, inside))
 
     def _read_weights(self, name: str) -> tuple[np.ndarray, tuple[int, ...]]:
-        """Return the cumulative weights of an image's blocks, and their number along each dim."""
+        """Return the cumulative weights of an image's blocks, and the number of blocks per dim.
+
+        Blocks are in row-major order.
+        """
         weights = np.sqrt(self._store.block_counts(name)[self._class])
         return weights.cumsum(), weights.shape
 
 
 def _drawn(cumulated: np.ndarray, u: float) -> int:
-    """Return an index, drawn by the random number ``u`` in [0, 1).
+    """Return a random index, with a probability proportional to its weight.
 
-    The probability of an index is proportional to its weight. ``cumulated`` has the cumulative sums
-    of the weights.
+    Args:
+        cumulated: the cumulative sums of the weights of all indices.
+        u: the random number in [0, 1) that determines the index.
     """
     return min(int(np.searchsorted(cumulated, u * cumulated[-1], "right")), len(cumulated) - 1)

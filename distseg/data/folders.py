@@ -36,7 +36,9 @@ def split_folders(images: Path) -> list[str]:
 
 
 def check_folders(images: Path, masks: Path | None) -> None:
-    """Refuse images that would not be read because they lie beside folders of splits or elsewhere.
+    """Refuse images that would not be read because of the folder in which they lie.
+
+    They lie beside the folders train, val and test, or in a subfolder of another name.
 
     Args:
         images: the folder of images.
@@ -55,7 +57,12 @@ def check_folders(images: Path, masks: Path | None) -> None:
 
 
 def unread(images: Path, masks: Path | None) -> list[str]:
-    """Return the paths of image files whose format (by their ending) distseg cannot read."""
+    """Return the paths of files whose endings name image formats that distseg does not read.
+
+    Args:
+        images: the folder of images.
+        masks: the folder of masks; None if there is none.
+    """
     return [
         entry.path
         for place in _places(images, masks)
@@ -112,7 +119,7 @@ def _places(images: Path, masks: Path | None) -> list[Path]:
 
 
 def _listed(folder: Path) -> list[os.DirEntry]:
-    """Return the entries of a folder that are not hidden, sorted by name."""
+    """Return the files and subfolders of a folder that are not hidden, sorted by name."""
     with os.scandir(folder) as entries:
         return sorted(
             (entry for entry in entries if not entry.name.startswith(".")),
@@ -121,11 +128,11 @@ def _listed(folder: Path) -> list[os.DirEntry]:
 
 
 def image_files(folder: Path) -> dict[str, Path]:
-    """Return the image files of a folder by their names without endings, sorted by name.
+    """Return the image files of a folder as {name without ending: path}, sorted by name.
 
     Raises:
         FileNotFoundError: the folder does not exist.
-        ValueError: two files differ in their endings only, or there is no image.
+        ValueError: two names differ in their endings only, or there is no image.
     """
     if not folder.is_dir():
         raise FileNotFoundError(f"there is no folder {folder}")

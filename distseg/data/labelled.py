@@ -124,7 +124,10 @@ def _number(label: str) -> float:
 
 
 def _from_folders(root: Path) -> list[tuple[Path, str, str | None]]:
-    """Return (file, class, split) of each image; without folders of splits the split is None."""
+    """Return (file, class, split) of each image below ``root``.
+
+    The split is None if there are no folders train, val or test.
+    """
     there = sorted(
         path.name for path in root.iterdir() if path.is_dir() and not path.name.startswith(".")
     )
@@ -148,7 +151,14 @@ def _from_folders(root: Path) -> list[tuple[Path, str, str | None]]:
 
 
 def _from_table(root: Path, table: Path) -> list[tuple[Path, str, str | None]]:
-    """Return (file, label, split) of each line of a table; the split is None without its column."""
+    """Return (file, label, split) of each line of a table.
+
+    The split is None if the table has no column ``split``.
+
+    Args:
+        root: the folder of the images.
+        table: the CSV file.
+    """
     if not table.is_file():
         raise FileNotFoundError(f"there is no table of labels {table}")
     files = {path.name: path for path in image_files(root).values()}
@@ -194,7 +204,13 @@ def _from_table(root: Path, table: Path) -> list[tuple[Path, str, str | None]]:
 
 
 def _label(label: str, path: Path, classes: Sequence[str]) -> int | float:
-    """Return the class number of a label; with a single class, return the label as a number."""
+    """Return the class number of a label; with a single class, return the label as a number.
+
+    Args:
+        label: the label as text.
+        path: the image, for messages.
+        classes: names in the order of the class numbers.
+    """
     if len(classes) > 1:
         if label not in classes:
             raise ValueError(

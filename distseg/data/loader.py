@@ -57,8 +57,8 @@ def blocks(
 ) -> list[LazyTileBatch]:
     """Return the tile batches of a rank with a single tile, for streaming.
 
-    There is one lazy tile batch for each size of samples. It reads its parts from the store while
-    the step runs.
+    There is one lazy tile batch for each size of samples. It reads boxes of pixels and labels from
+    the store while the step runs.
 
     Args:
         store: the store.
@@ -87,7 +87,10 @@ def blocks(
 def _places(
     samples: Sequence[Sample], grid, per_rank, coordinates, reach: ReceptiveField
 ) -> Iterator[tuple[list[Sample], TilePlacement]]:
-    """Yield (samples of one size, tile placement) for every size and every tile of this rank."""
+    """Yield (samples of one size, tile placement) for every size and every tile of this rank.
+
+    The arguments are those of :func:`pieces`.
+    """
     positions: dict[tuple[int, ...], list[int]] = {}
     for position, sample in enumerate(samples):
         positions.setdefault(sample.size, []).append(position)
@@ -150,13 +153,13 @@ def read_labels(store: Store, samples: list[Sample], box: Box) -> torch.Tensor:
 
 
 def bytes_of(store: Store, samples: list[Sample], pixels: int, labels: int) -> int:
-    """Return the uncompressed size in bytes of pixels and labels of some samples in the store.
+    """Return how many uncompressed bytes of the store some pixels and labels take.
 
     Args:
         store: the store.
-        samples: the samples.
-        pixels: number of pixels to count of each sample.
-        labels: number of labels to count of each sample. A label has one byte.
+        samples: the samples that are read.
+        pixels: number of pixels that are read of each sample.
+        labels: number of labels that are read of each sample. A label has one byte.
     """
     return (
         sum(store.dtype(s.image).itemsize * store.bands for s in samples) * pixels
@@ -227,9 +230,11 @@ class StepLoader:
         self._check_images()
 
     def epoch(self, number: int, first_step: int = 0) -> Iterator[list[list[TileBatch]]]:
-        """Yield the steps of an epoch, beginning with ``first_step``.
+        """Yield the steps of an epoch as lists of micro-batches, which are lists of tile batches.
 
-        Each step is a list of micro-batches, and each micro-batch is a list of tile batches.
+        Args:
+            number: the number of the epoch.
+            first_step: the step to begin with, for example after a resumption.
         """
         samples = self._samples(number)
         steps = (

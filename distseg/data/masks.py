@@ -34,6 +34,10 @@ class MaskForm:
     def open(self, path: Path, dims: int) -> Reader:
         """Return a reader of the labels in a mask, which has one band of integers.
 
+        Args:
+            path: the file.
+            dims: number of spatial dims.
+
         Raises:
             FileNotFoundError: the file does not exist.
             ValueError: the file is no mask of this form.

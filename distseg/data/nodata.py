@@ -41,6 +41,11 @@ def parse(text: str) -> int | float:
 def declared(path: Path, text: str, dtype: np.dtype) -> int | float | None:
     """Return the number for no data in a file's tag; None if no pixel of ``dtype`` can have it.
 
+    Args:
+        path: the file, for the message.
+        text: the content of the tag.
+        dtype: the dtype of the image's pixels.
+
     Raises:
         ValueError: the tag is not a number.
     """
@@ -68,7 +73,7 @@ def fitting(value: int | float | None, dtype: np.dtype) -> int | float | None:
 
 
 def absent(pixels: np.ndarray, value: int | float | None) -> np.ndarray | None:
-    """Return where values equal the number for no data, as bool; None if no value does.
+    """Return where pixels equal the number for no data, as bool; None if they do so nowhere.
 
     Args:
         pixels: an array of any shape; the result has the same shape.
@@ -83,7 +88,7 @@ def absent(pixels: np.ndarray, value: int | float | None) -> np.ndarray | None:
 def missing(
     pixels: np.ndarray, value: int | float | None, valid: np.ndarray | None = None
 ) -> np.ndarray | None:
-    """Return where values have no data, as bool of the shape of ``pixels``; None if all have data.
+    """Return where pixels have no data, as bool (bands, *size); None if they have data everywhere.
 
     Args:
         pixels: (bands, *size).

@@ -9,7 +9,7 @@ from pathlib import Path
 def notes_on(files: Iterable[tuple[Path | str, Iterable[str]]]) -> list[str]:
     """Return one line of text for each distinct note.
 
-    A line names the first file that has the note, and counts the other files that have it.
+    A line names the first file that has the note, and says how many other files have the same note.
 
     Args:
         files: pairs (path, notes on this file). A note is the rest of a sentence that begins with

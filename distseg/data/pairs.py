@@ -48,7 +48,7 @@ class Pair:
     form: MaskForm = PLAIN  # how the mask encodes the classes
 
     def open_image(self, dims: int | None, alpha: str) -> Reader:
-        """Return a reader of the image, or of its slice ``page``.
+        """Return a reader of the image file, or of its slice ``page`` if the pair has one.
 
         The arguments are those of :func:`distseg.data.formats.readers.open_image`.
         """
@@ -142,6 +142,11 @@ def assign_splits(names: Sequence[str], shares: Sequence[float], seed: int) -> d
     is then cut in proportion to the shares of train, val and test. A split with a share above 0
     gets at least one name if there are enough names.
 
+    Args:
+        names: the names, all different.
+        shares: shares of train, val and test; missing shares are 0.
+        seed: seed of the random numbers.
+
     Raises:
         ValueError: a share is negative, or the shares do not add up to 1.
     """
@@ -230,7 +235,7 @@ def opened(
 
 
 def check_alike(pairs: list[Pair]) -> None:
-    """Refuse images that do not fit into one store.
+    """Refuse images that cannot be in one store because they differ.
 
     All images must have the same number of bands, the same number of dims and the same dtype. If
     the files declare the meaning of their bands, such as RGB, it must be the same too. Names must
@@ -262,7 +267,7 @@ def check_alike(pairs: list[Pair]) -> None:
 
 
 def notes_on_pairs(pairs: Sequence[Pair]) -> list[str]:
-    """Return one line of text for each distinct note on images and masks."""
+    """Return one line of text for each distinct note on the images and masks of the pairs."""
     return notes_on(
         [
             (path, notes)

@@ -14,13 +14,13 @@ _END = object()
 def prefetch(items: Iterable[T], depth: int) -> Iterator[T]:
     """Yield ``items``, while a thread makes up to ``depth`` of the next items in advance.
 
-    If making an item fails, the error is raised when that item is due. The thread ends with the
-    last item, or when the consumer stops.
+    If making an item fails, the error is raised when the consumer asks for that item. The thread
+    ends with the last item, or when the consumer stops.
 
     Args:
         items: an iterable whose iteration makes the items.
         depth: number of items made in advance. With 0 no thread is started, and each item is made
-            when it is due.
+            when the consumer asks for it.
     """
     if depth < 1:
         yield from items

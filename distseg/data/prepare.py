@@ -185,7 +185,13 @@ def chunk_strips(size: Sequence[int], pixel_bytes: int) -> Iterator[Box]:
 
 
 def _found(pairs: Sequence[Pair], seen: set[int], expected: int) -> str:
-    """Return the text that a dry run prints: a table of the splits, and the size of the store."""
+    """Return the text that a dry run prints: a table of the splits, and the size of the store.
+
+    Args:
+        pairs: the images with their masks.
+        seen: mask values that were read for the checks.
+        expected: the most bytes that the store can take.
+    """
     rows = []
     for split in sorted({pair.split for pair in pairs}, key=_split_order):
         own = [pair for pair in pairs if pair.split == split]
@@ -206,7 +212,12 @@ def _found(pairs: Sequence[Pair], seen: set[int], expected: int) -> str:
 
 
 def _bytes(pairs: Sequence[Pair], labels: bool) -> int:
-    """Return the most bytes that images take in a store; ``labels`` adds one byte per pixel."""
+    """Return the most bytes that the images take in a store.
+
+    Args:
+        pairs: the images.
+        labels: True to add the labels, one byte per pixel.
+    """
     return sum(bytes_of(pair.size, pair.bands, pair.dtype, labels + pair.masked) for pair in pairs)
 
 
@@ -246,7 +257,13 @@ def _check_masks(
     values: Mapping[int, int],
     absent: Sequence[str],
 ) -> set[int]:
-    """Check that the masks contain the classes, and return the mask values read for this check."""
+    """Check that the masks contain the classes, and return the mask values read for this check.
+
+    The arguments are those of :class:`distseg.data.survey.Survey`.
+
+    Raises:
+        ValueError: a class seems to be missing in the masks (:meth:`Survey.check`).
+    """
     if all(pair.mask is None for pair in pairs):
         return set()
     pixels = sum(Size(pair.size).volume for pair in pairs)
@@ -333,6 +350,10 @@ def mapped(mask: np.ndarray, values: Mapping[int, int]) -> tuple[np.ndarray, set
 
     All values are replaced at once, so {0: 1, 1: 0} swaps two labels.
 
+    Args:
+        mask: the values of a mask, of any shape.
+        values: map from mask values to labels. Every other mask value is a label itself.
+
     Returns:
         The labels, and the keys of ``values`` that the mask contains.
     """
@@ -394,10 +415,14 @@ def _from_to(counts: Sequence[int]) -> str:
 def _notes_on_input(
     pairs: Sequence[Pair], files: Sequence[str], unused: set[int], nodata: int | float | None
 ) -> list[str]:
-    """Return notes on input that may not be meant as it was read.
+    """Return notes on input that the user may have meant in another way than it was read.
 
-    There are notes on ``nodata`` that replaces the number of a file, on masks with other names than
-    their images, on keys of ``values`` that no mask contains, and on image files that are not read.
+    Args:
+        pairs: the images with their masks. There is a note if a mask has another name than its
+            image.
+        files: image files that are not read.
+        unused: mask values that have a label in ``--values``, but occur in no mask.
+        nodata: the number of ``--nodata``. There is a note if a file declares another number.
     """
     others = [p for p in pairs if nodata is not None and p.nodata not in (None, nodata)]
     notes = [

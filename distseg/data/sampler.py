@@ -67,11 +67,20 @@ class Rows:
         return self.groups * self.micro_batches * self.images
 
     def row(self, micro_batch: int, image: int) -> int:
-        """Return the position in the step of one image that this group has in a micro-batch."""
+        """Return the position of an image in the list of all images of a step.
+
+        Args:
+            micro_batch: index of the micro-batch in the step.
+            image: index of the image among those that this group has in the micro-batch.
+        """
         return (micro_batch * self.groups + self.group) * self.images + image
 
     def of_micro_batch(self, micro_batch: int) -> list[int]:
-        """Return the positions in the step of all images that this group has in a micro-batch."""
+        """Return the positions in a step's list of all images that this group has in a micro-batch.
+
+        Args:
+            micro_batch: index of the micro-batch in the step.
+        """
         return [self.row(micro_batch, image) for image in range(self.images)]
 
 
@@ -86,6 +95,14 @@ def epoch_samples(
     its number of pixels, where an image smaller than the crop counts as one whole crop. The
     position of the crop in the image is uniform, or near a pixel of ``data.focus_class``.
 
+    Args:
+        store: the store.
+        split: the name of the split.
+        data: the settings of the section ``data``.
+        seed: seed of order, crops and augmentation.
+        epoch: number of the epoch, which changes all random numbers.
+        batch: number of samples of a step, over all sample groups and micro-batches.
+
     Raises:
         ValueError: the split is unknown, the crop and an image differ in their number of dims, or
             ``data.focus_class`` is set although the split has no pixel of it or there is no crop.
@@ -94,12 +111,20 @@ def epoch_samples(
 
 
 def crop_size(image, crop: Size | None) -> tuple[int, ...]:
-    """Return the size of the samples of an image: the crop size, but at most the image's size."""
+    """Return the size of the samples of an image: the crop size, but at most the image's size.
+
+    Args:
+        image: the size of the image.
+        crop: the crop size; None if samples are whole images.
+    """
     return tuple(image) if crop is None else tuple(min(n, c) for n, c in zip(image, crop))
 
 
 class Epoch(Sequence):
-    """Sequence of the steps of an epoch: ``epoch[step]`` is a list of samples."""
+    """Sequence of the steps of an epoch: ``epoch[step]`` is a list of samples.
+
+    The arguments are those of :func:`epoch_samples`.
+    """
 
     def __init__(
         self, store: Store, split: str, data: DataConfig, seed: int, epoch: int, batch: int
@@ -163,6 +188,10 @@ class Epoch(Sequence):
 
         After the turn the sample has the size that :func:`crop_size` gives. If the box for a turn
         by 90 degrees does not fit into the image, the turn is by 0 or 180 degrees.
+
+        Args:
+            name: the name of the image.
+            number: the number of the sample in the epoch, which determines the turn.
         """
         image = self._store.size(name)
         size, dims = crop_size(image, self._data.crop), len(image)
@@ -180,9 +209,14 @@ class Epoch(Sequence):
 def _crops(store: Store, names: list[str], crop: Size) -> tuple[np.ndarray, int]:
     """Return the cumulative probabilities of the images, and the number of crops in an epoch.
 
-    A crop is drawn from an image with the image's probability. The number of crops is (pixels of an
-    image) / (pixels of its crop), summed over images and rounded up. An image smaller than the crop
-    counts as one crop.
+    The probability of an image is that a crop is drawn from it. The number of crops is (pixels of
+    an image) / (pixels of its crop), summed over images and rounded up. An image smaller than the
+    crop counts as one crop.
+
+    Args:
+        store: the store.
+        names: the names of the images.
+        crop: the crop size.
     """
     pixels: dict[int, int] = {}  # total pixels of all images whose crops have this number of pixels
     weights = []

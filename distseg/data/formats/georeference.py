@@ -164,7 +164,12 @@ def difference(a: Georeference | None, b: Georeference | None, size: Sequence[in
 
 
 def _at(matrix: Sequence[Sequence[float]], pixel: Sequence[int]) -> list[float]:
-    """Return the world coordinates of a pixel, given by its indices, the slowest dim first."""
+    """Return the world coordinates (x, y, z) of a pixel.
+
+    Args:
+        matrix: the affine matrix (4, 4) from pixels to the world.
+        pixel: the indices of the pixel, the slowest dim first.
+    """
     place = [*pixel[::-1], *(0,) * (3 - len(pixel)), 1]
     return [sum(m * n for m, n in zip(row, place)) for row in matrix[:3]]
 
@@ -197,7 +202,12 @@ def place_in(page) -> Georeference | None:
 def with_world_file(place: Georeference | None, path: Path) -> Georeference | None:
     """Return the georeference ``place``, completed by a world file beside the image.
 
-    The world file is used only if ``place`` has no tie points and no matrix of its own.
+    The world file is used only if ``place`` has no tie points and no matrix of its own. Without a
+    world file, ``place`` is returned as it is.
+
+    Args:
+        place: the georeference in the image file; None without one.
+        path: the image file.
     """
     if place is not None and {code for code, _ in place.tags} & {_TIE, _MATRIX}:
         return place
@@ -210,9 +220,10 @@ def with_world_file(place: Georeference | None, path: Path) -> Georeference | No
 
 
 def _world(path: Path) -> Sequence[float] | None:
-    """Return the six numbers of the first world file beside an image; None without one.
+    """Return the six numbers of the first valid world file beside an image; None without one.
 
-    The world file of NAME.tif is NAME.tfw, NAME.tifw or NAME.wld.
+    The numbers are in the order of the file. The world file of NAME.tif is NAME.tfw, NAME.tifw or
+    NAME.wld.
     """
     ending = path.suffix[1:].lower()
     for name in (f"{ending[:1]}{ending[-1:]}w", f"{ending}w", "wld"):

@@ -14,9 +14,9 @@ _ZLIB, _ZSTD = 1, 2
 
 
 def decoded(data: bytes, samples: int, dtype: np.dtype, alpha: bool) -> np.ndarray:
-    """Return the pixels (rows, columns, samples) of a segment.
+    """Return the pixels (rows, columns, samples) of a segment, which is a strip or tile.
 
-    Pixels outside LERC's mask are NaN.
+    Pixels without a number, which LERC's mask marks, are NaN.
 
     Args:
         data: LERC's own bytes, from :func:`unpacked`.
@@ -52,7 +52,8 @@ def unpacked(data: bytes, added: int, pixels: int) -> bytes:
     Args:
         data: the bytes of the segment in the file.
         added: the second number of the tag ``ADDED``, which names the further compression.
-        pixels: bytes of the segment's pixels, which limit the result.
+        pixels: the number of bytes of the segment's decoded pixels. It limits the size of the
+            result.
     """
     import imagecodecs
 
@@ -63,16 +64,21 @@ def unpacked(data: bytes, added: int, pixels: int) -> bytes:
 
 
 def is_lossy(data: bytes, dtype: np.dtype) -> bool:
-    """Return True if LERC may have changed pixels by more than the rounding of integers."""
+    """Return True if the header of a segment allows that LERC has changed pixels.
+
+    Args:
+        data: LERC's own bytes, from :func:`unpacked`.
+        dtype: the dtype of the pixels. For integers, errors up to 0.5 change nothing.
+    """
     version = struct.unpack_from("<i", data, 6)[0]
     at = 34 + 4 * (version > 2) + 4 * (version > 3) + 8 * (version > 5)
     return struct.unpack_from("<d", data, at)[0] > (0.5 if dtype.kind in "iu" else 0)
 
 
 def _depth(data: bytes) -> int:
-    """Return the number of bands that one blob of LERC interleaves.
+    """Return how many bands lie interleaved in one block of LERC's own bytes.
 
-    If it is 1, several bands are in several blobs, one after another.
+    If it is 1, each band is in a block of its own, one block after the other.
     """
     version = struct.unpack_from("<i", data, 6)[0]
     return struct.unpack_from("<i", data, 22)[0] if version > 3 else 1

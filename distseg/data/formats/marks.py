@@ -76,12 +76,16 @@ def lossy(path: Path, image) -> str | None:
 
 
 def lossy_tiff(compression: int) -> str | None:
-    """Return the name of a lossy TIFF compression; None if it is lossless."""
+    """Return the name of a TIFF file's lossy compression; None if it is lossless.
+
+    Args:
+        compression: the number in the tag Compression.
+    """
     return _LOSSY_TIFF.get(compression)
 
 
 def colours(mode: str) -> str:
-    """Return the name of the colours in Pillow's ``mode``; :func:`tiff_colours` uses the same."""
+    """Return the name of the colours of Pillow's ``mode``, as :func:`tiff_colours` names them."""
     return _MODES.get(mode, mode)
 
 
@@ -112,7 +116,13 @@ def tiff_palette(page) -> np.ndarray | None:
 
 
 def unread_nodata(page) -> tuple[str, ...]:
-    """Return a note if GDAL's metadata name a colour for no data, which distseg does not read."""
+    """Return a note if GDAL's metadata name a colour for no data, which distseg does not read.
+
+    The result is a tuple, which is empty without such a colour.
+
+    Args:
+        page: tifffile's page, which has the tags.
+    """
     named = _NODATA_COLOUR.search(str(page.tags.valueof(_GDAL_METADATA) or ""))
     if not named:
         return ()
@@ -120,7 +130,13 @@ def unread_nodata(page) -> tuple[str, ...]:
 
 
 def unread_scale(page) -> tuple[str, ...]:
-    """Return a note if GDAL's metadata give a scale or an offset, which distseg does not apply."""
+    """Return a note if GDAL's metadata give a scale or an offset, which distseg does not apply.
+
+    The result is a tuple, which is empty without a scale and an offset that change pixels.
+
+    Args:
+        page: tifffile's page, which has the tags.
+    """
     given = _SCALES.findall(str(page.tags.valueof(_GDAL_METADATA) or ""))
     found = {f"the {role} {value}" for role, value in given if float(value) != (role == "scale")}
     if not found:

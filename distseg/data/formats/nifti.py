@@ -36,7 +36,7 @@ class NiftiReader(Reader):
         path: the file.
         dims: number of spatial dims; by default 3, or 2 for a single slice.
         scratch: folder for the unpacked voxels of a packed file.
-        labels: True to return whole numbers, as label maps need, though they may be stored as
+        labels: True for a label map: voxels are returned as integers, even if they are stored as
             floats.
 
     Attributes:
@@ -176,7 +176,7 @@ def write_nifti(
 
 
 def identity_in_nifti(path: Path) -> str | None:
-    """Return the identity text in a class map that distseg wrote; None for other files."""
+    """Return the identity that :func:`write_nifti` stored in a file; None for other files."""
     text = bytes(_imported(path).load(path).header["descrip"]).rstrip(b"\0").decode("latin-1")
     return text.removeprefix(_KEY) if text.startswith(_KEY) else None
 

@@ -22,15 +22,28 @@ _RATIOS = ((1, 1), (6, 5), (4, 3), (3, 2), (16, 9), (5, 4), (2, 1))  # width to 
 
 
 def fits(compression: int, pixels: int, packed: int) -> bool:
-    """Return True if a segment of ``packed`` bytes can decode to ``pixels`` bytes."""
+    """Return True if a segment of ``packed`` bytes can decode to ``pixels`` bytes.
+
+    A segment that is far larger than its pixels is not accepted either.
+
+    Args:
+        compression: the number in the tag Compression. Without known limits for it, the result is
+            True.
+        pixels: number of bytes of the decoded pixels.
+        packed: number of bytes of the segment in the file.
+    """
     most = MOST_PACKED.get(compression)
     return most is None or pixels // most <= packed <= 2 * pixels + _MORE
 
 
 def unpacks_to_more(data: bytes, pixels: int) -> bool:
-    """Return True if a deflated segment unpacks to clearly more than ``pixels`` bytes.
+    """Return True if a deflated segment unpacks to at least 64 KiB more than ``pixels`` bytes.
 
     The segment is unpacked piece by piece, so the check needs little memory.
+
+    Args:
+        data: the bytes of the segment in the file.
+        pixels: number of bytes that the decoded pixels should have.
     """
     stream, left = zlib.decompressobj(), pixels + _MORE
     for start in range(0, len(data), _PIECE):
@@ -49,7 +62,12 @@ def says_size(compression: int) -> bool:
 
 
 def size_of(compression: int, data: bytes) -> tuple[int, int] | None:
-    """Return (height, width) from the header of a segment; None if the header has no size."""
+    """Return (height, width) from the header of a segment; None if the header has no size.
+
+    Args:
+        compression: the number in the tag Compression, for which :func:`says_size` is True.
+        data: the bytes of the segment.
+    """
     try:
         return _SIZES[compression](data)
     except (struct.error, IndexError, ValueError):
@@ -94,7 +112,9 @@ def _jpeg_2000(data: bytes) -> tuple[int, int]:
 
 
 def _jpeg_xl(data: bytes) -> tuple[int, int]:
-    """Return (height, width) from the header of a codestream, bare or in a container.
+    """Return (height, width) from the header of a JPEG XL image.
+
+    The image is a bare codestream, or a codestream in a container of boxes.
 
     Source: ISO/IEC 18181-1, SizeHeader.
     """

@@ -14,17 +14,23 @@ _PLACE = re.compile(r"<(?:GeoTransform|SRS)\b")
 
 
 def beside(path: Path) -> Path:
-    """Return the path of an image's metadata file."""
+    """Return the path of GDAL's metadata file for the image ``path``; it need not exist."""
     return Path(f"{path}.aux.xml")
 
 
 def nodata_values(path: Path) -> list[str]:
-    """Return the different numbers for no data in an image's metadata file, as text."""
+    """Return the different numbers for no data in the metadata file of an image, as text.
+
+    The list is empty without such a file. The numbers of different bands may differ.
+
+    Args:
+        path: the image.
+    """
     return list(dict.fromkeys(text.strip() for text in _NODATA.findall(_text(path))))
 
 
 def has_place(path: Path) -> bool:
-    """Return True if an image's metadata file has a georeference."""
+    """Return True if the image ``path`` has a metadata file with a georeference."""
     return bool(_PLACE.search(_text(path)))
 
 

@@ -25,7 +25,7 @@ def check_bytes(path: Path, size, pixel_bits: int, packed: int) -> None:
     Args:
         path: the file.
         size: the size of the image in its header.
-        pixel_bits: number of bits of a pixel.
+        pixel_bits: number of bits of a pixel, all bands together, or a lower bound of it.
         packed: largest possible number of bytes of pixels per byte of the file.
 
     Raises:

@@ -69,8 +69,8 @@ def open_image(
 
     Raises:
         FileNotFoundError: the file does not exist.
-        ValueError: the file is damaged or not an image, its orientation tag makes viewers turn
-            it, or its values cannot be read unchanged.
+        ValueError: the file is damaged or not an image, its orientation tag makes viewers turn or
+            mirror it, or decoding would change its values.
     """
     reader = _opened(Path(path), dims, scratch, alpha)
     if reader.coded:
@@ -119,7 +119,10 @@ def _opened(
 
 
 def _take_nodata_beside(reader: Reader) -> None:
-    """Set the reader's number for no data from GDAL's metadata file beside the image, if any."""
+    """Set the reader's number for no data from GDAL's metadata file beside the image, if any.
+
+    If the file declares different numbers for its bands, a note is added instead.
+    """
     values = pam.nodata_values(reader.path)
     if len(values) == 1:
         reader.nodata = declared(reader.path, values[0], reader.dtype)
@@ -247,7 +250,10 @@ class _Unpacked(Reader):
         return self._indices.masked
 
     def read_valid(self, box: Box) -> tuple[np.ndarray, np.ndarray | None]:
-        """Return the colours of a box, (3, *box.size), and its validity mask, None without one."""
+        """Return the colours of a box, (3, *box.size), and its validity mask.
+
+        The mask is (*box.size) bool, True where there is data; None if the image has none.
+        """
         numbers, valid = self._indices.read_valid(box)
         return np.moveaxis(self._palette[numbers[0]], -1, 0), valid
 
@@ -261,6 +267,11 @@ class NpyReader(Reader):
 
     An array (height, width, bands) is accepted if its last axis has at most 4 entries and its first
     axis has more.
+
+    Args:
+        path: the file.
+        dims: number of spatial dims. If None, an array of two axes is an image of one band, and an
+            array of more axes has bands.
     """
 
     def __init__(self, path: Path, dims: int | None = None):
@@ -389,7 +400,7 @@ class PillowReader(Reader):
         return np.concatenate([array, seen.astype(array.dtype)])
 
     def _key(self, image) -> int | tuple[int, ...] | None:
-        """Return the transparent colour, or None."""
+        """Return the colour that the file declares transparent; None without one, or for masks."""
         key = image.info.get("transparency")
         if self._palette or image.mode not in _KEYED or not isinstance(key, (int, tuple)):
             return None
@@ -402,7 +413,10 @@ class PillowReader(Reader):
 
 
 def _tiny(image):
-    """Return an image of one pixel in the same mode, to find out bands and dtype by decoding it."""
+    """Return an image of one pixel in the mode of ``image``.
+
+    It is decoded to find out the bands and the dtype, without decoding the whole image.
+    """
     from PIL import Image
 
     tiny = Image.new(image.mode, (1, 1))
@@ -439,7 +453,12 @@ def _decoding(image) -> int:
 
 
 def _refuse_lost_bits(path: Path, image) -> None:
-    """Refuse images whose values Pillow would change while decoding."""
+    """Refuse an image whose values Pillow would change while decoding.
+
+    Args:
+        path: the file, for the message.
+        image: the file as Pillow opened it.
+    """
     form = str(image.tile[0][3]) if image.tile else ""
     if image.mode in ("RGB", "RGBA", "LA") and ";16" in form:
         raise ValueError(

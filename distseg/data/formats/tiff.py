@@ -27,7 +27,7 @@ _PALETTE = 3  # PhotometricInterpretation of palette images
 
 
 def open_tiff(path: Path, dims: int | None, scratch: str | None, alpha: str) -> Reader:
-    """Open the first image of full size in a TIFF file.
+    """Open the first image of a TIFF file that is not marked as a thumbnail or pyramid level.
 
     Args:
         path: the file.
@@ -71,7 +71,20 @@ def _opened(path: Path) -> tuple[TiffFile, Pages]:
 
 
 class Mask:
-    """Validity mask of an image of ``size``: there is data where the single band is not 0."""
+    """Validity mask of an image. Called with a box, it returns (*box.size) bool, True for data.
+
+    There is data where the single band of the mask is not 0.
+
+    Args:
+        path: the file, for messages.
+        file: the open file, which is closed together with the mask.
+        segments: the reader of the mask's pixels.
+        size: the size of the image.
+
+    Raises:
+        ValueError: the mask has another size than the image, has several bands, or cannot be
+            decoded.
+    """
 
     def __init__(self, path: Path, file: TiffFile, segments: Segments, size: tuple[int, ...]):
         weakref.finalize(self, file.close)
@@ -91,7 +104,14 @@ class Mask:
 
 
 class TiffReader(Reader):
-    """Reader of the image on the chosen ``pages`` of a TIFF file."""
+    """Reader of the image on the chosen pages of a TIFF file.
+
+    Args:
+        path: the file.
+        file: the open file, which is closed together with the reader.
+        pages: the pages of the image and of its validity mask.
+        dims, scratch, alpha: see :func:`open_tiff`.
+    """
 
     def __init__(
         self,

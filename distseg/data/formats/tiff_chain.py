@@ -16,7 +16,8 @@ def page_kinds(path: Path) -> dict[int, int]:
     """Return the kind (NewSubfileType) of each page of a TIFF file.
 
     The keys of the result are the positions in the file, in bytes, at which the tags of the pages
-    begin. The result is empty if the file is no TIFF.
+    begin. The values combine the bits ``REDUCED`` and ``MASK``; 0 is a full image. The result is
+    empty if the file is no TIFF.
 
     Raises:
         ValueError: the list of pages is circular, so a decoder might never return.
@@ -42,7 +43,7 @@ def page_kinds(path: Path) -> dict[int, int]:
 
 
 def _kind(tags: bytes, entry: int, order: str) -> int:
-    """Return the kind in the tags of a page; 0, a full image, by default.
+    """Return the kind (NewSubfileType) of a page; 0, a full image, if no tag tells it.
 
     Args:
         tags: the bytes of the tags.

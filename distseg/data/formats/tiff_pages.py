@@ -29,13 +29,16 @@ class Pages:
 def choose(path: Path, file: TiffFile, kinds: Mapping[int, int]) -> Pages:
     """Return the first image of full size, its validity mask, and notes on the other pages.
 
+    An image has full size if its tags do not mark it as reduced, such as a thumbnail.
+
     Args:
         path: the file, for messages.
         file: the open file.
         kinds: the kind of each page (:func:`distseg.data.formats.tiff_chain.page_kinds`).
 
     Raises:
-        ValueError: another image of the file is larger, or there are several masks of full size.
+        ValueError: another image of the file is larger than the first, there are several masks of
+            full size, or the file declares pages of different kinds as one image.
     """
     parts = [part for series in file.series for part in _by_kind(path, series, kinds)]
     full = [series for kind, series in parts if not kind & (REDUCED | MASK)] or [file.series[0]]
@@ -61,9 +64,17 @@ def choose(path: Path, file: TiffFile, kinds: Mapping[int, int]) -> Pages:
 def _by_kind(
     path: Path, series: TiffPageSeries, kinds: Mapping[int, int]
 ) -> Iterator[tuple[int, TiffPageSeries]]:
-    """Yield (kind, series) for each kind of page in a series.
+    """Split a series by the kinds of its pages: yield (kind, series of the pages of this kind).
 
-    tifffile puts an image and a mask of the same form into one series.
+    This is needed because tifffile puts an image and a mask of the same form into one series.
+
+    Args:
+        path: the file, for the message.
+        series: the pages that tifffile takes for one image.
+        kinds: the kind of each page (:func:`distseg.data.formats.tiff_chain.page_kinds`).
+
+    Raises:
+        ValueError: the file itself declares pages of different kinds as one image.
     """
     there: dict[int, list] = {}
     for page in series.pages:

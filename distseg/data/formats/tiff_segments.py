@@ -115,7 +115,7 @@ class Segments:
         return self._series.keyframe
 
     def _mapped(self, shape: list[int]) -> np.ndarray:
-        """Return the memory-mapped array of an uncompressed series.
+        """Return the memory-mapped array of an uncompressed series, with the lengths ``shape``.
 
         Raises:
             ValueError: the file is too short.
@@ -142,7 +142,7 @@ class Segments:
             )
 
     def _check_form(self) -> None:
-        """Refuse encodings that programs read differently, or whose decoded size is unknown."""
+        """Refuse encodings that programs read differently, or whose headers hold no known size."""
         layout = self._layout
         convert = "convert it, such as with 'gdal_translate -co COMPRESS=DEFLATE'"
         kind = getattr(layout.compression, "name", layout.compression)
@@ -166,7 +166,11 @@ class Segments:
             raise ValueError(f"{self.path} is compressed by {kind}, which is not read: {convert}")
 
     def _check_segments(self) -> None:
-        """Refuse pages that lack segments, and segments too large to decode in memory."""
+        """Refuse pages that lack segments, and segments of an impossible or too large size.
+
+        A size is impossible if the bytes of the segment cannot hold its pixels, and too large if
+        decoding needs more than the free memory.
+        """
         layout = self._layout
         needed = math.prod(int(n) for n in layout.chunked)
         for page in self._series.pages:
@@ -191,7 +195,7 @@ class Segments:
 
     @property
     def _pages_axes(self) -> str:
-        """The axes that run over pages; all other axes lie within a page."""
+        """The letters of the axes that run over pages; all other axes lie within a page."""
         spread = len(self._series.pages) > 1
         inside = sum(n > 1 or a in "YX" for a, n in zip(self._layout.axes, self._layout.shape))
         return self._axes[: len(self._axes) - inside] if spread else ""
@@ -210,7 +214,12 @@ class Segments:
         )
 
     def _page(self, number: int, wanted: tuple[slice, ...]) -> np.ndarray:
-        """Return the pixels of a part of a page, (bands, depth, height, width)."""
+        """Return the pixels of a part of a page, (bands, depth, height, width).
+
+        Args:
+            number: index of the page.
+            wanted: slices of the page along depth, height and width.
+        """
         found = self._part(number, wanted)
         return np.moveaxis(found, -1, 1).reshape(-1, *found.shape[1:4])
 
@@ -218,6 +227,10 @@ class Segments:
         """Return the pixels of a part of a page, from the scratch file or decoded anew.
 
         The shape is (separate bands, depth, height, width, interleaved bands).
+
+        Args:
+            number: index of the page.
+            wanted: slices of the page along depth, height and width.
         """
         layout, kept = self._layout, self._kept
         if kept is None:
@@ -232,7 +245,12 @@ class Segments:
         return copied(kept, kept[(number, slice(None), *wanted)])
 
     def _keep(self, number: int, segments: Iterable[int]) -> None:
-        """Decode those segments of a page into the scratch file that are not in it yet."""
+        """Decode segments of a page into the scratch file, except for those that are in it already.
+
+        Args:
+            number: index of the page.
+            segments: indices of the segments in the page.
+        """
         for index in segments:
             if not self._done[number, index]:
                 self._decode(number, index, self._whole, self._kept[number])
@@ -271,7 +289,14 @@ class Segments:
         return 1, int(layout.rowsperstrip), int(layout.shaped[3])
 
     def _decode(self, number: int, index: int, wanted: tuple[slice, ...], out: np.ndarray) -> None:
-        """Decode a segment of a page and write its overlap with the wanted slices into ``out``."""
+        """Decode a segment of a page and write its overlap with the wanted slices into ``out``.
+
+        Args:
+            number: index of the page.
+            index: index of the segment in the page.
+            wanted: slices of the page along depth, height and width.
+            out: the wanted pixels, in the shape that :meth:`_part` returns.
+        """
         segment, at, shape = self._segment(self._series.pages[number], index)
         target, source = zip(
             *(
@@ -285,7 +310,7 @@ class Segments:
     def _segment(
         self, page, index: int
     ) -> tuple[np.ndarray | None, tuple[int, ...], tuple[int, ...]]:
-        """Return the pixels of a segment, its position and its shape.
+        """Return the pixels of the segment ``index`` of a page, its position and its shape.
 
         The pixels have the shape (depth, height, width, bands). They are None if a sparse file
         leaves the segment out.
@@ -346,6 +371,11 @@ class Segments:
 
         A segment that a sparse file leaves out is accepted. A segment at the border may hold only
         the pixels inside the image.
+
+        Args:
+            compression: the number in the tag Compression.
+            index: index of the segment in its page.
+            count: number of bytes of the segment in the file; 0 if the file leaves it out.
         """
         layout = self._layout
         if not count or packed.fits(compression, self._packed(self._segment_bytes), count):
@@ -358,7 +388,8 @@ class Segments:
         )
         if not packed.fits(compression, self._packed(inside), count):
             raise ValueError(
-                f"a strip or tile of {inside} bytes cannot be packed into {count} bytes"
+                f"a strip or tile with {inside} bytes of pixels has {count} bytes in the file, "
+                "which is too few or too many for its compression"
             )
 
     def _packed(self, pixels: int) -> int:

@@ -119,7 +119,7 @@ HOSTILE = {
         "a.tif", tiff(page(256, 256, tile=(256, 256), offsets=(512,), counts=(len(BOMB),)), data=BOMB), "bytes in the file",
     ),
     "a TIFF whose tile unpacks to more": (
-        "a.tif", tiff(page(512, 512, tile=(512, 512), offsets=(512,), counts=(len(BOMB),)), data=BOMB), "a strip or tile of 262144 bytes unpacks to more",
+        "a.tif", tiff(page(512, 512, tile=(512, 512), offsets=(512,), counts=(len(BOMB),)), data=BOMB), "should unpack to 262144 bytes, but unpacks to more",
     ),
     "a TIFF that is packed closer than can be": ("a.tif", tiff(page(6000, 6000, offsets=(512,), counts=(50,)), data=bytes(300)), "has 50 bytes in the file"),
     "a TIFF whose pages run in a circle": ("a.tif", tiff(page(8, 8, 1, offsets=(8,), counts=(64,)), following=8), "its list of pages runs in a circle, back to byte 8"),

@@ -31,9 +31,9 @@ _HEADS = ("cnn", "cnn-max", "transformer", "conv3", "conv4", "attention")
 
 @dataclass(frozen=True)
 class PatchgdConfig:
-    """Patch gradient descent, in the symbols of Gupta et al. 2023.
+    """Patch gradient descent. The symbols below are those of Gupta et al. 2023.
 
-    The section ``model`` describes the backbone theta_1.
+    The section ``model`` describes the backbone theta_1, which computes the features of a patch.
     """
 
     patch: Size = Size((128, 128))

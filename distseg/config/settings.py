@@ -793,7 +793,7 @@ class Config:
 
     @property
     def step_images(self) -> int:
-        """Number of images of an optimizer step."""
+        """Number of images of an optimizer step, over all sample groups and micro-batches."""
         return self.mesh.samples * self.train.accumulate * self.data.images
 
     @property

@@ -17,7 +17,7 @@ def si(value: float, unit: str) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return a duration in seconds as text such as ``0:07``, ``12:34`` or ``1:02:03``."""
+    """Return a duration in seconds as text: ``12:34`` (minutes, seconds) or ``1:02:03``."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

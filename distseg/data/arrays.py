@@ -19,7 +19,7 @@ _WIDER = {np.dtype("u2"): np.int32, np.dtype("u4"): np.int64, np.dtype("u8"): np
 
 
 class Arrays:
-    """B images, or their targets, of one size or of several.
+    """Images, or the targets of images, which may differ in their size.
 
     Args:
         given: one array (B, ..., *size), one image without its batch dim, or a list of images.
@@ -57,7 +57,10 @@ class Arrays:
 
     @property
     def is_batch(self) -> bool | None:
-        """True for one array with a batch dim, False for one image, None for a list."""
+        """True for one array with a batch dim, None for a list of several images, else False.
+
+        False stands for one image, also for one in a list.
+        """
         if self._batch is not None:
             return True
         return False if len(self._images) == 1 else None

@@ -158,8 +158,9 @@ def check_written(paths: Sequence[Path], place: Georeference | None, name: str) 
 
     Raises:
         FileExistsError: one of the paths exists and is not a class map of distseg.
-        ImportError: an optional package is needed and not installed.
-        ValueError: polygons are to be written, but their coordinates would be unknown.
+        ImportError: rasterio is needed and not installed.
+        ValueError: nibabel is needed and not installed, or polygons are to be written, but their
+            coordinates would be unknown.
     """
     are_there(paths, "")
     for path in paths:

@@ -82,7 +82,8 @@ def paired(images: Path, masks: Path | None) -> list[tuple[Path, Path | None]]:
         masks: the folder of masks; None pairs every image with None.
 
     Raises:
-        ValueError: a file has no partner, two files have one name, or there is no image.
+        ValueError: a file has no partner, two names in a folder differ in their endings only, or
+            there is no image.
     """
     left = image_files(images)
     if masks is None:
@@ -146,7 +147,10 @@ def image_files(folder: Path) -> dict[str, Path]:
             raise ValueError(f"{found[stem]} and {path} differ in their endings only: remove one")
         found[stem] = path
     if not found:
-        raise ValueError(f"the folder {folder} holds no image ({' '.join(SUFFIXES)})")
+        raise ValueError(
+            f"the folder {folder} holds no image that distseg reads: put files there with the "
+            f"endings {' '.join(SUFFIXES)}, or name another folder"
+        )
     return found
 
 

@@ -209,9 +209,9 @@ class Epoch(Sequence):
 def _crops(store: Store, names: list[str], crop: Size) -> tuple[np.ndarray, int]:
     """Return the cumulative probabilities of the images, and the number of crops in an epoch.
 
-    The probability of an image is that a crop is drawn from it. The number of crops is (pixels of
-    an image) / (pixels of its crop), summed over images and rounded up. An image smaller than the
-    crop counts as one crop.
+    The probability of an image is the probability that a crop is drawn from it. The number of crops
+    is (pixels of an image) / (pixels of its crop), summed over images and rounded up. An image
+    smaller than the crop counts as one crop.
 
     Args:
         store: the store.

@@ -262,7 +262,7 @@ def drawn(
 
 
 class _Draws:
-    """Stream of the random numbers that a key determines."""
+    """Stream of random numbers that depends only on ``key`` (:func:`distseg.tiling.rng.key`)."""
 
     def __init__(self, key: int):
         self._numbers = self._stream(key)

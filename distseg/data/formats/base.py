@@ -137,13 +137,19 @@ class PageReader(Reader):
 
 
 def plain(dtype) -> np.dtype:
-    """Return the dtype of pixels that readers return: in native byte order; uint8 for bool."""
+    """Return the dtype in which readers return pixels that a file stores as ``dtype``.
+
+    It has the native byte order, and is uint8 for bool.
+    """
     return np.dtype(np.uint8) if np.dtype(dtype) == np.bool_ else np.dtype(dtype).newbyteorder("=")
 
 
 @contextmanager
 def readable(path: Path) -> Iterator[None]:
-    """Convert a decoder's errors, except lack of memory, to a ValueError that names the file."""
+    """Convert errors of a decoder inside the context to a ValueError that names the file.
+
+    FileNotFoundError and MemoryError are left as they are.
+    """
     try:
         yield
     except (FileNotFoundError, MemoryError):

@@ -20,7 +20,7 @@ _SHARE = 2  # a scratch file may take one half of the free bytes of its disk
 def mapped_array(
     shape: Sequence[int], dtype: np.dtype, folder: str | None = None
 ) -> np.ndarray | None:
-    """Return an uninitialised array: a small one in memory, a large one in a scratch file.
+    """Return an uninitialised array: in memory up to 16 MiB, else in a scratch file.
 
     The scratch file has no name and vanishes with the array or the process. All its bytes are
     reserved at once, so that the disk cannot run full later.
@@ -32,7 +32,8 @@ def mapped_array(
             ``memory`` for an array in memory.
 
     Returns:
-        The array; None if the disk has too few free bytes.
+        The array; None if the scratch file would take more than half of the free bytes of its
+        disk, or cannot be created.
     """
     needed = math.prod(shape) * np.dtype(dtype).itemsize
     if needed <= _SMALL or folder == "memory":

@@ -64,7 +64,7 @@ def orientation(path: Path, image) -> int:
 
 
 def turned(tag) -> int:
-    """Return the orientation in a tag; 1, upright, if the tag has no valid value."""
+    """Return the EXIF orientation that a tag's value stands for; 1, upright, if it is not valid."""
     return int(tag) if tag in range(2, 9) else 1
 
 

@@ -52,7 +52,9 @@ class NiftiReader(Reader):
         stores = image.dataobj  # the header's own offset and scale are cleared after loading
         shape, stored = stores.shape, stores.dtype
         if stored.kind not in "iuf":
-            raise ValueError(f"it holds {stored}, but voxels are whole or real numbers: convert it")
+            raise ValueError(
+                f"its voxels are {stored}, but must be whole or real numbers: convert them"
+            )
         *spatial, bands = *shape[:3], *(1,) * (3 - len(shape[:3])), math.prod(shape[3:])
         if dims == 2 or (dims is None and spatial[2] == 1):
             if spatial[2] != 1:

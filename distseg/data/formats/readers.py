@@ -150,7 +150,13 @@ def _reader(path: Path, dims: int | None, scratch: str | None, alpha: str, label
 
 
 def _tiff() -> ModuleType:
-    """Import the readers of TIFF only when needed, since that takes a quarter of a second."""
+    """Return the module that opens TIFF files.
+
+    It is imported only when needed, because the import takes a quarter of a second.
+
+    Raises:
+        ValueError: tifffile or imagecodecs is not installed.
+    """
     try:
         import imagecodecs  # noqa: F401
         import tifffile  # noqa: F401

@@ -129,7 +129,7 @@ class Segments:
         return np.memmap(self.path, stored, "r", self._series.dataoffset, tuple(shape))
 
     def _check_pages(self) -> None:
-        """Refuse pages in other files, and compressed pages along several axes."""
+        """Refuse pages in other files, and compressed series with several axes of pages."""
         if any(page is None for page in self._series.pages):
             raise ValueError(
                 f"{self.path} has pages in other files, which are not opened: write all pages into "
@@ -261,7 +261,10 @@ class Segments:
 
     @cached_property
     def _kept(self) -> np.ndarray | None:
-        """Array of all decoded pages; None for small tiles, or if the scratch disk is too full."""
+        """Array in the scratch file for all decoded pages.
+
+        It is None if the segments are small tiles, or if the scratch file does not fit on its disk.
+        """
         layout, pages = self._layout, self._series.pages
         if layout.is_tiled and self._segment_bytes <= _CHEAP:
             return None
@@ -335,7 +338,8 @@ class Segments:
                 data, self._segment_bytes
             ):
                 raise ValueError(
-                    f"a strip or tile of {self._segment_bytes} bytes unpacks to more"
+                    f"a strip or tile should unpack to {self._segment_bytes} bytes, but unpacks to "
+                    "more"
                 ) from e
             raise
 

@@ -709,17 +709,17 @@ UNFOLLOWED = {
     "windows": (
         made_random.windows,
         nn.Dropout(0.3),
-        "drop .* drops values of a tensor of .* the first dim must be the batch of 2 images",
+        "drop .* applies dropout to a tensor of .* the first dim must be the batch of 2 images",
     ),
     "frames": (
         made_random.frames,
         nn.Dropout2d(0.3),
-        "drop .* drops values of a tensor of .* the first dim must be the batch of 2 images",
+        "drop .* applies dropout to a tensor of .* the first dim must be the batch of 2 images",
     ),
     "all images": (
         made_random.of_all_images,
         nn.Dropout(0.3),
-        "drop .* drops values of a tensor of .* the first dim must be the batch of 2 images",
+        "drop .* applies dropout to a tensor of .* the first dim must be the batch of 2 images",
     ),
     "an image by Dropout3d": (
         made_random.once,

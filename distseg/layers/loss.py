@@ -30,17 +30,29 @@ from distseg.layers.criterion import Criterion
 
 
 class Term:
-    """One term of a loss."""
+    """One term of a loss, such as cross-entropy.
+
+    Subclasses define ``sums``, the number of partial sums of an image; ``linear``, as in
+    :class:`Loss`; and ``takes``, the names of the loss settings that only some terms use.
+    """
 
     def rows(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Return the partial sums of each image, (B, sums)."""
+        """Return the partial sums of each image, (B, sums).
+
+        Args:
+            logits: (B, C, *size), of one output of the network.
+            labels: (B, *size).
+        """
         return torch.stack(
             [self.partial_sums(logits[b : b + 1], labels[b : b + 1]) for b in range(len(logits))]
         )
 
 
 class CrossEntropy(Term):
-    """Cross-entropy of softmax, divided by the sum of the class weights of all valid pixels."""
+    """Cross-entropy of the softmax: the sum over valid pixels, divided by their class weights' sum.
+
+    Without class weights, every weight is 1.
+    """
 
     sums, linear = 2, True
     takes = ("class_weights", "label_smoothing")
@@ -234,7 +246,7 @@ _OF_NUMBERS = [name for name, term in _TERMS.items() if issubclass(term, Squared
 
 
 class Loss(Criterion):
-    """Weighted sum of terms, such as ``cross_entropy + 0.5*dice``.
+    """Loss that is given by a name: a weighted sum of terms, as in ``cross_entropy + 0.5*dice``.
 
     Attributes:
         sums: number K of partial sums in each row of the table.
@@ -247,7 +259,8 @@ class Loss(Criterion):
             all outputs are stacked along the channels.
 
     Raises:
-        ValueError: a name is unknown, a setting is impossible, or no term uses a changed setting.
+        ValueError: a name is unknown, a setting is impossible, or no term uses a setting that the
+            user changed.
     """
 
     def __init__(self, config: LossConfig, classes: int, outputs: Sequence[float] = (1.0,)):
@@ -278,7 +291,11 @@ class Loss(Criterion):
         )
 
     def counts(self, labels: Tensor) -> Tensor:
-        """Return :meth:`rows` in float64, with 0 for sums that labels alone do not determine."""
+        """Return the partial sums that follow from labels alone, such as counts of valid pixels.
+
+        The result is (B, K) in float64, like that of :meth:`rows`. Sums that depend on logits are
+        0 in it, and so are all sums of terms that are not linear.
+        """
         return torch.stack(
             [
                 torch.cat([term.counts(y) for _, term in self.terms]).repeat(len(self.outputs))
@@ -342,7 +359,7 @@ def of_numbers(name: str) -> bool:
 
 
 def is_linear(name: str) -> bool:
-    """Return the attribute :attr:`Loss.linear` of the loss with this name."""
+    """Return True if the loss of this name is linear, as explained for :attr:`Loss.linear`."""
     return all(_TERMS[term].linear for _, term in parse(name))
 
 
@@ -383,6 +400,10 @@ def _targets(labels: Tensor, classes: int, like: Tensor) -> Tensor:
     """Expand labels (B, *size) to one-hot targets (B, C, *size).
 
     With one class, the targets are the labels themselves, 0 or 1.
+
+    Args:
+        classes: C.
+        like: a tensor (B, C, *size) that has the dtype and device of the result.
     """
     if classes == 1:
         return labels.unsqueeze(1).to(like.dtype)

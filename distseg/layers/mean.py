@@ -68,7 +68,12 @@ class DistributedMean(DistributedNorm):
     def where(self, x: Tensor, index: int) -> list[Box]:
         """Return the box of the owned cells in each part of the image, in the coordinates of ``x``.
 
-        Parts are cut as by ``F.adaptive_avg_pool2d``, so adjacent parts may share cells.
+        Parts are cut as by ``F.adaptive_avg_pool2d``, so adjacent parts may share cells. Without a
+        grid the image is one part.
+
+        Args:
+            x: the feature map of the window.
+            index: the number of the window.
         """
         own = self.own(x, index)
         if not self.grid:
@@ -89,7 +94,10 @@ class DistributedMean(DistributedNorm):
         """Return the vector of each image of a window.
 
         Args:
-            rows: for each image, its first row in the statistics.
+            x: the feature map of the window.
+            rows: for each image of the window, its number. Its first row in the statistics is this
+                number times the number of parts.
+            statistics: the moments of all images.
             where: the owned cells, as :meth:`where` returns them.
         """
         means = statistics.mean * statistics.count.unsqueeze(-1) if self.total else statistics.mean
@@ -99,20 +107,37 @@ class DistributedMean(DistributedNorm):
         ).to(x.dtype)
 
     def collect(self, total: Tensor, g: Tensor, rows: list[int]) -> None:
-        """Add the gradient of a window's vector to ``total`` (rows, C)."""
+        """Add the gradient of a window's vectors to the sums of all windows.
+
+        Args:
+            total: the sums (all rows, C), changed in place. A row belongs to one part of one image.
+            g: the gradient of the vectors of this window, (B, C * parts, 1, ...).
+            rows: for each image of the window, its number, as in :meth:`result`.
+        """
         for i, of_image in zip(rows, g.double()):
             total[i * self.number : (i + 1) * self.number] += of_image.view(-1, self.number).t()
 
     def shares(self, total: Tensor, statistics: Moments) -> Tensor:
-        """Return the gradient that each pixel gets, summed over all ranks, (rows, C).
+        """Return the gradient that each cell gets, for each row of the statistics, (rows, C).
 
         All ranks that share statistics must call it together.
+
+        Args:
+            total: this rank's sums of the vectors' gradients (:meth:`collect`).
+            statistics: the moments of all images, of which the counts are used.
         """
         total = add(total, self.comm)
         return total if self.total else total / statistics.count.unsqueeze(-1)
 
     def spread(self, shares: Tensor, x: Tensor, rows: list[int], where: list[Box]) -> Tensor:
-        """Return the gradient of a window's cells, which is zero outside the owned cells."""
+        """Return the gradient of a window's cells, which is zero outside the owned cells.
+
+        Args:
+            shares: the gradient of a cell for each row, as :meth:`shares` returns it.
+            x: the feature map of the window.
+            rows: for each image of the window, its number, as in :meth:`result`.
+            where: the owned cells, as :meth:`where` returns them.
+        """
 
         def of_part(n: int) -> Tensor:
             share = shares[[i * self.number + n for i in rows]]
@@ -130,13 +155,14 @@ class DistributedMean(DistributedNorm):
 
 
 def largest_of(parts: Moments, first: bool) -> Moments:
-    """Return the maxima of parts that are stacked along dim 0.
+    """Combine the maxima of parts of an image to the maxima of the image.
 
-    In the result, ``mean`` holds the maxima.
+    In these moments, ``mean`` holds maxima.
 
     Args:
-        first: if True, ``m2`` holds the position of the first maximum, otherwise the number of
-            cells that have the maximum.
+        parts: the maxima of the parts, stacked along dim 0.
+        first: True if ``m2`` holds the index of the first maximum in the flattened feature map,
+            False if it holds the number of cells that have the maximum.
     """
     largest = parts.mean.amax(0)
     second = parts.m2.where(
@@ -164,7 +190,8 @@ class DistributedMax(DistributedMean):
         """Locate the owned cells of window ``index``.
 
         Returns:
-            The box of these cells in ``x``, their box in the feature map, and the map's size.
+            The box of these cells in ``x``, which is the window's part of a feature map; their box
+            in the whole map; and the size of the whole map.
         """
         own = self.own(x, index)
         if self.context.per_window:
@@ -173,7 +200,11 @@ class DistributedMax(DistributedMean):
         return own, region.owned.intersection(region.available), region.size
 
     def _parts(self, own: Box, place: Box, size: Sequence[int]) -> list[tuple[Box, Box]]:
-        """Return, for each part of the image, the boxes of its owned cells in window and map."""
+        """Return the boxes of the owned cells of each part: in the window and in the whole map.
+
+        Args:
+            own, place, size: the results of :meth:`where`.
+        """
         if not self.grid:
             return [(own, place)]
         move = [a - b for a, b in zip(own.start, place.start)]
@@ -195,8 +226,10 @@ class DistributedMax(DistributedMean):
         """Return the contribution of an image's cells to a row of the statistics.
 
         Args:
-            place: the box of the cells in the feature map.
-            size: the map's size.
+            image: the cells (C, *size of the box) of one image.
+            row: the number of the row.
+            place: the box of the cells in the whole feature map.
+            size: the size of the whole map.
         """
         count, values = (
             torch.tensor(float(place.pixels), dtype=torch.float64, device=image.device),
@@ -278,7 +311,12 @@ class DistributedSpread(Spread):
 
 
 def parts_of(grid: Sequence[int], size: Sequence[int]) -> list[Box]:
-    """Return the boxes into which ``F.adaptive_avg_pool2d`` divides a map. They may overlap."""
+    """Return the boxes into which ``F.adaptive_avg_pool2d`` divides a map. They may overlap.
+
+    Args:
+        grid: the number of boxes along each dim.
+        size: the size of the map.
+    """
     spans = [[(i * n // k, -(-(i + 1) * n // k)) for i in range(k)] for k, n in zip(grid, size)]
     return [Box(*zip(*part)) for part in product(*spans)]
 
@@ -290,14 +328,19 @@ def _nothing(x: Tensor) -> Moments:
 
 
 def numbers_of(box: Box, size: Sequence[int]) -> Tensor:
-    """Return the index of each cell of a box in the flattened feature map, whose size is given."""
+    """Return the index of each cell of a box in the flattened feature map, (cells,).
+
+    Args:
+        box: the box, in cells of the map.
+        size: the size of the map.
+    """
     along = [torch.arange(a, b) for a, b in zip(box.start, box.stop)]
     strides = [math.prod(size[d + 1 :]) for d in range(len(size))]
     return sum(torch.meshgrid(*(n * s for n, s in zip(along, strides)), indexing="ij")).flatten()
 
 
 def distributed_class(layer: nn.Module) -> type[nn.Module]:
-    """Return the class that is the distributed counterpart of a layer with global statistics."""
+    """Return the class of the distributed counterpart of a norm, mean, maximum or spread layer."""
     return next(
         counterpart
         for kinds, counterpart in (

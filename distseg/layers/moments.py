@@ -25,7 +25,13 @@ _USUAL_CHUNK = 1 << 14
 
 
 class Moments(NamedTuple):
-    """Moments of n values: ``count`` (...,), ``mean`` (..., C) and ``m2`` (..., C), in float64."""
+    """Moments of the n values of each channel, in float64.
+
+    Attributes:
+        count: n, (...,).
+        mean: the mean of each channel, (..., C).
+        m2: the sum of squared deviations from the mean of each channel, (..., C).
+    """
 
     count: Tensor
     mean: Tensor
@@ -41,7 +47,11 @@ class Moments(NamedTuple):
         return torch.cat((self.count.flatten(), self.mean.flatten(), self.m2.flatten()))
 
     def unpacked(self, messages: Tensor) -> Moments:
-        """Split R messages (R, length) into moments of this object's shape with a leading dim R."""
+        """Return the moments in R messages (R, length), each made by :meth:`packed`.
+
+        The moments in each message have the shapes of this object. In the result, R comes before
+        these shapes.
+        """
         count, mean, m2 = messages.split(
             (self.count.numel(), self.mean.numel(), self.m2.numel()), 1
         )
@@ -52,7 +62,7 @@ class Moments(NamedTuple):
         )
 
     def on(self, device: torch.device) -> Moments:
-        """Return the moments on ``device``, copied in one transfer if they are elsewhere."""
+        """Return the moments on ``device``, copied in one transfer from any other device."""
         if self.mean.device == device:
             return self
         (count,), (mean,), (m2,) = self.unpacked(upload(self.packed(), device).unsqueeze(0))
@@ -75,7 +85,7 @@ def stack(parts: list[Moments]) -> Moments:
 
 
 def joined(parts: list[Moments]) -> Moments:
-    """Combine moments of parts to the moments of all their values."""
+    """Combine a list of moments of parts to the moments of all their values."""
     return parts[0] if len(parts) == 1 else combine(stack(parts))
 
 
@@ -120,7 +130,8 @@ def of_channels(x: Tensor) -> Moments:
 def _on_gpu(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return mean and biased variance of each channel, in float32 or wider.
 
-    The GPU's kernels add in a tree and widen a dense 16-bit image while they read it.
+    PyTorch's GPU kernels add in a tree, which loses few digits. They convert a dense 16-bit image
+    to float32 while they read it; any other 16-bit image is copied to float32 before.
     """
     if x.is_contiguous() or x.is_contiguous(memory_format=channels_last(x.dim())):
         return torch.ops.aten.batch_norm_update_stats(x, None, None, 0.0)
@@ -131,7 +142,7 @@ def _on_gpu(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _rows_of_chunk(x: Tensor) -> int:
-    """Return how many rows (of dim 2) a kernel may add without losing digits that matter."""
+    """Return how many rows (indices of dim 2) a kernel may add at once and lose only few digits."""
     return max(1, _CHUNK.get(x.dtype, _USUAL_CHUNK) // max(1, x[0, 0, 0].numel()))
 
 
@@ -142,7 +153,11 @@ def _moments(x: Tensor, mean: Tensor, var: Tensor) -> Moments:
 
 
 def by_group(m: Moments, groups: int) -> Moments:
-    """Combine the moments of channels into those of groups: (..., C) -> (..., groups)."""
+    """Combine the moments of channels to the moments of groups: (..., C) -> (..., groups).
+
+    Args:
+        groups: the number of groups of adjacent channels.
+    """
     mean = m.mean.unflatten(-1, (groups, -1))
     m2 = m.m2.unflatten(-1, (groups, -1))
     of_group = mean.mean(-1, keepdim=True)

@@ -64,7 +64,11 @@ class DistributedNorm(nn.Module):
     """Distributed counterpart of a norm layer, with the same parameter and buffer names.
 
     :meth:`joint` normalises all windows of this rank together, :meth:`forward` a single window.
-    ``stride`` is the number of image pixels per cell of the layer's feature map, along each dim.
+
+    Args:
+        norm: the user's layer.
+        stride: the number of image pixels per cell of the layer's feature map, along each dim.
+        name: the layer's name in error messages.
     """
 
     def __init__(self, norm: nn.Module, context: Context, stride: tuple[int, ...], name: str):
@@ -106,7 +110,11 @@ class DistributedNorm(nn.Module):
 
     @property
     def running(self) -> DistributedNorm:
-        """Layer that keeps the running statistics: this one, or the one of an earlier call."""
+        """Counterpart that holds the running statistics of the user's layer.
+
+        If user code calls the layer several times, each call has a counterpart. The counterpart of
+        the first call holds the running statistics for all calls.
+        """
         return self.keeper[0] if self.keeper else self
 
     @property
@@ -183,10 +191,13 @@ class DistributedNorm(nn.Module):
     def is_local(self, xs: list[Tensor]) -> bool:
         """Return True if PyTorch's norm kernel is to be used, as distseg's kernel is not available.
 
-        PyTorch's kernel can normalise one tensor of whole images that only this rank holds. It is
-        not used in three cases: float64, where PyTorch's plain sums lose digits; group norm in
-        channels_last, where PyTorch is slower; and group norm in 16 bits on a GPU, where autocast
-        returns float32.
+        PyTorch's kernel can normalise one tensor of whole images that only this rank holds, and
+        only an active norm. It is not used in three cases: float64, where PyTorch's plain sums lose
+        digits; group norm in channels_last, where PyTorch is slower; and group norm in 16 bits on a
+        GPU, where autocast returns float32.
+
+        Args:
+            xs: the feature maps of this rank's windows.
         """
         x = xs[0]
         if compiled.available(x) or not self.active:
@@ -211,7 +222,11 @@ class DistributedNorm(nn.Module):
         return compiled.available(x) and self.active and self.comm.size == 1 and self.has_all(x)
 
     def has_all(self, x: Tensor) -> bool:
-        """Return True if this rank's only window has all pixels that the statistics need."""
+        """Return True if this rank's only window has all pixels that the statistics need.
+
+        Args:
+            x: the feature map of this window.
+        """
         return self.context.per_window or self.context.owns_all(x.shape[2:])
 
     def local(self, x: Tensor) -> Tensor:
@@ -248,11 +263,19 @@ class DistributedNorm(nn.Module):
         return self.context.batch_comm if self.kind == "batch" else self.context.norm_comm
 
     def owned(self, x: Tensor, index: int) -> Tensor:
-        """Return a view of the cells of ``x`` that this rank owns and takes statistics of."""
+        """Return a view of the cells of ``x`` that this rank owns and takes statistics of.
+
+        Args:
+            x: the feature map of window ``index``.
+        """
         return x[(..., *self.own(x, index).slices)]
 
     def own(self, x: Tensor, index: int) -> Box:
-        """Return the box of the owned cells, in the coordinates of ``x``."""
+        """Return the box of the cells that this rank owns, in the coordinates of ``x``.
+
+        Args:
+            x: the feature map of window ``index``.
+        """
         return (
             Box.whole(x.shape[2:])
             if self.context.per_window or self.context.whole or self.parts is not None
@@ -275,7 +298,10 @@ class DistributedNorm(nn.Module):
         return region.owned.pixels / math.prod(region.size)
 
     def rows(self, index: int) -> list[int]:
-        """Return, for each image of window ``index``, its row in the statistics."""
+        """Return, for each image of window ``index``, its row in the statistics.
+
+        Images in the same row share their statistics, as the images of a batch norm do.
+        """
         images = self.context.places[index].images
         if self.context.per_window:
             before = sum(len(place.images) for place in self.context.places[:index])
@@ -314,7 +340,12 @@ class DistributedNorm(nn.Module):
         ]
 
     def moments(self, x: Tensor, index: int, mask: Tensor | None = None) -> list[Contribution]:
-        """Return the moments of the channels of window ``index``, one contribution per image."""
+        """Return the moments of the channels of window ``index``, one contribution per image.
+
+        Args:
+            x: the feature map of the window.
+            mask: the dropout mask of the window (:meth:`masks`).
+        """
         owned, times = self.owned(self.opened(x), index), self.times(index)
         parts = [of_channels(owned[b : b + 1]) for b in range(len(owned))]
         if times != 1:
@@ -333,6 +364,9 @@ class DistributedNorm(nn.Module):
         """Combine the moments of this rank's windows with those of the other ranks.
 
         All ranks that share statistics must call it together.
+
+        Args:
+            parts: the contributions of all images of this rank's windows.
 
         Returns:
             Moments of shape (I, K) for I images (1 for batch norm) and K channels or groups.
@@ -356,7 +390,12 @@ class DistributedNorm(nn.Module):
         return everyone
 
     def _least(self, by_row: dict[int, list[Contribution]], statistics: Moments) -> float:
-        """Return the smallest number of values that any statistic of this rank is taken over."""
+        """Return the smallest number of values over which a statistic of this rank is taken.
+
+        Args:
+            by_row: the contributions to each row of the statistics.
+            statistics: the moments of all rows, of channels or groups.
+        """
         channels = (
             next(iter(by_row.values()))[0].moments.mean.shape[-1] // statistics.mean.shape[-1]
         )
@@ -364,6 +403,10 @@ class DistributedNorm(nn.Module):
 
     def check_map(self, cells: int, channels: int) -> None:
         """Refuse a feature map that has too few cells for statistics.
+
+        Args:
+            cells: the number of cells of the map.
+            channels: the number of channels of the map.
 
         Raises:
             ValueError: the map is too small. The message names the norm and how to fix it.
@@ -381,7 +424,10 @@ class DistributedNorm(nn.Module):
             )
 
     def known(self) -> Moments:
-        """Return the running statistics of an inactive norm as moments with one row and count 1."""
+        """Return the running statistics of an inactive norm as moments with one row.
+
+        Their count is 1, so that ``m2`` is the variance.
+        """
         mean, var = self.running.running_mean, self.running.running_var
         return Moments(
             torch.ones(1, dtype=torch.float64, device=mean.device),
@@ -392,7 +438,13 @@ class DistributedNorm(nn.Module):
     def normalise(
         self, x: Tensor, index: int, statistics: Moments, mask: Tensor | None = None
     ) -> Tensor:
-        """Normalise window ``index`` with these statistics, dropout mask and folded activation."""
+        """Normalise window ``index``, and apply the folded dropout and activation.
+
+        Args:
+            x: the feature map of the window.
+            statistics: the moments of all rows.
+            mask: the dropout mask of the window (:meth:`masks`).
+        """
         return _normalised(
             x,
             [coefficients.affine for coefficients in self.coefficients(x, index, statistics, mask)],
@@ -401,7 +453,10 @@ class DistributedNorm(nn.Module):
     def coefficients(
         self, x: Tensor, index: int, statistics: Moments, mask: Tensor | None
     ) -> list[Coefficients]:
-        """Return the coefficients of each image of window ``index``."""
+        """Return the coefficients with which each image of window ``index`` is normalised.
+
+        The arguments are those of :meth:`normalise`.
+        """
         rows, channels = self.rows_of(x, index), x.shape[1]
         mean, var = (self.per_channel(v, channels) for v in (statistics.mean, statistics.var))
 
@@ -429,6 +484,7 @@ class DistributedNorm(nn.Module):
         this is tilt * (x - pivot) + shift.
 
         Args:
+            c: the coefficients of the image.
             shares: s1 / N and s2 / N, and for vectors also s0 / N.
             times: weight of each pixel in the statistics (:meth:`times`).
         """
@@ -512,7 +568,7 @@ class _WholeNorm(torch.autograd.Function):
 
 @lru_cache(1024)
 def _number(count: int) -> Tensor:
-    """Return a count as a tensor. It is cached, so the caller must not write to it."""
+    """Return a count as a tensor. The tensor is cached, so the caller must not write to it."""
     return torch.tensor(count, dtype=torch.float64)
 
 
@@ -603,6 +659,8 @@ class Pending:
         The backward pass treats the statistics as constants and adds their gradient to this object.
 
         Args:
+            x: the feature map of the window.
+            mask: the dropout mask of the window (:meth:`DistributedNorm.masks`).
             share: the share of the image that the window stands for. The shares of all windows of
                 an image add up to 1, even if windows overlap.
         """
@@ -620,7 +678,14 @@ class Pending:
     def collect(
         self, row: int, g: Tensor, x: Tensor, coefficients: Coefficients, times: float
     ) -> None:
-        """Add the part that one image contributes to the gradients of weight, bias, statistics."""
+        """Add the part that one image contributes to the gradients of weight, bias, statistics.
+
+        Args:
+            row: the image's row in the statistics.
+            g: the gradient of the norm's result, (1, C, *size).
+            x: the norm's input, (1, C, *size).
+            times: the weight of the image's values in the sum of xhat.
+        """
         if self.dweight is None:
             self._begin(x.device)
         _collect(self.dweight[row], self.dbias[row], g, x, coefficients)
@@ -660,7 +725,8 @@ class Pending:
         Args:
             g: the gradient with constant statistics.
             x: the norm's input in window ``index``.
-            own: the owned cells of ``x``.
+            own: the box of the owned cells of ``x``.
+            mask: the dropout mask of the window (:meth:`DistributedNorm.masks`).
         """
         form, g, x = x, self.norm.opened(g), self.norm.opened(x)
         own, dx = own if self.norm.parts is None else Box.whole(x.shape[2:]), torch.empty_like(x)
@@ -708,7 +774,10 @@ class _PendingNorm(torch.autograd.Function):
 def _collect(dweight: Tensor, dbias: Tensor, g: Tensor, x: Tensor, c: Coefficients) -> None:
     """Add an image's part of the gradients of weight and bias to ``dweight`` and ``dbias``.
 
-    Both are (C,) float64.
+    Args:
+        dweight, dbias: (C,) float64, changed in place.
+        g: the gradient of the norm's result, (1, C, *size).
+        x: the norm's input, (1, C, *size).
     """
     total, weighted = _kernels(x).sums(g, x, c.affine)
     dbias += total
@@ -716,11 +785,11 @@ def _collect(dweight: Tensor, dbias: Tensor, g: Tensor, x: Tensor, c: Coefficien
 
 
 def _centre(x: Tensor, c: Coefficients, times: float) -> Tensor:
-    """Return the sum of xhat over an image, multiplied by ``times``.
+    """Return the sum of xhat over an image ``x`` (1, C, *size), multiplied by ``times``.
 
     The total over all images would be 0 if the mean were not rounded. But the vectors of a batch
-    can differ so little that the rounding is large compared with xhat. Then it would change a
-    gradient whose terms nearly cancel.
+    can differ so little that the rounding error is large compared with xhat. Without this sum, the
+    error would change a gradient whose terms nearly cancel.
     """
     return (
         (x.double() - c.affine.pivot.view(1, -1, *(1 for _ in x.shape[2:])))
@@ -743,6 +812,12 @@ def _shares(
     """Return s1 / N and s2 / N of each channel, (2, I, C). For vectors s0 / N follows, (3, I, C).
 
     All ranks that share statistics must call it together.
+
+    Args:
+        dweight, dbias: this rank's gradients of weight and bias for each row of the statistics,
+            (I, C).
+        centre: this rank's part of s0, (I, C); None for feature maps.
+        pixels: N for each row, (I,).
     """
     channels = dweight.shape[-1]
     sums = torch.stack((dbias, dweight))  # (2, I, C)
@@ -786,10 +861,10 @@ def _kernels(x: Tensor):
 
 
 def active_norms(layers: Iterable[nn.Module], frozen: bool) -> list[int]:
-    """Return the positions of the layers that take statistics in training.
+    """Return the positions in ``layers`` of the layers that take statistics in training.
 
     Args:
-        frozen: True if norms use their running statistics, so that only means take statistics.
+        frozen: True if norms use their running statistics. Then only means take statistics.
     """
     return [
         position
@@ -880,8 +955,8 @@ def _average(
 ) -> None:
     """Update the running averages of norms.
 
-    Norms that share running statistics are updated one after another, in the given order. Others
-    are updated together.
+    Norms that share running statistics are updated one after another, in the given order. All other
+    norms are updated together.
 
     Args:
         means, variances: for each norm, the mean and variance of its channels, (C,).

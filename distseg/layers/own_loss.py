@@ -132,6 +132,12 @@ class PixelLoss(Criterion):
 
         The function is called again with single images and with single pixels, and must return the
         same values.
+
+        Args:
+            logits, sample: example logits and target, both for several images.
+            found: the values of the function for them.
+            what: ``function`` or ``weight``, for error messages.
+            call: the function, which takes logits and target.
         """
         for image in range(len(logits)):
             alone = call(logits[image : image + 1], sample[image : image + 1])
@@ -158,7 +164,8 @@ class PixelLoss(Criterion):
         """Return the function's values, called as in training.
 
         Raises:
-            ValueError: the function fails, or uses tensors with requires_grad of its own.
+            ValueError: the function fails, or uses other tensors with requires_grad than the
+                logits.
         """
         return _values_of(lambda: self._each(logits.clone(), target.clone()), "PixelLoss")
 
@@ -181,7 +188,13 @@ class PixelLoss(Criterion):
         return self.function(logits, target)
 
     def _mask(self, valid: Tensor, shape: torch.Size) -> Tensor:
-        """Return a mask of the function's values at valid pixels, which broadcasts to ``shape``."""
+        """Return the mask of valid pixels in a form that broadcasts to ``shape``.
+
+        Args:
+            valid: True where the target is valid, of the target's shape. If the target has
+                channels and ``shape`` has not, a pixel is valid if all its channels are.
+            shape: the shape of the values that the user's function returns.
+        """
         if valid.dim() == len(shape):
             return valid
         return valid.all(1) if valid.dim() > len(shape) else valid.unsqueeze(1)
@@ -301,7 +314,7 @@ def criterion_of(
 
 
 def _filled(target: Tensor, valid: Tensor) -> Tensor:
-    """Return a target with 0 at invalid pixels."""
+    """Return the target with 0 where ``valid`` is False."""
     return target.where(valid, torch.zeros((), dtype=target.dtype, device=target.device))
 
 
@@ -320,8 +333,8 @@ def _values_of(call: Callable[[], Tensor], kind: str) -> Tensor:
     """Return what a user's function returns, detached.
 
     Raises:
-        ValueError: the function fails, returns no tensor, or uses tensors with requires_grad of its
-            own.
+        ValueError: the function fails, returns no tensor, or uses other tensors with requires_grad
+            than the logits.
     """
     try:
         with torch.enable_grad():
@@ -341,15 +354,19 @@ def _values_of(call: Callable[[], Tensor], kind: str) -> Tensor:
 
 
 def _single_pixels(x: Tensor, dims: int) -> Tensor:
-    """Return each pixel as a separate image, (B, ..., *size) -> (B * pixels, ..., 1, ...)."""
+    """Return each pixel as a separate image, (B, ..., *size) -> (B * pixels, ..., 1, ...).
+
+    ``dims`` is the number of dims of ``size``.
+    """
     flat = x.flatten(x.dim() - dims).movedim(-1, 1).flatten(0, 1)
     return flat.reshape(*flat.shape, *(1,) * dims)
 
 
 def _weight_of(function: Callable) -> Callable[[Tensor], Tensor] | None:
-    """Return a function that computes the weights of a target from a loss's class weights.
+    """Return a function from a target to the weight of each pixel, by the loss's class weights.
 
-    Return None if ``function`` is no loss of PyTorch with class weights.
+    Return None if ``function`` is not PyTorch's cross-entropy or negative log-likelihood with class
+    weights.
     """
     if isinstance(function, (nn.CrossEntropyLoss, nn.NLLLoss)):
         classes = function.weight
@@ -369,6 +386,6 @@ def _weight_of(function: Callable) -> Callable[[Tensor], Tensor] | None:
 
 
 def _ignored_by(function: Callable) -> int | None:
-    """Return the ``ignore_index`` of a PyTorch loss or of a partial of it, or None."""
+    """Return the ``ignore_index`` of a PyTorch loss, or of a partial of it; None if it has none."""
     found = getattr(function, "keywords", {}).get("ignore_index")
     return getattr(function, "ignore_index", None) if found is None else found

@@ -35,6 +35,7 @@ class Placed(nn.Module):
     result from the size of the image instead.
 
     Args:
+        inner: the layer.
         sizes: function that returns the size of the layer's result for the size of an image.
     """
 
@@ -72,7 +73,12 @@ class PlacedPositions(Positions):
         return self.on_box(x, x.shape[2:], Box.whole(x.shape[2:]))
 
     def on_box(self, x: Tensor, size: Sequence[int], box: Box) -> Tensor:
-        """Return the values inside ``box`` of a feature map of this size."""
+        """Return the values inside ``box`` of a feature map.
+
+        Args:
+            x: the input of the layer, whose dtype, device and number of images the result has.
+            size: the size of the whole feature map.
+        """
         return self.part(
             x, self.context.place.image, size, [range(a, b) for a, b in zip(box.start, box.stop)]
         )
@@ -103,8 +109,11 @@ def resized(
     Shapes: (B, C, *part.input.size) -> (B, C, *part.output.size).
 
     Args:
-        ratio: True if nearest modes use the factor m / n
-            (:class:`distseg.models.resize.ResizeTo`).
+        x: the input box of the map.
+        footprints: for each dim, the access pattern of the resize.
+        part: the input box and the output box, and the sizes of the whole maps.
+        ratio: True if nearest modes use the scale factor m / n, the size of the whole output
+            divided by that of the whole input (:class:`distseg.models.resize.ResizeTo`).
     """
     spans = [
         Spans(*each)
@@ -131,10 +140,13 @@ def resized(
 
 
 class _Share(NamedTuple):
-    """Positions and weights of the cells that are added along a dim.
+    """Weighted sums of cells along a dim, one sum for each output cell.
 
-    Both arrays have shape (cells of a sum, number of sums). ``parts`` holds the weights. It is None
-    if all weights are 1.
+    Both arrays have shape (cells in a sum, number of sums).
+
+    Attributes:
+        places: the positions of the input cells in each sum.
+        parts: the weights of these cells; None if all weights are 1.
     """
 
     places: np.ndarray
@@ -194,10 +206,13 @@ def nearest_places(
 ) -> np.ndarray:
     """Return, for each of the m output cells, the input cell that a nearest mode copies, (m,).
 
-    PyTorch's kernels round positions differently, so the kernel for such tensors is run to see
-    which cells it chooses.
+    PyTorch's kernels round positions differently. So the kernel for tensors of this dtype, device
+    and memory format is run to see which cells it chooses.
 
     Args:
+        kernel: ``nearest`` or ``nearest-exact``.
+        factor: the scale factor that the user's call gives; None if it gives the size.
+        n, m: the number of input and of output cells along the resized dim.
         dims: number of spatial dims of the feature map.
         dim: the dim that is resized.
         last: True if channels come last in memory.
@@ -227,7 +242,15 @@ _BASE = 128
 
 
 def _back(forth: _Share, have: int) -> _Share:
-    """Return the adjoint: for each input cell, the sums that contain it and its weights in them."""
+    """Return the adjoint of ``forth``: for each input cell, the sums that contain it.
+
+    The result is a :class:`_Share` with one sum for each input cell. Its weights are those of
+    the input cell in the sums of ``forth``.
+
+    Args:
+        forth: the sums of the forward pass.
+        have: the number of input cells.
+    """
     width, count = forth.places.shape
     inputs, sums = forth.places.ravel(), np.tile(np.arange(count), width)
     parts = np.ones(len(inputs)) if forth.parts is None else forth.parts.ravel()
@@ -244,7 +267,8 @@ def _back(forth: _Share, have: int) -> _Share:
 class _Weighted(torch.autograd.Function):
     """Weighted sums of a few cells along a dim.
 
-    The backward pass computes weighted sums too, with the adjoint weights ``back``.
+    The forward pass computes the sums ``forth`` along dim ``dim``. The backward pass computes the
+    sums ``back``, the adjoint of ``forth``.
     """
 
     @staticmethod

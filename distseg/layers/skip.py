@@ -2,7 +2,8 @@
 
 PyTorch returns views of the concatenated gradient. In channels_last these views have gaps between
 pixels. The backward pass of up-sampling would then copy them to another memory format, which takes
-far longer than the pass itself (benchmarks/performance.md).
+far longer than the pass itself (benchmarks/performance.md). Only the gradient of the first map, in
+a U-Net the skip, stays a view.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ class _Join(torch.autograd.Function):
 
 
 class DensePop(Pop):
-    """Distributed counterpart of :class:`distseg.models.layers.Pop`, with dense gradients."""
+    """Distributed counterpart of :class:`distseg.models.layers.Pop`.
+
+    The gradient of ``x`` has no gaps between pixels in memory, as views of a concatenation have.
+    """
 
     @staticmethod
     def joined(skip: Tensor, x: Tensor) -> Tensor:
@@ -35,7 +39,11 @@ class DensePop(Pop):
 
 
 class DenseCat(Cat):
-    """Distributed counterpart of :class:`distseg.models.layers.Cat`, with dense gradients."""
+    """Distributed counterpart of :class:`distseg.models.layers.Cat`.
+
+    The gradients of all maps but the first have no gaps between pixels in memory, as views of a
+    concatenation have.
+    """
 
     @staticmethod
     def joined(*maps: Tensor) -> Tensor:

@@ -36,7 +36,9 @@ class Axis(NamedTuple):
         batch: True if the images of the batch are part of the dim.
         cell: the number of channels along the dim.
         places: the dims of the image whose positions are part of the dim.
-        whole: for a line, the length of the dim in units of ``cell`` channels.
+        whole: the extent of the dim in a line, such as the height for the means of all rows. The
+            length of the dim is ``cell`` times this extent. Empty if the tensor is not a line, or
+            if the length of the dim is fixed.
     """
 
     batch: bool = False
@@ -56,7 +58,10 @@ class Axis(NamedTuple):
 
     @property
     def lone(self) -> bool:
-        """True if the dim has one channel and is not part of a line."""
+        """True if the dim has one channel and is no dim of a line's positions.
+
+        Images and positions may be part of the dim.
+        """
         return self.cell == 1 and not self.whole
 
 
@@ -64,12 +69,15 @@ Axes = tuple[Axis, ...]
 
 
 def plain_axes(channels: int, dims: int) -> Axes:
-    """Return the axes of a tensor (N, C, *size)."""
+    """Return the axes of a tensor (N, C, *size) with C = ``channels`` and ``dims`` spatial dims."""
     return Axis(True), Axis(cell=channels), *(Axis(places=(d,)) for d in range(dims))
 
 
 def channels_of(axes: Axes) -> int:
-    """Return the number of channels of a tensor."""
+    """Return the number of channels of a tensor with these axes.
+
+    For a line, it is the number of channels at each position.
+    """
     return math.prod(axis.cell for axis in axes)
 
 
@@ -89,7 +97,7 @@ def is_line(axes: Axes) -> bool:
 
 
 def along(d: int) -> Extent:
-    """Return the extent of one dim of the image."""
+    """Return the extent that is the image's size along dim ``d``."""
     return ((1, (d,)),)
 
 
@@ -99,16 +107,17 @@ def length_of(extent: Extent, size: Sequence[int]) -> int:
 
 
 def of_size(axes: Axes, size: Sequence[int]) -> Axes:
-    """Return the axes that a line has as a vector, with its length for a map of this size."""
+    """Return the axes of a line as those of a vector, with its length for a map of this size."""
     return tuple(
         axis._replace(cell=axis.cell * length_of(axis.whole, size), whole=()) for axis in axes
     )
 
 
 def lines_of(axes: Axes) -> tuple[int, ...] | None:
-    """Return the dims of the image that a line runs along.
+    """Return the dims of the image for whose positions a line has values, such as (0,) for rows.
 
-    Returns None if some dim of the line is not exactly one dim of the image.
+    Return None if a dim of the line is not exactly one dim of the image, but for example the height
+    plus the width, or positions and channels together.
     """
     found = [axis for axis in axes if axis.whole]
     plain = all(
@@ -131,13 +140,16 @@ def axes_of(
 ) -> Axes | None:
     """Infer the axes of a tensor from its shapes in several traces.
 
+    A trace is a recorded forward pass. The traces have images of different sizes.
+
     Args:
         shapes: the shape of the tensor in each trace.
         batches: the number of images in each trace.
         sizes: the size of the map in each trace.
 
     Returns:
-        The axes, or None if some dim is no product of channels, images and sizes.
+        The axes. None if the number of dims differs between the traces, or if the length of some
+        dim is no product of channels, images and sizes.
     """
     if len({len(shape) for shape in shapes}) > 1:
         return None
@@ -172,8 +184,8 @@ def line_of(
 ) -> Axes | None:
     """Infer the axes of a vector or a line from its shapes in several traces.
 
-    The arguments are those of :func:`axes_of`. Returns None if the length of some dim does not
-    follow from the sizes.
+    The arguments are those of :func:`axes_of`. Return None if the number of dims differs between
+    the traces, or if the length of some dim does not follow from the sizes.
     """
     if len({len(shape) for shape in shapes}) > 1:
         return None
@@ -191,7 +203,9 @@ def _line_axis(
 
 
 def extent_of(numbers: Sequence[int], sizes: Sequence[Sequence[int]]) -> Extent | None:
-    """Infer the extent that equals a number in each of several traces.
+    """Infer the extent whose length equals a number in each of several traces.
+
+    A trace is a recorded forward pass. The traces have images of different sizes.
 
     Args:
         numbers: the number in each trace.
@@ -219,7 +233,11 @@ _MOST_TIMES = 4  # largest factor of a size in a sum of sizes
 
 
 def order_of(axes: Axes) -> tuple:
-    """Return the order of images, channels and positions in memory, which a reshape keeps."""
+    """Return the order of images, channels and positions in memory, which a reshape keeps.
+
+    In the tuple, numbers of channels alternate with ``"batch"`` or the number of a spatial dim. A
+    tensor (N, C, H, W) has (1, "batch", C, 0, 1, 1, 1).
+    """
     found, cells = [], 1
     for axis in axes:
         if axis.batch:
@@ -272,7 +290,7 @@ def closed(y: Tensor, axes: Axes, size: Sequence[int]) -> Tensor:
 
 
 def _atoms(axis: Axis, number: int, axes: int) -> list[int]:
-    """Return the dims of (N, channels of each axis, *size) that form one axis.
+    """Return the dims of a tensor (N, channels of each axis, *size) that together form one axis.
 
     Args:
         axis: the axis.

@@ -36,8 +36,8 @@ class Images:
     Attributes:
         bands, dims: numbers of bands and of spatial dims; None if not known yet.
         guesses: numbers of bands that are tried first.
-        answer: the shape of the network's result for one image of ``_SIDE`` pixels along each dim,
-            if the facts were found by trial.
+        answer: the shape of the network's result for one image of ``_SIDE`` pixels along each dim;
+            None if the facts were not found by trial.
     """
 
     bands: int | None = None
@@ -54,7 +54,13 @@ _NOTHING = Images()
 def record_images(
     model: nn.Module, bands: int | None = None, dims: int | None = None, guesses: Sequence[int] = ()
 ) -> None:
-    """Record facts about the images that ``model`` takes; later facts replace earlier ones."""
+    """Record facts about the images that ``model`` takes.
+
+    Args:
+        bands, dims: the numbers of bands and of spatial dims, which replace recorded numbers. None
+            keeps a recorded number.
+        guesses: numbers of bands to try first, before those of earlier calls.
+    """
     before = _known.get(model, _NOTHING)
     _known[model] = replace(
         before,
@@ -71,7 +77,7 @@ def record_like(model: nn.Module, other: nn.Module) -> nn.Module:
 
 
 def is_recorded(model: nn.Module) -> bool:
-    """Return True if the number of bands was recorded or found by trial, and is no guess."""
+    """Return True if the number of bands was recorded or found by trial; False for a mere guess."""
     return _recorded_images(model).bands is not None
 
 
@@ -118,9 +124,9 @@ def first_convolution(model: nn.Module) -> nn.Module:
 
 
 def channels_of(model: nn.Module) -> tuple[int, int]:
-    """Return the numbers of bands and outputs of a network.
+    """Return the number of bands of a network's images and the number of channels of its result.
 
-    If the number of outputs cannot be computed, it is that of the last convolution.
+    If the result cannot be computed, return the number of output channels of the last convolution.
     """
     bands, made = bands_of(model), answer_of(model)
     if made:
@@ -159,9 +165,11 @@ def answer_of(model: nn.Module, size: Sequence[int] | None = None) -> tuple[int,
 
 
 def fitting(model: nn.Module) -> Images | None:
-    """Return numbers of bands and dims with which a network runs, even if others are recorded.
+    """Find by trial a number of bands and of spatial dims with which a network runs.
 
-    The most likely numbers of bands are tried first. Returns None if no number fits.
+    A recorded number of bands is ignored; a recorded number of dims is kept. The most likely
+    numbers of bands come first. Return None if no combination runs, or if the network cannot run on
+    the meta device.
     """
     return _searched(model, _likely(model), _dims(model))
 
@@ -180,7 +188,14 @@ def _recorded_images(model: nn.Module) -> Images:
 
 @torch.no_grad()
 def _searched(model: nn.Module, bands: Sequence[int], dims: Sequence[int]) -> Images | None:
-    """Return the first combination of bands and dims with which a forward pass on meta succeeds."""
+    """Return the first combination of bands and dims with which a forward pass succeeds.
+
+    The passes run on the meta device. Return None if no combination succeeds, or if the network
+    cannot run on that device.
+
+    Args:
+        bands, dims: the numbers to try, in this order.
+    """
     shadow = None
     for count, channels in ((d, n) for d in dims for n in bands):
         try:
@@ -194,7 +209,13 @@ def _searched(model: nn.Module, bands: Sequence[int], dims: Sequence[int]) -> Im
 
 
 def _tried(shadow: nn.Module, bands: int, size: Sequence[int]) -> tuple[int, ...] | None:
-    """Return the shape of the result for one image, or None if the result is not a tensor."""
+    """Return the shape of the result for one image, or None if the result is not a tensor.
+
+    Args:
+        shadow: a copy of the network on the meta device
+            (:func:`distseg.models.layers.outline`).
+        size: the size of the image.
+    """
     dtype = next((p.dtype for p in shadow.parameters() if p.is_floating_point()), torch.float32)
     with skip_store({}), eager(), OnMeta():
         made = shadow(torch.empty(1, bands, *size, device="meta", dtype=dtype))

@@ -44,9 +44,12 @@ def not_reshaped(reader: Reader, x: Value) -> CanNotCapture:
 
 
 def spread(reader: Reader, x: Value, **settings) -> Value:
-    """Return the map that the call makes by repeating a vector or a line.
+    """Return the map that the current call makes by repeating a vector or a line.
+
+    A line is a vector whose length follows the image's size, such as row means.
 
     Args:
+        x: the vector or line.
         settings: keyword arguments of ``F.interpolate``. If they are given, ``x`` is a grid of
             fixed size, such as the output of an adaptive pooling, and the call resizes the grid.
     """
@@ -113,7 +116,10 @@ class _Expanded:
 
 
 def expanded(reader: Reader, x: Value) -> Value:
-    """Return ``x`` after a call has expanded dims of length 1 to channels or to all positions."""
+    """Return ``x`` after the current call, which expands dims of length 1.
+
+    The dims are expanded to a number of channels, or to all positions of a map.
+    """
     axes = reader.made(reader.value(x)) if not x.vector or not _follows(reader) else None
     if axes == x.axes:
         return x
@@ -145,7 +151,12 @@ def _follows(reader: Reader) -> bool:
 
 
 def parts(reader: Reader, x: Any, args: tuple, dim: int) -> tuple[Value, ...]:
-    """Return the parts into which the call splits the channels of ``x``."""
+    """Return the parts into which the current call splits the channels of ``x``.
+
+    Args:
+        args: all arguments of the call.
+        dim: the dim that is split. It is refused if it does not hold channels only.
+    """
     if not reader.of_channels(dim, reader.value(x)):
         raise reader.refusal("cuts the image into parts; supported: split the channels")
     return tuple(reader.formula(args, {}, part) for part in range(len(reader.call.shapes)))
@@ -158,7 +169,9 @@ def over_channels(
     dim: Any,
     why: str = "runs over places of the image; supported: over channels",
 ) -> Value:
-    """Return the result of a function along ``dim``; refuse dims that are not channels.
+    """Return the result of the current call, which works along ``dim`` of ``x``.
+
+    Dims that are not channels are refused.
 
     Args:
         args: all arguments of the call.
@@ -222,9 +235,10 @@ def _entries(reader: Reader, x: Value, index: tuple) -> list | None:
 
 
 def cut_to(reader: Reader, x: Value, index: Sequence) -> Value | None:
-    """Return ``x`` cropped to the size of another map at the end of its spatial dims.
+    """Return ``x[index]`` for an index that crops ``x`` to the size of another map.
 
-    Return None if the index does anything else.
+    The index must remove cells at the end of spatial dims, as in ``x[:, :, :h, :w]``. Return None
+    if it does anything else, or if no map has the size of the result.
     """
     each = [_whole_index(of_trace(tuple(index), n), x.rank) for n in range(len(x.sizes))]
 
@@ -252,7 +266,7 @@ def cut_to(reader: Reader, x: Value, index: Sequence) -> Value | None:
 
 
 def _whole_index(index: tuple, rank: int) -> list | None:
-    """Return the index with an entry for each of ``rank`` dims.
+    """Return the index with one entry for each of ``rank`` dims, filled up with full slices.
 
     Return None if the index contains more than slices, integers and one ellipsis.
     """
@@ -268,6 +282,9 @@ def filled_up(reader: Reader, x: Value, pad: tuple) -> int | None:
     """Return m if ``pad`` pads the end of each spatial dim so that its size is a multiple of m.
 
     Return None if the padding is the same for all image sizes, or follows another rule.
+
+    Args:
+        pad: the argument of ``F.pad``.
     """
     if not has_sizes(pad):
         return None
@@ -294,7 +311,7 @@ _LARGEST_MULTIPLE = 256
 
 
 def whole(reader: Reader, kernel: Any, x: Value) -> bool:
-    """Return True if a kernel is as large as the image in all traces."""
+    """Return True if a kernel is as large as the map ``x`` in all traces."""
     return all(reader.each(of_trace(kernel, n)) == size for n, size in enumerate(x.sizes))
 
 

@@ -24,10 +24,12 @@ _WHAT = "assigns to a part of"
 
 
 def assigns_to_places(x: Value, index: tuple, traces: int) -> bool:
-    """Return True if an index does not select the whole image.
+    """Return True if ``x[index] = ...`` assigns to some positions of the image only.
+
+    Return False for an index that adds dims.
 
     Args:
-        traces: number of traces.
+        traces: the number of traces.
     """
     entries = _entries(x, index)
     return entries is not None and any(
@@ -37,7 +39,7 @@ def assigns_to_places(x: Value, index: tuple, traces: int) -> bool:
 
 
 def _entries(x: Value, index: tuple) -> list[tuple[int, Any]] | None:
-    """Return pairs (dim of the tensor, entry) of an index; None if the index adds dims."""
+    """Return pairs (dim of ``x``, entry of the index for this dim); None if the index adds dims."""
     if any(i is None for i in index):
         return None
     at = next((n for n, i in enumerate(index) if i is Ellipsis), len(index))
@@ -46,7 +48,11 @@ def _entries(x: Value, index: tuple) -> list[tuple[int, Any]] | None:
 
 
 def assigned(reader: Reader, x: Value, index: tuple, value: Any) -> Value:
-    """Return ``x`` after an assignment of ``value`` to the positions that ``index`` selects."""
+    """Return ``x`` after the assignment ``x[index] = value``.
+
+    Args:
+        value: a number, a vector of the image, or a map of the size of the selected part.
+    """
     entries, traces = _entries(x, index), range(len(x.sizes))
     wanted: dict[int, list[slice]] = {}
     marks: dict[int, int] = {}
@@ -121,7 +127,8 @@ def _put(
 
     Args:
         part: the channels of ``x`` to which user code assigns.
-        wanted: for each spatial dim, the slice in each trace.
+        wanted: for each spatial dim that the index slices, the slice in each trace.
+        value: the vector or map that user code assigns.
     """
     if value.vector:
         return reader.meeting([value, x])[0]
@@ -177,7 +184,11 @@ def _chosen(mask: Tensor, value: Tensor, x: Tensor) -> Tensor:
 
 
 class _Taken:
-    """Function that takes a slice of the channels."""
+    """Function that returns a slice of the channels of a tensor.
+
+    Args:
+        index: a slice for each dim of the tensor.
+    """
 
     __name__ = "part"
 
@@ -189,7 +200,7 @@ class _Taken:
 
 
 class _Put(_Taken):
-    """Function that replaces a slice of the channels."""
+    """Function that returns a copy of a tensor, with a slice of its channels replaced."""
 
     def __call__(self, x: Tensor, value: Tensor) -> Tensor:
         y = x.clone()

@@ -39,8 +39,10 @@ def attention(
 
     Args:
         query: (..., queries, channels).
-        key: (..., keys, channels); ``value`` likewise.
-        bias: a parameter that is added to the scores, or a mask, or None.
+        key: (..., keys, channels).
+        value: (..., keys, channels of the result).
+        bias: a parameter that is added to the scores, a mask that is True for the scores to use, or
+            None.
         scale: factor of the scores; by default 1 / sqrt(channels).
         weights: True to return the attention weights; otherwise None is returned in their place.
     """
@@ -76,7 +78,11 @@ def attention(
 
 
 def _common(reader: Reader, each: Sequence[Axes]) -> Axes:
-    """Return the leading axes of several values after broadcasting."""
+    """Return the axes to which the leading dims of queries, keys and values are broadcast.
+
+    Args:
+        each: the axes of queries, keys and values without their last two dims.
+    """
     rank = max(map(len, each))
     filled = [(*(Axis(),) * (rank - len(axes)), *axes) for axes in each]
     found = []
@@ -89,7 +95,11 @@ def _common(reader: Reader, each: Sequence[Axes]) -> Axes:
 
 
 def _check_bias(reader: Reader, bias: Any, query: Axes, key: Axes) -> None:
-    """Refuse a bias that is computed from the image or differs between positions or images."""
+    """Refuse a bias that is computed from the image or differs between positions or images.
+
+    Args:
+        query, key: the axes of the queries and keys.
+    """
     if bias is None:
         return
     if isinstance(bias, Value):

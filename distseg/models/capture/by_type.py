@@ -64,9 +64,10 @@ def _same_function(a: Called, b: Called) -> bool:
 
 
 def _merged(each: Mapping[torch.dtype, Any]) -> Any:
-    """Merge the forms of an argument in several types into one.
+    """Return an argument in which :class:`ByType` replaces each number that depends on the type.
 
-    A :class:`ByType` takes the place of each number that differs between the types.
+    Args:
+        each: the argument in the trace of each type.
     """
     wide = each[WIDE]
     if isinstance(wide, tuple) and all(
@@ -84,7 +85,11 @@ def _merged(each: Mapping[torch.dtype, Any]) -> Any:
 
 
 def with_numbers(trace: Trace, numbers: Numbers) -> Trace:
-    """Return a trace in :data:`WIDE` with the result of :func:`numbers_by_type` inserted.
+    """Return a trace in :data:`WIDE`, in which a :class:`ByType` replaces each such number.
+
+    Args:
+        trace: the trace.
+        numbers: the result of :func:`numbers_by_type`.
 
     Raises:
         CanNotCapture: a number depends on both the type and the image's size.

@@ -85,7 +85,10 @@ def hook_on_gradients(model: nn.Module) -> str | None:
 
 
 def _is_supported(layer: nn.Module) -> bool:
-    """Return True if a layer is unmodified and is computed in parts as it is, without capture."""
+    """Return True if a layer can be computed on parts of an image as it is, without a capture.
+
+    The layer must be unmodified.
+    """
     kind = known(type(layer))
     return (
         not isinstance(layer, _OF_IMAGES)
@@ -98,12 +101,16 @@ def _is_supported(layer: nn.Module) -> bool:
 
 
 def _is_made_of_functions(kind: type) -> bool:
-    """Return True if a layer has no rule of its own, but its capture has: as several layers."""
+    """Return True for activations and ``nn.LocalResponseNorm``, which a capture replaces.
+
+    A capture makes other layers from the functions that they call. Pointwise activations would not
+    need that; the caller excludes them.
+    """
     return kind.__module__ == nn.modules.activation.__name__ or kind is nn.LocalResponseNorm
 
 
 def _repeats_layers(model: nn.Module) -> bool:
-    """Return True if a network that is a list of layer calls calls a norm or dropout repeatedly.
+    """Return True if a network, a list of layer calls, calls the same norm or dropout repeatedly.
 
     Running statistics and masks belong to one call, so a capture makes a layer for each call.
     """
@@ -114,7 +121,7 @@ def _repeats_layers(model: nn.Module) -> bool:
 def _has_other_dropout(model: nn.Module) -> bool:
     """Return True if a Dropout1d or Dropout3d layer does not fit the images' number of dims.
 
-    Such a layer reads the dims of its input differently than the layer that fits the images.
+    For example, ``nn.Dropout3d`` takes a tensor (N, C, H, W) for one image (C, D, H, W).
     """
     drops = [layer for layer in model.modules() if isinstance(layer, (nn.Dropout1d, nn.Dropout3d))]
     with suppress(ValueError):
@@ -223,9 +230,9 @@ def _captured(model: nn.Module, in_channels: int | None) -> Network:
     channels, whole = _first_trace(empty, likeliest, sizes[0])
 
     def look(size: tuple[int, ...], batch: int) -> None:
-        """Refuse the model if earlier passes changed its state in a way that affects later passes.
+        """Refuse the model if its traces changed its state and the change affects later passes.
 
-        Such later passes are tried in fresh copies, with ``batch`` images of this size and another.
+        Later passes are tried in fresh copies, with ``batch`` images of ``size`` and another size.
         """
         others = [
             partial(trace, channels=channels, size=other, batch=batch) for other in (sizes[1], size)
@@ -237,7 +244,7 @@ def _captured(model: nn.Module, in_channels: int | None) -> Network:
 
     @cache
     def traced(size: tuple[int, ...]) -> Trace:
-        """Return a trace of an image of this size; leave random generators unchanged."""
+        """Return a trace of images of this size, and leave random generators unchanged."""
         with generators_kept():
             return trace(empty, channels, size)
 
@@ -281,7 +288,9 @@ def _captured(model: nn.Module, in_channels: int | None) -> Network:
         seen_too = read(shapes, [*found.sizes, size], [*found.traces, seen_now])
         if (other := found.differs(seen_too)) is not None:
             raise CanNotCapture(
-                f"the output size of {other} depends on different sizes for different images"
+                f"the output size of {other} follows another rule for images of "
+                f"{'x'.join(map(str, size))} pixels than for the image sizes that were traced: "
+                f"compute it by one rule for all sizes"
             )
 
     network.check = check
@@ -296,7 +305,7 @@ def _captured(model: nn.Module, in_channels: int | None) -> Network:
 def _in_other_types(
     model: nn.Module, channels: int, size: Sequence[int]
 ) -> dict[torch.dtype, Trace]:
-    """Return traces in float32 and bfloat16, by type; leave out a type in which tracing fails."""
+    """Return a trace in float32 and one in bfloat16, by type; leave out types that fail."""
     found = {}
     for dtype in (torch.float32, torch.bfloat16):
         with suppress(CanNotCapture):
@@ -323,7 +332,9 @@ def _first_trace(
     """Return the number of channels of the network's images, and a trace of such an image.
 
     Args:
+        empty: a copy of the network on the meta device.
         likeliest: the numbers of channels to try, in this order.
+        size: the size of the image.
     """
     for channels in likeliest[:-1]:
         with suppress(CanNotCapture):

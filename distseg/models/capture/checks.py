@@ -132,10 +132,12 @@ def check_left(
 
 
 def _message(slot: Slot, model: nn.Module, run_pass: Pass) -> str:
-    """Return the error message about a slot whose value a pass changes.
+    """Return the error message about a value of the module's state that a pass changes.
 
     Args:
+        slot: the name and owner of the value.
         model: a copy of the module, in which the pass is run to find the line.
+        run_pass: the pass.
     """
     line = _line_that_changes(slot.slot_in(model), model, run_pass)
     where = f" ({line})" if line else ""
@@ -148,7 +150,15 @@ def _message(slot: Slot, model: nn.Module, run_pass: Pass) -> str:
 
 
 def _line_that_changes(slot: Slot, model: nn.Module, run_pass: Pass) -> str | None:
-    """Return the line of user code in a pass that changes the value of a slot; None without one."""
+    """Return the line of user code in a pass that changes the value of a slot.
+
+    Return None if the pass does not change it, or runs no line of user code.
+
+    Args:
+        slot: the name and owner of a value of the module's state.
+        model: a module in which no pass has run.
+        run_pass: the pass.
+    """
     found: list[str | None] = []
     begun, last = print_of(slot.value()), None
 
@@ -287,7 +297,7 @@ def joins_images(model: nn.Module, size: Sequence[int], training: bool) -> bool:
 
     In training, batch norms are ignored. In evaluation, a batch norm without running statistics
     joins images. Captured modules have no other layers that join images, so only uncaptured modules
-    are tried out.
+    are tried out. Return False if the module accepts none of the images that are tried.
 
     Args:
         size: image size in training.
@@ -312,7 +322,11 @@ def joins_images(model: nn.Module, size: Sequence[int], training: bool) -> bool:
 
 
 def _is_apart(model: nn.Module, size: Sequence[int]) -> bool:
-    """Return True if the first image has the same result alone and in two different batches."""
+    """Return True if a random image has the same result alone and in two different batches.
+
+    Args:
+        size: the size of the image.
+    """
     images, others = _noise(model, size, 0), _noise(model, size, 1)
     alone, *beside = (
         run_pass(x, model)[:1] for x in (images[:1], images, torch.cat((images[:1], others)))
@@ -379,14 +393,16 @@ def _check_mode(model: nn.Module, size: Sequence[int], training: bool, images: i
 
 
 def _noise(model: nn.Module, size: Sequence[int], number: int, images: int = 2) -> Tensor:
-    """Return random images (images, C, *size), seeded with ``number``."""
+    """Return random images (images, C, *size), seeded with ``number``, of the model's dtype."""
     like, channels = next(p for p in model.parameters() if p.is_floating_point()), bands_of(model)
     generator = torch.Generator().manual_seed(number)
     return torch.randn(images, channels, *size, generator=generator).to(like)
 
 
 def run_pass(image: Tensor, model: nn.Module, draws: str = DRAWS) -> Any:
-    """Return the result of a module's pass over an image.
+    """Return the result of a module's pass over a batch ``image`` (N, C, *size).
+
+    A tensor is detached.
 
     Args:
         draws: text of the error message about drawn random numbers.

@@ -79,6 +79,7 @@ def check_same(
     Both run on one copy of the module's weights, which is freed at the end.
 
     Args:
+        model: the user's module.
         network_of: function that makes the network of a copy of the module.
         channels, size: shape of the images (2, channels, *size).
 
@@ -110,8 +111,8 @@ def check_same(
 def doubled(model: nn.Module) -> nn.Module:
     """Return a copy of a module in float64, with noise added to constant parameters.
 
-    Otherwise a parameter that is all zeros, such as a new bias, would hide errors in the values
-    that it is multiplied by.
+    Without the noise, a parameter that is all zeros would hide errors in the values with which it
+    is multiplied.
     """
     generator = torch.Generator().manual_seed(0)
 
@@ -133,6 +134,7 @@ def _evaluated(model: nn.Module, copied: nn.Module, image: Tensor) -> Any:
     """Return the result of ``copied`` in evaluation.
 
     Args:
+        model: the user's module, of which fresh copies are made for the check of its state.
         copied: the copy of ``model`` in float64.
 
     Raises:
@@ -162,7 +164,7 @@ def _evaluated(model: nn.Module, copied: nn.Module, image: Tensor) -> Any:
 
 
 def _result(image: Tensor, module: nn.Module) -> Any:
-    """Return the result of a module in float64.
+    """Return the result of a module in float64; without dropout if it is in training mode.
 
     The errors are those of :func:`distseg.models.capture.checks.run_pass`.
     """
@@ -171,9 +173,12 @@ def _result(image: Tensor, module: nn.Module) -> Any:
 
 
 def _check_mode(copied: nn.Module, network: Network, image: Tensor, wanted: Any = None) -> None:
-    """Refuse a network if its result differs from that of its module; both keep their mode.
+    """Refuse a network if its result differs from that of its module.
+
+    The mode of both, training or evaluation, is not changed.
 
     Args:
+        copied: the module, whose weights the network shares.
         wanted: the module's result if it is already known.
     """
     wanted, found = _result(image, copied) if wanted is None else wanted, _result(image, network)
@@ -198,9 +203,12 @@ def _check_mode(copied: nn.Module, network: Network, image: Tensor, wanted: Any 
 
 
 def _close(wanted: Tensor, found: Tensor, tolerance: float) -> bool:
-    """Return True if the difference is at most ``tolerance`` of the largest number.
+    """Return True if ``found`` differs from ``wanted`` by at most a tolerance.
 
-    Any result is close if ``wanted`` has infinities or NaN.
+    Return True too if ``wanted`` has infinities or NaN.
+
+    Args:
+        tolerance: the largest difference, divided by the largest absolute number in ``wanted``.
     """
     return not bool(wanted.isfinite().all()) or bool(
         (found - wanted).abs().max() <= tolerance * wanted.abs().max()

@@ -29,7 +29,11 @@ CASTS = {"to", "type_as", "type", "float", "double", "half", "bfloat16", "long",
 def constant_of(calls: Sequence[Called], made: Made) -> Tensor | None:
     """Return the constant tensor that a call makes, on the CPU.
 
-    Return None if it depends on the image, on its size, or on a parameter.
+    Return None if it depends on the image, on its size, on a parameter or on random numbers.
+
+    Args:
+        calls: the calls of a trace.
+        made: reference to the tensor.
     """
     if made.call < 0 or made.part:
         return None

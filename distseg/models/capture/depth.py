@@ -1,7 +1,8 @@
-"""Maps with a further dim of fixed length, such as a spectrum or a series: (N, C, D, H, W).
+"""Maps (N, C, D, H, W) of images (H, W), with a dim D of fixed length between C and the image.
 
-A convolution over that dim becomes a convolution of maps (N, C * D, H, W). The weight of the new
-convolution holds the user's kernel once for each output position of the dim, and zeros elsewhere.
+Examples of D are the bands of a spectrum and the dates of a series. A convolution over D becomes a
+convolution of maps (N, C * D, H, W). The weight of the new convolution holds the user's kernel once
+for each output position of D, and zeros elsewhere.
 """
 
 from __future__ import annotations
@@ -26,12 +27,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Depth:
-    """Arithmetic of a convolution along the further dim.
+    """Arithmetic of a convolution along the dim D of maps (N, C, D, *size).
+
+    D has a fixed length and is no dim of the image.
 
     Attributes:
-        before: length of the dim in the input.
-        after: length of the dim in the result.
-        stride, padding, dilation: settings of the convolution along this dim.
+        before: length of D in the input.
+        after: length of D in the result.
+        stride, padding, dilation: settings of the convolution along D.
     """
 
     before: int
@@ -47,12 +50,16 @@ class Depth:
         return self.after
 
     def of_layer(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """Return the arguments of a convolution of maps (N, C * D, *size), given the user's."""
+        """Return the arguments of a convolution layer for maps (N, C * D, *size).
+
+        Args:
+            args, kwargs: the arguments of the layer for maps (N, C, D, *size).
+        """
         first, second, kernel, *rest = args
         return (first * self.before, second * self.after, tuple(kernel)[1:], *rest), kwargs
 
     def of_weight(self, steps: tuple[Step, ...], kernel: bool) -> tuple[Step, ...]:
-        """Return the steps that compute the weight or bias for all positions of the dim.
+        """Return the steps that compute the weight or bias for all positions of D.
 
         Args:
             steps: the steps that compute the user's weight or bias.
@@ -83,7 +90,13 @@ def _of_all_places(weight: Tensor, depth: Depth) -> Tensor:
 def through(
     reader: Reader, rule: Callable[..., Any], found: Deep, args: tuple, kwargs: dict
 ) -> Value:
-    """Apply a rule for maps (N, C, *size) to a map with a further dim; return the result."""
+    """Apply a rule for maps (N, C, *size) to a map (N, C, D, *size), and return the result.
+
+    Args:
+        rule: the function that turns the current call into layers.
+        found: the signal of the rule, which holds the map.
+        args, kwargs: the arguments of the user's call.
+    """
     x, calls = found.value, reader.current
     name, before = calls[0].name, x.axes[2].cell
     if name == "batch_norm":
@@ -149,7 +162,13 @@ def _three(setting: Any, dims: int) -> Any:
 def over_depth(
     reader: Reader, rule: Callable[..., Any], x: Value, args: tuple, kwargs: dict
 ) -> Value:
-    """Return the result of a batch norm that treats positions of the further dim as images."""
+    """Return the result of a batch norm of ``x``, which takes the positions along D as images.
+
+    Args:
+        rule: the function that makes a batch norm of maps (N, C, *size).
+        x: the map (N, C, D, *size).
+        args, kwargs: the arguments of the user's call.
+    """
     order = [0, 2, 1, *range(3, x.rank)]
     y = turned(reader, x, order)
     given = {

@@ -22,6 +22,8 @@ from distseg.models.passes import is_library, is_users, replaced, run, shown
 class Draws(TorchDispatchMode):
     """Mode that calls ``note(name, result)`` for each PyTorch operation that draws random numbers.
 
+    ``name`` is the name of the operation, such as ``bernoulli``, and ``result`` is what it returns.
+
     The mode intercepts the operations themselves, whichever Python function calls them.
     """
 
@@ -57,7 +59,10 @@ _GLOBAL = {
 
 
 def global_generators() -> list[Slot]:
-    """Return a slot for each global random generator of PyTorch, NumPy and Python."""
+    """Return a slot for each global random generator of PyTorch, NumPy and Python.
+
+    A slot is the place of one value in a snapshot of a module's state.
+    """
     return [
         Slot(f"the module {name}", {_GENERATOR: generator}, _GENERATOR)
         for name, generator in _GLOBAL.items()
@@ -101,9 +106,12 @@ def system_draws(note: Callable[[str], None]) -> Iterator[None]:
 
 
 def _line_of_draw(frame: FrameType | None) -> str | None:
-    """Return the line of user code from which a library was called.
+    """Return the line of user code that takes random numbers, directly or through a library.
 
-    Return None if the call comes from PyTorch, from distseg, or from an import.
+    Return None if PyTorch, distseg or an import takes them, or if no forward pass is running.
+
+    Args:
+        frame: the frame of the call that takes the numbers.
     """
     caller = None
     while frame is not None and frame.f_code is not run.__code__:

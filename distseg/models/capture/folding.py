@@ -27,7 +27,10 @@ if TYPE_CHECKING:
 
 
 class Folded(Exception):
-    """Signal that a rule needs a map (N, C, *size), but its batch dim holds more than images."""
+    """Signal that a rule needs a map (N, C, *size), but the map's batch dim has more than images.
+
+    ``value`` is the map, ``folding`` the content of its batch dim.
+    """
 
     def __init__(self, value: Value, folding: Folding):
         super().__init__()
@@ -46,7 +49,10 @@ class Deep(Exception):
 
 
 def is_deep(x: Value, name: str) -> bool:
-    """Return True if a map has a further dim after its channels and function ``name`` allows it."""
+    """Return True if ``x`` is a map (N, C, D, *size), and the function ``name`` supports such maps.
+
+    D is a dim of fixed length that is no dim of the image.
+    """
     there = (
         x.rank == x.dims + 3
         and x.axes[0] == Axis(True)
@@ -102,7 +108,10 @@ class Folding:
 
     @classmethod
     def from_value(cls, x: Value) -> Folding | None:
-        """Return the folding of a map; None if its batch dim has only images or is unsupported."""
+        """Return the folding of a map.
+
+        Return None if the batch dim has only images, or if the map has an unsupported form.
+        """
         if (
             x.rank < 3
             or not x.axes[0].batch
@@ -120,10 +129,10 @@ class Folding:
         return tuple(d for d in range(self.dims) if d not in self.outer)
 
     def plain(self, shape: Sequence[int], batch: int, size: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape (N, T * C, *size) of a result.
+        """Return the shape (N, T * C, *size) that a result has in the captured network.
 
         Args:
-            shape: the shape of the result in user code.
+            shape: the shape of the result in user code, such as (N * T, C, *size).
             batch: N.
             size: the size of the map that the function gets.
         """
@@ -134,7 +143,7 @@ class Folding:
         """Return the result ``x`` of the layer with the axes that the result has in user code.
 
         Raises:
-            ValueError: the result cannot be folded.
+            ValueError: ``x`` is neither a map (N, T * C, *size) nor a vector (N, T * C, ...).
         """
         channels, *places = x.axes[1:]
         if (
@@ -157,7 +166,12 @@ class Folding:
     def spread(self, setting: Any, alone: Any) -> Any:
         """Return a kernel setting with one entry for each spatial dim of the map.
 
-        Spatial dims that are in the batch dim get the entry ``alone``.
+        Spatial dims that are in the batch dim get the entry ``alone``. None, a string, and a
+        setting of a map without such dims are returned unchanged.
+
+        Args:
+            setting: a number or a tuple, as in user code.
+            alone: the setting along a dim of which the layer must not combine positions.
         """
         if not self.outer or setting is None or isinstance(setting, str):
             return setting
@@ -179,7 +193,8 @@ class Folding:
         """Return the steps that make the weight or bias for all groups, given those for one group.
 
         Args:
-            kernel: True for a weight, which has spatial dims.
+            steps: the steps that make the weight or bias for one group.
+            kernel: True for a weight, which has spatial dims; False for a bias.
         """
         return (
             *steps,
@@ -188,7 +203,10 @@ class Folding:
 
 
 def _for_all(weight: Tensor, times: int, outer: Sequence[int]) -> Tensor:
-    """Return the weight for all groups, with length 1 along the dims ``outer``."""
+    """Return the weight of one group repeated for ``times`` groups.
+
+    Along the spatial dims ``outer``, the result has length 1.
+    """
     for d in outer:
         weight = weight.unsqueeze(2 + d)
     return weight.repeat(times, *(1 for _ in weight.shape[1:]))
@@ -226,7 +244,13 @@ def knows(name: str, folding: Folding) -> bool:
 def unfolded(
     reader: Reader, rule: Callable[..., Any], found: Folded, args: tuple, kwargs: dict
 ) -> Value:
-    """Apply a rule to a map whose batch dim holds more than images; return the result."""
+    """Apply a rule to a map whose batch dim holds more than images, and return the result.
+
+    Args:
+        rule: the function that turns the current call into layers.
+        found: the signal of the rule, which holds the map.
+        args, kwargs: the arguments of the user's call.
+    """
     x, folding, calls = found.value, found.folding, reader.current
     given = inspect.signature(rule).bind(reader, *args, **kwargs).arguments
     given = {
@@ -257,9 +281,10 @@ def unfolded(
 
 
 def joined_batches(reader: Reader, maps: Sequence[Value]) -> Value | None:
-    """Return batches of maps concatenated along dim 0.
+    """Return the concatenation of maps along dim 0, as joined batches.
 
-    Return None if the shapes of the maps differ, or if they are not (N, C, *size).
+    In the network it is a map with the channels of all batches. Return None if the shapes of the
+    maps differ, or if they are not (N, C, *size).
     """
     first = maps[0]
     if not first.plain or any((x.plain, x.shapes) != (True, first.shapes) for x in maps):
@@ -270,7 +295,14 @@ def joined_batches(reader: Reader, maps: Sequence[Value]) -> Value | None:
 
 
 def of_joined(reader: Reader, rule: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
-    """Apply a rule to joined batches; return the result, as joined batches or as one batch."""
+    """Apply a rule to joined batches, which are maps that were concatenated along dim 0.
+
+    Return the result, as joined batches again or, if the call splits them, as single batches.
+
+    Args:
+        rule: the function that turns the current call into layers.
+        args, kwargs: the arguments of the user's call.
+    """
     maps = found_in((args, kwargs), Value)
     first = maps[0].axes[0]
     if not all(x.joined and x.axes[0] == first for x in maps):
@@ -294,7 +326,7 @@ _MIXED = (
 def _taken_apart(
     reader: Reader, rule: Callable[..., Any], x: Value, args: tuple, kwargs: dict
 ) -> Value | tuple[Value, ...] | None:
-    """Return the result of a call that splits joined batches; None for other calls."""
+    """Return the result of a call that splits the joined batches ``x``; None for other calls."""
     name, count, batches = reader.call.name, x.axes[0].cell, [shape[0] for shape in x.shapes]
     if name in ("chunk", "split", "split_with_sizes", "tensor_split") and (
         args[2:] or (kwargs.get("dim", 0),)
@@ -336,7 +368,7 @@ def _taken_apart(
 
 
 def _group(reader: Reader, x: Value, number: int) -> Value:
-    """Return batch ``number`` of joined batches."""
+    """Return batch ``number`` of the joined batches ``x``."""
     take = _Group(number, x.axes[0].cell)
     return reader.applied(take, [x], f"batch_{number}", (Axis(True), *x.axes[1:]))
 

@@ -27,6 +27,7 @@ def followed(
     map's size rounded to a multiple. Return None if no rule fits.
 
     Args:
+        sizes: the size in each trace.
         first: the map to return if several maps have equally simple rules.
         maps: all maps, in the order in which the network makes them. The first is the image.
     """
@@ -44,7 +45,7 @@ def followed(
 
 
 def _effort(found: tuple[Sized, list[Follow]]) -> int:
-    """Return a measure of how complicated the rules are.
+    """Return a number that grows with the complexity of the rules in a pair (map, rules).
 
     Simple rules are preferred, because complicated rules may fit by chance.
     """
@@ -55,7 +56,11 @@ def _effort(found: tuple[Sized, list[Follow]]) -> int:
 
 
 def _fraction(before: Sequence[int], after: Sequence[int]) -> Follow | None:
-    """Return the simplest rule by which ``after`` follows ``before``; None if there is none."""
+    """Return the simplest rule by which ``after`` follows ``before``; None if there is none.
+
+    Args:
+        before, after: two sizes along one dim, each with one number for each trace.
+    """
     if len(set(after)) == 1:
         return Follow(0, after[0])
     if (found := _multiple(before, after)) is not None:
@@ -69,7 +74,11 @@ def _fraction(before: Sequence[int], after: Sequence[int]) -> Follow | None:
 
 
 def _multiple(before: Sequence[int], after: Sequence[int]) -> Follow | None:
-    """Return the rule by which ``after`` is ``before`` rounded to a multiple; None if none fits."""
+    """Return the rule by which ``after`` is ``before`` rounded to a multiple of some number.
+
+    Return None if no rule fits, or if both sizes differ by the same number in all traces. The
+    arguments are those of :func:`_fraction`.
+    """
     if len({m - n for n, m in zip(before, after)}) == 1:
         return None
     for unit in range(2, _LARGEST_MULTIPLE + 1):

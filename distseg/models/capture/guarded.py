@@ -55,7 +55,7 @@ def guarded(
 
 
 def moving_norms(model: nn.Module) -> Iterator[str]:
-    """Yield the names of the replaced norms that are in training mode."""
+    """Yield the names of the norms in training mode whose forward :func:`guarded` replaced."""
     return (
         name
         for name, layer in model.named_modules()
@@ -66,9 +66,10 @@ def moving_norms(model: nn.Module) -> Iterator[str]:
 class Readings(TorchFunctionMode):
     """Mode that stores in ``first`` a description of the first call that reads running statistics.
 
-    Calls of ``F.batch_norm`` are ignored.
+    ``first`` is None until such a call. Calls of ``F.batch_norm`` are ignored.
 
     Args:
+        model: the module that has the norms.
         norms: names of the norms whose running statistics are watched.
     """
 
@@ -110,15 +111,18 @@ def _handed_on(layer: nn.Module, name: str, images: int, x: Tensor) -> Tensor:
         )
     if x.dim() < 2 or images and len(x) != images:
         raise Hidden(
-            f"{called} drops values of a tensor of {'x'.join(map(str, x.shape))}, but masks belong "
-            f"to images, so the first dim must be the batch of {images} images: apply dropout "
+            f"{called} applies dropout to a tensor of {'x'.join(map(str, x.shape))}, but masks "
+            f"belong to images, so the first dim must be the batch of {images} images: apply dropout "
             f"before images are cut into parts or after they are joined, or set its p to 0"
         )
     return x
 
 
 def begin_pass(model: nn.Module) -> None:
-    """Forget which norms of ``model`` the last pass called."""
+    """Forget which norms of ``model`` the last pass called in training mode.
+
+    A pass that calls a norm in training mode, and then in evaluation mode, is refused.
+    """
     for layer in model.modules():
         _called.discard(layer)
 

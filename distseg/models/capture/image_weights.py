@@ -34,7 +34,16 @@ def convolved(
     dilation: Any,
     groups: Any,
 ) -> Value:
-    """Return the convolution of each image with its own weight."""
+    """Return the convolution of each image with its own weight.
+
+    The arguments are those of the user's ``F.conv2d`` (or 1d, 3d) as traced.
+
+    Args:
+        x: (1, N * C, *size).
+        weight: (N * C', C / parts, *kernel), where C / parts are the channels of a group.
+        bias: (N * C',) or None.
+        groups: N * parts.
+    """
     folded = (
         isinstance(weight, Value)
         and not x.vector
@@ -96,8 +105,10 @@ def _padding(
 class _Weighted:
     """Function that multiplies the windows of each image with the image's weights.
 
+    The windows are (N, C * cells of the kernel, *size). The result is (1, N * C', *size).
+
     Args:
-        groups: number of groups of an image's channels.
+        groups: the number of groups into which the channels of one image are divided.
     """
 
     __name__ = "conv"

@@ -19,7 +19,8 @@ def _property(name: str, x: Tensor, *_) -> Tensor:
 def out_of_place(function: Callable) -> Callable:
     """Return the function that computes the same as an in-place function in a new tensor.
 
-    Any other function is returned unchanged, or, for the getter of a property, an equivalent of it.
+    For the getter of a property, return a function that reads the property. Return any other
+    function unchanged.
     """
     name = getattr(function, "__name__", "")
     if name == "__get__":  # a property's getter cannot be copied

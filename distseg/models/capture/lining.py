@@ -28,14 +28,16 @@ def places_along_dims(x: Value, over: Sequence[int]) -> tuple[int, ...]:
 
 
 def takes_lines(x: Value, over: Sequence[int]) -> bool:
-    """Return True if a statistic over these dims reduces some spatial dims, but not all."""
+    """Return True if a statistic over dims ``over`` reduces some spatial dims, but not all."""
     return not x.vector and 0 < len(places_along_dims(x, over)) < x.dims
 
 
 def of_lines(
     reader: Reader, x: Value, over: Sequence[int], make: Callable[[], Mean], what: str = ""
 ) -> Value:
-    """Return a statistic of each channel over some spatial dims, whose length becomes 1.
+    """Return a statistic of each channel of ``x`` over some spatial dims, which is a line.
+
+    In user code, the dims over which the statistic is taken are kept with length 1.
 
     Args:
         over: dims of the user's tensor over which the statistic is taken.
@@ -92,8 +94,9 @@ class Turned:
 def lines_spread(reader: Reader, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     """Return the arguments of a pointwise function, in which lines are repeated to maps.
 
-    A line is repeated to the size of a map among the arguments. Without a map, lines along all dims
-    of the image are repeated to the map that they span together.
+    A line is a vector whose length follows the size of the image, such as row means. It is repeated
+    to the size of a map among the arguments. Without such a map, lines that cover all spatial dims
+    are repeated to the map that they span together.
     """
     values = list(dict.fromkeys(found_in((args, kwargs), Value)))
     if not any(x.line for x in values):
@@ -108,9 +111,13 @@ def lines_spread(reader: Reader, args: tuple, kwargs: dict) -> tuple[tuple, dict
 
 
 def _across(values: Sequence[Value]) -> Axes | None:
-    """Return the axes of the map that several lines span together.
+    """Return the axes of the map that lines span together, such as row means and column means.
 
-    Return None if the lines do not cover all spatial dims.
+    A line is a vector whose length follows the size of the image. Return None if the lines do not
+    cover all spatial dims.
+
+    Args:
+        values: the lines, and vectors that are combined with them.
     """
     rank, found = max(x.rank for x in values), []
     for back in range(rank, 0, -1):
@@ -124,19 +131,25 @@ def _across(values: Sequence[Value]) -> Axes | None:
 
 
 def line_at(reader: Reader, x: Value, like: Value, target: Axes) -> Value:
-    """Return a line repeated over all places of a map.
+    """Return the line ``x`` repeated over all positions of a map.
 
     Args:
-        like: a map of the size that the line follows.
-        target: axes of the result.
+        like: a map whose size determines the length of the line.
+        target: the axes of the map to which the line is repeated, in user code.
     """
     if x.sizes != like.sizes:
-        raise reader.refusal(f"joins {like!r} and {x!r}, which belongs to a map of another size")
+        raise reader.refusal(
+            f"combines {like!r} with {x!r}, which belongs to a map of another size: compute it "
+            f"from a map of the same size"
+        )
     axes = (*(Axis(),) * (len(target) - x.rank), *x.axes)
     if len(axes) > len(target) or not all(
         _fits(axis, beside) for axis, beside in zip(axes, target)
     ):
-        raise reader.refusal(f"joins {like!r} and {x!r}, which have different dims")
+        raise reader.refusal(
+            f"combines {like!r} with {x!r}, whose dims do not match: give both the same order of "
+            f"dims, with length 1 where one has no positions"
+        )
     order = sorted(range(len(axes)), key=lambda d: bool(axes[d].whole))
     first = turned_line(reader, replace(x, axes=axes), order)
     kept = lines_of(axes) or ()
@@ -148,7 +161,12 @@ def line_at(reader: Reader, x: Value, like: Value, target: Axes) -> Value:
 
 
 def _fits(axis: Axis, beside: Axis) -> bool:
-    """Return True if a dim of a line can be broadcast to a dim of a map."""
+    """Return True if a dim of a line can be broadcast to a dim of a map.
+
+    Args:
+        axis: the axis of the line's dim.
+        beside: the axis of the map's dim.
+    """
     if not beside.places:
         return not axis.whole
     return (
@@ -161,7 +179,11 @@ def _fits(axis: Axis, beside: Axis) -> bool:
 
 
 def expanded_line(reader: Reader, x: Value, target: Axes) -> Value:
-    """Return the map to which a call expands a line."""
+    """Return the map to which the current call expands the line ``x``.
+
+    Args:
+        target: the axes of this map.
+    """
     if places_of(target) != tuple(range(reader.dims)):
         raise reader.refusal(
             f"repeats {x!r} to the shape {reader.call.shapes[0]}; supported: repeat it over all "
@@ -173,7 +195,8 @@ def expanded_line(reader: Reader, x: Value, target: Axes) -> Value:
 def rows_pooled(reader: Reader, x: Value) -> tuple[int, ...]:
     """Return the dims that a pooling reduces to length 1 if it leaves the other dims unchanged.
 
-    Return an empty tuple for any other pooling.
+    The dims are counted in the user's tensor (N, C, *size), from 2 on. Return an empty tuple for any
+    other pooling.
     """
     made = [c.shapes[0][2:] for c in reader.current]
     gone = [d for d in range(x.dims) if all(size[d] == 1 for size in made)]
@@ -187,8 +210,9 @@ def rows_taken(
 ) -> tuple[int, ...]:
     """Return the dims that a pooling with this kernel reduces to length 1.
 
-    The kernel must be as long as the image along these dims, and of length 1 along the other dims.
-    Return an empty tuple for any other pooling.
+    The kernel must be as long as the map ``x`` along these dims, and of length 1 along the other
+    spatial dims. Return an empty tuple for any other pooling. The result is that of
+    :func:`rows_pooled`.
     """
     over = rows_pooled(reader, x)
     for n, size in enumerate(x.sizes):
@@ -202,7 +226,7 @@ def rows_taken(
 
 
 def number_by_size(each: Sequence[Any], sizes: Sequence[Sequence[int]]) -> Any:
-    """Return an integer or a slice as an expression of the map's size.
+    """Return an integer or a slice as an expression of the map's size, such as height - 1.
 
     Return None if no :data:`distseg.models.axes.Extent` gives its value in all traces.
 
@@ -225,7 +249,7 @@ def number_by_size(each: Sequence[Any], sizes: Sequence[Sequence[int]]) -> Any:
 
 
 def of_trace(tree: Any, number: int) -> Any:
-    """Return the value that a setting has in trace ``number``."""
+    """Return the value that a setting, or a tuple of settings, has in trace ``number``."""
     if isinstance(tree, tuple):
         return tuple(of_trace(x, number) for x in tree)
     return tree.each[number] if isinstance(tree, Sizes) else tree

@@ -30,9 +30,10 @@ _LARGEST = 64
 
 @dataclass(frozen=True)
 class Rule:
-    """Formula (factor * base ** inner + plus) ** power, or the logarithm of that with ``log``.
+    """Formula by which a number follows the size of a map.
 
-    The base is the product of the sizes along ``dims``.
+    The number is (factor * base ** inner + plus) ** power. If ``log`` is True, it is the logarithm
+    of that. The base is the product of the map's sizes along ``dims``.
     """
 
     dims: tuple[int, ...]
@@ -71,9 +72,13 @@ def rule_of(numbers: Sequence[float], sizes: Sequence[Sequence[int]]) -> Rule | 
 def _fitted(
     numbers: Sequence[float], sizes: Sequence[Sequence[int]], like: Rule, plain: bool
 ) -> Rule | None:
-    """Return ``like`` with a fitted factor; None if no factor fits.
+    """Return the rule ``like`` with a factor that is fitted to numbers; None if no factor fits.
 
-    Unless ``plain``, fit ``plus`` too.
+    Args:
+        numbers: the number in each trace.
+        sizes: the size of the map in each trace.
+        like: a rule with all fields but ``factor`` and ``plus``.
+        plain: True to fit the factor only; False to fit ``plus`` too.
     """
     bases = [math.prod(size[d] for d in like.dims) ** like.inner for size in sizes]
     try:
@@ -116,7 +121,13 @@ def _near(a: float, b: float) -> bool:
 
 
 def measured(reader: Reader, args: tuple) -> tuple:
-    """Return a pointwise call's arguments, in which numbers that follow the size become vectors."""
+    """Return a pointwise call's arguments, in which vectors replace numbers that follow a size.
+
+    The vectors are the outputs of layers, which compute the number from the size of a map.
+
+    Args:
+        args: the arguments of the call.
+    """
     each = [_numbers(reader, x) for x in args]
     if not any(each):
         return args
@@ -128,9 +139,10 @@ def measured(reader: Reader, args: tuple) -> tuple:
 
 
 def _numbers(reader: Reader, x: Any) -> Sizes | None:
-    """Return the number that an argument is in each trace.
+    """Return the number that the argument ``x`` is in each trace.
 
-    Return None if the argument is no number, or the same number in all traces.
+    A tensor without dims, computed from numbers only, counts as a number. Return None if the
+    argument is no number, or the same number in all traces.
     """
     if isinstance(x, Sizes):
         return x if all(isinstance(n, (int, float)) for n in x.each) else None
@@ -149,12 +161,19 @@ def _numbers(reader: Reader, x: Any) -> Sizes | None:
 def _vector(reader: Reader, numbers: Sizes, like: Value) -> Value | None:
     """Add a layer that computes a number from the size of a map, and return its output.
 
-    The output is a vector with the rank of ``like``. Return None if no rule gives the number.
+    The output is a vector with as many dims as ``like``. Return None if no rule gives the number.
+
+    Args:
+        numbers: the number in each trace.
+        like: the map or vector with which the call combines the number.
     """
     batch = next((d for d, axis in enumerate(like.axes) if axis.batch), 0)
     axes = tuple(Axis(d == batch) for d in range(like.rank))
     if like.axes[batch].mixed:
-        raise reader.refusal(f"has a number that depends on the image's size {numbers}")
+        raise reader.refusal(
+            f"combines {like!r}, in which images and channels share a dim, with the number "
+            f"{numbers}: give images and channels separate dims before"
+        )
     maps = [v for v in reversed(reader.values.values()) if not v.vector]
     for sizes in dict.fromkeys(
         [

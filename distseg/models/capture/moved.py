@@ -25,6 +25,8 @@ def dim_of_place(reader: Reader, x: Value, dim: int, what: str) -> int | None:
     """Return the spatial dim that a dim of the user's tensor holds; None for a dim of channels.
 
     Args:
+        x: the tensor.
+        dim: the dim of the tensor.
         what: verb phrase for what the call does, for the error about a dim that holds more than
             one spatial dim.
     """
@@ -45,10 +47,10 @@ def dim_of_place(reader: Reader, x: Value, dim: int, what: str) -> int | None:
 
 
 def cut(reader: Reader, x: Value, wanted: dict[int, Sequence[slice]]) -> Value:
-    """Return the part of a map that slices select.
+    """Return the part of the map ``x`` that slices select.
 
     Args:
-        wanted: for each spatial dim, the slice in each trace.
+        wanted: for each spatial dim that is sliced, the slice in each trace.
     """
     each = {
         d: [range(size[d])[part] for part, size in zip(parts, x.sizes)]
@@ -110,6 +112,12 @@ def _fixed(
     """Return (start, number of cells left out at the end, step) of the slices of one spatial dim.
 
     Return None if these numbers are not equal in all traces.
+
+    Args:
+        ranges: the selected positions in each trace.
+        parts: the slice in each trace.
+        x: the map that is sliced.
+        d: the spatial dim.
     """
     behind = [size[d] - part.indices(size[d])[1] for part, size in zip(parts, x.sizes)]
     found = {(r.start, b, r.step) for r, b in zip(ranges, behind)}
@@ -119,7 +127,7 @@ def _fixed(
 def fitted(
     reader: Reader, x: Value, sides: Sequence[Sides], mode: str = "constant", value: float = 0.0
 ) -> Value:
-    """Return a padded or cropped map.
+    """Return the map ``x``, padded or cropped.
 
     Args:
         sides: for each trace and spatial dim, the numbers of cells to add at the start and at the
@@ -162,6 +170,8 @@ def fitted(
 def _front(reader: Reader, pairs: Sequence[tuple[int, int]]) -> str | int:
     """Return the rule for how many of the added or removed cells are at the start of a dim.
 
+    The result is a word of :data:`distseg.tiling.resize.SIDES`, or a fixed number of cells.
+
     Args:
         pairs: for each trace, the numbers of cells added at the start and at the end.
     """
@@ -179,7 +189,10 @@ def _front(reader: Reader, pairs: Sequence[tuple[int, int]]) -> str | int:
 def padded(reader: Reader, x: Value, pad: tuple, mode: str, value: float) -> Value:
     """Return the result of ``F.pad`` for a map with its dims in any order.
 
-    The numbers in ``pad`` begin with the last dim.
+    Args:
+        pad: as in ``F.pad``: two numbers for each dim, beginning with the last dim.
+        mode: padding mode.
+        value: the number for constant padding.
     """
     each = [of_trace(pad, n) for n in range(len(x.sizes))]
     if any(len(pads) % 2 or len(pads) > 2 * x.rank for pads in each):
@@ -210,9 +223,9 @@ def padded(reader: Reader, x: Value, pad: tuple, mode: str, value: float) -> Val
 
 
 def places_taken(reader: Reader, x: Value, index: tuple) -> tuple[Value, tuple]:
-    """Apply the slices of spatial dims in an index.
+    """Apply those slices of the index of ``x[index]`` that belong to spatial dims.
 
-    Return the result and the index in which full slices replace the slices that were applied.
+    Return the sliced map, and the index in which full slices replace the slices that were applied.
     """
     rest, wanted, dim = list(index), {}, 0
     for at, entry in enumerate(index):

@@ -62,7 +62,8 @@ ASKS = (
 def asked(note: Callable[[str, str], None]) -> Iterator[None]:
     """Call ``note(name, line)`` for each call by which user code reads the machine's state.
 
-    In the current thread, only calls inside :func:`distseg.models.passes.run` are watched.
+    ``name`` is the called function, such as ``time.time``, and ``line`` the line of user code. In
+    the current thread, only calls inside :func:`distseg.models.passes.run` are watched.
     """
     thread = threading.get_ident()
 
@@ -106,6 +107,7 @@ def _line_that_asks(frame: FrameType | None, direct: bool, runs: bool) -> str | 
     Return None if PyTorch or distseg makes the call, or if a library makes it for its own purposes.
 
     Args:
+        frame: the frame that makes the call.
         direct: True if only direct calls by user code count.
         runs: True if the call is made in the thread that runs the pass.
     """

@@ -58,6 +58,7 @@ def plan_of(reader: Reader, x: Made, sizes: Sequence[tuple[int, ...]]) -> Plan |
     Return None if the tensor depends on the image's values, or does not depend on the image's size.
 
     Args:
+        x: reference to the tensor.
         sizes: in each trace, the size of the map whose positions the tensor has.
     """
     numbers: set[int] = set()
@@ -73,9 +74,9 @@ def plan_of(reader: Reader, x: Made, sizes: Sequence[tuple[int, ...]]) -> Plan |
 
 
 def _collect(reader: Reader, x: Made, numbers: set[int]) -> bool:
-    """Add the calls that a tensor depends on to ``numbers``.
+    """Add the numbers of the calls on which the tensor ``x`` depends to ``numbers``.
 
-    Return False if the tensor depends on the image's values or on random numbers.
+    Return True. Return False if the tensor depends on the image's values or on random numbers.
     """
     if x.call in numbers:
         return True
@@ -98,7 +99,7 @@ def _follows(reader: Reader, number: int) -> bool:
 
 
 def _looked_at(call: Called) -> list[Made]:
-    """Return the tensors whose values a call uses, not just their type and size."""
+    """Return the tensors among a call's arguments whose values it uses, not just type and size."""
     given = found_in((call.args, call.kwargs), Made)
     if call.name in MOVES:
         return found_in(call.args[:1], Made)
@@ -119,9 +120,13 @@ def _labels(reader: Reader, number: int, part: int, sizes: Sequence[tuple[int, .
 
 
 def _label(lengths: Sequence[int], sizes: Sequence[tuple[int, ...]]) -> int | None:
-    """Return the spatial dim whose sizes are ``lengths``; -1 for the product of all spatial dims.
+    """Return the spatial dim that a dim of a tensor holds; -1 for all spatial dims flattened.
 
-    Return None if neither fits.
+    Return None if the dim's length is neither the size along a spatial dim nor their product.
+
+    Args:
+        lengths: the length of the dim in each trace.
+        sizes: the size of the map in each trace.
     """
     if not sizes:
         return None
@@ -145,7 +150,12 @@ def _product(size: Sequence[int]) -> int:
 
 
 def _is_cellwise(reader: Reader, number: int, labels: dict[Made, Labels]) -> bool:
-    """Return True if a part of a call's result depends only on the same part of its arguments."""
+    """Return True if a part of a call's result depends only on the same part of its arguments.
+
+    Args:
+        number: the number of the call.
+        labels: for each tensor, the spatial dims that its dims hold.
+    """
     call, mine = reader.traces[0].calls[number], labels[Made(number)]
     if not _looked_at(call) or len(call.shapes) != 1:
         return False
@@ -164,7 +174,7 @@ def _is_cellwise(reader: Reader, number: int, labels: dict[Made, Labels]) -> boo
 
 
 def with_positions(reader: Reader, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """Add layers for the arguments of a pointwise call that follow the image's size.
+    """Add layers for the arguments of a pointwise call that depend on the image's size alone.
 
     Return the arguments, in which the outputs of these layers replace such arguments.
     """
@@ -187,9 +197,9 @@ def with_positions(reader: Reader, args: tuple, kwargs: dict) -> tuple[tuple, di
 
 
 def joined_positions(reader: Reader, tensors: tuple) -> tuple:
-    """Add layers for those of the tensors to concatenate that follow the image's size.
+    """Add layers for the tensors of a concatenation that depend on the image's size alone.
 
-    Return the tensors, in which the outputs of these layers replace such tensors.
+    Return all tensors, in which the outputs of these layers replace such tensors.
     """
     maps = [x for x in tensors if isinstance(x, Value)]
     if not maps or reader.source is None:
@@ -198,14 +208,15 @@ def joined_positions(reader: Reader, tensors: tuple) -> tuple:
 
 
 def _placed(reader: Reader, x: Any, beside: Value, way: tuple, joined: bool = False) -> Any:
-    """Add a layer for an argument if it follows the image's size, and return the output.
+    """Add a layer for an argument that depends on the image's size alone, and return its output.
 
     Return any other argument unchanged.
 
     Args:
-        beside: a value with which the call combines the argument.
-        way: for a number, its position among the current call's arguments, as in ``Number``.
-        joined: True for a concatenation, whose tensors may have different numbers of channels.
+        beside: the map or vector with which the call combines the argument.
+        way: the position of the argument in the current call: ("args", index) or ("kwargs", name).
+            If it is empty, a number is returned unchanged.
+        joined: True for a concatenation. The result does not depend on it.
     """
     if (
         isinstance(x, Sizes)
@@ -230,9 +241,10 @@ def _placed(reader: Reader, x: Any, beside: Value, way: tuple, joined: bool = Fa
 
 
 def _likes(reader: Reader, beside: Value) -> list[Value]:
-    """Return one map of each size. For the size of ``beside``, it is ``beside`` itself.
+    """Return one map of each size that maps of the network have.
 
-    The sizes are in reverse order of their first map in the network.
+    For the size of ``beside``, it is ``beside`` itself, unless ``beside`` is a vector. A size comes
+    before another if its first map is later in the network.
     """
     maps = [x for x in (beside, *reversed(reader.values.values())) if not x.vector]
     return list({x.sizes: x for x in reversed(maps)}.values())[::-1]
@@ -241,7 +253,14 @@ def _likes(reader: Reader, beside: Value) -> list[Value]:
 def _aligned(
     reader: Reader, labels: Labels, x: Made, like: Value, beside: Value, joined: bool
 ) -> tuple[Axis, ...] | None:
-    """Return the axes of a tensor, aligned with those of ``beside``; None if they do not match."""
+    """Return the axes of a tensor, aligned with those of ``beside``; None if they do not match.
+
+    Args:
+        labels: for each dim of the tensor, the spatial dim that it holds.
+        x: reference to the tensor.
+        beside: the map or vector with which the call combines the tensor.
+        like, joined: not used.
+    """
     lengths = list(zip(*(t.calls[x.call].shapes[x.part] for t in reader.traces)))
     missing = beside.rank - len(lengths)
     if missing < 0:
@@ -303,7 +322,7 @@ def _check_batch(reader: Reader, plan: Plan) -> None:
 
 
 def emitted(reader: Reader, plan: Plan, like: Value, axes: tuple[Axis, ...]) -> Value:
-    """Add the layer that computes a plan, and return its output.
+    """Add the layer that computes the tensor of a plan, and return the layer's output.
 
     Plans for the same tensor, sizes and axes share one layer.
 
@@ -333,7 +352,10 @@ def emitted(reader: Reader, plan: Plan, like: Value, axes: tuple[Axis, ...]) -> 
 
 
 class _Calls:
-    """Function that returns the calls of a forward pass for an image size. Copies share it."""
+    """Function that returns the calls of a forward pass for an image size.
+
+    A deep copy of the function is the function itself.
+    """
 
     def __init__(self, source):
         self._source = source

@@ -34,14 +34,14 @@ class Number(NamedTuple):
 
     Attributes:
         call: number of the call.
-        way: ("args", index) or ("kwargs", name).
+        way: the position among the arguments: ("args", index) or ("kwargs", name).
     """
 
     call: int
     way: tuple
 
     def value(self, calls: Sequence[Called]) -> float:
-        """Return the number in the pass that made ``calls``."""
+        """Return the value that the number has in the forward pass that made ``calls``."""
         kind, key = self.way
         return getattr(calls[self.call], kind)[key]
 
@@ -58,7 +58,12 @@ class Marked(NamedTuple):
     entries: tuple[tuple[int, int], ...]
 
     def mask(self, calls: Sequence[Called], d: int, n: int) -> Tensor:
-        """Return a mask (n,) of the positions that the index selects along spatial dim ``d``."""
+        """Return a mask (n,) of the positions that the index selects along spatial dim ``d``.
+
+        Args:
+            calls: the calls of the forward pass.
+            n: the size of the map along this dim.
+        """
         index, found = calls[self.call].args[1], torch.zeros(n, dtype=torch.bool)
         for place, entry in self.entries:
             if place == d:
@@ -74,7 +79,8 @@ class Plan:
     Attributes:
         wanted: the tensor, number or mask to compute.
         calls: numbers of the calls that it depends on, in order.
-        labels: for each result of these calls, the spatial dims that its dims hold.
+        labels: for each result of these calls, the spatial dims that its dims hold
+            (:data:`Labels`).
         cellwise: numbers of the calls that can be computed on a part of their arguments.
     """
 
@@ -88,7 +94,7 @@ class Positions(LooksAtSize):
     """Layer that computes values for each position of a map. They are equal for all images.
 
     It maps (N, ?, *size) and the image (N, ?, *image) to (N, C, *size), or to a vector if the
-    values do not differ between positions.
+    values do not differ between positions. The values of the inputs are not used.
 
     Args:
         source: function that returns the calls of the user's forward pass for an image size.
@@ -118,9 +124,12 @@ class Positions(LooksAtSize):
     def part(
         self, x: Tensor, image: Sequence[int], size: Sequence[int], places: Sequence[range]
     ) -> Tensor:
-        """Return the values at a part of a map, with the type and batch size of ``x``.
+        """Return the values at a part of a map, with the number of images of ``x``.
+
+        They have the dtype of ``x``, or float32 or wider if they are integers or under autocast.
 
         Args:
+            x: a tensor (N, ...).
             image: size of the whole image.
             size: size of the whole map.
             places: for each spatial dim, the range of positions of the part.
@@ -169,7 +178,14 @@ class Positions(LooksAtSize):
 
 
 class _Values:
-    """Results of a plan's calls for one image size, at all positions or at a part of them."""
+    """Results of a plan's calls for one image size, at all positions or at a part of them.
+
+    Args:
+        calls: the calls of the user's forward pass for this size.
+        like: a tensor on the device of the results.
+        size: the size of the whole map.
+        places: for each spatial dim, the range of the wanted positions.
+    """
 
     def __init__(
         self,
@@ -185,7 +201,10 @@ class _Values:
         self._cut: dict[int, list[Tensor]] = {}
 
     def _mask(self, marked: Marked) -> Tensor:
-        """Return a mask of the wanted positions. It broadcasts with tensors of the layer's axes."""
+        """Return, at the wanted positions, a mask of those that the index of an assignment selects.
+
+        It broadcasts with tensors of the layer's axes.
+        """
         found = torch.ones((1,) * len(self.layer.axes), dtype=torch.bool)
         for dim, axis in enumerate(self.layer.axes):
             for d in axis.places:
@@ -198,7 +217,7 @@ class _Values:
         return found.to(self.like.device)
 
     def cut(self, x: Made | Number | Marked) -> Tensor:
-        """Return the part of a tensor at the wanted positions."""
+        """Return the part of a tensor or mask at the wanted positions, or a number as a tensor."""
         if isinstance(x, Marked):
             return self._mask(x)
         if isinstance(x, Number):
@@ -246,7 +265,11 @@ class _Values:
         return found if call.graded else [y.detach() for y in found]
 
     def _of_type(self, call: Called, value: Callable[[Made], Tensor]) -> list[Tensor] | None:
-        """Return the result of a cast, a fill or a ``new_`` method; None for other calls."""
+        """Return the result of a cast, a fill or a ``new_`` method; None for other calls.
+
+        Args:
+            value: function that returns the tensor of a reference.
+        """
         kind, device = call.dtypes[0] if call.dtypes else None, self.like.device
         if call.name in MOVES:
             (x,) = self._filled(call.args[:1], value)

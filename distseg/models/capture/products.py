@@ -45,7 +45,10 @@ def _sum(product: torch.Tensor, x: torch.Tensor, beta: float, alpha: float) -> t
 
 
 def _summed(reader: Reader, a: Any, b: Any) -> Value | None:
-    """Return ``a @ b`` if it is a sum over all positions; None if it is a sum over channels."""
+    """Return ``a @ b`` if it is a sum over all positions; None if it is a sum over channels.
+
+    Refuse other products, such as those between positions.
+    """
     x = a if isinstance(a, Value) else reader.value(b)
     if not isinstance(a, Value) or not isinstance(b, Value):
         shape = reader.shape_of(b if x is a else a)
@@ -133,7 +136,10 @@ def distances(reader: Reader, a: Any, b: Any, p: float, mode: str) -> Value:
 
 
 def _spelled(reader: Reader, equation: str, operands: Sequence[Any]) -> tuple[list[str], str]:
-    """Return the letters of each operand and of the result, with letters for the ellipsis."""
+    """Return the letters of each operand, and those of the result, of an ``einsum`` equation.
+
+    New letters take the place of an ellipsis.
+    """
     read, arrow, written = equation.replace(" ", "").partition("->")
     labels = read.split(",")
     if len(labels) != len(operands):
@@ -152,10 +158,15 @@ def _spelled(reader: Reader, equation: str, operands: Sequence[Any]) -> tuple[li
 def _axes_of_labels(
     reader: Reader, labels: Sequence[str], operands: Sequence[Any]
 ) -> dict[str, Axis]:
-    """Return the axis of each letter.
+    """Return the axis of each letter of an ``einsum`` equation.
+
+    Args:
+        labels: the letters of each operand.
+        operands: maps, vectors and parameters.
 
     Raises:
-        CanNotCapture: a letter means different dims in two maps, or two letters one spatial dim.
+        CanNotCapture: a letter stands for different dims in two maps, or two letters stand for the
+            same spatial dim or for the images.
     """
     found: dict[str, Axis] = {}
     for letters, x in zip(labels, operands):
@@ -204,6 +215,11 @@ def _pair(
     """Return (heads, a, b) if the result is a batched matrix product of two maps; else None.
 
     ``heads`` are the letters of the channel dims that both maps have.
+
+    Args:
+        labels: the letters of each operand.
+        written: the letters of the result.
+        axes: the axis of each letter.
     """
     if len(operands) != 2 or not all(isinstance(x, Value) and not x.vector for x in operands):
         return None

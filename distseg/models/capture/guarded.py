@@ -112,8 +112,8 @@ def _handed_on(layer: nn.Module, name: str, images: int, x: Tensor) -> Tensor:
     if x.dim() < 2 or images and len(x) != images:
         raise Hidden(
             f"{called} applies dropout to a tensor of {'x'.join(map(str, x.shape))}, but masks "
-            f"belong to images, so the first dim must be the batch of {images} images: apply dropout "
-            f"before images are cut into parts or after they are joined, or set its p to 0"
+            f"belong to images, so the first dim must be the batch of {images} images: apply "
+            f"dropout before images are cut into parts or after they are joined, or set its p to 0"
         )
     return x
 

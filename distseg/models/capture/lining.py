@@ -195,8 +195,8 @@ def expanded_line(reader: Reader, x: Value, target: Axes) -> Value:
 def rows_pooled(reader: Reader, x: Value) -> tuple[int, ...]:
     """Return the dims that a pooling reduces to length 1 if it leaves the other dims unchanged.
 
-    The dims are counted in the user's tensor (N, C, *size), from 2 on. Return an empty tuple for any
-    other pooling.
+    The dims are those of the user's tensor (N, C, *size), so the first spatial dim is 2. Return an
+    empty tuple for any other pooling.
     """
     made = [c.shapes[0][2:] for c in reader.current]
     gone = [d for d in range(x.dims) if all(size[d] == 1 for size in made)]

@@ -49,8 +49,8 @@ class Moments(NamedTuple):
     def unpacked(self, messages: Tensor) -> Moments:
         """Return the moments in R messages (R, length), each made by :meth:`packed`.
 
-        The moments in each message have the shapes of this object. In the result, R comes before
-        these shapes.
+        The moments in each message have the shapes of this object. In the result, these shapes
+        begin with R.
         """
         count, mean, m2 = messages.split(
             (self.count.numel(), self.mean.numel(), self.m2.numel()), 1
@@ -62,7 +62,7 @@ class Moments(NamedTuple):
         )
 
     def on(self, device: torch.device) -> Moments:
-        """Return the moments on ``device``, copied in one transfer from any other device."""
+        """Return the moments on ``device``; copy them in one transfer if they are elsewhere."""
         if self.mean.device == device:
             return self
         (count,), (mean,), (m2,) = self.unpacked(upload(self.packed(), device).unsqueeze(0))

@@ -67,8 +67,9 @@ class PlacedPositions(Positions):
         place = self.context.place
         if place.window.size != place.image:
             raise ValueError(
-                "windows that go through a network as separate images have no position in the "
-                "image, but this network's code uses the position"
+                "approximate.halo and approximate.norms make each tile with its halo a separate "
+                "image, but this network's code uses the position in the whole image: leave these "
+                "settings out"
             )
         return self.on_box(x, x.shape[2:], Box.whole(x.shape[2:]))
 

@@ -114,7 +114,9 @@ def of_size(axes: Axes, size: Sequence[int]) -> Axes:
 
 
 def lines_of(axes: Axes) -> tuple[int, ...] | None:
-    """Return the dims of the image for whose positions a line has values, such as (0,) for rows.
+    """Return the dims of the image for whose positions a line has values.
+
+    They are (0,) for the means of rows, and (1,) for the means of columns.
 
     Return None if a dim of the line is not exactly one dim of the image, but for example the height
     plus the width, or positions and channels together.
@@ -145,7 +147,7 @@ def axes_of(
     Args:
         shapes: the shape of the tensor in each trace.
         batches: the number of images in each trace.
-        sizes: the size of the map in each trace.
+        sizes: the size in each trace of the map whose positions the tensor may have.
 
     Returns:
         The axes. None if the number of dims differs between the traces, or if the length of some

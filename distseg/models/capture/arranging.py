@@ -39,7 +39,8 @@ def not_reshaped(reader: Reader, x: Value) -> CanNotCapture:
     """Return the error for a reshape that is not supported."""
     return reader.refusal(
         f"turns {x!r} into a tensor of shape {reader.call.shapes[0]}, which mixes images, channels "
-        f"and places, or cuts the image into windows; this is not supported"
+        f"and places, or cuts the image into windows; supported: reshape channels only, or flatten "
+        f"all places into one dim"
     )
 
 
@@ -183,9 +184,9 @@ def over_channels(
 
 
 def indexed(reader: Reader, x: Value, index: tuple, *values: Any) -> Value:
-    """Return the channels of ``x`` that an index selects.
+    """Return ``x[index]``, where the index selects channels.
 
-    With ``values``, return ``x`` after the call has replaced these channels by them.
+    If a value is given in ``values``, return ``x`` after the assignment ``x[index] = value``.
     """
     entries = _entries(reader, x, index)
     if entries is None:

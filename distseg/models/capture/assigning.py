@@ -140,7 +140,10 @@ def _put(
         for n, size in enumerate(x.sizes)
     )
     if value.axes != part.axes or value.sizes != sizes:
-        raise reader.refusal(f"assigns {value!r} to a part of {x!r} that has another shape")
+        raise reader.refusal(
+            f"assigns {value!r} to a part of {x!r} that has another shape: assign a map of exactly "
+            f"this shape"
+        )
     steps = {d: {r.step for r in each} for d, each in ranges.items()}
     if any(len(found) > 1 for found in steps.values()):
         raise reader.refusal(

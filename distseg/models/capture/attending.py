@@ -68,7 +68,8 @@ def attention(
         raise reader.refusal(ATTENTION, everywhere=True)
     if v[:-2] != lead or not isinstance(value, Value):
         raise reader.refusal(
-            "has values with a different number of heads or images than its queries and keys"
+            "has values with a different number of heads or images than its queries and keys: give "
+            "all of them the same number"
         )
     score = partial(_scores, scale=scale, soft=False)
     scores = reader.applied(score, (query, key, bias), "scores", scores_axes)
@@ -89,7 +90,10 @@ def _common(reader: Reader, each: Sequence[Axes]) -> Axes:
     for along in zip(*filled):
         kinds = {axis for axis in along if axis != Axis()} or {Axis()}
         if len(kinds) > 1:
-            raise reader.refusal("has queries, keys and values with different dims")
+            raise reader.refusal(
+                "has queries, keys and values whose dims before the last two differ: give them the "
+                "same images and heads"
+            )
         found += kinds
     return tuple(found)
 
@@ -107,7 +111,10 @@ def _check_bias(reader: Reader, bias: Any, query: Axes, key: Axes) -> None:
     lengths = reversed(reader.shape_of(bias))
     for n, axis in zip(lengths, (key[-2], query[-2], *reversed(query[:-2]))):
         if n != 1 and not axis.of_channels:
-            raise reader.refusal("has a mask with a separate value for each place or image")
+            raise reader.refusal(
+                "has a mask with a separate value for each place or image; supported: one mask for "
+                "all of them"
+            )
 
 
 def _scores(q: Tensor, k: Tensor, bias: Tensor | None, scale: float, soft: bool) -> Tensor:

@@ -27,7 +27,9 @@ A :class:`ByType` stands for each number in them that depends on a tensor's type
 
 
 def numbers_by_type(traces: Mapping[torch.dtype, Trace]) -> Numbers:
-    """Return the arguments that differ between traces in several types, by number of the call.
+    """Return the arguments of the calls that take a number which depends on the dtype.
+
+    The keys are the numbers of the calls, as explained for :data:`Numbers`.
 
     Args:
         traces: a trace for each type, of images of one size; :data:`WIDE` is one of the types.
@@ -85,7 +87,7 @@ def _merged(each: Mapping[torch.dtype, Any]) -> Any:
 
 
 def with_numbers(trace: Trace, numbers: Numbers) -> Trace:
-    """Return a trace in :data:`WIDE`, in which a :class:`ByType` replaces each such number.
+    """Return a trace in :data:`WIDE`, with :class:`ByType` for numbers that depend on the type.
 
     Args:
         trace: the trace.

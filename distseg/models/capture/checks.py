@@ -70,7 +70,7 @@ def picture(model: nn.Module, loose: bool = False) -> Picture:
 
 
 def _statistics(model: nn.Module) -> set[tuple[str, str]]:
-    """Return the keys of the slots that hold running statistics of PyTorch's norms.
+    """Return the keys, in a snapshot, of the running statistics of PyTorch's norms.
 
     Of a norm on the meta device, and of a modified norm, a pass may update only the counter
     ``num_batches_tracked``, so their other statistics are not included.
@@ -285,10 +285,10 @@ def check_apart(model: nn.Module, size: Sequence[int]) -> None:
     """
     if joins_images(model, size, training=True):
         raise Hidden(
-            "spatial.norm_scope is step, which makes the images of all sample groups one batch, "
-            "but this network mixes the images of a batch, or uses their number, outside of its "
-            "batch norms, which cannot be computed because the images of other groups are on other "
-            "ranks: set spatial.norm_scope to group, or mesh.samples to 1"
+            "spatial.norm_scope is step, so the images of all sample groups are one batch, but "
+            "each rank has only the images of its own group, and this network mixes the images of "
+            "a batch, or uses their number, outside of its batch norms: set spatial.norm_scope to "
+            "group, or mesh.samples to 1"
         )
 
 
@@ -347,7 +347,12 @@ def _check_modes(
 
 
 def _check_at(model: nn.Module, size: tuple[int, ...], modes: Sequence[bool]) -> None:
-    """Refuse a module that passed the checks on small images but fails them at the run's size."""
+    """Refuse a module that passed the checks on small images but fails them at the run's size.
+
+    Args:
+        size: image size in training.
+        modes: modes to check, True for training and False for evaluation.
+    """
     if (size, tuple(modes)) in _checked[model] or min(size) < 1:
         return
     try:
@@ -361,7 +366,12 @@ def _check_at(model: nn.Module, size: tuple[int, ...], modes: Sequence[bool]) ->
 
 
 def _check_mode(model: nn.Module, size: Sequence[int], training: bool, images: int = 2) -> None:
-    """Refuse a module whose passes in this mode do more than return one tensor."""
+    """Refuse a module whose passes in one mode do more than return one tensor.
+
+    Args:
+        training: True for training mode, False for evaluation.
+        images: the number of images in a pass.
+    """
 
     def made() -> nn.Module:
         return guarded(copy.deepcopy(model).train(training), images)

@@ -275,8 +275,8 @@ def unfolded(
         return folding.folded(made)
     except (ValueError, AttributeError):
         raise reader.refusal(
-            f"takes {x!r}, whose batch dim holds channels or places besides images, which is not "
-            f"supported"
+            f"takes {x!r}, whose batch dim holds channels or places besides images: call it on a "
+            f"map whose batch dim holds images only"
         ) from None
 
 

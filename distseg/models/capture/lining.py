@@ -47,7 +47,7 @@ def of_lines(
     if any((axis.batch or axis.cell != 1) and axis.places for axis in x.axes):
         raise reader.refusal(
             f"combines rows or columns of {x!r}, in which rows or columns share a dim with images "
-            f"or channels, which is not supported"
+            f"or channels: give them separate dims before"
         )
     gone = places_along_dims(x, over)
     kept = [d for d in range(x.dims) if d not in gone]

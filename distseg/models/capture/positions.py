@@ -94,7 +94,8 @@ class Positions(LooksAtSize):
     """Layer that computes values for each position of a map. They are equal for all images.
 
     It maps (N, ?, *size) and the image (N, ?, *image) to (N, C, *size), or to a vector if the
-    values do not differ between positions. The values of the inputs are not used.
+    values do not differ between positions. Here ? is any number of channels. The values of the
+    inputs are not used.
 
     Args:
         source: function that returns the calls of the user's forward pass for an image size.

@@ -829,7 +829,7 @@ def _shares(
 
 
 def _nowhere(x: Tensor) -> Box:
-    """Return an empty box, so that no pixel gets the gradient of the statistics."""
+    """Return an empty box in ``x``, so that no pixel gets the gradient of the statistics."""
     return Box.whole((0,) * (x.dim() - 2))
 
 
@@ -911,6 +911,7 @@ def commit(norms: list[DistributedNorm], groups_comm, unbiased: bool = False) ->
     function together. They exchange one message for all layers.
 
     Args:
+        norms: the counterparts of all norm layers.
         groups_comm: the ranks with the same tile as this rank, one in each sample group.
         unbiased: True to use the variance m2 / (n - 1), as PyTorch's layers do, instead of m2 / n.
     """
@@ -935,6 +936,10 @@ def _over_groups(seen: list[Moments], groups_comm) -> list[Moments]:
     """Combine the moments of layers over all sample groups, in one message.
 
     All ranks of ``groups_comm`` must call it together.
+
+    Args:
+        seen: the moments of each layer, from this rank's sample group.
+        groups_comm: the ranks with the same tile as this rank, one in each sample group.
     """
     # The layers of a pipeline in one process lie on several devices.
     home = seen[0].count.device

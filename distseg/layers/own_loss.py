@@ -332,6 +332,10 @@ def _example(outputs: Outputs, target: Tensor) -> tuple[Tensor, Tensor]:
 def _values_of(call: Callable[[], Tensor], kind: str) -> Tensor:
     """Return what a user's function returns, detached.
 
+    Args:
+        call: calls the function with logits and a target.
+        kind: ``PixelLoss`` or ``SumLoss``, for error messages.
+
     Raises:
         ValueError: the function fails, returns no tensor, or uses other tensors with requires_grad
             than the logits.

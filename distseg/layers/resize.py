@@ -29,7 +29,7 @@ _KEPT = 256  # size of the caches of weights
 
 
 class Placed(nn.Module):
-    """Distributed counterpart of :class:`distseg.models.resize.Follows`, for whole images.
+    """Distributed counterpart of :class:`distseg.models.resize.Follows`, applied to whole images.
 
     It does not need the feature map whose size the result follows. It computes the size of its
     result from the size of the image instead.

@@ -18,7 +18,7 @@ from distseg.models.layers import CutTo, Spread
 
 
 def turned(reader: Reader, x: Value, order: Sequence[int]) -> Value:
-    """Return ``x`` with its dims permuted to ``order``."""
+    """Return ``x`` with its dims permuted to ``order``, as ``torch.permute`` does."""
     order = reader.dims_of(tuple(order), x)
     axes = tuple(x.axes[d] for d in order)
     places = places_of(axes)

@@ -179,6 +179,7 @@ def _check_mode(copied: nn.Module, network: Network, image: Tensor, wanted: Any 
 
     Args:
         copied: the module, whose weights the network shares.
+        image: the images (2, C, *size) on which both run.
         wanted: the module's result if it is already known.
     """
     wanted, found = _result(image, copied) if wanted is None else wanted, _result(image, network)

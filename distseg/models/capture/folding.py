@@ -66,7 +66,7 @@ def is_alone(x: Value, name: str) -> bool:
     """Return True if a call on (N * H * W, C, T) computes each pixel separately.
 
     The batch dim must hold each pixel as an image of its own, and the function ``name`` must not
-    mix images. The call is then pointwise for the map.
+    mix images. The call is then pointwise for the map (N, C, T, H, W), where T has a fixed length.
     """
     return (
         x.axes[0] == Axis(True, 1, tuple(range(x.dims)))

@@ -118,6 +118,10 @@ def distances(reader: Reader, a: Any, b: Any, p: float, mode: str) -> Value:
 
     PyTorch chooses the formula by the number of vectors, which differs between an image and a tile.
     So for positions of the image, the default mode is replaced by the formula for many vectors.
+
+    Args:
+        a, b: the vectors, (..., vectors, channels).
+        p, mode: ``p`` and ``compute_mode`` of ``torch.cdist``.
     """
     axes = [reader.axes_of(x) for x in (a, b)]
     if places_of(axes[0][-2:-1]) and places_of(axes[1][-2:-1]):

@@ -10,7 +10,13 @@ from torch import Tensor, nn
 
 
 class Block(nn.Module):
-    """A residual block: two 3x3 convolutions with norms, and a shortcut (He et al. 2016)."""
+    """A residual block: two 3x3 convolutions with norms, and a shortcut (He et al. 2016).
+
+    Args:
+        inner, outer: numbers of input and output channels.
+        stride: stride of the first convolution.
+        norm: batch, instance, group or none.
+    """
 
     def __init__(self, inner: int, outer: int, stride: int, norm: str):
         super().__init__()
@@ -33,6 +39,11 @@ class Residual(nn.Module):
     It consists of a 3x3 convolution, ``depth`` residual blocks, a mean or maximum over the image
     (``pool``), and a linear layer. The convolution and each block halve the size. From the second
     block on, each block doubles the number of channels.
+
+    Args:
+        base_channels: number of channels of the first block.
+        norm: batch, instance, group or none.
+        pool: mean or max.
     """
 
     def __init__(

@@ -18,7 +18,7 @@ from distseg.models.network import user_names
 
 
 class _Named(NamedTuple):
-    """A tensor of a model, and the range of memory addresses from its first to its last number."""
+    """A tensor of a model, and the addresses ``start`` .. ``stop`` - 1 of the memory it lies in."""
 
     name: str
     tensor: Tensor

@@ -34,8 +34,10 @@ def joined(
 
     Args:
         model: the module.
-        inputs: the number of bands of each argument of its forward pass.
-        outputs: names or numbers of the outputs to train; the first one is used in evaluation.
+        inputs: the number of bands of each argument of its forward pass; None if it takes one
+            image.
+        outputs: names or numbers of the outputs to train; the first one is used in evaluation. None
+            if it returns one tensor.
     """
     if inputs is None and outputs is None or hasattr(model, "distseg_outputs"):
         return model
@@ -78,7 +80,13 @@ def _dealt(x: Tensor, inputs: Sequence[int] | None) -> Sequence[Tensor]:
 
 
 def _one(made: Any, names: Sequence[str], x: Tensor, training: bool) -> Tensor:
-    """Return all named outputs, concatenated, in training, and the first one in evaluation."""
+    """Return all named outputs in training, concatenated along channels; else the first of them.
+
+    Args:
+        made: the result of the user's module.
+        names: names or numbers of the outputs.
+        x: the image, to whose size the outputs are resized.
+    """
     if not training:
         alone = isinstance(made, Tensor) and made.dim() <= x.dim()
         return _resized(made if alone else _picked(made, names[0], x), x)

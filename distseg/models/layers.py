@@ -296,8 +296,8 @@ class VectorNorm(nn.modules.batchnorm._BatchNorm):
     It equals ``nn.BatchNorm1d`` on (N, C), or ``nn.BatchNorm2d`` on (N, C, *grid).
 
     Args:
-        parts: the number of parts of each channel; 0 for a line, whose number of parts depends on
-            the image's size.
+        parts: the number of parts of each channel; 0 if it depends on the image's size, as for the
+            means of all rows.
     """
 
     def __init__(self, channels: int, *args, parts: int = 1, **kwargs):
@@ -401,8 +401,8 @@ class MainOutput(nn.Module):
 class Step(NamedTuple):
     """A function and its arguments.
 
-    In the arguments, ``Map(i)`` stands for the i-th available tensor, and ``Own(name)`` for a
-    parameter or buffer of the layer.
+    In the arguments, ``Own(name)`` stands for a parameter or buffer of the layer. ``Map(i)`` stands
+    for tensor i of a list, which has the inputs of the layer and then the result of each step.
     """
 
     function: Callable
@@ -423,7 +423,7 @@ class Read(NamedTuple):
 
 
 class Formula(nn.Module):
-    """A layer of pointwise PyTorch functions of one or several maps of the same size.
+    """A layer that applies pointwise PyTorch functions to one or several maps of the same size.
 
     Shapes are (N, C, *size), ... -> (N, C', *size).
 
@@ -431,7 +431,7 @@ class Formula(nn.Module):
         steps: the functions, in order. A step can use the maps and the results of earlier steps.
             The result of the last step is the result of the layer.
         reads: the form in which the functions take each map. Some of the maps may be vectors of
-            the image.
+            the image (:class:`Mean`).
         tensors: parameters and buffers by name.
         part: the index of the result, if the last function returns several results.
         made: the axes of the result; None if the result is a map already. A result without
@@ -594,7 +594,10 @@ def _computed(
 
 
 class Map(NamedTuple):
-    """An argument of a :class:`Step`: an input map, or the result of an earlier step."""
+    """An argument of a :class:`Step`: an input map, or the result of an earlier step.
+
+    ``number`` counts first the inputs of the layer and then the steps.
+    """
 
     number: int
 
@@ -606,7 +609,13 @@ class Own(NamedTuple):
 
 
 def _filled(layer: nn.Module, tree, maps: Sequence[Tensor], like: Tensor):
-    """Return the arguments of a function, with placeholders replaced by tensors and numbers."""
+    """Return the arguments of a function, with placeholders replaced by tensors and numbers.
+
+    Args:
+        tree: arguments with placeholders such as :class:`Map`.
+        maps: the inputs of the layer and the results of earlier steps.
+        like: a tensor on whose device the constants are needed.
+    """
     match tree:
         case Map():
             return maps[tree.number]

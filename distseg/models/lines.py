@@ -24,7 +24,7 @@ class AlongLines(Mean):
     Shapes are (N, C, *size) -> (N, C * positions, 1, ...). The positions of a channel are adjacent.
 
     Args:
-        statistic: a layer that computes a vector from a map that has only the other dims.
+        statistic: a layer that computes a vector from a map that has only the dims not kept.
         kept: the dims of the image that are kept.
     """
 
@@ -42,22 +42,22 @@ class AlongLines(Mean):
 
 
 def folded(x: Tensor, kept: Sequence[int]) -> Tensor:
-    """Return a map (N, C, *size) with the positions along some dims moved to the batch.
+    """Return a map (N, C, *size) with the positions along the dims ``kept`` moved to the batch.
 
-    The result has shape (N * positions, C, *others).
+    The result has shape (N * positions, C, *rest), where ``rest`` is the size of the other dims.
     """
     order = [2 + d for d in range(x.dim() - 2) if d not in kept]
     return x.permute(0, *(2 + d for d in kept), 1, *order).flatten(0, len(kept))
 
 
 class Along(NamedTuple):
-    """An argument of a :class:`distseg.models.layers.Step` that depends on the size of a map."""
+    """An argument of a :class:`distseg.models.layers.Step`: a length that follows a map's size."""
 
     extent: Extent
 
 
 class OfLines(Formula):
-    """A layer that applies functions to lines and vectors of the image.
+    """A layer that applies functions to lines, such as the means of rows, and to vectors.
 
     Shapes are (N, ?, *size), (N, C, 1, ...), ... -> (N, C', 1, ...). The first input is a map, of
     which only the size is read.
@@ -67,7 +67,7 @@ class OfLines(Formula):
         return self.mapped_to(like.shape[2:], lines)
 
     def mapped_to(self, size: Sequence[int], lines: Sequence[Tensor]) -> Tensor:
-        """Return the result for lines and vectors of a map of this size."""
+        """Return the result for lines and vectors that belong to a map of this size."""
         reads = [read._replace(axes=of_size(read.axes, size)) for read in self.reads]
         steps = [
             Step(step.function, _with_sizes(step.args, size), _with_sizes(step.kwargs, size))

@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class OnMeta(TorchFunctionMode):
-    """A context in which a function with one meta argument gets all tensors on the meta device.
+    """A context in which a function that takes a meta tensor gets all its tensors on that device.
 
     PyTorch refuses calls that mix devices.
     """
@@ -49,7 +49,7 @@ _RECURRENT = ("gru", "lstm", "rnn_tanh", "rnn_relu")
 def of_sequence(name: str, args: tuple) -> tuple[Tensor, ...] | None:
     """Return the meta tensors that a recurrent function (LSTM, GRU, RNN) returns.
 
-    PyTorch would compute every step of the sequence, also on the meta device. Returns None for
+    PyTorch would compute every step of the sequence, also on the meta device. Return None for
     other functions and for arguments that are not on the meta device.
     """
     if (

@@ -57,7 +57,7 @@ class Windows(nn.Module):
         return self.unfolded(F.pad(x, pads) if any(pads) else x)
 
     def unfolded(self, x: Tensor) -> Tensor:
-        """Return the windows of a map that is padded already."""
+        """Return the windows of a map that already includes its padding."""
         dims = len(self.kernel)
         for dim, (k, s, d) in enumerate(zip(self.kernel, self.stride, self.dilation), 2):
             x = x.unfold(dim, (k - 1) * d + 1, s)[..., ::d]
@@ -77,7 +77,7 @@ class Blocks(nn.Module):
     Shapes are (N, C, *size) -> (N, C / factors, *size * factors).
 
     Args:
-        cells: the factors of the number of channels, in order.
+        cells: the factors into which the number of channels C is split, in order.
         along: for each of these factors the dim of the image that grows by it; None if the factor
             stays in the channels.
     """

@@ -97,7 +97,7 @@ class Network(nn.Module):
             raise ValueError(f"reads names {unknown[0]!r}, which is not among the layers")
 
     def _put(self, name: str, layer: nn.Module) -> None:
-        """Add a layer at its path. The levels of the path above it are plain modules.
+        """Add a layer to the module tree. The dots in ``name`` separate the levels of the tree.
 
         Raises:
             ValueError: the name is reserved, or the path of this layer leads through another layer,
@@ -118,13 +118,14 @@ class Network(nn.Module):
             holder = holder._modules[part]
             if ".".join(path[: depth + 1]) in self.reads:
                 raise ValueError(
-                    f"layer {name} lies inside layer {'.'.join(path[: depth + 1])}: give it "
-                    "another name"
+                    f"the name of layer {name} begins with the name of layer "
+                    f"{'.'.join(path[: depth + 1])}, as if it were part of that layer: rename one "
+                    f"of them"
                 )
         if last in holder._modules:
             raise ValueError(
-                f"the names of other layers begin with {name}., which is also the name of a "
-                "layer: give it another name"
+                f"the names of other layers begin with {name}., as if they were parts of layer "
+                f"{name}: give layer {name} another name"
             )
         holder.add_module(last, layer)
 
@@ -167,7 +168,7 @@ class Network(nn.Module):
 
 @cache
 def reserved() -> frozenset[str]:
-    """Return the names that no part of a layer's name may have, because modules use them."""
+    """Return the names that no part of a layer's name may have, because networks use them."""
     return frozenset((*dir(Network({})), UNUSED))
 
 
@@ -289,8 +290,12 @@ def _collect(
 ) -> int:
     """Append the layer calls of ``model``, which is called with map ``at``, to ``found``.
 
-    ``model`` is a list of calls. Its layers are taken from the iterator ``layers``. Returns the
-    number of the resulting map.
+    ``model`` is a list of calls. Return the number of the map that its last call makes.
+
+    Args:
+        layers: the name and the layer of each call; those of ``model`` come next.
+        found: the calls. This list is updated.
+        stashed: the numbers of the maps that are stashed, by stash name. This dict is updated.
     """
     maps = {IMAGE: at}
     for child, inner in children_of(model):
@@ -311,13 +316,15 @@ def _collect(
 def _skipped(
     layer: nn.Module, position: int, source: int, stashed: dict[str, int]
 ) -> tuple[int, ...]:
-    """Record a stash of map ``source``, or return the map that a pop reads in addition.
+    """Return the number of the map that a pop reads besides ``source``; record a stash.
+
+    The result is a tuple, which is empty if the layer is no pop.
 
     Args:
         layer: the layer.
         position: the number of the layer, for error messages.
         source: the map with which the layer is called.
-        stashed: the maps that are stashed, by the name of the stash. This dict is updated.
+        stashed: the numbers of the maps that are stashed, by stash name. This dict is updated.
     """
     if isinstance(layer, Stash):
         if layer.name in stashed:

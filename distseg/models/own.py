@@ -177,7 +177,7 @@ def _called(builder: Callable, arguments: dict, own: dict) -> dict:
 
 
 def _bands_given(builder: Callable, arguments: dict) -> list[int]:
-    """Return the numbers of bands that a function is called with or has as defaults.
+    """Return the numbers of bands with which a function is called, or which are its defaults.
 
     These numbers are guesses, since the layer that reads the image may take another number.
     """
@@ -268,7 +268,7 @@ def _check_outputs(name: str, model: nn.Module) -> None:
 
 @torch.no_grad()
 def _check_channels(name: str, model: nn.Module, arguments: dict) -> None:
-    """Refuse a network whose numbers of bands or classes differ from the wanted ones.
+    """Refuse a network whose numbers of bands or classes differ from those in ``arguments``.
 
     Nothing is checked if the network's shapes cannot be computed on the meta device.
     """

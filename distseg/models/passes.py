@@ -48,7 +48,11 @@ def run(model: nn.Module, image: Tensor):
 
 
 def user_frame(frame: FrameType | None) -> FrameType | None:
-    """Return the innermost frame of user code inside :func:`run`, or None."""
+    """Return the innermost frame of user code inside :func:`run`; None if there is none.
+
+    Args:
+        frame: the frame from which the search goes outwards.
+    """
     while frame is not None and frame.f_code is not run.__code__:
         if is_users(frame.f_code):
             return frame
@@ -94,7 +98,10 @@ def is_library(path: str) -> bool:
 def last_line_of(run_pass: Callable[[], Any]) -> str | None:
     """Return the last line of user code that a forward pass reaches: its outermost ``return``.
 
-    Returns None if the pass runs no user code. Errors of the pass are ignored.
+    Return None if the pass runs no user code. Errors of the pass are ignored.
+
+    Args:
+        run_pass: function that runs the pass.
     """
     last: list[tuple[str, int]] = []
 
@@ -196,7 +203,7 @@ def eager() -> Iterator[None]:
 
 
 def scripted(model: nn.Module) -> str | None:
-    """Return the name of the first TorchScript module in a model, or None.
+    """Return the name of the first TorchScript module in a model; None if it has none.
 
     Calls inside a TorchScript module cannot be seen, and the module cannot be copied.
     """

@@ -71,6 +71,15 @@ def _along(probe: nn.Module, dim: int, dims: int, channels: int) -> tuple[int, i
     """Return (halo, stride) along one dim.
 
     They are measured on the shortest strip that is longer than the receptive field.
+
+    Args:
+        probe: the network, simplified for probing (:func:`_simplified`).
+        dim: the dim, counted from 0 without batch and channels.
+        dims: number of spatial dims.
+        channels: number of bands of the test images.
+
+    Raises:
+        ValueError: the network has no stride, or its receptive field is too large.
     """
     without_stride = 0
     for length in _LENGTHS:
@@ -123,7 +132,11 @@ def _smallest(reaches: Callable[[int], bool], least: int, bound: int) -> int:
 def _stride(respond: Callable[[int, int], Tensor], length: int) -> int | None:
     """Return the smallest s for which shifting the input by s rows shifts the output by s rows.
 
-    Returns None if this holds for no s below a quarter of the strip's length.
+    Return None if this holds for no s below a quarter of the strip's length.
+
+    Args:
+        respond: the function of this name that :func:`_strip` returns.
+        length: length of the strip in rows.
     """
     origin = length // 3
     base = {r: respond(r, r + 1) for r in range(origin, origin + 2)}
@@ -143,7 +156,7 @@ def _shifted(first: Tensor, second: Tensor, by: int) -> bool:
 def _strip(
     probe: nn.Module, dim: int, dims: int, channels: int, length: int
 ) -> tuple[Callable, Callable]:
-    """Return two functions that probe a strip of this length.
+    """Return two functions that probe a strip of this length along the spatial dim ``dim``.
 
     ``respond(a, b)`` returns the change of each output row when the input rows a .. b-1 are one
     instead of zero. ``reached(border)`` uses gradients and returns two flags for each input row.

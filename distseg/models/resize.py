@@ -18,7 +18,7 @@ RATIO = "ratio"
 
 
 class LooksAtSize(nn.Module):
-    """A layer that reads only the size of the last map with which it is called."""
+    """A layer that reads the size, but not the cells, of the last map with which it is called."""
 
 
 class Follows(LooksAtSize):
@@ -38,7 +38,7 @@ class Follows(LooksAtSize):
         return self.made(x, [rule.size(n) for rule, n in zip(self.rules, like.shape[2:])])
 
     def made(self, x: Tensor, size: Sequence[int]) -> Tensor:
-        """Return the result of this size for the input ``x``."""
+        """Return the result for the input ``x``, whose spatial dims get the size ``size``."""
         raise NotImplementedError
 
     def footprints(self) -> tuple[AccessPattern, ...]:
@@ -53,8 +53,8 @@ class ResizeTo(Follows):
         rules: for each dim, the rule that computes the size from the size of the other map.
         mode, align_corners, antialias: as in ``F.interpolate``.
         factors: scale factors from which the positions are computed; None to compute them from the
-            sizes. The factors are numbers, or ``RATIO`` for m / n. With ``RATIO``, nearest
-            positions may be rounded differently than with the sizes.
+            sizes. The factors are numbers, or ``RATIO`` for new size divided by old size. With
+            ``RATIO``, nearest positions may be rounded differently than with the sizes.
     """
 
     def __init__(

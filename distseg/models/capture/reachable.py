@@ -87,7 +87,7 @@ def homes_of(model: nn.Module) -> list[Home]:
 
 
 def fields_of(x: Any) -> dict[str, Any]:
-    """Return an object's own attributes, from ``__dict__`` and from slots."""
+    """Return an object's own attributes by name, from ``__dict__`` and from slots."""
     found = dict(getattr(x, "__dict__", None) or {})
     return found | {name: getattr(x, name) for name in _slot_names(type(x)) if hasattr(x, name)}
 
@@ -106,8 +106,8 @@ def _slot_names(kind: type) -> tuple[str, ...]:
 class _Search:
     """Search that begins with some values and follows the values that these refer to.
 
-    Every name that any of the found code reads is looked up in all classes and modules in
-    ``_spaces``.
+    ``_spaces`` holds the classes and modules that were found. Every name that found code reads is
+    looked up in all of them.
     """
 
     def __init__(self):
@@ -130,7 +130,10 @@ class _Search:
                 self._in_class(space) if isinstance(space, type) else self._in_module(space)
 
     def _look(self, value: Any) -> None:
-        """Follow a value and what it contains."""
+        """Queue the values to which ``value`` refers; record a function, class or module.
+
+        A value is visited once. Empty containers are skipped.
+        """
         empty = (
             isinstance(value, _CONTAINERS)
             and not value
@@ -158,7 +161,10 @@ class _Search:
             self._in_object(value)
 
     def _in_object(self, value: Any) -> None:
-        """Follow an object's class, its attributes, and its items if they are few."""
+        """Queue the items of a container if they are few, and an object's class and attributes.
+
+        Class and attributes of library objects are left out, except for modules (``nn.Module``).
+        """
         kind = type(value)
         if isinstance(value, _CONTAINERS) and len(value) <= _FEW:
             self.follow(value.values() if isinstance(value, dict) else list(value))
@@ -198,7 +204,10 @@ class _Search:
                 self._note(file, function.__globals__, name, function.__globals__[name])
 
     def _in_class(self, kind: type) -> None:
-        """Look up the names that code reads in a class and its bases; follow special methods."""
+        """Search the attributes of a class and its bases that code reads, and special methods.
+
+        The names of those that may change are recorded.
+        """
         for base in kind.__mro__:
             if _is_library_class(base):
                 self._in_library(f"class {base.__name__}", base)
@@ -216,9 +225,13 @@ class _Search:
             self._note(module.__name__, vars(module), name, vars(module)[name])
 
     def _in_library(self, owner: str, holder: type | types.ModuleType) -> None:
-        """Record the names in a library whose values a forward pass may change.
+        """Record the numbers, strings and containers of a library that code reads by name.
 
-        The library's own code is not searched.
+        A forward pass may change them. The library's own code is not searched.
+
+        Args:
+            owner: name of ``holder`` in messages.
+            holder: class or module of the library.
         """
         for name in self._names.keys() & vars(holder).keys():
             if isinstance(vars(holder)[name], _SET):
@@ -230,7 +243,12 @@ class _Search:
                 )
 
     def _note(self, owner: str, holder: Any, name: str, value: Any) -> None:
-        """Follow a value, and record its name if the value may change."""
+        """Queue a value, and record its name unless it is a function, property, class or module.
+
+        Args:
+            owner: name of ``holder`` in messages.
+            holder: the class, or the dict of a module, that has the value.
+        """
         if (id(holder), name) in self._noted:
             return
         self._noted.add((id(holder), name))
@@ -282,7 +300,13 @@ def _imported(function: types.FunctionType) -> Iterator[types.ModuleType]:
 
 
 def _imported_name(name: str, level: int, package: str | None) -> str:
-    """Return the full name of a module; empty if it is relative and the package is unknown."""
+    """Return the full name of an imported module; empty if it cannot be found out.
+
+    Args:
+        name: the module's name in the import statement.
+        level: the number of dots before the name; 0 for an absolute import.
+        package: the package of the importing code; None if it is unknown.
+    """
     if not level:
         return name
     return importlib.util.resolve_name("." * level + name, package) if package else ""

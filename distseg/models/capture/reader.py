@@ -81,9 +81,9 @@ class Reader:
         shapes: shapes of the network's parameters and buffers, by name.
         sizes: image size of each trace.
         traces: the traces, whose calls are the same but for the sizes.
-        rule: function that returns the value of the current call
-            (:func:`distseg.models.capture.rules.made`). Feature maps among its arguments are
-            :class:`Value`.
+        rule: function of this reader and the arguments of the current call that returns the
+            call's value (:func:`distseg.models.capture.rules.made`). Feature maps among the
+            arguments are :class:`Value`.
         source: function that returns a trace of an image of a given size.
     """
 
@@ -227,7 +227,8 @@ class Reader:
     def differs(self, other: Reader) -> str | None:
         """Return the name of the first layer that differs in ``other``, a reader of more traces.
 
-        Return None if all layers are equal.
+        Layers differ if they have other inputs, or if their sizes follow other rules. Return None
+        if all layers are equal.
         """
         mine, theirs = (
             {
@@ -285,7 +286,10 @@ class Reader:
                 self.values[Made(self.number, part)] = self._typed(value, part)
 
     def _typed(self, value: Value, part: int) -> Value:
-        """Return the value with the dtype of the result, unless it is a floating point type."""
+        """Return ``value`` with the dtype of the call's result number ``part``.
+
+        If that dtype is a floating point type, return ``value`` unchanged.
+        """
         dtype = self.call.dtypes[part]
         return value if dtype.is_floating_point else replace(value, dtype=dtype)
 
@@ -334,7 +338,12 @@ class Reader:
         return self._detached[made]
 
     def refusal(self, why: str, everywhere: bool = False) -> CanNotCapture:
-        """Return an error that names the current call and the reason."""
+        """Return an error that names the current call and the reason.
+
+        Args:
+            why: the rest of the message, after the name of the call.
+            everywhere: as in :class:`CanNotCapture`.
+        """
         return CanNotCapture(f"{self.call} {why}", everywhere)
 
     def map(self, x: Any) -> Value:
@@ -348,11 +357,13 @@ class Reader:
         return x
 
     def unfold(self, x: Value) -> None:
-        """Raise a signal that restarts the rule if ``x`` is a map in a form that can be rearranged.
+        """Raise a signal if the map ``x`` can be rearranged to (N, C, *size) for the current call.
+
+        The rule then starts again with the rearranged map.
 
         Raises:
-            Folded: the batch dim has more than images.
-            Deep: the map has a further dim after its channels.
+            Folded: the batch dim has channels or positions besides the images.
+            Deep: the map is (N, C, D, *size), with a dim D between channels and spatial dims.
         """
         if self.folding is None and is_deep(x, self.call.name):
             raise Deep(x)
@@ -361,7 +372,10 @@ class Reader:
             raise Folded(x, folding)
 
     def value(self, x: Any) -> Value:
-        """Return an argument that must be a feature map or a vector, with dims in any order."""
+        """Return an argument that must be a feature map or a vector; refuse anything else.
+
+        Its dims may be in any order.
+        """
         if not isinstance(x, Value):
             what = (
                 "a tensor that is computed from parameters and numbers only"
@@ -378,7 +392,7 @@ class Reader:
             what: name of the setting, for the error message.
         """
         if has_sizes(x):
-            raise self.refusal(f"has a {what} that depends on the image's size")
+            raise self.refusal(f"has a {what} that depends on the image's size: use a fixed one")
         return x
 
     def fixed_all(self, settings: dict[str, Any]) -> dict[str, Any]:
@@ -414,7 +428,9 @@ class Reader:
     def shape_of(self, x: Any) -> tuple[int, ...]:
         """Return the shape of a parameter, or of a tensor computed from parameters."""
         if isinstance(x, Value):
-            raise self.refusal("has a weight that is computed from the image")
+            raise self.refusal(
+                "has a weight that is computed from the image, which is not supported"
+            )
         return (
             self.shapes[x.name]
             if isinstance(x, Kept)
@@ -438,6 +454,10 @@ class Reader:
     def made(self, like: Value, part: int = 0) -> Axes:
         """Return the axes of the call's result: a map with the positions of ``like``, or a vector.
 
+        Args:
+            like: a map or vector that the call takes.
+            part: index of the result if the call returns several.
+
         Raises:
             CanNotCapture: a dim of the result is neither images, channels nor positions, or the
                 result mixes images or the dims of the image.
@@ -453,7 +473,7 @@ class Reader:
                 f"channels nor places, which is not supported"
             )
         if sum(axis.batch for axis in axes) != 1 and (of_images(axes) or of_images(like.axes)):
-            raise self.refusal(_OF_BATCH.format("of each other"))
+            raise self.refusal(_OF_BATCH.format("with each other"))
         places = places_of(axes)
         if places and places != tuple(range(self.dims)):
             whole = len(set(places)) == self.dims
@@ -547,6 +567,8 @@ class Reader:
         """Add a layer whose output size follows the size of the map ``like`` by ``rules``.
 
         Args:
+            make: function that makes the layer.
+            x: first input of the layer; ``like`` is the second one.
             more: further settings of the layer that were found by comparing the sizes of traces.
             settings: keyword arguments of :meth:`emit`.
         """
@@ -573,7 +595,8 @@ class Reader:
         maps = [x for x in operands if isinstance(x, Value)] or [self.value(operands[0])]
         if len({x.sizes for x in maps if not x.vector}) > 1:
             raise self.refusal(
-                f"joins {' and '.join(map(repr, maps))}, which have different spatial sizes"
+                f"combines {' and '.join(map(repr, maps))}, whose spatial sizes differ: resize or "
+                f"crop one of them first"
             )
         maps = self.meeting(maps)
         own: dict[str, Kept] = {}
@@ -598,9 +621,18 @@ class Reader:
         own: Mapping[str, Kept],
         what: str = "",
     ) -> Value:
-        """Add a layer that computes the steps.
+        """Add a layer that computes ``steps``.
 
-        If lines are among the inputs, the layer also reads a map, whose size gives their length.
+        A line is a vector whose length follows the size of the image, such as row means. If lines
+        are among the inputs, the layer also reads a map, whose size gives their length.
+
+        Args:
+            given: the form in which the steps take each input.
+            part: index of the layer's output, if the last step returns several results.
+            axes: axes of the output.
+            maps: inputs of the layer.
+            own: parameters and buffers of the layer, by their names in the layer.
+            what: suffix of the layer's name.
         """
         kind, steps = Formula, tuple(steps)
         if is_line(axes) or any(x.line for x in maps):
@@ -610,11 +642,18 @@ class Reader:
         )
 
     def map_of_lines(self, lines: Sequence[Value], axes: Axes = ()) -> Value:
-        """Return a map whose size gives the length of the lines."""
+        """Return a map whose size gives the length of the lines.
+
+        A line is a vector whose length follows the size of the image, such as row means.
+
+        Args:
+            lines: inputs of a call, among which only lines and other vectors are supported.
+            axes: axes of the call's result.
+        """
         if not all(x.vector for x in lines):
             raise self.refusal(
-                f"joins {' and '.join(map(repr, lines))} in an unsupported way; supported: "
-                f"multiply or add them place by place"
+                f"combines {' and '.join(map(repr, lines))} in an unsupported way; supported: "
+                f"multiply or add them element by element"
             )
         if {d for axis in axes for _, dims in axis.whole for d in dims} == set(
             range(self.dims)
@@ -626,7 +665,8 @@ class Reader:
         found = self.same_places(lines[0].sizes)
         if found is None:
             raise self.refusal(
-                f"is of {lines[0]!r}, whose length no longer follows the size of any map"
+                f"takes {lines[0]!r}, whose length follows the size of a map, but no map of the "
+                f"network has this size"
             )
         return found
 
@@ -677,13 +717,16 @@ class Reader:
         """Add a layer with the user's tensors, or with tensors computed from them.
 
         Args:
-            kind: class of the layer, PyTorch's or ours; ``args`` and ``kwargs`` are its arguments.
+            kind: class of the layer; ``args`` and ``kwargs`` are the arguments of this class.
+            x: input of the layer.
             tensors: the layer's parameters and buffers, by their names in the layer.
             axes: axes of the result, as for :meth:`emit`.
         """
         tensors = {name: value for name, value in tensors.items() if value is not None}
         if any(isinstance(value, Value) for value in tensors.values()):
-            raise self.refusal("has a weight that is computed from the image")
+            raise self.refusal(
+                "has a weight that is computed from the image, which is not supported"
+            )
 
         def plain():
             return kind(*args, **kwargs, **({"device": "meta"} if tensors else {}))
@@ -725,7 +768,9 @@ class Reader:
                 for ``bias``.
         """
         if isinstance(weight, Value) or isinstance(bias, Value):
-            raise self.refusal("has a weight that is computed from the image")
+            raise self.refusal(
+                "has a weight that is computed from the image, which is not supported"
+            )
         if self.folding and kind is nn.GroupNorm:
             return self.scaled(
                 self.layer(kind, x, *args, False, tensors=tensors, axes=x.axes, **kwargs),
@@ -781,6 +826,10 @@ class Reader:
     def pointwise(self, args: tuple, kwargs: dict, part: int | None = None) -> Value:
         """Add a layer for a pointwise call whose arguments are broadcast.
 
+        Args:
+            args, kwargs: arguments of the call.
+            part: index of the layer's output, if the call returns several results.
+
         Raises:
             CanNotCapture: the dims of the arguments do not match, or a parameter has a value for
                 each place.
@@ -795,8 +844,9 @@ class Reader:
             kinds = {(axis.batch, axis.places, axis.whole) for axis in there}
             if len(kinds) > 1:
                 raise self.refusal(
-                    f"joins {' and '.join(map(repr, dict.fromkeys(maps)))}, which have different "
-                    f"dims"
+                    f"combines {' and '.join(map(repr, dict.fromkeys(maps)))}, whose dims do not "
+                    f"match: bring them into the same order (permute or reshape), with length 1 "
+                    f"where one has no positions"
                 )
             places = any(axis.batch or axis.places or axis.whole for axis in there)
             for _x, shape in others:
@@ -804,13 +854,19 @@ class Reader:
                     raise self.refusal(_EACH_PLACE.format(shape))
         if any(len(shape) > rank for _, shape in others):
             raise self.refusal(
-                f"joins {maps[0]!r} with a tensor of "
-                f"{max((shape for _, shape in others), key=len)}, which has more dims"
+                f"combines {maps[0]!r} with a tensor of "
+                f"{max((shape for _, shape in others), key=len)}, which has more dims: reshape "
+                f"the tensor to fewer dims"
             )
         return self.formula(args, kwargs, part)
 
     def formula(self, args: tuple, kwargs: dict, part: int | None = None) -> Value:
-        """Add a layer for a call that is known to be pointwise for the given arguments."""
+        """Add a layer for a call that is known to be pointwise for the given arguments.
+
+        Args:
+            args, kwargs: arguments of the call.
+            part: index of the layer's output, if the call returns several results.
+        """
         args, kwargs, maps = self._with_resized_vectors(args, kwargs)
         own: dict[str, Kept] = {}
         steps: list[Step] = []
@@ -842,7 +898,8 @@ class Reader:
         maps = list(dict.fromkeys(found_in((args, kwargs), Value)))
         if len({x.sizes for x in maps if not x.vector}) > 1:
             raise self.refusal(
-                f"joins {' and '.join(map(repr, maps))}, which have different spatial sizes"
+                f"combines {' and '.join(map(repr, maps))}, whose spatial sizes differ: resize or "
+                f"crop one of them first"
             )
         there = dict(zip(maps, self.meeting(maps)))
         return (
@@ -950,7 +1007,12 @@ class Reader:
     # kinds of call
 
     def drop(self, kind: type, x: Any, p: float, training: bool) -> Any:
-        """Add a dropout layer; return ``x`` itself in evaluation mode."""
+        """Add a dropout layer and return its output; return ``x`` itself in evaluation mode.
+
+        Args:
+            kind: class of the layer if ``x`` is a map.
+            p: the dropout probability.
+        """
         x, p = self.value(x), self.fixed(p, "probability")
         if not training or p == 0 and not x.plain:
             return x
@@ -969,8 +1031,9 @@ class Reader:
             or x.rank < 2
         ):
             raise self.refusal(
-                f"drops values of {x!r}; supported: a map "
-                f"(N, C, {', '.join('DHW'[-self.dims :])}), or one whose channels come last"
+                f"applies a dropout to {x!r}; supported: a map "
+                f"(N, C, {', '.join('DHW'[-self.dims :])}), or a map whose channels come last: "
+                f"permute it first"
             )
         made = self.layer(VectorDropout if x.vector else kind, x, p, axes=x.axes)
         self._claim(self.number, made, not x.vector and order == last and order != first)
@@ -981,6 +1044,9 @@ class Reader:
 
         The factor may be divided by the probability with which it is 1. Return None for another
         factor.
+
+        Args:
+            x: the map that user code multiplies by the factor.
         """
         found, calls = factor, self.traces[0].calls
         divided = None
@@ -1031,13 +1097,16 @@ class Reader:
         self.dropouts[self._draws[number]] = Dropped(made.name, last)
 
     def same_places(self, sizes: tuple[tuple[int, ...], ...]) -> Value | None:
-        """Return the last map of these sizes; None if there is none."""
+        """Return the last map that has the size ``sizes[n]`` in trace n; None if there is none."""
         return next(
             (v for v in reversed(self.values.values()) if not v.vector and v.sizes == sizes), None
         )
 
     def like(self, sizes: tuple[tuple[int, ...], ...]) -> Value:
-        """Return a map of these sizes; add a pooling layer if none exists."""
+        """Return a map that has the size ``sizes[n]`` in trace n.
+
+        If there is none, add a layer that pools a larger map to this size.
+        """
         if found := self.same_places(sizes):
             return found
         for v in [v for v in reversed(self.values.values()) if not v.vector]:
@@ -1062,13 +1131,17 @@ class Reader:
         )
 
     def resized(self, x: Value, sizes: tuple[tuple[int, ...], ...]) -> Value:
-        """Return a vector that can be combined with maps of these sizes."""
+        """Return the vector ``x`` in a form that can be combined with maps of the given sizes.
+
+        Args:
+            sizes: size of the maps in each trace.
+        """
         if sizes == x.sizes:
             return x
         if x.line:
             raise self.refusal(
-                f"joins {x!r} with a value whose places differ from the map that it was computed "
-                f"from"
+                f"combines {x!r}, which was computed from one map, with values of a map of another "
+                f"size: resize one of the two maps first"
             )
         like, rules = self.followed(x, sizes)
         name = self._unique(f"{self._name()}_places")
@@ -1079,9 +1152,10 @@ class Reader:
         )
 
     def meeting(self, maps: Sequence[Value]) -> list[Value]:
-        """Return the values that a call combines, with vectors resized to the maps.
+        """Return the values that a call combines, with vectors marked as belonging to the maps.
 
-        If all values are vectors, they are resized to the smallest size among the vectors.
+        Without a map, they are marked as belonging to the size that a line among them follows, or
+        else to the smallest size to which one of them belongs.
         """
         sizes = next(
             (
@@ -1094,7 +1168,7 @@ class Reader:
         return [self.resized(x, sizes) if x.vector else x for x in maps]
 
     def replaced(self, tree: Any, by: Mapping[Value, Value]) -> Any:
-        """Return arguments with values replaced by others."""
+        """Return arguments in which each value that is a key of ``by`` is replaced by its entry."""
         if isinstance(tree, tuple):
             return tuple(self.replaced(x, by) for x in tree)
         if isinstance(tree, dict):
@@ -1117,7 +1191,7 @@ DIFFERENT = (
 POSITIONS = "a separate value for each place of the image is not supported"
 _EACH_PLACE = (
     "takes a tensor of {} with a separate value for each place of the image, or for each image of "
-    "the batch, but a part of an image does not have all of these"
+    "the batch, which is not supported: use one value for each channel, or one value for all"
 )
 _OF_BATCH = (
     "mixes the images of a batch {}, but images are computed separately: remove this, or use a "
@@ -1140,7 +1214,11 @@ _RANDOM = RANDOM | EMPTY
 
 
 def follows_size(calls: Sequence[Called]) -> bool:
-    """Return True if the size of a filled tensor or an expanded parameter follows the image."""
+    """Return True if a call fills or expands a tensor to a size that differs between traces.
+
+    Args:
+        calls: the call in each trace.
+    """
     return calls[0].name in _OVER_PLACES and len({call.shapes for call in calls}) > 1
 
 
@@ -1157,7 +1235,7 @@ def _is_result(x: Value, sizes: Sequence[Sequence[int]]) -> bool:
 
 
 def _is_sum(axes: Axes) -> bool:
-    """Return True if places of several image dims are concatenated along one dim of the tensor."""
+    """Return True if a line has positions in one dim only, as H + W values, not as H * W values."""
     return (
         not any(len(dims) > 1 for axis in axes for _, dims in axis.whole)
         and sum(bool(axis.whole) for axis in axes) == 1
@@ -1206,9 +1284,12 @@ def _with_tensors(layer: nn.Module, found: dict[str, Tensor]) -> nn.Module:
 def _whole_times(
     large: Sequence[tuple[int, ...]], small: Sequence[tuple[int, ...]]
 ) -> tuple[int, ...] | None:
-    """Return for each dim the integer by which ``large`` is divided, rounded down, to ``small``.
+    """Return for each dim the integer k for which large // k equals small in all traces.
 
-    Return None if no integer fits all traces.
+    Return None if a dim has no such integer.
+
+    Args:
+        large, small: a size in each trace.
     """
     factors = [_divisor(*each) for each in zip(zip(*large), zip(*small))]
     return tuple(factors) if all(factors) else None
@@ -1264,10 +1345,13 @@ def _used(call: Called) -> list[Made]:
 
 
 def _main_call(module: str, calls: Sequence[Called], numbers: Sequence[int]) -> int | None:
-    """Return the number of the call that owns a module's weights, or of the module's only call.
+    """Return the number of the call of a module that uses the module's weights.
 
-    The module's only call is meant if no call uses its weights. Return None if the module calls
-    other modules, or if several calls qualify.
+    If no call uses them, return the number of the module's only call. Return None if the module
+    calls other modules, or if several calls qualify.
+
+    Args:
+        numbers: the numbers of the calls that may be returned.
     """
     if any(calls[n].module.startswith(f"{module}.") for n in numbers):
         return None

@@ -37,6 +37,7 @@ def reduced(
     """Return a statistic over dims of channels, over positions, or over both.
 
     Args:
+        x: the map or vector that the call reduces.
         dim: the dims over which the call reduces, as user code gives them.
         args: arguments with which the user's function is called if it reduces channels only.
         make: function that makes the layer for the statistic over positions.
@@ -70,7 +71,12 @@ def over_places(
 ) -> Value:
     """Return a statistic of each channel over the spatial dims in ``over``, which get length 1.
 
-    The result is a line if some spatial dims of the image are not in ``over``, else a vector.
+    If ``over`` leaves out some spatial dims, the result has a value for each position along these
+    (a line, such as row means). Otherwise it is a vector without positions.
+
+    Args:
+        make: function that makes the layer of the statistic.
+        what: suffix of the layer's name.
     """
     return (
         of_lines(reader, x, over, make, what)
@@ -80,7 +86,11 @@ def over_places(
 
 
 def all_places(reader: Reader, x: Value, dim: Any, what: str) -> tuple[int, ...]:
-    """Return the dims of a statistic. Refuse the statistic if it leaves out a spatial dim."""
+    """Return the dims that ``dim`` names; refuse the statistic if it leaves out a spatial dim.
+
+    Args:
+        what: name of the statistic, for the error.
+    """
     over = reader.dims_of(dim, x)
     if sorted(d for o in over for d in x.axes[o].places) != list(range(reader.dims)):
         raise reader.refusal(
@@ -91,7 +101,12 @@ def all_places(reader: Reader, x: Value, dim: Any, what: str) -> tuple[int, ...]
 
 
 def of_image(reader: Reader, x: Value, make: Callable[[], nn.Module], what: str = "") -> Value:
-    """Return a statistic of each channel over all positions. The spatial dims get length 1."""
+    """Return a statistic of each channel over all positions. The spatial dims get length 1.
+
+    Args:
+        make: function that makes the layer of the statistic.
+        what: suffix of the layer's name.
+    """
     return reader.emit(lambda _: make(), [x], axes=without_places(x.axes), what=what)
 
 
@@ -101,7 +116,7 @@ def _alone(axes: Axes, dims: Sequence[int]) -> Axes:
 
 
 def formed(reader: Reader, vector: Value, part: int = 0) -> Value:
-    """Return a vector with the axes of the call's result.
+    """Return ``vector`` with the axes of the call's result number ``part``.
 
     Refuse a result that differs from the vector in more than dims of length 1.
     """
@@ -109,13 +124,14 @@ def formed(reader: Reader, vector: Value, part: int = 0) -> Value:
     made = replace(vector, axes=axes)
     if not made.vector or _lengths(axes) != _lengths(vector.axes):
         raise reader.refusal(
-            f"makes a tensor of {reader.call.shapes[part]}, where {vector!r} is expected"
+            f"makes a tensor of {reader.call.shapes[part]} from {vector!r}, which is not "
+            f"supported: let it keep the dims of the vector, except for dims of length 1"
         )
     return made
 
 
 def _lengths(axes: Axes) -> list[tuple]:
-    """Return the channels and the line's extent of each dim, without dims of length 1."""
+    """Return for each dim its channels and its extent along the image; leave out length 1."""
     return [(axis.cell, axis.whole) for axis in axes if not axis.lone]
 
 
@@ -125,6 +141,10 @@ def variance(
     """Return the variance over spatial dims, or over all spatial dims and dims of channels.
 
     The reduced dims are kept with length 1.
+
+    Args:
+        correction: as in ``torch.var``.
+        what: name of the statistic, for errors.
     """
     x = reader.value(x)
     over = reader.dims_of(dim, x)
@@ -172,7 +192,10 @@ def softmax(reader: Reader, x: Value, dim: int, log: bool) -> Value:
 
 
 def beside(reader: Reader, *values: Value) -> tuple:
-    """Return the values with lines repeated over the maps, ready for a pointwise function."""
+    """Return the values that a pointwise function takes, with lines repeated to maps.
+
+    A line is a vector whose length follows the size of the image, such as row means.
+    """
     return lines_spread(reader, values, {})[0]
 
 
@@ -244,9 +267,10 @@ class _Root(_Power):
 def _then(
     reader: Reader, vector: Value, function: Callable[..., Tensor] | None, rest: tuple[int, ...]
 ) -> Value:
-    """Return a vector that ``function`` reduces over the dims ``rest``, which are channels.
+    """Return ``vector``, reduced by ``function`` over the dims ``rest``, which are channels.
 
-    Return the vector unchanged if ``rest`` is empty.
+    Return ``vector`` unchanged if ``rest`` is empty; otherwise refuse the call if ``function`` is
+    None.
     """
     if not rest:
         return vector
@@ -284,9 +308,9 @@ def product(reader: Reader, a: Value, b: Value, heads: int, axes: Axes) -> Value
 
 
 def largest_of(reader: Reader, x: Value, k: int, dim: int, least: bool = False) -> Value:
-    """Return the k largest values along a dim that holds all positions.
+    """Return the k largest values along a dim that holds all positions, the largest first.
 
-    If ``least`` is True, return the k smallest values.
+    If ``least`` is True, return the k smallest values, the smallest first.
     """
     (at,) = reader.dims_of(dim, x)
     if x.axes[at].places != tuple(range(reader.dims)) or x.axes[at].mixed:

@@ -67,10 +67,11 @@ def reshaped(reader: Reader, x: Value) -> Value:
 
 
 def _in_order(axes: Sequence[Axis]) -> tuple[Axis, ...] | None:
-    """Return the dims of a line before its batch dim, without dims of length 1.
+    """Return the dims of a line that come before its batch dim, without dims of length 1.
 
-    If a reshape keeps these dims, the memory order is unchanged: the dims after the batch dim keep
-    their order, whatever their lengths.
+    A line is a vector whose length follows the size of the image, such as row means. If a reshape
+    keeps the returned dims, the memory order is unchanged: the dims after the batch dim keep their
+    order, whatever their lengths.
     """
     dims = [axis for axis in axes if axis != Axis()]
     return tuple(dims[: next((n for n, axis in enumerate(dims) if axis.batch), len(dims))])
@@ -101,10 +102,14 @@ def _pieces(reader: Reader, x: Value) -> list[_Piece]:
 
 
 def _grouped(pieces: Sequence[_Piece], wanted: Sequence[Lengths]) -> list[list[_Piece]] | None:
-    """Return the pieces that each new dim consists of.
+    """Return for each dim of the reshape's result the pieces that it consists of.
 
     Return None if the pieces cannot be split and joined to the lengths ``wanted``, or if a block
     of a spatial dim would not have the same length in all traces.
+
+    Args:
+        pieces: the pieces of the reshaped map, in memory order.
+        wanted: the lengths of each dim of the result.
     """
     left, groups = list(reversed(pieces)), []
     for lengths in wanted:
@@ -142,7 +147,16 @@ def _quotient(large: Lengths, small: Lengths) -> Lengths | None:
 
 
 def _cut(reader: Reader, x: Value, groups: Sequence[Sequence[_Piece]]) -> Value:
-    """Return the map with one dim for each piece, where the positions in a block are channels."""
+    """Return the map ``x`` split into the pieces of a reshape, one dim for each piece.
+
+    Where a spatial dim is split into blocks of length k, the k positions inside a block become
+    channels, for example (N, C, H, W) -> (N, C, H / 2, 2, W / 2, 2).
+
+    Args:
+        x: the map.
+        groups: for each dim of the reshape's result, the pieces that it consists of
+            (:func:`_grouped`).
+    """
     pieces = [piece for group in groups for piece in group]
     inner = [
         math.prod(p.lengths[0] for p in pieces if p.inner and p.place == d)
@@ -182,10 +196,14 @@ def _axis(piece: _Piece) -> Axis:
 
 
 def _joined(reader: Reader, x: Value, groups: Sequence[Sequence[_Piece]]) -> Value | None:
-    """Return the map with its pieces joined to the new dims.
+    """Return the map ``x``, whose pieces are joined to the dims of a reshape's result.
 
-    Channels that follow a spatial dim within a new dim become positions. Return None if images
-    are not the first piece of their dim.
+    Channels that follow a spatial dim within a dim of the result become positions. Return None if
+    images are not the first piece of their dim.
+
+    Args:
+        x: a map with one dim for each piece (:func:`_cut`).
+        groups: for each dim of the result, the pieces that it consists of.
     """
     cells, along, made = [], [], []
     for group in groups:

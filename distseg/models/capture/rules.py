@@ -421,7 +421,7 @@ class Rules:
         if return_indices:
             raise self.refusal(
                 "returns the positions of the maxima, which would be positions in a tile, not in "
-                "the image"
+                "the image: set return_indices=False"
             )
         settings = dict(
             kernel_size=kernel_size,
@@ -600,7 +600,10 @@ def _to_grid(reader: Reader, x: Value, layer: Mean) -> Value:
 
 
 def _one_dim_of_channels(reader: Reader, x: Value) -> int:
-    """Return the length of dim 1 of a value (N, C, ...) that has only that dim of channels."""
+    """Return the length of dim 1 of a value (N, C, ...) whose only dim of channels is dim 1.
+
+    Refuse other values.
+    """
     reader.unfold(x)
     there = x.rank > 1 and x.axes[0] == Axis(True) and x.axes[1].of_channels and not x.axes[1].whole
     if not there or not x.vector and any(axis.cell != 1 for axis in x.axes[2:]):
@@ -609,7 +612,12 @@ def _one_dim_of_channels(reader: Reader, x: Value) -> int:
 
 
 def _rooted(means: torch.Tensor, count: int, p: float) -> torch.Tensor:
-    """Return the result of ``F.lp_pool2d``, computed from means of powers."""
+    """Return the result of ``F.lp_pool2d``, computed from means of powers.
+
+    Args:
+        means: the mean of x ** p over each window.
+        count: the number of cells in a window.
+    """
     return (torch.sign(means) * torch.relu(torch.abs(means))).mul(count).pow(1.0 / p)
 
 

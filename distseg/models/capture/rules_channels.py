@@ -94,7 +94,9 @@ class Channels:
             or x.dtype is not None
             or not self.call.dtypes[0].is_floating_point
         ):
-            raise self.refusal(f"copies {x!r} to a tensor with other dims or another dtype")
+            raise self.refusal(
+                f"copies {x!r} to a tensor with other dims or another dtype: give both the same"
+            )
         return x
 
     def requires_grad(self: Reader, input, wanted=True):
@@ -265,7 +267,10 @@ class Channels:
             maps = self.meeting(maps)
         at = dim % maps[0].rank
         if len({(x.sizes, x.axes[:at], x.axes[at + 1 :]) for x in maps}) > 1:
-            raise self.refusal(f"joins {' and '.join(map(repr, maps))}, which have different dims")
+            raise self.refusal(
+                f"concatenates {' and '.join(map(repr, maps))}, whose other dims differ in size or "
+                f"order: bring them to the same dims before (resize, permute or reshape)"
+            )
         if (
             len(maps) == len(given)
             and all(x.plain for x in maps)
@@ -347,9 +352,10 @@ def _cast(reader: Reader, x: Any) -> Value | None:
 
 
 def _alike(reader: Reader, value: Any) -> Value | None:
-    """Return a map or vector filled with one number.
+    """Return a map or vector filled with the number ``value``.
 
-    Return None if the tensor's size does not follow the image's size: the tensor is a constant.
+    Return None if the size of the user's tensor does not follow the image's size, so that the
+    tensor is a constant.
     """
     if not follows_size(reader.current):
         return None
@@ -367,7 +373,7 @@ def _alike(reader: Reader, value: Any) -> Value | None:
 
 
 def _expanded_over(reader: Reader, x: Any) -> Value:
-    """Return the map or vector to which a parameter is expanded."""
+    """Return the map or vector to which the current call expands the parameter ``x``."""
     found = _places_of_result(reader)
     if found is None:
         raise reader.refusal(

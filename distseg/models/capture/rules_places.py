@@ -86,6 +86,9 @@ def _whole_factors(
     """Return for each dim the integer factor by which it is enlarged.
 
     Return None if a factor is no integer, or is not the same in all traces.
+
+    Args:
+        before, after: the size in each trace, before and after the enlargement.
     """
     factors = {
         tuple(m // n if m % n == 0 else 0 for n, m in zip(*pair)) for pair in zip(before, after)
@@ -100,9 +103,14 @@ def _by_factor(
 
 
 def _ratio(reader: Reader, x: Value, sizes: Sequence[tuple[int, ...]], factors: Any) -> str:
-    """Return RATIO if each scale factor is the new size divided by the size of ``x``.
+    """Return RATIO: user code computes its scale factors as new size divided by size of ``x``.
 
-    Refuse other scale factors that depend on the image's size.
+    Args:
+        sizes: the new size in each trace.
+        factors: the user's scale factors, which depend on the image's size.
+
+    Raises:
+        CanNotCapture: the factors follow another rule.
     """
     each = [of_trace(factors, n) for n in range(len(sizes))]
     ratios = [tuple(m / n for n, m in zip(*pair)) for pair in zip(x.sizes, sizes)]

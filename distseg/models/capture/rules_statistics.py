@@ -273,7 +273,10 @@ def _is_tensor(x: Any) -> bool:
 
 
 def _first(x: torch.Tensor, dim: tuple[int, ...], keepdim: bool) -> torch.Tensor:
-    """Return the maximum along one dim. The gradient goes to the first of equal maxima."""
+    """Return the maximum along the only dim in ``dim``.
+
+    The gradient goes to the first of equal maxima.
+    """
     return x.max(*dim, keepdim=keepdim)[0]
 
 
@@ -282,7 +285,10 @@ def _truth(x: torch.Tensor) -> torch.Tensor:
 
 
 def _of_truth(reader: Reader, x: Any, dim: Any, keepdim: bool, every: bool) -> Value:
-    """Return 1 if any number, or every number if ``every`` is True, is not 0; else return 0."""
+    """Return 1 where some number along ``dim`` is not 0, else 0.
+
+    If ``every`` is True, return 1 only where all numbers along ``dim`` are not 0.
+    """
     x = reader.value(x)
     if reader.of_channels(dim, x):
         return reader.formula((x, dim, keepdim), {})
@@ -299,7 +305,7 @@ def _divided(x: torch.Tensor, norm: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def _least(reader: Reader, x: Value, dim: Any, largest: Max) -> Value:
-    """Return the minimum, computed as -max(-x); ``largest`` is the layer for the maximum."""
+    """Return the minimum over ``dim``, computed as -max(-x) with the settings of ``largest``."""
     over_both = _first if largest.first else None
     made = reduced(
         reader,
@@ -317,6 +323,10 @@ def _correction(reader: Reader, given: tuple, correction: Any) -> tuple[Value, A
     """Return (input, dims, correction, keepdim) of a variance call.
 
     In PyTorch's older signature, ``unbiased`` may stand at the position of ``dim``.
+
+    Args:
+        given: the call's arguments (input, dim, unbiased, keepdim).
+        correction: the call's argument of this name; None to derive it from ``unbiased``.
     """
     x, dim, unbiased, keepdim = given
     if isinstance(dim, bool):
@@ -327,7 +337,12 @@ def _correction(reader: Reader, given: tuple, correction: Any) -> tuple[Value, A
 
 
 def _deviation(reader: Reader, given: tuple, correction: Any, rooted: bool, part: int = 0) -> Value:
-    """Return the variance, or the standard deviation if ``rooted`` is True."""
+    """Return the variance, or the standard deviation if ``rooted`` is True.
+
+    Args:
+        given, correction: as in :func:`_correction`.
+        part: index of this statistic among the call's results.
+    """
     x, dim, correction, keepdim = _correction(reader, given, correction)
     if reader.of_channels(dim, x):
         return reader.applied(
@@ -346,7 +361,11 @@ def _deviation(reader: Reader, given: tuple, correction: Any, rooted: bool, part
 
 
 def _with_mean(reader: Reader, given: tuple, correction: Any, rooted: bool) -> tuple[Value, Value]:
-    """Return (variance, mean), or (standard deviation, mean) if ``rooted`` is True."""
+    """Return (variance, mean), or (standard deviation, mean) if ``rooted`` is True.
+
+    Args:
+        given, correction: as in :func:`_correction`.
+    """
     x, dim, _, keepdim = _correction(reader, given, correction)
     deviation = _deviation(reader, given, correction, rooted)
     if reader.of_channels(dim, x):

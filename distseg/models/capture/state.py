@@ -251,7 +251,13 @@ def print_of(value: Any, loose: bool = False, known: frozenset[int] = frozenset(
 
 
 class Printer:
-    """Computation of a value's print from the content of its containers and objects."""
+    """Computation of a value's print from the content of its containers and objects.
+
+    A call takes the value and the number of nested containers that are followed.
+
+    Args:
+        loose, known: as for :func:`print_of`.
+    """
 
     def __init__(self, loose: bool, known: frozenset[int]):
         self.loose, self.known, self.seen, self.left = loose, known, set(), _MANY
@@ -353,7 +359,7 @@ class Printer:
 
 
 def _content_of(x: Any) -> Any:
-    """Return the content of an object of the standard library, or its position, as of a file.
+    """Return the content of an object of the standard library, or a position, as in a file.
 
     Return None if the object offers neither.
     """
@@ -388,7 +394,11 @@ def _cells(function: types.FunctionType) -> dict[str, Any]:
 
 
 def _state_of(generator: Any, again: Callable[[Any], Hashable]) -> Hashable:
-    """Return the state of a random generator."""
+    """Return the state of a random generator.
+
+    Args:
+        again: function that returns the print of a part of the state.
+    """
     if isinstance(generator, torch.Generator):
         return bytes(generator.get_state())
     if isinstance(generator, random.SystemRandom):
@@ -405,7 +415,10 @@ def _bytes_of(x: Tensor) -> bytes:
 
 
 def _sum_of(x: Tensor) -> int:
-    """Return the sum of a tensor's bytes, taken as 64-bit integers."""
+    """Return the sum of a tensor's bytes, taken as 64-bit integers.
+
+    Up to 7 bytes at the end, which make no such integer, are left out.
+    """
     octets = _octets(x)
     return int(octets[: len(octets) // 8 * 8].view(torch.int64).sum())
 

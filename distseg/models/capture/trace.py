@@ -42,6 +42,7 @@ class CanNotCapture(ValueError):
     """Error that says why a network cannot be captured.
 
     Args:
+        why: the error message.
         everywhere: True if each output pixel depends on the whole image, so that no halo is large
             enough.
     """
@@ -387,6 +388,10 @@ class _Recorder(TorchFunctionMode):
     def note_draw(self, name: str, made: Any) -> None:
         """Mark the current call as one that draws random numbers.
 
+        Args:
+            name: name of the function that draws.
+            made: result of this function.
+
         Raises:
             CanNotCapture: no call of a PyTorch function is being recorded.
             Hidden: no call is being recorded, and user code can read the drawn numbers.
@@ -397,7 +402,11 @@ class _Recorder(TorchFunctionMode):
         self._drawn.append(seen)
 
     def note_system(self, line: str) -> None:
-        """Refuse random numbers that come from the operating system."""
+        """Refuse random numbers that come from the operating system.
+
+        Args:
+            line: the line of user code that draws them.
+        """
         module = self.inside and self.inside[-1] or "the model"
         raise Hidden(
             f"{module} ({line}) takes random numbers from the operating system, as a generator "
@@ -502,6 +511,9 @@ class _Recorder(TorchFunctionMode):
     def _looked_at(self, given: Sequence[Tensor]) -> str:
         """Return the end of an error message on a function that reads a tensor's numbers in Python.
 
+        Args:
+            given: tensors that the function takes.
+
         Raises:
             Hidden: the tensor is a running statistic.
         """
@@ -521,7 +533,15 @@ class _Recorder(TorchFunctionMode):
         return f"reads the values of {kept or 'a tensor'} in Python: {BY_VALUE}"
 
     def _check(self, name: str, args: tuple, drawn: list[bool]) -> None:
-        """Refuse calls with side effects, and calls under ``torch.func`` transforms."""
+        """Refuse a call that cannot be repeated for each part of an image.
+
+        Such a call replaces the data of a tensor, adds a hook to gradients, gives random numbers
+        to user code, or runs under a transform of ``torch.func``.
+
+        Args:
+            name: name of the function.
+            drawn: for each draw of the call, True if user code can read the drawn numbers.
+        """
         if any(
             isinstance(x, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(x)
             for x in args
@@ -708,6 +728,10 @@ class _Recorder(TorchFunctionMode):
     def _look_for_changes(self, called: Called, changed: set[int], made: set[int]) -> None:
         """Mark tensors as unknown if they share memory with one that the call overwrote.
 
+        Args:
+            changed: ids of the tensors that the call overwrote.
+            made: ids of the tensors whose new value is recorded already.
+
         Raises:
             Hidden: the call changes a parameter or buffer that is not a norm's running statistic.
         """
@@ -732,7 +756,11 @@ class _Recorder(TorchFunctionMode):
                 known.value = None
 
     def _sharing_with(self, changed: set[int]) -> list[tuple[int, _Known]]:
-        """Return the known tensors, by id, that share memory with changed ones."""
+        """Return (id, tensor) of all known tensors that share memory with a tensor in ``changed``.
+
+        Args:
+            changed: ids of the tensors.
+        """
         found: list[tuple[int, _Known]] = []
         for key in changed:
             if key in self._known:
@@ -740,7 +768,13 @@ class _Recorder(TorchFunctionMode):
         return found
 
     def _check_apart(self, called: Called, changed: set[int], memory: int) -> None:
-        """Refuse an in-place change of a tensor that was read as ``x.data``."""
+        """Refuse an in-place change of a tensor that was read as ``x.data``.
+
+        Args:
+            called: the call that makes the change.
+            changed: ids of the tensors that the call changed.
+            memory: key of the storage that the tensors share (:func:`_memory`).
+        """
         there = self._sharing[memory]
         line = next(
             (
@@ -838,7 +872,10 @@ class _Recorder(TorchFunctionMode):
 
 
 def _attribute(model: nn.Module, x: Tensor) -> tuple[str, str] | None:
-    """Return (module name, attribute name) if a module keeps the tensor as a plain attribute."""
+    """Return (module name, attribute name) of a tensor that a module keeps as a plain attribute.
+
+    Return None if no module of ``model`` keeps it so.
+    """
     for place, module in model.named_modules():
         for name, value in vars(module).items():
             if value is x:

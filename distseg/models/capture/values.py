@@ -71,7 +71,7 @@ class Value:
 
     @property
     def line(self) -> bool:
-        """True if the value is a vector whose length follows the size of the map."""
+        """True for a vector whose length follows the size of the map, such as the means of rows."""
         return is_line(self.axes)
 
     @property
@@ -102,7 +102,7 @@ class Value:
 def kind_of(x: Value) -> str:
     """Return the kind of a value in words, for error messages."""
     if x.line:
-        return "a line of the image"
+        return "a vector along rows or columns of the image"
     if x.vector:
         return "a vector of the image"
     if places_of(x.axes) and max(len(axis.places) for axis in x.axes) > 1:

@@ -91,7 +91,10 @@ class _Origins(Printer):
 
 
 class _Search(Printer):
-    """Search in a value for arrays and buffers. ``spans`` has the memory range of each of them."""
+    """Search in a value for arrays and buffers.
+
+    ``spans`` has for each of them the addresses of its first byte and of the byte after its end.
+    """
 
     def __init__(self, known: frozenset[int]):
         super().__init__(False, known)

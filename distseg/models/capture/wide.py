@@ -28,7 +28,9 @@ def unnarrowed(function: Callable, args: tuple, kwargs: dict) -> tuple[Callable,
 
 
 def widened(result: Any, *given: Any) -> Any:
-    """Return a result in float64 if it is a float32 tensor and no argument is a tensor.
+    """Return ``result`` in float64 if it is a float32 tensor and no argument is a tensor.
+
+    Otherwise return it unchanged.
 
     Args:
         given: arguments of the function that made the result.
@@ -38,9 +40,10 @@ def widened(result: Any, *given: Any) -> Any:
 
 
 def call_wide(function: Callable, args: tuple, kwargs: dict) -> Any:
-    """Return the result of a call in float64.
+    """Call a function of user code that runs in float64, and return its result.
 
-    If float32 tensors, such as NumPy constants, are mixed with float64 ones, they are cast first.
+    If the arguments mix float32 tensors, such as NumPy constants, with float64 tensors, the former
+    are cast to float64 first. A float32 result of a call without tensors is cast as well.
     """
     if (
         len({x.dtype for x in found_in((args, kwargs), Tensor)} & {torch.float32, torch.float64})

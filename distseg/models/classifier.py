@@ -34,7 +34,7 @@ class Block(nn.Module):
 
 
 class Residual(nn.Module):
-    """A residual classifier: (N, C, H, W) -> (N, K).
+    """A residual classifier: (N, in_channels, H, W) -> (N, out_channels).
 
     It consists of a 3x3 convolution, ``depth`` residual blocks, a mean or maximum over the image
     (``pool``), and a linear layer. The convolution and each block halve the size. From the second

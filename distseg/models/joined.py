@@ -64,7 +64,10 @@ def joined(
 
 
 def outputs_of(model: nn.Module) -> int:
-    """Return the number of outputs that are concatenated in a module's result in training."""
+    """Return the number of outputs that are concatenated in a module's result in training.
+
+    It is 1 for a module that :func:`joined` has not changed.
+    """
     return getattr(model, "distseg_outputs", 1)
 
 

@@ -460,7 +460,11 @@ class Formula(nn.Module):
         reads: Sequence[Read],
         made: Axes | None,
     ) -> Tensor:
-        """Return the result of ``steps`` on ``maps``, as a map or vector with axes ``made``."""
+        """Return the result of ``steps`` on ``maps``, as a map or vector with axes ``made``.
+
+        Args:
+            reads: the form in which the steps take each map.
+        """
         y = _computed(self, steps, map(_as_read, maps, reads), like=maps[0])
         y = y if self.part is None else y[self.part]
         if not y.is_floating_point():

@@ -187,7 +187,10 @@ class Dropped:
 
 @dataclass(frozen=True)
 class Call:
-    """A layer, its name, and the numbers of the maps with which it is called."""
+    """A layer, its name, and the numbers of the maps with which it is called.
+
+    Map 0 is the image, and call n of a network makes map n + 1.
+    """
 
     name: str
     layer: nn.Module

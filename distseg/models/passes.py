@@ -61,7 +61,10 @@ def user_frame(frame: FrameType | None) -> FrameType | None:
 
 
 def user_line() -> str:
-    """Return the line of user code that runs inside :func:`run`, such as ``nets.py, line 12``."""
+    """Return the line of user code that runs inside :func:`run`, such as ``nets.py, line 12``.
+
+    If no user code runs, return ``PyTorch's own code``.
+    """
     frame = user_frame(sys._getframe(1))
     return (
         "PyTorch's own code" if frame is None else shown(frame.f_code.co_filename, frame.f_lineno)

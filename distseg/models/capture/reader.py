@@ -438,7 +438,10 @@ class Reader:
         )
 
     def axes_of(self, x: Any) -> Axes:
-        """Return the axes of a value or a parameter. Each dim of a parameter counts as channels."""
+        """Return the meaning of each dim of a value or a parameter (:class:`Axis`).
+
+        Each dim of a parameter counts as channels.
+        """
         return x.axes if isinstance(x, Value) else tuple(Axis(cell=n) for n in self.shape_of(x))
 
     def learns(self, x: Made | Kept) -> bool:
@@ -452,7 +455,9 @@ class Reader:
         return call is None or any(map(self.learns, found_in((call.args, call.kwargs), Made, Kept)))
 
     def made(self, like: Value, part: int = 0) -> Axes:
-        """Return the axes of the call's result: a map with the positions of ``like``, or a vector.
+        """Return the meaning of each dim of the call's result (:class:`Axis`).
+
+        The result is a map with the positions of ``like``, or a vector.
 
         Args:
             like: a map or vector that the call takes.
@@ -678,8 +683,8 @@ class Reader:
     def _name(self) -> str:
         """Return the name of the current call's layer.
 
-        The name is that of the module if this call owns the module's weights or is the module's
-        only call, else ``module.function``.
+        The name is that of the calling module, if this is the only call that uses the module's
+        weights, or the module's only call. Otherwise the name of the function is added to it.
         """
         module, function = self.call.module, self.call.name.strip("_")
         if module in self._homes:
@@ -763,9 +768,11 @@ class Reader:
         """Add a norm with the user's weight and bias.
 
         Args:
+            kind: class of the layer; ``x`` is its input.
             args: arguments of the layer's class that come before ``affine``.
             weight: a parameter, a buffer, a tensor computed from these, or None. The same holds
                 for ``bias``.
+            tensors: the layer's running statistics, by their names in the layer.
         """
         if isinstance(weight, Value) or isinstance(bias, Value):
             raise self.refusal(
@@ -891,9 +898,9 @@ class Reader:
         return self._emit_formula(steps, given, part, axes, maps, own)
 
     def _with_resized_vectors(self, args: tuple, kwargs: dict) -> tuple[tuple, dict, list[Value]]:
-        """Return the arguments with vectors resized to the maps.
+        """Return the arguments of a call, with vectors marked as belonging to the maps' size.
 
-        Also return the list of all maps and vectors among them.
+        Also return the list of all maps and vectors among the arguments.
         """
         maps = list(dict.fromkeys(found_in((args, kwargs), Value)))
         if len({x.sizes for x in maps if not x.vector}) > 1:

@@ -111,7 +111,7 @@ def of_image(reader: Reader, x: Value, make: Callable[[], nn.Module], what: str 
 
 
 def _alone(axes: Axes, dims: Sequence[int]) -> Axes:
-    """Return axes in which the given dims have length 1."""
+    """Return ``axes``, in which the dims of channels in ``dims`` get length 1."""
     return tuple(axis._replace(cell=1) if d in dims else axis for d, axis in enumerate(axes))
 
 
@@ -293,6 +293,7 @@ def product(reader: Reader, a: Value, b: Value, heads: int, axes: Axes) -> Value
     Args:
         a: map with channels (heads, I).
         b: map with channels (heads, J).
+        heads: number of groups of channels; only channels of the same group are multiplied.
     """
     if a.sizes != b.sizes:
         raise reader.refusal(f"multiplies {a!r} with {b!r}, which have different spatial sizes")

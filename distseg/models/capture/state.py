@@ -92,7 +92,7 @@ GENERATORS = (
 
 
 class TensorPrint(NamedTuple):
-    """Print of a tensor.
+    """Print of a tensor, which is equal for equal tensors (:func:`print_of`).
 
     ``content`` is a digest or a sum of the numbers. For a tensor on the meta device it is the
     tensor's id and version.
@@ -161,7 +161,7 @@ WHOLE = "the model"
 
 @dataclass(frozen=True)
 class Picture:
-    """Snapshot of a module's state: the print of the value in each slot.
+    """Snapshot of a module's state: for each slot the print of its value (:func:`print_of`).
 
     ``values`` keeps the values alive, so that no new object gets the same id.
     """
@@ -198,7 +198,10 @@ def picture_of(model: nn.Module, loose: bool = False) -> Picture:
 
 
 def slots_of(model: nn.Module) -> list[Slot]:
-    """Return the slots of all modules, and of the globals and closures that their code reads."""
+    """Return a slot for each attribute, parameter and buffer of a model and its submodules.
+
+    Return also a slot for each global and each closure variable that their code reads.
+    """
     found = []
     for name, module in model.named_modules():
         owner = name or WHOLE

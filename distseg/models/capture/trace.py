@@ -756,10 +756,10 @@ class _Recorder(TorchFunctionMode):
                 known.value = None
 
     def _sharing_with(self, changed: set[int]) -> list[tuple[int, _Known]]:
-        """Return (id, tensor) of all known tensors that share memory with a tensor in ``changed``.
+        """Return the id and the :class:`_Known` of each tensor that shares memory with others.
 
         Args:
-            changed: ids of the tensors.
+            changed: ids of these other tensors, which are part of the result.
         """
         found: list[tuple[int, _Known]] = []
         for key in changed:
@@ -934,7 +934,10 @@ _NORMS = ("batch_norm", "instance_norm", "group_norm", "layer_norm")
 
 
 def _updates_norm(called: Called, name: str) -> bool:
-    """Return True if the call updates a buffer in the way that a batch norm does."""
+    """Return True if a call may change the buffer ``name``.
+
+    Norms may change buffers, and any call may change a count of batches (``num_batches_tracked``).
+    """
     return called.name in ("batch_norm", "instance_norm") or name.endswith("num_batches_tracked")
 
 

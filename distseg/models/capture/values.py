@@ -36,8 +36,8 @@ class Value:
             be combined with.
         axes: the meaning of each dim that the tensor has in user code when the call reads it.
         dtype: the type of the user's tensor if it is not a floating point type, else None.
-        joined: True if ``torch.cat`` along dim 0 has joined several batches. In the batch dim,
-            groups of channels then come before the images.
+        joined: True if ``torch.cat`` along dim 0 has joined several batches. The batch dim then
+            holds one batch after the other.
     """
 
     name: str
@@ -66,7 +66,7 @@ class Value:
 
     @property
     def vector(self) -> bool:
-        """True if the value does not depend on the position in the image."""
+        """True if no dim has positions of the image, so that every tile has the same value."""
         return not places_of(self.axes)
 
     @property

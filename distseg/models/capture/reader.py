@@ -1352,9 +1352,9 @@ def _used(call: Called) -> list[Made]:
 
 
 def _main_call(module: str, calls: Sequence[Called], numbers: Sequence[int]) -> int | None:
-    """Return the number of the call of a module that uses the module's weights.
+    """Return the number of the only call of a module that reads the module's weights.
 
-    If no call uses them, return the number of the module's only call. Return None if the module
+    If no call reads them, return the number of the module's only call. Return None if the module
     calls other modules, or if several calls qualify.
 
     Args:

@@ -131,7 +131,7 @@ def formed(reader: Reader, vector: Value, part: int = 0) -> Value:
 
 
 def _lengths(axes: Axes) -> list[tuple]:
-    """Return for each dim its channels and its extent along the image; leave out length 1."""
+    """Return channels and extent along the image of each dim; leave out dims of length 1."""
     return [(axis.cell, axis.whole) for axis in axes if not axis.lone]
 
 

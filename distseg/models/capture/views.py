@@ -91,7 +91,7 @@ class _Origins(Printer):
 
 
 class _Search(Printer):
-    """Search in a value for NumPy arrays and other objects that show memory (``memoryview``).
+    """Search in a value for NumPy arrays and other objects that expose memory (``memoryview``).
 
     ``spans`` has for each of them the addresses of its first byte and of the byte after its end.
     """

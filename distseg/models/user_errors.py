@@ -16,7 +16,9 @@ _LONGEST = 600  # characters of a message; PyTorch's may have a page
 def user_errors(what: str):
     """Turn an error inside the context into a ValueError.
 
-    The message says ``what`` failed, why, and at which line of user code.
+    Args:
+        what: the beginning of its message, such as ``model 'a:b' cannot be built``. The text of
+            :func:`user_error` follows.
     """
     try:
         yield
@@ -25,10 +27,11 @@ def user_errors(what: str):
 
 
 def user_error(error: BaseException) -> str:
-    """Return an error as one line, such as ``TypeError: ... (file.py, line 3)``.
+    """Return an error as one line of text, such as ``TypeError: ... (file.py, line 3)``.
 
-    The line is the innermost one of the traceback that belongs neither to distseg nor to a library.
-    Without such a line it is the innermost line outside distseg.
+    The file and the line are those of the innermost call in the traceback that belongs neither to
+    distseg nor to a library. Without such a call, they are those of the innermost call outside
+    distseg. A syntax error has the line that cannot be parsed.
     """
     if isinstance(error, SyntaxError) and error.filename:
         return f"{type(error).__name__}: {error.msg} ({error.filename}, line {error.lineno})"

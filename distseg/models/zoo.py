@@ -50,10 +50,10 @@ class Entry:
 
     @property
     def paper_halo(self) -> int | None:
-        """The halo by the formula in the slides of Seal et al. 2020; None for other networks.
+        """The halo in pixels by the formula in the slides of Seal et al. 2020.
 
-        It is eps = (3 * 2^(L-2) - 1) * d * n_c with d = 2, where L counts the bottleneck as a
-        level (docs/halo.md).
+        The formula is eps = (3 * 2^(L-2) - 1) * d * n_c with d = 2, where L counts the bottleneck
+        as a level (docs/halo.md). None for networks that are not in these slides.
         """
         if self.levels is None:
             return None
@@ -104,10 +104,10 @@ def build_model(
 def outline_model(
     config: ModelConfig, in_channels: int | None = None, out_channels: int | None = None
 ) -> nn.Module:
-    """Return the network of a config as a list of layer calls, which can be cut.
+    """Return the network of a config as a list of layer calls, which distseg can split.
 
-    To this end the module that a user's function returns is captured. Arguments and errors are
-    those of :func:`plain_model`.
+    If the config names a user's function, the layer calls are recorded from its module. If that
+    fails, the module is returned unchanged. Arguments and errors are those of :func:`plain_model`.
     """
     return as_network(plain_model(config, in_channels, out_channels))
 
@@ -115,10 +115,10 @@ def outline_model(
 def plain_model(
     config: ModelConfig, in_channels: int | None = None, out_channels: int | None = None
 ) -> nn.Module:
-    """Return the module of a config, on the meta device.
+    """Return the module of a config, on the meta device unless a user's function makes it.
 
-    :func:`materialise` makes the weights of the layers that a rank holds. But the module that a
-    user's function returns is not on the meta device. It has weights, drawn with ``model.seed``.
+    On the meta device it has no weights; :func:`materialise` makes them. The module of a user's
+    function has weights already, drawn with ``model.seed``.
 
     Args:
         config: the section ``model``.

@@ -1,6 +1,7 @@
 """Computes a network of patches without gradients, to fill Z and to predict whole images.
 
-Z is filled a few patches at a time. The network is :class:`distseg.patchgd.network.PatchNetwork`.
+Z are the features of all patches of an image. They are computed a few patches at a time. The
+network is :class:`distseg.patchgd.network.PatchNetwork`.
 """
 
 from __future__ import annotations
@@ -34,12 +35,21 @@ from distseg.tiling.tile import Box, ReceptiveField, TilePlacement
 
 
 class Images(Protocol):
-    """Images that are read patch by patch."""
+    """Interface to images that are read patch by patch.
+
+    Attributes:
+        sizes: the size of each image in pixels.
+    """
 
     sizes: list[tuple[int, ...]]
 
     def read(self, image: int, boxes: list[Box]) -> Tensor:
-        """Return patches of one size from one image, (boxes, C, *size)."""
+        """Return patches of one size from one image, (boxes, C, *size).
+
+        Args:
+            image: the index of the image in ``sizes``.
+            boxes: the patches, which must have one size.
+        """
 
 
 def by_image(pairs: list[tuple[int, int]]) -> dict[int, list[int]]:
@@ -51,7 +61,12 @@ def by_image(pairs: list[tuple[int, int]]) -> dict[int, list[int]]:
 
 
 def read_boxes(images: Images, boxes: Mapping[int, list[Box]]) -> Tensor:
-    """Return the patches of several images, (patches, C, *patch), in the order of ``boxes``."""
+    """Return the patches of several images, (patches, C, *patch), in the order of ``boxes``.
+
+    Args:
+        images: the images.
+        boxes: the patches to read of each image, by its index.
+    """
     return torch.cat([images.read(i, those) for i, those in boxes.items()])
 
 
@@ -110,11 +125,11 @@ class Filler:
 
     @cached_property
     def drops(self) -> bool:
-        """True if patches have dropout masks."""
+        """True if the backbone has dropout, so that patches need keys for their masks."""
         return bool(self.backbone.dropouts)
 
     def features(self, x: Tensor, samples: Sequence[int]) -> Tensor:
-        """Return the features of patches, (n, s).
+        """Return the s features of each of n patches, (n, s).
 
         Args:
             x: the patches, (n, C, *patch).
@@ -132,7 +147,7 @@ class Filler:
         sizes: Sequence[Sequence[int]],
         samples: Sequence[int] | None = None,
     ) -> Tensor:
-        """Return the head's output for several images, (B, K).
+        """Return the head's K outputs for each of B images, (B, K).
 
         Args:
             features: for each image the features of all its patches, (patches, s).
@@ -164,6 +179,9 @@ class Filler:
         """Update the running statistics from all forward passes since the last update.
 
         All sample groups must call it together. They exchange one message.
+
+        Args:
+            unbiased: True to use the variance m2 / (n - 1), as PyTorch's layers do, not m2 / n.
         """
         parts = [part for part in (self.backbone, self.head) if part is not None]
         norms = [norm for part in parts for norm in part.norms]
@@ -194,7 +212,10 @@ class Filler:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Switch to evaluation mode inside the context, without communication between ranks."""
+        """Switch the backbone to evaluation mode inside the context.
+
+        Its norms then do not communicate with other ranks.
+        """
         context, training = self.backbone.context, self.backbone.training
         before, context.batch_comm = context.batch_comm, Alone()
         self.backbone.eval()
@@ -206,7 +227,13 @@ class Filler:
 
 
 def _tiled_head(head: nn.Module, nowhere: ReceptiveField, context: Context) -> TiledModel | None:
-    """Return the head with distributed norms and dropouts, or None if it has none of these."""
+    """Return the head with distributed norms and dropouts, or None if it has none of these.
+
+    Args:
+        head: the plain head.
+        nowhere: a receptive field without halo, because a rank computes the head on all of Z.
+        context: gives the ranks that share the statistics of norms.
+    """
     if not any(isinstance(layer, (*STATISTICAL, *DROPOUTS)) for layer in head.modules()):
         return None
     return (
@@ -217,11 +244,11 @@ def _tiled_head(head: nn.Module, nowhere: ReceptiveField, context: Context) -> T
 
 
 def place_of(size: Sequence[int], images: Sequence[int], samples: Sequence[int]) -> TilePlacement:
-    """Return the tile placement of whole images of this size.
+    """Return the tile placement of whole images, for which tile and window are the image.
 
     Args:
-        size: the size of the images.
-        images: the numbers of the images.
+        size: the size of the images in pixels.
+        images: the indices of the images in the micro-batch.
         samples: for each image, the key of its dropout masks.
     """
     return TilePlacement(
@@ -257,6 +284,10 @@ class PatchPredictor:
     """Predictor of whole images with a network of patches, one image per rank.
 
     It has the interface of :class:`distseg.inference.predictor.Predictor`.
+
+    Args:
+        filler: the network on a device.
+        replicas: the ranks among which the images are dealt.
     """
 
     def __init__(self, filler: Filler, replicas):
@@ -288,7 +319,10 @@ class PatchPredictor:
 
     @torch.no_grad()
     def __call__(self, source: ImageSource, tiles: None = None) -> Iterator[tuple[Box, np.ndarray]]:
-        """Yield one pair: the box of the whole image and its logits (K, 1, ...)."""
+        """Yield one pair: the box of the whole image and its logits (K, 1, ...).
+
+        ``tiles`` is not used.
+        """
         head = self.filler.network.head
         training = head.training
         head.eval()

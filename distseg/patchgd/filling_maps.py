@@ -1,7 +1,7 @@
 """Computes a U-Net of patches without gradients, to fill Z and to predict class maps.
 
-Class maps of whole images are predicted patch by patch. The network is
-:class:`distseg.patchgd.unet.PatchUNet`.
+Z are the coarse features of all patches of an image. Class maps of whole images are predicted patch
+by patch. The network is :class:`distseg.patchgd.unet.PatchUNet`.
 """
 
 from __future__ import annotations
@@ -57,11 +57,13 @@ class MapFiller(Filler):
 
     @cached_property
     def drops(self) -> bool:
-        """True if patches have dropout masks."""
+        """True if the U-Net has dropout, so that patches need keys for their masks."""
         return any(isinstance(layer, KeyedDropout) for layer in self.network.modules())
 
     def encode(self, x: Tensor, samples: Sequence[int]) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the coarse features of patches, (n, s, *cells), and their skips by name.
+
+        ``cells`` is the size of the coarsest feature map of a patch.
 
         Args:
             x: the patches, (n, C, *patch).
@@ -118,7 +120,12 @@ class MapFiller(Filler):
 class MapPredictor(Predictor):
     """Predictor of whole images with a U-Net of patches.
 
-    A rank fills Z of each image of which it computes at least one tile.
+    A rank first computes Z, the coarse features of all patches (Gupta et al. 2023), of each image
+    of which it predicts at least one tile.
+
+    Args:
+        filler: the U-Net on a device.
+        replicas: the ranks among which the tiles are dealt.
     """
 
     def __init__(self, filler: MapFiller, replicas):

@@ -31,14 +31,15 @@ _KEYED = (nn.Dropout, *_DROPOUT)  # dropouts whose masks all ranks share
 
 
 def is_own(head: str) -> bool:
-    """Return True if ``head`` names a function of the user."""
+    """Return True if ``head``, the value of ``patchgd.head``, names a function of the user."""
     return ":" in head
 
 
 def of_one_grid(head: str) -> bool:
-    """Return True if a head is made for one grid of patches.
+    """Return True if a head works for only one size of the grid of patches.
 
-    The head of a user's function is made for one grid if the function has the parameter ``grid``.
+    The head of a user's function does if the function has the parameter ``grid``. ``head`` is the
+    value of ``patchgd.head``.
     """
     return "grid" in _parameters(head) if is_own(head) else head in OF_ONE_GRID
 
@@ -75,6 +76,12 @@ def check_head(head: nn.Module, name: str, shape: Sequence[int], outputs: int) -
 
     A head is also refused if it draws random numbers itself, because they would differ between
     ranks.
+
+    Args:
+        head: the head.
+        name: the value of ``patchgd.head``, for messages.
+        shape: the shape of Z.
+        outputs: K, the number of outputs that the head must return for each image.
 
     Raises:
         ValueError: the head is refused. The message names the head, the grid and how to fix it.
@@ -278,8 +285,13 @@ class AttentionHead(nn.Module):
 class ConvHead(nn.Module):
     """Convolutional head for grids of any size: (N, s, *grid) -> (N, K).
 
-    It has two 3-wide convolutions with batch norm, a mean over all positions of the grid (a maximum
-    if ``largest`` is True), and a linear layer.
+    It has two 3-wide convolutions with batch norm, a mean or maximum over all positions of the
+    grid, and a linear layer.
+
+    Args:
+        features, channels, outputs: s, the width and K.
+        dims: the number of dims of the grid.
+        largest: True for the maximum over all positions, False for the mean.
     """
 
     def __init__(
@@ -307,6 +319,14 @@ class TransformerHead(nn.Module):
 
     The patches are the tokens. A sinusoidal encoding of their position is added to them. A linear
     layer takes the mean of the encoder's output over the tokens.
+
+    Args:
+        features, channels, outputs: s, the width and K.
+        layers: the number of layers of the encoder.
+        heads: the number of attention heads, among which the width is divided.
+
+    Raises:
+        ValueError: the width is not a multiple of twice the number of heads.
     """
 
     def __init__(self, features: int, channels: int, outputs: int, layers: int = 2, heads: int = 4):
@@ -328,7 +348,7 @@ class TransformerHead(nn.Module):
 
 
 def places_of(grid: Sequence[int], like: Tensor) -> Tensor:
-    """Return the encoding of each position of a grid, (positions, channels).
+    """Return the sinusoidal encoding of each position of a grid, (positions, channels).
 
     It consists of sines and cosines of the position along each dim, with wavelengths from 2 pi to
     10,000 x 2 pi (Vaswani et al., 2017).

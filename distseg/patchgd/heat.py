@@ -1,8 +1,8 @@
 """Heat maps, which show the parts of a whole image that a network's output depends on most.
 
 The method is Grad-CAM (gradient-weighted class activation maps, Selvaraju et al., 2017). A is the
-feature map before the last pooling over the image. In a network of patches, A is the block Z. y is
-the logit of the likeliest class::
+feature map before the last pooling over the image. In a network of patches, A is the block Z, the
+features of all patches. y is the logit of the likeliest class::
 
     heat = max(0, sum over channels c of A_c * mean over positions of dy/dA_c)
 
@@ -72,7 +72,10 @@ def heat_of(
 
 
 class _OfPatches:
-    """Heat of the block Z of a network of patches."""
+    """Function that yields the heat of an image, for a network of patches.
+
+    The feature map is Z, the features of all patches.
+    """
 
     def __init__(self, predictor: PatchPredictor):
         self.network, self.predictor = predictor.filler.network, predictor
@@ -95,7 +98,10 @@ class _OfPatches:
 
 
 class _OfPooled:
-    """Heat of the feature map before the last pooling over the image."""
+    """Function that yields the heat of an image, for a network with a pooling over the image.
+
+    The feature map is the one before the last such pooling.
+    """
 
     def __init__(self, model: nn.Module, predictor: Predictor):
         self.network, self.predictor = as_network(model).eval(), predictor
@@ -161,9 +167,9 @@ class _OfPooled:
         """Return a network whose output for an image of this size is the heat of the image.
 
         Args:
-            gradients: the weight of each channel.
+            gradients: the weight of each channel of the feature map that is drawn, (C,).
             size: the size of the image in pixels.
-            cells: the size of the feature map.
+            cells: the size of this feature map.
         """
         weigh = nn.Conv2d(self.channels, 1, 1, bias=False)
         weigh.weight.data = gradients.view(1, -1, 1, 1)
@@ -203,7 +209,15 @@ class _OfPooled:
         more: Mapping[str, nn.Module] = {},
         reads: Mapping[str, tuple[str, ...]] = {},
     ) -> Network:
-        """Return a network of copies of the layers up to ``last``, followed by ``more``."""
+        """Return a network of copies of the layers up to ``last``, followed by ``more``.
+
+        Args:
+            last: the name of the last layer to copy. Layers that it does not depend on are left
+                out.
+            more: further layers by name. The first one reads the result of ``last``.
+            reads: for each layer of ``more`` that does not read just the result of the layer before
+                it, the names of the layers that it reads.
+        """
         wanted = {last}
         for name in reversed(list(self.network.reads)):
             wanted |= set(self.network.reads[name]) if name in wanted else set()
@@ -221,7 +235,7 @@ class _OfPooled:
         return record_like(found, self.network).eval()
 
     def _predictor(self, network: Network) -> Predictor:
-        """Return a predictor of ``network`` that runs on this rank without other ranks."""
+        """Return a predictor of ``network`` that runs on this rank alone."""
         like = self.predictor
         place_model(
             network,
@@ -308,7 +322,12 @@ def picture(
 
 
 def drawn_over(image: np.ndarray, heat: np.ndarray) -> np.ndarray:
-    """Return a picture (H, W, 3) uint8: the image, fainter, with the heat in red to yellow."""
+    """Return a picture (H, W, 3) uint8: the image, fainter, with the heat in red to yellow.
+
+    Args:
+        image: (H, W, 3) uint8.
+        heat: (H, W), from 0 to 1.
+    """
     warm = np.stack((np.ones_like(heat), heat, 0.2 * heat), -1)
     share = (0.75 * heat)[..., None]
     return (

@@ -25,10 +25,10 @@ from distseg.tiling.tile import Box
 
 
 def starts_of(size: Sequence[int], patch: Sequence[int], step: Sequence[int]) -> list[list[int]]:
-    """Return, for each dim, the first pixel of each patch along it.
+    """Return, for each dim, the first pixel of each patch along this dim.
 
     A patch begins every ``step`` pixels. The last patch is moved back so that it ends where the
-    image ends.
+    image ends. If the image is smaller than ``patch``, there is one patch, which begins at 0.
     """
     return [
         [min(a, n - p) for a in range(0, max(n - p, 0) + s, s)] if n > p else [0]
@@ -130,9 +130,14 @@ class PatchNetwork(nn.Module):
 def check_patches(size: Sequence[int], patch: Sequence[int], what: str = "an image") -> None:
     """Refuse images that are smaller than a patch.
 
+    Args:
+        size: the size of the image in pixels.
+        patch: the size of a patch in pixels.
+        what: the name of the image in the message.
+
     Raises:
-        ValueError: the image is smaller, or has another number of dims; the message names both
-            sizes.
+        ValueError: the image is smaller than a patch, or has another number of dims. The message
+            names both sizes.
     """
     if len(size) != len(patch):
         raise ValueError(

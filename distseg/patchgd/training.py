@@ -65,7 +65,7 @@ class Patches:
 
     Args:
         store: the store that holds the images.
-        samples: the samples of this sample group.
+        samples: the images of this sample group, or crops of images.
         note: called at each read with the number of bytes that are read.
         step: the samples of all sample groups.
 
@@ -107,7 +107,10 @@ class Patches:
             )
 
     def read(self, image: int, boxes: list[Box]) -> Tensor:
-        """Return patches of one size from one image, (boxes, C, *size)."""
+        """Return patches of one size from one image, (boxes, C, *size).
+
+        ``image`` is the index of the image in ``samples``.
+        """
         if self._held:
             return torch.stack([self._held[image][(..., *box.slices)] for box in boxes])
         self.note(len(boxes) * bytes_of(self.store, [self.samples[image]], boxes[0].pixels, 0))
@@ -118,9 +121,14 @@ class Patches:
         return {}
 
     def order(self, image: int, key: int, count: int) -> np.ndarray:
-        """Return the random order of an image's ``count`` patches that belongs to ``key``.
+        """Return a random order of the numbers of an image's patches, drawn with ``key``.
 
         The last order of each image is cached, because several iterations use parts of one order.
+
+        Args:
+            image: the index of the image in ``samples``.
+            key: the random key.
+            count: the number of patches of the image.
         """
         known, order = self._orders.get(image, (None, None))
         if known != key:
@@ -278,9 +286,10 @@ class PatchEngine(ParameterUpdate):
     def fill(self, images: Patches) -> list[Tensor]:
         """Return Z: for each image the features of all its patches, (patches, s).
 
-        All ranks must call it together. All ranks of a tile group get the same result. An image
-        that needs fewer rounds than other images is computed again in the remaining rounds, because
-        norms share statistics between images. Its part of Z keeps the first values.
+        All ranks must call it together. All ranks of a tile group get the same result. The patches
+        are computed in rounds, a few of each image at a time. An image that needs fewer rounds than
+        other images is computed again in the remaining rounds, because norms share statistics
+        between images. Its part of Z keeps the first values.
         """
         counts = [len(self.network.patches(size)) for size in images.sizes]
         # With the scope "step", norms communicate with all sample groups, so all sample groups must
@@ -309,18 +318,21 @@ class PatchEngine(ParameterUpdate):
         return features
 
     def _first(self, images: Patches, pairs: list[tuple[int, int]], j: int) -> list[int]:
-        """Return the indices of the pairs in round ``j`` whose image still has patches to fill."""
+        """Return the indices of the pairs in round ``j`` whose image still has patches to fill.
+
+        ``pairs`` are the (image, patch) pairs of this round.
+        """
         turns = [self._rounds(size) for size in images.sizes]
         return [n for n, (i, _) in enumerate(pairs) if j < turns[i]]
 
     def backward(self, images: Patches, features: list[Tensor], j: int) -> float:
         """Add this rank's part of the gradient of inner iteration ``j`` to ``grad``.
 
-        In ``features``, the new features of the drawn patches replace the old ones. All ranks must
-        call it together.
+        In ``features``, which is Z, the new features of the drawn patches replace the old ones. All
+        ranks must call it together.
 
         Returns:
-            The loss.
+            The loss of the iteration, over all sample groups.
         """
         pairs = self._draw(images, "patches", j)
         with self._masks("patches", j):
@@ -335,7 +347,7 @@ class PatchEngine(ParameterUpdate):
 
     @property
     def _at_once(self) -> bool:
-        """True if running statistics are updated in each forward pass."""
+        """True if running statistics are updated in each forward pass, not once per update."""
         return self.config.patchgd.statistics == "pass"
 
     def _update_statistics(self) -> None:
@@ -355,7 +367,10 @@ class PatchEngine(ParameterUpdate):
         return math.ceil(count / self._drawn_of(count))
 
     def _most_rounds(self, images: Patches) -> int:
-        """Return the largest number of rounds over all images of the step and sample groups."""
+        """Return the largest number of rounds that an image of the step needs in any sample group.
+
+        A round computes a few patches of each image.
+        """
         return max(self._rounds(sample.size) for sample in images.step)
 
     def _draw(self, images: Patches, what: str, j: int) -> list[tuple[int, int]]:
@@ -381,14 +396,19 @@ class PatchEngine(ParameterUpdate):
         return pairs[self.mesh.tiles.rank :: self.mesh.tiles.size]
 
     def _read(self, images: Patches, pairs: list[tuple[int, int]]) -> Tensor:
-        """Read those patches of the pairs that this rank computes, (patches, C, *patch)."""
+        """Return the patches of the (image, patch) pairs that this rank computes.
+
+        They have the shape (patches, C, *patch).
+        """
         self._hold(images, pairs)
         mine = by_image(self._mine(pairs))
         boxes = {i: [self.network.patches(images.sizes[i])[p] for p in mine[i]] for i in mine}
         return read_boxes(images, boxes)
 
     def _hold(self, images: Patches, pairs: list[tuple[int, int]]) -> bool:
-        """Read whole images if they need little memory compared with the pairs' feature maps.
+        """Read whole images if they need little memory compared with the patches' feature maps.
+
+        The patches are those that this rank computes of the (image, patch) ``pairs``.
 
         Returns:
             True if the images are in memory.
@@ -400,9 +420,10 @@ class PatchEngine(ParameterUpdate):
         return few
 
     def _keys(self, images: Patches, pairs: list[tuple[int, int]]) -> list[int]:
-        """Return the key of the dropout masks of each of this rank's patches.
+        """Return the key of the dropout masks of each patch that this rank computes.
 
-        The keys are 0 if the network has no dropout.
+        The keys are 0 if the network has no dropout. ``pairs`` are the (image, patch) pairs that
+        all ranks of the tile group compute together.
         """
         if not self.filler.drops:
             return [0] * len(self._mine(pairs))
@@ -410,7 +431,12 @@ class PatchEngine(ParameterUpdate):
 
     @contextmanager
     def _masks(self, what: str, j: int) -> Iterator[None]:
-        """Let dropout draw masks keyed by the epoch, ``what`` and ``j`` inside the context."""
+        """Let dropout draw masks keyed by the epoch, ``what`` and ``j`` inside the context.
+
+        Args:
+            what: a name of the forward pass, such as ``fill`` or ``head``.
+            j: the number of the iteration or of the round.
+        """
         epoch = self.context.epoch
         self.context.epoch = self.head_context.epoch = rng.key(epoch, what, j)
         try:
@@ -419,14 +445,21 @@ class PatchEngine(ParameterUpdate):
             self.context.epoch = epoch
 
     def _shared(self, made: Tensor, pairs: list[tuple[int, int]]) -> Tensor:
-        """Return the features of all pairs on every rank, given the features of its own pairs."""
+        """Return the features of all (image, patch) pairs on every rank, (pairs, s).
+
+        ``made`` are the features of the pairs that this rank computed.
+        """
         return shared(made, len(pairs), self.mesh.tiles, self.device)
 
     def _head(self, images: Patches, block: list[Tensor]) -> float:
         """Return the loss of the head's output over all sample groups, and run its backward pass.
 
-        The gradient with respect to Z is added to the ``grad`` of ``block``. Each image is counted
-        on only one rank of the tile group.
+        The gradient with respect to Z is added to the ``grad`` of the tensors in ``block``. Each
+        image is counted on only one rank of the tile group.
+
+        Args:
+            images: the images of this sample group.
+            block: Z, for each image (patches, s).
         """
         logits = self.filler.logits(block, images.sizes, images.numbers)
         self._update_statistics()
@@ -534,9 +567,12 @@ def check_images(store: Store, config: PatchConfig) -> None:
 
 
 def put(features: list[Tensor], pairs: list[tuple[int, int]], rows: Tensor) -> None:
-    """Write ``rows``, the features of (image, patch) pairs, into the ``features`` of each image.
+    """Write the features of some patches into the tables of all patches, in place.
 
-    The pairs must be sorted by image.
+    Args:
+        features: a table for each image, (patches, s).
+        pairs: the (image, patch) pairs to write, sorted by image.
+        rows: the features of these pairs, (pairs, s).
     """
     those = by_image(pairs)
     for (i, patches), own in zip(those.items(), rows.split([*map(len, those.values())])):

@@ -30,7 +30,10 @@ from distseg.patchgd.training import PatchEngine, Patches, put
 
 
 class MapEngine(PatchEngine):
-    """U-Net of patches, ready to train by PatchGD."""
+    """U-Net of patches, ready to train by PatchGD.
+
+    Its arguments are those of :class:`PatchEngine`.
+    """
 
     _answers: list[Tensor] | None = None
 
@@ -45,16 +48,20 @@ class MapEngine(PatchEngine):
         )
 
     def fill(self, images: Patches) -> list[Tensor]:
-        """Return Z as :meth:`PatchEngine.fill` does, and fill y if ``patchgd.y_filling`` is set."""
+        """Return Z as :meth:`PatchEngine.fill` does; also fill y if ``patchgd.y_filling`` is set.
+
+        y is the output for all pixels of the images. Only its loss sums are stored.
+        """
         features = super().fill(images)
         self._answers = self._filled(images, features) if self.config.patchgd.y_filling else None
         return features
 
     @torch.no_grad()
     def _filled(self, images: Patches, features: list[Tensor]) -> list[Tensor]:
-        """Return y: for each image the loss sums of all its patches, (patches, sums).
+        """Return the partial sums of the loss for all patches of each image, (patches, sums).
 
-        All ranks of a tile group must call it together, and get the same result.
+        All ranks of a tile group must call it together, and get the same result. ``features`` is Z,
+        for each image (patches, features).
         """
         found = [torch.zeros(len(rows), self.loss.sums, dtype=torch.float64) for rows in features]
         correction = [
@@ -73,13 +80,16 @@ class MapEngine(PatchEngine):
         return found
 
     def _sums(self, found: Tensor, pairs: list[tuple[int, int]]) -> Tensor:
-        """Return the loss sums of all pairs on every rank, (pairs, sums), given its own sums."""
+        """Return the loss sums of all (image, patch) pairs on every rank, (pairs, sums).
+
+        ``found`` are the sums of the pairs that this rank computed.
+        """
         return shared(
             found.detach().double().cpu(), len(pairs), self.mesh.tiles, torch.device("cpu")
         )
 
     def _labels(self, images: Patches, pairs: list[tuple[int, int]]) -> Tensor:
-        """Return the labels of this rank's patches, (n, *patch).
+        """Return the labels of the patches that this rank computes of the pairs, (n, *patch).
 
         With ``patchgd.y_filling``, pixels that another patch owns get ``loss.ignore_index``.
         """
@@ -98,7 +108,7 @@ class MapEngine(PatchEngine):
         """Return, for each image, the loss sums of its patches that are not drawn, (images, sums).
 
         Return None without ``patchgd.y_filling``, and on all ranks of a tile group but the first,
-        so that the sums are counted once.
+        so that the sums are counted once. ``pairs`` are the (image, patch) pairs that are drawn.
         """
         if self._answers is None or self.mesh.tiles.rank:
             return None
@@ -112,10 +122,11 @@ class MapEngine(PatchEngine):
     def backward(self, images: Patches, features: list[Tensor], j: int) -> float:
         """Add this rank's part of the gradient of inner iteration ``j`` to ``grad``.
 
-        All ranks must call it together.
+        In ``features``, which is Z, the new features of the drawn patches replace the old ones. All
+        ranks must call it together.
 
         Returns:
-            The loss.
+            The loss of the iteration, over all sample groups.
         """
         pairs = self._draw(images, "patches", j)
         mine = self._mine(pairs)

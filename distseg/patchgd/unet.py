@@ -1,8 +1,7 @@
 """U-Net for labels of pixels that PatchGD trains on patches.
 
 A head reads the coarse features of all patches and adds global context to each patch. In the
-symbols of
-:mod:`distseg.patchgd.network`::
+symbols of :mod:`distseg.patchgd.network`::
 
     theta_1  the U-Net: its encoder computes s coarse features from a
              patch, its decoder computes the logits                        .encoder, .decoder
@@ -31,11 +30,11 @@ _UP = (nn.Upsample, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
 class PatchUNet(PatchNetwork):
-    """Network (N, C, *size) -> (N, K, *size) of patches with shared context.
+    """Network (N, C, *size) -> (N, K, *size): a U-Net on patches, with context from all patches.
 
     Args:
-        unet: (N, C, *patch) -> (N, K, *patch); a U-Net that is a list of layer calls. No skip may
-            end before the first upsampling that follows the start of the last skip.
+        unet: (N, C, *patch) -> (N, K, *patch); a U-Net that is a list of layer calls. All its skips
+            must start in the encoder and end in the decoder (:func:`halves`).
         patch, step, outputs: see :class:`PatchNetwork`.
         channels: the width of the head.
 
@@ -104,6 +103,9 @@ class PatchUNet(PatchNetwork):
     def block(self, features: Tensor, size: Sequence[int]) -> Tensor:
         """Return Z, (N, s, *(grid * cells)), for images of this size.
 
+        ``grid`` is the number of patches along each dim, and ``cells`` is the size of a patch's
+        coarse feature map.
+
         Args:
             features: the coarse features of all patches, (N, patches, s * cells).
             size: the size of the images in pixels.
@@ -152,11 +154,12 @@ def _flat(name: str) -> str:
 def halves(unet: nn.Module) -> tuple[list[tuple[str, nn.Module]], list[tuple[str, nn.Module]]]:
     """Return (name, layer) of all layers of a U-Net's encoder, and of all layers of its decoder.
 
-    The encoder ends before the first upsampling that follows the start of the last skip. The last
-    layer of the encoder thus has the coarsest features.
+    The decoder begins with the first upsampling after the start of the last skip. The last layer of
+    the encoder thus has the coarsest features.
 
     Raises:
-        ValueError: the network is not a list of layer calls of this form, or it has batch norm.
+        ValueError: the network is not a list of layer calls, has no such upsampling, has a skip
+            that ends in the encoder, or has batch norm.
     """
     layers = flat_layers(unet) if is_flat(unet) else []
     kinds = [type(layer) for _, layer in layers]

@@ -31,8 +31,8 @@ def patch_network(
 
     Args:
         config: the settings of the run.
-        made: returns a backbone with the given number of outputs. These are features of a patch,
-            or, for labels of pixels, classes.
+        made: function that returns a backbone with the given number of outputs. The outputs are
+            the features of a patch. If the labels are those of pixels, they are the classes.
         outputs: the number of outputs of the whole network.
         head: a head that is used instead of the one that ``patchgd.head`` names.
 
@@ -82,10 +82,10 @@ _NORMS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm
 
 
 def with_grid(settings: PatchgdConfig, size: Sequence[int]) -> PatchgdConfig:
-    """Return the settings with ``grid`` set for training images of this size.
+    """Return the settings with ``grid`` set to the number of patches along each dim of an image.
 
     The settings are returned unchanged if the head takes any grid, if a grid is given, or if
-    ``size`` and ``patch`` have different numbers of dims.
+    ``size``, the size of the training images, has other dims than ``patch``.
 
     Raises:
         ValueError: a grid is given, but the head takes any grid.

@@ -5,9 +5,9 @@ split exactly. Let B[s, b] be the smallest possible maximum for the layers befor
 
     B[s, b] = min over a < b of max(B[s-1, a], cost of layers a..b-1 on stage s)
 
-Costs are tables over all runs of layers: ``table[a, b]`` belongs to layers a..b-1. So the same code
-serves for seconds and for bytes. The seconds of a run are the sum over its layers. The bytes of a
-run are no such sum, and they depend on the stage: under 1F1B early stages hold more micro-batches.
+Costs are tables: ``table[a, b]`` belongs to layers a..b-1. So the same code serves for seconds and
+for bytes. The seconds of these layers are the sum over the layers. Their bytes are no such sum, and
+they depend on the stage: under 1F1B early stages hold more micro-batches.
 This module also has other splits, for comparison.
 """
 
@@ -30,7 +30,8 @@ def fastest_split(
         seconds: (n + 1, n + 1), seconds of layers a..b-1 in ``seconds[a, b]``; or
             (S, n + 1, n + 1) if they depend on the stage. Only entries with a < b are read.
         stages: S, the number of stages.
-        peaks: (S, n + 1, n + 1), bytes that stage s takes with layers a..b-1.
+        peaks: (S, n + 1, n + 1), bytes that stage s takes with layers a..b-1. It is read only if
+            ``limit`` is given.
         limit: bytes that a stage may take; None for no limit.
 
     Raises:
@@ -83,9 +84,9 @@ def sums(costs: Sequence[float]) -> np.ndarray:
 
 
 def even_split(layers: int, stages: int) -> list[int]:
-    """Return the number of layers of each stage.
+    """Return numbers of layers per stage that are as equal as possible.
 
-    The numbers differ by at most one, and larger ones come first.
+    They differ by at most one, and the larger ones come first.
     """
     _check_stages(layers, stages)
     return [layers // stages + (stage < layers % stages) for stage in range(stages)]
@@ -111,7 +112,7 @@ def torchgpipe_split(seconds: Sequence[float], stages: int) -> list[int]:
 
 
 def starts_of(balance: Sequence[int]) -> list[int]:
-    """Return the index of the first layer of each stage."""
+    """Return the index of the first layer of each stage, given the stages' numbers of layers."""
     return [0, *accumulate(balance)][:-1]
 
 

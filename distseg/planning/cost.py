@@ -38,8 +38,8 @@ class LayerCost:
         output: bytes of the output.
         kept: numbers of the tensors that autograd keeps for this layer, without parameters.
         result: number of the output tensor. A layer that returns its input has the input's number.
-        puts_off: True if the layer has convolutions, so that its weight gradients may be computed
-            later than its input gradient.
+        puts_off: True if the layer has convolutions. A schedule may then compute its weight
+            gradients later than its input gradient.
     """
 
     name: str
@@ -71,7 +71,7 @@ class Costs:
 
     @cached_property
     def skips(self) -> list[Skip]:
-        """Return the skips: feature maps that a layer other than the next one reads."""
+        """Skips of the model: feature maps that a layer other than the next one reads."""
         return skips_of(self.inputs)
 
     @property
@@ -94,7 +94,8 @@ def modelled(model: nn.Module, size: Sequence[int], batch: int = 1, device: Devi
         device: the throughput of the device to model.
 
     Raises:
-        ValueError: the model is not a list of layer calls, or its skips do not match.
+        ValueError: the model is not a list of layer calls, or the start or the end of a skip is
+            missing.
     """
     model = copied(model, lambda t: torch.empty_like(t, device="meta"))
     numbers = Numbers(model)

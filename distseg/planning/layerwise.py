@@ -75,6 +75,10 @@ def alone(model: nn.Module, x: Tensor) -> Iterator[tuple[str, Alone]]:
     """Yield each layer's name and the layer with its inputs, in the order of the forward pass.
 
     The caller must run the layer's forward pass before it asks for the next layer.
+
+    Args:
+        model: a model that is a list of layer calls.
+        x: the images, (N, C, *size).
     """
     calls = calls_of(model)
     frees = last_readings([call.inputs for call in calls], range(len(calls)))
@@ -96,7 +100,11 @@ def alone(model: nn.Module, x: Tensor) -> Iterator[tuple[str, Alone]]:
 class Numbers:
     """Registry that numbers tensor storages in the order of their first appearance.
 
-    ``sizes`` has the bytes of each storage, by number.
+    Args:
+        model: the model whose parameters and buffers :meth:`is_weight` recognises.
+
+    Attributes:
+        sizes: the bytes of each storage, by its number.
     """
 
     def __init__(self, model: nn.Module):
@@ -112,7 +120,7 @@ class Numbers:
         return tensor.untyped_storage()._cdata in self._weights
 
     def number(self, tensor: Tensor) -> int:
-        """Return the number of a tensor's storage."""
+        """Return the number of a tensor's storage; a storage seen first gets the next number."""
         storage = tensor.untyped_storage()
         if storage._cdata not in self._known:
             self._known[storage._cdata] = len(self.sizes)
@@ -123,6 +131,8 @@ class Numbers:
 
 def copied(model: nn.Module, convert: Callable[[Tensor], Tensor]) -> nn.Module:
     """Return a copy of a model in training mode with converted parameters and buffers.
+
+    ``convert`` returns the tensor that takes the place of a parameter or buffer.
 
     Batch norms of vectors are put into evaluation mode. In training mode PyTorch refuses a batch of
     a single vector, and a rank may have only one, although all ranks together have several.

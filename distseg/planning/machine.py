@@ -71,9 +71,9 @@ class Machine:
         """Return the seconds that ``count`` messages take, which have ``size`` bytes in total.
 
         Args:
-            ranks: number of neighbouring ranks among which messages are sent at the same time. If
-                one node has fewer ranks, the messages go over the network, which all ranks of a
-                node share.
+            ranks: number of neighbouring ranks that send messages to one another at the same time.
+                If a node has fewer ranks than this, the messages go over the network, which all
+                ranks of a node share.
             size: bytes of all messages together.
             count: number of messages.
         """
@@ -164,7 +164,7 @@ def load_machine(name: str) -> Machine:
 
 
 def as_profile(machine: Machine) -> str:
-    """Return the text of a profile of ``machine``. :func:`load_machine` reads such a text."""
+    """Return the text of a profile (YAML) of ``machine``, as :func:`load_machine` reads it."""
     entries = {
         name: {
             "value": getattr(machine, name),

@@ -357,8 +357,9 @@ class Planner:
         """Return a lower bound of the seconds that a step takes in a layout.
 
         One micro-batch must go through all stages. The slowest stage also computes all other
-        micro-batches and takes at least its share of their time. With the schedule zb-h1 only about
-        half of the work counts for the first micro-batch, because weight gradients may come later.
+        micro-batches. It takes at least their time, divided by the number of stages. With the
+        schedule zb-h1, weight gradients may be computed later, so the first micro-batch counts with
+        about half of its work.
         """
         tile = self.tile_work(layout.tiles, layout.exchange)
         again = 1 if layout.recompute == "always" and layout.stages == 1 else 0
@@ -418,7 +419,10 @@ class Planner:
         return Prediction(layout, plain, float(memory), tuple(map(int, balance)))
 
     def _norm_seconds(self, layout: MeshLayout) -> float:
-        """Return the seconds that the message of one norm takes in one pass."""
+        """Return the seconds that the message of one norm takes in a forward or backward pass.
+
+        They are 0 if no message is needed.
+        """
         ranks = layout.tiles.volume * (layout.samples if self.work.step_norms else 1)
         if ranks == 1 or not self.work.norms:
             return 0.0
@@ -427,10 +431,18 @@ class Planner:
     def _pipeline(
         self, layout: MeshLayout, costs: Costs, policy: Policy, tile: TileWork, neighbours: int
     ) -> tuple[list[int], float, float]:
-        """Return the layers of each stage, and the seconds of the pipeline and its busiest rank.
+        """Find the fastest stages for a layout, and simulate a step of the pipeline.
 
-        They are the number of layers of each stage, the seconds from the first to the last pass,
-        and the seconds that the busiest rank computes.
+        Args:
+            layout: the layout.
+            costs: the costs of the layers on a tile, messages included.
+            policy: the schedule and recomputation.
+            tile: the work of the slowest tile.
+            neighbours: number of ranks that work on the same images: tiles times stages.
+
+        Returns:
+            The number of layers of each stage, the seconds from the start of the first pass to the
+            end of the last one, and the seconds that the busiest rank computes.
         """
         m, layers = layout.micro_batches, costs.layers
         if layout.stages == 1:
@@ -476,9 +488,10 @@ def _divisors(number: int) -> list[int]:
 
 
 def _some_tiles(image: Sequence[int], grid: Size, stride: Sequence[int]):
-    """Return some tiles of a grid, including one at a corner, one at a border and an inner one.
+    """Return the tiles of a grid, or of a smaller grid if it has more than 64 tiles.
 
-    A large grid is replaced by a smaller one with tiles of the largest size.
+    The smaller grid has tiles of the largest size and at most three of them along each dim. It
+    still has tiles at corners and borders, and inner ones.
     """
     if grid.volume <= 64:
         return tiles(image, grid, stride)
@@ -492,7 +505,8 @@ def _some_tiles(image: Sequence[int], grid: Size, stride: Sequence[int]):
 def _largest(borders: Sequence[int]) -> int:
     """Return the index of the longest tile along a dim.
 
-    The first and the last tile are not considered if the dim has more than two tiles.
+    If the dim has more than two tiles, only the inner ones are considered, because they have a halo
+    on both sides. ``borders`` are the positions of tile borders from 0 to the size of the image.
     """
     lengths = [b - a for a, b in zip(borders, borders[1:])]
     inner = range(1, len(lengths) - 1) if len(lengths) > 2 else range(len(lengths))

@@ -87,7 +87,8 @@ class StagePasses:
     def seconds(self, kind: str, stage: int) -> float:
         """Return the predicted seconds of one pass of a stage.
 
-        ``kind`` is forward, recompute, backward or weight.
+        ``kind`` is forward, recompute, backward, or weight: the weight gradients that the schedule
+        separates from the backward pass.
         """
         layers = (
             self._costs.layers

@@ -34,9 +34,9 @@ class Device:
     bytes_per_second: float
 
     def seconds(self, work: Work) -> float:
-        """Return the seconds of some work, which are those of its arithmetic or of its traffic.
+        """Return the seconds that some work takes on this device.
 
-        The longer of the two counts.
+        They are the seconds of its arithmetic or of its memory traffic, whichever take longer.
         """
         return max(work.flops / self.flops_per_second, work.bytes / self.bytes_per_second)
 
@@ -78,7 +78,7 @@ DEVICES: dict[str, Callable[[], Device]] = {"v100": lambda: V100, "cpu": this_cp
 
 
 def fastest(call: Callable[[], object], repeats: int, device=torch.device("cpu")) -> float:
-    """Return the seconds of the fastest of ``repeats`` calls, after one more that warms up."""
+    """Return the seconds of the fastest of ``repeats`` calls; one call before them warms up."""
     return min([seconds_of(call, device) for _ in range(repeats + 1)][1:])
 
 

@@ -1,6 +1,6 @@
 """Model the memory of a pipeline stage: weights, optimizer state and activations in flight.
 
-Every run of layers is a possible stage, so sizes are tables: ``full[a, b]`` belongs to layers
+Any consecutive layers are a possible stage, so sizes are tables: ``full[a, b]`` belongs to layers
 a..b-1. For each micro-batch in flight a stage holds its inputs and outputs and all tensors that
 autograd keeps. If the stage recomputes activations, it holds only the tensors that it received: its
 input and the skips that end in it. A schedule may split a backward pass into B (gradients of
@@ -55,11 +55,14 @@ class Policy:
                 )
 
     def actions(self, stage: int, stages: int) -> list[Action]:
-        """Return the actions of ``stage`` on a rank that has no other stage."""
+        """Return the actions in a step of stage number ``stage`` of ``stages``, in order.
+
+        Its rank is assumed to have no other stage.
+        """
         return list(SCHEDULES[self.schedule](stage, stages, self.micro_batches))
 
     def forward_passes(self, stage: int, stages: int) -> float:
-        """Return the mean number of forward passes of a micro-batch in ``stage``.
+        """Return the mean number of forward passes of a micro-batch in stage ``stage`` of ``stages``.
 
         The number is 1 without recomputation, and 2 if all micro-batches are recomputed.
         """
@@ -135,16 +138,16 @@ def holdings(stage: int, stages: int, policy: Policy) -> set[Held]:
 
 @dataclass(frozen=True)
 class Ranges:
-    """Tables over all runs of layers; entry [a, b] belongs to layers a..b-1.
+    """Tables of memory for all possible stages; entry [a, b] belongs to layers a..b-1.
 
     Every table has shape (n + 1, n + 1) for n layers. Values are bytes of one micro-batch unless
     stated otherwise.
 
     Attributes:
         parameters: number of parameters.
-        full: tensors that autograd keeps, the run's inputs and output, and stashed skips that a
-            layer after the run pops.
-        inputs: tensors that the run receives.
+        full: tensors that autograd keeps, the stage's inputs and output, and stashed skips that a
+            layer after the stage pops.
+        inputs: tensors that the stage receives.
         working: bytes that a backward pass takes at its peak beyond the activations with which it
             begins. These are gradients of the current layer's input, output and weights and of the
             skips, less the activations that have been freed by then.
@@ -165,7 +168,7 @@ class Ranges:
 
 
 def ranges_of(costs: Costs) -> Ranges:
-    """Return the memory tables of all runs of layers of a network with these costs."""
+    """Return the memory tables of all possible stages of a network with these costs."""
     n, size = len(costs.layers), costs.sizes
     results = [0, *(layer.result for layer in costs.layers)]  # results[i] is the input of layer i
     full, handed, working, put_off, working_apart, received, sent = (
@@ -217,7 +220,7 @@ def ranges_of(costs: Costs) -> Ranges:
 class StageMemory:
     """Peak bytes of a stage by purpose.
 
-    The fields are arrays if the memory is computed for all runs of layers at once. ``working`` is
+    The fields are arrays if the memory is computed for all (a, b) at once. ``working`` is
     what a backward pass adds. ``activations`` is the rest, buffers of messages included.
     """
 
@@ -236,7 +239,11 @@ def stage_memory(ranges: Ranges, where, stage: int, stages: int, policy: Policy)
     """Return the peak memory of layers a..b-1 as stage ``stage`` of ``stages``.
 
     Args:
+        ranges: the memory tables of the network.
         where: ``(a, b)``, or ``...`` for tables over all (a, b).
+        stage: the number of the stage.
+        stages: the number of stages.
+        policy: the schedule, recomputation and optimizer.
     """
     weights = WEIGHT_BYTES * ranges.parameters[where]
     full, inputs, received, sent, put_off = (
@@ -262,7 +269,7 @@ def stage_memory(ranges: Ranges, where, stage: int, stages: int, policy: Policy)
 
 
 def peaks(ranges: Ranges, stages: int, policy: Policy) -> np.ndarray:
-    """Return the peak bytes of every run of layers in every stage, (S, n + 1, n + 1).
+    """Return the peak bytes of layers a..b-1 as stage s, in entry [s, a, b] of (S, n + 1, n + 1).
 
     This is an input of :func:`distseg.planning.balance.fastest_split`.
     """
@@ -274,7 +281,7 @@ def peaks(ranges: Ranges, stages: int, policy: Policy) -> np.ndarray:
 def stage_seconds(
     costs: Costs, ranges: Ranges, policy: Policy, stages: int, bytes_per_second: float | None = None
 ) -> np.ndarray:
-    """Return the seconds that every run of layers takes in every stage, (S, n + 1, n + 1).
+    """Return the seconds of layers a..b-1 as stage s, in entry [s, a, b] of (S, n + 1, n + 1).
 
     The seconds are those of one micro-batch: forward, backward, recomputation and messages.
 

@@ -159,7 +159,7 @@ def verdict(stages: Sequence[Stage], best: float, limit: float | None = None) ->
 
 
 def summary(report: dict) -> str:
-    """Return the report as text: a table per split, then a table of all splits."""
+    """Return the result of :func:`plan` as text: a table per split, then a table of all splits."""
     policy, limit = report["policy"], report["memory_limit"]
     settings = (
         f"{policy['micro_batches']} micro-batches, {policy['schedule']}, "
@@ -276,5 +276,5 @@ _MOST_PIXELS = 2**40
 
 
 def window_of(tile: Sequence[int]) -> Size:
-    """Return the size of a window; a single number stands for a square."""
+    """Return the size of a window, given the numbers of ``--tile``; a single one is a square."""
     return Size((*tile, *tile) if len(tile) == 1 else tile)

@@ -52,7 +52,7 @@ def budget_of(memory: int, base: int, what: str) -> float:
 
 
 def smallest_budget(memory: int, base: int, what: str, comm) -> float:
-    """Return the budget of the rank of ``comm`` with the least memory left.
+    """Return the smallest budget for activations of all ranks of ``comm``, in bytes.
 
     All ranks of ``comm`` must call it together, and all get the same number. The other arguments
     are those of :func:`budget_of`.
@@ -67,9 +67,11 @@ def smallest_budget(memory: int, base: int, what: str, comm) -> float:
 
 
 def memory_warnings(memory: int | None, base: float) -> list[str]:
-    """Return a note if the peak may rise above ``memory``, else an empty list.
+    """Return a note if the peak memory may rise above ``memory``, else an empty list.
 
-    ``base`` is the number of bytes that the process takes before any tile is computed.
+    Args:
+        memory: the value of ``streaming.memory`` in bytes; None without a limit.
+        base: bytes that the process takes before any tile is computed.
     """
     if memory is None or memory - base >= _BESIDES:
         return []
@@ -82,7 +84,7 @@ def memory_warnings(memory: int | None, base: float) -> list[str]:
 
 
 def short_of_decoding(memory: int | None, base: float, image: str, decoding: int) -> list[str]:
-    """Return a note if decoding ``image`` may rise above ``memory``, else an empty list.
+    """Return a note if decoding ``image`` may take more than ``memory``, else an empty list.
 
     This concerns image formats that can only be decoded as a whole.
 
@@ -140,7 +142,8 @@ class Activations:
     def peak_bytes(self, boxes: TilePlan, images: int) -> float:
         """Return the peak bytes of a segment on one tile of ``images`` images.
 
-        The peak is that of the backward pass, or of the forward pass if no graph is kept.
+        The peak is that of the backward pass, or of the forward pass if no graph is kept. ``boxes``
+        are the boxes of the segment's layers for this tile.
         """
         segment = boxes.segment
         if not self.graph_kept:
@@ -165,7 +168,12 @@ class Activations:
         return self.kept(boxes, images) + gradients + under_way + output
 
     def kept(self, boxes: TilePlan, images: int) -> float:
-        """Return the bytes that a tile holds between its forward and its backward pass."""
+        """Return the bytes that one tile holds between its forward and its backward pass.
+
+        Args:
+            boxes: the boxes of the segment's layers for this tile.
+            images: the number of images of the tile.
+        """
         total = sum(
             images * self.channels[0] * box.pixels * self.pixel
             if source == 0
@@ -180,7 +188,7 @@ class Activations:
         return total
 
     def weigh(self, boxes: TilePlan, images: int) -> Weighed:
-        """Return the bytes that a tile keeps between its passes, and its peak bytes."""
+        """Return the results of :meth:`kept` and :meth:`peak_bytes` for one tile."""
         return Weighed(self.kept(boxes, images), self.peak_bytes(boxes, images))
 
     def _forward(self, boxes: TilePlan, images: int) -> float:
@@ -232,7 +240,13 @@ class Activations:
 
 @dataclass(frozen=True)
 class GridTiling:
-    """Tile sizes from one fixed grid that is the same for every segment."""
+    """Tile sizes from a fixed number of tiles along each dim, the same for every segment.
+
+    A call returns the size of a tile in cells of the segment's result.
+
+    Attributes:
+        grid: the number of tiles along each dim.
+    """
 
     grid: Sequence[int]
 
@@ -244,6 +258,11 @@ def computed_again(layout: Layout, segments: Sequence[Segment], tiling: GridTili
     """Return for each layer how often a cell of its result is computed, on average over the cells.
 
     Overlapping windows compute some cells more than once, so this number may be above 1.
+
+    Args:
+        layout: the layers on a rank's part of the image.
+        segments: the segments of the network.
+        tiling: the grid of streamed tiles.
     """
     graph, cells = layout.graph, [0] * len(layout.graph)
     for segment in segments:
@@ -264,8 +283,9 @@ def computed_again(layout: Layout, segments: Sequence[Segment], tiling: GridTili
 class SizeTiling:
     """Tile sizes that cover about ``tile`` pixels of the image in every segment.
 
-    Tiles are whole rows unless such tiles would be too thin. The part of a feature map that a tile
-    of whole rows reads or writes is contiguous in memory.
+    A call returns the size of a tile in cells of the segment's result. Tiles are whole rows unless
+    such tiles would be too thin. The part of a feature map that a tile of whole rows reads or
+    writes is contiguous in memory.
     """
 
     tile: Sequence[int]
@@ -287,9 +307,13 @@ _THIN = 32  # number of rows below which the windows of such tiles would overlap
 class BudgetTiling:
     """Tile sizes that stay within ``budget`` bytes and take the least estimated time.
 
-    If such a size fits the budget, it is a multiple of the area that one cell of the segment's
-    coarsest feature map covers. All windows then have one size, so freed memory and prepared
-    kernels are reused.
+    A call returns the size of a tile in cells of the segment's result. If the budget allows, it is
+    a multiple of the area that one cell of the segment's coarsest feature map covers. All windows
+    then have one size, so freed memory and prepared kernels are reused.
+
+    Args:
+        activations: the memory model of the network.
+        budget: the largest peak bytes of a tile.
 
     Raises:
         ValueError: when called, if not even a tile of a few cells fits.
@@ -347,7 +371,7 @@ class BudgetTiling:
     def _judge(
         self, layout: Layout, segment: Segment, result: Box, size: Sequence[int], images: int
     ) -> tuple[float, float]:
-        """Return (slowdown, time) of tiles of one size.
+        """Return (slowdown, time) of tiles with ``size`` cells of the segment's result.
 
         The slowdown is the factor by which large tensors slow the memory traffic: 1.0, ``_FAR``,
         ``_PAGED``, or infinity if the tile does not fit the budget. The time is an estimate for
@@ -454,8 +478,8 @@ def _with_rows(
     Args:
         whole: the size to cut.
         least: the smallest side of a tile along each dim.
-        steps: the number of which a side is a multiple, along each dim.
-        fits: function that returns True if a tile size fits.
+        steps: for each dim, the number of which the side of a tile must be a multiple.
+        fits: function that returns True if tiles of a size can be used.
     """
 
     def size(cuts: int) -> tuple[int, ...]:

@@ -145,7 +145,10 @@ def _first_stage(spans: Sequence[Span], rank: int) -> int:
 
 
 def _is_later(span: Span, first_stage: Mapping[int, int]) -> bool:
-    """Return True if a span belongs to a stage that is not the first stage of its rank."""
+    """Return True if a span belongs to a stage that is not the first stage of its rank.
+
+    Return False for spans of no stage. ``first_stage`` is the first stage of each rank.
+    """
     action = ACTION.match(span.name)
     return action is not None and int(action[2]) > first_stage[span.rank]
 
@@ -153,10 +156,10 @@ def _is_later(span: Span, first_stage: Mapping[int, int]) -> bool:
 def _alike(
     spans: Sequence[Span], first_stage: Mapping[int, int]
 ) -> list[tuple[tuple[int, int, bool], list[Span]]]:
-    """Return groups of spans that are drawn in one call each, in drawing order.
+    """Return (key, spans) of the groups of spans that are drawn in one call, in drawing order.
 
-    The spans of a group share its key: (index of the kind in ``COLORS``, rank, True if the stage
-    is not the first of its rank).
+    The key is (index of the kind in ``COLORS``, rank, True if the stage is not the first of its
+    rank). ``first_stage`` is the first stage of each rank.
     """
     order = {kind: place for place, kind in enumerate(COLORS)}
     found: dict[tuple[int, int, bool], list[Span]] = {}
@@ -213,7 +216,7 @@ def trace_events(spans: Sequence[Span], job: int = 0, rows: Sequence[str] | None
 
     Args:
         spans: the spans of all ranks.
-        job: the number of the job.
+        job: the number of the job, which the trace uses as process id.
         rows: names of the ranks; ``rank 0`` and so on by default.
     """
     ranks = sorted({s.rank for s in spans})
@@ -248,7 +251,10 @@ def trace_events(spans: Sequence[Span], job: int = 0, rows: Sequence[str] | None
 def write_trace(
     spans: Sequence[Span], output: str | Path, job: int = 0, rows: Sequence[str] | None = None
 ) -> None:
-    """Write a trace file that ui.perfetto.dev and chrome://tracing can open."""
+    """Write a trace file that ui.perfetto.dev and chrome://tracing can open.
+
+    ``output`` is the path of the file. The other arguments are those of :func:`trace_events`.
+    """
     output = Path(output)
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps(trace_events(spans, job, rows)))

@@ -105,7 +105,10 @@ def notes_on_places(
 
 
 def best_score(scores: Mapping) -> str:
-    """Return the first score that exists of RMSE, mean IoU and accuracy: "mean IoU 0.512"."""
+    """Return RMSE, mean IoU or accuracy as text, the first that exists: "mean IoU 0.512".
+
+    Return "score unknown" if there is none of them. ``scores`` are the scores by name.
+    """
     for name, words in (("rmse", "RMSE"), ("mean_iou", "mean IoU"), ("accuracy", "accuracy")):
         if scores.get(name) is not None:
             return f"{words} {scores[name]:.3f}"

@@ -10,10 +10,10 @@ _GAP = 2  # pixels between two cuts
 
 
 def middle_of_interest(labels: np.ndarray) -> tuple[int, ...]:
-    """Return the voxel through which to cut: the middle of the voxels of all rarer classes.
+    """Return the voxel (z, y, x) through which to cut: the middle of what is not background.
 
-    Along each dim it is the median position of the voxels that are not of the most frequent class.
-    If there are no such voxels, it is the middle of the volume.
+    Background is the most frequent class. Along each dim the middle is the median position of all
+    voxels of other classes. If there are no such voxels, it is the middle of the volume.
 
     Args:
         labels: (z, y, x) class numbers below 256.

@@ -218,7 +218,10 @@ def _is_still(path: Path, handle: int) -> bool:
 
 
 def _begun(path: Path) -> tuple[Path, int]:
-    """Create an empty temporary file for ``path``. Return its path and its mode from the umask."""
+    """Create an empty temporary file for ``path``, and return its path and its permissions.
+
+    The permissions are those that the umask gives to a new file.
+    """
     name = path.name
     if len(os.fsencode(name)) >= 200:  # the temporary name must stay below 255 bytes
         name = f"{zlib.crc32(os.fsencode(name)):08x}{path.suffix}"

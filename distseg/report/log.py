@@ -178,7 +178,10 @@ def _truncate(path: Path, step: int, revalidates: bool) -> None:
 
 
 def _keep_damaged(path: Path, lines: list[int]) -> None:
-    """Copy a log that has damaged lines, because the run continues its log without these lines."""
+    """Copy a log that has damaged lines, because the run continues its log without these lines.
+
+    ``lines`` are the numbers of the damaged lines. Nothing is done if there are none.
+    """
     if lines:
         kept_as = _free(path.parent)[0]
         shutil.copyfile(path, kept_as)
@@ -190,7 +193,10 @@ def _keep_damaged(path: Path, lines: list[int]) -> None:
 
 
 def _tell_gaps(path: Path, step: int, there: set[int]) -> None:
-    """Warn about steps up to ``step`` that have no line in the log."""
+    """Warn about steps up to ``step`` that have no line in the log.
+
+    ``there`` are the steps that have one.
+    """
     if missing := [n for n in range(1, step + 1) if n not in there]:
         print(
             f"distseg: {path} has no entry for {len(missing)} of the first {step} steps, beginning "
@@ -210,7 +216,7 @@ def _set_aside(folder: Path) -> None:
 
 
 def _free(folder: Path) -> tuple[Path, Path]:
-    """Return two unused names, for a log and for its event files."""
+    """Return two unused paths in ``folder``: for a log and for the folder of its event files."""
     pairs = ((folder / f"log.{n}.jsonl", folder / f"{EVENTS}.{n}") for n in count(1))
     return next(pair for pair in pairs if not any(path.exists() for path in pair))
 
@@ -247,7 +253,12 @@ def plain(value: Any) -> Any:
 
 
 def scalars(tag: str, value: Any) -> Iterator[tuple[str, float]]:
-    """Yield (tag, value) for every number in nested dicts, as ``('validation/iou/lake', 0.7)``."""
+    """Yield (tag, value) for every number in nested dicts, as ``('validation/iou/lake', 0.7)``.
+
+    Args:
+        tag: the first part of the tags, such as ``validation``.
+        value: a dict, or a number. Other values are skipped.
+    """
     if isinstance(value, dict):
         for key, inner in value.items():
             yield from scalars(f"{tag}/{key}", inner)

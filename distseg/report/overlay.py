@@ -120,7 +120,10 @@ def iou_text(
 def _error_panel(
     small: np.ndarray, truth: np.ndarray, prediction: np.ndarray, ignore: int
 ) -> tuple[str, np.ndarray]:
-    """Return the title and the pixels of the error panel: errors over a pale grey image."""
+    """Return the title and the pixels of the error panel: errors over a pale grey image.
+
+    ``small`` is the shrunken image. ``truth`` and ``prediction`` have the full size.
+    """
     valid = (truth != ignore) & (prediction != ignore)
     wrong = valid & (truth != prediction)
     drawn = shrink_labels(wrong, np.array([wrong.size - wrong.sum(), wrong.sum()])) == 1
@@ -149,7 +152,15 @@ def _draw(
     note: str,
     output: str | Path,
 ) -> None:
-    """Draw the panels on a grid in figure pixels, with a title above and a legend below."""
+    """Draw the panels on a grid, with a title above and a legend below.
+
+    Args:
+        panels: the title and the pixels, (h, w, 3) uint8, of each panel. All have one size.
+        legend: the name and the colour of each entry.
+        title: the title of the picture.
+        note: a text beside the legend; it may be empty.
+        output: the file to write.
+    """
     height, width = (n * max(1, 640 // max(panels[0][1].shape)) for n in panels[0][1].shape[:2])
     columns, gap = _columns(len(panels), width / height), 24
     rows, total_width = -(-len(panels) // columns), columns * (width + gap) + gap

@@ -82,7 +82,7 @@ def series(
 
 
 def smooth(values: np.ndarray, span: float) -> np.ndarray:
-    """Return the exponential moving average over about ``span`` values.
+    """Return the exponential moving average over about ``span`` values, at each of ``values``.
 
     The average is bias-corrected, so it does not start near zero. NaN values are skipped.
     """
@@ -143,7 +143,8 @@ def _draw_loss(axis, logs: list[list[dict]], names: list[str]) -> None:
 def _stretch(axis, losses: list[np.ndarray]) -> None:
     """Make the axis logarithmic if the largest loss is over 20 times the median loss.
 
-    Losses must be positive for this. Otherwise the axis starts at 0, unless a loss is negative.
+    All losses must be positive for this. Otherwise the axis starts at 0, unless a loss is negative.
+    ``losses`` are the losses of each run.
     """
     values = np.concatenate(losses)
     values = values[np.isfinite(values)]
@@ -226,7 +227,10 @@ def plot_scaling(rows: Sequence[Mapping], output: str | Path, title: str = "Spee
 
 
 def _draw_series(axis, rows: list[Mapping], name: str, color: str) -> None:
-    """Draw one series with its range as error bars, and the efficiency in percent at each point."""
+    """Draw one series with its range as error bars, and the efficiency in percent at each point.
+
+    ``rows`` are the rows of this series, as :func:`plot_scaling` takes them.
+    """
     from matplotlib.patheffects import withStroke
 
     rows = sorted(rows, key=lambda row: row["processes"])

@@ -35,7 +35,7 @@ class SilentProgress:
         """
 
     def partly(self, share: float) -> None:
-        """Show which fraction of the next unit is done, from 0 to 1, for units that take long."""
+        """Show which fraction of the unit in progress is done, from 0 to 1."""
 
     def __enter__(self) -> SilentProgress:
         return self

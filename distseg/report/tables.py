@@ -84,7 +84,8 @@ def format_column(values: Sequence[Any]) -> list[str]:
 def format_value(value: Any) -> str:
     """Return one cell as text.
 
-    Thousands are separated, floats have four significant digits, None and NaN are ``-``.
+    Thousands are separated by commas. Floats from 10,000 to 1e9 have no decimals, all others have
+    four significant digits. None and NaN become ``-``, and booleans become ``yes`` or ``no``.
     """
     if value is None or value != value:
         return MISSING

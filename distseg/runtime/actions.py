@@ -40,9 +40,9 @@ class Forward(Action):
 
 
 class Backward(Action):
-    """Backward pass, which computes the gradient of the inputs and of most weights.
+    """Backward pass of a micro-batch, which computes gradients of the inputs and of the weights.
 
-    The other weight gradients belong to :class:`Weight`.
+    If the schedule has :class:`Weight` actions, these compute some of the weight gradients later.
     """
 
     kind = "backward"
@@ -52,7 +52,7 @@ class Backward(Action):
 
 
 class Weight(Action):
-    """Computation of the weight gradients that a backward pass has postponed."""
+    """Computation of the weight gradients that the backward pass of a micro-batch postponed."""
 
     kind = "weight"
 

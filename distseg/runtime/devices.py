@@ -31,7 +31,7 @@ from distseg.tiling.tile_batch import MicroBatch
 def devices_of(
     pipeline: PipelineConfig, device: torch.device, gpus: int | None = None
 ) -> list[torch.device]:
-    """Return the device of each stage, or only ``device`` without ``placement: devices``.
+    """Return the device of each stage with ``placement: devices``, else a list of ``device`` alone.
 
     Args:
         pipeline: the settings of the pipeline.
@@ -64,7 +64,7 @@ def devices_of(
 
 
 def _numbered(device: torch.device) -> torch.device:
-    """Return ``device`` with its number; a GPU without a number is the current one."""
+    """Return ``device`` with an index; a GPU without an index is PyTorch's current one."""
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device
@@ -87,7 +87,13 @@ def _named(names: Sequence[str]) -> list[torch.device]:
 
 
 def _share(device: torch.device, stages: int, gpus: int) -> list[torch.device]:
-    """Return one device per stage: the GPUs from ``device.index * stages`` on, or the CPU."""
+    """Return one device per stage: the GPUs from ``device.index * stages`` on, or the CPU.
+
+    Args:
+        device: the device that the launcher gave this rank.
+        stages: the number of stages of this rank.
+        gpus: the number of GPUs that this process sees.
+    """
     if device.type == "cpu":
         return [device] * stages
     first = (device.index or 0) * stages
@@ -148,8 +154,11 @@ class DevicePipeline:
     def run(self, units: Sequence[MicroBatch]) -> None:
         """Run the forward and backward passes of a step, and add to the parameters' gradients.
 
+        Args:
+            units: the micro-batches of the step.
+
         Raises:
-            ValueError: if micro-batches have several tiles or different sizes.
+            ValueError: a micro-batch has several tiles, or micro-batches have different sizes.
         """
         _check_alike(units)
         self._units = units
@@ -262,9 +271,10 @@ class _Beside(torch.autograd.Function):
 
 
 def _handed_on(edges: Sequence[Edge]) -> Edge | None:
-    """Return the edge to the next stage, whose feature map torchgpipe passes on as its output.
+    """Return the edge between neighbouring stages; torchgpipe passes its feature map on as output.
 
-    All other edges are skips. Return None at the ends of the network.
+    ``edges`` are the incoming or the outgoing edges of a stage. All other edges are skips. Return
+    None if there are no edges, as at the ends of the network.
 
     Raises:
         ValueError: if edges exist, but none of them joins neighbouring stages.

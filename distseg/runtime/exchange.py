@@ -43,7 +43,7 @@ class TrueReach(ReceptiveField):
     exchange: Exchange
 
     def window(self, tile: Box, image: Sequence[int]) -> Box:
-        """Return the pixels of an image of this size that a tile depends on."""
+        """Return the box of the pixels that a tile depends on, for an image of this size."""
         return self.exchange.window(tile, image)
 
 
@@ -51,12 +51,12 @@ class TrueReach(ReceptiveField):
 class HeldReach(TrueReach):
     """Receptive field of tiles that exchange halos.
 
-    A tile reads its own pixels, and the pixels that shifted feature maps need before the first
+    A tile reads its own pixels, and those pixels beyond them that its layers need before the first
     exchange.
     """
 
     def window(self, tile: Box, image: Sequence[int]) -> Box:
-        """Return the pixels of an image that a tile reads."""
+        """Return the box of the pixels that a tile reads of an image of this size."""
         return self.exchange.computed_box(tile, image)
 
 
@@ -119,10 +119,10 @@ class Exchange:
         return self._layouts[image]
 
     def window(self, tile: Box, image: Sequence[int]) -> Box:
-        """Return the pixels that a tile depends on, up to the exchanges that come first.
+        """Return the box of the pixels that a tile reads, or receives from other tiles.
 
-        These are the pixels that it needs before any exchange, and the margin of an exchange of
-        pixels.
+        Pixels are received only if tiles exchange the image itself. ``image`` is the size of the
+        image.
         """
         layout = self.layout(image)
         cell = layout.cell_of(tile)
@@ -131,7 +131,10 @@ class Exchange:
         return reduce(Box.hull, taken, layout.computed(0, cell))
 
     def computed_box(self, tile: Box, image: Sequence[int]) -> Box:
-        """Return the pixels of an image that a tile reads before it exchanges anything."""
+        """Return the box of the pixels that a tile reads before it exchanges anything.
+
+        ``image`` is the size of the image.
+        """
         layout = self.layout(image)
         return layout.computed(0, layout.cell_of(tile)).hull(tile)
 
@@ -147,7 +150,8 @@ class Exchange:
             maps: for each tile, the feature maps by number, (B, C, *size), in the boxes that the
                 layout says. The pixels must cover the tile's window.
             context: the context of the layers, which has the placement of each tile.
-            first: the number of the layer that is computed first.
+            first: the number of the layer that is computed first. If it is 0, the image of each
+                tile is cropped to the box that the layers read.
         """
         places = context.places
         layouts = [self.layout(place.image) for place in places]
@@ -178,7 +182,18 @@ class Exchange:
         context: Context,
         stores,
     ) -> list[Tensor]:
-        """Compute one layer on all tiles, after an exchange if the layer reads beyond a tile."""
+        """Return one layer's output on each tile, after an exchange if the layer needs one.
+
+        Args:
+            number: the number of the layer.
+            layer: the layer.
+            maps: for each tile, the feature maps by number.
+            parts: for each tile, its boxes at this layer.
+            layouts: for each tile, the layout of its image.
+            cells: for each tile, its position in the grid of tiles.
+            context: the context of the layers.
+            stores: for each tile, the skips by name.
+        """
         node = self.graph[number]
         xs, haves = [had[node.first] for had in maps], [part.available for part in parts]
         # A vector needs no exchange, because every tile has all of it.
@@ -226,9 +241,17 @@ class Exchange:
         return self._exchanges[key]
 
     def _plan(self, position, layer, concerned, frames, xs, parts, layouts, cells) -> HaloExchange:
-        """Return the exchange before a layer: the strips that each rank sends and receives.
+        """Return the exchange before a layer: the strips that this rank sends and receives.
 
         Sender and receiver both order the strips of a message by image, target and source.
+
+        Args:
+            position: the number of the layer.
+            layer: the layer.
+            concerned: the indices of the tiles that take part.
+            frames: for each of these tiles, the box after the exchange.
+            xs: for each of these tiles, the layer's input.
+            parts, layouts, cells: for each tile of this rank, see :meth:`_layer`.
         """
         around = [
             ExchangeView(parts[i].size, parts[i].owned, parts[i].available, frame)
@@ -266,7 +289,7 @@ class Exchange:
         )
 
     def rank_of(self, cell: Cell) -> int:
-        """Return the rank that owns a tile."""
+        """Return the rank that owns the tile at position ``cell`` in the grid of all tiles."""
         rank = 0
         for c, p, g in zip(cell, self.per_rank, self.grid):
             rank = rank * g + c // p
@@ -274,9 +297,10 @@ class Exchange:
 
 
 def _autocast(layer: nn.Module, x: Tensor) -> Tensor:
-    """Return the input in the dtype in which autocast computes a convolution.
+    """Return a convolution's input ``x`` in the dtype in which autocast computes the convolution.
 
-    Messages are then no larger than the convolution needs.
+    Messages are then no larger than needed. Without autocast, or for another layer, return ``x``
+    itself.
     """
     if isinstance(layer, nn.modules.conv._ConvNd) and torch.is_autocast_enabled(x.device.type):
         return x.to(torch.get_autocast_dtype(x.device.type))
@@ -284,7 +308,7 @@ def _autocast(layer: nn.Module, x: Tensor) -> Tensor:
 
 
 def _numbered(layouts: list[Layout]) -> list[int]:
-    """Return, for each tile, the index of its image size.
+    """Return, for each tile, the index of its image size, given the layout of its image.
 
     Sizes are numbered in order of appearance, so the indices are equal on all ranks.
     """

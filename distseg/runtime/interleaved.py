@@ -136,7 +136,8 @@ class _Turns:
     def _has_room(self, rank: int, limit: float) -> bool:
         """Return True if the rank may run the forward pass of one more tile.
 
-        The tile must belong to a micro-batch that 1F1B would have started by now.
+        Fewer than ``limit`` of its tiles may wait for their backward pass. The next tile must
+        belong to a micro-batch that 1F1B would have started by now.
         """
         under_way = self._under_way[rank]
         first = min((tile[0] for tile in under_way), default=math.inf)
@@ -180,7 +181,7 @@ def _streams(plans: Sequence[StagePlan]) -> tuple[list[_Group], list[_Group]]:
     """Return the forward groups and the backward groups of a rank: each tile with its messages.
 
     The last rank runs the backward pass of a tile right after its forward pass. Its first list
-    holds both, and its second list is empty.
+    holds both, and its second list is empty. ``plans`` are the rank's plans by micro-batch.
     """
     stage = plans[0].stages[0]
 
@@ -196,7 +197,7 @@ def _streams(plans: Sequence[StagePlan]) -> tuple[list[_Group], list[_Group]]:
 
 
 def _groups(operations: Iterable[Operation], plan: StagePlan) -> list[_Group]:
-    """Return the operations grouped by tile.
+    """Return the operations of one micro-batch, grouped by tile.
 
     Operations before the first tile are moved after the last tile. They drop feature maps that only
     other ranks read, which is possible once all rows are sent.
@@ -221,9 +222,13 @@ def _group(operations: Sequence[Operation], plan: StagePlan) -> _Group:
 
 
 def _tiles_per_band(there: Sequence[_Group]) -> int:
-    """Return the number of tiles that a stage computes for each row of tiles, over all segments.
+    """Return the number of tiles of all segments per row of tiles, rounded up.
 
-    With this number of additional tiles under way, no stage waits for the next stage's gradients.
+    The rows are those of the segment with the most rows. A multiple of the result is added to the
+    tiles under way, so that no stage waits for the next stage's gradients.
+
+    Args:
+        there: the forward groups of a rank.
     """
     tiles = [op for group in there for op in group.operations if isinstance(op, ForwardTile)]
     bands = Counter(

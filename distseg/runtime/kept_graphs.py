@@ -16,7 +16,12 @@ from distseg.runtime.operations import BackwardTile, ForwardTile, KeptTile, Oper
 
 
 class Weighed(NamedTuple):
-    """Bytes that a tile's graph holds between its passes, and the peak bytes of a pass."""
+    """Memory of a tile.
+
+    Attributes:
+        kept: bytes that its graph holds between its forward and its backward pass.
+        most: peak bytes of a pass.
+    """
 
     kept: float
     most: float
@@ -32,7 +37,7 @@ def keeping(
 
     Args:
         program: the operations of a rank.
-        weigh: returns the bytes of a tile's graph and of its passes.
+        weigh: function that returns the memory of the tile of an operation.
         budget: the number of bytes for kept graphs and the current tile.
     """
     free = np.array(

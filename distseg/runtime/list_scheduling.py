@@ -38,9 +38,10 @@ from distseg.runtime.actions import Action, Backward, Forward, Weight
 
 
 def listed_gpipe(placement: Sequence[int], micro_batches: int) -> list[list[Action]]:
-    """Return GPipe's lists: all forward passes, then the backward passes in reverse order.
+    """Return each rank's actions: all forward passes, then the backward passes in reverse order.
 
-    The reverse of a valid order of forward passes is a valid order of backward passes.
+    This is the order of GPipe. The reverse of a valid order of forward passes is a valid order of
+    backward passes. ``placement`` is the rank of each stage.
     """
     forwards = _list(_steps(placement), micro_batches, micro_batches).orders
     return [
@@ -49,14 +50,18 @@ def listed_gpipe(placement: Sequence[int], micro_batches: int) -> list[list[Acti
 
 
 def listed_1f1b(placement: Sequence[int], micro_batches: int) -> list[list[Action]]:
-    """Return 1F1B's lists, in which at most ``stages`` micro-batches are under way at once."""
+    """Return each rank's actions in the order of 1F1B, given the rank of each stage.
+
+    In no stage are more micro-batches under way at once than there are stages.
+    """
     return _fastest(_steps(placement, backward=2), micro_batches)
 
 
 def listed_zb_h1(placement: Sequence[int], micro_batches: int) -> list[list[Action]]:
-    """Return ZB-H1's lists, which fill the idle time of 1F1B with W, the weight gradients.
+    """Return each rank's actions in the order of ZB-H1, given the rank of each stage.
 
-    A micro-batch stays under way until its W is done.
+    It fills the idle time of 1F1B with W, the weight gradients. A micro-batch stays under way until
+    its W is done.
     """
     return _fastest(_steps(placement, backward=1, weight=1), micro_batches)
 
@@ -66,7 +71,15 @@ LISTED = {"gpipe": listed_gpipe, "1f1b": listed_1f1b, "zb-h1": listed_zb_h1}
 
 @dataclass(frozen=True, eq=False)
 class _Step:
-    """Pass that every micro-batch makes, of ``units`` time, which follows its step ``after``."""
+    """One pass of a micro-batch through a stage.
+
+    Attributes:
+        kind: Forward, Backward or Weight.
+        stage: the stage.
+        rank: the rank of the stage.
+        units: the time of the pass, in units of the schedule.
+        after: the pass of the same micro-batch that must end before; None for the first.
+    """
 
     kind: type[Action]
     stage: int
@@ -106,18 +119,19 @@ def _steps(placement: Sequence[int], backward: int = 0, weight: int = 0) -> list
 
 
 def _units(placement: Sequence[int]) -> list[int]:
-    """Return the time of each stage's forward pass.
+    """Return the time of each stage's forward pass, in units of the schedule.
 
-    All ranks have equal work, and a rank's stages share it equally.
+    All ranks are assumed to have equal work, which a rank's stages share equally.
     """
     stages_of = Counter(placement)
     return [math.lcm(*stages_of.values()) // stages_of[rank] for rank in placement]
 
 
 def _fastest(steps: Sequence[_Step], micro_batches: int) -> list[list[Action]]:
-    """Return the lists of the limit on micro-batches under way with the shortest makespan.
+    """Return each rank's actions in the schedule that ends first.
 
-    If several limits have the same makespan, the smallest one is taken.
+    The schedules differ in how many micro-batches may be under way at once. If several of them end
+    at the same time, the one with the fewest is taken. ``steps`` are those of a micro-batch.
     """
     limits = range(max(step.rank for step in steps) + 1, max(step.stage for step in steps) + 2)
     return min(

@@ -222,6 +222,6 @@ def test_gigapixel_refuses_what_it_can_not_be():
     ):
         build_model(ModelConfig(name="gigapixel-4492"), 3, 2)
     with pytest.raises(
-        ValueError, match="gigapixel-4492 does not take all that the config sets .*depth"
+        ValueError, match="gigapixel-4492 cannot take every setting of the section model .*depth"
     ):
         build_model(ModelConfig(name="gigapixel-4492", depth=3))

@@ -94,6 +94,7 @@ def build_model(
 ) -> nn.Module:
     """Return the model of a config, with weights drawn from ``model.seed`` (float32, CPU).
 
+    ``in_channels`` and ``out_channels`` are the numbers of bands and classes of the data.
     Arguments and errors are those of :func:`plain_model`.
     """
     model = plain_model(config, in_channels, out_channels)
@@ -107,7 +108,8 @@ def outline_model(
     """Return the network of a config as a list of layer calls, which distseg can split.
 
     If the config names a user's function, the layer calls are recorded from its module. If that
-    fails, the module is returned unchanged. Arguments and errors are those of :func:`plain_model`.
+    fails, the module is returned unchanged. ``in_channels`` and ``out_channels`` are the numbers of
+    bands and classes of the data. Arguments and errors are those of :func:`plain_model`.
     """
     return as_network(plain_model(config, in_channels, out_channels))
 
@@ -162,8 +164,8 @@ def plain_model(
         return model
     except TypeError as e:
         raise ValueError(
-            f"model {config.name} does not take all that the config sets ({e}): "
-            "leave that field out"
+            f"model {config.name} cannot take every setting of the section model ({e}): "
+            "leave out the setting that this error names"
         ) from None
 
 

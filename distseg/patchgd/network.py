@@ -104,7 +104,7 @@ class PatchNetwork(nn.Module):
         return tuple(map(len, starts_of(size, self.patch, self.step)))
 
     def check_grid(self, size: Sequence[int]) -> None:
-        """Refuse images whose grid of patches the head cannot take.
+        """Refuse images of ``size`` pixels if the head cannot take their grid of patches.
 
         Raises:
             ValueError: the grid differs from ``made_for``; the message names both.

@@ -62,9 +62,10 @@ class Policy:
         return list(SCHEDULES[self.schedule](stage, stages, self.micro_batches))
 
     def forward_passes(self, stage: int, stages: int) -> float:
-        """Return the mean number of forward passes of a micro-batch in stage ``stage`` of ``stages``.
+        """Return the mean number of forward passes of a micro-batch in a stage.
 
-        The number is 1 without recomputation, and 2 if all micro-batches are recomputed.
+        The mean is 1 without recomputation, and 2 if all micro-batches are recomputed. ``stage`` is
+        the number of the stage, ``stages`` how many there are.
         """
         return 1 + len(recomputed(self.actions(stage, stages), self.recompute)) / self.micro_batches
 
@@ -98,6 +99,11 @@ def holdings(stage: int, stages: int, policy: Policy) -> set[Held]:
     All stages are assumed to have about the same speed. The next stage then lags behind by a number
     of micro-batches that depends only on the number of later stages and on ``AHEAD``, the number of
     passes whose receives are posted ahead.
+
+    Args:
+        stage: the number of the stage.
+        stages: how many stages there are.
+        policy: the schedule and recomputation.
     """
     actions = policy.actions(stage, stages)
     again = recomputed(actions, policy.recompute)
@@ -220,8 +226,8 @@ def ranges_of(costs: Costs) -> Ranges:
 class StageMemory:
     """Peak bytes of a stage by purpose.
 
-    The fields are arrays if the memory is computed for all (a, b) at once. ``working`` is
-    what a backward pass adds. ``activations`` is the rest, buffers of messages included.
+    The fields are arrays if the memory is computed for all (a, b) at once. ``working`` is what a
+    backward pass adds. ``activations`` is the rest, buffers of messages included.
     """
 
     weights: float
@@ -271,7 +277,8 @@ def stage_memory(ranges: Ranges, where, stage: int, stages: int, policy: Policy)
 def peaks(ranges: Ranges, stages: int, policy: Policy) -> np.ndarray:
     """Return the peak bytes of layers a..b-1 as stage s, in entry [s, a, b] of (S, n + 1, n + 1).
 
-    This is an input of :func:`distseg.planning.balance.fastest_split`.
+    S is the number of stages and n the number of layers. The result is an input of
+    :func:`distseg.planning.balance.fastest_split`.
     """
     return np.stack(
         [stage_memory(ranges, ..., stage, stages, policy).total for stage in range(stages)]
@@ -283,7 +290,8 @@ def stage_seconds(
 ) -> np.ndarray:
     """Return the seconds of layers a..b-1 as stage s, in entry [s, a, b] of (S, n + 1, n + 1).
 
-    The seconds are those of one micro-batch: forward, backward, recomputation and messages.
+    S is the number of stages and n the number of layers. The seconds are those of one micro-batch:
+    forward, backward, recomputation and messages.
 
     Args:
         bytes_per_second: bandwidth of a link between stages. Activations and their gradients cross

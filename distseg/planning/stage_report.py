@@ -100,7 +100,9 @@ def plan(
 def others(model: str, costs: Costs, stages: int, policy: Policy) -> dict[str, list[int]]:
     """Return other splits by name: ``even``, ``torchgpipe`` and ``paper`` (Seal et al. 2020).
 
-    A split is the number of layers of each stage. A split with an empty stage is left out.
+    A split is the number of layers of each stage. A split is left out if one of its stages is
+    empty, or if torchgpipe is not installed or Seal et al. 2020 give no split of ``model`` into
+    ``stages`` stages.
     """
     # These balances know one cost per layer, whatever its stage, so forward passes are averaged.
     passes = sum(policy.forward_passes(stage, stages) for stage in range(stages)) / stages

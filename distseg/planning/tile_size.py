@@ -188,7 +188,10 @@ class Activations:
         return total
 
     def weigh(self, boxes: TilePlan, images: int) -> Weighed:
-        """Return the results of :meth:`kept` and :meth:`peak_bytes` for one tile."""
+        """Return the bytes that one tile keeps between its passes, and its peak bytes.
+
+        The arguments are those of :meth:`kept`.
+        """
         return Weighed(self.kept(boxes, images), self.peak_bytes(boxes, images))
 
     def _forward(self, boxes: TilePlan, images: int) -> float:

@@ -107,7 +107,11 @@ def iou_per_class(
 def iou_text(
     truth: np.ndarray, prediction: np.ndarray, classes: Sequence[str], ignore: int = 255
 ) -> str:
-    """Return the scores as text: ``IoU:  ocean 0.996 · land 0.981 · lake 0.742 · mean 0.906``."""
+    """Return the scores as text: ``IoU:  ocean 0.996 · land 0.981 · lake 0.742 · mean 0.906``.
+
+    ``classes`` are the names of the classes. The other arguments are those of
+    :func:`iou_per_class`. The mean leaves out absent classes.
+    """
     values = iou_per_class(truth, prediction, len(classes), ignore)
     present = [v for v in values if not math.isnan(v)]
     parts = [

@@ -17,7 +17,10 @@ PANEL = 960  # longest side of a drawn map, in pixels
 
 
 def block_size(shape: Sequence[int]) -> int:
-    """Return the side of a block: the number of image pixels per drawn pixel along each dim."""
+    """Return the side of a block: the number of image pixels per drawn pixel along each dim.
+
+    ``shape`` is the shape of the image, (H, W) or (H, W, 3).
+    """
     return -(-max(shape[:2]) // PANEL)
 
 

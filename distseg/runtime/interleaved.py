@@ -47,7 +47,10 @@ _Awaited = tuple[tuple, int, int]
 
 @dataclass(frozen=True)
 class _Group:
-    """Pass of one tile, followed by the sends and drops that come after it."""
+    """Pass of one tile, followed by the sends and drops that come after it.
+
+    ``awaited`` are the rows that must have arrived from other ranks before the group can run.
+    """
 
     operations: Sequence[Operation]
     awaited: Sequence[_Awaited]

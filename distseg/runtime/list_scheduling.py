@@ -119,7 +119,7 @@ def _steps(placement: Sequence[int], backward: int = 0, weight: int = 0) -> list
 
 
 def _units(placement: Sequence[int]) -> list[int]:
-    """Return the time of each stage's forward pass, in units of the schedule.
+    """Return the time of each stage's forward pass, given each stage's rank.
 
     All ranks are assumed to have equal work, which a rank's stages share equally.
     """

@@ -251,7 +251,7 @@ def test_what_is_no_schedule():
     with pytest.raises(ValueError, match="rank 0 of the schedule should not have F0,0"):
         check([[Forward(0, 0), Forward(0, 0), Backward(0, 0)]], [], (0,), 1)
     with pytest.raises(
-        ValueError, match=r"stage 0 sends micro-batches \[0, 1\], but stage 1 wants \[1, 0\]"
+        ValueError, match=r"stage 0 sends micro-batches \[0, 1\], but stage 1 receives \[1, 0\]"
     ):
         check(
             [list(gpipe(0, 2, 2)), [Forward(1, 1), Forward(1, 0), Backward(1, 1), Backward(1, 0)]],

@@ -39,7 +39,8 @@ class Map:
         folder: the folder of the file; None stores the map in memory.
         zero: True to fill a map in memory with zeros, so that parts can be added to it. The process
             then occupies all of the map's memory at once.
-        rows: True if nearly all parts that are read or written are whole rows.
+        rows: True if nearly all parts that are read or written are whole rows. The file of a
+            channels-first map is then channels-first too.
 
     Raises:
         OSError: if the file does not fit on its disk. It is raised before anything is written.
@@ -69,13 +70,13 @@ class Map:
             self._file = _reserved(self.bytes, folder)
 
     def read(self, box: Box) -> Tensor:
-        """Return a copy of a part, (B, C, *box.size), on the map's device."""
+        """Return a copy of the part ``box``, (B, C, *box.size), on the map's device."""
         return self._outward(self.take(box))
 
     def view(self, box: Box) -> Tensor:
-        """Return a part without a copy if the map lies in memory.
+        """Return the part ``box``, (B, C, *box.size), which the caller must not change.
 
-        The caller must not change the returned tensor.
+        It is a view if the map lies in memory and its device is the CPU, otherwise a copy.
         """
         if self._values is None or self.device.type != "cpu":
             return self.read(box)
@@ -96,21 +97,22 @@ class Map:
             self._run(os.pwritev, values, wide, "written to")
 
     def buffer_for(self, box: Box) -> Tensor:
-        """Return an empty host tensor for a part, in the map's storage order.
+        """Return an empty host tensor for the part ``box``, with dims in the map's storage order.
 
-        The tensor is pinned if the map's device is a GPU.
+        The shape is (B, *box.size, C) if the map is channels-last, otherwise (B, C, *box.size). The
+        tensor is pinned if the map's device is a GPU.
         """
         return torch.empty(
             self._shape(box), dtype=self.dtype, pin_memory=self.device.type == "cuda"
         )
 
     def within(self, buffer_for: Tensor, box: Box) -> Tensor:
-        """Return the beginning of ``buffer_for``, reshaped for the smaller part ``box``."""
+        """Return the first values of a buffer as a view with the shape of a smaller part."""
         shape = self._shape(box)
         return buffer_for.flatten()[: math.prod(shape)].view(shape)
 
     def take(self, box: Box) -> Tensor:
-        """Return a copy of a part on the host, in the map's storage order."""
+        """Return a copy of the part ``box`` on the host, with the shape of :meth:`buffer_for`."""
         found = self.buffer_for(box)
         if self._values is not None:
             return found.copy_(self._part(box))
@@ -121,7 +123,7 @@ class Map:
         return found.copy_(self._as_it_lies(self._fetched(wide), box.relative_to(wide)))
 
     def put(self, box: Box, values: Tensor) -> None:
-        """Store ``values``, which are in the map's storage order, as the part ``box``."""
+        """Store ``values``, which have the shape of :meth:`buffer_for`, as the part ``box``."""
         if self._values is not None:
             self._part(box).copy_(values)
             return
@@ -129,12 +131,12 @@ class Map:
         self._run(os.pwritev, lying.contiguous(), box, "written to")
 
     def bytes_of(self, box: Box) -> int:
-        """Return the size in bytes of a part of the map."""
+        """Return the size in bytes of the part ``box`` of the map."""
         return self.images * box.pixels * self.cell
 
     @property
     def in_memory(self) -> int:
-        """Bytes of this process's memory that the map occupies."""
+        """Bytes of this process's memory that the map occupies; 0 if it is in a file."""
         return 0 if self._values is None else self.bytes
 
     def close(self) -> None:
@@ -163,9 +165,10 @@ class Map:
         return (x.movedim(-1, 1) if self.last else x).to(self.device, non_blocking=True)
 
     def _widened(self, box: Box) -> Box:
-        """Return ``box`` extended to whole rows if it covers nearly all cells of its rows.
+        """Return the box to read from the file in order to get the part ``box``.
 
-        One run of bytes is then read instead of one run per row. Otherwise return ``box``.
+        It is ``box`` extended to whole rows if ``box`` has nearly all cells of these rows, because
+        whole rows are one run of bytes in the file. Otherwise it is ``box`` itself.
         """
         held = self.box
         if (
@@ -177,7 +180,10 @@ class Map:
         return Box((box.start[0], *held.start[1:]), (box.stop[0], *held.stop[1:]))
 
     def _fetched(self, box: Box) -> Tensor:
-        """Return a part in the file's order: (B, C, *box.size), or (B, *box.size, C)."""
+        """Return the part ``box`` as it lies in the file.
+
+        The shape is (B, C, *box.size) if the file is channels-first, otherwise (B, *box.size, C).
+        """
         values = torch.empty(
             (self.images, self.channels, *box.size)
             if self.rows
@@ -188,18 +194,24 @@ class Map:
         return values
 
     def _as_it_lies(self, values: Tensor, inside: Box) -> Tensor:
-        """Return the part ``inside`` of ``values`` as a view in the dim order of `buffer_for`.
+        """Return a part of ``values`` as a view with the dims in the order of :meth:`buffer_for`.
 
-        ``values`` are in the file's order, as :meth:`_fetched` returns them.
+        Args:
+            values: a box of the map with the dims in the file's order (:meth:`_fetched`).
+            inside: the part, in coordinates relative to that box.
         """
         if self.last:
             return values[(slice(None), *inside.slices)]
         return (values if self.rows else values.movedim(-1, 1))[(..., *inside.slices)]
 
     def _run(self, how, values: Tensor, box: Box, what: str) -> None:
-        """Copy between ``values``, in the file's order, and the part ``box`` of the file.
+        """Read the part ``box`` of the file into ``values``, or write ``values`` to the file.
 
-        ``how`` is os.preadv or os.pwritev; ``what`` says in an error what was done.
+        Args:
+            how: os.preadv to read, os.pwritev to write.
+            values: a tensor with the dims in the file's order (:meth:`_fetched`).
+            box: the part.
+            what: ``read from`` or ``written to``, for an error message.
         """
         arrays, cell = (
             (self.images * self.channels, self.cell // self.channels)
@@ -217,7 +229,7 @@ _NEARLY = 1.125
 
 
 class VectorMap:
-    """Stored vector of the image, used in place of a :class:`Map`.
+    """Stored vector of the image, such as its channel means, used in place of a :class:`Map`.
 
     Every tile reads the same vector, so boxes are ignored.
 
@@ -270,10 +282,14 @@ class VectorMap:
 
 
 def _runs(arrays: int, box: Box, size: tuple[int, ...], cell: int):
-    """Yield (offset, length) in bytes of the runs of bytes that make up a box in the file.
+    """Yield (offset, length) in bytes of each run of bytes that belongs to a box in the file.
 
-    The file holds ``arrays`` arrays one after another, each of ``size`` cells of ``cell`` bytes.
-    The box is taken from every array.
+    Args:
+        arrays: the number of arrays in the file, which lie one after another. The box is taken from
+            every array.
+        box: the box, in coordinates of an array.
+        size: the size of each array in cells.
+        cell: the number of bytes of a cell.
     """
     split, part = len(size), box.size  # The box has all cells of the dims from ``split`` on.
     while split > 1 and part[split - 1] == size[split - 1]:
@@ -296,7 +312,13 @@ def _runs(arrays: int, box: Box, size: tuple[int, ...], cell: int):
 def _all(how, file: int, buffer: memoryview, place: int, what: str) -> None:
     """Read or write all of ``buffer`` at offset ``place`` of the file.
 
-    ``how`` (os.preadv or os.pwritev) may move fewer bytes than asked, so it is called repeatedly.
+    Args:
+        how: os.preadv or os.pwritev. It may move fewer bytes than asked, so it is called
+            repeatedly.
+        file: the file descriptor.
+        buffer: the memory to read into or to write.
+        place: the offset in bytes.
+        what: ``read from`` or ``written to``, for an error message.
     """
     done = 0
     while done < len(buffer):
@@ -311,7 +333,7 @@ def _all(how, file: int, buffer: memoryview, place: int, what: str) -> None:
 
 
 def _reserved(size: int, folder: str | Path):
-    """Open a file without a name and reserve ``size`` bytes of disk space for it."""
+    """Return an open file without a name that has ``size`` bytes of disk space in ``folder``."""
     try:
         file = tempfile.TemporaryFile(prefix="distseg-", dir=folder, buffering=0)
     except OSError as e:

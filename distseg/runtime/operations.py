@@ -21,7 +21,7 @@ from distseg.tiling.tile import Box
 
 
 class Operation:
-    """Step of a rank for one micro-batch."""
+    """One operation of a rank, such as a pass or a message, for one micro-batch."""
 
     micro_batch: int
     verb: ClassVar[str]
@@ -67,13 +67,13 @@ class EdgeOperation(Operation):
 
 
 class Recv(EdgeOperation):
-    """Receive of the tensors that the next pass reads."""
+    """Receive of tensors that the pass after it reads."""
 
     verb = "recv"
 
 
 class Send(EdgeOperation):
-    """Send of the tensors that the last pass computed."""
+    """Send of tensors that the pass before it computed."""
 
     verb = "send"
 
@@ -95,7 +95,14 @@ class Recompute(Operation):
 
 @dataclass(frozen=True)
 class TileOperation(Operation):
-    """Pass of a tile through a segment."""
+    """Pass of a tile through a segment.
+
+    Args:
+        micro_batch: the number of the micro-batch.
+        segment: the number of the segment.
+        block: the number of the tile batch within the micro-batch.
+        box: the tile, a box of the segment's result.
+    """
 
     micro_batch: int
     segment: int
@@ -104,7 +111,7 @@ class TileOperation(Operation):
 
     @property
     def tile(self) -> tuple[int, int, int, Box]:
-        """Key that the forward and backward pass of one tile share."""
+        """Key that is equal for the forward and the backward pass of one tile."""
         return self.micro_batch, self.segment, self.block, self.box
 
     def _what(self) -> str:
@@ -113,7 +120,7 @@ class TileOperation(Operation):
 
 @dataclass(frozen=True)
 class KeptTile(TileOperation):
-    """Pass of a tile whose graph may be kept.
+    """Pass of a tile that may keep its autograd graph.
 
     Args:
         kept: True if the graph stays in memory from the forward to the backward pass. Otherwise the
@@ -130,7 +137,7 @@ class ForwardTile(KeptTile):
     """Forward pass of a tile, whose result is stored.
 
     The pass reads windows of the segment's input feature maps. If an active norm follows the
-    segment, the pass also collects the tile's moments.
+    segment, the pass also collects the moments of the tile's result for this norm.
     """
 
     verb = "forward"
@@ -141,8 +148,8 @@ class OutputTile(TileOperation):
     """Forward pass of a tile of the network's result. The executor yields this result.
 
     Args:
-        back: True if the tile has a graph and its backward pass follows, which adds to the
-            gradients of the feature maps that were read.
+        back: True if the result has a graph and its backward pass follows. The backward pass adds
+            to the gradients of the feature maps that the forward pass read.
     """
 
     back: bool
@@ -153,9 +160,10 @@ class OutputTile(TileOperation):
 
 
 class BackwardTile(KeptTile):
-    """Backward pass of a tile, which adds to the gradients of the feature maps that were read.
+    """Backward pass of a tile.
 
-    The tile is computed again with a graph if no graph was kept.
+    It adds to the gradients of the feature maps that the forward pass read. If the forward pass
+    kept no graph, the tile is computed again with a graph first.
     """
 
     verb = "backward"
@@ -163,7 +171,7 @@ class BackwardTile(KeptTile):
 
 @dataclass(frozen=True)
 class MapOperation(Operation):
-    """Operation on one feature map."""
+    """Operation on one feature map, whose number is ``tensor_id``."""
 
     micro_batch: int
     tensor_id: int
@@ -180,7 +188,7 @@ class RecvRows(MapOperation):
 
 @dataclass(frozen=True)
 class RecvGradRows(MapOperation):
-    """Start of the receive of the gradient that another rank sends back for a feature map."""
+    """Start of the receive of the gradient that rank ``source`` sends back for a feature map."""
 
     source: int
     verb = "recv"
@@ -196,36 +204,37 @@ class Measure(MapOperation):
 
 
 class Statistic(MapOperation):
-    """Computation of the statistics of the norm after a map, from all tiles.
+    """Computation of the statistics of the norms that read a feature map, from all tiles.
 
-    All ranks that share the norm's statistics must run it together.
+    All ranks that share these statistics must run it together.
     """
 
     verb = "statistic"
 
 
 class FetchHalo(MapOperation):
-    """Fetch of a feature map's margin from the ranks that own it.
+    """Fetch of a feature map's margin from the ranks that own the margin's cells.
 
-    All ranks that share an image must run it together.
+    The margin is the part around the cells that this rank has computed. All ranks that share an
+    image must run it together.
     """
 
     verb = "halo"
 
 
 class SendHaloGrad(MapOperation):
-    """Adjoint of :class:`FetchHalo`, which sends the margin's gradient to the owners.
+    """Adjoint of :class:`FetchHalo`: sends the margin's gradient to the ranks that own the cells.
 
-    The owners add it to the gradient of their cells.
+    These ranks add it to their gradient.
     """
 
     verb = "halo grad"
 
 
 class FinalizeStatistics(MapOperation):
-    """Reduction of the statistics' gradient over all tiles.
+    """Sum over all tiles of the gradient with respect to a norm's statistics.
 
-    All ranks that share the norm's statistics must run it together.
+    All ranks that share these statistics must run it together.
     """
 
     verb = "finalize"
@@ -241,7 +250,9 @@ class ApplyStatisticsGrad(MapOperation):
 class SendRows(MapOperation):
     """Permission to send the rows before ``final`` of a feature map to the ranks that read them.
 
-    These rows do not change any more. ``block`` is the number of the tile batch.
+    Args:
+        block: the number of the tile batch.
+        final: the first row that may still change.
     """
 
     block: int
@@ -253,7 +264,12 @@ class SendRows(MapOperation):
 
 
 class SendGradRows(SendRows):
-    """Permission to send the gradient rows before ``final`` to the rank that computed the map."""
+    """Permission to send the gradient of the rows before ``final`` to the rank that computed them.
+
+    Args:
+        block: the number of the tile batch.
+        final: the first row whose gradient may still change.
+    """
 
     verb = "send grad"
 

@@ -61,7 +61,7 @@ def freeze(model: nn.Module, config: OptimConfig) -> None:
 def make_optimizer(
     config: OptimConfig, parameters: Mapping[str, nn.Parameter], fused: bool = True
 ) -> torch.optim.Optimizer:
-    """Return PyTorch's optimizer of named parameters.
+    """Return the PyTorch optimizer that ``config`` names, for some named parameters.
 
     Call :func:`set_learning_rate` before each step.
 
@@ -113,15 +113,20 @@ def state_copies(config: OptimConfig) -> int:
 
 
 def learning_rate(config: OptimConfig, step: int, total: int) -> float:
-    """Return the learning rate of step ``step``, a number from 0 to total - 1.
+    """Return the learning rate of an optimizer step.
 
     The first w = warmup * total steps are the warm-up. The schedules constant, cosine and linear
     rise linearly in it, from lr / w to lr. After it, constant stays at lr, and cosine is
-    lr * (1 + cos(pi t)) / 2, where t goes from 0 to 1. linear follows a line that reaches 0 at step
-    decay_factor * total.
+    lr * (1 + cos(pi t)) / 2, where t goes from 0 at the end of the warm-up to 1 at the end of
+    training. linear follows a line that reaches 0 at step decay_factor * total.
 
     The schedule one_cycle rises along a cosine from lr / 25 to lr in the warm-up, and then falls
     along a cosine to lr / 10^4 (Smith and Topin 2018).
+
+    Args:
+        config: the settings, with lr, schedule, warmup and decay_factor.
+        step: the number of the step, from 0 to total - 1.
+        total: the number of steps of the training.
     """
     rise = round(config.warmup * total)
     if step < rise:
@@ -144,6 +149,15 @@ def _cosine(start: float, stop: float, t: float) -> float:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float, epoch: int) -> None:
-    """Set each parameter group's learning rate: its factor times ``rate``, or 0 until it thaws."""
+    """Set the learning rate of each parameter group of an optimizer.
+
+    It is ``rate`` times the group's factor (``optim.rates``), or 0 before the epoch in which the
+    group thaws (``optim.thaw``).
+
+    Args:
+        optimizer: an optimizer from :func:`make_optimizer`.
+        rate: the learning rate of the step (:func:`learning_rate`).
+        epoch: the number of the epoch.
+    """
     for group in optimizer.param_groups:
         group["lr"] = rate * group["factor"] if epoch >= group["thaw"] else 0.0

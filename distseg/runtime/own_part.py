@@ -32,20 +32,20 @@ def own_part(
     exchange: Exchange | None = None,
     whole: bool = False,
 ) -> TiledModel:
-    """Return the layers of the stages that ``rank`` runs, ready for windows.
+    """Return the part of a model that ``rank`` runs, with distributed counterparts in its layers.
 
-    The layers have memory and initial weights. ``model`` is changed in place.
+    Its layers have memory and initial weights. ``model`` is changed in place.
 
     Args:
         model: the whole model.
         partition: the stages; None for a model that is not cut into stages.
         rank: the rank in the pipeline.
         reach: the receptive field of the model.
-        context: the context of the distributed counterparts.
+        context: what the distributed counterparts share, such as communicators and seed.
         seed: the seed for the weights of layers on the meta device.
         frozen_norm: True to freeze batch norms.
         exchange: the halo exchange; None if each tile is read together with its halo.
-        whole: True if all windows are whole images.
+        whole: True if all windows are whole images. Layers may then read the whole image.
 
     Raises:
         ValueError: if the layers cannot be computed from windows or cut into stages.
@@ -68,7 +68,14 @@ def own_part(
 
 
 def place_model(model: nn.Module, device, precision: str, channels_last: bool) -> None:
-    """Move a plain model to its device, dtype (fp32 under bf16 autocast) and memory format."""
+    """Move a model to its device, dtype and memory format.
+
+    Args:
+        model: the model, changed in place.
+        device: the device.
+        precision: fp64, fp32 or bf16. The weights are fp32 for bf16 too, which runs under autocast.
+        channels_last: True for the memory format channels_last.
+    """
     check_real(model)
     model.to(device, torch.float64 if precision == "fp64" else torch.float32)
     if channels_last:
@@ -85,7 +92,11 @@ def place_stages(
 ) -> None:
     """Move each stage of a rank to its device, dtype and memory format.
 
-    With one device, the whole model moves there.
+    Args:
+        model: the layers of the rank, changed in place.
+        partition: the stages.
+        devices: the device of each stage, or one device for the whole model.
+        precision, channels_last: as in :func:`place_model`.
     """
     if len(devices) == 1:
         return place_model(model, devices[0], precision, channels_last)
@@ -96,9 +107,9 @@ def place_stages(
 
 
 def autocast(precision: str, device) -> Callable[[], AbstractContextManager]:
-    """Return a function that makes the context in which the network runs.
+    """Return a function that makes the context manager under which the network runs.
 
-    It is bf16 autocast if ``precision`` is bf16, otherwise a context that does nothing.
+    The context manager is bf16 autocast if ``precision`` is bf16. Otherwise it does nothing.
     """
     return (
         (lambda: torch.autocast(device.type, torch.bfloat16))
@@ -108,7 +119,7 @@ def autocast(precision: str, device) -> Callable[[], AbstractContextManager]:
 
 
 def used_reach(exact: ReceptiveField, halo: int | None) -> ReceptiveField:
-    """Return the receptive field that is used for tiles.
+    """Return the receptive field with which tiles are extended to windows.
 
     Args:
         exact: the exact halo and stride of the model.

@@ -22,10 +22,11 @@ class ParameterUpdate:
     Args:
         mesh: the mesh of ranks.
         optim: the settings of the optimizer.
-        reducer: the library that sums gradients, ``mesh.reducer``.
+        reducer: the value of the setting ``mesh.reducer``, which names the library that sums
+            gradients.
         halved: True if gradients are rounded to 16 bits before they are summed.
-        network: the network on its device. All replicas take the values of the first replica, so
-            all ranks must create this object together.
+        network: the network on its device. All replicas take over the weights and buffers of
+            the first replica, so all ranks must create this object together.
         device: the device of the network.
     """
 
@@ -53,11 +54,12 @@ class ParameterUpdate:
 
         Args:
             rate: the learning rate of this step.
-            norm: the norm of all gradients, by which they are clipped.
-            epoch: the number of the epoch, which says which parts of the network are frozen.
+            norm: the norm of the gradients of the whole network, before they are clipped.
+            epoch: the number of the epoch. Parts that thaw in a later epoch (``optim.thaw``) are
+                not changed.
 
         Raises:
-            RuntimeError: if a weight gradient was not computed yet.
+            RuntimeError: if a postponed weight gradient was not computed yet.
         """
         self.mesh.waits.check_done()
         if self._clip:

@@ -35,7 +35,7 @@ class Edge:
         source: the stage that sends it.
         target: the stage that receives it.
         gradient: True if the target sends a gradient of the feature map back.
-        map: the number of the feature map.
+        map: the number of the feature map: 0 for the image, n + 1 for the result of layer n.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Edge:
 
 
 def stage_ranges(balance: Sequence[int], layers: int) -> list[range]:
-    """Return the layers of each stage.
+    """Return, for each stage, the range of the numbers of its layers.
 
     Args:
         balance: the number of layers of each stage.
@@ -73,13 +73,16 @@ def edges_between(
     names: Sequence[str] | None = None,
     trained: Container[int] | None = None,
 ) -> list[Edge]:
-    """Return the edges: first each stage's output to the next stage, then all other feature maps.
+    """Return the edges along which feature maps travel between stages.
+
+    The edges from the output of a stage to the next stage come first. If the next stage reads
+    the output, that stage also sends it on to all later stages that read it.
 
     Args:
         ranges: the layers of each stage.
-        inputs: the feature maps that each layer reads.
+        inputs: for each layer, the numbers of the feature maps that it reads.
         names: the names of the feature maps; by default their numbers.
-        trained: the feature maps that need a gradient; by default all.
+        trained: the numbers of the feature maps that need a gradient; by default all.
     """
     found = []
     ways = crossing(inputs, ranges)
@@ -105,7 +108,13 @@ def edges_between(
 
 @dataclass(frozen=True)
 class Partition:
-    """All stages of a model: their layers, the edges between them, and the rank of each."""
+    """All stages of a model.
+
+    Attributes:
+        ranges: for each stage, the numbers of its layers.
+        edges: the feature maps that travel between stages.
+        placement: the rank of each stage.
+    """
 
     ranges: tuple[range, ...]
     edges: tuple[Edge, ...]
@@ -113,7 +122,10 @@ class Partition:
 
     @classmethod
     def whole(cls) -> Partition:
-        """Return the partition into a single stage, which works for any kind of model."""
+        """Return the partition of a model that is not cut into stages.
+
+        It has one stage, whose layers are not listed, so any kind of model can have it.
+        """
         return cls((range(0),), (), (0,))
 
     @classmethod
@@ -167,19 +179,19 @@ class Partition:
         return {layer for stage in self.stages_of(rank) for layer in self.ranges[stage]}
 
     def incoming(self, stage: int) -> list[Edge]:
-        """Return the edges into a stage."""
+        """Return the edges whose feature maps a stage receives."""
         return [edge for edge in self.edges if edge.target == stage]
 
     def outgoing(self, stage: int) -> list[Edge]:
-        """Return the edges out of a stage."""
+        """Return the edges whose feature maps a stage sends."""
         return [edge for edge in self.edges if edge.source == stage]
 
 
 def _kept(layer: nn.Module) -> list[Tensor]:
-    """Return the tensors of a layer that a step changes: parameters and running statistics.
+    """Return the parameters of a layer and, if it has running statistics, its running mean.
 
-    If the model calls one norm several times, the counterpart of its first call may hold the
-    running statistics for all.
+    If a model calls a norm several times, the counterpart of the first call may hold the running
+    statistics of all calls. The running mean of that counterpart is then returned.
     """
     keeper = getattr(layer, "running", layer)
     running = (keeper if isinstance(keeper, nn.Module) else layer)._buffers.get("running_mean")
@@ -187,9 +199,9 @@ def _kept(layer: nn.Module) -> list[Tensor]:
 
 
 def _names(calls: Sequence[Call]) -> list[str]:
-    """Return the name of each feature map.
+    """Return the name of each feature map, in the order of their numbers.
 
-    This is the name of the skip if it is one, otherwise the name of the layer that computes it.
+    A skip has the skip's name. Any other feature map has the name of the layer that computes it.
     """
     found = [IMAGE, *(call.name for call in calls)]
     for call in calls:
@@ -199,7 +211,7 @@ def _names(calls: Sequence[Call]) -> list[str]:
 
 
 def _trained(calls: Sequence[Call]) -> set[int]:
-    """Return the feature maps that depend on a trained weight."""
+    """Return the numbers of the feature maps that depend on a trained weight."""
     found: set[int] = set()
     for number, call in enumerate(calls):
         if found.intersection(call.reads) or any(p.requires_grad for p in call.layer.parameters()):

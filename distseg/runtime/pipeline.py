@@ -32,7 +32,7 @@ class Pipeline:
     Args:
         partition: all stages, the edges between them and the rank of each stage.
         stages: the stages of this rank.
-        comm: the ranks of the pipeline, in the order of the partition's placement.
+        comm: the communicator of the pipeline, in whose ranks the partition's placement is given.
         device: the device of received tensors.
         recompute: the micro-batches whose activations are computed again: never, except_last or
             always (:func:`distseg.runtime.stage_program.operations`).
@@ -72,9 +72,13 @@ class Pipeline:
         return self.partition.placement[-1] == self.comm.rank
 
     def run(self, actions: Sequence[Action], units: Sequence[MicroBatch]) -> None:
-        """Run the passes of all micro-batches in the order of the actions.
+        """Run the passes of all micro-batches on this rank, and the messages between them.
 
-        Only forward passes run if gradients are off.
+        If gradients are off (``torch.no_grad``), the actions must be forward passes only.
+
+        Args:
+            actions: the actions of this rank, in order.
+            units: the micro-batches, by number.
         """
         program = self._program(tuple(actions))
         dropped = {(op.stage, op.micro_batch) for op in program if isinstance(op, Recompute)}
@@ -127,7 +131,7 @@ class Pipeline:
             self.stages[op.stage].recompute(op.micro_batch)
 
     def _backward(self, op: Backward, splits: bool) -> None:
-        """Run a backward pass.
+        """Run the backward pass of a stage for one micro-batch.
 
         Args:
             op: the pass.
@@ -196,7 +200,13 @@ class Pipeline:
     ) -> None:
         """Post the receives of the next passes, up to the first tensor whose shape is unknown.
 
-        Messages are matched by their order, so no later receive may be posted before that one.
+        Messages are matched by their order, so no later receive may be posted before the receive of
+        that tensor.
+
+        Args:
+            program: the operations of this rank.
+            place: the index of the operation that runs now.
+            units: the micro-batches, by number.
         """
         for op in receives_ahead(program, place):
             unit, key = units[op.micro_batch], (op.edge, op.micro_batch, op.back)

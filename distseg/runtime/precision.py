@@ -12,9 +12,9 @@ from distseg.config.settings import TrainConfig
 def choose(config: TrainConfig, device: torch.device, world) -> tuple[str, bool]:
     """Return (precision, channels_last) of a config, with ``auto`` replaced by a choice.
 
-    The values are equal on all ranks. All ranks of ``world`` must call it together. bf16 needs
-    AVX512-BF16 or AMX on a CPU, or an Ampere or later GPU. On other devices bf16 is emulated, which
-    is slower than fp32. bf16 is faster than fp32 only together with channels_last
+    The values are equal on all ranks. All ranks of ``world`` must call this function together. Fast
+    bf16 needs AVX512-BF16 or AMX on a CPU, or an Ampere or later GPU. On other devices bf16 is
+    emulated, which is slower than fp32. bf16 is faster than fp32 only together with channels_last
     (benchmarks/performance.md).
     """
     fast = all(world.allgather(fast_bf16(device)))
@@ -34,9 +34,15 @@ def fast_bf16(device: torch.device) -> bool:
 
 
 def gpu_lines(device: torch.device, precision: str, world) -> list[str]:
-    """Return log lines about the precision of convolutions and the messages of a GPU run.
+    """Return log lines about a run on GPUs; the list is empty on a CPU.
 
-    Return no line on a CPU.
+    They say in which precision float32 convolutions are computed, and whether messages are sent
+    from GPU memory or through host memory.
+
+    Args:
+        device: the device of this rank.
+        precision: fp64, fp32 or bf16.
+        world: the communicator of all ranks.
     """
     if device.type != "cuda":
         return []

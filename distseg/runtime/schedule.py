@@ -45,7 +45,7 @@ from distseg.runtime.list_scheduling import LISTED
 
 
 def gpipe(stage: int, stages: int, micro_batches: int) -> Iterator[Action]:
-    """Yield all forward passes, then all backward passes, last micro-batch first."""
+    """Yield a stage's forward passes, then its backward passes, last micro-batch first (GPipe)."""
     for m in range(micro_batches):
         yield Forward(stage, m)
     for m in reversed(range(micro_batches)):
@@ -53,9 +53,10 @@ def gpipe(stage: int, stages: int, micro_batches: int) -> Iterator[Action]:
 
 
 def one_f_one_b(stage: int, stages: int, micro_batches: int) -> Iterator[Action]:
-    """Yield 1F1B's actions: some forward passes first, then forward and backward in turn.
+    """Yield a stage's actions in 1F1B: some forward passes, then forward and backward in turn.
 
-    The number of forward passes at the beginning is the number of stages after this one.
+    The number of forward passes at the beginning is the number of stages after this stage, or
+    ``micro_batches`` if that is smaller.
     """
     ahead = min(stages - 1 - stage, micro_batches)
     for m in range(ahead):
@@ -68,10 +69,12 @@ def one_f_one_b(stage: int, stages: int, micro_batches: int) -> Iterator[Action]
 
 
 def zb_h1(stage: int, stages: int, micro_batches: int) -> Iterator[Action]:
-    """Yield 1F1B's actions, with the W of micro-batch m - ``stage`` after the B of micro-batch m.
+    """Yield a stage's actions in ZB-H1: those of 1F1B, with separate weight gradients.
 
-    Stage s holds at most S - s micro-batches that wait for their B, and s micro-batches that wait
-    for their W. Each stage thus holds as many micro-batches as the first stage of 1F1B.
+    B is the gradient of the inputs and W the gradients of the weights. After the B of micro-batch m
+    comes the W of micro-batch m - ``stage``. Stage s of S holds at most S - s micro-batches that
+    wait for their B, and s micro-batches that wait for their W. Each stage thus holds at most S, as
+    many as the first stage in 1F1B.
     """
     done = 0
     for action in one_f_one_b(stage, stages, micro_batches):
@@ -87,12 +90,12 @@ SCHEDULES = {"gpipe": gpipe, "1f1b": one_f_one_b, "zb-h1": zb_h1}
 
 
 def splits(name: str) -> bool:
-    """Return True if a schedule has separate actions for weight gradients."""
+    """Return True if the schedule ``name`` has separate actions for weight gradients."""
     return any(isinstance(action, Weight) for action in SCHEDULES[name](0, 1, 1))
 
 
 def v_placement(ranks: int) -> tuple[int, ...]:
-    """Return the v-shaped placement of 2 * ranks - 1 stages, down the ranks and up again.
+    """Return the rank of each of 2 * ranks - 1 stages: from the first rank to the last, and back.
 
     ``v_placement(3)`` is ``(0, 1, 2, 1, 0)``.
     """

@@ -32,8 +32,8 @@ class Simulation:
     Attributes:
         spans: the spans of computation, in order for each rank.
         ranks: the number of ranks.
-        peak_micro_batches: the largest number of micro-batches that each stage holds at once,
-            including activations that W still needs.
+        peak_micro_batches: the largest number of micro-batches whose activations each stage holds
+            at once. Activations that a postponed weight gradient still needs are included.
     """
 
     spans: tuple[Span, ...]
@@ -83,7 +83,8 @@ def simulate(
             then exclude them.
 
     Raises:
-        ValueError: if the schedule is a deadlock. The message names what each rank waits for.
+        ValueError: if ranks wait for one another for ever. The message names what each rank waits
+            for.
     """
     costs = {"forward": forward, "backward": backward, "recompute": recompute, "weight": weight}
     programs = [operations(order, edges, "always") for order in orders]
@@ -110,14 +111,18 @@ def simulate(
 
 
 def _action(operations: Sequence[Operation]) -> Action:
-    """Return the first pass among some operations."""
+    """Return the first of some operations that is a pass."""
     return next(op for op in operations if isinstance(op, Action))
 
 
 def peak_micro_batches(orders: Orders, stages: int) -> tuple[int, ...]:
     """Return, for each stage, the largest number of micro-batches that it holds at once.
 
-    A stage holds a micro-batch from its forward pass to its last action.
+    A stage holds a micro-batch from the forward pass to the last action of that micro-batch.
+
+    Args:
+        orders: the actions of each rank in order.
+        stages: the number of stages.
     """
     return tuple(
         int(max(peak_memory(orders, [float(s == stage) for s in range(stages)]), default=0))
@@ -137,9 +142,10 @@ def peak_memory(orders: Orders, activations: Sequence[float]) -> list[float]:
 
 
 def _changes(order: Sequence[Action], activations: Sequence[float]) -> Iterator[float]:
-    """Yield the change of a rank's activation memory with each action.
+    """Yield the changes of a rank's activation memory, in the order of its actions.
 
-    The last action of a micro-batch frees its activations.
+    The forward pass of a micro-batch allocates the stage's activations, and the last action of the
+    micro-batch frees them. The arguments are those of :func:`peak_memory`, for one rank.
     """
     last = {(action.stage, action.micro_batch): action for action in order}
     for action in order:
@@ -152,15 +158,21 @@ def _changes(order: Sequence[Action], activations: Sequence[float]) -> Iterator[
 def check(
     orders: Orders, edges: Sequence[Edge], placement: Sequence[int], micro_batches: int
 ) -> None:
-    """Refuse a schedule that is incomplete, confuses messages or deadlocks.
+    """Refuse a schedule that lacks actions, mixes up messages or deadlocks.
 
     Messages of one edge and direction are matched first in, first out. The sending rank must
     therefore send the micro-batches of an edge in the order in which the receiving rank receives
     them.
 
+    Args:
+        orders: the actions of each rank in order.
+        edges: the edges between stages.
+        placement: the rank of each stage.
+        micro_batches: the number of micro-batches.
+
     Raises:
-        ValueError: if an action is missing, duplicated or on a wrong rank, if messages would be
-            confused, or if the schedule deadlocks.
+        ValueError: if an action is missing, duplicated or on a wrong rank, if a rank would receive
+            micro-batches in another order than they are sent, or if the schedule deadlocks.
     """
     given = Counter((rank, action) for rank, order in enumerate(orders) for action in order)
     kinds = (
@@ -203,7 +215,7 @@ def _check_messages(orders: Orders, edge: Edge, placement: Sequence[int]) -> Non
             kind = (Backward if back else Forward).kind
             raise ValueError(
                 f"{edge}, {kind}: stage {way.sender} sends micro-batches {sent}, but stage "
-                f"{way.receiver} wants {wanted}"
+                f"{way.receiver} receives {wanted}: both must have the same order"
             )
 
 
@@ -218,7 +230,7 @@ _FIRST = {Recompute: Forward, Backward: Forward, Weight: Backward}
 
 
 class _Run:
-    """State of a simulation: operations done, arrival times, busy ranks and links."""
+    """State of a simulation: operations done, arrival times, and when ranks and links are free."""
 
     def __init__(self, placement, transfer, costs):
         self.placement, self.costs = placement, costs
@@ -236,7 +248,7 @@ class _Run:
         self.ready = Counter()
 
     def lacks(self, op: Operation) -> str | None:
-        """Return the name of the pass or message that an operation still waits for, or None."""
+        """Return the pass or message for which an operation waits, in words; None if it can run."""
         if isinstance(op, Recv):
             kind = (Backward if op.back else Forward).kind
             return (

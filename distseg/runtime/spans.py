@@ -21,8 +21,8 @@ class Span:
         rank: the rank.
         kind: forward, backward, weight, recompute, read, scratch, wait, send, halo, norm-exchange,
             reduce or update.
-        name: the ``name`` of an action, such as ``F3,0`` (micro-batch 3, stage 0); otherwise free
-            text.
+        name: the name of an action, such as ``F3,0`` (forward pass of micro-batch 3 in stage 0), or
+            any other text.
         start: seconds since the start of the trace.
         end: seconds since the start of the trace.
     """
@@ -40,7 +40,7 @@ class Span:
 
 
 class Trace:
-    """Recorder of one rank's spans. The list ``spans`` holds them in order of their end.
+    """Recorder of one rank's spans, which the list ``spans`` holds in the order of their ends.
 
     Example::
 
@@ -63,7 +63,10 @@ class Trace:
 
     @contextmanager
     def span(self, kind: str, name: str) -> Iterator[None]:
-        """Record the time inside this context as one span, also if the code in it fails."""
+        """Record the time inside this context as one span, also if the code in it fails.
+
+        ``kind`` and ``name`` are those of :class:`Span`.
+        """
         start = self.now()
         try:
             yield
@@ -84,8 +87,8 @@ class NoTrace:
 class TracedComm:
     """Communicator that records its non-blocking collectives as spans.
 
-    A span lasts from the call until ``Test`` returns True. Use this class only while a run is
-    traced.
+    A span lasts from the call until the request's ``Test`` returns True. Use this class only while
+    a run is traced.
 
     Args:
         comm: the communicator.

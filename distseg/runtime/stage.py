@@ -28,13 +28,19 @@ class Head(Protocol):
     """Computation after the last stage: partial sums of the loss, and the loss gradient."""
 
     def rows(self, unit: MicroBatch, outputs: list[Tensor]) -> list[Tensor]:
-        """Return the partial sums of the loss for each tile, with their autograd graph."""
+        """Return the partial sums of the loss, one tensor with a graph for each tile batch.
+
+        ``outputs`` are the network's results, one for each tile batch.
+        """
 
     def note(self, unit: MicroBatch, rows: list[Tensor]) -> None:
-        """Record the partial sums of a micro-batch. It is not called again in recomputation."""
+        """Record the partial sums of a micro-batch (``rows``).
+
+        This is called in the first forward pass only, not when the pass is repeated.
+        """
 
     def loss_grads(self, unit: MicroBatch, rows: list[Tensor]) -> list[Tensor]:
-        """Return the loss gradient with respect to the partial sums."""
+        """Return the gradient of the loss with respect to each tile batch's partial sums."""
 
 
 @dataclass
@@ -65,10 +71,13 @@ class Stage:
     def forward(self, m: int, unit: MicroBatch, inputs: Tensors, keep: bool) -> Tensors:
         """Run the forward pass and return the outgoing tensors, detached from the graph.
 
+        A stage with a head returns the partial sums of the loss, under the key ``LOSS``.
+
         Args:
             m: the number of the micro-batch.
             unit: the micro-batch.
-            inputs: the incoming feature maps.
+            inputs: for each incoming feature map, a tensor for each tile batch. The first stage
+                gets the pixels as feature map 0.
             keep: True to keep the activations until the backward pass. Otherwise only the inputs
                 are kept.
         """
@@ -87,8 +96,9 @@ class Stage:
 
         Args:
             m: the number of the micro-batch.
-            gradients: for each outgoing edge, the number of its feature map and the gradient of
-                each tile. The last stage ignores them, because its head computes the gradient.
+            gradients: for each outgoing edge, the number of its feature map and the gradients of
+                all tile batches. The last stage ignores them, because its head computes the
+                gradient.
         """
         unit, inputs, outputs = self._kept.pop(m)
         if self.head:
@@ -108,23 +118,23 @@ class Stage:
         }
 
     def dropped(self, m: int) -> bool:
-        """Return True if the activations of a micro-batch were not kept."""
+        """Return True if the activations of micro-batch ``m`` were not kept."""
         return self._kept[m][2] is None
 
     def recompute(self, m: int) -> None:
-        """Repeat the forward pass of a micro-batch.
+        """Repeat the forward pass of micro-batch ``m``, and keep its activations.
 
-        Dropout masks are the same as in the first pass, because they follow from keys. Statistics
-        are not counted again.
+        Dropout masks are the same as in the first pass, because each mask is computed from a key of
+        the image and the layer. Norms do not count their statistics again.
         """
         unit, inputs, _ = self._kept[m]
         with self.model.context.repeating():
             self._kept[m] = unit, inputs, self.run(unit, inputs)
 
     def run(self, unit: MicroBatch, inputs: Tensors) -> Tensors:
-        """Compute the outgoing feature maps; in the last stage, the partial sums of the loss.
+        """Compute the outgoing feature maps from the incoming ones.
 
-        ``inputs`` are the incoming feature maps; in the first stage, the pixels.
+        The arguments and the result are those of :meth:`forward`, but the result has a graph.
         """
         places = [p.place for p in unit.pieces]
         with self.autocast():

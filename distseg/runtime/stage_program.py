@@ -33,8 +33,8 @@ def operations(
         order: the actions of the rank.
         edges: the edges between all stages.
         recompute: the micro-batches whose activations are computed again: never, except_last or
-            always. except_last does not repeat a forward pass if its backward pass is the next
-            action.
+            always. except_last does not repeat a forward pass if the rank's next action is the
+            backward pass of the same micro-batch in the same stage.
     """
     again = recomputed(order, recompute)
     return [
@@ -62,7 +62,10 @@ def _around(action: Action, edges: Sequence[Edge], again: bool) -> Iterator[Oper
 
 
 def recomputed(order: Sequence[Action], recompute: str) -> set[tuple[int, int]]:
-    """Return the (stage, micro-batch) pairs whose forward pass is repeated."""
+    """Return the (stage, micro-batch) pairs whose forward pass is repeated.
+
+    The arguments are those of :func:`operations`.
+    """
     if recompute == "never":
         return set()
     spared = recompute == "except_last"
@@ -75,25 +78,32 @@ def recomputed(order: Sequence[Action], recompute: str) -> set[tuple[int, int]]:
 
 
 def _next_is_own_backward(order: Sequence[Action], place: int) -> bool:
-    """Return True if the next action is the backward pass of this forward pass.
+    """Return True if the action after forward pass ``order[place]`` is its backward pass.
 
-    To recompute such a pass would save no memory.
+    Recomputing such a pass would save no memory, as no other pass runs before its activations are
+    needed again.
     """
     action, following = order[place], order[place + 1 : place + 2]
     return any((f.stage, f.micro_batch) == (action.stage, action.micro_batch) for f in following)
 
 
 def soon(order: Sequence[Action], place: int) -> list[Action]:
-    """Return the actions at and after ``place`` whose receives are posted by then.
+    """Return the actions whose receives are posted when action ``order[place]`` begins.
 
-    These are the first ``1 + AHEAD`` of them that are no weight gradients, which receive nothing.
+    They are the first ``1 + AHEAD`` forward and backward passes from this action on. Weight
+    gradients are left out, because they receive nothing.
     """
     receiving = (a for a in islice(order, place, None) if not isinstance(a, Weight))
     return list(islice(receiving, 1 + AHEAD))
 
 
 def receives_ahead(program: Sequence[Operation], place: int) -> Iterator[Recv]:
-    """Yield, in order, the receives before the next ``1 + AHEAD`` passes from ``place`` on."""
+    """Yield, in order, the receives that the next ``1 + AHEAD`` passes need.
+
+    Args:
+        program: the operations of the rank.
+        place: the index of the operation to start from.
+    """
     passes = 0
     for op in islice(program, place, None):
         if isinstance(op, Recv):

@@ -57,10 +57,14 @@ class StoredHalos:
         cells: Sequence[Cell],
         gradients: Sequence[Map],
     ) -> None:
-        """Send the gradients of margins to the ranks that own these cells, which add them.
+        """Send the gradients of margins to the ranks that own the margins' cells.
 
-        This is the adjoint of :meth:`fetch`. The margins' gradients are 0 afterwards. All ranks
-        that share the images must call it together.
+        These ranks add them to their gradients. This is the adjoint of :meth:`fetch`. The margins'
+        gradients are 0 afterwards. All ranks that share the images must call it together.
+
+        Args:
+            tensor_id, layouts, cells: as in :meth:`fetch`.
+            gradients: for each image, the stored gradient of the feature map.
         """
         receiving, sending = self._strips(tensor_id, layouts, cells, gradients)
         self._move(
@@ -78,7 +82,11 @@ class StoredHalos:
     def _strips(
         self, tensor_id: int, layouts: Sequence[Layout], cells: Sequence[Cell], maps: Sequence[Map]
     ) -> tuple[_Strips, _Strips]:
-        """Return the strips to send to each rank, and the strips to receive from each rank."""
+        """Return the strips to send to each rank, and the strips to receive from each rank.
+
+        A strip is the part of a margin that one rank owns: a stored feature map and a box of it.
+        The arguments are those of :meth:`fetch`.
+        """
         sending: _Strips = {}
         receiving: _Strips = {}
         for layout, cell, stored in zip(layouts, cells, maps):
@@ -136,8 +144,8 @@ class StoredHalos:
 def _cells(stored: Map, values: Tensor) -> Tensor:
     """Return a view of a map's values with the channels of a cell side by side.
 
-    Messages have this order. Two ranks may store one map in different memory formats, because the
-    format is that of a tile, and the memory format of a tile of one cell is ambiguous.
+    Messages have this order. Two ranks may store one map in different memory formats: each takes
+    the format from its tile, and PyTorch cannot tell the format of a tile of one cell.
     """
     return values if stored.last else values.movedim(1, -1)
 

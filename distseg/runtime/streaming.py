@@ -84,20 +84,35 @@ class Sizes(Protocol):
     """Sizes of feature maps and tiles, in bytes."""
 
     def bytes_of(self, tensor_id: int, box: Box, images: int) -> int:
-        """Return the size in bytes of a region of a stored feature map."""
+        """Return the size in bytes of the part ``box`` of a stored feature map of ``images``."""
 
     def kept(self, boxes: TilePlan, images: int) -> float:
-        """Return the bytes that a tile holds between its forward and its backward pass."""
+        """Return the bytes that a tile holds between its forward and its backward pass.
+
+        Args:
+            boxes: the boxes of the tile in each layer.
+            images: the number of images in the tile batch.
+        """
 
     def weigh(self, boxes: TilePlan, images: int) -> Weighed:
-        """Return the bytes of a tile's kept graph and the peak bytes of one of its passes."""
+        """Return the bytes of a tile's kept graph and the peak bytes of one of its passes.
+
+        The arguments are those of :meth:`kept`.
+        """
 
 
 class Tiling(Protocol):
     """Rule that cuts the result of a segment into tiles."""
 
     def __call__(self, layout: Layout, segment: Segment, result: Box, images: int) -> Sequence[int]:
-        """Return the size of a tile in cells along each dim; the last tile may be smaller."""
+        """Return the size of a tile in cells along each dim; the last tile may be smaller.
+
+        Args:
+            layout: the layout of the image.
+            segment: the segment.
+            result: the box of the segment's result that is cut into tiles.
+            images: the number of images in the tile batch.
+        """
 
 
 class StreamingExecutor:
@@ -180,7 +195,7 @@ class StreamingExecutor:
         return f"the feature map after {self.graph[tensor_id - 1].name}"
 
     def label_tiles(self, block: LazyTileBatch) -> Iterator[Box]:
-        """Return the strips in which the labels of a tile batch are read."""
+        """Return the strips of the owned tile in which the labels of a tile batch are read."""
         return strips(block.place.tile, _LABELS)
 
     def plan(
@@ -242,6 +257,10 @@ class StreamingExecutor:
         """Return the program in which as many tiles keep their graphs as the budget allows.
 
         All tiles keep their graphs if the executor has no budget.
+
+        Args:
+            program: the operations of a step.
+            plans: the plans of the step's micro-batches.
         """
         if self.budget is None:
             return keeping_all(program)
@@ -255,7 +274,10 @@ class StreamingExecutor:
         return keeping(program, weigh, self.budget)
 
     def stored(self, places: Sequence[TilePlacement]) -> int:
-        """Return the largest number of bytes of feature maps that a micro-batch stores at once."""
+        """Return the largest number of bytes of feature maps that a micro-batch stores at once.
+
+        ``places`` are the placements of its tile batches.
+        """
         key = _sizes(places)
         if key not in self._stored:
             plan = self.plan(places)
@@ -268,11 +290,11 @@ class StreamingExecutor:
         return self._stored[key]
 
     def describe(self, image: Sequence[int], images: int) -> str:
-        """Return a log line about the work of the first tile's rank in a step.
+        """Return a log line about the work in one step of the rank that owns the first tile.
 
         Args:
             image: the size of the images in pixels.
-            images: the number of images.
+            images: the number of images in a micro-batch.
 
         Raises:
             ValueError: if even the smallest tiles do not fit into the budget.
@@ -295,10 +317,11 @@ class StreamingExecutor:
         )
 
     def require_scratch_space(self, *under_way: Sequence[TilePlacement]) -> None:
-        """Refuse a scratch folder that is too small for the micro-batches that it stores at once.
+        """Refuse a scratch folder that is too small for the feature maps of some micro-batches.
 
         Args:
-            under_way: the placements of each of these micro-batches.
+            under_way: for each micro-batch that is stored at the same time, the placements of its
+                tile batches.
 
         Raises:
             OSError: if the folder is too small. The message names the folder and both sizes.
@@ -317,7 +340,7 @@ class StreamingExecutor:
 
         The logits have a graph if ``OutputTile.back`` is True. The caller must then run their
         backward pass before it asks for the next tile. All ranks that share statistics and all
-        ranks of the pipeline must call it together.
+        ranks of the pipeline must call this method together.
 
         Args:
             operations: the operations of this rank.
@@ -352,9 +375,11 @@ class StreamingExecutor:
 
 
 def windows(operations: Sequence[Operation], plan: StagePlan) -> Iterator[Box]:
-    """Return the windows of pixels that a micro-batch reads, in order.
+    """Return the windows of pixels that a micro-batch reads, in order, so they can be prefetched.
 
-    They are used to prefetch pixels.
+    Args:
+        operations: the operations of the micro-batch.
+        plan: the plan of the micro-batch.
     """
     there = (
         op for op in operations if isinstance(op, TileOperation) and 0 in plan.sources(op.segment)
@@ -363,7 +388,10 @@ def windows(operations: Sequence[Operation], plan: StagePlan) -> Iterator[Box]:
 
 
 def computed(operations: Sequence[Operation], plan: StagePlan) -> Iterator[tuple[int, Box]]:
-    """Yield (layer, output box) of everything that a micro-batch's operations compute."""
+    """Yield (layer number, output box) for each layer of each tile that a micro-batch computes.
+
+    The arguments are those of :func:`windows`.
+    """
     for op in (op for op in operations if isinstance(op, TileOperation)):
         yield from (
             (number, part.output)
@@ -372,12 +400,15 @@ def computed(operations: Sequence[Operation], plan: StagePlan) -> Iterator[tuple
 
 
 def _sizes(places: Sequence[TilePlacement]) -> tuple:
-    """Return a cache key. Placements with equal keys have equal plans."""
+    """Return a cache key for the plan of a micro-batch with these placements."""
     return tuple((place.image, place.tile, len(place.images)) for place in places)
 
 
 class LayoutTiles:
     """Boxes of a micro-batch's tile batches in each feature map.
+
+    The methods take the index of a tile batch (``block``), of a segment and of a feature map
+    (``tensor_id``).
 
     Args:
         graph: the graph of the network's layers.
@@ -412,11 +443,12 @@ class LayoutTiles:
         return len(self.layouts)
 
     def computed(self, block: int, tensor_id: int) -> Box:
-        """Return the box of a feature map that its rank computes for a tile batch."""
+        """Return the box of a feature map that is computed for a tile batch, not exchanged."""
         return self.layouts[block].computed(tensor_id, self.cells[block])
 
     def stored_box(self, block: int, tensor_id: int) -> Box:
-        """Return the stored box of a feature map: the computed box with the exchanged margin."""
+        """Return the box of a feature map that is stored: the computed box and the exchanged margin.
+        """
         layout, cell, made = self.layouts[block], self.cells[block], self.computed(block, tensor_id)
         if tensor_id not in layout.exchanged:
             return made
@@ -428,7 +460,7 @@ class LayoutTiles:
         return self.layouts[block].owned(tensor_id, self.cells[block])
 
     def size(self, block: int, tensor_id: int) -> tuple[int, ...]:
-        """Return the size of the whole feature map."""
+        """Return the size of a whole feature map, for the image of a tile batch."""
         return tuple(self.layouts[block].sizes[tensor_id])
 
     def tiles(self, block: int, segment: int) -> Sequence[Box]:
@@ -444,7 +476,7 @@ class LayoutTiles:
     def _in_rows(self, block: int, tensor_id: int) -> bool:
         """Return True if all tiles that compute or read a feature map have whole rows.
 
-        This is never so if the rows of the image are divided between ranks.
+        Return False if a row of the image is divided between ranks.
         """
         if any(g > 1 for g in self.layouts[block].grid[1:]):
             return False
@@ -460,7 +492,10 @@ class LayoutTiles:
         )
 
     def rows(self, block: int, segment: int, rows: Span) -> dict[int, Span]:
-        """Return, for each feature map, the rows on which ``rows`` of the result depend."""
+        """Return, for each feature map that a segment reads, the rows that are read.
+
+        ``rows`` are the rows (start, stop) of the segment's result that are computed from them.
+        """
         return rows_read(self.layouts[block], self.segments[segment], rows)
 
     def tile_plan(self, op: TileOperation) -> TilePlan:
@@ -469,7 +504,13 @@ class LayoutTiles:
 
 
 class MicroBatchRun:
-    """Run of one micro-batch's tile batches through this rank's part of the network."""
+    """Run of one micro-batch's tile batches through this rank's part of the network.
+
+    Args:
+        executor: the executor, which has the layers and settings.
+        plan: the plan of the micro-batch.
+        blocks: the tile batches of the micro-batch.
+    """
 
     def __init__(
         self, executor: StreamingExecutor, plan: StagePlan, blocks: Sequence[LazyTileBatch]
@@ -507,7 +548,10 @@ class MicroBatchRun:
         _RUNS[type(op)](self, op)
 
     def output(self, op: OutputTile) -> Iterator[Tensor]:
-        """Yield the logits of a tile. Then store the gradients of the feature maps that it read."""
+        """Yield the logits of a tile, and then add up the gradients of the windows that it read.
+
+        The caller runs the backward pass of the logits before it goes on.
+        """
         with torch.set_grad_enabled(op.back), self.span("forward", self._name(op)):
             y, leaves = self._run(op)
         yield y
@@ -524,7 +568,7 @@ class MicroBatchRun:
 
     @property
     def in_memory(self) -> float:
-        """Number of bytes of this process's memory that stored maps and kept graphs occupy."""
+        """Bytes of this process's memory that kept graphs, stored maps and gradients occupy."""
         coming = (
             r.stored for those in self._recv_grads.values() for r in those if r.stored is not None
         )
@@ -581,7 +625,16 @@ class MicroBatchRun:
         self._add_gradients(op.block, leaves)
 
     def _gradient(self, i: int, tensor_id: int, box: Box) -> Tensor:
-        """Return the gradient of a tile, summed over all readers in a fixed order."""
+        """Return the gradient of the part ``box`` of a feature map.
+
+        It is the sum of the gradients from this rank's segments and from all ranks that read the
+        feature map, always in the same order.
+
+        Args:
+            i: the index of the tile batch.
+            tensor_id: the number of the feature map.
+            box: the part.
+        """
         parts = []
         if (i, tensor_id) in self.gradients:
             with self.span("scratch", "read gradient"):
@@ -665,11 +718,12 @@ class MicroBatchRun:
             return run(layer, x, have, part, others)
 
     def _share(self, number: int, op: TileOperation) -> float:
-        """Return the weight of a tile in the statistics of a norm of vectors or lines.
+        """Return the weight of a tile in the statistics' gradient of norm ``number``.
 
-        Each tile has the whole vector or line, so a tile is weighted by the fraction of the image's
-        cells that it owns. If several segments compute a norm, only the tiles of the first segment
-        have a weight other than 0.
+        The weight of a norm of feature maps is 1. Other norms read a vector of the image, such as
+        the means of its channels or rows, and every tile has the whole vector. So a tile is
+        weighted by the fraction of the image's cells that it owns. If several segments compute such
+        a norm, only the tiles of the first segment have a weight other than 0.
         """
         if self.norms[number].norm.parts is None:  # A norm of maps does not use its share.
             return 1.0
@@ -681,7 +735,7 @@ class MicroBatchRun:
         )
 
     def _add_gradients(self, i: int, leaves: list) -> None:
-        """Add the gradients of the leaves to the stored gradients."""
+        """Add the gradients of leaves (:meth:`_run`) of tile batch ``i`` to the stored gradients."""
         for tensor_id, window, x in leaves:
             if tensor_id == 0:
                 continue
@@ -744,9 +798,9 @@ class MicroBatchRun:
         return g
 
     def _at(self, tensor_id: int, i: int, box: Box) -> Box:
-        """Select tile batch ``i`` in the context, and return its owned part of ``box``.
+        """Select tile batch ``i`` in the context, and return the part of ``box`` that it owns.
 
-        The returned box is in coordinates relative to ``box``.
+        ``box`` is a box of feature map ``tensor_id``. The returned box is relative to ``box``.
         """
         owned = box.intersection(self.grid.owned(i, tensor_id))
         self.context.places = [self.blocks[i].place]
@@ -826,9 +880,10 @@ class MicroBatchRun:
         self.transfers.progress()
 
     def _wait_for_rows(self, i: int, tensor_id: int, row: int | None = None) -> None:
-        """Wait until the rows before ``row`` of a feature map have arrived, by default all rows.
+        """Wait until rows of a feature map of tile batch ``i`` have arrived.
 
-        Return at once if this rank computes the feature map.
+        These are the rows before ``row``, or all rows if ``row`` is None. Return at once if this
+        rank computes the feature map.
         """
         if (coming := self._receiving.get((i, tensor_id))) is not None:
             self.transfers.wait_for(
@@ -873,7 +928,15 @@ class MicroBatchRun:
     def _made(
         self, box: Box, i: int, tensor_id: int, like: Tensor, gradient: bool
     ) -> Map | VectorMap:
-        """Return a new stored map for the part ``box`` of a feature map or its gradient."""
+        """Return a new stored map for the part ``box`` of a feature map or of its gradient.
+
+        Args:
+            box: the part.
+            i: the index of the tile batch.
+            tensor_id: the number of the feature map.
+            like: a tensor of any part, which sets channels, dtype, device and memory format.
+            gradient: True for the gradient.
+        """
         if tensor_id in self.executor.model.vectors:
             return VectorMap(box, like, gradient)
         # Trimming subtracts the maps' bytes from the process's size, so all pages must exist.

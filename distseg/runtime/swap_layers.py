@@ -124,11 +124,11 @@ class TiledModel(nn.Module):
 
     @property
     def has_active_norms(self) -> bool:
-        """True if any norm is active. The windows of an image must then be computed together."""
+        """True if any norm is active, so that all windows of an image must run together."""
         return any(n.active for n in self.norms)
 
     def device_of(self, part: range) -> torch.device | None:
-        """Return the device of the weights of some layers, or None if they have no weights."""
+        """Return the device of the layers ``part``, or None if they have no weights or buffers."""
         tensors = (
             t
             for layer in self.layers[part.start : part.stop]
@@ -137,7 +137,11 @@ class TiledModel(nn.Module):
         return next((t.device for t in tensors), None)
 
     def keep(self, positions: set[int]) -> None:
-        """Drop the layers that other ranks hold, which are all but those numbered ``positions``."""
+        """Replace the layers that this rank does not hold by placeholders without weights.
+
+        Args:
+            positions: the numbers of the layers that this rank holds.
+        """
         assert self.flat
         for position, (name, layer) in enumerate(flat_layers(self.model)):
             if position not in positions:
@@ -147,9 +151,9 @@ class TiledModel(nn.Module):
         self.__dict__.pop("dropouts", None)
 
     def begin_at(self, ranges: Sequence[range]) -> None:
-        """Prevent the first layers of stages from changing their input in place.
+        """Prevent the layers that read a stage's input from changing this input in place.
 
-        The input of a stage belongs to another stage.
+        The memory of the input may belong to another stage.
 
         Args:
             ranges: the layers of each stage.
@@ -172,8 +176,16 @@ class TiledModel(nn.Module):
     def forward(self, windows: list[Tensor], places: list[TilePlacement]) -> list[Tensor]:
         """Return the outputs (B, C', *window.size) of windows (B, C, *window.size).
 
-        The outputs are exact only on the tiles inside the windows. With an exchange the outputs
-        have only the tiles, (B, C', *tile.size).
+        An output is exact only on the tile inside the window. With an exchange, an output covers
+        only the tile, (B, C', *tile.size).
+
+        Args:
+            windows: the windows.
+            places: the placement of each window.
+
+        Raises:
+            ValueError: if there are several windows, but the model is not a list of layer calls and
+                has active norms.
         """
         if self.flat:
             maps = [{0: x} for x in windows]
@@ -193,7 +205,10 @@ class TiledModel(nn.Module):
             return [self._user_module(x, index=i) for i, x in enumerate(windows)]
 
     def _user_module(self, window: Tensor, index: int) -> Tensor:
-        """Return the output of one window, for a model that calls its layers in its forward."""
+        """Return the output of one window, for a model that is not a list of layer calls.
+
+        ``index`` is the number of the window among the windows of this rank.
+        """
         begin_pass(self.dropouts)
         return self._one(self.model, window, index=index, store={})
 
@@ -212,7 +227,7 @@ class TiledModel(nn.Module):
                 dict holds the last layer's result and the feature maps in ``leaving``.
             places: the placement of each window.
             part: the numbers of the layers.
-            leaving: the feature maps to keep for other stages.
+            leaving: the numbers of the feature maps to keep for other stages.
             after_layer: called after each layer.
         """
         self.context.places = places
@@ -236,7 +251,11 @@ class TiledModel(nn.Module):
             self.context.regions = None
 
     def _windowed(self, maps: list[dict[int, Tensor]]) -> Callable[[int, nn.Module], list[Tensor]]:
-        """Return a function that computes a layer on all windows, including their halos."""
+        """Return a function that computes a layer on all windows, including their halos.
+
+        The function takes the number of the layer and the layer, and returns a tensor for each
+        window. ``maps`` are those of :meth:`run`.
+        """
         stores = [{} for _ in maps]
 
         def compute(number: int, layer: nn.Module) -> list[Tensor]:
@@ -253,7 +272,10 @@ class TiledModel(nn.Module):
         return compute
 
     def _frees_of(self, part: range, leaving: frozenset[int]) -> dict[int, list[int]]:
-        """Return, for each layer, the feature maps that no later layer reads."""
+        """Return, for each layer in ``part``, the feature maps to release after this layer.
+
+        No later layer in ``part`` reads them, and they are not in ``leaving``.
+        """
         if (part, leaving) not in self._frees:
             self._frees[part, leaving] = last_readings(self.inputs, part, leaving)
         return self._frees[part, leaving]
@@ -266,7 +288,7 @@ class TiledModel(nn.Module):
         return y if y.dim() == inputs[0].dim() else as_vector(y, inputs[0].dim() - 2)
 
     def freeze_norms(self) -> None:
-        """Freeze batch norms, so that training uses their running statistics without a change.
+        """Freeze batch norms, so that training uses the running statistics and does not change them.
 
         Raises:
             ValueError: if a norm has no running statistics.
@@ -282,14 +304,23 @@ class TiledModel(nn.Module):
         self.active_in_training = len(norms) < len(self.norms)
 
     def commit_statistics(self, unbiased: bool = False) -> None:
-        """Update the running statistics of batch norms; call it once per optimizer step.
+        """Update the running statistics of batch norms, once per optimizer step.
 
-        All sample groups must call it together.
+        The ranks of all sample groups must call this method together.
+
+        Args:
+            unbiased: True to update the running variance with the variance m2 / (n - 1), as
+                PyTorch's layers do, instead of m2 / n. Here m2 is the sum of the squared
+                deviations of n values from their mean.
         """
         commit(self.norms, self.context.groups_comm, unbiased)
 
     def train(self, mode: bool = True) -> TiledModel:
-        """Set the mode, and warn if evaluation begins before statistics were committed."""
+        """Set training mode, or evaluation mode if ``mode`` is False.
+
+        Warn if evaluation begins before :meth:`commit_statistics` was called for the statistics of
+        the last forward passes.
+        """
         if not mode and self.training and any(norm.seen for norm in self.norms):
             warnings.warn(
                 "batch norms have collected statistics of images that were not committed: call "
@@ -384,8 +415,14 @@ def _distributed(
 ) -> nn.Module:
     """Return the distributed counterpart of a layer.
 
-    If the layer has a ``train`` method of its own that keeps it in evaluation mode, the counterpart
-    stays in evaluation mode too.
+    If the user replaced the layer's ``train`` method so that the layer stays in evaluation mode,
+    the counterpart stays in evaluation mode too.
+
+    Args:
+        layer: a norm, dropout or other layer that has a counterpart.
+        context: the context of the counterpart.
+        stride: the number of image pixels per cell of the layer's input, along each dim.
+        name: the name of the layer.
     """
     kind = KeyedDropout if isinstance(layer, DROPOUTS) else distributed_class(layer)
     counterpart = kind(layer, context, stride, name)
@@ -402,9 +439,15 @@ def _as_it_is(layer: nn.Module, mode: bool = True) -> nn.Module:
 
 
 def on_whole_maps(model: nn.Module, context: Context, reach: ReceptiveField) -> TiledModel:
-    """Swap the norms and dropouts of a module that always reads whole feature maps.
+    """Swap the norms and dropouts of a module for their distributed counterparts.
 
-    The module may call its layers in a ``forward`` that distseg cannot follow.
+    Use this function for a module that always reads whole feature maps. The module may call its
+    layers in a ``forward`` that distseg cannot follow.
+
+    Args:
+        model: the module, changed in place.
+        context: the context of the counterparts.
+        reach: the halo and stride of the module.
 
     Raises:
         ValueError: if a layer cannot be swapped. The message names the layer.
@@ -425,7 +468,7 @@ def _graph(model: nn.Module) -> Graph | None:
 
 
 def _inputs(model: nn.Module) -> list[tuple[int, ...]] | None:
-    """Return the feature maps that each layer of a model reads.
+    """Return, for each layer of a model, the numbers of the feature maps that it reads.
 
     Return None if the model is not a list of layer calls, or if one of its layers contains a norm.
     """
@@ -443,10 +486,13 @@ def _inputs(model: nn.Module) -> list[tuple[int, ...]] | None:
 
 
 def _place(model: nn.Module, graph: Graph | None, context: Context) -> None:
-    """Replace layers that depend on positions or on another map's size by their counterparts.
+    """Swap layers that depend on positions or on the size of another feature map.
 
-    A layer whose output takes the size of another feature map computes this size from the size of
-    the image, because the other feature map may be on another rank.
+    If the output of a layer takes the size of another feature map, the layer's counterpart computes
+    this size from the size of the image, because the other feature map may be on another rank.
+
+    Raises:
+        ValueError: if there is such a layer, but the graph is not known (None).
     """
     for name, layer in list(model.named_modules()):
         if isinstance(layer, Positions):
@@ -461,7 +507,7 @@ def _place(model: nn.Module, graph: Graph | None, context: Context) -> None:
 
 
 def _size_of(graph: Graph, name: str, image: Sequence[int]) -> tuple[int, ...]:
-    """Return the size of a layer's result, given the size of the image."""
+    """Return the size of the result of layer ``name``, given the size of the image."""
     number = next(number for number, node in enumerate(graph) if node.name == name)
     return graph.sizes(image)[number + 1]
 
@@ -484,8 +530,8 @@ def _put(model: nn.Module, name: str, layer: nn.Module) -> None:
 class Folded(_Instead):
     """Placeholder that returns its input, for a layer whose work is done elsewhere.
 
-    Either the norm before or after the layer does its computation as well, or the layer stashes a
-    skip, which the executor keeps instead.
+    It stands for a dropout or activation that the neighbouring norm computes, or for a layer that
+    stores a skip, which the executor keeps instead.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -493,9 +539,9 @@ class Folded(_Instead):
 
 
 def _calls(part: nn.Module) -> tuple[list[Call], Counter]:
-    """Return the layer calls of a network, and the number of readers of each feature map.
+    """Return the layer calls of a network, and how many layers read each feature map.
 
-    The network may also be a Sequential whose skips begin or end outside it.
+    The network may also be a Sequential with skips that begin or end outside the Sequential.
     """
     try:
         calls = calls_of(part)
@@ -562,7 +608,7 @@ _HANDS_ON = (nn.Identity, KeyedDropout, Folded)
 
 
 def _share_statistics(norms: Sequence[DistributedNorm]) -> None:
-    """Let norms share running statistics if they were made from the same layer of the user."""
+    """Let distributed norms share running statistics if they replace the same layer of the user."""
     keepers: dict[int, DistributedNorm] = {}
     for norm in norms:
         first = keepers.setdefault(id(norm.running_mean), norm)
@@ -573,7 +619,7 @@ def _share_statistics(norms: Sequence[DistributedNorm]) -> None:
 def _check_own_layers(model: nn.Module) -> None:
     """Refuse norms and dropouts that are modified, or that the model has under several names.
 
-    Statistics and dropout masks belong to one position in the model.
+    Statistics and dropout masks belong to one name in the model.
     """
     places: dict[nn.Module, str] = {}
     for name, layer in model.named_modules(remove_duplicate=False):
@@ -606,6 +652,9 @@ def cumulative_strides(model: nn.Module, reach: ReceptiveField) -> dict[str, tup
 
     Only layers that must know the position of their input are included. The strides are computed on
     the meta device.
+
+    Raises:
+        ValueError: if such a layer is called on feature maps of different strides.
     """
     layers = _positional_layers(model)
     if not layers:

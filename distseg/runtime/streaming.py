@@ -443,11 +443,16 @@ class LayoutTiles:
         return len(self.layouts)
 
     def computed(self, block: int, tensor_id: int) -> Box:
-        """Return the box of a feature map that is computed for a tile batch, not exchanged."""
+        """Return the box of a feature map that a rank computes for a tile batch.
+
+        It has no cells that come from other tiles by an exchange.
+        """
         return self.layouts[block].computed(tensor_id, self.cells[block])
 
     def stored_box(self, block: int, tensor_id: int) -> Box:
-        """Return the box of a feature map that is stored: the computed box and the exchanged margin.
+        """Return the box of a feature map that is stored: the computed box with its margin.
+
+        The margin has the cells that are exchanged; without an exchange there is none.
         """
         layout, cell, made = self.layouts[block], self.cells[block], self.computed(block, tensor_id)
         if tensor_id not in layout.exchanged:
@@ -718,12 +723,12 @@ class MicroBatchRun:
             return run(layer, x, have, part, others)
 
     def _share(self, number: int, op: TileOperation) -> float:
-        """Return the weight of a tile in the statistics' gradient of norm ``number``.
+        """Return the share of the image for which a tile counts in norm ``number``.
 
-        The weight of a norm of feature maps is 1. Other norms read a vector of the image, such as
-        the means of its channels or rows, and every tile has the whole vector. So a tile is
-        weighted by the fraction of the image's cells that it owns. If several segments compute such
-        a norm, only the tiles of the first segment have a weight other than 0.
+        Norms of feature maps do not use it; for them it is 1. Other norms read a vector of the
+        image, such as the means of its channels or rows, and every tile has the whole vector. So a
+        tile counts for the share of the image's cells that it owns. If several segments compute
+        such a norm, only the tiles of the first segment have a share other than 0.
         """
         if self.norms[number].norm.parts is None:  # A norm of maps does not use its share.
             return 1.0
@@ -735,7 +740,7 @@ class MicroBatchRun:
         )
 
     def _add_gradients(self, i: int, leaves: list) -> None:
-        """Add the gradients of leaves (:meth:`_run`) of tile batch ``i`` to the stored gradients."""
+        """Add the gradients of the leaves of tile batch ``i`` to the stored gradients."""
         for tensor_id, window, x in leaves:
             if tensor_id == 0:
                 continue

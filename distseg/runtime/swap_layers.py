@@ -288,7 +288,7 @@ class TiledModel(nn.Module):
         return y if y.dim() == inputs[0].dim() else as_vector(y, inputs[0].dim() - 2)
 
     def freeze_norms(self) -> None:
-        """Freeze batch norms, so that training uses the running statistics and does not change them.
+        """Freeze batch norms: training uses their running statistics and does not change them.
 
         Raises:
             ValueError: if a norm has no running statistics.

@@ -50,7 +50,11 @@ from distseg.tiling.tile import Box
 
 
 class TileGrid(Protocol):
-    """Boxes of a micro-batch's tiles; tile batches, segments and feature maps are numbers."""
+    """Interface to the boxes of a micro-batch's tiles.
+
+    The methods take the index of a tile batch (``block``), of a segment and of a feature map
+    (``tensor_id``). ``blocks`` is the number of tile batches.
+    """
 
     blocks: int
 
@@ -58,7 +62,10 @@ class TileGrid(Protocol):
         """Return the tiles of the segment's result that this rank computes, row by row."""
 
     def rows(self, block: int, segment: int, rows: Span) -> dict[int, Span]:
-        """Return, for each feature map, the rows on which ``rows`` of the result depend."""
+        """Return, for each feature map that a segment reads, the rows that are read.
+
+        ``rows`` are the rows (start, stop) of the segment's result that are computed from them.
+        """
 
     def computed(self, block: int, tensor_id: int) -> Box:
         """Return the box of a feature map that this rank computes."""
@@ -71,9 +78,9 @@ class StagePlan:
     Args:
         segments: all segments of the network.
         mine: the numbers of the segments that this rank runs.
-        active: the feature maps that this rank's active norms read.
-        points: the feature maps that this rank reads and whose margin comes from other ranks that
-            share the image.
+        active: the numbers of the feature maps that this rank's active norms read.
+        points: the numbers of the feature maps that this rank reads and whose margin comes from
+            other ranks that share the image.
         makers: the rank that computes each feature map.
         readers: the other ranks that read each feature map.
         grid: the tiles of the micro-batch.
@@ -109,12 +116,12 @@ class StagePlan:
 
     @cached_property
     def made(self) -> dict[int, int]:
-        """Segment of this rank that computes each feature map."""
+        """For each feature map that this rank computes, the segment that computes it."""
         return {self.segments[s].result: s for s in self.mine}
 
     @cached_property
     def elsewhere(self) -> list[int]:
-        """Feature maps that this rank reads and other ranks compute."""
+        """Numbers of the feature maps that this rank reads and other ranks compute."""
         return sorted({p for s in self.mine for p in self.sources(s)} - set(self.made) - {0})
 
     def sources(self, segment: int) -> Sequence[int]:
@@ -139,12 +146,12 @@ class StagePlan:
 
 
 def receives(plan: StagePlan) -> list[Operation]:
-    """Return the receives of all feature maps that this rank reads and other ranks compute."""
+    """Return the operations that receive all feature maps which this rank reads from others."""
     return [RecvRows(plan.number, tensor_id) for tensor_id in plan.elsewhere]
 
 
 def gradient_receives(plan: StagePlan, stage: int) -> list[Operation]:
-    """Return the receives of the gradients that other ranks send back for a stage's results."""
+    """Return the operations that receive the gradients of the feature maps a stage has sent."""
     made = [plan.stop(s) for s in plan.of_stage(stage) if not plan.is_last(s)]
     return [
         RecvGradRows(plan.number, tensor_id, reader)
@@ -154,7 +161,10 @@ def gradient_receives(plan: StagePlan, stage: int) -> list[Operation]:
 
 
 def forward(plan: StagePlan, stage: int) -> Iterator[Operation]:
-    """Yield the forward operations of a stage's segments, except the network's last segment."""
+    """Yield the forward operations of a stage's segments on this rank.
+
+    The network's last segment is left out, because :func:`output_passes` has its operations.
+    """
     fronts = _Fronts(plan, [s for s in plan.of_stage(stage) if not plan.is_last(s)])
     for tensor_id in dict.fromkeys(p for s in plan.of_stage(stage) for p in plan.sources(s)):
         # Another rank computes this map, and this stage is the first one of this rank to read it.
@@ -198,8 +208,7 @@ def output_passes(plan: StagePlan, back: bool | None = None) -> Iterator[Operati
 def backward(plan: StagePlan, stage: int) -> Iterator[Operation]:
     """Yield the backward operations of a stage's segments, last segment first.
 
-    The network's last segment is left out, because :func:`output_passes` has the backward passes of
-    this segment.
+    The network's last segment is left out, because :func:`output_passes` has its backward passes.
     """
     fronts = _Fronts(plan, [s for s in plan.of_stage(stage) if not plan.is_last(s)])
     maps = {p for s in plan.of_stage(stage) for p in plan.sources(s)} | {
@@ -223,8 +232,8 @@ def step(plans: Sequence[StagePlan], actions: Sequence[Action], linear: bool) ->
 
     Args:
         plans: the plans of the micro-batches.
-        actions: the actions of this rank's stages. A micro-batch's number is its index in
-            ``plans``.
+        actions: the actions of this rank's stages, in order. The number of a micro-batch is its
+            index in ``plans``.
         linear: True if the loss gradient of a tile does not depend on other tiles. Otherwise the
             loss gradient is known only after the forward passes of all tiles of all micro-batches.
     """
@@ -252,9 +261,11 @@ def step(plans: Sequence[StagePlan], actions: Sequence[Action], linear: bool) ->
 
 
 def extra_forward(plans: Sequence[StagePlan], actions: Sequence[Action]) -> list[Operation]:
-    """Return only the forward operations, for a loss whose gradient depends on all results.
+    """Return the operations of a forward pass without a backward pass.
 
-    The feature maps of a micro-batch are dropped after the forward pass of the next micro-batch.
+    It runs before the operations of :func:`step` if the loss gradient depends on all results. The
+    feature maps that a stage computes only for other ranks are dropped after this rank's next
+    forward pass, so that they can be sent in the meantime.
 
     Args:
         plans: the plans of the micro-batches.
@@ -297,6 +308,7 @@ def peak(plan: StagePlan, sizes: Callable[[int, int], int]) -> int:
     Data from other ranks may arrive at any time, so it is counted from the start.
 
     Args:
+        plan: the plan of a micro-batch, which runs alone.
         sizes: returns the number of bytes of a feature map, given (tile batch, feature map).
     """
     blocks = range(plan.blocks)
@@ -316,7 +328,7 @@ def peak(plan: StagePlan, sizes: Callable[[int, int], int]) -> int:
 
 
 def _written(plan: StagePlan, op: Operation) -> list[tuple[str, int, int]]:
-    """Return the keys of what an operation writes.
+    """Return a key for each feature map and gradient that an operation writes.
 
     A key is (``map`` or ``gradient``, tile batch, feature map).
     """
@@ -338,11 +350,16 @@ def _collectives_on(plan: StagePlan, tensor_id: int) -> Iterator[Operation]:
 def _drop_read_maps(
     plan: StagePlan, segment: int, done: Callable[[int], bool]
 ) -> Iterator[Operation]:
-    """Yield drops of the feature maps around a segment that are not needed any more.
+    """Yield drops of the inputs and the result of a segment that are not needed any more.
 
-    Yield nothing if backward passes follow. A map is dropped when it is complete and all segments
-    of this rank have read it. A segment may finish before a segment with a smaller number, because
-    possibly only other ranks read the last rows of a map.
+    Yield nothing if backward passes follow. A feature map is dropped when it is complete and all
+    segments of this rank have read it. A segment that reads a map may finish before the segment
+    that computes the map, if only other ranks read the last rows.
+
+    Args:
+        plan: the plan of the micro-batch.
+        segment: the segment.
+        done: returns True if a segment of this rank has run on all its tiles.
     """
     for tensor_id in (*plan.sources(segment), plan.stop(segment)):
         reading, making = (
@@ -360,6 +377,12 @@ def _final_gradient_rows(
 
     A map before an active norm or a margin exchange is left out, because all its rows become final
     at the same time (see :func:`_after_all_readers`).
+
+    Args:
+        plan: the plan of the micro-batch.
+        fronts: the progress of the backward passes.
+        segment: the segment whose backward passes have just run on a row of tiles.
+        block: the index of the tile batch.
     """
     for tensor_id in plan.sources(segment):
         if tensor_id not in plan.elsewhere or plan.is_barrier(tensor_id):
@@ -377,9 +400,10 @@ def _final_gradient_rows(
 
 
 def _after_all_readers(plan: StagePlan, stage: int, tensor_id: int) -> Iterator[Operation]:
-    """Yield the operations that follow the backward passes of all readers of a map in a stage.
+    """Yield the operations on a feature map after all backward passes of a stage that read it.
 
-    Yield nothing if an earlier stage of this rank reads the map too.
+    Yield nothing if an earlier stage of this rank reads the map too, because the backward passes of
+    that stage still add to the map's gradient.
     """
     if plan.stages_reading(tensor_id)[:1] not in ([], [stage]):
         return
@@ -401,8 +425,11 @@ def _after_all_readers(plan: StagePlan, stage: int, tensor_id: int) -> Iterator[
 class _Band(NamedTuple):
     """One row of tiles of a segment's result.
 
-    ``rows`` are the rows of the result. ``reads`` are the rows of each feature map that the tiles
-    read.
+    Attributes:
+        block: the index of the tile batch.
+        rows: the rows (start, stop) of the result.
+        boxes: the tiles.
+        reads: for each feature map that the tiles read, the rows (start, stop) that they read.
     """
 
     block: int
@@ -412,7 +439,7 @@ class _Band(NamedTuple):
 
 
 class _Fronts:
-    """Progress of some segments through their rows of tiles (:class:`_Band`)."""
+    """Progress of some segments of this rank through their rows of tiles (:class:`_Band`)."""
 
     def __init__(self, plan: StagePlan, segments: Sequence[int]):
         self.plan, self.segments = plan, list(segments)
@@ -455,9 +482,9 @@ class _Fronts:
         return self._readers.get(tensor_id, [])
 
     def can_go_forward(self, segment: int, band: _Band) -> bool:
-        """Return True if this object's segments have computed all rows that the tiles read.
+        """Return True if the rows that the tiles of ``band`` read are computed.
 
-        Rows that other segments or ranks compute are not checked.
+        Only rows that this object's segments compute are checked.
         """
         return all(
             self._is_made(tensor_id, band.block, rows) for tensor_id, rows in band.reads.items()
@@ -474,16 +501,21 @@ class _Fronts:
         )
 
     def can_go_back(self, segment: int, band: _Band) -> bool:
-        """Return True if this object's segments add no more to the gradient of the tiles."""
+        """Return True if the gradient of the tiles of ``band`` is final.
+
+        Only additions by this object's segments are checked. The tiles are tiles of the result of
+        ``segment``.
+        """
         stop = self.plan.stop(segment)
         if self.plan.is_barrier(stop):
             return all(map(self.is_done, self.readers(stop)))
         return self._final(stop, band.block) >= band.rows[1]
 
     def _final(self, tensor_id: int, block: int) -> float:
-        """Return the first row of a feature map that the tiles not yet yielded read.
+        """Return the first row of a feature map whose gradient is not final yet.
 
-        The gradients of the rows before it are final.
+        It is the first row that is read by tiles whose backward passes were not yielded yet. It is
+        infinity if there are no such tiles in the tile batch.
         """
         return min(
             (self._reads_from(s, tensor_id, block) for s in self.readers(tensor_id)),
@@ -503,7 +535,8 @@ class _Fronts:
     def grown(self, tensor_id: int, block: int) -> int | None:
         """Return the first row of a feature map whose gradient is not final yet.
 
-        Return None if no row has become final since the last call, or if all rows are final.
+        Return None if no row of this tile batch has become final since the last call, or if all its
+        rows are final.
         """
         final = self._final(tensor_id, block)
         if final == math.inf or final <= self._sent.get(
@@ -525,10 +558,10 @@ def _bands(plan: StagePlan, segment: int) -> list[_Band]:
 
 
 def _lowest(bands: Sequence[_Band]) -> list[dict[int, int]]:
-    """Return, for each row of tiles, the first row of each map that it or a later one reads.
+    """Return, for each row of tiles, the first row of each map that these or later tiles read.
 
-    Only tiles of the same tile batch count. Later tiles may read earlier rows, because windows at a
-    border with reflection padding also read rows before the tile.
+    Later tiles count if they belong to the same tile batch. They may read earlier rows than the
+    tiles before them, because reflection padding repeats rows before the last tile.
     """
     found: list[dict[int, int]] = []
     following: _Band | None = None

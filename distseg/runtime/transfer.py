@@ -79,7 +79,7 @@ class Sending:
         """Return the next message, or None if no rows are final.
 
         The first message is the header, which describes the tensor. Each later message has all rows
-        that are final, up to the limit in bytes. A vector is sent in one message.
+        that are final, up to the limit in bytes. A vector of the image is sent in one message.
         """
         if self._head is not None:
             head, self._head = self._head, None
@@ -134,9 +134,9 @@ class Receiving:
                 self._put(values, size)
 
     def _wanted(self) -> Tensor | None:
-        """Return a buffer for the next message, or None if it is not certain that one will come.
+        """Return a buffer for the next message, or None if possibly no further message comes.
 
-        The messages that are already under way may bring all remaining rows.
+        This is so if the messages that are already under way can bring all remaining rows.
         """
         if self.stored is None:
             return None if self._under_way else torch.empty(4, dtype=torch.int64)
@@ -153,7 +153,7 @@ class Receiving:
             self.there = self.box.stop[0]
 
     def _put(self, buffer_for: Tensor, size: int) -> None:
-        """Store the rows that arrived in the first ``size`` bytes of ``buffer_for``."""
+        """Store the rows that have arrived: the first ``size`` bytes of a buffer."""
         whole = isinstance(self.stored, VectorMap)
         rows = (
             self.box.size[0]
@@ -181,7 +181,13 @@ class Transfers:
         self._queues: dict[tuple, deque[Sending | Receiving]] = {}
 
     def begin(self, transfer: _T, peer: int, tag: int) -> _T:
-        """Register a transfer to or from another rank; :meth:`progress` advances it."""
+        """Register and return a transfer, which :meth:`progress` then advances.
+
+        Args:
+            transfer: the transfer.
+            peer: the rank to which a feature map is sent, or from which it is received.
+            tag: the tag of the messages.
+        """
         self._queues.setdefault((type(transfer), peer, tag), deque()).append(transfer)
         return transfer
 
@@ -195,20 +201,26 @@ class Transfers:
                 del self._queues[kind, peer, tag]
 
     def wait_for(self, receiving: Receiving, row: int, what: str) -> None:
-        """Wait until all rows of a transfer before ``row`` have arrived."""
+        """Wait until all rows of a transfer before ``row`` have arrived.
+
+        ``what`` names the feature map in the error of a timeout.
+        """
         row = min(row, receiving.box.stop[0])
         while receiving.there < row:
             before = receiving.there  # Each arrival restarts the timeout.
             self._until(lambda: receiving.there > before, what, "wait")
 
     def wait_sent(self, sending: Sending, what: str) -> None:
-        """Wait until all rows of a transfer are sent."""
+        """Wait until all rows of a transfer are sent.
+
+        ``what`` names the feature map in the error of a timeout.
+        """
         if not sending.done:
             self._until(lambda: sending.done, what, "send")
 
     @contextmanager
     def moving(self) -> Iterator[None]:
-        """Advance transfers during all waits inside this context."""
+        """Advance transfers while this rank waits for anything inside this context."""
         with self._mail.waits.moving(self.progress):
             yield
 
@@ -221,7 +233,7 @@ class Transfers:
 
 
 def _rows(stored: Map | VectorMap, box: Box) -> int:
-    """Return the largest number of rows in a message; a vector has only one message."""
+    """Return the largest number of rows in a message; a vector of the image fits into one."""
     if isinstance(stored, VectorMap):
         return max(1, box.size[0])
     return max(1, int(_STRIP * box.size[0] / max(1, stored.bytes_of(box))))

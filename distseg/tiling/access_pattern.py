@@ -29,12 +29,12 @@ class AccessPattern:
     """Interface of all access patterns.
 
     Attributes:
-        sized: True if the cells that an output reads depend on the sizes of both feature maps.
+        sized: True if the cells that an output reads depend on the sizes of input and output.
         alike: True if all input cells have the same value, so that a tile never needs cells of
             other tiles.
         beyond: True if the cells that an output reads may lie in the padding.
-        mirrored: True if the padding repeats cells of the map (reflection), so that reading the
-            padding needs these cells.
+        mirrored: True if the padding repeats cells of the map (reflection). An output that reads
+            the padding then needs these cells.
     """
 
     sized: ClassVar[bool] = False
@@ -124,16 +124,16 @@ class Shift(Gather):
 
     @property
     def sized(self) -> bool:
-        """True for a crop.
+        """True for a crop: which cells an output reads depends on the size of the feature map.
 
-        A crop of a window would remove other cells than a crop of the image.
+        The crop of a window would therefore remove other cells than the crop of the image.
         """
         return min(self.before, self.after) < 0
 
 
 @dataclass(frozen=True)
 class Fill(Gather):
-    """The access pattern of padding after the map, up to a multiple of ``multiple`` cells."""
+    """The access pattern of padding at the end of the map, to the next multiple of ``multiple``."""
 
     multiple: int = 1
 
@@ -170,8 +170,8 @@ class Scatter(AccessPattern):
         """Return the span of inputs that outputs a..b-1 read.
 
         If the kernel is smaller than the stride, some outputs read no input at all. The span then
-        still contains the last input whose kernel starts at or before the first output, because
-        the position of the result is computed from that input.
+        still contains the last input whose kernel starts at or before output a. The position of the
+        result is computed from that input.
         """
         reach = max(self.span, self.stride)
         first = -((reach - 1 - a - self.before) // self.stride)
@@ -187,8 +187,8 @@ class Interpolate(AccessPattern):
 
     Attributes:
         factor: the number of outputs per input.
-        further: the number of inputs that are read on each side of the two inputs that linear
-            interpolation reads.
+        further: the number of inputs that are read on each side in addition to the two inputs that
+            linear interpolation reads.
     """
 
     factor: int
@@ -218,8 +218,9 @@ class Interpolate(AccessPattern):
 class Align(Interpolate):
     """The access pattern of linear up-sampling by an integer factor with ``align_corners``.
 
-    Output j of m reads the inputs around j (n - 1) / (m - 1). For every n that position is at most
-    (f - 1) / f of a cell before j / f. The span covers both neighbours of the position for every n.
+    Output j of m reads the two inputs around position j (n - 1) / (m - 1), where n is the number of
+    inputs. With f = ``factor``, the position is j / f or up to (f - 1) / f of a cell before it.
+    The spans of :meth:`needs` cover both inputs for every n.
     """
 
     def needs(self, a: int, b: int) -> Span:
@@ -227,10 +228,16 @@ class Align(Interpolate):
 
 
 def inside(span: Span, n: int, mirrored: bool = False) -> Span:
-    """Return the cells of a map that give a span its values; the span may extend beyond the map.
+    """Return the span of cells of a map that are needed to read a span.
 
-    These are the cells of the span inside the map, which has ``n`` cells. If the padding is
-    ``mirrored``, they include the cells that the padding repeats.
+    The span that is read may extend beyond the map, into the padding. The result is its part inside
+    the map.
+
+    Args:
+        span: the span that is read.
+        n: the number of cells of the map.
+        mirrored: True if the padding repeats cells of the map. The result then includes the
+            repeated cells.
     """
     a, b = span
     first, last = max(0, min(a, n)), max(0, min(b, n))

@@ -19,15 +19,15 @@ from distseg.tiling.access_pattern import AccessPattern
 
 @dataclass(frozen=True)
 class Node:
-    """A layer call.
+    """One call of a layer of the network.
 
     Attributes:
         name: the name of the layer.
         inputs: numbers of the feature maps that the layer reads.
         footprints: the access pattern of the first input along each dim. Without footprints an
             output cell reads one cell of the first input. It reads one cell of each other input.
-        like: number of the map from whose size the footprints compute the size of the result, if
-            that map is not the first input. The layer reads only the size of that map.
+        like: number of the map from whose size the footprints compute the size of the result. The
+            layer reads only the size of this map. None if it is the first input.
         placed: True if the value of a cell also depends on its position in the image and on the
             image's size.
     """
@@ -67,15 +67,18 @@ class Node:
         return self.first if self.footprints else self.inputs[-1]
 
     def size(self, dim: int, sizes: Sequence[int]) -> int:
-        """Return the size of the result along a dim, given the sizes of all earlier maps."""
+        """Return the size of the result along a dim.
+
+        ``sizes`` are the sizes of all earlier maps along this dim.
+        """
         footprint, n = self.along(dim), sizes[self.follows]
         return n if footprint is None else footprint.size(n)
 
     @property
     def sized(self) -> bool:
-        """True if the cells that the node reads depend on the sizes of maps.
+        """True if the cells that the node reads, or the values that it computes, depend on sizes.
 
-        The access pattern then differs between images of different sizes.
+        These are the sizes of feature maps, so images of different sizes give different results.
         """
         return self.placed or any(footprint.sized for footprint in self.footprints)
 
@@ -96,7 +99,10 @@ class Graph(Sequence[Node]):
         self.nodes, self.of_image = tuple(nodes), of_image
         for number, node in enumerate(self.nodes):
             if not all(0 <= source <= number for source in (*node.inputs, node.follows)):
-                raise ValueError(f"layer {node.name} reads the output of a later layer")
+                raise ValueError(
+                    f"layer {node.name} reads the output of a later layer: list each layer after "
+                    f"the layers whose outputs it reads"
+                )
         followed = {node.like for node in self.nodes}
         unread = [
             node.name
@@ -121,7 +127,7 @@ class Graph(Sequence[Node]):
 
     @property
     def sized(self) -> bool:
-        """True if the cells that some layer reads depend on the sizes of maps."""
+        """True if the cells or values of some node depend on the sizes of maps (`Node.sized`)."""
         return any(node.sized for node in self.nodes)
 
     def sizes(self, image: Sequence[int]) -> list[tuple[int, ...]]:
@@ -137,7 +143,7 @@ class Graph(Sequence[Node]):
 
     @cached_property
     def readers(self) -> dict[int, list[int]]:
-        """The numbers of the nodes that read each map, in order."""
+        """For each map, the numbers of the nodes that read it, in order."""
         found: dict[int, list[int]] = {}
         for number, node in enumerate(self.nodes):
             for source in dict.fromkeys(node.inputs):
@@ -145,9 +151,9 @@ class Graph(Sequence[Node]):
         return found
 
     def needed_for(self, result: int, there: Container[int]) -> list[int]:
-        """Return the nodes that compute map ``result``, in order.
+        """Return the numbers of the nodes that compute map ``result``, in order.
 
-        They compute it from the image and from the maps in ``there``, which are stored already.
+        They compute it from the image and from the maps in ``there``, which need not be computed.
         """
         wanted, found = {result}, []
         for number in reversed(range(result)):
@@ -162,7 +168,12 @@ def last_readings(
 ) -> dict[int, list[int]]:
     """Return, for each node in ``numbers``, the maps that can be released after the node.
 
-    No later node in ``numbers`` reads these maps. Maps in ``kept`` are never released.
+    No later node in ``numbers`` reads these maps.
+
+    Args:
+        inputs: for each node of the network, the numbers of the maps that it reads.
+        numbers: the nodes, in order.
+        kept: the maps that are never released.
     """
     found: dict[int, list[int]] = {number: [] for number in numbers}
     last = {source: number for number in found for source in inputs[number] if source not in kept}
@@ -200,7 +211,7 @@ def skips_of(inputs: Sequence[Sequence[int]]) -> list[Skip]:
 def crossing(
     inputs: Sequence[Sequence[int]], ranges: Sequence[range]
 ) -> list[tuple[int, int, int]]:
-    """Return the maps that one range of nodes computes and another range reads.
+    """Return the maps that a range of nodes computes and another range of nodes reads.
 
     Args:
         inputs: for each node the numbers of the maps that it reads.

@@ -38,7 +38,7 @@ class MapView:
     Attributes:
         size: size of the whole feature map.
         owned: the cells that the tile owns.
-        available: the cells that are available on the tile, which include the owned ones.
+        available: the cells that the tile holds, which include the cells that it owns.
     """
 
     size: tuple[int, ...]
@@ -56,9 +56,9 @@ class LayerView(MapView):
     """Boxes of one tile at one node, in cells of the node's first input and of its result.
 
     Attributes:
-        input: the input box inside the map, from which the result is computed. From its other
-            inputs the node reads the cells of ``output``.
-        padded_input: the input box including cells beyond the map, in the padding.
+        input: the box of the first input from which the result is computed, inside the map. Of its
+            other inputs the node reads the cells of ``output``.
+        padded_input: the box that the node reads, which may extend beyond the map into the padding.
         output: the output box, in cells of the result's feature map.
         output_size: size of the result's whole feature map.
     """
@@ -79,7 +79,7 @@ class Layout:
         exchange_every: how often tiles exchange: before every k-th layer that reads beyond its
             tile (a number as text), before the first such layer at each resolution (``level``), or
             only where an exchange cannot be avoided (``all``).
-        fuse_below: layers on tiles with fewer cells than this along a dim share one exchange.
+        fuse_below: layers whose tiles have fewer cells than this along some dim share one exchange.
         stored: the nodes whose first input is stored in any case. Tiles exchange before such a
             node instead of after the pointwise layers that follow it.
 
@@ -126,12 +126,13 @@ class Layout:
         if not self.graph.of_image and self.result_cuts != tuple(map(tuple, borders)):
             raise ValueError(
                 f"the model's result has {Size(self.result)} pixels for an image of "
-                f"{Size(self.image)} pixels, but a segmentation network keeps the size"
+                f"{Size(self.image)} pixels, but a segmentation network keeps the size: pad its "
+                f"convolutions, or resize the result"
             )
         return self
 
     def cell_of(self, tile: Box) -> tuple[int, ...]:
-        """Return the position of a tile in the grid."""
+        """Return the position of a tile of the image in the grid of tiles."""
         return tuple(starts[a] for starts, a in zip(self._starts, tile.start))
 
     def part(self, number: int, cell: tuple[int, ...]) -> LayerView:
@@ -162,26 +163,31 @@ class Layout:
         )
 
     def owned(self, source: int, cell: Sequence[int]) -> Box:
-        """Return the box of a map that a tile owns."""
+        """Return the box of map ``source`` that the tile at position ``cell`` of the grid owns."""
         return box_of([m[source][1][c : c + 2] for m, c in zip(self._maps, cell)])
 
     def computed(self, source: int, cell: tuple[int, ...]) -> Box:
         """Return the box of a map that a tile has before it receives a margin from other tiles.
 
         The tile has computed this box, or has read it if the map is the image.
+
+        Args:
+            source: the number of the map.
+            cell: the position of the tile in the grid.
         """
         if source == 0:
             return self.part(self.graph.readers[source][0], cell).available
         return self.part(source - 1, cell).output
 
     def result_of(self, cell: Sequence[int]) -> Box:
-        """Return the box of the network's output that a tile owns."""
+        """Return the box of the network's output that the tile at position ``cell`` owns."""
         return self.owned(self.graph.result, cell)
 
     def _along(self, numbers: tuple[int, ...], dim: int, span: Span) -> SegmentSpans:
-        """Return the spans of some nodes, along a dim, for a span of the last node's result.
+        """Return the spans that nodes ``numbers`` read and compute along a dim.
 
-        The results are cached, since the many tiles of a grid have few different spans.
+        ``span`` is the span of the last node's result. The results are cached, since the many tiles
+        of a grid have few different spans.
         """
         needs, needed = needs_along(
             self.graph, numbers, dim, [size[dim] for size in self.sizes], [span]
@@ -231,6 +237,12 @@ def _maps(graph: Graph, dim: int, n: int, borders: tuple[int, ...]) -> list[_Map
     A cell belongs to the tile that owns the middle of the inputs that the cell reads. With
     one-sided padding, this rule may give the last map other borders than the image. Then a cell
     belongs to the tile that owns the pixels at the position of the cell.
+
+    Args:
+        graph: the network.
+        dim: the dim.
+        n: the size of the image along the dim.
+        borders: the tile borders of the image along the dim.
     """
     sizes = graph.sizes_along(dim, n)
 
@@ -268,9 +280,15 @@ def _cut(
 ) -> list[_Map]:
     """Return the size and the tile borders of all feature maps along a dim.
 
-    ``inner(number, cuts)`` computes the inner borders of the result of a node with footprints.
-    ``cuts`` are the borders of the node's first input. A pointwise node keeps the borders of its
-    input.
+    A pointwise node keeps the borders of its input.
+
+    Args:
+        graph: the network.
+        dim: the dim.
+        sizes: the size of each feature map along the dim.
+        borders: the tile borders of the image.
+        inner: a function that returns the inner borders of the result of a node with footprints,
+            given the number of the node and the borders of its first input.
     """
     maps = [(sizes[0], borders)]
     for number, node in enumerate(graph):
@@ -305,7 +323,10 @@ def _mapped(node: Node, n: int, m: int, tiles: int, inner: Iterable[int]) -> _Ma
 
 
 def _eats(node: Node, dim: int, before: _Map, after: _Map) -> bool:
-    """Return True if the result of some tile reads cells that the tile does not own."""
+    """Return True if some tile needs cells of other tiles for its part of a node's result.
+
+    ``before`` and ``after`` are the sizes and tile borders of the first input and of the result.
+    """
     pattern = node.along(dim)
     if pattern is not None and pattern.alike:
         return False
@@ -316,7 +337,8 @@ def _eats(node: Node, dim: int, before: _Map, after: _Map) -> bool:
 def _needs(graph: Graph, dim: int, maps: list[_Map], points: frozenset[int]) -> list[LayerSpans]:
     """Return the spans of all tiles along a dim at each node.
 
-    Each tile holds at least the cells that it owns.
+    Each tile holds at least the cells that it owns. ``points`` are the nodes before which tiles
+    exchange.
     """
     owned = [list(pairwise(cuts)) for _, cuts in maps]
     return needs_along(
@@ -326,14 +348,14 @@ def _needs(graph: Graph, dim: int, maps: list[_Map], points: frozenset[int]) -> 
 
 @dataclass(frozen=True)
 class _Since:
-    """The layers between the last exchange and a map.
+    """State of the search for exchanges at a map: what the layers before the map have needed.
 
     Attributes:
-        eaten: number of layers that read beyond their tile. They are counted since the last
-            exchange that could not be avoided or, with ``level``, since the last change of
-            resolution.
-        fused: True if some tile of the map that the last of these layers reads is small
-            (``fuse_below`` of :class:`Layout`).
+        eaten: number of layers that read beyond their tile since the count began. An exchange that
+            cannot be avoided starts the count anew. With ``exchange_every="level"`` a change of
+            resolution does too.
+        fused: True if the last layer that reads beyond its tile reads a map with a small tile: less
+            than ``fuse_below`` cells along some dim (:class:`Layout`).
         behind: True if the map comes after an exchange.
         bare: True if the map is computed from a map without a margin, so that an exchange must
             come before the next layer that reads beyond its tile.
@@ -350,8 +372,14 @@ def _exchange_points(
 ) -> list[int]:
     """Return the nodes before which tiles exchange.
 
-    These are every k-th node that reads beyond its tile, or the first one at each resolution (see
-    ``exchange_every`` of :class:`Layout`), and the nodes where an exchange cannot be avoided.
+    These are the nodes that ``every`` asks for, without those that share an earlier exchange
+    because of ``fuse_below``. Nodes before which an exchange cannot be avoided are added.
+
+    Args:
+        graph: the network.
+        maps: for each dim, the size and the tile borders of each feature map.
+        every: the value of ``exchange_every`` (:class:`Layout`).
+        fuse_below: a number of cells (:class:`Layout`).
     """
     points: list[int] = []
     since = [_Since()]
@@ -379,10 +407,10 @@ def _exchange_points(
 
 
 def _earlier(graph: Graph, point: int, stored: Container[int]) -> int:
-    """Return an earlier node before which tiles can exchange instead of before node ``point``.
+    """Return the node before which tiles exchange instead of before node ``point``.
 
-    It is the last node in ``stored`` from which only pointwise layers lead to ``point``. If no such
-    node exists, ``point`` itself is returned.
+    It is the last node in ``stored`` from which only pointwise layers lead to ``point``. If there
+    is no such node, it is ``point`` itself.
     """
     number = point
     while number not in stored:
@@ -430,9 +458,10 @@ def _reach_along(graph: Graph, dim: int) -> tuple[int, int]:
 
 
 def _sized_reach(graph: Graph, dim: int, stride: int) -> int:
-    """Return the largest halo that is found in a sample of tiles and image sizes.
+    """Return the largest halo along a dim in a sample of tiles and image sizes.
 
-    The halo depends on the size of the image if some access pattern depends on the sizes of maps.
+    It is used if some access pattern depends on the sizes of maps, as the halo then depends on the
+    size of the image. ``stride`` is the total stride along the dim.
     """
     found = 0
     long = _LONG * stride
@@ -457,7 +486,7 @@ def _sized_reach(graph: Graph, dim: int, stride: int) -> int:
 def _not_kept(dim: int, n: int, made: int) -> ValueError:
     return ValueError(
         f"an image of {n} pixels along dim {dim} comes out as {made}, "
-        "but a segmentation network keeps the size"
+        "but a segmentation network keeps the size: pad its convolutions, or resize the result"
     )
 
 
@@ -466,7 +495,7 @@ _LONG = 64  # length of sample images if the halo depends on the image's size, i
 
 
 def scales_of(graph: Graph, dim: int) -> list[Fraction]:
-    """Return for each map the number of image pixels per cell along a dim."""
+    """Return, for each map, the number of image pixels per cell along a dim."""
     found = [Fraction(1)]
     for node in graph:
         footprint, before = node.along(dim), found[node.follows]

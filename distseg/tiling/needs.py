@@ -19,11 +19,14 @@ from distseg.tiling.tile import Box
 class LayerSpans:
     """Input and output spans of several tiles at one node along one dim, in cells.
 
+    Each list has one span (start, stop) for each tile.
+
     Attributes:
-        available: the cells of the first input that are available on the tile.
-        input: the input span inside the map, from which the result is computed.
-        padded_input: the input span including cells beyond the map, in the padding.
-        output: the output span.
+        available: the cells of the first input that the tile holds.
+        input: the cells of the first input from which the result is computed, inside the map.
+        padded_input: the span that the node reads, which may extend beyond the map into the
+            padding.
+        output: the cells of the result.
     """
 
     available: list[Span]
@@ -39,7 +42,7 @@ class SegmentSpans:
     Attributes:
         input, padded_input, output: a span for each node, as in :class:`LayerSpans`.
         input_cells, output_cells: lengths of the spans ``input`` and ``output``.
-        read: for each map that no node of the segment computes, the span to read.
+        read: for each map that the segment reads and does not compute, the span to read.
     """
 
     input: list[Span]
@@ -53,7 +56,12 @@ class SegmentSpans:
     def from_layers(
         cls, needs: Sequence[LayerSpans], read: Mapping[int, list[Span]]
     ) -> SegmentSpans:
-        """Return the spans of the first tile in ``needs`` and ``read``."""
+        """Return the spans of the first of several tiles.
+
+        Args:
+            needs: for each node of the segment, the spans of all tiles.
+            read: for each map that the segment reads, the span of each tile.
+        """
         inputs = [need.input[0] for need in needs]
         padded = [need.padded_input[0] for need in needs]
         output = [need.output[0] for need in needs]
@@ -74,7 +82,7 @@ def needs_along(
     owned: Sequence[list[Span]] | None = None,
     points: Container[int] = (),
 ) -> tuple[list[LayerSpans], dict[int, list[Span]]]:
-    """Return the spans of several tiles along a dim, at some nodes and in the maps of these nodes.
+    """Return the spans along a dim that several tiles need at some nodes.
 
     Args:
         graph: all nodes of the network.
@@ -84,10 +92,11 @@ def needs_along(
         wanted: for each tile the wanted span of the last node's result.
         owned: for each map the span that each tile has in any case.
         points: the nodes before which tiles exchange. Of the first input of such a node, a tile
-            needs only the owned cells. The exchange brings the others.
+            needs only the cells that it owns, because the exchange brings all others.
 
     Returns:
-        For each of these nodes its spans, and for each map the span that each tile must have.
+        A list with the spans of each of these nodes. A dict with a list for each map that they read
+        or compute: the span that each tile must have.
     """
     needed = _needed(graph, numbers, dim, sizes, wanted, owned, points)
     has = {source: needed[source] for source in needed.keys() - {number + 1 for number in numbers}}
@@ -115,7 +124,7 @@ def _needed(
     owned,
     points,
 ) -> dict[int, list[Span]]:
-    """Return for each map the span that each tile must have."""
+    """Return, for each map, the span that each tile must have, as :func:`needs_along` does."""
     needed = {numbers[-1] + 1: wanted}
 
     def extend(source: int, spans: list[Span]) -> None:
@@ -142,16 +151,17 @@ def _needed(
 
 
 def input_of(node: Node, dim: int, output: Span, n: int, m: int) -> tuple[Span, Span]:
-    """Return the input spans from which a node computes a span of its result, along a dim.
+    """Return the spans of its first input from which a node computes a span of its result.
 
     Args:
-        node: the node. The input spans are spans of its first input.
+        node: the node.
         dim: the dim.
         output: the span of the result.
         n, m: sizes of the whole input and of the whole result.
 
     Returns:
-        The span inside the map, and the span including cells beyond the map, in the padding.
+        The span inside the map, including cells that the padding repeats; and the span that the
+        node reads, which may extend beyond the map into the padding.
     """
     footprint = node.along(dim)
     if footprint is None:

@@ -49,8 +49,8 @@ class Follow:
     def pixels(self, before: Fraction) -> Fraction:
         """Return the number of image pixels per cell of the map whose size the rule computes.
 
-        ``before`` is the number of image pixels per cell of the map from whose size the rule
-        computes it. If the rule gives a fixed size, the result is 1.
+        ``before`` is the number of image pixels per cell of the map from which the rule takes size
+        n. If the rule gives a fixed size, the result is 1.
         """
         if self.factor is not None:
             return before / Fraction(self.factor).limit_denominator(_FINEST)
@@ -95,8 +95,8 @@ class Resize(AccessPattern):
 class Fit(AccessPattern):
     """The access pattern of padding or cropping a map to the size of another map.
 
-    Output j of m is input ``j - before``. Here ``before`` is the number of added cells in front of
-    the map, which has n cells.
+    The input has n cells and the output has m. Output j is input ``j - before``, where ``before``
+    is the number of cells that are added in front of the map.
 
     Attributes:
         side: how many of the m - n added cells lie in front of the map: ``half`` (rounded down),
@@ -118,7 +118,10 @@ class Fit(AccessPattern):
         return self.follow.pixels(before)
 
     def before(self, n: int, m: int) -> int:
-        """Return the number of cells of padding in front of the map; negative for a crop."""
+        """Return the number of cells added in front of a map of n cells that gets m cells.
+
+        The number is negative if cells are cropped.
+        """
         return in_front(self.side, m - n)
 
     def for_sizes(self, n: int, m: int) -> Shifted:
@@ -131,7 +134,7 @@ SIDES = ("half", "larger half", "all", "none")
 def in_front(side: str | int, more: int) -> int:
     """Return how many of ``more`` added cells lie in front of the map.
 
-    ``side`` is one of ``SIDES`` or a number of cells.
+    ``side`` is one of ``SIDES``, or this number itself. A negative ``more`` is a crop.
     """
     if isinstance(side, int):
         return side
@@ -157,8 +160,8 @@ class Shifted(AccessPattern):
 class Share(AccessPattern):
     """The access pattern of a map that has the same value in every cell, such as a vector.
 
-    Outputs a..b-1 and the inputs that they read cover the same part of the image. All cells are
-    equal, so ``sized`` is False for this pattern.
+    Outputs a..b-1 and the inputs that they read cover the same part of the image. Because all cells
+    are equal, a window gives the same values as the image, and ``sized`` is False.
     """
 
     follow: Follow = Follow()
@@ -230,8 +233,8 @@ class Taps(AccessPattern):
     def shares(self, a: int, b: int) -> tuple[np.ndarray, np.ndarray]:
         """Return (inputs, weights) of outputs a..b-1, each of shape (taps per output, b - a).
 
-        The kernels ``nearest`` and ``nearest-exact`` have no weights, so this method does not serve
-        them.
+        This method cannot be called for the kernels ``nearest`` and ``nearest-exact``, because they
+        have no weights.
         """
         wanted = slice(a, b)
         if a >= b:
@@ -246,7 +249,8 @@ class Taps(AccessPattern):
 def taps(kernel: str, corners: bool, factor: float | None, n: int, m: int) -> Taps:
     """Return the inputs that each output of a resize from n to m cells reads.
 
-    Positions are computed as in PyTorch's kernels. The arguments are those of :class:`Resize`.
+    Positions are computed as in PyTorch's kernels. The other arguments are those of
+    :class:`Resize`.
     """
     outputs = np.arange(m)
     if kernel == "area":
@@ -267,10 +271,11 @@ def taps(kernel: str, corners: bool, factor: float | None, n: int, m: int) -> Ta
 
 
 def _nearest(n: int, m: int, places: np.ndarray) -> Taps:
-    """Return the possible inputs of nearest resizing.
+    """Return the inputs that each output of nearest resizing may read.
 
     PyTorch's kernels compute a position in float32 or float64, so the inputs of both are included.
-    Between equal sizes some kernels copy the map instead.
+    Some kernels copy the map if both sizes are equal, so that input is included too. ``places``
+    are the positions of the outputs among the inputs.
     """
     first, last = (np.floor(places * (1 + by)).astype(np.int64) for by in (-_NEAR, _NEAR))
     if n == m:
@@ -317,9 +322,14 @@ def _averages(n: int, m: int, outputs: np.ndarray) -> Taps:
 
 
 def _smooth(n: int, m: int, centres: np.ndarray, step: float, cubic: bool) -> Taps:
-    """Return the taps of ``antialias=True``.
+    """Return the taps of resizing with ``antialias=True``.
 
-    The kernel is ``step`` times wider if ``step``, the number of inputs per output, is more than 1.
+    Args:
+        n, m: the numbers of inputs and outputs.
+        centres: the centre of each output, where input i covers the positions from i to i + 1.
+        step: the number of inputs per output. If it is more than 1, the kernel is wider by this
+            factor.
+        cubic: True for the cubic kernel, False for the linear one.
     """
     scale = max(step, 1.0)
     reach = (2.0 if cubic else 1.0) * scale

@@ -37,8 +37,8 @@ class Map:
         like: a tensor of any part of the map. It sets batch size, number of channels, dtype, device
             and memory format.
         folder: the folder of the file; None stores the map in memory.
-        zero: True to fill a map in memory with zeros, so that parts can be added to it. The process
-            then occupies all of the map's memory at once.
+        zero: True to fill a map in memory with zeros, so that parts can be added to it (a file is
+            always filled with zeros). The process then occupies all of the map's memory at once.
         rows: True if nearly all parts that are read or written are whole rows. The file of a
             channels-first map is then channels-first too.
 
@@ -107,7 +107,12 @@ class Map:
         )
 
     def within(self, buffer_for: Tensor, box: Box) -> Tensor:
-        """Return the first values of a buffer as a view with the shape of a smaller part."""
+        """Return the first values of a buffer as a view with the shape of a smaller part.
+
+        Args:
+            buffer_for: the buffer, from :meth:`buffer_for`.
+            box: a part with at most as many cells as the buffer.
+        """
         shape = self._shape(box)
         return buffer_for.flatten()[: math.prod(shape)].view(shape)
 

@@ -198,7 +198,10 @@ class RecvGradRows(MapOperation):
 
 
 class Measure(MapOperation):
-    """Computation of the moments of a feature map that no segment of this rank computed."""
+    """Computation of the moments of a feature map that another rank computed, or of the image.
+
+    The active norms of this rank that read the feature map need them.
+    """
 
     verb = "measure"
 

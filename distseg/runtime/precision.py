@@ -36,8 +36,8 @@ def fast_bf16(device: torch.device) -> bool:
 def gpu_lines(device: torch.device, precision: str, world) -> list[str]:
     """Return log lines about a run on GPUs; the list is empty on a CPU.
 
-    They say in which precision float32 convolutions are computed, and whether messages are sent
-    from GPU memory or through host memory.
+    If ``precision`` is fp32, they say in which precision convolutions are computed. If there are
+    several ranks, they say whether messages are sent from GPU memory or through host memory.
 
     Args:
         device: the device of this rank.

@@ -25,7 +25,10 @@ LOSS = -1  # Key of the last stage's output: the partial sums of the loss.
 
 
 class Head(Protocol):
-    """Computation after the last stage: partial sums of the loss, and the loss gradient."""
+    """Interface of what the last stage does with its results.
+
+    In training it computes the partial sums of the loss, and the loss gradient.
+    """
 
     def rows(self, unit: MicroBatch, outputs: list[Tensor]) -> list[Tensor]:
         """Return the partial sums of the loss, one tensor with a graph for each tile batch.
@@ -53,7 +56,7 @@ class Stage:
         layers: the layers of the stage; None for a model that is not cut into stages.
         incoming: the edges from other stages.
         outgoing: the edges to other stages.
-        head: computes the loss after the last stage; None for any other stage.
+        head: what the last stage does with its results; None for any other stage.
         autocast: makes the context in which the network runs.
         after_layer: called after each layer, to advance messages that are under way.
     """
@@ -69,7 +72,7 @@ class Stage:
     _kept: dict[int, tuple[MicroBatch, Tensors, Tensors | None]] = field(default_factory=dict)
 
     def forward(self, m: int, unit: MicroBatch, inputs: Tensors, keep: bool) -> Tensors:
-        """Run the forward pass and return the outgoing tensors, detached from the graph.
+        """Run the forward pass and return the outgoing feature maps, detached from the graph.
 
         A stage with a head returns the partial sums of the loss, under the key ``LOSS``.
 

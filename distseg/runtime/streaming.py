@@ -84,7 +84,7 @@ class Sizes(Protocol):
     """Sizes of feature maps and tiles, in bytes."""
 
     def bytes_of(self, tensor_id: int, box: Box, images: int) -> int:
-        """Return the size in bytes of the part ``box`` of a stored feature map of ``images``."""
+        """Return the size in bytes of the part ``box`` of a feature map of ``images`` images."""
 
     def kept(self, boxes: TilePlan, images: int) -> float:
         """Return the bytes that a tile holds between its forward and its backward pass.
@@ -553,9 +553,10 @@ class MicroBatchRun:
         _RUNS[type(op)](self, op)
 
     def output(self, op: OutputTile) -> Iterator[Tensor]:
-        """Yield the logits of a tile, and then add up the gradients of the windows that it read.
+        """Yield the logits of a tile of the network's result.
 
-        The caller runs the backward pass of the logits before it goes on.
+        If ``op.back`` is True, the caller runs the backward pass of the logits before it goes on.
+        Then the gradients of the windows that the tile read are added to the stored gradients.
         """
         with torch.set_grad_enabled(op.back), self.span("forward", self._name(op)):
             y, leaves = self._run(op)
@@ -563,7 +564,7 @@ class MicroBatchRun:
         self._add_gradients(op.block, leaves)
 
     def close(self) -> None:
-        """Release all maps, once other ranks have received the rows that they read."""
+        """Release all stored feature maps, once other ranks have received the rows they read."""
         for block, tensor_id in [*self._sending]:
             self._wait_sent(block, tensor_id)
         for stored in self.maps.values():

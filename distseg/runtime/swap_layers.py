@@ -71,9 +71,10 @@ class TiledModel(nn.Module):
 
     Args:
         model: the model with its distributed counterparts.
-        context: the context of the counterparts.
+        context: the state that the counterparts share.
         reach: the receptive field of the model.
-        inputs: the feature maps that each layer reads; None if the model is not flat.
+        inputs: for each layer, the numbers of the feature maps that it reads; None if the model is
+            not flat.
         exchange: the halo exchange; None if each tile is read together with its halo.
         graph: the graph of the layers; None if the layers are not all known.
         kinds: the types of the plain model's layers.
@@ -420,7 +421,7 @@ def _distributed(
 
     Args:
         layer: a norm, dropout or other layer that has a counterpart.
-        context: the context of the counterpart.
+        context: the state that the model's counterparts share.
         stride: the number of image pixels per cell of the layer's input, along each dim.
         name: the name of the layer.
     """
@@ -446,7 +447,7 @@ def on_whole_maps(model: nn.Module, context: Context, reach: ReceptiveField) -> 
 
     Args:
         model: the module, changed in place.
-        context: the context of the counterparts.
+        context: the state that the counterparts share.
         reach: the halo and stride of the module.
 
     Raises:
@@ -501,7 +502,9 @@ def _place(model: nn.Module, graph: Graph | None, context: Context) -> None:
             if graph is None:
                 raise ValueError(
                     f"layer {name} ({type(layer).__name__}) takes the size of another feature map, "
-                    f"but not all layers of this network are known, so this size cannot be computed"
+                    f"but not all layers of this network are known, so this size cannot be "
+                    f"computed: write the network as a list of layer calls (an nn.Sequential or a "
+                    f"distseg.Network)"
                 )
             _put(model, name, Placed(layer, context, partial(_size_of, graph, name)))
 

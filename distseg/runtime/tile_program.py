@@ -81,10 +81,11 @@ class StagePlan:
         active: the numbers of the feature maps that this rank's active norms read.
         points: the numbers of the feature maps that this rank reads and whose margin comes from
             other ranks that share the image.
-        makers: the rank that computes each feature map.
-        readers: the other ranks that read each feature map.
+        makers: for each feature map, the rank that computes it.
+        readers: for each feature map, the other ranks that read it.
         grid: the tiles of the micro-batch.
-        back: True if backward passes follow. Otherwise a feature map is dropped once it was read.
+        back: True if backward passes follow. Otherwise a feature map is dropped once this rank has
+            read it.
         number: the number of the micro-batch.
     """
 
@@ -340,7 +341,7 @@ def _written(plan: StagePlan, op: Operation) -> list[tuple[str, int, int]]:
 
 
 def _collectives_on(plan: StagePlan, tensor_id: int) -> Iterator[Operation]:
-    """Yield the collectives that a complete feature map needs: margin exchange, norm statistics."""
+    """Yield the collectives on a complete feature map, for its margin and for norm statistics."""
     if tensor_id in plan.points:
         yield FetchHalo(plan.number, tensor_id)
     if tensor_id in plan.active:

@@ -76,10 +76,7 @@ class Node:
 
     @property
     def sized(self) -> bool:
-        """True if the cells that the node reads, or the values that it computes, depend on sizes.
-
-        These are the sizes of feature maps, so images of different sizes give different results.
-        """
+        """True if the cells that the node reads, or its values, depend on the sizes of maps."""
         return self.placed or any(footprint.sized for footprint in self.footprints)
 
 

@@ -153,21 +153,23 @@ def distribute(
             output vector per image.
         mesh: from :func:`init_mesh`; by default a mesh of this process's job with all ranks as
             sample groups.
-        image_size: size of an image, by which stages are balanced; other sizes work too.
+        image_size: size of an image in pixels, by which stages are balanced; the default is 256
+            along each dim. Images of other sizes work too.
         micro_batches: number of parts of a batch that run through the pipeline one after another.
             Batch norm sees the images of one micro-batch.
         exchange: how a rank gets the pixels around its tile. ``all``: it reads the whole halo of
             the tile from the image. 1, 2, ...: ranks exchange halos before every k-th layer that
             needs one. ``level``: ranks exchange halos once per resolution.
         tiles_per_rank: grid of tiles of an image that one rank owns.
-        streaming: memory limit of a rank, such as ``"4GB"``. The rank then computes its part tile
-            after tile, with tiles so small that they fit.
+        streaming: memory limit of a rank, such as ``"4GB"``, or a number of bytes. The rank then
+            computes its part tile after tile, with tiles so small that they fit. By default there
+            is no limit and no streaming.
         schedule: order of the passes in a pipeline: auto, gpipe, 1f1b or zb-h1.
-        balance: number of layers of each stage.
+        balance: number of layers of each stage; by default stages take about the same time.
         recompute: stages that compute their activations again in the backward pass: never,
             except_last or always.
-        precision: fp32, bf16 (autocast) or fp64, the type of all parameters; by default fp64 for a
-            module with parameters in float64, else fp32.
+        precision: fp32, bf16 (autocast, with parameters in float32) or fp64. The default is fp64
+            for a module with parameters in float64, else fp32.
         channels_last: True to store activations in the channels-last memory format.
         norm_scope: ``group`` if batch norm sees the images of one sample group, ``step`` if it sees
             the images of all groups.
@@ -177,7 +179,7 @@ def distribute(
         pad: zero-pad images at the end to a multiple of this many pixels.
         in_channels: number of bands of an image, if the module does not determine it.
         seed: seed of the masks of dropout.
-        reducer: what sums gradients over ranks: auto, horovod or mpi.
+        reducer: what sums gradients over ranks: auto, horovod, mpi or torch (torch.distributed).
         timeout: seconds that a rank waits for another rank; 0 to wait for ever.
 
     Raises:
@@ -232,10 +234,10 @@ def distribute(
 
 
 def _axes_of(mesh: DeviceMesh) -> tuple[int, tuple[int, ...], int]:
-    """Return the number of sample groups, the grid of tiles and the number of stages.
+    """Return the number of sample groups, the grid of tiles and the number of stages of a mesh.
 
     Args:
-        mesh: a DeviceMesh with dims named as in :func:`init_mesh`.
+        mesh: a DeviceMesh of torch.distributed with dims named as in :func:`init_mesh`.
 
     Raises:
         ValueError: the dims of the mesh have other names or another order.
@@ -284,7 +286,10 @@ def _ranks_of(mesh: DeviceMesh):
 
 
 def _check_modes(module: nn.Module) -> None:
-    """Refuse norms and dropouts in evaluation mode, if ``train()`` would change their mode."""
+    """Refuse a norm or dropout in evaluation mode that ``module.train()`` sets to training mode.
+
+    The check calls ``module.train()``. A module that is itself in evaluation mode is not checked.
+    """
     if not module.training:
         return
     still = {name for name, layer in module.named_modules() if not layer.training}
@@ -301,7 +306,12 @@ def _check_modes(module: nn.Module) -> None:
 
 
 def _filled(axes: list[int], ranks: int) -> list[int]:
-    """Return the sizes of a mesh's axes; a size of -1 becomes the largest that the ranks allow."""
+    """Return the sizes of a mesh's axes; a size of -1 becomes the largest that the ranks allow.
+
+    Args:
+        axes: number of sample groups, number of tiles along each dim, number of stages.
+        ranks: number of ranks of the job.
+    """
     if any(not isinstance(axis, int) or axis < 1 and axis != -1 for axis in axes):
         raise ValueError(
             "samples, tiles and stages must be whole numbers from 1, of which one may be -1, "
@@ -323,7 +333,10 @@ def _network(
     pad: int | None,
     in_channels: int | None,
 ) -> nn.Module:
-    """Return the captured network of a module, with the module's own parameters."""
+    """Return a module in the form that distseg distributes, with the module's own parameters.
+
+    The arguments are those of :func:`distribute`.
+    """
     if not isinstance(module, nn.Module):
         raise ValueError(
             f"distribute takes a torch.nn.Module, got {type(module).__name__}: give an instance "
@@ -343,7 +356,13 @@ def _precision_of(module: nn.Module) -> str:
 
 
 def _end_together(world) -> None:
-    """Let an uncaught exception on one rank end all ranks, which would otherwise wait for it."""
+    """Make an uncaught exception on one rank end all ranks.
+
+    Otherwise the other ranks would wait for that rank.
+
+    Args:
+        world: the communicator of all ranks.
+    """
     before = sys.excepthook
 
     def end(kind, error, trace) -> None:

@@ -902,7 +902,7 @@ TABLE = {
     # plot and profile
     "curves of nothing": (
         ["plot", "curves", "nowhere"],
-        "'nowhere' is no file: curves are drawn from the folder of a run, or a log",
+        "'nowhere' is no file: 'distseg plot curves' takes the folder of a run, or a log",
     ),
     "curves of a pipe": (["plot", "curves", "pipe"], "'pipe' is no file"),
     "curves of words": (["plot", "curves", "words.txt"], "words.txt holds no line of kind 'step'"),

@@ -61,14 +61,14 @@ def test_ranks_that_stand_at_one_place_share_a_line():
         "runs/mine/hang",
     )
     assert (
-        "rank 0 on node1: step 0, still for 40 s" in text
-        and "rank 2 on node1: step 2, is stopped (SIGSTOP), still for 41 s" in text
+        "rank 0 on node1: step 0, no progress for 40 s" in text
+        and "rank 2 on node1: step 2, is stopped (SIGSTOP), no progress for 41 s" in text
     )
     assert "node2" not in text and "runs/mine/hang" in text
     same = members((40, "S"), (40, "S"))
     for m in same:
         m.where = "validation"
-    assert "ranks 0, 1 on node1: validation, still for 40 s" in report(
+    assert "ranks 0, 1 on node1: validation, no progress for 40 s" in report(
         "nothing has moved", same, None
     )
 

@@ -62,7 +62,15 @@ def run_evaluate(
 ) -> int:
     """Print the scores of a run on a split, beside those of the per-pixel baseline.
 
-    All ranks must call it together. It returns the exit status.
+    All ranks must call it together. It returns the exit status. There is no baseline for networks
+    with one label per image, and none if a training image has no labels.
+
+    Args:
+        run: the folder of a run or of a checkpoint.
+        config: the settings.
+        world: the communicator of all ranks.
+        split: the split of the store.
+        output: the JSON file for the scores; None to write no file.
     """
     device, threads = set_up(world, config.run.device, config.run.threads)
     predictor, manifest = load_predictor(run, config, world, device)
@@ -115,7 +123,13 @@ def run_evaluate(
 
 
 def _folder_of(run: str) -> str:
-    """Return the folder of a run; ``run`` is that folder or the folder of a checkpoint."""
+    """Return the folder of the run to which a checkpoint belongs.
+
+    A checkpoint outside a run's folder is returned itself.
+
+    Args:
+        run: the folder of a run or of a checkpoint.
+    """
     checkpoint = find(run)
     return str(checkpoint.parents[1] if checkpoint.parent.name == FOLDER else checkpoint)
 
@@ -123,7 +137,11 @@ def _folder_of(run: str) -> str:
 def _evaluate_images(
     predictor: Predictor, store: Store, split: str, world, run: str, output: str | None
 ) -> int:
-    """Print the scores of a network that has one label per image, and return the exit status."""
+    """Print the scores of a network that has one label per image, and return the exit status.
+
+    Args:
+        output: the JSON file for the scores; None to write no file.
+    """
     found = evaluate_images(predictor, store, split, world)
     if world.rank == 0:
         print(
@@ -169,10 +187,12 @@ def _draw_heat(
 ) -> None:
     """Draw the heat maps of images into ``folder``; each rank draws its share of the images.
 
-    All ranks must call it together.
+    A heat map shows the pixels on which the label of a whole image depends. All ranks must call it
+    together.
 
     Args:
-        heat: returns the heat of an image, tile by tile.
+        heat: a function that yields (tile, heat) for all tiles of an image
+            (:func:`distseg.patchgd.heat.heat_of`).
         data: the section of the run's manifest with the constants of normalisation.
         sources: for each image, by its name, a function that opens it.
         world: the communicator of all ranks.
@@ -202,9 +222,16 @@ def _predict_images(
     world,
     output: str,
 ) -> None:
-    """Write a table with a line for each image.
+    """Write ``images.csv``, a table with one row for each image.
 
-    A line has the image's class and the probability of each class, or the predicted number.
+    A row has the image's class and the probability of each class, or the predicted number.
+
+    Args:
+        predictor: a network with one label per image.
+        sources: for each image, by its name, a function that opens it.
+        classes: the names of the classes; a single name if the network predicts a number.
+        world: the communicator of all ranks.
+        output: the folder for the table.
     """
     opened = list(sources.values())
     vectors = vectors_of(predictor, opened, [source().size for source in opened], world, "predict")
@@ -239,7 +266,8 @@ def run_predict(
 ) -> int:
     """Write the class maps of image files, or of the images of a split of the store.
 
-    All ranks must call it together. It returns the exit status.
+    A network with one label per image writes a table instead. All ranks must call it together. It
+    returns the exit status.
 
     Args:
         run: the folder of a run or of a checkpoint.
@@ -248,7 +276,8 @@ def run_predict(
         images: image files; None for the images of ``split`` in the store.
         split: the split of the store.
         output: the folder for the results.
-        nodata: the number that stands for no data in image files, as text.
+        nodata: the number that stands for no data in image files, as text; None to use what each
+            file says of itself.
     """
     device, threads = set_up(world, config.run.device, config.run.threads)
     predictor, manifest = load_predictor(run, config, world, device)
@@ -376,9 +405,10 @@ def deciding_settings(config: Config | PatchConfig) -> list:
 
 
 def _network_of_heat(predictor: Predictor, checkpoint: Path, model: ModelBase) -> nn.Module:
-    """Return the plain network whose heat is drawn.
+    """Return the network whose heat maps are drawn, as a plain module that is not distributed.
 
-    The predictor has a network of patches as a plain network; any other network is loaded again.
+    A network of patches is the predictor's own. Any other network is loaded again, because the
+    predictor has only its distributed counterpart.
     """
     return (
         predictor.filler.network
@@ -390,7 +420,15 @@ def _network_of_heat(predictor: Predictor, checkpoint: Path, model: ModelBase) -
 def run_plot(
     what: str, paths: list[str], store: str | None, box: str | None, output: str | None
 ) -> int:
-    """Draw loss curves of runs, or predictions beside their images."""
+    """Draw loss curves of runs, or predictions beside their images; return the exit status.
+
+    Args:
+        what: ``curves`` or ``overlay``.
+        paths: for curves, folders of runs or their logs; for overlays, the predicted files NAME.h5.
+        store: the store with the images (overlays only).
+        box: the part of the image to draw (:func:`_box`); None for the whole image.
+        output: the picture; None for a name beside the run or prediction.
+    """
     if what == "curves":
         folder = Path(paths[0]) if Path(paths[0]).is_dir() else Path(paths[0]).parent
         output = output or str(folder / "curves.png")
@@ -474,7 +512,8 @@ def _box(text: str | None, size: tuple[int, ...]) -> Box:
         )
     if len(box.size) != len(size) or not Box.whole(size).contains(box):
         raise ValueError(
-            f"--box {text} lies outside the image of {'x'.join(map(str, size))} pixels"
+            f"--box {text} does not lie inside the image of {'x'.join(map(str, size))} pixels: "
+            "give one range start:end inside the image for each dim"
         )
     return box
 
@@ -595,6 +634,9 @@ def _numbers(flag: str, text: str, between: str, count: int) -> list[int]:
     """Return the ``count`` whole numbers of a text, separated by ``between``.
 
     If ``count`` is 2 and the text has one number, this number is returned twice.
+
+    Args:
+        flag: the flag with this text, for the message.
 
     Raises:
         ValueError: the text is not of this form.

@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def layout(cores: int) -> tuple[int, tuple[str, ...]]:
-    """Return how many ranks train on a machine with ``cores`` cores, and the flags for them."""
+    """Return how many ranks train on ``cores`` cores, and the flags of ``distseg train``."""
     return (RANKS, ()) if cores >= RANKS else (FEWER_RANKS, ONE_GROUP)
 
 
@@ -73,7 +73,7 @@ def _options() -> argparse.Namespace:
 
 
 def _distseg(*arguments, ranks: int = 1) -> None:
-    """Run a subcommand, under mpirun if it takes several ranks; exit if it fails."""
+    """Run ``distseg`` with these arguments, under mpirun if ``ranks`` > 1; exit if it fails."""
     command = [sys.executable, "-m", "distseg", *map(str, arguments)]
     if ranks > 1:
         command = ["mpirun", "-n", str(ranks), "--oversubscribe", "--bind-to", "none", *command]

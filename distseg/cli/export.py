@@ -133,7 +133,9 @@ def _unit(model: nn.Module, padded: bool) -> tuple[int, ...]:
 def _program(
     model: nn.Module, bands: int, unit: Sequence[int], least: int = 1
 ) -> torch.export.ExportedProgram:
-    """Make a program with torch.export, and compare it with the module on another image size.
+    """Return the program that torch.export makes of a network with logits as result.
+
+    It is checked: on an image of another size it must return the network's logits.
 
     Args:
         model: the network.

@@ -163,10 +163,16 @@ def _parser(command: str, kind: type | None = Config) -> _Parser:
 
 
 def _parse(parser: _Parser, arguments: list[str], given: list[Setting] | None = None) -> Namespace:
-    """Parse the arguments of a command, which override the settings ``given``.
+    """Return the values of a command's flags, by name.
 
     If the first argument has no dash, it is the config file. ``--memory`` stands for
     ``--streaming.memory``.
+
+    Args:
+        parser: the parser of the command.
+        arguments: the arguments as the user wrote them.
+        given: settings that come before the arguments, such as those of a run. The arguments
+            override them.
     """
     if given is None:
         given = []
@@ -212,7 +218,10 @@ def _print_head(parser: _Parser) -> None:
 
 
 def settings_flags(parser: _Parser) -> list[str]:
-    """Return the names of all flags for sections of the config and for their fields."""
+    """Return the names of the config's sections and fields, such as ``model`` and ``model.name``.
+
+    Each of them is a flag with two dashes before the name.
+    """
     return [
         name
         for section, names in parser.settings.items()
@@ -222,6 +231,10 @@ def settings_flags(parser: _Parser) -> list[str]:
 
 def _without_files(arguments: list[str], kind: type) -> tuple[list[str], list[Setting]]:
     """Replace each config file among the arguments by flags with the file's settings.
+
+    Args:
+        arguments: the arguments; ``--config PATH`` names a file.
+        kind: the class of the config.
 
     Returns:
         The new arguments, and the settings of all files.
@@ -378,7 +391,7 @@ def _plan(arguments: list[str]) -> int:
 
 
 def _layouts(arguments: list[str]) -> int:
-    """Print the best layouts of a config's training on ``--ranks`` ranks."""
+    """Print the best layouts of a training on ``--ranks`` ranks; return the exit status."""
     parser = _parser("plan")
     parser.add_argument("--ranks", type=int, default=1, help="Number of ranks to plan for.")
     parser.add_argument(
@@ -518,7 +531,7 @@ def _stages(arguments: list[str]) -> int:
 
 @_joint
 def _program(arguments: list[str]) -> int:
-    """Print the operations of each rank of a config's pipeline."""
+    """Print the operations of each rank of a config's pipeline; return the exit status."""
     parser = _parser("plan")
     parser.add_argument(
         "--program", action="store_true", help="Print what each rank does in a step of this job."
@@ -786,8 +799,8 @@ def _plot(arguments: list[str]) -> int:
                 else "a prediction, NAME.h5"
             )
             raise ValueError(
-                f"{path!r} is {'a folder' if os.path.isdir(path) else 'no file'}: {parsed.what} "
-                f"are drawn from {kind}"
+                f"{path!r} is {'a folder' if os.path.isdir(path) else 'no file'}: 'distseg plot "
+                f"{parsed.what}' takes {kind}"
             )
     _check_file(parsed.output, "--output")
     from distseg.cli.commands import run_plot
@@ -975,11 +988,12 @@ def _prepare(arguments: list[str]) -> int:
 
 
 def _parse_run(parser: _Parser, arguments: list[str]) -> tuple[Config | PatchConfig, dict]:
-    """Return the config and the own flags of a command whose first argument is a run.
+    """Return the config of a command whose first argument is a run, and the command's other flags.
 
-    The config is of the run's kind, exact training or PatchGD. Its values come from the run, and
-    the user's flags override them. Two entries are added to the own flags: ``run``, the
-    folder of the checkpoint, and ``left``, the settings that are not taken over from the training.
+    The config has the class of the run's config: Config for exact training, PatchConfig for
+    PatchGD. Its values come from the run, and the user's flags override them. Two entries are added
+    to the other flags: ``run``, the folder of the checkpoint, and ``left``, the settings that are
+    not taken over from the training.
     """
     if not arguments or arguments[0].startswith("-"):
         parser.add_settings(Config)
@@ -1040,7 +1054,7 @@ _MOST = 10**6
 def _check_file(path: str | None, what: str) -> None:
     """Refuse a path to which no file can be written.
 
-    It is called before the work, whose result would otherwise be lost.
+    The check comes before the work whose result goes to the file, so that no result is lost.
 
     Args:
         path: the file, or None for no check.
@@ -1060,12 +1074,13 @@ def _check_file(path: str | None, what: str) -> None:
 
 
 def check_folder(path: str, what: str, whole: str | None = None) -> None:
-    """Refuse a path that is not a folder and where no folder can be made.
+    """Refuse a path that is not a folder to write to and where none can be made.
 
     Args:
         path: the folder.
         what: the flag or setting, for the message.
-        whole: the file in this folder that the user named, for the message.
+        whole: the file in this folder that the user named, for the message; None if the user named
+            the folder.
 
     Raises:
         ValueError: the message names the path and how to fix it.
@@ -1088,7 +1103,7 @@ def check_folder(path: str, what: str, whole: str | None = None) -> None:
 def _parse_plain(
     parser: _Parser, arguments: list[str], places: Mapping[str, str] = {}
 ) -> Namespace:
-    """Parse arguments.
+    """Return the values of a command's flags, by name; the arguments name no config file.
 
     Args:
         parser: the parser of the command.

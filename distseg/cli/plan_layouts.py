@@ -60,8 +60,8 @@ def plan_layouts(
 
     Args:
         config: the settings of the training.
-        world: the communicator of the ranks that time the network, all at the same time, and the
-            messages between them. If it has one rank, the speed of messages is guessed.
+        world: the communicator of the ranks that measure. They all time the network at once, and
+            then the messages between them. If it has one rank, the speed of messages is guessed.
         ranks: the number of ranks to plan for.
         image: the size of an image in pixels; by default the size of the store's samples.
         machine: ``here``, or a profile (:func:`distseg.planning.machine.load_machine`).
@@ -160,13 +160,14 @@ def work_of(
 
 
 def sensitivity(planner: Planner, memory: float | None, ranks: int, best: Prediction) -> list[str]:
-    """Return a line for each guessed number of the machine on which the best layout depends.
+    """Return texts about the guessed numbers of the machine on which the best layout depends.
 
-    The best layout depends on a number if it changes when the number is 30 % larger or smaller.
+    The best layout depends on a number if it changes when the number is 30 % larger or smaller. A
+    text names the number, the factor and the layout that is then the best.
 
     Args:
         planner: the planner.
-        memory: the memory limit of a rank in bytes, or None.
+        memory: the memory limit of a rank in bytes; None for the memory that the machine has.
         ranks: the number of ranks to plan for.
         best: the best layout with the guessed numbers.
     """
@@ -191,6 +192,12 @@ def measure(config: Config, model: nn.Module, image: Size, world) -> Machine:
 
     All ranks of ``world`` must call it together. They compute at the same time, each a step of its
     own.
+
+    Args:
+        config: the settings.
+        model: the plain network of known layers.
+        image: the size of an image in pixels; no larger image is timed.
+        world: the communicator of the ranks that measure.
     """
     device = set_up(world, config.run.device, config.run.threads).device
     throughput = this_cpu() if device.type == "cpu" else CORE
@@ -238,10 +245,15 @@ def measure(config: Config, model: nn.Module, image: Size, world) -> Machine:
 
 
 def _timed_sizes(config: Config, model: nn.Module, image: Size) -> tuple[Size, Size]:
-    """Return two image sizes, of at most ``image``, for timed steps: the smaller one comes first.
+    """Return two image sizes for timed steps, the smaller one first.
 
     A step on the larger size takes about ``_SECONDS``, if ``image`` is large enough. A step on the
     smaller size takes much less.
+
+    Args:
+        config: the settings.
+        model: the plain network of known layers.
+        image: the largest size in pixels.
     """
     stride = reach_for(model, True).stride
     costs = modelled(model, image, config.data.images, CORE)
@@ -261,7 +273,16 @@ def _timed_sizes(config: Config, model: nn.Module, image: Size) -> tuple[Size, S
 def step_of(config: Config, model: nn.Module, size: Size, layout: MeshLayout, comm, device):
     """Return an engine with a copy of the network in a layout, and this rank's random tile batches.
 
-    All ranks of ``comm``, which are the ranks of the layout, must call it together.
+    All ranks of ``comm``, which are the ranks of the layout, must call it together. The tile
+    batches are a list for each micro-batch.
+
+    Args:
+        config: the settings; the layout overrides the settings that it has.
+        model: the plain network, which is not changed.
+        size: the size of an image in pixels.
+        layout: the mesh, and how its ranks share the work.
+        comm: a communicator with as many ranks as the mesh.
+        device: the device of this rank.
     """
     config = replace(
         config,

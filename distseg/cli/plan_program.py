@@ -47,7 +47,8 @@ class _Rank:
 def programs(config: Config, model: nn.Module, image: Sequence[int]) -> Iterator[tuple[str, str]]:
     """Yield two texts for each rank of one pipeline: a legend, and the rank's operations.
 
-    The pipeline is the one that computes the first tile of the first image.
+    The legend says which layers the rank's stages or segments hold. The pipeline is the one that
+    computes the first tile of the first image.
 
     Args:
         config: the settings of the training.
@@ -161,7 +162,10 @@ def _legend(
     places: list[TilePlacement],
     rank: int,
 ) -> Iterator[str]:
-    """Yield lines that describe a pass through each stage: layers, halo exchanges, statistics."""
+    """Yield lines of text about each stage of a rank.
+
+    They name the stage's layers, and the layers before which ranks exchange halos or statistics.
+    """
     names = [name for name, _ in flat_layers(model)]
     layout = exchange.layout(places[0].image) if exchange else None
     points = sorted(layout.points) if layout else []

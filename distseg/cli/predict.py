@@ -279,9 +279,16 @@ def predict(
 def _part(
     source: ImageSource, tile: Box, logits: np.ndarray, nodata: int, probabilities: bool
 ) -> tuple[Box, np.ndarray, np.ndarray | None]:
-    """Return a tile, its classes and, on request, their probabilities.
+    """Return a tile, its classes (*tile.size) and their probabilities, or None without them.
 
     Pixels without data have the class ``nodata`` and the probability nan.
+
+    Args:
+        source: the image.
+        tile: the tile's box in the image.
+        logits: the network's output on the tile, (C, *tile.size).
+        nodata: the class of pixels without data.
+        probabilities: True to return the probabilities, (C, *tile.size) float16.
     """
     found, likely = most_likely(logits), _likelihood(logits) if probabilities else None
     hidden = source.without_data(tile)

@@ -276,9 +276,16 @@ def profile(
 def _expected(
     engine: Engine, costs: Modelled, image: Sequence[int], own: list[list[TileBatch]]
 ) -> tuple[Passes, Callable[[float], Simulation] | None]:
-    """Return the modelled seconds of this rank's passes, and a simulation of the pipeline's step.
+    """Return the modelled seconds of this rank's passes, and a function that simulates the step.
 
-    The simulation is None if there is no pipeline.
+    The argument of the function is the factor by which every pass takes longer than modelled. There
+    is a function only for a pipeline without streaming, else None.
+
+    Args:
+        engine: the engine of the step.
+        costs: the modelled costs of the layers.
+        image: the size of an image in pixels.
+        own: this rank's tile batches, a list for each micro-batch.
     """
     if engine.streaming:
         runner, given = engine.streaming, engine.streaming.prepare(own)
@@ -300,9 +307,10 @@ def _expected(
 
 
 def _laid_over(found: Profile) -> tuple[Sequence[Span], list[str]]:
-    """Return the spans and the names of the rows of the picture.
+    """Return the spans of the picture of a profile, and the names of its rows.
 
-    Rows of the measured ranks come first. Below them is the simulated pipeline, if there is one.
+    Rows of the measured ranks come first. Below them are rows of the simulated pipeline, if there
+    is one.
     """
     if not found.simulated:
         return found.spans, [*found.names]
@@ -315,9 +323,9 @@ def _laid_over(found: Profile) -> tuple[Sequence[Span], list[str]]:
 
 
 def watch(engine: Engine, world) -> Trace:
-    """Attach a trace to an engine, and return the trace of this rank.
+    """Record this rank's spans of an engine's steps from now on; return the trace that holds them.
 
-    All ranks must call it together, so that their traces begin at the same moment.
+    All ranks of ``world`` must call it together, so that their traces begin at the same moment.
     """
     world.Barrier()
     trace = Trace(world.rank, _clock(engine.device))

@@ -93,10 +93,10 @@ def _stem(path: str) -> str:
 
 @contextmanager
 def _opened(path: str) -> Iterator[_Source]:
-    """Open a class map of distseg, or a label map.
+    """Yield a class map of distseg (HDF5) or a label map (image file), open inside the context.
 
     Raises:
-        ValueError: the file is not a class map or label map, or does not have 2 dims.
+        ValueError: the file is not a class map or label map, or the map does not have 2 dims.
     """
     if Path(path).suffix == ".h5":
         with hdf5.opened(path, "class map", "distseg predict writes class maps") as file:
@@ -141,7 +141,17 @@ def _of_mask(path: str) -> _Source:
 
 
 def _chosen(source: _Source, classes: Sequence[str] | None, path: str, least: int = 1) -> LabelMap:
-    """Return the label map of ``source`` with only the chosen classes; None chooses all classes."""
+    """Return the label map of ``source`` with only the chosen classes.
+
+    Args:
+        source: the label map and the names of its classes.
+        classes: names or numbers of the chosen classes; None for all classes.
+        path: the map's file, for messages.
+        least: objects with fewer pixels than this are left out of the polygons.
+
+    Raises:
+        ValueError: a class is unknown.
+    """
     labels, names = source.labels, source.names
 
     def name_of(label: int) -> str:

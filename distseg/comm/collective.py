@@ -20,8 +20,8 @@ from distseg.comm.waits import waits_of
 def gather(x: Tensor, comm, home: torch.device | None = None) -> Tensor:
     """Return every rank's ``x`` in rank order: (*shape) -> (ranks, *shape), float64.
 
-    All ranks of ``comm`` must call it together. The fixed order makes all further results bitwise
-    equal on every rank.
+    All ranks of ``comm`` must call it together, with tensors of one shape. Because the order is
+    fixed, what a rank computes from the result is bitwise equal on all ranks.
 
     Args:
         home: the device of the result; by default the device of ``x``.
@@ -37,9 +37,9 @@ def gather(x: Tensor, comm, home: torch.device | None = None) -> Tensor:
 
 
 def add(x: Tensor, comm) -> Tensor:
-    """Return the sum of every rank's ``x``, float64, on the device of ``x``.
+    """Return the elementwise sum of every rank's ``x``, float64, on the device of ``x``.
 
-    All ranks of ``comm`` must call it together.
+    All ranks of ``comm`` must call it together, with tensors of one shape.
     """
     if comm.size == 1:
         return x.detach().to(torch.float64)

@@ -37,7 +37,7 @@ class Request(Protocol):
 
 
 class PartRequest(Request, Protocol):
-    """Message under way whose length the receiver does not know.
+    """Message under way whose length the receiver does not know in advance.
 
     Attributes:
         bytes: length of the message in bytes. It is valid once the message is complete.
@@ -79,7 +79,7 @@ class Communicator(Protocol):
         """Return every rank's object on rank ``root``, and None on the others."""
 
     def bcast(self, what: Any, root: int = 0) -> Any:
-        """Return the object of rank ``root``."""
+        """Return the object of rank ``root`` on all ranks; ``what`` is ignored on the others."""
 
     def Bcast(self, memory: np.ndarray, root: int = 0) -> None:
         """Copy the array of rank ``root`` into the arrays of all other ranks."""
@@ -91,19 +91,19 @@ class Communicator(Protocol):
         """Return a request that is complete once all ranks have made this call."""
 
     def Iallgather(self, send: np.ndarray, received: np.ndarray) -> Request:
-        """Start to gather every rank's array (*shape) into ``received`` (ranks, *shape)."""
+        """Start to gather each rank's array ``send`` (*shape) in ``received`` (ranks, *shape)."""
 
     def Isum(self, memory: np.ndarray) -> Request:
         """Start to replace a dense array by its sum over the ranks, added in rank order."""
 
     def Imaximum(self, memory: np.ndarray) -> Request:
-        """Start to replace an array by the elementwise maximum of all ranks."""
+        """Start to replace an array by the elementwise maximum of all ranks' arrays."""
 
     def Isend(self, memory: Tensor, dest: int, tag: int) -> Request:
         """Start to send a message to a receiver that knows the message's length."""
 
     def Irecv(self, memory: Tensor, source: int, tag: int) -> Request:
-        """Post a receive of a message of exactly the length of ``memory``."""
+        """Post a receive of a message that is exactly as long as ``memory``."""
 
     def Isend_part(self, memory: Tensor, dest: int, tag: int) -> PartRequest:
         """Start to send a message that rank ``dest`` receives by ``Irecv_part``."""
@@ -122,7 +122,7 @@ class Communicator(Protocol):
         """
 
     def Split(self, color: int = 0, key: int = 0) -> Communicator:
-        """Return the communicator of all ranks with this rank's ``color``, sorted by ``key``."""
+        """Return the communicator of all ranks that pass this ``color``, sorted by ``key``."""
 
     def split_by_node(self) -> Communicator:
         """Return the communicator of the ranks on this node."""

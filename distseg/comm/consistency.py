@@ -26,7 +26,7 @@ def assert_consistent(comm, facts: Mapping[str, object], repair: str) -> None:
 
     Args:
         facts: the value of each fact on this rank, by name.
-        repair: a sentence that tells the user how to fix a difference.
+        repair: words that tell the user how to fix a difference.
 
     Raises:
         JointFailure: a fact differs. It is raised on all ranks. The message names the fact, both
@@ -45,7 +45,11 @@ def assert_consistent(comm, facts: Mapping[str, object], repair: str) -> None:
 
 
 def differences(of_ranks: list[Mapping[str, str]]) -> list[str]:
-    """Return a sentence for each fact whose value on some rank differs from that on rank 0."""
+    """Return a sentence for each fact whose value on some rank differs from that on rank 0.
+
+    Args:
+        of_ranks: for each rank, the value of each fact by name.
+    """
     names = dict.fromkeys(name for facts in of_ranks for name in facts)
     found = []
     for name in names:

@@ -28,9 +28,10 @@ def cuda_aware() -> bool:
 
 
 def says(library, version: str, environment: Mapping[str, str]) -> bool:
-    """Return True if MPI is CUDA-aware by ``DISTSEG_CUDA_AWARE``, or else by the MPI library.
+    """Return True if MPI is CUDA-aware, as ``DISTSEG_CUDA_AWARE`` or else the MPI library says.
 
-    A library without a function to ask counts as not CUDA-aware.
+    A library that has no function to ask is not CUDA-aware. Cray MPICH and MVAPICH are told from
+    their environment variables.
 
     Args:
         library: the MPI library, loaded by ctypes.

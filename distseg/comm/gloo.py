@@ -43,7 +43,8 @@ class TorchCommunicator:
     """Communicator of a process group of gloo.
 
     Args:
-        store: a store of torch.distributed that all ranks reach. No other group uses its keys.
+        store: a store of torch.distributed that all ranks reach. Other process groups must not use
+            its keys.
         rank, size: this rank's number, and the number of ranks.
     """
 
@@ -188,7 +189,7 @@ class TorchCommunicator:
         os._exit(code)
 
     def _all_equal(self, send: Tensor) -> list[Tensor]:
-        """Return every rank's tensor.
+        """Return every rank's tensor, in the order of the ranks.
 
         All ranks must call it together, with tensors of one shape.
         """
@@ -222,7 +223,10 @@ class _Collective:
 
 
 class _Message:
-    """Message under way. It keeps the group and the memory that gloo needs for the message."""
+    """Sent or received message under way, for which a thread waits.
+
+    It keeps the process group and the memory, which gloo needs until the message is complete.
+    """
 
     def __init__(self, group, work, memory: Tensor, peer: int):
         self._group, self._work, self._memory, self._peer = group, work, memory, peer
@@ -232,7 +236,10 @@ class _Message:
         _threads.wait_for(self)
 
     def wait(self) -> None:
-        """Wait for the message. The calling thread marks the message complete afterwards."""
+        """Wait for the message, and keep an error of gloo for :meth:`Test`.
+
+        The waiting thread calls it, and afterwards sets ``complete``.
+        """
         try:
             self._work.wait()
         except Exception as e:
@@ -246,7 +253,13 @@ class _Message:
 
 
 class _PartMessage:
-    """Receive of a message that begins with its length. The content is copied to ``memory``."""
+    """Receive of a message that begins with its length; the content is copied to ``memory``.
+
+    Args:
+        message: the receive into ``whole``.
+        whole: memory for the length and the content.
+        memory: memory for the content, of its largest length.
+    """
 
     def __init__(self, message: _Message, whole: Tensor, memory: Tensor):
         self._message, self._whole, self._memory = message, whole, memory
@@ -264,7 +277,12 @@ class _PartMessage:
 
 
 class _ObjectMessage:
-    """Receive of an object under way."""
+    """Receive of a pickled object under way.
+
+    Args:
+        message: the receive into ``memory``.
+        memory: memory for the pickle, which may be shorter.
+    """
 
     def __init__(self, message: _Message, memory: Tensor):
         self._message, self._memory = message, memory

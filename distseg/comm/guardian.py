@@ -46,7 +46,10 @@ _LONGEST_LINE = 1 << 16
 
 
 class Rank:
-    """Process that is watched, seen through its shared page, its kernel state and its stacks.
+    """Watched process of a rank, seen through its shared page, its kernel state and its stacks.
+
+    Attributes:
+        still: seconds for which the process has made no progress.
 
     Args:
         page: the shared page to which the process writes its progress.
@@ -59,7 +62,7 @@ class Rank:
         self.moves, self.still = -1, 0.0
 
     def tick(self, seconds: float) -> None:
-        """Update ``still``, the seconds without progress, ``seconds`` after the previous call."""
+        """Update ``still``; ``seconds`` have passed since the previous call."""
         moves = int.from_bytes(self.page[MOVES : MOVES + 8], "little")
         self.still = 0.0 if moves != self.moves else self.still + seconds
         self.moves = moves
@@ -81,12 +84,12 @@ class Rank:
 
     @property
     def ending(self) -> bool:
-        """True if the process has announced its own end or the end of the watch."""
+        """True if the process has announced that it ends, or that it is no longer watched."""
         return self.page[ENDING] > 0
 
     @property
     def ends_for_good(self) -> bool:
-        """True if the process itself ends, not only the watch."""
+        """True if the process has announced that it ends."""
         return self.page[ENDING] == FOR_GOOD
 
     @property
@@ -99,7 +102,7 @@ class Rank:
             return "?"
 
     def is_there(self) -> bool:
-        """Return True if the rank's process still exists, as the parent of this guardian."""
+        """Return True if the rank's process still exists: it is this guardian's parent process."""
         return os.getppid() == self.pid
 
     def dump(self) -> str:
@@ -151,7 +154,17 @@ def _to_main_thread(pid: int, number: int) -> None:
 
 
 class Member:
-    """State of one rank of the job, as its guardian reports it."""
+    """State of one rank of the job, as its guardian reports it.
+
+    Attributes:
+        rank, host: number of the rank, and name of its node.
+        still: seconds for which the rank has made no progress.
+        unheard: seconds since the last report of its guardian.
+        where, state: what the rank is doing, and its kernel state (:class:`Rank`).
+        connected: True once its guardian has sent a report.
+        said_bye: True once its guardian has announced the end of the rank or of the watch.
+        lost: True if its guardian's connection broke without such an announcement.
+    """
 
     def __init__(self, rank: int, host: str):
         self.rank, self.host = rank, host
@@ -160,7 +173,7 @@ class Member:
         self.connected = self.said_bye = self.lost = False
 
     def hear(self, message: dict) -> None:
-        """Store a report of the rank's guardian."""
+        """Store a report of the rank's guardian, a message with ``still``, ``where``, ``state``."""
         self.connected, self.lost, self.unheard = True, False, 0.0
         self.still, self.where, self.state = (
             float(message["still"]),
@@ -176,8 +189,8 @@ class Member:
         if self.lost:
             state = ", its process is gone"
         elif self.unheard > self.still:
-            state = f", unheard of for {self.unheard:.0f} s"
-        return f"{self.where}{state}, still for {self.still:.0f} s"
+            state = f", no report for {self.unheard:.0f} s"
+        return f"{self.where}{state}, no progress for {self.still:.0f} s"
 
 
 def verdict(members: list[Member], timeout: float) -> str | None:
@@ -202,12 +215,20 @@ def verdict(members: list[Member], timeout: float) -> str | None:
 
 
 def report(reason: str, members: list[Member], folder: str | None) -> str:
-    """Return the message to the user. Ranks in the same state on the same host share a line."""
+    """Return the message to the user that the job is ended, with the state of each rank.
+
+    Ranks in the same state on the same host share a line of the message.
+
+    Args:
+        reason: the reason to end the job (:func:`verdict`).
+        members: the states of all ranks.
+        folder: the folder for the stacks; None if they are printed below the message.
+    """
     places: dict[tuple[str, str], list[int]] = {}
     for m in members:
         if m.connected and not m.said_bye:
             places.setdefault((m.line(), m.host), []).append(m.rank)
-    lines = [f"distseg: error: {reason}, so the job is ended. Where its ranks stood:"]
+    lines = [f"distseg: error: {reason}, so the job is ended. What its ranks were doing:"]
     lines += [f"  {_ranks(ranks)} on {host}: {line}" for (line, host), ranks in places.items()]
     lines.append(f"  stacks of all ranks: {folder}" if folder else "  stacks: below")
     lines.append(
@@ -242,7 +263,7 @@ class Lines:
         return True
 
     def receive(self) -> list[dict] | None:
-        """Return the JSON objects of all complete lines that have arrived.
+        """Return the JSON objects of the complete lines that arrived since the previous call.
 
         Return None if the other side has closed the connection or does not send JSON objects.
         """
@@ -347,7 +368,7 @@ class Guardian:
                 member.hear(one)
 
     def _leave(self) -> None:
-        """End this guardian, because its rank's process has ended or has closed the watch."""
+        """End this guardian, because its rank's process has ended or is no longer watched."""
         if self.rank.ending:
             for lines in self.monitors:
                 lines.send({"rank": self.number, "bye": True})
@@ -356,9 +377,9 @@ class Guardian:
         os._exit(0)
 
     def _see_off(self) -> None:
-        """Wait for the end of the process, and kill it if it hangs.
+        """Wait until the rank's process has ended, and kill it if it does not end in time.
 
-        When a process ends, MPI waits for all ranks, so the end of a process can hang too.
+        MPI waits for all ranks while a process ends, so a process can also hang then.
         """
         for lines in (*self.monitors, *self.guests.values(), *self.strangers):
             lines.connection.close()
@@ -452,7 +473,7 @@ class Guardian:
             self._end(reason)
 
     def _end(self, reason: str | None) -> None:
-        """End this rank. If a reason is given, print the report and end all ranks."""
+        """End this rank. If ``reason`` is not None, print the report and end all ranks."""
         members = self.members
         if reason:
             if self.number > 1 or not members:
@@ -487,7 +508,12 @@ class Guardian:
 
 
 def _connected(member: dict, deadline: float) -> Lines | None:
-    """Connect to a guardian by the first of its addresses that answers, or return None."""
+    """Return a connection to a guardian by the first of its addresses that answers, or None.
+
+    Args:
+        member: what the guardian printed: its host, addresses and port.
+        deadline: the value of ``time.monotonic()`` until which addresses may take to answer.
+    """
     for address in ["127.0.0.1"] * (member["host"] == socket.gethostname()) + member["addresses"]:
         try:
             return Lines(
@@ -501,7 +527,7 @@ def _connected(member: dict, deadline: float) -> Lines | None:
 
 
 def _addresses() -> list[str]:
-    """Return the addresses under which other nodes may reach this one."""
+    """Return this node's name and IPv4 addresses, by which other nodes may reach it."""
     try:
         found = [
             entry[4][0] for entry in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)

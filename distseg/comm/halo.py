@@ -29,7 +29,7 @@ from distseg.tiling.tile import Box
 class Copy(NamedTuple):
     """Copy of the cells ``box`` of a feature map from the tile that owns them to another tile.
 
-    ``source`` and ``target`` are the positions of the tiles in the grid of tiles.
+    ``source`` and ``target`` are the positions of the two tiles in the grid of tiles.
     """
 
     source: tuple[int, ...]
@@ -40,12 +40,12 @@ class Copy(NamedTuple):
 def copies_to(
     target: Sequence[int], cuts: Sequence[Sequence[int]], wanted: Sequence[Sequence[Span]]
 ) -> list[Copy]:
-    """Return the copies that a tile receives from others.
+    """Return the copies that a tile receives from other tiles.
 
     Args:
         target: the position of the tile in the grid of tiles.
         cuts: for each dim, the borders of the tiles, from 0 to the size of the feature map.
-        wanted: for each dim, the span (start, stop) of cells that each tile needs.
+        wanted: for each dim, a list with the span (start, stop) of cells that each tile needs.
     """
     spans = [w[t] for w, t in zip(wanted, target)]
     if any(a >= b for a, b in spans):
@@ -59,7 +59,7 @@ def copies_to(
 def copies_from(
     source: Sequence[int], cuts: Sequence[Sequence[int]], wanted: Sequence[Sequence[Span]]
 ) -> list[Copy]:
-    """Return the copies that a tile sends to others.
+    """Return the copies that a tile sends to other tiles.
 
     Args:
         source: the position of the tile in the grid of tiles.
@@ -83,12 +83,12 @@ def _common(source, cuts, spans) -> Box:
 
 
 class Strip(NamedTuple):
-    """Box of one of this rank's tensors.
+    """Part of one of this rank's tensors that is sent to another rank or received from it.
 
     Attributes:
         tensor: index of the tensor.
-        slices: the box, as slices of the tensor's spatial dims.
-        shape: shape of the box with batch and channels.
+        slices: the part, as slices of the tensor's spatial dims.
+        shape: shape of the part, (B, C, *size).
     """
 
     tensor: int
@@ -124,7 +124,7 @@ class HaloExchange:
             box).
         like: a tensor with the number of channels and the dtype of all tensors.
         batches: number of images of each tensor.
-        fill: value of padding.
+        fill: value of the cells beyond the feature map.
         tag: tag of this layer's messages; ``tag`` + 1 is the tag of gradients.
         name: name of the layer, for error messages.
         last: True if messages have their channels last, which is best if the tensors have them last
@@ -174,7 +174,7 @@ class HaloExchange:
 
     @property
     def waits(self) -> Waits:
-        """Wait policy of this exchange's mail."""
+        """Wait policy of the object that sends and receives this exchange's messages."""
         return self.mail.waits
 
     @property
@@ -200,9 +200,12 @@ class HaloExchange:
         return self.finish_adjoint(gs, self.start_adjoint(gs))
 
     def start_adjoint(self, gs: Sequence[Tensor]):
-        """Start to send the gradients of cells that other ranks own.
+        """Start to send the gradients of cells that other ranks own to these ranks.
 
-        Return the receives for :meth:`finish_adjoint`, by rank.
+        Return the receives under way for :meth:`finish_adjoint`, by rank.
+
+        Args:
+            gs: for each tensor, its gradient after the exchange, (B, C, *exchanged.size).
         """
         return self._start(gs, self.receives, self.sends, self.tag + 1)
 
@@ -211,7 +214,10 @@ class HaloExchange:
     ) -> list[Tensor]:
         """Return the gradients of the tensors, with the gradients from other ranks added.
 
+        The result has one gradient (B, C, *available.size) for each tensor.
+
         Args:
+            gs: what :meth:`start_adjoint` was given.
             arriving: what :meth:`start_adjoint` returned.
             in_place: True if ``gs`` may be changed and the results may be views of ``gs``.
         """
@@ -289,7 +295,7 @@ class HaloExchange:
         return sum(math.prod(strip.shape) for strip in strips) * self.itemsize
 
     def _parts(self, flat: Tensor, strips: list[Strip]):
-        """Yield each strip and its part of the message ``flat``, a view with the strip's shape."""
+        """Yield each strip with its part of the message ``flat``, a view (B, C, *size)."""
         values, offset = flat.view(self.dtype), 0
         for strip in strips:
             count = math.prod(strip.shape)
@@ -326,5 +332,10 @@ class _Exchanged(torch.autograd.Function):
 
 
 def exchanged(exchange: HaloExchange, xs: Sequence[Tensor]) -> list[Tensor]:
-    """Exchange halos between all tiles. The backward pass is the adjoint of the exchange."""
+    """Exchange halos between all tiles, so that autograd runs the adjoint in the backward pass.
+
+    Args:
+        exchange: the exchange of a layer.
+        xs: this rank's tensors; the shapes are those of :meth:`HaloExchange.forward`.
+    """
     return list(_Exchanged.apply(exchange, *xs))

@@ -54,9 +54,9 @@ def world(transport: str = "auto") -> Communicator:
 
 
 def transport_line() -> str:
-    """Return a line that names the transport of this job's messages and the reason for it.
+    """Return a line of text that names the transport of this job's messages and the reason for it.
 
-    The line is empty before the first call of :func:`world`.
+    The text is empty before the first call of :func:`world`.
     """
     name = {"mpi": "MPI (mpi4py)", "torch": "torch.distributed (gloo)", "alone": "no other ranks"}
     return "" if _choice is None else f"transport: {name[_choice.transport]}, {_choice.why}"
@@ -80,10 +80,10 @@ def _torch_world() -> Communicator:
 
 
 def leave() -> None:
-    """Wait for all ranks after their work, if torch.distributed connects them.
+    """Wait until all ranks have finished their work, if torch.distributed connects them.
 
     All ranks must call it together. So no rank closes its connections while another rank still
-    reads from them.
+    reads from them. With any other transport it does nothing.
     """
     if _world is not None and _world.transport == "torch":
         _world.Barrier()
@@ -144,10 +144,10 @@ def _mpi():
 
 @contextmanager
 def _alone_in_open_mpi():
-    """Exclude shared memory from the transports of a process without a launcher.
+    """Keep Open MPI from using shared memory inside the context, for a process without a launcher.
 
-    Open MPI would leave a file of that memory behind. The setting is removed afterwards, so that an
-    mpirun started by this process does not inherit it.
+    Otherwise Open MPI would leave a file of shared memory on disk. The setting, an environment
+    variable, is removed afterwards, so that an mpirun started by this process does not inherit it.
     """
     if _TRANSPORTS in os.environ:
         yield
@@ -178,7 +178,7 @@ class Resources(NamedTuple):
 
 
 def set_up(comm, device: str = "auto", threads: int | None = None) -> Resources:
-    """Choose this rank's device and CPU threads.
+    """Choose this rank's device and CPU threads, set both in PyTorch, and return them.
 
     All ranks of ``comm`` must call it together. Each rank gets one GPU, by its rank on the node. If
     a node has more ranks than GPUs, several ranks share a GPU.
@@ -230,9 +230,9 @@ LARGE_BLOCK = 2**25  # bytes; glibc accepts no larger threshold
 def keep_freed_memory(large: bool = True) -> None:
     """Make glibc keep large freed blocks instead of returning them to the system.
 
-    Otherwise each activation above 32 MB is mapped, zeroed page by page and unmapped in every
-    layer. This costs more than the arithmetic of most layers (benchmarks/performance.md). Other C
-    libraries are not affected.
+    Otherwise the system maps the memory of each activation above 32 MB, zeroes it page by page and
+    unmaps it again, in every layer. This takes longer than the arithmetic of most layers
+    (benchmarks/performance.md). With other C libraries the call does nothing.
 
     Args:
         large: True to keep blocks above 32 MB too. Such blocks leave gaps that other blocks do not
@@ -251,7 +251,7 @@ def keep_freed_memory(large: bool = True) -> None:
 def release_freed_memory() -> None:
     """Return to the system the memory that :func:`keep_freed_memory` kept.
 
-    Call it before work with blocks of other sizes, which would not fit into the kept blocks.
+    Call it before work that allocates blocks of other sizes, which do not fit into kept blocks.
     """
     try:
         ctypes.CDLL("libc.so.6").malloc_trim(0)
@@ -260,11 +260,11 @@ def release_freed_memory() -> None:
 
 
 class GapTrimmer:
-    """Limit on the growth of a process that computes tile after tile.
+    """Limit on the memory that a process keeps in gaps while it computes tile after tile.
 
-    The allocator leaves gaps that the next tile does not fit into. Free memory is returned at the
-    start, and again only when resident memory minus live tensors has grown by more than ``_GAPS``.
-    Returning it after every tile would cost each next tile new pages.
+    A gap is free memory into which no tensor of the next tile fits. Free memory is returned to the
+    system at the start, and again when resident memory minus live tensors has grown by more than
+    ``_GAPS``. It is not returned after every tile, because the next tile would then need new pages.
     """
 
     def __init__(self):
@@ -272,7 +272,7 @@ class GapTrimmer:
         self._usual: float | None = None
 
     def after_tile(self, held: float = 0) -> None:
-        """Return free memory to the system if the process has grown too much.
+        """Return free memory to the system if the process has grown by more than ``_GAPS``.
 
         Args:
             held: bytes of the live tensors that are kept after a tile.
@@ -312,7 +312,7 @@ _program = False
 
 
 def as_program() -> None:
-    """Mark this process as a program: it runs one command and ends with it."""
+    """Mark this process as a program, a process that runs one command and then ends."""
     global _program
     _program = True
 
@@ -336,7 +336,7 @@ class JointFailure(ValueError):
 
 @contextmanager
 def raise_jointly(comm):
-    """Raise a :class:`JointFailure` on all ranks if the body fails on any of them.
+    """Raise a :class:`JointFailure` on all ranks if the body of the context fails on any of them.
 
     All ranks of ``comm`` must enter the context together. The body must not communicate.
     """
@@ -354,9 +354,10 @@ def raise_jointly(comm):
 
 
 def gathered(comm) -> None:
-    """Wait for all ranks of a communicator without a busy loop.
+    """Wait until all ranks of a communicator have made this call, without a busy loop.
 
-    MPI's own barrier would take the core from ranks that still work on the same node.
+    MPI's own barrier waits in a busy loop, which takes cores from ranks that still work on the
+    node.
     """
     if comm.size == 1:
         return
@@ -370,8 +371,9 @@ def end_as_one(main: Callable[[], int | None]) -> None:
     """Run ``main`` as the whole program of this process, and exit with its return code.
 
     Rank 0 alone prints a joint failure. Any other error is printed by the rank that raises it,
-    which then aborts the job. Ranks above 0 wait a moment first, so that rank 0 prints an error
-    which all ranks have.
+    which then aborts the job. Ranks above 0 wait for half a second before they print. If rank 0
+    has the same error, it prints the error and aborts the job meanwhile, so the error is printed
+    only once.
     """
     try:
         code = main() or 0

@@ -36,6 +36,9 @@ class Launcher:
     """Names of the environment variables by which a launcher describes a process.
 
     A name is "" if the launcher has no variable for this value.
+
+    Attributes:
+        name: the launcher's name, for messages.
     """
 
     name: str
@@ -134,11 +137,14 @@ def identify(environment: Mapping[str, str] = os.environ) -> Process:
 def contradiction(
     ranks: int, library: str, environment: Mapping[str, str] = os.environ
 ) -> str | None:
-    """Return an error message if the launcher contradicts MPI, or None.
+    """Return an error message if the launcher contradicts MPI, else None.
 
-    Without a launcher, MPI is trusted. The check finds processes of one job that do not find each
-    other: the launcher gives another size than MPI, or it gives no size but a rank above 0 to a
-    process that MPI takes for the only one. Rank 0 cannot notice the second case.
+    Without a launcher, MPI is trusted. A contradiction means that the processes of a job do not
+    find each other in MPI. Two cases are found:
+
+    - The launcher gives another size than MPI.
+    - The launcher gives no size and a rank above 0, but MPI takes this process for the only one.
+      Rank 0 of such a job cannot notice it.
 
     Args:
         ranks: the size of MPI's communicator of all ranks.
@@ -163,7 +169,10 @@ def contradiction(
 
 
 def found(environment: Mapping[str, str]) -> tuple[Launcher | None, Process]:
-    """Return the launcher of this process, or None, and the launcher's description of it."""
+    """Return the launcher of this process, and the launcher's description of the process.
+
+    Without a launcher they are None and ``LONE``.
+    """
 
     def number(name: str) -> int | None:
         return _leading_int(environment.get(name))

@@ -24,7 +24,11 @@ from distseg.comm.waits import Waits, When, waits_of
 
 @dataclass(frozen=True)
 class Form:
-    """Shape, dtype and memory format: all that a receiver needs to allocate a tensor."""
+    """Shape, dtype and memory format of a tensor, with which a receiver allocates it.
+
+    Attributes:
+        channels_last: True if the channels are last in memory.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -48,11 +52,11 @@ class Form:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def within(self, buffer: Tensor) -> Tensor:
-        """Return a tensor of this form as a view of a flat buffer of bytes."""
+        """Return a tensor of this form as a view of ``buffer``, a flat uint8 tensor of its size."""
         return buffer.view(self.dtype).as_strided(self.shape, self.empty("meta").stride())
 
     def fit(self, x: Tensor) -> Tensor:
-        """Return ``x`` dense and in this memory format. It is copied only if needed."""
+        """Return ``x`` as a dense tensor in this memory format; copy it only if needed."""
         return x.contiguous(memory_format=self.memory_format)
 
     @property
@@ -65,13 +69,13 @@ class Form:
 
 
 class Receipt:
-    """Receive that is under way.
+    """Receive of a tensor that is under way.
 
     Args:
         waits: the wait policy.
         request: the request of the receive.
         buffer: the memory that the message is received into.
-        make: makes the received tensor from the buffer.
+        make: function that returns the received tensor, given the buffer.
     """
 
     def __init__(self, waits: Waits, request, buffer: Tensor, make: Callable[[Tensor], Tensor]):
@@ -81,16 +85,20 @@ class Receipt:
         """Wait for the message and return its tensor.
 
         Args:
-            what, kind: see :meth:`distseg.comm.waits.Waits.wait`.
+            what: description of the message, for errors.
+            kind: kind of the traced span; None for no span.
         """
         self._waits.wait(self.request, what, kind)
         return self._make(self._buffer)
 
 
 class Message(NamedTuple):
-    """Message from or to host memory.
+    """Sent or received message under way, from or to host memory.
 
-    ``values`` must be left alone until the message is complete.
+    Attributes:
+        request: the request of the send or receive.
+        values: the tensor to send, or the buffer to receive into. It must be left alone until the
+            message is complete.
     """
 
     request: PartRequest
@@ -98,7 +106,7 @@ class Message(NamedTuple):
 
     @property
     def came(self) -> int | None:
-        """Number of bytes of a complete message, or None while it is under way.
+        """Number of bytes of the message once it is complete, None before.
 
         A received message may be shorter than its buffer.
         """
@@ -106,7 +114,10 @@ class Message(NamedTuple):
 
 
 class _Sent(NamedTuple):
-    """Sent message under way, the memory that is sent, and its pooled buffer, if it has one."""
+    """Send under way, and the memory that must stay until it is complete.
+
+    ``buffer`` is the memory's buffer from the pool; None if the memory is not from the pool.
+    """
 
     request: object
     memory: object
@@ -121,7 +132,8 @@ class Mail:
     """Non-blocking messages of tensors over a communicator.
 
     Args:
-        device: where the tensors are.
+        comm: the communicator.
+        device: the device of the tensors that are sent, and of the tensors that are received.
     """
 
     def __init__(self, comm, device=torch.device("cpu")):
@@ -136,7 +148,10 @@ class Mail:
         _abandoned.extend(getattr(self, "_sending", ()))
 
     def buffer(self, size: int) -> Tensor:
-        """Return flat bytes to pack a message into, for :meth:`send` with ``packed``."""
+        """Return a flat uint8 tensor of ``size`` bytes, to pack a message into.
+
+        It is then sent by :meth:`send` or :meth:`send_all` with ``packed`` True.
+        """
         return (
             torch.empty(size, dtype=torch.uint8, device=self.device)
             if self.staged
@@ -152,7 +167,13 @@ class Mail:
         self.send_all({to: x}, tag, packed)
 
     def send_all(self, to: Mapping[int, Tensor], tag: int, packed: bool = False) -> None:
-        """Start to send one tensor to each rank, with a single synchronisation of the device."""
+        """Start to send several tensors, with a single synchronisation of the device.
+
+        Args:
+            to: the tensor for each receiving rank. No tensor may change before :meth:`flush`.
+            tag: the tag of all messages.
+            packed: True if the tensors are buffers from :meth:`buffer`.
+        """
         leaving = []
         for rank, x in to.items():
             x, buffer = x.detach(), x if packed else None
@@ -171,7 +192,7 @@ class Mail:
         self.progress()
 
     def receive(self, form: Form, source: int, tag: int) -> Receipt:
-        """Post a receive of a tensor, which gets memory of its own."""
+        """Post a receive of a tensor of this form, which gets memory of its own."""
         if self.device.type == "cpu":
             x = form.empty(self.device)
             return Receipt(self.waits, self.comm.Irecv(message(x), source, tag), x, lambda x: x)
@@ -190,11 +211,12 @@ class Mail:
         tag: int,
         make: Callable[[Tensor], Tensor] = lambda buffer: buffer,
     ) -> Receipt:
-        """Post a receive into a pooled buffer, which :meth:`done` gives back.
+        """Post a receive into a buffer from the pool, which :meth:`done` gives back.
 
         Args:
             size: length of the message in bytes.
-            make: makes the tensor of the receipt from the buffer; by default the buffer itself.
+            make: function that returns the received tensor, given the buffer. By default the
+                received tensor is the buffer.
         """
         buffer = self.buffers.take(size)
         return Receipt(self.waits, self.comm.Irecv(message(buffer), source, tag), buffer, make)
@@ -204,7 +226,10 @@ class Mail:
         self.buffers.give(buffer, read_by_stream=True)
 
     def begin_send(self, values: Tensor, to: int, tag: int) -> Message:
-        """Start to send a dense tensor of host memory, and leave its completion to the caller."""
+        """Start to send a dense tensor of host memory.
+
+        The caller must test the returned message until it is complete; :meth:`flush` does not.
+        """
         self.bytes_sent, self.messages_sent = (
             self.bytes_sent + values.numel() * values.element_size(),
             self.messages_sent + 1,
@@ -212,7 +237,10 @@ class Mail:
         return Message(self.comm.Isend_part(as_bytes(values), to, tag), values)
 
     def begin_receive(self, buffer: Tensor, source: int, tag: int) -> Message:
-        """Post a receive into a dense tensor of host memory; the message may be shorter."""
+        """Post a receive into a dense tensor of host memory.
+
+        The message, sent by :meth:`begin_send`, may be shorter than the tensor.
+        """
         return Message(self.comm.Irecv_part(as_bytes(buffer), source, tag), buffer)
 
     def send_object(self, what, to: int, tag: int) -> None:
@@ -235,7 +263,7 @@ class Mail:
         return found[0]
 
     def progress(self) -> None:
-        """Advance the sends, and release the buffers of complete ones."""
+        """Advance the sends without waiting, and release the buffers of complete sends."""
         waiting = []
         for sent in self._sending:
             if sent.request.Test():
@@ -245,7 +273,7 @@ class Mail:
         self._sending = waiting
 
     def flush(self) -> None:
-        """Wait until everything is sent."""
+        """Wait until all tensors and objects are sent; :meth:`begin_send` is not waited for."""
         while self._sending:
             sent = self._sending.pop(0)
             self.waits.wait(sent.request)

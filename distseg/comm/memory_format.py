@@ -6,10 +6,10 @@ import torch
 
 
 def channels_last(dims: int) -> torch.memory_format:
-    """Return the channels_last format for this number of dims.
+    """Return the channels_last format of tensors with this number of dims.
 
-    It exists for (N, C, H, W) and (N, C, D, H, W). For other tensors the contiguous format is
-    returned.
+    It exists for (N, C, H, W) and (N, C, D, H, W). For other numbers of dims the contiguous format
+    is returned.
     """
     return {4: torch.channels_last, 5: torch.channels_last_3d}.get(dims, torch.contiguous_format)
 
@@ -24,14 +24,14 @@ def lies_last(x: torch.Tensor) -> bool:
 
 
 def lies_alike(x: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return True if two tensors of one shape have the same order in memory."""
+    """Return True if two tensors of one shape have equal strides, except in dims of length 1."""
     if x.stride() == other.stride():
         return True
     return all(n == 1 or a == b for n, a, b in zip(x.shape, x.stride(), other.stride()))
 
 
 def like_layout(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Return ``x`` in the layout of the dense tensor ``other``; copy it if its layout differs."""
+    """Return ``x`` with the strides of the dense tensor ``other``; copy it if they differ."""
     if lies_alike(x, other):
         return x
     return torch.empty_like(other, dtype=x.dtype, device=x.device).copy_(x)

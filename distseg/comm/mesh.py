@@ -23,7 +23,13 @@ from distseg.config.sizes import Size
 
 @dataclass(frozen=True)
 class MeshShape:
-    """Sizes of the mesh's axes and the coordinates of each rank, without communication."""
+    """Sizes of the mesh's axes, and the coordinates of each rank, without communication.
+
+    Attributes:
+        samples: number of sample groups.
+        tiles: grid of ranks that share an image, with one number per spatial dim.
+        stages: number of pipeline stages.
+    """
 
     samples: int = 1
     tiles: Size = Size((1, 1))
@@ -62,7 +68,7 @@ class MeshShape:
             )
 
     def place(self, rank: int) -> tuple[int, tuple[int, ...], int]:
-        """Return the coordinates (sample, tile, stage) of a rank, with one tile index per dim."""
+        """Return the coordinates (sample, tile, stage) of a rank; a tile has one index per dim."""
         rank, stage = divmod(rank, self.stages)
         tile = []
         for count in reversed(self.tiles):
@@ -81,13 +87,15 @@ class MeshShape:
 class Mesh:
     """Position of this rank in the mesh, and its communicators. All ranks must create it together.
 
+    The mesh has D sample groups, Q tiles and S stages.
+
     Attributes:
         sample, tile, stage: this rank's coordinates; ``tile`` has one index per spatial dim.
         world: all ranks.
-        pipeline: the S stages of this rank's tile and sample group.
-        tiles: the Q tiles of this rank's image and stage (``norm_comm``).
+        pipeline: the S ranks with this rank's sample group and tile, one for each stage.
+        tiles: the Q ranks with this rank's sample group and stage, one for each tile.
         groups: the D ranks with this rank's tile and stage, one in each sample group.
-        replicas: the D x Q ranks that hold the same weights.
+        replicas: the D x Q ranks with this rank's stage, which hold the same weights.
         waits: the wait policy of all these communicators.
         device: the device of this rank, as chosen by :func:`distseg.init_mesh`.
     """

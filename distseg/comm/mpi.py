@@ -19,7 +19,7 @@ class MpiCommunicator:
     """Communicator of mpi4py with distseg's names.
 
     Args:
-        comm: a communicator of mpi4py. It provides all methods that this class does not define.
+        comm: a communicator of mpi4py. Its methods serve where this class does not define one.
     """
 
     transport = "mpi"
@@ -82,7 +82,11 @@ class MpiCommunicator:
 
 
 class _PartRequest:
-    """Request of a message that may be shorter than its receiver's memory."""
+    """Request of a message that may be shorter than its receiver's memory.
+
+    Attributes:
+        bytes: length of the message in bytes, once it is complete.
+    """
 
     def __init__(self, request):
         from mpi4py import MPI

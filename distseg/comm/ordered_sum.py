@@ -28,9 +28,9 @@ _GATHERED = 1 << 16  # up to so many bytes of all ranks together, one gather rep
 
 
 def start_sum(memory: np.ndarray, comm: Communicator) -> Request:
-    """Start to replace a dense array by its sum over the ranks.
+    """Start to replace a dense array by its elementwise sum over the ranks.
 
-    All ranks of ``comm`` must call it together.
+    All ranks of ``comm`` must call it together, with arrays of one length.
     """
     flat = torch.from_numpy(memory).view(-1)
     if flat.numel() * flat.element_size() * comm.size <= _GATHERED:
@@ -56,7 +56,7 @@ class _GatheredSum:
 
 
 class _SumOfParts:
-    """Sum of a large array over ranks, for which each rank adds up an equal part."""
+    """Sum of a large array over n ranks. Each rank adds up one n-th of it and sends the result."""
 
     def __init__(self, memory: Tensor, comm: Communicator):
         self._comm, size = comm, comm.size
@@ -85,7 +85,8 @@ class _SumOfParts:
         """Start to receive a part from every other rank, and to send a part to each of them.
 
         Args:
-            received, sent: the part from and to each rank.
+            received: for each rank, the memory for the part that comes from it.
+            sent: for each rank, the part that goes to it.
         """
         others = [rank for rank in range(self._comm.size) if rank != self._comm.rank]
         receives = [self._comm.Irecv(received[r], r, tag) for r in others if received[r].numel()]

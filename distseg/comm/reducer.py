@@ -38,8 +38,8 @@ class Gradients:
     """Gradients of a list of parameters.
 
     Args:
-        flat: True to put the gradients into buckets, because other ranks add to them. Otherwise
-            autograd's own tensors are kept.
+        flat: True to put the gradients into buckets, for a sum over replicas. Otherwise autograd's
+            own tensors are kept.
 
     Attributes:
         buckets: one or more flat tensors per dtype and device, in the order of the parameters;
@@ -71,7 +71,7 @@ class Gradients:
         self.buckets.append(bucket)
 
     def zero(self) -> None:
-        """Reset all gradients before a step."""
+        """Reset all gradients before a step: to 0 with buckets, else to None."""
         for bucket in self.buckets:
             bucket.zero_()
         for p, view in zip(self.parameters, self._views or repeat(None)):
@@ -116,10 +116,11 @@ class Gradients:
     def clip(self, largest: float, norm: float) -> None:
         """Scale all gradients so that their global norm is at most ``largest``.
 
-        Equivalent to ``torch.nn.utils.clip_grad_norm_``.
+        Equivalent to ``torch.nn.utils.clip_grad_norm_`` on the serial program.
 
         Args:
-            norm: the global norm before scaling.
+            largest: the largest norm that is allowed.
+            norm: the norm of the gradients of all stages before scaling.
         """
         factor = largest / (norm + 1e-6)
         if factor < 1:
@@ -149,6 +150,10 @@ class TransportReducer:
     """Reducer that sums flat buckets over a communicator, by MPI or torch.distributed.
 
     Buckets of a GPU go through host memory, two at a time.
+
+    Args:
+        comm: the communicator of the replicas.
+        fp16: True to compress gradients to fp16 before the sum.
 
     Attributes:
         name: the transport, "mpi" or "torch".
@@ -187,7 +192,7 @@ class TransportReducer:
         return end
 
     def _on_the_host(self, wire: Tensor) -> tuple[Tensor, Callable[[], None]]:
-        """Return a copy of ``wire`` in host memory, and a function that frees the copy's buffer."""
+        """Return a copy of a GPU tensor in host memory, and a function that releases the copy."""
         buffers = self._buffers.setdefault(wire.device, Buffers(wire.device, staged=True))
         buffer = buffers.take(wire.numel() * wire.element_size())
         host = buffer.view(wire.dtype).copy_(wire, non_blocking=True)
@@ -196,7 +201,12 @@ class TransportReducer:
 
 
 class HorovodReducer:
-    """Reducer by Horovod's grouped all-reduce, over the process set of a stage's replicas."""
+    """Reducer that sums flat buckets by Horovod's grouped all-reduce.
+
+    Args:
+        process_set: Horovod's process set of the replicas.
+        fp16: True to compress gradients to fp16 for the sum.
+    """
 
     name = "horovod"
 
@@ -262,7 +272,12 @@ def make_reducer(kind: str, mesh, fp16: bool = False, device: str = "cpu"):
 
 
 def _check_transport(kind: str, transport: str) -> None:
-    """Refuse a reducer that cannot reach the ranks of this transport."""
+    """Refuse a reducer that does not work over this transport.
+
+    Args:
+        kind: the value of ``mesh.reducer``.
+        transport: what connects the ranks, mpi, torch or alone.
+    """
     if transport == "torch" and kind in ("mpi", "horovod"):
         needs = "" if kind == "mpi" else ", as distseg starts Horovod with MPI"
         raise ValueError(
@@ -278,7 +293,7 @@ def _check_transport(kind: str, transport: str) -> None:
 
 
 def horovod_lacks(device: str) -> str | None:
-    """Return why Horovod cannot sum gradients on this kind of device, or None if it can."""
+    """Return why Horovod cannot sum gradients on a device (cpu or cuda), or None if it can."""
     if not horovod_works():
         return "Horovod with PyTorch is not installed"
     if device != "cuda":
@@ -317,7 +332,14 @@ def _give_way(threads: set[int]) -> None:
 
 
 def _process_set(mesh, device: str):
-    """Start Horovod with one process set per stage, and return the set of this rank's stage."""
+    """Start Horovod with one process set per stage, and return the set of this rank's stage.
+
+    All ranks of ``mesh`` must call it together.
+
+    Args:
+        mesh: the mesh.
+        device: the type of the ranks' devices, cpu or cuda.
+    """
     import horovod.torch as hvd
     from mpi4py import MPI  # noqa: F401  before Horovod, which otherwise finalizes MPI itself and aborts
 

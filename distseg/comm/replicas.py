@@ -17,7 +17,10 @@ def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 @torch.no_grad()
 def broadcast(model: nn.Module, comm) -> None:
-    """Copy the weights and buffers of the communicator's first rank to all ranks."""
+    """Copy the weights and buffers of the first rank of ``comm`` to all its ranks.
+
+    All ranks of ``comm`` must call it together.
+    """
     if comm.size == 1:
         return
     heartbeat("weights to all replicas")
@@ -26,7 +29,10 @@ def broadcast(model: nn.Module, comm) -> None:
 
 
 def broadcast_tensor(tensor: Tensor, comm) -> None:
-    """Copy the values of ``tensor`` on the first rank into ``tensor`` on all other ranks."""
+    """Copy the values of ``tensor`` on the first rank into ``tensor`` on all other ranks.
+
+    All ranks of ``comm`` must call it together.
+    """
     host = _bytes(tensor)
     comm.Bcast(host.numpy(), root=0)
     if host.data_ptr() != tensor.data_ptr():
@@ -36,6 +42,8 @@ def broadcast_tensor(tensor: Tensor, comm) -> None:
 @torch.no_grad()
 def check_same(model: nn.Module, comm) -> None:
     """Check that weights and buffers of all replicas are bitwise equal, by checksums.
+
+    All ranks of ``comm``, which are the replicas, must call it together.
 
     Raises:
         ValueError: a tensor differs. The message names the first such tensor, and the ranks on

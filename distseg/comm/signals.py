@@ -18,18 +18,24 @@ _END = (signal.SIGTERM, signal.SIGUSR2)
 
 
 class Signals:
-    """Number of signals so far that asked for a checkpoint (``saves``) or the end (``ends``)."""
+    """Counts of the signals that came since :func:`listening` began.
+
+    Attributes:
+        saves: number of signals that ask for a checkpoint.
+        ends: number of signals that ask for the end of the run.
+    """
 
     saves = ends = 0
 
 
 @contextmanager
 def listening() -> Iterator[type[Signals]]:
-    """Count these signals inside the context, and suppress their usual effect.
+    """Count signals inside the context, and suppress their usual effect.
 
-    Only the main thread can listen; in other threads nothing is counted. In a program
-    (:func:`distseg.comm.launch.is_program`) the signals are ignored afterwards. So a signal that
-    comes while Python and MPI shut down does not change the exit code.
+    SIGUSR1 asks for a checkpoint, SIGTERM and SIGUSR2 ask for the end. Only the main thread can
+    listen; in other threads nothing is counted. In a program
+    (:func:`distseg.comm.launch.is_program`) these signals are ignored after the context. So a
+    signal that comes while Python and MPI shut down does not change the exit code.
     """
     if (
         threading.current_thread() is not threading.main_thread()

@@ -43,11 +43,12 @@ def wait_for_device(device: torch.device) -> None:
 def upload(
     x: Tensor, device: torch.device, dtype: torch.dtype | None = None, last: bool = False
 ) -> Tensor:
-    """Copy a tensor of host memory to a device without waiting for the stream.
+    """Return a copy of a tensor of host memory on a device, without waiting for the stream.
 
-    ``x`` may be deleted at once.
+    ``x`` may be deleted at once. On a CPU the result may be ``x`` itself.
 
     Args:
+        dtype: the dtype of the copy; None for the dtype of ``x``.
         last: True if the copy shall have its channels last in memory.
     """
     x = x if dtype is None else x.to(dtype)
@@ -71,7 +72,7 @@ class Buffers:
         self._free: dict[int, list[tuple[Tensor, torch.cuda.Event | None]]] = defaultdict(list)
 
     def take(self, size: int) -> Tensor:
-        """Return (size,) bytes that no queued work touches, so that MPI may write them."""
+        """Return a buffer (size,) uint8 that no queued work touches, so that MPI may write it."""
         # Sizes are powers of two, so that messages of many sizes share buffers.
         size_class = 1 << max(0, size - 1).bit_length()
         free = self._free[size_class]
@@ -83,7 +84,9 @@ class Buffers:
         return buffer[:size]
 
     def give(self, buffer: Tensor, read_by_stream: bool = False) -> None:
-        """Take back a buffer that MPI no longer uses and whose readers on the stream are queued.
+        """Take back a buffer from :meth:`take`, for later messages.
+
+        MPI must no longer use it, and all work that reads it must be queued on the stream.
 
         Args:
             read_by_stream: True if work that is queued on the stream reads the buffer.

@@ -44,8 +44,8 @@ def choose_threads(
 ) -> Threads:
     """Return the number of CPU threads of process ``me`` of a node.
 
-    ``run.threads`` comes first, then OMP_NUM_THREADS and MKL_NUM_THREADS, then a fair share of the
-    node's cores, at most what the control group's CPU quota allows.
+    ``run.threads`` comes first, then OMP_NUM_THREADS, then MKL_NUM_THREADS. If none is set, the
+    process gets a fair share of the node's cores, at most what its CPU quotas allow.
 
     Args:
         setting: the value of ``run.threads``, or None.
@@ -70,12 +70,24 @@ def choose_threads(
 
 
 def fair_cores(cores: Sequence[frozenset[int]], me: int) -> float:
-    """Return how many cores process ``me`` of a node has if each core is shared evenly."""
+    """Return how many cores process ``me`` of a node has if each core is shared evenly.
+
+    Args:
+        cores: for each process of the node, by local rank, the cores that it may run on.
+        me: the local rank of the process.
+    """
     return sum(1 / sum(core in allowed for allowed in cores) for core in cores[me])
 
 
 def fair_quota(node: Sequence[CpuLimits], me: int) -> float:
-    """Return how many cores the quotas leave process ``me`` if each is shared evenly."""
+    """Return how many cores the CPU quotas leave process ``me`` of a node; infinity without quotas.
+
+    Each quota is shared evenly among the processes of its control group.
+
+    Args:
+        node: the limits of all processes of the node, by local rank.
+        me: the local rank of the process.
+    """
     shares = [
         quota / sum(group in limits.quotas for limits in node)
         for group, quota in node[me].quotas.items()
@@ -84,13 +96,16 @@ def fair_quota(node: Sequence[CpuLimits], me: int) -> float:
 
 
 def _count(text: str | None) -> int | None:
-    """Return the first number of a list such as "4,2" (for nested regions), or None."""
+    """Return the first number of a text such as "4,2", or None if it is not a positive number.
+
+    OMP_NUM_THREADS has several numbers for nested parallel regions.
+    """
     first = (text or "").split(",")[0].strip()
     return int(first) if first.isdecimal() and int(first) > 0 else None
 
 
 def own_limits() -> CpuLimits:
-    """Return the limits of this process."""
+    """Return the cores and CPU quotas of this process."""
     cores = frozenset(os.sched_getaffinity(0))
     text, namespace = _read("/proc/self/cgroup"), _namespace()
     return CpuLimits(
@@ -99,11 +114,13 @@ def own_limits() -> CpuLimits:
 
 
 def cpu_quotas(cgroups: str, read: Callable[[str], str | None]) -> dict[str, float]:
-    """Return the CPU quotas, in cores, of a process's control groups and of the enclosing groups.
+    """Return the CPU quotas of a process's control groups and of the groups that enclose them.
+
+    The key of a quota is the group's folder, the value is the quota in cores.
 
     Args:
         cgroups: the text of /proc/self/cgroup (versions 1 and 2).
-        read: returns the text of a file, or None where there is none.
+        read: function that returns the text of a file, or None if there is no such file.
     """
     found = {}
     for line in cgroups.splitlines():
@@ -128,13 +145,16 @@ def _below(home: str, path: str) -> list[str]:
 
 
 def _quota_2(folder: str, read: Callable[[str], str | None]) -> float | None:
-    """Read the quota of a control group of version 2, as in "150000 100000", or "max 100000"."""
+    """Return the quota of a control group of version 2 in cores; None without a quota.
+
+    The group's file holds quota and period in microseconds, as "150000 100000" or "max 100000".
+    """
     quota, *period = (read(f"{folder}/cpu.max") or "max").split()
     return int(quota) / int(period[0] if period else 100000) if quota.isdecimal() else None
 
 
 def _quota_1(folder: str, read: Callable[[str], str | None]) -> float | None:
-    """Read the quota of a control group of version 1; -1 stands for none."""
+    """Return the quota of a control group of version 1 in cores; None without a quota."""
     quota, period = (read(f"{folder}/cpu.cfs_{name}_us") for name in ("quota", "period"))
     if quota is None or period is None or int(quota) <= 0 or int(period) <= 0:
         return None
@@ -149,7 +169,10 @@ def _read(path: str) -> str | None:
 
 
 def _namespace() -> str:
-    """Return the control-group namespace, as two containers may use the same names of groups."""
+    """Return a text that identifies this process's control-group namespace.
+
+    Two containers on a node may have control groups of the same name in different namespaces.
+    """
     try:
         return os.readlink("/proc/self/ns/cgroup")
     except OSError:

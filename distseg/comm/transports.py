@@ -102,7 +102,10 @@ def _port(text: str) -> int:
 
 
 def _job(environment: Mapping[str, str]) -> str | None:
-    """Return a text that is the same in all processes of a job and differs between jobs."""
+    """Return a text that is the same in all processes of a job and differs between jobs.
+
+    Return None if the environment has no such text.
+    """
     if "SLURM_JOB_ID" in environment:
         return f"{environment['SLURM_JOB_ID']}.{environment.get('SLURM_STEP_ID', '0')}"
     return environment.get("PMIX_NAMESPACE")

@@ -24,7 +24,10 @@ from distseg.comm.watch import watched
 
 
 class _Piece(NamedTuple):
-    """Deferred work, and the action of the schedule at which it must be done, if any."""
+    """Deferred work, and the action of the schedule at which it must be done.
+
+    Without such an action (None), it must be done when the next work is deferred.
+    """
 
     action: str | None
     work: Callable[[], None]
@@ -49,11 +52,12 @@ class Waits:
         self._action: str | None = None
 
     def wait(self, request, what: str = "a message", kind: str | None = None) -> None:
-        """Complete a request without holding the core for long.
+        """Wait until a request is complete, without keeping a core busy for long.
 
         Args:
+            request: the request, an object with ``Test``.
             what: description of what is awaited, for errors.
-            kind: kind of the traced span, or None.
+            kind: kind of the traced span; None for no span.
 
         Raises:
             TimeoutError: the request did not complete within ``timeout``, and no guardian watches.
@@ -85,9 +89,9 @@ class Waits:
 
     @contextmanager
     def moving(self, move: Callable[[], None]):
-        """Call ``move`` during every wait inside the context.
+        """Call ``move`` again and again during every wait inside the context.
 
-        It advances messages that other ranks wait for.
+        ``move`` advances messages that other ranks wait for.
         """
         before, self._move = self._move, move
         try:
@@ -97,7 +101,7 @@ class Waits:
 
     @contextmanager
     def putting_off(self):
-        """Let :meth:`later` defer work inside the context, and do the remaining work at its end."""
+        """Let :meth:`later` defer work inside the context; at its end, do the remaining work."""
         self._pieces = deque()
         try:
             yield
@@ -111,8 +115,9 @@ class Waits:
         """Set the deadline of work that is deferred inside the context.
 
         Args:
-            action: the action of the schedule whose :meth:`finish` is the deadline. With None, the
-                deadline is the next deferral.
+            action: the name of the action of the schedule at which the work must be done; the
+                action calls :meth:`finish`. With None, the work must be done when the next work is
+                deferred.
         """
         before, self._action = self._action, action
         try:
@@ -121,7 +126,10 @@ class Waits:
             self._action = before
 
     def later(self, work: Callable[[], None]) -> bool:
-        """Defer ``work`` until this rank waits; return False if work is not deferred here."""
+        """Defer ``work`` until this rank waits or the deadline comes, and return True.
+
+        Outside of :meth:`putting_off`, return False; the caller must then do the work itself.
+        """
         if self._pieces is None:
             return False
         self._pieces.append(_Piece(self._action, work))
@@ -130,7 +138,7 @@ class Waits:
         return True
 
     def do_next(self) -> bool:
-        """Do the oldest deferred work; return False if there is none."""
+        """Do the oldest deferred work and return True; return False if there is none."""
         if not self._pieces:
             return False
         piece = self._pieces.popleft()
@@ -139,11 +147,11 @@ class Waits:
         return True
 
     def check_done(self) -> None:
-        """Check that no deferred work is left, as gradients would otherwise be incomplete.
+        """Check that no deferred work is left, without which gradients are incomplete.
 
         Raises:
-            RuntimeError: work is left. The message names the number of pieces and the deadline of
-                the first one.
+            RuntimeError: work is left. The message names the number of deferred functions and the
+                deadline of the first one.
         """
         if self._pieces:
             first = self._pieces[0].action or "the next one is put off"
@@ -154,7 +162,7 @@ class Waits:
             )
 
     def finish(self, action: str) -> None:
-        """Do all work whose deadline is this action and that is not done yet."""
+        """Do all deferred work whose deadline is the action of this name."""
         while piece := next(
             (piece for piece in self._pieces or () if piece.action == action), None
         ):
@@ -164,7 +172,11 @@ class Waits:
 
 
 class When:
-    """Condition that can be waited for like a request."""
+    """Condition that can be waited for like a request.
+
+    Args:
+        condition: function that returns True once the condition holds.
+    """
 
     def __init__(self, condition: Callable[[], bool]):
         self.Test = condition
@@ -174,7 +186,8 @@ class Ranks:
     """Communicator with the wait policy of its mesh.
 
     Args:
-        comm: the communicator, or one of mpi4py.
+        comm: the communicator, of distseg or of mpi4py.
+        waits: the wait policy.
     """
 
     def __init__(self, comm, waits: Waits):

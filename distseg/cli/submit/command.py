@@ -24,7 +24,7 @@ from distseg.report.disk import atomic_write, check_replaceable
 
 
 def add_flags(parser) -> None:
-    """Add the command's own flags to a parser."""
+    """Add the flags of ``distseg submit`` that are not settings of the config to a parser."""
     add = parser.add_argument
     add(
         "--system",
@@ -196,6 +196,14 @@ def _jobs(
 ) -> list[Job]:
     """Return the jobs that the flags ask for, after checking that they are possible.
 
+    Args:
+        asked: the parsed flags.
+        path: the config file.
+        config: the settings of the config file and the flags.
+        flags: the settings that the flags override, as flags and their values.
+        read: a function that parses other flags and returns their settings.
+        command: the whole command, for a comment in the script.
+
     Raises:
         ValueError: a flag or the mesh does not fit. The message names it and how to fix it.
     """
@@ -276,7 +284,13 @@ def _check_entry(job: Job, entry: tuple[str, ...], shape: MeshShape) -> None:
 
 
 def _scaling(job: Job, asked, output: str) -> list[Job]:
-    """Return a job for each number of nodes; its mesh is enlarged so that it fills the nodes."""
+    """Return a job for each number of nodes; its mesh is enlarged so that it fills the nodes.
+
+    Args:
+        job: a job with the mesh of the config.
+        asked: the parsed flags.
+        output: the folder of the trainings; each job gets a folder of its own in it.
+    """
     if asked.sweep or asked.nodes:
         raise ValueError(
             f"--scaling {asked.scaling} names the nodes of each job: leave"
@@ -288,7 +302,14 @@ def _scaling(job: Job, asked, output: str) -> list[Job]:
 
 
 def _scaled(job: Job, count: int, axis: str, output: str) -> Job:
-    """Return the job on ``count`` nodes, with a mesh that is enlarged along ``axis``."""
+    """Return the job on ``count`` nodes, with a mesh that is enlarged along ``axis``.
+
+    Args:
+        job: a job with the mesh of the config.
+        count: the number of nodes.
+        axis: ``samples`` or ``tiles``.
+        output: the folder of the trainings; the job gets a folder of its own in it.
+    """
     shape = grown(job.shape, count * job.nodes.processes, axis)
     own = (f"--mesh.{axis}", str(getattr(shape, axis)), "--train.output", f"{output}/nodes={count}")
     script = Path(job.script)
@@ -312,7 +333,7 @@ def _without(flags: tuple[str, ...], names: tuple[str, ...]) -> list[str]:
 
 
 def _differences(one: Config | PatchConfig, other: Config | PatchConfig) -> list[str]:
-    """Return the flags that turn the config ``one`` into ``other``."""
+    """Return the flags that turn the config ``one`` into ``other``, as names and values in turn."""
     fields = [
         (section, key)
         for section in type(other).__dataclass_fields__
@@ -351,7 +372,16 @@ def _note_missing_store(store: str | None) -> None:
 
 
 def _check_free(path: Path, script: str, config: Path, overwrite: bool) -> None:
-    """Refuse to overwrite the config, or without ``overwrite`` a file with other content."""
+    """Refuse to write a script over the config, or over another file without ``overwrite``.
+
+    A file that already has the script's content is accepted.
+
+    Args:
+        path: the file to write.
+        script: the content to write.
+        config: the config file.
+        overwrite: True to replace a file with other content.
+    """
     if path.resolve() == config.resolve():
         raise ValueError(f"--output {path} is the config file: give another file for the script")
     if not path.is_dir():

@@ -42,8 +42,15 @@ def node_of(
 
     By default there is one process for each GPU.
 
+    Args:
+        site: the site.
+        processes: number of processes on the node.
+        gpus: number of GPUs on the node.
+        cores: number of cores on the node.
+
     Raises:
-        ValueError: the numbers of a node are not known, or there are more processes than cores.
+        ValueError: the numbers of a node are not known or too small, or there are more processes
+            than cores.
     """
     cpus = site.cpus if cores in (None, site.cores) else None
     gpus, cores = (

@@ -44,10 +44,11 @@ _HINTS = {
 
 @dataclass(frozen=True)
 class ResourceSets:
-    """Options of a jsrun line about resource sets, with jsrun's defaults.
+    """Options of a jsrun command about resource sets, with jsrun's defaults.
 
-    None stands for the largest number of sets that fits. The number of tasks of a set is 1 if both
-    ``tasks_per_rs`` and ``np`` are None.
+    The attributes have the names of jsrun's long options. If ``nrs`` or ``rs_per_host`` is None,
+    jsrun makes as many sets as fit. If both ``tasks_per_rs`` and ``np`` are None, a set has one
+    task.
     """
 
     nrs: int | str | None = None
@@ -62,7 +63,7 @@ class ResourceSets:
 
 
 def parse(line: str) -> ResourceSets:
-    """Return the resource sets that a line ``jsrun OPTIONS PROGRAM ...`` asks for.
+    """Return the resource sets that a command ``jsrun OPTIONS PROGRAM ...`` asks for.
 
     An option is written ``-n12``, ``-n 12``, ``--nrs 12`` or ``--nrs=12``.
 
@@ -86,6 +87,10 @@ def _option(word: str, words) -> tuple[str | None, str | None]:
     """Return (name, value) of an option; (None, value) if it does not concern resource sets.
 
     If the option is written without ``=``, its value is taken from ``words``.
+
+    Args:
+        word: the word with the option.
+        words: iterator over the words after it.
     """
     if word in _ALONE:
         return None, None
@@ -118,18 +123,20 @@ def _value(name: str, text: str | None) -> int | str:
 
 
 def check(line: str, nodes: int, cores: int, gpus: int, tasks: int) -> ResourceSets:
-    """Check a jsrun line against the nodes of a job and the size of its mesh.
+    """Check a jsrun command against the nodes of a job and the size of its mesh.
+
+    It returns the resource sets that the command asks for.
 
     Args:
-        line: the jsrun line.
+        line: the jsrun command.
         nodes: the number of nodes.
         cores: cores on each node.
         gpus: GPUs on each node.
         tasks: the number of processes that the mesh needs.
 
     Raises:
-        ValueError: the line breaks a rule. The message names the first such rule, both numbers and
-            how to fix it.
+        ValueError: the command breaks a rule. The message names the first such rule, both numbers
+            and how to fix it.
     """
     asked = parse(line)
     cpu = cores if asked.cpu_per_rs == "ALL_CPUS" else asked.cpu_per_rs

@@ -50,6 +50,9 @@ def _refuse_line_breaks(words: dict[str, object]) -> None:
     """Refuse a value with a line break, which would begin a new line of the script.
 
     The flags of an array are not checked, since they are quoted for the shell.
+
+    Args:
+        words: the values of the template's placeholders, by name.
     """
     for name in (
         *(words.keys() - {"entries", "command"}),
@@ -64,7 +67,10 @@ def _refuse_line_breaks(words: dict[str, object]) -> None:
 
 
 def fill(template: str, words: dict[str, object]) -> str:
-    """Return the template with its placeholders replaced by the values in ``words``."""
+    """Return the template with its placeholders replaced by the values in ``words``.
+
+    None or an empty tuple leaves the placeholder's line out; a longer tuple repeats the line.
+    """
     return "".join(
         line for written in template.splitlines(keepends=True) for line in _lines(written, words)
     )
@@ -84,7 +90,7 @@ def _lines(line: str, words: dict[str, object]) -> list[str]:
 
 
 def launch_line(job: Job) -> str:
-    """Return the line that starts the processes; a jsrun line is checked against jsrun's rules.
+    """Return the script's line that starts the processes; check a jsrun line by jsrun's rules.
 
     Raises:
         ValueError: the line has an unknown word in braces, or breaks jsrun's rules.
@@ -167,7 +173,7 @@ def _words(job: Job) -> dict[str, object]:
 
 
 def _cases(job: Job) -> str:
-    """Return shell code that sets the flags of a training by its index in the array."""
+    """Return shell code that sets the flags of a training from its index in the job array."""
     cases = [
         f"    {index}) ENTRY_FLAGS=({shlex.join(flags)}) ;;"
         for index, flags in enumerate(job.entries, job.system.first)

@@ -165,7 +165,12 @@ def _read(path: Path) -> Site:
 
 
 def _checked(path: Path, key: str, value):
-    """Return a field's value in the field's type.
+    """Return the value of a site's field in the field's type.
+
+    Args:
+        path: the site's file, for messages.
+        key: the name of the field.
+        value: the value in the file.
 
     Raises:
         ValueError: the value has another type.

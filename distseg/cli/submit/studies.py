@@ -102,7 +102,7 @@ def grown(shape: MeshShape, size: int, axis: str) -> MeshShape:
 
 
 def _grid(tiles: int, dims: int) -> Size:
-    """Return a nearly square grid of ``tiles`` tiles; its later dims are not smaller."""
+    """Return a nearly square grid of ``tiles`` tiles, with the most tiles along the last dim."""
     sides = [1] * dims
     for factor in sorted(_primes(tiles), reverse=True):
         sides[sides.index(min(sides))] *= factor
@@ -117,7 +117,7 @@ def _primes(number: int) -> list[int]:
 
 
 def node_counts(text: str) -> list[int]:
-    """Return the numbers of a list such as ``1,2,4,8``.
+    """Return the numbers of nodes in a list such as ``1,2,4,8``.
 
     Raises:
         ValueError: the text is not a list of distinct positive numbers.

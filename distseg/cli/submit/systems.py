@@ -47,7 +47,7 @@ class System:
     """True if each entry of an array is submitted as a job of its own."""
 
     def commands(self, script: str, entries: int) -> list[list[str]]:
-        """Return the commands that submit a script.
+        """Return the commands that submit a script, each as a list of words.
 
         Args:
             script: the file.

@@ -460,7 +460,7 @@ def test_command_says_what_is_wrong(tmp_path, labels, capsys, monkeypatch):
     geotiff("labels.tif", labels, nodata=255, **UTM)
     for arguments, words in (
         (["nothing.tif"], "there is no image file nothing.tif"),
-        (["labels.tif", "--classes", "lake"], "the classes of labels.tif are numbers only"),
+        (["labels.tif", "--classes", "lake"], "the classes of labels.tif are known by number only"),
         (["labels.tif", "labels.tif"], "several maps are named labels"),
         (["labels.tif", "--least", "0"], "--least must be a whole number from 1"),
     ):

@@ -380,7 +380,7 @@ MESH = "a mesh of 2 samples x (2x2) tiles x 1 stages needs 8 processes"
         ),
         (
             [*CPU[:4], "--cores", "4", "--processes", "8"],
-            "8 processes a node are more than its 4 cores",
+            "a node has 4 cores, too few for 8 processes",
         ),
         ([*PERLMUTTER, "--nodes", "0"], "--nodes must be at least 1, got 0"),
         ([*PERLMUTTER, "--gpus", "-1"], "--gpus must be at least 0, got -1"),

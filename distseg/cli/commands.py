@@ -703,8 +703,9 @@ def _shares(text: str) -> tuple[float, ...]:
 def describe_model(name: str) -> dict:
     """Return the row of the table of ``distseg models`` about one network.
 
-    Its keys are name, parameters, layers, stride, halo and paper_halo (the halo by the formula of
-    Seal et al. 2020). Memory for the weights is allocated only for a user's own network.
+    Its keys are name, parameters, layers (None if the network is not a list of layers), stride,
+    halo and paper_halo (the halo by the formula of Seal et al. 2020). Stride and halo are in
+    pixels. Memory for the weights is allocated only for a user's own network.
     """
     model = outline_model(ModelConfig(name))
     reach = receptive_field(model)

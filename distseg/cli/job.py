@@ -22,13 +22,14 @@ def job(
 ) -> Iterator[tuple[Config | PatchConfig, dict, object]]:
     """Yield the settings of a command, its own flags and the communicator of all ranks.
 
-    All ranks must enter the context together. The watchdog guards the job from the beginning until
-    the context ends.
+    All ranks must enter the context together. A guardian beside each rank ends the job if it hangs,
+    from the beginning until the context ends.
 
     Args:
-        settle: a function that reads the settings and the command's own flags, on each rank.
-        stacks: a function of the settings that returns the folder for the stack traces of a job
-            that hangs, or None.
+        settle: a function that returns the settings and the command's own flags. It is called on
+            each rank.
+        stacks: a function that returns, given the settings, the folder for the stack traces of a
+            job that hangs; None to print them.
 
     Raises:
         JointFailure: a rank cannot read the settings, or ranks have different settings.

@@ -54,7 +54,7 @@ def plan_layouts(
     memory: float | None = None,
     batch: int | None = None,
 ) -> dict | None:
-    """Return the best layouts of a training on a number of ranks, as plain values.
+    """Return the best layouts of a training on a number of ranks, as a dict that JSON can hold.
 
     All ranks of ``world`` must call it together. Only rank 0 gets the layouts, the others get None.
 

@@ -51,6 +51,12 @@ def load_predictor(
     All ranks of ``world`` must call it together. The network is cut into ``mesh.stages`` stages. If
     the number of stages of the training does not divide the number of ranks, every rank holds the
     whole network.
+
+    Args:
+        run: the folder of a run or of a checkpoint.
+        config: the settings.
+        world: the communicator of all ranks.
+        device: the device of this rank.
     """
     precision, channels_last = choose(config.train, device, world)
     if isinstance(config, PatchConfig):
@@ -129,7 +135,7 @@ def load_predictor(
 
 
 def _of_mesh(mesh: MeshConfig, trained: dict, ranks: int) -> list[str]:
-    """Return a note on each mesh setting whose effect here differs from its effect in training.
+    """Return a note on each mesh setting that has another effect in prediction than in training.
 
     Args:
         mesh: the mesh settings.

@@ -50,9 +50,9 @@ class Profile:
         spans: the spans of all ranks, in seconds since the step's start.
         seconds: the time until the slowest rank finished the step.
         expected: the modelled seconds of the passes of all ranks
-            (:mod:`distseg.planning.pass_times`).
+            (:mod:`distseg.planning.pass_times`); None if they cannot be modelled.
         simulated: a function that simulates the step of a pipeline. Its argument is the factor by
-            which passes take longer than modelled.
+            which passes take longer than modelled. None if there is no pipeline.
     """
 
     title: str
@@ -65,7 +65,7 @@ class Profile:
 
     @property
     def factor(self) -> float:
-        """Ratio of measured to modelled seconds, summed over all passes."""
+        """Ratio of the measured to the modelled seconds of all modelled passes together."""
         modelled = sum(self.expected.values())
         return (
             sum(seconds for key, (_, seconds) in self.passes().items() if key in self.expected)
@@ -89,7 +89,7 @@ class Profile:
         return found
 
     def compared(self) -> list[dict[str, float | str]]:
-        """Return a row for each kind of pass, with its count and its mean milliseconds.
+        """Return a row for each kind of pass and stage, with its count and mean milliseconds.
 
         The modelled times are scaled so that their sum is the measured one.
         """
@@ -122,7 +122,7 @@ class Profile:
         return found
 
     def text(self) -> str:
-        """Return the table for a terminal, in milliseconds, with shares of the step."""
+        """Return the profile as text for a terminal, in milliseconds and in shares of the step."""
         rows = self.rows()
         kinds = [*(kind for kind in KINDS if any(row[kind] > 0 for row in rows)), "other"]
         lines = [
@@ -168,7 +168,7 @@ class Profile:
 
 
 def _pass(span: Span) -> tuple[str, str]:
-    """Return the kind of a span, and what it computes."""
+    """Return the kind of a span and what it computes, such as ``("forward", "stage 1")``."""
     action = ACTION.match(span.name)
     return span.kind, f"stage {action[2]}" if action else span.name
 

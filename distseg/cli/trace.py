@@ -174,7 +174,7 @@ def _number(name: str, names: list[str] | None, path: str) -> int:
         return names.index(name)
     if name.isdecimal() and (names is None or int(name) < len(names)):
         return int(name)
-    known = ", ".join(names) if names else "numbers only"
+    known = ", ".join(names) if names else "known by number only"
     raise ValueError(
-        f"--classes names {name!r}, but the classes of {path} are {known}: give one of these"
+        f"--classes names {name!r}, but the classes of {path} are {known}: choose among them"
     )

@@ -330,8 +330,8 @@ _threads = _WaitingThreads()
 def end_with_messages(code: int = 1) -> None:
     """Exit this process at once if messages are still under way, as after an error.
 
-    A normal exit of Python would end the threads that wait for messages in the middle of gloo's
-    code, which then aborts the process.
+    Without messages under way it does nothing. With such messages, a normal exit of Python would
+    end the threads that wait for them in the middle of gloo's code, which then aborts the process.
 
     Args:
         code: the exit code.

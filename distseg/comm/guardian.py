@@ -48,13 +48,13 @@ _LONGEST_LINE = 1 << 16
 class Rank:
     """Watched process of a rank, seen through its shared page, its kernel state and its stacks.
 
-    Attributes:
-        still: seconds for which the process has made no progress.
-
     Args:
         page: the shared page to which the process writes its progress.
         stacks: descriptor of the file to which the process writes its stacks at SIGQUIT.
         pid: id of the process.
+
+    Attributes:
+        still: seconds for which the process has made no progress.
     """
 
     def __init__(self, page: mmap.mmap, stacks: int, pid: int):
@@ -473,7 +473,10 @@ class Guardian:
             self._end(reason)
 
     def _end(self, reason: str | None) -> None:
-        """End this rank. If ``reason`` is not None, print the report and end all ranks."""
+        """Save this rank's stacks and kill it.
+
+        If ``reason`` is not None, print the report first and end all other ranks too.
+        """
         members = self.members
         if reason:
             if self.number > 1 or not members:

@@ -185,7 +185,10 @@ class HaloExchange:
         )
 
     def forward(self, xs: Sequence[Tensor]) -> list[Tensor]:
-        """Exchange halos: (B, C, *available.size) each -> (B, C, *exchanged.size) each."""
+        """Return this rank's tensors with the cells that other tiles own.
+
+        Each tensor (B, C, *available.size) becomes (B, C, *exchanged.size).
+        """
         arriving = self._start(xs, self.sends, self.receives, self.tag)
         ys = [self._placed(x, frame) for x, frame in zip(xs, self.frames)]
         for source, target in self.here:
@@ -196,7 +199,10 @@ class HaloExchange:
         return ys
 
     def adjoint(self, gs: Sequence[Tensor]) -> list[Tensor]:
-        """Return gradients (B, C, *available.size), given gradients (B, C, *exchanged.size)."""
+        """Return the gradients of the tensors before the exchange, given those after it.
+
+        Each gradient (B, C, *exchanged.size) becomes (B, C, *available.size).
+        """
         return self.finish_adjoint(gs, self.start_adjoint(gs))
 
     def start_adjoint(self, gs: Sequence[Tensor]):

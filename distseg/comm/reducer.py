@@ -107,7 +107,7 @@ class Gradients:
         return self.buckets or [p.grad for p in self.parameters]
 
     def norm(self) -> Tensor:
-        """Return the 2-norm of all gradients together."""
+        """Return the 2-norm of all gradients of this rank together, a tensor of shape ()."""
         parts = [torch.linalg.vector_norm(part) for part in self.parts]
         if not parts:
             return torch.zeros(())

@@ -268,7 +268,7 @@ def _shape(config: Config | PatchConfig) -> MeshShape:
 
 
 def _check_entry(job: Job, entry: tuple[str, ...], shape: MeshShape) -> None:
-    """Refuse a training of an array whose mesh needs another number of processes than the job.
+    """Refuse a training of a job array whose mesh needs another number of processes than the job.
 
     Args:
         job: the job.

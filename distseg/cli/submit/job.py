@@ -77,14 +77,19 @@ def node_of(
         )
     if processes > cores:
         raise ValueError(
-            f"{processes} processes a node are more than its {cores} cores: give --processes up "
-            f"to {cores}"
+            f"a node has {cores} cores, too few for {processes} processes: give --processes of at "
+            f"most {cores}"
         )
     return Nodes(1, processes, gpus, cores, cpus or cores)
 
 
 def nodes_for(shape: MeshShape, node: Nodes, count: int | None = None) -> Nodes:
     """Return ``count`` nodes for a mesh; by default the number of nodes that the mesh fills.
+
+    Args:
+        shape: the mesh.
+        node: one node, with the number of processes that it starts.
+        count: the number of nodes.
 
     Raises:
         ValueError: the mesh needs another number of processes than the nodes start. The message

@@ -356,7 +356,9 @@ def test_images_without_a_mask_are_listed(tmp_path):
 
 
 def test_an_empty_folder(tmp_path):
-    refused(tmp_path, r"the folder .*i holds no image that distseg reads: .* .png", {}, dict(a=MASK))
+    refused(
+        tmp_path, r"the folder .*i holds no image that distseg reads: .* .png", {}, dict(a=MASK)
+    )
 
 
 def test_a_folder_that_is_missing(tmp_path):

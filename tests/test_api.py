@@ -216,6 +216,8 @@ def test_prediction(comm):
     model = distseg.distribute(copy.deepcopy(module), mesh)
     x, y = images(0, 1)
     before = model.predict(x)
+    (alone,) = model.predict([x[0]])  # a list of one image is a list
+    assert torch.equal(alone, before[0]) and torch.equal(model.predict(x[0]), alone)
     module.eval()
     torch.testing.assert_close(before, module(x).detach(), rtol=1e-11, atol=1e-12)
     found = comm.allgather([(box, y) for box, y in model.predict_tiles(x[0])])

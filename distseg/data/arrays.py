@@ -36,7 +36,8 @@ class Arrays:
 
     def __init__(self, given, dims: int, lead: Sequence[int], what: str, batch: bool | None = None):
         self.dims, self._batch = dims, None
-        if isinstance(given, (list, tuple)):
+        self.is_list = isinstance(given, (list, tuple))
+        if self.is_list:
             self._images = [_array(one, what) for one in given]
         else:
             array = _array(given, what)
@@ -131,7 +132,8 @@ class Stacked:
                         f"input 0 of image {image} has {Size(first.size(image))} pixels, but "
                         f"input {number} has {Size(part.size(image))}: resize one of them"
                     )
-        self.size, self.by_size, self.is_batch = first.size, first.by_size, first.is_batch
+        self.size, self.by_size = first.size, first.by_size
+        self.is_batch, self.is_list = first.is_batch, first.is_list
 
     def __len__(self) -> int:
         return len(self.parts[0])

@@ -738,7 +738,7 @@ class DistributedModel(nn.Module):
         found = [self._whole(arrays, number) for number in range(len(arrays))]
         if arrays.is_batch:
             return torch.stack(found)
-        return found if arrays.is_batch is None else found[0]
+        return found if arrays.is_list else found[0]
 
     def predict_tiles(self, image) -> Iterator[tuple[Box, np.ndarray]]:
         """Yield (box, logits) for each of this rank's tiles of one image; logits (C', *box.size).

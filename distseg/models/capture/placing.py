@@ -204,10 +204,10 @@ def joined_positions(reader: Reader, tensors: tuple) -> tuple:
     maps = [x for x in tensors if isinstance(x, Value)]
     if not maps or reader.source is None:
         return tensors
-    return tuple(_placed(reader, x, maps[0], (), True) for x in tensors)
+    return tuple(_placed(reader, x, maps[0], ()) for x in tensors)
 
 
-def _placed(reader: Reader, x: Any, beside: Value, way: tuple, joined: bool = False) -> Any:
+def _placed(reader: Reader, x: Any, beside: Value, way: tuple) -> Any:
     """Add a layer for an argument that depends on the image's size alone, and return its output.
 
     Return any other argument unchanged.
@@ -216,7 +216,6 @@ def _placed(reader: Reader, x: Any, beside: Value, way: tuple, joined: bool = Fa
         beside: the map or vector with which the call combines the argument.
         way: the position of the argument in the current call: ("args", index) or ("kwargs", name).
             If it is empty, a number is returned unchanged.
-        joined: True for a concatenation. The result does not depend on it.
     """
     if (
         isinstance(x, Sizes)
@@ -232,7 +231,7 @@ def _placed(reader: Reader, x: Any, beside: Value, way: tuple, joined: bool = Fa
         plan = plan_of(reader, x, like.sizes)
         if plan is None:
             return x
-        axes = _aligned(reader, plan.labels[x], x, like, beside, joined)
+        axes = _aligned(reader, plan.labels[x], x, beside)
         if axes is not None:
             made = emitted(reader, plan, like, axes)
             dtype = reader.traces[0].calls[x.call].dtypes[x.part]
@@ -250,16 +249,13 @@ def _likes(reader: Reader, beside: Value) -> list[Value]:
     return list({x.sizes: x for x in reversed(maps)}.values())[::-1]
 
 
-def _aligned(
-    reader: Reader, labels: Labels, x: Made, like: Value, beside: Value, joined: bool
-) -> tuple[Axis, ...] | None:
+def _aligned(reader: Reader, labels: Labels, x: Made, beside: Value) -> tuple[Axis, ...] | None:
     """Return the axes of a tensor, aligned with those of ``beside``; None if they do not match.
 
     Args:
         labels: for each dim of the tensor, the spatial dim that it holds.
         x: reference to the tensor.
         beside: the map or vector with which the call combines the tensor.
-        like, joined: not used.
     """
     lengths = list(zip(*(t.calls[x.call].shapes[x.part] for t in reader.traces)))
     missing = beside.rank - len(lengths)

@@ -1008,7 +1008,8 @@ class Reader:
                     and (number := number_by_size(tree.each, maps[0].sizes)) is not None
                 ):
                     return number
-                raise self.refusal(f"has a number that depends on the image's size {tree}")
+                each = " or ".join(dict.fromkeys(map(str, tree.each)))
+                raise self.refusal(f"has a number that depends on the image's size ({each})")
         return tree
 
     # kinds of call

@@ -224,7 +224,7 @@ def test_the_configs_that_come_along_are_accepted(path):
         (
             {"approximate.gradients": "fp16"},
             "none",
-            "approximate.gradients fp16 is without effect: one rank holds all of the gradient",
+            "approximate.gradients fp16 is without effect: mesh.samples and mesh.tiles are 1, so ranks sum no gradients",
         ),
         ({"approximate.gradients": "fp16", "mesh.samples": 2}, "none", None),
     ],

@@ -275,7 +275,7 @@ def test_without_torchgpipe(comm, monkeypatch):
 
 @pytest.mark.parallel(2)
 @pytest.mark.parametrize("settings, text", [
-    (dict(tiles="1x2"), r"enc0_norm0 \(instance norm\) would share its statistics with 2 ranks, which is not supported: set mesh.tiles to 1x1"),
+    (dict(tiles="1x2"), r"enc0_norm0 \(instance norm\) would take its statistics over 2 ranks, which is not supported: set mesh.tiles to 1x1"),
     (dict(samples=2, norm="batch", norm_scope="step"), r"enc0_norm0 \(batch norm\) would .* spatial.norm_scope to group"),
 ])  # fmt: skip
 def test_statistics_that_ranks_share(comm, settings, text):

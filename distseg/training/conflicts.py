@@ -34,7 +34,7 @@ _DEFAULTS = Config()
 
 @dataclass(frozen=True)
 class Facts:
-    """A config and the norms of its plain model, from which rules decide.
+    """A config and the norms of its plain model: what the rules read.
 
     Attributes:
         config: the settings.
@@ -50,7 +50,7 @@ class Facts:
 
     @property
     def stages(self) -> int:
-        """Number of stages of a rank that drives several devices."""
+        """Number of stages that each rank computes with ``pipeline.placement: devices``."""
         return stages_of(self.config.pipeline)
 
     @property
@@ -63,20 +63,23 @@ class Facts:
 
     @property
     def active(self) -> str | None:
-        """The first active norm: one that computes statistics in training."""
+        """Name and kind of the first active norm, such as ``bn1 (batch norm)``, or None."""
         return self._first(self._is_active)
 
     @property
     def untracked(self) -> str | None:
-        """The first norm that has no running statistics."""
+        """Name and kind of the first norm that has no running statistics, or None."""
         return self._first(lambda norm: isinstance(norm, NORMS) and not tracks(norm))
 
     @property
     def shared(self) -> str | None:
-        """The first norm whose statistics several ranks share, with the number of ranks."""
+        """Text on the first norm whose statistics several ranks compute together, or None.
+
+        The text names the norm and the number of ranks.
+        """
         return self._first(
             lambda norm: not self.windows and self._is_active(norm) and self._ranks(norm) > 1,
-            lambda norm: f" would share its statistics with {self._ranks(norm)} ranks",
+            lambda norm: f" would take its statistics over {self._ranks(norm)} ranks",
         )
 
     def _ranks(self, norm: nn.Module) -> int:
@@ -95,7 +98,9 @@ class Facts:
     ) -> str | None:
         """Return the name and kind of the first norm for which ``which`` returns True, or None.
 
-        The text that ``more`` returns for this norm is appended.
+        Args:
+            which: a function that returns True for the wanted norm.
+            more: a function that returns a text about this norm, which is appended to the result.
         """
         for name, norm in self.norms:
             if which(norm):
@@ -208,7 +213,7 @@ RULES = (
         "pipeline.placement",
         "mesh.tiles",
         lambda f: f.on_devices and f.shared is not None,
-        "threads then compute the stages, and from these threads {f.shared}, which is not "
+        "each stage then runs in a thread, in which {f.shared}, which is not "
         "supported: set mesh.tiles to 1x1 and spatial.norm_scope to group, train with model.norm "
         "none or spatial.frozen_norm, or set pipeline.placement to linear",
     ),
@@ -262,7 +267,13 @@ def check_settings(config: Config, model: nn.Module | None = None) -> None:
 
 
 def check_groups(model: ModelBase) -> None:
-    """Refuse a number of groups for a network without group norms."""
+    """Refuse ``model.groups`` for a network without group norms.
+
+    A user's own function is not refused, because its norms are not known.
+
+    Raises:
+        ValueError: ``model.groups`` is set, but the network has norms of another kind.
+    """
     norm = norm_of(model)
     if model.groups is not None and norm not in ("group", None):
         raise ValueError(
@@ -308,9 +319,10 @@ def check_norms(config: Config, model: nn.Module, sizes: Mapping[str, Sequence[i
 
 
 def smallest(sizes: Mapping[str, Sequence[int]]) -> dict[str, Sequence[int]]:
-    """Return the minimal sizes, by name.
+    """Return the minimal ones of ``sizes``, by the names of images.
 
-    A size is minimal if no other of the sizes is smaller than or equal to it in every dim.
+    A size is minimal if no other size is at most as large in every dim. Of several images of one
+    size, the result has one.
     """
     found: dict[str, Sequence[int]] = {}
     for name, size in sorted(sizes.items(), key=_volume):
@@ -326,7 +338,16 @@ def _volume(item: tuple[str, Sequence[int]]) -> int:
 def _values_of_norms(
     model: nn.Module, size: Sequence[int], images: int, frozen: bool
 ) -> Iterator[tuple[str, int]]:
-    """Yield the name of each active norm and the number of values in each of its statistics."""
+    """Yield the name of each active norm and the number of values in each of its statistics.
+
+    Yield nothing if the model is not captured as a graph.
+
+    Args:
+        model: the model, plain or captured.
+        size: the size of an image.
+        images: number of images over which a batch norm takes its statistics.
+        frozen: the value of ``spatial.frozen_norm``.
+    """
     try:
         graph = graph_of(model)
         cells = Layout(graph, size, [(0, n) for n in size]).sizes
@@ -355,8 +376,8 @@ def check_labels(
         loss: the settings of the loss.
 
     Raises:
-        ValueError: the network or the loss does not fit. The message names both kinds and how to
-            fix it.
+        ValueError: the network or the loss does not fit. The message names what the network makes
+            or the loss, the kind of labels, and how to fix it.
     """
     numbers = len(store.classes) == 1
     size = crop_size(store.size(store.split("train")[0]), crop)
@@ -383,7 +404,9 @@ def check_labels(
 
 
 def notes(config: Config, model: nn.Module) -> list[str]:
-    """Return notes on settings whose effect differs with this model or mesh, a sentence each.
+    """Return notes for the user, one sentence each, on settings that depend on model or mesh.
+
+    Most notes say that a setting has no effect with this model or mesh.
 
     Args:
         config: the settings.
@@ -411,7 +434,12 @@ def notes(config: Config, model: nn.Module) -> list[str]:
 
 
 def patch_notes(config: PatchConfig, model: nn.Module) -> list[str]:
-    """Return notes on settings of PatchGD whose effect differs with this model, a sentence each."""
+    """Return notes on settings of a PatchGD run that have no or another effect, a sentence each.
+
+    Args:
+        config: the settings.
+        model: the network, on which the effect of the settings depends.
+    """
     found = [
         f"{setting} is without effect: the model has no batch norm"
         for setting, is_set in (
@@ -433,20 +461,23 @@ def has_batch_norm(model: nn.Module) -> bool:
 
 
 def _nothing_summed(mesh: MeshBase, approximate: ApproximateBase) -> list[str]:
-    """Return a note if gradients should be rounded when they are summed, but one rank has them all.
+    """Return a note if ``approximate.gradients`` is set, but ranks sum no gradients.
 
-    Without such a case, return an empty list.
+    Otherwise return an empty list.
     """
     if approximate.gradients is None or mesh.samples * mesh.tiles.volume > 1:
         return []
     return [
-        f"approximate.gradients {approximate.gradients} is without effect: one rank holds all of "
-        "the gradient"
+        f"approximate.gradients {approximate.gradients} is without effect: mesh.samples and "
+        "mesh.tiles are 1, so ranks sum no gradients"
     ]
 
 
 def _fewer_groups(settings: ModelBase, model: nn.Module) -> list[str]:
-    """Return a note if a group norm has fewer groups than ``model.groups``, else an empty list."""
+    """Return a note on the first group norm with fewer groups than ``model.groups``.
+
+    Return an empty list if no group norm has fewer groups.
+    """
     groups = settings.groups
     if not groups or norm_of(settings) != "group":
         return []
@@ -472,7 +503,7 @@ def value_of(config: Config, setting: str):
 
 
 def norm_of(model: ModelBase) -> str | None:
-    """Return the kind of norm of a network.
+    """Return the kind of norm that a network has with these settings, such as batch or group.
 
     Return None for a user's own function, whose norms do not follow from ``model.norm``.
     """

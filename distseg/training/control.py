@@ -49,7 +49,7 @@ class Decision(NamedTuple):
 
 
 class RunControl:
-    """Listener for signals and clocks inside its ``with`` block.
+    """Listener for signals and time limits inside its ``with`` block.
 
     Args:
         world: the communicator of all ranks.
@@ -74,7 +74,10 @@ class RunControl:
         self._listening.__exit__(*error)
 
     def post(self) -> None:
-        """Start the allreduce of what each rank has received, when a step begins."""
+        """Start the allreduce of the signals and time limits that the ranks have noticed.
+
+        All ranks must call it together, at the beginning of a step.
+        """
         self._began = time.monotonic()
         if self.world.rank == 0:
             self._look_at_clocks()
@@ -89,7 +92,10 @@ class RunControl:
             self._request = as_communicator(self.world).Imaximum(self._found)
 
     def decision(self) -> Decision:
-        """Return the decision at the end of a step; it is the same on every rank."""
+        """Wait for the allreduce that :meth:`post` started, and return the ranks' decision.
+
+        All ranks must call it together, at the end of a step. All get the same decision.
+        """
         if self._request is not None:
             waits_of(self.world).wait(self._request, "the other ranks' end of the step")
             self._request = None
@@ -103,7 +109,11 @@ class RunControl:
         return self.decision()
 
     def saved(self, seconds: float) -> None:
-        """Record that a checkpoint was begun, and how long the previous checkpoint took."""
+        """Record that the writing of a checkpoint has begun.
+
+        Args:
+            seconds: the time that it took to write the last finished checkpoint.
+        """
         self._saved, self._saving = time.monotonic(), max(self._saving, seconds)
 
     def _look_at_clocks(self) -> None:

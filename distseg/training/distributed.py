@@ -54,7 +54,7 @@ class DistributedModel(nn.Module):
         network: the captured module, with the layers of this rank only.
         engine: the steps of the network on the mesh.
         bands: number of bands of an image.
-        returned: what the whole network returns.
+        returned: description of what the whole network returns.
         outputs: names of the outputs that are trained, if the module returns several.
         inputs: number of bands of each input, if the module takes several.
         order: names of the tensors of the user's module, in the order of its state dict.
@@ -78,7 +78,10 @@ class DistributedModel(nn.Module):
         self.epoch = 0
         """Number of the current epoch, on which the masks of dropout depend."""
         self.images_seen = 0
-        """Number of images of the epoch so far, of all groups. Dropout masks depend on it too."""
+        """Number of images that all sample groups have used in this epoch, before the next step.
+
+        The masks of dropout depend on it too.
+        """
         self._inputs, self._output_names = inputs, outputs
         self._bands, self._outputs, self._dims = bands, returned, returned.dims
         self._trained = set(engine.parameters)
@@ -161,9 +164,13 @@ class DistributedModel(nn.Module):
                 tensor which no rank has.
             assign: must be False, because the optimizer updates the tensors that the model has now.
 
+        Returns:
+            The names of missing and of unexpected tensors, as from a PyTorch module. The second
+            list is always empty.
+
         Raises:
-            ValueError: a name or a shape differs. It is raised on all ranks, before any tensor is
-                copied.
+            ValueError: a name or a shape differs, or ``assign`` is True. It is raised on all ranks,
+                before any tensor is copied.
         """
         own = self.state_dict(keep_vars=True)
         with raise_jointly(self.mesh.world):
@@ -228,8 +235,8 @@ class DistributedModel(nn.Module):
         Args:
             image: (B, C, *size) or (C, *size), normalised as the module takes it, or a list of
                 images (C, *size) of any sizes. A tuple of these if the module takes several inputs.
-            target: one target for each image, (B, *size) or (B, C', *size). If the module returns
-                one vector per image: (B,) or a number.
+            target: one target for each image: (B, *size), or (B, C', *size) for C' values at each
+                pixel. If the module returns one vector per image: (B,) or a number.
             criterion: a :class:`distseg.PixelLoss`, a :class:`distseg.SumLoss`, a weighted sum of
                 these, the name of a loss such as ``cross_entropy + 0.5*dice``, or a dict from the
                 names of outputs to one of these.
@@ -299,7 +306,10 @@ class DistributedModel(nn.Module):
             )
 
     def _prepared(self, image, target, criterion) -> list[list[TileBatch | LazyTileBatch]]:
-        """Check the arguments of a step and return this rank's tile batches."""
+        """Check the arguments of :meth:`backward`, and set the engine's loss.
+
+        Return this rank's tile batches, a list for each micro-batch.
+        """
         with raise_jointly(self.mesh.world):
             self._check_frozen()
             self._check_hooks()
@@ -329,9 +339,10 @@ class DistributedModel(nn.Module):
         ]
 
     def _rows(self, images: int, micro_batches: int) -> tuple[Rows, int]:
-        """Begin a step: return its rows, and the number of its first image in the epoch.
+        """Begin a step: count its images, and return the numbers that its images have.
 
-        The rows are the positions of this group's images among all images of the step.
+        The first result has the positions of this group's images among all images of the step. The
+        second result is the number in the epoch of the step's first image.
 
         Args:
             images: number of images of a group in a micro-batch.
@@ -386,7 +397,12 @@ class DistributedModel(nn.Module):
         return targets
 
     def _criterion(self, given, targets) -> Criterion:
-        """Return the criterion that the user's argument stands for; check it at its first use."""
+        """Return the criterion that the user's argument stands for; check it at its first use.
+
+        Args:
+            given: the user's argument ``criterion`` of :meth:`backward`.
+            targets: the targets of the step, on some of which the criterion is tried.
+        """
         key = given if isinstance(given, str) else id(given)
         if key in self._criteria:
             return self._criteria[key][1]
@@ -406,7 +422,12 @@ class DistributedModel(nn.Module):
         return made
 
     def _check_frozen(self) -> None:
-        """Refuse a step under ``no_grad``, and parameters that were frozen or thawed too late."""
+        """Refuse a step under ``no_grad``, and changes that the gradients cannot follow.
+
+        Raises:
+            ValueError: gradients are off, ``requires_grad`` of a parameter changed after
+                ``distseg.distribute``, or gradients of :meth:`no_sync` were changed.
+        """
         if not torch.is_grad_enabled():
             raise ValueError(
                 "gradients are off (torch.no_grad): leave torch.no_grad for training, or call "
@@ -500,7 +521,14 @@ class DistributedModel(nn.Module):
         )
 
     def _labels(self, targets, group: list[int], criterion: Criterion, box: Box) -> Tensor:
-        """Return the targets of a box of some images of one size."""
+        """Return the targets inside a box, of some images of one size.
+
+        Args:
+            targets: the targets of all images of the step.
+            group: the indices of the wanted images.
+            criterion: the loss, whose ``ignore_index`` marks labels that do not count.
+            box: the box of pixels.
+        """
         if self._outputs.whole:
             return labels_of_images(targets[group], box, criterion.ignore_index)
         return _widened(targets.read(group, box))
@@ -509,7 +537,10 @@ class DistributedModel(nn.Module):
     # added to the gradients of earlier calls.
 
     def _begin(self) -> None:
-        """Set aside the gradients of earlier calls, and empty ``grad`` for this rank's part."""
+        """Set aside the gradients that earlier backward passes left, and empty ``grad``.
+
+        The backward pass that begins now adds this rank's part to the empty ``grad``.
+        """
         gradients, self._carried = self.engine.gradients, {}
         late = self._taken_local()
         for number, p in enumerate(self.engine.parameters):
@@ -543,19 +574,23 @@ class DistributedModel(nn.Module):
                 )
 
     def _is_unchanged(self, number: int) -> bool:
-        """Return True if nobody changed this gradient, not summed yet, since the last call."""
+        """Return True if the user has not changed a gradient since the last backward pass.
+
+        Args:
+            number: the index of a parameter whose gradient is not summed over the replicas yet.
+        """
         _, gradient, version = self._local[number]
         now = self.engine.parameters[number].grad
         return now is gradient and now._version == version
 
     @torch.no_grad()
     def _finish(self, scale: float) -> None:
-        """Sum the gradients over the replicas, unless inside :meth:`no_sync`.
+        """End a backward pass: sum gradients over the replicas, and add those of earlier passes.
 
-        All ranks must call it together.
+        All ranks must call it together. Inside :meth:`no_sync` gradients are not summed.
 
         Args:
-            scale: factor of the gradients of this call.
+            scale: factor of the gradients of this backward pass.
         """
         engine, parameters = self.engine, self.engine.parameters
         if self._probes:
@@ -619,6 +654,8 @@ class DistributedModel(nn.Module):
     def forward(self, shard: Shard) -> Tensor:
         """Return the logits of this rank's tile with their autograd graph, (B, C', *tile.size).
 
+        C' is the number of outputs of the network for each pixel.
+
         All ranks must call it together. A criterion takes the logits and returns the loss of all
         tiles. The loss's ``backward()`` ends with the sum of the gradients over the replicas::
 
@@ -676,7 +713,7 @@ class DistributedModel(nn.Module):
 
         Args:
             output: the output of :meth:`forward` on this rank.
-            target: the targets of the same images.
+            target: this rank's part of the targets of the same images.
             criterion: the loss.
         """
         if self._eager is None or output is not self._eager[3]:
@@ -716,9 +753,10 @@ class DistributedModel(nn.Module):
             image: as for :meth:`backward`.
 
         Returns:
-            (B, C', *size) or (C', *size), in float64 if the network is in float64, else in float32;
-            a list for a list of images. If the network returns one vector per image: (B, C') or
-            (C',).
+            (B, C', *size) for a batch, (C', *size) for one image, and a list of these for a list of
+            images. C' is the number of outputs of the network. If the network returns one vector
+            per image: (B, C') or (C',). The dtype is float64 if the network is in float64, else
+            float32.
         """
         with raise_jointly(self.mesh.world):
             self._check_hooks()

@@ -165,7 +165,12 @@ class Engine(ParameterUpdate):
             self.use_loss(self.loss, config.data.images)
 
     def use_loss(self, loss: Criterion, images: int) -> None:
-        """Compute steps with this loss, and this many images of a group in a micro-batch."""
+        """Set the loss and the size of micro-batches for the next steps.
+
+        Args:
+            loss: the loss.
+            images: number of images that each sample group has in a micro-batch.
+        """
         self.loss = loss
         config, mesh = self.config, self.mesh
         partition = self.partition or Partition.whole()
@@ -300,7 +305,7 @@ class Engine(ParameterUpdate):
         return read_around(self.reach, self.exchange, self.config.streaming.active)
 
     def to_device(self, piece: TileBatch) -> TileBatch:
-        """Return a tile batch with pixels on the first device and labels on the last.
+        """Return a tile batch with pixels on this rank's first device and labels on its last.
 
         Pixels get the model's dtype and memory format.
         """
@@ -313,7 +318,11 @@ class Engine(ParameterUpdate):
         return TileBatch(pixels, labels, piece.place)
 
     def to_blocks(self, piece: TileBatch | LazyTileBatch) -> LazyTileBatch:
-        """Return a lazy tile batch that moves each region to the devices when it is read."""
+        """Return a lazy tile batch whose pixels and labels are on the devices when they are read.
+
+        Args:
+            piece: a tile batch, in memory or lazy.
+        """
         block = (
             piece
             if isinstance(piece, LazyTileBatch)
@@ -373,6 +382,8 @@ class Engine(ParameterUpdate):
     ) -> tuple[float, float]:
         """Run an optimizer step; return the loss and the gradient's norm before clipping.
 
+        All ranks must call it together.
+
         Args:
             micro_batches: for each micro-batch, this rank's tile batches.
             rate: the learning rate.
@@ -404,7 +415,11 @@ class Engine(ParameterUpdate):
         return norm
 
     def over_stages(self, part: float) -> float:
-        """Return the sum of ``part`` over the pipeline's ranks."""
+        """Return the sum of a number over the pipeline's ranks, which must call it together.
+
+        Args:
+            part: the number of this rank.
+        """
         return (
             part
             if self.mesh.pipeline.size == 1
@@ -444,11 +459,12 @@ def check_parts(model: nn.Module, approximate: ApproximateConfig) -> None:
 
     Args:
         model: the plain model.
-        approximate: the settings with which windows are computed as separate images.
+        approximate: the ``approximate`` settings.
 
     Raises:
-        ValueError: the model is not captured as a graph (the message names the call that prevents
-            it), or one of its layers does not allow the settings ``approximate``.
+        ValueError: the model is not captured as a graph, and ``approximate.halo`` is not set (the
+            message names the call that prevents the capture). Or one of the model's layers does not
+            allow the settings ``approximate``.
     """
     halo = approximate.halo
     if halo is not None and any(isinstance(layer, Fill) for layer in model.modules()):
@@ -478,7 +494,7 @@ def check_parts(model: nn.Module, approximate: ApproximateConfig) -> None:
 
 
 def _weights_of(model: nn.Module) -> dict[str, str]:
-    """Return, by the user's name of each parameter, its size and if it is trained, as text."""
+    """Return a text such as ``64x3x3x3, trained`` for each parameter, by the user's name."""
     return {
         name: f"{'x'.join(map(str, p.shape))}, {'trained' if p.requires_grad else 'frozen'}"
         for name, p in user_names(model.named_parameters(), model).items()
@@ -511,8 +527,15 @@ def make_exchange(
 ) -> Exchange | None:
     """Return the halo exchange of a plain model on the mesh's grid of tiles.
 
-    Return None if every layer computes whole windows, without an exchange. The model may be on the
-    meta device.
+    Return None if every layer computes whole windows, without an exchange.
+
+    Args:
+        config: the settings.
+        model: the plain model, which may be on the meta device.
+        reach: the receptive field of the model. Tile borders lie on multiples of its stride.
+        comm: the communicator of the ranks that share an image.
+        device: the device of the exchanged tensors.
+        channels_last: True if these tensors have the channels_last memory format.
 
     Raises:
         ValueError: the settings ask for exchanges or streamed tiles, but the model cannot be
@@ -551,9 +574,13 @@ def make_exchange(
 def activations_of(
     model: nn.Module, exchange: Exchange, precision: str, channels_last: bool
 ) -> Activations:
-    """Return the memory model of the activations of tiles.
+    """Return an object that estimates the memory of the activations of tiles.
 
-    The model is plain, and may be on the meta device.
+    Args:
+        model: the plain model, which may be on the meta device.
+        exchange: the halo exchange of the model.
+        precision: fp32, bf16 or fp64.
+        channels_last: True for the channels_last memory format.
     """
     itemsize = {"fp64": 8, "fp32": 4, "bf16": 2}[precision]
     kinds = [type(layer) for _, layer in flat_layers(model)]
@@ -578,7 +605,7 @@ def make_streaming_executor(
     Args:
         streaming: the settings.
         exchange: the halo exchange of the plain model.
-        activations: the memory model of the plain model's tiles.
+        activations: estimates the memory of the activations of tiles (:func:`activations_of`).
         budget: bytes for the activations of a tile; None to cut the part of a rank into
             ``streaming.tiles`` tiles.
         partition: the stages; None for one stage.
@@ -616,8 +643,9 @@ def streaming_order(schedule: str, linear: bool, active: bool) -> str:
 
     Args:
         schedule: the value of ``pipeline.schedule``.
-        linear: True if the loss gradient is known before the outputs. If False, auto avoids 1F1B,
-            which would compute all forward passes twice.
+        linear: True if the labels alone determine the loss gradient of the partial sums
+            (:class:`distseg.layers.criterion.Criterion`). If False, auto avoids 1F1B, which would
+            compute all forward passes twice.
         active: True if there are active norms, for which all tiles of an image wait. Then auto
             chooses gpipe: feature maps are stored on the disk, so the forward passes of all
             micro-batches can come first.

@@ -34,7 +34,7 @@ _DEFAULTS = Config()
 
 @dataclass(frozen=True)
 class Facts:
-    """A config and the norms of its plain model: what the rules read.
+    """A config and the norms of its plain model, which the rules read.
 
     Attributes:
         config: the settings.
@@ -272,7 +272,8 @@ def check_groups(model: ModelBase) -> None:
     A user's own function is not refused, because its norms are not known.
 
     Raises:
-        ValueError: ``model.groups`` is set, but the network has norms of another kind.
+        ValueError: ``model.groups`` is set, but the network has no norm, or norms of
+            another kind.
     """
     norm = norm_of(model)
     if model.groups is not None and norm not in ("group", None):

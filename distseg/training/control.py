@@ -49,7 +49,7 @@ class Decision(NamedTuple):
 
 
 class RunControl:
-    """Listener for signals and time limits inside its ``with`` block.
+    """Listener for signals and clocks inside its ``with`` block.
 
     Args:
         world: the communicator of all ranks.
@@ -74,7 +74,7 @@ class RunControl:
         self._listening.__exit__(*error)
 
     def post(self) -> None:
-        """Start the allreduce of the signals and time limits that the ranks have noticed.
+        """Start the allreduce that shares which signals came and which times are reached.
 
         All ranks must call it together, at the beginning of a step.
         """

@@ -422,11 +422,12 @@ class DistributedModel(nn.Module):
         return made
 
     def _check_frozen(self) -> None:
-        """Refuse a step under ``no_grad``, and changes that the gradients cannot follow.
+        """Refuse a step under ``no_grad``, or after ``requires_grad`` of a parameter changed.
 
         Raises:
             ValueError: gradients are off, ``requires_grad`` of a parameter changed after
-                ``distseg.distribute``, or gradients of :meth:`no_sync` were changed.
+                ``distseg.distribute``, or the user changed gradients of :meth:`no_sync` that are
+                not summed yet.
         """
         if not torch.is_grad_enabled():
             raise ValueError(

@@ -32,6 +32,7 @@ def train(config: Config, world) -> dict | None:
     """Train a network, and return the scores of the last validation.
 
     All ranks of ``world`` must call it together. Only rank 0 gets the scores, the others get None.
+    Rank 0 gets None, too, if there was no validation.
 
     Raises:
         ValueError, OSError: the config, data or mesh is wrong. It is raised on all ranks before any
@@ -109,7 +110,10 @@ class _Training:
         return time.monotonic() - self._start
 
     def epoch(self) -> None:
-        """Run the rest of the current epoch, write its checkpoint, and validate."""
+        """Run the remaining steps of the current epoch.
+
+        Then write a checkpoint and validate, each if it is due after this epoch.
+        """
         run, train, number = self.run, self.config.train, self.position.epoch
         run.engine.context.epoch = number
         self._steps(number)
@@ -170,7 +174,11 @@ class _Training:
                 self._heed()
 
     def _heed(self) -> None:
-        """Follow the decision of all ranks after a step."""
+        """Write a checkpoint, or end the run, if all ranks decided so after a step.
+
+        Raises:
+            ToBeContinued: the run ends.
+        """
         self.run.checkpoints.check()
         decision = self.control.decision()
         if decision.save:
@@ -184,7 +192,11 @@ class _Training:
         self.control.saved(run.checkpoints.seconds)
 
     def _leave(self, why: str) -> None:
-        """End the run for the reason ``why``, after the checkpoint that was begun is written."""
+        """End the run for the reason ``why``, after the checkpoint that was begun is written.
+
+        Raises:
+            ToBeContinued: always, on all ranks.
+        """
         self.run.checkpoints.flush()
         phase("waiting for all ranks to end")
         gathered(self.run.world)
@@ -266,5 +278,5 @@ def _check_finite(loss: float, norm: float, step: int, config: Config) -> None:
         raise JointFailure(
             f"step {step}: the loss is {loss} and the gradient's norm is {norm}, but both must be "
             "finite: lower optim.lr, set optim.clip, or train with train.precision fp32; "
-            f"earlier checkpoints are in {config.train.output}"
+            f"checkpoints of steps before this one are in {config.train.output}, if any was written"
         )

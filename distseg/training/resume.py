@@ -30,10 +30,10 @@ class Position:
     """Position of a run.
 
     Attributes:
-        step: number of optimizer steps so far.
+        step: number of finished optimizer steps, over all epochs.
         epoch: number of finished epochs; an epoch ends with its validation.
-        samples: number of samples of the current epoch so far.
-        validation: the scores of the last validation.
+        samples: number of samples of the current epoch that finished steps have used.
+        validation: the scores of the last validation; None if there was none.
     """
 
     step: int = 0
@@ -66,9 +66,10 @@ def position_of(manifest: dict) -> Position:
 
 
 def first_step(samples: int, batch: int, steps: int) -> tuple[int, str | None]:
-    """Return the step of an epoch at which a run goes on, and a line of text if samples repeat.
+    """Return the step of an epoch at which a run goes on, and a note if samples are used twice.
 
-    If no samples repeat, None takes the place of the line.
+    Samples are used twice if the checkpoint was written in the middle of a step of this run, which
+    may take another number of samples. Otherwise the note is None.
 
     Args:
         samples: number of samples of the epoch that were used before the checkpoint.
@@ -87,9 +88,10 @@ def first_step(samples: int, batch: int, steps: int) -> tuple[int, str | None]:
 
 
 def changes(before: Mapping, now: Mapping) -> list[str]:
-    """Return a sentence for each changed setting.
+    """Return a text for each changed setting, such as ``optim.lr was 0.1, is 0.01``.
 
-    Settings that cannot change results are left out, and so is the mesh (:func:`mesh_change`).
+    Settings that cannot change results are left out. The mesh is left out as well, because
+    :func:`mesh_change` compares it. So is a setting that the checkpoint's config does not have.
 
     Args:
         before: the config of the checkpoint.
@@ -103,7 +105,9 @@ def changes(before: Mapping, now: Mapping) -> list[str]:
 
 
 def mesh_change(before: Mapping, now: Mapping, batch_norm: bool) -> list[str]:
-    """Return a list with a sentence on the effect of a changed mesh, or an empty list.
+    """Return a list with a sentence on the effect of a changed mesh.
+
+    The list is empty if the mesh has not changed.
 
     Args:
         before: the config of the checkpoint.
@@ -152,10 +156,10 @@ def _together(config: Mapping) -> int:
 def schedule_change(
     before: OptimConfig, now: OptimConfig, at: tuple[int, int], at_before: tuple[int, int]
 ) -> list[str]:
-    """Return a list with a sentence if the learning rate jumps, or an empty list.
+    """Return a list with a sentence if changed settings change the next step's learning rate.
 
-    It jumps if the settings or the numbers of steps have changed since the checkpoint so that the
-    next step has a learning rate that it would not have had before.
+    A changed number of steps counts as a changed setting. The list also has a sentence if the
+    schedule of the checkpoint has already come to its end. Otherwise it is empty.
 
     Args:
         before: the optimizer settings of the checkpoint.

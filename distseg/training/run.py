@@ -70,7 +70,7 @@ from distseg.training.run_config import check_method, is_code, network_of
 
 
 class Run:
-    """Objects of a training run and its position. All ranks must create it together.
+    """All that a training run needs, and its position. All ranks must create it together.
 
     Args:
         config: the settings of exact training or of PatchGD.
@@ -193,7 +193,11 @@ class Run:
         return self.mesh.shape.samples * self.config.train.accumulate * self.config.data.images
 
     def manifest(self, position: Position) -> dict:
-        """Return the manifest of a checkpoint at ``position``: its content except for tensors."""
+        """Return the manifest of a checkpoint: all of its content except for tensors.
+
+        Args:
+            position: the position of the run when the checkpoint is written.
+        """
         store = self.store
         data = {
             "classes": store.classes,
@@ -221,7 +225,7 @@ class Run:
         return steps * self._batch
 
     def _facts(self) -> dict:
-        """Return the facts that must be equal on all ranks, each under its description."""
+        """Return the values that must be equal on all ranks; keys describe them in messages."""
         model = [
             (name, tuple(t.shape), str(t.dtype)) for name, t in self.model.state_dict().items()
         ]
@@ -249,7 +253,8 @@ class Run:
     def _checkpoints(self) -> SilentCheckpoints:
         """Lock the run's folder and return the writer of its checkpoints.
 
-        All ranks must call it together. The first rank checks the free disk space and moves
+        Ranks that write nothing get an object that does nothing. All ranks must call it together.
+        The first rank checks the free disk space and moves
         checkpoints of an earlier run into another folder.
         """
         config, output = self.config, Path(self.config.train.output)
@@ -364,7 +369,7 @@ class Run:
         return [*(self.init.lines if self.init else ()), *(f"note: {text}" for text in self._notes)]
 
     def _overlap(self) -> list[str]:
-        """Return a note if windows are much larger than tiles, else an empty list."""
+        """Return a list with a note if windows are much larger than tiles, else an empty list."""
         tile, window = owned_tiles(
             self.image,
             self.config.mesh.tiles,
@@ -389,9 +394,9 @@ def _short_digest(content) -> str:
 
 
 def lock_run(output: Path) -> IO:
-    """Lock a run's folder against other jobs for as long as the returned file is open.
+    """Lock a run's folder against other jobs, and return the open lock file.
 
-    If a job is killed, its lock is released.
+    The lock is held as long as this file is open. If a job is killed, its lock is released.
 
     Raises:
         BlockingIOError: another job trains into the folder. The message names that job's host and

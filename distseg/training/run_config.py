@@ -76,7 +76,8 @@ def taken_over(config: dict, run: str) -> dict:
         run: the folder of the run or of a checkpoint.
 
     Raises:
-        ValueError: the manifest has no network, or one that this version cannot build.
+        ValueError: the manifest names no network, or it has a setting of the network that this
+            version does not know.
     """
     model = config.get("model") if isinstance(config, dict) else None
     if not isinstance(model, dict) or not isinstance(model.get("name"), str):
@@ -112,13 +113,13 @@ def _folder(run: str | Path) -> Path:
 
 
 def left_behind(config: dict, defaults: dict) -> list[str]:
-    """Return the settings that the training had set but that are not taken over.
+    """Return the settings that were set for training but are not taken over.
 
-    Each is a text such as ``run.threads 4``.
+    Each is a text such as ``run.threads 4``. A setting with its default value is left out.
 
     Args:
         config: the manifest's config.
-        defaults: the default config.
+        defaults: the default config, as a dict of its sections.
     """
     found = []
     for setting in _LEFT:
@@ -139,8 +140,8 @@ def check_model(config: dict, own: ModelBase, run: str) -> None:
         run: the run's folder.
 
     Raises:
-        ValueError: the code is not trusted, or a setting differs. The message names the flag to add
-            or to leave out.
+        ValueError: the code is not trusted, or a setting differs from the run's. The message names
+            the flag to add or to leave out.
     """
     model = config["model"]
     check_named(config, own.name, run)
@@ -188,9 +189,14 @@ def kind_of(config: dict) -> type:
 def check_method(manifest: dict, config: Config | PatchConfig, checkpoint: Path) -> None:
     """Refuse to go on with exact training from a checkpoint of PatchGD, or the other way round.
 
+    Args:
+        manifest: the manifest of the checkpoint.
+        config: the settings of this run.
+        checkpoint: the folder of the checkpoint.
+
     Raises:
-        ValueError: the kinds differ. The message names the checkpoint and the command that goes on
-            from it.
+        ValueError: the checkpoint was written by the other method. The message names the checkpoint
+            and the command that goes on from it.
     """
     kind = kind_of(manifest["config"])
     if not isinstance(config, kind):
@@ -300,7 +306,18 @@ def _network(
     model: nn.Module | None,
     head: nn.Module | None = None,
 ) -> nn.Module:
-    """Return the trained network, which takes normalised images."""
+    """Return the trained network, which takes normalised images.
+
+    Args:
+        run: the folder of the run or of the checkpoint.
+        checkpoint: the folder of the checkpoint whose weights are loaded.
+        manifest: the checkpoint's manifest.
+        model: the user's module, or None to build the network that the manifest names.
+        head: the user's head of a PatchGD network, or None to build the one of the manifest.
+
+    Raises:
+        ValueError: the manifest names code that is not trusted, and the module is None.
+    """
     if model is not None:
         return _with_weights(checkpoint, manifest, lambda count: _as_trained(model, manifest), head)
     found = taken_over(manifest["config"], str(run))["model"]
@@ -340,8 +357,8 @@ def load_named(checkpoint: Path, own: ModelBase) -> nn.Module:
 def _open(model: ModelBase) -> ModelBase:
     """Return model settings without ``out_channels``, so that any number of outputs can be built.
 
-    The network of a run has the number of outputs in its manifest. The backbone of PatchGD has a
-    different number.
+    The manifest of a run has the network's number of outputs. PatchGD's backbone has a different
+    number.
     """
     return replace(model, out_channels=None)
 
@@ -359,7 +376,7 @@ def _with_weights(
     made: Callable[[int], nn.Module],
     head: nn.Module | None = None,
 ) -> nn.Module:
-    """Build a run's network and load its weights.
+    """Return a run's network with its trained weights, in evaluation mode.
 
     Args:
         checkpoint: the folder of the checkpoint.

@@ -92,6 +92,11 @@ def serial_step(
 class SerialProgram:
     """Optimizer steps with a copy of a model, one after another.
 
+    Args:
+        model: the plain model, which is copied.
+        config: the settings.
+        dropouts: the layer of each call of a dropout function, as for :func:`serial_step`.
+
     Attributes:
         model: the copy, with the weights after the latest step.
     """
@@ -128,7 +133,7 @@ class SerialProgram:
         )
 
     def take_over(self, outcome: Outcome) -> None:
-        """Set the model's weights and buffers to those in the result of another program.
+        """Set the model's weights and buffers to those in the result of the distributed program.
 
         Both programs then begin the next step with the same values, so rounding errors of this step
         do not show in the comparison of the next step.
@@ -139,13 +144,18 @@ class SerialProgram:
 
 @torch.no_grad()
 def take_over(tensors: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:
-    """Copy the values of ``found`` into the tensors of the same names."""
+    """Copy each tensor of ``found`` into the tensor of the same name in ``tensors``."""
     for name, tensor in found.items():
         tensors[name].copy_(tensor)
 
 
 class WeightUpdate:
-    """Optimizer steps on some parameters, with gradients from any source."""
+    """Optimizer steps on some parameters, with gradients from any source.
+
+    Args:
+        parameters: the parameters by name, which the steps change in place.
+        optim: the optimizer settings.
+    """
 
     def __init__(self, parameters: dict[str, nn.Parameter], optim: OptimConfig):
         self.parameters, self._clip, self._rate = parameters, optim.clip, optim.lr
@@ -154,7 +164,7 @@ class WeightUpdate:
 
     @classmethod
     def on_copies(cls, model: nn.Module, optim: OptimConfig) -> WeightUpdate:
-        """Return an optimizer on copies of a model's parameters."""
+        """Return an object that updates copies of a model's parameters, not the model itself."""
         return cls(
             {
                 name: nn.Parameter(p.detach().clone(), p.requires_grad)
@@ -203,13 +213,19 @@ def rounding_of_gradients(
 def rounding_of_step(
     model: nn.Module, images: list[Image], config: Config, epoch: int = 0, dropouts: Dropouts = None
 ) -> Outcome:
-    """Run :func:`serial_step` with a random error of up to half an ulp in every result."""
+    """Run :func:`serial_step` with random rounding errors, and return the results of the step.
+
+    Every result of a torch function gets a random relative error of up to half the machine epsilon.
+    """
     with _Rounding():
         return serial_step(model, images, config, epoch, dropouts)
 
 
 class _Rounding(TorchFunctionMode):
-    """Mode that adds random errors to the last bits of all results of torch functions."""
+    """Mode that adds random rounding errors to the results of torch functions.
+
+    Parameters, and results that share memory with an argument, stay unchanged.
+    """
 
     def __init__(self):
         super().__init__()
@@ -295,12 +311,20 @@ def _batches(model: nn.Module, images: list[Image], norm_scope: str) -> list[lis
 
 
 class _Whole(TorchFunctionMode):
-    """Mode in which norms compute by their formulas, and dropout with keyed masks.
+    """Mode in which norms compute by their formulas, and dropout uses distseg's own masks.
 
-    It replaces the functions of norms and dropout, whichever code calls them. The formulas use
+    The seed, the epoch, the image and the layer determine a mask (:func:`dropout_key`). The mode
+    replaces the functions of norms and dropout, whichever code calls them. The formulas use
     torch.mean, which adds in pairs. PyTorch's CPU kernels of norms add tens of thousands of numbers
     one after another, and even in float64 this loses so many digits that the result depends
     visibly on the order of the images in a batch.
+
+    Args:
+        model: the copy of the user's module that runs in this mode.
+        frozen: the value of ``spatial.frozen_norm``.
+        seed: the value of ``train.seed``.
+        epoch: the epoch.
+        dropouts: the layer of each call of a dropout function, as for :func:`serial_step`.
     """
 
     def __init__(self, model: nn.Module, frozen: bool, seed: int, epoch: int, dropouts: Dropouts):
@@ -384,8 +408,9 @@ class _Whole(TorchFunctionMode):
     def rand(self, *size, **more) -> Tensor:
         """Replace torch.rand.
 
-        If the call belongs to stochastic depth, return one keyed random number for each image. Any
-        other call returns the result of torch.rand.
+        If the call belongs to stochastic depth, return one random number for each image, which the
+        seed, the epoch, the image and the layer determine. Any other call returns the result of
+        torch.rand.
         """
         known = self._known()
         if known is None:
@@ -407,7 +432,10 @@ class _Whole(TorchFunctionMode):
         return input.copy_(kept.view(-1, *(1 for _ in input.shape[1:])).expand_as(input))
 
     def _known(self) -> Dropped | None:
-        """Return the layer that makes the current call of a dropout function, or None."""
+        """Count a call of a dropout function, and return the layer of this call.
+
+        Return None if ``dropouts`` has no layer for the call.
+        """
         number, self.calls = self.calls, self.calls + 1
         return None if self.dropouts is None else self.dropouts.get(number)
 
@@ -465,7 +493,8 @@ class _Whole(TorchFunctionMode):
     def commit(self) -> None:
         """Update the running statistics once for the whole step, as deferred batch norm does.
 
-        They move towards the mean and the biased variance of all images of the step.
+        The running statistics move towards the mean and the biased variance of all images of the
+        step.
         """
         for key, (mean, var, momentum) in self.running.items():
             values = torch.cat(self.seen[key], 1)  # (C, all pixels of all images of the step)
@@ -493,7 +522,7 @@ def _by_channel(x: Tensor) -> tuple[int, ...]:
 
 
 def _normalised(values: Tensor, eps: float) -> Tensor:
-    """Normalise ``values`` over all dims but the first."""
+    """Return ``values`` with mean 0 and variance 1 over all dims but the first."""
     dims = tuple(range(1, values.dim()))
     deviation = values - values.mean(dims, keepdim=True)
     return deviation / ((deviation**2).mean(dims, keepdim=True) + eps).sqrt()
@@ -518,7 +547,7 @@ def serial_loss(config: LossConfig, logits: list[Tensor], labels: list[Tensor]) 
 
 
 def _flat(config: LossConfig, logits: list[Tensor], labels: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Return the logits (n, C) and labels (n,) of the valid pixels of all images."""
+    """Return the logits (n, C) and labels (n,) of the n valid pixels of all images."""
     z = torch.cat([z.reshape(len(z), -1).t() for z in logits])
     y = torch.cat([y.flatten() for y in labels])
     return z[y != config.ignore_index], y[y != config.ignore_index]

@@ -84,7 +84,8 @@ def _balance(
 ) -> list[int]:
     """Return the number of layers of each stage with which the slowest rank takes the least time.
 
-    ``splitter`` searches these numbers.
+    Args:
+        splitter: searches these numbers. The other arguments are those of :func:`partition_of`.
     """
     images, modelled_on = config.data.images, modelled_device(device)
     if config.streaming.tiles is None:
@@ -108,7 +109,10 @@ def _balance(
 
 
 def _policy(config: Config, model: nn.Module) -> Policy:
-    """Return the schedule and the recomputation for which the time of a stage is estimated."""
+    """Return the settings of the pipeline for which the planner estimates the time of stages.
+
+    These are the number of micro-batches, the schedule and what is recomputed.
+    """
     pipeline = config.pipeline
     if not config.streaming.active:
         schedule = schedule_of(pipeline, config.mesh.stages)
@@ -137,7 +141,7 @@ def schedule_of(pipeline: PipelineConfig, stages: int, linear: bool = True) -> s
     Args:
         pipeline: the settings of the pipeline.
         stages: the number of ranks of a pipeline, ``mesh.stages``.
-        linear: True if the loss gradient of a pixel is known before the other pixels' outputs.
+        linear: True if the labels alone determine the loss gradient of the partial sums.
     """
     if pipeline.placement == "devices":
         return "gpipe"

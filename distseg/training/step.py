@@ -44,7 +44,7 @@ class LossHead:
 
     Args:
         loss: the loss.
-        rows: for each image, its row in the table of partial sums.
+        rows: the rows that this sample group's images have in the table of partial sums.
         replicas: the communicator of all ranks that hold the last stage.
     """
 
@@ -61,7 +61,12 @@ class LossHead:
         self.value: float | None = None
 
     def rows(self, unit: MicroBatch, outputs: list[Tensor]) -> list[Tensor]:
-        """Return the partial sums of each tile batch, (images, sums), with their autograd graph."""
+        """Return the partial sums of each tile batch, (images, sums), with their autograd graph.
+
+        Args:
+            unit: the micro-batch.
+            outputs: the network's output for each tile batch, on its tile or on its window.
+        """
         return [
             self.loss.rows(
                 y if p.labels.shape[1:] == y.shape[2:] else on_tile(y, p.place), p.labels
@@ -70,7 +75,12 @@ class LossHead:
         ]
 
     def note(self, unit: MicroBatch, rows: list[Tensor]) -> None:
-        """Add the partial sums of a micro-batch's tile batches to the table."""
+        """Add the partial sums of a micro-batch's tile batches to the table.
+
+        Args:
+            unit: the micro-batch.
+            rows: the partial sums of each tile batch, as :meth:`rows` returns them.
+        """
         for piece, found in zip(unit.pieces, rows):
             if found.is_cuda:
                 self._noted.append((self._at(unit, piece), found.detach().double()))
@@ -83,7 +93,15 @@ class LossHead:
             self.note(unit, [self.loss.counts(p.labels) for p in unit.pieces])
 
     def loss_grads(self, unit: MicroBatch, rows: list[Tensor]) -> list[Tensor]:
-        """Return the loss gradient with respect to each tile batch's partial sums."""
+        """Return the loss gradient with respect to each tile batch's partial sums.
+
+        If it is not known yet, compute it from the table. All replicas must then call the method
+        together.
+
+        Args:
+            unit: the micro-batch.
+            rows: the partial sums of each tile batch, which give device and dtype of the result.
+        """
         if self.loss_grad is None:
             self._find_loss_grad()
         return [
@@ -92,9 +110,10 @@ class LossHead:
         ]
 
     def find_loss_grad_early(self) -> None:
-        """Compute the loss gradient from the table so far, and empty the table.
+        """Compute the loss gradient before the first backward pass, and empty the table.
 
-        All replicas must call it together.
+        The table must have all partial sums on which the loss gradient depends. All replicas must
+        call the method together.
         """
         self._find_loss_grad()
         self.table.zero_()
@@ -274,7 +293,10 @@ class DeviceRunner:
 
     def run_forward(self, units: list[MicroBatch]) -> None:
         """Refuse an extra forward pass, which this order of passes never needs."""
-        raise NotImplementedError("GPipe on several devices needs no extra forward pass")
+        raise NotImplementedError(
+            "run_forward was called, but with pipeline.placement devices all forward passes come "
+            "first and no extra one is needed: this is an error in distseg, please report it"
+        )
 
 
 @dataclass(frozen=True)
@@ -418,7 +440,13 @@ class StreamingRunner:
         self.executor.transfers.flush()
 
     def _end(self, unit: MicroBatch, output: Tensor, name: str) -> None:
-        """Add a tile's partial sums to the loss; run its backward pass if its graph is kept."""
+        """Add a tile's partial sums to the loss; run the tile's backward pass if it has a graph.
+
+        Args:
+            unit: a micro-batch with the labels of this tile only.
+            output: the network's output for this tile.
+            name: the name of the segment, for the profile.
+        """
         rows = self.head.rows(unit, [output])
         self.head.note(unit, rows)
         if output.requires_grad:
@@ -427,7 +455,13 @@ class StreamingRunner:
 
 
 def _unit(m: int, block: LazyTileBatch, box: Box) -> MicroBatch:
-    """Return a micro-batch of the labels of one tile."""
+    """Return a micro-batch that holds only the labels of one tile.
+
+    Args:
+        m: the number of the micro-batch.
+        block: the lazy tile batch that the tile is part of.
+        box: the box of the tile.
+    """
     return MicroBatch(m, [TileBatch(None, block.labels(box), replace(block.place, tile=box))])
 
 

@@ -66,6 +66,13 @@ class RandomImages:
     By default each pixel has a label, and about one label in twenty is the ignored one. With
     ``of_image`` each image has one label.
 
+    Args:
+        size: the size of every image.
+        channels: number of bands.
+        classes: number of classes; at least 2 are used.
+        config: the settings.
+        of_image: True for one label for each image.
+
     Attributes:
         epoch: the epoch of the step.
         first: the number of the step's first image in the epoch.
@@ -110,7 +117,12 @@ class RandomImages:
         return pixels, labels.view(self.size)
 
     def mine(self, rows: list[int], grid, per_rank, coordinates, reach) -> list[TileBatch]:
-        """Return a rank's tile batches of the images ``rows`` of the step."""
+        """Return a rank's tile batches of some images of the step.
+
+        Args:
+            rows: the positions of the images in the step. The other arguments are those of
+                :func:`distseg.tiling.tile.owned_tiles`.
+        """
         wholes, numbers = [self.whole(n) for n in rows], [self.first + n for n in rows]
         found = []
         for tile, window in owned_tiles(self.size, grid, per_rank, coordinates, reach):
@@ -131,6 +143,12 @@ class RandomImages:
 class StoreImages:
     """Images of one training step, read from a store.
 
+    Args:
+        store: the store.
+        config: the settings.
+        batch: number of images that every step takes.
+        step: the number of the step, counted from the beginning of the training.
+
     Attributes:
         epoch: the epoch of the step.
         first: the number of the step's first image in the epoch.
@@ -150,7 +168,7 @@ class StoreImages:
         return StoreImages(self.store, self.config, batch, number)
 
     def whole(self, row: int) -> tuple[Tensor, Tensor]:
-        """Return pixels (C, *size) float64 and labels of image ``row`` of the step."""
+        """Return pixels (C, *size) float64 and labels int64 of image ``row`` of the step."""
         dims = len(self.samples[row].size)
         one = Size((1,) * dims)
         (piece,) = pieces(
@@ -164,7 +182,12 @@ class StoreImages:
         return piece.pixels[0].double(), piece.labels[0].long()
 
     def mine(self, rows: list[int], grid, per_rank, coordinates, reach) -> list[TileBatch]:
-        """Return a rank's tile batches of the images ``rows`` of the step."""
+        """Return a rank's tile batches of some images of the step.
+
+        Args:
+            rows: the positions of the images in the step. The other arguments are those of
+                :func:`distseg.tiling.tile.owned_tiles`.
+        """
         return pieces(
             self.store, [self.samples[n] for n in rows], grid, per_rank, coordinates, reach
         )
@@ -181,7 +204,7 @@ def verify(
     """Run optimizer steps on the mesh and with the serial program, and compare the results.
 
     All ranks must call it together. The serial program runs on the CPU of rank 0. Rank 0 gets the
-    report, the others get None.
+    report, of which :func:`summary` makes a text. The other ranks get None.
 
     Args:
         config: the settings.
@@ -270,7 +293,8 @@ def _of_all_stages(mesh: Mesh, own: Outcome, names: Mapping[str, str]) -> Outcom
 def prepare(config: Config, image: Size | None):
     """Return the completed config, the plain model and the source of images.
 
-    Images are random ones of size ``image``, or those of ``data.store`` if ``image`` is None.
+    The config gets the settings that follow from the images, such as the number of dims. Images are
+    random ones of size ``image``, or those of ``data.store`` if ``image`` is None.
 
     Raises:
         ValueError: there is neither a size nor a store.
@@ -288,7 +312,8 @@ def prepare_model(
 ) -> tuple[Config, nn.Module, Size, Store | None]:
     """Return the completed config, the plain model, the size of a sample, and the store.
 
-    The store is None if images are random.
+    The config gets the settings that follow from the images, such as the number of dims. The store
+    is None if images are random.
 
     Args:
         config: the settings.
@@ -318,19 +343,32 @@ def prepare_model(
 
 
 def _check_fits(image: Size, channels: int, count: int) -> None:
-    """Refuse images that do not fit into the machine's memory, before they are allocated."""
+    """Refuse images that do not fit into the machine's memory, before they are allocated.
+
+    Args:
+        image: the size of an image.
+        channels: number of bands.
+        count: number of images in a step.
+    """
     wanted = 8.0 * Size(image).volume * (channels + 1) * count
     there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if wanted > there:
         raise ValueError(
             f"a step of {count} images of {Size(image)} with {channels} bands takes "
-            f"{wanted / 1e9:.3g} GB in float64 for the pixels alone, but this machine has "
+            f"{wanted / 1e9:.3g} GB for the pixels in float64 and the labels, but this machine has "
             f"{there / 1e9:.3g} GB of memory: give a smaller --image, or fewer images in a step"
         )
 
 
 def own_pieces(config: Config, mesh: Mesh, images, reach: ReceptiveField) -> list[list[TileBatch]]:
-    """Return this rank's tile batches of a step's images, a list for each micro-batch."""
+    """Return this rank's tile batches of a step's images, a list for each micro-batch.
+
+    Args:
+        config: the settings.
+        mesh: the mesh.
+        images: the source of the step's images, such as :class:`RandomImages`.
+        reach: the receptive field by which windows are read.
+    """
     return [
         images.mine(
             _rows(config, mesh.sample).of_micro_batch(m),
@@ -369,6 +407,8 @@ class Comparison:
 
     def step(self, images, outcome: Outcome, dump: str | None) -> dict:
         """Run a step serially and return the report on the mesh's ``outcome``.
+
+        The next step then begins with the weights and buffers of the mesh.
 
         Args:
             images: the source of the step's images.
@@ -455,7 +495,11 @@ class Comparison:
 
 
 def _largest(errors: Mapping[str, Mapping[str, float]]) -> float:
-    """Return the largest error of all tensors in ``errors``; NaN counts as the largest."""
+    """Return the largest of all errors; NaN counts as the largest.
+
+    Args:
+        errors: for each part, such as gradients, the error of each tensor by name.
+    """
     return max((e for part in errors.values() for e in part.values()), key=_badness, default=0.0)
 
 
@@ -493,6 +537,15 @@ def zero_gradients(
     For each of them the result has ``norm``, the 2-norm of the serial gradient, and ``rounding``,
     the 2-norm of its rounding error. Measuring the rounding error takes a second serial step, so it
     is measured only if some gradients are tiny compared with the largest gradient.
+
+    Args:
+        config: the settings.
+        initial: the plain module before the step.
+        wholes: all images of the step.
+        serial: the results of the serial step.
+        found: the results of the distributed step.
+        epoch: the epoch of the step.
+        dropouts: the layer of each call of a dropout function, as for :func:`serial_step`.
     """
     norms = {name: gradient.norm().item() for name, gradient in serial.gradients.items()}
     tiny = [

@@ -312,7 +312,7 @@ _program = False
 
 
 def as_program() -> None:
-    """Mark this process as a program, a process that runs one command and then ends."""
+    """Mark this process as one that runs a single command of distseg and then ends."""
     global _program
     _program = True
 

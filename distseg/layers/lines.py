@@ -175,7 +175,12 @@ class DistributedLines(DistributedMean):
         return dx
 
     def _closed(self, cells: Tensor, like: Tensor) -> Tensor:
-        """Reshape cells from the layout of :meth:`_opened` back to an image (C, *size)."""
+        """Reshape cells to an image (C, *size): the inverse of :meth:`_opened`.
+
+        Args:
+            cells: (L, C, cells of a position), as :meth:`_opened` returns them.
+            like: an image with the shape of the result.
+        """
         size = like.shape[1:]
         others = [d for d in range(len(size)) if d not in self.kept]
         cells = cells.reshape(*(size[d] for d in self.kept), len(like), *(size[d] for d in others))

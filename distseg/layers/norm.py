@@ -189,12 +189,12 @@ class DistributedNorm(nn.Module):
         return y if self.parts is None and self.frames == 1 else y.view_as(x)
 
     def is_local(self, xs: list[Tensor]) -> bool:
-        """Return True if PyTorch's norm kernel is to be used, as distseg's kernel is not available.
+        """Return True if PyTorch's norm kernel must compute this norm.
 
-        PyTorch's kernel can normalise one tensor of whole images that only this rank holds, and
-        only an active norm. It is not used in three cases: float64, where PyTorch's plain sums lose
-        digits; group norm in channels_last, where PyTorch is slower; and group norm in 16 bits on a
-        GPU, where autocast returns float32.
+        This is so if distseg's kernel is not available and PyTorch's can be used: for an active
+        norm and one tensor of whole images that only this rank holds. PyTorch's kernel is not used
+        in three cases: float64, where its plain sums lose digits; group norm in channels_last,
+        where it is slower; and group norm in 16 bits on a GPU, where autocast returns float32.
 
         Args:
             xs: the feature maps of this rank's windows.
@@ -314,10 +314,13 @@ class DistributedNorm(nn.Module):
         return [0 if self.kind == "batch" else image for image in images]
 
     def rows_of(self, x: Tensor, index: int) -> list[int]:
-        """Return, for each entry of the batch ``x`` of window ``index``, its row in the statistics.
+        """Return the row of the statistics that each entry of the batch ``x`` uses.
 
-        A user module that calls its layers itself may put parts of images into the batch. Then each
-        entry of ``x`` is treated as an image.
+        Usually an entry is an image. A user module that calls its layers itself may put parts of
+        images into the batch. Then each entry has its own row, or row 0 in batch norm.
+
+        Args:
+            x: the feature map of window ``index``.
         """
         if not self.context.whole:
             return self.rows(index)

@@ -74,11 +74,11 @@ class PlacedPositions(Positions):
         return self.on_box(x, x.shape[2:], Box.whole(x.shape[2:]))
 
     def on_box(self, x: Tensor, size: Sequence[int], box: Box) -> Tensor:
-        """Return the values inside ``box`` of a feature map.
+        """Return the part of the layer's output inside ``box``.
 
         Args:
-            x: the input of the layer, whose dtype, device and number of images the result has.
-            size: the size of the whole feature map.
+            x: the input. Only its dtype, device and number of images are used, not its values.
+            size: the size of the whole output.
         """
         return self.part(
             x, self.context.place.image, size, [range(a, b) for a, b in zip(box.start, box.stop)]

@@ -84,11 +84,14 @@ _NORMS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm
 def with_grid(settings: PatchgdConfig, size: Sequence[int]) -> PatchgdConfig:
     """Return the settings with ``grid`` set to the number of patches along each dim of an image.
 
-    The settings are returned unchanged if the head takes any grid, if a grid is given, or if
-    ``size``, the size of the training images, has other dims than ``patch``.
+    The settings are returned unchanged in three cases: the head takes any grid, they have a grid
+    already, or ``size`` and ``patch`` have different numbers of dims.
+
+    Args:
+        size: the size of the training images.
 
     Raises:
-        ValueError: a grid is given, but the head takes any grid.
+        ValueError: the settings have a grid, although the head takes any grid.
     """
     if not of_one_grid(settings.head):
         if settings.grid is not None:

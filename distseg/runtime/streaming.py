@@ -804,9 +804,12 @@ class MicroBatchRun:
         return g
 
     def _at(self, tensor_id: int, i: int, box: Box) -> Box:
-        """Select tile batch ``i`` in the context, and return the part of ``box`` that it owns.
+        """Make tile batch ``i`` the current one, and return the part of ``box`` that it owns.
 
-        ``box`` is a box of feature map ``tensor_id``. The returned box is relative to ``box``.
+        ``self.context`` then describes this tile batch, for the layers that are computed next.
+
+        Args:
+            box: a box of feature map ``tensor_id``. The returned box is relative to it.
         """
         owned = box.intersection(self.grid.owned(i, tensor_id))
         self.context.places = [self.blocks[i].place]

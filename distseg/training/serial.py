@@ -339,7 +339,7 @@ class _Whole(TorchFunctionMode):
 
     @contextmanager
     def for_batch(self, batch: list[Image]):
-        """Enter the mode for a forward pass with these images."""
+        """Count dropout calls and set image numbers for one forward pass with these images."""
         self.numbers, self.calls, self.inside = [image.number for image in batch], 0, []
         self.times: Counter[int] = Counter()
         # Number of dropout calls so far of each module that the network does not list as a layer.

@@ -167,7 +167,10 @@ class PassRunner(Protocol[Given]):
         """
 
     def with_labels(self, given: Given) -> Iterable[MicroBatch]:
-        """Return the labels of a step, which determine the gradient of a linear loss."""
+        """Return tile batches with the labels of a step.
+
+        These labels determine the gradient of a linear loss.
+        """
 
     def run_forward(self, given: Given) -> None:
         """Run an extra forward pass, from which the gradient of a nonlinear loss is computed.
@@ -251,7 +254,7 @@ class StageRunner:
         )
 
     def with_labels(self, units: list[MicroBatch]) -> list[MicroBatch]:
-        """Return the micro-batches, whose labels determine the gradient of a linear loss."""
+        """Return all micro-batches unchanged: their labels are in memory already."""
         return units
 
     def run_forward(self, units: list[MicroBatch]) -> None:
@@ -288,7 +291,7 @@ class DeviceRunner:
         return False
 
     def with_labels(self, units: list[MicroBatch]) -> list[MicroBatch]:
-        """Return the micro-batches, whose labels determine the gradient of a linear loss."""
+        """Return all micro-batches unchanged: their labels are in memory already."""
         return units
 
     def run_forward(self, units: list[MicroBatch]) -> None:

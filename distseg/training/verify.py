@@ -382,7 +382,7 @@ def own_pieces(config: Config, mesh: Mesh, images, reach: ReceptiveField) -> lis
 
 
 def _rows(config: Config, group: int) -> Rows:
-    """Return the positions in a step of a sample group's images, as the loader assigns them."""
+    """Return which images of a step belong to sample group ``group``, as the loader deals them."""
     return Rows(config.mesh.samples, group, config.train.accumulate, config.data.images)
 
 

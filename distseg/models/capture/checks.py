@@ -60,7 +60,8 @@ def picture(model: nn.Module, loose: bool = False) -> Picture:
     The snapshot leaves out the running statistics of norms, which a pass may update.
 
     Args:
-        loose: True to compare two copies of a module
+        loose: True if the snapshot will be compared with the snapshot of a copy of the module. It
+            then leaves out what differs between copies, such as object ids
             (:func:`distseg.models.capture.state.picture_of`).
     """
     found = picture_of(model, loose).without(_statistics(model))

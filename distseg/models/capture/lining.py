@@ -111,10 +111,10 @@ def lines_spread(reader: Reader, args: tuple, kwargs: dict) -> tuple[tuple, dict
 
 
 def _across(values: Sequence[Value]) -> Axes | None:
-    """Return the axes of the map that lines span together, such as row means and column means.
+    """Return the axes of the map that several lines span together.
 
-    A line is a vector whose length follows the size of the image. Return None if the lines do not
-    cover all spatial dims.
+    A line is a vector whose length follows the size of the image. Row means and column means, for
+    example, span a map of rows and columns. Return None if the lines do not cover all spatial dims.
 
     Args:
         values: the lines, and vectors that are combined with them.

@@ -179,7 +179,9 @@ class Positions(LooksAtSize):
 
 
 class _Values:
-    """Results of a plan's calls for one image size, at all positions or at a part of them.
+    """Results of the calls that compute a map of positions, for one image size.
+
+    They are computed at all positions or at a part of them.
 
     Args:
         calls: the calls of the user's forward pass for this size.

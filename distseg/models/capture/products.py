@@ -188,7 +188,8 @@ def _axes_of_labels(
                     raise reader.refusal(
                         f"multiplies "
                         f"{' with '.join(repr(y) for y in operands if isinstance(y, Value))}, "
-                        f"whose dims {label} differ"
+                        f"but the letter {label} stands for different dims in them: use another "
+                        "letter for one of them"
                     )
     for letters, x in zip(labels, operands):
         if isinstance(x, Value):

@@ -574,6 +574,7 @@ class Reader:
         Args:
             make: function that makes the layer.
             x: first input of the layer; ``like`` is the second one.
+            rules: for each spatial dim, how the output's size follows from the size of ``like``.
             more: further settings of the layer that were found by comparing the sizes of traces.
             settings: keyword arguments of :meth:`emit`.
         """

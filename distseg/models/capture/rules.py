@@ -382,7 +382,9 @@ class Rules:
 
     def glu(self: Reader, input, dim=-1):
         if not self.of_channels(dim, self.value(input)):
-            raise self.refusal("cuts the image into two parts; supported: cut the channels")
+            raise self.refusal(
+                "splits a spatial dim into two parts, but only channels can be split: use dim=1"
+            )
         return self.formula((input, dim), {})
 
     def dropout(self: Reader, input, p=0.5, training=True, inplace=False):

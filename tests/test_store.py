@@ -374,7 +374,7 @@ def test_questions_without_an_answer(filled):
     store, _, _ = filled
     with pytest.raises(ValueError, match="no split 'test': choose train, val"):
         store.split("test")
-    with pytest.raises(ValueError, match="no image 'c': it holds 2, such as a, b"):
+    with pytest.raises(ValueError, match="no image 'c': it holds 2 images, such as a, b"):
         store.size("c")
     with pytest.raises(ValueError, match="'b' .*has no labels"):
         store.labels("b", ODD)

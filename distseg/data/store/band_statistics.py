@@ -17,6 +17,13 @@ class Moments:
     Blocks are merged by the formula of Chan, Golub and LeVeque ("Updating formulae and a pairwise
     algorithm for computing sample variances", 1979). It avoids the cancellation in mean(x^2) -
     mean(x)^2 when the mean is large.
+
+    Args:
+        bands: number of bands.
+
+    Attributes:
+        pixels: for each band, the number of pixels with data that were added.
+        mean: (bands,) the mean of these pixels.
     """
 
     def __init__(self, bands: int):
@@ -25,11 +32,11 @@ class Moments:
         self._squares = np.zeros(bands)  # sums of squared distances from the mean
 
     def add(self, pixels: np.ndarray, missing: np.ndarray | None = None) -> None:
-        """Add a block of pixels.
+        """Add a block of pixels to the statistics.
 
         Args:
             pixels: (bands, *size), not empty.
-            missing: bool of the same shape, True for values without data; None for none.
+            missing: bool of the same shape, True for values without data; None if all have data.
         """
         for band, values in enumerate(pixels):
             self._add(band, values if missing is None else values[~missing[band]])
@@ -58,9 +65,15 @@ class Moments:
 
 
 class ClassCounts:
-    """Number of pixels of each class in every block of an image.
+    """Number of pixels of each class, in every block of an image and in the whole image.
 
-    ``table`` is (classes, *blocks) int64, ``totals`` has one int per class.
+    Args:
+        classes: number of classes.
+        size: the size of the image.
+
+    Attributes:
+        table: (classes, *blocks) int64, the number in each block of ``BLOCK`` pixels a side.
+        totals: for each class, the number in the whole image.
     """
 
     def __init__(self, classes: int, size):
@@ -68,7 +81,7 @@ class ClassCounts:
         self.table = np.zeros((classes, *blocks(size)), dtype=np.int64)
 
     def add(self, box: Box, labels: np.ndarray) -> None:
-        """Count the labels (*box.size) of a box; labels that are no class are not counted."""
+        """Count the labels (*box.size) of a part of the image; skip labels that are no class."""
         touched = box.coarsened((BLOCK,) * len(box.start))
         cell = np.zeros((1,) * labels.ndim, dtype=np.int64)
         for dim, (a, b, first, count) in enumerate(

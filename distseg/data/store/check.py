@@ -22,6 +22,8 @@ _MOST = 20  # number of findings of an image that are listed one by one
 def check_store(path: str | Path, progress: Callable[..., SilentProgress] = _progress) -> list[str]:
     """Return one line of text per damaged part; an empty list if the store is intact.
 
+    If an image has more than 20 damaged parts, a last line counts those that are not listed.
+
     Args:
         path: the store.
         progress: function that makes the progress display, as
@@ -50,7 +52,15 @@ def check_store(path: str | Path, progress: Callable[..., SilentProgress] = _pro
 
 
 def _findings(store: Store, name: str, shown: SilentProgress) -> Iterator[str]:
-    """Yield a line for each damaged part of an image: of its pixels, masks, labels and counts."""
+    """Yield a line for each damaged part of an image.
+
+    Its pixels, validity mask, labels and counts of classes are read.
+
+    Args:
+        store: the store.
+        name: the name of the image.
+        shown: the progress display to advance.
+    """
     yield from _each(
         store,
         name,
@@ -88,12 +98,12 @@ def _each(
     wrong: Callable[[ChunkReader, tuple, np.ndarray], str | None],
     shown: SilentProgress,
 ) -> Iterator[str]:
-    """Yield a line for each damaged chunk of an image.
+    """Yield a line for each damaged chunk of one dataset of an image.
 
     Args:
         store: the store.
         name: the name of the image.
-        what: ``pixels``, ``labels`` or ``valid``.
+        what: the dataset: ``pixels``, ``labels`` or ``valid`` (the validity mask).
         wrong: called with the reader, the index and the content of a chunk. It returns in words
             what is wrong with the content, or None.
         shown: the progress display to advance.
@@ -117,7 +127,15 @@ def _each(
 def _wrong_pixels(
     store: Store, name: str, reader: ChunkReader, index: tuple[int, ...], pixels: np.ndarray
 ) -> str | None:
-    """Return in words what is wrong with a chunk of pixels; None if every value is valid."""
+    """Return in words what is wrong with a chunk of pixels; None if every value is valid.
+
+    Args:
+        store: the store.
+        name: the name of the image.
+        reader: the reader of the pixels.
+        index: the chunk's index in each dim.
+        pixels: the content of the chunk.
+    """
     place = reader.place(index)
     if store.masked(name):
         pixels = pixels.copy()  # reading the validity mask overwrites this memory
@@ -137,7 +155,17 @@ def _wrong_labels(
     labels: np.ndarray,
     counts: ClassCounts,
 ) -> str | None:
-    """Return in words what is wrong with a chunk of labels; if nothing is, count its classes."""
+    """Return in words what is wrong with a chunk of labels; None if every label is valid.
+
+    Valid labels are added to ``counts``.
+
+    Args:
+        store: the store.
+        reader: the reader of the labels.
+        index: the chunk's index in each dim.
+        labels: the content of the chunk.
+        counts: the counts of the image's classes.
+    """
     box = reader.place(index)
     bad = (labels >= len(store.classes)) & (labels != store.ignore)
     if bad.any():
@@ -148,7 +176,7 @@ def _wrong_labels(
 
 
 def _wrong_counts(store: Store, name: str, counts: ClassCounts) -> Iterator[str]:
-    """Yield a line if the stored counts of classes differ from ``counts``."""
+    """Yield a line if the stored counts of an image differ from ``counts``, those of its labels."""
     words = f"{store.path} is damaged: the counts of image {name!r}"
     try:
         table = store.block_counts(name)

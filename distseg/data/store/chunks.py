@@ -48,10 +48,10 @@ class Sums:
 
 
 class ChunkWriter:
-    """Writer of boxes into a chunked dataset of a growing file.
+    """Writer of boxes into a chunked dataset of a file that is being written.
 
-    A chunk is written to the file when all its pixels are known. ``sums`` (chunks along each dim)
-    uint64 holds the checksums of the written chunks.
+    A chunk is written to the file when :meth:`write` has received all its pixels. ``sums`` (chunks
+    along each dim) uint64 holds the checksums of the written chunks.
     """
 
     def __init__(self, dataset: h5py.Dataset):
@@ -62,7 +62,10 @@ class ChunkWriter:
         self._pending: dict[tuple[int, ...], tuple[np.ndarray, int]] = {}
 
     def write(self, box: Box, array: np.ndarray) -> None:
-        """Write ``array`` (*box.size) into a box; every pixel must be written exactly once."""
+        """Write ``array`` (*box.size) into a box; every pixel must be written exactly once.
+
+        The box has one range for each dim of the dataset, the bands included.
+        """
         for index, outside, inside in _touched(box, self._chunk):
             part = array[outside]
             chunk, missing = self._pending.pop(index, None) or self._begun(index)
@@ -85,13 +88,16 @@ class ChunkWriter:
 class ChunkReader:
     """Reader of boxes of a chunked dataset.
 
+    A box has one range for each dim of the dataset, the bands included. The index of a chunk is its
+    number along each dim.
+
     Args:
         handle: file descriptor of the open file.
         dataset: the dataset to read.
         path: the file, for messages.
         what: the content in words, for messages, such as ``pixels of image 'a'``.
         sums: the checksums of the chunks; None if the store has none.
-        leading: number of dims before the spatial ones, such as bands.
+        leading: number of dims before the spatial ones, for messages: 1 if there are bands, else 0.
 
     Raises:
         Damage: a chunk is missing, lies outside the file, or has an impossible size.
@@ -109,7 +115,9 @@ class ChunkReader:
         self.shape, self.dtype, self.chunk = dataset.shape, dataset.dtype, dataset.chunk
         self._handle, self._path, self._what, self._leading = handle, path, what, leading
         if self.chunk is None or "fletcher32" in dataset.filters:
-            raise Damage(f"{path} is damaged: the {what} are not stored as distseg stores them")
+            raise Damage(
+                f"{path} is damaged: the {what} are not stored as distseg stores them: {AGAIN}"
+            )
         self._packed = dataset.filters == ("gzip",)
         self._bytes = math.prod(self.chunk) * self.dtype.itemsize  # of an uncompressed chunk
         self.grid = _grid(self.shape, self.chunk)
@@ -152,9 +160,14 @@ class ChunkReader:
         return out
 
     def load(self, index: tuple[int, ...]) -> np.ndarray:
-        """Return a whole chunk; a chunk at the border extends beyond the image.
+        """Return the chunk with this index, in its full size even where it exceeds the dataset.
 
-        The next load in this thread overwrites the memory of an uncompressed chunk.
+        If the chunk is stored uncompressed, the next load of any reader in this thread overwrites
+        the result.
+
+        Raises:
+            Damage: the chunk is damaged.
+            OSError: the disk cannot be read.
         """
         data = self._stored(index)
         if self._sums is not None and chunk_sum(data) != self._sums[index]:
@@ -164,15 +177,18 @@ class ChunkReader:
         return np.frombuffer(data, self.dtype).reshape(self.chunk)
 
     def place(self, index: tuple[int, ...]) -> Box:
-        """Return the box of a chunk's pixels, clipped to the dataset."""
+        """Return the box of the pixels of the chunk with this index, clipped to the dataset."""
         return _extent(index, self.chunk, self.shape)
 
     def damage(self, index: tuple[int, ...], how: str) -> Damage:
-        """Return an error that names a chunk; ``how`` says what is wrong with the chunk."""
+        """Return an error that names a chunk.
+
+        ``how`` says what is wrong with its pixels, such as ``are cut off``.
+        """
         return Damage(f"{self._path} is damaged: {self._words(index)} {how}: {AGAIN}")
 
     def _words(self, index: tuple[int, ...]) -> str:
-        """Return what a chunk holds and its position, in words."""
+        """Return in words what the chunk with this index holds, and its position."""
         box = self.place(index)
         bands = (
             f", bands {box.start[0]} to {box.stop[0] - 1}"
@@ -216,7 +232,10 @@ class ChunkReader:
         return found
 
     def _check_size(self, file_size: int) -> None:
-        """Refuse a dataset that a file of this size cannot hold, before memory is reserved."""
+        """Refuse a dataset that a file of this many bytes cannot hold.
+
+        Otherwise a damaged shape could make the reader reserve huge arrays.
+        """
         least = self.chunks * (-(-self._bytes // _DEFLATE_RATIO) if self._packed else self._bytes)
         if least > file_size:
             shape = "x".join(map(str, self.shape))
@@ -228,6 +247,8 @@ class ChunkReader:
 
     def _places(self, dataset: Data) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return where each chunk lies in the file, its number of bytes there, and its filter mask.
+
+        Each result is an array with one entry per chunk (chunks along each dim).
 
         Raises:
             Damage: a chunk is missing, lies outside the file, or has an impossible size.
@@ -268,7 +289,13 @@ def _grid(shape: Sequence[int], chunk: Sequence[int]) -> tuple[int, ...]:
 
 
 def _extent(index: Sequence[int], chunk: Sequence[int], shape: Sequence[int]) -> Box:
-    """Return the box of a chunk's pixels, clipped to ``shape``."""
+    """Return the box of the pixels of a chunk, clipped to ``shape``.
+
+    Args:
+        index: the chunk's number along each dim.
+        chunk: the size of a chunk.
+        shape: the shape of the dataset.
+    """
     return Box(
         tuple(i * c for i, c in zip(index, chunk)),
         tuple(min((i + 1) * c, n) for i, c, n in zip(index, chunk, shape)),
@@ -280,7 +307,8 @@ def _touched(
 ) -> Iterator[tuple[tuple[int, ...], tuple[slice, ...], tuple[slice, ...]]]:
     """Yield the index of each chunk that a box touches, and the overlap of chunk and box.
 
-    The overlap is given twice: as slices of the box, and as slices of the chunk.
+    The overlap is given twice: as slices of the box, and as slices of the chunk. ``chunk`` is the
+    size of a chunk.
     """
     axes = []
     for a, b, c in zip(box.start, box.stop, chunk):

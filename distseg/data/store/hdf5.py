@@ -65,7 +65,15 @@ def opened(path: str | Path, what: str, made_by: str) -> h5py.File:
 
 @dataclass(frozen=True)
 class Data:
-    """HDF5 dataset whose data lie in the same file. ``chunk`` is None if it is not chunked."""
+    """HDF5 dataset whose data lie in the file itself.
+
+    Attributes:
+        id: h5py's low-level handle.
+        shape: the shape of the dataset.
+        dtype: dtype of the values.
+        chunk: the size of a chunk; None if the dataset is not chunked.
+        filters: names of the filters, ``gzip`` or ``fletcher32``, in the order of writing.
+    """
 
     id: h5py.h5d.DatasetID
     shape: tuple[int, ...]
@@ -109,7 +117,7 @@ def dataset(file: h5py.File, name: str) -> Data:
 
 
 def _followed(file: h5py.File, name: str) -> h5py.h5g.GroupID | h5py.h5d.DatasetID:
-    """Return the group or dataset of this name; refuse links other than hard links."""
+    """Return the group or dataset of this name, such as ``a/b/c``; refuse all but hard links."""
     root, parts = h5py.h5g.open(file.id, b"/"), name.split("/")
     for count in range(1, len(parts) + 1):
         path = "/".join(parts[:count])
@@ -126,9 +134,10 @@ def _followed(file: h5py.File, name: str) -> h5py.h5g.GroupID | h5py.h5d.Dataset
 
 
 def strings(texts: list[str]) -> np.ndarray:
-    """Return an array of texts that all take the same number of bytes.
+    """Return an array of texts that are padded to the same number of bytes.
 
-    The reason is that HDF5 stores texts of variable length in a heap that has no checksum.
+    HDF5 would store texts of variable length in a heap without a checksum, where damage goes
+    unseen.
     """
     coded = [text.encode("utf-8", "surrogateescape") for text in texts]
     return np.array(coded, dtype=h5py.string_dtype("utf-8", max(1, *map(len, coded))))
@@ -231,6 +240,9 @@ class _Sink:
 
 
 def _kind(mode: int) -> str:
-    """Return in words the kind of a path that is not a plain file, such as ``a folder``."""
+    """Return in words what a path is that is not a plain file, such as ``a folder``.
+
+    ``mode`` is ``st_mode`` of :func:`os.stat`.
+    """
     kinds = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
     return kinds.get(stat.S_IFMT(mode), "a device")

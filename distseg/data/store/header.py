@@ -39,18 +39,20 @@ class Entry:
     split: str
     size: tuple[int, ...]
     dtype: np.dtype
-    labels: bool
-    counts: list[int] | None  # pixels of each class
-    nodata: int | float | None = None
-    missing: int = 0  # pixels without data
-    # Index of the first checksum in ``sums`` by content, such as pixels; version 1 has none.
+    labels: bool  # True if the pixels have labels
+    counts: list[int] | None  # number of pixels of each class; None if the pixels have no labels
+    nodata: int | float | None = None  # the number for no data; None if there is none
+    missing: int = 0  # number of pixels that lack data in all bands
+    # For pixels, labels and valid: index of the first checksum in the store's dataset ``sums``.
+    # Empty in version 1.
     sums: dict[str, int] = field(default_factory=dict)
-    # Digests of the checksums by content, and of the counts.
+    # For pixels, labels and valid: digest of their checksums. For counts: digest of the counts.
     digests: dict[str, str] = field(default_factory=dict)
-    # The label of the whole image: its class, or a number if the store has a single class.
+    # The label of the whole image: its class, or a number if the store has a single class. None
+    # without such a label.
     label: int | float | None = None
     valid: bool = False  # True if the image has a validity mask
-    place: Georeference | None = None
+    place: Georeference | None = None  # the georeference of the image
 
     def to_json(self) -> dict:
         """Return the entry in types that JSON can hold."""
@@ -63,7 +65,11 @@ class Entry:
 
     @classmethod
     def from_json(cls, entry: dict, version: int) -> Entry:
-        """Return the entry from the result of :meth:`to_json`, for a store of this ``version``.
+        """Return the entry that :meth:`to_json` converted.
+
+        Args:
+            entry: the result of :meth:`to_json`.
+            version: version of the store; entries of version 1 have fewer values.
 
         Raises:
             KeyError, TypeError, ValueError: ``entry`` is not valid.
@@ -146,14 +152,14 @@ class Header:
     """The header of a store."""
 
     version: int
-    classes: list[str]
-    bands: list[str]
-    ignore: int
-    block: int
+    classes: list[str]  # names in the order of their labels
+    bands: list[str]  # names
+    ignore: int  # label of pixels to ignore
+    block: int  # pixels along each side of a block in which classes are counted
     mean: np.ndarray  # (bands,) float64
-    std: np.ndarray
-    provenance: dict
-    images: dict[str, Entry]
+    std: np.ndarray  # (bands,) float64
+    provenance: dict  # where the data come from
+    images: dict[str, Entry]  # by name
     colours: np.ndarray | None  # (classes, 3) uint8, if label maps had a palette
     digest: str  # differs between stores of different content (version 1: of different headers)
     sums_at: int = 0  # byte of the file at which the chunks' checksums begin
@@ -220,8 +226,8 @@ def write(
         std: (bands,) standard deviation of each band.
         provenance: where the data come from, in types that JSON can hold.
         images: the index entries of all images.
-        sums: (number of all chunks,) uint64, the checksums of all chunks.
-        colours: (classes, 3) uint8; None if there are none.
+        sums: (chunks,) uint64, the checksums of the chunks of all images.
+        colours: (classes, 3) uint8, the colours of the classes; None if there are none.
     """
     file["sums"] = sums
     attributes = file.attrs
@@ -264,7 +270,7 @@ def read(path: str, file: h5py.File) -> Header:
 
 
 class _Told(ValueError):
-    """Error whose message needs no addition by :func:`read`."""
+    """Error whose message :func:`read` passes on unchanged; it adds advice to other errors."""
 
 
 def _read(path: str, file: h5py.File) -> Header:
@@ -308,13 +314,13 @@ def _read(path: str, file: h5py.File) -> Header:
 
 
 def _must(fine: bool, what: str) -> None:
-    """Raise a ValueError that names the value ``what`` unless ``fine``."""
+    """Raise a ValueError unless ``fine``; ``what`` names the wrong value in words."""
     if not fine:
         raise ValueError(f"impossible: {what}")
 
 
 def _count(value: Any, most: int) -> bool:
-    """Return True if ``value`` is an int between 0 and ``most``."""
+    """Return True if ``value`` is an int from 0 to ``most``, both included."""
     return type(value) is int and 0 <= value <= most
 
 
@@ -334,7 +340,7 @@ def _text(file: h5py.File, name: str) -> str:
 
 
 def _digest(file: h5py.File, texts: dict[str, str]) -> str:
-    """Return the digest of all attributes and of ``texts``."""
+    """Return the digest of a header: its attributes, and ``texts`` (index and provenance)."""
     attributes = {name: _plain(value) for name, value in file.attrs.items() if name != "digest"}
     return layout.digest(json.dumps([attributes, texts], sort_keys=True).encode())
 

@@ -29,15 +29,17 @@ class ImageWriter:
         split: the split of the image.
         size: the size of the image.
         dtype: dtype of the pixels.
-        labels: True if its pixels have labels.
+        labels: True if the image's pixels have labels.
         bands: names of the bands.
         classes: names of the classes.
         ignore: label of pixels to ignore.
-        nodata: the number for no data; None for none.
+        nodata: the number for no data; None if there is none.
         moments: statistics to which the pixels are added; None if the image is not in the split
             train.
-        check: function that raises the error of a full disk, if there was one.
-        label: the label of the whole image.
+        check: function that raises the system error that occurred in writing, if any. It is called
+            after each block.
+        label: the label of the whole image: its class, or a number if the store has a single
+            class; None without one.
         masked: True if the image has a validity mask.
         place: the georeference of the image; None without one.
     """
@@ -92,13 +94,14 @@ class ImageWriter:
         Pixels without data in all bands get the label to ignore.
 
         Args:
-            box: the block.
+            box: the part of the image that the block covers.
             pixels: (bands, *box.size), of the image's dtype or of a dtype that fits into it.
             labels: (*box.size) of any integer dtype; None if the image has no labels.
-            valid: (*box.size) bool, True where there is data; None for everywhere.
+            valid: (*box.size) bool, True where there is data; None if all pixels have data.
 
         Raises:
             ValueError: a shape, a dtype or a value is wrong; the message names the position.
+            OSError: the disk is full, or another system error occurred in writing.
         """
         self._check_shapes(box, pixels, labels, valid)
         missing = missing_of(pixels, self.nodata, valid)
@@ -125,7 +128,7 @@ class ImageWriter:
         self._check_disk()
 
     def entry(self, first: int) -> tuple[Entry, np.ndarray]:
-        """Return the image's index entry and the checksums of its chunks.
+        """Return the image's index entry, and the checksums of its chunks (chunks,) uint64.
 
         Args:
             first: index of the image's first checksum among the checksums of the store.
@@ -238,8 +241,12 @@ class ImageWriter:
 def first_bad(pixels: np.ndarray, missing: np.ndarray | None = None) -> tuple[int, ...] | None:
     """Return the index of the first invalid value; None if all are valid.
 
-    A value is invalid if it is not finite or its absolute value is 1e30 or more, unless ``missing``
-    marks it.
+    A value is invalid if it is not finite, or if its absolute value is 1e30 or more.
+
+    Args:
+        pixels: (bands, *size).
+        missing: bool of the same shape, True for values without data, which are not checked; None
+            if all have data.
     """
     if pixels.dtype.kind != "f":
         return None

@@ -12,7 +12,7 @@
                                       has a single class; or null
                             counts    pixels of each class, or null
                             nodata    the number for no data, or null
-                            missing   number of pixels without data
+                            missing   number of pixels that lack data in all bands
                             valid     true if it has a validity mask
                             place     its georeference as TIFF tags, or null
                             sums      indices in ``sums`` of its first checksums, by content
@@ -55,35 +55,43 @@ _CHUNK_BYTES = 4 << 20
 
 
 def chunk_edge(dims: int) -> int:
-    """Return the number of pixels along each side of a chunk: 256 in images, 40 in volumes."""
+    """Return the number of pixels along each side of a chunk: 256 in 2 dims, 40 in 3 dims."""
     return round(_CHUNK_PIXELS ** (1 / dims))
 
 
 def label_chunk(size) -> tuple[int, ...]:
-    """Return the chunk size of a label map (*size)."""
+    """Return the chunk size of a label map or validity mask (*size)."""
     return tuple(min(n, chunk_edge(len(size))) for n in size)
 
 
 def pixel_chunk(bands: int, size, itemsize: int) -> tuple[int, ...]:
     """Return the chunk size of an image (bands, *size).
 
-    A chunk holds all bands together, unless that is more than 4 MiB.
+    A chunk holds all bands, or, if that would be more than 4 MiB, as many bands as fit.
+
+    Args:
+        bands: number of bands.
+        size: the size of the image.
+        itemsize: bytes of a value.
     """
     return (max(1, min(bands, _CHUNK_BYTES // (_CHUNK_PIXELS * itemsize))), *label_chunk(size))
 
 
 def blocks(size) -> tuple[int, ...]:
-    """Return the number of blocks along each dim."""
+    """Return the number of blocks, of ``BLOCK`` pixels a side, along each dim of an image."""
     return tuple(-(-n // BLOCK) for n in size)
 
 
 def chunk_sum(data) -> int:
-    """Return the checksum of a chunk as it is stored."""
+    """Return the checksum (64-bit XXH3) of the bytes of a chunk, compressed if stored so."""
     return xxhash.xxh3_64_intdigest(data)
 
 
 def digest(data: bytes | np.ndarray) -> str:
-    """Return the digest of bytes, or of an array in C order and little endian."""
+    """Return the 128-bit XXH3 of bytes, as hexadecimal text.
+
+    An array is first converted to bytes in C order and little endian.
+    """
     if isinstance(data, np.ndarray):
         data = np.ascontiguousarray(data, data.dtype.newbyteorder("<")).tobytes()
     return xxhash.xxh3_128_hexdigest(data)

@@ -42,9 +42,9 @@ class Store:
         path: the store.
         constants: mean and standard deviation of each band for normalising, such as the values
             with which a network was trained; by default the store's own.
-        shrink: average blocks of ``shrink`` pixels a side into one pixel; rows and columns left
-            over are dropped. Only for images that have no labels of pixels and no pixels without
-            data.
+        shrink: average blocks of ``shrink`` pixels a side into one pixel. Rows and columns that
+            fill no whole block are dropped. Only for images that have no labels of pixels and no
+            pixels without data.
 
     Raises:
         FileNotFoundError: the store does not exist.
@@ -92,7 +92,11 @@ class Store:
         return len(self.band_names)
 
     def split(self, name: str) -> list[str]:
-        """Return the names of a split's images, in the order they were written."""
+        """Return the names of a split's images, in the order they were written.
+
+        Raises:
+            ValueError: the store has no such split.
+        """
         if name not in self.splits:
             raise ValueError(f"{self.path} has no split {name!r}: choose {', '.join(self.splits)}")
         return self.splits[name]
@@ -115,7 +119,11 @@ class Store:
         return any(entry.label is not None for entry in self._images.values())
 
     def label(self, name: str) -> int | float:
-        """Return the label of a whole image: its class, or a number in a store of one class."""
+        """Return the label of a whole image: its class, or a number in a store of one class.
+
+        Raises:
+            ValueError: the image has no label of the whole image.
+        """
         found = self._entry(name).label
         if found is None:
             raise ValueError(
@@ -187,7 +195,7 @@ class Store:
     def valid(self, name: str, box: Box) -> np.ndarray | None:
         """Return the validity mask of a box, (*box.size) bool, True where there is data.
 
-        None means that the image has no validity mask, or that all its pixels have data.
+        None means that the image has no validity mask, or that all pixels of the image have data.
         """
         if not (self.masked(name) and self.missing(name)):
             return None
@@ -195,7 +203,7 @@ class Store:
         return self.reader(name, "valid").read(box) != 0
 
     def without_data(self, name: str, box: Box) -> np.ndarray | None:
-        """Return where pixels of a box lack data in all bands, (*box.size) bool.
+        """Return a mask (*box.size) bool, True at pixels of a box that lack data in all bands.
 
         None means that the image has no such pixel, or that all values in the box have data.
         """
@@ -213,7 +221,8 @@ class Store:
     def block_counts(self, name: str) -> np.ndarray:
         """Return the number of pixels of each class in each block, (classes, *blocks) int64.
 
-        These numbers tell where an image has pixels of a class, without reading the labels.
+        A block has ``block`` pixels a side. The numbers tell where an image has pixels of a class,
+        without reading the labels.
         """
         self._check_labelled(name)
         found = self.reader(name, "counts")
@@ -245,7 +254,7 @@ class Store:
         return found
 
     def _keep(self, key: tuple[str, str], reader: ChunkReader) -> None:
-        """Cache a reader; drop the oldest readers if there are too many."""
+        """Cache a reader under ``key`` (image, dataset); drop the oldest ones if too many."""
         with self._lock:
             if key in self._readers:  # another thread has made the same reader
                 return
@@ -287,7 +296,12 @@ class Store:
             ) from e
 
     def _expected(self, entry: header.Entry, what: str) -> tuple[tuple[int, ...], np.dtype]:
-        """Return the shape and dtype that a dataset must have according to the index."""
+        """Return the shape and dtype that a dataset of an image must have.
+
+        Args:
+            entry: the index entry of the image.
+            what: the dataset: ``pixels``, ``labels``, ``valid`` or ``counts``.
+        """
         if what == "pixels":
             return (self.bands, *entry.size), entry.dtype
         if what in ("labels", "valid"):
@@ -312,7 +326,7 @@ class Store:
                 )
 
     def _check_size(self) -> None:
-        """Refuse a file that is smaller than its uncompressed pixels."""
+        """Refuse a file that is too small for the pixels of its images, which are uncompressed."""
         needed = sum(
             entry.dtype.itemsize * self.bands * Size(entry.size).volume
             for entry in self._images.values()
@@ -337,7 +351,8 @@ class Store:
         if name not in self._images:
             some = ", ".join(list(self._images)[:5])
             raise ValueError(
-                f"{self.path} has no image {name!r}: it holds {len(self._images)}, such as {some}"
+                f"{self.path} has no image {name!r}: it holds {len(self._images)} images, such as "
+                f"{some}"
             )
         return self._images[name]
 
@@ -346,7 +361,7 @@ class Store:
         if len(box.start) != len(size) or not Box.whole(size).contains(box):
             raise ValueError(
                 f"image {name!r} of {self.path} has {Size(size)} pixels, but the box {box} reaches "
-                "beyond them"
+                f"beyond them: choose a box of {len(size)} dims inside the image"
             )
 
     def _check_labelled(self, name: str) -> None:
@@ -360,7 +375,7 @@ class Store:
 def shrunken(pixels: np.ndarray, by: int) -> np.ndarray:
     """Return means over blocks of ``by`` pixels a side, (bands, *(size // by)) float32.
 
-    ``pixels`` is (bands, *size).
+    Rows and columns that fill no whole block are dropped. ``pixels`` is (bands, *size).
     """
     cut = pixels[(slice(None), *(slice(n // by * by) for n in pixels.shape[1:]))]
     split = cut.reshape(len(cut), *(n for size in cut.shape[1:] for n in (size // by, by)))
@@ -382,7 +397,7 @@ def normalised(
         pixels: (bands, *size).
         mean: (bands,).
         std: (bands,).
-        nodata: the number for no data; None for none.
+        nodata: the number for no data; None if there is none.
         valid: the validity mask, (*size) bool; None if all pixels have data.
     """
     absent = missing(pixels, nodata, valid)

@@ -30,7 +30,8 @@ def bytes_of(size: Sequence[int], bands: int, dtype: np.dtype, planes: int) -> i
         size: the size of the image.
         bands: number of bands.
         dtype: dtype of the pixels.
-        planes: number of further arrays of one byte per pixel, such as labels.
+        planes: number of arrays with one byte per pixel that the image has besides its pixels:
+            labels and validity mask.
     """
     return Size(size).volume * (bands * dtype.itemsize + planes)
 
@@ -51,11 +52,11 @@ class StoreWriter:
         ignore: label of pixels to ignore; it is no class.
         provenance: where the data come from, in types that JSON can hold.
         overwrite: True if an existing store may be replaced.
-        expected: number of bytes that the store will take, for the message of a full disk. The
-            message gives at least the bytes of the images added so far.
+        expected: number of bytes that the store will take, for the message of a full disk. If the
+            images added until then can take more, the message names that number instead.
         numbers: True if each image has a number as its label. ``classes`` is then one name, which
             says what the numbers measure.
-        colours: (classes, 3) uint8, the colours of class maps.
+        colours: (classes, 3) uint8, the colours of class maps; None if there are none.
 
     Raises:
         FileExistsError: ``path`` exists and ``overwrite`` is not set, or ``path`` is not a file.
@@ -152,12 +153,15 @@ class StoreWriter:
             size: the size of the image.
             dtype: dtype of the pixels.
             split: the split of the image.
-            labels: True if its pixels have labels.
+            labels: True if the image's pixels have labels.
             nodata: the number for no data; ignored if no pixel of ``dtype`` can have it.
             label: the label of the whole image: its class, or a number if the store has a single
-                class.
+                class; None without one.
             masked: True if a validity mask is written with the pixels.
-            place: the georeference of the image, for its class maps.
+            place: the georeference of the image, which its class maps get too; None without one.
+
+        Raises:
+            ValueError: the name, size, dtype or label is not valid, or the name is already used.
         """
         self._check_disk()
         if name in self._images:
@@ -197,7 +201,13 @@ class StoreWriter:
         return image
 
     def _check_label(self, name: str, labels: bool, label: int | float | None) -> None:
-        """Refuse invalid labels, and labels of pixels and of whole images in one store."""
+        """Refuse an invalid label, and labels of pixels next to labels of whole images.
+
+        Args:
+            name: the name of the new image.
+            labels: True if the image's pixels have labels.
+            label: the label of the whole image; None without one.
+        """
         others, one = self._images.values(), self.numbers
         of_pixels = labels or any(image.counts for image in others)
         of_images = label is not None or any(image.label is not None for image in others)
@@ -247,7 +257,7 @@ class StoreWriter:
             to_disk(self.path.parent)
 
     def _entries(self) -> tuple[list[header.Entry], np.ndarray]:
-        """Return the index entries of all images, and the checksums of all chunks."""
+        """Return the index entries of all images, and the checksums of their chunks (chunks,)."""
         index, sums, first = [], [np.zeros(0, np.uint64)], 0
         for image in self._images.values():
             entry, found = image.entry(first)

@@ -19,7 +19,14 @@ _STRIP_PIXELS, _ROWS = 4 << 20, 256
 
 
 class Values:
-    """Set of the values in some masks. The masks are read only as far as needed."""
+    """Set of the values in the masks of one split, which are read only as far as needed.
+
+    ``seen`` holds the values that were found until now.
+
+    Args:
+        pairs: images with their masks; each pair must have a mask.
+        shown: the progress display, advanced with each mask.
+    """
 
     def __init__(self, pairs: Sequence[Pair], shown: SilentProgress):
         self._more = _values_of(pairs, shown)
@@ -36,10 +43,10 @@ class Survey:
     """Check of the values that the masks of each split contain.
 
     Args:
-        pairs: images with their masks.
+        pairs: images with their masks; images without a mask are left out.
         classes: names in the order of their labels.
         ignore: the label of pixels to ignore.
-        values: map from mask values to labels.
+        values: map from mask values to labels. A value that is not in it is a label itself.
         absent: classes that may have no pixel.
         shown: the progress display, advanced with each mask.
     """
@@ -63,16 +70,18 @@ class Survey:
     def check(self) -> set[int]:
         """Refuse masks that seem to encode the classes by other values than expected.
 
-        If no mask contains a class, this is an error if masks hold values that are no class, or if
-        all masks hold the same single value. If one split lacks a class, this is an error if the
-        masks of this split seem to use other values than the other splits.
+        A class may be missing from all masks. This is an error if the masks hold values that stand
+        for no class, such as the label to ignore, or if all masks hold the same single value. A
+        class may also be missing from one split only. This is an error if the masks of this split
+        seem to use other values than the masks of the other splits.
 
         Returns:
-            The values of the masks that were read for this check.
+            The values that were found in the masks. Masks that were not needed for the check are
+            not read, and can hold more values.
 
         Raises:
-            ValueError: a class is missing; the message names the values of the masks and the flags
-                to use. Or ``absent`` names a class that is unknown.
+            ValueError: a class is missing, and it is one of these errors; the message names the
+                values of the masks and the flags to use. Or ``absent`` names an unknown class.
         """
         unknown = [name for name in self.absent if name not in self.classes]
         if unknown:
@@ -98,8 +107,8 @@ class Survey:
     def _check_split(self, split: str, k: int) -> None:
         """Refuse a split whose masks seem to use other values than the masks of other splits.
 
-        Such a split has pixels to ignore but no pixel of class ``k``, while other splits have
-        pixels of this class but no pixel to ignore.
+        Such a split has pixels to ignore but no pixel of a class, while other splits have
+        pixels of this class but no pixel to ignore. The class is given by its label ``k``.
         """
         others = [other for other in self._splits if other != split and self._holds(other, k)]
         if not others or self._holds(split, k) or not self._holds(split, self.ignore):
@@ -145,7 +154,12 @@ class Survey:
         return f"{hold}, of which {' and '.join(parts)}"
 
     def _repair(self, missing: list[int], seen: set[int]) -> str:
-        """Return advice: a flag to map values to labels, and a flag to accept the masks."""
+        """Return advice: a flag to map values to labels, and a flag to accept the masks.
+
+        Args:
+            missing: labels of the classes that have no pixel.
+            seen: the values in the masks.
+        """
         names = [self.classes[k] for k in missing]
         has = "has" if len(names) == 1 else "have"
         insist = f"if {' and '.join(names)} really {has} no pixel, set --absent {','.join(names)}"
@@ -175,7 +189,10 @@ def _distinct(mask: np.ndarray) -> np.ndarray:
 
 
 def _listed(values: Iterable[int], most: int = 8) -> str:
-    """Return values as text: ``0, 1 and 255``."""
+    """Return sorted values as text, such as ``0, 1 and 255``.
+
+    Values after the first ``most`` are only counted: ``0, 1 and 3 more``.
+    """
     texts = [str(value) for value in sorted(values)]
     if len(texts) > most:
         return f"{', '.join(texts[:most])} and {len(texts) - most} more"

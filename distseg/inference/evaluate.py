@@ -17,17 +17,19 @@ from distseg.inference.rounds import in_rounds
 def evaluate(
     predictor: Predictor, store: Store, split: str, world, stop: Callable[[], bool] = lambda: False
 ) -> np.ndarray | None:
-    """Return the confusion matrix (classes, classes) over the images of ``split``.
+    """Return the confusion matrix (classes, classes) int64 over the pixels of a split's images.
 
-    All ranks of ``world`` must call it together. All get the same matrix.
+    Rows are true classes, columns predicted ones. All ranks of ``world`` must call this function
+    together. All get the same matrix.
 
     Args:
-        predictor: the network.
+        predictor: the network, which is applied to whole images.
         store: the store of the images and their labels.
         split: name of the split, such as ``val``.
         world: the communicator of all ranks.
-        stop: function that is called after each round and returns the same value on all ranks. If
-            it returns True, the evaluation ends and None is returned.
+        stop: function that is called after each round, in which each rank computes at most one
+            image or its share of one. It returns the same value on all ranks. If this is True, the
+            evaluation ends and None is returned.
     """
     classes = len(store.classes)
     total = np.zeros((classes, classes))
@@ -55,9 +57,14 @@ def evaluate(
 
 
 def score_rows(matrices: dict[str, np.ndarray], classes: list[str]) -> list[dict]:
-    """Return the rows of the table that compares methods.
+    """Return the rows of the table that compares methods, as dicts from column to value.
 
-    There is a row for each class, then one of the means, and a column for each method and score.
+    There is a row for each class, and a column for each method and score, such as ``network iou``.
+    The last row has the mean IoU and Dice of all classes, and the accuracy over all pixels.
+
+    Args:
+        matrices: for each method, the confusion matrix.
+        classes: names of the classes.
     """
     found = {method: scores(matrix, classes) for method, matrix in matrices.items()}
     rows = []

@@ -1,9 +1,10 @@
 """Connected components of a label map that is read in strips of rows.
 
 An object is a set of pixels of one label that are connected through their sides (4-connected). The
-map is read once, from top to bottom, and only one strip is in memory. Runs of equal pixels are
-joined within a strip, and objects that continue are joined across the border between two strips by
-union-find. The result does not depend on the height of the strips.
+map is read once, from top to bottom, and only one strip is in memory. A run is a sequence of
+neighbouring pixels in one row that have the same label. Runs are joined within a strip, and objects
+that continue are joined across the border between two strips by union-find. The result does not
+depend on the height of the strips.
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ def joined(count: int, a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def compressed(parents: np.ndarray) -> np.ndarray:
-    """Return the root of each element of a forest.
+    """Return the root of each element of a union-find forest.
 
     Args:
-        parents: the parent of each element, with a smaller number, or the element itself at a root.
+        parents: the parent of each element; it has a smaller number. A root is its own parent.
     """
     while True:
         further = parents[parents]
@@ -60,11 +61,11 @@ class Labeller:
         skipped: labels whose pixels belong to no object.
 
     Attributes:
-        parents: (ids,) the parent of each id, or the id itself.
+        parents: (ids,) the parent of each id, or the id itself if it has not been joined.
         labels: (ids,) the label of each id.
         firsts: (ids,) the position of each id's first pixel, row * width + column.
         row: the labels of the last row that was added; None at first.
-        row_ids: the ids of the pixels of that row, after all joins.
+        row_ids: the ids of the pixels of that row, each the smallest id of its object.
     """
 
     def __init__(self, width: int, skipped: tuple[int, ...] = ()):
@@ -100,11 +101,11 @@ class Labeller:
         return of_pixels[above:]
 
     def _ids_of(self, roots: np.ndarray, runs: _Runs, above: int) -> np.ndarray:
-        """Return the id of each run, and make ids for new objects.
+        """Return the id of each run (runs,), and make ids for new objects.
 
         Args:
-            roots: the smallest run that is connected with each run.
-            runs: the runs of the strip, with those of the row above it.
+            roots: (runs,) for each run, the smallest index of a run that is connected with it.
+            runs: the runs of the strip, and those of the row above the strip if there is one.
             above: 1 if the runs begin with the row above the strip, else 0.
         """
         ids = np.full(len(roots), NONE, np.int64)
@@ -128,12 +129,15 @@ class Labeller:
         return ids[roots]
 
     def roots(self) -> np.ndarray:
-        """Return the smallest id of the object of each id, and make it the parent of that id."""
+        """Return, for each id, the smallest id of the same object; store it in ``parents``."""
         self.parents = compressed(self.parents)
         return self.parents
 
     def joined_ids(self, ids: np.ndarray) -> np.ndarray:
-        """Return the parents of ``ids``, all of them roots before the last strip was added."""
+        """Return ``ids`` after the joins of the last strip: each id is replaced by its parent.
+
+        All ids must have been roots before this strip was added. ``NONE`` stays as it is.
+        """
         found = ids.copy()
         inside = ids != NONE
         found[inside] = self.parents[ids[inside]]
@@ -152,10 +156,10 @@ class Labeller:
 
 
 class _Runs:
-    """Runs of equal labels in the rows of a strip, in reading order.
+    """Runs of pixels with equal labels in the rows of a strip (rows, width), in reading order.
 
     Attributes:
-        starts: (runs,) position of the first pixel, row * width + column.
+        starts: (runs,) position of the first pixel in the strip, row * width + column.
         lengths: (runs,) number of pixels.
         labels: (runs,) the label.
         in_first_row: number of runs in the first row.
@@ -172,7 +176,10 @@ class _Runs:
         self._begins = begins
 
     def touching(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the upper and the lower run of each pair of touching runs with the same label."""
+        """Return the pairs of runs with the same label that touch in neighbouring rows.
+
+        The result is two arrays: the index of the upper run of each pair, and of the lower one.
+        """
         begins, width = self._begins, self.width
         number = np.cumsum(begins.ravel()) - 1
         places = np.flatnonzero(begins[:-1] | begins[1:])  # where the upper or the lower run begins

@@ -42,13 +42,14 @@ def features(
     skipped: tuple[int, ...] = (),
     least: int = 1,
 ) -> Iterator[Feature]:
-    """Yield the objects of a label map as polygons. The map is read twice.
+    """Yield the objects of a label map as polygons.
 
     Args:
-        strips: returns the strips (rows, width) of the map, from top to bottom.
+        strips: a function that returns the strips of labels (rows, width), from top to bottom. It
+            is called twice.
         size: (height, width) of the map.
         names: a function from a label to the name of its class.
-        world: coordinates of the pixels.
+        world: the coordinates on earth of the map's pixels.
         skipped: labels whose pixels belong to no object.
         least: objects of fewer pixels are left out; the other objects keep their numbers.
     """

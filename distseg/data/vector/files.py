@@ -58,7 +58,8 @@ def check_polygons(place: Georeference | None, form: str, name: str) -> None:
 
     Raises:
         ImportError: rasterio is needed and not installed.
-        ValueError: the coordinates of the map are unknown.
+        ValueError: the georeference has no affine transform, its CRS cannot be read, or it has no
+            CRS and the format is geojson.
     """
     world = world_of(place, name)
     if form == "geojson":
@@ -85,7 +86,7 @@ def write_polygons(path: Path, labels: LabelMap, form: str, identity: str) -> in
 def write_numbers(path: Path, labels: LabelMap, about: str) -> int:
     """Write the number of each pixel's object as a tiled uint32 TIFF, 0 outside all objects.
 
-    Polygons have the same numbers in their attribute ``object``. The number of objects is returned.
+    Polygons have the same numbers in their attribute ``object``. Return how many objects there are.
 
     Args:
         path: an empty file.

@@ -24,6 +24,10 @@ _HEAD = 4096  # bytes that are searched for the identity
 def check_geojson(world: World, name: str) -> None:
     """Raise an error if a map's objects cannot be written in longitude and latitude.
 
+    Args:
+        world: the coordinates of the map's pixels.
+        name: the map's name, for the message.
+
     Raises:
         ValueError: the map has a transform, but no CRS.
     """
@@ -36,14 +40,14 @@ def check_geojson(world: World, name: str) -> None:
 
 
 def write_geojson(path: Path, features: Iterable[Feature], world: World, identity: str) -> int:
-    """Write objects as a feature collection, one per line; return the number of objects.
+    """Write objects as a feature collection, one object per line; return the number of objects.
 
-    Without a georeference, x is the column and y is the row of a corner.
+    Without a CRS, the coordinates of a corner are its column and row instead of degrees.
 
     Args:
         path: the file.
         features: the objects.
-        world: coordinates of the pixels.
+        world: the coordinates of the map's pixels.
         identity: a text to store in the file, which :func:`identity_in_geojson` reads.
     """
     head = {"type": "FeatureCollection", "name": "objects", "distseg_identity": identity}
@@ -80,7 +84,7 @@ def identity_in_geojson(path: Path) -> str | None:
 
 
 def _in_degrees(features: Iterable[Feature], world: World) -> Iterator[tuple[Feature, dict]]:
-    """Yield each object and its geometry in degrees, or in pixels if ``world`` has no CRS."""
+    """Yield each object and its GeoJSON geometry, in degrees, or in pixels without a CRS."""
     if world.crs is None:
         for found in features:
             yield found, _polygon([_numbers(ring) for ring in found.rings])
@@ -105,11 +109,15 @@ def _in_degrees(features: Iterable[Feature], world: World) -> Iterator[tuple[Fea
 
 
 def _eastward(ring: np.ndarray, found: Feature) -> np.ndarray:
-    """Return a ring with longitudes from -180 to 180.
+    """Return a ring with longitudes up to 180; 360 is subtracted if they are above.
+
+    Args:
+        ring: (corners, 2) longitude and latitude in degrees.
+        found: the object, for the message.
 
     Raises:
-        ValueError: the ring goes around a pole, or lies on both sides of the antimeridian in
-            longitudes above 180, so that GeoJSON cannot hold it.
+        ValueError: GeoJSON cannot hold the ring, because it goes around a pole, or because some of
+            its longitudes are below 180 and some above.
     """
     steps = np.diff(ring[:, 0])
     around = abs((steps - 360 * np.rint(steps / 360)).sum()) > _HALF_CIRCLE
@@ -126,8 +134,13 @@ def _eastward(ring: np.ndarray, found: Feature) -> np.ndarray:
 def _turned(geometry: dict, found: Feature) -> dict:
     """Return a (multi-)polygon with outer rings counter-clockwise and holes clockwise.
 
+    Args:
+        geometry: the GeoJSON geometry, which GDAL should have cut at the antimeridian.
+        found: the object, for the message.
+
     Raises:
-        ValueError: GDAL has not cut the polygon, since its edges across the antimeridian are long.
+        ValueError: GDAL has not cut the polygon. This happens if its edges across the antimeridian
+            are long, as near a pole.
     """
     many = geometry["type"] == "MultiPolygon"
     polygons = geometry["coordinates"] if many else [geometry["coordinates"]]
@@ -144,7 +157,10 @@ def _turned(geometry: dict, found: Feature) -> dict:
 
 
 def _wound(ring: list, sign: int) -> list:
-    """Return a ring without repeated corners, in the order that gives its area this sign."""
+    """Return a ring without repeated corners, in the direction that ``sign`` says.
+
+    ``sign`` is 1 for counter-clockwise and -1 for clockwise. The ring is closed.
+    """
     corners = [tuple(a) for a, b in zip(ring, ring[1:]) if tuple(a) != tuple(b)]
     corners.append(corners[0])
     area = sum(a[0] * b[1] - b[0] * a[1] for a, b in zip(corners, corners[1:]))

@@ -109,7 +109,10 @@ def identity_in_geopackage(path: Path) -> str | None:
 
 
 def _crs_of(file: sqlite3.Connection, world: World) -> int:
-    """Return the srs_id of the layer; add the CRS of the layer to the file if it lacks it."""
+    """Return the srs_id of the layer's CRS, and add this CRS to the file if it is not WGS 84.
+
+    Without a CRS, return -1, GeoPackage's srs_id of undefined cartesian coordinates.
+    """
     if world.crs is None:
         return -1
     number = world.epsg or _OWN_CRS
@@ -127,7 +130,10 @@ def _crs_of(file: sqlite3.Connection, world: World) -> int:
 def _insert(
     file: sqlite3.Connection, features: Iterable[Feature], crs: int
 ) -> tuple[int, tuple[float | None, ...]]:
-    """Insert the objects; return their number, and (min x, min y, max x, max y) over all."""
+    """Insert the objects; return their number, and (min x, min y, max x, max y) over all.
+
+    The four bounds are None if there are no objects. ``crs`` is the srs_id of the layer.
+    """
     count, low, high = 0, np.full(2, np.inf), np.full(2, -np.inf)
     rows: list[tuple] = []
 
@@ -151,7 +157,13 @@ def _insert(
 
 
 def _header(crs: int, low: np.ndarray, high: np.ndarray) -> bytes:
-    """Return the header of a geometry: little-endian, with an envelope of x and y."""
+    """Return the header of a geometry: little-endian, with an envelope of x and y.
+
+    Args:
+        crs: the srs_id of the layer.
+        low: (smallest x, smallest y) of the geometry.
+        high: (largest x, largest y) of the geometry.
+    """
     return struct.pack("<2sBBi4d", b"GP", 0, 0b11, crs, low[0], high[0], low[1], high[1])
 
 

@@ -45,7 +45,7 @@ def trace(
     row_areas: np.ndarray | None = None,
     fewest: int = _FEWEST,
 ) -> Iterator[Objects]:
-    """Yield the objects of a label map in groups, after no later row can continue them.
+    """Yield the objects of a label map in groups; no row still to be read can continue them.
 
     The objects, their rings and areas do not depend on the height of the strips.
 
@@ -94,7 +94,13 @@ class _Sums:
         self.areas = np.zeros(0)
 
     def add(self, ids: np.ndarray, row_areas: np.ndarray, count: int) -> None:
-        """Add the pixels of a strip of ids. ``count`` is the number of ids so far."""
+        """Add the pixels of a strip to the sums of their ids.
+
+        Args:
+            ids: the id of each pixel, (rows, width); NONE outside all objects.
+            row_areas: the area of a pixel in each row, (rows,).
+            count: the number of ids, including those that are new in this strip.
+        """
         inside = ids != NONE
         of_pixels = np.broadcast_to(row_areas[:, None], ids.shape)[inside]
         pixels = np.bincount(ids[inside], minlength=count)
@@ -105,9 +111,17 @@ class _Sums:
 
 
 def _complete(labeller: Labeller, sums: _Sums, edges: Edges) -> tuple[Objects, Edges]:
-    """Return the objects that no later row can continue, and the edges of the open objects.
+    """Return the complete objects, and the edges of the open objects.
 
-    The open objects get new ids in ``labeller``, ``sums`` and the edges.
+    An object is open if it has pixels in the last row that was read, so that the next row may
+    continue it. The open objects get new ids in ``labeller``, ``sums`` and the edges. The complete
+    objects are removed from ``labeller`` and ``sums``.
+
+    Args:
+        labeller: the labeller to which all strips read until now were added.
+        sums: the sums over the same strips.
+        edges: the edges of all objects of these strips that were not returned yet. ``edges.ids``
+            is changed.
     """
     width, roots = labeller.width, labeller.roots()
     own = roots == np.arange(len(roots))

@@ -63,7 +63,7 @@ class Edges:
 
 
 def horizontal(above: np.ndarray, below: np.ndarray, top: int) -> Edges:
-    """Return the edges between each row of pixels and the row under it.
+    """Return the edges between each row of pixels and the row under it, where the ids differ.
 
     Args:
         above: ids (rows, width) of the upper pixels; negative outside all objects.
@@ -71,7 +71,7 @@ def horizontal(above: np.ndarray, below: np.ndarray, top: int) -> Edges:
         top: row of the map in which the first row of ``below`` lies.
     """
     rows, width = above.shape
-    # A segment is a run of columns in which neither id changes.
+    # One edge goes along a sequence of columns in which neither id changes.
     begins = np.ones((rows, width), bool)
     begins[:, 1:] = (above[:, 1:] != above[:, :-1]) | (below[:, 1:] != below[:, :-1])
     first = np.flatnonzero(begins)
@@ -86,7 +86,9 @@ def horizontal(above: np.ndarray, below: np.ndarray, top: int) -> Edges:
 
 
 def vertical(ids: np.ndarray, top: int) -> Edges:
-    """Return the edges between columns of pixels, and at the left and right border of the map.
+    """Return the edges between columns of pixels, where the ids on both sides differ.
+
+    The left and right border of the map are included; outside the map there is no object.
 
     Args:
         ids: ids (rows, width) of the pixels; negative outside all objects.
@@ -110,15 +112,19 @@ def vertical(ids: np.ndarray, top: int) -> Edges:
 
 
 def _both(low, high, along: np.ndarray, way: int, against: np.ndarray, back: int) -> Edges:
-    """Return an edge for each object beside each segment; there may be one on either side.
+    """Return an edge for each object beside each border between pixels.
+
+    A border is a straight line with one id along each of its sides. It gives two edges, in opposite
+    directions, if there is an object on both sides.
 
     Args:
-        low, high: (segments,) the corners at both ends.
-        along: (segments,) the object for which the edge runs from ``low`` to ``high``; negative
+        low, high: (borders,) the corners at both ends, y * (width + 1) + x.
+        along: (borders,) the object for which the edge runs from ``low`` to ``high``; negative
             for none.
-        way: direction from ``low`` to ``high``.
-        against: (segments,) the object for which the edge runs from ``high`` to ``low``.
-        back: direction from ``high`` to ``low``.
+        way: direction from ``low`` to ``high``: RIGHT or DOWN.
+        against: (borders,) the object for which the edge runs from ``high`` to ``low``; negative
+            for none.
+        back: direction from ``high`` to ``low``: LEFT or UP.
     """
     forth, and_back = along >= 0, against >= 0
     return Edges(
@@ -149,9 +155,9 @@ class Rings:
 
 
 def linked(edges: Edges, width: int) -> Rings:
-    """Link all edges of some objects into rings. Corners on a straight line are left out.
+    """Link all edges of some objects into rings. Only corners where a ring turns are kept.
 
-    A ring begins with its uppermost corner, or with the leftmost one of several.
+    A ring begins with its uppermost corner; of several uppermost corners, with the leftmost one.
 
     Args:
         edges: all edges of the objects.
@@ -177,7 +183,7 @@ def linked(edges: Edges, width: int) -> Rings:
 
 
 def _smallest_on_cycle(after: np.ndarray) -> np.ndarray:
-    """Return the smallest element of each element's cycle in a permutation."""
+    """Return the smallest element of each element's cycle; ``after[i]`` is the one after i."""
     smallest, ahead = np.minimum(np.arange(len(after)), after), after
     while True:
         ahead = ahead[ahead]
@@ -188,7 +194,12 @@ def _smallest_on_cycle(after: np.ndarray) -> np.ndarray:
 
 
 def _steps_to_end(after: np.ndarray, first: np.ndarray) -> np.ndarray:
-    """Return the number of steps from each element to the one before its cycle's ``first``."""
+    """Return the number of steps from each element to the last one of its cycle.
+
+    Args:
+        after: (elements,) the element that follows each element.
+        first: (elements,) the first element of each element's cycle.
+    """
     last = after == first
     ahead = np.where(last, np.arange(len(after)), after)
     steps = (~last).astype(np.int64)

@@ -33,18 +33,25 @@ class World:
 
     @property
     def mirrored(self) -> bool:
-        """True if a ring that runs clockwise on the screen runs clockwise in x and y too."""
+        """True if y grows upwards on the screen, as in a north-up map.
+
+        The transform's determinant is then negative, and a ring that runs clockwise on the screen
+        runs clockwise in the (x, y) plane too, drawn with y upwards.
+        """
         a, b, _, d, e, _ = self.transform
         return a * e - b * d < 0
 
     def xy(self, columns: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return x and y of corners, given by columns and rows, with the shape of ``columns``."""
+        """Return x and y of pixel corners, which are given by their columns and rows.
+
+        All four arrays have the same shape. Column 0 and row 0 are the map's upper left corner.
+        """
         a, b, c, d, e, f = self.transform
         return a * columns + b * rows + c, d * columns + e * rows + f
 
     @cached_property
     def epsg(self) -> int | None:
-        """The EPSG code of the CRS; None if there is no CRS, or if it has no code."""
+        """The EPSG code of the CRS; None if there is no CRS, or if the CRS has no code."""
         return None if self.crs is None else self.crs.to_epsg()
 
     @property
@@ -76,7 +83,10 @@ class World:
 
 
 def _authalic(latitude: np.ndarray, eccentricity: float) -> np.ndarray:
-    """Return Snyder's q: the area from the equator to a latitude is q radius^2 / 2 per radian."""
+    """Return Snyder's q for a latitude in radians, on an ellipsoid of this eccentricity.
+
+    The area from the equator to the latitude is q radius^2 / 2 for each radian of longitude.
+    """
     sine, e = np.sin(latitude), eccentricity
     if e < 1e-9:  # a sphere
         return 2 * sine
@@ -89,7 +99,7 @@ def world_of(place: Georeference | None, name: str) -> World:
     """Return the coordinates of a map's pixels.
 
     Args:
-        place: the georeference of the map; None without one.
+        place: the georeference of the map. If it is None, x is the column and y the row.
         name: the map's name, for messages.
 
     Raises:
@@ -108,7 +118,14 @@ def world_of(place: Georeference | None, name: str) -> World:
 
 
 def _crs(place: Georeference, name: str) -> Any:
-    """Return the CRS of a georeference, as GDAL reads it from a one-pixel file with its tags."""
+    """Return rasterio's CRS of a georeference; None if the georeference names no CRS.
+
+    GDAL reads the CRS from a file of one pixel with the tags of the georeference.
+
+    Raises:
+        ImportError: rasterio is not installed.
+        ValueError: the CRS cannot be read; the message contains ``name``, the map's name.
+    """
     import io
 
     import tifffile

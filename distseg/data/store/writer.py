@@ -112,7 +112,9 @@ class StoreWriter:
                 f"say what it stands for: --ignore 255 --values={self.ignore}=255"
             )
         if not self.bands:
-            raise ValueError("an image must have at least one band, got none")
+            raise ValueError(
+                "a store needs at least one band, got none: give the bands' names or number"
+            )
 
     def __enter__(self) -> StoreWriter:
         self.path.parent.mkdir(parents=True, exist_ok=True)

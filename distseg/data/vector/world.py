@@ -33,9 +33,9 @@ class World:
 
     @property
     def mirrored(self) -> bool:
-        """True if y grows upwards on the screen, as in a north-up map.
+        """True if the transform's determinant is negative, as in a north-up map.
 
-        The transform's determinant is then negative, and a ring that runs clockwise on the screen
+        In such a map y grows upwards on the screen. A ring that runs clockwise on the screen then
         runs clockwise in the (x, y) plane too, drawn with y upwards.
         """
         a, b, _, d, e, _ = self.transform
@@ -137,7 +137,10 @@ def _crs(place: Georeference, name: str) -> Any:
         with rasterio.MemoryFile(file.getvalue()) as memory, memory.open() as dataset:
             return dataset.crs
     except rasterio.errors.RasterioError as e:
-        raise ValueError(f"the CRS of {name} cannot be read: {e}") from e
+        raise ValueError(
+            f"the CRS of {name} cannot be read ({e}): name it in the image anew (gdal_edit.py "
+            "-a_srs EPSG:...)"
+        ) from e
 
 
 def imported_rasterio(what: str):

@@ -218,7 +218,7 @@ def test_an_encoder_alone_under_other_names(tmp_path):
         tensors["head.weight"], before
     )
     assert lines[1:] == (
-        "starts anew, as the file has no such tensors: head.weight, head.bias",
+        "no tensor in the file fits (initial values stay): head.weight, head.bias",
         "not used from the file: fc",
     )
 
@@ -232,7 +232,7 @@ def test_other_bands_and_classes(tmp_path):
     )
     assert (
         "adapted: encoder.stem.weight from 3 bands to 4" in lines
-        and "starts anew, as the file has no such tensors: head.weight, head.bias" in lines
+        and "no tensor in the file fits (initial values stay): head.weight, head.bias" in lines
     )
 
 
@@ -285,7 +285,7 @@ def test_bands_are_repeated_and_scaled(bands, wanted):
         ),
         (
             lambda t: t["head.weight"].view(-1)[:1].fill_(torch.nan),
-            "has values in head.weight that are not numbers",
+            "has values in head.weight that are NaN or infinite",
         ),
         (
             lambda t: [t.pop(name) for name in list(t)] and t.update(other=torch.ones(1)),

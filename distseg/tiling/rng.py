@@ -39,7 +39,7 @@ def key(*parts: int | str) -> int:
 
 
 def uniform(k: int, count: int) -> np.ndarray:
-    """Return the first ``count`` numbers of the stream of key ``k``, as float64 in [0, 1)."""
+    """Return the first ``count`` random numbers of key ``k``, as float64 in [0, 1)."""
     with np.errstate(over="ignore"):
         z = np.uint64(k) + np.uint64(_GOLDEN) * np.arange(1, count + 1, dtype=np.uint64)
         z = (z ^ (z >> np.uint64(30))) * np.uint64(_MIX1)
@@ -58,9 +58,14 @@ def _signed(value: int) -> int:
 
 
 def uniform_at(k: int, positions: torch.Tensor) -> torch.Tensor:
-    """Return the numbers at int64 ``positions`` of the stream of key ``k``, as float64 in [0, 1).
+    """Return the random numbers of key ``k`` at some positions, as float64 in [0, 1).
 
-    The stream is that of :func:`uniform`. It is computed on the device of ``positions``.
+    The number at position ``n`` is ``uniform(k, n + 1)[n]``. The numbers are computed on the device
+    of ``positions``.
+
+    Args:
+        k: the key.
+        positions: an int64 tensor of any shape, which is also the shape of the result.
     """
 
     def shift(z: torch.Tensor, bits: int) -> torch.Tensor:

@@ -1,10 +1,10 @@
-"""Segments: the nodes between stored feature maps, and the boxes from which a tile is computed.
+"""Segments: the layer calls between stored feature maps, and the boxes that a tile depends on.
 
 Streaming computes one tile at a time. So a feature map is stored wherever a later layer needs all
-of it, such as before each active norm. A segment is the nodes that compute a stored map from
-earlier stored maps. A tile of the segment's result is computed from a window of each of those
-earlier maps. In this example the last segment pops a skip that begins after ``norm act`` of the
-segment before it. So it computes ``norm act`` again, on a window of the stored map B::
+of it, such as before each active norm. A segment is the nodes (layer calls) that compute a stored
+map from earlier stored maps. A tile of the segment's result is computed from a window of each of
+those earlier maps. In this example the last segment pops a skip that begins after ``norm act`` of
+the segment before it. So it computes ``norm act`` again, on a window of the stored map B::
 
     stored           A           B                        C
     layers           | conv      | norm act pool conv     | norm act up pop ...
@@ -31,10 +31,10 @@ from distseg.tiling.tile import Box
 
 @dataclass(frozen=True)
 class Segment:
-    """The nodes that compute one stored map from other stored maps.
+    """The nodes (layer calls) that compute one stored map from other stored maps.
 
     Attributes:
-        nodes: numbers of the nodes, in order.
+        nodes: numbers of the nodes in the graph of the network, in order.
         sources: numbers of the stored maps that these nodes read.
         stage: the pipeline stage that runs these nodes.
     """
@@ -89,8 +89,8 @@ def _costly(graph: Graph, runs: Iterable[list[int]], stored: set[int]) -> set[in
 
     Args:
         graph: the network.
-        runs: for each segment the nodes that it would run.
-        stored: the maps that are stored already.
+        runs: for each segment, the numbers of the nodes that it would run.
+        stored: the numbers of the maps that are stored already.
     """
     times = Counter(number for nodes in runs for number in nodes)
     found = set()
@@ -110,14 +110,14 @@ def _costly(graph: Graph, runs: Iterable[list[int]], stored: set[int]) -> set[in
 class TilePlan:
     """The boxes of every layer that are needed to compute one tile of a segment's result.
 
-    The boxes are computed only when a property is read, because most tiles need only the numbers of
-    cells.
+    The boxes are computed only when :attr:`read` or :attr:`views` is used. For most tiles only the
+    numbers of cells are needed.
 
     Attributes:
         graph: the network.
         segment: the segment.
-        sizes: the size of each feature map of the image.
-        along: for each dim, the spans of all layers.
+        sizes: the size of each feature map of the whole image.
+        along: for each dim, the spans of the boxes of all layers of the segment.
     """
 
     graph: Graph
@@ -127,17 +127,17 @@ class TilePlan:
 
     @property
     def input_cells(self) -> list[int]:
-        """Number of input cells of each layer."""
+        """Number of input cells of each layer of the segment, for this tile."""
         return list(map(math.prod, zip(*(along.input_cells for along in self.along))))
 
     @property
     def output_cells(self) -> list[int]:
-        """Number of output cells of each layer."""
+        """Number of output cells of each layer of the segment, for this tile."""
         return list(map(math.prod, zip(*(along.output_cells for along in self.along))))
 
     @cached_property
     def read(self) -> dict[int, Box]:
-        """The window to read from each stored feature map."""
+        """The window to read from each stored feature map, by the number of the map."""
         return {
             source: box_of([along.read[source] for along in self.along])
             for source in self.segment.sources
@@ -160,7 +160,13 @@ class TilePlan:
 
 
 def tile_plan(layout: Layout, segment: Segment, result: Box) -> TilePlan:
-    """Return the boxes of every layer that are needed for tile ``result`` of a segment's result."""
+    """Return the boxes of every layer that are needed to compute one tile of a segment's result.
+
+    Args:
+        layout: the layout of the image's tiles.
+        segment: the segment.
+        result: the tile, a box of the feature map that the segment computes.
+    """
     spans = zip(result.start, result.stop)
     return TilePlan(
         layout.graph,
@@ -171,11 +177,13 @@ def tile_plan(layout: Layout, segment: Segment, result: Box) -> TilePlan:
 
 
 def rows_read(layout: Layout, segment: Segment, rows: Span) -> dict[int, Span]:
-    """Return, for each stored map, the rows from which rows of a segment's result are computed.
+    """Return the rows that a segment reads to compute some rows of its result.
+
+    The result has the span of these rows for each stored map that the segment reads.
 
     Args:
         layout: the layout of the image's tiles.
         segment: the segment.
-        rows: the span of these rows in the result.
+        rows: the span of the rows to compute.
     """
     return layout.along(segment.nodes, 0, rows).read

@@ -31,7 +31,7 @@ class Box:
 
     @classmethod
     def whole(cls, size) -> Box:
-        """Return the box that covers an image or feature map of this size."""
+        """Return the box that covers a whole image or feature map of this size."""
         return cls((0,) * len(size), tuple(size))
 
     @property
@@ -78,6 +78,9 @@ class Box:
         """Return the cells of a feature map with this cumulative stride that cover the box.
 
         The last cell along a dim may stand for fewer pixels than the stride.
+
+        Args:
+            stride: pixels of the image for each cell, per dim.
         """
         return Box(
             tuple(a // s for a, s in zip(self.start, stride)),
@@ -98,7 +101,12 @@ class ReceptiveField:
     def window(self, tile: Box, image) -> Box:
         """Return the window from which the network computes the tile exactly.
 
-        The window is the tile with its halo, extended to the stride grid and clipped to the image.
+        The window is the tile with its halo, extended to multiples of the stride and clipped to the
+        image.
+
+        Args:
+            tile: the tile, a box of pixels.
+            image: the size of the image.
         """
         start = tuple(
             max(0, (a - h) // s * s) for a, h, s in zip(tile.start, self.halo, self.stride)
@@ -113,7 +121,8 @@ class ReceptiveField:
 def split(length: int, parts: int, stride: int) -> list[tuple[int, int]]:
     """Split ``length`` pixels into ``parts`` consecutive ranges ``(start, stop)``.
 
-    Borders lie on multiples of ``stride``; within that limit the ranges are as even as possible.
+    Borders between ranges lie on multiples of ``stride``. Apart from that, the ranges are as even
+    as possible.
     """
     cells = -(-length // stride)
     assert 1 <= parts <= cells, (length, parts, stride)
@@ -149,7 +158,11 @@ def boxes_of(box: Box, size) -> list[Box]:
 
 
 def check_dims(image, dims: int) -> None:
-    """Refuse images whose number of dims is not ``dims``, the number that the network takes.
+    """Refuse images whose number of dims is not the number that the network takes.
+
+    Args:
+        image: the size of the images.
+        dims: the number of spatial dims that the network takes.
 
     Raises:
         ValueError: the numbers differ. The message names both.
@@ -163,6 +176,11 @@ def check_dims(image, dims: int) -> None:
 
 def check_grid(image, grid, stride) -> None:
     """Refuse a grid in which some tile would own no cell of the coarsest feature map.
+
+    Args:
+        image: the size of the image.
+        grid: the number of tiles along each dim.
+        stride: the total stride of the network along each dim.
 
     Raises:
         ValueError: the grid is too fine, or image, grid and network differ in their number of
@@ -189,6 +207,11 @@ def tiles(image, grid, stride) -> list[Box]:
 
     The tiles cover the image, and no two of them overlap.
 
+    Args:
+        image: the size of the image.
+        grid: the number of tiles along each dim.
+        stride: the total stride of the network along each dim.
+
     Raises:
         ValueError: the grid does not fit the image (:func:`check_grid`).
     """
@@ -201,6 +224,11 @@ def most_even_grid(image, stride, parts: int) -> Size:
     """Return the grid of at most ``parts`` tiles that fits the image and has the most tiles.
 
     Among several such grids, the one whose tiles are closest to squares is chosen.
+
+    Args:
+        image: the size of the image.
+        stride: the total stride of the network along each dim.
+        parts: the largest allowed number of tiles.
     """
     cells = [-(-n // s) for n, s in zip(image, stride)]
     for count in range(parts, 0, -1):
@@ -215,7 +243,7 @@ def most_even_grid(image, stride, parts: int) -> Size:
 
 
 def factorings(count: int, dims: int) -> list[tuple[int, ...]]:
-    """Return all grids of ``count`` tiles in this number of dims."""
+    """Return all grids of ``count`` tiles, each as the number of tiles along each dim."""
     if dims == 1:
         return [(count,)]
     return [
@@ -227,13 +255,19 @@ def factorings(count: int, dims: int) -> list[tuple[int, ...]]:
 
 
 def window(tile: Box, image, reach: ReceptiveField) -> Box:
-    """Return the window of a tile: the box of pixels of the image from which it is computed."""
+    """Return the window of a tile: the box of pixels of the image from which it is computed.
+
+    Args:
+        tile: the tile.
+        image: the size of the image.
+        reach: halo and stride of the network.
+    """
     return reach.window(tile, image)
 
 
 @dataclass(frozen=True)
 class TilePlacement:
-    """The position of a window in its image: all the geometry that a distributed layer needs.
+    """The position of a window and of its tile in an image, for the distributed layers.
 
     A tensor of shape (B, C, *window.size) holds the same window of B images of one size.
 
@@ -241,7 +275,7 @@ class TilePlacement:
         image: size of the images, in pixels per dim.
         tile: the pixels that the rank owns.
         window: the pixels that the tensor holds: the tile with its halo.
-        images: positions of the B images in the micro-batch.
+        images: positions of the B images in the micro-batch, from 0.
         samples: for each of these images the number of its sample in the epoch, which is a part of
             the key of its dropout masks.
     """
@@ -254,7 +288,7 @@ class TilePlacement:
 
     @property
     def owned(self) -> Box:
-        """The tile in coordinates of the window."""
+        """The tile in coordinates of the window: the box of the tensor that the rank owns."""
         return self.tile.relative_to(self.window)
 
 

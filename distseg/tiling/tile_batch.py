@@ -20,8 +20,10 @@ from distseg.tiling.tile import Box, TilePlacement
 def on_tile(output: Tensor, place: TilePlacement) -> Tensor:
     """Return the part of a network's output that the tile owns.
 
-    The output (B, C, ...) covers either the window or the tile. An output that covers the tile is
-    returned as it is.
+    Args:
+        output: (B, C, ...). It covers either the window or the tile. If it covers the tile, it is
+            returned as it is.
+        place: the position of the window and the tile.
     """
     if tuple(output.shape[2:]) == place.tile.size:
         return output
@@ -29,10 +31,16 @@ def on_tile(output: Tensor, place: TilePlacement) -> Tensor:
 
 
 def labels_of_images(values: Tensor, box: Box, ignore: int) -> Tensor:
-    """Return the labels of whole images for one box of these images, (B,) -> (B, 1, ...).
+    """Return the labels of whole images for one tile of these images, (B,) -> (B, 1, ...).
 
-    Every tile carries the same image-level output, so only the tile at the origin keeps its label.
-    All other tiles get ``ignore``, or NaN if the labels are floating-point numbers.
+    Every tile has the same output for the whole image. So that each image counts once, only the
+    tile at the origin gets the labels. All other tiles get the label ``ignore``, or NaN if the
+    labels are floating-point numbers.
+
+    Args:
+        values: the label of each image.
+        box: the tile.
+        ignore: the label that losses and metrics leave out.
     """
     if any(box.start):
         ignored = math.nan if values.is_floating_point() else ignore
@@ -64,7 +72,7 @@ class MicroBatch:
 
     Attributes:
         micro_batch: the number of the micro-batch in the step.
-        pieces: its tile batches.
+        pieces: the tile batches of the micro-batch.
     """
 
     micro_batch: int
@@ -99,7 +107,9 @@ class LazyTileBatch:
 def block_of(piece: TileBatch, ignore: int) -> LazyTileBatch:
     """Return a lazy tile batch that reads its boxes from a tile batch in memory.
 
-    ``ignore`` is the label of pixels that neither the loss nor the metrics use.
+    Args:
+        piece: the tile batch in memory.
+        ignore: the label of pixels that neither the loss nor the metrics use.
     """
     place = piece.place
     pixels, given = piece.pixels, piece.labels

@@ -82,9 +82,13 @@ def names_of(run: str | Path) -> list[str]:
 
 
 def read_index(folder: Path) -> dict | None:
-    """Return the index of a run's checkpoints: the last one, the best one and its score.
+    """Return the index of a run's checkpoints, or None if there is none or it is damaged.
 
-    Return None if there is no index. If it is damaged, print a warning and return None.
+    The index has the name of the last checkpoint (``last``), that of the best one (``best``) and
+    the score of the best one (``best_score``). A damaged index is reported by a warning.
+
+    Args:
+        folder: the folder ``checkpoints`` of the run.
     """
     try:
         return _index_in(folder)
@@ -106,7 +110,7 @@ def _index_in(folder: Path) -> dict:
         and isinstance(index.get("last"), str)
         and isinstance(index.get("best_score"), (float, int, type(None)))
     ):
-        raise ValueError("it does not name the last checkpoint and the best one's score")
+        raise ValueError("it lacks the last checkpoint's name, or the best score is no number")
     if index.pop("digest", None) not in (None, digest_of(index)):
         raise ValueError("its checksum does not match its content")
     return index
@@ -117,7 +121,8 @@ def read_manifest(checkpoint: Path) -> dict:
 
     Raises:
         FileNotFoundError: there is no manifest.
-        ValueError: the manifest is damaged, of another program, or of a newer version.
+        ValueError: the manifest is damaged, was not written by distseg, or has a newer version than
+            this distseg can read.
     """
     file = checkpoint / MANIFEST
     try:
@@ -200,7 +205,13 @@ def write_json(path: Path, content: dict) -> None:
 
 
 def file_of(kind: str, part: int, parts: int) -> str:
-    """Return the name of the file of one stage, such as weights-1-of-2.safetensors."""
+    """Return the name of the file of one stage, such as weights-1-of-2.safetensors.
+
+    Args:
+        kind: weights or optimizer.
+        part: the number of the stage's rank in the pipeline, from 1.
+        parts: the number of ranks in the pipeline.
+    """
     return f"{kind}-{part}-of-{parts}.safetensors"
 
 
@@ -232,10 +243,16 @@ def load_weights(checkpoint: Path, model: nn.Module, part: bool = False) -> None
 
 @torch.no_grad()
 def load_optimizer(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Restore the optimizer's state, bit for bit.
+    """Load a checkpoint's optimizer state into ``optimizer``, bit for bit.
+
+    Args:
+        checkpoint: the folder of the checkpoint.
+        model: the model that ``optimizer`` trains. Its parameter names are the keys of the state.
+            It may have only some of the checkpoint's layers.
+        optimizer: the optimizer to fill.
 
     Raises:
-        ValueError: the checkpoint is of another kind of optimizer, or damaged.
+        ValueError: the checkpoint has the state of another class of optimizer, or is damaged.
     """
     names = {p: name for name, p in model.named_parameters()}
     own = set(names.values())
@@ -259,7 +276,7 @@ def load_optimizer(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Op
 
 
 def _state_like(p: Tensor, shape, dtype: torch.dtype) -> Tensor:
-    """Return an empty tensor for one value of the optimizer's state of parameter ``p``.
+    """Return an uninitialised tensor for one entry of the optimizer's state of parameter ``p``.
 
     The tensor lies on the parameter's device. If it has the parameter's shape, it also gets the
     parameter's strides.
@@ -275,7 +292,10 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
 
 
 def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Return the optimizer's tensors, keyed as ``parameter/field``."""
+    """Return the tensors of the optimizer's state, keyed as ``parameter/field``.
+
+    An example of a key is ``enc0_conv0.weight/exp_avg``.
+    """
     names = {p: name for name, p in model.named_parameters()}
     return {
         f"{names[p]}/{key}": value
@@ -289,7 +309,7 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
 def share(model: nn.Module, optimizer: torch.optim.Optimizer, comm) -> None:
     """Broadcast weights, buffers and optimizer state from rank 0 of ``comm``.
 
-    All ranks of ``comm`` must call it together.
+    All ranks of ``comm`` must call it together, with the same layers.
     """
     if comm.size == 1:
         return
@@ -315,7 +335,13 @@ def _shape(tensors: dict[str, Tensor], name: str) -> str:
 def _load_tensors(
     checkpoint: Path, kind: str, wanted: Callable[[str], bool]
 ) -> tuple[dict[str, Tensor], list[str]]:
-    """Return the wanted tensors of all stages' files, and the names of all tensors in the files."""
+    """Return the wanted tensors of all stages' files, and the names of all tensors in the files.
+
+    Args:
+        checkpoint: the folder of the checkpoint.
+        kind: weights or optimizer.
+        wanted: a function that takes the name of a tensor and returns True to read it.
+    """
     tensors, names = {}, []
     manifest = read_manifest(checkpoint)
     for path, sums in _files(checkpoint, manifest, kind):
@@ -341,21 +367,29 @@ def _load_tensors(
 def _files(
     checkpoint: Path, manifest: dict, kind: str
 ) -> Iterator[tuple[Path, dict[str, str] | None]]:
-    """Yield each file of a kind with the checksums of its tensors, which are None in version 1."""
+    """Yield each stage's file with the checksums of its tensors by name.
+
+    Checkpoints of version 1 have no checksums. Then None takes their place.
+
+    Args:
+        checkpoint: the folder of the checkpoint.
+        manifest: its manifest.
+        kind: weights or optimizer.
+    """
     for part in range(1, manifest["parts"] + 1):
         name = file_of(kind, part, manifest["parts"])
         yield checkpoint / name, None if manifest["version"] == 1 else manifest["tensors"][name]
 
 
 def _other(checkpoint: Path) -> str:
-    """Return the end of an error message about a damaged checkpoint: what to use instead."""
+    """Return the end of an error message: the run's other checkpoints, to use instead."""
     others = [name for name in names_of(checkpoint.parent.parent) if name != checkpoint.name]
     there = f" ({', '.join(others[-3:])}; --train.resume NAME)" if others else ""
     return f": use another checkpoint of the run{there}"
 
 
 def check_run(run: str | Path, note: Callable[[str], None] = lambda text: None) -> list[str]:
-    """Read every tensor of a run's checkpoints and return a sentence for each damaged part.
+    """Read every tensor of a run's checkpoints and return a sentence for each damage found.
 
     Args:
         run: the folder of a run, or of a single checkpoint.

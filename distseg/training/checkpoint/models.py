@@ -45,10 +45,10 @@ def save(
         folder: the folder of the run, which all ranks see.
         model: from :func:`distseg.distribute`.
         optimizers: the optimizer, or a list of several.
-        step: number of the step, by which the checkpoint is named.
+        step: number of steps done, by which the checkpoint is named.
         extra: further values to keep, such as ``{"scheduler": scheduler.state_dict()}``. They must
             be numbers, texts, and lists and dicts of these.
-        keep: number of checkpoints to keep.
+        keep: number of newest checkpoints to keep. Older ones are deleted.
 
     Returns:
         The folder of the checkpoint.
@@ -84,7 +84,7 @@ def restore(
     Args:
         folder: the folder of the run, or of a checkpoint.
         model: a distributed model of the same module.
-        optimizers: optimizers of the same kinds, in the same order.
+        optimizers: optimizers of the saved classes, in the order in which they were saved.
         which: last, or the name of a checkpoint.
 
     Returns:
@@ -119,7 +119,7 @@ def restore(
 
 
 class _Joined:
-    """Several optimizers as one, with the attributes of an optimizer that checkpoints use."""
+    """Several optimizers as one object, with those attributes that checkpoints read."""
 
     def __init__(self, optimizers: list[torch.optim.Optimizer]):
         self.param_groups = [group for one in optimizers for group in one.param_groups]
@@ -127,7 +127,7 @@ class _Joined:
 
 
 class _States:
-    """State of each parameter of several optimizers, kept in the parameter's own optimizer."""
+    """Mapping from each parameter of several optimizers to its state in its own optimizer."""
 
     def __init__(self, optimizers: list[torch.optim.Optimizer]):
         self._home = {p: one.state for one in optimizers for p in parameters_of(one)}
@@ -149,7 +149,10 @@ def _listed(optimizers: Optimizers) -> list[torch.optim.Optimizer]:
 def _check_parameters(model: DistributedModel, optimizers: list[torch.optim.Optimizer]) -> None:
     """Check that each parameter of the optimizers is the model's and is in one optimizer only.
 
-    Optimizer state must consist of tensors.
+    Check also that the optimizers' state consists of tensors, because checkpoints hold only these.
+
+    Raises:
+        ValueError: one of these checks fails.
     """
     own, seen = {id(p) for p in model.parameters()}, set()
     for one in optimizers:
@@ -165,12 +168,21 @@ def _check_parameters(model: DistributedModel, optimizers: list[torch.optim.Opti
             if value is not None and not isinstance(value, Tensor):
                 raise ValueError(
                     f"the state {key} of {type(one).__name__} is a {type(value).__name__}, but "
-                    "checkpoints have tensors only: train with an optimizer that keeps tensors"
+                    "checkpoints can hold only tensors: train with an optimizer that keeps tensors"
                 )
 
 
 def _check_kinds(checkpoint: Path, saved: list, optimizers: list[torch.optim.Optimizer]) -> None:
-    """Check that the optimizers have the kinds and numbers of groups of the saved optimizers."""
+    """Check that the optimizers have the classes and numbers of parameter groups that were saved.
+
+    Args:
+        checkpoint: the folder of the checkpoint, for the message.
+        saved: for each saved optimizer, what :func:`_plain_groups` returned.
+        optimizers: the optimizers to be filled.
+
+    Raises:
+        ValueError: classes or numbers differ.
+    """
     kinds = [[type(one).__name__, len(one.param_groups)] for one in optimizers]
     found = [[kind, len(groups)] for kind, groups in saved]
     if kinds != found:
@@ -185,7 +197,10 @@ def _check_kinds(checkpoint: Path, saved: list, optimizers: list[torch.optim.Opt
 
 
 def _plain_groups(optimizer: torch.optim.Optimizer) -> list:
-    """Return the kind of an optimizer, and the settings of each of its groups."""
+    """Return the class name of an optimizer, and the settings of each of its parameter groups.
+
+    The settings are numbers, texts, and lists and dicts of these.
+    """
     kind = type(optimizer).__name__
     groups = [
         {
@@ -201,6 +216,10 @@ def _plain_groups(optimizer: torch.optim.Optimizer) -> list:
 def _plain(value, name: str):
     """Return a value as it is after writing it to JSON and reading it back.
 
+    Args:
+        value: the value.
+        name: what the value is, for the message.
+
     Raises:
         ValueError: JSON cannot represent the value.
     """
@@ -213,7 +232,14 @@ def _plain(value, name: str):
 
 
 def _like(now, saved):
-    """Return a saved setting in the type of the present setting, as JSON has no tuples."""
+    """Return a saved setting of an optimizer in the type that the setting has now.
+
+    In the checkpoint a tensor is a number and a tuple is a list. Both are converted back.
+
+    Args:
+        now: the present value of the setting, which determines the type.
+        saved: the value in the checkpoint.
+    """
     if isinstance(now, Tensor):
         return torch.full_like(now, saved)
     return tuple(saved) if isinstance(now, tuple) else saved

@@ -1,8 +1,9 @@
-"""Record a user's own runs, so that their code may be imported without being named again.
+"""Record a user's own runs, so that the user need not name their networks again to load them.
 
 The manifest of a run may come from anywhere, and importing the network that it names runs code. The
-code is trusted if this user trained the run in this folder with this file. The record of a training
-lies in the user's state folder (XDG_STATE_HOME, by default ~/.local/state), outside of the run.
+code is trusted if this user trained the run, in this folder and with the same file of code. The
+record of a training lies in the user's state folder (XDG_STATE_HOME, by default ~/.local/state),
+outside of the run.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from distseg.report.disk import atomic_write
 def remember_run(run: str | Path, network: str, part: str = "network") -> None:
     """Record that this user trains ``network`` into the folder ``run``.
 
-    If the state folder cannot be written, nothing is recorded and no error is raised.
+    If the network's file is not found, or the state folder cannot be written, nothing is recorded
+    and no error is raised.
 
     Args:
         run: the run's folder.
@@ -47,8 +49,13 @@ def remember_run(run: str | Path, network: str, part: str = "network") -> None:
 def distrusted(run: str | Path, network: str, part: str = "network") -> str | None:
     """Return the reason not to import the code of ``network`` for ``run``, or None to trust it.
 
-    The run is trusted if its folder belongs to this user and lies where it was trained, and if the
-    file of the network has the same path and content.
+    The code is trusted if the run's folder belongs to this user and lies where the run was trained,
+    and if the network's file has the same path and content as in training.
+
+    Args:
+        run: the run's folder.
+        network: the user's function, as package.module:function.
+        part: ``network``, or ``head`` for the head of a PatchGD network.
     """
     folder, path = os.path.realpath(run), _record_of(run, part)
     try:
@@ -62,9 +69,9 @@ def distrusted(run: str | Path, network: str, part: str = "network") -> str | No
         return f"you trained {record.get('network')} in this folder"
     code = _code_of(network)
     if code is None or str(code) != record.get("code"):
-        return f"the code that you trained was {record.get('code')}"
+        return f"you trained with the code in {record.get('code')}, and now the name means another"
     if _digest(code) != record.get("digest"):
-        return f"{code} has changed since"
+        return f"{code} has changed since you trained"
     return None
 
 
@@ -77,7 +84,10 @@ def _record_of(run: str | Path, part: str) -> Path:
 
 
 def _code_of(network: str) -> Path | None:
-    """Return the file of a network's module, found without importing anything."""
+    """Return the file of a network's module, or None if there is no such file.
+
+    The file is searched for in the current folder and in ``sys.path``. Nothing is imported.
+    """
     parts = network.partition(":")[0].split(".")
     for folder in [os.getcwd(), *sys.path]:
         for path in (

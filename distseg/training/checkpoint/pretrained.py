@@ -28,7 +28,8 @@ class Pretrained:
 
     Attributes:
         files: the files with the tensors.
-        sources: for each name of a tensor in the network, the name of its source in the files.
+        sources: for the name of each network tensor that is loaded, the name of the tensor in the
+            files that it is loaded from.
         lines: lines to print about what is loaded and what is not.
     """
 
@@ -41,7 +42,7 @@ class Pretrained:
         """Copy the tensors into ``model``, which may have only some of the network's layers.
 
         Raises:
-            ValueError: a file is damaged, or a weight is not a finite number.
+            ValueError: a file is damaged, or has values that are not finite.
         """
         own = {
             self.sources[name]: tensor
@@ -52,7 +53,7 @@ class Pretrained:
             for name, found, _ in read_tensors(file, own.__contains__):
                 if found.is_floating_point() and not found.isfinite().all():
                     raise ValueError(
-                        f"train.init {file} has values in {name} that are not numbers: choose "
+                        f"train.init {file} has values in {name} that are NaN or infinite: choose "
                         "another file"
                     )
                 own[name].copy_(
@@ -71,7 +72,7 @@ def pretrained(path: str, model: nn.Module, renamed: Mapping[str, str] | None = 
         path: a safetensors file with the names of the user's module, or the folder of a run, with
             the names of its network.
         model: the network, perhaps on the meta device.
-        renamed: prefixes of names in the file, and the prefixes that replace them.
+        renamed: a dict from prefixes of names in the file to the prefixes that replace them.
 
     Raises:
         FileNotFoundError: the path does not exist.
@@ -121,17 +122,17 @@ def pretrained(path: str, model: nn.Module, renamed: Mapping[str, str] | None = 
     taken, total = (len({names[name] for name in some}) for some in (sources, own))
     lines = [f"begins with {taken} of its {total} tensors from {path}"]
     anew = list(dict.fromkeys(anew))
-    lines += [f"starts anew, as the file has no such tensors: {_some(anew)}"] if anew else []
+    lines += [f"no tensor in the file fits (initial values stay): {_some(anew)}"] if anew else []
     lines += [f"adapted: {'; '.join(adapted)}"] if adapted else []
     lines += [f"not used from the file: {_some(unused)}"] if unused else []
     return Pretrained(tuple(files), sources, tuple(lines))
 
 
 def _readers(model: nn.Module) -> dict[str, str]:
-    """Return the convolution weights that read the image or some of its bands.
+    """Return the weights of the convolutions that read the image or some of its bands.
 
-    Keys are the names of the weights. A value is a remark that is printed if the weight is adapted
-    to another number of bands.
+    The result is a dict from the name of a weight to a remark, which may be empty. The remark is
+    printed if the weight is adapted to another number of bands.
     """
     bands = channels_of(model)[0]
     try:
@@ -151,7 +152,7 @@ def _readers(model: nn.Module) -> dict[str, str]:
         conv = call.layer.inner if isinstance(call.layer, Derived) else call.layer
         if isinstance(conv, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) and conv.groups == 1:
             note = (
-                " (its weight is computed, so images of equal bands may give another result)"
+                " (its weight is computed, so images whose bands are equal may give another result)"
                 if conv is not call.layer
                 else ""
             )
@@ -164,11 +165,12 @@ def _readers(model: nn.Module) -> dict[str, str]:
 def of_bands(weight: Tensor, bands: int) -> Tensor:
     """Adapt the weight of a layer that reads images to another number of bands.
 
-    The weight is repeated along the bands and scaled, so that images of equal bands give the same
-    result. A single band takes the sum over all bands (timm's ``adapt_input_conv``, Wightman).
+    The weight is repeated along the bands and scaled. So an image whose bands are all equal gives
+    the same result as before. If the new number of bands is 1, the result is the sum of the weight
+    over its bands. This is what timm's ``adapt_input_conv`` does.
 
     Args:
-        weight: (O, I, *kernel).
+        weight: (O, I, *kernel), for I bands.
         bands: the new number of bands.
     """
     if bands == 1:

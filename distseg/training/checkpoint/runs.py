@@ -25,7 +25,10 @@ def runs_in(folder: str | Path) -> list[Path]:
 
 
 def describe(run: Path) -> dict:
-    """Return the row of a run in the table of ``distseg runs``, as a dict by column."""
+    """Return the row of a run in the table of ``distseg runs``, as a dict from column to value.
+
+    The row of a damaged run has only its folder and the damage.
+    """
     try:
         last, best = read_run_manifest(find(run, "last")), find(run, "best")
         score = read_run_manifest(best).get("score")
@@ -56,7 +59,7 @@ def describe(run: Path) -> dict:
 
 
 def _trains(run: Path) -> bool:
-    """Return True if a job holds the run's lock."""
+    """Return True if a job that trains the run holds the run's lock, else False."""
     try:
         with open(run / "lock") as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)

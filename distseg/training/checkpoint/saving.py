@@ -44,7 +44,7 @@ from distseg.training.checkpoint.tensors import write_tensors
 
 
 class SilentCheckpoints:
-    """Null object for ranks that write no checkpoints."""
+    """Stand-in for :class:`Checkpoints` on ranks that write nothing: its methods do nothing."""
 
     seconds = 0.0
 
@@ -68,11 +68,11 @@ class Checkpoints(SilentCheckpoints):
 
     Args:
         run: the run's folder.
-        keep: number of last checkpoints to keep, in addition to the best one.
-        stages: the communicator of the pipeline; all its ranks see the folder. The first rank also
-            writes the manifest and the index.
-        aside: True to write in a thread while training goes on, which takes a copy of the state in
-            memory. Otherwise :meth:`save` returns when all is written.
+        keep: number of newest checkpoints to keep, in addition to the best one.
+        stages: the communicator of the pipeline, whose ranks must all see the folder. Each rank
+            writes its own layers. The first rank also writes the manifest and the index.
+        aside: True to write in a thread while training goes on, which needs memory for a copy of
+            the state. If False, :meth:`save` returns when all is written.
 
     Attributes:
         seconds: seconds that writing the last checkpoint took.
@@ -94,11 +94,15 @@ class Checkpoints(SilentCheckpoints):
     ) -> Path:
         """Begin to write the state after ``manifest['step']`` steps.
 
-        All ranks of the pipeline must call it together. Return the folder of the checkpoint.
+        All ranks of the pipeline must call it together. Return the folder of the checkpoint, which
+        appears when all is written.
 
         Args:
+            model: the model, with the layers of this rank.
+            optimizer: the optimizer of these layers.
             manifest: fields of the checkpoint's manifest, with at least ``step``.
-            score: the score by which checkpoints are compared, higher is better; None if unknown.
+            score: the score by which checkpoints are compared (higher is better), or None if it is
+                not known yet.
 
         Raises:
             OSError: the previous checkpoint could not be written. The message names the file.
@@ -132,7 +136,14 @@ class Checkpoints(SilentCheckpoints):
         return self._last
 
     def update(self, score: float | None = None, **fields) -> None:
-        """Add fields to the last checkpoint's manifest, such as the scores of a validation."""
+        """Add fields to the last checkpoint's manifest, such as the scores of a validation.
+
+        Only the first rank of the pipeline does this, after the checkpoint is written.
+
+        Args:
+            score: the score by which checkpoints are compared, or None if it is not known.
+            fields: the fields to add.
+        """
         if self.stages.rank == 0:
             self.flush()
             write_manifest(self._last, {**read_manifest(self._last), "score": score, **fields})
@@ -216,8 +227,13 @@ class Checkpoints(SilentCheckpoints):
 def set_aside(run: str | Path, after: int = -1) -> Path | None:
     """Move checkpoints that were saved after more than ``after`` steps to a new folder.
 
-    A new run in an old folder, or one that resumes from an earlier checkpoint, then overwrites
-    nothing. Return the new folder ``checkpoints.N``, or None if there is nothing to move.
+    So a new run in the folder of an old run overwrites no checkpoint, nor does a run that resumes
+    from a checkpoint before the last. Return the new folder ``checkpoints.N``, or None if there is
+    nothing to move.
+
+    Args:
+        run: the run's folder.
+        after: a number of steps; by default all checkpoints are moved.
     """
     folder = Path(run) / FOLDER
     later = [name for name in names_of(run) if int(name.removeprefix("step-")) > after]
@@ -245,7 +261,11 @@ def set_aside(run: str | Path, after: int = -1) -> Path | None:
 
 
 def require_space(run: str | Path, needed: int) -> None:
-    """Create the run's folder, and refuse to train if the next checkpoint would not fit.
+    """Create the run's folder, and refuse to train if the next checkpoint does not fit on the disk.
+
+    Args:
+        run: the run's folder.
+        needed: the size of a checkpoint in bytes.
 
     Raises:
         OSError: the disk has too little space. The message names the folder, the needed bytes and
@@ -256,9 +276,11 @@ def require_space(run: str | Path, needed: int) -> None:
 
 
 def state_bytes(model: nn.Module, copies: int) -> int:
-    """Return the bytes of a checkpoint of ``model``.
+    """Return the size in bytes of a checkpoint of ``model``.
 
-    ``copies`` is the number of values that the optimizer keeps per weight.
+    Args:
+        model: the model.
+        copies: the number of values that the optimizer keeps for each weight.
     """
     weights = sum(p.nbytes for p in model.parameters() if p.requires_grad)
     return sum(t.nbytes for t in model.state_dict().values()) + copies * weights
@@ -271,7 +293,8 @@ def _part(number: int, parts: int) -> str:
 def _put_in_place(partial: Path, final: Path) -> None:
     """Rename ``partial`` to ``final``, which may exist, and flush the rename to the disk.
 
-    If the job is killed in between, the older folder remains under a temporary name.
+    An existing ``final`` is first renamed to a temporary name and deleted at the end. If the job is
+    killed before the end, it remains under the temporary name.
     """
     old = final.with_name(f".{final.name}.old")
     shutil.rmtree(old, ignore_errors=True)
@@ -288,7 +311,7 @@ def _copy(t: Tensor) -> Tensor:
 
 
 def _give_way() -> None:
-    """Give the writing thread a low priority, so that training goes first on a shared core."""
+    """Give the current thread a low priority, so that training goes first on a shared core."""
     try:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
     except (OSError, AttributeError):

@@ -45,9 +45,10 @@ def write_tensors(
 
     Args:
         path: the file.
-        tensors: the tensors by name. They are written in this order, larger dtypes first.
+        tensors: the tensors by name. Those with larger elements are written first. Tensors of the
+            same element size are written in the order of this dict.
         metadata: strings for the header of the file.
-        note: a function that is called with the bytes of each tensor after it is written.
+        note: a function that is called with the number of bytes of each tensor after it is written.
 
     Raises:
         OSError: the file cannot be written. If the disk is full, the message names the file, the
@@ -82,6 +83,13 @@ def read_tensors(
     path: Path, wanted: Callable[[str], bool] = lambda name: True
 ) -> Iterator[tuple[str, Tensor, str]]:
     """Yield name, tensor and checksum of the wanted tensors of a file.
+
+    The checksum is computed from the tensor that was read.
+
+    Args:
+        path: the file.
+        wanted: a function that takes the name of a tensor and returns True to read it. By default
+            all tensors are read.
 
     Raises:
         FileNotFoundError: the file does not exist.

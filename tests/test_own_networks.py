@@ -70,7 +70,7 @@ def test_a_trained_module_comes_back(tmp_path):
     copied = shutil.copytree(run, tmp_path / "from-elsewhere")
     with pytest.raises(
         ValueError,
-        match="was trained with the network test_own_networks:mine, .*: build the network and pass it to distseg.load as model",
+        match="was trained with the network test_own_networks:mine, .*: build the network and pass it as model",
     ):
         distseg.load(copied)
     model = distseg.load(copied, mine(2, 3), normalise=False)

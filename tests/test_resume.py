@@ -232,7 +232,7 @@ def test_what_has_changed_is_told(comm, tmp_path, capsys):
     assert "optim.lr was 0.01, is 0.02" in out and "train.epochs was 2, is 3" in out
     assert (
         "the schedule (cosine) goes on at step 12 of 18 with a learning rate of 0.0" in out
-        and "with the settings of the checkpoint it had come to its end" in out
+        and "with the settings before it had come to its end" in out
     )
 
 

@@ -78,7 +78,7 @@ def first_step(samples: int, batch: int, steps: int) -> tuple[int, str | None]:
     """
     step = min(samples // batch, steps)
     twice = samples - step * batch
-    if not twice:
+    if not twice or step == steps:  # after the last step nothing is left to use
         return step, None
     return (
         step,

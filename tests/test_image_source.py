@@ -71,7 +71,7 @@ def test_numbers_that_are_none_say_what_to_do(tmp_path):
     source = file_image(str(tmp_path / "a.npy"), {"data": {"mean": [100.0], "std": [9.0]}})
     with pytest.raises(
         ValueError,
-        match=r"a.npy: band 0 is nan at \(3, 2\): replace what is not a number, .* or say that it stands for no data: --nodata=nan",
+        match=r"a.npy: band 0 is nan at \(3, 2\): replace this value, .* or say that it stands for no data: --nodata=nan",
     ):
         source.read(Box((3, 2), (20, 28)))
 

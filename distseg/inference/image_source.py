@@ -20,7 +20,7 @@ from distseg.tiling.tile import Box
 
 
 def everywhere(box: Box) -> None:
-    """Return None, which means that all pixels of the box have data."""
+    """Return None for any box: all its pixels have data (``ImageSource.without_data``)."""
 
 
 @dataclass(frozen=True)
@@ -32,12 +32,12 @@ class ImageSource:
         size: its size in pixels.
         read: returns the normalised pixels (C, *box.size) float32 of a box.
         identity: a text that identifies the data. It differs between images with the same name.
-        decoding: the bytes of memory that the first read needs for a while, if the file can only be
-            decoded whole.
-        notes: remarks on its file (:func:`distseg.data.notes.notes_on`).
+        decoding: the bytes of memory that the first read takes in addition, if the file can only be
+            decoded whole; else 0.
+        notes: remarks for the user on the image's file (:func:`distseg.data.notes.notes_on`).
         without_data: returns a mask (*box.size) bool of the pixels of a box that have no data in
             any band, or None if all pixels have data.
-        place: the georeference of the image, or None.
+        place: the georeference of the image; None if it has none or the pixels are shrunken.
     """
 
     name: str
@@ -51,7 +51,7 @@ class ImageSource:
 
 
 def store_image(store: Store, name: str) -> ImageSource:
-    """Return the image ``name`` of a store."""
+    """Return the image ``name`` of a store, with functions that read its pixels box by box."""
     return ImageSource(
         name,
         tuple(store.size(name)),
@@ -69,14 +69,14 @@ def file_image(
     shrink: int = 1,
     scratch: str | None = None,
 ) -> ImageSource:
-    """Return an image of a file, normalised with the constants of the training's store.
+    """Return an image of a file, normalised with the mean and std of the bands in the training.
 
     Pixels without data are 0, as in a store. An alpha channel counts as a band only if the network
     was trained with one band more than the file has without the alpha channel.
 
     Args:
         path: the file.
-        manifest: the manifest of the run.
+        manifest: the manifest of a checkpoint of the run.
         nodata: the number that stands for no data; by default the one that a TIFF file names.
         shrink: each pixel of the result is the mean of a block with this number of pixels along
             each dim (``data.shrink``).
@@ -85,8 +85,8 @@ def file_image(
 
     Raises:
         ValueError: the number of bands or the dtype is not that of the training, or ``nodata`` or
-            ``shrink`` does not fit the file. While reading: a pixel is not a number and does not
-            stand for no data.
+            ``shrink`` does not fit the file. The function ``read`` of the result raises it if a
+            pixel is not finite or at least 1e30 in absolute value, and does not stand for no data.
     """
     data = manifest["data"]
     mean, std = np.asarray(data["mean"]), np.asarray(data["std"])
@@ -121,7 +121,7 @@ def file_image(
         if (bad := first_bad(pixels, missing(pixels, number, valid))) is not None:
             raise ValueError(
                 f"{path}: band {bad[0]} is {pixels[bad]} at {position(box, bad[1:])}: "
-                "replace what is not a number, such as by the band's mean, "
+                "replace this value, such as by the band's mean, "
                 f"or say that it stands for no data: --nodata={pixels[bad]}"
             )
         return normalised(
@@ -160,7 +160,8 @@ def check_type(image: str, dtype: np.dtype, data: dict) -> None:
     Args:
         image: the image's name, for the message.
         dtype: the dtype of its pixels.
-        data: the section ``data`` of a run's manifest.
+        data: the section ``data`` of a checkpoint's manifest. Its ``types`` are the dtypes of the
+            training images.
 
     Raises:
         ValueError: the dtypes differ.
@@ -176,12 +177,12 @@ def check_type(image: str, dtype: np.dtype, data: dict) -> None:
 def network_identity(checkpoint: Path, manifest: dict, settings: Sequence) -> str:
     """Return a text that identifies the weights and settings of a network.
 
-    It changes if a run is trained anew in the same folder.
+    The text also differs if a run is trained anew in the same folder.
 
     Args:
         checkpoint: the folder of the checkpoint.
-        manifest: its manifest.
-        settings: the values of the settings on which the results depend.
+        manifest: the manifest of this checkpoint.
+        settings: the values of all other settings on which the network's results depend.
     """
     return json.dumps(
         [

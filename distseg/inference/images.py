@@ -27,12 +27,12 @@ def vectors_of(
 
     Args:
         predictor: the network.
-        sources: functions that open the images.
+        sources: for each image, a function that opens it.
         sizes: the size of each image in pixels.
         world: the communicator of all ranks.
         what: the text beside the progress bar.
         stop: function that is called after each round and returns the same value on all ranks. If
-            it returns True, the work ends and None is returned.
+            it returns True, the work ends and the result is None.
     """
     found: dict[int, np.ndarray] = {}
 
@@ -51,7 +51,15 @@ def evaluate_images(
 ) -> dict | None:
     """Return the scores (:func:`scores_of_images`) over the images of ``split``.
 
-    All ranks of ``world`` must call it together. None is returned if ``stop`` ended the evaluation.
+    All ranks of ``world`` must call it together. All get the same scores.
+
+    Args:
+        predictor: the network.
+        store: the store with the images and their labels.
+        split: the name of a split of the store.
+        world: the communicator of all ranks.
+        stop: function that is called after each round of images and returns the same value on all
+            ranks. If it returns True, the evaluation ends and the result is None.
     """
     names = store.split(split)
     vectors = vectors_of(
@@ -72,18 +80,21 @@ def evaluate_images(
 
 
 def scores_of_images(vectors: np.ndarray, labels: np.ndarray, classes: Sequence[str]) -> dict:
-    """Return the scores of a network for whole images.
+    """Return the scores of a network that gives one vector for each image, by name.
 
     With several classes the scores are:
 
     - accuracy: the share of images whose largest logit is that of the right class;
     - for each class accuracy = tp / (tp + fn), precision = tp / (tp + fp), and auc, the area under
-    the curve of true over false positive rate; None for a class without images;
-    - the means of these over classes;
-    - kappa: with quadratic weights, for classes that have an order (:func:`quadratic_kappa`).
+    the curve of true over false positive rate (:func:`area_under_curve`); a score whose divisor is
+    0 is None;
+    - mean_accuracy and auc: the means of the accuracies and areas of all classes that have images;
+    - kappa: with quadratic weights, for classes that have an order (:func:`quadratic_kappa`);
+    - confusion: the confusion matrix, as nested lists.
 
     With one class the task is a regression: the labels are the numbers to predict. The scores are
-    then mae, rmse, and r2 = 1 - squared error / squared deviation.
+    then mae, rmse, and r2 = 1 - sum error^2 / sum (label - mean label)^2. If all labels are equal,
+    r2 is None.
 
     Args:
         vectors: logits (images, classes); for two classes also one logit (images, 1); for one class
@@ -119,7 +130,10 @@ def scores_of_images(vectors: np.ndarray, labels: np.ndarray, classes: Sequence[
 
 
 def most_frequent(store: Store, split: str) -> float | None:
-    """Return the accuracy on ``split`` of always predicting the most frequent training class."""
+    """Return the accuracy on ``split`` of always predicting the most frequent training class.
+
+    Return None if the split has no images.
+    """
     labels = [store.label(name) for name in store.split("train")]
     most = max(set(labels), key=labels.count)
     names = store.split(split)
@@ -129,7 +143,12 @@ def most_frequent(store: Store, split: str) -> float | None:
 def area_under_curve(scores: np.ndarray, positive: np.ndarray) -> float | None:
     """Return the probability that a positive image scores higher than a negative one.
 
-    Ties count half. None is returned if there are no positive or no negative images.
+    It is the area under the ROC curve. A pair of images with equal scores counts half. Return None
+    if there are no positive or no negative images.
+
+    Args:
+        scores: the score of each image, (images,).
+        positive: True for the images that belong to the class, (images,) bool.
     """
     n, m = int(positive.sum()), int((~positive).sum())
     if not n or not m:

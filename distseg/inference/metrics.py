@@ -11,7 +11,13 @@ import numpy as np
 def confusion(truth: np.ndarray, prediction: np.ndarray, classes: int, ignore: int) -> np.ndarray:
     """Return the confusion matrix (classes, classes) int64 of pixel counts.
 
-    Rows are true classes, columns predicted ones. Pixels with the label ``ignore`` are not counted.
+    Rows are true classes, columns are predicted classes.
+
+    Args:
+        truth: the true class numbers.
+        prediction: the predicted class numbers, an array of the same shape.
+        classes: the number of classes.
+        ignore: the label of pixels that are not counted.
     """
     valid = truth != ignore
     index = truth[valid].astype(np.int64) * classes + prediction[valid]
@@ -19,11 +25,15 @@ def confusion(truth: np.ndarray, prediction: np.ndarray, classes: int, ignore: i
 
 
 def scores(matrix: np.ndarray, names: list[str]) -> dict:
-    """Return the scores of a confusion matrix, for each class and as means.
+    """Return the scores of a confusion matrix: for each class, the means, and the accuracy.
 
     For each class IoU = tp / (tp + fp + fn), Dice = 2 tp / (2 tp + fp + fn), accuracy = tp / (tp +
-    fn). A class that is neither in the truth nor predicted has the score None and is left out of
-    the means.
+    fn). A score whose divisor is 0 is None. ``mean_iou`` and ``mean_dice`` leave out classes with
+    None. The accuracy over all classes is the share of pixels with the right class.
+
+    Args:
+        matrix: the pixel counts (classes, classes) of :func:`confusion`.
+        names: the names of the classes.
     """
     hit = np.diag(matrix).astype(float)
     truth, predicted = matrix.sum(1), matrix.sum(0)
@@ -50,11 +60,14 @@ def quadratic_kappa(matrix: np.ndarray) -> float | None:
 
     kappa = 1 - sum w_ij O_ij / sum w_ij E_ij, with w_ij = (i - j)^2, O the confusion matrix, and
     E_ij = (images of class i) (predictions of class j) / images (Cohen, 1968). An error is weighted
-    by the square of the distance of the two classes, so the classes must have an order.
+    by the square of the difference of the two class numbers, so the classes must have an order.
+
+    Args:
+        matrix: O, (classes, classes); rows are true classes.
 
     Returns:
-        The kappa, or None if all images belong to one class and are predicted to belong to it, so
-        that no error is expected.
+        The kappa. None if its divisor is 0: all images belong to one class and are predicted to
+            belong to it, or there are no images.
     """
     observed, classes = matrix.astype(float), np.arange(len(matrix))
     weights = (classes[:, None] - classes[None]) ** 2.0
@@ -73,9 +86,9 @@ def mean(values) -> float | None:
 
 
 def most_likely(logits: np.ndarray) -> np.ndarray:
-    """Return the class map (*size) uint8 of logits (C, *size).
+    """Return the class map (*size) uint8: the class with the largest of the logits (C, *size).
 
-    With one channel, the class is 1 where the logit is positive.
+    With one channel, the class is 1 where the logit is positive, else 0.
     """
     return (
         (logits[0] > 0).astype(np.uint8) if len(logits) == 1 else logits.argmax(0).astype(np.uint8)
@@ -87,6 +100,10 @@ def score_of(validation: dict) -> float | None:
 
     It is the mean IoU of a segmentation, the accuracy of a classification of whole images, or the
     negative rmse of a regression.
+
+    Args:
+        validation: the scores, as returned by :func:`scores` or
+            :func:`distseg.inference.images.scores_of_images`.
     """
     if "rmse" in validation:
         return -validation["rmse"]

@@ -27,7 +27,8 @@ _BLOCK = 512
 def baseline(store: Store, split: str, world) -> np.ndarray:
     """Return the confusion matrix (classes, classes) on ``split`` of a classifier of single pixels.
 
-    The classifier is fitted to the training split. All ranks of ``world`` must call it together.
+    The classifier is fitted to the training split (see the head of this file). All ranks of
+    ``world`` must call it together. All get the same matrix.
     """
     classes, levels = len(store.classes), int(_BINS ** (1 / min(store.bands, _BANDS)))
     known = _counts(store, "train", levels, world)
@@ -39,7 +40,14 @@ def baseline(store: Store, split: str, world) -> np.ndarray:
 
 
 def _counts(store: Store, split: str, levels: int, world) -> np.ndarray:
-    """Count the pixels of each colour and class over all ranks, (levels^bands, classes)."""
+    """Return the number of pixels of each colour and class in a split, (levels^bands, classes).
+
+    Each rank counts some blocks of the images, and the counts of all ranks are added. All ranks of
+    ``world`` must call it together.
+
+    Args:
+        levels: the number of steps into which the values of a band are quantised.
+    """
     classes = len(store.classes)
     total = np.zeros(levels ** min(store.bands, _BANDS) * classes)
     for position, (name, box) in enumerate(_blocks(store, split)):
@@ -64,7 +72,8 @@ def _blocks(store: Store, split: str) -> Iterator[tuple[str, Box]]:
 def _quantised(pixels: np.ndarray, levels: int) -> np.ndarray:
     """Return one colour number for each pixel, (*size), given normalised pixels (C, *size).
 
-    Each band has ``levels`` steps between -2.5 and 2.5 standard deviations.
+    The values of each band are rounded to ``levels`` steps between -2.5 and 2.5 standard
+    deviations. The colour number combines the steps of all bands.
     """
     steps = np.clip((pixels + 2.5) * (levels / 5), 0, levels - 1).astype(np.int64)
     colour = np.zeros(pixels.shape[1:], dtype=np.int64)
@@ -74,7 +83,14 @@ def _quantised(pixels: np.ndarray, levels: int) -> np.ndarray:
 
 
 def _classifier(counts: np.ndarray, exponent: float) -> np.ndarray:
-    """Return the class of each colour, (colours,); unseen colours get the most frequent class."""
+    """Return the class number that the baseline predicts for each colour, (colours,).
+
+    Colours without pixels get the most frequent class.
+
+    Args:
+        counts: the number of training pixels of each colour and class, (colours, classes).
+        exponent: a in the formula at the head of this file.
+    """
     share = counts.sum(0) / max(1, counts.sum())
     # A count is share * p(colour | class) * N, so one power of the share is in it already.
     weight = np.where(share > 0, share ** (exponent - 1), 0)

@@ -52,11 +52,11 @@ def check_images(predictor, sizes: Mapping[Sequence[int], str]) -> None:
     """Refuse images that cannot be predicted, before anything is computed.
 
     Args:
-        predictor: an object with a method ``check(size)``.
+        predictor: an object with a method ``check(size)`` that raises ValueError.
         sizes: maps each size of the images to the name of one image of that size.
 
     Raises:
-        ValueError: the message names the image and the setting.
+        ValueError: an image cannot be predicted. The message names the image and the setting.
     """
     for size, name in sorted(sizes.items()):
         try:
@@ -82,10 +82,12 @@ class Predictor:
             for temporary files.
         channels_last: True if tensors have the memory format ``channels_last``.
         pipeline: this rank's links to the other stages, if the model is cut into stages.
-        outputs: the number of channels of the result, for probabilities.
-        exact: True if the halo is computed from the model. With a halo from the config, whole
+        outputs: the number of channels of the network's output. The predictor does not use it; a
+            caller that writes probabilities does.
+        exact: True if the halo is computed from the model. False if the config sets it; then whole
             windows go through every layer.
-        neighbours: the number of ranks that share this rank's memory, itself included.
+        neighbours: the number of ranks on this rank's node, which share its memory; this rank is
+            one of them.
         budget: the budget for activations in bytes, the same on all ranks. Tiles are as large as
             fit, and feature maps wait in memory if they fit too.
     """
@@ -137,7 +139,7 @@ class Predictor:
 
     @property
     def windowed(self) -> bool:
-        """True if whole windows go through every layer."""
+        """True if every layer computes whole windows, not only the cells that are needed."""
         approximate = not self.exact or (
             self.model.context.per_window and self.model.active_in_training
         )
@@ -151,8 +153,8 @@ class Predictor:
     def grid_of(self, size) -> Size:
         """Return the number of tiles of an image along each dim.
 
-        A tile has at most the size that is configured or that fits the budget. If the model's total
-        stride is larger than this size, a tile has the size of the stride.
+        A tile is at most as large as the setting ``predict.tile`` or, with a budget, as the budget
+        allows. If the model's total stride is larger than that, a tile has the size of the stride.
         """
         steps = (
             n if t >= n else max(1, t // s) * s
@@ -163,8 +165,10 @@ class Predictor:
     def layout(self, size, borders: Sequence[Sequence[int]] | None = None) -> Layout:
         """Return the layout of the feature maps of an image.
 
-        Without ``borders``, the image is one block. Otherwise it is cut into blocks, and
-        ``borders`` has their borders along each dim, from 0 to the size of the image.
+        Args:
+            size: the size of the image in pixels.
+            borders: the borders of the blocks into which the image is cut, along each dim, from 0
+                to the size of the image. By default the image is one block.
         """
         borders = borders or [(0, n) for n in size]
         key = tuple(map(tuple, borders))
@@ -175,11 +179,14 @@ class Predictor:
         return self._layouts[key]
 
     def _tiling(self, budget: float) -> BudgetTiling:
-        """Return the object that finds tiles within a budget; it is made once for each budget."""
+        """Return the object that finds tiles whose activations fit into ``budget`` bytes.
+
+        It is made once for each budget.
+        """
         return self._tilings.setdefault(budget, BudgetTiling(self._activations, budget))
 
     def _tile_of(self, size) -> Size:
-        """Return the size of the tiles of an image."""
+        """Return the size of the tiles of an image, before it is rounded to the total stride."""
         if self.exact and self.model.graph is None:  # its receptive field is not known
             return Size(size)
         if self.budget is None or self.windowed:
@@ -199,8 +206,11 @@ class Predictor:
     def check(self, size) -> None:
         """Refuse an image that cannot be predicted, before anything is computed.
 
+        Args:
+            size: the size of the image in pixels.
+
         Raises:
-            ValueError: the message names the setting.
+            ValueError: the image cannot be predicted. The message names the setting.
         """
         if len(self.tile) != len(size):
             raise ValueError(
@@ -229,7 +239,7 @@ class Predictor:
         """Refuse images for which an active norm of this rank's stages has too few values.
 
         Args:
-            sizes: the sizes of the feature maps of an image.
+            sizes: for each tensor id, the size of that feature map of the image.
         """
         for number in self.model.active_in_evaluation:
             norm, source = self.model.layers[number], self.model.graph[number].first
@@ -255,14 +265,19 @@ class Predictor:
         return [[n for n in wanted if owners[n] == rank] for rank in range(self.replicas.size)]
 
     def deal_images(self, sizes: Sequence[Sequence[int]]) -> tuple[int, list[list[Share]]]:
-        """Divide the work on several images so that all ranks have about as much to do.
+        """Divide the work on several images so that all ranks have about the same amount of work.
 
-        If tiles do not depend on each other, they are divided among all ranks. Otherwise images are
-        divided among groups of ranks. There are as many groups as possible, at most one for each
-        image, each with at least as many ranks as the image with the fewest tiles can use.
+        If any rank may compute any tile, the tiles of all images are divided among all ranks.
+        Otherwise images are divided among groups of ranks. There are as many groups as possible, at
+        most one for each image. A group has at least as many ranks as can share the image with the
+        fewest tiles.
+
+        Args:
+            sizes: the size of each image in pixels.
 
         Returns:
-            The number of ranks in a group, and for each rank its shares of the images.
+            The number of ranks in a group, which is 1 in the first case; and for each rank the list
+                of its shares of the images.
         """
         if self._dealt_singly:
             every = [
@@ -298,9 +313,10 @@ class Predictor:
         ]
 
     def among(self, ranks: int) -> Predictor:
-        """Return this predictor for this rank's group of ``ranks`` consecutive ranks.
+        """Return a copy of this predictor that divides an image among this rank's group only.
 
-        All ranks must call it together.
+        A group consists of ``ranks`` consecutive ranks. If it has all ranks, the predictor itself
+        is returned. All ranks must call it together.
         """
         if ranks == self.replicas.size:
             return self
@@ -318,9 +334,9 @@ class Predictor:
     ) -> Iterator[tuple[Box, np.ndarray]]:
         """Yield (tile, logits) for the tiles of this rank (:meth:`deal`).
 
-        Logits are (C', *tile.size) float32, or float64 if the network is. A network with one output
-        vector for each image yields this vector (C', 1, ...), perhaps several times with different
-        boxes. Ranks without the last stage yield nothing.
+        Logits are (C', *tile.size) float32, or float64 if the network computes in float64. If the
+        network has one output vector for each image, this vector (C', 1, ...) is yielded, perhaps
+        several times with different boxes. Ranks without the last stage yield nothing.
 
         Args:
             source: the image.
@@ -339,9 +355,13 @@ class Predictor:
             yield from self._in_blocks(source, mine)
 
     def computed(self, size, numbers: Sequence[int] | None = None) -> Iterator[tuple[int, Box]]:
-        """Yield (layer, box of its output) for each computation of this rank for an image.
+        """Yield (layer number, output box) for each layer of each tile that this rank computes.
 
         Models that are computed window by window are not supported.
+
+        Args:
+            size: the size of the image in pixels.
+            numbers: the indices of the tiles to compute; by default all.
         """
         every = self.tiles_of(size)
         mine = [every[n] for n in self.deal(size, numbers)[self.replicas.rank]]
@@ -354,14 +374,17 @@ class Predictor:
     def _dealt_singly(self) -> bool:
         """True if any rank may compute any tile.
 
-        No tile then depends on another tile, or on the weights of another rank.
+        This holds if a tile depends on its own window only, and each rank has all layers.
         """
         return self.independent and (self.pipeline is None or self.pipeline.comm.size == 1)
 
     def _ranks_of(self, grid: Size) -> Size:
-        """Return the number of ranks along each dim that share a grid of tiles.
+        """Return the number of ranks along each dim that share an image.
 
         If there are fewer tiles than ranks, some ranks are not used.
+
+        Args:
+            grid: the number of tiles of the image along each dim.
         """
         return most_even_grid(grid, (1,) * len(grid), self.replicas.size)
 
@@ -374,7 +397,7 @@ class Predictor:
     def _block(self, size) -> tuple[Box, list[list[int]]]:
         """Return this rank's block of an image, and the borders of all blocks along each dim.
 
-        Borders between blocks are borders between tiles.
+        Borders between blocks lie on borders between tiles.
         """
         grid, stride = self.grid_of(size), self.model.reach.stride
         ranks = self._ranks_of(grid)
@@ -411,7 +434,7 @@ class Predictor:
 
     @torch.no_grad()
     def _next(self, results: Iterator[tuple[Box, torch.Tensor]]) -> tuple[Box, np.ndarray] | None:
-        """Return the next (tile, logits), or None at the end.
+        """Return the next (tile, logits) of ``results``, or None at their end.
 
         Gradients are disabled only during the call, so the caller of the generator keeps its own
         setting.
@@ -435,6 +458,11 @@ class Predictor:
         """Return an executor for a block of an image, and the block's tile placement.
 
         Feature maps wait in memory if they fit, else in files.
+
+        Args:
+            size: the size of the image in pixels.
+            block: the block of the image that this rank computes.
+            borders: the borders of all blocks, as in :meth:`layout`.
         """
         place = TilePlacement(tuple(size), block, window(block, size, self.model.reach), (0,), (0,))
         layout = self.layout(size, borders)
@@ -521,9 +549,9 @@ class Predictor:
         )
 
     def _uploaded(self, pixels: np.ndarray) -> torch.Tensor:
-        """Return pixels (C, *size) as a tensor (1, C, *size), as the network takes them.
+        """Return pixels (C, *size) as a tensor (1, C, *size) that the network can take.
 
-        It has the network's dtype and memory format, and lies on its first device.
+        The tensor has the network's dtype and memory format and lies on this rank's first device.
         """
         return upload(
             torch.from_numpy(pixels).unsqueeze(0), self.devices[0], self.dtype, self.channels_last
@@ -546,9 +574,12 @@ class Predictor:
         return self._workers[count]
 
     def agree(self, numbers: list[int] | None) -> list[int] | None:
-        """Send ``numbers`` from the first rank with the last stage to all ranks, and return them.
+        """Send ``numbers`` from the rank that writes results to all ranks, and return them.
 
-        All ranks must call it together.
+        All ranks must call it together. ``numbers`` of the other ranks are ignored.
+
+        Args:
+            numbers: the indices of the tiles to compute, or None to compute nothing.
         """
         numbers = self.replicas.bcast(numbers, root=0) if self.last else numbers
         return (
@@ -588,7 +619,11 @@ class Share:
 
 
 class _Reader:
-    """Reader of the windows of an image that reads the next expected window ahead."""
+    """Reader of windows of an image that reads the next window while the current one is computed.
+
+    Args:
+        read: returns the pixels (C, *box.size) of a box.
+    """
 
     def __init__(self, read: Callable[[Box], np.ndarray]):
         self.read = read
@@ -597,7 +632,12 @@ class _Reader:
 
     @contextmanager
     def ahead(self, windows: Sequence[Box]) -> Iterator[None]:
-        """Let a thread read the next of ``windows`` while the current one is computed."""
+        """Let a thread read ahead inside the context, always the next of ``windows``.
+
+        Args:
+            windows: the boxes in the order in which they will be asked for. Any other box is read
+                when it is asked for.
+        """
         with closing(prefetch(map(self.read, windows), 1)) as self._ahead:
             self._expected.extend(windows)
             yield
@@ -610,7 +650,12 @@ class _Reader:
 
 
 def _blocks(grid: Size, ranks: Size) -> list[int]:
-    """Return the rank that computes each tile of ``grid``. The ranks form a coarser grid."""
+    """Return the rank that computes each tile, in the order of the tiles, row by row.
+
+    Args:
+        grid: the number of tiles along each dim.
+        ranks: the number of ranks along each dim, at most ``grid``.
+    """
     owner = [
         [r for r, (a, b) in enumerate(split(g, n, 1)) for _ in range(a, b)]
         for g, n in zip(grid, ranks)

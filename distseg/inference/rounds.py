@@ -33,14 +33,14 @@ def in_rounds(
 
     Args:
         predictor: the network; each rank computes its share.
-        sources: functions that open the images.
+        sources: for each image, a function that opens it.
         sizes: the size of each image in pixels.
         world: the communicator of all ranks.
         what: the text beside the progress bar.
         work: function that is called with the index of an image and an iterator of (tile, logits)
             over this rank's tiles. It must exhaust the iterator.
-        stop: function that is called after each round and returns the same value on all ranks. If
-            it returns True, the work ends.
+        stop: function that is called after each round, in which each rank computes its tiles of at
+            most one image. It must return the same value on all ranks. True ends the work.
     """
     together, shares = predictor.deal_images(sizes)
     part, mine = predictor.among(together), shares[predictor.replicas.rank]

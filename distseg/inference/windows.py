@@ -1,8 +1,8 @@
 """Prediction window by window, for networks that cannot be computed in parts.
 
 Whole windows go through all layers if distseg cannot compute the layers of the module one by one,
-or if the config approximates, by a halo of its own or by norms over single windows. In a pipeline,
-windows go through the stages as micro-batches do, without gradients.
+or if the config asks for an approximation (``approximate.halo`` or ``approximate.norms``). In a
+pipeline, windows go through the stages as micro-batches do, without gradients.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _AT_ONCE = 4  # windows that are in a pipeline at once
 
 
 class Windows:
-    """Model that is applied to whole windows.
+    """Model that is applied to whole windows, on one rank or in a pipeline.
 
     Args:
         model: the parallelized model.
@@ -74,14 +74,14 @@ class Windows:
     def __call__(
         self, places: list[TilePlacement], load: Callable[[int], Tensor]
     ) -> Iterator[tuple[int, Tensor]]:
-        """Yield (index, output (1, C', *tile.size)) on the rank with the last stage.
+        """Yield (index of the window, output of its tile) on the rank with the last stage.
 
-        The other ranks yield nothing.
+        An output is (1, C', *tile.size). Ranks without the last stage yield nothing.
 
         Args:
-            places: the windows, the same on all ranks of a pipeline.
-            load: returns the pixels (1, C, *window.size) of the window with an index. It is only
-                called on the rank with the first stage.
+            places: the placements of the windows, the same on all ranks of a pipeline.
+            load: function that takes the index of a window and returns its pixels
+                (1, C, *window.size). It is only called on the rank with the first stage.
         """
         for i, output in (
             self._alone(places, load) if self.comm.size == 1 else self._through_stages(places, load)
@@ -127,7 +127,10 @@ class Windows:
 
 @dataclass
 class _Results:
-    """Store of the last stage's outputs, by micro-batch."""
+    """Head of the last stage that keeps the outputs, by number of the micro-batch.
+
+    It takes the place of the loss, which is the head in training.
+    """
 
     found: dict[int, Tensor] = field(default_factory=dict)
 

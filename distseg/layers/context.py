@@ -54,7 +54,7 @@ class Context:
     """True if statistics are taken of each window separately, halo included (``approximate.norms:
     window``), as in Seal et al. 2020."""
     whole: bool = False
-    """True if all windows are whole images and the network's feature maps are not known."""
+    """True if all windows are whole images and it is not known which feature map a layer gets."""
     around: Callable[[dict[str, Tensor]], AbstractContextManager] = skip_store
     """Function that takes the skips of a tile batch and returns a context manager, in which all
     layers but norms are called."""
@@ -73,10 +73,10 @@ class Context:
 
     @property
     def regions(self) -> list[MapView] | None:
-        """Owned and available boxes of each window, in the feature map that a layer gets as input.
+        """Owned and available boxes of each window, in the feature map that the layer reads.
 
-        None if the boxes follow from the windows and the layer's stride. Setting ``places`` resets
-        this to None.
+        None if the boxes can be computed from the windows and the layer's stride (:meth:`region`).
+        Setting ``places`` resets this to None.
         """
         return self._pass.regions
 
@@ -85,9 +85,10 @@ class Context:
         self._pass.regions = regions
 
     def region(self, index: int, stride: tuple[int, ...], held: Sequence[int]) -> MapView:
-        """Return the owned and available boxes of window ``index`` in a feature map.
+        """Return the owned and available boxes of a window in a feature map.
 
         Args:
+            index: index of the window in ``places``.
             stride: number of image pixels per cell of the feature map, along each dim.
             held: number of cells of the map that the window holds, along each dim.
         """
@@ -104,7 +105,13 @@ class Context:
         )
 
     def owns_all(self, size: tuple[int, ...]) -> bool:
-        """Return True if the first window holds and owns the whole feature map of this size."""
+        """Return True if the first window owns all cells that it holds of a feature map.
+
+        If ``regions`` is None, return True only if the window's tile is the whole image.
+
+        Args:
+            size: number of cells of the map that the window holds, along each dim.
+        """
         if self.regions is not None:
             return self.regions[0].owned.size == size
         place = self.places[0]
@@ -121,7 +128,10 @@ class Context:
 
     @property
     def tracking(self) -> bool:
-        """True unless this forward pass repeats one that is already in the running statistics."""
+        """True if norms add this forward pass to their running statistics.
+
+        False if the pass repeats an earlier pass of the same images, which was added already.
+        """
         return self._pass.tracking
 
     @tracking.setter
@@ -130,7 +140,11 @@ class Context:
 
     @contextmanager
     def repeating(self, repeated: bool = True):
-        """Exclude forward passes in this context from the running statistics, if ``repeated``."""
+        """Leave forward passes inside this context manager out of the running statistics.
+
+        Args:
+            repeated: if False, the forward passes are added to the running statistics as usual.
+        """
         before, self.tracking = self.tracking, not repeated
         try:
             yield

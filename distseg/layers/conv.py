@@ -54,7 +54,12 @@ class _Call:
         return torch.ops.aten.convolution(x, weight, bias, *self._arguments)
 
     def backward(self, g: Tensor, x: Tensor, weight: Tensor, mask: list[bool]):
-        """Return the gradients of x, weight and bias that ``mask`` asks for."""
+        """Return the gradients of x, weight and bias, each None if ``mask`` is False for it.
+
+        Args:
+            g: the gradient of the result.
+            mask: three flags, for x, weight and bias.
+        """
         return torch.ops.aten.convolution_backward(
             g, x, weight, [g.shape[1]] if mask[2] else None, *self._arguments, mask
         )
@@ -81,8 +86,9 @@ class _NoExchange:
 class _Convolution(torch.autograd.Function):
     """Convolution of several tensors after a halo exchange.
 
-    Deferred gradients are added to the ``grad`` of ``parameters``. ``weight`` and ``bias`` are
-    these parameters, perhaps cast to another dtype.
+    Its arguments ``weight`` and ``bias`` are the two ``parameters``, perhaps cast to another dtype.
+    If the gradients of the weight and bias are deferred, they are added to the ``grad`` of
+    ``parameters``. Otherwise autograd gets them.
     """
 
     @staticmethod
@@ -143,8 +149,8 @@ def accumulate(
 ) -> None:
     """Add gradients to the ``grad`` of their parameters, in the memory layout of the parameter.
 
-    A convolution of a channels_last feature map returns its weight's gradient in channels_last,
-    whatever the weight's layout.
+    A gradient of None is skipped. The layout must be set here: a convolution of a channels_last
+    feature map returns the gradient of its weight in channels_last, even if the weight is not.
     """
     for p, g in zip(parameters, gradients):
         if g is not None:
@@ -158,12 +164,14 @@ def exchanged_convolution(
     parts: Sequence[LayerView],
     xs: Sequence[Tensor],
 ) -> list[Tensor]:
-    """Exchange halos and convolve all tiles of this rank. The convolution must pad with zeros.
+    """Exchange halos, convolve all tiles of this rank, and return the result of each tile.
 
     Args:
-        frames: the box that the exchange produces for each tensor.
+        conv: the convolution, which must pad with zeros.
+        exchange: the halo exchange of its input.
+        frames: for each tensor, the box that the exchange produces.
         parts: for each tensor, the boxes that the convolution reads and computes.
-        xs: the tensors of this rank, before the exchange.
+        xs: the feature map of each tile of this rank, before the exchange.
     """
     # The cells that a frame lacks lie outside the image, equally many on both sides of a dim (see
     # local.exchange_box), so the kernel pads them.
@@ -179,7 +187,8 @@ def exchanged_convolution(
 def _lowered(*tensors: Tensor | None) -> list[Tensor | None]:
     """Cast tensors to the dtype in which autocast computes convolutions, if it is enabled.
 
-    Autocast has no effect inside an ``autograd.Function``, so the cast comes before.
+    Autocast has no effect inside an ``autograd.Function``, so tensors are cast before they are
+    passed to one. Tensors in float64 are not cast.
     """
     kind = tensors[0].device.type
     if not torch.is_autocast_enabled(kind):
@@ -191,9 +200,9 @@ def _lowered(*tensors: Tensor | None) -> list[Tensor | None]:
 class WeightsApart(TorchFunctionMode):
     """Torch function mode in which convolutions defer the gradients of their weights and biases.
 
-    A deferred gradient is added to ``grad`` without autograd. So autograd still computes the
-    gradients of computed weights (parametrizations, weights scaled by user code) and of parameters
-    with hooks.
+    A deferred gradient is added to ``grad`` without autograd. So gradients are not deferred if a
+    weight is no parameter but computed (parametrizations, weights scaled by user code), or if a
+    parameter has hooks; autograd then computes them.
     """
 
     def __init__(self, waits: Waits):
@@ -211,7 +220,14 @@ class WeightsApart(TorchFunctionMode):
 
 
 def weights_apart(waits: Waits) -> Callable[[dict[str, Tensor]], AbstractContextManager]:
-    """Return a variant of :func:`distseg.models.layers.skip_store` that defers weight gradients."""
+    """Return a context manager like ``skip_store`` that also defers weight gradients.
+
+    It takes a store of skips (:func:`distseg.models.layers.skip_store`). Inside the context,
+    convolutions defer the gradients of their weights and biases (:class:`WeightsApart`).
+
+    Args:
+        waits: the wait policy that does the deferred work.
+    """
 
     @contextmanager
     def around(skips: dict[str, Tensor]):
@@ -222,10 +238,10 @@ def weights_apart(waits: Waits) -> Callable[[dict[str, Tensor]], AbstractContext
 
 
 def _convolution(input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1):
-    """Return a :class:`_Call`, input, weight and bias from the arguments of a convolution.
+    """Return a :class:`_Call`, input, weight and bias from the arguments of ``F.conv2d``.
 
-    Return None if autograd must compute all gradients, or if the two sides of a dim have different
-    padding.
+    Return None if its gradients cannot be deferred (:func:`_can_wait`), or if the two sides of a
+    dim have different padding. ``F.conv1d`` and ``F.conv3d`` have the same arguments.
     """
     each = _each(weight)
     if isinstance(padding, str):
@@ -243,9 +259,10 @@ def _convolution(input, weight, bias=None, stride=1, padding=0, dilation=1, grou
 def _transposed(
     input, weight, bias=None, stride=1, padding=0, output_padding=0, groups=1, dilation=1
 ):
-    """Return a :class:`_Call`, input, weight and bias from a transposed convolution's arguments.
+    """Return a :class:`_Call`, input, weight and bias from the arguments of ``F.conv_transpose2d``.
 
-    Return None if autograd must compute all gradients.
+    Return None if its gradients cannot be deferred (:func:`_can_wait`). ``F.conv_transpose1d`` and
+    ``F.conv_transpose3d`` have the same arguments.
     """
     if not _can_wait(input, weight, bias):
         return None
@@ -267,7 +284,11 @@ _READ: dict[Callable, Callable] = {
 
 
 def _each(weight: Tensor) -> Callable[[int | Sequence[int]], list[int]]:
-    """Return a function that repeats a number for each spatial dim of the weight."""
+    """Return a function that makes a list with one number for each spatial dim of ``weight``.
+
+    The function takes a setting of the convolution, such as its stride: one number for all dims, or
+    a sequence of one or of all numbers.
+    """
     dims = weight.dim() - 2
 
     def each(value: int | Sequence[int]) -> list[int]:

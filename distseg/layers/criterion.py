@@ -14,10 +14,10 @@ from torch import Tensor
 
 
 class Outputs(NamedTuple):
-    """Description of a network's result.
+    """Description of a network's output.
 
     Attributes:
-        channels: number of channels of an output.
+        channels: number of channels of the output.
         dims: number of spatial dims of the images.
         whole: True if the network returns one vector for each whole image.
     """
@@ -34,7 +34,8 @@ class Criterion:
 
     Attributes:
         sums: number K of partial sums of each image.
-        linear: True if dL/dS of all sums that depend on logits follows from the targets alone.
+        linear: True if dL/dS of all sums that depend on logits follows from the targets alone. The
+            backward pass of a tile then need not wait for the forward passes of other tiles.
         ignore_index: integer target of invalid pixels, or None.
     """
 
@@ -53,11 +54,21 @@ class Criterion:
         raise NotImplementedError
 
     def counts(self, target: Tensor) -> Tensor:
-        """Return :meth:`rows` in float64, with 0 for sums that targets alone do not determine."""
+        """Return the partial sums of each image that depend on its target only, (B, K) float64.
+
+        Sums that also depend on logits are 0.
+
+        Args:
+            target: as in :meth:`rows`.
+        """
         raise NotImplementedError
 
     def value(self, table: Tensor) -> Tensor:
-        """Return the loss L(S) of the partial sums S (images, K) of a whole step."""
+        """Return the loss L(S) of a whole step, a scalar.
+
+        Args:
+            table: the partial sums S of all images of the step, (images, K).
+        """
         raise NotImplementedError
 
     def check(self, outputs: Outputs, target: Tensor) -> None:
@@ -72,7 +83,11 @@ class Criterion:
         """
 
     def loss_grad(self, table: Tensor) -> tuple[float, Tensor]:
-        """Return the loss L(S) and its gradient dL/dS."""
+        """Return the loss L(S) of a step and its gradient dL/dS (images, K).
+
+        Args:
+            table: the partial sums S of all images of the step, (images, K).
+        """
         with torch.enable_grad():
             table = table.detach().requires_grad_()
             value = self.value(table)
@@ -100,7 +115,12 @@ class Criterion:
         return self if zero == 0 else NotImplemented  # for sum(...)
 
     def __call__(self, output, target) -> Tensor:
-        """Return the loss of ``output``, made by ``model(shard)``, for a shard of the target."""
+        """Return the loss of a distributed model's output.
+
+        Args:
+            output: the result of ``model(model.shard(images))``.
+            target: the result of ``model.shard(target)``.
+        """
         if not hasattr(target, "model"):
             raise ValueError(
                 f"the target is a {type(target).__name__}, but it must be this rank's part of the "
@@ -110,7 +130,11 @@ class Criterion:
 
 
 class WeightedSum(Criterion):
-    """Weighted sum of criteria that all get the same logits and target."""
+    """Weighted sum of criteria that all get the same logits and target.
+
+    Args:
+        parts: (weight, criterion) of each term of the sum.
+    """
 
     def __init__(self, parts: Sequence[tuple[float, Criterion]]):
         self.parts = list(parts)
@@ -144,9 +168,10 @@ class WeightedSum(Criterion):
 
 
 class OfOutputs(WeightedSum):
-    """Weighted sum of criteria, one for each output of a network.
+    """Weighted sum of criteria, one for each output of a network with several outputs.
 
-    The outputs are stacked along the channels. All criteria get the same target.
+    The logits hold the outputs one after another along the channels, each with the same number of
+    channels. All criteria get the same target.
     """
 
     def rows(self, logits: Tensor, target: Tensor) -> Tensor:

@@ -21,12 +21,23 @@ DROPOUTS = (nn.Dropout, *CHANNEL_DROPOUTS, DropImage)
 
 
 def channel_mask(p: float, k: int, channels: int) -> Tensor:
-    """Return a mask (C,) float64: 0 for a dropped channel, 1 / (1 - p) for a kept one."""
+    """Return a mask (C,) float64: 0 for a dropped channel, 1 / (1 - p) for a kept one.
+
+    Args:
+        p: the probability that a channel is dropped.
+        k: the key of the mask (:func:`dropout_key`).
+        channels: C.
+    """
     return torch.from_numpy((rng.uniform(k, channels) >= p) / _share_kept(p))
 
 
 def image_mask(p: float, k: int) -> Tensor:
-    """Return a mask () float64: 0 for a dropped image, 1 for a kept one."""
+    """Return a scalar mask, a tensor () float64: 0 if the image is dropped, 1 if it is kept.
+
+    Args:
+        p: the probability that the image is dropped.
+        k: the key of the mask (:func:`dropout_key`).
+    """
     return torch.tensor(float(rng.uniform(k, 1)[0] >= p), dtype=torch.float64)
 
 
@@ -41,7 +52,14 @@ def element_mask(
 ) -> Tensor:
     """Return the part of a feature map's dropout mask that lies inside ``box``, (C, *box.size).
 
-    ``size`` is the size of the whole feature map, and ``k`` the key of the mask.
+    It is 0 for a dropped value and 1 / (1 - p) for a kept one.
+
+    Args:
+        p: the probability that a value is dropped.
+        k: the key of the mask (:func:`dropout_key`).
+        channels: the number of channels of the feature map.
+        size: the size of the whole feature map.
+        box: a box of the feature map.
     """
     position = torch.arange(channels, device=device)
     for n, a, b in zip(size, box.start, box.stop):
@@ -50,14 +68,18 @@ def element_mask(
 
 
 def _share_kept(p: float) -> float:
-    """Return 1 - p, by which kept values are divided, or 1 if p is 1 and no value is kept."""
+    """Return 1 - p, the share of kept values, by which they are divided; 1 if p is 1.
+
+    With p = 1 no value is kept, and the division by 0 is avoided.
+    """
     return 1 - p if p < 1 else 1.0
 
 
 def dropout_key(seed: int, epoch: int, sample: int, layer: str, turn: int = 0) -> int:
-    """Return the key of an image's mask.
+    """Return the key of an image's mask, from which its random numbers are drawn.
 
     Args:
+        layer: the name of the dropout layer.
         turn: the number of earlier calls of the layer in the same forward pass.
     """
     return rng.key(seed, epoch, sample, layer, "dropout", *((turn,) if turn else ()))
@@ -77,7 +99,11 @@ def begin_pass(layers: Iterable[nn.Module]) -> None:
 class KeyedDropout(nn.Module):
     """Distributed counterpart of PyTorch's dropout layers for a window of an image.
 
-    ``stride`` is the number of image pixels per cell of the layer's feature map, along each dim.
+    Args:
+        dropout: the user's layer.
+        context: the state of the model's forward pass, which holds the windows' placements.
+        stride: the number of image pixels per cell of the layer's feature map, along each dim.
+        name: the name of the layer. It enters the masks' keys.
     """
 
     def __init__(self, dropout: nn.Module, context: Context, stride: tuple[int, ...], name: str):
@@ -99,9 +125,9 @@ class KeyedDropout(nn.Module):
         return x * upload(mask, x.device, x.dtype)
 
     def mask(self, x: Tensor) -> Tensor:
-        """Return the mask of ``x``.
+        """Return the factors by which the feature map ``x`` (B, C, *size) is multiplied.
 
-        Its shape is (B, C, 1, ...) if whole channels are dropped, (B, C, *size) for single values
+        Their shape is (B, C, 1, ...) if whole channels are dropped, (B, C, *size) for single values
         and (B, 1, 1, ...) for whole images.
         """
         place, context = self.context.place, self.context
@@ -126,11 +152,11 @@ class KeyedDropout(nn.Module):
         )
 
     def channels_of(self, place: TilePlacement, channels: int) -> Tensor:
-        """Return the channel masks of a placement's images, (B, C) float64."""
+        """Return the channel mask of each image at a placement, (B, C) float64."""
         return torch.stack([channel_mask(self.p, k, channels) for k in self.keys(place)])
 
     def keys(self, place: TilePlacement) -> list[int]:
-        """Return the key of each image's mask."""
+        """Return the key of the mask of each image at a placement."""
         return [
             dropout_key(self.context.seed, self.context.epoch, sample, self.name, self.turn)
             for sample in place.samples

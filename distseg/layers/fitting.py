@@ -13,9 +13,13 @@ from distseg.tiling.tile import Box
 
 
 def cropped(x: Tensor, have: Box, wanted: Box) -> Tensor:
-    """Return a view of the part of ``x`` inside ``wanted``. ``have`` is the box of ``x``.
+    """Return a view of the part of ``x`` inside the box ``wanted``.
 
-    If ``x`` is a vector, it is returned whole.
+    If ``x`` is a vector of the image, it is returned whole.
+
+    Args:
+        x: (B, C, *have.size).
+        have: the box of ``x`` in its feature map. It contains ``wanted``.
     """
     if have == wanted or is_vector(x, have.size):
         return x
@@ -23,9 +27,15 @@ def cropped(x: Tensor, have: Box, wanted: Box) -> Tensor:
 
 
 def fitted(x: Tensor, have: Box, wanted: Box) -> tuple[Tensor, list[tuple[int, int]]]:
-    """Cut ``x`` to ``wanted``, and count the missing cells before and after it along each dim.
+    """Return the part of ``x`` inside ``wanted``, and the number of cells missing along each dim.
 
-    ``have`` is the box of ``x``. If ``x`` has no cell of ``wanted``, all cells count as missing.
+    The number is a pair (before the part, after the part), as :func:`padded` takes it. If ``x`` has
+    no cell of ``wanted`` along a dim, all cells count as missing before the part.
+
+    Args:
+        x: (B, C, *have.size).
+        have: the box of ``x`` in its feature map.
+        wanted: a box that may extend beyond ``have``.
     """
     common = have.intersection(wanted)
     pads = [
@@ -36,9 +46,13 @@ def fitted(x: Tensor, have: Box, wanted: Box) -> tuple[Tensor, list[tuple[int, i
 
 
 def mirrored(x: Tensor, have: Box, part: LayerView, mode: str) -> tuple[Tensor, Box]:
-    """Return the part of a feature map that a layer reads, and the box of that part.
+    """Return the part of a feature map that a layer reads, padding included, and the part's box.
 
-    ``mode`` is the padding mode of ``F.pad`` by which cells beyond the map's border are added.
+    Args:
+        x: (B, C, *have.size), with the cells of ``part.input``.
+        have: the box of ``x`` in its feature map.
+        part: the boxes that the layer reads and computes.
+        mode: the mode of ``F.pad`` by which cells beyond the map's border are added.
     """
     pads = [
         (max(0, -a), max(0, b - n))
@@ -54,7 +68,10 @@ def mirrored(x: Tensor, have: Box, part: LayerView, mode: str) -> tuple[Tensor, 
 def padded(
     x: Tensor, pads: Sequence[tuple[int, int]], value: float = 0.0, mode: str = "constant"
 ) -> Tensor:
-    """Pad a tensor by (before, after) cells along each spatial dim."""
+    """Pad a tensor by ``pads``, the number of cells (before, after) it along each spatial dim.
+
+    ``value`` and ``mode`` are those of ``F.pad``.
+    """
     if not any(map(any, pads)):
         return x
     flat = [n for pad in reversed(pads) for n in pad]
@@ -62,7 +79,7 @@ def padded(
 
 
 def taken_from(y: Tensor, start: Sequence[int], size: Sequence[int]) -> Tensor:
-    """Return the part of ``y`` that begins at ``start`` and has this size."""
+    """Return the part of ``y`` (B, C, *size of y) that begins at ``start`` and has ``size``."""
     if tuple(y.shape[2:]) == tuple(size):
         return y
     return y[(..., *(slice(a, a + n) for a, n in zip(start, size)))]

@@ -16,9 +16,9 @@ from distseg.tiling.tile import ReceptiveField
 def receptive_field(model: nn.Module) -> ReceptiveField:
     """Return the halo and stride of a model, in pixels along each spatial dim.
 
-    The model maps (N, C, *size) to (N, C', *size). If it is a list of layer calls with known access
-    patterns, such as an ``nn.Sequential``, halo and stride are computed. Otherwise they are
-    measured.
+    The model must map (N, C, *size) to (N, C', *size). If it is a list of layer calls with known
+    access patterns, such as an ``nn.Sequential``, halo and stride are computed from these.
+    Otherwise they are measured by runs of the model.
 
     Args:
         model: the model, on any device, which may be the meta device. It is not changed.
@@ -31,11 +31,12 @@ def receptive_field(model: nn.Module) -> ReceptiveField:
 
 
 def reach_for(model: nn.Module, cut: bool) -> ReceptiveField:
-    """Return the receptive field of a model, or halo 0 and stride 1 if it is not needed.
+    """Return the receptive field of a model, but do not measure it if ``cut`` is False.
 
     Args:
-        cut: True if images are cut into tiles. If False, the field of a model with unknown layers
-            is not needed.
+        model: the model, as for :func:`receptive_field`.
+        cut: True if images are cut into tiles. If False, nothing is measured: a model that is not a
+            list of layer calls with known access patterns gets halo 0 and stride 1.
     """
     try:
         graph = graph_of(model)
@@ -50,7 +51,7 @@ def reach_for(model: nn.Module, cut: bool) -> ReceptiveField:
 
 
 def graph_of(model: nn.Module) -> Graph:
-    """Return the graph of a network that is a list of layer calls.
+    """Return the graph of a network that is a list of layer calls: a node for each call.
 
     The network may be on the meta device.
 

@@ -35,7 +35,7 @@ from distseg.tiling.tile import Box
 
 
 class _OfImage(DistributedMean):
-    """Base class of statistics over all cells of an image."""
+    """Base class of statistics over all cells of an image, one vector for each image."""
 
     def __init__(self, layer: nn.Module, *args):
         super().__init__(layer, *args)
@@ -68,8 +68,9 @@ class _OfImage(DistributedMean):
 
         Args:
             x: the owned cells, (C, *size).
-            g: the gradient of the statistic, float64.
-            row: the image's row of ``statistics``.
+            g: the gradient of the image's statistic, summed over all windows, flat float64.
+            statistics: the moments of all images, combined over all ranks.
+            row: the row of this image in ``statistics``.
         """
         raise NotImplementedError
 
@@ -146,7 +147,12 @@ class DistributedLogSumExp(_OfImage):
 
 
 def exponentials(parts: Moments) -> Moments:
-    """Combine the moments of a log-sum-exp over parts that are stacked along dim 0."""
+    """Combine the moments of a log-sum-exp of several parts to those of all their cells.
+
+    Args:
+        parts: the moments, stacked along dim 0. ``mean`` holds each part's maximum and ``m2`` the
+            sum of exp(x - maximum).
+    """
     largest = parts.mean.amax(0)
     # A part without cells has maximum -inf and contributes 0. If all parts are empty, -inf - -inf
     # would be NaN.
@@ -157,7 +163,8 @@ def exponentials(parts: Moments) -> Moments:
 class DistributedProducts(_OfImage):
     """Distributed counterpart of :class:`distseg.models.image_statistics.Products`.
 
-    In its statistics, ``mean`` holds the sums, (images, heads * I * J), and ``m2`` is empty.
+    In its statistics, ``mean`` holds the sums of products, (images, heads * I * J) with the letters
+    of ``Products``, and ``m2`` is empty.
     """
 
     def moments(self, x: Tensor, index: int, mask: Tensor | None = None) -> list[Contribution]:
@@ -219,7 +226,7 @@ class DistributedLargest(_OfImage):
         return found
 
     def _filled(self, x: Tensor, value: float) -> Tensor:
-        """Append ``value`` to each channel up to k values: (C, at most k) -> (C, k)."""
+        """Append ``value`` to each channel until it has k values: (C, at most k) -> (C, k)."""
         return torch.cat((x, x.new_full((len(x), self.of_whole.k - x.shape[1]), value)), 1)
 
     def statistics(self, parts: list[Contribution]) -> Moments:
@@ -242,9 +249,11 @@ class DistributedLargest(_OfImage):
         return found
 
     def _largest(self, parts: Moments) -> Moments:
-        """Return the k largest values of each channel over parts that are stacked along dim 0.
+        """Return the k largest values of each channel, and their indices, over several parts.
 
-        Shapes: (parts, ..., C * k) -> (..., C * k).
+        Args:
+            parts: for each part its k largest values (in ``mean``) and their indices (in ``m2``),
+                both (parts, ..., C * k). The result has them as (..., C * k).
         """
         k = self.of_whole.k
 
@@ -287,7 +296,8 @@ class DistributedLargest(_OfImage):
 class DistributedMeasure(_OfImage):
     """Distributed counterpart of :class:`distseg.models.image_statistics.Measure`.
 
-    It has no gradient. In its statistics, ``mean`` holds the measured number, and ``m2`` is empty.
+    The number follows from the size of the map, so the gradient is 0. In its statistics, ``mean``
+    holds this number, and ``m2`` is empty.
     """
 
     def moments(self, x: Tensor, index: int, mask: Tensor | None = None) -> list[Contribution]:
@@ -317,7 +327,7 @@ class DistributedMeasure(_OfImage):
 
 
 def distributed_class(layer: nn.Module) -> type[nn.Module]:
-    """Return the class that is the distributed counterpart of a layer with global statistics."""
+    """Return the distributed counterpart's class, for a layer that takes statistics of an image."""
     return next(
         (counterpart for kind, counterpart in _COUNTERPARTS if isinstance(layer, kind)), None
     ) or mean.distributed_class(layer)

@@ -98,7 +98,11 @@ _ALIKE = (
 
 
 def node_of(call: Call, dims: int) -> Node:
-    """Return the graph node of a layer call, as :class:`distseg.tiling.layout.Layout` needs it.
+    """Return the graph node of a layer call, with the layer's access pattern.
+
+    Args:
+        call: the call of the layer.
+        dims: the number of spatial dims of the images.
 
     Raises:
         ValueError: the layer cannot be computed in parts. The message names it and how to fix it.
@@ -168,7 +172,7 @@ def node_of(call: Call, dims: int) -> Node:
 
 
 def check_plain(name: str, layer: nn.Module) -> None:
-    """Refuse a norm or dropout with modified behaviour, which its counterpart would leave out.
+    """Refuse a modified norm or dropout, as its distributed counterpart would not be modified.
 
     Raises:
         ValueError: the layer is modified. The message names the layer and the modification.
@@ -194,11 +198,13 @@ def run(
     part: LayerView,
     others: Sequence[tuple[Tensor, Box]] = (),
 ) -> Tensor:
-    """Return a layer's result on ``part.output``.
+    """Return a layer's result on the box ``part.output``, (B, C', *part.output.size).
 
     Args:
+        layer: the layer.
         x: (B, C, *have.size), the input on the box ``have``, which contains ``part.input``. Cells
             of ``have`` outside the map already hold padding.
+        part: the boxes that the layer reads and computes.
         others: further inputs of the layer, each with the box that it covers.
     """
     if isinstance(layer, Derived):
@@ -250,15 +256,22 @@ def fill_of(layer: nn.Module) -> float | None:
 
 
 def fuses(layer: nn.Module) -> bool:
-    """Return True if :mod:`distseg.layers.conv` can compute a layer and its halo exchange."""
+    """Return True if a layer and its halo exchange can be computed as one autograd function.
+
+    This holds for convolutions that pad with zeros (:mod:`distseg.layers.conv`).
+    """
     return isinstance(layer, _CONVS) and layer.padding_mode == "zeros"
 
 
 def exchange_box(layer: nn.Module, part: LayerView) -> Box:
     """Return the box that a halo exchange produces for a layer.
 
-    It is the layer's input box. For convolutions it includes the padding in each dim whose two
-    sides need different padding. For other layers that pad with a constant it includes all padding.
+    The box is ``part.input``. For convolutions it also contains the padding along each dim whose
+    two sides need different padding. For other layers that pad with a constant it also contains all
+    padding.
+
+    Args:
+        part: the boxes that the layer reads and computes.
     """
     if fill_of(layer) is None:
         return part.input
@@ -400,8 +413,8 @@ def _avg_pool(pool: nn.Module, x: Tensor, have: Box, part: LayerView) -> Tensor:
 def _factors(up: nn.Module, dims: int) -> tuple[int, ...] | None:
     """Return the integer up-sampling factor of each dim.
 
-    Return None if the layer has no factors or one that is no integer, or is bicubic with
-    align_corners.
+    Return None if the layer has a size instead of factors, if a factor is not an integer, or if the
+    layer is bicubic with align_corners.
     """
     if up.scale_factor is None:
         return None
@@ -424,7 +437,7 @@ def _up_footprints(up: nn.Module, dims: int) -> tuple[AccessPattern, ...]:
 
 
 def _resize_footprints(up: nn.Module, dims: int) -> tuple[AccessPattern, ...]:
-    """Return the access patterns of a resize to a size, or by any factor."""
+    """Return the access pattern of each dim of a resize to a size, or by any factor."""
     if up.size is not None:
         rules = [Follow(0, n) for n in _tuple(up.size, dims)]
         places: list[float | None] = [None] * dims
@@ -472,7 +485,15 @@ def _resized(
     part: LayerView,
     ratio: bool = False,
 ) -> Tensor:
-    """Resize a part of a map. If the part is the whole map, ``whole`` is called instead."""
+    """Return the result of a resize on the box ``part.output``.
+
+    Args:
+        whole: the layer. It is called if the part is the whole map.
+        footprints: the access pattern of each dim.
+        x: (B, C, *have.size), the input on the box ``have``.
+        part: the boxes that the layer reads and computes.
+        ratio: True if the scale factors are new size divided by old size (``RATIO``).
+    """
     x = cropped(x, have, part.input)
     if part.input.size == part.size and part.output.size == part.output_size:
         return whole(x)
@@ -491,10 +512,11 @@ def _vector_at(layer: VectorAt, x: Tensor, have: Box, part: LayerView) -> Tensor
 
 
 def _aligned(x: Tensor, dim: int, n: int, m: int, first: int, wanted: range) -> Tensor:
-    """Resize one dim linearly with aligned corners.
+    """Return some cells of a linear resize of one dim with aligned corners.
 
     Args:
-        dim: the dim of ``x``.
+        x: the part of the input that these cells need.
+        dim: the dim of ``x`` that is resized.
         n, m: the size of this dim in the whole input and in the whole output.
         first: the input cell at which ``x`` begins.
         wanted: the output cells to return.
@@ -522,7 +544,13 @@ def _shuffle(shuffle: nn.PixelShuffle, x: Tensor, have: Box, part: LayerView) ->
 def _grown(
     layer: nn.Module, factors: Sequence[int], x: Tensor, have: Box, part: LayerView
 ) -> Tensor:
-    """Return ``part.output`` of a layer that turns each cell into ``factors`` cells."""
+    """Return the result on ``part.output`` of a layer that turns each cell into a block of cells.
+
+    Args:
+        factors: the size of the block in cells.
+        x: (B, C, *have.size), the input on the box ``have``.
+        part: the boxes that the layer reads and computes.
+    """
     y = layer(cropped(x, have, part.input))
     return taken_from(
         y,

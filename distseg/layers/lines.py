@@ -2,9 +2,9 @@
 
 These layers take statistics over some dims of an image and keep the others. The positions along the
 kept dims form a line of length L. Each window contributes to the positions that it owns, and the
-contributions of all ranks are combined as moments. A row of the statistics is (L, C). If images
-differ in size, L is the length of the longest line. ``f`` is a statistic and ``g`` its gradient at
-the position of a cell, summed over all windows of all ranks::
+contributions of all ranks are combined as moments. In the statistics, each image has a row of shape
+(L, C). If images differ in size, L is the length of the longest line. ``f`` is a statistic and
+``g`` its gradient at the position of a cell, summed over all windows of all ranks::
 
     mean          dx = g / N
     sum           dx = g
@@ -36,7 +36,7 @@ from distseg.tiling.tile import Box
 
 
 class Where(NamedTuple):
-    """Position of the cells that a window owns.
+    """Boxes of the cells that a window owns, in two coordinate systems.
 
     Attributes:
         own: box of these cells, in the coordinates of the window.
@@ -50,11 +50,12 @@ class Where(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Contribution of a window to a line.
+    """Contribution of one image of a window to the image's line.
 
     Attributes:
-        moments: the moments at the positions that the window owns; None if it owns no cells.
-        at: these positions in the line.
+        moments: the moments at the positions that the window owns, with ``mean`` (positions, C);
+            None if it owns no cells.
+        at: the indices of these positions in the line, (positions,).
         length: the length of the whole line.
         channels: number of channels of the feature map.
     """
@@ -96,9 +97,14 @@ class DistributedLines(DistributedMean):
     def _opened(self, image: Tensor, place: Box, size: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Group an image's owned cells by their position in the line.
 
+        Args:
+            image: the owned cells, (C, *place.size).
+            place: the box of these cells in the feature map.
+            size: the size of the feature map.
+
         Returns:
             The cells, (positions, C, cells of a position), and for each cell of a position its
-                index along the other dims, (cells of a position,).
+                index in the flattened dims that the line does not keep, (cells of a position,).
         """
         others = [d for d in range(len(size)) if d not in self.kept]
         numbers = numbers_of(_picked(place, others), [size[d] for d in others]).to(image.device)
@@ -106,7 +112,12 @@ class DistributedLines(DistributedMean):
         return cells.to(torch.promote_types(cells.dtype, torch.float32)), numbers
 
     def _numbers(self, place: Box, size: Sequence[int]) -> Tensor:
-        """Return the positions in the line that a box of the feature map covers."""
+        """Return the indices of the line's positions that a box of the feature map covers.
+
+        Args:
+            place: the box.
+            size: the size of the feature map.
+        """
         return numbers_of(_picked(place, self.kept), [size[d] for d in self.kept])
 
     def statistics(self, parts: list[Contribution]) -> Moments:
@@ -126,9 +137,13 @@ class DistributedLines(DistributedMean):
         )
 
     def _line(self, parts: list[Part], length: int) -> Moments:
-        """Combine the parts of one image into a line of this length.
+        """Return the moments of one image at all positions of a line, with ``mean`` (length, C).
 
-        Positions without a part get the moments of zero cells.
+        Positions to which no part contributes get the moments of zero cells.
+
+        Args:
+            parts: the contributions of this rank's windows to the image.
+            length: the length of the line.
         """
         nothing = self.statistic.nothing(
             torch.zeros(length, parts[0].channels, dtype=torch.float64, device=parts[0].at.device)
@@ -175,11 +190,12 @@ class DistributedLines(DistributedMean):
         return dx
 
     def _closed(self, cells: Tensor, like: Tensor) -> Tensor:
-        """Reshape cells to an image (C, *size): the inverse of :meth:`_opened`.
+        """Reshape cells (positions, C, cells of a position) to an image (C, *size).
+
+        It is the reverse of :meth:`_opened`.
 
         Args:
-            cells: (L, C, cells of a position), as :meth:`_opened` returns them.
-            like: an image with the shape of the result.
+            like: a tensor of the wanted shape (C, *size).
         """
         size = like.shape[1:]
         others = [d for d in range(len(size)) if d not in self.kept]
@@ -190,13 +206,17 @@ class DistributedLines(DistributedMean):
 
 
 class _Mean:
-    """Moments, value and gradient of the mean or sum of cells (L, C, cells of a position)."""
+    """Mean or sum of the cells at each position of a line.
+
+    Its methods take cells as (L, C, cells of a position), with the index of each cell of a position
+    as ``numbers`` (:meth:`DistributedLines._opened`). In its moments, ``mean`` is (..., L, C).
+    """
 
     def __init__(self, layer: Mean):
         self.layer = layer
 
     def nothing(self, zeros: Tensor) -> Moments:
-        """Return the moments of zero cells."""
+        """Return the moments of zero cells, where ``zeros`` is a tensor of zeros (L, C)."""
         return Moments(zeros.new_zeros(len(zeros)), zeros, zeros)
 
     def moments(self, cells: Tensor, numbers: Tensor) -> Moments:
@@ -209,11 +229,15 @@ class _Mean:
         )
 
     def joined(self, parts: Moments) -> Moments:
-        """Combine moments of parts, stacked along dim 0, to the moments of all their cells."""
+        """Return the moments of the cells of all parts, given the parts' moments.
+
+        Args:
+            parts: the moments of the parts, stacked along dim 0.
+        """
         return combine(parts)
 
     def value(self, statistics: Moments) -> Tensor:
-        """Return the statistic (..., L, C)."""
+        """Return the mean or sum (..., L, C) that follows from moments."""
         return (
             statistics.mean * statistics.count.unsqueeze(-1)
             if self.layer.total
@@ -221,10 +245,10 @@ class _Mean:
         )
 
     def gradient(self, cells: Tensor, numbers: Tensor, g: Tensor, there: Moments) -> Tensor:
-        """Return the gradient of the cells.
+        """Return the gradient of the cells, in the shape of ``cells``.
 
         Args:
-            g: gradient of the statistics, (L, C).
+            g: gradient of the statistic at each position, (L, C).
             there: the moments at the cells' positions in the line, combined over all ranks.
         """
         g = g if self.layer.total else g / there.count.unsqueeze(-1)
@@ -232,7 +256,10 @@ class _Mean:
 
 
 class _Variance(_Mean):
-    """Variance of cells, whose divisor is the number of cells minus a correction."""
+    """Variance of the cells at each position of a line.
+
+    The sum of squared deviations is divided by the number of cells minus ``layer.correction``.
+    """
 
     def value(self, statistics: Moments) -> Tensor:
         return statistics.m2 / self._divisor(statistics)
@@ -245,7 +272,7 @@ class _Variance(_Mean):
 
 
 class _LogSumExp(_Mean):
-    """Log of the sum of exponentials.
+    """Log of the sum of exponentials of the cells at each position of a line.
 
     In its moments, ``mean`` holds the maximum and ``m2`` the sum of exp(x - maximum).
     """
@@ -272,7 +299,7 @@ class _LogSumExp(_Mean):
 
 
 class _Max(_Mean):
-    """Maximum of cells.
+    """Maximum of the cells at each position of a line.
 
     In its moments, ``mean`` holds the maximum. If ``layer.first`` is True, ``m2`` holds the index
     of the first maximum, otherwise the number of cells that have the maximum.
@@ -325,7 +352,7 @@ class DistributedOfLines(OfLines):
 
 
 def distributed_class(layer: nn.Module) -> type[nn.Module]:
-    """Return the class that is the distributed counterpart of a layer with global statistics."""
+    """Return the distributed counterpart's class, for a layer of lines or of image statistics."""
     kinds = ((AlongLines, DistributedLines), (OfLines, DistributedOfLines))
     return next(
         (counterpart for kind, counterpart in kinds if isinstance(layer, kind)), None
@@ -333,5 +360,5 @@ def distributed_class(layer: nn.Module) -> type[nn.Module]:
 
 
 def _picked(box: Box, dims: Sequence[int]) -> Box:
-    """Return the box along these dims only."""
+    """Return the box without the dims that are not in ``dims``."""
     return Box(tuple(box.start[d] for d in dims), tuple(box.stop[d] for d in dims))

@@ -54,7 +54,11 @@ def library() -> ctypes.CDLL | None:
 
 
 def _loaded(compiler: list[str]) -> ctypes.CDLL:
-    """Load the library from the user's cache, or compile one that only this process uses."""
+    """Load the library from the user's cache, or compile one that only this process uses.
+
+    Args:
+        compiler: the command that runs the C++ compiler, as a list of words.
+    """
     try:
         folder = _cache()
         check_folder(folder)
@@ -74,9 +78,10 @@ def _loaded(compiler: list[str]) -> ctypes.CDLL:
 
 
 def _cache() -> Path:
-    """Return the cache folder.
+    """Return the folder of compiled libraries in the user's cache.
 
-    Create it if needed. If other users can write to it, remove all their permissions.
+    Create it if needed. If it belongs to this user, but other users can write to it, remove all
+    their permissions.
     """
     folder = (
         Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "distseg" / "kernels"
@@ -94,8 +99,8 @@ def check_folder(folder: Path) -> None:
     """Refuse a folder whose content other users can replace.
 
     Raises:
-        Untrusted: other users can write to the folder or to one above it. The message names that
-            folder and how to fix it.
+        Untrusted: other users can write to the folder or to a folder that contains it. The message
+            names the folder with these permissions and how to fix them.
     """
     for place in (folder, *folder.absolute().parents, *folder.resolve().parents):
         status = place.stat()
@@ -114,7 +119,7 @@ def _owners(status: os.stat_result) -> bool:
 
 @functools.cache
 def _root() -> set[int]:
-    """Return the user ids that stand for root.
+    """Return the user ids that stand for root: 0, and perhaps the overflow id.
 
     In a user namespace where root is not mapped, root's files appear under the overflow id.
     """
@@ -130,9 +135,13 @@ def _safe(status: os.stat_result) -> bool:
 
 
 def _built(compiler: list[str], folder: Path, anew: bool = False) -> Path:
-    """Return the library in ``folder``.
+    """Return the path of the library in ``folder``.
 
-    Compile it if ``folder`` has no library that can be trusted, or if ``anew`` is True.
+    Compile it if ``folder`` has no library that can be trusted (:func:`_whole`), or if ``anew`` is
+    True.
+
+    Raises:
+        OSError: the library was compiled, but its file cannot be trusted.
     """
     name = f"norm-{_key(compiler)}"
     if not anew and (found := _found(folder, name)):
@@ -156,7 +165,7 @@ def _found(folder: Path, name: str) -> Path | None:
 
 
 def _whole(path: Path) -> bool:
-    """Return True if a library can be trusted.
+    """Return True if the library at ``path`` can be trusted.
 
     The file must belong to this user or root, must not be writable for others, must be a regular
     file and no link, and must have the checksum that its name contains.
@@ -179,7 +188,13 @@ def _digest(content: bytes) -> str:
 
 
 def _tidy(folder: Path, name: str) -> None:
-    """Remove libraries that cannot be trusted and the files of killed compilations."""
+    """Remove old files from a cache folder, before the library is compiled.
+
+    Args:
+        folder: the cache folder. Folders that killed compilations left in it are removed.
+        name: the beginning of the library's file name. All libraries with this name are removed,
+            as none of them can be used.
+    """
     for path in folder.glob(f"{name}-*.so"):
         with suppress(OSError):
             path.unlink()
@@ -191,7 +206,7 @@ def _tidy(folder: Path, name: str) -> None:
 
 @contextmanager
 def _alone(folder: Path):
-    """Hold a lock, so that only one process of a machine compiles at a time.
+    """Hold a lock on ``folder`` inside the context, so that only one process compiles at a time.
 
     After a timeout, or on a file system without locks, several processes may compile. This is
     harmless, because all of them write the same library.

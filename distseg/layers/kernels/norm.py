@@ -25,7 +25,7 @@ _TYPES = {torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "b
 class Affine(NamedTuple):
     """Affine map and activation: z = scale * (x - pivot) + bias, y = z if z > 0 else slope * z.
 
-    All vectors are (C,).
+    Pivot, scale and bias are vectors (C,). With slope 1 there is no activation.
     """
 
     pivot: Tensor
@@ -59,7 +59,7 @@ def available(x: Tensor) -> bool:
 
 
 def moments(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return mean and sum of squared deviations of each channel, (C,) float64."""
+    """Return mean and sum of squared deviations of each channel of ``x``, (C,) float64 each."""
     found = torch.empty(2, x.shape[1], dtype=torch.float64)
     _call("moments", lies_last(x), [x], [], [found[0], found[1]])
     return found[0], found[1]
@@ -79,7 +79,8 @@ def forward(x: Tensor, affine: Affine, out: Tensor) -> Tensor:
 def sums(g: Tensor, x: Tensor, affine: Affine) -> tuple[Tensor, Tensor]:
     """Return the sums of g' and of g' * (x - pivot) over all pixels, (C,) float64 each.
 
-    g' is the gradient before the activation: g if z > 0, else slope * g (:class:`Affine`).
+    ``g`` is the gradient of the result y of :func:`forward`. g' is the gradient before the
+    activation: g if z > 0, else slope * g (:class:`Affine`).
     """
     found = torch.empty(2, x.shape[1], dtype=torch.float64)
     _call("sums", lies_last(x), [g, x], affine, [found[0], found[1]])
@@ -91,7 +92,12 @@ def gradient(
 ) -> Tensor:
     """Write dx = scale * g' to ``out``, and add tilt * (x - pivot) + shift inside ``own``.
 
-    g' is defined as in :func:`sums`. ``out`` must be ``torch.empty_like(x)`` and is returned.
+    Args:
+        g: the gradient of y, from which g' is computed as in :func:`sums`.
+        x: the input of :func:`forward`.
+        tilt, shift: vectors (C,), the terms of the gradient that come from the statistics.
+        own: the box of the owned cells, over which the statistics were taken.
+        out: ``torch.empty_like(x)``; it is returned.
     """
     last = lies_last(x)
     written = _in_runs(out, last)
@@ -119,7 +125,7 @@ class Norm(NamedTuple):
     keys: Sequence[int] | None = None
 
     def rows(self, images: int) -> int:
-        """Return the number of rows of the statistics."""
+        """Return the number of rows of the statistics of a batch of ``images`` images."""
         return 1 if self.joint else images
 
 
@@ -127,6 +133,9 @@ def norm_forward(
     x: Tensor, norm: Norm, weight: Tensor | None, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute dropout, norm and activation of whole images (B, C, *size) in one call.
+
+    Args:
+        weight, bias: the norm's parameters (C,), or None.
 
     Returns:
         The result y; the mean and sum of squared deviations, (2, rows, channels or groups) float64;
@@ -165,7 +174,13 @@ def norm_forward(
 def norm_backward(
     g: Tensor, x: Tensor, norm: Norm, weight: Tensor | None, numbers: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of x, weight and bias. The last two are (C,) float64."""
+    """Return the gradients of x, weight and bias. The last two are (C,) float64.
+
+    Args:
+        g: the gradient of the result y.
+        x, norm, weight: the arguments of :func:`norm_forward`.
+        numbers: the last result of :func:`norm_forward`.
+    """
     last = lies_last(x)
     g, x = _in_runs(g, last), _in_runs(x, last)
     dx, channels = torch.empty_like(x), x.shape[1]
@@ -215,6 +230,14 @@ def _plan(
     """Return the plan for tensors of this shape and these strides.
 
     Plans are cached, because making one takes as long as the norm of a small feature map.
+
+    Args:
+        norm: the settings of :class:`Norm` without its keys.
+        keyed: True if each image has a dropout mask.
+        last: True if channels come last in memory.
+        shape: the shape of all tensors.
+        strides: the strides of each tensor.
+        threads: the number of threads that compute.
     """
     norm = Norm(*norm)
     tensors = _merged(last, *(torch.empty_strided(shape, each, device="meta") for each in strides))
@@ -230,18 +253,19 @@ def _plan(
 
 
 def _as_one(images: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Return images that share statistics as the planes of one image.
+    """Return batches of images that share statistics, each as one image (1, C, B, H, W).
 
-    A call for each small image would take longer than computing its pixels. Volumes have planes of
-    their own, so they are returned as they are.
+    One kernel call then serves all B images of a batch (B, C, H, W). Volumes (B, C, D, H, W) are
+    returned unchanged, because the kernel already uses the third spatial dim for their depth.
     """
     return images if images[0].dim() > 4 else [x.transpose(0, 1)[None] for x in images]
 
 
 def _merged(last: bool, *images: Tensor) -> Sequence[Tensor]:
-    """Flatten the pixels of contiguous images to one row per channel, unless channels come last.
+    """Flatten the pixels of contiguous images to one row per channel, if ``last`` is False.
 
-    With short rows, most of the time would be spent on loading the parameters of each channel.
+    The kernel loads a channel's parameters once for each row. With short rows, this would take most
+    of the time. With ``last``, channels come last in memory and the images are returned unchanged.
     """
     return (
         [x.flatten(2) for x in images]
@@ -251,7 +275,10 @@ def _merged(last: bool, *images: Tensor) -> Sequence[Tensor]:
 
 
 def _widened(parameter: Tensor | None, x: Tensor) -> Tensor | None:
-    """Return a parameter in the dtype that the kernel computes in."""
+    """Return a parameter in the dtype in which the kernel computes an image ``x``.
+
+    It is float32, or float64 for an image in float64. A parameter of None is returned as None.
+    """
     if parameter is None:
         return None
     wanted = torch.promote_types(x.dtype, torch.float32)
@@ -288,6 +315,7 @@ def _call(
     """Call a kernel with images of one shape and dtype.
 
     Args:
+        name: the name of the kernel without its dtype, such as ``forward``.
         last: True to compute with channels last in memory.
         parameters: vectors and numbers. Vectors are cast to the dtype that the kernel computes in.
         outputs: float64 tensors that the kernel writes to.
@@ -338,12 +366,15 @@ def _strides(x: Tensor) -> _Strides:
 
 
 def _into(out: Tensor, written: Tensor) -> Tensor:
-    """Return ``out`` with the kernel's result, copied if the kernel wrote to another tensor."""
+    """Return ``out`` with the kernel's result.
+
+    ``written`` is the tensor to which the kernel wrote. If it is not ``out``, it is copied to it.
+    """
     return out if written is out else out.copy_(written)
 
 
 def _in_runs(x: Tensor, last: bool) -> Tensor:
-    """Return ``x`` if its rows are contiguous, otherwise a contiguous copy.
+    """Return ``x`` if its rows are contiguous in memory, otherwise a contiguous copy.
 
     A row holds pixels with all their channels if ``last`` is True, else the pixels of one channel.
     """

@@ -41,7 +41,8 @@ def forward(x: Tensor, affine: Affine, out: Tensor) -> Tensor:
 def sums(g: Tensor, x: Tensor, affine: Affine) -> tuple[Tensor, Tensor]:
     """Return the sums of g' and of g' * (x - pivot) over all pixels, (C,) float64 each.
 
-    g' is the gradient before the activation: g if z > 0, else slope * g (:class:`Affine`).
+    ``g`` is the gradient of the result y of :func:`forward`. g' is the gradient before the
+    activation: g if z > 0, else slope * g (:class:`Affine`).
     """
     scale, _, pivot, one = _parameters(x, affine)
     fixed = scale, pivot, one, pivot, one, False, 0.0, [False, True, True]
@@ -60,7 +61,12 @@ def gradient(
 ) -> Tensor:
     """Write dx = scale * g' to ``out``, and add tilt * (x - pivot) + shift inside ``own``.
 
-    g' is defined as in :func:`sums`. ``out`` must be ``torch.empty_like(x)`` and is returned.
+    Args:
+        g: the gradient of y, from which g' is computed as in :func:`sums`.
+        x: the input of :func:`forward`.
+        tilt, shift: vectors (C,), the terms of the gradient that come from the statistics.
+        own: the box of the owned cells, over which the statistics were taken.
+        out: ``torch.empty_like(x)``; it is returned.
     """
     scale, _, pivot, _ = (_shaped(v, x) for v in _parameters(x, affine))
     g = _before_activation(g, x, affine)
@@ -83,7 +89,7 @@ def _with_tilt(
     shift: Tensor,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Return scale * g' + tilt * (x - pivot) + shift."""
+    """Return scale * g' + tilt * (x - pivot) + shift, where the argument ``g`` is g'."""
     return torch.addcmul(torch.addcmul(shift, x - pivot, tilt), g, scale, out=out)
 
 
@@ -100,21 +106,25 @@ def _rounded_once(function: Callable[..., Tensor], *operands: Tensor, out: Tenso
 
 
 def _normalised(x: Tensor, affine: Affine, out: Tensor | None = None) -> Tensor:
-    """Return z = scale * (x - pivot) + bias of all pixels."""
+    """Return z = scale * (x - pivot) + bias of all pixels, written to ``out`` if it is given."""
     scale, bias, pivot, one = _parameters(x, affine)
     into = {} if out is None else {"out": (out, torch.empty_like(pivot), torch.empty_like(pivot))}
     return torch.native_batch_norm(x, scale, bias, pivot, one, False, 0.0, 0.0, **into)[0]
 
 
 def _before_activation(g: Tensor, x: Tensor, affine: Affine) -> Tensor:
-    """Return g', the gradient before the activation, of all pixels."""
+    """Return g', the gradient before the activation, of all pixels (:func:`sums`)."""
     if affine.slope == 1:
         return g
     return torch.ops.aten.leaky_relu_backward(g, _normalised(x, affine), affine.slope, False)
 
 
 def _parameters(x: Tensor, affine: Affine) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return scale, bias, mean (the pivot) and variance (ones) of a batch norm."""
+    """Return an affine map as scale, bias, mean and variance of a batch norm.
+
+    The mean is the pivot, and the variance is 1. All are in the dtype in which ``x`` is computed,
+    float32 or float64.
+    """
     dtype = torch.promote_types(x.dtype, torch.float32)
     scale, bias, pivot = (v.to(x.device, dtype) for v in (affine.scale, affine.bias, affine.pivot))
     return scale, bias, pivot, torch.ones_like(pivot)
@@ -126,9 +136,9 @@ def _shaped(v: Tensor, x: Tensor) -> Tensor:
 
 
 def _parts(*images: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Split images of one size into groups of rows, each of which is computed at once.
+    """Yield groups of rows (positions along dim 2), each time the same group of all images.
 
-    On a CPU a group is so small that it stays in the cache.
+    On a CPU, a group is so small that it stays in the cache. On a GPU, all rows are one group.
     """
     rows = images[0].shape[2]
     if images[0].device.type == "cpu":
@@ -137,6 +147,9 @@ def _parts(*images: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 
 def _rows_of_chunk(x: Tensor) -> int:
-    """Return how many rows (of dim 2) are added in one call."""
+    """Return how many rows (positions along dim 2) of ``x`` are summed in one kernel call.
+
+    These are all rows, except for float64 on a CPU, where long sums lose digits.
+    """
     by_parts = x.dtype == torch.float64 and x.device.type == "cpu"
     return max(1, _CHUNK // x[0, 0, 0].numel()) if by_parts else x.shape[2]

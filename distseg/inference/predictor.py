@@ -84,8 +84,8 @@ class Predictor:
         pipeline: this rank's links to the other stages, if the model is cut into stages.
         outputs: the number of channels of the network's output. The predictor does not use it; a
             caller that writes probabilities does.
-        exact: True if the halo is computed from the model. False if the config sets it; then whole
-            windows go through every layer.
+        exact: True if the halo is computed from the model. False if the config sets the halo; then
+            every layer computes whole windows.
         neighbours: the number of ranks on this rank's node, which share its memory; this rank is
             one of them.
         budget: the budget for activations in bytes, the same on all ranks. Tiles are as large as
@@ -632,7 +632,7 @@ class _Reader:
 
     @contextmanager
     def ahead(self, windows: Sequence[Box]) -> Iterator[None]:
-        """Let a thread read ahead inside the context, always the next of ``windows``.
+        """Let a thread read the next of ``windows`` in advance, inside the context.
 
         Args:
             windows: the boxes in the order in which they will be asked for. Any other box is read

@@ -220,10 +220,11 @@ class WeightsApart(TorchFunctionMode):
 
 
 def weights_apart(waits: Waits) -> Callable[[dict[str, Tensor]], AbstractContextManager]:
-    """Return a context manager like ``skip_store`` that also defers weight gradients.
+    """Return a function like ``skip_store`` whose context also defers weight gradients.
 
-    It takes a store of skips (:func:`distseg.models.layers.skip_store`). Inside the context,
-    convolutions defer the gradients of their weights and biases (:class:`WeightsApart`).
+    The function takes a store of skips (:func:`distseg.models.layers.skip_store`) and returns a
+    context manager. Inside the context, convolutions defer the gradients of their weights and
+    biases (:class:`WeightsApart`).
 
     Args:
         waits: the wait policy that does the deferred work.

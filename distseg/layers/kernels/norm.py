@@ -368,7 +368,8 @@ def _strides(x: Tensor) -> _Strides:
 def _into(out: Tensor, written: Tensor) -> Tensor:
     """Return ``out`` with the kernel's result.
 
-    ``written`` is the tensor to which the kernel wrote. If it is not ``out``, it is copied to it.
+    ``written`` is the tensor to which the kernel wrote. If this is another tensor than ``out``, its
+    values are copied to ``out``.
     """
     return out if written is out else out.copy_(written)
 

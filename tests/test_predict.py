@@ -241,9 +241,7 @@ def test_what_would_be_lost_or_wrong_is_refused_before_anything_is_computed(
     for value, text in ((np.nan, "nan"), (-3.4e38, r"-3\S*e\+38")):
         pixels[1, 20, 30] = value
         np.save(folder / "hole.npy", pixels)
-        refused(
-            rf"hole.npy: band 1 is {text} at \(20, 30\): replace this value", "hole.npy"
-        )
+        refused(rf"hole.npy: band 1 is {text} at \(20, 30\): replace this value", "hole.npy")
     assert not list((folder / "found").glob("hole.*5"))
 
 

@@ -71,18 +71,13 @@ def _compare(setting: Setting, options: argparse.Namespace):
     results = measure(steps, repeats_of(options), warmup=1 if options.quick else 3)
     rows = []
     for case in steps:
-        spread, ratio = results.spread(case), results.ratio(case)
+        row = results.row(case, ("min", "median"))
         rows.append(
             {
                 "precision": setting.precision,
                 "norm": setting.norm,
-                "case": case,
-                "min [s]": spread.min,
-                "median [s]": spread.median,
-                "/ distseg": ratio.median,
-                "from": ratio.min,
-                "to": ratio.max,
-                "TFLOP/s": counter.get_total_flops() / spread.median / 1e12,
+                **row,
+                "TFLOP/s": counter.get_total_flops() / row["median [s]"] / 1e12,
                 "peak [GB]": peaks[case],
             }
         )

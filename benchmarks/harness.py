@@ -16,7 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -80,13 +80,12 @@ class Results:
 
     def rows(self) -> list[dict]:
         """For :func:`distseg.report.tables.table`."""
-        return [self._row(case) for case in self.samples]
+        return [self.row(case) for case in self.samples]
 
-    def _row(self, case: str) -> dict:
+    def row(self, case: str, figures: Sequence[str] = ("min", "median", "max")) -> dict:
+        """A case's row: figures of its spread, and its ratio to the baseline."""
         spread, ratio = self.spread(case), self.ratio(case)
-        times = {
-            f"{name} [{self.unit}]": getattr(spread, name) for name in ("min", "median", "max")
-        }
+        times = {f"{name} [{self.unit}]": getattr(spread, name) for name in figures}
         return {
             "case": case,
             **times,

@@ -89,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             results.as_dict(),
             shares(ours, results.spread("distseg").median),
         )
-        rows += [_row(norm, case, results) for case in cases]
+        rows += [{"norm": norm, **results.row(case, ("min", "median"))} for case in cases]
     by_kind = [
         f"{norm}: "
         + ", ".join(
@@ -184,19 +184,6 @@ def _kind(operation: str) -> str | None:
     return next(
         (kind for kind, parts in KINDS.items() if any(part in name for part in parts)), None
     )
-
-
-def _row(norm: str, case: str, results) -> dict:
-    spread, ratio = results.spread(case), results.ratio(case)
-    return {
-        "norm": norm,
-        "case": case,
-        "min [s]": spread.min,
-        "median [s]": spread.median,
-        "/ distseg": ratio.median,
-        "from": ratio.min,
-        "to": ratio.max,
-    }
 
 
 def draw(bars: dict[str, dict[str, float]], samples: dict, path: Path) -> None:

@@ -30,20 +30,13 @@ _CACHED = 1 << 17  # number of values that fit into a CPU's cache
 
 
 def forward(x: Tensor, affine: Affine, out: Tensor) -> Tensor:
-    """Compute y as in :class:`Affine`, write it to ``out`` and return ``out``.
-
-    ``out`` must be ``x`` itself or ``torch.empty_like(x)``.
-    """
+    """Compute what :func:`distseg.layers.kernels.norm.forward` computes."""
     y = out.copy_(_normalised(x, affine)) if out is x else _normalised(x, affine, out)
     return y if affine.slope == 1 else F.leaky_relu_(y, affine.slope)
 
 
 def sums(g: Tensor, x: Tensor, affine: Affine) -> tuple[Tensor, Tensor]:
-    """Return the sums of g' and of g' * (x - pivot) over all pixels, (C,) float64 each.
-
-    ``g`` is the gradient of the result y of :func:`forward`. g' is the gradient before the
-    activation: g if z > 0, else slope * g (:class:`Affine`).
-    """
+    """Compute what :func:`distseg.layers.kernels.norm.sums` computes."""
     scale, _, pivot, one = _parameters(x, affine)
     fixed = scale, pivot, one, pivot, one, False, 0.0, [False, True, True]
     g = _before_activation(g, x, affine)
@@ -59,15 +52,7 @@ def sums(g: Tensor, x: Tensor, affine: Affine) -> tuple[Tensor, Tensor]:
 def gradient(
     g: Tensor, x: Tensor, affine: Affine, tilt: Tensor, shift: Tensor, own: Box, out: Tensor
 ) -> Tensor:
-    """Write dx = scale * g' to ``out``, and add tilt * (x - pivot) + shift inside ``own``.
-
-    Args:
-        g: the gradient of y, from which g' is computed as in :func:`sums`.
-        x: the input of :func:`forward`.
-        tilt, shift: vectors (C,), the terms of the gradient that come from the statistics.
-        own: the box of the owned cells, over which the statistics were taken.
-        out: ``torch.empty_like(x)``; it is returned.
-    """
+    """Compute what :func:`distseg.layers.kernels.norm.gradient` computes."""
     scale, _, pivot, _ = (_shaped(v, x) for v in _parameters(x, affine))
     g = _before_activation(g, x, affine)
     tilt, shift = (_shaped(v.to(pivot), x) for v in (tilt, shift))

@@ -89,6 +89,31 @@ def test_a_checkpoint_is_restored_on_another_mesh(comm, shared_path, stages_firs
     assert losses[0] == pytest.approx(losses[1], rel=1e-12)
 
 
+@pytest.mark.parallel([1, 2, 4])
+def test_a_full_disk_at_one_stage_is_raised_on_all_ranks(comm, shared_path, monkeypatch):
+    """Let the last rank of the first pipeline fail to write its part, then to finish."""
+    model = model_on(comm)
+    optimizer = ADAMW(model.parameters())
+    train(model, [optimizer], range(1))
+    distseg.save(shared_path, model, optimizer, step=1)
+    stages = model.mesh.shape.stages
+    for function, stage in (("write_tensors", stages - 1), ("_put_in_place", 0)):
+
+        def full(*_, **__):
+            raise OSError(28, "No space left on device")
+
+        with monkeypatch.context() as patch:
+            if model.mesh.pipeline.rank == stage:
+                patch.setattr(f"distseg.training.checkpoint.saving.{function}", full)
+            where = f"^stage {stage}: .*No space" if stages > 1 else "No space"
+            with pytest.raises(ValueError, match=where):
+                distseg.save(shared_path, model, optimizer, step=2)
+        comm.Barrier()
+        assert [p.name for p in (shared_path / "checkpoints").glob("step-*")] == ["step-00000001"]
+    distseg.save(shared_path, model, optimizer, step=2)
+    assert distseg.restore(shared_path, model, optimizer)[0] == 2
+
+
 def test_what_does_not_fit_a_checkpoint_is_refused(tmp_path):
     model = model_on(distseg.comm.alone.Alone())
     optimizer = ADAMW(model.parameters())
@@ -97,7 +122,7 @@ def test_what_does_not_fit_a_checkpoint_is_refused(tmp_path):
         distseg.save(tmp_path, model, optimizer, extra={"x": torch.ones(1)})
     with pytest.raises(ValueError, match=r"\(SGD\) has a parameter that is not of this model"):
         distseg.save(tmp_path, model, SGD([nn.Parameter(torch.ones(1))]))
-    with pytest.raises(ValueError, match="has a parameter twice"):
+    with pytest.raises(ValueError, match="has a parameter that an optimizer has already"):
         distseg.save(tmp_path, model, [optimizer, SGD(model.parameters())])
     assert not [*tmp_path.iterdir()], "nothing is written"
     with pytest.raises(ValueError, match="no checkpoint in"):

@@ -335,10 +335,15 @@ class JointFailure(ValueError):
 
 
 @contextmanager
-def raise_jointly(comm):
+def raise_jointly(comm, member: str = "rank"):
     """Raise a :class:`JointFailure` on all ranks if the body of the context fails on any of them.
 
-    All ranks of ``comm`` must enter the context together. The body must not communicate.
+    All ranks of ``comm`` must enter the context together. The body must not communicate, except
+    in such contexts of smaller groups.
+
+    Args:
+        comm: the communicator.
+        member: what a rank of ``comm`` is called in the message, such as ``stage``.
     """
     error = None
     try:
@@ -346,11 +351,13 @@ def raise_jointly(comm):
     except Exception as e:
         error = e
     gathered(comm)
-    texts = comm.allgather(None if error is None else _text(error))
-    failed = [rank for rank, text in enumerate(texts) if text is not None]
-    if failed:
-        where = "" if len(failed) == comm.size else f"rank {failed[0]}: "
-        raise JointFailure(where + texts[failed[0]]) from error
+    own = None
+    if error is not None:  # the text of a joint failure names the member already
+        own = ("" if isinstance(error, JointFailure) else f"{member} {comm.rank}: ", _text(error))
+    failures = [one for one in comm.allgather(own) if one is not None]
+    if failures:
+        where, text = failures[0]
+        raise JointFailure(text if len(failures) == comm.size else where + text) from error
 
 
 def gathered(comm) -> None:

@@ -56,6 +56,7 @@ def save(
     Raises:
         ValueError: ``extra`` or a setting of an optimizer is not plain data, or an optimizer has
             parameters that are not the model's. It is raised on all ranks before any work.
+            It is also raised on all ranks if a file cannot be written.
     """
     mesh, those = model.mesh, _listed(optimizers)
     with raise_jointly(mesh.world):
@@ -67,9 +68,10 @@ def save(
         }
     checkpoints = Checkpoints(folder, keep, mesh.pipeline)
     written = checkpoints.folder / f"step-{step:08d}"
-    if mesh.replicas.rank == 0:
-        checkpoints.save(model, _Joined(those), {"step": step, "trains": "loop", "state": state})
-    mesh.world.Barrier()
+    with raise_jointly(mesh.world):
+        if mesh.replicas.rank == 0:
+            fields = {"step": step, "trains": "loop", "state": state}
+            checkpoints.save(model, _Joined(those), fields)
     return written
 
 
@@ -158,11 +160,13 @@ def _check_parameters(model: DistributedModel, optimizers: list[torch.optim.Opti
     for one in optimizers:
         for p in map(id, parameters_of(one)):
             if p not in own or p in seen:
-                what = "twice" if p in seen else "that is not of this model"
-                raise ValueError(
-                    f"an optimizer ({type(one).__name__}) has a parameter {what}: make the "
-                    "optimizers from model.parameters(), after distribute"
+                what = (
+                    "that an optimizer has already: give each parameter to one optimizer, once"
+                    if p in seen
+                    else "that is not of this model: make the optimizers from model.parameters(), "
+                    "after distribute"
                 )
+                raise ValueError(f"an optimizer ({type(one).__name__}) has a parameter {what}")
             seen.add(p)
         for key, value in ((k, v) for state in one.state.values() for k, v in state.items()):
             if value is not None and not isinstance(value, Tensor):

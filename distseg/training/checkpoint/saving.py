@@ -17,6 +17,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import count
 from pathlib import Path
 
@@ -24,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from distseg.comm.collective import Alone
+from distseg.comm.launch import raise_jointly
 from distseg.comm.watch import heartbeat, waits
 from distseg.report.disk import require_disk_space, to_disk
 from distseg.training.checkpoint.files import (
@@ -82,7 +84,7 @@ class Checkpoints(SilentCheckpoints):
         self.folder, self.keep, self.stages, self.aside = Path(run) / FOLDER, keep, stages, aside
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self._written, self.seconds = 0, 0.0
+        self._written, self.seconds, self._began = 0, 0.0, 0.0
         self._last: Path | None = None
 
     def save(
@@ -105,15 +107,17 @@ class Checkpoints(SilentCheckpoints):
                 not known yet.
 
         Raises:
-            OSError: the previous checkpoint could not be written. The message names the file.
+            OSError: this or the previous checkpoint could not be written. The message names the
+                file. With several stages, a failure before :meth:`save` returns is a joint failure.
         """
         self.flush()
+        self._began = time.monotonic()
         self._last = self.folder / f"step-{manifest['step']:08d}"
         partial = self.folder / f".{self._last.name}.partial"
-        if self.stages.rank == 0:
-            shutil.rmtree(partial, ignore_errors=True)  # left by a job that was killed
-            partial.mkdir(parents=True)
-        self.stages.Barrier()
+        with self._raise_jointly():
+            if self.stages.rank == 0:
+                shutil.rmtree(partial, ignore_errors=True)  # left by a job that was killed
+                partial.mkdir(parents=True)
         state = {
             "weights": dict(model.state_dict()),
             "optimizer": optimizer_state(model, optimizer),
@@ -130,9 +134,16 @@ class Checkpoints(SilentCheckpoints):
             "parts": self.stages.size,
             **manifest,
         }
-        self._begin(lambda: self._write(partial, self._last, state, content))
-        if not self.aside:
+        if self.aside:
+            self._begin(lambda: self._write(partial, self._last, state, content))
+            return self._last
+        with self._raise_jointly():
+            self._begin(lambda: self._write_part(partial, state))
             self.flush()
+        with self._raise_jointly():
+            if self.stages.rank == 0:
+                self._begin(lambda: self._complete(partial, self._last, content))
+                self.flush()
         return self._last
 
     def update(self, score: float | None = None, **fields) -> None:
@@ -169,18 +180,21 @@ class Checkpoints(SilentCheckpoints):
             waits("")
         self.check()
 
+    def _raise_jointly(self):
+        several = self.stages.size > 1
+        return raise_jointly(self.stages, "stage") if several else nullcontext()
+
     # The writing thread.
 
     def _begin(self, work: Callable[[], None]) -> None:
         def run() -> None:
-            began = time.monotonic()
             try:
                 if self.aside:
                     _give_way()
                 work()
             except BaseException as e:
                 self._error = e
-            self.seconds = time.monotonic() - began
+            self.seconds = time.monotonic() - self._began
 
         self._thread = threading.Thread(target=run, name="distseg-checkpoint", daemon=True)
         self._thread.start()
@@ -188,6 +202,16 @@ class Checkpoints(SilentCheckpoints):
     def _write(
         self, partial: Path, final: Path, state: dict[str, dict[str, Tensor]], manifest: dict
     ) -> None:
+        self._write_part(partial, state)
+        if self.stages.rank > 0:
+            return
+        for number in range(1, self.stages.size + 1):
+            while not (partial / _part(number, self.stages.size)).exists():
+                time.sleep(0.01)  # if that stage fails, its rank ends the job
+        self._complete(partial, final, manifest)
+
+    def _write_part(self, partial: Path, state: dict[str, dict[str, Tensor]]) -> None:
+        """Write this rank's tensors, and then the list of their checksums."""
         part, parts = self.stages.rank + 1, self.stages.size
         sums = {
             file_of(kind, part, parts): write_tensors(
@@ -196,12 +220,12 @@ class Checkpoints(SilentCheckpoints):
             for kind in KINDS
         }
         write_json(partial / _part(part, parts), sums)
-        if part > 1:
-            return
-        for number in range(1, parts + 1):
-            listed = partial / _part(number, parts)
-            while not listed.exists():  # if that stage fails, its rank ends the job
-                time.sleep(0.01)
+
+    def _complete(self, partial: Path, final: Path, manifest: dict) -> None:
+        """Write the manifest of a checkpoint whose parts are all written, and put it in place."""
+        sums: dict = {}
+        for number in range(1, self.stages.size + 1):
+            listed = partial / _part(number, self.stages.size)
             sums.update(json.loads(listed.read_text()))
             listed.unlink()
         write_manifest(partial, {**manifest, "tensors": sums})

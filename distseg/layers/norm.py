@@ -102,8 +102,11 @@ class DistributedNorm(nn.Module):
     def note(self, statistics: Moments) -> None:
         """Store statistics until the optimizer step, when :func:`commit` uses them.
 
-        User code may call one layer several times in a forward pass. Each call then has its own
-        entry.
+        If a user's module that is no list of layer calls calls this layer several times in a
+        forward pass, the statistics of each call are stored separately.
+
+        Args:
+            statistics: the moments of all images of one forward pass of the layer, (C,).
         """
         self.seen.setdefault(self.turn, []).append(statistics)
         self.turn += self.context.whole
@@ -128,7 +131,13 @@ class DistributedNorm(nn.Module):
         return self.joint([x])[0]
 
     def joint(self, xs: list[Tensor]) -> list[Tensor]:
-        """Normalise all windows of this rank, one tensor (B, C, *size) for each tile placement."""
+        """Normalise all windows of this rank with common statistics, and return the results.
+
+        If the norm is active, all ranks that share statistics must call it together.
+
+        Args:
+            xs: the layer's input in each window, (B, C, *size).
+        """
         if not (self.active or self.training or torch.is_grad_enabled()):
             return [self.fixed(x) for x in xs]
         if self.parts is not None or self.frames > 1:
@@ -145,7 +154,7 @@ class DistributedNorm(nn.Module):
         return list(_JointNorm.apply(self, self.weight, self.bias, *xs))
 
     def fixed(self, x: Tensor) -> Tensor:
-        """Normalise images with the running statistics, without a backward pass."""
+        """Return images normalised with the running statistics, without an autograd graph."""
         if x.numel() <= _SMALL and self.parts is None and self.frames == 1:
             y = F.batch_norm(
                 x,
@@ -171,8 +180,9 @@ class DistributedNorm(nn.Module):
     def opened(self, x: Tensor) -> Tensor:
         """Return ``x`` reshaped so that dim 1 has the channels whose statistics are taken.
 
-        If a vector has several values per channel, these become cells along a spatial dim. Images
-        that are stacked in the channels become images of the batch.
+        If a vector has several values per channel, these become cells along a spatial dim:
+        (N, C * parts, 1, ...) -> (N, C, parts, 1, ...). Images that are stacked in the channels
+        become images of the batch: (N, frames * C, *size) -> (N * frames, C, *size).
         """
         if self.frames > 1:
             return x.reshape(-1, self.channels, *x.shape[2:])
@@ -189,12 +199,12 @@ class DistributedNorm(nn.Module):
         return y if self.parts is None and self.frames == 1 else y.view_as(x)
 
     def is_local(self, xs: list[Tensor]) -> bool:
-        """Return True if PyTorch's norm kernel must compute this norm.
+        """Return True if PyTorch's own norm function is to compute this norm.
 
-        This is so if distseg's kernel is not available and PyTorch's can be used: for an active
-        norm and one tensor of whole images that only this rank holds. PyTorch's kernel is not used
-        in three cases: float64, where its plain sums lose digits; group norm in channels_last,
-        where it is slower; and group norm in 16 bits on a GPU, where autocast returns float32.
+        It replaces the compiled kernel where that is not available. The norm must be active, and
+        this rank must hold all its images whole, in one window. Three cases are excluded: float64,
+        where PyTorch's plain sums lose digits; group norm in channels_last, where it is slower; and
+        group norm in 16 bits on a GPU, where autocast returns float32.
 
         Args:
             xs: the feature maps of this rank's windows.
@@ -314,10 +324,11 @@ class DistributedNorm(nn.Module):
         return [0 if self.kind == "batch" else image for image in images]
 
     def rows_of(self, x: Tensor, index: int) -> list[int]:
-        """Return the row of the statistics that each entry of the batch ``x`` uses.
+        """Return, for each entry of the batch ``x``, its row in the statistics.
 
-        Usually an entry is an image. A user module that calls its layers itself may put parts of
-        images into the batch. Then each entry has its own row, or row 0 in batch norm.
+        Usually an entry is an image (:meth:`rows`). A user's module that is no list of layer calls
+        may put other things into the batch, such as parts of images. Then each entry has its own
+        row, or row 0 in batch norm.
 
         Args:
             x: the feature map of window ``index``.
@@ -393,11 +404,12 @@ class DistributedNorm(nn.Module):
         return everyone
 
     def _least(self, by_row: dict[int, list[Contribution]], statistics: Moments) -> float:
-        """Return the smallest number of values over which a statistic of this rank is taken.
+        """Return the number of values over which the statistic with the fewest values is taken.
 
         Args:
             by_row: the contributions to each row of the statistics.
-            statistics: the moments of all rows, of channels or groups.
+            statistics: the moments of all rows. Their number of columns, against that of the
+                contributions, tells how many channels form a group.
         """
         channels = (
             next(iter(by_row.values()))[0].moments.mean.shape[-1] // statistics.mean.shape[-1]
@@ -427,7 +439,7 @@ class DistributedNorm(nn.Module):
             )
 
     def known(self) -> Moments:
-        """Return the running statistics of an inactive norm as moments with one row.
+        """Return the running statistics as moments with one row, for a norm that is not active.
 
         Their count is 1, so that ``m2`` is the variance.
         """
@@ -458,7 +470,10 @@ class DistributedNorm(nn.Module):
     ) -> list[Coefficients]:
         """Return the coefficients with which each image of window ``index`` is normalised.
 
-        The arguments are those of :meth:`normalise`.
+        Args:
+            x: the feature map of the window.
+            statistics: the moments of all rows.
+            mask: the dropout mask of the window (:meth:`masks`), or None.
         """
         rows, channels = self.rows_of(x, index), x.shape[1]
         mean, var = (self.per_channel(v, channels) for v in (statistics.mean, statistics.var))
@@ -483,19 +498,26 @@ class DistributedNorm(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Return the gradient that the statistics add on owned pixels, as two vectors (C,).
 
-        The statistics add -times * r / N * (s1 + (xhat - s0 / N) * s2) to dx. As a function of x
-        this is tilt * (x - pivot) + shift.
+        The backward pass adds -times * r / N * (s1 + (xhat - s0 / N) * s2) to dx, in the notation
+        at the top of this file. As a function of x this is tilt * (x - pivot) + shift.
 
         Args:
             c: the coefficients of the image.
-            shares: s1 / N and s2 / N, and for vectors also s0 / N.
+            shares: s1 / N and s2 / N, and for vectors also s0 / N, (2 or 3, C).
             times: weight of each pixel in the statistics (:meth:`times`).
+
+        Returns:
+            tilt and shift.
         """
         s1, s2, *s0 = shares
         return -c.hat * c.hat * s2 * times, -c.hat * (s1 + (c.offset - sum(s0)) * s2) * times
 
     def pending(self, statistics: Moments) -> Pending:
-        """Return the norm of windows that are normalised one after another with ``statistics``."""
+        """Return a function that normalises windows one after another, as streaming does.
+
+        Args:
+            statistics: the moments of all windows, as :meth:`statistics` returns them.
+        """
         return Pending(self, statistics)
 
 
@@ -505,7 +527,8 @@ class Contribution(NamedTuple):
     Attributes:
         row: the row of the statistics to which the moments are added.
         moments: the moments of the image's channels.
-        pixels: the number of pixels that the moments were taken over.
+        pixels: the number of owned pixels over which they were taken. For a vector, its number of
+            values per channel times the window's share of the image.
     """
 
     row: int
@@ -514,9 +537,13 @@ class Contribution(NamedTuple):
 
 
 class Coefficients(NamedTuple):
-    """Coefficients of one image, which are vectors (C,).
+    """Coefficients with which one image is normalised, all vectors (C,).
 
-    The result is y = affine(x), and xhat = hat * (x - affine.pivot) + offset.
+    In the notation at the top of this file they include the dropout mask.
+
+    Attributes:
+        affine: gives the layer's result, y = affine(x).
+        hat, offset: give the normalised values, xhat = hat * (x - affine.pivot) + offset.
     """
 
     affine: Affine
@@ -541,9 +568,9 @@ def _coefficients(
 
 
 class _WholeNorm(torch.autograd.Function):
-    """Norm of images that one rank holds whole: one fused kernel forward and one backward.
+    """Autograd function for images that one rank holds whole: one kernel forward, one backward.
 
-    Equivalent to :class:`_JointNorm` on one rank.
+    It computes what :class:`_JointNorm` computes on one rank.
     """
 
     @staticmethod
@@ -576,7 +603,11 @@ def _number(count: int) -> Tensor:
 
 
 class _JointNorm(torch.autograd.Function):
-    """Norm of all windows of a rank, with the statistics of the whole tile group."""
+    """Autograd function that normalises all windows of a rank together.
+
+    The statistics of an active norm, and their gradient, are combined over all ranks that share
+    them.
+    """
 
     @staticmethod
     def forward(ctx, norm: DistributedNorm, weight, bias, *xs):
@@ -648,8 +679,13 @@ class _JointNorm(torch.autograd.Function):
 class Pending:
     """Active norm of windows that are computed one after another, as streamed tiles are.
 
-    The backward passes of the windows add up the gradient of the statistics in this object. Then
-    :meth:`finalize` completes it. ``statistics`` come from :meth:`DistributedNorm.statistics`.
+    Call the object for each window. The backward passes of the windows add up the gradient of the
+    statistics in this object. Then :meth:`finalize` completes it, and :meth:`with_statistics_grad`
+    adds it to the gradient of each window.
+
+    Args:
+        norm: the layer.
+        statistics: the moments of all windows (:meth:`DistributedNorm.statistics`).
     """
 
     def __init__(self, norm: DistributedNorm, statistics: Moments):
@@ -657,7 +693,7 @@ class Pending:
         self.dweight = self.dbias = self.centre = None
 
     def __call__(self, x: Tensor, index: int, mask: Tensor | None, share: float) -> Tensor:
-        """Normalise window ``index``.
+        """Return window ``index``, normalised.
 
         The backward pass treats the statistics as constants and adds their gradient to this object.
 
@@ -681,13 +717,14 @@ class Pending:
     def collect(
         self, row: int, g: Tensor, x: Tensor, coefficients: Coefficients, times: float
     ) -> None:
-        """Add the part that one image contributes to the gradients of weight, bias, statistics.
+        """Add one image's part of the gradients of weight, bias and statistics to this object.
 
         Args:
             row: the image's row in the statistics.
             g: the gradient of the norm's result, (1, C, *size).
             x: the norm's input, (1, C, *size).
-            times: the weight of the image's values in the sum of xhat.
+            coefficients: the coefficients with which the image was normalised.
+            times: the weight of the image's values in the statistics, used for vectors only.
         """
         if self.dweight is None:
             self._begin(x.device)
@@ -702,9 +739,9 @@ class Pending:
         self.centre = None if self.norm.parts is None else torch.zeros_like(self.dweight)
 
     def finalize(self) -> None:
-        """Complete the gradients of weight and bias, and the sums for the statistics' gradient.
+        """Add the gradients of weight and bias to their ``grad``, and complete the statistics' one.
 
-        All ranks that share statistics must call it together, after the backward passes of all
+        The sums for the gradient of the statistics are added over all ranks. All ranks that share statistics must call it together, after the backward passes of all
         windows.
         """
         norm = self.norm
@@ -749,9 +786,9 @@ class Pending:
 
 
 class _PendingNorm(torch.autograd.Function):
-    """Norm of one window that treats its statistics as constants.
+    """Autograd function that normalises one window and treats the statistics as constants.
 
-    Its backward pass collects the gradient of the statistics in a :class:`Pending`.
+    Its backward pass adds the gradient of the statistics to a :class:`Pending`.
     """
 
     @staticmethod
@@ -781,6 +818,7 @@ def _collect(dweight: Tensor, dbias: Tensor, g: Tensor, x: Tensor, c: Coefficien
         dweight, dbias: (C,) float64, changed in place.
         g: the gradient of the norm's result, (1, C, *size).
         x: the norm's input, (1, C, *size).
+        c: the coefficients with which the image was normalised.
     """
     total, weighted = _kernels(x).sums(g, x, c.affine)
     dbias += total
@@ -788,11 +826,16 @@ def _collect(dweight: Tensor, dbias: Tensor, g: Tensor, x: Tensor, c: Coefficien
 
 
 def _centre(x: Tensor, c: Coefficients, times: float) -> Tensor:
-    """Return the sum of xhat over an image ``x`` (1, C, *size), multiplied by ``times``.
+    """Return the sum of xhat over an image, multiplied by ``times``: its part of s0, (C,).
 
-    The total over all images would be 0 if the mean were not rounded. But the vectors of a batch
-    can differ so little that the rounding error is large compared with xhat. Without this sum, the
-    error would change a gradient whose terms nearly cancel.
+    s0, the total over all images, would be 0 if the mean were not rounded. But the vectors of a
+    batch can differ so little that the rounding error is large compared with xhat. If s0 were taken
+    for 0, the error would change a gradient whose terms nearly cancel.
+
+    Args:
+        x: the norm's input, (1, C, *size).
+        c: the coefficients with which the image was normalised.
+        times: the weight of the image's values in the statistics.
     """
     return (
         (x.double() - c.affine.pivot.view(1, -1, *(1 for _ in x.shape[2:])))
@@ -812,15 +855,21 @@ def _shares(
     centre: Tensor | None,
     pixels: Tensor,
 ) -> Tensor:
-    """Return s1 / N and s2 / N of each channel, (2, I, C). For vectors s0 / N follows, (3, I, C).
+    """Return the sums that the gradient of the statistics needs, divided by N, for each channel.
 
-    All ranks that share statistics must call it together.
+    The sums s0, s1, s2 and N are explained at the top of this file. All ranks that share statistics
+    must call it together.
 
     Args:
-        dweight, dbias: this rank's gradients of weight and bias for each row of the statistics,
-            (I, C).
+        norm: the layer.
+        weight: its weight w (C,), or None if it has none.
+        dweight, dbias: this rank's gradients of weight and bias for each of the I rows of the
+            statistics, (I, C).
         centre: this rank's part of s0, (I, C); None for feature maps.
         pixels: N for each row, (I,).
+
+    Returns:
+        s1 / N and s2 / N, (2, I, C). For vectors s1 / N, s2 / N and s0 / N, (3, I, C).
     """
     channels = dweight.shape[-1]
     sums = torch.stack((dbias, dweight))  # (2, I, C)
@@ -832,7 +881,7 @@ def _shares(
 
 
 def _nowhere(x: Tensor) -> Box:
-    """Return an empty box in ``x``, so that no pixel gets the gradient of the statistics."""
+    """Return an empty box of owned pixels, so that no pixel gets the gradient of the statistics."""
     return Box.whole((0,) * (x.dim() - 2))
 
 
@@ -864,10 +913,12 @@ def _kernels(x: Tensor):
 
 
 def active_norms(layers: Iterable[nn.Module], frozen: bool) -> list[int]:
-    """Return the positions in ``layers`` of the layers that take statistics in training.
+    """Return the numbers of the layers that take statistics of the images in training.
 
     Args:
-        frozen: True if norms use their running statistics. Then only means take statistics.
+        layers: all layers of the network; the first one has number 0.
+        frozen: True if norms use their running statistics. Then only means (:class:`Mean` and its
+            subclasses) take statistics.
     """
     return [
         position
@@ -886,7 +937,10 @@ def kind_of(norm: nn.Module) -> str:
 
 
 def tracks(norm: nn.Module) -> bool:
-    """Return True if a plain norm layer has running statistics that distseg updates."""
+    """Return True if distseg updates running statistics of a norm layer.
+
+    It does so for batch norm with ``track_running_stats``.
+    """
     return kind_of(norm) == "batch" and norm.track_running_stats
 
 

@@ -30,15 +30,16 @@ A term is the factor times the product of the image's sizes along these dims. So
 class Axis(NamedTuple):
     """The meaning of one dim of a tensor in user code.
 
-    The dim is a product of up to three parts in this order: images, channels, positions.
+    The dim is a product of up to three parts in this order: images, channels, positions. For
+    example, a dim of length C * H * W is ``Axis(cell=C, places=(0, 1))``.
 
     Attributes:
         batch: True if the images of the batch are part of the dim.
-        cell: the number of channels along the dim.
+        cell: the number of channels along the dim; 1 if channels are no part of it.
         places: the dims of the image whose positions are part of the dim.
-        whole: the extent of the dim in a line, such as the height for the means of all rows. The
-            length of the dim is ``cell`` times this extent. Empty if the tensor is not a line, or
-            if the length of the dim is fixed.
+        whole: used only if the tensor is a line: the extent by which the dim follows the image's
+            size, such as the height for the means of all rows. The length of the dim is ``cell``
+            times this extent. Empty if the length does not follow the size.
     """
 
     batch: bool = False
@@ -53,12 +54,12 @@ class Axis(NamedTuple):
 
     @property
     def mixed(self) -> bool:
-        """True if the dim has channels and images or positions."""
+        """True if the dim has several channels and also holds images or positions."""
         return self.cell != 1 and not self.of_channels
 
     @property
     def lone(self) -> bool:
-        """True if the dim has one channel and is no dim of a line's positions.
+        """True if the dim has no second channel and its length is not that of a line (``whole``).
 
         Images and positions may be part of the dim.
         """
@@ -107,7 +108,10 @@ def length_of(extent: Extent, size: Sequence[int]) -> int:
 
 
 def of_size(axes: Axes, size: Sequence[int]) -> Axes:
-    """Return the axes of a line as those of a vector, with its length for a map of this size."""
+    """Return the axes of a line with the lengths that they have for a map of this size.
+
+    In the result, each dim that follows the size is a dim of that many channels, as in a vector.
+    """
     return tuple(
         axis._replace(cell=axis.cell * length_of(axis.whole, size), whole=()) for axis in axes
     )
@@ -133,14 +137,14 @@ def lines_of(axes: Axes) -> tuple[int, ...] | None:
 
 
 def without_places(axes: Axes) -> Axes:
-    """Return the axes after a reduction over all positions that keeps the dims (``keepdim``)."""
+    """Return the axes of a tensor after its reduction over all positions with ``keepdim=True``."""
     return tuple(axis._replace(places=()) for axis in axes)
 
 
 def axes_of(
     shapes: Sequence[Sequence[int]], batches: Sequence[int], sizes: Sequence[Sequence[int]]
 ) -> Axes | None:
-    """Infer the axes of a tensor from its shapes in several traces.
+    """Infer the axes of a tensor, the meaning of each dim, from its shapes in several traces.
 
     A trace is a recorded forward pass. The traces have images of different sizes.
 
@@ -186,8 +190,17 @@ def line_of(
 ) -> Axes | None:
     """Infer the axes of a vector or a line from its shapes in several traces.
 
-    The arguments are those of :func:`axes_of`. Return None if the number of dims differs between
-    the traces, or if the length of some dim does not follow from the sizes.
+    A dim whose length follows the size of the map is a dim of a line, and gets this length as its
+    ``whole``. For a feature map, :func:`axes_of` takes such a dim for positions.
+
+    Args:
+        shapes: the shape of the vector or line in each trace.
+        batches: the number of images in each trace.
+        sizes: the size of the map in each trace.
+
+    Returns:
+        The axes. None if the number of dims differs between the traces, or if the length of some
+        dim does not follow from the sizes.
     """
     if len({len(shape) for shape in shapes}) > 1:
         return None
@@ -205,7 +218,7 @@ def _line_axis(
 
 
 def extent_of(numbers: Sequence[int], sizes: Sequence[Sequence[int]]) -> Extent | None:
-    """Infer the extent whose length equals a number in each of several traces.
+    """Infer how a number follows from the size of a map, given both in several traces.
 
     A trace is a recorded forward pass. The traces have images of different sizes.
 
@@ -214,7 +227,8 @@ def extent_of(numbers: Sequence[int], sizes: Sequence[Sequence[int]]) -> Extent 
         sizes: the size of the map in each trace.
 
     Returns:
-        A sum of sizes and a constant, or a multiple of a product of sizes; None if neither fits.
+        An extent: a sum of sizes and a constant, such as height + width + 1, or a multiple of a
+        product of sizes, such as 4 * height * width. None if no extent gives all the numbers.
     """
     dims = range(len(sizes[0]))
     for times in sorted(product(range(_MOST_TIMES + 1), repeat=len(dims)), key=sum):
@@ -235,10 +249,12 @@ _MOST_TIMES = 4  # largest factor of a size in a sum of sizes
 
 
 def order_of(axes: Axes) -> tuple:
-    """Return the order of images, channels and positions in memory, which a reshape keeps.
+    """Return the order in which a tensor runs through images, channels and spatial dims.
 
-    In the tuple, numbers of channels alternate with ``"batch"`` or the number of a spatial dim. A
-    tensor (N, C, H, W) has (1, "batch", C, 0, 1, 1, 1).
+    A reshape keeps this order, so two tensors can be reshapes of each other only if they have the
+    same order. The tuple holds ``"batch"`` for the images and the number of each spatial dim.
+    Between these, and at both ends, it holds the number of channels at that point, or 1. A tensor
+    (N, C, H, W) has (1, "batch", C, 0, 1, 1, 1).
     """
     found, cells = [], 1
     for axis in axes:
@@ -253,7 +269,13 @@ def order_of(axes: Axes) -> tuple:
 
 
 def opened(x: Tensor, axes: Axes) -> Tensor:
-    """Return a map (N, C, *size) or a vector (N, C, 1, ...) as a tensor with these axes."""
+    """Return a map (N, C, *size) or a vector (N, C, 1, ...) in the form that user code has.
+
+    Args:
+        x: the map or vector.
+        axes: the axes of the result. If none of them has images, the result is that of the first
+            image, since it is the same for all.
+    """
     if not of_images(axes):  # the same for all images
         return opened(x[:1], (Axis(True), *axes))[0]
     size = x.shape[2:] if any(axis.places for axis in axes) else ()
@@ -269,9 +291,14 @@ def opened(x: Tensor, axes: Axes) -> Tensor:
 
 
 def closed(y: Tensor, axes: Axes, size: Sequence[int]) -> Tensor:
-    """Return a tensor with these axes as a map (N, C, *size) or a vector (N, C, 1, ...).
+    """Return a tensor of user code as a map (N, C, *size) or a vector (N, C, 1, ...).
 
-    A tensor that is the same for all images gives N = 1. ``size`` is the size of the map.
+    This is the reverse of :func:`opened`.
+
+    Args:
+        y: the tensor.
+        axes: the axes of ``y``. If none of them has images, N is 1.
+        size: the size of the map. For a vector, only its number of dims is used.
     """
     if not of_images(axes):
         return closed(y.unsqueeze(0), (Axis(True), *axes), size)
@@ -293,6 +320,8 @@ def closed(y: Tensor, axes: Axes, size: Sequence[int]) -> Tensor:
 
 def _atoms(axis: Axis, number: int, axes: int) -> list[int]:
     """Return the dims of a tensor (N, channels of each axis, *size) that together form one axis.
+
+    For example, axis 0 of 3 that holds images and channels is formed by the dims [0, 1].
 
     Args:
         axis: the axis.

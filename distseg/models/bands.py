@@ -175,7 +175,10 @@ def fitting(model: nn.Module) -> Images | None:
 
 
 def _recorded_images(model: nn.Module) -> Images:
-    """Return the facts about a network's images; missing facts are found by trial."""
+    """Return the facts about a network's images, and find missing ones by trial forward passes.
+
+    If no trial succeeds, return the recorded facts only.
+    """
     known = _known.get(model, _NOTHING)
     dims = _dims(model)
     if known.bands is not None and len(dims) == 1:
@@ -209,11 +212,14 @@ def _searched(model: nn.Module, bands: Sequence[int], dims: Sequence[int]) -> Im
 
 
 def _tried(shadow: nn.Module, bands: int, size: Sequence[int]) -> tuple[int, ...] | None:
-    """Return the shape of the result for one image, or None if the result is not a tensor.
+    """Run a network on one image, and return the shape of its result (1, ...).
+
+    Return None if the result is not a tensor. Errors of the network are not caught.
 
     Args:
         shadow: a copy of the network on the meta device
             (:func:`distseg.models.layers.outline`).
+        bands: the number of bands of the image.
         size: the size of the image.
     """
     dtype = next((p.dtype for p in shadow.parameters() if p.is_floating_point()), torch.float32)

@@ -95,7 +95,11 @@ def _start(named: _Named) -> int:
 
 
 def _meet(x: Tensor, y: Tensor) -> bool:
-    """Return True if two tensors whose address ranges overlap have a number in common."""
+    """Return True if two tensors share a number in memory, given that their ranges overlap.
+
+    Ranges can overlap without a shared number, as those of even and odd columns of a matrix. If the
+    storages or the dtypes differ, return True without a check.
+    """
     if x.untyped_storage().data_ptr() != y.untyped_storage().data_ptr() or x.dtype != y.dtype:
         return True
     marks = _marks(x)

@@ -32,9 +32,13 @@ _TABLE = ((4, 9, 4), (4, 9, 4), (5, 5, 2))  # channels, kernel, stride on the wa
 
 
 def gigapixel(in_channels: int = 1, out_channels: int = 1) -> nn.Sequential:
-    """Return the network (N, C, H, W) -> logits (N, C, H, W).
+    """Return the gigapixel network, a small U-Net: (N, C, H, W) -> logits (N, C, H, W).
 
     With one channel it has 4,492 parameters.
+
+    Args:
+        in_channels: number of bands C.
+        out_channels: number of outputs, also C.
 
     Raises:
         ValueError: in_channels and out_channels differ.

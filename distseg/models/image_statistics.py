@@ -80,7 +80,7 @@ class Measure(Mean):
     """A number computed from the size of a map, for each image: (N, C, *size) -> (N, 1, 1, ...).
 
     Args:
-        rule: the function that returns the number for a size.
+        rule: the function that returns the number for a size, such as its number of pixels.
     """
 
     def __init__(self, rule: Callable[[Sequence[int]], float]):
@@ -115,7 +115,10 @@ class Products(Mean):
         return as_vector(torch.matmul(a, b.transpose(2, 3)), x.dim() - 2)
 
     def factors(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return ``a`` (N, heads, I, positions) and ``b`` (N, heads, J, positions)."""
+        """Return the two factors of the products, split from the input ``x``.
+
+        They are ``a`` (N, heads, I, positions) and ``b`` (N, heads, J, positions).
+        """
         a, b = (x, x) if self.first is None else (x[:, : self.first], x[:, self.first :])
         return tuple(
             part.reshape(len(x), self.heads, part.shape[1] // self.heads, -1) for part in (a, b)

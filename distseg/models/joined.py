@@ -26,7 +26,7 @@ class WrongEnds(ValueError):
 def joined(
     model: nn.Module, inputs: Sequence[int] | None = None, outputs: Sequence[str] | None = None
 ) -> nn.Module:
-    """Make a module take one image and return one result.
+    """Make a module of several inputs or outputs take one image and return one result.
 
     Shapes are (N, C, *size) -> (N, outputs * C', *size) in training, (N, C', *size) in evaluation.
     ``model`` is changed and returned: its class is replaced by a subclass. Weights and their
@@ -34,8 +34,8 @@ def joined(
 
     Args:
         model: the module.
-        inputs: the number of bands of each argument of its forward pass; None if it takes one
-            image.
+        inputs: the number of bands of each argument of its forward pass, to which the bands of the
+            image are dealt in order; None if it takes one image.
         outputs: names or numbers of the outputs to train; the first one is used in evaluation. None
             if it returns one tensor.
     """
@@ -109,9 +109,15 @@ def _one(made: Any, names: Sequence[str], x: Tensor, training: bool) -> Tensor:
 
 
 def _picked(made: Any, name: str, x: Tensor) -> Tensor:
-    """Return one output by its name or number.
+    """Return one output of a module by its name or number.
 
-    ``made`` is a dict, a tuple, a list, or a tensor whose second dim stacks several maps.
+    Args:
+        made: the module's result: a dict, a tuple, a list, or a tensor whose dim 1 stacks several
+            maps.
+        name: the key, the field of a named tuple, or the number, such as ``0``.
+
+    Raises:
+        WrongEnds: the result has no tensor of this name or number.
     """
     if isinstance(made, Tensor):
         made = made.unbind(1)

@@ -77,17 +77,23 @@ class Pop(nn.Module):
         self.name = name
 
     def forward(self, x: Tensor, skip: Tensor | None = None) -> Tensor:
-        """Join ``x`` with the skip.
+        """Return ``x`` joined with the skip.
 
-        An executor that stores maps itself passes the skip. Without ``skip``, the tensor that the
-        :class:`Stash` of this name stored is taken.
+        Args:
+            x: the input of the layer.
+            skip: the skip, from an executor that stores maps itself. By default it is the tensor
+                that the :class:`Stash` of this name stored.
+
+        Raises:
+            ValueError: ``skip`` is not given, and no :class:`Stash` has stored it.
         """
         if skip is None:
             try:
                 skip = _store().pop(self.name)
             except KeyError:
                 raise ValueError(
-                    f"pop({self.name!r}) comes before any stash({self.name!r}) in this model"
+                    f"pop({self.name!r}) comes before any stash({self.name!r}) in this model: "
+                    f"put a distseg.Stash({self.name!r}) before it"
                 ) from None
         return self.joined(skip, cut_to(x, skip))
 
@@ -247,7 +253,7 @@ class Spread(nn.Module):
         return self.part(x, size, [range(n) for n in size])
 
     def part(self, x: Tensor, size: Sequence[int], places: Sequence[range]) -> Tensor:
-        """Return the expanded vector at a range of positions along each dim of a map.
+        """Return the part of the result at a range of positions along each dim of the map.
 
         Args:
             x: the vector (N, C * parts, 1, ...).
@@ -274,9 +280,10 @@ class Spread(nn.Module):
         return y
 
     def _shares(self, k: int, n: int) -> Tensor:
-        """Return the weights (k, n) with which k cells contribute to the n cells of a resize.
+        """Return the matrix (k, n) of a resize from k to n cells along one dim.
 
-        Resizing is linear and separable, so the matrix of one dim is the resized identity.
+        Entry (i, j) is the weight of input cell i in output cell j. Resizing is linear and works
+        dim by dim, so this matrix is the identity matrix, resized along its second dim.
         """
         mode = {"linear": "bilinear", "trilinear": "bilinear"}.get(
             self.settings["mode"], self.settings["mode"]
@@ -296,8 +303,10 @@ class VectorNorm(nn.modules.batchnorm._BatchNorm):
     It equals ``nn.BatchNorm1d`` on (N, C), or ``nn.BatchNorm2d`` on (N, C, *grid).
 
     Args:
-        parts: the number of parts of each channel; 0 if it depends on the image's size, as for the
-            means of all rows.
+        channels: C.
+        parts: the number of values that the vector has for each channel, such as the number of
+            cells of a grid (:class:`Mean`). They share their statistics. 0 if this number depends
+            on the image's size, as for the means of all rows.
     """
 
     def __init__(self, channels: int, *args, parts: int = 1, **kwargs):
@@ -332,7 +341,10 @@ class FramesNorm(nn.modules.batchnorm._BatchNorm):
 
 
 def as_vector(x: Tensor, dims: int) -> Tensor:
-    """Return a tensor (N, ...) as a vector (N, ?, 1, ...) of images with ``dims`` spatial dims."""
+    """Return a tensor (N, ...) as a vector of images with ``dims`` spatial dims, (N, C, 1, ...).
+
+    All dims but the first become the C channels.
+    """
     return x.reshape(len(x), -1, *(1,) * dims)
 
 
@@ -414,8 +426,9 @@ class Read(NamedTuple):
     """The form in which the functions of a layer take a map.
 
     Attributes:
-        axes: the meaning of each dim; None to pass the map as it is.
-        dtype: the type of its numbers; None to pass the floating-point numbers of the map.
+        axes: the axes of the tensor that the functions take; None if they take the map as it is.
+        dtype: the dtype to which the values are converted, for example ``torch.bool`` for a mask;
+            None to leave them in the floating-point dtype of the map.
     """
 
     axes: Axes | None = None
@@ -460,10 +473,13 @@ class Formula(nn.Module):
         reads: Sequence[Read],
         made: Axes | None,
     ) -> Tensor:
-        """Return the result of ``steps`` on ``maps``, as a map or vector with axes ``made``.
+        """Return the result of the last step, as a map (N, C', *size) or a vector (N, C', 1, ...).
 
         Args:
-            reads: the form in which the steps take each map.
+            maps: the inputs of the layer, maps and vectors.
+            steps: the functions, as in :class:`Formula`.
+            reads: the form in which the steps take each input.
+            made: the axes of the last step's result; None if this is a map already.
         """
         y = _computed(self, steps, map(_as_read, maps, reads), like=maps[0])
         y = y if self.part is None else y[self.part]
@@ -476,7 +492,12 @@ class Formula(nn.Module):
         return y if of_images(made) else y.expand(len(maps[0]), *(-1 for _ in y.shape[1:]))
 
     def _size(self, maps: Sequence[Tensor], reads: Sequence[Read]) -> Sequence[int]:
-        """Return the size of the map among ``maps``; (1, ...) if all of them are vectors."""
+        """Return the spatial size of the first input that is a map; (1, ...) if all are vectors.
+
+        Args:
+            maps: the inputs of the layer.
+            reads: the form of each input, which says whether it has positions.
+        """
         sizes = (
             x.shape[2:] for x, read in zip(maps, reads) if read.axes is None or places_of(read.axes)
         )
@@ -518,10 +539,11 @@ class Derived(nn.Module):
         return self.filled(x)(x)
 
     def filled(self, x: Tensor) -> nn.Module:
-        """Return the layer with its computed weights.
+        """Return a copy of ``inner`` with the computed weights.
 
         Args:
-            x: the layer's input, on whose device weights are computed that depend on no parameter.
+            x: the layer's input. If this layer has no parameters, the weights are computed on the
+                device of ``x``, otherwise on that of the parameters.
         """
         like = next(self.parameters(), None)
         if like is None:  # autocast's 16 bits are not the type of constants
@@ -573,7 +595,10 @@ class ByType:
     each: tuple[tuple[torch.dtype, float], ...]
 
     def number(self, dtype: torch.dtype) -> float:
-        """Return the number for a dtype, or the number for float32 if ``dtype`` was not traced."""
+        """Return the number for a dtype.
+
+        If no traced forward pass had this dtype, return the number for float32.
+        """
         numbers = dict(self.each)
         return numbers.get(dtype, numbers.get(torch.float32, self.each[-1][1]))
 
@@ -613,10 +638,11 @@ class Own(NamedTuple):
 
 
 def _filled(layer: nn.Module, tree, maps: Sequence[Tensor], like: Tensor):
-    """Return the arguments of a function, with placeholders replaced by tensors and numbers.
+    """Return the arguments of a step, with placeholders replaced by tensors and numbers.
 
     Args:
-        tree: arguments with placeholders such as :class:`Map`.
+        layer: the layer that holds the parameters and buffers for :class:`Own`.
+        tree: arguments with placeholders such as :class:`Map`, which may be nested.
         maps: the inputs of the layer and the results of earlier steps.
         like: a tensor on whose device the constants are needed.
     """

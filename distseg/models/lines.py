@@ -19,13 +19,15 @@ from distseg.models.layers import Formula, Mean, Step, as_vector
 
 
 class AlongLines(Mean):
-    """A statistic over some dims of an image, for each position along the kept dims.
+    """A statistic over some dims of an image, for each position along the other dims.
 
-    Shapes are (N, C, *size) -> (N, C * positions, 1, ...). The positions of a channel are adjacent.
+    ``AlongLines(Mean(), kept=(0,))`` computes the mean of each row. Shapes are (N, C, *size) ->
+    (N, C * positions, 1, ...). The positions of a channel are adjacent.
 
     Args:
-        statistic: a layer that computes a vector from a map that has only the dims not kept.
-        kept: the dims of the image that are kept.
+        statistic: the layer that computes the statistic as a vector, such as ``Mean()``. It is
+            applied to maps that have only the dims over which the statistic is taken.
+        kept: the dims of the image along which the result has positions.
     """
 
     def __init__(self, statistic: Mean, kept: Sequence[int]):
@@ -51,7 +53,10 @@ def folded(x: Tensor, kept: Sequence[int]) -> Tensor:
 
 
 class Along(NamedTuple):
-    """An argument of a :class:`distseg.models.layers.Step`: a length that follows a map's size."""
+    """An argument of a :class:`distseg.models.layers.Step`: a length that follows a map's size.
+
+    An example is the number of rows in a reshape that separates the positions of a line.
+    """
 
     extent: Extent
 
@@ -59,15 +64,26 @@ class Along(NamedTuple):
 class OfLines(Formula):
     """A layer that applies functions to lines, such as the means of rows, and to vectors.
 
-    Shapes are (N, ?, *size), (N, C, 1, ...), ... -> (N, C', 1, ...). The first input is a map, of
-    which only the size is read.
+    The first input is the map (N, ?, *size) that the lines were computed from. Only its size is
+    read, since it gives the length of each line. The other inputs are the lines and vectors, each
+    (N, C, 1, ...). The result is a line or a vector (N, C', 1, ...).
     """
 
     def forward(self, like: Tensor, *lines: Tensor) -> Tensor:
         return self.mapped_to(like.shape[2:], lines)
 
     def mapped_to(self, size: Sequence[int], lines: Sequence[Tensor]) -> Tensor:
-        """Return the result for lines and vectors that belong to a map of this size."""
+        """Apply the layer's functions to lines and vectors, and return a line or vector.
+
+        Args:
+            size: the size of the whole map that they were computed from, which gives the length of
+                each line.
+            lines: the lines and vectors, each (N, C, 1, ...). A line holds its positions among its
+                C channels.
+
+        Returns:
+            A tensor (N, C', 1, ...).
+        """
         reads = [read._replace(axes=of_size(read.axes, size)) for read in self.reads]
         steps = [
             Step(step.function, _with_sizes(step.args, size), _with_sizes(step.kwargs, size))
@@ -77,7 +93,12 @@ class OfLines(Formula):
 
 
 def _with_sizes(tree: Any, size: Sequence[int]) -> Any:
-    """Return arguments with each :class:`Along` replaced by its length for this size."""
+    """Return the arguments of a step with each :class:`Along` replaced by its length.
+
+    Args:
+        tree: the arguments, which may be nested.
+        size: the size of the map that gives the lengths.
+    """
     match tree:
         case Along():
             return length_of(tree.extent, size)
@@ -91,5 +112,5 @@ def _with_sizes(tree: Any, size: Sequence[int]) -> Any:
 
 
 def places_along(kept: Sequence[int], size: Sequence[int]) -> int:
-    """Return the number of positions of a map along some of its dims."""
+    """Return the number of positions of a map of ``size`` along all its dims ``kept`` together."""
     return math.prod(size[d] for d in kept)

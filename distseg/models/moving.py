@@ -10,7 +10,9 @@ from torch import Tensor, nn
 
 
 class Slices(nn.Module):
-    """A strided slice of a map, ``x[..., start : -behind : step]``: (N, C, *size) -> (N, C, *made).
+    """A strided slice of a map: (N, C, *size) -> (N, C, *made).
+
+    Along a dim of n cells it is ``x[..., start : n - behind : step]``.
 
     Args:
         start, behind: the number of cells that are left out before and after the slice, along each
@@ -57,7 +59,7 @@ class Windows(nn.Module):
         return self.unfolded(F.pad(x, pads) if any(pads) else x)
 
     def unfolded(self, x: Tensor) -> Tensor:
-        """Return the windows of a map that already includes its padding."""
+        """Return the result (N, C * window, *made) for a map ``x`` that is padded already."""
         dims = len(self.kernel)
         for dim, (k, s, d) in enumerate(zip(self.kernel, self.stride, self.dilation), 2):
             x = x.unfold(dim, (k - 1) * d + 1, s)[..., ::d]
@@ -74,7 +76,8 @@ class Windows(nn.Module):
 class Blocks(nn.Module):
     """Channels moved to new cells, as in ``nn.PixelShuffle``.
 
-    Shapes are (N, C, *size) -> (N, C / factors, *size * factors).
+    Shapes are (N, C, *size) -> (N, C / factors, *size * factors). ``nn.PixelShuffle(2)`` from 12
+    to 3 channels is ``Blocks(cells=(3, 2, 2), along=(None, 0, 1))``.
 
     Args:
         cells: the factors into which the number of channels C is split, in order.
@@ -87,7 +90,7 @@ class Blocks(nn.Module):
         self.cells, self.along = tuple(cells), tuple(along)
 
     def factors(self, dims: int) -> tuple[int, ...]:
-        """Return the factor by which the size grows along each of ``dims`` dims."""
+        """Return the factor by which each spatial dim grows, for maps with ``dims`` of them."""
         return tuple(
             math.prod(n for n, d in zip(self.cells, self.along) if d == dim) for dim in range(dims)
         )
@@ -110,7 +113,8 @@ class Overlaid(nn.Module):
 
     Args:
         kernel, stride, dilation, padding: as in ``F.fold``, one number along each dim.
-        extra: the number of cells at the end of each dim that no window reaches.
+        extra: the number of cells at the end of each dim of the padded result that no window
+            reaches. They are 0.
     """
 
     def __init__(
@@ -132,7 +136,11 @@ class Overlaid(nn.Module):
         return y[(..., *(slice(p, n - p + e) for p, e, n in each))]
 
     def folded(self, x: Tensor) -> Tensor:
-        """Return the sums including the cells of the padding and of ``extra``."""
+        """Return the sums before the padding is cut off: (N, C * window, *size) -> (N, C, *more).
+
+        Args:
+            x: the windows.
+        """
         each = zip(x.shape[2:], self.stride, self.kernel, self.dilation)
         size = [(n - 1) * s + (k - 1) * d + 1 for n, s, k, d in each]
         y = F.fold(x.flatten(2), size, self.kernel, self.dilation, 0, self.stride)

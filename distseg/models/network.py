@@ -94,14 +94,17 @@ class Network(nn.Module):
             self.reads[name] = sources
             before = name
         if unknown := [name for name in reads if name not in layers]:
-            raise ValueError(f"reads names {unknown[0]!r}, which is not among the layers")
+            raise ValueError(
+                f"reads names {unknown[0]!r}, which is not among the layers: correct the name, or "
+                "add this layer"
+            )
 
     def _put(self, name: str, layer: nn.Module) -> None:
         """Add a layer to the module tree. The dots in ``name`` separate the levels of the tree.
 
         Raises:
-            ValueError: the name is reserved, or the path of this layer leads through another layer,
-                or that of another layer through this one.
+            ValueError: the name contains a reserved name, or one of two layers would be part of
+                the other, as with the names ``a`` and ``a.b``.
         """
         *path, last = name.split(".")
         if taken := next(
@@ -147,7 +150,7 @@ class Network(nn.Module):
             register(self.get_submodule(UNUSED), tensors)
 
     def _apply(self, fn: Callable, *args, **kwargs) -> Network:
-        """Move or cast all tensors as PyTorch does, but keep buffers shared between layers."""
+        """Move or cast all tensors as PyTorch does; layers that share a buffer still share it."""
         places: dict[int, list[tuple[nn.Module, str]]] = {}
         for module in self.modules():
             for name, tensor in module._buffers.items():
@@ -249,7 +252,11 @@ def fingerprint_of(model: nn.Module) -> str:
 
 
 def is_followed(model: nn.Module) -> bool:
-    """Return True if a network is a list of layer calls and its capture was not refused."""
+    """Return True if distseg knows a network's layer calls, so that it can be split.
+
+    Return False if the network is no list of layer calls, or if :data:`refusals` has a reason why
+    distseg cannot split it.
+    """
     return is_flat(model) and model not in refusals
 
 
@@ -291,13 +298,16 @@ def _collect(
     found: list[Call],
     stashed: dict[str, int],
 ) -> int:
-    """Append the layer calls of ``model``, which is called with map ``at``, to ``found``.
+    """Append the layer calls of ``model`` to ``found``.
 
-    ``model`` is a list of calls. Return the number of the map that its last call makes.
+    Return the number of the map that the last call of ``model`` makes.
 
     Args:
-        layers: the name and the layer of each call; those of ``model`` come next.
-        found: the calls. This list is updated.
+        model: a list of layer calls. It is the whole network or a part of it.
+        at: the number of the map with which ``model`` is called.
+        layers: the name and the layer of each remaining call of the whole network. The iterator
+            moves on by the calls of ``model``.
+        found: the calls so far. This list is updated.
         stashed: the numbers of the maps that are stashed, by stash name. This dict is updated.
     """
     maps = {IMAGE: at}
@@ -319,15 +329,19 @@ def _collect(
 def _skipped(
     layer: nn.Module, position: int, source: int, stashed: dict[str, int]
 ) -> tuple[int, ...]:
-    """Return the number of the map that a pop reads besides ``source``; record a stash.
+    """Return the number of the skip's map if a layer is a pop; record the map if it is a stash.
 
-    The result is a tuple, which is empty if the layer is no pop.
+    Returns:
+        A tuple: with one number for a pop, empty for all other layers.
 
     Args:
         layer: the layer.
         position: the number of the layer, for error messages.
-        source: the map with which the layer is called.
+        source: the number of the map with which the layer is called.
         stashed: the numbers of the maps that are stashed, by stash name. This dict is updated.
+
+    Raises:
+        ValueError: two stashes have the same name, or a pop comes before its stash.
     """
     if isinstance(layer, Stash):
         if layer.name in stashed:
@@ -340,7 +354,7 @@ def _skipped(
         if layer.name not in stashed:
             raise ValueError(
                 f"pop({layer.name!r}) at layer {position} comes before any stash({layer.name!r}) "
-                "in this model"
+                f"in this model: put a distseg.Stash({layer.name!r}) before it"
             )
         return (stashed.pop(layer.name),)
     return ()
@@ -350,6 +364,9 @@ def _check_in_place(calls: Sequence[Call]) -> None:
     """Refuse layers that overwrite in place a map which other layers read too.
 
     The values that these other layers read would depend on the order of execution.
+
+    Raises:
+        ValueError: a layer does this. The message names it and how to fix it.
     """
     same = list(range(len(calls) + 1))  # for each map the map whose memory it shares
     readers: dict[int, int] = {}
@@ -391,11 +408,17 @@ def user_name(name: str, model: nn.Module) -> str:
 
 
 def check_calls(model: nn.Module, size: Sequence[int], images: int = 1) -> None:
-    """Refuse image sizes and batch sizes with which the user's module makes other layer calls.
+    """Refuse images for which the user's module makes other layer calls than were captured.
+
+    A module that was not captured is not checked.
+
+    Args:
+        model: the network.
+        size: the size of the images.
+        images: the number of images in a batch.
 
     Raises:
-        ValueError: the calls differ from those that were captured; the message names the
-            difference.
+        ValueError: the calls differ. The message names the difference.
     """
     if (check := getattr(model, "check", None)) is not None:
         try:

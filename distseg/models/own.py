@@ -77,7 +77,7 @@ def own_builder(name: str, setting: str = "model.name") -> Callable[..., nn.Modu
 
 
 def _choices(module) -> str:
-    """Return the end of an error message that lists functions and classes of a module."""
+    """Return the advice that ends an error message: the functions and classes to choose from."""
     own = [
         name
         for name, value in vars(module).items()
@@ -219,7 +219,8 @@ def _make_lazy(name: str, model: nn.Module) -> None:
     except Exception as e:
         raise ValueError(
             f"model {name!r} has a {kind}, whose weights are made by a first forward pass, but "
-            f"this pass fails on an image of {bands_of(model)} bands: {user_error(e)}"
+            f"this pass fails on an image of {bands_of(model)} bands: {user_error(e)}: correct "
+            "this error, or set model.in_channels if the network takes another number of bands"
         ) from e
     model.train(training)
 
@@ -231,6 +232,9 @@ def _check_leaves(name: str, model: nn.Module) -> None:
     """Refuse weights that hooks compute, as the hooks of torch.nn.utils.weight_norm do.
 
     A model with such weights cannot be copied.
+
+    Raises:
+        ValueError: a layer has such a weight. The message names both.
     """
     for place, layer in model.named_modules():
         made = next(
@@ -251,9 +255,12 @@ def _check_leaves(name: str, model: nn.Module) -> None:
 
 @torch.no_grad()
 def _check_outputs(name: str, model: nn.Module) -> None:
-    """Refuse outputs that the network does not return, or that have different shapes.
+    """Refuse names in ``model.outputs`` that the network does not return, and unequal shapes.
 
     Nothing is checked if the network's shapes cannot be computed on the meta device.
+
+    Raises:
+        ValueError: an output is missing, or has another shape than the first one.
     """
     for training in (True, False):
         shadow = outline(model).train(training)
@@ -268,9 +275,19 @@ def _check_outputs(name: str, model: nn.Module) -> None:
 
 @torch.no_grad()
 def _check_channels(name: str, model: nn.Module, arguments: dict) -> None:
-    """Refuse a network whose numbers of bands or classes differ from those in ``arguments``.
+    """Refuse a network that does not take or return the needed number of channels.
 
     Nothing is checked if the network's shapes cannot be computed on the meta device.
+
+    Args:
+        name: ``package.module:function``, for error messages.
+        model: the network.
+        arguments: the needed numbers of bands and classes, as ``in_channels`` and
+            ``out_channels``. Without ``in_channels`` nothing is checked, without ``out_channels``
+            only the number of bands.
+
+    Raises:
+        ValueError: the network takes another number of bands, or returns another number of classes.
     """
     bands, classes = arguments.get("in_channels"), arguments.get("out_channels")
     if bands is None:

@@ -79,7 +79,8 @@ def _along(probe: nn.Module, dim: int, dims: int, channels: int) -> tuple[int, i
         channels: number of bands of the test images.
 
     Raises:
-        ValueError: the network has no stride, or its receptive field is too large.
+        ValueError: no shift of the input shifts the result by the same distance, so the network has
+            no stride. Or its receptive field is longer than half of the longest strip.
     """
     without_stride = 0
     for length in _LENGTHS:
@@ -156,14 +157,27 @@ def _shifted(first: Tensor, second: Tensor, by: int) -> bool:
 def _strip(
     probe: nn.Module, dim: int, dims: int, channels: int, length: int
 ) -> tuple[Callable, Callable]:
-    """Return two functions that probe a strip of this length along the spatial dim ``dim``.
+    """Return two functions that show which input rows of a strip influence which output rows.
 
-    ``respond(a, b)`` returns the change of each output row when the input rows a .. b-1 are one
-    instead of zero. ``reached(border)`` uses gradients and returns two flags for each input row.
-    The first is True if the row lies before the border and influences output rows after it; the
-    second is True for the reverse. Gradients also show an influence through a factor (squeeze and
-    excite), which an input of zeros hides. But of the inputs of a maximum they show only the
+    The functions complement each other. Gradients also show an influence through a factor (squeeze
+    and excite), which an input of zeros hides. But of the inputs of a maximum they show only the
     largest one.
+
+    Args:
+        probe: the network, simplified for probing (:func:`_simplified`).
+        dim: the spatial dim along which the strip is long. A row is a position along it.
+        dims: number of spatial dims.
+        channels: number of bands of the strip.
+        length: length of the strip in rows.
+
+    Returns:
+        ``respond(a, b)``, which returns the change of each output row, (length,), when the input
+        rows a .. b-1 are one instead of zero. And ``reached(border)``, which uses gradients and
+        returns two masks of the input rows, (length,) each: the rows before the border that
+        influence output rows after it, and the rows after it that influence output rows before it.
+
+    Raises:
+        _CannotProbe: the network fails on strips of every width.
     """
     for width in _WIDTHS:
         shape = [1, channels, *([width] * dims)]
@@ -176,7 +190,7 @@ def _strip(
             if not isinstance(y, Tensor):
                 raise TypeError(
                     f"the model returns a {type(y).__name__}, but a segmentation network returns "
-                    "one tensor of logits (N, classes, *size): wrap it"
+                    "one tensor of logits (N, classes, *size): return only this tensor"
                 )
             if y.shape[2:] != x.shape[2:]:
                 raise _WrongSize(tuple(x.shape[2:]), tuple(y.shape[2:]))
@@ -192,7 +206,10 @@ def _strip(
             failure = e
     else:
         why = failure if isinstance(failure, _WrongSize) else user_error(failure)
-        raise _CannotProbe(f"the model cannot be probed on strips {_WIDTHS} pixels wide: {why}")
+        raise _CannotProbe(
+            f"the halo of the model cannot be measured, since the model fails on images {length} "
+            f"pixels long and {', '.join(map(str, _WIDTHS))} pixels wide: {why}"
+        )
 
     @lru_cache(32)  # the search for the stride repeats its calls
     @torch.no_grad()
@@ -222,7 +239,7 @@ def _strip(
 
 
 class _CannotProbe(ValueError):
-    """Error of a model that fails on strips of every width."""
+    """Error that is raised for a model that fails on strips of every width in ``_WIDTHS``."""
 
 
 class _WrongSize(Exception):
@@ -237,8 +254,11 @@ class _WrongSize(Exception):
 def _simplified(model: nn.Module, narrow: bool) -> nn.Module:
     """Return a copy for probing, with weights of one and without norms, dropout and activations.
 
-    If ``narrow`` is True, every unmodified convolution of the copy has a single output channel.
     Modified convolutions get random weights instead of ones.
+
+    Args:
+        model: the network. It is not changed.
+        narrow: True to give every unmodified convolution of the copy a single output channel.
     """
     model = copy.deepcopy(model)
     replacement = _replacement(model, narrow)
@@ -285,7 +305,7 @@ def _replacement(layer: nn.Module, narrow: bool) -> nn.Module | None:
 
 
 class _OnesConv(nn.Module):
-    """A convolution with weights of one.
+    """A convolution with weights of one, which replaces a convolution of the probed network.
 
     Every output channel is the sum of all input channels under the kernel.
     """

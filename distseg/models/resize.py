@@ -18,7 +18,7 @@ RATIO = "ratio"
 
 
 class LooksAtSize(nn.Module):
-    """A layer that reads the size, but not the cells, of the last map with which it is called."""
+    """Base class of layers that read the size of their last input, but not its cells."""
 
 
 class Follows(LooksAtSize):
@@ -27,7 +27,8 @@ class Follows(LooksAtSize):
     Shapes are (N, C, *size), (N, ?, *other) -> (N, C, *made).
 
     Args:
-        rules: for each dim, the rule that computes ``made`` from ``other``.
+        rules: for each dim, the rule that computes the size ``made`` of the result from the size
+            ``other`` of the second input.
     """
 
     def __init__(self, rules: Sequence[Follow]):
@@ -42,7 +43,7 @@ class Follows(LooksAtSize):
         raise NotImplementedError
 
     def footprints(self) -> tuple[AccessPattern, ...]:
-        """Return the access pattern of the first input along each dim."""
+        """Return the access pattern along each dim: which cells of the first input are read."""
         raise NotImplementedError
 
 
@@ -95,7 +96,10 @@ class ResizeTo(Follows):
 
 
 def kernel_of(mode: str, antialias: bool = False) -> str:
-    """Return the one-dimensional kernel of a mode of ``F.interpolate``, such as ``linear``."""
+    """Return the kernel along one dim of a mode of ``F.interpolate``: ``linear`` for ``bilinear``.
+
+    With ``antialias``, ``-aa`` is appended.
+    """
     kernel = {"bilinear": "linear", "trilinear": "linear", "bicubic": "cubic"}.get(mode, mode)
     return f"{kernel}-aa" if antialias else kernel
 
@@ -137,9 +141,10 @@ class FitTo(Follows):
 
 
 class VectorAt(Follows):
-    """A layer that marks a vector of the image as belonging to maps of another size.
+    """A layer that returns its input, a vector of the image, unchanged.
 
-    The values of the vector do not change.
+    It stands where a vector that was computed from one map is combined with maps of another size.
+    The ``rules`` compute that size from the size of the second input.
     """
 
     def forward(self, x: Tensor, like: Tensor | None = None) -> Tensor:

@@ -17,8 +17,8 @@ def user_errors(what: str):
     """Turn an error inside the context into a ValueError.
 
     Args:
-        what: the beginning of its message, such as ``model 'a:b' cannot be built``. The text of
-            :func:`user_error` follows.
+        what: the beginning of the ValueError's message, such as ``model 'a:b' cannot be built``.
+            A colon and the text of :func:`user_error` follow.
     """
     try:
         yield

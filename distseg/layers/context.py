@@ -25,7 +25,10 @@ from distseg.tiling.tile import Box, TilePlacement
 
 
 class _Pass(threading.local):
-    """The forward pass that the calling thread is in."""
+    """State of the forward pass that the calling thread is in; each thread has its own values.
+
+    The attributes are those of the same names in :class:`Context`.
+    """
 
     def __init__(self):
         self.places: list[TilePlacement] = []
@@ -64,7 +67,10 @@ class Context:
 
     @property
     def places(self) -> list[TilePlacement]:
-        """Placements of the windows of this forward pass."""
+        """Placements of the windows of this forward pass.
+
+        An assignment to it begins a new pass, and sets ``regions`` to None.
+        """
         return self._pass.places
 
     @places.setter
@@ -75,8 +81,8 @@ class Context:
     def regions(self) -> list[MapView] | None:
         """Owned and available boxes of each window, in the feature map that the layer reads.
 
-        None if the boxes can be computed from the windows and the layer's stride (:meth:`region`).
-        Setting ``places`` resets this to None.
+        An executor can set them before it calls a layer. Otherwise this is None, and :meth:`region`
+        computes the boxes from the windows and the layer's stride.
         """
         return self._pass.regions
 
@@ -86,6 +92,8 @@ class Context:
 
     def region(self, index: int, stride: tuple[int, ...], held: Sequence[int]) -> MapView:
         """Return the owned and available boxes of a window in a feature map.
+
+        They are those in ``regions``, or computed from ``stride`` if ``regions`` is None.
 
         Args:
             index: index of the window in ``places``.
@@ -107,7 +115,8 @@ class Context:
     def owns_all(self, size: tuple[int, ...]) -> bool:
         """Return True if the first window owns all cells that it holds of a feature map.
 
-        If ``regions`` is None, return True only if the window's tile is the whole image.
+        This is decided by the boxes in ``regions``. If ``regions`` is None, the window owns all
+        cells only if its tile is the whole image.
 
         Args:
             size: number of cells of the map that the window holds, along each dim.
@@ -119,7 +128,7 @@ class Context:
 
     @property
     def current(self) -> int:
-        """Index of the window that a layer is working on."""
+        """Index in ``places`` of the window that a layer is working on."""
         return self._pass.current
 
     @current.setter

@@ -29,7 +29,7 @@ from distseg.tiling.tile import Box
 
 @dataclass(frozen=True)
 class _Call:
-    """Arguments of PyTorch's convolution other than tensors, with one number per dim."""
+    """One convolution call: its arguments other than tensors, with one number per spatial dim."""
 
     stride: Sequence[int]
     padding: Sequence[int]
@@ -84,11 +84,11 @@ class _NoExchange:
 
 
 class _Convolution(torch.autograd.Function):
-    """Convolution of several tensors after a halo exchange.
+    """Autograd function: exchange halos, and convolve each tensor with the same weight.
 
     Its arguments ``weight`` and ``bias`` are the two ``parameters``, perhaps cast to another dtype.
     If the gradients of the weight and bias are deferred, they are added to the ``grad`` of
-    ``parameters``. Otherwise autograd gets them.
+    ``parameters``. Otherwise the function returns them to autograd.
     """
 
     @staticmethod

@@ -152,11 +152,16 @@ class KeyedDropout(nn.Module):
         )
 
     def channels_of(self, place: TilePlacement, channels: int) -> Tensor:
-        """Return the channel mask of each image at a placement, (B, C) float64."""
+        """Return the mask of whole channels for each image of a window, (B, C) float64.
+
+        Args:
+            place: the placement of the window.
+            channels: C.
+        """
         return torch.stack([channel_mask(self.p, k, channels) for k in self.keys(place)])
 
     def keys(self, place: TilePlacement) -> list[int]:
-        """Return the key of the mask of each image at a placement."""
+        """Return, for each image of a window, the key of its mask (:func:`dropout_key`)."""
         return [
             dropout_key(self.context.seed, self.context.epoch, sample, self.name, self.turn)
             for sample in place.samples

@@ -35,7 +35,11 @@ from distseg.tiling.tile import Box
 
 
 class _OfImage(DistributedMean):
-    """Base class of statistics over all cells of an image, one vector for each image."""
+    """Base class of distributed layers that compute one vector from all cells of an image.
+
+    Args:
+        layer: the layer for whole images whose counterpart it is.
+    """
 
     def __init__(self, layer: nn.Module, *args):
         super().__init__(layer, *args)
@@ -76,7 +80,10 @@ class _OfImage(DistributedMean):
 
 
 class DistributedVariance(_OfImage):
-    """Distributed counterpart of :class:`distseg.models.image_statistics.Variance`."""
+    """Distributed counterpart of :class:`distseg.models.image_statistics.Variance`.
+
+    It maps each window to the variances of its whole image, (B, groups, 1, ...).
+    """
 
     def statistics(self, parts: list[Contribution]) -> Moments:
         of_channels = super().statistics(parts)
@@ -147,7 +154,7 @@ class DistributedLogSumExp(_OfImage):
 
 
 def exponentials(parts: Moments) -> Moments:
-    """Combine the moments of a log-sum-exp of several parts to those of all their cells.
+    """Combine the moments from which log-sum-exp is computed, from several parts of an image.
 
     Args:
         parts: the moments, stacked along dim 0. ``mean`` holds each part's maximum and ``m2`` the

@@ -188,7 +188,7 @@ def check_plain(name: str, layer: nn.Module) -> None:
 
 
 class _Unsupported(ValueError):
-    """Error for a setting of a layer with which the layer cannot be computed in parts."""
+    """Error that says with which setting a layer cannot be computed in parts, and how to fix it."""
 
 
 def run(
@@ -295,7 +295,8 @@ def exchange_box(layer: nn.Module, part: LayerView) -> Box:
 def _conv_footprints(conv: nn.Module, dims: int) -> tuple[AccessPattern, ...]:
     if conv.padding_mode == "circular":
         raise _Unsupported(
-            "circular padding joins opposite borders of the image; use zeros, reflect or replicate"
+            "circular padding joins opposite borders of the image; use zeros, reflect or replicate "
+            "as padding_mode"
         )
     found = []
     for d in range(dims):
@@ -437,7 +438,10 @@ def _up_footprints(up: nn.Module, dims: int) -> tuple[AccessPattern, ...]:
 
 
 def _resize_footprints(up: nn.Module, dims: int) -> tuple[AccessPattern, ...]:
-    """Return the access pattern of each dim of a resize to a size, or by any factor."""
+    """Return the access pattern of each dim of ``nn.Upsample`` with a size or any factor.
+
+    Patterns for integer factors are simpler, and are made elsewhere (:func:`_factors`).
+    """
     if up.size is not None:
         rules = [Follow(0, n) for n in _tuple(up.size, dims)]
         places: list[float | None] = [None] * dims
@@ -485,10 +489,10 @@ def _resized(
     part: LayerView,
     ratio: bool = False,
 ) -> Tensor:
-    """Return the result of a resize on the box ``part.output``.
+    """Return the result of a resize on the box ``part.output``, (B, C, *part.output.size).
 
     Args:
-        whole: the layer. It is called if the part is the whole map.
+        whole: the layer as a function of the whole map. It is called if the part is the whole map.
         footprints: the access pattern of each dim.
         x: (B, C, *have.size), the input on the box ``have``.
         part: the boxes that the layer reads and computes.

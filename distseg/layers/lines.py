@@ -67,7 +67,11 @@ class Part(NamedTuple):
 
 
 class DistributedLines(DistributedMean):
-    """Distributed counterpart of :class:`distseg.models.lines.AlongLines`."""
+    """Distributed counterpart of :class:`distseg.models.lines.AlongLines`.
+
+    It maps each window to the whole line of its image, (B, C * L, 1, ...), for example the means of
+    all L rows of the image.
+    """
 
     def __init__(self, layer: AlongLines, *args):
         super().__init__(layer, *args)
@@ -103,8 +107,9 @@ class DistributedLines(DistributedMean):
             size: the size of the feature map.
 
         Returns:
-            The cells, (positions, C, cells of a position), and for each cell of a position its
-                index in the flattened dims that the line does not keep, (cells of a position,).
+            The cells, (positions, C, cells of a position). And for each cell of a position its
+                index among all cells of the image at this position, (cells of a position,). For
+                the means of rows, this index is the cell's column.
         """
         others = [d for d in range(len(size)) if d not in self.kept]
         numbers = numbers_of(_picked(place, others), [size[d] for d in others]).to(image.device)
@@ -112,7 +117,7 @@ class DistributedLines(DistributedMean):
         return cells.to(torch.promote_types(cells.dtype, torch.float32)), numbers
 
     def _numbers(self, place: Box, size: Sequence[int]) -> Tensor:
-        """Return the indices of the line's positions that a box of the feature map covers.
+        """Return the indices of the line's positions that a box of the feature map covers, (n,).
 
         Args:
             place: the box.
@@ -190,12 +195,13 @@ class DistributedLines(DistributedMean):
         return dx
 
     def _closed(self, cells: Tensor, like: Tensor) -> Tensor:
-        """Reshape cells (positions, C, cells of a position) to an image (C, *size).
+        """Reshape cells (positions, C, cells of a position) to a part of an image, (C, *size).
 
         It is the reverse of :meth:`_opened`.
 
         Args:
-            like: a tensor of the wanted shape (C, *size).
+            cells: the cells, or their gradients.
+            like: a tensor of the wanted shape (C, *size). Its values are not used.
         """
         size = like.shape[1:]
         others = [d for d in range(len(size)) if d not in self.kept]
@@ -208,8 +214,12 @@ class DistributedLines(DistributedMean):
 class _Mean:
     """Mean or sum of the cells at each position of a line.
 
-    Its methods take cells as (L, C, cells of a position), with the index of each cell of a position
-    as ``numbers`` (:meth:`DistributedLines._opened`). In its moments, ``mean`` is (..., L, C).
+    Its methods take ``cells``, (L, C, cells of a position), and ``numbers``, the index of each cell
+    of a position. Both come from :meth:`DistributedLines._opened`, and L counts the positions in
+    ``cells``. In the moments, ``count`` is (..., L), ``mean`` and ``m2`` are (..., L, C).
+
+    Args:
+        layer: the layer that defines the statistic.
     """
 
     def __init__(self, layer: Mean):
@@ -237,7 +247,7 @@ class _Mean:
         return combine(parts)
 
     def value(self, statistics: Moments) -> Tensor:
-        """Return the mean or sum (..., L, C) that follows from moments."""
+        """Return the statistic at each position, (..., L, C), computed from its moments."""
         return (
             statistics.mean * statistics.count.unsqueeze(-1)
             if self.layer.total
@@ -248,6 +258,7 @@ class _Mean:
         """Return the gradient of the cells, in the shape of ``cells``.
 
         Args:
+            cells, numbers: cells of one image and their indices, as in the class's docstring.
             g: gradient of the statistic at each position, (L, C).
             there: the moments at the cells' positions in the line, combined over all ranks.
         """
@@ -336,7 +347,10 @@ _STATISTICS = {Mean: _Mean, Max: _Max, Variance: _Variance, LogSumExp: _LogSumEx
 
 
 class DistributedOfLines(OfLines):
-    """Distributed counterpart of :class:`distseg.models.lines.OfLines` for a window of an image."""
+    """Distributed counterpart of :class:`distseg.models.lines.OfLines` for a window of an image.
+
+    It takes the length of the lines from the size of the whole feature map, not of the window.
+    """
 
     def __init__(self, layer: OfLines, context: Context, stride: tuple[int, ...], name: str):
         tensors = {**layer._parameters, **layer._buffers}
@@ -360,5 +374,5 @@ def distributed_class(layer: nn.Module) -> type[nn.Module]:
 
 
 def _picked(box: Box, dims: Sequence[int]) -> Box:
-    """Return the box without the dims that are not in ``dims``."""
+    """Return a box with fewer dims: those of ``box`` that are listed in ``dims``."""
     return Box(tuple(box.start[d] for d in dims), tuple(box.stop[d] for d in dims))

@@ -329,7 +329,11 @@ def _check(config: LossConfig) -> None:
 
 
 def _check_taken(config: LossConfig) -> None:
-    """Refuse a setting that the user changed and that no term uses."""
+    """Refuse a loss setting that differs from its default, if no term of the loss uses it.
+
+    Raises:
+        ValueError: there is such a setting. The message names it.
+    """
     names, default = [name for _, name in parse(config.name)], LossConfig()
     for field in ("class_weights", "label_smoothing", "dice_over", "smooth", "gamma"):
         value = getattr(config, field)
@@ -411,9 +415,10 @@ def _targets(labels: Tensor, classes: int, like: Tensor) -> Tensor:
 
 
 def _beside_a_sum(count: Tensor) -> Tensor:
-    """Return the partial sums (0, count) of a mean as float64.
+    """Return the partial sums (0, count) of a term that is a mean, as a float64 tensor (2,).
 
-    The 0 stands for the sum over pixels, which depends on logits and is divided by the count.
+    The first one is the sum over pixels. It depends on logits, which are not known here, so it is
+    0. The second one is the count by which that sum is divided.
     """
     return torch.stack((torch.zeros_like(count), count)).double()
 

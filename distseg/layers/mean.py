@@ -43,7 +43,7 @@ class DistributedMean(DistributedNorm):
         return list(_JointMean.apply(self, *xs))
 
     def plain(self, x: Tensor) -> Tensor:
-        """Return the statistic of whole images, computed by PyTorch."""
+        """Return the vector of each image from whole images ``x``, computed by PyTorch."""
         # Calling the method on `self` avoids a new layer, whose creation takes longer than the
         # mean of a small map.
         return Mean.forward(self, x)
@@ -91,12 +91,12 @@ class DistributedMean(DistributedNorm):
         return [part.relative_to(held).intersection(own) for part in parts_of(self.grid, size)]
 
     def result(self, x: Tensor, rows: list[int], statistics: Moments, where: Any) -> Tensor:
-        """Return the vector of each image of a window.
+        """Return the vectors of the images of a window, (B, C * parts, 1, ...).
 
         Args:
             x: the feature map of the window.
-            rows: for each image of the window, its number. Its first row in the statistics is this
-                number times the number of parts.
+            rows: for each image of the window, its number i. If a mean has P parts (cells of a
+                grid), the image has the rows i * P to (i + 1) * P - 1 of the statistics.
             statistics: the moments of all images.
             where: the owned cells, as :meth:`where` returns them.
         """
@@ -118,9 +118,10 @@ class DistributedMean(DistributedNorm):
             total[i * self.number : (i + 1) * self.number] += of_image.view(-1, self.number).t()
 
     def shares(self, total: Tensor, statistics: Moments) -> Tensor:
-        """Return the gradient that each cell gets, for each row of the statistics, (rows, C).
+        """Return the gradient that each cell gets from its row of the statistics, (rows, C).
 
-        All ranks that share statistics must call it together.
+        For a mean it is the gradient of the vector divided by the number of cells. All ranks that
+        share statistics must call it together.
 
         Args:
             total: this rank's sums of the vectors' gradients (:meth:`collect`).
@@ -200,7 +201,9 @@ class DistributedMax(DistributedMean):
         return own, region.owned.intersection(region.available), region.size
 
     def _parts(self, own: Box, place: Box, size: Sequence[int]) -> list[tuple[Box, Box]]:
-        """Return the boxes of the owned cells of each part: in the window and in the whole map.
+        """Return, for each part of the image, the box of its owned cells in two coordinate systems.
+
+        Each pair has the box in the window and the box in the whole map.
 
         Args:
             own, place, size: the results of :meth:`where`.
@@ -322,7 +325,11 @@ def parts_of(grid: Sequence[int], size: Sequence[int]) -> list[Box]:
 
 
 def _nothing(x: Tensor) -> Moments:
-    """Return the moments of zero cells of a feature map."""
+    """Return the moments, all 0, that a window contributes to a part of which it owns no cells.
+
+    Args:
+        x: the feature map, which gives the number of channels.
+    """
     zeros = torch.zeros(2, x.shape[1], dtype=torch.float64, device=x.device)
     return Moments(zeros.new_zeros(()), *zeros)
 
@@ -383,7 +390,11 @@ class _JointMean(torch.autograd.Function):
 
 
 class PendingMean(Pending):
-    """Mean of windows that are computed one after another, as streamed tiles are."""
+    """Mean, or other statistic, of windows that are computed one after another, as in streaming.
+
+    It is used like :class:`distseg.layers.norm.Pending`. Each call returns the vector that was
+    computed from all windows.
+    """
 
     def __init__(self, norm: DistributedMean, statistics: Moments):
         super().__init__(norm, statistics)

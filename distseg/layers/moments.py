@@ -70,7 +70,12 @@ class Moments(NamedTuple):
 
 
 def combine(parts: Moments) -> Moments:
-    """Combine moments of parts, stacked along dim 0, to the moments of all their values."""
+    """Combine the moments of R parts to the moments of all their values.
+
+    Args:
+        parts: the moments of the parts, stacked along dim 0: ``count`` (R, ...), ``mean`` and
+            ``m2`` (R, ..., C). The result has no dim R.
+    """
     count = parts.count.sum(0)
     # A count may lie between 0 and 1 (a vector's share of an image), so only 0 is replaced.
     weights = (parts.count / count.where(count > 0, 1)).unsqueeze(-1)
@@ -80,12 +85,12 @@ def combine(parts: Moments) -> Moments:
 
 
 def stack(parts: list[Moments]) -> Moments:
-    """Stack moments along a new dim 0."""
+    """Stack a list of moments of equal shapes to one object, along a new dim 0."""
     return Moments(*(torch.stack(tensors) for tensors in zip(*parts)))
 
 
 def joined(parts: list[Moments]) -> Moments:
-    """Combine a list of moments of parts to the moments of all their values."""
+    """Combine the moments of parts, given as a list, to the moments of all their values."""
     return parts[0] if len(parts) == 1 else combine(stack(parts))
 
 

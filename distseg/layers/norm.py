@@ -154,7 +154,7 @@ class DistributedNorm(nn.Module):
         return list(_JointNorm.apply(self, self.weight, self.bias, *xs))
 
     def fixed(self, x: Tensor) -> Tensor:
-        """Return images normalised with the running statistics, without an autograd graph."""
+        """Return images normalised with the running statistics, where no backward pass follows."""
         if x.numel() <= _SMALL and self.parts is None and self.frames == 1:
             y = F.batch_norm(
                 x,
@@ -739,10 +739,11 @@ class Pending:
         self.centre = None if self.norm.parts is None else torch.zeros_like(self.dweight)
 
     def finalize(self) -> None:
-        """Add the gradients of weight and bias to their ``grad``, and complete the statistics' one.
+        """Complete the gradients after the backward passes of all windows of this rank.
 
-        The sums for the gradient of the statistics are added over all ranks. All ranks that share statistics must call it together, after the backward passes of all
-        windows.
+        The gradients of weight and bias are added to their ``grad``. The sums for the gradient of
+        the statistics are added over all ranks that share statistics, which must call this method
+        together.
         """
         norm = self.norm
         # No window had a backward pass, for instance because the result was detached.

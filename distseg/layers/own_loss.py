@@ -97,8 +97,8 @@ class PixelLoss(Criterion):
         if outputs.whole and self.ignore_index is None and not target.is_floating_point():
             raise ValueError(
                 "a network that returns one vector for each image needs a PixelLoss with an "
-                "ignore_index, which is the target of all tiles of an image but the first: give "
-                "PixelLoss an ignore_index"
+                "ignore_index: each image's target is counted on one tile only, and its other "
+                "tiles get the ignore_index as target; give PixelLoss an ignore_index"
             )
         logits, sample = _example(outputs, target)
         sample = _filled(sample, self._valid(sample))
@@ -138,6 +138,9 @@ class PixelLoss(Criterion):
             found: the values of the function for them.
             what: ``function`` or ``weight``, for error messages.
             call: the function, which takes logits and target.
+
+        Raises:
+            ValueError: it returns other values.
         """
         for image in range(len(logits)):
             alone = call(logits[image : image + 1], sample[image : image + 1])
@@ -161,7 +164,7 @@ class PixelLoss(Criterion):
             self._compare(alone, values[one], why, what)
 
     def _called(self, logits: Tensor, target: Tensor) -> Tensor:
-        """Return the function's values, called as in training.
+        """Return the values of the user's function, which is called as in training.
 
         Raises:
             ValueError: the function fails, or uses other tensors with requires_grad than the
@@ -247,12 +250,18 @@ class SumLoss(Criterion):
                     "images, but it must return (images, sums)"
                 )
             self.sums = whole.shape[1]
-            self._compare(self.function(logits[:1], sample[:1]), whole[:1], "each image alone")
+            self._compare(
+                self.function(logits[:1], sample[:1]),
+                whole[:1],
+                "depend on other images of the batch",
+            )
             for dim in range(2, logits.dim()):
                 at = [3, logits.shape[dim] - 3]
                 parts = zip(logits.split(at, dim), sample.split(at, dim - logits.dim()))
                 self._compare(
-                    sum(self.function(x, y) for x, y in parts), whole, "the parts of an image"
+                    sum(self.function(x, y) for x, y in parts),
+                    whole,
+                    "of parts of an image do not add up",
                 )
         value = self._value(whole.detach().requires_grad_())
         if not isinstance(value, Tensor) or value.dim() or not value.requires_grad:
@@ -265,9 +274,9 @@ class SumLoss(Criterion):
     def _compare(again: Tensor, found: Tensor, of: str) -> None:
         if not torch.allclose(again, found, rtol=1e-9, atol=1e-9):
             raise ValueError(
-                "the function of SumLoss does not return sums over pixels: its values of "
-                f"{of} do not add up to those of the whole; let it return sums, and take "
-                "quotients and means in value"
+                "the function of SumLoss does not return sums over the pixels of each image: its "
+                f"values {of}; let it return sums, and take quotients and means in the argument "
+                "value of SumLoss"
             )
 
 
@@ -330,10 +339,11 @@ def _example(outputs: Outputs, target: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _values_of(call: Callable[[], Tensor], kind: str) -> Tensor:
-    """Return what a user's function returns, detached.
+    """Return the values of a user's function, which must need no gradient.
 
     Args:
-        call: calls the function with logits and a target.
+        call: a function without arguments that calls the user's function with example logits and
+            an example target.
         kind: ``PixelLoss`` or ``SumLoss``, for error messages.
 
     Raises:
@@ -367,10 +377,13 @@ def _single_pixels(x: Tensor, dims: int) -> Tensor:
 
 
 def _weight_of(function: Callable) -> Callable[[Tensor], Tensor] | None:
-    """Return a function from a target to the weight of each pixel, by the loss's class weights.
+    """Return a function that maps a target to the class weight of each pixel.
 
     Return None if ``function`` is not PyTorch's cross-entropy or negative log-likelihood with class
     weights.
+
+    Args:
+        function: the loss function that a user gave to :class:`PixelLoss`.
     """
     if isinstance(function, (nn.CrossEntropyLoss, nn.NLLLoss)):
         classes = function.weight

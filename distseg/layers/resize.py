@@ -56,7 +56,12 @@ class Placed(nn.Module):
 class PlacedPositions(Positions):
     """Distributed counterpart of :class:`distseg.models.capture.positions.Positions`.
 
-    It takes the size of the image from the context, and shares its tensors with ``inner``.
+    It computes values at positions, such as coordinates, that follow the size of the whole image.
+    The context gives this size.
+
+    Args:
+        inner: the layer, with which this layer shares its parameters and buffers.
+        context: the state of the model's forward pass.
     """
 
     def __init__(self, inner: Positions, context: Context):
@@ -79,6 +84,7 @@ class PlacedPositions(Positions):
         Args:
             x: the input. Only its dtype, device and number of images are used, not its values.
             size: the size of the whole output.
+            box: the box, in cells of the whole output.
         """
         return self.part(
             x, self.context.place.image, size, [range(a, b) for a, b in zip(box.start, box.stop)]
@@ -266,10 +272,10 @@ def _back(forth: _Share, have: int) -> _Share:
 
 
 class _Weighted(torch.autograd.Function):
-    """Weighted sums of a few cells along a dim.
+    """Autograd function that resizes a tensor along one dim, as weighted sums of its cells.
 
-    The forward pass computes the sums ``forth`` along dim ``dim``. The backward pass computes the
-    sums ``back``, the adjoint of ``forth``.
+    Its arguments are the tensor, the number of the dim, the sums ``forth`` that make the output
+    cells, and their adjoint ``back``, which makes the gradients of the input cells (:func:`_back`).
     """
 
     @staticmethod

@@ -28,9 +28,11 @@ class _Join(torch.autograd.Function):
 
 
 class DensePop(Pop):
-    """Distributed counterpart of :class:`distseg.models.layers.Pop`.
+    """Distributed counterpart of :class:`distseg.models.layers.Pop`, with a dense gradient.
 
-    The gradient of ``x`` has no gaps between pixels in memory, as views of a concatenation have.
+    PyTorch would return the gradient of the input ``x`` as a view of the result's gradient, which
+    in channels_last has gaps between pixels. Here it is copied to dense memory. The gradient of the
+    skip stays a view.
     """
 
     @staticmethod
@@ -39,10 +41,11 @@ class DensePop(Pop):
 
 
 class DenseCat(Cat):
-    """Distributed counterpart of :class:`distseg.models.layers.Cat`.
+    """Distributed counterpart of :class:`distseg.models.layers.Cat`, with dense gradients.
 
-    The gradients of all maps but the first have no gaps between pixels in memory, as views of a
-    concatenation have.
+    PyTorch would return the gradient of each map as a view of the result's gradient, which in
+    channels_last has gaps between pixels. Here it is copied to dense memory, except for the first
+    map.
     """
 
     @staticmethod

@@ -93,7 +93,7 @@ class Pop(nn.Module):
             except KeyError:
                 raise ValueError(
                     f"pop({self.name!r}) comes before any stash({self.name!r}) in this model: "
-                    f"put a distseg.Stash({self.name!r}) before it"
+                    f"put a Stash({self.name!r}) before it"
                 ) from None
         return self.joined(skip, cut_to(x, skip))
 

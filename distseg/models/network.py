@@ -354,7 +354,7 @@ def _skipped(
         if layer.name not in stashed:
             raise ValueError(
                 f"pop({layer.name!r}) at layer {position} comes before any stash({layer.name!r}) "
-                f"in this model: put a distseg.Stash({layer.name!r}) before it"
+                f"in this model: put a Stash({layer.name!r}) before it"
             )
         return (stashed.pop(layer.name),)
     return ()

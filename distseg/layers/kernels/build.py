@@ -156,7 +156,10 @@ def _built(compiler: list[str], folder: Path, anew: bool = False) -> Path:
             target = folder / f"{name}-{_digest(compiled.read_bytes())}.so"
             os.replace(compiled, target)
     if not _whole(target):
-        raise OSError(f"{target} differs from the library that was written there")
+        raise OSError(
+            f"the compiled library {target} was changed after it was written, or its permissions "
+            "let other users change it: set XDG_CACHE_HOME to another folder of your own"
+        )
     return target
 
 

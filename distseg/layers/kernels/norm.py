@@ -52,7 +52,11 @@ class _Strides(ctypes.Structure):
 
 
 def available(x: Tensor) -> bool:
-    """Return True if a compiled kernel accepts ``x``."""
+    """Return True if the compiled kernels can compute ``x``.
+
+    This holds for CPU tensors in float32, float64 or bfloat16 with 1 to 3 spatial dims, if the
+    kernels could be compiled.
+    """
     return (
         x.device.type == "cpu" and x.dtype in _TYPES and 3 <= x.dim() <= 5 and library() is not None
     )
@@ -325,7 +329,10 @@ def _call(
     size = images[0].shape[2:]
     if own is not None and not Box.whole(size).contains(own):
         # The kernel checks no bounds and would write outside the tensor.
-        raise ValueError(f"the owned cells {own} reach beyond a feature map of {tuple(size)}")
+        raise ValueError(
+            f"the owned cells {own} reach beyond a feature map of {tuple(size)} cells: give a box "
+            "in the coordinates of this map"
+        )
     if own in (None, Box.whole(size)):
         images, own = _merged(last, *images), None
     x = images[0]
@@ -366,10 +373,12 @@ def _strides(x: Tensor) -> _Strides:
 
 
 def _into(out: Tensor, written: Tensor) -> Tensor:
-    """Return ``out`` with the kernel's result.
+    """Return ``out``, after the kernel's result is copied to it if it lies elsewhere.
 
-    ``written`` is the tensor to which the kernel wrote. If this is another tensor than ``out``, its
-    values are copied to ``out``.
+    Args:
+        out: the tensor that is to hold the result.
+        written: the tensor to which the kernel wrote. It is ``out``, or a copy of ``out`` with
+            another memory layout.
     """
     return out if written is out else out.copy_(written)
 

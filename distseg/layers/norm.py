@@ -102,8 +102,8 @@ class DistributedNorm(nn.Module):
     def note(self, statistics: Moments) -> None:
         """Store statistics until the optimizer step, when :func:`commit` uses them.
 
-        If a user's module that is no list of layer calls calls this layer several times in a
-        forward pass, the statistics of each call are stored separately.
+        A user's module that is no list of layer calls may use this layer several times in a
+        forward pass. The statistics of each use are stored separately.
 
         Args:
             statistics: the moments of all images of one forward pass of the layer, (C,).
@@ -131,7 +131,7 @@ class DistributedNorm(nn.Module):
         return self.joint([x])[0]
 
     def joint(self, xs: list[Tensor]) -> list[Tensor]:
-        """Normalise all windows of this rank with common statistics, and return the results.
+        """Normalise the layer's input in all windows of this rank, and return the results.
 
         If the norm is active, all ranks that share statistics must call it together.
 
@@ -537,9 +537,9 @@ class Contribution(NamedTuple):
 
 
 class Coefficients(NamedTuple):
-    """Coefficients with which one image is normalised, all vectors (C,).
+    """Coefficients with which one image is normalised, vectors (C,) or numbers.
 
-    In the notation at the top of this file they include the dropout mask.
+    The notation is that at the top of this file. The coefficients include the dropout mask.
 
     Attributes:
         affine: gives the layer's result, y = affine(x).

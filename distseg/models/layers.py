@@ -597,7 +597,8 @@ class ByType:
     def number(self, dtype: torch.dtype) -> float:
         """Return the number for a dtype.
 
-        If no traced forward pass had this dtype, return the number for float32.
+        If no traced forward pass had this dtype, return the number for float32, or the last one of
+        ``each`` if there is none for float32.
         """
         numbers = dict(self.each)
         return numbers.get(dtype, numbers.get(torch.float32, self.each[-1][1]))

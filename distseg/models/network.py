@@ -331,14 +331,14 @@ def _skipped(
 ) -> tuple[int, ...]:
     """Return the number of the skip's map if a layer is a pop; record the map if it is a stash.
 
-    Returns:
-        A tuple: with one number for a pop, empty for all other layers.
-
     Args:
         layer: the layer.
         position: the number of the layer, for error messages.
         source: the number of the map with which the layer is called.
         stashed: the numbers of the maps that are stashed, by stash name. This dict is updated.
+
+    Returns:
+        A tuple: with one number for a pop, empty for all other layers.
 
     Raises:
         ValueError: two stashes have the same name, or a pop comes before its stash.

@@ -30,13 +30,13 @@ _CACHED = 1 << 17  # number of values that fit into a CPU's cache
 
 
 def forward(x: Tensor, affine: Affine, out: Tensor) -> Tensor:
-    """Compute what :func:`distseg.layers.kernels.norm.forward` computes."""
+    """Compute y as in :class:`Affine`, like :func:`distseg.layers.kernels.norm.forward`."""
     y = out.copy_(_normalised(x, affine)) if out is x else _normalised(x, affine, out)
     return y if affine.slope == 1 else F.leaky_relu_(y, affine.slope)
 
 
 def sums(g: Tensor, x: Tensor, affine: Affine) -> tuple[Tensor, Tensor]:
-    """Compute what :func:`distseg.layers.kernels.norm.sums` computes."""
+    """Return the sums of g' and g' * (x - pivot), like :func:`distseg.layers.kernels.norm.sums`."""
     scale, _, pivot, one = _parameters(x, affine)
     fixed = scale, pivot, one, pivot, one, False, 0.0, [False, True, True]
     g = _before_activation(g, x, affine)
@@ -52,7 +52,7 @@ def sums(g: Tensor, x: Tensor, affine: Affine) -> tuple[Tensor, Tensor]:
 def gradient(
     g: Tensor, x: Tensor, affine: Affine, tilt: Tensor, shift: Tensor, own: Box, out: Tensor
 ) -> Tensor:
-    """Compute what :func:`distseg.layers.kernels.norm.gradient` computes."""
+    """Write dx to ``out``, with the arguments of :func:`distseg.layers.kernels.norm.gradient`."""
     scale, _, pivot, _ = (_shaped(v, x) for v in _parameters(x, affine))
     g = _before_activation(g, x, affine)
     tilt, shift = (_shaped(v.to(pivot), x) for v in (tilt, shift))
@@ -81,8 +81,9 @@ def _with_tilt(
 def _rounded_once(function: Callable[..., Tensor], *operands: Tensor, out: Tensor) -> None:
     """Write the result of a function to ``out``, rounded once to the dtype of ``out``.
 
-    The operands are images and vectors of a wider dtype. A CPU is slow with mixed dtypes, so there
-    the operands are cast first. A GPU's kernels convert values as they read and write them.
+    The operands are images, and vectors that may have a wider dtype. A CPU is slow with mixed
+    dtypes, so there the operands are cast first. A GPU's kernels convert values as they read and
+    write them.
     """
     if out.device.type == "cpu":
         out.copy_(function(*(x.to(torch.promote_types(x.dtype, torch.float32)) for x in operands)))

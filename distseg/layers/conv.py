@@ -174,7 +174,7 @@ def exchanged_convolution(
         xs: the feature map of each tile of this rank, before the exchange.
     """
     # The cells that a frame lacks lie outside the image, equally many on both sides of a dim (see
-    # local.exchange_box), so the kernel pads them.
+    # layer_table.exchange_box), so the kernel pads them.
     paddings = [
         [a - r for a, r in zip(frame.start, part.padded_input.start)]
         for frame, part in zip(frames, parts)

@@ -183,8 +183,8 @@ def _unchecked(*args, **kwargs) -> Iterator[None]:
 def checkpoints_ignored() -> Iterator[None]:
     """Make ``torch.utils.checkpoint`` keep the graph instead of recomputing the function.
 
-    A recomputation would run in the backward pass, when what distseg sets for a forward pass is
-    gone: the dropout masks, the replaced norms and the position of the tile.
+    A recomputation would run in the backward pass. What distseg sets up for a forward pass is gone
+    then: its dropout masks, its formulas of norms, and the position of the tile.
     """
     stands = {
         "CheckpointFunction": _NoCheckpoint,

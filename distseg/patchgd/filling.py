@@ -181,7 +181,8 @@ class Filler:
         All sample groups must call it together. They exchange one message.
 
         Args:
-            unbiased: True to use the variance m2 / (n - 1), as PyTorch's layers do, not m2 / n.
+            unbiased: True for the variance of n values with the factor 1 / (n - 1), as PyTorch's
+                layers use, False for the factor 1 / n.
         """
         parts = [part for part in (self.backbone, self.head) if part is not None]
         norms = [norm for part in parts for norm in part.norms]
@@ -227,10 +228,10 @@ class Filler:
 
 
 def _tiled_head(head: nn.Module, nowhere: ReceptiveField, context: Context) -> TiledModel | None:
-    """Return the head with distributed norms and dropouts, or None if it has none of these.
+    """Return the head with distributed norms and dropouts, or None if it has no such layers.
 
     Args:
-        head: the plain head.
+        head: the head, a module of plain PyTorch.
         nowhere: a receptive field without halo, because a rank computes the head on all of Z.
         context: gives the ranks that share the statistics of norms.
     """
@@ -257,13 +258,13 @@ def place_of(size: Sequence[int], images: Sequence[int], samples: Sequence[int])
 
 
 def shared(mine: Tensor | None, count: int, comm, device) -> Tensor:
-    """Return the rows of all ranks on every rank, (count, s).
+    """Gather rows, such as the features of patches, and return all of them on every rank.
 
-    All ranks of ``comm`` must call it together.
+    The result is (count, s). All ranks of ``comm`` must call it together.
 
     Args:
-        mine: this rank's rows: every ``comm.size``-th row, beginning with row ``comm.rank``. None
-            if this rank has no row.
+        mine: this rank's rows, (n, s): every ``comm.size``-th row, beginning with row
+            ``comm.rank``. None if this rank has no row.
         count: the number of rows of all ranks together.
         comm: the ranks that share the rows.
         device: the device of the result.

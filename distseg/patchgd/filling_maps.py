@@ -61,14 +61,16 @@ class MapFiller(Filler):
         return any(isinstance(layer, KeyedDropout) for layer in self.network.modules())
 
     def encode(self, x: Tensor, samples: Sequence[int]) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the coarse features of patches, (n, s, *cells), and their skips by name.
-
-        ``cells`` is the size of the coarsest feature map of a patch.
+        """Run the encoder on patches, and return its result and the feature maps of all skips.
 
         Args:
             x: the patches, (n, C, *patch).
             samples: for each patch, the key of its dropout masks, in the encoder and in the
                 following :meth:`decode`.
+
+        Returns:
+            The coarse features (n, s, *cells), where ``cells`` is the size of the coarsest feature
+            map of a patch, and the feature map of each skip by the skip's name.
         """
         self.context.places, self.context.current = (
             [place_of(x.shape[2:], range(len(x)), samples)],
@@ -86,7 +88,7 @@ class MapFiller(Filler):
 
         Args:
             z: the coarse features that :meth:`encode` returned.
-            correction: the head's output for these patches, (n, s, *cells).
+            correction: the head's output for these patches, (n, s, *cells). It is added to ``z``.
             skips: the skips that :meth:`encode` returned.
         """
         with self.autocast(), skip_store(dict(skips)):

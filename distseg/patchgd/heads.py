@@ -38,8 +38,10 @@ def is_own(head: str) -> bool:
 def of_one_grid(head: str) -> bool:
     """Return True if a head works for only one size of the grid of patches.
 
-    The head of a user's function does if the function has the parameter ``grid``. ``head`` is the
-    value of ``patchgd.head``.
+    A head from a user's function counts as one of these if the function has the parameter ``grid``.
+
+    Args:
+        head: the value of ``patchgd.head``.
     """
     return "grid" in _parameters(head) if is_own(head) else head in OF_ONE_GRID
 
@@ -219,8 +221,8 @@ class AttentionHead(nn.Module):
 
     Each patch has a token, and the image has one more token. A sinusoidal encoding of their order
     is added to the tokens. One transformer layer follows, with a layer norm before each of its two
-    parts (attention and MLP). A linear layer takes the image's token. If s is not the width, a
-    linear layer first projects the features to the width.
+    parts (attention and MLP). A linear layer takes the image's token, after a third layer norm. If
+    s is not the width, a linear layer first projects the features to the width.
 
     Args:
         features, channels, outputs: s, the width and K.
@@ -317,12 +319,13 @@ class ConvHead(nn.Module):
 class TransformerHead(nn.Module):
     """Transformer head for grids of any size: (N, s, *grid) -> (N, K).
 
-    The patches are the tokens. A sinusoidal encoding of their position is added to them. A linear
-    layer takes the mean of the encoder's output over the tokens.
+    The patches are the tokens. A sinusoidal encoding of their position is added to them. A
+    transformer encoder reads them (:class:`torch.nn.TransformerEncoder`). A linear layer takes the
+    mean of the encoder's output over the tokens.
 
     Args:
         features, channels, outputs: s, the width and K.
-        layers: the number of layers of the encoder.
+        layers: the number of layers of the transformer encoder.
         heads: the number of attention heads, among which the width is divided.
 
     Raises:
@@ -351,7 +354,8 @@ def places_of(grid: Sequence[int], like: Tensor) -> Tensor:
     """Return the sinusoidal encoding of each position of a grid, (positions, channels).
 
     It consists of sines and cosines of the position along each dim, with wavelengths from 2 pi to
-    10,000 x 2 pi (Vaswani et al., 2017).
+    10,000 x 2 pi (Vaswani et al., 2017). Each dim has an equal number of channels; channels that
+    remain are 0.
 
     Args:
         grid: the size of the grid.

@@ -66,7 +66,7 @@ def heat_of(
             precision, tile size and memory budget.
 
     Raises:
-        ValueError: the network could not be captured, or has no pooling over the image.
+        ValueError: distseg finds no pooling over the image in the network.
     """
     return _OfPatches(predictor) if isinstance(model, PatchNetwork) else _OfPooled(model, predictor)
 
@@ -74,7 +74,7 @@ def heat_of(
 class _OfPatches:
     """Function that yields the heat of an image, for a network of patches.
 
-    The feature map is Z, the features of all patches.
+    The heat is computed from Z, the features of all patches.
     """
 
     def __init__(self, predictor: PatchPredictor):
@@ -100,7 +100,7 @@ class _OfPatches:
 class _OfPooled:
     """Function that yields the heat of an image, for a network with a pooling over the image.
 
-    The feature map is the one before the last such pooling.
+    The heat is computed from the feature map that the last such pooling reads.
     """
 
     def __init__(self, model: nn.Module, predictor: Predictor):
@@ -164,12 +164,13 @@ class _OfPooled:
         return torch.from_numpy(found)[None].to(next(self.network.parameters()).dtype)
 
     def _drawing(self, gradients: Tensor, size: tuple[int, ...], cells: tuple[int, ...]) -> Network:
-        """Return a network whose output for an image of this size is the heat of the image.
+        """Return a network whose output for an image of this size is its heat, (1, 1, *size).
 
         Args:
-            gradients: the weight of each channel of the feature map that is drawn, (C,).
+            gradients: the weight of each channel in the heat, (C,). The channels are those of the
+                feature map ``source``, which the last pooling over the image reads.
             size: the size of the image in pixels.
-            cells: the size of this feature map.
+            cells: the size of the feature map ``source``.
         """
         weigh = nn.Conv2d(self.channels, 1, 1, bias=False)
         weigh.weight.data = gradients.view(1, -1, 1, 1)
@@ -214,9 +215,10 @@ class _OfPooled:
         Args:
             last: the name of the last layer to copy. Layers that it does not depend on are left
                 out.
-            more: further layers by name. The first one reads the result of ``last``.
-            reads: for each layer of ``more`` that does not read just the result of the layer before
-                it, the names of the layers that it reads.
+            more: further layers by name, in order. The first one reads the result of ``last``, and
+                each other one reads the result of the layer before it.
+            reads: the exceptions: for a layer of ``more``, the names of the layers that it reads
+                instead.
         """
         wanted = {last}
         for name in reversed(list(self.network.reads)):
@@ -266,7 +268,7 @@ def _logit_gradients(given: Sequence[Tensor], answer: Callable[..., Tensor]) -> 
 
     Args:
         given: the tensors that ``answer`` takes.
-        answer: returns the logits.
+        answer: function that returns the logits of one image.
     """
     given = [x.detach().requires_grad_() for x in given]
     logits = answer(*given).flatten()
@@ -280,14 +282,14 @@ def picture(
 ) -> np.ndarray:
     """Return a picture (H, W, 3) uint8: the image, with the heat in red to yellow.
 
-    The image is fainter where the heat is low. Images of more than 16 million pixels are shrunk by
-    an integer factor.
+    The higher the heat is, the more its color hides the image. Images of more than 16 million
+    pixels are shrunk by an integer factor.
 
     Args:
         heat: the tiles of the image and their heat.
         source: the image.
-        data: the section of a run's manifest that has the mean and standard deviation by which
-            pixels were normalised.
+        data: the description of the data that a run stores. Its ``mean`` and ``std``, one number
+            per band, undo the normalization of the pixels.
     """
     by = next(k for k in count(1) if math.prod(n // k for n in source.size) <= _MOST)
     size = tuple(n // by for n in source.size)
@@ -322,7 +324,7 @@ def picture(
 
 
 def drawn_over(image: np.ndarray, heat: np.ndarray) -> np.ndarray:
-    """Return a picture (H, W, 3) uint8: the image, fainter, with the heat in red to yellow.
+    """Return a picture (H, W, 3) uint8: a pale image, with the heat over it in red to yellow.
 
     Args:
         image: (H, W, 3) uint8.

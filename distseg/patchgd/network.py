@@ -93,7 +93,7 @@ class PatchNetwork(nn.Module):
 
     @property
     def begun(self) -> nn.Module:
-        """The module whose weights ``train.init`` sets."""
+        """Part of the network that begins with the weights of ``train.init``: the backbone."""
         return self.backbone
 
     def patches(self, size: Sequence[int]) -> tuple[Box, ...]:
@@ -113,7 +113,8 @@ class PatchNetwork(nn.Module):
             raise ValueError(
                 f"an image of {Size(size)} pixels has a grid of {Size(self.grid(size))} patches, "
                 f"but this patchgd.head is made for {Size(self.made_for)} (patchgd.grid): "
-                "take a head for any grid, such as cnn, or images of one size"
+                "set patchgd.head to a head that takes any grid, such as cnn, or use images of "
+                "one size"
             )
 
     def block(self, features: Tensor, size: Sequence[int]) -> Tensor:

@@ -66,13 +66,13 @@ class Patches:
     Args:
         store: the store that holds the images.
         samples: the images of this sample group, or crops of images.
-        note: called at each read with the number of bytes that are read.
-        step: the samples of all sample groups.
+        note: function that is called at each read with the number of bytes that are read.
+        step: the samples of this step in all sample groups.
 
     Attributes:
         numbers: the number of each image in the epoch.
         sizes: the size of each image in pixels.
-        labels: the class number of each image, (images,).
+        labels: the class number of each image, (images,); only for labels of whole images.
     """
 
     store: Store
@@ -137,7 +137,12 @@ class Patches:
         return order
 
     def read_labels(self, image: int, box: Box) -> Tensor:
-        """Return the labels of the pixels in ``box``, (*box.size)."""
+        """Return the labels of some pixels of an image, (*box.size) uint8.
+
+        Args:
+            image: the index of the image in ``samples``.
+            box: the pixels, in the coordinates of the sample.
+        """
         self.note(bytes_of(self.store, [self.samples[image]], 0, box.pixels))
         return read_labels(self.store, [self.samples[image]], box)[0]
 
@@ -261,16 +266,18 @@ class PatchEngine(ParameterUpdate):
         ]
 
     def step(self, images: Patches, rate: float) -> tuple[float, float]:
-        """Run the inner iterations on a batch of images.
+        """Train on a batch of images: fill Z, then run the inner iterations and their updates.
 
-        All ranks must call it together.
+        The update after every ``patchgd.accumulate`` inner iterations is an optimizer step. All
+        ranks must call it together.
 
         Args:
             images: the images of this sample group.
             rate: the learning rate.
 
         Returns:
-            The mean of the iterations' losses, and the mean of the gradient norms before clipping.
+            The mean loss of the inner iterations, and the mean over the updates of the gradient's
+            norm before clipping.
         """
         losses, norms, inner = [], [], self.config.patchgd.inner or self._most_rounds(images)
         features, every = self.fill(images), self.config.patchgd.accumulate or inner
@@ -318,18 +325,29 @@ class PatchEngine(ParameterUpdate):
         return features
 
     def _first(self, images: Patches, pairs: list[tuple[int, int]], j: int) -> list[int]:
-        """Return the indices of the pairs in round ``j`` whose image still has patches to fill.
+        """Return which pairs of round ``j`` are new, as indices into ``pairs``.
 
-        ``pairs`` are the (image, patch) pairs of this round.
+        The pairs of an image that needs at most ``j`` rounds are not new: all its patches were
+        filled before.
+
+        Args:
+            images: the images of this sample group.
+            pairs: the (image, patch) pairs of the round.
+            j: the number of the round, from 0.
         """
         turns = [self._rounds(size) for size in images.sizes]
         return [n for n, (i, _) in enumerate(pairs) if j < turns[i]]
 
     def backward(self, images: Patches, features: list[Tensor], j: int) -> float:
-        """Add this rank's part of the gradient of inner iteration ``j`` to ``grad``.
+        """Add this rank's part of the gradient of inner iteration ``j`` to each weight's ``grad``.
 
-        In ``features``, which is Z, the new features of the drawn patches replace the old ones. All
-        ranks must call it together.
+        All ranks must call it together.
+
+        Args:
+            images: the images of this sample group.
+            features: Z, for each image (patches, s). The new features of the drawn patches are
+                written into it.
+            j: the number of the inner iteration, from 0.
 
         Returns:
             The loss of the iteration, over all sample groups.
@@ -347,13 +365,14 @@ class PatchEngine(ParameterUpdate):
 
     @property
     def _at_once(self) -> bool:
-        """True if running statistics are updated in each forward pass, not once per update."""
+        """True if each forward pass updates running statistics, not each optimizer step."""
         return self.config.patchgd.statistics == "pass"
 
     def _update_statistics(self) -> None:
-        """Update running statistics of backbone and head if each forward pass should update them.
+        """Update the running statistics of backbone and head if ``patchgd.statistics`` is pass.
 
-        All sample groups must call it together.
+        Otherwise do nothing: the optimizer step updates them. All sample groups must call it
+        together.
         """
         if self._at_once:
             self.filler.commit_statistics(unbiased=True)
@@ -362,7 +381,10 @@ class PatchEngine(ParameterUpdate):
         return drawn(self.config.patchgd.sampled, patches)
 
     def _rounds(self, size: Sequence[int]) -> int:
-        """Return the number of draws in which each patch of an image of this size is drawn once."""
+        """Return the number of draws after which every patch of an image has been drawn.
+
+        ``size`` is the size of the image in pixels.
+        """
         count = len(self.network.patches(size))
         return math.ceil(count / self._drawn_of(count))
 
@@ -374,11 +396,16 @@ class PatchEngine(ParameterUpdate):
         return max(self._rounds(sample.size) for sample in images.step)
 
     def _draw(self, images: Patches, what: str, j: int) -> list[tuple[int, int]]:
-        """Return (image, patch) pairs that are computed together in iteration ``j``.
+        """Return the (image, patch) pairs that the tile group computes together in draw ``j``.
 
-        Each image has a random order of its patches, and each draw takes the next patches in this
-        order. When the order is used up, a new order begins. ``what`` is part of the key of the
-        order, so that filling and training draw different patches.
+        Each image has a random order of its patches. Each draw takes the next k patches of this
+        order (:func:`drawn`). The last draw also repeats some patches if fewer than k are left.
+        Then a new order begins.
+
+        Args:
+            images: the images of this sample group.
+            what: part of the key of the order, so that filling and training differ.
+            j: the number of the draw, which is that of the inner iteration or of the round.
         """
         found = []
         for i, (number, size) in enumerate(zip(images.numbers, images.sizes)):
@@ -396,9 +423,10 @@ class PatchEngine(ParameterUpdate):
         return pairs[self.mesh.tiles.rank :: self.mesh.tiles.size]
 
     def _read(self, images: Patches, pairs: list[tuple[int, int]]) -> Tensor:
-        """Return the patches of the (image, patch) pairs that this rank computes.
+        """Return the patches that this rank computes, (patches, C, *patch).
 
-        They have the shape (patches, C, *patch).
+        They are this rank's share of ``pairs``, the (image, patch) pairs that the tile group
+        computes together.
         """
         self._hold(images, pairs)
         mine = by_image(self._mine(pairs))
@@ -406,9 +434,14 @@ class PatchEngine(ParameterUpdate):
         return read_boxes(images, boxes)
 
     def _hold(self, images: Patches, pairs: list[tuple[int, int]]) -> bool:
-        """Read whole images if they need little memory compared with the patches' feature maps.
+        """Read whole images if they have at most 8 times the pixels of this rank's patches.
 
-        The patches are those that this rank computes of the (image, patch) ``pairs``.
+        Otherwise each patch is read from the store by itself.
+
+        Args:
+            images: the images of this sample group.
+            pairs: the (image, patch) pairs that the tile group computes together. This rank's
+                patches are its share of these pairs.
 
         Returns:
             True if the images are in memory.
@@ -477,7 +510,7 @@ class PatchEngine(ParameterUpdate):
         counts: bool = True,
         besides: Tensor | None = None,
     ) -> float:
-        """Return the loss of the step, and run the backward pass that begins at ``found``.
+        """Return the loss over all sample groups, and run the backward pass from ``found``.
 
         All ranks must call it together.
 
@@ -486,8 +519,8 @@ class PatchEngine(ParameterUpdate):
             those: for each row of ``found``, the index of its image.
             found: this rank's partial sums of the loss, (n, sums), with their autograd graph.
             counts: False if another rank adds the same rows to the loss.
-            besides: partial sums that are added for each image, (images, sums); they need no
-                gradient.
+            besides: for each image, the partial sums of patches that are not in ``found``,
+                (images, sums). They count in the loss, but have no gradient.
         """
         rows = Rows(self.mesh.shape.samples, self.mesh.sample, 1, len(images.numbers))
         at = torch.tensor([rows.row(0, i) for i in those])
@@ -522,7 +555,7 @@ class PatchEngine(ParameterUpdate):
         return norm
 
     def pixels(self, images: Patches) -> int:
-        """Return the number of pixels of a step, over all sample groups."""
+        """Return the number of pixels of this group's images, times the number of sample groups."""
         return self.mesh.shape.samples * sum(math.prod(size) for size in images.sizes)
 
     def watch_step(self, watch: Callable[[float], None]) -> None:

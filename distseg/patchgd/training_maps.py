@@ -89,9 +89,14 @@ class MapEngine(PatchEngine):
         )
 
     def _labels(self, images: Patches, pairs: list[tuple[int, int]]) -> Tensor:
-        """Return the labels of the patches that this rank computes of the pairs, (n, *patch).
+        """Return the labels of the n patches that this rank computes, (n, *patch).
 
-        With ``patchgd.y_filling``, pixels that another patch owns get ``loss.ignore_index``.
+        With ``patchgd.y_filling``, pixels that another patch owns get ``loss.ignore_index``, so
+        that each pixel counts once.
+
+        Args:
+            images: the images of this sample group.
+            pairs: the (image, patch) pairs that the tile group computes together.
         """
         found = []
         for i, p in self._mine(pairs):
@@ -107,8 +112,12 @@ class MapEngine(PatchEngine):
     def _besides(self, pairs: list[tuple[int, int]]) -> Tensor | None:
         """Return, for each image, the loss sums of its patches that are not drawn, (images, sums).
 
-        Return None without ``patchgd.y_filling``, and on all ranks of a tile group but the first,
-        so that the sums are counted once. ``pairs`` are the (image, patch) pairs that are drawn.
+        Args:
+            pairs: the (image, patch) pairs that are drawn.
+
+        Returns:
+            The sums on the first rank of the tile group; None on the other ranks, so that the sums
+            are counted once. None on all ranks without ``patchgd.y_filling``.
         """
         if self._answers is None or self.mesh.tiles.rank:
             return None
@@ -120,10 +129,15 @@ class MapEngine(PatchEngine):
         )
 
     def backward(self, images: Patches, features: list[Tensor], j: int) -> float:
-        """Add this rank's part of the gradient of inner iteration ``j`` to ``grad``.
+        """Add this rank's part of the gradient of inner iteration ``j`` to each weight's ``grad``.
 
-        In ``features``, which is Z, the new features of the drawn patches replace the old ones. All
-        ranks must call it together.
+        All ranks must call it together.
+
+        Args:
+            images: the images of this sample group.
+            features: Z, for each image (patches, s * cells). The new features of the drawn patches
+                are written into it.
+            j: the number of the inner iteration, from 0.
 
         Returns:
             The loss of the iteration, over all sample groups.

@@ -87,8 +87,9 @@ class PatchUNet(PatchNetwork):
     def own(self, size: Sequence[int]) -> list[Box]:
         """Return the box of the image that each patch owns.
 
-        Along each dim, it reaches from the start of the patch to the start of the next patch. The
-        boxes do not overlap, and together they cover the image.
+        Along each dim, the box reaches from the start of the patch to the start of the next patch,
+        or for the last patch to the end of the image. The boxes do not overlap, and together they
+        cover the image.
         """
         spans = []
         for starts, n in zip(starts_of(size, self.patch, self.step), size):

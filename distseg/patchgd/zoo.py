@@ -31,8 +31,8 @@ def patch_network(
 
     Args:
         config: the settings of the run.
-        made: function that returns a backbone with the given number of outputs. The outputs are
-            the features of a patch. If the labels are those of pixels, they are the classes.
+        made: function that returns a backbone, given the number of its outputs. This number is
+            ``patchgd.features``; for labels of pixels it is ``outputs``.
         outputs: the number of outputs of the whole network.
         head: a head that is used instead of the one that ``patchgd.head`` names.
 
@@ -88,7 +88,7 @@ def with_grid(settings: PatchgdConfig, size: Sequence[int]) -> PatchgdConfig:
     already, or ``size`` and ``patch`` have different numbers of dims.
 
     Args:
-        size: the size of the training images.
+        size: the size of the training images in pixels.
 
     Raises:
         ValueError: the settings have a grid, although the head takes any grid.
@@ -107,7 +107,12 @@ def with_grid(settings: PatchgdConfig, size: Sequence[int]) -> PatchgdConfig:
 
 
 def check_grids(network: PatchNetwork, config: PatchConfig, sizes: Sequence[Sequence[int]]) -> None:
-    """Refuse a head that cannot take the grid of patches of an image of one of these sizes.
+    """Refuse the network's head if it cannot take the patches of images of these sizes.
+
+    Args:
+        network: the network of patches.
+        config: the settings of the run.
+        sizes: the sizes of images in pixels.
 
     Raises:
         ValueError: the head is refused. The message names the head, the grid and how to fix it.

@@ -32,7 +32,7 @@ def test_gradients_that_are_put_off_stop_an_update():
     waits.check_done()
     with waits.putting_off():
         put_off(waits, [], "a")
-        with pytest.raises(RuntimeError, match="1 gradients of weights are still put off"):
+        with pytest.raises(RuntimeError, match="1 gradients of weights are not computed yet"):
             waits.check_done()
     waits.check_done()
 

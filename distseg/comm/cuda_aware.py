@@ -28,10 +28,11 @@ def cuda_aware() -> bool:
 
 
 def says(library, version: str, environment: Mapping[str, str]) -> bool:
-    """Return True if MPI is CUDA-aware, as ``DISTSEG_CUDA_AWARE`` or else the MPI library says.
+    """Return True if MPI is CUDA-aware by ``DISTSEG_CUDA_AWARE``, else by the MPI library.
 
-    A library that has no function to ask is not CUDA-aware. Cray MPICH and MVAPICH are told from
-    their environment variables.
+    If the variable is not set, the function calls the library's own query function. A library
+    without a query function is not CUDA-aware, except Cray MPICH if its environment variable
+    enables CUDA. MVAPICH is not CUDA-aware unless its environment variable enables CUDA.
 
     Args:
         library: the MPI library, loaded by ctypes.

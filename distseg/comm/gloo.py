@@ -43,8 +43,8 @@ class TorchCommunicator:
     """Communicator of a process group of gloo.
 
     Args:
-        store: a store of torch.distributed that all ranks reach. Other process groups must not use
-            its keys.
+        store: a key-value store of torch.distributed that all ranks reach, through which they find
+            each other. Other process groups must not use its keys.
         rank, size: this rank's number, and the number of ranks.
     """
 
@@ -281,7 +281,7 @@ class _ObjectMessage:
 
     Args:
         message: the receive into ``memory``.
-        memory: memory for the pickle, which may be shorter.
+        memory: memory that the pickle is received into. The pickle may be shorter than the memory.
     """
 
     def __init__(self, message: _Message, memory: Tensor):
@@ -384,8 +384,9 @@ def connect(host: str, port: int, rank: int, size: int, hosted: bool) -> TorchCo
     All ranks of the job must call it together.
 
     Args:
-        host, port: address of the job's store.
-        hosted: True if the launcher has opened the store. Otherwise rank 0 opens it.
+        host, port: address of the key-value store through which the ranks find each other
+            (:class:`torch.distributed.TCPStore`).
+        hosted: True if the launcher runs the store. Otherwise rank 0 runs it.
     """
     store = dist.TCPStore(
         host,

@@ -94,7 +94,10 @@ class Rank:
 
     @property
     def state(self) -> str:
-        """State letter of the kernel: R runs, S sleeps, D waits for a disk, T is stopped."""
+        """State letter of the kernel: R runs, S sleeps, D waits for a disk, T is stopped, Z ended.
+
+        It is "?" if the kernel does not give the state.
+        """
         try:
             with open(f"/proc/{self.pid}/stat") as file:
                 return file.read().rpartition(")")[2].split()[0]
@@ -222,7 +225,8 @@ def report(reason: str, members: list[Member], folder: str | None) -> str:
     Args:
         reason: the reason to end the job (:func:`verdict`).
         members: the states of all ranks.
-        folder: the folder for the stacks; None if they are printed below the message.
+        folder: the folder for the stacks of all ranks; None if stacks are printed below the
+            message.
     """
     places: dict[tuple[str, str], list[int]] = {}
     for m in members:
@@ -287,8 +291,8 @@ class Guardian:
     """Guardian of one rank. The guardians of ranks 0 and 1 also watch all other ranks.
 
     Args:
-        rank: the process of the rank.
-        number: the number of the rank.
+        rank: the process that this guardian watches.
+        number: the number of its rank in the job.
     """
 
     def __init__(self, rank: Rank, number: int):
@@ -515,7 +519,8 @@ def _connected(member: dict, deadline: float) -> Lines | None:
 
     Args:
         member: what the guardian printed: its host, addresses and port.
-        deadline: the value of ``time.monotonic()`` until which addresses may take to answer.
+        deadline: the value of ``time.monotonic()`` after which each address gets only 0.1 s to
+            answer. Before, it gets at most 5 s.
     """
     for address in ["127.0.0.1"] * (member["host"] == socket.gethostname()) + member["addresses"]:
         try:

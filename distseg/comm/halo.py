@@ -45,7 +45,8 @@ def copies_to(
     Args:
         target: the position of the tile in the grid of tiles.
         cuts: for each dim, the borders of the tiles, from 0 to the size of the feature map.
-        wanted: for each dim, a list with the span (start, stop) of cells that each tile needs.
+        wanted: ``wanted[dim][i]`` is the span (start, stop) of cells that the tiles with index i
+            along this dim need.
     """
     spans = [w[t] for w, t in zip(wanted, target)]
     if any(a >= b for a, b in spans):
@@ -99,6 +100,8 @@ class Strip(NamedTuple):
 @dataclass(frozen=True)
 class ExchangeView(MapView):
     """Boxes of a tensor before and after a halo exchange.
+
+    Before the exchange, the tensor holds the box ``available``.
 
     Attributes:
         exchanged: the box of the tensor after the exchange. Its cells beyond the feature map are
@@ -174,18 +177,18 @@ class HaloExchange:
 
     @property
     def waits(self) -> Waits:
-        """Wait policy of the object that sends and receives this exchange's messages."""
+        """Wait policy of this exchange's messages."""
         return self.mail.waits
 
     @property
     def idle(self) -> bool:
-        """True if every tile has all the cells that it wants, so nothing is exchanged."""
+        """True if this rank exchanges and copies nothing, and its tensors keep their boxes."""
         return not (self.sends or self.receives or self.here) and all(
             frame.exchanged == frame.available for frame in self.frames
         )
 
     def forward(self, xs: Sequence[Tensor]) -> list[Tensor]:
-        """Return this rank's tensors with the cells that other tiles own.
+        """Return this rank's tensors, extended by cells that other tiles own and by padding.
 
         Each tensor (B, C, *available.size) becomes (B, C, *exchanged.size).
         """
@@ -206,12 +209,13 @@ class HaloExchange:
         return self.finish_adjoint(gs, self.start_adjoint(gs))
 
     def start_adjoint(self, gs: Sequence[Tensor]):
-        """Start to send the gradients of cells that other ranks own to these ranks.
-
-        Return the receives under way for :meth:`finish_adjoint`, by rank.
+        """Start to send the gradients of received cells back to the ranks that own these cells.
 
         Args:
             gs: for each tensor, its gradient after the exchange, (B, C, *exchanged.size).
+
+        Returns:
+            For each rank, the receive under way of its gradients. :meth:`finish_adjoint` takes it.
         """
         return self._start(gs, self.receives, self.sends, self.tag + 1)
 
@@ -254,7 +258,13 @@ class HaloExchange:
         return y
 
     def _own_part(self, g: Tensor, frame: ExchangeView, in_place: bool) -> Tensor:
-        """Return the gradient on ``frame.available``: ``g`` on the owned cells, 0 on the others."""
+        """Return the gradient on ``frame.available``: ``g`` on the owned cells, 0 on the others.
+
+        Args:
+            g: the gradient on ``frame.exchanged``.
+            frame: the boxes of the tensor.
+            in_place: True if the result may be a view of ``g``.
+        """
         common = frame.owned.intersection(frame.exchanged)
         if in_place and common == frame.available:
             return g[(..., *common.relative_to(frame.exchanged).slices)]
@@ -301,7 +311,13 @@ class HaloExchange:
         return sum(math.prod(strip.shape) for strip in strips) * self.itemsize
 
     def _parts(self, flat: Tensor, strips: list[Strip]):
-        """Yield each strip with its part of the message ``flat``, a view (B, C, *size)."""
+        """Yield (strip, values) for each strip of a message.
+
+        Args:
+            flat: the message, a flat uint8 tensor.
+            strips: the strips of the message, in order. The values of a strip are a view of
+                ``flat``, (B, C, *size).
+        """
         values, offset = flat.view(self.dtype), 0
         for strip in strips:
             count = math.prod(strip.shape)
@@ -338,10 +354,14 @@ class _Exchanged(torch.autograd.Function):
 
 
 def exchanged(exchange: HaloExchange, xs: Sequence[Tensor]) -> list[Tensor]:
-    """Exchange halos between all tiles, so that autograd runs the adjoint in the backward pass.
+    """Return this rank's tensors with their halos, as autograd's function of ``xs``.
+
+    In the backward pass, autograd runs :meth:`HaloExchange.adjoint`, so all ranks exchange
+    gradients.
 
     Args:
         exchange: the exchange of a layer.
-        xs: this rank's tensors; the shapes are those of :meth:`HaloExchange.forward`.
+        xs: this rank's tensors. Each tensor (B, C, *available.size) becomes
+            (B, C, *exchanged.size).
     """
     return list(_Exchanged.apply(exchange, *xs))

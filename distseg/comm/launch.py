@@ -181,14 +181,15 @@ def set_up(comm, device: str = "auto", threads: int | None = None) -> Resources:
     """Choose this rank's device and CPU threads, set both in PyTorch, and return them.
 
     All ranks of ``comm`` must call it together. Each rank gets one GPU, by its rank on the node. If
-    a node has more ranks than GPUs, several ranks share a GPU.
+    a node has more ranks than GPUs, several ranks share a GPU. The function also calls
+    :func:`keep_freed_memory`, and raises the limit of open files as far as the system allows.
 
     Args:
-        device: the value of ``run.device``.
-        threads: the value of ``run.threads``.
+        device: the value of ``run.device``: auto, cpu or cuda.
+        threads: the value of ``run.threads``; None to choose the number (:func:`choose_threads`).
 
     Raises:
-        ValueError: a GPU is required, and the node has none.
+        ValueError: ``device`` is cuda, and PyTorch finds no GPU on the node.
     """
     import torch
 
@@ -263,8 +264,9 @@ class GapTrimmer:
     """Limit on the memory that a process keeps in gaps while it computes tile after tile.
 
     A gap is free memory into which no tensor of the next tile fits. Free memory is returned to the
-    system at the start, and again when resident memory minus live tensors has grown by more than
-    ``_GAPS``. It is not returned after every tile, because the next tile would then need new pages.
+    system at the start. It is returned again when resident memory minus live tensors is 16 MB
+    larger than after the first tile since the last return. It is not returned after every tile,
+    because the next tile would then need new pages.
     """
 
     def __init__(self):
@@ -272,10 +274,12 @@ class GapTrimmer:
         self._usual: float | None = None
 
     def after_tile(self, held: float = 0) -> None:
-        """Return free memory to the system if the process has grown by more than ``_GAPS``.
+        """Return free memory to the system if the gaps have grown by more than 16 MB.
+
+        Call it after each tile.
 
         Args:
-            held: bytes of the live tensors that are kept after a tile.
+            held: bytes of the tensors that are alive after the tile. They do not count as growth.
         """
         now = resident_memory() - held
         if self._usual is None:
@@ -290,7 +294,11 @@ _GAPS = 16e6  # bytes of growth that are allowed
 
 
 def memory_in_use(device) -> int:
-    """Return the resident bytes of this process, or the bytes of its tensors on a GPU."""
+    """Return the bytes of this process's tensors on a GPU; for a CPU, its resident bytes.
+
+    Args:
+        device: the GPU or CPU, as :class:`torch.device`.
+    """
     if device.type == "cuda":
         import torch
 
@@ -327,7 +335,7 @@ CONTINUED = 75
 
 
 class ToBeContinued(Exception):
-    """Early end of a run on all ranks together. A checkpoint allows the run to be resumed."""
+    """Exception by which all ranks end a run early. A checkpoint allows the run to be resumed."""
 
 
 class JointFailure(ValueError):
@@ -338,8 +346,9 @@ class JointFailure(ValueError):
 def raise_jointly(comm, member: str = "rank"):
     """Raise a :class:`JointFailure` on all ranks if the body of the context fails on any of them.
 
-    All ranks of ``comm`` must enter the context together. The body must not communicate, except
-    in such contexts of smaller groups.
+    All ranks of ``comm`` must enter the context together. The body must not communicate, because
+    the other ranks would wait for a rank whose body has failed. Only such contexts of smaller
+    groups may be inside. The message is that of the lowest rank that failed.
 
     Args:
         comm: the communicator.

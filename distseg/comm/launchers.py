@@ -126,10 +126,11 @@ LAUNCHERS = (
 
 
 def identify(environment: Mapping[str, str] = os.environ) -> Process:
-    """Return this process as described by its launcher, or ``LONE`` without a launcher.
+    """Return this process as described by its launcher; without a launcher, as rank 0 of 1.
 
-    The first entry of ``LAUNCHERS`` that gives rank and size is used, otherwise the first one that
-    gives a rank.
+    The launcher is the first entry of ``LAUNCHERS`` whose variables for rank and size are set,
+    otherwise the first one whose variable for the rank is set. A rank 0 whose size is missing does
+    not count if the launcher has a variable for the size.
     """
     return found(environment)[1]
 
@@ -142,7 +143,7 @@ def contradiction(
     Without a launcher, MPI is trusted. A contradiction means that the processes of a job do not
     find each other in MPI. Two cases are found:
 
-    - The launcher gives another size than MPI.
+    - The launcher gives a size above 1 that differs from MPI's.
     - The launcher gives no size and a rank above 0, but MPI takes this process for the only one.
       Rank 0 of such a job cannot notice it.
 
@@ -171,7 +172,7 @@ def contradiction(
 def found(environment: Mapping[str, str]) -> tuple[Launcher | None, Process]:
     """Return the launcher of this process, and the launcher's description of the process.
 
-    Without a launcher they are None and ``LONE``.
+    Without a launcher, return None and ``LONE``, which is rank 0 of 1.
     """
 
     def number(name: str) -> int | None:

@@ -24,7 +24,7 @@ from distseg.comm.waits import Waits, When, waits_of
 
 @dataclass(frozen=True)
 class Form:
-    """Shape, dtype and memory format of a tensor, with which a receiver allocates it.
+    """Shape, dtype and memory format of a tensor, which a receiver needs to allocate it.
 
     Attributes:
         channels_last: True if the channels are last in memory.
@@ -52,7 +52,11 @@ class Form:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def within(self, buffer: Tensor) -> Tensor:
-        """Return a tensor of this form as a view of ``buffer``, a flat uint8 tensor of its size."""
+        """Return a tensor of this form as a view of ``buffer``.
+
+        Args:
+            buffer: flat uint8 tensor with as many bytes as a tensor of this form.
+        """
         return buffer.view(self.dtype).as_strided(self.shape, self.empty("meta").stride())
 
     def fit(self, x: Tensor) -> Tensor:
@@ -86,7 +90,7 @@ class Receipt:
 
         Args:
             what: description of the message, for errors.
-            kind: kind of the traced span; None for no span.
+            kind: kind of the wait in a trace, such as ``halo``; None to leave it out of the trace.
         """
         self._waits.wait(self.request, what, kind)
         return self._make(self._buffer)
@@ -97,8 +101,8 @@ class Message(NamedTuple):
 
     Attributes:
         request: the request of the send or receive.
-        values: the tensor to send, or the buffer to receive into. It must be left alone until the
-            message is complete.
+        values: the tensor to send, or the buffer to receive into. Until the message is complete,
+            nobody may write to it, nor read the buffer.
     """
 
     request: PartRequest
@@ -116,7 +120,7 @@ class Message(NamedTuple):
 class _Sent(NamedTuple):
     """Send under way, and the memory that must stay until it is complete.
 
-    ``buffer`` is the memory's buffer from the pool; None if the memory is not from the pool.
+    ``buffer`` is the buffer of the pool in which the memory lies; None if it lies in none.
     """
 
     request: object
@@ -192,7 +196,7 @@ class Mail:
         self.progress()
 
     def receive(self, form: Form, source: int, tag: int) -> Receipt:
-        """Post a receive of a tensor of this form, which gets memory of its own."""
+        """Post a receive of a tensor of this form. The received tensor has memory of its own."""
         if self.device.type == "cpu":
             x = form.empty(self.device)
             return Receipt(self.waits, self.comm.Irecv(message(x), source, tag), x, lambda x: x)
@@ -211,7 +215,7 @@ class Mail:
         tag: int,
         make: Callable[[Tensor], Tensor] = lambda buffer: buffer,
     ) -> Receipt:
-        """Post a receive into a buffer from the pool, which :meth:`done` gives back.
+        """Post a receive into a buffer from the pool; the caller must give it to :meth:`done`.
 
         Args:
             size: length of the message in bytes.
@@ -222,7 +226,10 @@ class Mail:
         return Receipt(self.waits, self.comm.Irecv(message(buffer), source, tag), buffer, make)
 
     def done(self, buffer: Tensor) -> None:
-        """Return a receive buffer to the pool once its consumers are enqueued on the stream."""
+        """Return a receive buffer to the pool.
+
+        Call it as soon as all work that reads the buffer is queued on the device's stream.
+        """
         self.buffers.give(buffer, read_by_stream=True)
 
     def begin_send(self, values: Tensor, to: int, tag: int) -> Message:
@@ -273,7 +280,7 @@ class Mail:
         self._sending = waiting
 
     def flush(self) -> None:
-        """Wait until all tensors and objects are sent; :meth:`begin_send` is not waited for."""
+        """Wait until all tensors and objects are sent, except those of :meth:`begin_send`."""
         while self._sending:
             sent = self._sending.pop(0)
             self.waits.wait(sent.request)

@@ -38,7 +38,10 @@ def like_layout(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 
 def like_format(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Return ``x`` in the memory format of ``other``; copy it if its memory format differs."""
+    """Return ``x`` with channels last in memory if ``other`` has them last, else unchanged.
+
+    ``x`` is copied only if its memory format changes.
+    """
     return x.contiguous(memory_format=channels_last(x.dim())) if lies_last(other) else x
 
 

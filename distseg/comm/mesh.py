@@ -43,7 +43,7 @@ class MeshShape:
 
     @property
     def axes(self) -> tuple[int, ...]:
-        """Size of each axis of the mesh; tiles have one axis per spatial dim."""
+        """Sizes of the axes of the mesh, (samples, *tiles, stages)."""
         return (self.samples, *self.tiles, self.stages)
 
     @property

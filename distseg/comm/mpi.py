@@ -40,7 +40,7 @@ class MpiCommunicator:
 
     @property
     def takes_gpu_memory(self) -> bool:
-        """True if MPI is CUDA-aware."""
+        """True if MPI is CUDA-aware, so that it accepts pointers to GPU memory."""
         return cuda_aware()
 
     def allreduce(self, what):

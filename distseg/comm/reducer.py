@@ -245,13 +245,13 @@ def make_reducer(kind: str, mesh, fp16: bool = False, device: str = "cpu"):
     """Return the reducer for this rank's replicas. All ranks of ``mesh`` must call it together.
 
     Args:
-        kind: the value of ``mesh.reducer``.
+        kind: the value of ``mesh.reducer``: auto, horovod, mpi or torch.
         fp16: True to compress gradients to fp16 for the sum.
         device: the type of the ranks' devices, cpu or cuda.
 
     Raises:
-        ValueError: the reducer cannot use the transport, or Horovod is required, but on some rank
-            it is not installed or not built for ``device``.
+        ValueError: the reducer cannot use the transport. Or ``kind`` is horovod, but on some rank
+            Horovod is not installed or not built for ``device``.
     """
     transport = mesh.world.transport
     _check_transport(kind, transport)
@@ -323,6 +323,9 @@ def _give_way(threads: set[int]) -> None:
     """Give threads the lowest priority, so that other threads on the same core run first.
 
     Between steps Horovod's threads wait for other ranks in a busy loop.
+
+    Args:
+        threads: the system's ids of the threads (:func:`_threads`).
     """
     for thread in threads:
         try:

@@ -17,7 +17,7 @@ VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # the first one that is set 
 
 @dataclass(frozen=True)
 class Threads:
-    """A number of CPU threads, and why it was chosen."""
+    """Number of CPU threads of a rank, and the reason for this number."""
 
     count: int
     why: str
@@ -139,7 +139,12 @@ def cpu_quotas(cgroups: str, read: Callable[[str], str | None]) -> dict[str, flo
 
 
 def _below(home: str, path: str) -> list[str]:
-    """Return the folders of a control group and of its enclosing groups, the outermost first."""
+    """Return the folders of a control group and of the groups that enclose it, outermost first.
+
+    Args:
+        home: the folder where the control groups are mounted, such as /sys/fs/cgroup.
+        path: the path of the group: ``/a/b`` gives ``home/a`` and ``home/a/b``.
+    """
     parts = [part for part in path.split("/") if part]
     return ["/".join([home, *parts[: depth + 1]]) for depth in range(len(parts))]
 
@@ -148,13 +153,22 @@ def _quota_2(folder: str, read: Callable[[str], str | None]) -> float | None:
     """Return the quota of a control group of version 2 in cores; None without a quota.
 
     The group's file holds quota and period in microseconds, as "150000 100000" or "max 100000".
+
+    Args:
+        folder: the folder of the control group.
+        read: see :func:`cpu_quotas`.
     """
     quota, *period = (read(f"{folder}/cpu.max") or "max").split()
     return int(quota) / int(period[0] if period else 100000) if quota.isdecimal() else None
 
 
 def _quota_1(folder: str, read: Callable[[str], str | None]) -> float | None:
-    """Return the quota of a control group of version 1 in cores; None without a quota."""
+    """Return the quota of a control group of version 1 in cores; None without a quota.
+
+    Args:
+        folder: the folder of the control group.
+        read: see :func:`cpu_quotas`.
+    """
     quota, period = (read(f"{folder}/cpu.cfs_{name}_us") for name in ("quota", "period"))
     if quota is None or period is None or int(quota) <= 0 or int(period) <= 0:
         return None

@@ -47,7 +47,7 @@ def mpi_installed() -> bool:
 
 
 def choose(setting: str, environment: Mapping[str, str], mpi: bool) -> Choice:
-    """Return the transport of this process: "mpi", "torch" or "alone".
+    """Return the transport of this process, "mpi", "torch" or "alone", and the reason for it.
 
     Args:
         setting: the value of ``run.transport``.

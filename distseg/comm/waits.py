@@ -40,8 +40,8 @@ class Waits:
         timeout: seconds that a rank waits for another if no guardian watches it
             (:mod:`distseg.comm.watch`); 0 stands for no limit.
         span: function (kind, name) that returns a context manager, for tracing
-            (:mod:`distseg.runtime.spans`). It encloses waits that have a kind, and the deferred
-            work that :meth:`do_next` does.
+            (:mod:`distseg.runtime.spans`). It is entered around each wait whose caller gives a
+            kind, such as ``halo``, and around the deferred work that :meth:`do_next` does.
     """
 
     def __init__(self, timeout: float = 0.0):
@@ -57,7 +57,7 @@ class Waits:
         Args:
             request: the request, an object with ``Test``.
             what: description of what is awaited, for errors.
-            kind: kind of the traced span; None for no span.
+            kind: kind of the wait in a trace, such as ``halo``; None to leave it out of the trace.
 
         Raises:
             TimeoutError: the request did not complete within ``timeout``, and no guardian watches.
@@ -101,7 +101,10 @@ class Waits:
 
     @contextmanager
     def putting_off(self):
-        """Let :meth:`later` defer work inside the context; at its end, do the remaining work."""
+        """Allow :meth:`later` to defer work inside the context.
+
+        At the end of the context, the work that is still deferred is done.
+        """
         self._pieces = deque()
         try:
             yield
@@ -115,9 +118,9 @@ class Waits:
         """Set the deadline of work that is deferred inside the context.
 
         Args:
-            action: the name of the action of the schedule at which the work must be done; the
-                action calls :meth:`finish`. With None, the work must be done when the next work is
-                deferred.
+            action: the name of the action of the schedule at which the work must be done, such as
+                ``W3,0`` (weight gradients of micro-batch 3 in stage 0). The action calls
+                :meth:`finish`. With None, the work must be done when the next work is deferred.
         """
         before, self._action = self._action, action
         try:
@@ -147,17 +150,17 @@ class Waits:
         return True
 
     def check_done(self) -> None:
-        """Check that no deferred work is left, without which gradients are incomplete.
+        """Raise an error if deferred work is left, because some gradients are then incomplete.
 
         Raises:
             RuntimeError: work is left. The message names the number of deferred functions and the
                 deadline of the first one.
         """
         if self._pieces:
-            first = self._pieces[0].action or "the next one is put off"
+            first = self._pieces[0].action or "the next one is deferred"
             raise RuntimeError(
-                f"{len(self._pieces)} gradients of weights are still put off (the first until "
-                f"{first}): "
+                f"{len(self._pieces)} gradients of weights are not computed yet (the first is "
+                f"deferred until {first}): "
                 "update the weights only after the backward pass has ended"
             )
 

@@ -134,7 +134,8 @@ def join(comm, folder: str | Path | None = None) -> None:
     All ranks of ``comm`` must call this function together.
 
     Args:
-        folder: the folder for the stacks of a job that is ended.
+        folder: the folder for the stacks of all ranks, if the job is ended. None to print only the
+            stacks of rank 0.
     """
     here = (
         None

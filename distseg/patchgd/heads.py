@@ -359,7 +359,8 @@ def places_of(grid: Sequence[int], like: Tensor) -> Tensor:
 
     Args:
         grid: the size of the grid.
-        like: a tensor that sets the number of channels, the dtype and the device.
+        like: a tensor (..., channels) with the number of channels, the dtype and the device of the
+            encoding.
     """
     channels = like.shape[-1]
     each = channels // (2 * len(grid))

@@ -288,8 +288,8 @@ def picture(
     Args:
         heat: the tiles of the image and their heat.
         source: the image.
-        data: the description of the data that a run stores. Its ``mean`` and ``std``, one number
-            per band, undo the normalization of the pixels.
+        data: the section ``data`` of a run's manifest. Its ``mean`` and ``std``, one number per
+            band, undo the normalization of the pixels.
     """
     by = next(k for k in count(1) if math.prod(n // k for n in source.size) <= _MOST)
     size = tuple(n // by for n in source.size)

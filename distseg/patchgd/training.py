@@ -404,7 +404,8 @@ class PatchEngine(ParameterUpdate):
 
         Args:
             images: the images of this sample group.
-            what: part of the key of the order, so that filling and training differ.
+            what: part of the key of the order, ``fill`` or ``patches``, so that filling and inner
+                iterations use different orders.
             j: the number of the draw, which is that of the inner iteration or of the round.
         """
         found = []

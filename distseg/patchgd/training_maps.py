@@ -60,8 +60,11 @@ class MapEngine(PatchEngine):
     def _filled(self, images: Patches, features: list[Tensor]) -> list[Tensor]:
         """Return the partial sums of the loss for all patches of each image, (patches, sums).
 
-        All ranks of a tile group must call it together, and get the same result. ``features`` is Z,
-        for each image (patches, features).
+        All ranks of a tile group must call it together, and get the same result.
+
+        Args:
+            images: the images of this sample group.
+            features: Z, for each image (patches, s * cells).
         """
         found = [torch.zeros(len(rows), self.loss.sums, dtype=torch.float64) for rows in features]
         correction = [

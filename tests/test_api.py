@@ -574,10 +574,10 @@ def test_other_images_on_ranks_of_a_group_are_refused(comm):
     mesh = distseg.init_mesh(tiles=(1, 2), comm=comm)
     model = distseg.distribute(network(), mesh)
     x, y = images(0, 1, size=(34, 46 - 12 * comm.rank))
-    words = "ranks that share images give 2 of 34x46 and 2 of 34x34"
+    words = "give different images, 2 of 34x46 pixels and 2 of 34x34 pixels"
     with pytest.raises(ValueError, match=words):
         model.backward(x, y, distseg.PixelLoss(CE))
-    with pytest.raises(ValueError, match="ranks give predict different images"):
+    with pytest.raises(ValueError, match="ranks call predict with different images"):
         model.predict(x)
     x, y = images(0, 1)
     model.backward(x, y, distseg.PixelLoss(CE))
@@ -771,7 +771,7 @@ def test_frozen_later_is_refused():
     module = network()
     model = distseg.distribute(module, distseg.init_mesh())
     module.head.weight.requires_grad_(False)
-    with pytest.raises(ValueError, match="freeze or thaw before"):
+    with pytest.raises(ValueError, match="set requires_grad before"):
         model.backward(*images(0, 1), "cross_entropy")
 
 

@@ -31,7 +31,7 @@ _MOST_CRITERIA = 16  # criteria that are kept, for loops that make a new one in 
 
 
 class Shard(NamedTuple):
-    """This rank's part of images or targets, for the eager form.
+    """This rank's part of images or targets, as ``model(shard)`` and a criterion take it.
 
     :meth:`DistributedModel.shard` returns it. The pixels are cut out only when they are used.
 
@@ -116,7 +116,11 @@ class DistributedModel(nn.Module):
             yield f"{prefix}.{name}" if prefix else name, b
 
     def _named(self, found: Iterable[tuple[str, T]]) -> list[tuple[str, T]]:
-        """Return tensors of the network with their names and order in the user's module."""
+        """Return tensors of the network with their names and order in the user's module.
+
+        Args:
+            found: (name, tensor) pairs, with the names of the captured network.
+        """
         named = user_names(found, self.network).items()
         return sorted(named, key=lambda item: self._order.get(item[0], len(self._order)))
 
@@ -259,9 +263,10 @@ class DistributedModel(nn.Module):
 
     @contextmanager
     def no_sync(self):
-        """Postpone the sum of gradients over replicas to the first backward pass after the block.
+        """Return a context manager in which backward passes do not sum gradients over replicas.
 
-        Several calls of :meth:`backward` then need only one sum over ranks.
+        The first backward pass after the block sums the gradients of all these passes. So several
+        calls of :meth:`backward` need only one sum over ranks.
         """
         before, self._syncs = self._syncs, False
         try:
@@ -322,8 +327,8 @@ class DistributedModel(nn.Module):
         if len(images) % count:  # all ranks have the same number of images
             raise JointFailure(
                 f"a batch of {len(images)} images does not divide into {count} micro-batches: "
-                f"give distribute other micro_batches, or give batches of a multiple of {count} "
-                "images"
+                f"change micro_batches of distseg.distribute, or give batches of a multiple of "
+                f"{count} images"
             )
         each = len(images) // count
         self._used = chosen, each
@@ -339,14 +344,15 @@ class DistributedModel(nn.Module):
         ]
 
     def _rows(self, images: int, micro_batches: int) -> tuple[Rows, int]:
-        """Begin a step: count its images, and return the numbers that its images have.
-
-        The first result has the positions of this group's images among all images of the step. The
-        second result is the number in the epoch of the step's first image.
+        """Begin a step: count its images, and return the positions and numbers of its images.
 
         Args:
             images: number of images of a group in a micro-batch.
             micro_batches: number of micro-batches in the step.
+
+        Returns:
+            The positions of this group's images among all images of the step, and the number of
+            the step's first image in the epoch.
         """
         rows = Rows(self.mesh.shape.samples, self.mesh.sample, micro_batches, images)
         first, self.images_seen = self.images_seen, self.images_seen + rows.total
@@ -426,8 +432,8 @@ class DistributedModel(nn.Module):
 
         Raises:
             ValueError: gradients are off, ``requires_grad`` of a parameter changed after
-                ``distseg.distribute``, or the user changed gradients of :meth:`no_sync` that are
-                not summed yet.
+                ``distseg.distribute``, or the user changed gradients of a :meth:`no_sync` block
+                before they were summed over the replicas.
         """
         if not torch.is_grad_enabled():
             raise ValueError(
@@ -439,7 +445,7 @@ class DistributedModel(nn.Module):
             if p.requires_grad != (p in self._trained):
                 raise ValueError(
                     f"{name} has requires_grad {p.requires_grad}, but had {not p.requires_grad} "
-                    "when the model was made: freeze or thaw before distseg.distribute"
+                    "when the model was made: set requires_grad before distseg.distribute"
                 )
 
     def _check(self, images: Arrays | Stacked) -> None:
@@ -464,9 +470,9 @@ class DistributedModel(nn.Module):
         for sample, sizes in self.mesh.world.allgather((self.mesh.sample, mine)):
             if sizes != (first := groups.setdefault(sample, sizes)):
                 raise JointFailure(
-                    f"ranks that share images give {len(first)} of {_sizes(first)} and "
-                    f"{len(sizes)} of {_sizes(sizes)}: give the same images on all ranks of a "
-                    "sample group"
+                    f"ranks of a sample group give different images, {len(first)} of "
+                    f"{_sizes(first)} pixels and {len(sizes)} of {_sizes(sizes)} pixels: give the "
+                    "same images on all ranks of a sample group"
                 )
         counts = {len(sizes) for sizes in groups.values()}
         if len(counts) > 1:  # all ranks see it
@@ -522,11 +528,14 @@ class DistributedModel(nn.Module):
         )
 
     def _labels(self, targets, group: list[int], criterion: Criterion, box: Box) -> Tensor:
-        """Return the targets inside a box, of some images of one size.
+        """Return the targets of some images inside a box, (images, ..., *box.size).
+
+        If the module returns one vector per image, the result is (images, 1, ...). Then only the
+        box at the origin has the labels, so that each image counts once.
 
         Args:
             targets: the targets of all images of the step.
-            group: the indices of the wanted images.
+            group: the indices of the wanted images, which all have the same size.
             criterion: the loss, whose ``ignore_index`` marks labels that do not count.
             box: the box of pixels.
         """
@@ -565,7 +574,13 @@ class DistributedModel(nn.Module):
         return late
 
     def _check_local(self) -> None:
-        """Refuse gradients of :meth:`no_sync` that were changed before they were summed."""
+        """Refuse gradients of a :meth:`no_sync` block that were changed before they were summed.
+
+        Gradients that the user set to None or to 0 are accepted.
+
+        Raises:
+            ValueError: a gradient was changed in another way, such as clipped or scaled.
+        """
         for number in self._local:
             now = self.engine.parameters[number].grad
             if not self._is_unchanged(number) and now is not None and now.count_nonzero():
@@ -586,9 +601,11 @@ class DistributedModel(nn.Module):
 
     @torch.no_grad()
     def _finish(self, scale: float) -> None:
-        """End a backward pass: sum gradients over the replicas, and add those of earlier passes.
+        """End a backward pass: sum its gradients over the replicas, then add earlier gradients.
 
-        All ranks must call it together. Inside :meth:`no_sync` gradients are not summed.
+        The sum includes the gradients that a :meth:`no_sync` block postponed. The earlier gradients
+        are those that ``grad`` had before this pass. Inside :meth:`no_sync` nothing is summed. All
+        ranks must call the method together.
 
         Args:
             scale: factor of the gradients of this backward pass.
@@ -764,9 +781,12 @@ class DistributedModel(nn.Module):
             arrays = self._arrays(image)
         sizes = [tuple(arrays.size(number)) for number in range(len(arrays))]
         if len(given := {tuple(found) for found in self.mesh.world.allgather(sizes)}) > 1:
-            words = " and ".join(f"{len(found)} of {_sizes(found)}" for found in sorted(given))
+            words = " and ".join(
+                f"{len(found)} of {_sizes(found)} pixels" for found in sorted(given)
+            )
             raise JointFailure(
-                f"ranks give predict different images, {words}: give the same images on all ranks"
+                f"ranks call predict with different images, {words}: give the same images on all "
+                "ranks"
             )
         if len(arrays) > 1 and self._joins_images:
             raise JointFailure(
@@ -831,9 +851,10 @@ class DistributedModel(nn.Module):
 
 
 class _LossOfAllTiles(torch.autograd.Function):
-    """Loss of a step from the partial sums (B, sums) of each rank's tile.
+    """Autograd function from the partial sums (B, sums) of this rank's tile to the step's loss.
 
-    The loss is a scalar tensor, equal on all ranks.
+    The forward pass adds the partial sums of all ranks. The loss is a scalar tensor, equal on all
+    ranks. The backward pass returns the gradient of this rank's partial sums.
     """
 
     @staticmethod
@@ -860,7 +881,11 @@ def _widened(targets: Tensor) -> Tensor:
 
 
 class _Seen(torch.autograd.Function):
-    """Identity whose backward pass appends to ``seen`` the gradient that a criterion sends back."""
+    """Autograd function that returns its input, and notes the gradient in the backward pass.
+
+    It stands between the output and a criterion, and appends the criterion's gradient to the list
+    ``seen``. :func:`_check_only_use` compares these gradients with the output's whole gradient.
+    """
 
     @staticmethod
     def forward(ctx, output: Tensor, seen: list[Tensor]) -> Tensor:

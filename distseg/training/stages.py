@@ -68,7 +68,15 @@ def partition_of(
 
 
 def _placement(pipeline: PipelineConfig, stages: int) -> tuple[int, ...]:
-    """Return the rank of each stage by ``pipeline.placement``."""
+    """Return the rank of each stage in its pipeline, by ``pipeline.placement``.
+
+    For ``stages`` 2 this is (0, 1) with linear and (0, 1, 0) with v-shaped. With devices it is
+    (0, 0, ...), with one 0 for each device.
+
+    Args:
+        pipeline: the settings of the pipeline.
+        stages: the number of ranks of a pipeline, ``mesh.stages``.
+    """
     if pipeline.placement == "devices":
         return (0,) * stages_of(pipeline)
     return v_placement(stages) if pipeline.placement == "v-shaped" else tuple(range(stages))
@@ -85,7 +93,8 @@ def _balance(
     """Return the number of layers of each stage with which the slowest rank takes the least time.
 
     Args:
-        splitter: searches these numbers. The other arguments are those of :func:`partition_of`.
+        splitter: the search for these numbers. The other arguments are those of
+            :func:`partition_of`.
     """
     images, modelled_on = config.data.images, modelled_device(device)
     if config.streaming.tiles is None:
@@ -141,7 +150,8 @@ def schedule_of(pipeline: PipelineConfig, stages: int, linear: bool = True) -> s
     Args:
         pipeline: the settings of the pipeline.
         stages: the number of ranks of a pipeline, ``mesh.stages``.
-        linear: True if the labels alone determine the loss gradient of the partial sums.
+        linear: True if the labels alone determine the loss gradient of the partial sums, as with
+            cross-entropy; False with Dice.
     """
     if pipeline.placement == "devices":
         return "gpipe"

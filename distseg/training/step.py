@@ -42,9 +42,12 @@ Given = TypeVar("Given")
 class LossHead:
     """Loss computation after the last stage: the partial sums, the loss and the loss gradient.
 
+    The partial sums of a step are added up in a table, with one row for each image of the step and
+    one column for each sum.
+
     Args:
         loss: the loss.
-        rows: the rows that this sample group's images have in the table of partial sums.
+        rows: the rows of the table that belong to this sample group's images.
         replicas: the communicator of all ranks that hold the last stage.
     """
 
@@ -53,7 +56,7 @@ class LossHead:
         self.clear()
 
     def clear(self) -> None:
-        """Begin a step with an empty table."""
+        """Begin a step: set all partial sums of the table to 0, and forget the loss gradient."""
         self.table = torch.zeros(self.at.total, self.loss.sums, dtype=torch.float64)
         # Rows of the table that are still on a GPU, with their indices.
         self._noted: list[tuple[list[int], Tensor]] = []
@@ -75,7 +78,9 @@ class LossHead:
         ]
 
     def note(self, unit: MicroBatch, rows: list[Tensor]) -> None:
-        """Add the partial sums of a micro-batch's tile batches to the table.
+        """Add the partial sums of a micro-batch's tile batches to the step's table of partial sums.
+
+        Each image has its own row in the table.
 
         Args:
             unit: the micro-batch.
@@ -88,19 +93,29 @@ class LossHead:
                 self.table[self._at(unit, piece)] += found.detach().double()
 
     def note_counts(self, units: Iterable[MicroBatch]) -> None:
-        """Add to the table those partial sums that labels alone determine."""
+        """Add partial sums that depend only on labels to the step's table of partial sums.
+
+        Such a sum is the number of valid pixels. The loss gradient of a linear loss, such as
+        cross-entropy, depends on no other sums.
+
+        Args:
+            units: micro-batches with labels; pixels are not needed.
+        """
         for unit in units:
             self.note(unit, [self.loss.counts(p.labels) for p in unit.pieces])
 
     def loss_grads(self, unit: MicroBatch, rows: list[Tensor]) -> list[Tensor]:
         """Return the loss gradient with respect to each tile batch's partial sums.
 
-        If it is not known yet, compute it from the table. All replicas must then call the method
-        together.
+        If the loss gradient of the step is not known yet, compute it from the table of partial
+        sums. All replicas must then call the method together.
 
         Args:
             unit: the micro-batch.
             rows: the partial sums of each tile batch, which give device and dtype of the result.
+
+        Returns:
+            For each tile batch a tensor (images, sums).
         """
         if self.loss_grad is None:
             self._find_loss_grad()
@@ -112,17 +127,19 @@ class LossHead:
     def find_loss_grad_early(self) -> None:
         """Compute the loss gradient before the first backward pass, and empty the table.
 
-        The table must have all partial sums on which the loss gradient depends. All replicas must
-        call the method together.
+        The table of partial sums must have all sums on which the loss gradient depends. The passes
+        that follow fill the table again, for :meth:`step_loss`. All replicas must call the method
+        together.
         """
         self._find_loss_grad()
         self.table.zero_()
         self.value = None
 
     def step_loss(self) -> float:
-        """Return the loss of the step, whose partial sums must all be in the table.
+        """Return the loss of the step, after all passes of the step.
 
-        If the table has not been summed yet, all replicas must call it together.
+        If the loss is not known yet, it is computed from the tables of partial sums of all
+        replicas. All replicas must then call the method together.
         """
         if self.value is None:
             self._find_loss_grad()
@@ -133,7 +150,10 @@ class LossHead:
         self.value, self.loss_grad = self.loss.loss_grad(add(self.table, self.replicas))
 
     def _fetch(self) -> None:
-        """Add partial sums that are still on a GPU to the table, with a single wait for the GPU."""
+        """Add the partial sums that are still on a GPU to the table, which is on the CPU.
+
+        One copy takes them all, so the CPU waits for the GPU only once.
+        """
         if self._noted:
             places, rows = zip(*self._noted)
             self._noted.clear()
@@ -158,24 +178,30 @@ class PassRunner(Protocol[Given]):
     schedule: str
 
     def prepare(self, micro_batches: list[list[TileBatch]] | list[list[LazyTileBatch]]) -> Given:
-        """Return the samples of a step in the form that the other methods take as ``given``."""
+        """Return the samples of a step in the form that the other methods take as ``given``.
+
+        Args:
+            micro_batches: for each micro-batch, this rank's tile batches.
+        """
 
     def needs_loss_grad_first(self, given: Given) -> bool:
-        """Return True if the loss gradient must be known before the step begins.
+        """Return True if :meth:`run` needs the loss gradient before its first pass.
 
-        This is so if a backward pass begins before all forward passes are done.
+        This is so if a backward pass begins before all forward passes are done, as with 1f1b.
+        If False, the forward passes of :meth:`run` give the loss gradient in time.
         """
 
     def with_labels(self, given: Given) -> Iterable[MicroBatch]:
-        """Return tile batches with the labels of a step.
+        """Return micro-batches with the labels of a step; they may have no pixels.
 
-        These labels determine the gradient of a linear loss.
+        The labels alone determine the loss gradient of a linear loss, such as cross-entropy.
         """
 
     def run_forward(self, given: Given) -> None:
-        """Run an extra forward pass, from which the gradient of a nonlinear loss is computed.
+        """Run an extra forward pass of all micro-batches, without a backward pass.
 
-        The :class:`LossHead` records the partial sums. Gradients must be off.
+        The loss gradient of a loss such as Dice depends on the partial sums of the whole step. The
+        :class:`LossHead` records them in this pass. Gradients must be off (``torch.no_grad``).
         """
 
     def run(self, given: Given) -> None:
@@ -245,9 +271,13 @@ class StageRunner:
         return micro_batches_of(micro_batches, self.together)
 
     def needs_loss_grad_first(self, units: list[MicroBatch]) -> bool:
-        """Return True if the loss gradient must be known before the step begins.
+        """Return True if :meth:`run` needs the loss gradient before its first pass.
 
-        This is so if a backward pass begins before all forward passes are done.
+        This is so if the rank with the last stage begins a backward pass before all its forward
+        passes are done.
+
+        Args:
+            units: the micro-batches of the step.
         """
         return not _forwards_first(
             self.orders_of(len(units))[self.pipeline.partition.placement[-1]]
@@ -287,7 +317,10 @@ class DeviceRunner:
         return micro_batches_of(micro_batches, together=False)
 
     def needs_loss_grad_first(self, units: list[MicroBatch]) -> bool:
-        """Return False: all forward passes come first."""
+        """Return False, because all forward passes come before the first backward pass.
+
+        So the partial sums of all micro-batches give the loss gradient in time.
+        """
         return False
 
     def with_labels(self, units: list[MicroBatch]) -> list[MicroBatch]:
@@ -355,18 +388,28 @@ class StreamingRunner:
         return StreamedStep(micro_batches, places, plans)
 
     def needs_loss_grad_first(self, given: StreamedStep) -> bool:
-        """Return True if the loss gradient is computed before the step begins."""
+        """Return True if the loss gradient is computed before the passes of :meth:`run`.
+
+        This is so for a linear loss, such as cross-entropy, whose loss gradient depends on labels
+        only. It is also so with 1f1b, which runs an extra forward pass for other losses.
+        """
         return self.loss.linear or self.runs_forward_twice
 
     def with_labels(self, given: StreamedStep) -> Iterator[MicroBatch]:
-        """Yield the labels of each tile, which determine the gradient of a linear loss."""
+        """Yield for each streamed tile a micro-batch with the tile's labels, without pixels.
+
+        The labels alone determine the loss gradient of a linear loss, such as cross-entropy.
+        """
         for m, blocks in enumerate(given.blocks):
             for block in blocks:
                 for box in self.executor.label_tiles(block):
                     yield _unit(m, block, box)
 
     def run_forward(self, given: StreamedStep) -> None:
-        """Run an extra forward pass, from which the gradient of a nonlinear loss is computed."""
+        """Run an extra forward pass of all micro-batches, without a backward pass.
+
+        Its partial sums give the loss gradient of a loss that is not linear, such as Dice.
+        """
         self._run(self.extra_forward(given.plans), given)
 
     def run(self, given: StreamedStep) -> None:
@@ -374,14 +417,17 @@ class StreamingRunner:
         self._run(self.program(given.plans, given.places), given)
 
     def extra_forward(self, plans: list[StagePlan]) -> list[Operation]:
-        """Return the operations of an extra forward pass.
+        """Return the operations of an extra forward pass, or an empty list if none is needed.
 
-        The list is empty if the loss gradient does not need such a pass.
+        It is needed with 1f1b for a loss that is not linear, such as Dice.
+
+        Args:
+            plans: for each micro-batch, this rank's stage plan.
         """
         return extra_forward(plans, self._actions(len(plans))) if self.runs_forward_twice else []
 
     def program(self, plans: list[StagePlan], places: list[list[TilePlacement]]) -> list[Operation]:
-        """Return the operations of a step, which are cached for the same stage plans.
+        """Return the operations of a step. They are made once for each list of stage plans.
 
         Args:
             plans: for each micro-batch, this rank's stage plan.
@@ -443,11 +489,12 @@ class StreamingRunner:
         self.executor.transfers.flush()
 
     def _end(self, unit: MicroBatch, output: Tensor, name: str) -> None:
-        """Add a tile's partial sums to the loss; run the tile's backward pass if it has a graph.
+        """Add a tile's partial sums to the step's table, and run the tile's backward pass.
 
         Args:
             unit: a micro-batch with the labels of this tile only.
-            output: the network's output for this tile.
+            output: the network's output for this tile. If it has no autograd graph, no backward
+                pass is run.
             name: the name of the segment, for the profile.
         """
         rows = self.head.rows(unit, [output])

@@ -50,7 +50,7 @@ class Facts:
 
     @property
     def stages(self) -> int:
-        """Number of stages that each rank computes with ``pipeline.placement: devices``."""
+        """Number of stages on each rank; only for ``pipeline.placement: devices``."""
         return stages_of(self.config.pipeline)
 
     @property
@@ -75,7 +75,7 @@ class Facts:
     def shared(self) -> str | None:
         """Text on the first norm whose statistics several ranks compute together, or None.
 
-        The text names the norm and the number of ranks.
+        An example is ``bn1 (batch norm) would take its statistics over 4 ranks``.
         """
         return self._first(
             lambda norm: not self.windows and self._is_active(norm) and self._ranks(norm) > 1,
@@ -114,11 +114,13 @@ class Rule:
     """Two settings that cannot be combined.
 
     Attributes:
-        setting: a setting or a section. The rule applies only if its value is not the default.
+        setting: a setting or a section, such as ``approximate.norms`` or ``streaming``. The rule
+            applies only if its value is not the default.
         other: the setting or section that cannot be combined with ``setting``.
-        refused: a function that returns True if the combination is refused.
-        why: the reason and how to fix it, as a format string for the config ``c`` and the facts
-            ``f``.
+        refused: a function that takes a config with its norms (:class:`Facts`), and returns True
+            if the two settings are combined in a way that is refused.
+        why: the reason and how to fix it, as a format string. In it, ``c`` is the config and ``f``
+            the :class:`Facts`.
     """
 
     setting: str
@@ -269,7 +271,7 @@ def check_settings(config: Config, model: nn.Module | None = None) -> None:
 def check_groups(model: ModelBase) -> None:
     """Refuse ``model.groups`` for a network without group norms.
 
-    A user's own function is not refused, because its norms are not known.
+    A network made by a user's own function is accepted, because its norms are not known.
 
     Raises:
         ValueError: ``model.groups`` is set, but the network has no norm, or norms of
@@ -286,7 +288,8 @@ def check_groups(model: ModelBase) -> None:
 def _is_set(value, default) -> bool:
     """Return True if a setting differs from its default.
 
-    A grid of one tile counts as the default whatever its number of dims.
+    If the default is a grid of one tile, every grid of one tile counts as the default: 1x1 and
+    1x1x1.
     """
     one = isinstance(default, Size) and default.volume == 1
     return value.volume != 1 if one and value is not None else value != default
@@ -320,10 +323,14 @@ def check_norms(config: Config, model: nn.Module, sizes: Mapping[str, Sequence[i
 
 
 def smallest(sizes: Mapping[str, Sequence[int]]) -> dict[str, Sequence[int]]:
-    """Return the minimal ones of ``sizes``, by the names of images.
+    """Return the minimal sizes of images, by the names of images.
 
     A size is minimal if no other size is at most as large in every dim. Of several images of one
-    size, the result has one.
+    size, the result has one. Only these images are checked, because larger images have larger
+    feature maps.
+
+    Args:
+        sizes: the size of each image by its name.
     """
     found: dict[str, Sequence[int]] = {}
     for name, size in sorted(sizes.items(), key=_volume):
@@ -435,11 +442,14 @@ def notes(config: Config, model: nn.Module) -> list[str]:
 
 
 def patch_notes(config: PatchConfig, model: nn.Module) -> list[str]:
-    """Return notes on settings of a PatchGD run that have no or another effect, a sentence each.
+    """Return notes on settings of a PatchGD run, one sentence each.
+
+    A note says that a setting has no effect with this network or mesh. One note says that a group
+    norm has fewer groups than ``model.groups``.
 
     Args:
         config: the settings.
-        model: the network, on which the effect of the settings depends.
+        model: the network.
     """
     found = [
         f"{setting} is without effect: the model has no batch norm"
@@ -497,7 +507,7 @@ def _fewer_groups(settings: ModelBase, model: nn.Module) -> list[str]:
 
 
 def value_of(config: Config, setting: str):
-    """Return the value of the setting ``section.field``, or of a whole section."""
+    """Return the value of a setting such as ``mesh.stages``, or a section such as ``mesh``."""
     section, _, field = setting.partition(".")
     found = getattr(config, section)
     return getattr(found, field) if field else found

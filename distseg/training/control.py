@@ -49,7 +49,10 @@ class Decision(NamedTuple):
 
 
 class RunControl:
-    """Listener for signals and clocks inside its ``with`` block.
+    """Context manager that lets signals and clocks save or end a run.
+
+    Inside its ``with`` block it counts the signals SIGUSR1, SIGUSR2 and SIGTERM, and watches
+    ``train.checkpoint_minutes`` and the job's time limit. :meth:`decision` then says what to do.
 
     Args:
         world: the communicator of all ranks.
@@ -74,8 +77,9 @@ class RunControl:
         self._listening.__exit__(*error)
 
     def post(self) -> None:
-        """Start the allreduce that shares which signals came and which times are reached.
+        """Start the allreduce that tells all ranks which signals came and which times are reached.
 
+        :meth:`decision` waits for its result, so messages travel while the step is computed.
         All ranks must call it together, at the beginning of a step.
         """
         self._began = time.monotonic()
@@ -111,8 +115,11 @@ class RunControl:
     def saved(self, seconds: float) -> None:
         """Record that the writing of a checkpoint has begun.
 
+        ``train.checkpoint_minutes`` counts from now on.
+
         Args:
-            seconds: the time that it took to write the last finished checkpoint.
+            seconds: the time that it took to write the last finished checkpoint. The longest of
+                these times determines how long before the job's time limit the run ends.
         """
         self._saved, self._saving = time.monotonic(), max(self._saving, seconds)
 

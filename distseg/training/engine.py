@@ -298,16 +298,17 @@ class Engine(ParameterUpdate):
 
     @property
     def reading(self) -> ReceptiveField:
-        """Halo that is read from the image around a tile, with the network's stride.
+        """Halo that is read from the image around a tile, with the network's total stride.
 
-        The halo is empty if ranks exchange halos instead.
+        The halo is 0 if ranks exchange halos between layers instead.
         """
         return read_around(self.reach, self.exchange, self.config.streaming.active)
 
     def to_device(self, piece: TileBatch) -> TileBatch:
         """Return a tile batch with pixels on this rank's first device and labels on its last.
 
-        Pixels get the model's dtype and memory format.
+        A rank has several devices only with ``pipeline.placement: devices``. Pixels become float64
+        with precision fp64, else float32, and get the model's memory format.
         """
         dtype = torch.float64 if self.precision == "fp64" else torch.float32
         pixels, labels = piece.pixels, piece.labels
@@ -318,7 +319,7 @@ class Engine(ParameterUpdate):
         return TileBatch(pixels, labels, piece.place)
 
     def to_blocks(self, piece: TileBatch | LazyTileBatch) -> LazyTileBatch:
-        """Return a lazy tile batch whose pixels and labels are on the devices when they are read.
+        """Return a lazy tile batch that moves what is read from it to this rank's devices.
 
         Args:
             piece: a tile batch, in memory or lazy.
@@ -453,9 +454,10 @@ def check_trainable(model: nn.Module) -> None:
 
 
 def check_parts(model: nn.Module, approximate: ApproximateConfig) -> None:
-    """Refuse to cut images into tiles for a model that is not a graph of known layers.
+    """Refuse to cut images into tiles for a model that is not captured as a graph of known layers.
 
-    A probe of its receptive field could miss dependencies, and results would be silently wrong.
+    A probe could miss pixels on which the result of such a model depends. Then results would be
+    silently wrong.
 
     Args:
         model: the plain model.
@@ -494,7 +496,11 @@ def check_parts(model: nn.Module, approximate: ApproximateConfig) -> None:
 
 
 def _weights_of(model: nn.Module) -> dict[str, str]:
-    """Return a text such as ``64x3x3x3, trained`` for each parameter, by the user's name."""
+    """Return a text on each parameter's shape and training, by its name in the user's module.
+
+    An example is ``{"conv.weight": "64x3x3x3, trained"}``. Ranks compare these texts, because all
+    ranks must build the same network.
+    """
     return {
         name: f"{'x'.join(map(str, p.shape))}, {'trained' if p.requires_grad else 'frozen'}"
         for name, p in user_names(model.named_parameters(), model).items()
@@ -525,9 +531,12 @@ def _context(config: Config, mesh: Mesh, splits: bool) -> Context:
 def make_exchange(
     config: Config, model: nn.Module, reach: ReceptiveField, comm, device, channels_last: bool
 ) -> Exchange | None:
-    """Return the halo exchange of a plain model on the mesh's grid of tiles.
+    """Return the halo exchange of a plain model on the mesh's grid of tiles, or None.
 
-    Return None if every layer computes whole windows, without an exchange.
+    None means that layers compute whole windows and need no exchange. It is returned only if the
+    settings ask neither for halo exchanges nor for streamed tiles. In addition, there must be a
+    single window, windows that count as separate images (``approximate``), stages on the devices of
+    one rank, or a model that is not captured as a graph.
 
     Args:
         config: the settings.
@@ -605,13 +614,13 @@ def make_streaming_executor(
     Args:
         streaming: the settings.
         exchange: the halo exchange of the plain model.
-        activations: estimates the memory of the activations of tiles (:func:`activations_of`).
+        activations: the estimate of the memory of a tile's activations (:func:`activations_of`).
         budget: bytes for the activations of a tile; None to cut the part of a rank into
             ``streaming.tiles`` tiles.
         partition: the stages; None for one stage.
         comm: the communicator of the pipeline's ranks.
         model: this rank's layers; None for an executor that only plans.
-        cast: a context manager for autocast.
+        cast: a function that returns a context manager, in which layers run with autocast.
         devices: the devices of this rank.
     """
     tiling = GridTiling(streaming.tiles) if budget is None else BudgetTiling(activations, budget)
@@ -658,10 +667,13 @@ def streaming_order(schedule: str, linear: bool, active: bool) -> str:
 def read_around(reach: ReceptiveField, exchange: Exchange | None, streamed: bool) -> ReceptiveField:
     """Return the receptive field by which a tile's window is read from an image.
 
+    If ranks exchange halos between layers, its halo is 0 and the window is the tile. Otherwise it
+    has the halo of ``reach``.
+
     Args:
         reach: the receptive field of the model.
         exchange: the halo exchange between layers, or None.
-        streamed: True if the rank streams tiles. Their windows are always read with their halos.
+        streamed: True if the rank streams tiles. Windows of streamed tiles always have a halo.
     """
     if exchange and exchange.exchanges and not streamed:
         nothing = (0,) * len(reach.halo)

@@ -174,7 +174,9 @@ class _Training:
                 self._heed()
 
     def _heed(self) -> None:
-        """Write a checkpoint, or end the run, if all ranks decided so after a step.
+        """Act on the ranks' decision after a step: go on, save, or save and end the run.
+
+        If the thread that writes checkpoints had an error, it is raised first.
 
         Raises:
             ToBeContinued: the run ends.
@@ -192,7 +194,10 @@ class _Training:
         self.control.saved(run.checkpoints.seconds)
 
     def _leave(self, why: str) -> None:
-        """End the run for the reason ``why``, after the checkpoint that was begun is written.
+        """End the run, after waiting until the last checkpoint is written.
+
+        Args:
+            why: the reason, for the message.
 
         Raises:
             ToBeContinued: always, on all ranks.

@@ -68,8 +68,9 @@ def position_of(manifest: dict) -> Position:
 def first_step(samples: int, batch: int, steps: int) -> tuple[int, str | None]:
     """Return the step of an epoch at which a run goes on, and a note if samples are used twice.
 
-    Samples are used twice if the checkpoint was written in the middle of a step of this run, which
-    may take another number of samples. Otherwise the note is None.
+    A step of this run may take another number of samples than a step of the run that wrote the
+    checkpoint. So the checkpoint may lie in the middle of a step of this run. The run then goes on
+    at the beginning of this step and uses some samples twice. Otherwise the note is None.
 
     Args:
         samples: number of samples of the epoch that were used before the checkpoint.
@@ -137,7 +138,10 @@ def _shape(mesh: Mapping) -> str:
 
 
 def _of_windows(approximate: Mapping) -> bool:
-    """Return True if the gradient depends on how images are cut into windows."""
+    """Return True if the gradient depends on how images are cut into windows.
+
+    This is so if ``approximate.halo`` or ``approximate.norms`` is set.
+    """
     return any(approximate.get(name) is not None for name in ("halo", "norms"))
 
 
@@ -148,7 +152,7 @@ def _images(config: Mapping) -> int:
 
 
 def _together(config: Mapping) -> int:
-    """Return the number of a step's images that a batch norm sees together."""
+    """Return the number of images over which a batch norm takes its statistics."""
     scope = config["spatial" if "spatial" in config else "patchgd"].get("norm_scope", "group")
     return config["data"]["images"] * (1 if scope == "group" else config["mesh"]["samples"])
 
@@ -156,10 +160,10 @@ def _together(config: Mapping) -> int:
 def schedule_change(
     before: OptimConfig, now: OptimConfig, at: tuple[int, int], at_before: tuple[int, int]
 ) -> list[str]:
-    """Return a list with a sentence if changed settings change the next step's learning rate.
+    """Return a list with a sentence if the next step's learning rate differs from the expected one.
 
-    A changed number of steps counts as a changed setting. The list also has a sentence if the
-    schedule of the checkpoint has already come to its end. Otherwise it is empty.
+    The expected rate is that of the checkpoint's settings. If their schedule has already come to
+    its end, the list has a sentence, too. Otherwise it is empty.
 
     Args:
         before: the optimizer settings of the checkpoint.

@@ -225,7 +225,10 @@ class Run:
         return steps * self._batch
 
     def _facts(self) -> dict:
-        """Return the values that must be equal on all ranks; keys describe them in messages."""
+        """Return values that must be equal on all ranks, such as the digest of the store.
+
+        They are in a dict, whose keys name the values in error messages.
+        """
         model = [
             (name, tuple(t.shape), str(t.dtype)) for name, t in self.model.state_dict().items()
         ]
@@ -253,9 +256,9 @@ class Run:
     def _checkpoints(self) -> SilentCheckpoints:
         """Lock the run's folder and return the writer of its checkpoints.
 
-        Ranks that write nothing get an object that does nothing. All ranks must call it together.
-        The first rank checks the free disk space and moves
-        checkpoints of an earlier run into another folder.
+        All ranks must call it together. The first rank locks the folder, checks the free disk space
+        and moves checkpoints of an earlier run into another folder. Ranks that write nothing get a
+        :class:`SilentCheckpoints`.
         """
         config, output = self.config, Path(self.config.train.output)
         needed = self.mesh.pipeline.allreduce(state_bytes(self.model, state_copies(config.optim)))
@@ -369,7 +372,10 @@ class Run:
         return [*(self.init.lines if self.init else ()), *(f"note: {text}" for text in self._notes)]
 
     def _overlap(self) -> list[str]:
-        """Return a list with a note if windows are much larger than tiles, else an empty list."""
+        """Return a list with a note if windows have many more pixels than their tiles.
+
+        Otherwise return an empty list.
+        """
         tile, window = owned_tiles(
             self.image,
             self.config.mesh.tiles,
@@ -441,10 +447,10 @@ def _outputs(model: ModelBase, store: Store) -> int | None:
 def batches_of(sizes: Iterable[Sequence[int]], images: int) -> list[tuple[Sequence[int], int]]:
     """Return the pairs (size, number of images) with which a network is tried before training.
 
-    Images of a micro-batch that have the same size go through the network together. If sizes
-    differ, any number of images up to ``images`` can have the same size. The smallest size is
-    returned with each of these numbers. The other sizes are returned with one image and with
-    ``images``.
+    Images of a micro-batch that have the same size go through the network together. If all samples
+    have one size, the only pair is (size, ``images``). If sizes differ, a micro-batch can have any
+    number of images of one size, from 1 to ``images``. Then the smallest size is returned with each
+    of these numbers, and the other sizes with 1 and ``images`` only.
 
     Args:
         sizes: the distinct sizes of the samples.

@@ -113,9 +113,10 @@ def _folder(run: str | Path) -> Path:
 
 
 def left_behind(config: dict, defaults: dict) -> list[str]:
-    """Return the settings that were set for training but are not taken over.
+    """Return the settings of training that evaluation and prediction do not take over.
 
-    Each is a text such as ``run.threads 4``. A setting with its default value is left out.
+    They belong to the machine that trained. Each is a text such as ``run.threads 4``. A setting
+    with its default value is left out.
 
     Args:
         config: the manifest's config.

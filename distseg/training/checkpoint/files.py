@@ -110,7 +110,7 @@ def _index_in(folder: Path) -> dict:
         and isinstance(index.get("last"), str)
         and isinstance(index.get("best_score"), (float, int, type(None)))
     ):
-        raise ValueError("it lacks the last checkpoint's name, or the best score is no number")
+        raise ValueError("the field last is no text, or the field best_score is no number")
     if index.pop("digest", None) not in (None, digest_of(index)):
         raise ValueError("its checksum does not match its content")
     return index
@@ -134,7 +134,10 @@ def read_manifest(checkpoint: Path) -> dict:
     except (ValueError, RecursionError) as e:
         raise ValueError(f"{file} is damaged ({e}){_other(checkpoint)}") from None
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise ValueError(f"{file} is not the manifest of a distseg checkpoint")
+        raise ValueError(
+            f"{file} is not the manifest of a distseg checkpoint: name a run or a checkpoint that "
+            "distseg wrote"
+        )
     _check_keys(file, manifest, _KEYS)
     if manifest["version"] > VERSION:
         raise ValueError(

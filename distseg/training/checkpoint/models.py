@@ -121,7 +121,10 @@ def restore(
 
 
 class _Joined:
-    """Several optimizers as one object, with those attributes that checkpoints read."""
+    """Several optimizers as one object, with the attributes ``param_groups`` and ``state``.
+
+    Reading and writing checkpoints needs no other attribute of an optimizer.
+    """
 
     def __init__(self, optimizers: list[torch.optim.Optimizer]):
         self.param_groups = [group for one in optimizers for group in one.param_groups]
@@ -201,9 +204,13 @@ def _check_kinds(checkpoint: Path, saved: list, optimizers: list[torch.optim.Opt
 
 
 def _plain_groups(optimizer: torch.optim.Optimizer) -> list:
-    """Return the class name of an optimizer, and the settings of each of its parameter groups.
+    """Return ``[class name, groups]`` of an optimizer, as values that JSON can represent.
 
-    The settings are numbers, texts, and lists and dicts of these.
+    ``groups`` has a dict for each parameter group, with its settings but without its parameters. An
+    example is ``["SGD", [{"lr": 0.1, "momentum": 0.9}]]``.
+
+    Raises:
+        ValueError: JSON cannot represent a setting.
     """
     kind = type(optimizer).__name__
     groups = [

@@ -20,8 +20,9 @@ from distseg.report.disk import atomic_write
 def remember_run(run: str | Path, network: str, part: str = "network") -> None:
     """Record that this user trains ``network`` into the folder ``run``.
 
-    If the network's file is not found, or the state folder cannot be written, nothing is recorded
-    and no error is raised.
+    So :func:`distrusted` accepts the network's code later, and the user need not name it again. If
+    the network's file is not found, or the state folder cannot be written, nothing is recorded and
+    no error is raised.
 
     Args:
         run: the run's folder.

@@ -28,8 +28,8 @@ class Pretrained:
 
     Attributes:
         files: the files with the tensors.
-        sources: for the name of each network tensor that is loaded, the name of the tensor in the
-            files that it is loaded from.
+        sources: a dict with the tensors that are loaded, from the tensor's name in the network to
+            its name in the files.
         lines: lines to print about what is loaded and what is not.
     """
 
@@ -129,10 +129,10 @@ def pretrained(path: str, model: nn.Module, renamed: Mapping[str, str] | None = 
 
 
 def _readers(model: nn.Module) -> dict[str, str]:
-    """Return the weights of the convolutions that read the image or some of its bands.
+    """Return the names of the weights of convolutions that read the image or some of its bands.
 
     The result is a dict from the name of a weight to a remark, which may be empty. The remark is
-    printed if the weight is adapted to another number of bands.
+    printed if the weight is adapted to another number of bands (:func:`of_bands`).
     """
     bands = channels_of(model)[0]
     try:

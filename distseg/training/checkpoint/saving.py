@@ -251,13 +251,15 @@ class Checkpoints(SilentCheckpoints):
 def set_aside(run: str | Path, after: int = -1) -> Path | None:
     """Move checkpoints that were saved after more than ``after`` steps to a new folder.
 
-    So a new run in the folder of an old run overwrites no checkpoint, nor does a run that resumes
-    from a checkpoint before the last. Return the new folder ``checkpoints.N``, or None if there is
-    nothing to move.
+    So a run overwrites no checkpoint of an earlier run in the same folder. A run that resumes from
+    an older checkpoint overwrites no later one.
 
     Args:
         run: the run's folder.
         after: a number of steps; by default all checkpoints are moved.
+
+    Returns:
+        The new folder ``checkpoints.N``, or None if there is nothing to move.
     """
     folder = Path(run) / FOLDER
     later = [name for name in names_of(run) if int(name.removeprefix("step-")) > after]
@@ -304,7 +306,7 @@ def state_bytes(model: nn.Module, copies: int) -> int:
 
     Args:
         model: the model.
-        copies: the number of values that the optimizer keeps for each weight.
+        copies: the number of values that the optimizer keeps for each weight, 2 for Adam.
     """
     weights = sum(p.nbytes for p in model.parameters() if p.requires_grad)
     return sum(t.nbytes for t in model.state_dict().values()) + copies * weights
@@ -317,8 +319,8 @@ def _part(number: int, parts: int) -> str:
 def _put_in_place(partial: Path, final: Path) -> None:
     """Rename ``partial`` to ``final``, which may exist, and flush the rename to the disk.
 
-    An existing ``final`` is first renamed to a temporary name and deleted at the end. If the job is
-    killed before the end, it remains under the temporary name.
+    An existing folder ``final`` first gets a temporary name, and is deleted at the end. If the job
+    is killed before the end, the old folder remains under the temporary name.
     """
     old = final.with_name(f".{final.name}.old")
     shutil.rmtree(old, ignore_errors=True)

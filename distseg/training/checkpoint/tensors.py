@@ -45,8 +45,8 @@ def write_tensors(
 
     Args:
         path: the file.
-        tensors: the tensors by name. Those with larger elements are written first. Tensors of the
-            same element size are written in the order of this dict.
+        tensors: the tensors by name. They are written by falling number of bytes per element, such
+            as float64 before float32. Tensors with equal numbers keep the order of this dict.
         metadata: strings for the header of the file.
         note: a function that is called with the number of bytes of each tensor after it is written.
 

@@ -174,7 +174,7 @@ class WeightUpdate:
         )
 
     def __call__(self, epoch: int, gradients: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
-        """Run a step and return the parameters after it.
+        """Clip the gradients, step the optimizer, and return the parameters by name.
 
         Args:
             epoch: the epoch, for the learning rate.
@@ -202,6 +202,14 @@ def rounding_of_gradients(
     The error is measured with the gradient of 3 * loss, divided by 3. In exact arithmetic this is
     the gradient of the loss, but every product rounds differently. The result is the norm of its
     difference from ``wanted``, the gradient of the loss.
+
+    Args:
+        model: the plain model before the step.
+        images: all images of the step.
+        config: the settings.
+        wanted: the gradient of the loss by the parameter's name.
+        epoch: the epoch, on which dropout masks depend.
+        dropouts: the layer of each call of a dropout function, as for :func:`serial_step`.
     """
     model = copy.deepcopy(model).train()
     parameters = dict(model.named_parameters())
@@ -222,7 +230,7 @@ def rounding_of_step(
 
 
 class _Rounding(TorchFunctionMode):
-    """Mode that adds random rounding errors to the results of torch functions.
+    """TorchFunctionMode that adds random rounding errors to the results of torch functions.
 
     Parameters, and results that share memory with an argument, stay unchanged.
     """
@@ -257,7 +265,11 @@ class _Rounding(TorchFunctionMode):
 def _forward(
     model: nn.Module, images: list[Image], config: Config, epoch: int, dropouts: Dropouts
 ) -> tuple[Tensor, _Whole]:
-    """Return the loss with its autograd graph, and the mode that recorded the norms' inputs."""
+    """Run the forward passes of a step; return the loss with its autograd graph, and the mode.
+
+    The mode has recorded the inputs of batch norms. :meth:`_Whole.commit` updates their running
+    statistics with them.
+    """
     frozen, logits = config.spatial.frozen_norm, {}
     whole = _Whole(model, frozen, config.train.seed, epoch, dropouts)
     for batch in _batches(model, images, config.spatial.norm_scope):
@@ -311,12 +323,12 @@ def _batches(model: nn.Module, images: list[Image], norm_scope: str) -> list[lis
 
 
 class _Whole(TorchFunctionMode):
-    """Mode in which norms compute by their formulas, and dropout uses distseg's own masks.
+    """TorchFunctionMode in which norms compute by formulas, and dropout uses distseg's own masks.
 
-    The seed, the epoch, the image and the layer determine a mask (:func:`dropout_key`). The mode
-    replaces the functions of norms and dropout, whichever code calls them. The formulas use
-    torch.mean, which adds in pairs. PyTorch's CPU kernels of norms add tens of thousands of numbers
-    one after another, and even in float64 this loses so many digits that the result depends
+    It replaces PyTorch's functions for norms and dropout, whichever code calls them. The seed, the
+    epoch, the image and the layer determine a dropout mask (:func:`dropout_key`). The formulas of
+    norms use torch.mean, which adds pairwise. PyTorch's CPU kernels of norms add tens of thousands
+    of numbers one after another. Even in float64 this loses so many digits that the result depends
     visibly on the order of the images in a batch.
 
     Args:
@@ -339,7 +351,11 @@ class _Whole(TorchFunctionMode):
 
     @contextmanager
     def for_batch(self, batch: list[Image]):
-        """Count dropout calls and set image numbers for one forward pass with these images."""
+        """Return a context manager for one forward pass of the model with these images.
+
+        Inside it the mode replaces norms and dropout. Dropout calls are counted from 0, and masks
+        follow from the numbers of these images.
+        """
         self.numbers, self.calls, self.inside = [image.number for image in batch], 0, []
         self.times: Counter[int] = Counter()
         # Number of dropout calls so far of each module that the network does not list as a layer.
@@ -360,7 +376,7 @@ class _Whole(TorchFunctionMode):
     def elements(
         self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
     ) -> Tensor:
-        """Replace F.dropout and torch.dropout."""
+        """Compute F.dropout or torch.dropout with distseg's mask, one value for each element."""
 
         def masks(x: Tensor, keys: list[int]) -> Tensor:
             size = tuple(x.shape[2:])
@@ -373,7 +389,10 @@ class _Whole(TorchFunctionMode):
     def channels(
         self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
     ) -> Tensor:
-        """Replace F.dropout1d, F.dropout2d, F.dropout3d and torch.feature_dropout."""
+        """Compute a dropout function with distseg's mask, one value for each channel of an image.
+
+        The functions are F.dropout1d, F.dropout2d, F.dropout3d and torch.feature_dropout.
+        """
 
         def masks(x: Tensor, keys: list[int]) -> Tensor:
             shape = (-1, *(1 for _ in x.shape[2:]))
@@ -406,10 +425,10 @@ class _Whole(TorchFunctionMode):
         return input.mul_(mask) if inplace else input * mask
 
     def rand(self, *size, **more) -> Tensor:
-        """Replace torch.rand.
+        """Compute torch.rand, with distseg's own random numbers for stochastic depth.
 
-        If the call belongs to stochastic depth, return one random number for each image, which the
-        seed, the epoch, the image and the layer determine. Any other call returns the result of
+        If the call belongs to stochastic depth, return a tensor (images, 1, ...). The seed, the
+        epoch, the image and the layer determine its numbers. Any other call returns the result of
         torch.rand.
         """
         known = self._known()
@@ -420,7 +439,7 @@ class _Whole(TorchFunctionMode):
         ).view(-1, *(1 for _ in (size[0] if len(size) == 1 else size)[1:]))
 
     def bernoulli(self, input: Tensor, p: float = 0.5, **more) -> Tensor:
-        """Replace Tensor.bernoulli_.
+        """Compute Tensor.bernoulli_, with distseg's own random numbers for stochastic depth.
 
         If the call belongs to stochastic depth, fill the tensor with 1 for the images that are kept
         and with 0 for the others. Any other call does what Tensor.bernoulli_ does.
@@ -432,9 +451,9 @@ class _Whole(TorchFunctionMode):
         return input.copy_(kept.view(-1, *(1 for _ in input.shape[1:])).expand_as(input))
 
     def _known(self) -> Dropped | None:
-        """Count a call of a dropout function, and return the layer of this call.
+        """Count a call of a dropout function, and return the layer whose masks the call uses.
 
-        Return None if ``dropouts`` has no layer for the call.
+        Return None if ``dropouts`` is None or has no layer for the call.
         """
         number, self.calls = self.calls, self.calls + 1
         return None if self.dropouts is None else self.dropouts.get(number)
@@ -455,7 +474,11 @@ class _Whole(TorchFunctionMode):
         momentum=0.1,
         eps=1e-5,
     ) -> Tensor:
-        """Replace F.batch_norm."""
+        """Compute F.batch_norm by its formula.
+
+        An active norm uses the statistics of ``input``, and the values are kept for :meth:`commit`.
+        A frozen norm uses its running statistics.
+        """
         channel = _by_channel(input)
         if running_mean is not None and (self.frozen or not training):
             y = (input - running_mean.view(channel)) / (running_var.view(channel) + eps).sqrt()
@@ -480,21 +503,21 @@ class _Whole(TorchFunctionMode):
         momentum=0.1,
         eps=1e-5,
     ) -> Tensor:
-        """Replace F.instance_norm."""
+        """Compute F.instance_norm by its formula, always with the statistics of ``input``."""
         y = _normalised(input.reshape(-1, 1, *input.shape[2:]), eps)
         return _scaled(y.reshape(input.shape), weight, bias)
 
     def group(self, input, num_groups, weight=None, bias=None, eps=1e-5) -> Tensor:
-        """Replace F.group_norm."""
+        """Compute F.group_norm by its formula."""
         y = _normalised(input.reshape(-1, input.shape[1] // num_groups, *input.shape[2:]), eps)
         return _scaled(y.reshape(input.shape), weight, bias)
 
     @torch.no_grad()
     def commit(self) -> None:
-        """Update the running statistics once for the whole step, as deferred batch norm does.
+        """Update the running statistics of batch norms, once after all forward passes of a step.
 
-        The running statistics move towards the mean and the biased variance of all images of the
-        step.
+        They move towards the mean and the biased variance of all images of the step. PyTorch
+        instead updates them in each forward pass, with the unbiased variance.
         """
         for key, (mean, var, momentum) in self.running.items():
             values = torch.cat(self.seen[key], 1)  # (C, all pixels of all images of the step)
@@ -547,7 +570,10 @@ def serial_loss(config: LossConfig, logits: list[Tensor], labels: list[Tensor]) 
 
 
 def _flat(config: LossConfig, logits: list[Tensor], labels: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Return the logits (n, C) and labels (n,) of the n valid pixels of all images."""
+    """Return the logits (n, C) and labels (n,) of the n valid pixels of all images.
+
+    A pixel is valid if its label is not ``config.ignore_index``.
+    """
     z = torch.cat([z.reshape(len(z), -1).t() for z in logits])
     y = torch.cat([y.flatten() for y in labels])
     return z[y != config.ignore_index], y[y != config.ignore_index]

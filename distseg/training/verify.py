@@ -69,7 +69,7 @@ class RandomImages:
     Args:
         size: the size of every image.
         channels: number of bands.
-        classes: number of classes; at least 2 are used.
+        classes: number of classes. If it is 1, labels still have two values, 0 and 1.
         config: the settings.
         of_image: True for one label for each image.
 
@@ -89,7 +89,7 @@ class RandomImages:
         self.numbers = of_numbers(config.loss.name)
 
     def step(self, number: int, batch: int) -> RandomImages:
-        """Return the images of step ``number``, if every step takes ``batch`` images."""
+        """Return the images of step ``number`` (from 0), if every step takes ``batch`` images."""
         other = copy.copy(self)
         other.first = number * batch
         return other
@@ -99,6 +99,9 @@ class RandomImages:
 
         Pixels are (C, *size) float64 of mean 0 and variance 1. Labels are (*size), or (1, ...) for
         one label per image.
+
+        Args:
+            row: the position of the image in the step.
         """
         count, number = int(np.prod(self.size)), self.first + row
         noise = rng.uniform(rng.key(self.seed, number, "pixels"), self.channels * count)
@@ -120,8 +123,11 @@ class RandomImages:
         """Return a rank's tile batches of some images of the step.
 
         Args:
-            rows: the positions of the images in the step. The other arguments are those of
-                :func:`distseg.tiling.tile.owned_tiles`.
+            rows: the positions of the images in the step.
+            grid: number of ranks along each dim that share an image.
+            per_rank: number of tiles of each rank along each dim.
+            coordinates: position of the rank in the grid.
+            reach: the receptive field of the network, which gives the windows.
         """
         wholes, numbers = [self.whole(n) for n in rows], [self.first + n for n in rows]
         found = []
@@ -164,11 +170,18 @@ class StoreImages:
         self.size, self.first = self.samples[0].size, self.samples[0].number
 
     def step(self, number: int, batch: int) -> StoreImages:
-        """Return the images of step ``number``, if every step takes ``batch`` images."""
+        """Return the images of step ``number`` (from 0), if every step takes ``batch`` images."""
         return StoreImages(self.store, self.config, batch, number)
 
     def whole(self, row: int) -> tuple[Tensor, Tensor]:
-        """Return pixels (C, *size) float64 and labels int64 of image ``row`` of the step."""
+        """Return pixels and labels of image ``row`` of the step.
+
+        Pixels are (C, *size) float64, normalised. Labels are (*size) int64, or (1, ...) for one
+        label per image.
+
+        Args:
+            row: the position of the image in the step.
+        """
         dims = len(self.samples[row].size)
         one = Size((1,) * dims)
         (piece,) = pieces(
@@ -185,8 +198,11 @@ class StoreImages:
         """Return a rank's tile batches of some images of the step.
 
         Args:
-            rows: the positions of the images in the step. The other arguments are those of
-                :func:`distseg.tiling.tile.owned_tiles`.
+            rows: the positions of the images in the step.
+            grid: number of ranks along each dim that share an image.
+            per_rank: number of tiles of each rank along each dim.
+            coordinates: position of the rank in the grid.
+            reach: the receptive field of the network, which gives the windows.
         """
         return pieces(
             self.store, [self.samples[n] for n in rows], grid, per_rank, coordinates, reach
@@ -250,10 +266,16 @@ def verify(
 
 
 def _step(engine: Engine, model: nn.Module, images, names: Mapping[str, str]) -> Outcome | None:
-    """Run a step on the mesh, and return its results.
+    """Run an optimizer step on the mesh, and return its results.
 
     All ranks must call it together. The first rank of each pipeline gets the results of all stages,
-    the others get None. ``names`` maps the network's names to the user's.
+    the others get None.
+
+    Args:
+        engine: the engine that runs the step.
+        model: the network, with the layers of this rank.
+        images: the source of the step's images, such as :class:`RandomImages`.
+        names: a dict from a tensor's name in the network to its name in the user's module.
     """
     config, mesh = engine.config, engine.mesh
     with raise_jointly(mesh.world):
@@ -278,7 +300,12 @@ def _copy(tensor: Tensor) -> Tensor:
 def _of_all_stages(mesh: Mesh, own: Outcome, names: Mapping[str, str]) -> Outcome | None:
     """Return the results of all stages on the first rank of each pipeline, and None on the others.
 
-    All ranks of a pipeline must call it together. ``names`` maps the network's names to the user's.
+    All ranks of a pipeline must call it together.
+
+    Args:
+        mesh: the mesh.
+        own: the results of this rank's stages.
+        names: a dict from a tensor's name in the network to its name in the user's module.
     """
     parts = mesh.pipeline.gather(own) if mesh.pipeline.size > 1 else [own]
     if parts is None:
@@ -382,17 +409,23 @@ def own_pieces(config: Config, mesh: Mesh, images, reach: ReceptiveField) -> lis
 
 
 def _rows(config: Config, group: int) -> Rows:
-    """Return which images of a step belong to sample group ``group``, as the loader deals them."""
+    """Return the positions of a sample group's images in a step, as in the data loader.
+
+    Args:
+        config: the settings.
+        group: the index of the sample group.
+    """
     return Rows(config.mesh.samples, group, config.train.accumulate, config.data.images)
 
 
 class Comparison:
-    """Comparison of a mesh's steps with the serial program, on rank 0.
+    """Comparison of a mesh's optimizer steps with the serial program, on rank 0.
 
     Args:
         config: the settings.
-        engine: the engine of the mesh's steps, for the report.
-        initial: the plain module with its first weights, in float64.
+        engine: the engine that runs the steps on the mesh. The report names its device, halo and
+            transport.
+        initial: the plain module before the first step, in float64.
         dropouts: the layer of each call of a dropout function, as for :func:`serial_step`.
     """
 
@@ -406,14 +439,14 @@ class Comparison:
         self.done = 0
 
     def step(self, images, outcome: Outcome, dump: str | None) -> dict:
-        """Run a step serially and return the report on the mesh's ``outcome``.
+        """Run a step serially, compare it with the mesh's step, and return the report.
 
-        The next step then begins with the weights and buffers of the mesh.
+        The serial program then takes over the weights and buffers of the mesh for the next step.
 
         Args:
-            images: the source of the step's images.
+            images: the source of the step's images, such as :class:`RandomImages`.
             outcome: the results of the step on the mesh.
-            dump: the file to write the step to, or None.
+            dump: the file for the tensors of the step (:func:`write_dump`), or None.
         """
         config = self.config
         wholes = []
@@ -691,7 +724,11 @@ def _borders(report: dict) -> str:
 
 
 def _apart(report: dict) -> list[str]:
-    """Return a sentence for each kind of parameter that is compared in a special way."""
+    """Return a sentence for each kind of parameter that is compared in a special way.
+
+    The kinds are frozen parameters, parameters on which the loss does not depend, and parameters
+    with a gradient that is zero except for rounding errors.
+    """
     found = []
     if frozen := report["frozen"]:
         found.append(
@@ -741,7 +778,13 @@ def _within(step: dict, tolerance: float) -> bool:
 
 
 def _parts(step: dict) -> dict[str, dict[str, float]]:
-    """Return the errors of a step by the tensors' names, part by part."""
+    """Return the relative errors of a step by tensor, for gradients, weights and buffers.
+
+    An example is ``{"gradients": {"conv.weight": 1e-15}, "weights": {...}, "buffers": {...}}``.
+
+    Args:
+        step: the report of the step.
+    """
     return {part: step[part] for part in ("gradients", "weights", "buffers")}
 
 
@@ -754,7 +797,15 @@ program itself are measured. The largest error may be ``_TIMES`` times as large 
 
 
 def summary(report: dict, tolerance: float) -> str:
-    """Return the report as text, with a line for each kind of tensor and its worst error."""
+    """Return the report as text.
+
+    It has a line with the largest error for gradients, weights and buffers each, and ends with the
+    verdict ``exact`` or ``NOT EXACT``.
+
+    Args:
+        report: the report of :func:`verify`.
+        tolerance: the largest relative error that counts as exact.
+    """
     mesh = report["mesh"]
     lines = [
         f"mesh {mesh['samples']} samples x ({mesh['tiles']}) tiles x {mesh['stages']} stages, "
@@ -793,7 +844,12 @@ def summary(report: dict, tolerance: float) -> str:
 
 
 def _line_of_step(number: int, step: dict) -> str:
-    """Return the line of the summary about a step after the first."""
+    """Return the line of the summary about a step after the first, with its largest error.
+
+    Args:
+        number: the number of the step, from 2.
+        step: the report of the step.
+    """
     errors = {"the loss": step["loss"]["error"]} | {
         f"{name} ({part})": error
         for part, found in _parts(step).items()

@@ -313,7 +313,7 @@ class DistributedModel(nn.Module):
     def _prepared(self, image, target, criterion) -> list[list[TileBatch | LazyTileBatch]]:
         """Check the arguments of :meth:`backward`, and set the engine's loss.
 
-        Return this rank's tile batches, a list for each micro-batch.
+        Return for each micro-batch a list of this rank's tile batches.
         """
         with raise_jointly(self.mesh.world):
             self._check_frozen()
@@ -461,9 +461,12 @@ class DistributedModel(nn.Module):
             self._checked.add(key)
 
     def _check_groups(self, images: Arrays | Stacked) -> None:
-        """Check what the ranks give: the same images in a group, and equally many in all groups.
+        """Check that ranks of a group give the same images, and all groups the same number.
 
         All ranks must call it together. Only the numbers and sizes of images are compared.
+
+        Raises:
+            JointFailure: numbers or sizes differ. It is raised on all ranks.
         """
         mine = [tuple(images.size(number)) for number in range(len(images))]
         groups: dict[int, list[tuple[int, ...]]] = {}

@@ -27,7 +27,7 @@ _FREE = (
 
 @dataclass(frozen=True)
 class Position:
-    """Position of a run.
+    """Position of a run: how many steps, epochs and samples are finished.
 
     Attributes:
         step: number of finished optimizer steps, over all epochs.
@@ -59,7 +59,11 @@ def chosen(output: str, resume: bool | str) -> Path | None:
 
 
 def position_of(manifest: dict) -> Position:
-    """Return the position at which a checkpoint was written."""
+    """Return the position of the run when a checkpoint was written.
+
+    Args:
+        manifest: the manifest of the checkpoint.
+    """
     return Position(
         manifest["step"], manifest["epoch"], manifest.get("samples", 0), manifest.get("validation")
     )
@@ -106,7 +110,7 @@ def changes(before: Mapping, now: Mapping) -> list[str]:
 
 
 def mesh_change(before: Mapping, now: Mapping, batch_norm: bool) -> list[str]:
-    """Return a list with a sentence on the effect of a changed mesh.
+    """Return a list with a sentence on a changed mesh and its effect on the loss or gradient.
 
     The list is empty if the mesh has not changed.
 

@@ -431,7 +431,12 @@ def _open_store(data: DataBase) -> Store:
 
 
 def _largest(store: Store, crop: Size | None) -> tuple[int, ...]:
-    """Return the size of the largest training sample, by which stages are balanced."""
+    """Return the size in pixels of the largest training sample, by which stages are balanced.
+
+    Args:
+        store: the training data.
+        crop: the size of crops, or None to train on whole images.
+    """
     return max((crop_size(store.size(name), crop) for name in store.split("train")), key=math.prod)
 
 

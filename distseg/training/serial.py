@@ -55,10 +55,10 @@ class Image:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Results of a step. Tensors have the names of the user's model.
+    """Results of an optimizer step. Tensors have the names of the user's model.
 
     Attributes:
-        loss: the loss.
+        loss: the loss of the step, before the weights change.
         gradients: gradients of all parameters with ``requires_grad``; zeros for unused ones.
         weights: all parameters after the step.
         buffers: floating-point buffers after the step.
@@ -224,6 +224,7 @@ def rounding_of_step(
     """Run :func:`serial_step` with random rounding errors, and return the results of the step.
 
     Every result of a torch function gets a random relative error of up to half the machine epsilon.
+    The difference from a step without these errors shows how exact a comparison can be.
     """
     with _Rounding():
         return serial_step(model, images, config, epoch, dropouts)

@@ -249,7 +249,9 @@ class GradientStep:
 
 
 class StageRunner:
-    """Passes through this rank's stages, which keep autograd graphs of whole windows.
+    """Forward and backward passes of this rank's stages, without streaming.
+
+    A pass computes a whole window at once.
 
     Args:
         pipeline: this rank's stages.
@@ -302,7 +304,7 @@ class StageRunner:
 
 
 class DeviceRunner:
-    """Passes through all stages on several devices of this rank.
+    """Forward and backward passes of all stages, which lie on several devices of this rank.
 
     All forward passes come before all backward passes.
     """
@@ -351,7 +353,7 @@ class StreamedStep:
 
 
 class StreamingRunner:
-    """Passes over streamed tiles, one tile in memory at a time.
+    """Forward and backward passes of streamed tiles, one tile in memory at a time.
 
     A single stage ends a micro-batch before it begins the next, unless the loss gradient is known
     only after all forward passes. In a pipeline, feature maps of several micro-batches are stored

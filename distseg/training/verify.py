@@ -668,11 +668,17 @@ def check_dump(model: nn.Module) -> None:
 def write_dump(
     path: str, model: nn.Module, images: list[Image], gradients: dict[str, Tensor]
 ) -> None:
-    """Write the tensors with which another program can check a step, in layer order.
+    """Write the tensors of a step to a file, in layer order, so that another program can check it.
 
     The file has the tensors ``weights/NAME``, ``buffers/NAME``, ``input`` (N, C, *size), ``labels``
     (N, *size), and ``gradients/NAME`` for trained parameters. If the images differ in size, each
     image has its own tensors instead: ``input/0`` and ``labels/0``, ``input/1`` and so on.
+
+    Args:
+        path: the safetensors file to write.
+        model: the module before the step.
+        images: all images of the step.
+        gradients: the gradients of the step on the mesh, by the parameter's name.
     """
     tensors = {f"weights/{name}": p.detach() for name, p in model.named_parameters()}
     tensors.update({f"buffers/{name}": b for name, b in model.named_buffers()})

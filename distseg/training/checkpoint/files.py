@@ -370,9 +370,9 @@ def _load_tensors(
 def _files(
     checkpoint: Path, manifest: dict, kind: str
 ) -> Iterator[tuple[Path, dict[str, str] | None]]:
-    """Yield each stage's file with the checksums of its tensors by name.
+    """Yield (file, checksums of its tensors by name) for each stage of the checkpoint.
 
-    Checkpoints of version 1 have no checksums. Then None takes their place.
+    Checkpoints of version 1 have no checksums. For them the pair is (file, None).
 
     Args:
         checkpoint: the folder of the checkpoint.

@@ -116,7 +116,8 @@ def pretrained(path: str, model: nn.Module, renamed: Mapping[str, str] | None = 
         raise ValueError(
             f"train.init {path} has no weights of this network: its names are like "
             f"{_some(shapes)}, the network's like {_some(list(names.values()))}: "
-            'set train.init_names, such as {"backbone.": "encoder."}'
+            "set train.init_names from a prefix in the file to a prefix in the network, such as "
+            '{"backbone.": "encoder."}'
         )
     unused = sorted({there for there, _ in shapes.values()} - set(sources.values()))
     taken, total = (len({names[name] for name in some}) for some in (sources, own))

@@ -607,8 +607,8 @@ class DistributedModel(nn.Module):
         """End a backward pass: sum its gradients over the replicas, then add earlier gradients.
 
         The sum includes the gradients that a :meth:`no_sync` block postponed. The earlier gradients
-        are those that ``grad`` had before this pass. Inside :meth:`no_sync` nothing is summed. All
-        ranks must call the method together.
+        are the others that ``grad`` had before this pass. Inside :meth:`no_sync` nothing is summed.
+        All ranks must call the method together.
 
         Args:
             scale: factor of the gradients of this backward pass.

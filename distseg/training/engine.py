@@ -667,8 +667,7 @@ def streaming_order(schedule: str, linear: bool, active: bool) -> str:
 def read_around(reach: ReceptiveField, exchange: Exchange | None, streamed: bool) -> ReceptiveField:
     """Return the receptive field by which a tile's window is read from an image.
 
-    If ranks exchange halos between layers, its halo is 0 and the window is the tile. Otherwise it
-    has the halo of ``reach``.
+    Its halo is 0 if ranks exchange halos between layers, and otherwise that of ``reach``.
 
     Args:
         reach: the receptive field of the model.

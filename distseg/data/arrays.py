@@ -58,9 +58,9 @@ class Arrays:
 
     @property
     def is_batch(self) -> bool | None:
-        """True for one array with a batch dim, None for a list of several images, else False.
+        """True for an array with a batch dim, False for one image, None for a list of images.
 
-        False stands for one image, also for one in a list.
+        A list of one image counts as one image.
         """
         if self._batch is not None:
             return True
@@ -70,12 +70,12 @@ class Arrays:
         return len(self._images) if self._batch is None else self._batch.shape[0]
 
     def size(self, image: int) -> tuple[int, ...]:
-        """Return the size of an image in pixels."""
+        """Return the size in pixels of the image with the index ``image``."""
         shape = self._shape(image)
         return tuple(map(int, shape[len(shape) - self.dims :]))
 
     def channels(self, image: int) -> int:
-        """Return the number of channels of an image."""
+        """Return the number of channels of the image with the index ``image``."""
         shape = self._shape(image)
         return int(shape[len(shape) - self.dims - 1])
 
@@ -139,7 +139,7 @@ class Stacked:
         return len(self.parts[0])
 
     def channels(self, image: int) -> int:
-        """Return the number of channels of all inputs together."""
+        """Return the number of channels of all inputs together, for the image ``image``."""
         return sum(part.channels(image) for part in self.parts)
 
     def read(self, images: Sequence[int], box: Box) -> Tensor:

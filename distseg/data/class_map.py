@@ -31,7 +31,9 @@ _DONE = 1 << 32  # bit in the record that marks a tile as finished, above its 32
 
 
 def identity_of(about: dict, size: Sequence[int], tiles: Sequence[Box], likely: int) -> str:
-    """Return a digest of everything that a result depends on.
+    """Return a digest of everything that a class map depends on.
+
+    A later run keeps or continues a class map only if it has the same digest.
 
     Args:
         about: settings and inputs, in types that JSON can hold.
@@ -188,9 +190,9 @@ class PartialMap:
             return np.memmap(file, dtype, "r+", shape=shape)
 
     def _sum(self, number: int) -> int:
-        """Return the checksum of the pixels of tile ``number``, as the record stores it.
+        """Return the checksum of the pixels of tile ``number``, which the file ``done`` records.
 
-        It is never 0, because a 0 in the record marks an unfinished tile.
+        It is never 0, because a 0 in this file marks an unfinished tile.
         """
         at, found = self.tiles[number].slices, zlib.crc32(str(number).encode())
         for array in self._arrays.values():
@@ -198,7 +200,7 @@ class PartialMap:
         return _DONE | found
 
     def _forget_damaged(self) -> None:
-        """Mark tiles as missing if their pixels do not match the recorded checksum."""
+        """Mark the tiles as missing whose pixels do not match their recorded checksum."""
         for number in np.flatnonzero(self._record):
             if int(self._record[number]) != self._sum(int(number)):
                 self._record[number] = 0
@@ -241,9 +243,10 @@ class PartialMap:
             raise
 
     def _make(self, name: str, count: int, content: bytes = b"") -> None:
-        """Create a file in the folder: of ``count`` zero bytes, or with ``content`` if it is 0.
+        """Create a file in the folder, with ``count`` zero bytes or with ``content``.
 
-        The bytes are reserved on the disk, so that the disk cannot run full later.
+        The zero bytes are reserved on the disk, so that the disk cannot run full later. ``count``
+        is 0 if ``content`` is given.
         """
         with os.fdopen(
             opened_plain(self.folder / name, os.O_RDWR | os.O_CREAT | os.O_EXCL), "wb"

@@ -21,7 +21,10 @@ _IMAGES_KEPT = 32  # images whose weights stay in memory
 
 
 class Focus:
-    """Random pixels of one class of a split.
+    """Source of random pixels of one class, near which crops are placed (``data.focus_class``).
+
+    Each block of an image is drawn in proportion to the square root of its number of pixels of the
+    class.
 
     Args:
         store: the store.
@@ -75,7 +78,8 @@ class Focus:
     def _read_weights(self, name: str) -> tuple[np.ndarray, tuple[int, ...]]:
         """Return the cumulative weights of an image's blocks, and the number of blocks per dim.
 
-        Blocks are in row-major order.
+        The weight of a block is the square root of its number of pixels of the class. The blocks
+        are in row-major order.
         """
         weights = np.sqrt(self._store.block_counts(name)[self._class])
         return weights.cumsum(), weights.shape

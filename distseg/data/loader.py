@@ -55,10 +55,10 @@ def blocks(
     stride,
     note_bytes: Callable[[int], None],
 ) -> list[LazyTileBatch]:
-    """Return the tile batches of a rank with a single tile, for streaming.
+    """Return the tile batches of a rank for a micro-batch that is streamed.
 
-    There is one lazy tile batch for each size of samples. It reads boxes of pixels and labels from
-    the store while the step runs.
+    There is one for each size of samples. It covers the single tile that the rank owns of these
+    samples, and reads boxes of pixels and labels from the store while the step runs.
 
     Args:
         store: the store.
@@ -141,7 +141,9 @@ def read_labels(store: Store, samples: list[Sample], box: Box) -> torch.Tensor:
     """Return the labels of one box of each sample.
 
     ``box`` is in the coordinates of the augmented sample. Labels of pixels are (B, *box.size)
-    uint8. Labels of whole images are (B, 1, ...), with classes as int64 or numbers as float32.
+    uint8. Labels of whole images are (B, 1, ..., 1), one 1 for each spatial dim, with classes as
+    int64 or numbers as float32. Only the box at the origin has them; in other boxes they are
+    ``store.ignore`` or NaN, so that each image counts once.
     """
     if store.of_images:
         return labels_of_images(
@@ -153,13 +155,13 @@ def read_labels(store: Store, samples: list[Sample], box: Box) -> torch.Tensor:
 
 
 def bytes_of(store: Store, samples: list[Sample], pixels: int, labels: int) -> int:
-    """Return how many uncompressed bytes of the store some pixels and labels take.
+    """Return the number of bytes that a read takes from a store, before any compression.
 
     Args:
         store: the store.
         samples: the samples that are read.
-        pixels: number of pixels that are read of each sample.
-        labels: number of labels that are read of each sample. A label has one byte.
+        pixels: number of pixels that are read of each sample, in all bands.
+        labels: number of labels that are read of each sample, one byte each.
     """
     return (
         sum(store.dtype(s.image).itemsize * store.bands for s in samples) * pixels

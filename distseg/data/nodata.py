@@ -117,7 +117,7 @@ def from_json(value: int | float | str | None) -> int | float | None:
         return value
     if value in ("nan", "inf", "-inf"):
         return float(value)
-    raise ValueError(f"{value!r} is not a number")
+    raise ValueError(f"the number for no data is {value!r}, which is not a number")
 
 
 def _too_large(value: int | float, dtype: np.dtype) -> bool:

@@ -126,6 +126,9 @@ def check_train(splits: Sequence[str], images: Path) -> None:
     Args:
         splits: the split of each image.
         images: the folder of the images, for the message.
+
+    Raises:
+        ValueError: no image is in the split train.
     """
     if "train" not in splits:
         raise ValueError(

@@ -11,7 +11,8 @@ def partners(images: Sequence[str], masks: Sequence[str]) -> dict[str, str]:
 
     A common part at the beginning or end of all names of masks is ignored, and a common part of all
     names of images too, if this pairs all images with all masks in exactly one way. Otherwise only
-    images and masks with equal names are paired.
+    images and masks with equal names are paired. For example, the images ``a_1`` and ``a_2`` are
+    paired with the masks ``a_1_mask`` and ``a_2_mask``.
 
     Args:
         images: names of images without endings, all different.

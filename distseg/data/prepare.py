@@ -161,7 +161,8 @@ def summary(store: Store) -> str:
 
     The table has one row per split: its number of images, their sizes, the number of pixels, the
     share of each class among the labelled pixels, and the shares of pixels without label and
-    without data.
+    without data. For labels of whole images, the number of classes and of images per class replace
+    the shares of classes, or the range of the labels if they are numbers.
     """
     splits = sorted(store.splits, key=_split_order)
     return "\n".join(
@@ -212,11 +213,11 @@ def _found(pairs: Sequence[Pair], seen: set[int], expected: int) -> str:
 
 
 def _bytes(pairs: Sequence[Pair], labels: bool) -> int:
-    """Return the most bytes that the images take in a store.
+    """Return an upper bound of the bytes that images take in a store, with their validity masks.
 
     Args:
         pairs: the images.
-        labels: True to add the labels, one byte per pixel.
+        labels: True to include labels, one byte per pixel.
     """
     return sum(bytes_of(pair.size, pair.bands, pair.dtype, labels + pair.masked) for pair in pairs)
 
@@ -336,9 +337,13 @@ def copy_image(
 def _labels(
     mask: Reader, box: Box, values: Mapping[int, int], ignore: int
 ) -> tuple[np.ndarray, set[int]]:
-    """Return the labels of a box, and the keys of ``values`` that the mask contains in this box.
+    """Return the labels (*box.size), and the keys of ``values`` that the mask contains in the box.
 
-    Pixels that the validity mask of the mask file marks as invalid get the label ``ignore``.
+    Args:
+        mask: the reader of the mask.
+        box: the part of the mask to read.
+        values: map from mask values to labels. Every other mask value is a label itself.
+        ignore: the label of pixels that the mask file itself marks as having no data.
     """
     labels, valid = mask.read_valid(box)
     found, held = mapped(labels[0], values)
@@ -372,7 +377,7 @@ def _split_order(split: str) -> tuple[int, str]:
 
 
 def _row(store: Store, split: str) -> dict:
-    """Return the row of a split in the table of :func:`summary`."""
+    """Return the row of a split in the table of :func:`summary`, as {column: text or number}."""
     names = store.split(split)
     sizes = sorted({store.size(name) for name in names}, key=np.prod)
     pixels = sum(Size(store.size(name)).volume for name in names)
@@ -451,7 +456,7 @@ def _notes_on_input(
 
 
 def _notes(store: Store, splits: list[str]) -> list[str]:
-    """Return notes on classes without a pixel in a split."""
+    """Return one note for each class that has no pixel in some of the splits."""
     labelled = {
         split: [name for name in store.split(split) if store.has_labels(name)] for split in splits
     }

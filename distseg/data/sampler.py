@@ -38,7 +38,7 @@ class Sample:
 
     @property
     def size(self) -> tuple[int, ...]:
-        """The size of the sample after its turn."""
+        """The size of the sample: that of its box after the turn of the augmentation."""
         return self.turn.size(self.box.size)
 
 
@@ -46,8 +46,9 @@ class Sample:
 class Rows:
     """Positions of one sample group's images in the list of all images of a step.
 
-    The list is ordered by micro-batch, and within a micro-batch by group. So all groups together
-    compute the same micro-batches as a single group of all ranks would.
+    The list is ordered by micro-batch, and within a micro-batch by group. With 2 groups and 2
+    images each, group 1 has the positions 2 and 3 in micro-batch 0, and 6 and 7 in micro-batch 1.
+    So the micro-batches of all groups together do not depend on the number of groups.
 
     Attributes:
         groups: number of sample groups.

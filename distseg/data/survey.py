@@ -33,7 +33,10 @@ class Values:
         self.seen: set[int] = set()
 
     def hold(self, values: set[int]) -> bool:
-        """Return True if a mask contains one of these values; masks are read until one is found."""
+        """Return True if a mask contains at least one of these values.
+
+        Masks are read until one of the values is found.
+        """
         while not values & self.seen and (found := next(self._more, None)) is not None:
             self.seen |= found
         return bool(values & self.seen)
@@ -154,7 +157,9 @@ class Survey:
         return f"{hold}, of which {' and '.join(parts)}"
 
     def _repair(self, missing: list[int], seen: set[int]) -> str:
-        """Return advice: a flag to map values to labels, and a flag to accept the masks.
+        """Return advice for a message: to map values to labels, or to allow classes without pixels.
+
+        The advice names the flags --values and --absent, with the values to give.
 
         Args:
             missing: labels of the classes that have no pixel.

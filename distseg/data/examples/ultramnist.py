@@ -207,7 +207,7 @@ def scene_of(
         key: key of the image's random numbers.
         size: height and width of the image.
         digits: the least and the largest number of digits.
-        sums: number of classes: sums are 0 .. sums-1.
+        sums: number of possible sums. If ``total`` is None, it is drawn from 0 .. sums-1.
         by_value: for each value from 0 to 9, the indices of MNIST's digits with this value.
         total: the sum of the digits; None to draw it.
     """

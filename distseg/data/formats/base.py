@@ -15,10 +15,10 @@ from distseg.tiling.tile import Box
 
 
 class Reader:
-    """An open image file.
+    """Reader of boxes of pixels of an open image file, and the facts from its header.
 
-    Subclasses set the attributes and define ``_read``, which returns all decoded bands of a box.
-    ``size`` has the slowest dim first.
+    A subclass for a format sets attributes such as ``size`` and ``bands``. It defines ``_read``,
+    which returns all decoded bands of a box. ``size`` has the slowest dim first.
     """
 
     size: tuple[int, ...]

@@ -128,7 +128,7 @@ def matrix_of(place: Georeference) -> list[list[float]]:
     """
     found = dict(place.tags).get(_MATRIX, ())
     if len(found) != 16 or not place._points:
-        raise ValueError("the georeference belongs to an image, and has no affine of a volume")
+        raise ValueError("the georeference has no affine of a volume, such as a NIfTI file has")
     return [list(found[row : row + 4]) for row in range(0, 16, 4)]
 
 
@@ -255,7 +255,9 @@ def _checked(code: int, value: Any) -> tuple[int, str | tuple[float, ...]]:
         or len(value) > _MOST
         or isinstance(value, str) != (_TYPES[code] == _TEXT)
     ):
-        raise ValueError(f"{code} is not a georeference tag")
+        raise ValueError(
+            f"tag {code} of the georeference is unknown, or its value is too long or of a wrong type"
+        )
     if isinstance(value, str):
         return code, value
     kind = int if _TYPES[code] == 3 else float
@@ -264,5 +266,5 @@ def _checked(code: int, value: Any) -> tuple[int, str | tuple[float, ...]]:
         or kind is int
         and not all(0 <= n < 1 << 16 for n in value)
     ):
-        raise ValueError(f"the tag {code} holds no numbers of its type")
+        raise ValueError(f"tag {code} of the georeference holds values that are not of its type")
     return code, tuple(kind(n) for n in value)

@@ -14,7 +14,7 @@ _ZLIB, _ZSTD = 1, 2
 
 
 def decoded(data: bytes, samples: int, dtype: np.dtype, alpha: bool) -> np.ndarray:
-    """Return the pixels (rows, columns, samples) of a segment, which is a strip or tile.
+    """Return the pixels (rows, columns, samples) of a TIFF strip or tile.
 
     Pixels without a number, which LERC's mask marks, are NaN.
 
@@ -25,8 +25,8 @@ def decoded(data: bytes, samples: int, dtype: np.dtype, alpha: bool) -> np.ndarr
         alpha: True if the last sample is transparency, which libtiff may store as the mask.
 
     Raises:
-        ValueError: the pixels have another dtype, or the segment has integers and a mask, since no
-            integer means "no data".
+        ValueError: the pixels have another dtype, or the strip or tile has integers and a mask,
+            since no integer means "no data".
     """
     import imagecodecs
 
@@ -47,13 +47,12 @@ def decoded(data: bytes, samples: int, dtype: np.dtype, alpha: bool) -> np.ndarr
 
 
 def unpacked(data: bytes, added: int, pixels: int) -> bytes:
-    """Return LERC's own bytes of a segment, without a further compression on top of them.
+    """Return LERC's own bytes of a strip or tile; undo zlib or zstd if it was applied to them.
 
     Args:
-        data: the bytes of the segment in the file.
-        added: the second number of the tag ``ADDED``, which names the further compression.
-        pixels: the number of bytes of the segment's decoded pixels. It limits the size of the
-            result.
+        data: the bytes of the strip or tile in the file.
+        added: the second number of the tag ``ADDED``, which says if zlib or zstd was applied.
+        pixels: the number of bytes of the decoded pixels. It limits the size of the result.
     """
     import imagecodecs
 
@@ -64,7 +63,9 @@ def unpacked(data: bytes, added: int, pixels: int) -> bytes:
 
 
 def is_lossy(data: bytes, dtype: np.dtype) -> bool:
-    """Return True if the header of a segment allows that LERC has changed pixels.
+    """Return True if LERC may have changed pixels of a strip or tile.
+
+    The header contains the largest error that the writer allowed.
 
     Args:
         data: LERC's own bytes, from :func:`unpacked`.
@@ -76,9 +77,9 @@ def is_lossy(data: bytes, dtype: np.dtype) -> bool:
 
 
 def _depth(data: bytes) -> int:
-    """Return how many bands lie interleaved in one block of LERC's own bytes.
+    """Return the number of values per pixel that LERC's own bytes hold side by side.
 
-    If it is 1, each band is in a block of its own, one block after the other.
+    It is 1 if the image has one band, or if its bands are stored one after the other.
     """
     version = struct.unpack_from("<i", data, 6)[0]
     return struct.unpack_from("<i", data, 22)[0] if version > 3 else 1

@@ -50,7 +50,12 @@ def mapped_array(
 
 
 def copied(array: np.ndarray, part: np.ndarray) -> np.ndarray:
-    """Return a copy of ``part``, a view of ``array``, and release the array's mapped pages."""
+    """Return a copy of ``part``, and release the mapped pages of ``array``.
+
+    Args:
+        array: a mapped array.
+        part: a view of ``array``.
+    """
     found = np.array(part)
     let_go(array)
     return found

@@ -48,7 +48,7 @@ def check_upright(path: Path, orientation: int) -> None:
 
 
 def orientation(path: Path, image) -> int:
-    """Return the EXIF orientation of an image that Pillow opened; 1, upright, by default."""
+    """Return the EXIF orientation of Pillow's ``image``; 1 (upright) if it has no valid one."""
     from PIL import Image
 
     try:
@@ -64,7 +64,7 @@ def orientation(path: Path, image) -> int:
 
 
 def turned(tag) -> int:
-    """Return the EXIF orientation that a tag's value stands for; 1, upright, if it is not valid."""
+    """Return the value of an EXIF orientation tag as int, or 1 (upright) if it is not valid."""
     return int(tag) if tag in range(2, 9) else 1
 
 
@@ -85,7 +85,10 @@ def lossy_tiff(compression: int) -> str | None:
 
 
 def colours(mode: str) -> str:
-    """Return the name of the colours of Pillow's ``mode``, as :func:`tiff_colours` names them."""
+    """Return what the bands of Pillow's ``mode`` mean, such as ``grey`` for L or ``RGB`` for RGB.
+
+    Images of a store must agree in it. :func:`tiff_colours` uses the same names.
+    """
     return _MODES.get(mode, mode)
 
 
@@ -148,7 +151,7 @@ def unread_scale(page) -> tuple[str, ...]:
 
 
 def tiff_colours(page, bands: int) -> str | None:
-    """Return the name of the colours of the decoded bands; None if the tags do not tell.
+    """Return what the decoded bands mean, such as ``RGB``; None if the tags do not tell.
 
     Args:
         page: tifffile's page, which has the tags.

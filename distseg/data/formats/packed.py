@@ -1,6 +1,6 @@
 """Check the size of a compressed TIFF strip or tile before it is decoded.
 
-Decoders trust the size that a segment declares, and would reserve that much memory.
+Decoders trust the size that a strip or tile declares, and would reserve that much memory.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from collections.abc import Callable
 JPEGS = (6, 7, 33007, 34892)
 DEFLATES = (8, 32946)
 LERC = 34887
-# Most bytes of pixels per byte of a segment, by compression: none, LZW, PackBits, deflate.
+# Most bytes of pixels per byte of a strip or tile, by compression: none, LZW, PackBits, deflate.
 MOST_PACKED = {1: 1, 5: 2731, 32773: 64, **dict.fromkeys(DEFLATES, 1032)}
-_MORE = 1 << 16  # bytes that a valid segment may have beyond its pixels
+_MORE = 1 << 16  # bytes that a valid strip or tile may have beyond its pixels
 _PIECE = 1 << 18  # bytes that are unpacked at a time
 _FRAMES = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}  # JPEG markers of frames, which hold the size
 _ALONE = {0x01, *range(0xD0, 0xDA)}  # JPEG markers without a length
@@ -22,27 +22,27 @@ _RATIOS = ((1, 1), (6, 5), (4, 3), (3, 2), (16, 9), (5, 4), (2, 1))  # width to 
 
 
 def fits(compression: int, pixels: int, packed: int) -> bool:
-    """Return True if a segment of ``packed`` bytes can decode to ``pixels`` bytes.
+    """Return True if ``packed`` bytes of a strip or tile can decode to ``pixels`` bytes.
 
-    A segment that is far larger than its pixels is not accepted either.
+    The result is also False if the packed bytes are far more than the pixels need.
 
     Args:
-        compression: the number in the tag Compression. Without known limits for it, the result is
-            True.
+        compression: the number in the tag Compression. If distseg knows no limits for this
+            compression, the result is True.
         pixels: number of bytes of the decoded pixels.
-        packed: number of bytes of the segment in the file.
+        packed: number of bytes of the strip or tile in the file.
     """
     most = MOST_PACKED.get(compression)
     return most is None or pixels // most <= packed <= 2 * pixels + _MORE
 
 
 def unpacks_to_more(data: bytes, pixels: int) -> bool:
-    """Return True if a deflated segment unpacks to at least 64 KiB more than ``pixels`` bytes.
+    """Return True if a deflated strip or tile unpacks to at least 64 KiB more than ``pixels``.
 
-    The segment is unpacked piece by piece, so the check needs little memory.
+    The bytes are unpacked piece by piece, so the check needs little memory.
 
     Args:
-        data: the bytes of the segment in the file.
+        data: the bytes of the strip or tile in the file.
         pixels: number of bytes that the decoded pixels should have.
     """
     stream, left = zlib.decompressobj(), pixels + _MORE
@@ -57,16 +57,22 @@ def unpacks_to_more(data: bytes, pixels: int) -> bool:
 
 
 def says_size(compression: int) -> bool:
-    """Return True if :func:`size_of` can read the header of segments of this ``compression``."""
+    """Return True if :func:`size_of` can read the headers that this compression writes.
+
+    Args:
+        compression: the number in the tag Compression.
+    """
     return compression in _SIZES
 
 
 def size_of(compression: int, data: bytes) -> tuple[int, int] | None:
-    """Return (height, width) from the header of a segment; None if the header has no size.
+    """Return the (height, width) that the packed bytes of a strip or tile declare in their header.
+
+    Return None if the header has no size or is damaged.
 
     Args:
         compression: the number in the tag Compression, for which :func:`says_size` is True.
-        data: the bytes of the segment.
+        data: the packed bytes of the strip or tile.
     """
     try:
         return _SIZES[compression](data)

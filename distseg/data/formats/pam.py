@@ -30,7 +30,7 @@ def nodata_values(path: Path) -> list[str]:
 
 
 def has_place(path: Path) -> bool:
-    """Return True if the image ``path`` has a metadata file with a georeference."""
+    """Return True if GDAL's metadata file of the image ``path`` exists and has a georeference."""
     return bool(_PLACE.search(_text(path)))
 
 

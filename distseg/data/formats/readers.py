@@ -290,7 +290,7 @@ class NpyReader(Reader):
         if array.ndim != dims + 1:
             raise ValueError(
                 f"{path} holds an array of {array.ndim} axes, but an image of {dims} dims has "
-                f"{dims} or, with bands first, {dims + 1}"
+                f"{dims} or, with bands first, {dims + 1}: reshape it"
             )
         if array.shape[-1] <= _MOST_TRAILING_BANDS < array.shape[0]:
             array = np.moveaxis(array, -1, 0)
@@ -406,7 +406,10 @@ class PillowReader(Reader):
         return np.concatenate([array, seen.astype(array.dtype)])
 
     def _key(self, image) -> int | tuple[int, ...] | None:
-        """Return the colour that the file declares transparent; None without one, or for masks."""
+        """Return the colour that the file declares transparent; None if there is none.
+
+        It is an int for a grey level, and a tuple for (red, green, blue). For masks it is None.
+        """
         key = image.info.get("transparency")
         if self._palette or image.mode not in _KEYED or not isinstance(key, (int, tuple)):
             return None

@@ -29,7 +29,7 @@ BANDS = "SCQI"  # tifffile's axes of bands: samples, channels, and two kinds of 
 UNNAMED = "QI"
 _NEVER_PREDICTED = (1, 32773)  # compressions without a predictor in libtiff: none, PackBits
 _CHEAP = 1 << 22  # bytes up to which a tile is decoded again for each box
-# Above this size in bytes, all segments are decoded with the first read, before other work
+# Above this size in bytes, all strips and tiles are decoded with the first read, before other work
 # takes memory.
 _AT_ONCE = 1 << 24
 
@@ -104,7 +104,7 @@ class Segments:
 
     @property
     def lossy_lerc(self) -> bool:
-        """True if the header of the first segment says that LERC may have changed the pixels."""
+        """True if the header of the first strip or tile says that LERC may have changed pixels."""
         if self._layout.compression != packed.LERC:
             return False
         data = self._raw(self._series.pages[0], 0)
@@ -129,7 +129,11 @@ class Segments:
         return np.memmap(self.path, stored, "r", self._series.dataoffset, tuple(shape))
 
     def _check_pages(self) -> None:
-        """Refuse pages in other files, and compressed series with several axes of pages."""
+        """Refuse pages in other files, and pages along several axes, such as slices and bands.
+
+        Raises:
+            ValueError: there are such pages; the message names the repair.
+        """
         if any(page is None for page in self._series.pages):
             raise ValueError(
                 f"{self.path} has pages in other files, which are not opened: write all pages into "
@@ -142,7 +146,14 @@ class Segments:
             )
 
     def _check_form(self) -> None:
-        """Refuse encodings that programs read differently, or whose headers hold no known size."""
+        """Refuse encodings that programs decode in different ways, or whose size is not checked.
+
+        Programs differ, for example, in reading a predictor without a compression that uses one.
+        An image compression must be one of which :mod:`distseg.data.formats.packed` reads the size.
+
+        Raises:
+            ValueError: the encoding is refused; the message names the repair.
+        """
         layout = self._layout
         convert = "convert it, such as with 'gdal_translate -co COMPRESS=DEFLATE'"
         kind = getattr(layout.compression, "name", layout.compression)
@@ -166,10 +177,13 @@ class Segments:
             raise ValueError(f"{self.path} is compressed by {kind}, which is not read: {convert}")
 
     def _check_segments(self) -> None:
-        """Refuse pages that lack segments, and segments of an impossible or too large size.
+        """Refuse pages without all of their strips or tiles, or with strips or tiles of a bad size.
 
-        A size is impossible if the bytes of the segment cannot hold its pixels, and too large if
-        decoding needs more than the free memory.
+        A size is bad if the bytes in the file cannot hold the pixels, or if decoding needs more
+        than the free memory.
+
+        Raises:
+            ValueError: something is refused.
         """
         layout = self._layout
         needed = math.prod(int(n) for n in layout.chunked)
@@ -185,12 +199,12 @@ class Segments:
         for page in self._series.pages:
             for index, count in enumerate(page.databytecounts):
                 self._check_packed(layout.compression, index, count)
-        # The part of the scratch file that holds the segment is in memory too.
+        # The part of the scratch file that holds the strip or tile is in memory too.
         self.decoding = taken + self._segment_bytes if self._at_once else 0
 
     @property
     def _at_once(self) -> bool:
-        """True if a segment is so large that all are decoded with the first read."""
+        """True if strips or tiles are so large that the first read decodes all of its page."""
         return self._segment_bytes > _AT_ONCE
 
     @property
@@ -226,7 +240,8 @@ class Segments:
     def _part(self, number: int, wanted: tuple[slice, ...]) -> np.ndarray:
         """Return the pixels of a part of a page, from the scratch file or decoded anew.
 
-        The shape is (separate bands, depth, height, width, interleaved bands).
+        The shape is (separate bands, depth, height, width, interleaved bands). A file stores bands
+        in either way, so one of these two numbers is 1.
 
         Args:
             number: index of the page.
@@ -245,11 +260,11 @@ class Segments:
         return copied(kept, kept[(number, slice(None), *wanted)])
 
     def _keep(self, number: int, segments: Iterable[int]) -> None:
-        """Decode segments of a page into the scratch file, except for those that are in it already.
+        """Decode strips or tiles of a page into the scratch file, unless they are in it already.
 
         Args:
             number: index of the page.
-            segments: indices of the segments in the page.
+            segments: indices of the strips or tiles in the page.
         """
         for index in segments:
             if not self._done[number, index]:
@@ -261,9 +276,10 @@ class Segments:
 
     @cached_property
     def _kept(self) -> np.ndarray | None:
-        """Array in the scratch file for all decoded pages.
+        """Array for the decoded pixels of all pages, in a scratch file unless it is small.
 
-        It is None if the segments are small tiles, or if the scratch file does not fit on its disk.
+        It is None if no pixels are kept: the file has small tiles, which are decoded again for each
+        box, or there is no room for the scratch file.
         """
         layout, pages = self._layout, self._series.pages
         if layout.is_tiled and self._segment_bytes <= _CHEAP:
@@ -276,7 +292,11 @@ class Segments:
         return tuple(slice(0, n) for n in self._layout.shaped[1:4])
 
     def _touched(self, wanted: tuple[slice, ...]) -> Iterator[int]:
-        """Yield the indices of a page's segments that overlap the wanted slices, in order."""
+        """Yield the indices of a page's strips or tiles that overlap the wanted part, in order.
+
+        Args:
+            wanted: slices of the page along depth, height and width.
+        """
         shaped, edges = self._layout.shaped, self._edges
         grid = (shaped[0], *(-(-n // edge) for n, edge in zip(shaped[1:4], edges)))
         along = (range(s.start // edge, -(-s.stop // edge)) for s, edge in zip(wanted, edges))
@@ -285,20 +305,20 @@ class Segments:
 
     @property
     def _edges(self) -> tuple[int, int, int]:
-        """Depth, height and width of a segment."""
+        """Depth, height and width of a strip or tile, in pixels."""
         layout = self._layout
         if layout.is_tiled:
             return int(layout.tiledepth), int(layout.tilelength), int(layout.tilewidth)
         return 1, int(layout.rowsperstrip), int(layout.shaped[3])
 
     def _decode(self, number: int, index: int, wanted: tuple[slice, ...], out: np.ndarray) -> None:
-        """Decode a segment of a page and write its overlap with the wanted slices into ``out``.
+        """Decode a strip or tile, and write its pixels in the wanted part of the page into ``out``.
 
         Args:
             number: index of the page.
-            index: index of the segment in the page.
+            index: index of the strip or tile in the page.
             wanted: slices of the page along depth, height and width.
-            out: the wanted pixels, in the shape that :meth:`_part` returns.
+            out: array for the wanted part, in the shape that :meth:`_part` returns.
         """
         segment, at, shape = self._segment(self._series.pages[number], index)
         target, source = zip(
@@ -307,16 +327,17 @@ class Segments:
                 for a, n, s in zip(at[1:4], shape if segment is None else segment.shape, wanted)
             )
         )
-        # A sparse file leaves out segments that have no data.
+        # A sparse file leaves out strips and tiles that have no data.
         out[(at[0], *target)] = self._layout.nodata if segment is None else segment[source]
 
     def _segment(
         self, page, index: int
     ) -> tuple[np.ndarray | None, tuple[int, ...], tuple[int, ...]]:
-        """Return the pixels of the segment ``index`` of a page, its position and its shape.
+        """Return the pixels of a strip or tile of a page, its position and its shape.
 
         The pixels have the shape (depth, height, width, bands). They are None if a sparse file
-        leaves the segment out.
+        leaves the strip or tile out. The position is (separate band, depth, row, column, 0) of the
+        first pixel. ``index`` counts the strips or tiles of the page.
         """
         layout, data = self._layout, self._raw(page, index)
         if data is None:
@@ -348,14 +369,16 @@ class Segments:
         return self._bytes(page.dataoffsets[index], count) if count else None
 
     def _checked(self, data: bytes, tables: bytes | None = None) -> bytes:
-        """Return the bytes of a segment, after a check of the image size in their header.
+        """Return the bytes of a strip or tile, after a check of the image size in their header.
 
-        An image that is larger than the segment is refused. If LERC's bytes are compressed once
-        more, this compression is undone.
+        If zlib or zstd was applied to LERC's bytes, it is undone.
 
         Args:
-            data: the bytes of the segment in the file.
+            data: the bytes of the strip or tile in the file.
             tables: JPEG tables of the page, which may hold the size too.
+
+        Raises:
+            ValueError: the header has no size, or one that is larger than the strip or tile.
         """
         layout = self._layout
         if not packed.says_size(layout.compression) or layout.jpegheader is not None:
@@ -371,15 +394,18 @@ class Segments:
         return data
 
     def _check_packed(self, compression: int, index: int, count: int) -> None:
-        """Refuse a segment whose bytes cannot hold its pixels.
+        """Refuse a strip or tile whose bytes cannot hold its pixels.
 
-        A segment that a sparse file leaves out is accepted. A segment at the border may hold only
-        the pixels inside the image.
+        Strips and tiles that a sparse file leaves out are accepted. At the border of the image,
+        bytes that hold only the pixels inside the image are accepted.
 
         Args:
             compression: the number in the tag Compression.
-            index: index of the segment in its page.
-            count: number of bytes of the segment in the file; 0 if the file leaves it out.
+            index: index of the strip or tile in its page.
+            count: number of bytes of the strip or tile in the file; 0 if the file leaves it out.
+
+        Raises:
+            ValueError: the bytes are too few or too many.
         """
         layout = self._layout
         if not count or packed.fits(compression, self._packed(self._segment_bytes), count):
@@ -417,7 +443,7 @@ def named_axes(path: Path, series: TiffPageSeries, dims: int | None) -> tuple[st
     Args:
         path: the file, for messages.
         series: the pages.
-        dims: 3 to read unnamed pages as slices of a volume (axis Z).
+        dims: 3 to read unnamed pages as slices of a volume (axis Z). Otherwise they are bands.
 
     Raises:
         ValueError: an axis is neither spatial nor bands, or there are two axes of bands.
@@ -436,15 +462,15 @@ def named_axes(path: Path, series: TiffPageSeries, dims: int | None) -> tuple[st
 
 
 def _overlap(at: int, length: int, wanted: slice) -> tuple[slice, slice]:
-    """Return the overlap of a segment and a wanted slice along one dim.
+    """Return the overlap of a strip or tile and the wanted part of its page, along one dim.
 
     Args:
-        at: the segment's first pixel.
-        length: pixels of the segment.
-        wanted: the wanted slice.
+        at: position of the strip's or tile's first pixel in the page.
+        length: number of pixels of the strip or tile.
+        wanted: the wanted part as a slice of the page.
 
     Returns:
-        The overlap as a slice of the wanted pixels, and as a slice of the segment's pixels.
+        The overlap as a slice of the wanted part, and as a slice of the strip or tile.
     """
     a, b = max(at, wanted.start), min(at + length, wanted.stop)
     return slice(a - wanted.start, b - wanted.start), slice(a - at, b - at)

@@ -101,5 +101,8 @@ class ClassCounts:
         self.totals = [int(t + n) for t, n in zip(self.totals, found.reshape(classes, -1).sum(1))]
 
     def forget(self) -> None:
-        """Drop the table and keep the totals, to save memory in a store of many images."""
+        """Drop ``table``, the counts per block, to save memory in a store of many images.
+
+        The counts of the whole image, ``totals``, are kept.
+        """
         del self.table

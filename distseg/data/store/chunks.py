@@ -215,7 +215,8 @@ class ChunkReader:
                 done += count
         except OSError as e:
             raise OSError(
-                f"{self._path}: {self._words(index)} cannot be read from the disk ({e.strerror})"
+                f"{self._path}: {self._words(index)} cannot be read from the disk ({e.strerror}): "
+                "check the disk, or read a copy of the store"
             ) from e
         if done < size:
             raise self.damage(index, "are cut off")
@@ -246,9 +247,10 @@ class ChunkReader:
             )
 
     def _places(self, dataset: Data) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return where each chunk lies in the file, its number of bytes there, and its filter mask.
+        """Return the position of each chunk in the file, its number of bytes, and its filter mask.
 
-        Each result is an array with one entry per chunk (chunks along each dim).
+        Each result is an array with one entry per chunk (chunks along each dim). The position is a
+        byte of the file. HDF5's filter mask says which filters were skipped in writing.
 
         Raises:
             Damage: a chunk is missing, lies outside the file, or has an impossible size.

@@ -144,7 +144,7 @@ def strings(texts: list[str]) -> np.ndarray:
 
 
 class Growing:
-    """A new HDF5 file that is written into a file which is already open.
+    """Writer of a new HDF5 file through the descriptor of an open file.
 
     ::
 
@@ -188,7 +188,11 @@ class Growing:
 
 
 class _Sink:
-    """File object for HDF5 that never fails: after the first error it ignores all writes."""
+    """File object for HDF5 that never raises an error.
+
+    After the first error it ignores all writes. The error is kept in ``error``, and
+    :class:`Growing` raises it.
+    """
 
     def __init__(self, handle: int):
         self._handle, self._at, self._end = handle, 0, 0

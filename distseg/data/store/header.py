@@ -96,7 +96,7 @@ class Entry:
         )
 
     def check(self, classes: int, version: int) -> None:
-        """Refuse values that are impossible.
+        """Refuse an index entry with a value that no valid store has.
 
         Args:
             classes: number of classes of the store.
@@ -165,7 +165,7 @@ class Header:
     sums_at: int = 0  # byte of the file at which the chunks' checksums begin
 
     def check(self) -> None:
-        """Refuse values that are impossible, in the header and in its index.
+        """Refuse a header with a value that no valid store has, in itself or in an index entry.
 
         Raises:
             ValueError: a value is impossible; the message names it.
@@ -270,7 +270,7 @@ def read(path: str, file: h5py.File) -> Header:
 
 
 class _Told(ValueError):
-    """Error whose message :func:`read` passes on unchanged; it adds advice to other errors."""
+    """Error whose message already says what to do, so that :func:`read` adds no advice to it."""
 
 
 def _read(path: str, file: h5py.File) -> Header:

@@ -91,7 +91,7 @@ class ImageWriter:
     ) -> None:
         """Write a block of pixels, with its labels and its validity mask.
 
-        Pixels without data in all bands get the label to ignore.
+        A pixel that has no data in any band gets the label to ignore.
 
         Args:
             box: the part of the image that the block covers.
@@ -139,7 +139,7 @@ class ImageWriter:
         if self.missing:
             raise ValueError(
                 f"image {self.name!r}: {self.missing} of its {Size(self.size)} pixels were never "
-                "written"
+                "written: write blocks that cover the whole image"
             )
         labels, totals = self.counts is not None, self.counts.totals if self.counts else None
         known = self.name, self.split, self.size, self.dtype, labels, totals
@@ -177,7 +177,7 @@ class ImageWriter:
         ):
             raise ValueError(
                 f"image {self.name!r}: the block {box} is empty or outside an image of "
-                f"{Size(self.size)}"
+                f"{Size(self.size)}: give a block inside the image"
             )
         if box.pixels > self.missing:
             raise ValueError(

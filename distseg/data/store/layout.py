@@ -60,12 +60,16 @@ def chunk_edge(dims: int) -> int:
 
 
 def label_chunk(size) -> tuple[int, ...]:
-    """Return the chunk size of a label map or validity mask (*size)."""
+    """Return the size of HDF5's chunks for the labels or validity mask of an image.
+
+    Args:
+        size: the size of the image.
+    """
     return tuple(min(n, chunk_edge(len(size))) for n in size)
 
 
 def pixel_chunk(bands: int, size, itemsize: int) -> tuple[int, ...]:
-    """Return the chunk size of an image (bands, *size).
+    """Return the size of HDF5's chunks for the pixels of an image, (bands, *size).
 
     A chunk holds all bands, or, if that would be more than 4 MiB, as many bands as fit.
 

@@ -128,7 +128,7 @@ class Store:
         if found is None:
             raise ValueError(
                 f"image {name!r} of {self.path} has no label of the whole image: prepare the "
-                "store with labels of images"
+                "store with labels of images (distseg prepare --labels)"
             )
         return found
 

@@ -203,12 +203,15 @@ class StoreWriter:
         return image
 
     def _check_label(self, name: str, labels: bool, label: int | float | None) -> None:
-        """Refuse an invalid label, and labels of pixels next to labels of whole images.
+        """Refuse an invalid label, and a mix of labels of pixels and labels of whole images.
 
         Args:
             name: the name of the new image.
             labels: True if the image's pixels have labels.
             label: the label of the whole image; None without one.
+
+        Raises:
+            ValueError: the label is refused.
         """
         others, one = self._images.values(), self.numbers
         of_pixels = labels or any(image.counts for image in others)

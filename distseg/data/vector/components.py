@@ -101,12 +101,15 @@ class Labeller:
         return of_pixels[above:]
 
     def _ids_of(self, roots: np.ndarray, runs: _Runs, above: int) -> np.ndarray:
-        """Return the id of each run (runs,), and make ids for new objects.
+        """Return the id of the object of each run, (runs,); NONE for runs outside all objects.
+
+        A run that continues an object of earlier strips gets its id. Other objects get new ids.
 
         Args:
             roots: (runs,) for each run, the smallest index of a run that is connected with it.
-            runs: the runs of the strip, and those of the row above the strip if there is one.
-            above: 1 if the runs begin with the row above the strip, else 0.
+            runs: runs of pixels: first those of the row above the strip, if ``above`` is 1, then
+                those of the strip.
+            above: 1 if there is a row above the strip, else 0.
         """
         ids = np.full(len(roots), NONE, np.int64)
         if above:
@@ -134,9 +137,11 @@ class Labeller:
         return self.parents
 
     def joined_ids(self, ids: np.ndarray) -> np.ndarray:
-        """Return ``ids`` after the joins of the last strip: each id is replaced by its parent.
+        """Return ``ids`` with each id replaced by the one to which the last strip joined it.
 
-        All ids must have been roots before this strip was added. ``NONE`` stays as it is.
+        Args:
+            ids: ids that were not joined to a smaller id before the last strip was added. ``NONE``
+                stays as it is.
         """
         found = ids.copy()
         inside = ids != NONE
@@ -144,10 +149,11 @@ class Labeller:
         return found
 
     def forget(self, kept: np.ndarray) -> None:
-        """Forget all ids but ``kept``, and renumber these as 0, 1, ... in their order.
+        """Drop all ids except ``kept``, and give these the new ids 0, 1, ... in the same order.
 
         Args:
-            kept: ids in rising order, each its own root. All ids in ``row_ids`` must be among them.
+            kept: ids in rising order, none of them joined to a smaller id. All ids in ``row_ids``
+                must be among them.
         """
         inside = self.row_ids != NONE
         self.row_ids[inside] = np.searchsorted(kept, self.row_ids[inside])
@@ -176,7 +182,7 @@ class _Runs:
         self._begins = begins
 
     def touching(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the pairs of runs with the same label that touch in neighbouring rows.
+        """Return the pairs of runs of one label whose pixels touch, from one row to the next.
 
         The result is two arrays: the index of the upper run of each pair, and of the lower one.
         """
@@ -219,7 +225,7 @@ class Numbers:
         """Yield the number of each pixel's object in strips (rows, width), 0 outside all objects.
 
         Args:
-            strips: the strips of labels that this object was made from, with the same heights.
+            strips: the strips that were given to :class:`Numbers`, again with the same heights.
         """
         labeller = Labeller(*self._labeller)
         table = np.append(self._of_ids, 0).astype(np.uint32)  # the last entry is for NONE, -1

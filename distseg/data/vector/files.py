@@ -101,7 +101,10 @@ def write_numbers(path: Path, labels: LabelMap, about: str) -> int:
     height, width = labels.size
     numbers = Numbers(labels.strips(), width, labels.skipped)
     if numbers.count > _MOST_OBJECTS:
-        raise ValueError(f"{path} can number at most {_MOST_OBJECTS} objects, but there are more")
+        raise ValueError(
+            f"{path} can hold numbers for at most {_MOST_OBJECTS} objects, but there are more: "
+            "write polygons (gpkg) instead"
+        )
     tifffile.imwrite(
         path,
         tiles(numbers.drawn(labels.strips()), width, np.uint32),

@@ -24,7 +24,8 @@ class Objects:
         labels: (objects,) label.
         firsts: (objects,) position of the first pixel in reading order, row * width + column.
         pixels: (objects,) number of pixels.
-        areas: (objects,) sum of the areas of the pixels, in the unit of ``row_areas``.
+        areas: (objects,) sum of the areas of the pixels, in the unit of ``row_areas`` of
+            :func:`trace`.
         rings: the rings of the objects; ``rings.ids`` are indices into the other arrays.
     """
 
@@ -45,9 +46,10 @@ def trace(
     row_areas: np.ndarray | None = None,
     fewest: int = _FEWEST,
 ) -> Iterator[Objects]:
-    """Yield the objects of a label map in groups; no row still to be read can continue them.
+    """Yield the objects of a label map in groups, while the map is read from top to bottom.
 
-    The objects, their rings and areas do not depend on the height of the strips.
+    An object is yielded after the last row that can contain its pixels. The objects, their rings
+    and areas do not depend on the height of the strips.
 
     Args:
         strips: strips of labels (rows, width), from top to bottom.
@@ -113,15 +115,15 @@ class _Sums:
 def _complete(labeller: Labeller, sums: _Sums, edges: Edges) -> tuple[Objects, Edges]:
     """Return the complete objects, and the edges of the open objects.
 
-    An object is open if it has pixels in the last row that was read, so that the next row may
-    continue it. The open objects get new ids in ``labeller``, ``sums`` and the edges. The complete
-    objects are removed from ``labeller`` and ``sums``.
+    An object is open if it has pixels in the last row that was read, because the next row may
+    continue it. All other objects are complete. They are removed from ``labeller`` and ``sums``.
+    The open objects get new ids in ``labeller``, in ``sums`` and in the returned edges.
 
     Args:
         labeller: the labeller to which all strips read until now were added.
         sums: the sums over the same strips.
-        edges: the edges of all objects of these strips that were not returned yet. ``edges.ids``
-            is changed.
+        edges: the edges of all objects that an earlier call did not return as complete. The call
+            changes ``edges.ids``.
     """
     width, roots = labeller.width, labeller.roots()
     own = roots == np.arange(len(roots))

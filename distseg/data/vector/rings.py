@@ -112,18 +112,19 @@ def vertical(ids: np.ndarray, top: int) -> Edges:
 
 
 def _both(low, high, along: np.ndarray, way: int, against: np.ndarray, back: int) -> Edges:
-    """Return an edge for each object beside each border between pixels.
+    """Return the edges of the objects on the two sides of some borders.
 
-    A border is a straight line with one id along each of its sides. It gives two edges, in opposite
-    directions, if there is an object on both sides.
+    A border is a straight line between pixels, with one id along each side. An edge keeps its
+    object on the right-hand side. So a border between two objects gives two edges in opposite
+    directions, and a border beside one object gives one edge.
 
     Args:
-        low, high: (borders,) the corners at both ends, y * (width + 1) + x.
-        along: (borders,) the object for which the edge runs from ``low`` to ``high``; negative
-            for none.
+        low, high: (borders,) the corners at the two ends of each border, y * (width + 1) + x.
+        along: (borders,) the object whose edge runs from ``low`` to ``high``; negative if there is
+            no object on this side.
         way: direction from ``low`` to ``high``: RIGHT or DOWN.
-        against: (borders,) the object for which the edge runs from ``high`` to ``low``; negative
-            for none.
+        against: (borders,) the object whose edge runs from ``high`` to ``low``; negative if there
+            is no object on this side.
         back: direction from ``high`` to ``low``: LEFT or UP.
     """
     forth, and_back = along >= 0, against >= 0
@@ -144,7 +145,8 @@ class Rings:
     Attributes:
         x: (corners,) column of each corner, ring after ring; the first corner is not repeated.
         y: (corners,) row of each corner.
-        begins: (rings + 1,) index of the first corner of each ring, and the number of corners.
+        begins: (rings + 1,) index of the first corner of each ring; the last entry is the number of
+            all corners.
         ids: (rings,) the object of each ring.
     """
 
@@ -183,7 +185,11 @@ def linked(edges: Edges, width: int) -> Rings:
 
 
 def _smallest_on_cycle(after: np.ndarray) -> np.ndarray:
-    """Return the smallest element of each element's cycle; ``after[i]`` is the one after i."""
+    """Return, for each element of a permutation, the smallest element of its cycle, (elements,).
+
+    Args:
+        after: (elements,) the element that follows each element in its cycle.
+    """
     smallest, ahead = np.minimum(np.arange(len(after)), after), after
     while True:
         ahead = ahead[ahead]
@@ -194,11 +200,13 @@ def _smallest_on_cycle(after: np.ndarray) -> np.ndarray:
 
 
 def _steps_to_end(after: np.ndarray, first: np.ndarray) -> np.ndarray:
-    """Return the number of steps from each element to the last one of its cycle.
+    """Return, for each element of a permutation, the steps to the last element of its cycle.
+
+    The last element is the one that the first element follows. It has 0 steps.
 
     Args:
-        after: (elements,) the element that follows each element.
-        first: (elements,) the first element of each element's cycle.
+        after: (elements,) the element that follows each element in its cycle.
+        first: (elements,) the element with which each element's cycle begins.
     """
     last = after == first
     ahead = np.where(last, np.arange(len(after)), after)

@@ -33,10 +33,10 @@ class World:
 
     @property
     def mirrored(self) -> bool:
-        """True if the transform's determinant is negative, as in a north-up map.
+        """True if the transform's determinant is negative, as in a map with north at the top.
 
-        In such a map y grows upwards on the screen. A ring that runs clockwise on the screen then
-        runs clockwise in the (x, y) plane too, drawn with y upwards.
+        In such a map rows grow downwards, but y grows upwards. So a ring that runs clockwise in the
+        image also runs clockwise in a plane with x to the right and y upwards.
         """
         a, b, _, d, e, _ = self.transform
         return a * e - b * d < 0

@@ -178,6 +178,9 @@ def _refuse_folders(place: Path, read: set[Path]) -> None:
     Args:
         place: a folder that is searched.
         read: the folders that are searched, and all their parents.
+
+    Raises:
+        ValueError: there is such a subfolder; the message names the repair.
     """
     for entry in _listed(place):
         if entry.is_dir() and Path(entry.path).resolve() not in read and _holds_images(entry.path):

@@ -37,7 +37,7 @@ def pieces(
         grid: number of ranks along each dim that share an image.
         per_rank: number of tiles of each rank along each dim.
         coordinates: position of this rank in the grid.
-        reach: the receptive field of the network.
+        reach: the receptive field of the network, which determines the halo of a window.
         pixels: True to read the pixels.
         labels: True to read the labels.
     """

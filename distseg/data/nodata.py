@@ -73,7 +73,7 @@ def fitting(value: int | float | None, dtype: np.dtype) -> int | float | None:
 
 
 def absent(pixels: np.ndarray, value: int | float | None) -> np.ndarray | None:
-    """Return where pixels equal the number for no data, as bool; None if they do so nowhere.
+    """Return where pixels equal the number for no data, as bool; None if no pixel does.
 
     Args:
         pixels: an array of any shape; the result has the same shape.

@@ -28,7 +28,7 @@ _MOST_BANDS = 4  # at most this number of pages of unknown meaning are taken for
 
 @dataclass(frozen=True)
 class Pair:
-    """An image file, its mask file if it has one, and the facts from the headers of both."""
+    """An image file, its mask file if it has one, and facts from their headers, such as size."""
 
     name: str
     split: str

@@ -37,8 +37,9 @@ def partners(images: Sequence[str], masks: Sequence[str]) -> dict[str, str]:
 def _cuts(names: Sequence[str]) -> list[tuple[int, int]]:
     """Return the ways to cut a common beginning and a common end from all names.
 
-    Each way is the number of characters to cut at the beginning and at the end. A cut never splits
-    a word or a number: it lies next to a sign such as ``_``, or between letters and digits.
+    Each way is a pair: the number of characters to cut at the beginning, and at the end. A cut
+    never splits a word or a number: it lies next to a sign such as ``_``, or between letters and
+    digits. For the names ``a_1`` and ``a_2`` the pairs are (0, 0), (1, 0) and (2, 0).
     """
     first = names[0]
     begin = len(os.path.commonprefix(list(names)))

@@ -223,7 +223,11 @@ def _bytes(pairs: Sequence[Pair], labels: bool) -> int:
 
 
 def _check_output(output: Path, pairs: Sequence[Pair]) -> None:
-    """Refuse a store that would replace one of the images or masks from which it is made."""
+    """Refuse a store that would replace one of the images or masks from which it is made.
+
+    Raises:
+        ValueError: ``output`` is one of these files.
+    """
     if not output.exists():
         return
     there = os.stat(output)

@@ -19,9 +19,9 @@ _STRIP_PIXELS, _ROWS = 4 << 20, 256
 
 
 class Values:
-    """Set of the values in the masks of one split, which are read only as far as needed.
+    """Set of the values in the masks of one split. Masks are read only as far as needed.
 
-    ``seen`` holds the values that were found until now.
+    ``seen`` contains the values that were found until now.
 
     Args:
         pairs: images with their masks; each pair must have a mask.
@@ -83,8 +83,8 @@ class Survey:
             not read, and can hold more values.
 
         Raises:
-            ValueError: a class is missing, and it is one of these errors; the message names the
-                values of the masks and the flags to use. Or ``absent`` names an unknown class.
+            ValueError: a class is missing in one of these ways, or ``absent`` names an unknown
+                class. The message names the values in the masks and the flags to use.
         """
         unknown = [name for name in self.absent if name not in self.classes]
         if unknown:
@@ -110,8 +110,13 @@ class Survey:
     def _check_split(self, split: str, k: int) -> None:
         """Refuse a split whose masks seem to use other values than the masks of other splits.
 
-        Such a split has pixels to ignore but no pixel of a class, while other splits have
-        pixels of this class but no pixel to ignore. The class is given by its label ``k``.
+        Args:
+            split: the split.
+            k: the label of a class.
+
+        Raises:
+            ValueError: ``split`` has pixels to ignore but no pixel of the class, while other splits
+                have pixels of the class but no pixel to ignore.
         """
         others = [other for other in self._splits if other != split and self._holds(other, k)]
         if not others or self._holds(split, k) or not self._holds(split, self.ignore):

@@ -26,7 +26,7 @@ _MOST_WORLD = 1 << 12  # bytes of a world file that are read
 
 @dataclass(frozen=True)
 class Georeference:
-    """TIFF tags as pairs (code, value); a value is a text or a tuple of numbers."""
+    """Georeference as TIFF tags: pairs (code, value), each value a text or a tuple of numbers."""
 
     tags: tuple[tuple[int, str | tuple[float, ...]], ...]
 
@@ -256,7 +256,7 @@ def _checked(code: int, value: Any) -> tuple[int, str | tuple[float, ...]]:
         or isinstance(value, str) != (_TYPES[code] == _TEXT)
     ):
         raise ValueError(
-            f"tag {code} of the georeference is unknown, or its value is too long or of a wrong type"
+            f"tag {code} of the georeference is unknown, or its value has a wrong type or length"
         )
     if isinstance(value, str):
         return code, value

@@ -85,7 +85,11 @@ class NiftiReader(Reader):
         return Size(self.size).volume * self.bands * self._stored.itemsize
 
     def _check_length(self) -> None:
-        """Refuse a header that claims more voxels than the file can hold."""
+        """Refuse a header that claims more voxels than the file can hold.
+
+        Raises:
+            ValueError: the file is too small.
+        """
         if self._packed:
             bits = 8 * self.bands * self._stored.itemsize
             check_bytes(self.path, self.size, bits, MOST_PACKED["PNG"])

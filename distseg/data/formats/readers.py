@@ -467,6 +467,9 @@ def _refuse_lost_bits(path: Path, image) -> None:
     Args:
         path: the file, for the message.
         image: the file as Pillow opened it.
+
+    Raises:
+        ValueError: Pillow would drop bits or stretch values; the message names the repair.
     """
     form = str(image.tile[0][3]) if image.tile else ""
     if image.mode in ("RGB", "RGBA", "LA") and ";16" in form:

@@ -233,9 +233,15 @@ class ChunkReader:
         return found
 
     def _check_size(self, file_size: int) -> None:
-        """Refuse a dataset that a file of this many bytes cannot hold.
+        """Refuse a dataset whose chunks take more bytes than the whole file has.
 
         Otherwise a damaged shape could make the reader reserve huge arrays.
+
+        Args:
+            file_size: number of bytes of the file.
+
+        Raises:
+            Damage: the dataset is refused.
         """
         least = self.chunks * (-(-self._bytes // _DEFLATE_RATIO) if self._packed else self._bytes)
         if least > file_size:

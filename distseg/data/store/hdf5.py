@@ -117,7 +117,12 @@ def dataset(file: h5py.File, name: str) -> Data:
 
 
 def _followed(file: h5py.File, name: str) -> h5py.h5g.GroupID | h5py.h5d.DatasetID:
-    """Return the group or dataset of this name, such as ``a/b/c``; refuse all but hard links."""
+    """Return the group or dataset of this name, such as ``a/b/c``.
+
+    Raises:
+        ValueError: it is missing, or it or a group above it is a soft or external link, which could
+            lead to another file.
+    """
     root, parts = h5py.h5g.open(file.id, b"/"), name.split("/")
     for count in range(1, len(parts) + 1):
         path = "/".join(parts[:count])

@@ -33,7 +33,7 @@ _WRONG = (
 
 @dataclass(frozen=True)
 class Entry:
-    """Index entry of an image: the facts that are known without reading its pixels."""
+    """Index entry of an image: its name, size, dtype, split and so on, without its pixels."""
 
     name: str
     split: str
@@ -42,7 +42,7 @@ class Entry:
     labels: bool  # True if the pixels have labels
     counts: list[int] | None  # number of pixels of each class; None if the pixels have no labels
     nodata: int | float | None = None  # the number for no data; None if there is none
-    missing: int = 0  # number of pixels that lack data in all bands
+    missing: int = 0  # number of pixels that have no data in any band
     # For pixels, labels and valid: index of the first checksum in the store's dataset ``sums``.
     # Empty in version 1.
     sums: dict[str, int] = field(default_factory=dict)
@@ -149,7 +149,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Header:
-    """The header of a store."""
+    """The header of a store: its classes, its bands with statistics, and the index of its images."""
 
     version: int
     classes: list[str]  # names in the order of their labels

@@ -12,7 +12,7 @@
                                       has a single class; or null
                             counts    pixels of each class, or null
                             nodata    the number for no data, or null
-                            missing   number of pixels that lack data in all bands
+                            missing   number of pixels that have no data in any band
                             valid     true if it has a validity mask
                             place     its georeference as TIFF tags, or null
                             sums      indices in ``sums`` of its first checksums, by content

@@ -145,7 +145,7 @@ class Store:
         return self._entry(name).valid
 
     def missing(self, name: str) -> int:
-        """Return the number of the image's pixels that lack data in all bands."""
+        """Return the number of the image's pixels that have no data in any band."""
         return self._entry(name).missing
 
     def read(self, name: str, box: Box) -> np.ndarray:
@@ -203,7 +203,7 @@ class Store:
         return self.reader(name, "valid").read(box) != 0
 
     def without_data(self, name: str, box: Box) -> np.ndarray | None:
-        """Return a mask (*box.size) bool, True at pixels of a box that lack data in all bands.
+        """Return a mask (*box.size) bool, True at pixels of a box that have no data in any band.
 
         None means that the image has no such pixel, or that all values in the box have data.
         """
@@ -254,7 +254,7 @@ class Store:
         return found
 
     def _keep(self, key: tuple[str, str], reader: ChunkReader) -> None:
-        """Cache a reader under ``key`` (image, dataset); drop the oldest ones if too many."""
+        """Cache a reader under ``key`` (image, dataset); drop the oldest if the cache is full."""
         with self._lock:
             if key in self._readers:  # another thread has made the same reader
                 return
@@ -309,7 +309,12 @@ class Store:
         return (len(self.classes), *(-(-n // self.block) for n in entry.size)), np.dtype("<u4")
 
     def _check_shrink(self) -> None:
-        """Refuse to shrink images whose labels or missing pixels cannot be averaged."""
+        """Refuse to shrink images whose pixels or labels cannot be averaged.
+
+        Raises:
+            ValueError: an image has labels of pixels, pixels without data, or a number for no data,
+                or it is smaller than a block of ``shrink`` pixels a side.
+        """
         if self.shrink == 1:
             return
         for name, entry in self._images.items():
@@ -326,7 +331,11 @@ class Store:
                 )
 
     def _check_size(self) -> None:
-        """Refuse a file that is too small for the pixels of its images, which are uncompressed."""
+        """Refuse a file that is too small for the pixels of its images, which are uncompressed.
+
+        Raises:
+            ValueError: the file is too small.
+        """
         needed = sum(
             entry.dtype.itemsize * self.bands * Size(entry.size).volume
             for entry in self._images.values()

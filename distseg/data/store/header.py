@@ -149,7 +149,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Header:
-    """The header of a store: its classes, its bands with statistics, and the index of its images."""
+    """The header of a store: classes, bands with their statistics, and the index of its images."""
 
     version: int
     classes: list[str]  # names in the order of their labels

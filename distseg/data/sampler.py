@@ -48,7 +48,7 @@ class Rows:
 
     The list is ordered by micro-batch, and within a micro-batch by group. With 2 groups and 2
     images each, group 1 has the positions 2 and 3 in micro-batch 0, and 6 and 7 in micro-batch 1.
-    So the micro-batches of all groups together do not depend on the number of groups.
+    So all groups together compute the same micro-batches as a single group of all ranks would.
 
     Attributes:
         groups: number of sample groups.

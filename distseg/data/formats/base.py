@@ -55,7 +55,7 @@ class Reader:
 
         Args:
             valid: a function from a box to (*box.size) bool, True where there is data.
-            note: a phrase about the mask, which follows the file's name in messages.
+            note: the rest of a sentence that begins with the file's name, for messages.
             source: the file of the mask, if it is not the image file.
         """
         self._masks.append(valid)

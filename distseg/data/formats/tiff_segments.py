@@ -183,7 +183,7 @@ class Segments:
         than the free memory.
 
         Raises:
-            ValueError: a page is refused; the message names the sizes.
+            ValueError: a page is refused.
         """
         layout = self._layout
         needed = math.prod(int(n) for n in layout.chunked)
@@ -204,7 +204,7 @@ class Segments:
 
     @property
     def _at_once(self) -> bool:
-        """True if strips or tiles are so large that the first read of a page decodes all of them."""
+        """True if strips or tiles are so large that the first read of a page decodes them all."""
         return self._segment_bytes > _AT_ONCE
 
     @property

@@ -277,3 +277,6 @@ def test_an_image_too_small_for_a_norm_is_named_before_work():
     check_norms(Config(spatial=SpatialConfig(frozen_norm=True)), batch, sizes)
     whole = Config(spatial=SpatialConfig(norm_scope="step"), mesh=MeshConfig(samples=2))
     check_norms(whole, batch, sizes)
+    later = Config(spatial=SpatialConfig(norm_scope="step"), train=TrainConfig(accumulate=2))
+    with pytest.raises(ValueError, match="sliver"):
+        check_norms(later, batch, sizes)  # a batch norm does not see the next micro-batch

@@ -117,6 +117,21 @@ def test_plain_modules_verify_and_profile_on_random_images_and_a_store(comm, nam
 
 
 @pytest.mark.parallel([1, 2])
+def test_a_store_of_numbers_is_verified(comm, shared_path):
+    """The serial program must train on the stored numbers, not on whole numbers."""
+    plan = config(tiles=f"1x{comm.size}", images=2)
+    path = write_store(shared_path / f"{comm.rank}.h5", classes=("height",))
+    plan = replace(
+        plan,
+        model=ModelConfig(f"{made_classifiers.__name__}:residual", out_channels=1),
+        loss=LossConfig("mse"),
+        data=replace(plan.data, store=str(path)),
+    )
+    report = verify(plan, comm)
+    assert comm.bcast(report and report["max_error"]) <= TOLERANCE
+
+
+@pytest.mark.parallel([1, 2])
 @pytest.mark.covering(cases=1)
 def test_networks_for_one_size_are_trained_on_whole_images(comm, shared_path):
     settings = dict(samples=comm.size, images=2)

@@ -311,7 +311,7 @@ def check_norms(config: Config, model: nn.Module, sizes: Mapping[str, Sequence[i
         return
     together = config.data.images
     if config.spatial.norm_scope == "step":
-        together *= config.mesh.samples * config.train.accumulate
+        together *= config.mesh.samples
     for name, size in smallest(sizes).items():
         for norm, count in _values_of_norms(model, size, together, config.spatial.frozen_norm):
             if count < 2:

@@ -192,7 +192,8 @@ class StoreImages:
             (0,) * dims,
             ReceptiveField((0,) * dims, (1,) * dims),
         )
-        return piece.pixels[0].double(), piece.labels[0].long()
+        labels = piece.labels[0]
+        return piece.pixels[0].double(), labels if labels.is_floating_point() else labels.long()
 
     def mine(self, rows: list[int], grid, per_rank, coordinates, reach) -> list[TileBatch]:
         """Return a rank's tile batches of some images of the step.

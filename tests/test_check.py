@@ -17,6 +17,7 @@ from distseg.config.settings import (
     LossConfig,
     MeshConfig,
     SpatialConfig,
+    TrainConfig,
 )
 from distseg.config.sizes import Size
 from distseg.models.unet import unet

@@ -174,7 +174,7 @@ def test_a_function_is_what_it_was(name, images):
 REFUSED = {
     "all places": (
         whole(lambda m, t: F.scaled_dot_product_attention(t, t, t)),
-        "scaled_dot_product_attention .* is attention between all places .* queries or keys whose number",
+        "scaled_dot_product_attention .* is attention between all positions .* queries or keys whose number",
     ),
     "a causal mask": (
         whole(
@@ -188,7 +188,7 @@ REFUSED = {
             .view(len(x), 1, *x.shape[2:])
             .expand_as(x)
         ),
-        "cdist .* compares each place of the image with all others, as attention does",
+        "cdist .* compares each position of the image with all others, as attention does",
     ),
     "a mask of places": (
         whole(

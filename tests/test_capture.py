@@ -628,7 +628,7 @@ REFUSED = {
     ),
     "products of places": (
         lambda m, x: torch.einsum("bchw,bcHw->bcHw", x, x),
-        "einsum .* multiplies each place of the image with all others, as attention does",
+        "einsum .* multiplies each position of the image with all others, as attention does",
     ),
     "products of maps": (
         lambda m, x: x @ x.transpose(2, 3) @ x,
@@ -638,7 +638,7 @@ REFUSED = {
         lambda m, x: x + x.flip(-1),
         "flip .* flips the image, so that each part would need the part on the other side",
     ),
-    "rows summed up": (lambda m, x: x.cumsum(2), "runs over .*places of the image"),
+    "rows summed up": (lambda m, x: x.cumsum(2), "runs over .*positions of the image"),
     "deviation of all": (
         lambda m, x: x / x.std(),
         "std .* mixes the images of a batch along all dims",
@@ -653,7 +653,7 @@ REFUSED = {
     ),
     "as many channels as rows": (
         lambda m, x: x * x.mean(1, keepdim=True).repeat(1, x.shape[2], 1, 1).sum(1, keepdim=True),
-        "repeat .* combines each place with all others",
+        "repeat .* combines each position with all others",
     ),
     "attention": (
         lambda m, x: (
@@ -661,13 +661,13 @@ REFUSED = {
             .transpose(1, 2)
             .view_as(x)
         ),
-        r"matmul in the model \(test_capture.py, line \d+\) multiplies each place of the image with all others, as attention does",
+        r"matmul in the model \(test_capture.py, line \d+\) multiplies each position of the image with all others, as attention does",
     ),
     "attention of heads": (
         lambda m, x: (lambda t: F.scaled_dot_product_attention(t, t, t))(
             x.flatten(2).mT
         ).mT.view_as(x),
-        "scaled_dot_product_attention .* is attention between all places of the image",
+        "scaled_dot_product_attention .* is attention between all positions of the image",
     ),
     "a row": (lambda m, x: x - x[:, :, :1], "__getitem__ .* takes a slice of fixed length"),
     "another norm": (
@@ -705,7 +705,7 @@ REFUSED = {
     ),
     "recurrence over places": (
         lambda m, x: m.gru(x.flatten(2).mT)[0].mT.view_as(x),
-        r"gru in gru \(test_capture.py, line \d+\) runs over the places of the image one after another",
+        r"gru in gru \(test_capture.py, line \d+\) runs over the positions of the image one after another",
     ),
     "recurrence over rows": (
         lambda m, x: (
@@ -713,7 +713,7 @@ REFUSED = {
             .reshape(len(x), *x.shape[2:], 6)
             .permute(0, 3, 1, 2)
         ),
-        r"(lstm|zeros) in lstm .* (runs over the places of the image one after another|has neither the size)",
+        r"(lstm|zeros) in lstm .* (runs over the positions of the image one after another|has neither the size)",
     ),
     "a function of functions": (
         lambda m, x: torch.vmap(torch.sigmoid)(x),

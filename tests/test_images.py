@@ -87,7 +87,7 @@ def test_whole_images_refuse_nothing(comm):
     settings = dict(samples=comm.size, images=2)
     assert error_of("attending", comm, settings, size="24x32") <= TOLERANCE
     with pytest.raises(
-        ValueError, match="is attention between all places of the image.*or split samples only"
+        ValueError, match="is attention between all positions of the image.*or split samples only"
     ):
         error_of(
             "attending",

@@ -86,11 +86,11 @@ REFUSED = {
     "a row": (lambda m, x: x - x[:, :, 0:1], "__getitem__ .* takes a slice of fixed length 1"),
     "a strip of many": (
         lambda m, x: x.view(len(x), 6, 2, -1, x.shape[3])[:, :, 0],
-        "view .* mixes images, channels and places, or cuts the image into windows",
+        "view .* mixes images, channels and positions, or cuts the image into windows",
     ),
     "every other place from the end": (
         lambda m, x: x[:, :, x.shape[2] // 2 :: 2],
-        "takes every n-th place of the image, from a start that depends",
+        "takes every n-th position of the image, from a start that depends",
     ),
     "two dims in one": (
         lambda m, x: x * x.flatten(2)[..., 1:-1].mean(-1)[..., None, None],

@@ -170,7 +170,7 @@ def test_whole_images_refuse_nothing(comm):
     assert error_of("normed_tokens", comm, {**settings, "images": 3}) <= TOLERANCE
     with pytest.raises(
         ValueError,
-        match=r"rand in 2 \(made_networks.py, line \d+\) draws random numbers.*is attention between all places of the image",
+        match=r"rand in 2 \(made_networks.py, line \d+\) draws random numbers.*is attention between all positions of the image",
     ):
         error_of("noisy_tokens", comm, settings)
 

@@ -88,7 +88,7 @@ REFUSED = {
     ),
     "a list of rows": (
         lambda m, x: made_positioned.F.pad(changed(x, [1, 3]), (0, 0)),
-        "assigns to places of the image by an index that is neither a slice nor a number",
+        "assigns to positions of the image by an index that is neither a slice nor a number",
     ),
 }
 

@@ -60,21 +60,21 @@ def test_exact(comm, name):
 REFUSED = {
     "sort": (
         lambda m, x: x.flatten(2).sort(2)[0].view_as(x),
-        "sort .* sorts all places of the image; .*torch.topk",
+        "sort .* sorts all positions of the image; .*torch.topk",
     ),
     "median": (
         lambda m, x: x - x.flatten(2).median(-1).values[:, :, None, None],
-        "median .* sorts all places of the image",
+        "median .* sorts all positions of the image",
     ),
     "quantile": (
         lambda m, x: x - x.flatten(2).quantile(0.9, dim=2)[:, :, None, None],
-        "quantile .* sorts all places of the image",
+        "quantile .* sorts all positions of the image",
     ),
     "share of the places": (
         lambda m, x: (
             x * x.flatten(2).topk(x.shape[2] * x.shape[3] // 10)[0].mean(2)[..., None, None]
         ),
-        "topk .* number of places that depends on the image's size",
+        "topk .* number of positions that depends on the image's size",
     ),
     "largest of rows": (
         lambda m, x: x * x.topk(2, dim=2)[0].mean((2, 3), keepdim=True),

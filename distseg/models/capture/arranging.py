@@ -39,8 +39,8 @@ def not_reshaped(reader: Reader, x: Value) -> CanNotCapture:
     """Return the error for a reshape that is not supported."""
     return reader.refusal(
         f"turns {x!r} into a tensor of shape {reader.call.shapes[0]}, which mixes images, channels "
-        f"and places, or cuts the image into windows; supported: reshape channels only, or flatten "
-        f"all places into one dim"
+        f"and positions, or cuts the image into windows; supported: reshape channels only, or "
+        f"flatten all positions into one dim"
     )
 
 
@@ -76,7 +76,7 @@ def spread(reader: Reader, x: Value, **settings) -> Value:
     if len(lengths) != x.rank or not _is_size(len(there), reader.dims):
         raise reader.refusal(
             f"repeats {x!r} to the shape {reader.call.shapes[0]}; supported: repeat it over all "
-            f"places of a map, as expand_as does"
+            f"positions of a map, as expand_as does"
         )
     sizes = tuple(zip(*(lengths[d] for d in there)))
     return _over(reader, x, sizes, there, (), {})
@@ -105,7 +105,7 @@ def _over(
 
 
 class _Expanded:
-    """Function that expands a vector to (N, *lengths)."""
+    """Callable that expands a vector to (N, *lengths)."""
 
     __name__ = "expand"
 
@@ -133,7 +133,7 @@ def expanded(reader: Reader, x: Value) -> Value:
 
 
 class _Lengthened:
-    """Function that expands a tensor to these lengths; -1 keeps a dim."""
+    """Callable that expands a tensor to ``lengths``; an entry of -1 keeps the dim's length."""
 
     __name__ = "expand"
 
@@ -145,7 +145,7 @@ class _Lengthened:
 
 
 def _follows(reader: Reader) -> bool:
-    """Return True if the result's shape, apart from dim 0, follows the image's size."""
+    """Return True if the shape of the call's result, apart from dim 0, differs between traces."""
     return any(
         len(set(lengths)) > 1 for lengths in list(zip(*(c.shapes[0] for c in reader.current)))[1:]
     )
@@ -168,7 +168,7 @@ def over_channels(
     x: Any,
     args: tuple,
     dim: Any,
-    why: str = "runs over places of the image; supported: over channels",
+    why: str = "runs over positions of the image; supported: over channels",
 ) -> Value:
     """Return the result of the current call, which works along ``dim`` of ``x``.
 

@@ -79,8 +79,8 @@ def assigned(reader: Reader, x: Value, index: tuple, value: Any) -> Value:
     mask_axes = tuple(axis if axis.places or axis.batch else Axis() for axis in x.axes)
     if any(axis.mixed or len(axis.places) > 1 for axis in mask_axes):
         raise reader.refusal(
-            f"{_WHAT} the image in {x!r}; supported: maps whose dims are images, channels and "
-            f"places"
+            f"{_WHAT} the image in {x!r}, in which dims are joined or flattened: assign before "
+            f"they are, to a map such as (N, C, H, W)"
         )
     plan = Plan(Marked(reader.number, tuple(marks.items())), (), {}, frozenset())
     mask = replace(emitted(reader, plan, x, mask_axes), dtype=torch.bool)
@@ -103,8 +103,8 @@ def _as_slice(reader: Reader, entry: Any) -> slice:
         return slice(entry, entry + 1 or None)
     if not isinstance(entry, slice):
         raise reader.refusal(
-            "assigns to places of the image by an index that is neither a slice nor a number, "
-            "which is not supported"
+            "assigns to positions of the image by an index that is neither a slice nor a number: "
+            "use slices, or torch.where with a mask"
         )
     return entry
 
@@ -121,9 +121,10 @@ def _part(reader: Reader, x: Value, index: tuple) -> Value:
 def _put(
     reader: Reader, x: Value, part: Value, wanted: dict[int, Sequence[slice]], value: Value
 ) -> Value:
-    """Return a map of the size of ``x`` with ``value`` at the positions that slices select.
+    """Return ``value`` moved to the positions that slices select, as a map of the size of ``x``.
 
-    The caller does not use the other positions.
+    The values at other positions are not defined, and the caller does not use them. A vector stays
+    a vector.
 
     Args:
         part: the channels of ``x`` to which user code assigns.
@@ -147,7 +148,8 @@ def _put(
     steps = {d: {r.step for r in each} for d, each in ranges.items()}
     if any(len(found) > 1 for found in steps.values()):
         raise reader.refusal(
-            "assigns to every n-th place of the image, where n depends on the image's size"
+            "assigns to every n-th position of the image, where n depends on the image's size: use "
+            "a fixed n"
         )
     factors = tuple(float(min(steps[d])) if d in steps else 1.0 for d in range(reader.dims))
     if set(factors) != {1.0}:
@@ -171,7 +173,7 @@ def _put(
 
 
 class _Filled:
-    """Function that replaces the values of a map by a number where a mask is True."""
+    """Callable that replaces the values of a map by ``number`` where a mask is True."""
 
     __name__ = "where"
 
@@ -187,7 +189,7 @@ def _chosen(mask: Tensor, value: Tensor, x: Tensor) -> Tensor:
 
 
 class _Taken:
-    """Function that returns a slice of the channels of a tensor.
+    """Callable that returns a slice of the channels of a tensor.
 
     Args:
         index: a slice for each dim of the tensor.
@@ -203,7 +205,7 @@ class _Taken:
 
 
 class _Put(_Taken):
-    """Function that returns a copy of a tensor, with a slice of its channels replaced."""
+    """Callable that returns a copy of a tensor, with a slice of its channels replaced."""
 
     def __call__(self, x: Tensor, value: Tensor) -> Tensor:
         y = x.clone()

@@ -26,7 +26,7 @@ from distseg.models.capture.trace import IN_ATTENTION
 from distseg.models.capture.values import Value
 
 ATTENTION = (
-    "is attention between all places of the image, but a part of an image does not have all of "
+    "is attention between all positions of the image, but a part of an image does not have all of "
     "them; supported: queries or keys whose number does not grow with the image, such as "
     "parameters, means or the output of an adaptive pooling"
 )
@@ -83,6 +83,9 @@ def _common(reader: Reader, each: Sequence[Axes]) -> Axes:
 
     Args:
         each: the axes of queries, keys and values without their last two dims.
+
+    Raises:
+        CanNotCapture: the leading dims cannot be broadcast to each other.
     """
     rank = max(map(len, each))
     filled = [(*(Axis(),) * (rank - len(axes)), *axes) for axes in each]
@@ -112,8 +115,8 @@ def _check_bias(reader: Reader, bias: Any, query: Axes, key: Axes) -> None:
     for n, axis in zip(lengths, (key[-2], query[-2], *reversed(query[:-2]))):
         if n != 1 and not axis.of_channels:
             raise reader.refusal(
-                "has a mask with a separate value for each place or image; supported: one mask for "
-                "all of them"
+                "has a mask with a separate value for each position or image; supported: one mask "
+                "for all of them"
             )
 
 
@@ -139,7 +142,10 @@ def scaled_dot_product(
     scale=None,
     enable_gqa=False,
 ) -> Value:
-    """Return the result of ``F.scaled_dot_product_attention``."""
+    """Add layers for a call of ``F.scaled_dot_product_attention``, and return its result.
+
+    The arguments are those of the call.
+    """
     if dropout_p:
         raise reader.refusal(IN_ATTENTION)
     if is_causal or enable_gqa:
@@ -179,7 +185,11 @@ def multi_head(
     average_attn_weights=True,
     is_causal=False,
 ) -> tuple[Value, ...]:
-    """Return the result of ``F.multi_head_attention_forward``."""
+    """Add layers for a call of ``F.multi_head_attention_forward``, and return its results.
+
+    The arguments are those of the call. The result is (attention's result,), or (attention's
+    result, attention weights) if ``need_weights`` is True.
+    """
     if dropout_p and training:
         raise reader.refusal(IN_ATTENTION)
     others = (bias_k, bias_v, key_padding_mask, static_k, static_v)
@@ -216,7 +226,7 @@ def multi_head(
 
 
 class _Projection:
-    """Linear layer for the queries, keys or values of an attention.
+    """Callable that computes the queries, keys or values of an attention from its input.
 
     Args:
         number: 0 for queries, 1 for keys, 2 for values.

@@ -27,12 +27,14 @@ A :class:`ByType` stands for each number in them that depends on a tensor's type
 
 
 def numbers_by_type(traces: Mapping[torch.dtype, Trace]) -> Numbers:
-    """Return the arguments of the calls that take a number which depends on the dtype.
-
-    The keys are the numbers of the calls, as explained for :data:`Numbers`.
+    """Find the arguments of calls that are numbers and depend on the dtype, such as ``finfo.eps``.
 
     Args:
-        traces: a trace for each type, of images of one size; :data:`WIDE` is one of the types.
+        traces: a trace for each dtype, of images of one size; :data:`WIDE` is one of the dtypes.
+
+    Returns:
+        by number of a call, its (args, kwargs), in which a :class:`ByType` stands for each number
+            that depends on the dtype. Calls without such a number are left out.
 
     Raises:
         CanNotCapture: the passes make different calls; the message names the first of these calls.
@@ -87,14 +89,14 @@ def _merged(each: Mapping[torch.dtype, Any]) -> Any:
 
 
 def with_numbers(trace: Trace, numbers: Numbers) -> Trace:
-    """Return a trace in :data:`WIDE`, with :class:`ByType` for numbers that depend on the type.
+    """Return ``trace`` with a :class:`ByType` in place of each number that depends on the dtype.
 
     Args:
-        trace: the trace.
+        trace: a trace in :data:`WIDE`, of images of any size.
         numbers: the result of :func:`numbers_by_type`.
 
     Raises:
-        CanNotCapture: a number depends on both the type and the image's size.
+        CanNotCapture: a number depends on both the dtype and the image's size.
     """
     if not numbers:
         return trace
@@ -112,7 +114,7 @@ def _put(call: Called, tree: Any, typed: Any) -> Any:
         if tree != typed.number(WIDE):
             raise CanNotCapture(
                 f"{call} takes a number that depends on both the dtype of a tensor and the image's "
-                f"size: write the number as a constant"
+                f"size: use a fixed number, such as 1e-6 instead of torch.finfo(x.dtype).eps"
             )
         return typed
     if isinstance(tree, tuple) and isinstance(typed, tuple) and len(tree) == len(typed):

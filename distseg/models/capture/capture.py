@@ -101,18 +101,19 @@ def _is_supported(layer: nn.Module) -> bool:
 
 
 def _is_made_of_functions(kind: type) -> bool:
-    """Return True for activations and ``nn.LocalResponseNorm``, which a capture replaces.
+    """Return True if ``kind`` is a class of ``torch.nn.modules.activation`` or LocalResponseNorm.
 
-    A capture makes other layers from the functions that they call. Pointwise activations would not
-    need that; the caller excludes them.
+    The forward of these modules calls functions, such as ``F.softmax``, from which a capture makes
+    other layers. Pointwise activations are among these classes, but they work on a part of an image
+    as they are.
     """
     return kind.__module__ == nn.modules.activation.__name__ or kind is nn.LocalResponseNorm
 
 
 def _repeats_layers(model: nn.Module) -> bool:
-    """Return True if a network, a list of layer calls, calls the same norm or dropout repeatedly.
+    """Return True if one norm or dropout object stands at several positions of the network.
 
-    Running statistics and masks belong to one call, so a capture makes a layer for each call.
+    Running statistics and masks belong to one position. Only a capture makes a layer for each call.
     """
     layers = [layer for _, layer in flat_layers(model) if isinstance(layer, _OF_A_PLACE)]
     return len(set(layers)) < len(layers)
@@ -121,7 +122,8 @@ def _repeats_layers(model: nn.Module) -> bool:
 def _has_other_dropout(model: nn.Module) -> bool:
     """Return True if a Dropout1d or Dropout3d layer does not fit the images' number of dims.
 
-    For example, ``nn.Dropout3d`` takes a tensor (N, C, H, W) for one image (C, D, H, W).
+    For example, in a network of 2D images, ``nn.Dropout3d`` takes a tensor (N, C, H, W) for one
+    image (C, D, H, W) without a batch dim.
     """
     drops = [layer for layer in model.modules() if isinstance(layer, (nn.Dropout1d, nn.Dropout3d))]
     with suppress(ValueError):
@@ -195,12 +197,19 @@ def capture(model: nn.Module, in_channels: int | None = None) -> Network:
 
 
 def _captured(model: nn.Module, in_channels: int | None) -> Network:
-    """Trace a model, read the traces and check the result, as described for :func:`capture`."""
+    """Return the network captured from a model that passed the first checks of :func:`capture`.
+
+    Trace the model on several image sizes, turn the traces into layers, and compare the results of
+    network and model. Arguments and errors are those of :func:`capture`.
+    """
     try:
         empty = on_meta(model).double()
     except Exception as e:
         # A module's own __deepcopy__ may raise anything.
-        raise CanNotCapture(f"it cannot be copied: {' '.join(str(e).split())[:300]}") from e
+        raise CanNotCapture(
+            f"it cannot be copied: make copy.deepcopy(model) work, which fails with "
+            f"{' '.join(str(e).split())[:300]}"
+        ) from e
     check_copy(model, empty)
     record_images(model, in_channels)
     try:
@@ -230,9 +239,12 @@ def _captured(model: nn.Module, in_channels: int | None) -> Network:
     channels, whole = _first_trace(empty, likeliest, sizes[0])
 
     def look(size: tuple[int, ...], batch: int) -> None:
-        """Refuse the model if its traces changed its state and the change affects later passes.
+        """Refuse the model if tracing changed its tensors, or state that later passes notice.
 
-        Later passes are tried in fresh copies, with ``batch`` images of ``size`` and another size.
+        To find out, fresh copies trace ``batch`` images of ``size``, alone and after other traces.
+
+        Raises:
+            Hidden: a tensor has changed, or the traces differ or leave another state.
         """
         others = [
             partial(trace, channels=channels, size=other, batch=batch) for other in (sizes[1], size)
@@ -288,7 +300,7 @@ def _captured(model: nn.Module, in_channels: int | None) -> Network:
         seen_too = read(shapes, [*found.sizes, size], [*found.traces, seen_now])
         if (other := found.differs(seen_too)) is not None:
             raise CanNotCapture(
-                f"the output size of {other} follows another rule for images of "
+                f"the output size of layer {other} follows another rule for images of "
                 f"{'x'.join(map(str, size))} pixels than for the image sizes that were traced: "
                 f"compute it by one rule for all sizes"
             )
@@ -305,7 +317,7 @@ def _captured(model: nn.Module, in_channels: int | None) -> Network:
 def _in_other_types(
     model: nn.Module, channels: int, size: Sequence[int]
 ) -> dict[torch.dtype, Trace]:
-    """Return a trace in float32 and one in bfloat16, by type; leave out types that fail."""
+    """Return the traces of a model in float32 and bfloat16, by dtype, without dtypes that fail."""
     found = {}
     for dtype in (torch.float32, torch.bfloat16):
         with suppress(CanNotCapture):
@@ -329,12 +341,15 @@ def _channels_to_try(model: nn.Module) -> list[int]:
 def _first_trace(
     empty: nn.Module, likeliest: Sequence[int], size: Sequence[int]
 ) -> tuple[int, Trace]:
-    """Return the number of channels of the network's images, and a trace of such an image.
+    """Try numbers of image channels in turn; return the first that works, and its trace.
 
     Args:
         empty: a copy of the network on the meta device.
         likeliest: the numbers of channels to try, in this order.
         size: the size of the image.
+
+    Raises:
+        CanNotCapture: the network fails with each number; the message is that for the first one.
     """
     for channels in likeliest[:-1]:
         with suppress(CanNotCapture):

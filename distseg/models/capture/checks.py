@@ -60,8 +60,8 @@ def picture(model: nn.Module, loose: bool = False) -> Picture:
     The snapshot leaves out the running statistics of norms, which a pass may update.
 
     Args:
-        loose: True if the snapshot will be compared with the snapshot of a copy of the module. It
-            then leaves out what differs between copies, such as object ids
+        loose: True if the snapshot will be compared with the snapshot of a copy of the module. The
+            snapshot then also leaves out what differs between copies, such as object ids
             (:func:`distseg.models.capture.state.picture_of`).
     """
     found = picture_of(model, loose).without(_statistics(model))
@@ -71,10 +71,10 @@ def picture(model: nn.Module, loose: bool = False) -> Picture:
 
 
 def _statistics(model: nn.Module) -> set[tuple[str, str]]:
-    """Return the keys, in a snapshot, of the running statistics of PyTorch's norms.
+    """Return the snapshot keys (module name, buffer name) of statistics that a pass may update.
 
-    Of a norm on the meta device, and of a modified norm, a pass may update only the counter
-    ``num_batches_tracked``, so their other statistics are not included.
+    These are the running statistics of PyTorch's batch and instance norms. A norm on the meta
+    device, or a modified norm, may update only its counter ``num_batches_tracked``.
     """
     found = set()
     for name, layer in model.named_modules():
@@ -98,14 +98,15 @@ def check_left(
 ) -> None:
     """Refuse a pass that changes the module's state, if the change affects later passes.
 
-    A change of a tensor is always refused. Another change is accepted if later passes have the same
-    result as first passes and leave the same state.
+    A change of a parameter or buffer is always refused. Another change, such as that of a counter,
+    is accepted if later passes have the same result as first passes and leave the same state.
 
     Args:
         made: function that makes a copy of the module in which no pass has run.
         before, after: the state of a copy before and after one pass.
         last: a pass. It runs twice in a fresh copy, and after each of ``others`` in another copy.
-        alike: function that compares the results of two passes.
+        others: passes over other images.
+        alike: function that returns True if the results of two passes are equal.
 
     Raises:
         Hidden: the message names the attribute, its module and the line that changes it, and says
@@ -199,7 +200,9 @@ def check_real(model: nn.Module) -> None:
 
 
 def check_seen(model: nn.Module) -> None:
-    """Refuse a network whose trace showed something that cannot be computed exactly.
+    """Refuse a network that cannot be trained exactly, as the attempt to capture it has found.
+
+    A network with complex parameters or buffers is refused too (:func:`check_real`). No pass runs.
 
     Raises:
         ValueError: the message names the function, the module and the line.
@@ -263,8 +266,8 @@ def check_module(
             _checked.setdefault(model, set()).add((at, tuple(modes)))
             return _check_at(model, tuple(size), modes)
     raise Hidden(
-        f"its forward pass fails on an image of {'x'.join(map(str, size))} pixels with "
-        f"{user_error(failed)}"
+        f"its forward pass fails on an image of {'x'.join(map(str, size))} pixels, the size "
+        f"in training, with {user_error(failed)}: forward must accept images of this size"
     ) from failed
 
 
@@ -411,9 +414,9 @@ def _noise(model: nn.Module, size: Sequence[int], number: int, images: int = 2) 
 
 
 def run_pass(image: Tensor, model: nn.Module, draws: str = DRAWS) -> Any:
-    """Return the result of a module's pass over a batch ``image`` (N, C, *size).
+    """Run a forward pass of ``model`` over the batch ``image`` (N, C, *size); return its result.
 
-    A tensor is detached.
+    A result that is a tensor is detached.
 
     Args:
         draws: text of the error message about drawn random numbers.

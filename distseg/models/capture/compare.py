@@ -43,9 +43,12 @@ class TooSmall(CanNotCapture):
 
 
 class _Wide(TorchFunctionMode):
-    """Mode in which user code computes in float64 and, in training, without dropout.
+    """``TorchFunctionMode`` in which user code computes in float64, in training without dropout.
 
     Casts to float32 are ignored, and stochastic depth keeps every image.
+
+    Args:
+        training: True if the module is in training mode.
     """
 
     def __init__(self, training: bool):
@@ -74,13 +77,15 @@ _DROPOUTS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, torch.dropout, to
 def check_same(
     model: nn.Module, network_of: Callable[[nn.Module], Network], channels: int, size: Sequence[int]
 ) -> None:
-    """Refuse a captured network if its result differs from that of its module.
+    """Compare the results of a captured network and its module; refuse the network if they differ.
 
-    Both run on one copy of the module's weights, which is freed at the end.
+    Both run in float64 on random images, with a copy of the module's weights, in evaluation and in
+    training. A model on the meta device is not compared.
 
     Args:
         model: the user's module.
-        network_of: function that makes the network of a copy of the module.
+        network_of: function from a copy of the module to the captured network with that copy's
+            weights.
         channels, size: shape of the images (2, channels, *size).
 
     Raises:
@@ -131,11 +136,12 @@ def _double(x: Tensor) -> Tensor:
 
 
 def _evaluated(model: nn.Module, copied: nn.Module, image: Tensor) -> Any:
-    """Return the result of ``copied`` in evaluation.
+    """Return the result of ``copied`` for ``image`` in evaluation, and check that no state is left.
 
     Args:
         model: the user's module, of which fresh copies are made for the check of its state.
         copied: the copy of ``model`` in float64.
+        image: the images (2, C, *size).
 
     Raises:
         Hidden: the pass draws random numbers or changes the module's state.
@@ -164,7 +170,7 @@ def _evaluated(model: nn.Module, copied: nn.Module, image: Tensor) -> Any:
 
 
 def _result(image: Tensor, module: nn.Module) -> Any:
-    """Return the result of a module in float64; without dropout if it is in training mode.
+    """Return the result of ``module`` for ``image`` in float64, without dropout in training mode.
 
     The errors are those of :func:`distseg.models.capture.checks.run_pass`.
     """
@@ -173,9 +179,9 @@ def _result(image: Tensor, module: nn.Module) -> Any:
 
 
 def _check_mode(copied: nn.Module, network: Network, image: Tensor, wanted: Any = None) -> None:
-    """Refuse a network if its result differs from that of its module.
+    """Refuse a network whose result for ``image`` differs from that of the module ``copied``.
 
-    The mode of both, training or evaluation, is not changed.
+    Both run in the mode that they are in: training or evaluation.
 
     Args:
         copied: the module, whose weights the network shares.

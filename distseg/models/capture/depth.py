@@ -50,19 +50,21 @@ class Depth:
         return self.after
 
     def of_layer(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """Return the arguments of a convolution layer for maps (N, C * D, *size).
+        """Return the arguments of a convolution's class for maps (N, C * D, *size).
 
         Args:
-            args, kwargs: the arguments of the layer for maps (N, C, D, *size).
+            args, kwargs: the arguments for maps (N, C, D, *size): the numbers of input and output
+                channels, the kernel size with an entry for D, and settings.
         """
         first, second, kernel, *rest = args
         return (first * self.before, second * self.after, tuple(kernel)[1:], *rest), kwargs
 
     def of_weight(self, steps: tuple[Step, ...], kernel: bool) -> tuple[Step, ...]:
-        """Return the steps that compute the weight or bias for all positions of D.
+        """Return the steps that compute the weight or bias of a layer for maps (N, C * D, *size).
 
         Args:
-            steps: the steps that compute the user's weight or bias.
+            steps: the steps that compute the user's weight or bias, which all positions along D
+                share.
             kernel: True for a weight, False for a bias.
         """
         last = Map(len(steps) - 1)
@@ -75,7 +77,10 @@ class Depth:
 
 
 def _of_all_places(weight: Tensor, depth: Depth) -> Tensor:
-    """Return the weight (O * after, I * before, *kernel) for a weight (O, I, length, *kernel)."""
+    """Return the weight (O * after, I * before, *kernel) for a weight (O, I, length, *kernel).
+
+    The result holds the user's kernel once for each output position along D, and zeros elsewhere.
+    """
     made = weight.new_zeros(
         weight.shape[0], depth.after, weight.shape[1], depth.before, *weight.shape[3:]
     )
@@ -94,7 +99,7 @@ def through(
 
     Args:
         rule: the function that turns the current call into layers.
-        found: the signal of the rule, which holds the map.
+        found: the exception that the rule raised. It holds the map.
         args, kwargs: the arguments of the user's call.
     """
     x, calls = found.value, reader.current
@@ -152,7 +157,7 @@ def through(
 
 
 def _three(setting: Any, dims: int) -> Any:
-    """Return a setting as a tuple of ``dims`` entries; a string stays as it is."""
+    """Return a setting as a tuple of ``dims`` entries; a number is repeated, a string is kept."""
     if isinstance(setting, str):
         return setting
     given = setting if isinstance(setting, tuple) else (setting,)
@@ -162,7 +167,7 @@ def _three(setting: Any, dims: int) -> Any:
 def over_depth(
     reader: Reader, rule: Callable[..., Any], x: Value, args: tuple, kwargs: dict
 ) -> Value:
-    """Return the result of a batch norm of ``x``, which takes the positions along D as images.
+    """Return the result of a batch norm that treats each position of ``x`` along D as an image.
 
     Args:
         rule: the function that makes a batch norm of maps (N, C, *size).

@@ -20,11 +20,11 @@ from distseg.models.passes import is_library, is_users, replaced, run, shown
 
 
 class Draws(TorchDispatchMode):
-    """Mode that calls ``note(name, result)`` for each PyTorch operation that draws random numbers.
+    """``TorchDispatchMode`` that calls ``note(name, result)`` for each draw of random numbers.
 
-    ``name`` is the name of the operation, such as ``bernoulli``, and ``result`` is what it returns.
-
-    The mode intercepts the operations themselves, whichever Python function calls them.
+    ``name`` is the name of the PyTorch operation that draws, such as ``bernoulli``, and ``result``
+    is what it returns. The mode intercepts the operations themselves, whichever Python function
+    calls them.
     """
 
     def __init__(self, note: Callable[[str, Any], None]):
@@ -79,9 +79,9 @@ def is_generator(slot: Slot) -> bool:
 
 @contextmanager
 def system_draws(note: Callable[[str], None]) -> Iterator[None]:
-    """Call ``note(line)`` when user code takes random numbers from the operating system.
+    """Call ``note(line)`` when user code in the context takes random numbers from the system.
 
-    For example, creating a generator without a seed does so.
+    For example, creating a generator without a seed does so. ``line`` is the line of user code.
     """
     thread, seed, draw = threading.get_ident(), random.Random.seed, os.urandom
 

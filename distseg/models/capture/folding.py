@@ -27,9 +27,10 @@ if TYPE_CHECKING:
 
 
 class Folded(Exception):
-    """Signal that a rule needs a map (N, C, *size), but the map's batch dim has more than images.
+    """Exception by which a rule asks for a map (N, C, *size) if the batch dim has more than images.
 
-    ``value`` is the map, ``folding`` the content of its batch dim.
+    ``value`` is the map, ``folding`` the content of its batch dim. :func:`unfolded` then rearranges
+    the map and calls the rule again.
     """
 
     def __init__(self, value: Value, folding: Folding):
@@ -38,9 +39,10 @@ class Folded(Exception):
 
 
 class Deep(Exception):
-    """Signal that a rule needs a map (N, C, *size), but the map has a dim between C and size.
+    """Exception by which a rule asks for a map (N, C, *size) if the map is (N, C, D, *size).
 
-    :mod:`distseg.models.capture.depth` handles it.
+    ``value`` is the map. :func:`distseg.models.capture.depth.through` then rearranges the map and
+    calls the rule again.
     """
 
     def __init__(self, value: Value):
@@ -93,10 +95,13 @@ _OF_ONE_IMAGE = {
 
 @dataclass(frozen=True)
 class Folding:
-    """Content of the batch dim besides images.
+    """Description of a batch dim that holds frames or positions besides images.
+
+    For example, the batch dim of (N * T, C, H, W) holds T frames, and that of (N * D, C, H, W) the
+    positions of images (D, H, W) along D.
 
     Attributes:
-        times: number of groups of channels in the batch dim.
+        times: the number T of frames, which become T groups of channels in the network.
         outer: the spatial dims whose positions are in the batch dim.
         dims: number of spatial dims of the image.
     """
@@ -108,7 +113,7 @@ class Folding:
 
     @classmethod
     def from_value(cls, x: Value) -> Folding | None:
-        """Return the folding of a map.
+        """Return the description of the batch dim of the map ``x``.
 
         Return None if the batch dim has only images, or if the map has an unsupported form.
         """
@@ -125,11 +130,11 @@ class Folding:
 
     @property
     def inner(self) -> tuple[int, ...]:
-        """Spatial dims that are separate dims of the user's tensor."""
+        """Spatial dims of the image that are dims of the user's tensor besides its batch dim."""
         return tuple(d for d in range(self.dims) if d not in self.outer)
 
     def plain(self, shape: Sequence[int], batch: int, size: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape (N, T * C, *size) that a result has in the captured network.
+        """Return the shape (N, T * C, *size) of a result in the captured network; T is ``times``.
 
         Args:
             shape: the shape of the result in user code, such as (N * T, C, *size).
@@ -140,10 +145,13 @@ class Folding:
         return (batch, self.times * shape[1], *(along[d] for d in range(self.dims)))
 
     def folded(self, x: Value) -> Value:
-        """Return the result ``x`` of the layer with the axes that the result has in user code.
+        """Return a layer's output ``x`` with the axes that it has in user code, (N * T, C, *size).
+
+        Args:
+            x: a map (N, T * C, *size) or a vector (N, T * C, ...), where T is ``times``.
 
         Raises:
-            ValueError: ``x`` is neither a map (N, T * C, *size) nor a vector (N, T * C, ...).
+            ValueError: ``x`` has another form.
         """
         channels, *places = x.axes[1:]
         if (
@@ -164,14 +172,15 @@ class Folding:
         )
 
     def spread(self, setting: Any, alone: Any) -> Any:
-        """Return a kernel setting with one entry for each spatial dim of the map.
+        """Return a kernel setting, such as a stride, with an entry for each spatial dim of the map.
 
-        Spatial dims that are in the batch dim get the entry ``alone``. None, a string, and a
-        setting of a map without such dims are returned unchanged.
+        If no spatial dim is in the batch dim, the setting is returned unchanged. So is None or a
+        string.
 
         Args:
             setting: a number or a tuple, as in user code.
-            alone: the setting along a dim of which the layer must not combine positions.
+            alone: the entry for a spatial dim in the batch dim. Along this dim the layer must not
+                combine positions, so it is 1 for a kernel size and 0 for a padding.
         """
         if not self.outer or setting is None or isinstance(setting, str):
             return setting
@@ -180,7 +189,12 @@ class Folding:
         return tuple(along.get(d, alone) for d in range(self.dims))
 
     def of_layer(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """Return the arguments of a convolution for all groups, given those for one group."""
+        """Return the arguments of the network's convolution over the channels of all T frames.
+
+        Args:
+            args, kwargs: arguments of the convolution's class for one frame: the numbers of input
+                and output channels, the kernel size, and settings, among them ``groups``.
+        """
         first, second, kernel, *rest = args
         return (
             first * self.times,
@@ -190,10 +204,10 @@ class Folding:
         ), kwargs | {"groups": kwargs["groups"] * self.times}
 
     def of_weight(self, steps: tuple[Step, ...], kernel: bool) -> tuple[Step, ...]:
-        """Return the steps that make the weight or bias for all groups, given those for one group.
+        """Return the steps that compute a convolution's weight or bias for all T frames.
 
         Args:
-            steps: the steps that make the weight or bias for one group.
+            steps: the steps that compute the weight or bias for one frame.
             kernel: True for a weight, which has spatial dims; False for a bias.
         """
         return (
@@ -203,9 +217,9 @@ class Folding:
 
 
 def _for_all(weight: Tensor, times: int, outer: Sequence[int]) -> Tensor:
-    """Return the weight of one group repeated for ``times`` groups.
+    """Return a weight (O, ...) or bias (O,) repeated along dim 0 for ``times`` groups of channels.
 
-    Along the spatial dims ``outer``, the result has length 1.
+    A weight also gets a dim of length 1 for each spatial dim in ``outer``.
     """
     for d in outer:
         weight = weight.unsqueeze(2 + d)
@@ -248,7 +262,7 @@ def unfolded(
 
     Args:
         rule: the function that turns the current call into layers.
-        found: the signal of the rule, which holds the map.
+        found: the exception that the rule raised. It holds the map.
         args, kwargs: the arguments of the user's call.
     """
     x, folding, calls = found.value, found.folding, reader.current
@@ -275,16 +289,16 @@ def unfolded(
         return folding.folded(made)
     except (ValueError, AttributeError):
         raise reader.refusal(
-            f"takes {x!r}, whose batch dim holds channels or places besides images: call it on a "
-            f"map whose batch dim holds images only"
+            f"takes {x!r}, whose batch dim holds channels or positions besides images: call it on "
+            f"a map whose batch dim holds images only"
         ) from None
 
 
 def joined_batches(reader: Reader, maps: Sequence[Value]) -> Value | None:
-    """Return the concatenation of maps along dim 0, as joined batches.
+    """Add a layer for ``torch.cat(maps)`` along dim 0, which joins batches; return its output.
 
-    In the network it is a map with the channels of all batches. Return None if the shapes of the
-    maps differ, or if they are not (N, C, *size).
+    The layer concatenates the channels of the maps instead, so each batch is a group of channels.
+    Return None if the shapes of the maps differ, or if they are not (N, C, *size).
     """
     first = maps[0]
     if not first.plain or any((x.plain, x.shapes) != (True, first.shapes) for x in maps):
@@ -295,13 +309,17 @@ def joined_batches(reader: Reader, maps: Sequence[Value]) -> Value | None:
 
 
 def of_joined(reader: Reader, rule: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
-    """Apply a rule to joined batches, which are maps that were concatenated along dim 0.
+    """Apply a rule to batches that user code joined by ``torch.cat`` along dim 0.
 
-    Return the result, as joined batches again or, if the call splits them, as single batches.
+    Return the result. If the call splits the batches again, the result is one batch or a tuple of
+    batches; otherwise it consists of joined batches too.
 
     Args:
         rule: the function that turns the current call into layers.
         args, kwargs: the arguments of the user's call.
+
+    Raises:
+        CanNotCapture: the call mixes the batches.
     """
     maps = found_in((args, kwargs), Value)
     first = maps[0].axes[0]
@@ -326,7 +344,11 @@ _MIXED = (
 def _taken_apart(
     reader: Reader, rule: Callable[..., Any], x: Value, args: tuple, kwargs: dict
 ) -> Value | tuple[Value, ...] | None:
-    """Return the result of a call that splits the joined batches ``x``; None for other calls."""
+    """Return the batches that a call such as ``x.chunk(2)`` takes from the joined batches ``x``.
+
+    An index such as ``x[:n]`` gives one batch, a split gives a tuple of batches. Return None for a
+    call that does not split the batches.
+    """
     name, count, batches = reader.call.name, x.axes[0].cell, [shape[0] for shape in x.shapes]
     if name in ("chunk", "split", "split_with_sizes", "tensor_split") and (
         args[2:] or (kwargs.get("dim", 0),)
@@ -368,13 +390,13 @@ def _taken_apart(
 
 
 def _group(reader: Reader, x: Value, number: int) -> Value:
-    """Return batch ``number`` of the joined batches ``x``."""
+    """Return batch ``number``, counted from 0, of the joined batches ``x``."""
     take = _Group(number, x.axes[0].cell)
     return reader.applied(take, [x], f"batch_{number}", (Axis(True), *x.axes[1:]))
 
 
 class _Group:
-    """Function that takes every ``step``-th image, starting at ``first``.
+    """Callable that takes every ``step``-th image of a batch, beginning with image ``first``.
 
     It is a class so that layers with it can be copied and pickled.
     """

@@ -21,13 +21,13 @@ T = TypeVar("T", bound=Sized)
 def followed(
     sizes: Sequence[tuple[int, ...]], first: T, maps: Iterable[T]
 ) -> tuple[T, list[Follow]] | None:
-    """Return a map, and the rules by which ``sizes`` follow its size.
+    """Find a map whose size explains ``sizes``; return it, and one rule for each spatial dim.
 
     Along each dim, the size may be constant, equal to the map's size, a fraction of it, or the
     map's size rounded to a multiple. Return None if no rule fits.
 
     Args:
-        sizes: the size in each trace.
+        sizes: the size to explain, in each trace.
         first: the map to return if several maps have equally simple rules.
         maps: all maps, in the order in which the network makes them. The first is the image.
     """

@@ -64,9 +64,10 @@ def moving_norms(model: nn.Module) -> Iterator[str]:
 
 
 class Readings(TorchFunctionMode):
-    """Mode that stores in ``first`` a description of the first call that reads running statistics.
+    """``TorchFunctionMode`` that notes in ``first`` the first call that reads running statistics.
 
-    ``first`` is None until such a call. Calls of ``F.batch_norm`` are ignored.
+    ``first`` is a description of the call, such as its name and line; None if there was no such
+    call. Calls of ``F.batch_norm`` are ignored.
 
     Args:
         model: the module that has the norms.
@@ -119,7 +120,7 @@ def _handed_on(layer: nn.Module, name: str, images: int, x: Tensor) -> Tensor:
 
 
 def begin_pass(model: nn.Module) -> None:
-    """Forget which norms of ``model`` the last pass called in training mode.
+    """Forget which norms of ``model`` the last pass called in training mode; call it before a pass.
 
     A pass that calls a norm in training mode, and then in evaluation mode, is refused.
     """

@@ -34,13 +34,14 @@ def convolved(
     dilation: Any,
     groups: Any,
 ) -> Value:
-    """Return the convolution of each image with its own weight.
+    """Return the convolution of each image with its own weight, (1, N * C', *size).
 
-    The arguments are those of the user's ``F.conv2d`` (or 1d, 3d) as traced.
+    The arguments are those of the user's ``F.conv2d`` (or 1d, 3d). ``parts`` is the number of
+    groups into which the channels of one image are divided.
 
     Args:
         x: (1, N * C, *size).
-        weight: (N * C', C / parts, *kernel), where C / parts are the channels of a group.
+        weight: (N * C', C / parts, *kernel).
         bias: (N * C',) or None.
         groups: N * parts.
     """
@@ -103,7 +104,7 @@ def _padding(
 
 
 class _Weighted:
-    """Function that multiplies the windows of each image with the image's weights.
+    """Callable that multiplies the windows of each image with the image's weights.
 
     The windows are (N, C * cells of the kernel, *size). The result is (1, N * C', *size).
 

@@ -28,7 +28,10 @@ def places_along_dims(x: Value, over: Sequence[int]) -> tuple[int, ...]:
 
 
 def takes_lines(x: Value, over: Sequence[int]) -> bool:
-    """Return True if a statistic over dims ``over`` reduces some spatial dims, but not all."""
+    """Return True if a statistic of ``x`` over dims ``over`` keeps some but not all spatial dims.
+
+    Such a statistic is a line, for example row means.
+    """
     return not x.vector and 0 < len(places_along_dims(x, over)) < x.dims
 
 
@@ -77,7 +80,7 @@ def turned_line(reader: Reader, x: Value, order: Sequence[int]) -> Value:
 
 
 class Turned:
-    """Function that permutes the dims of a tensor to ``order``.
+    """Callable that permutes the dims of a tensor to ``order``.
 
     It is a class so that layers with it can be copied and pickled.
     """
@@ -187,16 +190,16 @@ def expanded_line(reader: Reader, x: Value, target: Axes) -> Value:
     if places_of(target) != tuple(range(reader.dims)):
         raise reader.refusal(
             f"repeats {x!r} to the shape {reader.call.shapes[0]}; supported: repeat it over all "
-            f"places of a map"
+            f"positions of a map"
         )
     return line_at(reader, x, reader.map_of_lines([x]), target)
 
 
 def rows_pooled(reader: Reader, x: Value) -> tuple[int, ...]:
-    """Return the dims that a pooling reduces to length 1 if it leaves the other dims unchanged.
+    """Return the dims that the current call, a pooling, reduces to length 1 while others stay.
 
     The dims are those of the user's tensor (N, C, *size), so the first spatial dim is 2. Return an
-    empty tuple for any other pooling.
+    empty tuple if the pooling changes the length of another dim, or reduces all or none.
     """
     made = [c.shapes[0][2:] for c in reader.current]
     gone = [d for d in range(x.dims) if all(size[d] == 1 for size in made)]

@@ -139,10 +139,10 @@ def measured(reader: Reader, args: tuple) -> tuple:
 
 
 def _numbers(reader: Reader, x: Any) -> Sizes | None:
-    """Return the number that the argument ``x`` is in each trace.
+    """Return the values of the number ``x`` in all traces.
 
-    A tensor without dims, computed from numbers only, counts as a number. Return None if the
-    argument is no number, or the same number in all traces.
+    A tensor without dims, computed from numbers only, counts as a number. Return None if ``x`` is
+    no number, or has the same value in all traces.
     """
     if isinstance(x, Sizes):
         return x if all(isinstance(n, (int, float)) for n in x.each) else None

@@ -37,7 +37,7 @@ def dim_of_place(reader: Reader, x: Value, dim: int, what: str) -> int | None:
         images = (
             "images of the batch"
             if axis.batch and not axis.places
-            else "several dims of the image, or places and channels together"
+            else "several dims of the image, or positions and channels together"
         )
         raise reader.refusal(
             f"{what} {images}; supported: the same operation on one dim of the image, or on "
@@ -68,7 +68,7 @@ def cut(reader: Reader, x: Value, wanted: dict[int, Sequence[slice]]) -> Value:
                 f"supported: a slice that grows with the image"
             )
         if not all(ranges):
-            raise reader.refusal("takes an empty slice of the image")
+            raise reader.refusal("takes an empty slice of the image: keep at least one cell")
     fixed = {
         d: found
         for d, ranges in each.items()
@@ -91,8 +91,8 @@ def cut(reader: Reader, x: Value, wanted: dict[int, Sequence[slice]]) -> Value:
     rest = {d: ranges for d, ranges in each.items() if d not in fixed}
     if any(r.step != 1 for ranges in rest.values() for r in ranges):
         raise reader.refusal(
-            "takes every n-th place of the image, from a start that depends on the image's size, "
-            "which is not supported"
+            "takes every n-th position of the image, from a start that depends on the image's "
+            "size; supported: a fixed start"
         )
     sides = []
     for n, size in enumerate(x.sizes):
@@ -196,7 +196,9 @@ def padded(reader: Reader, x: Value, pad: tuple, mode: str, value: float) -> Val
     """
     each = [of_trace(pad, n) for n in range(len(x.sizes))]
     if any(len(pads) % 2 or len(pads) > 2 * x.rank for pads in each):
-        raise reader.refusal(f"has a padding {pad}, which does not fit {x!r}")
+        raise reader.refusal(
+            f"has a padding {pad}, which does not fit {x!r}: give two numbers a dim"
+        )
     dims = [x.rank - 1 - k for k in range(len(pad) // 2)]
     pairs = {dim: [(pads[2 * k], pads[2 * k + 1]) for pads in each] for k, dim in enumerate(dims)}
     pairs = {dim: found for dim, found in pairs.items() if any(map(any, found))}

@@ -60,7 +60,7 @@ ASKS = (
 
 @contextmanager
 def asked(note: Callable[[str, str], None]) -> Iterator[None]:
-    """Call ``note(name, line)`` for each call by which user code reads the machine's state.
+    """Call ``note(name, line)`` when user code in the context reads the machine's state.
 
     ``name`` is the called function, such as ``time.time``, and ``line`` the line of user code. In
     the current thread, only calls inside :func:`distseg.models.passes.run` are watched.

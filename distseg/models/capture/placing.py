@@ -74,9 +74,9 @@ def plan_of(reader: Reader, x: Made, sizes: Sequence[tuple[int, ...]]) -> Plan |
 
 
 def _collect(reader: Reader, x: Made, numbers: set[int]) -> bool:
-    """Add the numbers of the calls on which the tensor ``x`` depends to ``numbers``.
+    """Add the numbers of the calls on which the tensor ``x`` depends to ``numbers``; return True.
 
-    Return True. Return False if the tensor depends on the image's values or on random numbers.
+    Return False if the tensor depends on the image's values or on random numbers.
     """
     if x.call in numbers:
         return True
@@ -306,14 +306,15 @@ def _check_batch(reader: Reader, plan: Plan) -> None:
             if one.name not in _SHAPING and (one.args, one.kwargs) != (other.args, other.kwargs):
                 raise reader.refusal(
                     f"uses the result of {one}, which depends on the number of images in the "
-                    f"batch; this number differs between tiles and micro-batches"
+                    f"batch; this number differs between tiles and micro-batches: compute it "
+                    f"without the batch size"
                 )
         if isinstance(plan.wanted, Number) and plan.wanted.value(alone.calls) != plan.wanted.value(
             trace.calls
         ):
             raise reader.refusal(
                 "has a number that depends on the number of images in the batch, which differs "
-                "between tiles and micro-batches"
+                "between tiles and micro-batches: compute it without the batch size"
             )
 
 
@@ -348,9 +349,9 @@ def emitted(reader: Reader, plan: Plan, like: Value, axes: tuple[Axis, ...]) -> 
 
 
 class _Calls:
-    """Function that returns the calls of a forward pass for an image size.
+    """Callable that returns the calls of a forward pass for an image size.
 
-    A deep copy of the function is the function itself.
+    A deep copy of the callable is the callable itself.
     """
 
     def __init__(self, source):

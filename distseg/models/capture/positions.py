@@ -154,8 +154,8 @@ class Positions(LooksAtSize):
             if axis.batch and y.shape[dim] > 1:
                 if not bool((y == y.narrow(dim, 0, 1)).all()):
                     raise ValueError(
-                        "the network computes a separate value for each place and each image from "
-                        "the image's index in the batch: remove the dependence on the index"
+                        "the network computes a separate value for each position and each image "
+                        "from the image's index in the batch: remove the dependence on the index"
                     )
                 y = y.narrow(dim, 0, 1)
         lengths = []
@@ -204,7 +204,7 @@ class _Values:
         self._cut: dict[int, list[Tensor]] = {}
 
     def _mask(self, marked: Marked) -> Tensor:
-        """Return, at the wanted positions, a mask of those that the index of an assignment selects.
+        """Return a mask of the wanted positions: True where an assignment's index selects them.
 
         It broadcasts with tensors of the layer's axes.
         """

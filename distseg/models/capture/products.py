@@ -22,9 +22,9 @@ from distseg.models.capture.values import Value
 from distseg.models.layers import Mean
 
 BETWEEN_PLACES = (
-    "multiplies each place of the image with all others, as attention does, but a part of an image "
-    "does not have all places; supported: products of channels at each place, and their sums over "
-    "all places"
+    "multiplies each position of the image with all others, as attention does, but a part of an "
+    "image does not have all positions; supported: products of channels at each position, and "
+    "their sums over all positions"
 )
 
 
@@ -55,8 +55,8 @@ def _summed(reader: Reader, a: Any, b: Any) -> Value | None:
         along = -1 if x is a or len(shape) < 1 or x.rank < 2 else -2
         if not reader.of_channels(along, x):
             raise reader.refusal(
-                f"multiplies {x!r} with a separate weight for each place; supported: a weight for "
-                f"each channel"
+                f"multiplies {x!r} with a separate weight for each position; supported: a weight "
+                f"for each channel"
             )
         return None
     if min(a.rank, b.rank) < 3:
@@ -86,7 +86,12 @@ def _summed(reader: Reader, a: Any, b: Any) -> Value | None:
 
 
 def einsum(reader: Reader, equation: str, operands: Sequence[Any]) -> Value:
-    """Return the result of ``torch.einsum``."""
+    """Add layers for a call of ``torch.einsum``, and return the value of its result.
+
+    Raises:
+        CanNotCapture: the call sums over images or over some spatial dims only, or multiplies each
+            position with others.
+    """
     labels, written = _spelled(reader, equation, operands)
     axes = _axes_of_labels(reader, labels, operands)
     if missing := [label for label, axis in axes.items() if axis.batch and label not in written]:
@@ -100,7 +105,7 @@ def einsum(reader: Reader, equation: str, operands: Sequence[Any]) -> Value:
         axes[label].places for label in written
     ):
         raise reader.refusal(
-            "sums over only some dims of the image; supported: sum over all places, or over "
+            "sums over only some dims of the image; supported: sum over all positions, or over "
             "channels"
         )
     made = tuple(axes[label] for label in written)
@@ -128,8 +133,8 @@ def distances(reader: Reader, a: Any, b: Any, p: float, mode: str) -> Value:
         raise reader.refusal(BETWEEN_PLACES.replace("multiplies", "compares"), everywhere=True)
     if not all(of[-1].of_channels for of in axes):
         raise reader.refusal(
-            "measures distances between channels over places of the image; supported: distances "
-            "between places over channels"
+            "measures distances between channels over positions of the image; supported: distances "
+            "between positions over channels"
         )
     if (
         places_of((*axes[0][-2:-1], *axes[1][-2:-1]))
@@ -179,7 +184,7 @@ def _axes_of_labels(
             if len(letters) != x.rank or not all(axis.of_channels for axis in twice):
                 raise reader.refusal(
                     f"has the letters {letters} for {x!r}: use one letter per dim, and no letter "
-                    f"twice for images or places"
+                    f"twice for images or positions"
                 )
             for label, axis in zip(letters, x.axes):
                 if found.get(label, Axis()) == Axis():  # of length 1, so it is broadcast
@@ -199,8 +204,9 @@ def _axes_of_labels(
                 found[label] = Axis(cell=n)
             elif n != 1 and not found[label].of_channels:
                 raise reader.refusal(
-                    f"takes a tensor of {reader.shape_of(x)} with a separate value for each place "
-                    f"of the image or for each image, which a part of an image does not have"
+                    f"takes a tensor of {reader.shape_of(x)} with a separate value for each "
+                    f"position of the image or for each image, which a part of an "
+                    f"image does not have"
                 )
     batches = {label for label, axis in found.items() if axis.batch}
     places = [d for axis in found.values() for d in axis.places]

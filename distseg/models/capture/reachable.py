@@ -60,12 +60,12 @@ _OURS = {"torch", "distseg", "builtins", "numpy", "abc", "typing"}
 
 @dataclass
 class Home:
-    """Mapping in which code finds values by name.
+    """Mapping outside a model, such as a file's globals, in which a pass looks up names.
 
     Attributes:
         owner: name of the class, function or file in messages.
         holder: the mapping.
-        names: names of values that may change; functions, classes and modules are left out.
+        names: names whose values may change; functions, classes and Python modules are left out.
         which: number that distinguishes classes or files of the same name.
     """
 
@@ -106,8 +106,8 @@ def _slot_names(kind: type) -> tuple[str, ...]:
 class _Search:
     """Search that begins with some values and follows the values that these refer to.
 
-    ``_spaces`` holds the classes and modules that were found. Every name that found code reads is
-    looked up in all of them.
+    ``_spaces`` holds the classes and Python modules that were found. Every name that found code
+    reads is looked up in all of them.
     """
 
     def __init__(self):
@@ -130,7 +130,7 @@ class _Search:
                 self._in_class(space) if isinstance(space, type) else self._in_module(space)
 
     def _look(self, value: Any) -> None:
-        """Queue the values to which ``value`` refers; record a function, class or module.
+        """Queue the values to which ``value`` refers; record a function, class or Python module.
 
         A value is visited once. Empty containers are skipped.
         """
@@ -204,9 +204,9 @@ class _Search:
                 self._note(file, function.__globals__, name, function.__globals__[name])
 
     def _in_class(self, kind: type) -> None:
-        """Search the attributes of a class and its bases that code reads, and special methods.
+        """Queue values of a class and its bases: names that code reads, and special methods.
 
-        The names of those that may change are recorded.
+        Names whose values may change are recorded.
         """
         for base in kind.__mro__:
             if _is_library_class(base):
@@ -243,11 +243,11 @@ class _Search:
                 )
 
     def _note(self, owner: str, holder: Any, name: str, value: Any) -> None:
-        """Queue a value, and record its name unless it is a function, property, class or module.
+        """Queue a value; record its name unless it is a function, property, class or Python module.
 
         Args:
             owner: name of ``holder`` in messages.
-            holder: the class, or the dict of a module, that has the value.
+            holder: the class, or the dict of a Python module, that has the value.
         """
         if (id(holder), name) in self._noted:
             return

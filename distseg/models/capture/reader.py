@@ -71,7 +71,7 @@ from distseg.tiling.resize import Follow
 
 
 class Differ(Exception):
-    """Signal that two traces contain different calls."""
+    """Exception raised when two traces contain different calls."""
 
 
 class Reader:
@@ -357,9 +357,10 @@ class Reader:
         return x
 
     def unfold(self, x: Value) -> None:
-        """Raise a signal if the map ``x`` can be rearranged to (N, C, *size) for the current call.
+        """Raise ``Folded`` or ``Deep`` if the map ``x`` can be rearranged to (N, C, *size).
 
-        The rule then starts again with the rearranged map.
+        The rule of the current call is then called again, with the rearranged map. Otherwise return
+        None.
 
         Raises:
             Folded: the batch dim has channels or positions besides the images.
@@ -396,11 +397,20 @@ class Reader:
         return x
 
     def fixed_all(self, settings: dict[str, Any]) -> dict[str, Any]:
-        """Return settings by name; refuse one that follows the image's size."""
+        """Return ``settings`` unchanged if all of them are independent of the image's size.
+
+        Raises:
+            CanNotCapture: a setting follows the image's size; the message has its name.
+        """
         return {name: self.fixed(x, name) for name, x in settings.items()}
 
     def dims_of(self, dim: Any, x: Value) -> tuple[int, ...]:
-        """Return the dims that a ``dim`` argument means, counted from 0; None means all dims."""
+        """Return the dims that a ``dim`` argument means, counted from 0.
+
+        Args:
+            dim: an integer or a tuple; None or () means all dims.
+            x: the value to whose dims ``dim`` refers.
+        """
         if dim is None or dim == ():
             return tuple(range(x.rank))
         given = dim if isinstance(dim, tuple) else (dim,)
@@ -429,7 +439,8 @@ class Reader:
         """Return the shape of a parameter, or of a tensor computed from parameters."""
         if isinstance(x, Value):
             raise self.refusal(
-                "has a weight that is computed from the image, which is not supported"
+                "has a weight that is computed from the image; supported: parameters, buffers, and "
+                "tensors computed from them"
             )
         return (
             self.shapes[x.name]
@@ -455,9 +466,9 @@ class Reader:
         return call is None or any(map(self.learns, found_in((call.args, call.kwargs), Made, Kept)))
 
     def made(self, like: Value, part: int = 0) -> Axes:
-        """Return the meaning of each dim of the call's result (:class:`Axis`).
+        """Return the meaning of each dim of the current call's result (:class:`Axis`).
 
-        The result is a map with the positions of ``like``, or a vector.
+        The call's result must be a map with the positions of ``like``, or a vector.
 
         Args:
             like: a map or vector that the call takes.
@@ -475,7 +486,7 @@ class Reader:
         if axes is None:
             raise self.refusal(
                 f"makes a tensor of {shape} from {like!r}, and its dims are neither images, "
-                f"channels nor places, which is not supported"
+                f"channels nor positions, which is not supported: keep these in separate dims"
             )
         if sum(axis.batch for axis in axes) != 1 and (of_images(axes) or of_images(like.axes)):
             raise self.refusal(_OF_BATCH.format("with each other"))
@@ -483,7 +494,7 @@ class Reader:
         if places and places != tuple(range(self.dims)):
             whole = len(set(places)) == self.dims
             does = (
-                "reorders dims of the image, or combines each place with all others"
+                "reorders dims of the image, or combines each position with all others"
                 if whole
                 else "combines rows or columns of the image"
             )
@@ -546,17 +557,20 @@ class Reader:
         return Value(name, shapes, axes)
 
     def followed(self, x: Value, sizes: tuple[tuple[int, ...], ...]) -> tuple[Value, list[Follow]]:
-        """Return a map, and the rules by which ``sizes`` follow the size of this map.
+        """Find a map whose size explains ``sizes``; return it, and one rule for each spatial dim.
 
         Args:
             x: the map that is preferred among maps with equally simple rules.
-            sizes: the size in each trace.
+            sizes: the size to explain, in each trace.
+
+        Raises:
+            CanNotCapture: no rule fits.
         """
         if (found := followed(sizes, x, (v for v in self.values.values() if not v.vector))) is None:
             raise self.refusal(
-                f"makes {'x'.join(map(str, sizes[0]))} places from "
+                f"makes {'x'.join(map(str, sizes[0]))} positions from "
                 f"{'x'.join(map(str, x.sizes[0]))}, a size that is neither that of another map nor "
-                f"a fraction of one"
+                f"a fraction of one: resize to the size of another map, or by a fixed factor"
             )
         return found
 
@@ -627,7 +641,7 @@ class Reader:
         own: Mapping[str, Kept],
         what: str = "",
     ) -> Value:
-        """Add a layer that computes ``steps``.
+        """Add a layer that computes ``steps``, function calls that use the results of earlier ones.
 
         A line is a vector whose length follows the size of the image, such as row means. If lines
         are among the inputs, the layer also reads a map, whose size gives their length.
@@ -695,7 +709,10 @@ class Reader:
         return self._unique(self._allowed(name))
 
     def _allowed(self, name: str) -> str:
-        """Return the layer name with ``_`` added to each part that is an attribute of networks."""
+        """Return a layer name with ``_`` added to each part that networks have as an attribute.
+
+        For example, ``block.forward`` becomes ``block.forward_``.
+        """
         theirs = {part for module in self._modules for part in module.split(".")}
         parts = name.split(".")
         for number, part in enumerate(parts):
@@ -731,7 +748,8 @@ class Reader:
         tensors = {name: value for name, value in tensors.items() if value is not None}
         if any(isinstance(value, Value) for value in tensors.values()):
             raise self.refusal(
-                "has a weight that is computed from the image, which is not supported"
+                "has a weight that is computed from the image; supported: parameters, buffers, and "
+                "tensors computed from them"
             )
 
         def plain():
@@ -777,7 +795,8 @@ class Reader:
         """
         if isinstance(weight, Value) or isinstance(bias, Value):
             raise self.refusal(
-                "has a weight that is computed from the image, which is not supported"
+                "has a weight that is computed from the image; supported: parameters, buffers, and "
+                "tensors computed from them"
             )
         if self.folding and kind is nn.GroupNorm:
             return self.scaled(
@@ -888,8 +907,8 @@ class Reader:
         axes, given = self.made(like, part or 0), tuple(map(_read_as, maps))
         if not like.vector and not places_of(axes):
             raise self.refusal(
-                f"makes {self.call.shapes[part or 0]} from {like!r}: it combines places of the "
-                f"image in an unsupported way"
+                f"makes {self.call.shapes[part or 0]} from {like!r}: it combines positions of "
+                f"the image; supported: functions that compute each cell from the same cell"
             )
         if any(axis.mixed and not any(axis in x.axes for x in maps) for axis in axes):
             raise self.refusal(
@@ -899,9 +918,9 @@ class Reader:
         return self._emit_formula(steps, given, part, axes, maps, own)
 
     def _with_resized_vectors(self, args: tuple, kwargs: dict) -> tuple[tuple, dict, list[Value]]:
-        """Return the arguments of a call, with vectors marked as belonging to the maps' size.
+        """Return a call's arguments, with its vectors in a form that can be combined with its maps.
 
-        Also return the list of all maps and vectors among the arguments.
+        Return (args, kwargs, all maps and vectors among them).
         """
         maps = list(dict.fromkeys(found_in((args, kwargs), Value)))
         if len({x.sizes for x in maps if not x.vector}) > 1:
@@ -930,7 +949,7 @@ class Reader:
         steps: list[Step],
         places: dict[Made, int],
     ) -> Any:
-        """Return arguments in the form in which a layer stores them.
+        """Return arguments in the form in which a layer stores them: with references for tensors.
 
         Args:
             tree: arguments of the user's call.
@@ -1010,7 +1029,9 @@ class Reader:
                 ):
                     return number
                 each = " or ".join(dict.fromkeys(map(str, tree.each)))
-                raise self.refusal(f"has a number that depends on the image's size ({each})")
+                raise self.refusal(
+                    f"has a number that depends on the image's size ({each}): use a fixed number"
+                )
         return tree
 
     # kinds of call
@@ -1135,8 +1156,8 @@ class Reader:
                     shapes=tuple((*shape[:2], *size) for shape, size in zip(v.shapes, sizes)),
                 )
         raise self.refusal(
-            f"spreads a vector of the image over {'x'.join(map(str, sizes[0]))} places, a size "
-            f"that no other map has"
+            f"spreads a vector of the image over {'x'.join(map(str, sizes[0]))} positions, a "
+            f"size that no other map has: repeat it to the size of a map"
         )
 
     def resized(self, x: Value, sizes: tuple[tuple[int, ...], ...]) -> Value:
@@ -1161,10 +1182,11 @@ class Reader:
         )
 
     def meeting(self, maps: Sequence[Value]) -> list[Value]:
-        """Return the values that a call combines, with vectors marked as belonging to the maps.
+        """Return the values ``maps``, with vectors in a form that can be combined with the maps.
 
-        Without a map, they are marked as belonging to the size that a line among them follows, or
-        else to the smallest size to which one of them belongs.
+        A vector belongs to a size (:attr:`Value.shapes`). All returned vectors belong to the
+        maps' size. Without a map, they belong to the size that a line among them follows, or else to the
+        smallest size to which one of them belonged.
         """
         sizes = next(
             (
@@ -1197,10 +1219,10 @@ DIFFERENT = (
     "it calls different functions for different image sizes: the calls of a network must not "
     "depend on the image's size"
 )
-POSITIONS = "a separate value for each place of the image is not supported"
+POSITIONS = "a separate value for each position of the image is not supported"
 _EACH_PLACE = (
-    "takes a tensor of {} with a separate value for each place of the image, or for each image of "
-    "the batch, which is not supported: use one value for each channel, or one value for all"
+    "takes a tensor of {} with a separate value for each position of the image, or for each image "
+    "of the batch, which is not supported: use one value for each channel, or one value for all"
 )
 _OF_BATCH = (
     "mixes the images of a batch {}, but images are computed separately: remove this, or use a "
@@ -1244,7 +1266,10 @@ def _is_result(x: Value, sizes: Sequence[Sequence[int]]) -> bool:
 
 
 def _is_sum(axes: Axes) -> bool:
-    """Return True if a line has positions in one dim only, as H + W values, not as H * W values."""
+    """Return True if the axes have positions in one dim only, and its length is a sum like H + W.
+
+    A length such as H * W is a product, so the result is False.
+    """
     return (
         not any(len(dims) > 1 for axis in axes for _, dims in axis.whole)
         and sum(bool(axis.whole) for axis in axes) == 1

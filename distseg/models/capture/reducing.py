@@ -53,7 +53,7 @@ def reduced(
     rest = tuple(d for d in over if x.axes[d].cell != 1)
     if rest and of_channels is None:
         raise reader.refusal(
-            f"takes {what} over channels and places together; supported: over one of them"
+            f"takes {what} over channels and positions together; supported: over one of them"
         )
     vector = over_places(reader, x, over, make)
     if rest:
@@ -95,7 +95,7 @@ def all_places(reader: Reader, x: Value, dim: Any, what: str) -> tuple[int, ...]
     if sorted(d for o in over for d in x.axes[o].places) != list(range(reader.dims)):
         raise reader.refusal(
             f"takes {what} over rows or columns of the image only (dim {dim} of {x!r}); "
-            f"supported: over all places, over channels, or over both"
+            f"supported: over all positions, over channels, or over both"
         )
     return over
 
@@ -131,7 +131,10 @@ def formed(reader: Reader, vector: Value, part: int = 0) -> Value:
 
 
 def _lengths(axes: Axes) -> list[tuple]:
-    """Return channels and extent along the image of each dim; leave out dims of length 1."""
+    """Return, for each dim, its number of channels and its extent along the image.
+
+    Dims of length 1 are left out.
+    """
     return [(axis.cell, axis.whole) for axis in axes if not axis.lone]
 
 
@@ -243,7 +246,7 @@ def _less_than_nothing(x: Tensor) -> Tensor:
 
 
 class _Power:
-    """Function abs(x) ** p."""
+    """Callable that computes abs(x) ** p."""
 
     __name__ = "power"
 
@@ -255,7 +258,7 @@ class _Power:
 
 
 class _Root(_Power):
-    """Function x ** (1 / p), whose gradient at 0 is set to 0."""
+    """Callable that computes x ** (1 / p), with the gradient 0 instead of infinity at 0."""
 
     __name__ = "root"
 
@@ -267,17 +270,22 @@ class _Root(_Power):
 def _then(
     reader: Reader, vector: Value, function: Callable[..., Tensor] | None, rest: tuple[int, ...]
 ) -> Value:
-    """Return ``vector``, reduced by ``function`` over the dims ``rest``, which are channels.
+    """Return ``vector``, whose positions are reduced already, reduced over the dims ``rest`` too.
 
-    Return ``vector`` unchanged if ``rest`` is empty; otherwise refuse the call if ``function`` is
-    None.
+    Args:
+        vector: a value without positions.
+        function: reduction with arguments ``dim`` and ``keepdim``, such as ``torch.sum``.
+        rest: dims of channels; () to return ``vector`` unchanged.
+
+    Raises:
+        CanNotCapture: ``rest`` is not empty, and ``function`` is None.
     """
     if not rest:
         return vector
     if function is None:
         raise reader.refusal(
-            "takes a norm of order inf over channels and places together; supported: over one of "
-            "them"
+            "takes a norm of order inf over channels and positions together; supported: over one "
+            "of them"
         )
     return reader.applied(
         partial(function, dim=rest, keepdim=True), [vector], "channels", _alone(vector.axes, rest)
@@ -317,7 +325,7 @@ def largest_of(reader: Reader, x: Value, k: int, dim: int, least: bool = False) 
     if x.axes[at].places != tuple(range(reader.dims)) or x.axes[at].mixed:
         raise reader.refusal(
             "sorts within rows or columns of the image; supported: over channels, or over all "
-            "places in one dim (x.flatten(2))"
+            "positions in one dim (x.flatten(2))"
         )
     order = [d for d in range(x.rank) if d != at]
     axes = *(x.axes[d] for d in order), Axis(cell=k)

@@ -43,7 +43,7 @@ class _Piece:
 
 
 def reshaped(reader: Reader, x: Value) -> Value:
-    """Return the value ``x`` with the shape of the call's result."""
+    """Return the value ``x`` after the current call, which reshapes it."""
     try:
         axes = reader.made(x)
     except CanNotCapture:
@@ -78,9 +78,10 @@ def _in_order(axes: Sequence[Axis]) -> tuple[Axis, ...] | None:
 
 
 def regrouped(reader: Reader, x: Value) -> Value | None:
-    """Return the map ``x`` with the shape of the call's result.
+    """Add layers that reshape the map ``x`` as the current call does, and return their output.
 
-    Return None if splitting dims into blocks and joining them does not give this shape.
+    A spatial dim may be split into blocks, whose inner positions become channels, or joined with
+    channels. Return None if this does not give the shape of the call's result.
     """
     wanted = list(zip(*(call.shapes[0] for call in reader.current)))
     groups = _grouped(_pieces(reader, x), wanted)

@@ -47,7 +47,7 @@ from distseg.models.resize import ResizeTo
 
 
 def made(reader: Reader, args: tuple, kwargs: dict) -> Any:
-    """Return the value, or the tuple of values, that the current call makes.
+    """Add layers for the current call; return the value, or tuple of values, of its result.
 
     Raises:
         CanNotCapture: the call is not supported. The message names the call and how to fix it.
@@ -97,7 +97,11 @@ _ARITHMETIC = set(
 
 
 class Rules:
-    """Rules by function name: convolutions, norms, poolings, dropouts and recurrent cells."""
+    """Rules for calls of convolutions, norms, poolings, dropouts and recurrent cells.
+
+    Each method adds layers for a call of the PyTorch function of the same name to ``self``, a
+    reader, and returns the value of the result.
+    """
 
     def conv2d(self: Reader, input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1):
         given, x = (input, weight, bias, stride, padding, dilation, groups), self.value(input)
@@ -170,8 +174,8 @@ class Rules:
         x = self.value(input)
         if not self.of_channels(-1, x):
             raise self.refusal(
-                f"multiplies places of {x!r} with weights, one for each place; supported: weights "
-                f"over channels"
+                f"multiplies positions of {x!r} with weights, one for each position; supported: "
+                f"weights over channels"
             )
         return self.formula((x, weight, bias), {})
 
@@ -297,8 +301,8 @@ class Rules:
             return self.formula((x, over, weight, bias, eps), {})
         if weight is not None or bias is not None:
             raise self.refusal(
-                "normalises places of the image with weights, one for each place; supported: over "
-                "channels, or without weights (elementwise_affine=False)"
+                "normalises positions of the image with weights, one for each position; supported: "
+                "over channels, or without weights (elementwise_affine=False)"
             )
         kept = x.axes[: x.rank - len(over)]
         cells = [axis.cell for axis in kept if axis.cell != 1]
@@ -308,7 +312,7 @@ class Rules:
             or any(axis.mixed for axis in kept)
         ):
             raise self.refusal(
-                f"normalises some dims of {x!r}; supported: over channels, over all places, or "
+                f"normalises some dims of {x!r}; supported: over channels, over all positions, or "
                 f"over both"
             )
         return self.layer(nn.GroupNorm, x, math.prod(cells), x.channels, eps, False, axes=x.axes)
@@ -316,7 +320,7 @@ class Rules:
     def rms_norm(self: Reader, input, normalized_shape, weight=None, eps=None):
         x, over = self.value(input), tuple(normalized_shape)
         if not self.of_channels(tuple(range(x.rank - len(over), x.rank)), x):
-            raise self.refusal("normalises places of the image; supported: over channels")
+            raise self.refusal("normalises positions of the image; supported: over channels")
         return self.formula((x, over, weight, eps), {})
 
     def local_response_norm(self: Reader, input, size, alpha=1e-4, beta=0.75, k=1.0):
@@ -334,8 +338,8 @@ class Rules:
         along = 1 if batch_first else 0
         if x.rank != 3 or x.axes[along].places or x.axes[along].batch or not self.of_channels(2, x):
             raise self.refusal(
-                f"runs over the places of the image one after another ({x!r}), which parts of an "
-                f"image cannot do; supported: run over the channels of each place"
+                f"runs over the positions of the image one after another ({x!r}), which parts of "
+                f"an image cannot do; supported: run over the channels of each position"
             )
         given = (x, hx, weights, biases, layers, dropout, training, both_ways, batch_first)
         return tuple(self.formula(given, {}, part) for part in range(len(self.call.shapes)))
@@ -345,7 +349,7 @@ class Rules:
     def gru_cell(self: Reader, input, hx, *weights):
         if not self.of_channels(-1, self.value(input)):
             raise self.refusal(
-                "multiplies places of the image with weights, one for each place; supported: "
+                "multiplies positions of the image with weights, one for each position; supported: "
                 "weights over channels"
             )
         return self.formula((input, hx, *weights), {})
@@ -355,7 +359,7 @@ class Rules:
     def lstm_cell(self: Reader, input, hx, *weights):
         if not self.of_channels(-1, self.value(input)):
             raise self.refusal(
-                "multiplies places of the image with weights, one for each place; supported: "
+                "multiplies positions of the image with weights, one for each position; supported: "
                 "weights over channels"
             )
         return tuple(self.formula((input, hx, *weights), {}, part) for part in range(2))
@@ -609,7 +613,7 @@ def _one_dim_of_channels(reader: Reader, x: Value) -> int:
     reader.unfold(x)
     there = x.rank > 1 and x.axes[0] == Axis(True) and x.axes[1].of_channels and not x.axes[1].whole
     if not there or not x.vector and any(axis.cell != 1 for axis in x.axes[2:]):
-        raise reader.refusal(f"takes {x!r}, but images and channels must come first")
+        raise reader.refusal(f"takes {x!r}, but images and channels must come first: permute it")
     return x.axes[1].cell
 
 

@@ -29,7 +29,11 @@ _PART = "takes a part of the image or of the batch; supported: a part of the cha
 
 
 class Channels:
-    """Rules by function name for reshaping, indexing, joining and filling."""
+    """Rules for calls of functions that reshape, index, join or fill tensors.
+
+    Each method adds layers for a call of the PyTorch function of the same name to ``self``, a
+    reader, and returns the value of the result.
+    """
 
     # the same values in another shape or type
 
@@ -195,7 +199,7 @@ class Channels:
             input,
             (input, dim, keepdim) if dim is not None else (input,),
             dim,
-            "multiplies all places of the image with each other; supported: over channels",
+            "multiplies all positions of the image with each other; supported: over channels",
         )
 
     def __getitem__(self: Reader, input, index):
@@ -218,7 +222,7 @@ class Channels:
         if isinstance(index, Value):
             if index.axes != x.axes or isinstance(value, (Value, Kept, Made)):
                 raise self.refusal(
-                    "assigns to places chosen by a mask; supported: assign a number by a mask "
+                    "assigns to positions chosen by a mask; supported: assign a number by a mask "
                     "that has all dims of the tensor, or torch.where"
                 )
             return self.formula((x, index, value), {})
@@ -260,7 +264,7 @@ class Channels:
             return made
         if not all(self.of_channels(dim, x) for x in maps) or len({x.rank for x in maps}) > 1:
             raise self.refusal(
-                "concatenates maps along places of the image, or maps with different dims; "
+                "concatenates maps along positions of the image, or maps with different dims; "
                 "supported: along channels"
             )
         if all(x.vector for x in maps):
@@ -337,6 +341,7 @@ def _cast(reader: Reader, x: Any) -> Value | None:
     """Return the value of a cast to float64, to integers or to bool; refuse other types.
 
     A cast to float64 adds no layer, because maps keep the precision and the device of the run.
+    Return None if ``x`` is not computed from the image.
     """
     if not isinstance(x, Value):
         return None
@@ -384,8 +389,8 @@ def _expanded_over(reader: Reader, x: Any) -> Value:
     shape = reader.shape_of(x)
     if any(n != 1 and not axis.of_channels for n, axis in zip(reversed(shape), reversed(axes))):
         raise reader.refusal(
-            f"takes a tensor of {shape} with a separate value for each place of the image or for "
-            f"each image: {POSITIONS}"
+            f"takes a tensor of {shape} with a separate value for each position of the image or "
+            f"for each image: {POSITIONS}"
         )
     if any(n not in (1, axis.cell) for n, axis in zip(reversed(shape), reversed(axes))):
         raise reader.refusal(
@@ -402,7 +407,7 @@ def _expanded_over(reader: Reader, x: Any) -> Value:
 
 
 class _Over:
-    """Function that repeats a tensor at all positions of a map and for each of the map's images."""
+    """Callable that repeats a tensor at all positions of a map and for each of the map's images."""
 
     __name__ = "expand"
 

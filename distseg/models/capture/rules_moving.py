@@ -28,7 +28,11 @@ _INDICES = (
 
 
 class Moving:
-    """Rules by function name for slices, shifts, windows and blocks of cells."""
+    """Rules for calls of functions that slice, shift, flip, or use windows and blocks of cells.
+
+    Each method adds layers for a call of the PyTorch function of the same name to ``self``, a
+    reader, and returns the value of the result.
+    """
 
     # parts
 
@@ -55,8 +59,8 @@ class Moving:
         place = dim_of_place(self, x, at, "repeats")
         if not isinstance(repeats, int):
             raise self.refusal(
-                "repeats places of the image different numbers of times, or a number of times that "
-                "depends on the image's size"
+                "repeats positions of the image different numbers of times, or a number of times "
+                "that depends on the image's size: repeat all positions a fixed number of times"
             )
         factors = tuple(float(repeats) if d == place else 1.0 for d in range(self.dims))
         sizes = tuple(tuple(int(n * f) for n, f in zip(size, factors)) for size in x.sizes)
@@ -90,7 +94,7 @@ class Moving:
             or x.axes[2].places != tuple(range(self.dims))
         ):
             raise self.refusal(
-                f"takes {x!r}, but needs windows such as those of F.unfold, (N, C, places)"
+                f"takes {x!r}, but needs windows such as those of F.unfold, (N, C, positions)"
             )
         each = [(n, call.shapes[0][2:]) for n, call in zip(x.sizes, self.current)]
         extras = {
@@ -102,8 +106,8 @@ class Moving:
         }
         if len(extras) > 1:
             raise self.refusal(
-                "leaves out places after the last window, and their number depends on the image's "
-                "size: pad the image to a multiple of the stride"
+                "leaves out positions after the last window, and their number depends on the "
+                "image's size: pad the image to a multiple of the stride"
             )
         settings = kernel, stride, dilation, padding, extras.pop()
         return self.emit(lambda _: Overlaid(*settings), [x])
@@ -203,14 +207,14 @@ class Moving:
     def deform_conv2d(self: Reader, input, *settings, **more):
         raise self.refusal(
             "samples the image at learned offsets, which may point anywhere in the image: use a "
-            "convolution with dilation, or F.unfold and weights for each place"
+            "convolution with dilation, or F.unfold and weights for each position"
         )
 
 
 def _unfolded(
     reader: Reader, x: Value, kernel_size: Any, dilation: Any = 1, padding: Any = 0, stride: Any = 1
 ) -> Value:
-    """Return the windows that ``F.unfold`` makes."""
+    """Return the windows that ``F.unfold`` makes, (N, C * cells of the kernel, positions)."""
     x = reader.map(x)
     kernel, dilation, padding, stride = (
         reader.each(reader.fixed(n, "setting")) for n in (kernel_size, dilation, padding, stride)
@@ -231,7 +235,10 @@ def _unfolded(
 
 
 def _unfolded_dim(reader: Reader, x: Value, dimension: int, size: int, step: int) -> Value:
-    """Return the windows along one dim that ``Tensor.unfold`` makes."""
+    """Return the windows along one dim that ``Tensor.unfold`` makes.
+
+    The last dim of the result has the cells of a window. The arguments are those of the call.
+    """
     (at,) = reader.dims_of(dimension, x)
     if x.vector or (place := dim_of_place(reader, x, at, "takes windows of")) is None:
         return over_channels(reader, x, (x, dimension, size, step), dimension)
@@ -254,10 +261,10 @@ def _first_largest(x: Tensor) -> Tensor:
 
 
 class _OverWindow:
-    """Function that puts a value at one position of a window, and zeros at the other positions.
+    """Callable that puts a value at one position of a window, and zeros at the other positions.
 
-    Its inputs are a map of values and a map of positions, both (N, C, *size). Its output is
-    (N, C, *window, *size).
+    Its inputs are a map of values and a map of positions, both (N, C, *size). Its output is (N, C,
+    *window, *size).
     """
 
     __name__ = "unpool"

@@ -16,7 +16,11 @@ from distseg.tiling.resize import Follow
 
 
 class Places:
-    """Rules by function name for resizing, padding and cropping."""
+    """Rules for calls of ``F.interpolate`` and ``F.upsample``, which resize maps.
+
+    Each method adds layers for a call of the PyTorch function of the same name to ``self``, a
+    reader, and returns the value of the result.
+    """
 
     def interpolate(
         self: Reader,
@@ -83,7 +87,7 @@ def _made(reader: Reader) -> tuple[tuple[int, ...], ...]:
 def _whole_factors(
     before: Sequence[tuple[int, ...]], after: Sequence[tuple[int, ...]]
 ) -> tuple[int, ...] | None:
-    """Return for each dim the integer factor by which it is enlarged.
+    """Return, for each dim, the integer factor from the size ``before`` to the size ``after``.
 
     Return None if a factor is no integer, or is not the same in all traces.
 
@@ -103,7 +107,9 @@ def _by_factor(
 
 
 def _ratio(reader: Reader, x: Value, sizes: Sequence[tuple[int, ...]], factors: Any) -> str:
-    """Return RATIO: user code computes its scale factors as new size divided by size of ``x``.
+    """Check that the user's scale factors are new size divided by size of ``x``; return RATIO.
+
+    :data:`RATIO` tells the layer to compute the factors in this way, for any size.
 
     Args:
         sizes: the new size in each trace.

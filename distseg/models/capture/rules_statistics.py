@@ -1,4 +1,4 @@
-"""Rules for functions that reduce channels or all places.
+"""Rules for functions that reduce channels or all positions.
 
 They cover means, variances, norms, softmax, attention and matrix products.
 """
@@ -31,7 +31,11 @@ from distseg.models.layers import Max, Mean, Sum
 
 
 class Statistics:
-    """Rules by function name for reductions, rankings and matrix products."""
+    """Rules for calls of reductions, rankings, attention and matrix products.
+
+    Each method adds layers for a call of the PyTorch function of the same name to ``self``, a
+    reader, and returns the value of the result.
+    """
 
     def mean(self: Reader, input, dim=None, keepdim=False):
         return reduced(self, input, dim, (input, dim, keepdim), Mean, torch.mean, "a mean")
@@ -159,7 +163,7 @@ class Statistics:
     def cosine_similarity(self: Reader, x1, x2, dim=1, eps=1e-8):
         x = x1 if isinstance(x1, Value) else x2
         if not self.of_channels(dim, self.value(x)):
-            raise self.refusal("compares places of the image; supported: over channels")
+            raise self.refusal("compares positions of the image; supported: over channels")
         return self.pointwise((x1, x2, dim, eps), {})
 
     def pairwise_distance(self: Reader, x1, x2, p=2.0, eps=1e-6, keepdim=False):
@@ -171,7 +175,7 @@ class Statistics:
         maps = [self.value(x) for x in (input1, input2)]
         if not all(self.of_channels(-1, x) for x in maps):
             raise self.refusal(
-                "multiplies places of the image with weights, one for each place; supported: "
+                "multiplies positions of the image with weights, one for each position; supported: "
                 "weights over channels"
             )
         return self.formula((*maps, weight, bias), {})
@@ -216,13 +220,13 @@ class Statistics:
         x = self.value(input)
         if self.of_channels(dim, x):
             return _ranked(self, x, (x, k, dim, largest, sorted), dim)
-        return largest_of(self, x, self.fixed(k, "number of places"), dim, not largest), None
+        return largest_of(self, x, self.fixed(k, "number of positions"), dim, not largest), None
 
     def kthvalue(self: Reader, input, k, dim=-1, keepdim=False):
         x = self.value(input)
         if self.of_channels(dim, x):
             return _ranked(self, x, (x, k, dim, keepdim), dim)
-        k = self.fixed(k, "number of places")
+        k = self.fixed(k, "number of positions")
         found, at = largest_of(self, x, k, dim, True), dim % x.rank
         axes = *found.axes[:at], Axis(), *found.axes[at + 1 :]
         return formed(
@@ -262,7 +266,7 @@ class Statistics:
 
 
 _RANKED = (
-    "sorts all places of the image; supported: sort over channels, or take over places the k "
+    "sorts all positions of the image; supported: sort over channels, or take over positions the k "
     "largest or smallest (torch.topk, with the same k for all images), a mean, a maximum, or a "
     "softmax"
 )

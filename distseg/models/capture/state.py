@@ -92,7 +92,7 @@ GENERATORS = (
 
 
 class TensorPrint(NamedTuple):
-    """Print of a tensor, which is equal for equal tensors (:func:`print_of`).
+    """Fingerprint (*print*) of a tensor; equal tensors have equal prints (:func:`print_of`).
 
     ``content`` is a digest or a sum of the numbers. For a tensor on the meta device it is the
     tensor's id and version.
@@ -106,11 +106,12 @@ class TensorPrint(NamedTuple):
 
 @dataclass(frozen=True)
 class Slot:
-    """Name by which a module, class, function or file holds a value.
+    """One value of a module's state: an attribute, parameter or buffer, or a global of its code.
 
     Attributes:
-        owner: name of the module, class, function or file in messages.
+        owner: name, in messages, of the module, class, function or file that holds the value.
         holder: the mapping in which ``name`` is looked up.
+        name: the value's key in ``holder``, such as the name of the attribute.
         field: the module's mapping: ``__dict__``, ``_parameters``, ``_buffers`` or ``_modules``;
             None if the owner is not a module.
         which: number that distinguishes classes or files of the same name.
@@ -161,9 +162,10 @@ WHOLE = "the model"
 
 @dataclass(frozen=True)
 class Picture:
-    """Snapshot of a module's state: for each slot the print of its value (:func:`print_of`).
+    """Snapshot of a module's state: the fingerprint (*print*) of the value of each slot.
 
-    ``values`` keeps the values alive, so that no new object gets the same id.
+    ``slots`` and ``prints`` have the same keys. ``values`` keeps the values alive, so that no new
+    object gets the same id.
     """
 
     slots: dict[Hashable, Slot]
@@ -242,9 +244,10 @@ class _Itself(NamedTuple):
 
 
 def print_of(value: Any, loose: bool = False, known: frozenset[int] = frozenset()) -> Hashable:
-    """Return the print of a value, which is equal for equal values.
+    """Return the fingerprint (*print*) of a value; equal values have equal prints.
 
-    It covers numbers, tensors, containers, generators and plain objects.
+    Comparing prints shows if a pass has changed a value. A print covers numbers, tensors,
+    containers, generators and plain objects.
 
     Args:
         loose: as for :func:`picture_of`.
@@ -254,7 +257,7 @@ def print_of(value: Any, loose: bool = False, known: frozenset[int] = frozenset(
 
 
 class Printer:
-    """Computation of a value's print from the content of its containers and objects.
+    """Callable that computes a value's fingerprint from the content of its containers and objects.
 
     A call takes the value and the number of nested containers that are followed.
 
@@ -397,9 +400,10 @@ def _cells(function: types.FunctionType) -> dict[str, Any]:
 
 
 def _state_of(generator: Any, again: Callable[[Any], Hashable]) -> Hashable:
-    """Return the state of a random generator.
+    """Return the state of a random generator in a form that can be compared.
 
     Args:
+        generator: a generator of PyTorch, NumPy or Python.
         again: function that returns the print of a part of the state.
     """
     if isinstance(generator, torch.Generator):

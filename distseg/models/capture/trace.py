@@ -162,7 +162,9 @@ def trace(model: nn.Module, channels: int, size: Sequence[int], batch: int = 2) 
         raise CanNotCapture(returned(result, last_line_of(lambda: run(model, image))))
     value = recorder.value_of(result, "the network's result")
     if not isinstance(value, Made):
-        raise CanNotCapture("its result does not depend on the image")
+        raise CanNotCapture(
+            "its result does not depend on the image: return a tensor that forward computes from it"
+        )
     parameters = frozenset(name for name, _ in model.named_parameters(remove_duplicate=False))
     return Trace(recorder.calls, value, batch, channels, parameters)
 
@@ -331,10 +333,10 @@ def calling(model: nn.Module, inside: list[str]) -> Iterator[None]:
 
 @dataclass
 class _Known:
-    """A tensor of the forward pass and its value.
+    """A tensor of the forward pass, and the reference by which recorded calls name it.
 
-    The tensor is kept alive so that no other tensor gets the same ``id``. The value is None if the
-    tensor was overwritten through another view, so that its content is unknown.
+    The tensor is kept alive so that no other tensor gets the same ``id``. The reference ``value``
+    is None if the tensor was overwritten through another view, so that its content is unknown.
     """
 
     tensor: Tensor
@@ -346,7 +348,7 @@ class _Known:
 
 
 class _Recorder(TorchFunctionMode):
-    """Mode that records every call of a PyTorch function as a :class:`Called`."""
+    """``TorchFunctionMode`` that records every call of a PyTorch function as a :class:`Called`."""
 
     def __init__(self, model: nn.Module, image: Tensor):
         super().__init__()
@@ -393,7 +395,8 @@ class _Recorder(TorchFunctionMode):
             made: result of this function.
 
         Raises:
-            CanNotCapture: no call of a PyTorch function is being recorded.
+            CanNotCapture: no call of a PyTorch function is being recorded, and the drawn numbers
+                are on the meta device, so user code cannot read them.
             Hidden: no call is being recorded, and user code can read the drawn numbers.
         """
         seen = any(not x.is_meta for x in found_in(made, Tensor))
@@ -402,7 +405,7 @@ class _Recorder(TorchFunctionMode):
         self._drawn.append(seen)
 
     def note_system(self, line: str) -> None:
-        """Refuse random numbers that come from the operating system.
+        """Raise :class:`Hidden`, because user code takes random numbers from the operating system.
 
         Args:
             line: the line of user code that draws them.
@@ -414,7 +417,7 @@ class _Recorder(TorchFunctionMode):
         )
 
     def refuse_saved(self) -> None:
-        """Refuse ``saved_tensors_hooks``."""
+        """Raise an error, because user code installs ``saved_tensors_hooks``."""
         raise CanNotCapture(
             f"saved_tensors_hooks in {self._where} may change the tensors of the backward pass: "
             f"remove it"
@@ -584,7 +587,7 @@ class _Recorder(TorchFunctionMode):
         if name.endswith(".grad.__get__") and is_users(sys._getframe(2).f_code):
             raise Hidden(
                 f"{self._where} reads the gradient of a tensor, which depends on what was "
-                f"computed before: compute it in the training loop"
+                f"computed before: read it in the training loop"
             )
         read = name.removesuffix(".__get__").rpartition(".")[2]
         if read in _OF_MEMORY and is_users(sys._getframe(2).f_code):
@@ -634,7 +637,7 @@ class _Recorder(TorchFunctionMode):
         )
 
     def _filled(self, x: Tensor, value: float) -> Called:
-        """Return a call of ``torch.full`` with the shape and type of ``x``."""
+        """Return the record of a call of ``torch.full`` with the shape and type of ``x``."""
         where = self.inside[-1] if self.inside else ""
         return Called(
             "full",
@@ -798,10 +801,11 @@ class _Recorder(TorchFunctionMode):
         self._known[id(x)] = self._sharing.setdefault(_memory(x), {})[id(x)] = _Known(x, value)
 
     def value_of(self, x: Tensor, what: str) -> Made | Kept:
-        """Return the value of a tensor that a call takes.
+        """Return the reference to a tensor: where in the trace it comes from.
 
         Args:
-            what: the call or result that takes the tensor, for error messages.
+            x: a tensor that a call takes, or the network's result.
+            what: for error messages, the call that takes the tensor, or "the network's result".
 
         Raises:
             CanNotCapture: no recorded call has made the tensor, or its content is unknown.
@@ -819,8 +823,8 @@ class _Recorder(TorchFunctionMode):
         if known is None:
             raise CanNotCapture(
                 f"{what} takes a tensor of {tuple(x.shape)} that is neither a parameter, a buffer "
-                f"nor the result of a PyTorch function (is it from your own autograd.Function, or "
-                f"kept in a list?)"
+                f"nor the result of a PyTorch function: if your own autograd.Function makes it, "
+                f"write it with PyTorch's functions; if a list keeps it, use self.register_buffer"
             )
         if (
             isinstance(known.value, Made)
@@ -861,7 +865,12 @@ class _Recorder(TorchFunctionMode):
         return Made(len(self.calls) - 1)
 
     def _written(self, tree: Any, name: str) -> Any:
-        """Return arguments with each tensor replaced by its :class:`Made` or :class:`Kept`."""
+        """Return arguments with each tensor replaced by its :class:`Made` or :class:`Kept`.
+
+        Args:
+            tree: arguments of a call: a tensor, a number, or a tuple, list or dict of these.
+            name: name of the called function, for error messages.
+        """
         if isinstance(tree, Tensor):
             return self.value_of(tree, f"{_plain(name)} in {self._where}")
         if isinstance(tree, (tuple, list)):

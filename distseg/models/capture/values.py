@@ -61,7 +61,7 @@ class Value:
 
     @property
     def rank(self) -> int:
-        """Number of dims of the user's tensor."""
+        """Number of dims that the tensor has in user code."""
         return len(self.axes)
 
     @property

@@ -72,7 +72,11 @@ def check_copy(model: nn.Module, copied: nn.Module) -> None:
 
 
 class _Origins(Printer):
-    """Search in a value for the modules and tensors of another module, by their ids."""
+    """Search in a value for modules and tensors of another module; ``found`` lists their names.
+
+    Args:
+        names: by id of a module or tensor of the other module, its name.
+    """
 
     def __init__(self, names: Mapping[int, str]):
         super().__init__(False, frozenset())

@@ -312,7 +312,7 @@ _LARGEST_MULTIPLE = 256
 
 
 def whole(reader: Reader, kernel: Any, x: Value) -> bool:
-    """Return True if a kernel is as large as the map ``x`` in all traces."""
+    """Return True if the kernel size ``kernel`` is the size of the map ``x`` in all traces."""
     return all(reader.each(of_trace(kernel, n)) == size for n, size in enumerate(x.sizes))
 
 

@@ -111,9 +111,9 @@ def _is_made_of_functions(kind: type) -> bool:
 
 
 def _repeats_layers(model: nn.Module) -> bool:
-    """Return True if one norm or dropout object stands at several positions of the network.
+    """Return True if a network calls the same norm or dropout object several times.
 
-    Running statistics and masks belong to one position. Only a capture makes a layer for each call.
+    Running statistics and masks belong to one call. Only a capture makes a layer for each call.
     """
     layers = [layer for _, layer in flat_layers(model) if isinstance(layer, _OF_A_PLACE)]
     return len(set(layers)) < len(layers)

@@ -136,7 +136,7 @@ def _double(x: Tensor) -> Tensor:
 
 
 def _evaluated(model: nn.Module, copied: nn.Module, image: Tensor) -> Any:
-    """Return the result of ``copied`` for ``image`` in evaluation, and check that no state is left.
+    """Return the result of ``copied`` for ``image`` in evaluation; refuse a change of state.
 
     Args:
         model: the user's module, of which fresh copies are made for the check of its state.

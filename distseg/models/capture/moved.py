@@ -27,8 +27,10 @@ def dim_of_place(reader: Reader, x: Value, dim: int, what: str) -> int | None:
     Args:
         x: the tensor.
         dim: the dim of the tensor.
-        what: verb phrase for what the call does, for the error about a dim that holds more than
-            one spatial dim.
+        what: verb phrase for what the call does, such as "pads", for the error message.
+
+    Raises:
+        CanNotCapture: the dim holds images or several spatial dims, or positions and channels.
     """
     axis = x.axes[dim]
     if axis.of_channels:

@@ -240,7 +240,7 @@ def _placed(reader: Reader, x: Any, beside: Value, way: tuple) -> Any:
 
 
 def _likes(reader: Reader, beside: Value) -> list[Value]:
-    """Return one map of each size that maps of the network have.
+    """Return the maps to whose size a tensor beside ``beside`` may belong, one map for each size.
 
     For the size of ``beside``, it is ``beside`` itself, unless ``beside`` is a vector. A size comes
     before another if its first map is later in the network.

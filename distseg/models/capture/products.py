@@ -61,8 +61,8 @@ def _summed(reader: Reader, a: Any, b: Any) -> Value | None:
         return None
     if min(a.rank, b.rank) < 3:
         raise reader.refusal(
-            f"multiplies {a!r} with {b!r}, which mixes the images of a batch; images are computed "
-            f"separately"
+            f"multiplies {a!r} with {b!r}, which mixes the images of a batch, but images are "
+            f"computed separately: give both tensors a batch dim, (N, ..., ...)"
         )
     left, right = a.axes[-1], b.axes[-2]
     if left.of_channels and right.of_channels:
@@ -96,7 +96,8 @@ def einsum(reader: Reader, equation: str, operands: Sequence[Any]) -> Value:
     axes = _axes_of_labels(reader, labels, operands)
     if missing := [label for label, axis in axes.items() if axis.batch and label not in written]:
         raise reader.refusal(
-            f"sums over the images of a batch (dim {missing[0]}); images are computed separately"
+            f"sums over the images of a batch (letter {missing[0]}), but images are computed "
+            f"separately: keep this letter in the result"
         )
     summed = [label for label, axis in axes.items() if axis.places and label not in written]
     if not summed:
@@ -152,7 +153,9 @@ def _spelled(reader: Reader, equation: str, operands: Sequence[Any]) -> tuple[li
     read, arrow, written = equation.replace(" ", "").partition("->")
     labels = read.split(",")
     if len(labels) != len(operands):
-        raise reader.refusal(f"has the equation {equation}, but {len(operands)} tensors")
+        raise reader.refusal(
+            f"has the equation {equation}, but {len(operands)} tensors: give one for each term"
+        )
     once = [label for label, count in Counter(read.replace(",", "")).items() if count == 1]
     if not arrow:
         written = "..." * ("..." in read) + "".join(sorted(label for label in once if label != "."))

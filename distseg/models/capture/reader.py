@@ -77,13 +77,15 @@ class Differ(Exception):
 class Reader:
     """Reader that turns several traces of one network into layers.
 
+    It reads call after call. The *current call* is the one that ``rule`` is turning into layers.
+
     Args:
         shapes: shapes of the network's parameters and buffers, by name.
         sizes: image size of each trace.
         traces: the traces, whose calls are the same but for the sizes.
-        rule: function of this reader and the arguments of the current call that returns the
-            call's value (:func:`distseg.models.capture.rules.made`). Feature maps among the
-            arguments are :class:`Value`.
+        rule: function of this reader and the arguments of the current call that returns the call's
+            value (:func:`distseg.models.capture.rules.made`). Feature maps among the arguments are
+            :class:`Value`.
         source: function that returns a trace of an image of a given size.
     """
 
@@ -436,7 +438,11 @@ class Reader:
         return all(x.axes[d].of_channels for d in given)
 
     def shape_of(self, x: Any) -> tuple[int, ...]:
-        """Return the shape of a parameter, or of a tensor computed from parameters."""
+        """Return the shape of a parameter, or of a tensor computed from parameters.
+
+        Raises:
+            CanNotCapture: ``x`` is a value, so it is computed from the image.
+        """
         if isinstance(x, Value):
             raise self.refusal(
                 "has a weight that is computed from the image; supported: parameters, buffers, and "
@@ -1184,9 +1190,9 @@ class Reader:
     def meeting(self, maps: Sequence[Value]) -> list[Value]:
         """Return the values ``maps``, with vectors in a form that can be combined with the maps.
 
-        A vector belongs to a size (:attr:`Value.shapes`). All returned vectors belong to the
-        maps' size. Without a map, they belong to the size that a line among them follows, or else to the
-        smallest size to which one of them belonged.
+        A vector belongs to a size (:attr:`Value.shapes`). All returned vectors belong to the size
+        of the maps. Without a map, they belong to the size that a line among them follows, or else
+        to the smallest size to which one of them belonged.
         """
         sizes = next(
             (
@@ -1207,7 +1213,7 @@ class Reader:
         return by.get(tree, tree) if isinstance(tree, Value) else tree
 
     def each(self, n: Any) -> Any:
-        """Return a setting as a tuple with an entry for each dim; a string stays as it is."""
+        """Return a setting as a tuple with an entry for each spatial dim; a string is kept."""
         return (
             n
             if isinstance(n, str) or isinstance(n, tuple) and len(n) > 1

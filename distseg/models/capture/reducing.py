@@ -304,7 +304,9 @@ def product(reader: Reader, a: Value, b: Value, heads: int, axes: Axes) -> Value
         heads: number of groups of channels; only channels of the same group are multiplied.
     """
     if a.sizes != b.sizes:
-        raise reader.refusal(f"multiplies {a!r} with {b!r}, which have different spatial sizes")
+        raise reader.refusal(
+            f"multiplies {a!r} with {b!r}, which have different spatial sizes: resize one"
+        )
     if a.name == b.name and a.channels == b.channels:
         return reader.emit(lambda _: Products(heads), [a.as_plain], axes=axes)
     both = reader.emit(

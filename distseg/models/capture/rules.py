@@ -409,7 +409,7 @@ class Rules:
             and training
             and p
         ):
-            raise self.refusal(f"drops channels of {x!r}; supported: channels of a map")
+            raise self.refusal(f"drops channels of {x!r}; supported: a map (N, C, ...)")
         return self.drop((nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)[self.dims - 1], x, p, training)
 
     dropout1d = dropout3d = feature_dropout = dropout2d

@@ -368,7 +368,7 @@ def _alike(reader: Reader, value: Any) -> Value | None:
     if found is None:
         raise reader.refusal(
             f"makes a tensor of {reader.call.shapes[0]}, which has neither the size of an earlier "
-            f"map nor that of the image"
+            f"map nor that of the image: take the size of a map, as in x.shape[2:]"
         )
     like, axes = found
     fill = partial(_filled, channels=channels_of(axes), value=value, places=bool(places_of(axes)))
@@ -383,7 +383,7 @@ def _expanded_over(reader: Reader, x: Any) -> Value:
     if found is None:
         raise reader.refusal(
             f"expands a parameter to {reader.call.shapes[0]}, which has neither the size of an "
-            f"earlier map nor that of the image"
+            f"earlier map nor that of the image: take the size of a map, as in x.shape[2:]"
         )
     like, axes = found
     shape = reader.shape_of(x)

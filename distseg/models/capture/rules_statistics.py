@@ -289,9 +289,9 @@ def _truth(x: torch.Tensor) -> torch.Tensor:
 
 
 def _of_truth(reader: Reader, x: Any, dim: Any, keepdim: bool, every: bool) -> Value:
-    """Return 1 where some number along ``dim`` is not 0, else 0.
+    """Return a value that is 1 where some number along ``dim`` is not 0, else 0.
 
-    If ``every`` is True, return 1 only where all numbers along ``dim`` are not 0.
+    If ``every`` is True, it is 1 only where all numbers along ``dim`` are not 0.
     """
     x = reader.value(x)
     if reader.of_channels(dim, x):
@@ -309,7 +309,11 @@ def _divided(x: torch.Tensor, norm: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def _least(reader: Reader, x: Value, dim: Any, largest: Max) -> Value:
-    """Return the minimum over ``dim``, computed as -max(-x) with the settings of ``largest``."""
+    """Return the minimum over ``dim``, computed as -max(-x).
+
+    Args:
+        largest: a layer for a maximum, whose settings the layer for max(-x) takes.
+    """
     over_both = _first if largest.first else None
     made = reduced(
         reader,

@@ -80,7 +80,8 @@ class Called:
 
     Attributes:
         name: name of the function, without the trailing underscore of an in-place one.
-        args: arguments. :class:`Made` and :class:`Kept` stand for tensors, as in ``kwargs``.
+        args: arguments, in which :class:`Made` and :class:`Kept` stand for tensors. ``kwargs`` has
+            the keyword arguments in the same form.
         shapes: shapes of the resulting tensors; ``dtypes`` has the dtypes of these tensors.
         module: name of the module whose code makes the call; ``line`` is the line of that code.
         graded: True if the call was made with gradients enabled.

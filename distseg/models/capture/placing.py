@@ -240,17 +240,18 @@ def _placed(reader: Reader, x: Any, beside: Value, way: tuple) -> Any:
 
 
 def _likes(reader: Reader, beside: Value) -> list[Value]:
-    """Return the maps to whose size a tensor beside ``beside`` may belong, one map for each size.
+    """Return candidates for the map whose positions a tensor has: one map of each size.
 
-    For the size of ``beside``, it is ``beside`` itself, unless ``beside`` is a vector. A size comes
-    before another if its first map is later in the network.
+    The tensor is an argument of a call beside ``beside``. For the size of ``beside``, the candidate
+    is ``beside`` itself, unless it is a vector. A size comes before another if its first map is
+    later in the network.
     """
     maps = [x for x in (beside, *reversed(reader.values.values())) if not x.vector]
     return list({x.sizes: x for x in reversed(maps)}.values())[::-1]
 
 
 def _aligned(reader: Reader, labels: Labels, x: Made, beside: Value) -> tuple[Axis, ...] | None:
-    """Return the axes of a tensor, aligned with those of ``beside``; None if they do not match.
+    """Return the axes of a tensor, one for each dim of ``beside``; None if their dims do not match.
 
     Args:
         labels: for each dim of the tensor, the spatial dim that it holds.

@@ -613,7 +613,8 @@ class Reader:
 
         Args:
             function: function of the operands, with maps as user code has them. It must be a
-                function of a module, or a ``partial`` of one, so that the layer can be pickled.
+                function of a module, a ``partial`` of one, or an object of a class of a module, so
+                that the layer can be pickled.
             operands: maps, vectors, parameters, tensors computed from parameters, and numbers.
             what: suffix of the layer's name.
             axes: axes of the result; by default those of the first map.

@@ -129,7 +129,7 @@ class Slot:
 
     @property
     def tensor(self) -> bool:
-        """True for a parameter or buffer."""
+        """True if the slot holds a parameter or buffer."""
         return self.field in ("_parameters", "_buffers")
 
     def slot_in(self, copied: nn.Module) -> Slot:

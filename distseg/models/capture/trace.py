@@ -209,12 +209,12 @@ def returned(result: Any, line: str | None = None) -> str:
 def check_statistics(calls: Sequence[Called]) -> None:
     """Refuse a pass that reads running statistics which a norm of the same pass updates.
 
-    Running statistics are updated once a step, but a step has several passes. A norm may be called
-    in evaluation mode before its call in training mode: the first call then reads the statistics
-    of the last step.
+    Running statistics are updated once a step, but a step has several passes. One exception is
+    accepted: a norm called in evaluation mode before its call in training mode. The first call then
+    reads the statistics of the last step.
 
     Raises:
-        Hidden: a call reads statistics that an earlier call updates. The message names the call.
+        Hidden: a call reads statistics that another call updates. The message names the call.
     """
     moved: set[str] = set()
     for call in calls:
@@ -519,7 +519,7 @@ class _Recorder(TorchFunctionMode):
             given: tensors that the function takes.
 
         Raises:
-            Hidden: the tensor is a running statistic.
+            Hidden: one of the tensors is a running statistic.
         """
         kept = next(
             (
@@ -730,7 +730,7 @@ class _Recorder(TorchFunctionMode):
             self._know(x, value)
 
     def _look_for_changes(self, called: Called, changed: set[int], made: set[int]) -> None:
-        """Mark tensors as unknown if they share memory with one that the call overwrote.
+        """Mark tensors whose content is unknown, as they share memory with one that was overwritten.
 
         Args:
             changed: ids of the tensors that the call overwrote.
@@ -760,10 +760,12 @@ class _Recorder(TorchFunctionMode):
                 known.value = None
 
     def _sharing_with(self, changed: set[int]) -> list[tuple[int, _Known]]:
-        """Return the id and the :class:`_Known` of each tensor that shares memory with others.
+        """Return (id, :class:`_Known`) of each tensor that shares memory with a tensor in ``changed``.
+
+        The tensors in ``changed`` are part of the result.
 
         Args:
-            changed: ids of these other tensors, which are part of the result.
+            changed: ids of tensors.
         """
         found: list[tuple[int, _Known]] = []
         for key in changed:

@@ -21,11 +21,13 @@ _DEPTH = 12  # deepest nesting of containers that is followed
 
 
 def check_views(model: nn.Module) -> None:
-    """Refuse a module that also keeps the memory of its weights in another form, such as an array.
+    """Refuse a module that also holds an array, or another object, in the memory of its weights.
+
+    An example is an attribute ``self.array = weight.detach().numpy()``.
 
     Raises:
-        Hidden: the message names the attribute or variable, the parameter or buffer, and how to
-            fix it.
+        Hidden: the message names the attribute or variable, the parameter or buffer, and how to fix
+            it.
     """
     weights = {
         (start := x.untyped_storage().data_ptr()): (start + x.untyped_storage().nbytes(), name)

@@ -28,7 +28,7 @@ def unnarrowed(function: Callable, args: tuple, kwargs: dict) -> tuple[Callable,
 
 
 def widened(result: Any, *given: Any) -> Any:
-    """Return ``result`` in float64 if it is a float32 tensor and no argument is a tensor.
+    """Return ``result`` in float64 if it is a float32 tensor and ``given`` contains no tensor.
 
     Otherwise return it unchanged.
 

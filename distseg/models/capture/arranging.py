@@ -18,7 +18,11 @@ from distseg.models.layers import CutTo, Spread
 
 
 def turned(reader: Reader, x: Value, order: Sequence[int]) -> Value:
-    """Return ``x`` with its dims permuted to ``order``, as ``torch.permute`` does."""
+    """Return ``x`` with its dims permuted to ``order``, as ``torch.permute`` does.
+
+    Raises:
+        CanNotCapture: the spatial dims would change their order.
+    """
     order = reader.dims_of(tuple(order), x)
     axes = tuple(x.axes[d] for d in order)
     places = places_of(axes)
@@ -36,7 +40,7 @@ def turned(reader: Reader, x: Value, order: Sequence[int]) -> Value:
 
 
 def not_reshaped(reader: Reader, x: Value) -> CanNotCapture:
-    """Return the error for a reshape that is not supported."""
+    """Return the error for the current call, a reshape of ``x`` that is not supported."""
     return reader.refusal(
         f"turns {x!r} into a tensor of shape {reader.call.shapes[0]}, which mixes images, channels "
         f"and positions, or cuts the image into windows; supported: reshape channels only, or "

@@ -24,7 +24,7 @@ _WHAT = "assigns to a part of"
 
 
 def assigns_to_places(x: Value, index: tuple, traces: int) -> bool:
-    """Return True if ``x[index] = ...`` assigns to some positions of the image only.
+    """Return True if ``x[index] = ...`` assigns to a part of the image's positions, not to all.
 
     Return False for an index that adds dims.
 

@@ -130,7 +130,7 @@ class Folding:
 
     @property
     def inner(self) -> tuple[int, ...]:
-        """Spatial dims of the image that are dims of the user's tensor besides its batch dim."""
+        """Spatial dims of the image that are not in the batch dim of the user's tensor."""
         return tuple(d for d in range(self.dims) if d not in self.outer)
 
     def plain(self, shape: Sequence[int], batch: int, size: Sequence[int]) -> tuple[int, ...]:

@@ -43,7 +43,11 @@ class _Piece:
 
 
 def reshaped(reader: Reader, x: Value) -> Value:
-    """Return the value ``x`` after the current call, which reshapes it."""
+    """Return the value ``x`` after the current call, which reshapes it.
+
+    Raises:
+        CanNotCapture: the reshape is not supported (:func:`not_reshaped`).
+    """
     try:
         axes = reader.made(x)
     except CanNotCapture:

@@ -108,7 +108,7 @@ class Trace:
     """All calls of one forward pass.
 
     Attributes:
-        result: the network's output.
+        result: reference to the network's output.
         batch: number of images in the traced batch, each with ``channels`` channels.
         parameters: names of the parameters; the other tensors of the network are buffers.
     """
@@ -730,7 +730,7 @@ class _Recorder(TorchFunctionMode):
             self._know(x, value)
 
     def _look_for_changes(self, called: Called, changed: set[int], made: set[int]) -> None:
-        """Mark tensors whose content is unknown, as they share memory with one that was overwritten.
+        """Mark tensors as unknown in content if they share memory with one that was overwritten.
 
         Args:
             changed: ids of the tensors that the call overwrote.
@@ -760,7 +760,7 @@ class _Recorder(TorchFunctionMode):
                 known.value = None
 
     def _sharing_with(self, changed: set[int]) -> list[tuple[int, _Known]]:
-        """Return (id, :class:`_Known`) of each tensor that shares memory with a tensor in ``changed``.
+        """Return the pairs (id, _Known) of all tensors that share memory with those in ``changed``.
 
         The tensors in ``changed`` are part of the result.
 

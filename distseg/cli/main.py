@@ -129,7 +129,7 @@ def _joint(read: Callable) -> Callable:
 
 
 class _Parser(ArgumentParser):
-    """Parser of a command.
+    """Parser of the arguments of one command, such as ``distseg train``.
 
     Attributes:
         kind: the class of the config whose settings are flags; None if there is no config.
@@ -992,8 +992,8 @@ def _parse_run(parser: _Parser, arguments: list[str]) -> tuple[Config | PatchCon
 
     The config has the class of the run's config: Config for exact training, PatchConfig for
     PatchGD. Its values come from the run, and the user's flags override them. Two entries are added
-    to the other flags: ``run``, the folder of the checkpoint, and ``left``, the settings that are
-    not taken over from the training.
+    to the other flags: ``run``, the folder of the checkpoint, and ``left``, a list of texts such as
+    ``run.threads 4``, one for each setting of the training that the config does not take over.
     """
     if not arguments or arguments[0].startswith("-"):
         parser.add_settings(Config)
@@ -1074,10 +1074,10 @@ def _check_file(path: str | None, what: str) -> None:
 
 
 def check_folder(path: str, what: str, whole: str | None = None) -> None:
-    """Refuse a path that is not a folder to write to and where none can be made.
+    """Refuse a folder to which no file can be written. The folder may not exist yet.
 
     Args:
-        path: the folder.
+        path: the folder. Its nearest existing parent is checked if it does not exist.
         what: the flag or setting, for the message.
         whole: the file in this folder that the user named, for the message; None if the user named
             the folder.

@@ -38,7 +38,10 @@ from distseg.training.step import StreamingRunner
 
 @dataclass(frozen=True)
 class _Rank:
-    """Stand-in for a communicator that sends no messages."""
+    """Object with the rank and size of a communicator. It cannot send messages.
+
+    It takes the place of a communicator where a program is planned but not run.
+    """
 
     rank: int
     size: int
@@ -164,7 +167,16 @@ def _legend(
 ) -> Iterator[str]:
     """Yield lines of text about each stage of a rank.
 
-    They name the stage's layers, and the layers before which ranks exchange halos or statistics.
+    They name the stage's first and last layer, the layers before which ranks exchange halos, and
+    the norms for which ranks exchange statistics.
+
+    Args:
+        config: the settings of the training.
+        model: the plain model.
+        exchange: the halo exchange of the model; None if ranks exchange no halos.
+        partition: the stages.
+        places: placements of tiles; the first one gives the size of the image.
+        rank: the rank in its pipeline.
     """
     names = [name for name, _ in flat_layers(model)]
     layout = exchange.layout(places[0].image) if exchange else None

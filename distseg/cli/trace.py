@@ -48,15 +48,19 @@ def trace_maps(
 ) -> Iterator[str]:
     """Write the objects of label maps, and yield a line of text for each file written.
 
+    An object is a connected region of pixels with the same label.
+
     Args:
         maps: files of class maps (HDF5) or label maps (TIFF, PNG, npy).
-        output: the folder for results, named after the maps.
-        formats: some of gpkg, geojson, objects.
+        output: the folder for the files, which are named after the maps.
+        formats: some of ``gpkg`` and ``geojson`` (files of polygons), and ``objects`` (a TIFF file
+            in which each pixel has the number of its object).
         classes: names or numbers of the classes whose objects are written; by default all.
-        least: objects with fewer pixels than this are left out of the polygons.
+        least: objects with fewer pixels than this get no polygon. The format ``objects`` has them.
 
     Raises:
-        ValueError: a map cannot be read or traced, two maps have one name, or a class is unknown.
+        ValueError: a map cannot be read, does not have 2 dims or does not fit a format; two maps
+            have one name, or a class is unknown.
     """
     stems = [_stem(path) for path in maps]
     for stem in stems:
@@ -147,7 +151,7 @@ def _chosen(source: _Source, classes: Sequence[str] | None, path: str, least: in
         source: the label map and the names of its classes.
         classes: names or numbers of the chosen classes; None for all classes.
         path: the map's file, for messages.
-        least: objects with fewer pixels than this are left out of the polygons.
+        least: objects with fewer pixels than this get no polygon.
 
     Raises:
         ValueError: a class is unknown.

@@ -112,7 +112,10 @@ def check_effect(section, name: str, effective: bool, why: str) -> None:
 
 @dataclass(frozen=True)
 class ModelBase:
-    """The network: the settings that exact training and PatchGD have in common."""
+    """The network, with the settings that exact training and PatchGD have in common.
+
+    PatchGD takes this section. Exact training takes :class:`ModelConfig`, which has more settings.
+    """
 
     name: str = "unet"
     """``unet``, a name that ``distseg models`` lists, or your own function as
@@ -221,17 +224,19 @@ class ModelConfig(ModelBase):
 
 
 def output_weights(model: ModelBase) -> tuple[float, ...]:
-    """Return the loss weight of each output of the network that is trained.
+    """Return the loss weight of each trained output, in the order of ``model.outputs``.
 
-    They are those of ``model.outputs``. If it is not set, the network has a single output, and the
-    result is (1.0,).
+    Without ``model.outputs`` the network has a single output, and the result is (1.0,).
     """
     return tuple((model.outputs or {"": 1.0}).values())
 
 
 @dataclass(frozen=True)
 class MeshBase:
-    """The mesh of ranks: how many ranks split the samples and the image."""
+    """The mesh of ranks: how many ranks split the samples and the image.
+
+    PatchGD takes this section. Exact training takes :class:`MeshConfig`, which adds the stages.
+    """
 
     samples: int = 1
     """D: number of sample groups (data parallel). Each group trains on its own images."""
@@ -300,7 +305,7 @@ class PipelineConfig:
         elif not self.devices and (self.devices is not None or not self.balance):
             raise ValueError(
                 "pipeline.placement is devices, but no devices are given: give pipeline.devices, "
-                "such as [cuda:0, cuda:1], or pipeline.balance for their number"
+                "such as [cuda:0, cuda:1], or give pipeline.balance, which takes one GPU per number"
             )
         elif self.devices and self.balance and len(self.devices) != len(self.balance):
             raise ValueError(
@@ -399,7 +404,10 @@ class LossConfig:
 
 @dataclass(frozen=True)
 class DataBase:
-    """The training data: store, crops and augmentation."""
+    """The training data: store, crops and augmentation.
+
+    PatchGD takes this section. Exact training takes :class:`DataConfig`, which adds ``prefetch``.
+    """
 
     store: str | None = None
     """Path of the HDF5 store that ``distseg prepare`` wrote."""
@@ -525,7 +533,11 @@ class OptimConfig:
 
 @dataclass(frozen=True)
 class TrainBase:
-    """The training run: length, precision, checkpoints and output."""
+    """The training run: length, precision, checkpoints and output.
+
+    PatchGD takes this section. Exact training takes :class:`TrainConfig`, which adds
+    ``accumulate``.
+    """
 
     epochs: int = 10
     """Number of epochs: passes over the training images, or over data.epoch_samples crops each."""
@@ -612,7 +624,11 @@ _FORMATS = {"h5": "hdf5", "tif": "tiff"}  # file endings that predict.formats ta
 
 @dataclass(frozen=True)
 class PredictBase:
-    """Evaluation and prediction: output files."""
+    """Evaluation and prediction: output files.
+
+    PatchGD takes this section. Exact training takes :class:`PredictConfig`, which has more
+    settings.
+    """
 
     probabilities: bool = False
     """Also write the probability of each class (float16), into NAME.h5."""
@@ -705,7 +721,7 @@ class StreamingConfig:
     def chosen(self) -> str:
         """The setting that turns streaming on, as text such as ``streaming.memory is 4GB``.
 
-        It is used only if streaming is on.
+        Error messages use the text. Read it only if :attr:`active` is True.
         """
         if self.memory is not None:
             return f"streaming.memory is {self.memory / 1e9:g}GB"
@@ -737,7 +753,11 @@ class RunConfig:
 
 @dataclass(frozen=True)
 class ApproximateBase:
-    """Settings that make training approximate. Without them the gradient is exact."""
+    """Settings that make training approximate. Without them the gradient is exact.
+
+    PatchGD takes this section. Exact training takes :class:`ApproximateConfig`, which has more
+    settings.
+    """
 
     gradients: Literal["fp16"] | None = None
     """fp16: gradients are rounded to 11 bits before ranks sum them, which halves the bytes that
@@ -811,7 +831,14 @@ class Config:
 
 
 def check_step(config) -> None:
-    """Refuse settings with which an optimizer step has too many images."""
+    """Refuse settings with which an optimizer step has more than a million images.
+
+    Args:
+        config: a :class:`Config` or :class:`PatchConfig`.
+
+    Raises:
+        ValueError: the message names the settings whose product is the number of images.
+    """
     mesh, train, data = config.mesh, config.train, config.data
     images = mesh.samples * train.accumulate * data.images
     if images > _MOST_IMAGES:
@@ -823,12 +850,13 @@ def check_step(config) -> None:
 
 
 def with_dims(config: Config, dims: int, image: str) -> Config:
-    """Return the config, with its defaults adapted to images of ``dims`` dims.
+    """Return the config with its defaults adapted to images of ``dims`` dims.
 
-    These are the sizes that the user has not set, and the dims of a network of distseg.
+    Sizes that the user has not set, such as ``predict.tile``, get ``dims`` numbers. For volumes,
+    ``model.dims`` becomes 3 if the network is one of distseg and the user has not set it.
 
     Args:
-        config: the settings.
+        config: the settings; they are not changed.
         dims: number of spatial dims of the images.
         image: the size of an image as text, for the error message.
 

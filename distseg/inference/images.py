@@ -31,8 +31,9 @@ def vectors_of(
         sizes: the size of each image in pixels.
         world: the communicator of all ranks.
         what: the text beside the progress bar.
-        stop: function that is called after each round and returns the same value on all ranks. If
-            it returns True, the work ends and the result is None.
+        stop: function that is called after each round, in which each rank computes its tiles of at
+            most one image. It must return the same value on all ranks. If it returns True, the
+            work ends and the result is None.
     """
     found: dict[int, np.ndarray] = {}
 
@@ -58,8 +59,9 @@ def evaluate_images(
         store: the store with the images and their labels.
         split: the name of a split of the store.
         world: the communicator of all ranks.
-        stop: function that is called after each round of images and returns the same value on all
-            ranks. If it returns True, the evaluation ends and the result is None.
+        stop: function that is called after each round, in which each rank computes its tiles of at
+            most one image. It must return the same value on all ranks. If it returns True, the
+            evaluation ends and the result is None.
     """
     names = store.split(split)
     vectors = vectors_of(

@@ -28,12 +28,17 @@ def scores(matrix: np.ndarray, names: list[str]) -> dict:
     """Return the scores of a confusion matrix: for each class, the means, and the accuracy.
 
     For each class IoU = tp / (tp + fp + fn), Dice = 2 tp / (2 tp + fp + fn), accuracy = tp / (tp +
-    fn). A score whose divisor is 0 is None. ``mean_iou`` and ``mean_dice`` leave out classes with
-    None. The accuracy over all classes is the share of pixels with the right class.
+    fn). A score whose divisor is 0 is None.
 
     Args:
         matrix: the pixel counts (classes, classes) of :func:`confusion`.
         names: the names of the classes.
+
+    Returns:
+        A dict with these keys. ``classes``: for each class name a dict with ``iou``, ``dice``,
+            ``accuracy`` and ``pixels``, the number of true pixels. ``mean_iou`` and ``mean_dice``:
+            the means over the classes that have this score. ``accuracy``: the share of all pixels
+            with the right class.
     """
     hit = np.diag(matrix).astype(float)
     truth, predicted = matrix.sum(1), matrix.sum(0)
@@ -99,7 +104,8 @@ def score_of(validation: dict) -> float | None:
     """Return the score by which checkpoints are compared; higher is better.
 
     It is the mean IoU of a segmentation, the accuracy of a classification of whole images, or the
-    negative rmse of a regression.
+    negative rmse of a regression. It is None if that score is None, for instance because no pixel
+    was evaluated.
 
     Args:
         validation: the scores, as returned by :func:`scores` or

@@ -71,11 +71,13 @@ class Predictor:
     All ranks must make the same calls.
 
     Args:
-        model: already parallelized and on its devices; its context's communicators are set here.
+        model: the parallelized model, on its devices. The predictor sets the communicators of the
+            model's context.
         replicas: the communicator of the ranks that hold the same layers. The tiles of an image are
             divided among these ranks.
         devices: the devices of this rank, one for each of its stages or one for all.
-        autocast: makes the context in which the network runs.
+        autocast: function without arguments that returns the context manager in which the network
+            runs, such as one of ``torch.autocast``.
         tile: the size of a tile in pixels; used if no ``budget`` is given.
         scratch: the folder where feature maps wait between active norms, or ``memory``. By default
             they wait in memory if they fit into half of the free bytes, else in the system's folder
@@ -236,10 +238,15 @@ class Predictor:
             )
 
     def _check_norms(self, sizes: Sequence[tuple[int, ...]]) -> None:
-        """Refuse images for which an active norm of this rank's stages has too few values.
+        """Refuse images for which an active norm of this rank's stages has one value a channel.
+
+        A variance needs two values.
 
         Args:
-            sizes: for each tensor id, the size of that feature map of the image.
+            sizes: the size of each feature map of the image, by its tensor id in ``model.graph``.
+
+        Raises:
+            ValueError: a feature map is too small. The message names the norm.
         """
         for number in self.model.active_in_evaluation:
             norm, source = self.model.layers[number], self.model.graph[number].first

@@ -35,7 +35,8 @@ class Windows:
         partition: the model's stages; None for a model that is not cut into stages.
         comm: the communicator of the pipeline's ranks.
         device: this rank's device.
-        autocast: makes the context in which the network runs.
+        autocast: function without arguments that returns the context manager in which the network
+            runs, such as one of ``torch.autocast``.
     """
 
     def __init__(
@@ -127,9 +128,12 @@ class Windows:
 
 @dataclass
 class _Results:
-    """Head of the last stage that keeps the outputs, by number of the micro-batch.
+    """Head of the last stage that keeps the network's outputs.
 
-    It takes the place of the loss, which is the head in training.
+    In training the loss is the head instead.
+
+    Attributes:
+        found: the output of each micro-batch, by the number of the micro-batch.
     """
 
     found: dict[int, Tensor] = field(default_factory=dict)

@@ -248,7 +248,7 @@ def _check(
         if labels.shape != image.shape[:2]:
             raise ValueError(
                 f"the {name} has shape {labels.shape}, but the image has {image.shape[:2]} "
-                "pixels: give the same window of both"
+                "pixels: give the same part of both"
             )
         values = labels[labels != ignore]
         if values.size and not 0 <= values.min() <= values.max() < len(classes):

@@ -226,10 +226,9 @@ def _jobs(
         )
     if config.train.resume not in (True, False):
         raise ValueError(
-            f"train.resume is {config.train.resume}, but a job goes on from its own last "
-            "checkpoint each time it queues "
-            "again: leave train.resume out; to begin with this checkpoint, first train with it "
-            "once by hand"
+            f"train.resume is {config.train.resume}, but a job always continues from the last "
+            "checkpoint in train.output: leave train.resume out; to begin with the checkpoint "
+            f"{config.train.resume}, run distseg train with this setting once before you submit"
         )
     shape, seconds = _shape(config), seconds_of(asked.time)
     job = Job(

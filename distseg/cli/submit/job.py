@@ -18,7 +18,8 @@ class Nodes:
         processes: number of processes on each node.
         gpus: number of GPUs on each node.
         cores: number of cores on each node.
-        cpus: number of CPUs on each node, as the batch system counts them.
+        cpus: number of CPUs on each node as the batch system counts them, which may be hardware
+            threads instead of cores.
     """
 
     count: int

@@ -725,7 +725,7 @@ TABLE = {
     ),
     "values of no form": (
         [*FOLDER, "--values", "255"],
-        "--values must be written as 255=1,128=2, got '255'",
+        r"--values must be written as 255=1,128=2 \(mask value=label\), got '255'",
     ),
     "a value twice": (
         [*FOLDER, "--values=1=1,1=0"],

@@ -62,8 +62,8 @@ def run_evaluate(
 ) -> int:
     """Print the scores of a run on a split, beside those of the per-pixel baseline.
 
-    All ranks must call it together. It returns the exit status. There is no baseline for networks
-    with one label per image, and none if a training image has no labels.
+    All ranks must call it together. Return the exit status of the command. The baseline is left out
+    for networks with one label per image, and if a training image has no labels.
 
     Args:
         run: the folder of a run or of a checkpoint.
@@ -266,8 +266,8 @@ def run_predict(
 ) -> int:
     """Write the class maps of image files, or of the images of a split of the store.
 
-    A network with one label per image writes a table instead. All ranks must call it together. It
-    returns the exit status.
+    For a network with one label per image, write a table instead (``images.csv``). All ranks must
+    call this function together. Return the exit status of the command.
 
     Args:
         run: the folder of a run or of a checkpoint.
@@ -397,7 +397,11 @@ def run_predict(
 
 
 def deciding_settings(config: Config | PatchConfig) -> list:
-    """Return the values of the settings on which predictions depend."""
+    """Return the values of the settings that change the predictions of a given checkpoint.
+
+    Predicted files are reused only if these values are the same
+    (:func:`distseg.inference.image_source.network_identity`).
+    """
     if isinstance(config, PatchConfig):
         return [config.train.precision]
     approximate = (config.approximate.halo, config.approximate.norms)
@@ -519,7 +523,11 @@ def _box(text: str | None, size: tuple[int, ...]) -> Box:
 
 
 def _constants(manifest: dict) -> tuple[list[float], list[float]]:
-    """Return the means and standard deviations of the bands that a run normalises images with."""
+    """Return the mean and the standard deviation of each band, by which a run normalises images.
+
+    Args:
+        manifest: the manifest of a checkpoint of the run.
+    """
     return manifest["data"]["mean"], manifest["data"]["std"]
 
 
@@ -675,7 +683,9 @@ def _values(text: str | None) -> dict[int, int] | None:
     try:
         pairs = [(int(a), int(b)) for a, b in (pair.split("=") for pair in text.split(","))]
     except ValueError:
-        raise ValueError(f"--values must be written as 255=1,128=2, got {text!r}") from None
+        raise ValueError(
+            f"--values must be written as 255=1,128=2 (mask value=label), got {text!r}"
+        ) from None
     values: dict[int, int] = {}
     for value, label in pairs:
         if value in values:

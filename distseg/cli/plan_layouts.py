@@ -125,11 +125,11 @@ def _plain(found: Prediction) -> dict:
 def work_of(
     config: Config, model: nn.Module, size: Size, machine: Machine, batch: int | None
 ) -> Work:
-    """Return the description of a training step that the planner takes.
+    """Return the description of a training step from which the planner predicts times and memory.
 
     Args:
         config: the settings.
-        model: the plain network of known layers.
+        model: the plain network, a list of layers that distseg knows.
         size: the size of an image in pixels.
         machine: the machine; the costs of layers are modelled for its device.
         batch: the number of images in a step, over all sample groups; None for that of the config.
@@ -160,10 +160,10 @@ def work_of(
 
 
 def sensitivity(planner: Planner, memory: float | None, ranks: int, best: Prediction) -> list[str]:
-    """Return texts about the guessed numbers of the machine on which the best layout depends.
+    """Return a text for each guessed number of the machine that decides which layout is the best.
 
-    The best layout depends on a number if it changes when the number is 30 % larger or smaller. A
-    text names the number, the factor and the layout that is then the best.
+    A number decides if another layout is the best when the number is 30 % larger or smaller. The
+    text names the number, the factor and that layout.
 
     Args:
         planner: the planner.
@@ -188,14 +188,14 @@ def sensitivity(planner: Planner, memory: float | None, ranks: int, best: Predic
 
 
 def measure(config: Config, model: nn.Module, image: Size, world) -> Machine:
-    """Return the machine at hand, timed with steps of this network on two image sizes.
+    """Return the speed and memory of this machine, by timing steps of this network.
 
-    All ranks of ``world`` must call it together. They compute at the same time, each a step of its
-    own.
+    All ranks of ``world`` must call it together. At the same time each rank computes steps alone,
+    on images of two sizes. Then the messages between the ranks are timed.
 
     Args:
         config: the settings.
-        model: the plain network of known layers.
+        model: the plain network, a list of layers that distseg knows.
         image: the size of an image in pixels; no larger image is timed.
         world: the communicator of the ranks that measure.
     """
@@ -247,12 +247,12 @@ def measure(config: Config, model: nn.Module, image: Size, world) -> Machine:
 def _timed_sizes(config: Config, model: nn.Module, image: Size) -> tuple[Size, Size]:
     """Return two image sizes for timed steps, the smaller one first.
 
-    A step on the larger size takes about ``_SECONDS``, if ``image`` is large enough. A step on the
-    smaller size takes much less.
+    By the model of a CPU core, a step on the larger size takes about ``_SECONDS``, or less if
+    ``image`` is small. The smaller size is about a half or a quarter of it along each dim.
 
     Args:
         config: the settings.
-        model: the plain network of known layers.
+        model: the plain network, a list of layers that distseg knows.
         image: the largest size in pixels.
     """
     stride = reach_for(model, True).stride
@@ -271,18 +271,22 @@ def _timed_sizes(config: Config, model: nn.Module, image: Size) -> tuple[Size, S
 
 
 def step_of(config: Config, model: nn.Module, size: Size, layout: MeshLayout, comm, device):
-    """Return an engine with a copy of the network in a layout, and this rank's random tile batches.
+    """Return an engine for timing one step of a layout, and random data for that step.
 
-    All ranks of ``comm``, which are the ranks of the layout, must call it together. The tile
-    batches are a list for each micro-batch.
+    All ranks of ``comm`` must call it together.
 
     Args:
-        config: the settings; the layout overrides the settings that it has.
+        config: the settings. The layout replaces some of them, such as mesh, schedule and number of
+            micro-batches.
         model: the plain network, which is not changed.
         size: the size of an image in pixels.
         layout: the mesh, and how its ranks share the work.
         comm: a communicator with as many ranks as the mesh.
         device: the device of this rank.
+
+    Returns:
+        The engine, with a copy of the network; and this rank's tile batches of random images, a
+            list for each micro-batch.
     """
     config = replace(
         config,
@@ -305,9 +309,9 @@ def step_of(config: Config, model: nn.Module, size: Size, layout: MeshLayout, co
 
 
 def _messages(world) -> tuple[float, float, bool]:
-    """Return the latency of messages in seconds, their bytes per second, and a flag.
+    """Return the latency of messages in seconds, their bytes per second, and True if measured.
 
-    The flag is True if both numbers were measured. With one rank they are guessed.
+    With one rank both numbers are guessed, and the third result is False.
     """
     if world.size == 1:
         return 2e-5, 2e9, False

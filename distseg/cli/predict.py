@@ -48,9 +48,9 @@ def load_predictor(
 ) -> tuple[Predictor, dict]:
     """Load the network of a run or checkpoint on all ranks; return a predictor and the manifest.
 
-    All ranks of ``world`` must call it together. The network is cut into ``mesh.stages`` stages. If
-    the number of stages of the training does not divide the number of ranks, every rank holds the
-    whole network.
+    All ranks of ``world`` must call it together. The network is cut into ``mesh.stages`` stages, by
+    default as many as in the training. If that default does not divide the number of ranks, every
+    rank holds the whole network.
 
     Args:
         run: the folder of a run or of a checkpoint.
@@ -178,7 +178,8 @@ def _load_patches(
 ) -> tuple[PatchPredictor | MapPredictor, dict]:
     """Load a network of patches on all ranks; return a predictor and the manifest.
 
-    All ranks must call it together.
+    All ranks must call it together. The predictor is a :class:`MapPredictor` if the network labels
+    pixels, and a :class:`PatchPredictor` if it has one output for each image.
     """
     with raise_jointly(world):
         checkpoint = find(run)

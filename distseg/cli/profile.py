@@ -75,9 +75,10 @@ class Profile:
         )
 
     def passes(self) -> dict[tuple[str, str], tuple[int, float]]:
-        """Return the number of passes, and the seconds they take, summed over all ranks.
+        """Return the number and the seconds of each kind of pass, summed over all ranks.
 
-        The key of an entry is the kind of the passes and what they compute, such as a stage.
+        A key is the kind of the passes and what they compute, such as ``("forward", "stage 1")``. A
+        value is (number of passes, seconds).
         """
         found: dict[tuple[str, str], tuple[int, float]] = {}
         for rank in range(len(self.names)):
@@ -89,9 +90,11 @@ class Profile:
         return found
 
     def compared(self) -> list[dict[str, float | str]]:
-        """Return a row for each kind of pass and stage, with its count and mean milliseconds.
+        """Return a row for each kind of pass and stage, which compares measured and modelled times.
 
-        The modelled times are scaled so that their sum is the measured one.
+        A row has the number of passes, the measured and the modelled milliseconds of a pass, and
+        their ratio. Modelled times are multiplied by :attr:`factor`, so that they have the sum of
+        the measured times.
         """
         measured, factor, rows = self.passes(), self.factor, []
         for (kind, what), modelled in self.expected.items():
@@ -231,7 +234,7 @@ def profile(
         if config.pipeline.placement == "devices":
             raise ValueError(
                 "pipeline.placement is devices, but torchgpipe's threads cannot be watched: set "
-                "pipeline.placement to linear or v-shaped, with which ranks hold the stages"
+                "pipeline.placement to linear or v-shaped, where each stage is held by a rank"
             )
         config, plain, images = prepare(config, image)
         model = as_network(plain)
@@ -278,8 +281,8 @@ def _expected(
 ) -> tuple[Passes, Callable[[float], Simulation] | None]:
     """Return the modelled seconds of this rank's passes, and a function that simulates the step.
 
-    The argument of the function is the factor by which every pass takes longer than modelled. There
-    is a function only for a pipeline without streaming, else None.
+    The function takes a factor: every pass then takes this factor times its modelled seconds. For
+    streamed tiles, or without a pipeline, None is returned instead of the function.
 
     Args:
         engine: the engine of the step.
@@ -307,10 +310,10 @@ def _expected(
 
 
 def _laid_over(found: Profile) -> tuple[Sequence[Span], list[str]]:
-    """Return the spans of the picture of a profile, and the names of its rows.
+    """Return the spans to draw for a profile, and the names of the picture's rows.
 
-    Rows of the measured ranks come first. Below them are rows of the simulated pipeline, if there
-    is one.
+    There is one row for each measured rank. Below them is one row for each rank of the simulated
+    pipeline, if the profile has a simulation.
     """
     if not found.simulated:
         return found.spans, [*found.names]

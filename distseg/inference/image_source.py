@@ -20,7 +20,10 @@ from distseg.tiling.tile import Box
 
 
 def everywhere(box: Box) -> None:
-    """Return None for any box: all its pixels have data (``ImageSource.without_data``)."""
+    """Return None for any box: no pixel lacks data.
+
+    It is the default of ``ImageSource.without_data``, for images in which every pixel has data.
+    """
 
 
 @dataclass(frozen=True)
@@ -71,8 +74,8 @@ def file_image(
 ) -> ImageSource:
     """Return an image of a file, normalised with the mean and std of the bands in the training.
 
-    Pixels without data are 0, as in a store. An alpha channel counts as a band only if the network
-    was trained with one band more than the file has without the alpha channel.
+    Pixels without data become 0 after the normalisation, as in a store. An alpha channel is used as
+    a band only if the network was trained with one band more than the file's colour bands.
 
     Args:
         path: the file.
@@ -182,7 +185,8 @@ def network_identity(checkpoint: Path, manifest: dict, settings: Sequence) -> st
     Args:
         checkpoint: the folder of the checkpoint.
         manifest: the manifest of this checkpoint.
-        settings: the values of all other settings on which the network's results depend.
+        settings: the values of the settings outside of the section ``model`` on which the
+            network's results depend, such as ``train.precision``.
     """
     return json.dumps(
         [

@@ -183,7 +183,7 @@ class Predictor:
     def _tiling(self, budget: float) -> BudgetTiling:
         """Return the object that finds tiles whose activations fit into ``budget`` bytes.
 
-        It is made once for each budget.
+        A second call with the same budget returns the same object, which remembers its tiles.
         """
         return self._tilings.setdefault(budget, BudgetTiling(self._activations, budget))
 
@@ -275,16 +275,17 @@ class Predictor:
         """Divide the work on several images so that all ranks have about the same amount of work.
 
         If any rank may compute any tile, the tiles of all images are divided among all ranks.
-        Otherwise images are divided among groups of ranks. There are as many groups as possible, at
-        most one for each image. A group has at least as many ranks as can share the image with the
-        fewest tiles.
+        Otherwise the ranks form groups, and the images are divided among the groups. The ranks of
+        a group compute an image together, each at least one tile. There are at most as many groups
+        as images, and a group has at least as many ranks as can share the image with the fewest
+        tiles.
 
         Args:
             sizes: the size of each image in pixels.
 
         Returns:
-            The number of ranks in a group, which is 1 in the first case; and for each rank the list
-                of its shares of the images.
+            The number of ranks in a group, which is 1 if any rank may compute any tile; and for
+                each rank the list of its shares of the images.
         """
         if self._dealt_singly:
             every = [
@@ -362,8 +363,9 @@ class Predictor:
             yield from self._in_blocks(source, mine)
 
     def computed(self, size, numbers: Sequence[int] | None = None) -> Iterator[tuple[int, Box]]:
-        """Yield (layer number, output box) for each layer of each tile that this rank computes.
+        """Yield (layer number, output box) for each layer and each tile of this rank, as planned.
 
+        Nothing is computed. Benchmarks use it to count the work of a prediction.
         Models that are computed window by window are not supported.
 
         Args:
@@ -452,7 +454,7 @@ class Predictor:
 
     @property
     def _cut(self) -> Partition | None:
-        """The partition into stages if they lie on several ranks or devices, else None."""
+        """The model's partition into stages; None if all stages are on one device of one rank."""
         return (
             self.pipeline.partition
             if self.pipeline and (self.pipeline.comm.size > 1 or len(self.devices) > 1)
@@ -469,7 +471,8 @@ class Predictor:
         Args:
             size: the size of the image in pixels.
             block: the block of the image that this rank computes.
-            borders: the borders of all blocks, as in :meth:`layout`.
+            borders: for each dim, the borders of the blocks into which the image is cut, from 0 to
+                the size of the image; None if the image is one block.
         """
         place = TilePlacement(tuple(size), block, window(block, size, self.model.reach), (0,), (0,))
         layout = self.layout(size, borders)
@@ -597,10 +600,11 @@ class Predictor:
 
     @contextmanager
     def _evaluating(self, workers):
-        """Switch to evaluation mode inside the context.
+        """Set the model to evaluation mode inside the context; restore its mode at the end.
 
-        The statistics of instance and group norms are shared by ``workers``, the ranks that compute
-        the image.
+        Args:
+            workers: the communicator of the ranks that compute the image. Active norms add their
+                statistics over these ranks.
         """
         context, training = self.model.context, self.model.training
         before = context.norm_comm, context.batch_comm, self.model.exchange
@@ -639,11 +643,11 @@ class _Reader:
 
     @contextmanager
     def ahead(self, windows: Sequence[Box]) -> Iterator[None]:
-        """Let a thread read the next of ``windows`` in advance, inside the context.
+        """Let a thread read ``windows`` inside the context, one window ahead of the caller.
 
         Args:
-            windows: the boxes in the order in which they will be asked for. Any other box is read
-                when it is asked for.
+            windows: the boxes in the order in which the caller will ask for them. Another box is
+                also allowed; it is read only when the caller asks for it.
         """
         with closing(prefetch(map(self.read, windows), 1)) as self._ahead:
             self._expected.extend(windows)

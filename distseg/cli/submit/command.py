@@ -200,7 +200,8 @@ def _jobs(
         asked: the parsed flags.
         path: the config file.
         config: the settings of the config file and the flags.
-        flags: the settings that the flags override, as flags and their values.
+        flags: the flags of the settings that differ from the config file, as names and values in
+            turn, such as ``["--optim.lr", "0.01"]``.
         read: a function that parses other flags and returns their settings.
         command: the whole command, for a comment in the script.
 
@@ -332,7 +333,10 @@ def _without(flags: tuple[str, ...], names: tuple[str, ...]) -> list[str]:
 
 
 def _differences(one: Config | PatchConfig, other: Config | PatchConfig) -> list[str]:
-    """Return the flags that turn the config ``one`` into ``other``, as names and values in turn."""
+    """Return the flags that turn the config ``one`` into ``other``, as names and values in turn.
+
+    The result is such as ``["--optim.lr", "0.01"]``, and empty if the configs are equal.
+    """
     fields = [
         (section, key)
         for section in type(other).__dataclass_fields__
@@ -389,7 +393,7 @@ def _check_free(path: Path, script: str, config: Path, overwrite: bool) -> None:
         found = "exists with other content: give --overwrite to replace it, or"
         if path.is_dir():
             found = "is a folder: give"
-        raise ValueError(f"{path} {found} another --output")
+        raise ValueError(f"cannot write the script: {path} {found} another --output")
 
 
 def _write(path: Path, script: str) -> None:

@@ -286,9 +286,14 @@ def _ranks_of(mesh: DeviceMesh):
 
 
 def _check_modes(module: nn.Module) -> None:
-    """Refuse a norm or dropout in evaluation mode that ``module.train()`` sets to training mode.
+    """Refuse a batch norm or dropout that the user set to evaluation mode in a training module.
 
-    The check calls ``module.train()``. A module that is itself in evaluation mode is not checked.
+    Training calls ``module.train()``, which would set the layer back to training mode. A layer that
+    stays in evaluation mode, because the module's own ``train()`` keeps it there, is accepted. The
+    check itself calls ``module.train()``. If the module is in evaluation mode, nothing is checked.
+
+    Raises:
+        ValueError: the message names the layer and the code that keeps it in evaluation mode.
     """
     if not module.training:
         return
@@ -311,11 +316,14 @@ def _filled(axes: list[int], ranks: int) -> list[int]:
     Args:
         axes: number of sample groups, number of tiles along each dim, number of stages.
         ranks: number of ranks of the job.
+
+    Raises:
+        ValueError: a size is neither -1 nor a positive whole number, or several sizes are -1.
     """
     if any(not isinstance(axis, int) or axis < 1 and axis != -1 for axis in axes):
         raise ValueError(
-            "samples, tiles and stages must be whole numbers from 1, of which one may be -1, "
-            f"got {axes}"
+            "samples, tiles and stages must be whole numbers of at least 1, except that one of "
+            f"them may be -1 (as many as possible), got {axes}"
         )
     if axes.count(-1) > 1:
         raise ValueError(
@@ -333,9 +341,14 @@ def _network(
     pad: int | None,
     in_channels: int | None,
 ) -> nn.Module:
-    """Return a module in the form that distseg distributes, with the module's own parameters.
+    """Return a network of layers that distseg can distribute, with the module's own parameters.
 
-    The arguments are those of :func:`distribute`.
+    The arguments are those of :func:`distribute`. A module of several inputs or outputs is wrapped,
+    so that it takes one image and returns one map. If the module cannot be captured as a network of
+    layers, it is returned as it is.
+
+    Raises:
+        ValueError: ``module`` is not a module, or the arguments do not fit it.
     """
     if not isinstance(module, nn.Module):
         raise ValueError(

@@ -401,7 +401,7 @@ def test_verify_is_of_exact_steps(refused):
         (["--patchgd.step", "17x16"], "patches of 128x128 then leave|patchgd.step is 17x16"),
         (
             ["--patchgd.sampled", "2.5"],
-            "patchgd.sampled must be a share up to 1, or a whole number of patches, got 2.5",
+            "patchgd.sampled must be a share of the patches from 0 to 1, or a whole number of patches, got 2.5",
         ),
         (
             ["--patchgd.head", "transformer", "--patchgd.head_channels", "12"],

@@ -713,9 +713,16 @@ def _shares(text: str) -> tuple[float, ...]:
 def describe_model(name: str) -> dict:
     """Return the row of the table of ``distseg models`` about one network.
 
-    Its keys are name, parameters, layers (None if the network is not a list of layers), stride,
-    halo and paper_halo (the halo by the formula of Seal et al. 2020). Stride and halo are in
-    pixels. Memory for the weights is allocated only for a user's own network.
+    Memory for the weights is allocated only for a user's own network.
+
+    Args:
+        name: the name of a network, or a user's own function as ``package.module:function``.
+
+    Returns:
+        ``name``, ``parameters`` (their number), ``layers`` (their number; None if the network is
+            not a list of layers), ``halo`` in pixels (the largest over the dims), ``stride`` in
+            pixels (a common multiple for all dims), and ``paper_halo``, the halo by the formula of
+            Seal et al. 2020; None for networks without it.
     """
     model = outline_model(ModelConfig(name))
     reach = receptive_field(model)

@@ -38,10 +38,11 @@ def export(
 
     Args:
         run: the folder of a run or of a checkpoint.
-        own: the model of the run (:func:`distseg.training.run_config.check_model`).
+        own: the model settings of the run, which the caller has compared with the manifest by
+            :func:`distseg.training.run_config.check_model`.
         output: the folder for the files.
-        formats: some of ``FORMATS``. The default is safetensors and torch. For a network of
-            patches, which cannot be written as a program, it is safetensors alone.
+        formats: some of ``FORMATS``. The default is safetensors and torch. For a network of PatchGD
+            it is safetensors alone, since that network cannot be written as a program.
 
     Raises:
         ValueError: a package is missing, PyTorch cannot export the network, or the exported program
@@ -110,11 +111,12 @@ def export(
 def _unit(model: nn.Module, padded: bool) -> tuple[int, ...]:
     """Return, for each dim, the number of pixels that image sizes must be multiples of.
 
-    It is one cell of the coarsest feature map, so that no layer has to cut or pad.
+    It is the total stride of the network, so that no layer has to cut or pad.
 
     Args:
         model: the network.
-        padded: True if the network pads images of any size itself.
+        padded: True if the network pads images of any size itself; then the result is 1 for each
+            dim.
     """
     dims = dims_of(model)
     if padded:

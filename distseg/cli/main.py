@@ -218,9 +218,9 @@ def _print_head(parser: _Parser) -> None:
 
 
 def settings_flags(parser: _Parser) -> list[str]:
-    """Return the names of the config's sections and fields, such as ``model`` and ``model.name``.
+    """Return the names of the flags of all settings, without dashes.
 
-    Each of them is a flag with two dashes before the name.
+    These are the names of sections and fields, such as ``model`` and ``model.name``.
     """
     return [
         name

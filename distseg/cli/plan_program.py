@@ -65,7 +65,7 @@ def programs(config: Config, model: nn.Module, image: Sequence[int]) -> Iterator
     if config.pipeline.placement == "devices":
         raise ValueError(
             "pipeline.placement is devices, which distseg plan cannot show because torchgpipe "
-            "schedules the stages: set pipeline.placement to linear or v-shaped"
+            "schedules the stages: set pipeline.placement to linear or v-shaped to see a plan"
         )
     reach = used_reach(
         reach_for(model, config.approximate.halo is not None or config.is_cut),
@@ -130,7 +130,10 @@ def _active_norms(config: Config, model: nn.Module) -> list[int]:
 
 
 def _base(config: Config, model: nn.Module) -> float:
-    """Return an estimate of the number of bytes that a process takes besides activations."""
+    """Return an estimate of the bytes that a process takes besides activations.
+
+    These are the bytes now in use, and those of weights, gradients and the optimizer's values.
+    """
     weights = sum(p.numel() for p in model.parameters()) * 4
     return memory_in_use(torch.device("cpu")) + weights * (2 + state_copies(config.optim))
 

@@ -114,10 +114,13 @@ def _root(path: str) -> yaml.Node | None:
         mark = e.problem_mark or e.context_mark
         raise ValueError(
             f"{path}, line {mark.line + 1 if mark else 1}: this is not YAML "
-            f"({' '.join(filter(None, (e.context, e.problem)))})"
+            f"({' '.join(filter(None, (e.context, e.problem)))}): correct the line, or name a YAML "
+            "file"
         ) from None
     except yaml.YAMLError as e:
-        raise ValueError(f"{path} is not YAML ({' '.join(str(e).split())})") from None
+        raise ValueError(
+            f"{path} is not YAML ({' '.join(str(e).split())}): name a YAML file, or correct it"
+        ) from None
 
 
 def settings_of(tree: dict, place: str, kind: type = Config) -> list[Setting]:
@@ -159,7 +162,8 @@ def settings_of(tree: dict, place: str, kind: type = Config) -> list[Setting]:
 def _items(place: str, tree) -> list[tuple]:
     if not isinstance(tree, dict):
         raise ValueError(
-            f"{place} holds {_short(json.dumps(tree))} where fields with values are expected"
+            f"{place} holds {_short(json.dumps(tree))} where names with values are expected: write "
+            'them as {"name": value}'
         )
     return list(tree.items())
 
@@ -290,7 +294,7 @@ def _read(path: str) -> str:
 
 
 def _check_size(path: str, text: str) -> None:
-    """Refuse YAML text that is nested too deep, or has tags of other than plain values.
+    """Refuse YAML text that is nested too deep, or has a tag such as ``!!python/object``.
 
     ``yaml.compose`` recurses as deep as the text is nested and could overflow the stack. So the
     nesting is checked before, in the stream of parser events.
@@ -298,6 +302,9 @@ def _check_size(path: str, text: str) -> None:
     Args:
         path: the file, for messages.
         text: the content of the file.
+
+    Raises:
+        ValueError: the message names the line.
     """
     depth = 0
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
@@ -348,7 +355,10 @@ def _fields(path: str, node: yaml.Node, what: str) -> Iterator[tuple[str, yaml.N
         line = key.start_mark.line + 1
         place = f"{path}, line {line}"
         if not isinstance(key, yaml.ScalarNode):
-            raise ValueError(f"{place}: the name of {what} must be text, not a list")
+            raise ValueError(
+                f"{place}: the name of {what} must be text, but it is a list or has fields: write "
+                "NAME: VALUE"
+            )
         if key.value in seen:
             raise ValueError(
                 f"{place}: {_short(key.value)} is {what} that line {seen[key.value]} has already: "
@@ -381,6 +391,10 @@ def _value(node: yaml.Node, place: str, name: str) -> str:
         node: the value in the file.
         place: the file and line, for messages.
         name: the setting, such as ``model.depth``.
+
+    Raises:
+        ValueError: the value is not a number, text, a list of them, or (for settings such as
+            ``model.args``) a mapping of names to these.
     """
     if isinstance(node, yaml.ScalarNode):
         return _scalar(node)
@@ -419,7 +433,10 @@ def _inner(node: yaml.Node, place: str, name: str) -> str:
     Args:
         node: the value.
         place: the file, the line and the setting, for the message.
-        name: the name that has the value in the mapping.
+        name: the key of the value in the mapping, for the message.
+
+    Raises:
+        ValueError: the value is itself a mapping, or a list with a mapping.
     """
     if isinstance(node, yaml.ScalarNode) and node.tag == "tag:yaml.org,2002:str":
         return json.dumps(node.value)

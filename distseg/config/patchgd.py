@@ -85,13 +85,13 @@ class PatchgdConfig:
         check_at_least(self, 0, "sampled")
         if self.sampled > 1 and self.sampled != int(self.sampled):
             raise ValueError(
-                "patchgd.sampled must be a share up to 1, or a whole number of patches, got "
-                f"{self.sampled}"
+                "patchgd.sampled must be a share of the patches from 0 to 1, or a whole number of "
+                f"patches, got {self.sampled}"
             )
         if None not in (self.accumulate, self.inner) and self.accumulate > self.inner:
             raise ValueError(
                 f"patchgd.accumulate is {self.accumulate}, but a batch has {self.inner} inner "
-                "iterations (patchgd.inner): give at most this number"
+                f"iterations (patchgd.inner): set patchgd.accumulate to {self.inner} at most"
             )
         if self.step is not None and (
             len(self.step) != len(self.patch) or any(s > p for s, p in zip(self.step, self.patch))

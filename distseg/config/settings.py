@@ -354,7 +354,7 @@ class SpatialConfig:
 
     @property
     def exchanges(self) -> bool:
-        """True if tiles exchange halos between layers, instead of being read with halos."""
+        """True if ranks exchange halos between layers. Otherwise each reads its tile with the halo."""
         return self.exchange_every != "all"
 
 
@@ -782,9 +782,10 @@ class ApproximateConfig(ApproximateBase):
 
     @property
     def chosen(self) -> str | None:
-        """The setting that makes each window an image of its own; None if there is none.
+        """The setting that is not exact because each window is treated as a whole image.
 
-        It is a text with the setting's value, such as ``approximate.halo is 8``.
+        It is a text with the setting's value, such as ``approximate.halo is 8``; None if neither
+        ``halo`` nor ``norms`` is set.
         """
         if self.halo is not None:
             return f"approximate.halo is {self.halo}"

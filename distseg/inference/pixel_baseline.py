@@ -72,8 +72,9 @@ def _blocks(store: Store, split: str) -> Iterator[tuple[str, Box]]:
 def _quantised(pixels: np.ndarray, levels: int) -> np.ndarray:
     """Return one colour number for each pixel, (*size), given normalised pixels (C, *size).
 
-    The values of each band are rounded to ``levels`` steps between -2.5 and 2.5 standard
-    deviations. The colour number combines the steps of all bands.
+    Between -2.5 and 2.5 standard deviations, each band is divided into ``levels`` equal steps;
+    values beyond belong to the first or last step. The steps of all bands are the digits of the
+    colour number in base ``levels``.
     """
     steps = np.clip((pixels + 2.5) * (levels / 5), 0, levels - 1).astype(np.int64)
     colour = np.zeros(pixels.shape[1:], dtype=np.int64)

@@ -141,7 +141,11 @@ class Predictor:
 
     @property
     def windowed(self) -> bool:
-        """True if every layer computes whole windows, not only the cells that are needed."""
+        """True if every layer computes whole windows, not only the cells that the tile needs.
+
+        This holds for models that are not a graph of layers, and if a setting treats each window as
+        a whole image.
+        """
         approximate = not self.exact or (
             self.model.context.per_window and self.model.active_in_training
         )
@@ -156,7 +160,8 @@ class Predictor:
         """Return the number of tiles of an image along each dim.
 
         A tile is at most as large as the setting ``predict.tile`` or, with a budget, as the budget
-        allows. If the model's total stride is larger than that, a tile has the size of the stride.
+        allows. If it is smaller than the image, it is rounded down to a multiple of the model's
+        total stride, but is at least one stride.
         """
         steps = (
             n if t >= n else max(1, t // s) * s
@@ -388,9 +393,10 @@ class Predictor:
         return self.independent and (self.pipeline is None or self.pipeline.comm.size == 1)
 
     def _ranks_of(self, grid: Size) -> Size:
-        """Return the number of ranks along each dim that share an image.
+        """Return the grid of ranks that share an image, as their number along each dim.
 
-        If there are fewer tiles than ranks, some ranks are not used.
+        Each of these ranks computes a block of at least one tile. If there are fewer tiles than
+        ranks, some ranks are not used.
 
         Args:
             grid: the number of tiles of the image along each dim.

@@ -178,9 +178,13 @@ def _truncate(path: Path, step: int, revalidates: bool) -> None:
 
 
 def _keep_damaged(path: Path, lines: list[int]) -> None:
-    """Copy a log that has damaged lines, because the run continues its log without these lines.
+    """Copy a damaged log to a free name ``log.N.jsonl``, and print a warning with that name.
 
-    ``lines`` are the numbers of the damaged lines. Nothing is done if there are none.
+    The run then continues its log without the damaged lines.
+
+    Args:
+        path: the log.
+        lines: the numbers of the damaged lines. If there are none, nothing is done.
     """
     if lines:
         kept_as = _free(path.parent)[0]
@@ -193,9 +197,12 @@ def _keep_damaged(path: Path, lines: list[int]) -> None:
 
 
 def _tell_gaps(path: Path, step: int, there: set[int]) -> None:
-    """Warn about steps up to ``step`` that have no line in the log.
+    """Print a warning if steps up to ``step`` have no line in the log.
 
-    ``there`` are the steps that have one.
+    Args:
+        path: the log, for the message.
+        step: the last step that should be in the log.
+        there: the steps that have a line.
     """
     if missing := [n for n in range(1, step + 1) if n not in there]:
         print(
@@ -216,7 +223,10 @@ def _set_aside(folder: Path) -> None:
 
 
 def _free(folder: Path) -> tuple[Path, Path]:
-    """Return two unused paths in ``folder``: for a log and for the folder of its event files."""
+    """Return the first unused path ``log.N.jsonl``, and the folder with number N for event files.
+
+    Neither of the two paths exists. N counts from 1.
+    """
     pairs = ((folder / f"log.{n}.jsonl", folder / f"{EVENTS}.{n}") for n in count(1))
     return next(pair for pair in pairs if not any(path.exists() for path in pair))
 

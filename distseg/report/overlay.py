@@ -126,7 +126,14 @@ def _error_panel(
 ) -> tuple[str, np.ndarray]:
     """Return the title and the pixels of the error panel: errors over a pale grey image.
 
-    ``small`` is the shrunken image. ``truth`` and ``prediction`` have the full size.
+    Args:
+        small: the shrunken image, (h, w, 3).
+        truth: class numbers at full size, (H, W).
+        prediction: class numbers at full size, (H, W).
+        ignore: the number of pixels without a label or without data, which are never errors.
+
+    Returns:
+        The title, with the share of wrong pixels; and the panel, (h, w, 3) uint8.
     """
     valid = (truth != ignore) & (prediction != ignore)
     wrong = valid & (truth != prediction)

@@ -35,7 +35,9 @@ def plot_curves(log_paths: Sequence[str | Path], output: str | Path) -> None:
     logs = [read_log(path) for path in log_paths]
     for path, log in zip(log_paths, logs):
         if not any(line["kind"] == "step" for line in log):
-            raise ValueError(f"{path} holds no line of kind 'step': nothing was trained there yet")
+            raise ValueError(
+                f"{path} holds no line of kind 'step', so there is no curve: train, or name another run"
+            )
     panels = [(_draw_loss, 3.0)]
     panels += (
         [(_draw_validation, 2.6)]
@@ -227,9 +229,16 @@ def plot_scaling(rows: Sequence[Mapping], output: str | Path, title: str = "Spee
 
 
 def _draw_series(axis, rows: list[Mapping], name: str, color: str) -> None:
-    """Draw one series with its range as error bars, and the efficiency in percent at each point.
+    """Draw the speed-up of one series over the number of processes.
 
-    ``rows`` are the rows of this series, as :func:`plot_scaling` takes them.
+    The range of each speed-up is drawn as an error bar. The efficiency, speed-up / processes, is
+    written beside each point in percent.
+
+    Args:
+        axis: the matplotlib axes.
+        rows: the rows of this series, as :func:`plot_scaling` takes them.
+        name: the name of the series in the legend.
+        color: a colour of matplotlib.
     """
     from matplotlib.patheffects import withStroke
 

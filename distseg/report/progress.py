@@ -52,7 +52,7 @@ class Progress(SilentProgress):
         unit: the name of a unit in the singular, such as ``step``.
         label: the name of the work, such as ``epoch 3``.
         stream: the stream to write to; stderr by default.
-        clock: returns seconds.
+        clock: function that returns the time in seconds, by default ``time.monotonic``.
     """
 
     def __init__(
@@ -171,9 +171,10 @@ class BarProgress(Progress):
 def progress(
     total: int, unit: str, label: str, enabled: bool = True, stream: TextIO | None = None
 ) -> SilentProgress:
-    """Return the form of progress to use: silent, a bar, or lines.
+    """Return an object that shows progress as a bar or as lines, or shows nothing.
 
-    It is silent unless ``enabled``. It is a bar if the stream is a terminal and tqdm is installed.
+    It shows nothing unless ``enabled``. It is a bar if the stream is a terminal and tqdm is
+    installed, else it prints lines.
 
     Args:
         total: the number of units of work.

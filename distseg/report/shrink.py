@@ -41,11 +41,14 @@ def shrink_image(image: np.ndarray) -> np.ndarray:
 
 
 def shrink_labels(labels: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Return one class for each block of ``labels`` (H, W), favouring rare classes.
+    """Return one class number for each block of ``labels``, so that rare classes stay visible.
+
+    It is the class with the largest n / sqrt(N), where n is the number of its pixels in the block
+    and N that in the whole image. The size of a block is given by :func:`block_size`.
 
     Args:
         labels: (H, W) class numbers.
-        counts: (K,) the number of pixels of each class in the whole image.
+        counts: N, (K,), the number of pixels of each of the K classes in the whole image.
     """
     best, winner = None, None
     for number, count in enumerate(counts):

@@ -70,8 +70,9 @@ def _pad(text: str, width: int, right: bool) -> str:
 def format_column(values: Sequence[Any]) -> list[str]:
     """Return the cells of a column as text.
 
-    All floats get the same number of decimals if each float then shows at least two digits.
-    Otherwise each float is formatted by :func:`format_value`.
+    All floats get the number of decimals with which the largest shows four significant digits, if
+    the smallest that is not 0 then shows at least two. Otherwise each float is formatted by
+    :func:`format_value`. Values that are not floats always are.
     """
     sizes = [abs(v) for v in values if _is_finite_float(v) and v]
     decimals = max(0, 3 - math.floor(math.log10(max(sizes)))) if sizes else 0

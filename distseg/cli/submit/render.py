@@ -69,7 +69,8 @@ def _refuse_line_breaks(words: dict[str, object]) -> None:
 def fill(template: str, words: dict[str, object]) -> str:
     """Return the template with its placeholders replaced by the values in ``words``.
 
-    None or an empty tuple leaves the placeholder's line out; a longer tuple repeats the line.
+    A placeholder is written ``@name@``. If its value is None or an empty tuple, its line is left
+    out. If the value is a longer tuple, the line is repeated for each element.
     """
     return "".join(
         line for written in template.splitlines(keepends=True) for line in _lines(written, words)
@@ -173,7 +174,10 @@ def _words(job: Job) -> dict[str, object]:
 
 
 def _cases(job: Job) -> str:
-    """Return shell code that sets the flags of a training from its index in the job array."""
+    """Return shell code that sets ``ENTRY_FLAGS`` to the flags of one training of a job array.
+
+    The training is chosen by the index that the batch system gives to each job of the array.
+    """
     cases = [
         f"    {index}) ENTRY_FLAGS=({shlex.join(flags)}) ;;"
         for index, flags in enumerate(job.entries, job.system.first)

@@ -145,7 +145,10 @@ def _read(path: Path) -> Site:
     try:
         found = yaml.safe_load(path.read_text())
     except (OSError, yaml.YAMLError, UnicodeDecodeError) as e:
-        raise ValueError(f"site {path} cannot be read: {' '.join(str(e).split())}") from e
+        raise ValueError(
+            f"site {path} cannot be read ({' '.join(str(e).split())}): give a YAML file that "
+            "describes a site (docs/jobs.md)"
+        ) from e
     known = [f.name for f in fields(Site)]
     if not isinstance(found, dict):
         raise ValueError(

@@ -62,7 +62,11 @@ class System:
         return [[*self.submit, *array, *([] if self.by_stdin else [script])] for array in arrays]
 
     def number(self, answer: str) -> str | None:
-        """Return the job's number in ``answer``, the output of the command, or None."""
+        """Return the job's number in the output of the submitting command; None if it has none.
+
+        Args:
+            answer: the output, such as ``Submitted batch job 123``.
+        """
         found = re.search(self.job_id, answer)
         return found and found[1]
 

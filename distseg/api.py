@@ -166,8 +166,9 @@ def distribute(
             is no limit and no streaming.
         schedule: order of the passes in a pipeline: auto, gpipe, 1f1b or zb-h1.
         balance: number of layers of each stage; by default stages take about the same time.
-        recompute: stages that compute their activations again in the backward pass: never,
-            except_last or always.
+        recompute: the micro-batches whose activations a stage drops and computes again before the
+            backward pass: never (none), always (all), or except_last (all but those whose backward
+            pass comes directly after their forward pass).
         precision: fp32, bf16 (autocast, with parameters in float32) or fp64. The default is fp64
             for a module with parameters in float64, else fp32.
         channels_last: True to store activations in the channels-last memory format.

@@ -50,8 +50,8 @@ class _Rank:
 def programs(config: Config, model: nn.Module, image: Sequence[int]) -> Iterator[tuple[str, str]]:
     """Yield two texts for each rank of one pipeline: a legend, and the rank's operations.
 
-    The legend says which layers the rank's stages or segments hold. The pipeline is the one that
-    computes the first tile of the first image.
+    The legend says which layers the rank's stages or segments hold. If the mesh has
+    several pipelines, the texts are of the one that computes the first tile of the first image.
 
     Args:
         config: the settings of the training.

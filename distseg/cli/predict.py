@@ -286,7 +286,7 @@ def predict(
 def _part(
     source: ImageSource, tile: Box, logits: np.ndarray, nodata: int, probabilities: bool
 ) -> tuple[Box, np.ndarray, np.ndarray | None]:
-    """Return a tile, its classes (*tile.size) and their probabilities, or None without them.
+    """Return a tile, its class numbers (*tile.size), and the probability of each class or None.
 
     Pixels without data have the class ``nodata`` and the probability nan.
 
@@ -295,7 +295,7 @@ def _part(
         tile: the tile's box in the image.
         logits: the network's output on the tile, (C, *tile.size).
         nodata: the class of pixels without data.
-        probabilities: True to return the probabilities, (C, *tile.size) float16.
+        probabilities: True to return the probabilities, (C, *tile.size) float16; False for None.
     """
     found, likely = most_likely(logits), _likelihood(logits) if probabilities else None
     hidden = source.without_data(tile)

@@ -115,7 +115,8 @@ class Profile:
     def rows(self) -> list[dict[str, float | str]]:
         """Return a row for each rank, with the seconds that the rank spent on each kind of span.
 
-        ``other`` is the time that no span covers, so that a row adds up to the time of the step.
+        A row has the keys ``rank`` (its name), the kinds of spans, such as ``forward``, and
+        ``other``: the time that no span covers, so that a row adds up to the time of the step.
         """
         found = []
         for rank, name in enumerate(self.names):
@@ -349,7 +350,7 @@ def watch(engine: Engine, world) -> Trace:
 
 
 class _TracedReducer:
-    """Reducer that records each sum as a span."""
+    """Reducer that passes each sum to another reducer and records it as a span of a trace."""
 
     def __init__(self, reducer, trace: Trace):
         self.name, self._reducer, self._trace = reducer.name, reducer, trace

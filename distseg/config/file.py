@@ -238,7 +238,7 @@ def renamed_value(setting: str, value: str) -> str:
 
 
 def suggestion(name: str, known, kind: type = Config) -> str:
-    """Return the end of an error message on an unknown setting; ``""`` if nothing is known of it.
+    """Return the end of an error message on an unknown setting; ``""`` if no setting is similar.
 
     The text gives the new name of a renamed setting, the command that has the setting, or the most
     similar name in ``known``, such as ``: did you mean model.depth?``.

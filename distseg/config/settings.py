@@ -354,7 +354,7 @@ class SpatialConfig:
 
     @property
     def exchanges(self) -> bool:
-        """True if ranks exchange halos between layers. Otherwise each reads its tile with the halo."""
+        """True if ranks exchange halos between layers, False if they read tiles with halos."""
         return self.exchange_every != "all"
 
 

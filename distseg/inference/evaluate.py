@@ -57,13 +57,14 @@ def evaluate(
 
 
 def score_rows(matrices: dict[str, np.ndarray], classes: list[str]) -> list[dict]:
-    """Return the rows of the table that compares methods, as dicts from column to value.
+    """Return the rows of the table that compares a network with the per-pixel baseline.
 
-    There is a row for each class, and a column for each method and score, such as ``network iou``.
-    The last row has the mean IoU and Dice of all classes, and the accuracy over all pixels.
+    A row is a dict from the name of a column to the value. There is a row for
+    each class, and a column for each method and score, such as ``network iou``. The last row has
+    the mean IoU and Dice of all classes, and the accuracy over all pixels.
 
     Args:
-        matrices: for each method, the confusion matrix.
+        matrices: the confusion matrix of each method, by its name, such as ``network``.
         classes: names of the classes.
     """
     found = {method: scores(matrix, classes) for method, matrix in matrices.items()}

@@ -101,7 +101,7 @@ def file_image(
     if nodata is not None and number is None:
         raise ValueError(
             f"--nodata is {nodata}, but no pixel of {reader.dtype}, as those of {path}, can have "
-            f"this value: leave it out, or name another number"
+            f"this value: leave --nodata out, or give a number of this dtype"
         )
     if reader.bands != len(mean):
         raise ValueError(

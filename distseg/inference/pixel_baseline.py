@@ -42,6 +42,9 @@ def baseline(store: Store, split: str, world) -> np.ndarray:
 def _counts(store: Store, split: str, levels: int, world) -> np.ndarray:
     """Return the number of pixels of each colour and class in a split, (levels^bands, classes).
 
+    Bands after the 16th are ignored, and ``bands`` is then 16. Pixels without a label are not
+    counted.
+
     Each rank counts some blocks of the images, and the counts of all ranks are added. All ranks of
     ``world`` must call it together.
 

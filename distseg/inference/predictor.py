@@ -328,8 +328,11 @@ class Predictor:
     def among(self, ranks: int) -> Predictor:
         """Return a copy of this predictor that divides an image among this rank's group only.
 
-        A group consists of ``ranks`` consecutive ranks. If it has all ranks, the predictor itself
-        is returned. All ranks must call it together.
+        All ranks must call it together.
+
+        Args:
+            ranks: the number of ranks of a group, which are consecutive. If a group has all ranks,
+                the predictor itself is returned.
         """
         if ranks == self.replicas.size:
             return self
@@ -579,9 +582,10 @@ class Predictor:
         return next((p.dtype for p in self.model.parameters()), torch.float32)
 
     def _first(self, count: int):
-        """Return the communicator of the first ``count`` ranks. All ranks must call it together.
+        """Return the communicator of the first ``count`` ranks, on those ranks.
 
-        It is used for images with fewer tiles than ranks.
+        The other ranks get a communicator of the others. All ranks must call it together. The first
+        ranks compute images that have fewer tiles than there are ranks.
         """
         if count not in self._workers:
             self._workers[count] = self.replicas.Split(

@@ -67,7 +67,7 @@ class RunLog(SilentLog):
             are removed. None for a new run, which renames an earlier log in the folder to
             ``log.1.jsonl``, ``log.2.jsonl``, ...
         revalidates: True if the run validates again at ``resumed_step``, because the checkpoint was
-            written before that validation; its old line is removed.
+            written before that validation. The old line of the validation is then removed.
     """
 
     def __init__(
@@ -157,9 +157,14 @@ def _parse(line: str | bytes) -> dict | None:
 
 
 def _truncate(path: Path, step: int, revalidates: bool) -> None:
-    """Remove the lines after ``step`` and, with ``revalidates``, the validation at ``step``.
+    """Remove the lines of later steps than ``step`` from a log, and damaged lines.
 
     The new file replaces the old file atomically, so a kill leaves one of the two.
+
+    Args:
+        path: the log.
+        step: the number of optimizer steps of the resumed checkpoint.
+        revalidates: True to remove also the line of the validation at ``step``.
     """
     lines = path.read_bytes().splitlines() if path.exists() else []
     entries = [_parse(line) for line in lines]

@@ -110,7 +110,8 @@ def iou_text(
     """Return the scores as text: ``IoU:  ocean 0.996 · land 0.981 · lake 0.742 · mean 0.906``.
 
     ``classes`` are the names of the classes. The other arguments are those of
-    :func:`iou_per_class`. The mean leaves out absent classes.
+    :func:`iou_per_class`. A class that neither labels nor prediction contain is shown as absent,
+    and the mean leaves it out.
     """
     values = iou_per_class(truth, prediction, len(classes), ignore)
     present = [v for v in values if not math.isnan(v)]

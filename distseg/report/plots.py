@@ -36,7 +36,8 @@ def plot_curves(log_paths: Sequence[str | Path], output: str | Path) -> None:
     for path, log in zip(log_paths, logs):
         if not any(line["kind"] == "step" for line in log):
             raise ValueError(
-                f"{path} holds no line of kind 'step', so there is no curve: train, or name another run"
+                f"{path} holds no line of kind 'step', so there is no curve to draw: train first, "
+                "or name another run"
             )
     panels = [(_draw_loss, 3.0)]
     panels += (
@@ -143,10 +144,13 @@ def _draw_loss(axis, logs: list[list[dict]], names: list[str]) -> None:
 
 
 def _stretch(axis, losses: list[np.ndarray]) -> None:
-    """Make the axis logarithmic if the largest loss is over 20 times the median loss.
+    """Make the y axis logarithmic if the largest loss is over 20 times the median loss.
 
     All losses must be positive for this. Otherwise the axis starts at 0, unless a loss is negative.
-    ``losses`` are the losses of each run.
+
+    Args:
+        axis: the matplotlib axes.
+        losses: for each run an array of its losses; values that are not finite are ignored.
     """
     values = np.concatenate(losses)
     values = values[np.isfinite(values)]

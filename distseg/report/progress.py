@@ -86,7 +86,11 @@ class Progress(SilentProgress):
         return self._clock() - self._start
 
     def details(self) -> list[str]:
-        """Return the rate and then the fields: ``['12.3 Mpx/s', 'loss 0.3451']``."""
+        """Return the rate and then the fields: ``['12.3 Mpx/s', 'loss 0.3451']``.
+
+        Between them is the finished share of the unit in progress, if :meth:`partly` gave one:
+        ``'40% of the next step'``.
+        """
         rate = [si(self.pixels / self.seconds, "px/s")] if self.pixels and self.seconds > 0 else []
         rate += [f"{self.share:.0%} of the next {self.unit}"] if self.share else []
         return rate + [

@@ -41,11 +41,9 @@ def node_of(
 ) -> Nodes:
     """Return one node of a site; the arguments replace the site's numbers if they are not None.
 
-    By default there is one process for each GPU.
-
     Args:
         site: the site.
-        processes: number of processes on the node.
+        processes: number of processes on the node; by default one for each GPU.
         gpus: number of GPUs on the node.
         cores: number of cores on the node.
 

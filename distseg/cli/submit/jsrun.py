@@ -91,6 +91,9 @@ def _option(word: str, words) -> tuple[str | None, str | None]:
     Args:
         word: the word with the option.
         words: iterator over the words after it.
+
+    Raises:
+        ValueError: the short option ``word`` is unknown, so it may or may not take a value.
     """
     if word in _ALONE:
         return None, None

@@ -53,6 +53,9 @@ def _refuse_line_breaks(words: dict[str, object]) -> None:
 
     Args:
         words: the values of the template's placeholders, by name.
+
+    Raises:
+        ValueError: the message names the placeholder and the value.
     """
     for name in (
         *(words.keys() - {"entries", "command"}),

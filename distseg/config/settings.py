@@ -305,7 +305,7 @@ class PipelineConfig:
         elif not self.devices and (self.devices is not None or not self.balance):
             raise ValueError(
                 "pipeline.placement is devices, but no devices are given: give pipeline.devices, "
-                "such as [cuda:0, cuda:1], or give pipeline.balance, which takes one GPU per number"
+                "such as [cuda:0, cuda:1], or pipeline.balance, each number of which takes a GPU"
             )
         elif self.devices and self.balance and len(self.devices) != len(self.balance):
             raise ValueError(

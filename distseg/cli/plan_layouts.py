@@ -160,10 +160,10 @@ def work_of(
 
 
 def sensitivity(planner: Planner, memory: float | None, ranks: int, best: Prediction) -> list[str]:
-    """Return a text for each guessed number of the machine that decides which layout is the best.
+    """Return a text for each change of a guessed number that makes another layout the best.
 
-    A number decides if another layout is the best when the number is 30 % larger or smaller. The
-    text names the number, the factor and that layout.
+    Each guessed number of the machine is made 30 % smaller and 30 % larger. A text names the
+    number, the factor and the layout that is then the best.
 
     Args:
         planner: the planner.

@@ -18,7 +18,7 @@ class Action(Operation):
 
     @property
     def verb(self) -> str:
-        """Word for this action in messages, which is its kind."""
+        """Kind of this action (forward, backward or weight), for texts and error messages."""
         return self.kind
 
     def _what(self) -> str:

@@ -52,7 +52,7 @@ def listed_gpipe(placement: Sequence[int], micro_batches: int) -> list[list[Acti
 def listed_1f1b(placement: Sequence[int], micro_batches: int) -> list[list[Action]]:
     """Return each rank's actions in the order of 1F1B, given the rank of each stage.
 
-    In no stage are more micro-batches under way at once than there are stages.
+    A stage has at most as many micro-batches under way at once as there are stages.
     """
     return _fastest(_steps(placement, backward=2), micro_batches)
 
@@ -77,8 +77,9 @@ class _Step:
         kind: Forward, Backward or Weight.
         stage: the stage.
         rank: the rank of the stage.
-        units: the time of the pass, in units of the schedule.
-        after: the pass of the same micro-batch that must end before; None for the first.
+        units: the duration of the pass, in the unit of time of :func:`_units`.
+        after: the step of the same micro-batch that must end before this one begins; None for the
+            first step.
     """
 
     kind: type[Action]
@@ -119,19 +120,28 @@ def _steps(placement: Sequence[int], backward: int = 0, weight: int = 0) -> list
 
 
 def _units(placement: Sequence[int]) -> list[int]:
-    """Return the time of each stage's forward pass, given each stage's rank.
+    """Return the duration of each stage's forward pass, as a whole number of units of time.
 
-    All ranks are assumed to have equal work, which a rank's stages share equally.
+    All ranks are assumed to have equal work. The stages of a rank share its work equally. For the
+    placement (0, 1, 2, 1, 0), the result is [1, 1, 2, 1, 1], because only rank 2 has one stage.
+
+    Args:
+        placement: the rank of each stage.
     """
     stages_of = Counter(placement)
     return [math.lcm(*stages_of.values()) // stages_of[rank] for rank in placement]
 
 
 def _fastest(steps: Sequence[_Step], micro_batches: int) -> list[list[Action]]:
-    """Return each rank's actions in the schedule that ends first.
+    """Return each rank's actions, in order, in the fastest of several schedules.
 
-    The schedules differ in how many micro-batches may be under way at once. If several of them end
-    at the same time, the one with the fewest is taken. ``steps`` are those of a micro-batch.
+    The schedules differ in the largest number of micro-batches that may be under way in a stage. It
+    goes from the number of ranks to the number of stages. If several schedules end at the same
+    time, the one with the smallest number is taken.
+
+    Args:
+        steps: the steps of one micro-batch (:func:`_steps`).
+        micro_batches: the number of micro-batches.
     """
     limits = range(max(step.rank for step in steps) + 1, max(step.stage for step in steps) + 2)
     return min(

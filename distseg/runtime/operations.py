@@ -67,13 +67,13 @@ class EdgeOperation(Operation):
 
 
 class Recv(EdgeOperation):
-    """Receive of tensors that the pass after it reads."""
+    """Receive of tensors that the next pass of this rank reads."""
 
     verb = "recv"
 
 
 class Send(EdgeOperation):
-    """Send of tensors that the pass before it computed."""
+    """Send of tensors that the previous pass of this rank computed."""
 
     verb = "send"
 
@@ -198,9 +198,10 @@ class RecvGradRows(MapOperation):
 
 
 class Measure(MapOperation):
-    """Computation of the moments of a feature map that another rank computed, or of the image.
+    """Computation of the moments (such as count and mean) of a feature map on this rank's tile.
 
-    The active norms of this rank that read the feature map need them.
+    This rank's active norms read the feature map and need its moments. The feature map is the
+    image, or another rank computed it. Otherwise :class:`ForwardTile` collects the moments.
     """
 
     verb = "measure"
@@ -216,19 +217,19 @@ class Statistic(MapOperation):
 
 
 class FetchHalo(MapOperation):
-    """Fetch of a feature map's margin from the ranks that own the margin's cells.
+    """Fetch of the halo of a stored feature map from the ranks that own the halo's cells.
 
-    The margin is the part around the cells that this rank has computed. All ranks that share an
-    image must run it together.
+    The halo lies around the cells that this rank has computed. All ranks that share an image must
+    run this operation together.
     """
 
     verb = "halo"
 
 
 class SendHaloGrad(MapOperation):
-    """Adjoint of :class:`FetchHalo`: sends the margin's gradient to the ranks that own the cells.
+    """Adjoint of :class:`FetchHalo`: sends the halo's gradient to the ranks that own its cells.
 
-    These ranks add it to their gradient.
+    These ranks add it to their own gradient of the feature map.
     """
 
     verb = "halo grad"

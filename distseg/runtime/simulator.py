@@ -106,12 +106,15 @@ def simulate(
                 f"rank {rank} waits in {_action(left).name} for {run.lacks(left[0])}"
                 for rank, left in stuck
             )
-            raise ValueError("the schedule is a deadlock: " + "; ".join(waits))
+            raise ValueError(
+                "change the order of the actions, because these ranks are in a deadlock: "
+                + "; ".join(waits)
+            )
     return Simulation(tuple(run.spans), len(orders), peak_micro_batches(orders, len(placement)))
 
 
 def _action(operations: Sequence[Operation]) -> Action:
-    """Return the first of some operations that is a pass."""
+    """Return the first action (forward, backward or weight) in a list of operations."""
     return next(op for op in operations if isinstance(op, Action))
 
 
@@ -144,8 +147,12 @@ def peak_memory(orders: Orders, activations: Sequence[float]) -> list[float]:
 def _changes(order: Sequence[Action], activations: Sequence[float]) -> Iterator[float]:
     """Yield the changes of a rank's activation memory, in the order of its actions.
 
-    The forward pass of a micro-batch allocates the stage's activations, and the last action of the
-    micro-batch frees them. The arguments are those of :func:`peak_memory`, for one rank.
+    The forward pass of a micro-batch allocates the stage's activations, and the stage's last action
+    on the micro-batch frees them.
+
+    Args:
+        order: the actions of the rank.
+        activations: the memory of one micro-batch's activations in each stage.
     """
     last = {(action.stage, action.micro_batch): action for action in order}
     for action in order:
@@ -191,7 +198,7 @@ def check(
             rank, action = next(iter(odd))
             raise ValueError(
                 f"rank {rank} of the schedule {what} {action.name} (placement {tuple(placement)}, "
-                f"{micro_batches} micro-batches)"
+                f"{micro_batches} micro-batches): give each rank every action of its stages once"
             )
     for edge in edges:
         if placement[edge.source] != placement[edge.target]:

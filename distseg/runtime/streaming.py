@@ -81,7 +81,7 @@ _CPU = torch.device("cpu")
 
 
 class Sizes(Protocol):
-    """Sizes of feature maps and tiles, in bytes."""
+    """Interface to the bytes that feature maps take, and that the passes of a tile take."""
 
     def bytes_of(self, tensor_id: int, box: Box, images: int) -> int:
         """Return the size in bytes of the part ``box`` of a feature map of ``images`` images."""
@@ -95,14 +95,16 @@ class Sizes(Protocol):
         """
 
     def weigh(self, boxes: TilePlan, images: int) -> Weighed:
-        """Return the bytes of a tile's kept graph and the peak bytes of one of its passes.
+        """Return what :meth:`kept` returns, and the peak bytes of the tile's passes.
 
-        The arguments are those of :meth:`kept`.
+        Args:
+            boxes: the boxes of the tile in each layer.
+            images: the number of images in the tile batch.
         """
 
 
 class Tiling(Protocol):
-    """Rule that cuts the result of a segment into tiles."""
+    """Interface of a rule that chooses the size of the tiles of a segment's result."""
 
     def __call__(self, layout: Layout, segment: Segment, result: Box, images: int) -> Sequence[int]:
         """Return the size of a tile in cells along each dim; the last tile may be smaller.
@@ -125,9 +127,9 @@ class StreamingExecutor:
         graph: the graph of its layers (:func:`distseg.layers.graph.graph_of`).
         active: the layer numbers of the active norms.
         layout: returns the layout of an image of a given size on the mesh's tiles.
-        tiling: returns the tile size of a segment's result.
+        tiling: returns the tile size of a segment's result (:class:`Tiling`).
         folder: the folder of stored feature maps; None stores them in the host's memory.
-        sizes: the sizes of feature maps and tiles.
+        sizes: returns the bytes that feature maps and tiles take (:class:`Sizes`).
         autocast: makes the context in which the network runs.
         devices: the device of the network, or of each stage if the rank has several devices.
         stages: the layers of each stage.
@@ -137,7 +139,7 @@ class StreamingExecutor:
             read.
         trims: True to return free memory to the system, which takes some milliseconds. This happens
             before the first forward and backward tile of each segment, and when memory has grown.
-        halos: exchanges the margins of stored feature maps. None if the layout has no exchanges.
+        halos: exchanges the halos of stored feature maps. None if the layout has no exchanges.
         budget: budget in bytes for one tile and all tiles whose graphs wait for their backward
             pass; unlimited by default.
 
@@ -221,7 +223,12 @@ class StreamingExecutor:
         return self._plans.setdefault(key, plan) if boxes is None else plan
 
     def plans_of_all_ranks(self, places: Sequence[TilePlacement], number: int) -> list[StagePlan]:
-        """Return the plan of every pipeline rank for one micro-batch."""
+        """Return the plan of each rank of the pipeline for one micro-batch.
+
+        Args:
+            places: the placement of each tile batch.
+            number: the number of the micro-batch.
+        """
         return [self._make_plan(places, number, None, rank) for rank in range(self.comm.size)]
 
     def _make_plan(
@@ -232,7 +239,7 @@ class StreamingExecutor:
         rank: int,
     ) -> StagePlan:
         layouts = [self.layout(place.image) for place in places]
-        # Pixels need no exchange, because they are read together with their margin.
+        # Pixels need no exchange, because they are read together with their halo.
         points = {source for layout in layouts for source in layout.exchanged} - {0}
         active = {self.graph[number].first for number in self.active}
         segments = segments_of(self.graph, active | points, self.stages)
@@ -390,7 +397,9 @@ def windows(operations: Sequence[Operation], plan: StagePlan) -> Iterator[Box]:
 def computed(operations: Sequence[Operation], plan: StagePlan) -> Iterator[tuple[int, Box]]:
     """Yield (layer number, output box) for each layer of each tile that a micro-batch computes.
 
-    The arguments are those of :func:`windows`.
+    Args:
+        operations: the operations of the micro-batch.
+        plan: the plan of the micro-batch.
     """
     for op in (op for op in operations if isinstance(op, TileOperation)):
         yield from (
@@ -450,9 +459,10 @@ class LayoutTiles:
         return self.layouts[block].computed(tensor_id, self.cells[block])
 
     def stored_box(self, block: int, tensor_id: int) -> Box:
-        """Return the box of a feature map that is stored: the computed box with its margin.
+        """Return the box of a feature map that is stored: the computed box and its halo.
 
-        The margin has the cells that are exchanged; without an exchange there is none.
+        The halo has the cells that other ranks send. If the feature map is not exchanged, the
+        result is the computed box.
         """
         layout, cell, made = self.layouts[block], self.cells[block], self.computed(block, tensor_id)
         if tensor_id not in layout.exchanged:
@@ -465,7 +475,7 @@ class LayoutTiles:
         return self.layouts[block].owned(tensor_id, self.cells[block])
 
     def size(self, block: int, tensor_id: int) -> tuple[int, ...]:
-        """Return the size of a whole feature map, for the image of a tile batch."""
+        """Return the size in cells of a whole feature map, for the images of a tile batch."""
         return tuple(self.layouts[block].sizes[tensor_id])
 
     def tiles(self, block: int, segment: int) -> Sequence[Box]:
@@ -479,9 +489,9 @@ class LayoutTiles:
         )
 
     def _in_rows(self, block: int, tensor_id: int) -> bool:
-        """Return True if all tiles that compute or read a feature map have whole rows.
+        """Return True if each tile that computes or reads a feature map consists of whole rows.
 
-        Return False if a row of the image is divided between ranks.
+        Return False if a row of the image is divided between tiles of the mesh.
         """
         if any(g > 1 for g in self.layouts[block].grid[1:]):
             return False
@@ -741,7 +751,12 @@ class MicroBatchRun:
         )
 
     def _add_gradients(self, i: int, leaves: list) -> None:
-        """Add the gradients of the leaves of tile batch ``i`` to the stored gradients."""
+        """Add the gradients of a tile's inputs to the stored gradients, and empty ``leaves``.
+
+        Args:
+            i: the index of the tile batch.
+            leaves: the leaves of the tile's graph after its backward pass (:meth:`_run`).
+        """
         for tensor_id, window, x in leaves:
             if tensor_id == 0:
                 continue
@@ -804,12 +819,14 @@ class MicroBatchRun:
         return g
 
     def _at(self, tensor_id: int, i: int, box: Box) -> Box:
-        """Make tile batch ``i`` the current one, and return the part of ``box`` that it owns.
+        """Return the part of ``box`` that tile batch ``i`` owns, relative to ``box``.
 
-        ``self.context`` then describes this tile batch, for the layers that are computed next.
+        Set ``self.context`` to this tile batch and box too, for the layers that run next.
 
         Args:
-            box: a box of feature map ``tensor_id``. The returned box is relative to it.
+            tensor_id: the number of the feature map.
+            i: the index of the tile batch.
+            box: a box of the feature map.
         """
         owned = box.intersection(self.grid.owned(i, tensor_id))
         self.context.places = [self.blocks[i].place]

@@ -124,9 +124,9 @@ class Shift(Gather):
 
     @property
     def sized(self) -> bool:
-        """True for a crop: which cells an output reads depends on the size of the feature map.
+        """True for a crop, where the cells that remain depend on the size of the feature map.
 
-        The crop of a window would therefore remove other cells than the crop of the image.
+        A crop of a window would therefore remove other cells than the crop of the whole image.
         """
         return min(self.before, self.after) < 0
 
@@ -169,9 +169,9 @@ class Scatter(AccessPattern):
     def needs(self, a: int, b: int) -> Span:
         """Return the span of inputs that outputs a..b-1 read.
 
-        If the kernel is smaller than the stride, some outputs read no input at all. The span then
-        still contains the last input whose kernel starts at or before output a. The position of the
-        result is computed from that input.
+        If the kernel is smaller than the stride, some outputs read no input. Their span still has
+        one input: the last one whose kernel starts at or before output a. The distributed layer
+        computes the position of its result from this input.
         """
         reach = max(self.span, self.stride)
         first = -((reach - 1 - a - self.before) // self.stride)
@@ -219,8 +219,8 @@ class Align(Interpolate):
     """The access pattern of linear up-sampling by an integer factor with ``align_corners``.
 
     Output j of m reads the two inputs around position j (n - 1) / (m - 1), where n is the number of
-    inputs. With f = ``factor``, the position is j / f or up to (f - 1) / f of a cell before it.
-    The spans of :meth:`needs` cover both inputs for every n.
+    inputs and m = n * ``factor``. With f = ``factor``, this position lies between
+    (j - f + 1) / f and j / f. The spans of :meth:`needs` cover both inputs for every n.
     """
 
     def needs(self, a: int, b: int) -> Span:

@@ -24,10 +24,11 @@ class Node:
     Attributes:
         name: the name of the layer.
         inputs: numbers of the feature maps that the layer reads.
-        footprints: the access pattern of the first input along each dim. Without footprints an
-            output cell reads one cell of the first input. It reads one cell of each other input.
-        like: number of the map from whose size the footprints compute the size of the result. The
-            layer reads only the size of this map. None if it is the first input.
+        footprints: for each dim, the access pattern of the layer on its first input. If empty, an
+            output cell reads one cell of the first input. Of each other input, an output cell
+            always reads one cell.
+        like: number of the map that sets the size of the result, as in resizing to the size of
+            another map. The layer reads only the size of this map. None if the first input sets it.
         placed: True if the value of a cell also depends on its position in the image and on the
             image's size.
     """
@@ -67,9 +68,9 @@ class Node:
         return self.first if self.footprints else self.inputs[-1]
 
     def size(self, dim: int, sizes: Sequence[int]) -> int:
-        """Return the size of the result along a dim.
+        """Return the size of the node's result along a dim, in cells.
 
-        ``sizes`` are the sizes of all earlier maps along this dim.
+        ``sizes`` are the sizes along this dim of the image and of all earlier nodes' results.
         """
         footprint, n = self.along(dim), sizes[self.follows]
         return n if footprint is None else footprint.size(n)
@@ -88,8 +89,8 @@ class Graph(Sequence[Node]):
         of_image: True if the result is a vector of the image instead of a map.
 
     Raises:
-        ValueError: a node reads a map that a later node computes, or no node reads the result of a
-            node before the last one.
+        ValueError: a node reads a map that a later node computes, or the result of a node other
+            than the last one is never read.
     """
 
     def __init__(self, nodes: Iterable[Node], of_image: bool = False):

@@ -3,12 +3,12 @@
 A layout is needed where tiles exchange halos between layers instead of reading them from the image.
 First, the borders between tiles are followed through the graph to every feature map. Then the cells
 that each tile needs are found, from the last layer backwards to an exchange. Before an exchange a
-tile has only the cells that it owns. After the exchange the tile also has a margin, which the
+tile has only the cells that it owns. After the exchange the tile also has a halo, which the
 layers before the next exchange use up. Two 3-wide convolutions with one exchange before the first::
 
     owned            |. . . .|. . . .|
     available        |. . . .|                left tile, before the exchange
-    input            |. . . .|. .|            a margin of 2 from its neighbour
+    input            |. . . .|. .|            a halo of 2 cells from its neighbour
     after one conv   |. . . .|.|
     after two        |. . . .|
 
@@ -56,9 +56,9 @@ class LayerView(MapView):
     """Boxes of one tile at one node, in cells of the node's first input and of its result.
 
     Attributes:
-        input: the box of the first input from which the result is computed, inside the map. Of its
-            other inputs the node reads the cells of ``output``.
-        padded_input: the box that the node reads, which may extend beyond the map into the padding.
+        input: the box of the first input that the node reads, without padding. Of each other input
+            the node reads the box ``output``.
+        padded_input: the box ``input`` together with the padding that the node reads.
         output: the output box, in cells of the result's feature map.
         output_size: size of the result's whole feature map.
     """
@@ -77,11 +77,12 @@ class Layout:
         image: size of the image in pixels.
         borders: along each dim, the positions of tile borders from 0 to the size of the image.
         exchange_every: how often tiles exchange: before every k-th layer that reads beyond its
-            tile (a number as text), before the first such layer at each resolution (``level``), or
-            only where an exchange cannot be avoided (``all``).
-        fuse_below: layers whose tiles have fewer cells than this along some dim share one exchange.
-        stored: the nodes whose first input is stored in any case. Tiles exchange before such a
-            node instead of after the pointwise layers that follow it.
+            tile (k as text, such as ``2``), before the first such layer at each resolution
+            (``level``), or not at all (``all``).
+        fuse_below: consecutive layers that read beyond their tile share one exchange if their tiles
+            have fewer cells than this along some dim.
+        stored: the nodes whose first input is stored for other reasons too. Tiles exchange before
+            such a node instead of after the pointwise layers that begin with it.
 
     Attributes:
         sizes: size of each map.
@@ -167,7 +168,7 @@ class Layout:
         return box_of([m[source][1][c : c + 2] for m, c in zip(self._maps, cell)])
 
     def computed(self, source: int, cell: tuple[int, ...]) -> Box:
-        """Return the box of a map that a tile has before it receives a margin from other tiles.
+        """Return the box of a map that a tile has before it receives a halo from other tiles.
 
         The tile has computed this box, or has read it if the map is the image.
 
@@ -184,10 +185,14 @@ class Layout:
         return self.owned(self.graph.result, cell)
 
     def _along(self, numbers: tuple[int, ...], dim: int, span: Span) -> SegmentSpans:
-        """Return the spans that nodes ``numbers`` read and compute along a dim.
+        """Return the spans that consecutive nodes read and compute along a dim.
 
-        ``span`` is the span of the last node's result. The results are cached, since the many tiles
-        of a grid have few different spans.
+        The results are cached, because the many tiles of a grid have few different spans.
+
+        Args:
+            numbers: the numbers of the nodes.
+            dim: the dim.
+            span: the wanted span of the last node's result.
         """
         needs, needed = needs_along(
             self.graph, numbers, dim, [size[dim] for size in self.sizes], [span]
@@ -198,23 +203,24 @@ class Layout:
         )
 
     def spans(self, number: int) -> tuple[list[tuple[int, ...]], list[tuple[Span, ...]]]:
-        """Return the tile borders and the input spans of the first map that a node reads.
+        """Return, for a node's first input, the tile borders and the spans that tiles read.
 
         Returns:
-            Two lists with one entry per dim: the borders between the cells that tiles own, and for
-            each tile the span of cells that the tile's result depends on.
+            Two lists with one entry per dim: the tile borders, as positions from 0 to the size of
+            the map; and for each tile along the dim, the span (start, stop) of input cells that the
+            node reads to compute the tile's result.
         """
         source = self.graph[number].first
         return [m[source][1] for m in self._maps], [need[number].input for need in self._needs]
 
     def margins(self, source: int) -> tuple[list[tuple[int, ...]], list[tuple[Span, ...]]]:
-        """Return the tile borders and the input spans of a map that is exchanged.
+        """Return the tile borders of an exchanged map, and the span of cells that each tile needs.
 
-        The span of a tile covers the input spans of all nodes before which the map is exchanged.
+        The span covers what all nodes read before which the map is exchanged.
 
         Returns:
-            Two lists with one entry per dim: the borders between the cells that tiles own, and the
-            span of each tile.
+            Two lists with one entry per dim: the tile borders, as positions from 0 to the size of
+            the map; and the span (start, stop) of each tile along the dim.
         """
         spans = [
             self.spans(number)[1]
@@ -287,8 +293,9 @@ def _cut(
         dim: the dim.
         sizes: the size of each feature map along the dim.
         borders: the tile borders of the image.
-        inner: a function that returns the inner borders of the result of a node with footprints,
-            given the number of the node and the borders of its first input.
+        inner: a function that is called for each node that is not pointwise, with the number of the
+            node and the borders of its first input. It returns the borders between the tiles of the
+            node's result, without 0 and the size.
     """
     maps = [(sizes[0], borders)]
     for number, node in enumerate(graph):
@@ -335,10 +342,15 @@ def _eats(node: Node, dim: int, before: _Map, after: _Map) -> bool:
 
 
 def _needs(graph: Graph, dim: int, maps: list[_Map], points: frozenset[int]) -> list[LayerSpans]:
-    """Return the spans of all tiles along a dim at each node.
+    """Return, for each node, the spans that tiles hold, read and compute along a dim.
 
-    Each tile holds at least the cells that it owns. ``points`` are the nodes before which tiles
-    exchange.
+    Each tile holds at least the cells that it owns.
+
+    Args:
+        graph: the network.
+        dim: the dim.
+        maps: the size and the tile borders of each feature map along the dim.
+        points: the nodes before which tiles exchange.
     """
     owned = [list(pairwise(cuts)) for _, cuts in maps]
     return needs_along(
@@ -348,17 +360,17 @@ def _needs(graph: Graph, dim: int, maps: list[_Map], points: frozenset[int]) -> 
 
 @dataclass(frozen=True)
 class _Since:
-    """State of the search for exchanges at a map: what the layers before the map have needed.
+    """State of :func:`_exchange_points` at a map, from the layers that compute the map.
 
     Attributes:
-        eaten: number of layers that read beyond their tile since the count began. An exchange that
-            cannot be avoided starts the count anew. With ``exchange_every="level"`` a change of
-            resolution does too.
-        fused: True if the last layer that reads beyond its tile reads a map with a small tile: less
-            than ``fuse_below`` cells along some dim (:class:`Layout`).
+        eaten: number of layers before the map that read beyond their tile. The count begins anew at
+            an exchange that cannot be avoided, and with ``exchange_every="level"`` also at a change
+            of resolution.
+        fused: True if the last of these layers reads a map with a small tile. A tile is small if it
+            has fewer than ``fuse_below`` cells along some dim (:class:`Layout`).
         behind: True if the map comes after an exchange.
-        bare: True if the map is computed from a map without a margin, so that an exchange must
-            come before the next layer that reads beyond its tile.
+        bare: True if the map is computed from a map without a halo, so that an exchange must come
+            before the next layer that reads beyond its tile.
     """
 
     eaten: int = 0
@@ -370,16 +382,18 @@ class _Since:
 def _exchange_points(
     graph: Graph, maps: Sequence[list[_Map]], every: str, fuse_below: int
 ) -> list[int]:
-    """Return the nodes before which tiles exchange.
+    """Return the numbers of the nodes before which tiles exchange.
 
-    These are the nodes that ``every`` asks for, without those that share an earlier exchange
-    because of ``fuse_below``. Nodes before which an exchange cannot be avoided are added.
+    These are the nodes that ``every`` asks for, without the nodes that share an earlier exchange
+    because of ``fuse_below``. Nodes before which an exchange cannot be avoided are added. A node
+    is of this kind if it depends on a map after an exchange and on a map without one.
 
     Args:
         graph: the network.
         maps: for each dim, the size and the tile borders of each feature map.
         every: the value of ``exchange_every`` (:class:`Layout`).
-        fuse_below: a number of cells (:class:`Layout`).
+        fuse_below: the least number of cells of a tile that needs its own exchange
+            (:class:`Layout`).
     """
     points: list[int] = []
     since = [_Since()]

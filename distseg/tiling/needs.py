@@ -56,11 +56,11 @@ class SegmentSpans:
     def from_layers(
         cls, needs: Sequence[LayerSpans], read: Mapping[int, list[Span]]
     ) -> SegmentSpans:
-        """Return the spans of the first of several tiles.
+        """Return the spans of the first tile in ``needs`` and ``read``, which often have only one.
 
         Args:
-            needs: for each node of the segment, the spans of all tiles.
-            read: for each map that the segment reads, the span of each tile.
+            needs: for each node of the segment, the spans of one or several tiles.
+            read: for each map that the segment reads, the span of each of these tiles.
         """
         inputs = [need.input[0] for need in needs]
         padded = [need.padded_input[0] for need in needs]
@@ -124,11 +124,14 @@ def _needed(
     owned,
     points,
 ) -> dict[int, list[Span]]:
-    """Return, for each map, the span that each tile must have, as :func:`needs_along` does."""
+    """Return the second result of :func:`needs_along`: for each map, the span of each tile.
+
+    The arguments are those of :func:`needs_along`; ``owned`` may be None.
+    """
     needed = {numbers[-1] + 1: wanted}
 
     def extend(source: int, spans: list[Span]) -> None:
-        """Extend the spans of a map to cover ``spans`` too."""
+        """Extend the needed spans of map ``source`` to cover ``spans`` too, for each tile."""
         before = needed.get(source, owned and owned[source])
         needed[source] = list(map(hull, before, spans)) if before else spans
 

@@ -158,10 +158,11 @@ class Shifted(AccessPattern):
 
 @dataclass(frozen=True)
 class Share(AccessPattern):
-    """The access pattern of a map that has the same value in every cell, such as a vector.
+    """The access pattern of resizing a map whose cells all have the same value.
 
-    Outputs a..b-1 and the inputs that they read cover the same part of the image. Because all cells
-    are equal, a window gives the same values as the image, and ``sized`` is False.
+    An example is a vector of the image that is spread over all positions. Outputs a..b-1 and the
+    inputs that they read cover the same part of the image. Because all cells are equal, a window
+    gives the same values as the image, and ``sized`` is False.
     """
 
     follow: Follow = Follow()
@@ -179,7 +180,10 @@ class Share(AccessPattern):
 
 @dataclass(frozen=True)
 class Proportional(AccessPattern):
-    """The access pattern of :class:`Share` between n input and m output cells."""
+    """The access pattern of :class:`Share` for an input of n cells and an output of m cells.
+
+    Output j reads the inputs that cover the same part of the map: from j n / m to (j + 1) n / m.
+    """
 
     n: int
     m: int
@@ -231,10 +235,10 @@ class Taps(AccessPattern):
         return min(max(int(place), 0), self.n - 1)
 
     def shares(self, a: int, b: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return (inputs, weights) of outputs a..b-1, each of shape (taps per output, b - a).
+        """Return (input indices, weights) of outputs a..b-1, each (taps per output, b - a).
 
-        This method cannot be called for the kernels ``nearest`` and ``nearest-exact``, because they
-        have no weights.
+        An output is the sum of its inputs times their weights. The kernels ``nearest`` and
+        ``nearest-exact`` have no weights, so this method cannot be called for them.
         """
         wanted = slice(a, b)
         if a >= b:
@@ -247,10 +251,11 @@ class Taps(AccessPattern):
 
 @lru_cache(_SIZES)
 def taps(kernel: str, corners: bool, factor: float | None, n: int, m: int) -> Taps:
-    """Return the inputs that each output of a resize from n to m cells reads.
+    """Return the inputs and weights of each output of a resize, as in PyTorch's kernels.
 
-    Positions are computed as in PyTorch's kernels. The other arguments are those of
-    :class:`Resize`.
+    Args:
+        kernel, corners, factor: the attributes of :class:`Resize`.
+        n, m: the numbers of input and of output cells.
     """
     outputs = np.arange(m)
     if kernel == "area":
@@ -273,9 +278,14 @@ def taps(kernel: str, corners: bool, factor: float | None, n: int, m: int) -> Ta
 def _nearest(n: int, m: int, places: np.ndarray) -> Taps:
     """Return the inputs that each output of nearest resizing may read.
 
-    PyTorch's kernels compute a position in float32 or float64, so the inputs of both are included.
-    Some kernels copy the map if both sizes are equal, so that input is included too. ``places``
-    are the positions of the outputs among the inputs.
+    PyTorch's kernels compute a position in float32 or float64, so the inputs that follow from both
+    are included. If n and m are equal, some kernels copy the map, so output i may also read input
+    i.
+
+    Args:
+        n, m: the numbers of inputs and outputs.
+        places: the position of each output in units of input cells, (m,). Output i reads input
+            floor(places[i]).
     """
     first, last = (np.floor(places * (1 + by)).astype(np.int64) for by in (-_NEAR, _NEAR))
     if n == m:
@@ -294,7 +304,12 @@ def _linear(n: int, m: int, places: np.ndarray) -> Taps:
 
 
 def _cubic(n: int, m: int, places: np.ndarray) -> Taps:
-    """Return the taps of cubic convolution (Keys, 1981) with a = -0.75."""
+    """Return the taps of cubic convolution (Keys, 1981) with a = -0.75.
+
+    Args:
+        n, m: the numbers of inputs and outputs.
+        places: the position of each output in units of input cells, (m,).
+    """
     first = np.floor(places).astype(np.int64)
 
     def weigh(wanted: slice, width: int) -> np.ndarray:
@@ -311,7 +326,7 @@ def _cubic_at(x: np.ndarray, a: float) -> np.ndarray:
 
 
 def _averages(n: int, m: int, outputs: np.ndarray) -> Taps:
-    """Return the taps of adaptive average pooling."""
+    """Return the taps of adaptive average pooling from n to m cells; ``outputs`` is arange(m)."""
     first, last = outputs * n // m, -(-(outputs + 1) * n // m) - 1
 
     def weigh(wanted: slice, width: int) -> np.ndarray:

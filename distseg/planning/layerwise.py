@@ -45,7 +45,10 @@ class Alone:
         return self.output
 
     def backward(self) -> None:
-        """Compute the gradients of inputs and parameters from an arbitrary output gradient."""
+        """Run the backward pass for its cost: the gradient of the output is arbitrary.
+
+        The gradients of inputs and parameters are computed and discarded.
+        """
         inputs = [t for t in (*self.inputs, *self.layer.parameters()) if t.requires_grad]
         if inputs and self.output.requires_grad:
             # The output serves as its own gradient, so none is allocated. There is one gradient

@@ -184,7 +184,8 @@ class TileWork:
     """Work of the slowest tile of a grid for a micro-batch.
 
     Attributes:
-        shares: for each layer, the share of its cells that the tile computes.
+        shares: for each layer, the number of cells that the tile computes, as a fraction of the
+            cells of the whole feature map.
         halos: for each layer, (bytes, number) of the halo messages before its forward pass.
     """
 
@@ -210,11 +211,11 @@ class Planner:
     def on(self, machine: Machine, costs: Costs, limit: float | None = None) -> Planner:
         """Return a planner of the same step on another machine.
 
-        The new planner shares the cached results that depend on sizes alone.
+        The new planner shares the cached results that do not depend on the machine.
 
         Args:
-            machine: the machine.
-            costs: the costs of a micro-batch on it.
+            machine: the other machine.
+            costs: the costs of a micro-batch of whole images on the other machine.
             limit: bytes that a rank may take; the machine's memory by default.
         """
         other = Planner(replace(self.work, costs=costs), machine, limit)
@@ -258,7 +259,7 @@ class Planner:
         return sorted(every, key=lambda p: (p.seconds, p.memory))
 
     def candidates(self, ranks: int) -> Iterator[MeshLayout]:
-        """Yield all layouts of ``ranks`` ranks that compute the step."""
+        """Yield all layouts of ``ranks`` ranks in which the step could be computed."""
         work, micro = self.work, self.work.batch // self.work.images
         for samples in _divisors(math.gcd(ranks, micro)):
             for stages in _divisors(ranks // samples):
@@ -328,14 +329,14 @@ class Planner:
         return TileWork(tuple(shares), tuple(halos))
 
     def _bytes(self, source: int) -> float:
-        """Return the bytes of feature map ``source`` of a micro-batch. Map 0 is the image."""
+        """Return the bytes of a micro-batch's feature map number ``source``; map 0 is the image."""
         costs = self.work.costs
         return costs.layers[source - 1].output if source else costs.sizes[0]
 
     def _costs_on(self, tile: TileWork, neighbours: int, norm: float) -> Costs:
         """Return the costs of the layers on a tile, including the time of their messages.
 
-        Only the seconds are those of a tile. The bytes are still those of whole images.
+        Only the seconds belong to the tile. The bytes remain the bytes of whole images.
 
         Args:
             tile: the work of the slowest tile.
@@ -356,10 +357,10 @@ class Planner:
     def least_seconds(self, layout: MeshLayout) -> float:
         """Return a lower bound of the seconds that a step takes in a layout.
 
-        One micro-batch must go through all stages. The slowest stage also computes all other
-        micro-batches. It takes at least their time, divided by the number of stages. With the
-        schedule zb-h1, weight gradients may be computed later, so the first micro-batch counts with
-        about half of its work.
+        The first micro-batch must go through all stages, which takes the seconds of all layers. The
+        slowest stage then computes the other micro-batches. Each takes it at least the seconds of
+        all layers, divided by the number of stages. With the schedule zb-h1, weight gradients may
+        be computed later, so the first micro-batch counts with only half of its seconds.
         """
         tile = self.tile_work(layout.tiles, layout.exchange)
         again = 1 if layout.recompute == "always" and layout.stages == 1 else 0

@@ -30,7 +30,12 @@ Passes = Mapping[tuple[str, str], float]
 
 
 class Modelled(NamedTuple):
-    """Costs of all layers for a micro-batch of whole images. Each image has ``pixels`` pixels."""
+    """Costs of all layers for a micro-batch of whole images.
+
+    Attributes:
+        costs: the modelled costs.
+        pixels: the number of pixels of one image.
+    """
 
     costs: Costs
     pixels: int
@@ -76,7 +81,7 @@ class StagePasses:
         self._costs, self._share = found.costs, pixels / found.pixels
 
     def of_rank(self, rank: int) -> Passes:
-        """Return the predicted seconds of a rank's passes in a step, by kind of pass and stage."""
+        """Return the predicted seconds of a rank's passes in a step, by (kind of pass, stage)."""
         total: Counter = Counter()
         for op in operations(self.orders[rank], self.partition.edges, self.recompute):
             if isinstance(op, (Forward, Backward, Weight, Recompute)):
@@ -87,8 +92,10 @@ class StagePasses:
     def seconds(self, kind: str, stage: int) -> float:
         """Return the predicted seconds of one pass of a stage.
 
-        ``kind`` is forward, recompute, backward, or weight: the weight gradients that the schedule
-        separates from the backward pass.
+        Args:
+            kind: forward, recompute, backward or weight. A weight pass computes the weight
+                gradients that the schedule separates from the backward pass.
+            stage: the number of the stage.
         """
         layers = (
             self._costs.layers
@@ -142,10 +149,11 @@ def of_tiles(
 ) -> Passes:
     """Return the predicted seconds of a rank's passes on streamed tiles, by kind and segment.
 
-    A layer's cost on a tile is in proportion to the cells that the layer computes on the tile.
+    A layer's cost on a tile is in proportion to the cells that the layer computes on the tile. A
+    key of the result is (kind, segment), such as ("forward", the name of the segment).
 
     Args:
-        found: the modelled costs.
+        found: the modelled costs of whole images.
         executor: the executor that runs the tiles.
         image: the size of an image in pixels.
         program: the operations of the rank in a step.

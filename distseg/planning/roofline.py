@@ -99,9 +99,13 @@ def counted(call: Callable) -> tuple[object, Work]:
 
 
 class _Traffic(TorchDispatchMode):
-    """Sum of the bytes that kernels read and write.
+    """Dispatch mode that adds up the bytes of all tensors that kernels read and write.
 
-    Views move no bytes. A norm reads its input twice, the first time for the statistics.
+    Views and empty tensors count 0 bytes. A norm reads its input twice, the first time for the
+    statistics.
+
+    Attributes:
+        bytes: the sum so far.
     """
 
     def __init__(self):

@@ -28,7 +28,7 @@ WEIGHT_BYTES = 4  # float32
 
 @dataclass(frozen=True)
 class Policy:
-    """Settings of a pipeline on which its memory and time depend."""
+    """Schedule, recomputation and optimizer of a pipeline, on which its memory and time depend."""
 
     micro_batches: int = 1
     """Micro-batches of an optimizer step."""
@@ -55,31 +55,33 @@ class Policy:
                 )
 
     def actions(self, stage: int, stages: int) -> list[Action]:
-        """Return the actions in a step of stage number ``stage`` of ``stages``, in order.
+        """Return the actions of stage number ``stage`` of ``stages`` in a step, in order.
 
-        Its rank is assumed to have no other stage.
+        The rank of the stage is assumed to have no other stage.
         """
         return list(SCHEDULES[self.schedule](stage, stages, self.micro_batches))
 
     def forward_passes(self, stage: int, stages: int) -> float:
-        """Return the mean number of forward passes of a micro-batch in a stage.
+        """Return how often a stage runs the forward pass of a micro-batch, on average in a step.
 
-        The mean is 1 without recomputation, and 2 if all micro-batches are recomputed. ``stage`` is
-        the number of the stage, ``stages`` how many there are.
+        The result is 1 without recomputation, and 2 if all micro-batches are recomputed.
+
+        Args:
+            stage: the number of the stage.
+            stages: the number of stages.
         """
         return 1 + len(recomputed(self.actions(stage, stages), self.recompute)) / self.micro_batches
 
 
 class Held(NamedTuple):
-    """Numbers of micro-batches whose tensors a stage holds at one moment.
+    """Numbers of micro-batches whose tensors a stage holds at one moment, by the kind of tensors.
 
     Attributes:
-        full: micro-batches held with all activations.
-        inputs: micro-batches held with their inputs only.
-        arriving: buffers allocated for the inputs of later forward passes.
-        returning: buffers allocated for gradients of outputs.
-        leaving: micro-batches held without activations whose outputs the next stage has not
-            received.
+        full: micro-batches of which the stage holds all activations.
+        inputs: micro-batches of which the stage holds only the inputs, for recomputation.
+        arriving: later micro-batches whose inputs have a receive buffer already.
+        returning: micro-batches whose output gradients have a receive buffer already.
+        leaving: micro-batches without activations whose outputs the next stage has not received.
         put_off: micro-batches whose weight gradients are still to be computed.
         backward: True if a backward pass is in progress.
     """
@@ -94,15 +96,16 @@ class Held(NamedTuple):
 
 
 def holdings(stage: int, stages: int, policy: Policy) -> set[Held]:
-    """Return what a stage holds during each forward, recomputed and backward pass of a step.
+    """Return the distinct :class:`Held` that occur while a stage runs the passes of a step.
 
-    All stages are assumed to have about the same speed. The next stage then lags behind by a number
-    of micro-batches that depends only on the number of later stages and on ``AHEAD``, the number of
-    passes whose receives are posted ahead.
+    Each forward, recomputed or backward pass gives one :class:`Held`. The peak memory of the stage
+    is the largest that follows from any of them (:func:`stage_memory`). All stages are assumed to
+    have about the same speed, so the number of later stages gives how many micro-batches the next
+    stage lags behind. Receives are posted ``AHEAD`` passes early.
 
     Args:
         stage: the number of the stage.
-        stages: how many stages there are.
+        stages: the number of stages.
         policy: the schedule and recomputation.
     """
     actions = policy.actions(stage, stages)
@@ -151,16 +154,18 @@ class Ranges:
 
     Attributes:
         parameters: number of parameters.
-        full: tensors that autograd keeps, the stage's inputs and output, and stashed skips that a
-            layer after the stage pops.
-        inputs: tensors that the stage receives.
+        full: tensors that autograd keeps, the stage's inputs and output, and skips that begin in
+            the stage and end in a later one.
+        inputs: all inputs of the stage, skips from earlier stages included.
         working: bytes that a backward pass takes at its peak beyond the activations with which it
             begins. These are gradients of the current layer's input, output and weights and of the
             skips, less the activations that have been freed by then.
-        put_off: inputs of convolutions and gradients of their outputs, which are held until W if
-            weight gradients are computed later.
-        working_apart: the same as ``working`` if weight gradients are computed later.
-        received, sent: tensors that cross the cuts in the forward pass.
+        put_off: inputs of convolutions and gradients of their outputs. ZB-H1 holds them from the
+            backward pass until the pass W, which computes the weight gradients.
+        working_apart: like ``working``, for a schedule that computes weight gradients later
+            (ZB-H1).
+        received: tensors that the stage receives from earlier stages in the forward pass.
+        sent: tensors that the stage sends to later stages in the forward pass.
     """
 
     parameters: np.ndarray
@@ -226,8 +231,15 @@ def ranges_of(costs: Costs) -> Ranges:
 class StageMemory:
     """Peak bytes of a stage by purpose.
 
-    The fields are arrays if the memory is computed for all (a, b) at once. ``working`` is what a
-    backward pass adds. ``activations`` is the rest, buffers of messages included.
+    If the memory is computed for all stages of layers a..b-1 at once, each field is an array with
+    the bytes in entry [a, b].
+
+    Attributes:
+        weights: bytes of the parameters.
+        gradients: bytes of the parameters' gradients.
+        optimizer: bytes of the optimizer's state.
+        activations: bytes of activations and of buffers for messages: the rest of the peak.
+        working: bytes that a backward pass takes beyond the activations (:class:`Ranges`).
     """
 
     weights: float
@@ -246,7 +258,7 @@ def stage_memory(ranges: Ranges, where, stage: int, stages: int, policy: Policy)
 
     Args:
         ranges: the memory tables of the network.
-        where: ``(a, b)``, or ``...`` for tables over all (a, b).
+        where: ``(a, b)``, or ``...`` for all a and b at once, which gives arrays.
         stage: the number of the stage.
         stages: the number of stages.
         policy: the schedule, recomputation and optimizer.
@@ -277,8 +289,13 @@ def stage_memory(ranges: Ranges, where, stage: int, stages: int, policy: Policy)
 def peaks(ranges: Ranges, stages: int, policy: Policy) -> np.ndarray:
     """Return the peak bytes of layers a..b-1 as stage s, in entry [s, a, b] of (S, n + 1, n + 1).
 
-    S is the number of stages and n the number of layers. The result is an input of
+    S is the number of stages and n the number of layers. The result is the argument ``peaks`` of
     :func:`distseg.planning.balance.fastest_split`.
+
+    Args:
+        ranges: the memory tables of the network.
+        stages: the number of stages.
+        policy: the schedule, recomputation and optimizer.
     """
     return np.stack(
         [stage_memory(ranges, ..., stage, stages, policy).total for stage in range(stages)]
@@ -294,6 +311,10 @@ def stage_seconds(
     forward, backward, recomputation and messages.
 
     Args:
+        costs: the costs of the layers.
+        ranges: the memory tables of the network, which give the bytes of messages.
+        policy: the schedule and recomputation.
+        stages: the number of stages.
         bytes_per_second: bandwidth of a link between stages. Activations and their gradients cross
             the link once each, and both stages wait. None if messages cost nothing.
     """

@@ -53,18 +53,18 @@ def plan(
     limit: float | None = None,
     judged_by: Costs | None = None,
 ) -> dict:
-    """Return a comparison of our split into stages with other splits, as plain values for JSON.
+    """Return a comparison of distseg's split into stages with other splits, as values for JSON.
 
     Args:
         model: the name of the model. If Seal et al. 2020 give a split of this model into ``stages``
             stages, their split is compared too.
-        costs: the costs by which our split is chosen.
+        costs: the costs by which distseg's split is chosen.
         stages: the number of stages.
         policy: the schedule and recomputation.
-        limit: bytes that a stage may take. Our split stays within this limit. For each other split
-            the report says whether it does.
+        limit: bytes that a stage may take; None for no limit. distseg's split stays within this
+            limit. For each other split the report says whether it does.
         judged_by: costs by which all splits are compared; ``costs`` by default. Give the costs of a
-            second measurement here, because the costs that our split was chosen by favour it.
+            second measurement here, because ``costs`` favour the split that was chosen by them.
 
     Raises:
         ValueError: there are more stages than layers, or no split fits.
@@ -137,12 +137,12 @@ def _stages(balance: Sequence[int], costs: Costs, ranges, policy: Policy, second
 
 
 def verdict(stages: Sequence[Stage], best: float, limit: float | None = None) -> dict:
-    """Return the figures by which a split is compared with ours.
+    """Return the figures by which a split of a model into stages is compared with distseg's split.
 
     Args:
         stages: the stages of the split.
-        best: seconds of the slowest stage of our split.
-        limit: bytes that a stage may take.
+        best: seconds of the slowest stage of distseg's split.
+        limit: bytes that a stage may take; None for no limit.
 
     Returns:
         ``slowest``, seconds of the slowest stage; ``ratio``, ``best`` divided by ``slowest``;

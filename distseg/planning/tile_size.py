@@ -54,8 +54,13 @@ def budget_of(memory: int, base: int, what: str) -> float:
 def smallest_budget(memory: int, base: int, what: str, comm) -> float:
     """Return the smallest budget for activations of all ranks of ``comm``, in bytes.
 
-    All ranks of ``comm`` must call it together, and all get the same number. The other arguments
-    are those of :func:`budget_of`.
+    All ranks of ``comm`` must call this function together, and all get the same number.
+
+    Args:
+        memory: the value of ``streaming.memory`` in bytes.
+        base: bytes that this rank's process takes before any tile is computed.
+        what: a description of what ``base`` consists of, for the error message.
+        comm: the communicator of the ranks.
 
     Raises:
         JointFailure: some rank's process alone takes ``memory`` bytes or more.
@@ -188,9 +193,11 @@ class Activations:
         return total
 
     def weigh(self, boxes: TilePlan, images: int) -> Weighed:
-        """Return the bytes that one tile keeps between its passes, and its peak bytes.
+        """Return the results of :meth:`kept` and :meth:`peak_bytes` for one tile.
 
-        The arguments are those of :meth:`kept`.
+        Args:
+            boxes: the boxes of the segment's layers for this tile.
+            images: the number of images of the tile.
         """
         return Weighed(self.kept(boxes, images), self.peak_bytes(boxes, images))
 
@@ -220,7 +227,7 @@ class Activations:
         return images * self.channels[source] * cells * self.itemsize
 
     def bytes_of(self, tensor_id: int, box: Box, images: int) -> int:
-        """Return the bytes of region ``box`` of the stored feature map ``tensor_id``."""
+        """Return the bytes of the part ``box`` of a stored feature map, for ``images`` images."""
         return self._bytes(tensor_id, box.pixels, images)
 
     def _kept_otherwise(self, number: int) -> bool:
@@ -287,8 +294,11 @@ class SizeTiling:
     """Tile sizes that cover about ``tile`` pixels of the image in every segment.
 
     A call returns the size of a tile in cells of the segment's result. Tiles are whole rows unless
-    such tiles would be too thin. The part of a feature map that a tile of whole rows reads or
+    such tiles would have too few rows. The part of a feature map that a tile of whole rows reads or
     writes is contiguous in memory.
+
+    Attributes:
+        tile: the size of a tile in pixels of the image, along each dim.
     """
 
     tile: Sequence[int]
@@ -374,11 +384,18 @@ class BudgetTiling:
     def _judge(
         self, layout: Layout, segment: Segment, result: Box, size: Sequence[int], images: int
     ) -> tuple[float, float]:
-        """Return (slowdown, time) of tiles with ``size`` cells of the segment's result.
+        """Return (slowdown, time) of a segment if tiles of its result have ``size`` cells.
 
         The slowdown is the factor by which large tensors slow the memory traffic: 1.0, ``_FAR``,
         ``_PAGED``, or infinity if the tile does not fit the budget. The time is an estimate for
-        all tiles of the image. Its unit is the time that the traffic of one value takes.
+        all tiles of the image. Its unit is the time that reading or writing one value takes.
+
+        Args:
+            layout: the layout of the image.
+            segment: the segment.
+            result: the box of the segment's result that is cut into tiles.
+            size: the number of cells of a tile along each dim.
+            images: the number of images of a tile.
         """
         activations, boxes = self.activations, tile_plan(layout, segment, _middle(result, size))
         total = activations.peak_bytes(boxes, images)

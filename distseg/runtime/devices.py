@@ -254,10 +254,10 @@ def as_layer(stage: Stage, current: Callable[[], MicroBatch]) -> nn.Module:
 
 
 class _Beside(torch.autograd.Function):
-    """Identity function of its first tensor, whose backward pass gives all other tensors 0.
+    """Function that returns its first tensor, and gives all other tensors a gradient of zeros.
 
-    torchgpipe needs a gradient of every tensor that travels, even of a feature map of which a stage
-    reads only the size.
+    torchgpipe needs a gradient of every tensor that travels between stages. A stage that reads only
+    the size of a feature map would give it none.
     """
 
     @staticmethod

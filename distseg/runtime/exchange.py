@@ -1,8 +1,8 @@
 """Runs a model, which is a list of layer calls, on tiles that exchange halos between layers.
 
 No pixel is read or computed a second time for a neighbouring tile. The layout
-(:mod:`distseg.tiling.layout`) decides which layers need an exchange, and how wide its margin is.
-This module exchanges the margins of tensors accordingly. All tiles of an image go through a layer
+(:mod:`distseg.tiling.layout`) decides which layers need an exchange, and how wide the halo is.
+This module exchanges the halos of tensors accordingly. All tiles of an image go through a layer
 together, on all ranks. With ``every="all"`` nothing is exchanged: a tile is read with its whole
 halo, and each layer computes only the part that later layers read.
 """
@@ -70,10 +70,12 @@ class Exchange:
         grid: the grid of ranks.
         per_rank: the grid of tiles that each rank owns.
         every: ``1``, ``2``, ...: exchange before every k-th layer that reads beyond its tile.
-            ``level``: exchange once per level. ``all``: never exchange.
-        fuse_below: layers on tiles with fewer cells than this along a dim share one exchange.
+            ``level``: exchange before the first such layer at each resolution. ``all``: never
+            exchange, because each tile is read together with its halo.
+        fuse_below: consecutive layers that read beyond their tile share one exchange if their tiles
+            have fewer cells than this along a dim.
         device: the device of the tensors.
-        channels_last: the memory format of tensors and messages.
+        channels_last: True if tensors and messages have the memory format channels_last.
         stored: the layers before which feature maps are stored
             (:class:`distseg.tiling.layout.Layout`).
     """
@@ -243,15 +245,16 @@ class Exchange:
     def _plan(self, position, layer, concerned, frames, xs, parts, layouts, cells) -> HaloExchange:
         """Return the exchange before a layer: the strips that this rank sends and receives.
 
-        Sender and receiver both order the strips of a message by image, target and source.
+        Sender and receiver both order the strips of a message by image size, receiving tile and
+        sending tile.
 
         Args:
             position: the number of the layer.
             layer: the layer.
-            concerned: the indices of the tiles that take part.
-            frames: for each of these tiles, the box after the exchange.
-            xs: for each of these tiles, the layer's input.
-            parts, layouts, cells: for each tile of this rank, see :meth:`_layer`.
+            concerned: the indices of this rank's tiles that take part.
+            frames: for each of these tiles, the box of the layer's input after the exchange.
+            xs: for each of these tiles, the layer's input before the exchange.
+            parts, layouts, cells: for each tile of this rank, as in :meth:`_layer`.
         """
         around = [
             ExchangeView(parts[i].size, parts[i].owned, parts[i].available, frame)
@@ -308,9 +311,12 @@ def _autocast(layer: nn.Module, x: Tensor) -> Tensor:
 
 
 def _numbered(layouts: list[Layout]) -> list[int]:
-    """Return, for each tile, the index of its image size, given the layout of its image.
+    """Return, for each tile, the index of its image size; equal sizes have equal indices.
 
     Sizes are numbered in order of appearance, so the indices are equal on all ranks.
+
+    Args:
+        layouts: for each tile, the layout of its image. There is one layout object per image size.
     """
     seen: dict[int, int] = {}
     return [seen.setdefault(id(layout), len(seen)) for layout in layouts]

@@ -47,9 +47,10 @@ _Awaited = tuple[tuple, int, int]
 
 @dataclass(frozen=True)
 class _Group:
-    """Pass of one tile, followed by the sends and drops that come after it.
+    """Pass of one tile, and the sends and drops that follow it.
 
-    ``awaited`` are the rows that must have arrived from other ranks before the group can run.
+    ``operations`` begins with the pass. ``awaited`` lists the rows that must have arrived from
+    other ranks before the group can run.
     """
 
     operations: Sequence[Operation]
@@ -81,7 +82,8 @@ def interleaved(plans: Sequence[Sequence[StagePlan]]) -> list[list[Operation]]:
     """Return the operations of each rank of a pipeline, with tiles in the order of 1F1B.
 
     Args:
-        plans: the plans by rank and micro-batch. The number of a rank is the number of its stage.
+        plans: the plan of each rank for each micro-batch, ``plans[rank][micro_batch]``. The number
+            of a rank is the number of its stage.
     """
     streams = [*map(_streams, plans)]
     least = _Turns(plans, streams, [1] * len(plans))
@@ -105,8 +107,8 @@ class _Turns:
     """Simulation of ranks that take turns; in a turn each rank computes at most one tile.
 
     Args:
-        plans: the plans by rank and micro-batch.
-        streams: the forward and the backward groups of each rank.
+        plans: the plan of each rank for each micro-batch, ``plans[rank][micro_batch]``.
+        streams: for each rank, its forward groups and its backward groups (:func:`_streams`).
         limits: for each rank, the number of tiles that may wait for their backward pass. A limit
             is raised if otherwise no rank could go on.
     """
@@ -152,7 +154,8 @@ class _Turns:
     def _forced(self, ranks: range) -> Iterator[tuple[int, _Group]]:
         """Resolve a turn in which no rank can go on.
 
-        Yield a backward pass that is ready. If there is none, raise the limit of one rank.
+        Yield (rank, group) of a backward pass that is ready. If there is none, yield nothing, and
+        raise the limit of one rank by one tile.
         """
         for rank in reversed(ranks):
             if self._can_go(rank, self.back[rank]):
@@ -181,10 +184,13 @@ class _Turns:
 
 
 def _streams(plans: Sequence[StagePlan]) -> tuple[list[_Group], list[_Group]]:
-    """Return the forward groups and the backward groups of a rank: each tile with its messages.
+    """Return the forward groups and the backward groups of a rank, in order.
 
-    The last rank runs the backward pass of a tile right after its forward pass. Its first list
-    holds both, and its second list is empty. ``plans`` are the rank's plans by micro-batch.
+    The last rank runs the backward pass of an output tile right after its forward pass. Its first
+    list has all groups, and its second list is empty.
+
+    Args:
+        plans: the rank's plan for each micro-batch.
     """
     stage = plans[0].stages[0]
 
@@ -225,10 +231,11 @@ def _group(operations: Sequence[Operation], plan: StagePlan) -> _Group:
 
 
 def _tiles_per_band(there: Sequence[_Group]) -> int:
-    """Return the number of tiles of all segments per row of tiles, rounded up.
+    """Return the mean number of tiles that a rank computes per row of tiles, rounded up.
 
-    The rows are those of the segment with the most rows. A multiple of the result is added to the
-    tiles under way, so that no stage waits for the next stage's gradients.
+    This is the number of tiles of all segments, divided by the number of rows of the segment with
+    the most rows. :func:`interleaved` lets a multiple of it more tiles wait for their backward
+    pass, so that no stage waits for the next stage's gradients.
 
     Args:
         there: the forward groups of a rank.

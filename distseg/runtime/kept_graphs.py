@@ -19,8 +19,8 @@ class Weighed(NamedTuple):
     """Memory of a tile.
 
     Attributes:
-        kept: bytes that its graph holds between its forward and its backward pass.
-        most: peak bytes of a pass.
+        kept: bytes that the tile's graph holds between its forward and its backward pass.
+        most: peak bytes of the tile's forward or backward pass, the graph included.
     """
 
     kept: float

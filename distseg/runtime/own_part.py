@@ -34,7 +34,7 @@ def own_part(
 ) -> TiledModel:
     """Return the part of a model that ``rank`` runs, with distributed counterparts in its layers.
 
-    Its layers have memory and initial weights. ``model`` is changed in place.
+    Layers on the meta device get memory and initial weights. ``model`` is changed in place.
 
     Args:
         model: the whole model.
@@ -94,9 +94,10 @@ def place_stages(
 
     Args:
         model: the layers of the rank, changed in place.
-        partition: the stages.
+        partition: the stages; None for a model that is not cut into stages.
         devices: the device of each stage, or one device for the whole model.
-        precision, channels_last: as in :func:`place_model`.
+        precision: fp64, fp32 or bf16 (:func:`place_model`).
+        channels_last: True for the memory format channels_last.
     """
     if len(devices) == 1:
         return place_model(model, devices[0], precision, channels_last)

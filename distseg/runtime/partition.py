@@ -61,7 +61,8 @@ def stage_ranges(balance: Sequence[int], layers: int) -> list[range]:
     if min(balance) < 1 or sum(balance) != layers:
         raise ValueError(
             f"pipeline.balance {' '.join(map(str, balance))} adds up to {sum(balance)} layers, "
-            f"but the model has {layers}, and each stage needs at least one"
+            f"but the model has {layers}, and each stage needs at least one: give each stage 1 or "
+            f"more layers, {layers} in total"
         )
     stops = list(accumulate(balance))
     return [range(stop - count, stop) for stop, count in zip(stops, balance)]
@@ -75,8 +76,9 @@ def edges_between(
 ) -> list[Edge]:
     """Return the edges along which feature maps travel between stages.
 
-    The edges from the output of a stage to the next stage come first. If the next stage reads
-    the output, that stage also sends it on to all later stages that read it.
+    The edges from the output of a stage to the next stage come first. If the next stage reads a
+    stage's output, the next stage also sends this output on to all later stages that read it.
+    Otherwise a feature map goes directly from the stage that computes it to each reader.
 
     Args:
         ranges: the layers of each stage.
@@ -157,8 +159,8 @@ class Partition:
                     raise ValueError(
                         f"layers {layer} and {position} share "
                         f"{shared}, but lie in the stages {first} and {stage}, which would train "
-                        f"separate copies: set pipeline.balance so that one stage has both, or do "
-                        f"not share"
+                        f"separate copies: set pipeline.balance so that one stage has both "
+                        f"layers, or give each layer its own"
                     )
         edges = edges_between(
             ranges, [call.reads for call in calls], _names(calls), _trained(calls)

@@ -56,8 +56,9 @@ class Stage:
         layers: the layers of the stage; None for a model that is not cut into stages.
         incoming: the edges from other stages.
         outgoing: the edges to other stages.
-        head: what the last stage does with its results; None for any other stage.
-        autocast: makes the context in which the network runs.
+        head: the object that computes the loss in the last stage (:class:`Head`); None for any
+            other stage.
+        autocast: returns the context manager in which the network runs.
         after_layer: called after each layer, to advance messages that are under way.
     """
 
@@ -74,7 +75,8 @@ class Stage:
     def forward(self, m: int, unit: MicroBatch, inputs: Tensors, keep: bool) -> Tensors:
         """Run the forward pass and return the outgoing feature maps, detached from the graph.
 
-        A stage with a head returns the partial sums of the loss, under the key ``LOSS``.
+        The result is a dict: for each number of a feature map, a tensor for each tile batch. A
+        stage with a head returns only the partial sums of the loss, under the key ``LOSS``.
 
         Args:
             m: the number of the micro-batch.
@@ -93,9 +95,10 @@ class Stage:
         return {source: [x.detach() for x in xs] for source, xs in outputs.items()}
 
     def backward(self, m: int, gradients: Sequence[tuple[int, list[Tensor]]]) -> Tensors:
-        """Add to the parameters' gradients, and return the gradients of the inputs.
+        """Run the backward pass, and return the gradients of the stage's inputs.
 
-        Only inputs whose edge needs a gradient are returned.
+        The gradients of the parameters are added to their ``grad``. The result has, for each
+        incoming feature map whose edge needs a gradient, a gradient for each tile batch.
 
         Args:
             m: the number of the micro-batch.

@@ -21,7 +21,7 @@ from distseg.runtime.actions import Action, Backward, Forward, Weight
 from distseg.runtime.operations import Operation, Recompute, Recv, Send
 from distseg.runtime.partition import Edge
 
-AHEAD = 2  # Number of later passes whose receives are posted.
+AHEAD = 2  # Receives are posted for the current pass and for this many later passes.
 
 
 def operations(
@@ -64,7 +64,9 @@ def _around(action: Action, edges: Sequence[Edge], again: bool) -> Iterator[Oper
 def recomputed(order: Sequence[Action], recompute: str) -> set[tuple[int, int]]:
     """Return the (stage, micro-batch) pairs whose forward pass is repeated.
 
-    The arguments are those of :func:`operations`.
+    Args:
+        order: the actions of the rank.
+        recompute: never, except_last or always (:func:`operations`).
     """
     if recompute == "never":
         return set()
@@ -90,15 +92,17 @@ def _next_is_own_backward(order: Sequence[Action], place: int) -> bool:
 def soon(order: Sequence[Action], place: int) -> list[Action]:
     """Return the actions whose receives are posted when action ``order[place]`` begins.
 
-    They are the first ``1 + AHEAD`` forward and backward passes from this action on. Weight
-    gradients are left out, because they receive nothing.
+    These are the first ``1 + AHEAD`` forward and backward passes from this action on, this action
+    included. Weight gradients are left out, because they receive nothing.
     """
     receiving = (a for a in islice(order, place, None) if not isinstance(a, Weight))
     return list(islice(receiving, 1 + AHEAD))
 
 
 def receives_ahead(program: Sequence[Operation], place: int) -> Iterator[Recv]:
-    """Yield, in order, the receives that the next ``1 + AHEAD`` passes need.
+    """Yield, in order, the receives of the next ``1 + AHEAD`` forward and backward passes.
+
+    These receives are posted early, so that messages arrive while this rank computes.
 
     Args:
         program: the operations of the rank.

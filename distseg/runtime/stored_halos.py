@@ -1,7 +1,7 @@
 """Exchanges halos of stored feature maps between the ranks that share an image.
 
-A rank computes the cells of a feature map that it owns, and stores them with a margin. The ranks
-that own the margin's cells send them. The margin's gradient is sent back to these ranks, which add
+A rank computes the cells of a feature map that it owns, and stores them with a halo. The ranks
+that own the halo's cells send them. The halo's gradient is sent back to these ranks, which add
 it to their gradient. Each neighbour gets one message per feature map. Only messages under way are
 in memory.
 """
@@ -28,7 +28,7 @@ class StoredHalos:
     """Halo exchange of stored feature maps between neighbouring ranks, with one tile per rank.
 
     Args:
-        exchange: the grid of ranks.
+        exchange: the halo exchange, which gives the communicator and the grid of its ranks.
     """
 
     def __init__(self, exchange: Exchange):
@@ -37,7 +37,7 @@ class StoredHalos:
     def fetch(
         self, tensor_id: int, layouts: Sequence[Layout], cells: Sequence[Cell], maps: Sequence[Map]
     ) -> None:
-        """Fill the margins of a feature map with the cells of the ranks that own them.
+        """Fill the halo of a stored feature map with cells from the ranks that own them.
 
         All ranks that share the images must call it together.
 
@@ -57,10 +57,11 @@ class StoredHalos:
         cells: Sequence[Cell],
         gradients: Sequence[Map],
     ) -> None:
-        """Send the gradients of margins to the ranks that own the margins' cells.
+        """Send the gradient of a feature map's halo to the ranks that own the halo's cells.
 
-        These ranks add them to their gradients. This is the adjoint of :meth:`fetch`. The margins'
-        gradients are 0 afterwards. All ranks that share the images must call it together.
+        These ranks add it to their own gradients. This is the adjoint of :meth:`fetch`. The halo's
+        gradient is 0 on this rank afterwards. All ranks that share the images must call this method
+        together.
 
         Args:
             tensor_id, layouts, cells: as in :meth:`fetch`.
@@ -75,7 +76,7 @@ class StoredHalos:
             f"the gradient of the borders of map {tensor_id}",
         )
         for stored, box in (strip for strips in sending.values() for strip in strips):
-            # A rank may have computed cells of its margin itself. Their gradient was sent to the
+            # A rank may have computed cells of its halo itself. Their gradient was sent to the
             # owner, so it must not be used here as well.
             stored.put(box, stored.buffer_for(box).zero_())
 
@@ -84,8 +85,8 @@ class StoredHalos:
     ) -> tuple[_Strips, _Strips]:
         """Return the strips to send to each rank, and the strips to receive from each rank.
 
-        A strip is the part of a margin that one rank owns: a stored feature map and a box of it.
-        The arguments are those of :meth:`fetch`.
+        A strip is a part of a tile's halo: (stored feature map, box of it). The results map a rank
+        to the list of its strips. The arguments are those of :meth:`fetch`.
         """
         sending: _Strips = {}
         receiving: _Strips = {}
@@ -142,10 +143,15 @@ class StoredHalos:
 
 
 def _cells(stored: Map, values: Tensor) -> Tensor:
-    """Return a view of a map's values with the channels of a cell side by side.
+    """Return ``values`` as a view (B, *size, C), which is the order of dims in messages.
 
-    Messages have this order. Two ranks may store one map in different memory formats: each takes
-    the format from its tile, and PyTorch cannot tell the format of a tile of one cell.
+    Messages have an order of their own because two ranks may store a feature map in different
+    memory formats. Each rank takes the format from its tile, and PyTorch cannot tell the format of
+    a tile of one cell.
+
+    Args:
+        stored: the stored feature map, which says whether ``values`` are channels-last already.
+        values: a part of the map, with dims in the map's storage order.
     """
     return values if stored.last else values.movedim(1, -1)
 

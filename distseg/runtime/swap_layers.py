@@ -254,8 +254,11 @@ class TiledModel(nn.Module):
     def _windowed(self, maps: list[dict[int, Tensor]]) -> Callable[[int, nn.Module], list[Tensor]]:
         """Return a function that computes a layer on all windows, including their halos.
 
-        The function takes the number of the layer and the layer, and returns a tensor for each
-        window. ``maps`` are those of :meth:`run`.
+        The function takes the number of the layer and the layer, and returns the layer's result on
+        each window.
+
+        Args:
+            maps: for each window, the feature maps by number, as in :meth:`run`.
         """
         stores = [{} for _ in maps]
 
@@ -319,8 +322,8 @@ class TiledModel(nn.Module):
     def train(self, mode: bool = True) -> TiledModel:
         """Set training mode, or evaluation mode if ``mode`` is False.
 
-        Warn if evaluation begins before :meth:`commit_statistics` was called for the statistics of
-        the last forward passes.
+        Warn if evaluation begins although :meth:`commit_statistics` was not called after the last
+        forward passes. The running statistics then lack the statistics of these passes.
         """
         if not mode and self.training and any(norm.seen for norm in self.norms):
             warnings.warn(
@@ -487,10 +490,15 @@ def _inputs(model: nn.Module) -> list[tuple[int, ...]] | None:
 
 
 def _place(model: nn.Module, graph: Graph | None, context: Context) -> None:
-    """Swap layers that depend on positions or on the size of another feature map.
+    """Replace layers that need positions or another map's size by their distributed counterparts.
 
     If the output of a layer takes the size of another feature map, the layer's counterpart computes
     this size from the size of the image, because the other feature map may be on another rank.
+
+    Args:
+        model: the model, changed in place.
+        graph: the graph of the model's layers; None if it is not known.
+        context: the state that the counterparts share.
 
     Raises:
         ValueError: if there is such a layer, but the graph is not known (None).
@@ -533,8 +541,8 @@ def _put(model: nn.Module, name: str, layer: nn.Module) -> None:
 class Folded(_Instead):
     """Placeholder that returns its input, for a layer whose work is done elsewhere.
 
-    It stands for a dropout or activation that the neighbouring norm computes, or for a layer that
-    stores a skip, which the executor keeps instead.
+    It replaces a dropout or activation that the neighbouring norm computes. It also replaces a
+    layer that stores a skip, because the executor keeps the skip.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -558,7 +566,14 @@ def _calls(part: nn.Module) -> tuple[list[Call], Counter]:
 
 
 def _fold(part: nn.Module) -> None:
-    """Let norms compute the channel dropout before them and the activation after them."""
+    """Fuse each norm with the channel dropout before it and the ReLU or LeakyReLU after it.
+
+    The norm computes these layers too. :class:`Folded` takes their places. A layer is fused only if
+    no other layer reads the feature map between it and the norm.
+
+    Args:
+        part: a list of layer calls, changed in place.
+    """
     calls, readers = _calls(part)
     reading = {call.inputs[0]: call for call in calls}
     for number, call in enumerate(calls):

@@ -79,10 +79,10 @@ class StagePlan:
         segments: all segments of the network.
         mine: the numbers of the segments that this rank runs.
         active: the numbers of the feature maps that this rank's active norms read.
-        points: the numbers of the feature maps that this rank reads and whose margin comes from
-            other ranks that share the image.
-        makers: for each feature map, the rank that computes it.
-        readers: for each feature map, the other ranks that read it.
+        points: the numbers of the feature maps that this rank reads and whose halo comes from other
+            ranks that share the image.
+        makers: for each feature map, the rank of the pipeline that computes it.
+        readers: for each feature map, the other ranks of the pipeline that read it.
         grid: the tiles of the micro-batch.
         back: True if backward passes follow. Otherwise a feature map is dropped once this rank has
             read it.
@@ -264,9 +264,9 @@ def step(plans: Sequence[StagePlan], actions: Sequence[Action], linear: bool) ->
 def extra_forward(plans: Sequence[StagePlan], actions: Sequence[Action]) -> list[Operation]:
     """Return the operations of a forward pass without a backward pass.
 
-    It runs before the operations of :func:`step` if the loss gradient depends on all results. The
-    feature maps that a stage computes only for other ranks are dropped after this rank's next
-    forward pass, so that they can be sent in the meantime.
+    This forward pass runs before the operations of :func:`step` if the loss gradient depends on all
+    results of the step. Feature maps that a stage computes only for other ranks are dropped after
+    this rank's next forward pass, so that they can be sent in the meantime.
 
     Args:
         plans: the plans of the micro-batches.
@@ -304,9 +304,10 @@ def all_operations(plan: StagePlan) -> list[Operation]:
 
 
 def peak(plan: StagePlan, sizes: Callable[[int, int], int]) -> int:
-    """Return the largest number of bytes that feature maps and gradients occupy at once.
+    """Return the largest number of bytes that stored feature maps and gradients take at once.
 
-    Data from other ranks may arrive at any time, so it is counted from the start.
+    Feature maps from other ranks are counted from the start, because they may arrive at any time.
+    Gradients that other ranks send are always counted.
 
     Args:
         plan: the plan of a micro-batch, which runs alone.
@@ -341,7 +342,7 @@ def _written(plan: StagePlan, op: Operation) -> list[tuple[str, int, int]]:
 
 
 def _collectives_on(plan: StagePlan, tensor_id: int) -> Iterator[Operation]:
-    """Yield the collectives on a complete feature map, for its margin and for norm statistics."""
+    """Yield the collectives on a complete feature map: halo exchange and statistics of norms."""
     if tensor_id in plan.points:
         yield FetchHalo(plan.number, tensor_id)
     if tensor_id in plan.active:
@@ -351,16 +352,17 @@ def _collectives_on(plan: StagePlan, tensor_id: int) -> Iterator[Operation]:
 def _drop_read_maps(
     plan: StagePlan, segment: int, done: Callable[[int], bool]
 ) -> Iterator[Operation]:
-    """Yield drops of the inputs and the result of a segment that are not needed any more.
+    """Yield the operations that drop a segment's inputs and its result, once they can be dropped.
 
     Yield nothing if backward passes follow. A feature map is dropped when it is complete and all
-    segments of this rank have read it. A segment that reads a map may finish before the segment
-    that computes the map, if only other ranks read the last rows.
+    segments of this rank have read it. The segment that completes a map may finish after the
+    segments that read it, because other ranks may read the last rows. The result is therefore
+    checked too.
 
     Args:
         plan: the plan of the micro-batch.
         segment: the segment.
-        done: returns True if a segment of this rank has run on all its tiles.
+        done: returns True if a segment of this rank has run on all its tiles, given its number.
     """
     for tensor_id in (*plan.sources(segment), plan.stop(segment)):
         reading, making = (
@@ -374,9 +376,9 @@ def _drop_read_maps(
 def _final_gradient_rows(
     plan: StagePlan, fronts: _Fronts, segment: int, block: int
 ) -> Iterator[Operation]:
-    """Yield the sends of gradient rows that are final now, for feature maps of other ranks.
+    """Yield the sends of gradient rows that are final now, for maps that other ranks computed.
 
-    A map before an active norm or a margin exchange is left out, because all its rows become final
+    A map before an active norm or a halo exchange is left out, because all its rows become final
     at the same time (see :func:`_after_all_readers`).
 
     Args:
@@ -401,10 +403,16 @@ def _final_gradient_rows(
 
 
 def _after_all_readers(plan: StagePlan, stage: int, tensor_id: int) -> Iterator[Operation]:
-    """Yield the operations on a feature map after all backward passes of a stage that read it.
+    """Yield the operations on a feature map that follow all backward passes of its readers.
 
-    Yield nothing if an earlier stage of this rank reads the map too, because the backward passes of
-    that stage still add to the map's gradient.
+    They complete the map's gradient (statistics of norms and halo), send it if another rank
+    computed the map, and drop the map. Yield nothing if an earlier stage of this rank reads the map
+    too, because the backward passes of that stage still add to the gradient.
+
+    Args:
+        plan: the plan of the micro-batch.
+        stage: the stage whose backward passes have run on all tiles that read the map.
+        tensor_id: the number of the feature map.
     """
     if plan.stages_reading(tensor_id)[:1] not in ([], [stage]):
         return
@@ -440,7 +448,12 @@ class _Band(NamedTuple):
 
 
 class _Fronts:
-    """Progress of some segments of this rank through their rows of tiles (:class:`_Band`)."""
+    """Progress of some segments of this rank through their rows of tiles (:class:`_Band`).
+
+    Args:
+        plan: the plan of the micro-batch.
+        segments: the numbers of the segments.
+    """
 
     def __init__(self, plan: StagePlan, segments: Sequence[int]):
         self.plan, self.segments = plan, list(segments)
@@ -457,9 +470,9 @@ class _Fronts:
     def in_order(
         self, preferred: Iterable[int], ready: Callable[[int, _Band], bool]
     ) -> Iterator[tuple[int, _Band]]:
-        """Yield (segment, row of tiles) until all tiles of the preferred segments were yielded.
+        """Yield all rows of tiles of some segments as (segment, row), in an order that can run.
 
-        Each row comes from the first of these segments whose next row of tiles is ready.
+        Each time, the row comes from the first segment in ``preferred`` whose next row is ready.
 
         Args:
             preferred: the segments, most preferred first.
@@ -475,7 +488,7 @@ class _Fronts:
             yield segment, band
 
     def is_done(self, segment: int) -> bool:
-        """Return True if all rows of tiles of a segment were yielded."""
+        """Return True if :meth:`in_order` has yielded all rows of tiles of a segment."""
         return self._at[segment] == len(self.bands[segment])
 
     def readers(self, tensor_id: int) -> list[int]:
@@ -483,9 +496,13 @@ class _Fronts:
         return self._readers.get(tensor_id, [])
 
     def can_go_forward(self, segment: int, band: _Band) -> bool:
-        """Return True if the rows that the tiles of ``band`` read are computed.
+        """Return True if all rows that a row of tiles reads are computed.
 
-        Only rows that this object's segments compute are checked.
+        Rows that other segments than those of this object compute count as computed.
+
+        Args:
+            segment: the segment of the tiles; not used.
+            band: the row of tiles.
         """
         return all(
             self._is_made(tensor_id, band.block, rows) for tensor_id, rows in band.reads.items()
@@ -502,10 +519,14 @@ class _Fronts:
         )
 
     def can_go_back(self, segment: int, band: _Band) -> bool:
-        """Return True if the gradient of the tiles of ``band`` is final.
+        """Return True if the gradient of a row of tiles is final, so its backward pass can run.
 
-        Only additions by this object's segments are checked. The tiles are tiles of the result of
-        ``segment``.
+        It is final if all segments of this object that read these tiles have run their backward
+        passes.
+
+        Args:
+            segment: the segment whose result the tiles are part of.
+            band: the row of tiles.
         """
         stop = self.plan.stop(segment)
         if self.plan.is_barrier(stop):
@@ -515,8 +536,8 @@ class _Fronts:
     def _final(self, tensor_id: int, block: int) -> float:
         """Return the first row of a feature map whose gradient is not final yet.
 
-        It is the first row that is read by tiles whose backward passes were not yielded yet. It is
-        infinity if there are no such tiles in the tile batch.
+        This is the first row that a tile reads whose backward pass :meth:`in_order` has not yielded
+        yet. The result is infinity if the tile batch has no such tile.
         """
         return min(
             (self._reads_from(s, tensor_id, block) for s in self.readers(tensor_id)),
@@ -559,10 +580,14 @@ def _bands(plan: StagePlan, segment: int) -> list[_Band]:
 
 
 def _lowest(bands: Sequence[_Band]) -> list[dict[int, int]]:
-    """Return, for each row of tiles, the first row of each map that these or later tiles read.
+    """Return, for each row of tiles, the first row of each map that it or a later one reads.
 
-    Later tiles count if they belong to the same tile batch. They may read earlier rows than the
-    tiles before them, because reflection padding repeats rows before the last tile.
+    Each dict has the first row by the number of the map. Only later tiles of the same tile batch
+    count. They may read earlier rows than the tiles before them, because reflection padding repeats
+    rows before the last tile.
+
+    Args:
+        bands: all rows of tiles of a segment, in order.
     """
     found: list[dict[int, int]] = []
     following: _Band | None = None

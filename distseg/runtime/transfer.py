@@ -134,9 +134,10 @@ class Receiving:
                 self._put(values, size)
 
     def _wanted(self) -> Tensor | None:
-        """Return a buffer for the next message, or None if possibly no further message comes.
+        """Return a buffer for the next message, or None if no other receive may be started now.
 
-        This is so if the messages that are already under way can bring all remaining rows.
+        No receive is started if the receives under way may already bring all remaining rows. The
+        first message is the header, with the four numbers of :func:`_head`.
         """
         if self.stored is None:
             return None if self._under_way else torch.empty(4, dtype=torch.int64)
@@ -153,7 +154,12 @@ class Receiving:
             self.there = self.box.stop[0]
 
     def _put(self, buffer_for: Tensor, size: int) -> None:
-        """Store the rows that have arrived: the first ``size`` bytes of a buffer."""
+        """Store the rows of one message.
+
+        Args:
+            buffer_for: the buffer that received the message.
+            size: the length of the message in bytes, at most the size of the buffer.
+        """
         whole = isinstance(self.stored, VectorMap)
         rows = (
             self.box.size[0]
@@ -233,7 +239,11 @@ class Transfers:
 
 
 def _rows(stored: Map | VectorMap, box: Box) -> int:
-    """Return the largest number of rows in a message; a vector of the image fits into one."""
+    """Return the largest number of rows in a message about the part ``box`` of a stored map.
+
+    The rows of a message have at most ``_STRIP`` bytes, but there is at least one. A vector of the
+    image has all its rows in one message.
+    """
     if isinstance(stored, VectorMap):
         return max(1, box.size[0])
     return max(1, int(_STRIP * box.size[0] / max(1, stored.bytes_of(box))))

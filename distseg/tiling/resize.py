@@ -158,11 +158,11 @@ class Shifted(AccessPattern):
 
 @dataclass(frozen=True)
 class Share(AccessPattern):
-    """The access pattern of resizing a map whose cells all have the same value.
+    """The access pattern of a change of size of a map whose cells all have the same value.
 
-    An example is a vector of the image that is spread over all positions. Outputs a..b-1 and the
-    inputs that they read cover the same part of the image. Because all cells are equal, a window
-    gives the same values as the image, and ``sized`` is False.
+    A vector of the image is such a map. Outputs a..b-1 and the inputs that they read cover the same
+    part of the image. Because all cells are equal, a window gives the same values as the image, and
+    ``sized`` is False.
     """
 
     follow: Follow = Follow()

@@ -87,8 +87,8 @@ def modelled(model: nn.Module, size: Sequence[int], batch: int = 1, device: Devi
     """Return the costs of a model, estimated from its arithmetic and memory traffic on ``device``.
 
     Args:
-        model: a model that is a list of layer calls, on any device, the meta device included. The
-            model is not changed, and no tensor is allocated.
+        model: a list of layer calls (an nn.Sequential or a distseg.Network) on any device, the meta
+            device included. The model is not changed, and no tensor is allocated.
         size: the size of a window in pixels.
         batch: images of a micro-batch.
         device: the throughput of the device to model.
@@ -141,7 +141,8 @@ def measured(model: nn.Module, size: Sequence[int], batch: int = 1, repeats: int
     change.
 
     Args:
-        model: a model that is a list of layer calls, on the device to measure.
+        model: a list of layer calls (an nn.Sequential or a distseg.Network), on the device to
+            measure.
         size: the size of a window in pixels.
         batch: images of a micro-batch.
         repeats: number of runs of each layer; the fastest one counts.

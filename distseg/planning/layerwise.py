@@ -21,11 +21,11 @@ from distseg.tiling.graph import last_readings
 
 
 class Alone:
-    """One layer on detached inputs.
+    """One layer on detached inputs, which runs forward and backward without the rest of the model.
 
     Args:
         layer: the layer.
-        inputs: its inputs, which are detached here.
+        inputs: the layer's inputs. The constructor detaches them.
         image: the index of the network's image among the inputs, or None if the layer does not read
             the image. The image needs no gradient.
         readers: the number of layers that read the result.
@@ -80,7 +80,7 @@ def alone(model: nn.Module, x: Tensor) -> Iterator[tuple[str, Alone]]:
     The caller must run the layer's forward pass before it asks for the next layer.
 
     Args:
-        model: a model that is a list of layer calls.
+        model: a list of layer calls (an nn.Sequential or a distseg.Network).
         x: the images, (N, C, *size).
     """
     calls = calls_of(model)

@@ -491,8 +491,13 @@ def _divisors(number: int) -> list[int]:
 def _some_tiles(image: Sequence[int], grid: Size, stride: Sequence[int]):
     """Return the tiles of a grid, or of a smaller grid if it has more than 64 tiles.
 
-    The smaller grid has tiles of the largest size and at most three of them along each dim. It
-    still has tiles at corners and borders, and inner ones.
+    The smaller grid has at most three tiles along each dim, all about as large as the largest tile
+    of the grid. It still has tiles at corners and borders, and inner ones.
+
+    Args:
+        image: the size of the image.
+        grid: the number of tiles along each dim.
+        stride: the total stride of the network along each dim.
     """
     if grid.volume <= 64:
         return tiles(image, grid, stride)
@@ -506,8 +511,11 @@ def _some_tiles(image: Sequence[int], grid: Size, stride: Sequence[int]):
 def _largest(borders: Sequence[int]) -> int:
     """Return the index of the longest tile along a dim.
 
-    If the dim has more than two tiles, only the inner ones are considered, because they have a halo
-    on both sides. ``borders`` are the positions of tile borders from 0 to the size of the image.
+    If the dim has more than two tiles, only the inner tiles are considered, because they have a
+    halo on both sides.
+
+    Args:
+        borders: the positions of tile borders, from 0 to the size of the image.
     """
     lengths = [b - a for a, b in zip(borders, borders[1:])]
     inner = range(1, len(lengths) - 1) if len(lengths) > 2 else range(len(lengths))

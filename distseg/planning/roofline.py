@@ -66,7 +66,10 @@ def modelled_device(kind: str) -> Device:
 
 
 def this_cpu() -> Device:
-    """Measure this machine's CPU with PyTorch's current number of threads, in half a second."""
+    """Return the measured throughput of this machine's CPU, which takes half a second.
+
+    A convolution and a copy run with PyTorch's current number of threads.
+    """
     x, w = torch.randn(1, 64, 128, 128), torch.randn(64, 64, 3, 3)
     a, b = torch.ones(2**24), torch.empty(2**24)
     convolution = fastest(lambda: F.conv2d(x, w, padding=1), 3)

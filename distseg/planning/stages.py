@@ -58,8 +58,8 @@ class Splitter:
 
         The windows of streamed tiles overlap, so some cells are computed more than once. A layer's
         cost grows in proportion. The overlap depends on the split itself, so the search runs for a
-        few rounds: the overlap of one split gives the costs that the next split is found by. Each
-        split is judged by the costs with its own overlap, and the best one is returned.
+        few rounds: the overlap of one split gives the costs by which the next split is found. Each
+        split is judged by the costs with its own overlap, and the best split is returned.
 
         Args:
             costs: the costs of the layers on a rank's part of the image, without overlap.

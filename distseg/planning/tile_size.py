@@ -320,9 +320,10 @@ _THIN = 32  # number of rows below which the windows of such tiles would overlap
 class BudgetTiling:
     """Tile sizes that stay within ``budget`` bytes and take the least estimated time.
 
-    A call returns the size of a tile in cells of the segment's result. If the budget allows, it is
-    a multiple of the area that one cell of the segment's coarsest feature map covers. All windows
-    then have one size, so freed memory and prepared kernels are reused.
+    A call returns the size of a tile in cells of the segment's result. If the budget allows, each
+    side is a multiple of the cells that one cell of the segment's coarsest feature map covers. All
+    windows then have one size, so PyTorch reuses freed memory and the kernels that it has chosen
+    for this size.
 
     Args:
         activations: the memory model of the network.
@@ -450,9 +451,9 @@ class _Costs:
     """Constants of the time estimate by which tile sizes are compared.
 
     Attributes:
-        near: a tile whose tensors take up to this many bytes is not slowed down by its size. Larger
+        near: bytes of a tile's tensors up to which the size does not slow the tile down. Larger
             tensors leave larger gaps in the allocator's memory.
-        share: if this fraction of the budget is more than ``near``, it takes the place of ``near``.
+        share: fraction of the budget that replaces ``near`` if it is more bytes.
         cut: factor on the time of tiles that are not whole rows.
         run: cost of reading or writing one contiguous run of values on the disk, as the number of
             values whose traffic takes the same time.

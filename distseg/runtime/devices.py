@@ -121,7 +121,7 @@ def check_there(pipeline: PipelineConfig) -> None:
 
 
 def stages_of(pipeline: PipelineConfig) -> int:
-    """Return the number of stages that the settings of ``placement: devices`` give."""
+    """Return the number of stages for ``placement: devices``, from the devices or the balance."""
     return len(pipeline.devices or pipeline.balance)
 
 
@@ -196,11 +196,11 @@ class DevicePipeline:
     def _current(self) -> MicroBatch:
         """Return the micro-batch that this thread computes.
 
-        torchgpipe gives a layer a chunk of the batch without the number of the micro-batch. Passing
-        the number as a tensor does not work, because checkpointing needs a gradient of every
-        tensor. But torchgpipe keeps one tracker of skips for each micro-batch, in all stages and in
-        recomputation. The first stage computes micro-batches in order, so the n-th tracker that is
-        seen belongs to micro-batch n.
+        torchgpipe calls a layer without the number of the micro-batch. The number cannot be passed
+        as a tensor, because checkpointing needs a gradient of every tensor. But torchgpipe keeps
+        one tracker of skips for each micro-batch, in all stages and in recomputation. The first
+        stage computes micro-batches in order, so the n-th tracker that is seen belongs to
+        micro-batch n.
         """
         from torchgpipe.skip.tracker import current_skip_tracker
 
@@ -271,10 +271,12 @@ class _Beside(torch.autograd.Function):
 
 
 def _handed_on(edges: Sequence[Edge]) -> Edge | None:
-    """Return the edge between neighbouring stages; torchgpipe passes its feature map on as output.
+    """Return the edge that torchgpipe treats as a stage's input or output: to a neighbouring stage.
 
-    ``edges`` are the incoming or the outgoing edges of a stage. All other edges are skips. Return
-    None if there are no edges, as at the ends of the network.
+    All other edges are skips. Return None if there are no edges, as at the ends of the network.
+
+    Args:
+        edges: the incoming edges of a stage, or its outgoing edges.
 
     Raises:
         ValueError: if edges exist, but none of them joins neighbouring stages.
@@ -294,7 +296,7 @@ def _check_alike(units: Sequence[MicroBatch]) -> None:
     if len(sizes) > 1 or len(units[0].pieces) > 1:
         found = sorted(f"{images} x {'x'.join(map(str, size))}" for images, size in sizes)
         raise ValueError(
-            "with pipeline.placement devices all micro-batches of a step must have one size, but "
-            f"these have (images x window) {', '.join(found)}: "
+            "with pipeline.placement devices each micro-batch must be one tile, and all of a step "
+            f"must have one size, but these have (images x window) {', '.join(found)}: "
             "set data.crop, or pipeline.placement to linear"
         )

@@ -61,7 +61,7 @@ def keeping_all(program: Sequence[Operation]) -> list[Operation]:
 
 
 def _pairs(program: Sequence[Operation]) -> Iterator[tuple[int, int]]:
-    """Yield the indices of each tile's forward and backward pass in the program."""
+    """Yield (index of the forward pass, index of the backward pass) for each tile of a program."""
     there: dict[tuple, int] = {}
     for place, op in enumerate(program):
         if isinstance(op, ForwardTile):

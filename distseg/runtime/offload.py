@@ -109,6 +109,8 @@ class Map:
     def within(self, buffer_for: Tensor, box: Box) -> Tensor:
         """Return the first values of a buffer as a view with the shape of a smaller part.
 
+        A message may have fewer rows than the buffer that receives it.
+
         Args:
             buffer_for: the buffer, from :meth:`buffer_for`.
             box: a part with at most as many cells as the buffer.

@@ -190,10 +190,11 @@ class Partition:
 
 
 def _kept(layer: nn.Module) -> list[Tensor]:
-    """Return the parameters of a layer and, if it has running statistics, its running mean.
+    """Return the tensors by which two layers are recognised to share weights or statistics.
 
-    If a model calls a norm several times, the counterpart of the first call may hold the running
-    statistics of all calls. The running mean of that counterpart is then returned.
+    They are the layer's parameters and, if it has running statistics, its running mean. If a model
+    calls a norm several times, the counterpart of the first call may hold the running statistics of
+    all calls. The running mean of that counterpart is then returned.
     """
     keeper = getattr(layer, "running", layer)
     running = (keeper if isinstance(keeper, nn.Module) else layer)._buffers.get("running_mean")

@@ -63,9 +63,9 @@ class Trace:
 
     @contextmanager
     def span(self, kind: str, name: str) -> Iterator[None]:
-        """Record the time inside this context as one span, also if the code in it fails.
+        """Record the time inside this context as one span, even if the code in it raises an error.
 
-        ``kind`` and ``name`` are those of :class:`Span`.
+        ``kind`` and ``name`` become the attributes of the :class:`Span`.
         """
         start = self.now()
         try:

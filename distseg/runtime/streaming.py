@@ -214,7 +214,8 @@ class StreamingExecutor:
             places: the placement of each tile batch.
             number: the number of the micro-batch.
             boxes: the tiles of the network's result to compute, for each tile batch. By default all
-                tiles are computed, in the executor's tile size; only this case is cached.
+                tiles are computed, in the executor's tile size. A plan with ``boxes`` is not
+                cached.
         """
         key = number, _sizes(places)
         if boxes is None and key in self._plans:

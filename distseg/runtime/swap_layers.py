@@ -125,7 +125,7 @@ class TiledModel(nn.Module):
 
     @property
     def has_active_norms(self) -> bool:
-        """True if any norm is active, so that all windows of an image must run together."""
+        """True if a norm is active, so that all windows of an image must run together, layer by layer."""
         return any(n.active for n in self.norms)
 
     def device_of(self, part: range) -> torch.device | None:
@@ -152,7 +152,7 @@ class TiledModel(nn.Module):
         self.__dict__.pop("dropouts", None)
 
     def begin_at(self, ranges: Sequence[range]) -> None:
-        """Prevent the layers that read a stage's input from changing this input in place.
+        """Set ``inplace`` to False in the layers that would overwrite the input of a stage.
 
         The memory of the input may belong to another stage.
 
@@ -550,9 +550,9 @@ class Folded(_Instead):
 
 
 def _calls(part: nn.Module) -> tuple[list[Call], Counter]:
-    """Return the layer calls of a network, and how many layers read each feature map.
+    """Return the layer calls of a network, and how many layers read each feature map, by number.
 
-    The network may also be a Sequential with skips that begin or end outside the Sequential.
+    The network may also be a Sequential whose skips begin or end in another part of the model.
     """
     try:
         calls = calls_of(part)
@@ -638,6 +638,9 @@ def _check_own_layers(model: nn.Module) -> None:
     """Refuse norms and dropouts that are modified, or that the model has under several names.
 
     Statistics and dropout masks belong to one name in the model.
+
+    Raises:
+        ValueError: the model has such a layer. The message names it.
     """
     places: dict[nn.Module, str] = {}
     for name, layer in model.named_modules(remove_duplicate=False):

@@ -187,7 +187,7 @@ class Transfers:
         self._queues: dict[tuple, deque[Sending | Receiving]] = {}
 
     def begin(self, transfer: _T, peer: int, tag: int) -> _T:
-        """Register and return a transfer, which :meth:`progress` then advances.
+        """Register ``transfer``, so that :meth:`progress` advances it, and return it.
 
         Args:
             transfer: the transfer.
@@ -226,7 +226,7 @@ class Transfers:
 
     @contextmanager
     def moving(self) -> Iterator[None]:
-        """Advance transfers while this rank waits for anything inside this context."""
+        """Return a context in which each wait of this rank also advances all transfers."""
         with self._mail.waits.moving(self.progress):
             yield
 

@@ -149,9 +149,9 @@ class Graph(Sequence[Node]):
         return found
 
     def needed_for(self, result: int, there: Container[int]) -> list[int]:
-        """Return the numbers of the nodes that compute map ``result``, in order.
+        """Return the numbers of the nodes that must run to compute map ``result``, in order.
 
-        They compute it from the image and from the maps in ``there``, which need not be computed.
+        The image and the maps in ``there`` exist already, so their nodes are left out.
         """
         wanted, found = {result}, []
         for number in reversed(range(result)):

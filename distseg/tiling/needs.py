@@ -95,8 +95,8 @@ def needs_along(
             needs only the cells that it owns, because the exchange brings all others.
 
     Returns:
-        A list with the spans of each of these nodes. A dict with a list for each map that they read
-        or compute: the span that each tile must have.
+        A list with the spans of each of these nodes. A dict that has, for the number of each map
+        that they read or compute, a list with the span that each tile must have.
     """
     needed = _needed(graph, numbers, dim, sizes, wanted, owned, points)
     has = {source: needed[source] for source in needed.keys() - {number + 1 for number in numbers}}

@@ -86,16 +86,24 @@ def sums(costs: Sequence[float]) -> np.ndarray:
 def even_split(layers: int, stages: int) -> list[int]:
     """Return numbers of layers per stage that are as equal as possible.
 
-    They differ by at most one, and the larger ones come first.
+    The numbers differ by at most one, and the larger numbers come first.
+
+    Args:
+        layers: the number of layers.
+        stages: the number of stages.
     """
     _check_stages(layers, stages)
     return [layers // stages + (stage < layers % stages) for stage in range(stages)]
 
 
 def torchgpipe_split(seconds: Sequence[float], stages: int) -> list[int]:
-    """Return the split of torchgpipe's ``balance_by_time`` for the layers' seconds.
+    """Return the number of layers per stage that torchgpipe's ``balance_by_time`` would choose.
 
-    It is a block partition (Bárány and Grinberg 2015).
+    The split is a block partition (Bárány and Grinberg 2015).
+
+    Args:
+        seconds: the seconds of each layer.
+        stages: the number of stages.
 
     Raises:
         ImportError: torchgpipe is not installed.

@@ -81,7 +81,10 @@ DEVICES: dict[str, Callable[[], Device]] = {"v100": lambda: V100, "cpu": this_cp
 
 
 def fastest(call: Callable[[], object], repeats: int, device=torch.device("cpu")) -> float:
-    """Return the seconds of the fastest of ``repeats`` calls; one call before them warms up."""
+    """Return the seconds of the fastest of ``repeats`` calls, after one call that warms up.
+
+    The seconds include the work that a call queues on ``device``.
+    """
     return min([seconds_of(call, device) for _ in range(repeats + 1)][1:])
 
 

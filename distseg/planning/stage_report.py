@@ -101,8 +101,14 @@ def others(model: str, costs: Costs, stages: int, policy: Policy) -> dict[str, l
     """Return other splits by name: ``even``, ``torchgpipe`` and ``paper`` (Seal et al. 2020).
 
     A split is the number of layers of each stage. A split is left out if one of its stages is
-    empty, or if torchgpipe is not installed or Seal et al. 2020 give no split of ``model`` into
-    ``stages`` stages.
+    empty. ``torchgpipe`` is left out if torchgpipe is not installed, and ``paper`` if Seal et al.
+    2020 give no split of the model into this number of stages.
+
+    Args:
+        model: the name of the model.
+        costs: the costs of the layers, from which torchgpipe finds its split.
+        stages: the number of stages.
+        policy: the schedule and recomputation, on which a layer's seconds depend.
     """
     # These balances know one cost per layer, whatever its stage, so forward passes are averaged.
     passes = sum(policy.forward_passes(stage, stages) for stage in range(stages)) / stages

@@ -42,7 +42,9 @@ class Splitter:
     def slowest(self, costs: Costs, split: Sequence[int]) -> float:
         """Return the seconds that the slowest rank computes for one micro-batch.
 
-        ``split`` is the number of layers of each stage.
+        Args:
+            costs: the costs of the layers.
+            split: the number of layers of each stage.
         """
         busy: Counter = Counter()
         seconds = stage_seconds(costs, ranges_of(costs), self.policy, len(self.placement))

@@ -439,7 +439,12 @@ class BudgetTiling:
 
 
 def _middle(result: Box, size: Sequence[int]) -> Box:
-    """Return the tile of this size in the middle of ``result``. It has the most neighbours."""
+    """Return the tile in the middle of ``result``, which has the most neighbours.
+
+    Args:
+        result: the box that is cut into tiles.
+        size: the number of cells of a tile along each dim.
+    """
     starts = [
         a + (-(-(b - a) // s) - 1) // 2 * s for a, b, s in zip(result.start, result.stop, size)
     ]

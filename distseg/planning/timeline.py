@@ -147,7 +147,11 @@ def _first_stage(spans: Sequence[Span], rank: int) -> int:
 def _is_later(span: Span, first_stage: Mapping[int, int]) -> bool:
     """Return True if a span belongs to a stage that is not the first stage of its rank.
 
-    Return False for spans of no stage. ``first_stage`` is the first stage of each rank.
+    Return False if the span's name does not begin with an action such as ``F3,0``.
+
+    Args:
+        span: the span.
+        first_stage: the lowest stage of each rank.
     """
     action = ACTION.match(span.name)
     return action is not None and int(action[2]) > first_stage[span.rank]
@@ -186,7 +190,11 @@ def _draw_boxes(axis, rank: int, spans: Sequence[Span], later: bool) -> None:
 def _write_number(axis, span: Span, later: bool, smallest: float) -> None:
     """Write the number of the micro-batch into a box if the box is wide enough.
 
-    ``smallest`` is the width of a digit in seconds on the time axis.
+    Args:
+        axis: the matplotlib axes.
+        span: the span that the box stands for.
+        later: True if the box is hatched, so that the number needs a background.
+        smallest: the width of a digit, in seconds on the time axis.
     """
     action = ACTION.match(span.name)
     if action and span.kind not in ("wait", *_ABOVE) and span.seconds > smallest * len(action[1]):
@@ -253,7 +261,11 @@ def write_trace(
 ) -> None:
     """Write a trace file that ui.perfetto.dev and chrome://tracing can open.
 
-    ``output`` is the path of the file. The other arguments are those of :func:`trace_events`.
+    Args:
+        spans: the spans of all ranks.
+        output: the path of the file.
+        job: the number of the job, which the trace uses as process id.
+        rows: names of the ranks; ``rank 0`` and so on by default.
     """
     output = Path(output)
     output.parent.mkdir(parents=True, exist_ok=True)

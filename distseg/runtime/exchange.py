@@ -51,8 +51,8 @@ class TrueReach(ReceptiveField):
 class HeldReach(TrueReach):
     """Receptive field of tiles that exchange halos.
 
-    A tile reads its own pixels, and those pixels beyond them that its layers need before the first
-    exchange.
+    A tile reads the pixels that it owns. It also reads the pixels around them that its layers need
+    before the first exchange.
     """
 
     def window(self, tile: Box, image: Sequence[int]) -> Box:

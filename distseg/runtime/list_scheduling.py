@@ -41,7 +41,11 @@ def listed_gpipe(placement: Sequence[int], micro_batches: int) -> list[list[Acti
     """Return each rank's actions: all forward passes, then the backward passes in reverse order.
 
     This is the order of GPipe. The reverse of a valid order of forward passes is a valid order of
-    backward passes. ``placement`` is the rank of each stage.
+    backward passes.
+
+    Args:
+        placement: the rank of each stage.
+        micro_batches: the number of micro-batches.
     """
     forwards = _list(_steps(placement), micro_batches, micro_batches).orders
     return [
@@ -50,18 +54,26 @@ def listed_gpipe(placement: Sequence[int], micro_batches: int) -> list[list[Acti
 
 
 def listed_1f1b(placement: Sequence[int], micro_batches: int) -> list[list[Action]]:
-    """Return each rank's actions in the order of 1F1B, given the rank of each stage.
+    """Return each rank's actions in the order of 1F1B, for any placement of stages.
 
     A stage has at most as many micro-batches under way at once as there are stages.
+
+    Args:
+        placement: the rank of each stage.
+        micro_batches: the number of micro-batches.
     """
     return _fastest(_steps(placement, backward=2), micro_batches)
 
 
 def listed_zb_h1(placement: Sequence[int], micro_batches: int) -> list[list[Action]]:
-    """Return each rank's actions in the order of ZB-H1, given the rank of each stage.
+    """Return each rank's actions in the order of ZB-H1, for any placement of stages.
 
-    It fills the idle time of 1F1B with W, the weight gradients. A micro-batch stays under way until
-    its W is done.
+    ZB-H1 fills the idle time of 1F1B with W, the computation of weight gradients. A micro-batch
+    stays under way until its W is done.
+
+    Args:
+        placement: the rank of each stage.
+        micro_batches: the number of micro-batches.
     """
     return _fastest(_steps(placement, backward=1, weight=1), micro_batches)
 

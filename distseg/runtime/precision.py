@@ -16,6 +16,11 @@ def choose(config: TrainConfig, device: torch.device, world) -> tuple[str, bool]
     bf16 needs AVX512-BF16 or AMX on a CPU, or an Ampere or later GPU. On other devices bf16 is
     emulated, which is slower than fp32. bf16 is faster than fp32 only together with channels_last
     (benchmarks/performance.md).
+
+    Args:
+        config: the settings ``precision`` and ``channels_last``.
+        device: the device of this rank.
+        world: the communicator of all ranks.
     """
     fast = all(world.allgather(fast_bf16(device)))
     precision = config.precision if config.precision != "auto" else ("bf16" if fast else "fp32")

@@ -45,7 +45,13 @@ from distseg.runtime.list_scheduling import LISTED
 
 
 def gpipe(stage: int, stages: int, micro_batches: int) -> Iterator[Action]:
-    """Yield a stage's forward passes, then its backward passes, last micro-batch first (GPipe)."""
+    """Yield a stage's forward passes, then its backward passes, last micro-batch first (GPipe).
+
+    Args:
+        stage: the number of the stage.
+        stages: the number of stages.
+        micro_batches: the number of micro-batches.
+    """
     for m in range(micro_batches):
         yield Forward(stage, m)
     for m in reversed(range(micro_batches)):
@@ -57,6 +63,11 @@ def one_f_one_b(stage: int, stages: int, micro_batches: int) -> Iterator[Action]
 
     The number of forward passes at the beginning is the number of stages after this stage, or
     ``micro_batches`` if that is smaller.
+
+    Args:
+        stage: the number of the stage.
+        stages: the number of stages.
+        micro_batches: the number of micro-batches.
     """
     ahead = min(stages - 1 - stage, micro_batches)
     for m in range(ahead):
@@ -69,12 +80,17 @@ def one_f_one_b(stage: int, stages: int, micro_batches: int) -> Iterator[Action]
 
 
 def zb_h1(stage: int, stages: int, micro_batches: int) -> Iterator[Action]:
-    """Yield a stage's actions in ZB-H1: those of 1F1B, with separate weight gradients.
+    """Yield a stage's actions in ZB-H1: the actions of 1F1B, and separate weight gradients.
 
     B is the gradient of the inputs and W the gradients of the weights. After the B of micro-batch m
     comes the W of micro-batch m - ``stage``. Stage s of S holds at most S - s micro-batches that
-    wait for their B, and s micro-batches that wait for their W. Each stage thus holds at most S, as
-    many as the first stage in 1F1B.
+    wait for their B, and s micro-batches that wait for their W. Each stage thus holds at most S
+    micro-batches, as many as the first stage in 1F1B.
+
+    Args:
+        stage: the number of the stage.
+        stages: the number of stages.
+        micro_batches: the number of micro-batches.
     """
     done = 0
     for action in one_f_one_b(stage, stages, micro_batches):

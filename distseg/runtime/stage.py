@@ -25,25 +25,36 @@ LOSS = -1  # Key of the last stage's output: the partial sums of the loss.
 
 
 class Head(Protocol):
-    """Interface of what the last stage does with its results.
+    """Interface of the object that gets the network's results in the last stage.
 
-    In training it computes the partial sums of the loss, and the loss gradient.
+    In training, this object computes the partial sums of the loss, and the loss gradient.
     """
 
     def rows(self, unit: MicroBatch, outputs: list[Tensor]) -> list[Tensor]:
         """Return the partial sums of the loss, one tensor with a graph for each tile batch.
 
-        ``outputs`` are the network's results, one for each tile batch.
+        Args:
+            unit: the micro-batch, with its labels.
+            outputs: the network's results, one for each tile batch.
         """
 
     def note(self, unit: MicroBatch, rows: list[Tensor]) -> None:
-        """Record the partial sums of a micro-batch (``rows``).
+        """Record the partial sums of a micro-batch.
 
-        This is called in the first forward pass only, not when the pass is repeated.
+        This method is called in the first forward pass only, not when the pass is repeated.
+
+        Args:
+            unit: the micro-batch.
+            rows: the partial sums that :meth:`rows` returned.
         """
 
     def loss_grads(self, unit: MicroBatch, rows: list[Tensor]) -> list[Tensor]:
-        """Return the gradient of the loss with respect to each tile batch's partial sums."""
+        """Return the gradient of the loss with respect to each tile batch's partial sums.
+
+        Args:
+            unit: the micro-batch.
+            rows: the partial sums that :meth:`rows` returned.
+        """
 
 
 @dataclass
@@ -138,9 +149,11 @@ class Stage:
             self._kept[m] = unit, inputs, self.run(unit, inputs)
 
     def run(self, unit: MicroBatch, inputs: Tensors) -> Tensors:
-        """Compute the outgoing feature maps from the incoming ones.
+        """Return the outgoing feature maps with their autograd graph.
 
-        The arguments and the result are those of :meth:`forward`, but the result has a graph.
+        Args:
+            unit: the micro-batch.
+            inputs: the incoming feature maps, as for :meth:`forward`.
         """
         places = [p.place for p in unit.pieces]
         with self.autocast():

@@ -907,10 +907,14 @@ class MicroBatchRun:
         self.transfers.progress()
 
     def _wait_for_rows(self, i: int, tensor_id: int, row: int | None = None) -> None:
-        """Wait until rows of a feature map of tile batch ``i`` have arrived.
+        """Wait until rows of a feature map have arrived from another rank.
 
-        These are the rows before ``row``, or all rows if ``row`` is None. Return at once if this
-        rank computes the feature map.
+        Return at once if this rank computes the feature map.
+
+        Args:
+            i: the index of the tile batch.
+            tensor_id: the number of the feature map.
+            row: the row before which all rows must have arrived; None for all rows of the map.
         """
         if (coming := self._receiving.get((i, tensor_id))) is not None:
             self.transfers.wait_for(

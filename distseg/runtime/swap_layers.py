@@ -125,7 +125,7 @@ class TiledModel(nn.Module):
 
     @property
     def has_active_norms(self) -> bool:
-        """True if a norm is active, so that all windows of an image must run together, layer by layer."""
+        """True if a norm is active. An active norm needs all windows of an image at once."""
         return any(n.active for n in self.norms)
 
     def device_of(self, part: range) -> torch.device | None:

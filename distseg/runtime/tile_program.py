@@ -152,7 +152,7 @@ def receives(plan: StagePlan) -> list[Operation]:
 
 
 def gradient_receives(plan: StagePlan, stage: int) -> list[Operation]:
-    """Return the operations that receive the gradients of the feature maps a stage has sent."""
+    """Return the receives of the gradients of the feature maps that a stage of this rank sent."""
     made = [plan.stop(s) for s in plan.of_stage(stage) if not plan.is_last(s)]
     return [
         RecvGradRows(plan.number, tensor_id, reader)
@@ -330,9 +330,9 @@ def peak(plan: StagePlan, sizes: Callable[[int, int], int]) -> int:
 
 
 def _written(plan: StagePlan, op: Operation) -> list[tuple[str, int, int]]:
-    """Return a key for each feature map and gradient that an operation writes.
+    """Return a key for each stored feature map and gradient that an operation writes.
 
-    A key is (``map`` or ``gradient``, tile batch, feature map).
+    A key is (``map`` or ``gradient``, index of the tile batch, number of the feature map).
     """
     if isinstance(op, ForwardTile):
         return [("map", op.block, plan.stop(op.segment))]

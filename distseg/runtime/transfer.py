@@ -207,9 +207,12 @@ class Transfers:
                 del self._queues[kind, peer, tag]
 
     def wait_for(self, receiving: Receiving, row: int, what: str) -> None:
-        """Wait until all rows of a transfer before ``row`` have arrived.
+        """Wait until all rows of a feature map before ``row`` have arrived.
 
-        ``what`` names the feature map in the error of a timeout.
+        Args:
+            receiving: the transfer of the feature map.
+            row: the first row that need not have arrived.
+            what: the name of the feature map, for the error message of a timeout.
         """
         row = min(row, receiving.box.stop[0])
         while receiving.there < row:
@@ -217,9 +220,11 @@ class Transfers:
             self._until(lambda: receiving.there > before, what, "wait")
 
     def wait_sent(self, sending: Sending, what: str) -> None:
-        """Wait until all rows of a transfer are sent.
+        """Wait until all rows of a feature map are sent.
 
-        ``what`` names the feature map in the error of a timeout.
+        Args:
+            sending: the transfer of the feature map.
+            what: the name of the feature map, for the error message of a timeout.
         """
         if not sending.done:
             self._until(lambda: sending.done, what, "send")

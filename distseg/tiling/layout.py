@@ -332,7 +332,11 @@ def _mapped(node: Node, n: int, m: int, tiles: int, inner: Iterable[int]) -> _Ma
 def _eats(node: Node, dim: int, before: _Map, after: _Map) -> bool:
     """Return True if some tile needs cells of other tiles for its part of a node's result.
 
-    ``before`` and ``after`` are the sizes and tile borders of the first input and of the result.
+    Args:
+        node: the node.
+        dim: the dim.
+        before: size and tile borders of the node's first input along the dim.
+        after: size and tile borders of the node's result along the dim.
     """
     pattern = node.along(dim)
     if pattern is not None and pattern.alike:
@@ -474,8 +478,8 @@ def _reach_along(graph: Graph, dim: int) -> tuple[int, int]:
 def _sized_reach(graph: Graph, dim: int, stride: int) -> int:
     """Return the largest halo along a dim in a sample of tiles and image sizes.
 
-    It is used if some access pattern depends on the sizes of maps, as the halo then depends on the
-    size of the image. ``stride`` is the total stride along the dim.
+    :func:`reach_of` uses this function if some access pattern depends on the sizes of maps. The
+    halo then depends on the size of the image. ``stride`` is the total stride along the dim.
     """
     found = 0
     long = _LONG * stride

@@ -118,9 +118,13 @@ class Fit(AccessPattern):
         return self.follow.pixels(before)
 
     def before(self, n: int, m: int) -> int:
-        """Return the number of cells added in front of a map of n cells that gets m cells.
+        """Return the number of cells that are added in front of a map to change its size.
 
         The number is negative if cells are cropped.
+
+        Args:
+            n: the number of cells of the map.
+            m: the number of cells of the result.
         """
         return in_front(self.side, m - n)
 
@@ -134,7 +138,10 @@ SIDES = ("half", "larger half", "all", "none")
 def in_front(side: str | int, more: int) -> int:
     """Return how many of ``more`` added cells lie in front of the map.
 
-    ``side`` is one of ``SIDES``, or this number itself. A negative ``more`` is a crop.
+    Args:
+        side: the attribute of :class:`Fit`: one of ``SIDES``, or a number of cells, which is
+            returned as it is.
+        more: the number of cells that are added; negative for a crop.
     """
     if isinstance(side, int):
         return side

@@ -45,9 +45,10 @@ class Alone:
         return self.output
 
     def backward(self) -> None:
-        """Run the backward pass for its cost: the gradient of the output is arbitrary.
+        """Run the backward pass, so that its time and memory can be measured.
 
-        The gradients of inputs and parameters are computed and discarded.
+        The gradient of the output is arbitrary. The gradients of inputs and parameters are computed
+        and discarded.
         """
         inputs = [t for t in (*self.inputs, *self.layer.parameters()) if t.requires_grad]
         if inputs and self.output.requires_grad:

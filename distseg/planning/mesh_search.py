@@ -358,9 +358,10 @@ class Planner:
         """Return a lower bound of the seconds that a step takes in a layout.
 
         The first micro-batch must go through all stages, which takes the seconds of all layers. The
-        slowest stage then computes the other micro-batches. Each takes it at least the seconds of
-        all layers, divided by the number of stages. With the schedule zb-h1, weight gradients may
-        be computed later, so the first micro-batch counts with only half of its seconds.
+        slowest stage also computes the other micro-batches. For each of them, it takes at least the
+        seconds of all layers, divided by the number of stages. With the schedule zb-h1, weight
+        gradients may be computed later, so the first micro-batch counts with only half of its
+        seconds.
         """
         tile = self.tile_work(layout.tiles, layout.exchange)
         again = 1 if layout.recompute == "always" and layout.stages == 1 else 0

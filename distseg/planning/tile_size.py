@@ -485,7 +485,7 @@ _LEAST = 8  # smallest side of a tile in cells
 
 
 def _counts(most: int) -> list[int]:
-    """Return 1, 2, 3, ... up to ``most``, in steps that grow by about a quarter."""
+    """Return numbers from 1 to ``most``; each is one more or a quarter more than the last."""
     found, n = [], 1
     while n < most:
         found.append(n)

@@ -81,7 +81,7 @@ def short_form(spans: Sequence[Span], cycle: float = 1.0) -> str:
 
 
 def _place(span: Span) -> tuple[int, int]:
-    """Return the micro-batch and the stage of an action's span."""
+    """Return the numbers of micro-batch and stage from a span's name; ``F3,0`` gives (3, 0)."""
     match = ACTION.match(span.name)
     if not match:
         raise ValueError(

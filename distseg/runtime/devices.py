@@ -271,9 +271,10 @@ class _Beside(torch.autograd.Function):
 
 
 def _handed_on(edges: Sequence[Edge]) -> Edge | None:
-    """Return the edge that torchgpipe treats as a stage's input or output: to a neighbouring stage.
+    """Return the edge from the previous stage, or the edge to the next stage.
 
-    All other edges are skips. Return None if there are no edges, as at the ends of the network.
+    torchgpipe passes the feature map of this edge as the stage's input or output. All other edges
+    are skips. Return None if there are no edges, as at the ends of the network.
 
     Args:
         edges: the incoming edges of a stage, or its outgoing edges.

@@ -146,7 +146,7 @@ class Exchange:
         """Return a function that computes one layer on all tiles of this rank.
 
         The function takes the number of the layer and the layer, and returns its output for each
-        tile. All ranks that share the image must call it together.
+        tile. All ranks that share the image must call the returned function together.
 
         Args:
             maps: for each tile, the feature maps by number, (B, C, *size), in the boxes that the

@@ -208,8 +208,12 @@ def _streams(plans: Sequence[StagePlan]) -> tuple[list[_Group], list[_Group]]:
 def _groups(operations: Iterable[Operation], plan: StagePlan) -> list[_Group]:
     """Return the operations of one micro-batch, grouped by tile.
 
-    Operations before the first tile are moved after the last tile. They drop feature maps that only
-    other ranks read, which is possible once all rows are sent.
+    Operations before the first tile are moved after the last tile. These operations drop feature
+    maps that only other ranks read, which is possible once all rows are sent.
+
+    Args:
+        operations: the operations, in order.
+        plan: the rank's plan of the micro-batch.
     """
     before: list[Operation] = []
     found: list[list[Operation]] = []

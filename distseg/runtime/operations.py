@@ -162,8 +162,8 @@ class OutputTile(TileOperation):
 class BackwardTile(KeptTile):
     """Backward pass of a tile.
 
-    It adds to the gradients of the feature maps that the forward pass read. If the forward pass
-    kept no graph, the tile is computed again with a graph first.
+    The backward pass adds to the gradients of the feature maps that the forward pass read. If the
+    forward pass kept no graph, the tile is first computed again with a graph.
     """
 
     verb = "backward"
@@ -210,7 +210,7 @@ class Measure(MapOperation):
 class Statistic(MapOperation):
     """Computation of the statistics of the norms that read a feature map, from all tiles.
 
-    All ranks that share these statistics must run it together.
+    All ranks that share these statistics must run this operation together.
     """
 
     verb = "statistic"
@@ -238,7 +238,7 @@ class SendHaloGrad(MapOperation):
 class FinalizeStatistics(MapOperation):
     """Sum over all tiles of the gradient with respect to a norm's statistics.
 
-    All ranks that share these statistics must run it together.
+    All ranks that share these statistics must run this operation together.
     """
 
     verb = "finalize"
@@ -282,7 +282,7 @@ class SendGradRows(SendRows):
 class Loss(Operation):
     """Computation of the loss gradient from the partial sums of all ranks.
 
-    All ranks must run it together.
+    All ranks must run this operation together.
     """
 
     micro_batch: int

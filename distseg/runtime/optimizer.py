@@ -151,8 +151,8 @@ def _cosine(start: float, stop: float, t: float) -> float:
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float, epoch: int) -> None:
     """Set the learning rate of each parameter group of an optimizer.
 
-    It is ``rate`` times the group's factor (``optim.rates``), or 0 before the epoch in which the
-    group thaws (``optim.thaw``).
+    A group's learning rate is ``rate`` times the group's factor (``optim.rates``), or 0 before the
+    epoch in which the group thaws (``optim.thaw``).
 
     Args:
         optimizer: an optimizer from :func:`make_optimizer`.

@@ -93,7 +93,8 @@ def soon(order: Sequence[Action], place: int) -> list[Action]:
     """Return the actions whose receives are posted when action ``order[place]`` begins.
 
     These are the first ``1 + AHEAD`` forward and backward passes from this action on, this action
-    included. Weight gradients are left out, because they receive nothing.
+    included. ``AHEAD`` is a constant of this module. Weight gradients are left out, because they
+    receive nothing.
     """
     receiving = (a for a in islice(order, place, None) if not isinstance(a, Weight))
     return list(islice(receiving, 1 + AHEAD))

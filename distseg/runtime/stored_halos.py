@@ -39,7 +39,7 @@ class StoredHalos:
     ) -> None:
         """Fill the halo of a stored feature map with cells from the ranks that own them.
 
-        All ranks that share the images must call it together.
+        All ranks that share the images must call this method together.
 
         Args:
             tensor_id: the number of the feature map.

@@ -455,7 +455,7 @@ class LayoutTiles:
     def computed(self, block: int, tensor_id: int) -> Box:
         """Return the box of a feature map that a rank computes for a tile batch.
 
-        It has no cells that come from other tiles by an exchange.
+        The box excludes cells that come from other tiles by an exchange.
         """
         return self.layouts[block].computed(tensor_id, self.cells[block])
 
@@ -508,9 +508,12 @@ class LayoutTiles:
         )
 
     def rows(self, block: int, segment: int, rows: Span) -> dict[int, Span]:
-        """Return, for each feature map that a segment reads, the rows that are read.
+        """Return, for each feature map that a segment reads, the rows that it reads.
 
-        ``rows`` are the rows (start, stop) of the segment's result that are computed from them.
+        Args:
+            block: the index of the tile batch.
+            segment: the index of the segment.
+            rows: the rows (start, stop) of the segment's result to compute.
         """
         return rows_read(self.layouts[block], self.segments[segment], rows)
 
@@ -737,10 +740,10 @@ class MicroBatchRun:
     def _share(self, number: int, op: TileOperation) -> float:
         """Return the share of the image for which a tile counts in norm ``number``.
 
-        Norms of feature maps do not use it; for them it is 1. Other norms read a vector of the
-        image, such as the means of its channels or rows, and every tile has the whole vector. So a
-        tile counts for the share of the image's cells that it owns. If several segments compute
-        such a norm, only the tiles of the first segment have a share other than 0.
+        A norm of feature maps does not use the share, and the result is 1. Other norms read a
+        vector of the image, such as the means of its channels or rows, and every tile has the whole
+        vector. A tile then counts for the share of the image's cells that it owns. If several
+        segments compute the norm, only the tiles of the first segment have a share other than 0.
         """
         if self.norms[number].norm.parts is None:  # A norm of maps does not use its share.
             return 1.0

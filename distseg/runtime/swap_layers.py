@@ -566,7 +566,7 @@ def _calls(part: nn.Module) -> tuple[list[Call], Counter]:
 
 
 def _fold(part: nn.Module) -> None:
-    """Fuse each norm with the channel dropout before it and the ReLU or LeakyReLU after it.
+    """Fuse norms with the channel dropout before them and the ReLU or LeakyReLU after them.
 
     The norm computes these layers too. :class:`Folded` takes their places. A layer is fused only if
     no other layer reads the feature map between it and the norm.
@@ -660,7 +660,11 @@ def _image_of(model: nn.Module, size: Sequence[int], device: str | None = None) 
 
 
 def _positional_layers(model: nn.Module) -> list[str]:
-    """Return the names of the layers that must know the position of their input."""
+    """Return the names of the layers that must know the position of their input in the image.
+
+    They are norms and other layers with statistics, dropouts, and layers that read lines or vectors
+    of the image.
+    """
     return [
         name
         for name, layer in model.named_modules()

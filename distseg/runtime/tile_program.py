@@ -62,9 +62,12 @@ class TileGrid(Protocol):
         """Return the tiles of the segment's result that this rank computes, row by row."""
 
     def rows(self, block: int, segment: int, rows: Span) -> dict[int, Span]:
-        """Return, for each feature map that a segment reads, the rows that are read.
+        """Return, for each feature map that a segment reads, the rows that it reads.
 
-        ``rows`` are the rows (start, stop) of the segment's result that are computed from them.
+        Args:
+            block: the index of the tile batch.
+            segment: the index of the segment.
+            rows: the rows (start, stop) of the segment's result to compute.
         """
 
     def computed(self, block: int, tensor_id: int) -> Box:
@@ -117,7 +120,7 @@ class StagePlan:
 
     @cached_property
     def made(self) -> dict[int, int]:
-        """For each feature map that this rank computes, the segment that computes it."""
+        """The segment that computes each feature map of this rank, by the number of the map."""
         return {self.segments[s].result: s for s in self.mine}
 
     @cached_property
@@ -519,10 +522,10 @@ class _Fronts:
         )
 
     def can_go_back(self, segment: int, band: _Band) -> bool:
-        """Return True if the gradient of a row of tiles is final, so its backward pass can run.
+        """Return True if the gradient of a row of tiles is final.
 
-        It is final if all segments of this object that read these tiles have run their backward
-        passes.
+        The backward passes of these tiles can then run. The gradient is final if the segments of
+        this object have run all backward passes that read these tiles.
 
         Args:
             segment: the segment whose result the tiles are part of.
@@ -555,10 +558,14 @@ class _Fronts:
         )
 
     def grown(self, tensor_id: int, block: int) -> int | None:
-        """Return the first row of a feature map whose gradient is not final yet.
+        """Return the first row whose gradient is not final yet, if it moved since the last call.
 
-        Return None if no row of this tile batch has become final since the last call, or if all its
+        Return None if no row of the feature map has become final since the last call, or if all its
         rows are final.
+
+        Args:
+            tensor_id: the number of the feature map.
+            block: the index of the tile batch.
         """
         final = self._final(tensor_id, block)
         if final == math.inf or final <= self._sent.get(

@@ -65,7 +65,7 @@ class AccessPattern:
         """Return the number of image pixels per output cell.
 
         ``before`` is the number of image pixels per input cell. If the output follows the size of
-        another map, it is the number of image pixels per cell of that map.
+        another map, ``before`` is the number of image pixels per cell of that map.
         """
         raise NotImplementedError
 
@@ -187,7 +187,7 @@ class Interpolate(AccessPattern):
 
     Attributes:
         factor: the number of outputs per input.
-        further: the number of inputs that are read on each side in addition to the two inputs that
+        further: the number of inputs that an output reads on each side of the two inputs that
             linear interpolation reads.
     """
 

@@ -77,7 +77,10 @@ class Node:
 
     @property
     def sized(self) -> bool:
-        """True if the cells that the node reads, or its values, depend on the sizes of maps."""
+        """True if the node's result depends on the sizes of maps.
+
+        The sizes then decide which cells the node reads, or enter the values of the result.
+        """
         return self.placed or any(footprint.sized for footprint in self.footprints)
 
 
@@ -181,9 +184,11 @@ def last_readings(
 
 
 class Skip(NamedTuple):
-    """A skip connection: a map that is read by a node other than the next one.
+    """A skip connection: a map that another node reads than the next one.
 
-    The map enters node ``stash`` and is read again by node ``pop``.
+    Attributes:
+        stash: number of the map, which is also the number of the next node.
+        pop: number of the node that reads the map later.
     """
 
     stash: int

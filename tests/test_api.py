@@ -305,7 +305,7 @@ def test_weights_that_tiles_cannot_compute_are_refused(kind):
 
 
 SUMS = {
-    "means": (lambda z, y: z.flatten(1).mean(1, keepdim=True), torch.sum, "sums over pixels"),
+    "means": (lambda z, y: z.flatten(1).mean(1, keepdim=True), torch.sum, "sums over the pixels"),
     "no graph": (dice_sums, lambda sums: dice_value(sums).item(), "tensor of one number with"),
 }
 

@@ -644,7 +644,9 @@ def test_a_gradient_that_is_asked_for_alone_is_refused():
 
 @pytest.mark.parametrize("axes", [dict(samples=0), dict(tiles=(1, 0)), dict(tiles=2)])
 def test_wrong_meshes_are_named(axes):
-    with pytest.raises(ValueError, match="whole numbers of at least 1|a grid with a number for each dim"):
+    with pytest.raises(
+        ValueError, match="whole numbers of at least 1|a grid with a number for each dim"
+    ):
         distseg.init_mesh(**axes)
 
 

@@ -25,9 +25,9 @@ from distseg.tiling.tile import Box, TilePlacement
 
 
 class _Pass(threading.local):
-    """State of the forward pass that the calling thread is in; each thread has its own values.
+    """State of a forward pass, with separate values in each thread.
 
-    The attributes are those of the same names in :class:`Context`.
+    The attributes are explained at the properties of the same names in :class:`Context`.
     """
 
     def __init__(self):
@@ -67,9 +67,9 @@ class Context:
 
     @property
     def places(self) -> list[TilePlacement]:
-        """Placements of the windows of this forward pass.
+        """Placements of the windows of this forward pass, one for each window of this rank.
 
-        An assignment to it begins a new pass, and sets ``regions`` to None.
+        An assignment begins a new pass, and sets ``regions`` to None.
         """
         return self._pass.places
 
@@ -91,9 +91,10 @@ class Context:
         self._pass.regions = regions
 
     def region(self, index: int, stride: tuple[int, ...], held: Sequence[int]) -> MapView:
-        """Return the owned and available boxes of a window in a feature map.
+        """Return which cells of a feature map a window owns and which it holds.
 
-        They are those in ``regions``, or computed from ``stride`` if ``regions`` is None.
+        The boxes are taken from ``regions``. If that is None, they are computed from the boxes of
+        the window and its tile in the image, divided by ``stride``.
 
         Args:
             index: index of the window in ``places``.
@@ -113,10 +114,10 @@ class Context:
         )
 
     def owns_all(self, size: tuple[int, ...]) -> bool:
-        """Return True if the first window owns all cells that it holds of a feature map.
+        """Return True if the first window has no halo in the feature map that a layer reads.
 
-        This is decided by the boxes in ``regions``. If ``regions`` is None, the window owns all
-        cells only if its tile is the whole image.
+        If ``regions`` is set, the window's owned box there must have ``size``. If ``regions`` is
+        None, the window's tile must be the whole image.
 
         Args:
             size: number of cells of the map that the window holds, along each dim.
@@ -137,9 +138,10 @@ class Context:
 
     @property
     def tracking(self) -> bool:
-        """True if norms add this forward pass to their running statistics.
+        """True if norms add the statistics of this forward pass to their running statistics.
 
-        False if the pass repeats an earlier pass of the same images, which was added already.
+        False if the pass repeats an earlier pass of the same images, for instance to recompute
+        activations. The statistics of these images were added already.
         """
         return self._pass.tracking
 

@@ -29,7 +29,10 @@ from distseg.tiling.tile import Box
 
 @dataclass(frozen=True)
 class _Call:
-    """One convolution call: its arguments other than tensors, with one number per spatial dim."""
+    """Settings of one convolution call, such as its stride, with one number for each spatial dim.
+
+    The tensors of the call are arguments of its methods.
+    """
 
     stride: Sequence[int]
     padding: Sequence[int]
@@ -54,11 +57,12 @@ class _Call:
         return torch.ops.aten.convolution(x, weight, bias, *self._arguments)
 
     def backward(self, g: Tensor, x: Tensor, weight: Tensor, mask: list[bool]):
-        """Return the gradients of x, weight and bias, each None if ``mask`` is False for it.
+        """Return the gradients of x, weight and bias, or None for each that is not wanted.
 
         Args:
             g: the gradient of the result.
-            mask: three flags, for x, weight and bias.
+            x, weight: the arguments of :meth:`forward`.
+            mask: True for each wanted gradient, in the order x, weight, bias.
         """
         return torch.ops.aten.convolution_backward(
             g, x, weight, [g.shape[1]] if mask[2] else None, *self._arguments, mask
@@ -66,7 +70,10 @@ class _Call:
 
 
 class _NoExchange:
-    """Null object instead of a halo exchange, for a convolution whose whole input is available."""
+    """Halo exchange that sends nothing, for a convolution whose whole input is available.
+
+    It has the methods of :class:`distseg.comm.halo.HaloExchange` that :class:`_Convolution` calls.
+    """
 
     def __init__(self, waits: Waits):
         self.waits = waits
@@ -84,11 +91,12 @@ class _NoExchange:
 
 
 class _Convolution(torch.autograd.Function):
-    """Autograd function: exchange halos, and convolve each tensor with the same weight.
+    """Autograd function that exchanges the halos of tensors and convolves each with one weight.
 
-    Its arguments ``weight`` and ``bias`` are the two ``parameters``, perhaps cast to another dtype.
-    If the gradients of the weight and bias are deferred, they are added to the ``grad`` of
-    ``parameters``. Otherwise the function returns them to autograd.
+    Its argument ``parameters`` is the pair of the layer's weight and bias. Its arguments ``weight``
+    and ``bias`` are these two, perhaps cast to another dtype. The backward pass computes the
+    gradient of the inputs at once. It may leave the gradients of weight and bias for later, and
+    then adds them to ``grad`` of ``parameters``. Otherwise it returns them to autograd.
     """
 
     @staticmethod
@@ -169,9 +177,9 @@ def exchanged_convolution(
     Args:
         conv: the convolution, which must pad with zeros.
         exchange: the halo exchange of its input.
-        frames: for each tensor, the box that the exchange produces.
-        parts: for each tensor, the boxes that the convolution reads and computes.
-        xs: the feature map of each tile of this rank, before the exchange.
+        frames: for each tile, the box of the feature map that the exchange produces.
+        parts: for each tile, the boxes that the convolution reads and computes.
+        xs: the feature map of each tile, before the exchange.
     """
     # The cells that a frame lacks lie outside the image, equally many on both sides of a dim (see
     # layer_table.exchange_box), so the kernel pads them.
@@ -198,11 +206,15 @@ def _lowered(*tensors: Tensor | None) -> list[Tensor | None]:
 
 
 class WeightsApart(TorchFunctionMode):
-    """Torch function mode in which convolutions defer the gradients of their weights and biases.
+    """Torch function mode in which convolutions compute their weight gradients later.
 
-    A deferred gradient is added to ``grad`` without autograd. So gradients are not deferred if a
-    weight is no parameter but computed (parametrizations, weights scaled by user code), or if a
-    parameter has hooks; autograd then computes them.
+    In the backward pass, the gradients of weight and bias are left to the wait policy, which
+    computes them while the rank waits for others, and adds them to ``grad`` without autograd. So
+    this is not done if a weight is computed instead of being a parameter, or if a parameter has
+    hooks. Autograd then computes these gradients as usual.
+
+    Args:
+        waits: the wait policy that does the deferred work.
     """
 
     def __init__(self, waits: Waits):
@@ -220,11 +232,11 @@ class WeightsApart(TorchFunctionMode):
 
 
 def weights_apart(waits: Waits) -> Callable[[dict[str, Tensor]], AbstractContextManager]:
-    """Return a function like ``skip_store`` whose context also defers weight gradients.
+    """Return a function that makes the context in which layers are called, for deferred gradients.
 
-    The function takes a store of skips (:func:`distseg.models.layers.skip_store`) and returns a
-    context manager. Inside the context, convolutions defer the gradients of their weights and
-    biases (:class:`WeightsApart`).
+    The function takes a dict of skips and returns a context manager. Inside it, ``Stash`` and
+    ``Pop`` layers use this dict (:func:`distseg.models.layers.skip_store`), and convolutions
+    compute the gradients of their weights and biases later (:class:`WeightsApart`).
 
     Args:
         waits: the wait policy that does the deferred work.
@@ -239,10 +251,10 @@ def weights_apart(waits: Waits) -> Callable[[dict[str, Tensor]], AbstractContext
 
 
 def _convolution(input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1):
-    """Return a :class:`_Call`, input, weight and bias from the arguments of ``F.conv2d``.
+    """Split the arguments of ``F.conv2d`` into (:class:`_Call`, input, weight, bias).
 
-    Return None if its gradients cannot be deferred (:func:`_can_wait`), or if the two sides of a
-    dim have different padding. ``F.conv1d`` and ``F.conv3d`` have the same arguments.
+    Return None if the weight's gradient cannot be deferred (:func:`_can_wait`), or if the two sides
+    of a dim need different padding. ``F.conv1d`` and ``F.conv3d`` have the same arguments.
     """
     each = _each(weight)
     if isinstance(padding, str):
@@ -260,10 +272,10 @@ def _convolution(input, weight, bias=None, stride=1, padding=0, dilation=1, grou
 def _transposed(
     input, weight, bias=None, stride=1, padding=0, output_padding=0, groups=1, dilation=1
 ):
-    """Return a :class:`_Call`, input, weight and bias from the arguments of ``F.conv_transpose2d``.
+    """Split the arguments of ``F.conv_transpose2d`` into (:class:`_Call`, input, weight, bias).
 
-    Return None if its gradients cannot be deferred (:func:`_can_wait`). ``F.conv_transpose1d`` and
-    ``F.conv_transpose3d`` have the same arguments.
+    Return None if the weight's gradient cannot be deferred (:func:`_can_wait`).
+    ``F.conv_transpose1d`` and ``F.conv_transpose3d`` have the same arguments.
     """
     if not _can_wait(input, weight, bias):
         return None
@@ -285,10 +297,12 @@ _READ: dict[Callable, Callable] = {
 
 
 def _each(weight: Tensor) -> Callable[[int | Sequence[int]], list[int]]:
-    """Return a function that makes a list with one number for each spatial dim of ``weight``.
+    """Return a function that turns a setting into a list with one number for each spatial dim.
 
-    The function takes a setting of the convolution, such as its stride: one number for all dims, or
-    a sequence of one or of all numbers.
+    For two spatial dims it returns [3, 3] for 3, for [3] and for [3, 3].
+
+    Args:
+        weight: the weight of the convolution, (C', C, *kernel), which gives the number of dims.
     """
     dims = weight.dim() - 2
 
@@ -299,9 +313,10 @@ def _each(weight: Tensor) -> Callable[[int | Sequence[int]], list[int]]:
 
 
 def _can_wait(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Return True if the gradients of weight and bias may be deferred.
+    """Return True if the gradients of weight and bias may be computed later, without autograd.
 
-    This holds if autograd would only add them to ``grad``, without calling hooks.
+    This holds if the weight needs a gradient, and if autograd would only add the gradients to
+    ``grad``, without calling hooks. ``x`` must be a batch.
     """
     return (
         x.dim() == weight.dim()

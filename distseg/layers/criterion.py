@@ -14,12 +14,13 @@ from torch import Tensor
 
 
 class Outputs(NamedTuple):
-    """Description of a network's output.
+    """Number of channels and dims of a network's output.
 
     Attributes:
         channels: number of channels of the output.
         dims: number of spatial dims of the images.
-        whole: True if the network returns one vector for each whole image.
+        whole: True if the network returns one vector for each image, False if it returns values for
+            each pixel.
     """
 
     channels: int
@@ -28,14 +29,17 @@ class Outputs(NamedTuple):
 
 
 class Criterion:
-    """Loss of a step: a function of the partial sums S (images, sums) of all images.
+    """Base class of losses of a step: the loss L(S) is a function of partial sums S (images, K).
 
-    Criteria can be added and multiplied by numbers: ``PixelLoss(f) + 0.5 * SumLoss(g, value)``.
+    Each image has K sums over its pixels, such as the sum of -log p and the number of valid pixels.
+    The sums of all its tiles are added up before L is computed. Criteria can be added and
+    multiplied by numbers: ``PixelLoss(f) + 0.5 * SumLoss(g, value)``.
 
     Attributes:
-        sums: number K of partial sums of each image.
-        linear: True if dL/dS of all sums that depend on logits follows from the targets alone. The
-            backward pass of a tile then need not wait for the forward passes of other tiles.
+        sums: the number K.
+        linear: True if the gradient dL/dS needs no logits but only the targets, for all sums that
+            depend on logits. The backward pass of a tile then need not wait for the forward passes
+            of other tiles.
         ignore_index: integer target of invalid pixels, or None.
     """
 
@@ -44,27 +48,27 @@ class Criterion:
     ignore_index: int | None = None
 
     def rows(self, logits: Tensor, target: Tensor) -> Tensor:
-        """Return the partial sums of each image, (B, K), differentiable.
+        """Return the partial sums of each image over a tile's pixels, (B, K), with autograd graph.
 
         Args:
-            logits: (B, C, *size).
+            logits: the network's output on the tile, (B, C, *size).
             target: the target on the same pixels, (B, *size), (B, C', *size), or (B, 1, ...) for
                 one label of each image.
         """
         raise NotImplementedError
 
     def counts(self, target: Tensor) -> Tensor:
-        """Return the partial sums of each image that depend on its target only, (B, K) float64.
+        """Return the partial sums that follow from the target alone, such as counts of pixels.
 
-        Sums that also depend on logits are 0.
+        The result is (B, K) float64, with 0 in place of the sums that also depend on logits.
 
         Args:
-            target: as in :meth:`rows`.
+            target: the target on a tile, as in :meth:`rows`.
         """
         raise NotImplementedError
 
     def value(self, table: Tensor) -> Tensor:
-        """Return the loss L(S) of a whole step, a scalar.
+        """Return the loss L(S) of a whole step, a tensor ().
 
         Args:
             table: the partial sums S of all images of the step, (images, K).
@@ -75,7 +79,7 @@ class Criterion:
         """Try the criterion on examples, and refuse it if it cannot be computed tile by tile.
 
         Args:
-            outputs: description of the network's result.
+            outputs: number of channels and of spatial dims of the network's output.
             target: an example of a target, (B, *size) or (B, C', *size).
 
         Raises:
@@ -133,7 +137,7 @@ class WeightedSum(Criterion):
     """Weighted sum of criteria that all get the same logits and target.
 
     Args:
-        parts: (weight, criterion) of each term of the sum.
+        parts: pairs (weight, criterion), one for each term of the sum.
     """
 
     def __init__(self, parts: Sequence[tuple[float, Criterion]]):

@@ -59,7 +59,7 @@ def element_mask(
         k: the key of the mask (:func:`dropout_key`).
         channels: the number of channels of the feature map.
         size: the size of the whole feature map.
-        box: a box of the feature map.
+        box: the box of the wanted part, in cells of the whole feature map.
     """
     position = torch.arange(channels, device=device)
     for n, a, b in zip(size, box.start, box.stop):
@@ -68,17 +68,23 @@ def element_mask(
 
 
 def _share_kept(p: float) -> float:
-    """Return 1 - p, the share of kept values, by which they are divided; 1 if p is 1.
+    """Return 1 - p, the fraction of values that dropout keeps and by which it divides them.
 
-    With p = 1 no value is kept, and the division by 0 is avoided.
+    With p = 1 no value is kept. The result is then 1, to avoid a division by 0.
     """
     return 1 - p if p < 1 else 1.0
 
 
 def dropout_key(seed: int, epoch: int, sample: int, layer: str, turn: int = 0) -> int:
-    """Return the key of an image's mask, from which its random numbers are drawn.
+    """Return the key of the dropout mask of one image in one layer.
+
+    The key is the seed of the mask's random numbers. So ranks that hold tiles of an image draw
+    parts of one mask.
 
     Args:
+        seed: the seed of the run.
+        epoch: the number of the epoch.
+        sample: the number of the image's sample in the epoch.
         layer: the name of the dropout layer.
         turn: the number of earlier calls of the layer in the same forward pass.
     """
@@ -86,10 +92,10 @@ def dropout_key(seed: int, epoch: int, sample: int, layer: str, turn: int = 0) -
 
 
 def begin_pass(layers: Iterable[nn.Module]) -> None:
-    """Reset the call counters of all dropouts among ``layers``, before a forward pass.
+    """Set the call counters of all dropouts among ``layers`` to 0, before a forward pass.
 
-    A mask depends on the number of earlier calls of its layer in the same forward pass, but not on
-    earlier passes.
+    If user code calls a dropout several times in a pass, each call has its own mask. The counter
+    tells these calls apart (argument ``turn`` of :func:`dropout_key`).
     """
     for layer in layers:
         if isinstance(layer, KeyedDropout):
@@ -103,7 +109,7 @@ class KeyedDropout(nn.Module):
         dropout: the user's layer.
         context: the state of the model's forward pass, which holds the windows' placements.
         stride: the number of image pixels per cell of the layer's feature map, along each dim.
-        name: the name of the layer. It enters the masks' keys.
+        name: the name of the layer, which is a part of the key of each mask.
     """
 
     def __init__(self, dropout: nn.Module, context: Context, stride: tuple[int, ...], name: str):
@@ -125,10 +131,10 @@ class KeyedDropout(nn.Module):
         return x * upload(mask, x.device, x.dtype)
 
     def mask(self, x: Tensor) -> Tensor:
-        """Return the factors by which the feature map ``x`` (B, C, *size) is multiplied.
+        """Return the factors by which the layer multiplies its input ``x`` (B, C, *size).
 
-        Their shape is (B, C, 1, ...) if whole channels are dropped, (B, C, *size) for single values
-        and (B, 1, 1, ...) for whole images.
+        The shape of the factors is (B, C, 1, ...) if the layer drops whole channels, (B, C, *size)
+        if it drops single values, and (B, 1, 1, ...) if it drops whole images.
         """
         place, context = self.context.place, self.context
         if self.image:
@@ -161,7 +167,7 @@ class KeyedDropout(nn.Module):
         return torch.stack([channel_mask(self.p, k, channels) for k in self.keys(place)])
 
     def keys(self, place: TilePlacement) -> list[int]:
-        """Return, for each image of a window, the key of its mask (:func:`dropout_key`)."""
+        """Return the key of the dropout mask of each image of a window (:func:`dropout_key`)."""
         return [
             dropout_key(self.context.seed, self.context.epoch, sample, self.name, self.turn)
             for sample in place.samples

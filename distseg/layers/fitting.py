@@ -27,10 +27,11 @@ def cropped(x: Tensor, have: Box, wanted: Box) -> Tensor:
 
 
 def fitted(x: Tensor, have: Box, wanted: Box) -> tuple[Tensor, list[tuple[int, int]]]:
-    """Return the part of ``x`` inside ``wanted``, and the number of cells missing along each dim.
+    """Return the part of ``x`` inside ``wanted``, and how many cells of ``wanted`` it lacks.
 
-    The number is a pair (before the part, after the part), as :func:`padded` takes it. If ``x`` has
-    no cell of ``wanted`` along a dim, all cells count as missing before the part.
+    The lacking cells are a pair for each dim: their number before and after the part. This is the
+    argument ``pads`` of :func:`padded`. If ``x`` has no cell of ``wanted`` along a dim, all count
+    as lacking before the part.
 
     Args:
         x: (B, C, *have.size).
@@ -46,13 +47,15 @@ def fitted(x: Tensor, have: Box, wanted: Box) -> tuple[Tensor, list[tuple[int, i
 
 
 def mirrored(x: Tensor, have: Box, part: LayerView, mode: str) -> tuple[Tensor, Box]:
-    """Return the part of a feature map that a layer reads, padding included, and the part's box.
+    """Return what a layer reads of a feature map, with padding added, and the box of the result.
+
+    The padding is made of the map's values, as by reflection.
 
     Args:
         x: (B, C, *have.size), with the cells of ``part.input``.
         have: the box of ``x`` in its feature map.
         part: the boxes that the layer reads and computes.
-        mode: the mode of ``F.pad`` by which cells beyond the map's border are added.
+        mode: the mode of ``F.pad``, such as ``reflect``.
     """
     pads = [
         (max(0, -a), max(0, b - n))
@@ -68,9 +71,11 @@ def mirrored(x: Tensor, have: Box, part: LayerView, mode: str) -> tuple[Tensor, 
 def padded(
     x: Tensor, pads: Sequence[tuple[int, int]], value: float = 0.0, mode: str = "constant"
 ) -> Tensor:
-    """Pad a tensor by ``pads``, the number of cells (before, after) it along each spatial dim.
+    """Pad a tensor (B, C, *size) along its spatial dims.
 
-    ``value`` and ``mode`` are those of ``F.pad``.
+    Args:
+        pads: for each spatial dim, first dim first, the number of cells to add (before, after).
+        value, mode: the arguments of ``F.pad``.
     """
     if not any(map(any, pads)):
         return x
@@ -79,7 +84,11 @@ def padded(
 
 
 def taken_from(y: Tensor, start: Sequence[int], size: Sequence[int]) -> Tensor:
-    """Return the part of ``y`` (B, C, *size of y) that begins at ``start`` and has ``size``."""
+    """Return the part of ``y`` (B, C, ...) that begins at ``start`` and has the given size.
+
+    Args:
+        start, size: the first cell and the number of cells, along each spatial dim.
+    """
     if tuple(y.shape[2:]) == tuple(size):
         return y
     return y[(..., *(slice(a, a + n) for a, n in zip(start, size)))]

@@ -14,7 +14,7 @@ from distseg.tiling.tile import ReceptiveField
 
 
 def receptive_field(model: nn.Module) -> ReceptiveField:
-    """Return the halo and stride of a model, in pixels along each spatial dim.
+    """Return the halo and total stride of a model, in pixels along each spatial dim.
 
     The model must map (N, C, *size) to (N, C', *size). If it is a list of layer calls with known
     access patterns, such as an ``nn.Sequential``, halo and stride are computed from these.
@@ -31,12 +31,15 @@ def receptive_field(model: nn.Module) -> ReceptiveField:
 
 
 def reach_for(model: nn.Module, cut: bool) -> ReceptiveField:
-    """Return the receptive field of a model, but do not measure it if ``cut`` is False.
+    """Return the receptive field of a model, and measure it only if ``cut`` is True.
+
+    If the model is a list of layer calls with known access patterns, the receptive field is
+    computed from these. Only other models need the measurement, which runs the model.
 
     Args:
         model: the model, as for :func:`receptive_field`.
-        cut: True if images are cut into tiles. If False, nothing is measured: a model that is not a
-            list of layer calls with known access patterns gets halo 0 and stride 1.
+        cut: True if images are cut into tiles. If False, a model that would need the measurement
+            gets halo 0 and stride 1.
     """
     try:
         graph = graph_of(model)
@@ -51,9 +54,12 @@ def reach_for(model: nn.Module, cut: bool) -> ReceptiveField:
 
 
 def graph_of(model: nn.Module) -> Graph:
-    """Return the graph of a network that is a list of layer calls: a node for each call.
+    """Return the graph of a network that is a list of layer calls, with a node for each call.
 
-    The network may be on the meta device.
+    A node holds the call's inputs and its access pattern.
+
+    Args:
+        model: the network, on any device, which may be the meta device.
 
     Raises:
         ValueError: the model is not a list of layer calls, or a layer cannot be computed in tiles
@@ -61,8 +67,8 @@ def graph_of(model: nn.Module) -> Graph:
     """
     if not is_flat(model):
         raise ValueError(
-            f"this model cannot be computed in parts, as {not_flat(model)}; or set "
-            "spatial.exchange_every to all"
+            f"this model cannot be computed in tiles with halo exchange, as {not_flat(model)}; or "
+            "set spatial.exchange_every to all, which needs no exchange"
         )
     dims, lines = dims_of(model), getattr(model, "lines", {})
 

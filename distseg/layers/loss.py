@@ -30,18 +30,22 @@ from distseg.layers.criterion import Criterion
 
 
 class Term:
-    """One term of a loss, such as cross-entropy.
+    """Base class of the terms of a loss, such as cross-entropy.
 
-    Subclasses define ``sums``, the number of partial sums of an image; ``linear``, as in
-    :class:`Loss`; and ``takes``, the names of the loss settings that only some terms use.
+    Attributes:
+        sums: the number of partial sums of an image.
+        linear: True if the gradient of the loss by these sums follows from the labels alone
+            (:class:`Loss`).
+        takes: the names of the settings that this term uses and some other terms do not, such as
+            ``class_weights``.
     """
 
     def rows(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Return the partial sums of each image, (B, sums).
+        """Return this term's partial sums of each image over a tile's pixels, (B, sums).
 
         Args:
-            logits: (B, C, *size), of one output of the network.
-            labels: (B, *size).
+            logits: one output of the network on the tile, (B, C, *size).
+            labels: the labels of the same pixels, (B, *size).
         """
         return torch.stack(
             [self.partial_sums(logits[b : b + 1], labels[b : b + 1]) for b in range(len(logits))]
@@ -49,9 +53,9 @@ class Term:
 
 
 class CrossEntropy(Term):
-    """Cross-entropy of the softmax: the sum over valid pixels, divided by their class weights' sum.
+    """Cross-entropy of the softmax, averaged over valid pixels as in ``F.cross_entropy``.
 
-    Without class weights, every weight is 1.
+    With class weights it is the sum of w * -log p over valid pixels, divided by the sum of w.
     """
 
     sums, linear = 2, True
@@ -109,7 +113,10 @@ class CrossEntropy(Term):
 
 
 class PixelMean(Term):
-    """Loss that is the plain mean of one value per valid pixel."""
+    """Base class of terms that are the plain mean of one value per valid pixel.
+
+    A subclass computes these values in its method ``each``.
+    """
 
     sums, linear = 2, True
     takes: tuple[str, ...] = ()
@@ -139,9 +146,10 @@ class PixelMean(Term):
 
 
 class BinaryCrossEntropy(PixelMean):
-    """Binary cross-entropy of a sigmoid.
+    """Binary cross-entropy of the sigmoid, averaged over valid pixels.
 
-    With several classes, each class is compared with the rest, and the losses are averaged.
+    With several classes, each logit is a prediction of its class against the rest, and the losses
+    of all classes are averaged.
     """
 
     def each(self, logits: Tensor, labels: Tensor) -> Tensor:
@@ -152,7 +160,10 @@ class BinaryCrossEntropy(PixelMean):
 
 
 class Focal(PixelMean):
-    """Focal loss (Lin et al. 2017): cross-entropy with less weight on pixels classified well."""
+    """Focal loss (Lin et al. 2017): the mean of w_y * (1 - p_y)^gamma * -log p_y.
+
+    Here p_y is the predicted probability of the label y, and w_y the weight of its class.
+    """
 
     takes = ("class_weights", "gamma")
 
@@ -177,7 +188,7 @@ class Focal(PixelMean):
 
 
 class SquaredError(PixelMean):
-    """Squared error of one number per image; a label of NaN is ignored."""
+    """Squared error of a network that predicts one number, averaged; labels of NaN are ignored."""
 
     def __init__(self, config: LossConfig, classes: int):
         if classes != 1:
@@ -195,14 +206,18 @@ class SquaredError(PixelMean):
 
 
 class AbsoluteError(SquaredError):
-    """Absolute error of one number per image; a label of NaN is ignored."""
+    """Absolute error of a network that predicts one number, averaged; NaN labels are ignored."""
 
     def each(self, logits: Tensor, labels: Tensor) -> Tensor:
         return (logits.squeeze(1) - labels).abs()
 
 
 class Dice(Term):
-    """Dice loss: one minus the overlap of predicted and true regions, averaged over classes."""
+    """Dice loss: 1 - (2 * overlap + s) / (predicted + true area + s), averaged over classes.
+
+    Areas are sums of probabilities and of one-hot labels over valid pixels, and s is
+    ``loss.smooth``.
+    """
 
     linear = False
     takes = ("dice_over", "smooth")
@@ -249,11 +264,12 @@ class Loss(Criterion):
     """Loss that is given by a name: a weighted sum of terms, as in ``cross_entropy + 0.5*dice``.
 
     Attributes:
-        sums: number K of partial sums in each row of the table.
-        linear: True if the gradient dL/dS of all sums that depend on logits follows from the labels
-            alone, before any forward pass.
+        sums: number K of partial sums of each image.
+        linear: True if the gradient dL/dS needs no logits but only the labels, for all sums that
+            depend on logits. It is then known before any forward pass.
 
     Args:
+        config: the settings of the loss.
         classes: number C of classes of each output.
         outputs: for each output of the network, the weight of its loss in the sum. The logits of
             all outputs are stacked along the channels.
@@ -279,6 +295,9 @@ class Loss(Criterion):
         Args:
             logits: (B, outputs * C, *size).
             labels: (B, *size), of an integer dtype, or of a floating-point dtype for mse and l1.
+
+        Returns:
+            The sums of the first output's terms, then those of the second output's terms, ...
         """
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return torch.cat(
@@ -293,8 +312,11 @@ class Loss(Criterion):
     def counts(self, labels: Tensor) -> Tensor:
         """Return the partial sums that follow from labels alone, such as counts of valid pixels.
 
-        The result is (B, K) in float64, like that of :meth:`rows`. Sums that depend on logits are
-        0 in it, and so are all sums of terms that are not linear.
+        The result (B, K) float64 has 0 in place of the sums that depend on logits, and of all sums
+        of terms that are not linear.
+
+        Args:
+            labels: (B, *size), as in :meth:`rows`.
         """
         return torch.stack(
             [
@@ -304,7 +326,12 @@ class Loss(Criterion):
         )
 
     def value(self, table: Tensor) -> Tensor:
-        """Return the loss L(S) of the table S (images, K) of a whole step."""
+        """Return the loss L(S) of a whole step, a tensor ().
+
+        Args:
+            table: the K partial sums S of each image of the step, added up over all of its tiles,
+                (images, K).
+        """
         return sum(
             weight * self._of_output(part)
             for weight, part in zip(self.outputs, table.chunk(len(self.outputs), 1))
@@ -329,10 +356,11 @@ def _check(config: LossConfig) -> None:
 
 
 def _check_taken(config: LossConfig) -> None:
-    """Refuse a loss setting that differs from its default, if no term of the loss uses it.
+    """Refuse a loss setting that a user changed but that no term of the loss uses.
 
     Raises:
-        ValueError: there is such a setting. The message names it.
+        ValueError: a setting differs from its default and is not used. The message names it and the
+            terms that use it.
     """
     names, default = [name for _, name in parse(config.name)], LossConfig()
     for field in ("class_weights", "label_smoothing", "dice_over", "smooth", "gamma"):
@@ -348,7 +376,10 @@ def _check_taken(config: LossConfig) -> None:
 
 
 def of_numbers(name: str) -> bool:
-    """Return True if the loss ``name`` compares one number per image, False if it compares classes.
+    """Return True for losses of a predicted number (mse, l1), False for losses of classes.
+
+    Args:
+        name: the setting ``loss.name``, such as ``cross_entropy + 0.5*dice``.
 
     Raises:
         ValueError: the loss has terms of both kinds.
@@ -357,18 +388,26 @@ def of_numbers(name: str) -> bool:
     if len(kinds) > 1:
         raise ValueError(
             f"loss.name {name!r} mixes losses of numbers ({', '.join(_OF_NUMBERS)}) with losses of "
-            "classes: use losses of one kind"
+            f"classes (all others): use losses of one kind"
         )
     return kinds.pop()
 
 
 def is_linear(name: str) -> bool:
-    """Return True if the loss of this name is linear, as explained for :attr:`Loss.linear`."""
+    """Return True if the gradient of a loss by its partial sums follows from the labels alone.
+
+    This holds if every term is linear (:class:`Loss`), that is, if no term is dice.
+
+    Args:
+        name: the setting ``loss.name``, such as ``cross_entropy + 0.5*dice``.
+    """
     return all(_TERMS[term].linear for _, term in parse(name))
 
 
 def parse(text: str) -> list[tuple[float, str]]:
-    """Split ``cross_entropy + 0.5*dice`` into [(1.0, 'cross_entropy'), (0.5, 'dice')].
+    """Split the setting ``loss.name`` into the weight and name of each term.
+
+    ``cross_entropy + 0.5*dice`` gives [(1.0, 'cross_entropy'), (0.5, 'dice')].
 
     Raises:
         ValueError: a weight is no number or not above 0, or a name is unknown.
@@ -403,7 +442,7 @@ def parse(text: str) -> list[tuple[float, str]]:
 def _targets(labels: Tensor, classes: int, like: Tensor) -> Tensor:
     """Expand labels (B, *size) to one-hot targets (B, C, *size).
 
-    With one class, the targets are the labels themselves, 0 or 1.
+    With one class, the targets are the labels themselves, 0 or 1, as (B, 1, *size).
 
     Args:
         classes: C.
@@ -415,16 +454,24 @@ def _targets(labels: Tensor, classes: int, like: Tensor) -> Tensor:
 
 
 def _beside_a_sum(count: Tensor) -> Tensor:
-    """Return the partial sums (0, count) of a term that is a mean, as a float64 tensor (2,).
+    """Return (0, count) as a float64 tensor (2,), the partial sums of a mean without its logits.
 
-    The first one is the sum over pixels. It depends on logits, which are not known here, so it is
-    0. The second one is the count by which that sum is divided.
+    A mean has two partial sums: the sum of values over pixels, and the count by which it is
+    divided. The first one depends on logits, which are not known here, so it is 0.
+
+    Args:
+        count: the number of valid pixels, or the sum of their class weights, ().
     """
     return torch.stack((torch.zeros_like(count), count)).double()
 
 
 def _ratio(total: Tensor, count: Tensor) -> Tensor:
-    """Return total / count, or 0 for a step without a valid pixel."""
+    """Return total / count, or 0 if count is 0, as in a step without a valid pixel.
+
+    Args:
+        total: the sum over the pixels of all images of the step, ().
+        count: the number of these pixels, or the sum of their class weights, ().
+    """
     return total / count if count > 0 else total * 0
 
 

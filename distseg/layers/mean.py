@@ -27,9 +27,10 @@ from distseg.tiling.tile import Box
 class DistributedMean(DistributedNorm):
     """Distributed counterpart of :class:`distseg.models.layers.Mean`.
 
-    It maps each window to the vector of its image, (B, C * parts, 1, ...). The vector's gradient is
-    shared among all owned pixels. If the mean is taken for each part of a grid, each part of an
-    image has its own row in the statistics.
+    It maps each window to the vector of the whole image, (B, C * parts, 1, ...), which has the
+    means over all tiles. Here parts is the number of grid cells, or 1 without a grid. In the
+    statistics, each part of each image has its own row. In the backward pass, the owned pixels of a
+    part share the gradient of the part's mean.
     """
 
     def __init__(self, mean: Mean, *args):
@@ -66,13 +67,14 @@ class DistributedMean(DistributedNorm):
         return found
 
     def where(self, x: Tensor, index: int) -> list[Box]:
-        """Return the box of the owned cells in each part of the image, in the coordinates of ``x``.
+        """Return, for each part of the image, the box of the cells that the window owns in it.
 
-        Parts are cut as by ``F.adaptive_avg_pool2d``, so adjacent parts may share cells. Without a
-        grid the image is one part.
+        A part is the area of one cell of the grid, as in ``F.adaptive_avg_pool2d``; adjacent parts
+        may share cells. Without a grid the image is one part. A box counts from the first cell of
+        ``x``, and is empty if the window owns no cell of the part.
 
         Args:
-            x: the feature map of the window.
+            x: the feature map of the window, (B, C, *size).
             index: the number of the window.
         """
         own = self.own(x, index)
@@ -91,13 +93,15 @@ class DistributedMean(DistributedNorm):
         return [part.relative_to(held).intersection(own) for part in parts_of(self.grid, size)]
 
     def result(self, x: Tensor, rows: list[int], statistics: Moments, where: Any) -> Tensor:
-        """Return the vectors of the images of a window, (B, C * parts, 1, ...).
+        """Return the vectors of a window's images, (B, C * P, 1, ...), from their statistics.
+
+        P is the number of parts of an image: the cells of the grid, or 1 without a grid.
 
         Args:
-            x: the feature map of the window.
-            rows: for each image of the window, its number i. If a mean has P parts (cells of a
-                grid), the image has the rows i * P to (i + 1) * P - 1 of the statistics.
-            statistics: the moments of all images.
+            x: the feature map of the window, which gives the number of dims and the dtype.
+            rows: for each image of the window, its position i in the micro-batch. In the
+                statistics, rows i * P to (i + 1) * P - 1 belong to this image.
+            statistics: the moments of all images, with ``mean`` (images * P, C).
             where: the owned cells, as :meth:`where` returns them.
         """
         means = statistics.mean * statistics.count.unsqueeze(-1) if self.total else statistics.mean
@@ -107,25 +111,26 @@ class DistributedMean(DistributedNorm):
         ).to(x.dtype)
 
     def collect(self, total: Tensor, g: Tensor, rows: list[int]) -> None:
-        """Add the gradient of a window's vectors to the sums of all windows.
+        """Add the gradients of the vectors of a window's images to the sums over all windows.
 
         Args:
-            total: the sums (all rows, C), changed in place. A row belongs to one part of one image.
-            g: the gradient of the vectors of this window, (B, C * parts, 1, ...).
-            rows: for each image of the window, its number, as in :meth:`result`.
+            total: the sums (rows, C), changed in place, with a row for each part of each image.
+            g: the gradients of the vectors, (B, C * parts, 1, ...).
+            rows: for each image of the window, its position in the micro-batch.
         """
         for i, of_image in zip(rows, g.double()):
             total[i * self.number : (i + 1) * self.number] += of_image.view(-1, self.number).t()
 
     def shares(self, total: Tensor, statistics: Moments) -> Tensor:
-        """Return the gradient that each cell gets from its row of the statistics, (rows, C).
+        """Return the gradient of a cell in each part of each image, (rows, C).
 
-        For a mean it is the gradient of the vector divided by the number of cells. All ranks that
-        share statistics must call it together.
+        All cells of a part have the same gradient. It is the gradient of the part's mean divided by
+        the number of cells; for a sum it is not divided. All ranks that share statistics must call
+        this method together.
 
         Args:
-            total: this rank's sums of the vectors' gradients (:meth:`collect`).
-            statistics: the moments of all images, of which the counts are used.
+            total: this rank's sums of the vectors' gradients (:meth:`collect`), (rows, C).
+            statistics: the moments of all images. Only ``count`` is used.
         """
         total = add(total, self.comm)
         return total if self.total else total / statistics.count.unsqueeze(-1)
@@ -134,9 +139,9 @@ class DistributedMean(DistributedNorm):
         """Return the gradient of a window's cells, which is zero outside the owned cells.
 
         Args:
-            shares: the gradient of a cell for each row, as :meth:`shares` returns it.
-            x: the feature map of the window.
-            rows: for each image of the window, its number, as in :meth:`result`.
+            shares: the gradient of a cell in each part, as :meth:`shares` returns it.
+            x: the feature map of the window. The result has its shape.
+            rows: for each image of the window, its position in the micro-batch.
             where: the owned cells, as :meth:`where` returns them.
         """
 
@@ -158,10 +163,10 @@ class DistributedMean(DistributedNorm):
 def largest_of(parts: Moments, first: bool) -> Moments:
     """Combine the maxima of parts of an image to the maxima of the image.
 
-    In these moments, ``mean`` holds maxima.
+    Maxima are stored as :class:`Moments` whose ``mean`` holds the maximum of each channel.
 
     Args:
-        parts: the maxima of the parts, stacked along dim 0.
+        parts: the maxima of the parts, stacked along dim 0. The result lacks this dim.
         first: True if ``m2`` holds the index of the first maximum in the flattened feature map,
             False if it holds the number of cells that have the maximum.
     """
@@ -175,9 +180,9 @@ def largest_of(parts: Moments, first: bool) -> Moments:
 class DistributedMax(DistributedMean):
     """Distributed counterpart of :class:`distseg.models.layers.Max`.
 
-    In its statistics, ``mean`` holds the maximum. If ``first`` is True, ``m2`` holds the index of
-    the first maximum in the flattened feature map, otherwise the number of cells that have the
-    maximum.
+    Its statistics are :class:`Moments` with another content: ``mean`` holds the maximum of each
+    channel. If ``first`` is True, ``m2`` holds the index of the first maximum in the flattened
+    feature map, otherwise the number of cells that have the maximum.
     """
 
     def __init__(self, largest: Max, *args):
@@ -226,10 +231,10 @@ class DistributedMax(DistributedMean):
     def _contribution(
         self, image: Tensor, row: int, place: Box, size: Sequence[int]
     ) -> Contribution:
-        """Return the contribution of an image's cells to a row of the statistics.
+        """Return the maximum of an image's cells as a contribution to a row of the statistics.
 
         Args:
-            image: the cells (C, *size of the box) of one image.
+            image: the cells (C, *place.size) of one image.
             row: the number of the row.
             place: the box of the cells in the whole feature map.
             size: the size of the whole map.
@@ -295,7 +300,8 @@ class DistributedMax(DistributedMean):
 class DistributedSpread(Spread):
     """Distributed counterpart of :class:`distseg.models.layers.Spread` for a window of an image.
 
-    The cells of a window get the values for their positions in the image.
+    ``Spread`` expands a vector of the image to all positions of a feature map. This layer returns
+    the cells of that map that the window holds.
     """
 
     def __init__(self, spread: Spread, context: Context, stride: tuple[int, ...], name: str):
@@ -390,10 +396,11 @@ class _JointMean(torch.autograd.Function):
 
 
 class PendingMean(Pending):
-    """Mean, or other statistic, of windows that are computed one after another, as in streaming.
+    """Mean, maximum or other statistic of images whose windows are computed one after another.
 
-    It is used like :class:`distseg.layers.norm.Pending`. Each call returns the vector that was
-    computed from all windows.
+    It has the methods of :class:`distseg.layers.norm.Pending`. The statistics of all windows are
+    known when it is created. So a call with any window of an image returns the vector of the whole
+    image.
     """
 
     def __init__(self, norm: DistributedMean, statistics: Moments):

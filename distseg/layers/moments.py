@@ -25,10 +25,12 @@ _USUAL_CHUNK = 1 << 14
 
 
 class Moments(NamedTuple):
-    """Moments of the n values of each channel, in float64.
+    """Count, mean and squared deviations of the values of each of C channels, in float64.
+
+    Leading dims (...) hold several sets of moments, for instance one for each image.
 
     Attributes:
-        count: n, (...,).
+        count: the number n of values of a channel, (...,).
         mean: the mean of each channel, (..., C).
         m2: the sum of squared deviations from the mean of each channel, (..., C).
     """
@@ -39,7 +41,7 @@ class Moments(NamedTuple):
 
     @property
     def var(self) -> Tensor:
-        """Biased variance m2 / n."""
+        """Biased variance m2 / n of each channel, (..., C)."""
         return self.m2 / self.count.unsqueeze(-1)
 
     def packed(self) -> Tensor:
@@ -47,10 +49,13 @@ class Moments(NamedTuple):
         return torch.cat((self.count.flatten(), self.mean.flatten(), self.m2.flatten()))
 
     def unpacked(self, messages: Tensor) -> Moments:
-        """Return the moments in R messages (R, length), each made by :meth:`packed`.
+        """Turn R messages, each made by :meth:`packed` on one rank, into moments.
 
-        The moments in each message have the shapes of this object. In the result, these shapes
-        begin with R.
+        Args:
+            messages: (R, length). The moments in each message have the shapes of this object.
+
+        Returns:
+            Moments with ``count`` (R, *this count's shape), and ``mean`` and ``m2`` likewise.
         """
         count, mean, m2 = messages.split(
             (self.count.numel(), self.mean.numel(), self.m2.numel()), 1
@@ -147,7 +152,10 @@ def _on_gpu(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _rows_of_chunk(x: Tensor) -> int:
-    """Return how many rows (indices of dim 2) a kernel may add at once and lose only few digits."""
+    """Return how many rows (positions along dim 2) of ``x`` one kernel call may sum.
+
+    PyTorch's CPU kernel adds pixel after pixel, so a sum of many rows would lose digits.
+    """
     return max(1, _CHUNK.get(x.dtype, _USUAL_CHUNK) // max(1, x[0, 0, 0].numel()))
 
 
@@ -161,7 +169,8 @@ def by_group(m: Moments, groups: int) -> Moments:
     """Combine the moments of channels to the moments of groups: (..., C) -> (..., groups).
 
     Args:
-        groups: the number of groups of adjacent channels.
+        m: the moments of C channels.
+        groups: the number of groups. Each group has C / groups adjacent channels.
     """
     mean = m.mean.unflatten(-1, (groups, -1))
     m2 = m.m2.unflatten(-1, (groups, -1))

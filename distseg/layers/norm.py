@@ -64,9 +64,12 @@ class DistributedNorm(nn.Module):
     """Distributed counterpart of a norm layer, with the same parameter and buffer names.
 
     :meth:`joint` normalises all windows of this rank together, :meth:`forward` a single window.
+    The statistics are :class:`Moments` with one row for each image of the micro-batch. In batch
+    norm all images share one row.
 
     Args:
         norm: the user's layer.
+        context: the state of the model's forward pass.
         stride: the number of image pixels per cell of the layer's feature map, along each dim.
         name: the layer's name in error messages.
     """
@@ -100,13 +103,13 @@ class DistributedNorm(nn.Module):
         self.turn = 0
 
     def note(self, statistics: Moments) -> None:
-        """Store statistics until the optimizer step, when :func:`commit` uses them.
+        """Store the statistics of one call of the layer until :func:`commit` uses them.
 
-        A user's module that is no list of layer calls may use this layer several times in a
-        forward pass. The statistics of each use are stored separately.
+        A user's module that is no list of layer calls may call this layer several times in a
+        forward pass. Statistics of its first, second, ... call in a pass are stored separately.
 
         Args:
-            statistics: the moments of all images of one forward pass of the layer, (C,).
+            statistics: the moments over all images of the call: count (), mean and m2 (C,).
         """
         self.seen.setdefault(self.turn, []).append(statistics)
         self.turn += self.context.whole
@@ -122,7 +125,11 @@ class DistributedNorm(nn.Module):
 
     @property
     def active(self) -> bool:
-        """True if the norm's output depends on statistics of the current images."""
+        """True if the norm uses statistics of the images that it normalises.
+
+        False if it uses its running statistics, as batch norm does in evaluation or if it is
+        frozen.
+        """
         return not (self.tracks and (self.frozen or not self.training))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -154,7 +161,11 @@ class DistributedNorm(nn.Module):
         return list(_JointNorm.apply(self, self.weight, self.bias, *xs))
 
     def fixed(self, x: Tensor) -> Tensor:
-        """Return images normalised with the running statistics, where no backward pass follows."""
+        """Normalise a window with the running statistics, in a call without a backward pass.
+
+        Args:
+            x: the layer's input in the window, (B, C, *size).
+        """
         if x.numel() <= _SMALL and self.parts is None and self.frames == 1:
             y = F.batch_norm(
                 x,
@@ -182,7 +193,8 @@ class DistributedNorm(nn.Module):
 
         If a vector has several values per channel, these become cells along a spatial dim:
         (N, C * parts, 1, ...) -> (N, C, parts, 1, ...). Images that are stacked in the channels
-        become images of the batch: (N, frames * C, *size) -> (N * frames, C, *size).
+        become images of the batch: (N, frames * C, *size) -> (N * frames, C, *size). Any other
+        ``x`` is returned unchanged.
         """
         if self.frames > 1:
             return x.reshape(-1, self.channels, *x.shape[2:])
@@ -199,12 +211,13 @@ class DistributedNorm(nn.Module):
         return y if self.parts is None and self.frames == 1 else y.view_as(x)
 
     def is_local(self, xs: list[Tensor]) -> bool:
-        """Return True if PyTorch's own norm function is to compute this norm.
+        """Return True if a norm function of PyTorch is to compute this norm (:meth:`local`).
 
-        It replaces the compiled kernel where that is not available. The norm must be active, and
-        this rank must hold all its images whole, in one window. Three cases are excluded: float64,
-        where PyTorch's plain sums lose digits; group norm in channels_last, where it is slower; and
-        group norm in 16 bits on a GPU, where autocast returns float32.
+        These functions are used where the compiled kernels are not available, for instance on a
+        GPU. The norm must be active, and this rank must hold its images whole, in one window. Three
+        cases return False all the same: float64, as PyTorch's plain sums lose digits; group norm in
+        channels_last, as PyTorch is slow there; and group norm in 16 bits on a GPU, as PyTorch
+        returns float32 there under autocast.
 
         Args:
             xs: the feature maps of this rank's windows.
@@ -225,22 +238,27 @@ class DistributedNorm(nn.Module):
         )
 
     def is_whole(self, x: Tensor) -> bool:
-        """Return True if one call of a compiled kernel normalises ``x``.
+        """Return True if one call of a compiled kernel can normalise the images of this rank.
 
         The norm must be active, and no other rank may hold a part of the images.
+
+        Args:
+            x: the feature map of this rank's only window, (B, C, *size).
         """
         return compiled.available(x) and self.active and self.comm.size == 1 and self.has_all(x)
 
     def has_all(self, x: Tensor) -> bool:
-        """Return True if this rank's only window has all pixels that the statistics need.
+        """Return True if all cells of this rank's only window enter the statistics.
+
+        This holds if the window has no halo, or if statistics include halos.
 
         Args:
-            x: the feature map of this window.
+            x: the feature map of this window, (B, C, *size).
         """
         return self.context.per_window or self.context.owns_all(x.shape[2:])
 
     def local(self, x: Tensor) -> Tensor:
-        """Normalise whole images (B, C, *size) with PyTorch's kernels."""
+        """Compute dropout, norm and activation of whole images (B, C, *size) with PyTorch."""
         (mask,) = self.masks([x])
         if mask is not None:
             x = x * mask.to(x.dtype).view(*x.shape[:2], *(1 for _ in x.shape[2:]))
@@ -281,7 +299,9 @@ class DistributedNorm(nn.Module):
         return x[(..., *self.own(x, index).slices)]
 
     def own(self, x: Tensor, index: int) -> Box:
-        """Return the box of the cells that this rank owns, in the coordinates of ``x``.
+        """Return the box of the cells over which this rank takes statistics, its owned cells.
+
+        The box counts from the first cell of ``x``.
 
         Args:
             x: the feature map of window ``index``.
@@ -293,11 +313,11 @@ class DistributedNorm(nn.Module):
         )
 
     def times(self, index: int) -> float:
-        """Return the weight of each value of window ``index`` in the statistics.
+        """Return the weight with which each value of window ``index`` counts in the statistics.
 
-        The weight is 1 for feature maps. All windows of an image hold the same vector, so a
-        vector's weight in a window is the share of the image that the window owns. These weights
-        add up to 1.
+        The weight is 1 for feature maps. A vector of the image is held whole by every window of the
+        image. So its weight in a window is the window's owned fraction of the image. Over all
+        windows these weights add up to 1, and the vector counts once.
         """
         if self.parts is None or self.context.per_window:
             return 1
@@ -308,9 +328,11 @@ class DistributedNorm(nn.Module):
         return region.owned.pixels / math.prod(region.size)
 
     def rows(self, index: int) -> list[int]:
-        """Return, for each image of window ``index``, its row in the statistics.
+        """Return the row in the statistics of each image of window ``index``.
 
-        Images in the same row share their statistics, as the images of a batch norm do.
+        The row is the image's position in the micro-batch. In batch norm it is 0, because all
+        images share their statistics. If statistics are taken of each window separately, each
+        window has rows of its own.
         """
         images = self.context.places[index].images
         if self.context.per_window:
@@ -324,28 +346,39 @@ class DistributedNorm(nn.Module):
         return [0 if self.kind == "batch" else image for image in images]
 
     def rows_of(self, x: Tensor, index: int) -> list[int]:
-        """Return, for each entry of the batch ``x``, its row in the statistics.
+        """Return the row in the statistics of each entry x[b] of the batch ``x``.
 
-        Usually an entry is an image (:meth:`rows`). A user's module that is no list of layer calls
-        may put other things into the batch, such as parts of images. Then each entry has its own
-        row, or row 0 in batch norm.
+        Usually an entry is an image, with the row that :meth:`rows` returns. A user's module that
+        is no list of layer calls may also stack other things in the batch, such as parts of images.
+        Then entry b has row b, or row 0 in batch norm.
 
         Args:
-            x: the feature map of window ``index``.
+            x: the feature map of window ``index``, (B, C, *size).
         """
         if not self.context.whole:
             return self.rows(index)
         return [0] * len(x) if self.kind == "batch" else list(range(len(x)))
 
     def whole(self, x: Tensor) -> compiled.Norm:
-        """Return the settings that the compiled kernel needs for whole images (B, C, *size)."""
+        """Return this norm's settings in the form that the kernel for whole images takes.
+
+        Args:
+            x: the images (B, C, *size). They are not read.
+        """
         keys, p = None, 0.0
         if self.training and self.dropout:
             keys, p = self.dropout[0].keys(self.context.places[0]), self.dropout[0].p
         return compiled.Norm(self.groups or 0, self.kind == "batch", self.eps, self.slope, p, keys)
 
     def masks(self, xs: list[Tensor]) -> list[Tensor | None]:
-        """Return each window's channel dropout mask, (B, C) float64, or None without dropout."""
+        """Return, for each window, the mask of the channel dropout that is folded into the norm.
+
+        A mask (B, C) float64 is 0 for a dropped channel and 1 / (1 - p) for a kept one. It is None
+        if the norm has no dropout or is in evaluation.
+
+        Args:
+            xs: the feature map of each window.
+        """
         if not (self.training and self.dropout):
             return [None] * len(xs)
         return [
@@ -354,7 +387,9 @@ class DistributedNorm(nn.Module):
         ]
 
     def moments(self, x: Tensor, index: int, mask: Tensor | None = None) -> list[Contribution]:
-        """Return the moments of the channels of window ``index``, one contribution per image.
+        """Return the moments of each channel over the owned cells of window ``index``.
+
+        The list has one contribution for each image of the window.
 
         Args:
             x: the feature map of the window.
@@ -383,7 +418,8 @@ class DistributedNorm(nn.Module):
             parts: the contributions of all images of this rank's windows.
 
         Returns:
-            Moments of shape (I, K) for I images (1 for batch norm) and K channels or groups.
+            Moments with ``count`` (I,), ``mean`` and ``m2`` (I, K), for I images (I = 1 in batch
+                norm) and K channels, or K groups in group norm.
         """
         by_row: dict[int, list[Contribution]] = {}
         for part in parts:
@@ -404,12 +440,14 @@ class DistributedNorm(nn.Module):
         return everyone
 
     def _least(self, by_row: dict[int, list[Contribution]], statistics: Moments) -> float:
-        """Return the number of values over which the statistic with the fewest values is taken.
+        """Return the smallest number of values over which any of the statistics is taken.
+
+        This is the number of pixels of the row with the fewest pixels, times the number of channels
+        that share a statistic: those of a group in group norm, otherwise 1.
 
         Args:
-            by_row: the contributions to each row of the statistics.
-            statistics: the moments of all rows. Their number of columns, against that of the
-                contributions, tells how many channels form a group.
+            by_row: for the number of each row of the statistics, the contributions to it.
+            statistics: the combined moments. Only the number of columns of ``mean`` is used.
         """
         channels = (
             next(iter(by_row.values()))[0].moments.mean.shape[-1] // statistics.mean.shape[-1]
@@ -439,9 +477,9 @@ class DistributedNorm(nn.Module):
             )
 
     def known(self) -> Moments:
-        """Return the running statistics as moments with one row, for a norm that is not active.
+        """Return the running statistics as moments with one row: ``mean`` and ``m2`` (1, C).
 
-        Their count is 1, so that ``m2`` is the variance.
+        A norm that is not active uses them. Their ``count`` is 1, so that ``m2`` is the variance.
         """
         mean, var = self.running.running_mean, self.running.running_var
         return Moments(
@@ -453,11 +491,11 @@ class DistributedNorm(nn.Module):
     def normalise(
         self, x: Tensor, index: int, statistics: Moments, mask: Tensor | None = None
     ) -> Tensor:
-        """Normalise window ``index``, and apply the folded dropout and activation.
+        """Normalise window ``index``, with the dropout and activation folded into the norm.
 
         Args:
             x: the feature map of the window.
-            statistics: the moments of all rows.
+            statistics: the moments of all images, as :meth:`statistics` returns them.
             mask: the dropout mask of the window (:meth:`masks`).
         """
         return _normalised(
@@ -472,7 +510,8 @@ class DistributedNorm(nn.Module):
 
         Args:
             x: the feature map of the window.
-            statistics: the moments of all rows.
+            statistics: the moments of all images, as :meth:`statistics` or :meth:`known` returns
+                them.
             mask: the dropout mask of the window (:meth:`masks`), or None.
         """
         rows, channels = self.rows_of(x, index), x.shape[1]
@@ -490,7 +529,10 @@ class DistributedNorm(nn.Module):
         return [of_row(i, mask[b]) for b, i in enumerate(rows)]
 
     def per_channel(self, values: Tensor, channels: int) -> Tensor:
-        """Repeat the value of each group for its channels: (I, K) -> (I, C)."""
+        """Repeat the value of each of K groups for its channels: (I, K) -> (I, C).
+
+        Without groups, K is C and the values stay the same.
+        """
         return values.repeat_interleave(channels // values.shape[-1], -1)
 
     def tilt_and_shift(
@@ -498,11 +540,12 @@ class DistributedNorm(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Return the gradient that the statistics add on owned pixels, as two vectors (C,).
 
-        The backward pass adds -times * r / N * (s1 + (xhat - s0 / N) * s2) to dx, in the notation
-        at the top of this file. As a function of x this is tilt * (x - pivot) + shift.
+        On owned pixels the backward pass adds tilt * (x - pivot) + shift to dx. This sum equals
+        -times * r / N * (s1 + (xhat - s0 / N) * s2), in the notation at the top of this file. For
+        feature maps s0 is 0.
 
         Args:
-            c: the coefficients of the image.
+            c: the coefficients with which the image was normalised.
             shares: s1 / N and s2 / N, and for vectors also s0 / N, (2 or 3, C).
             times: weight of each pixel in the statistics (:meth:`times`).
 
@@ -513,7 +556,7 @@ class DistributedNorm(nn.Module):
         return -c.hat * c.hat * s2 * times, -c.hat * (s1 + (c.offset - sum(s0)) * s2) * times
 
     def pending(self, statistics: Moments) -> Pending:
-        """Return a function that normalises windows one after another, as streaming does.
+        """Return a :class:`Pending`, which normalises windows one after another, as in streaming.
 
         Args:
             statistics: the moments of all windows, as :meth:`statistics` returns them.
@@ -525,10 +568,11 @@ class Contribution(NamedTuple):
     """Contribution of one image of a window to the statistics.
 
     Attributes:
-        row: the row of the statistics to which the moments are added.
-        moments: the moments of the image's channels.
-        pixels: the number of owned pixels over which they were taken. For a vector, its number of
-            values per channel times the window's share of the image.
+        row: the row of the statistics to which the moments belong (:meth:`DistributedNorm.rows`).
+        moments: the moments of the image's channels over the pixels that the window owns.
+        pixels: the number of these pixels. Every window holds a vector of the image whole. So for a
+            vector this is its number of values per channel times the fraction of the image that the
+            window owns. All windows together then count the vector once.
     """
 
     row: int
@@ -539,11 +583,12 @@ class Contribution(NamedTuple):
 class Coefficients(NamedTuple):
     """Coefficients with which one image is normalised, vectors (C,) or numbers.
 
-    The notation is that at the top of this file. The coefficients include the dropout mask.
+    Here x is the layer's input before the folded dropout, xhat the normalised input without weight
+    and bias, and y the layer's result. The coefficients include the image's dropout mask.
 
     Attributes:
-        affine: gives the layer's result, y = affine(x).
-        hat, offset: give the normalised values, xhat = hat * (x - affine.pivot) + offset.
+        affine: the affine map and activation that compute y from x.
+        hat, offset: numbers for xhat = hat * (x - affine.pivot) + offset.
     """
 
     affine: Affine
@@ -568,9 +613,9 @@ def _coefficients(
 
 
 class _WholeNorm(torch.autograd.Function):
-    """Autograd function for images that one rank holds whole: one kernel forward, one backward.
+    """Autograd function that normalises whole images with one kernel call in each direction.
 
-    It computes what :class:`_JointNorm` computes on one rank.
+    It replaces :class:`_JointNorm` if one rank holds all images whole.
     """
 
     @staticmethod
@@ -598,15 +643,15 @@ class _WholeNorm(torch.autograd.Function):
 
 @lru_cache(1024)
 def _number(count: int) -> Tensor:
-    """Return a count as a tensor. The tensor is cached, so the caller must not write to it."""
+    """Return a count as a tensor () float64. It is cached, so the caller must not write to it."""
     return torch.tensor(count, dtype=torch.float64)
 
 
 class _JointNorm(torch.autograd.Function):
     """Autograd function that normalises all windows of a rank together.
 
-    The statistics of an active norm, and their gradient, are combined over all ranks that share
-    them.
+    For an active norm, the statistics and their gradient are combined over all ranks that share
+    them. Any other norm uses its running statistics.
     """
 
     @staticmethod
@@ -679,9 +724,10 @@ class _JointNorm(torch.autograd.Function):
 class Pending:
     """Active norm of windows that are computed one after another, as streamed tiles are.
 
-    Call the object for each window. The backward passes of the windows add up the gradient of the
-    statistics in this object. Then :meth:`finalize` completes it, and :meth:`with_statistics_grad`
-    adds it to the gradient of each window.
+    Call the object with each window to normalise it. The windows' backward passes treat the
+    statistics as constants, and add up in this object what the gradient of the statistics needs.
+    After all of them, call :meth:`finalize` once. Then :meth:`with_statistics_grad` adds the
+    missing gradient to that of each window.
 
     Args:
         norm: the layer.
@@ -695,13 +741,14 @@ class Pending:
     def __call__(self, x: Tensor, index: int, mask: Tensor | None, share: float) -> Tensor:
         """Return window ``index``, normalised.
 
-        The backward pass treats the statistics as constants and adds their gradient to this object.
+        Its backward pass returns the gradient for constant statistics. The gradient through the
+        statistics follows in :meth:`with_statistics_grad`.
 
         Args:
             x: the feature map of the window.
             mask: the dropout mask of the window (:meth:`DistributedNorm.masks`).
-            share: the share of the image that the window stands for. The shares of all windows of
-                an image add up to 1, even if windows overlap.
+            share: the fraction of the image that the window stands for, used for vectors only. The
+                fractions of all windows of an image add up to 1, even if windows overlap.
         """
         opened = self.norm.opened(x)
         self.channels = opened.shape[1]
@@ -720,7 +767,7 @@ class Pending:
         """Add one image's part of the gradients of weight, bias and statistics to this object.
 
         Args:
-            row: the image's row in the statistics.
+            row: the image's row in the statistics (:meth:`DistributedNorm.rows`).
             g: the gradient of the norm's result, (1, C, *size).
             x: the norm's input, (1, C, *size).
             coefficients: the coefficients with which the image was normalised.
@@ -763,8 +810,10 @@ class Pending:
     ) -> Tensor:
         """Return the gradient of a window's input: ``g`` plus the gradient through the statistics.
 
+        Call :meth:`finalize` first.
+
         Args:
-            g: the gradient with constant statistics.
+            g: the gradient of the input for constant statistics, from the window's backward pass.
             x: the norm's input in window ``index``.
             own: the box of the owned cells of ``x``.
             mask: the dropout mask of the window (:meth:`DistributedNorm.masks`).
@@ -787,9 +836,11 @@ class Pending:
 
 
 class _PendingNorm(torch.autograd.Function):
-    """Autograd function that normalises one window and treats the statistics as constants.
+    """Autograd function that normalises one window for a :class:`Pending`.
 
-    Its backward pass adds the gradient of the statistics to a :class:`Pending`.
+    Its backward pass returns the gradient of the window's input for constant statistics. It also
+    adds the window's sums of g and g * xhat to the :class:`Pending`. From the sums of all windows,
+    the :class:`Pending` later computes the gradient through the statistics.
     """
 
     @staticmethod
@@ -827,11 +878,11 @@ def _collect(dweight: Tensor, dbias: Tensor, g: Tensor, x: Tensor, c: Coefficien
 
 
 def _centre(x: Tensor, c: Coefficients, times: float) -> Tensor:
-    """Return the sum of xhat over an image, multiplied by ``times``: its part of s0, (C,).
+    """Return the sum of an image's normalised values xhat, multiplied by ``times``, (C,).
 
-    s0, the total over all images, would be 0 if the mean were not rounded. But the vectors of a
-    batch can differ so little that the rounding error is large compared with xhat. If s0 were taken
-    for 0, the error would change a gradient whose terms nearly cancel.
+    Over all images, these sums add up to s0, which would be 0 if the mean were not rounded. But the
+    vectors of a batch can differ so little that the rounding error is large compared with xhat. If
+    s0 were taken for 0, the error would change a gradient whose terms nearly cancel.
 
     Args:
         x: the norm's input, (1, C, *size).
@@ -856,15 +907,16 @@ def _shares(
     centre: Tensor | None,
     pixels: Tensor,
 ) -> Tensor:
-    """Return the sums that the gradient of the statistics needs, divided by N, for each channel.
+    """Return s1 / N and s2 / N, from which the gradient through the statistics is computed.
 
-    The sums s0, s1, s2 and N are explained at the top of this file. All ranks that share statistics
-    must call it together.
+    N is the number of values of a channel, or of a group in group norm. Over these values,
+    s1 = sum g * w and s2 = sum g * w * xhat; for vectors also s0 = sum xhat. The sums run over all
+    ranks that share statistics, which must call this function together.
 
     Args:
         norm: the layer.
         weight: its weight w (C,), or None if it has none.
-        dweight, dbias: this rank's gradients of weight and bias for each of the I rows of the
+        dweight, dbias: this rank's sums of g * xhat and of g, for each of the I rows of the
             statistics, (I, C).
         centre: this rank's part of s0, (I, C); None for feature maps.
         pixels: N for each row, (I,).
@@ -882,7 +934,10 @@ def _shares(
 
 
 def _nowhere(x: Tensor) -> Box:
-    """Return an empty box of owned pixels, so that no pixel gets the gradient of the statistics."""
+    """Return an empty box with the number of spatial dims of ``x``.
+
+    If a kernel gets it as the box of owned pixels, it adds no gradient through the statistics.
+    """
     return Box.whole((0,) * (x.dim() - 2))
 
 
@@ -991,7 +1046,7 @@ def commit(norms: list[DistributedNorm], groups_comm, unbiased: bool = False) ->
 
 
 def _over_groups(seen: list[Moments], groups_comm) -> list[Moments]:
-    """Combine the moments of layers over all sample groups, in one message.
+    """Return the moments of each layer over the images of all sample groups, in one message.
 
     All ranks of ``groups_comm`` must call it together.
 
@@ -1016,13 +1071,14 @@ def _over_groups(seen: list[Moments], groups_comm) -> list[Moments]:
 def _average(
     norms: Sequence[DistributedNorm], means: Sequence[Tensor], variances: Sequence[Tensor]
 ) -> None:
-    """Update the running averages of norms.
+    """Update the running mean and variance of each norm with new values.
 
     Norms that share running statistics are updated one after another, in the given order. All other
     norms are updated together.
 
     Args:
-        means, variances: for each norm, the mean and variance of its channels, (C,).
+        norms: the layers. A layer that had several calls may occur several times.
+        means, variances: for each entry of ``norms``, the new values for its channels, (C,).
     """
     times: Counter[DistributedNorm] = Counter()
     groups: dict[tuple, list[int]] = {}

@@ -22,7 +22,7 @@ _SINGLE = 60  # about this many pixels are tried as images of one pixel
 
 
 class PixelLoss(Criterion):
-    """Mean over all valid pixels of a function of one pixel's logits and target.
+    """Loss that is the mean, over all valid pixels, of a function of one pixel's logits and target.
 
     It equals PyTorch's ``reduction="mean"`` over the pixels of all images and ranks::
 
@@ -57,8 +57,9 @@ class PixelLoss(Criterion):
     ):
         if not callable(function):
             raise ValueError(
-                "PixelLoss must get a function of logits and target, got a "
-                f"{type(function).__name__}"
+                "PixelLoss needs a function of logits and target, but got a "
+                f"{type(function).__name__}: give for example functools.partial(F.cross_entropy, "
+                'reduction="none")'
             )
         own = _ignored_by(function)
         if own is not None and ignore_index == -100:
@@ -96,9 +97,10 @@ class PixelLoss(Criterion):
         self._returned, dims = outputs, outputs.dims
         if outputs.whole and self.ignore_index is None and not target.is_floating_point():
             raise ValueError(
-                "a network that returns one vector for each image needs a PixelLoss with an "
-                "ignore_index: each image's target is counted on one tile only, and its other "
-                "tiles get the ignore_index as target; give PixelLoss an ignore_index"
+                "PixelLoss has ignore_index=None, but a network that returns one vector for each "
+                "image needs an ignore_index: each image's target is counted on one tile only, "
+                "and its other tiles get the ignore_index as target. Give PixelLoss an "
+                "ignore_index that no target has, such as -100"
             )
         logits, sample = _example(outputs, target)
         sample = _filled(sample, self._valid(sample))
@@ -114,7 +116,8 @@ class PixelLoss(Criterion):
             raise ValueError(
                 f"the function of PixelLoss returns {tuple(found.shape)} for logits "
                 f"{tuple(logits.shape)} and a target {tuple(sample.shape)}, but it must return "
-                'one value for each pixel: leave the reduction out (reduction="none")'
+                f"one value for each pixel, {pixels}: do not reduce over pixels (in PyTorch's "
+                'losses, reduction="none")'
             )
         self._compare(self._called(logits, sample), found, "returns other values in a second call")
         self._check_apart(logits, sample, found, "function", self._called)
@@ -122,25 +125,26 @@ class PixelLoss(Criterion):
             weights = self.weight(sample)
             if tuple(weights.shape) not in (tuple(found.shape), pixels):
                 raise ValueError(
-                    f"the weight of PixelLoss returns {tuple(weights.shape)}, but its function "
-                    f"{tuple(found.shape)}: let both return values of the same pixels"
+                    f"the weight function of PixelLoss returns {tuple(weights.shape)}, but the "
+                    f"loss function returns {tuple(found.shape)}: let weight return a tensor of "
+                    "that shape"
                 )
             self._check_apart(logits, sample, weights, "weight", lambda z, y: self.weight(y))
 
     def _check_apart(self, logits: Tensor, sample: Tensor, found: Tensor, what: str, call) -> None:
-        """Refuse a function whose value at a pixel depends on more than this pixel.
+        """Refuse a function whose value at a pixel depends on other pixels or images.
 
         The function is called again with single images and with single pixels, and must return the
-        same values.
+        same values as for the whole batch.
 
         Args:
-            logits, sample: example logits and target, both for several images.
-            found: the values of the function for them.
+            logits, sample: example logits and target of a batch of images.
+            found: the function's values for this batch.
             what: ``function`` or ``weight``, for error messages.
             call: the function, which takes logits and target.
 
         Raises:
-            ValueError: it returns other values.
+            ValueError: the function returns other values, or fails for a single pixel.
         """
         for image in range(len(logits)):
             alone = call(logits[image : image + 1], sample[image : image + 1])
@@ -157,18 +161,18 @@ class PixelLoss(Criterion):
                 alone = call(pixels[one], targets[one])
             except Exception as e:  # a user's function may raise anything
                 raise ValueError(
-                    f"the {what} of PixelLoss fails for an image of one pixel: {e}; it must be a "
-                    "function of one pixel, or give sums over pixels as distseg.SumLoss"
+                    f"the {what} of PixelLoss fails for an image of one pixel: {e}. Let it use "
+                    "only the logits and target of one pixel, or give a loss of sums over pixels "
+                    "as distseg.SumLoss"
                 ) from e
             why = "depends on other pixels, or on their number or position"
             self._compare(alone, values[one], why, what)
 
     def _called(self, logits: Tensor, target: Tensor) -> Tensor:
-        """Return the values of the user's function, which is called as in training.
+        """Return the values of the user's function for copies of example logits and target.
 
         Raises:
-            ValueError: the function fails, or uses other tensors with requires_grad than the
-                logits.
+            ValueError: the function fails, returns no tensor, or uses tensors with requires_grad.
         """
         return _values_of(lambda: self._each(logits.clone(), target.clone()), "PixelLoss")
 
@@ -180,7 +184,7 @@ class PixelLoss(Criterion):
             raise ValueError(
                 f"the {what} of PixelLoss must be a function of one pixel, but it {why}, so it "
                 "cannot be computed tile by tile: let it use only the logits and target of one "
-                "pixel, or give sums over pixels as distseg.SumLoss"
+                "pixel, or give a loss of sums over pixels as distseg.SumLoss"
             )
 
     def _each(self, logits: Tensor, target: Tensor) -> Tensor:
@@ -193,10 +197,11 @@ class PixelLoss(Criterion):
     def _mask(self, valid: Tensor, shape: torch.Size) -> Tensor:
         """Return the mask of valid pixels in a form that broadcasts to ``shape``.
 
+        If the target has channels and ``shape`` has none, a pixel is valid if all its channels are.
+
         Args:
-            valid: True where the target is valid, of the target's shape. If the target has
-                channels and ``shape`` has not, a pixel is valid if all its channels are.
-            shape: the shape of the values that the user's function returns.
+            valid: True where the target is valid, (B, *size) or (B, C', *size) as the target.
+            shape: the shape of the values of the user's function, (B, *size) or (B, K, *size).
         """
         if valid.dim() == len(shape):
             return valid
@@ -211,7 +216,7 @@ class PixelLoss(Criterion):
 
 
 class SumLoss(Criterion):
-    """Function of sums over the pixels of each image, such as a Dice loss of your own.
+    """Loss that is a function of sums over the pixels of each image, such as your own Dice loss.
 
     Args:
         function: takes logits (B, C, *size) and a target, and returns sums over the pixels of each
@@ -247,7 +252,8 @@ class SumLoss(Criterion):
             if whole.dim() != 2 or len(whole) != len(logits):
                 raise ValueError(
                     f"the function of SumLoss returns {tuple(whole.shape)} for {len(logits)} "
-                    "images, but it must return (images, sums)"
+                    "images, but it must return (images, sums): sum over the pixels of each image, "
+                    "and stack the K sums of an image as a row"
                 )
             self.sums = whole.shape[1]
             self._compare(
@@ -266,8 +272,9 @@ class SumLoss(Criterion):
         value = self._value(whole.detach().requires_grad_())
         if not isinstance(value, Tensor) or value.dim() or not value.requires_grad:
             raise ValueError(
-                "the value of SumLoss must be a tensor of one number with an autograd graph, "
-                f"got {value!r}: leave item(), float() and detach() out"
+                "the function value of SumLoss must return a tensor () with an autograd graph, "
+                f"but it returns {value!r}: reduce the sums of all images to one number, and leave "
+                "item(), float() and detach() out"
             )
 
     @staticmethod
@@ -283,12 +290,12 @@ class SumLoss(Criterion):
 def criterion_of(
     given, channels: int, outputs: Sequence[str] | None = None, ignore_index: int = -100
 ) -> Criterion:
-    """Return the criterion for a loss that a user gave.
+    """Turn a loss that a user gave into a :class:`Criterion`.
 
     Args:
         given: a :class:`Criterion`, the name of a loss such as ``cross_entropy + 0.5*dice``, or a
             :class:`distseg.config.settings.LossConfig`. Or a mapping from the name of each output
-            to one of these.
+            to one of these. Without a mapping, each output gets the same criterion.
         channels: number of channels of one output.
         outputs: names of the network's outputs, if it has several.
         ignore_index: label of invalid pixels, for a loss that is given by its name.
@@ -299,9 +306,9 @@ def criterion_of(
     if isinstance(given, Mapping):
         if set(given) != set(outputs or ()):
             raise ValueError(
-                f"the criterion names the outputs {', '.join(map(str, given))}, but the network "
-                f"was distributed with outputs {', '.join(outputs or ()) or 'None'}: give a "
-                "criterion for each of them"
+                f"the criterion names the outputs {', '.join(map(str, given))}, but the argument "
+                f"outputs of distseg.distribute is {', '.join(outputs or ()) or 'None'}: give one "
+                "criterion for each of these outputs, or a single criterion if it is None"
             )
         return OfOutputs(
             [(1.0, criterion_of(given[name], channels, None, ignore_index)) for name in outputs]
@@ -328,7 +335,15 @@ def _filled(target: Tensor, valid: Tensor) -> Tensor:
 
 
 def _example(outputs: Outputs, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Return small random float64 logits, and a target whose values are drawn from ``target``."""
+    """Return small random logits and targets of two images, to try a user's function with.
+
+    Args:
+        outputs: number of channels and dims of the network's output.
+        target: a target, from whose values the new ones are drawn at random.
+
+    Returns:
+        The logits, (2, channels, *size) float64, and the targets, (2, *size) or (2, C', *size).
+    """
     channels, dims, whole = outputs
     generator, size = torch.Generator().manual_seed(0), (1,) * dims if whole else _SIDES[:dims]
     values = target.detach().cpu().flatten()
@@ -339,7 +354,7 @@ def _example(outputs: Outputs, target: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _values_of(call: Callable[[], Tensor], kind: str) -> Tensor:
-    """Return the values of a user's function, which must need no gradient.
+    """Call a user's function and return its values, which must not require a gradient.
 
     Args:
         call: a function without arguments that calls the user's function with example logits and
@@ -347,40 +362,48 @@ def _values_of(call: Callable[[], Tensor], kind: str) -> Tensor:
         kind: ``PixelLoss`` or ``SumLoss``, for error messages.
 
     Raises:
-        ValueError: the function fails, returns no tensor, or uses other tensors with requires_grad
-            than the logits.
+        ValueError: the function fails, returns no tensor, or uses tensors with requires_grad. (The
+            example logits have none.)
     """
     try:
         with torch.enable_grad():
             found = call()
     except Exception as e:  # a user's function may raise anything
-        raise ValueError(f"the function of {kind} fails: {type(e).__name__}: {e}") from e
+        raise ValueError(
+            f"the function of {kind} fails: {type(e).__name__}: {e} (it was tried with random "
+            "logits and targets of this network's shapes)"
+        ) from e
     if not isinstance(found, Tensor):
         raise ValueError(
-            f"the function of {kind} returns a {type(found).__name__}, but must return a tensor"
+            f"the function of {kind} returns a {type(found).__name__}, but must return a tensor: "
+            "leave item() and float() out"
         )
     if found.requires_grad:
         raise ValueError(
             f"the function of {kind} uses tensors with requires_grad besides the logits, and each "
-            "rank would have only a part of their gradient: put them into the network"
+            "rank would have only a part of their gradient: use them in the forward pass of the "
+            "network instead, or detach() them"
         )
     return found
 
 
 def _single_pixels(x: Tensor, dims: int) -> Tensor:
-    """Return each pixel as a separate image, (B, ..., *size) -> (B * pixels, ..., 1, ...).
+    """Return each pixel as a separate image of one pixel.
 
-    ``dims`` is the number of dims of ``size``.
+    Shapes: (B, C, *size) -> (B * pixels, C, 1, ...), and (B, *size) -> (B * pixels, 1, ...).
+
+    Args:
+        dims: the number of dims of ``size``.
     """
     flat = x.flatten(x.dim() - dims).movedim(-1, 1).flatten(0, 1)
     return flat.reshape(*flat.shape, *(1,) * dims)
 
 
 def _weight_of(function: Callable) -> Callable[[Tensor], Tensor] | None:
-    """Return a function that maps a target to the class weight of each pixel.
+    """Return a function that maps a target to the class weight of each pixel, (B, *size).
 
-    Return None if ``function`` is not PyTorch's cross-entropy or negative log-likelihood with class
-    weights.
+    For labels (B, *size) it returns the weights that ``function`` has for their classes. For class probabilities (B, C, *size) its result is 1 for each pixel. Return None if
+    ``function`` is not PyTorch's cross-entropy or negative log-likelihood with class weights.
 
     Args:
         function: the loss function that a user gave to :class:`PixelLoss`.
@@ -403,6 +426,9 @@ def _weight_of(function: Callable) -> Callable[[Tensor], Tensor] | None:
 
 
 def _ignored_by(function: Callable) -> int | None:
-    """Return the ``ignore_index`` of a PyTorch loss, or of a partial of it; None if it has none."""
+    """Return the ``ignore_index`` that a loss function has, or None if it has none.
+
+    It is an attribute, as in ``nn.CrossEntropyLoss``, or a keyword given to ``functools.partial``.
+    """
     found = getattr(function, "keywords", {}).get("ignore_index")
     return getattr(function, "ignore_index", None) if found is None else found

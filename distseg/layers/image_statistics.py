@@ -38,7 +38,7 @@ class _OfImage(DistributedMean):
     """Base class of distributed layers that compute one vector from all cells of an image.
 
     Args:
-        layer: the layer for whole images whose counterpart it is.
+        layer: the layer of :mod:`distseg.models.image_statistics` that computes it of whole images.
     """
 
     def __init__(self, layer: nn.Module, *args):
@@ -68,11 +68,14 @@ class _OfImage(DistributedMean):
         return dx
 
     def gradient(self, x: Tensor, g: Tensor, statistics: Moments, row: int) -> Tensor:
-        """Return the gradient of the owned cells of one image.
+        """Return the gradient of the loss by a window's owned cells of one image.
+
+        It has as many values as ``x``, in any shape.
 
         Args:
             x: the owned cells, (C, *size).
-            g: the gradient of the image's statistic, summed over all windows, flat float64.
+            g: the gradient by the image's vector, summed over the windows of all ranks, (length of
+                the vector,) float64.
             statistics: the moments of all images, combined over all ranks.
             row: the row of this image in ``statistics``.
         """
@@ -82,7 +85,8 @@ class _OfImage(DistributedMean):
 class DistributedVariance(_OfImage):
     """Distributed counterpart of :class:`distseg.models.image_statistics.Variance`.
 
-    It maps each window to the variances of its whole image, (B, groups, 1, ...).
+    It maps each window to the variances of its whole image, (B, groups, 1, ...). Without groups,
+    each channel has its own variance, (B, C, 1, ...).
     """
 
     def statistics(self, parts: list[Contribution]) -> Moments:
@@ -110,7 +114,8 @@ class DistributedVariance(_OfImage):
 class DistributedLogSumExp(_OfImage):
     """Distributed counterpart of :class:`distseg.models.image_statistics.LogSumExp`.
 
-    In its statistics, ``mean`` holds the maximum and ``m2`` the sum of exp(x - maximum).
+    Its statistics are :class:`Moments` with another content: ``mean`` holds the maximum of each
+    channel and ``m2`` its sum of exp(x - maximum).
     """
 
     def moments(self, x: Tensor, index: int, mask: Tensor | None = None) -> list[Contribution]:
@@ -154,11 +159,13 @@ class DistributedLogSumExp(_OfImage):
 
 
 def exponentials(parts: Moments) -> Moments:
-    """Combine the moments from which log-sum-exp is computed, from several parts of an image.
+    """Combine parts of an image to the maximum and the sum of exp(x - maximum) of all cells.
+
+    Log-sum-exp is computed from these two.
 
     Args:
-        parts: the moments, stacked along dim 0. ``mean`` holds each part's maximum and ``m2`` the
-            sum of exp(x - maximum).
+        parts: moments stacked along dim 0. ``mean`` holds the maximum of each part and ``m2`` its
+            sum of exp(x - maximum). The result has the same content, without dim 0.
     """
     largest = parts.mean.amax(0)
     # A part without cells has maximum -inf and contributes 0. If all parts are empty, -inf - -inf
@@ -170,8 +177,9 @@ def exponentials(parts: Moments) -> Moments:
 class DistributedProducts(_OfImage):
     """Distributed counterpart of :class:`distseg.models.image_statistics.Products`.
 
-    In its statistics, ``mean`` holds the sums of products, (images, heads * I * J) with the letters
-    of ``Products``, and ``m2`` is empty.
+    Its statistics are :class:`Moments` with another content: ``mean`` holds the sums of products,
+    (images, heads * I * J), and ``m2`` is empty. In each of ``heads`` groups, each of I channels is
+    multiplied by each of J channels.
     """
 
     def moments(self, x: Tensor, index: int, mask: Tensor | None = None) -> list[Contribution]:
@@ -206,8 +214,8 @@ class DistributedProducts(_OfImage):
 class DistributedLargest(_OfImage):
     """Distributed counterpart of :class:`distseg.models.image_statistics.Largest`.
 
-    In its statistics, ``mean`` holds the k largest values, (images, C * k), and ``m2`` their
-    indices in the flattened feature map.
+    Its statistics are :class:`Moments` with another content: ``mean`` holds the k largest values of
+    each channel, (images, C * k), and ``m2`` their indices in the flattened feature map.
     """
 
     where = DistributedMax.where
@@ -233,7 +241,10 @@ class DistributedLargest(_OfImage):
         return found
 
     def _filled(self, x: Tensor, value: float) -> Tensor:
-        """Append ``value`` to each channel until it has k values: (C, at most k) -> (C, k)."""
+        """Append ``value`` to each channel until it has k values: (C, at most k) -> (C, k).
+
+        A window that owns fewer than k cells has fewer values.
+        """
         return torch.cat((x, x.new_full((len(x), self.of_whole.k - x.shape[1]), value)), 1)
 
     def statistics(self, parts: list[Contribution]) -> Moments:
@@ -256,11 +267,14 @@ class DistributedLargest(_OfImage):
         return found
 
     def _largest(self, parts: Moments) -> Moments:
-        """Return the k largest values of each channel, and their indices, over several parts.
+        """Choose the k largest values of each channel among those of several parts of an image.
 
         Args:
-            parts: for each part its k largest values (in ``mean``) and their indices (in ``m2``),
-                both (parts, ..., C * k). The result has them as (..., C * k).
+            parts: for each part its k largest values (in ``mean``) and their indices in the whole
+                flattened feature map (in ``m2``), both (parts, ..., C * k).
+
+        Returns:
+            Moments with the chosen values and their indices, (..., C * k), in descending order.
         """
         k = self.of_whole.k
 
@@ -303,8 +317,9 @@ class DistributedLargest(_OfImage):
 class DistributedMeasure(_OfImage):
     """Distributed counterpart of :class:`distseg.models.image_statistics.Measure`.
 
-    The number follows from the size of the map, so the gradient is 0. In its statistics, ``mean``
-    holds this number, and ``m2`` is empty.
+    It returns a number that a rule computes from the size of the whole feature map, such as its
+    number of pixels. So its gradient is 0. Its statistics are :class:`Moments` whose ``mean`` holds
+    this number, and whose ``m2`` is empty.
     """
 
     def moments(self, x: Tensor, index: int, mask: Tensor | None = None) -> list[Contribution]:
@@ -334,7 +349,11 @@ class DistributedMeasure(_OfImage):
 
 
 def distributed_class(layer: nn.Module) -> type[nn.Module]:
-    """Return the distributed counterpart's class, for a layer that takes statistics of an image."""
+    """Return the class of the distributed counterpart of a layer.
+
+    Args:
+        layer: a layer that computes a vector of the image, a ``Spread``, or a norm.
+    """
     return next(
         (counterpart for kind, counterpart in _COUNTERPARTS if isinstance(layer, kind)), None
     ) or mean.distributed_class(layer)

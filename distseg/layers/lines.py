@@ -39,9 +39,9 @@ class Where(NamedTuple):
     """Boxes of the cells that a window owns, in two coordinate systems.
 
     Attributes:
-        own: box of these cells, in the coordinates of the window.
-        place: box of these cells, in the coordinates of the feature map.
-        size: size of the feature map.
+        own: box of these cells, counted from the first cell of the window.
+        place: box of these cells, in the whole feature map.
+        size: size of the whole feature map.
     """
 
     own: Box
@@ -53,8 +53,8 @@ class Part(NamedTuple):
     """Contribution of one image of a window to the image's line.
 
     Attributes:
-        moments: the moments at the positions that the window owns, with ``mean`` (positions, C);
-            None if it owns no cells.
+        moments: the moments of the window's owned cells at each position of the line that these
+            cells cover, with ``mean`` (positions, C). None if the window owns no cells.
         at: the indices of these positions in the line, (positions,).
         length: the length of the whole line.
         channels: number of channels of the feature map.
@@ -69,8 +69,8 @@ class Part(NamedTuple):
 class DistributedLines(DistributedMean):
     """Distributed counterpart of :class:`distseg.models.lines.AlongLines`.
 
-    It maps each window to the whole line of its image, (B, C * L, 1, ...), for example the means of
-    all L rows of the image.
+    It maps each window to the whole line of its image, (B, C * L, 1, ...). An example of a line are
+    the means of all L rows of the image, each taken over the cells of all tiles.
     """
 
     def __init__(self, layer: AlongLines, *args):
@@ -107,9 +107,9 @@ class DistributedLines(DistributedMean):
             size: the size of the feature map.
 
         Returns:
-            The cells, (positions, C, cells of a position). And for each cell of a position its
-                index among all cells of the image at this position, (cells of a position,). For
-                the means of rows, this index is the cell's column.
+            The cells, (positions, C, cells of a position), and an index for each cell of a
+                position, (cells of a position,). The index counts all cells that the whole image
+                has at a position. For the means of rows, it is the cell's column.
         """
         others = [d for d in range(len(size)) if d not in self.kept]
         numbers = numbers_of(_picked(place, others), [size[d] for d in others]).to(image.device)
@@ -117,11 +117,13 @@ class DistributedLines(DistributedMean):
         return cells.to(torch.promote_types(cells.dtype, torch.float32)), numbers
 
     def _numbers(self, place: Box, size: Sequence[int]) -> Tensor:
-        """Return the indices of the line's positions that a box of the feature map covers, (n,).
+        """Return the indices in the line of the positions that a box covers, (positions,).
+
+        For the means of rows, these are the numbers of the box's rows.
 
         Args:
-            place: the box.
-            size: the size of the feature map.
+            place: the box, in cells of the whole feature map.
+            size: the size of the whole feature map.
         """
         return numbers_of(_picked(place, self.kept), [size[d] for d in self.kept])
 
@@ -142,13 +144,13 @@ class DistributedLines(DistributedMean):
         )
 
     def _line(self, parts: list[Part], length: int) -> Moments:
-        """Return the moments of one image at all positions of a line, with ``mean`` (length, C).
+        """Combine this rank's parts of an image to moments at all positions, ``mean`` (length, C).
 
         Positions to which no part contributes get the moments of zero cells.
 
         Args:
             parts: the contributions of this rank's windows to the image.
-            length: the length of the line.
+            length: the number of positions of the result, at least the length of the image's line.
         """
         nothing = self.statistic.nothing(
             torch.zeros(length, parts[0].channels, dtype=torch.float64, device=parts[0].at.device)
@@ -195,12 +197,10 @@ class DistributedLines(DistributedMean):
         return dx
 
     def _closed(self, cells: Tensor, like: Tensor) -> Tensor:
-        """Reshape cells (positions, C, cells of a position) to a part of an image, (C, *size).
-
-        It is the reverse of :meth:`_opened`.
+        """Put cells that :meth:`_opened` has grouped by position back into the shape of an image.
 
         Args:
-            cells: the cells, or their gradients.
+            cells: the cells, or their gradients, (positions, C, cells of a position).
             like: a tensor of the wanted shape (C, *size). Its values are not used.
         """
         size = like.shape[1:]
@@ -212,21 +212,26 @@ class DistributedLines(DistributedMean):
 
 
 class _Mean:
-    """Mean or sum of the cells at each position of a line.
+    """Mean or sum of the cells at each position of a line, and base class of other statistics.
 
     Its methods take ``cells``, (L, C, cells of a position), and ``numbers``, the index of each cell
-    of a position. Both come from :meth:`DistributedLines._opened`, and L counts the positions in
-    ``cells``. In the moments, ``count`` is (..., L), ``mean`` and ``m2`` are (..., L, C).
+    of a position, (cells of a position,). :meth:`DistributedLines._opened` returns both. L is the
+    number of positions in ``cells``. In the moments, ``count`` is (..., L), ``mean`` and ``m2`` are
+    (..., L, C).
 
     Args:
-        layer: the layer that defines the statistic.
+        layer: the layer that defines the statistic. ``layer.total`` is True for sums.
     """
 
     def __init__(self, layer: Mean):
         self.layer = layer
 
     def nothing(self, zeros: Tensor) -> Moments:
-        """Return the moments of zero cells, where ``zeros`` is a tensor of zeros (L, C)."""
+        """Return the moments of L positions to which no cell has contributed yet.
+
+        Args:
+            zeros: a tensor of zeros (L, C), which gives shape, dtype and device.
+        """
         return Moments(zeros.new_zeros(len(zeros)), zeros, zeros)
 
     def moments(self, cells: Tensor, numbers: Tensor) -> Moments:
@@ -239,15 +244,19 @@ class _Mean:
         )
 
     def joined(self, parts: Moments) -> Moments:
-        """Return the moments of the cells of all parts, given the parts' moments.
+        """Combine the moments of parts of an image to the moments of all their cells.
 
         Args:
-            parts: the moments of the parts, stacked along dim 0.
+            parts: the moments of the parts, stacked along dim 0. The result lacks this dim.
         """
         return combine(parts)
 
     def value(self, statistics: Moments) -> Tensor:
-        """Return the statistic at each position, (..., L, C), computed from its moments."""
+        """Return the mean, sum or other statistic at each position, (..., L, C).
+
+        Args:
+            statistics: the moments of all cells at each position.
+        """
         return (
             statistics.mean * statistics.count.unsqueeze(-1)
             if self.layer.total
@@ -258,9 +267,10 @@ class _Mean:
         """Return the gradient of the cells, in the shape of ``cells``.
 
         Args:
-            cells, numbers: cells of one image and their indices, as in the class's docstring.
-            g: gradient of the statistic at each position, (L, C).
-            there: the moments at the cells' positions in the line, combined over all ranks.
+            cells: cells of one image, (L, C, cells of a position).
+            numbers: the index of each cell of a position, which only the maximum uses.
+            g: gradient of the loss by the statistic at each position, (L, C).
+            there: the moments at these L positions, combined over all ranks.
         """
         g = g if self.layer.total else g / there.count.unsqueeze(-1)
         return g.to(cells.dtype).unsqueeze(-1).expand_as(cells)
@@ -313,7 +323,7 @@ class _Max(_Mean):
     """Maximum of the cells at each position of a line.
 
     In its moments, ``mean`` holds the maximum. If ``layer.first`` is True, ``m2`` holds the index
-    of the first maximum, otherwise the number of cells that have the maximum.
+    (``numbers``) of the first cell with the maximum, otherwise the number of cells that have it.
     """
 
     def nothing(self, zeros: Tensor) -> Moments:
@@ -349,7 +359,8 @@ _STATISTICS = {Mean: _Mean, Max: _Max, Variance: _Variance, LogSumExp: _LogSumEx
 class DistributedOfLines(OfLines):
     """Distributed counterpart of :class:`distseg.models.lines.OfLines` for a window of an image.
 
-    It takes the length of the lines from the size of the whole feature map, not of the window.
+    ``OfLines`` takes the length of the lines from the size of its first input. This input is only a
+    window here, so the layer takes the length from the size of the whole feature map.
     """
 
     def __init__(self, layer: OfLines, context: Context, stride: tuple[int, ...], name: str):
@@ -366,7 +377,12 @@ class DistributedOfLines(OfLines):
 
 
 def distributed_class(layer: nn.Module) -> type[nn.Module]:
-    """Return the distributed counterpart's class, for a layer of lines or of image statistics."""
+    """Return the class of the distributed counterpart of a layer.
+
+    Args:
+        layer: a layer of :mod:`distseg.models.lines`, a layer that computes a vector of the image,
+            a ``Spread``, or a norm.
+    """
     kinds = ((AlongLines, DistributedLines), (OfLines, DistributedOfLines))
     return next(
         (counterpart for kind, counterpart in kinds if isinstance(layer, kind)), None
@@ -374,5 +390,5 @@ def distributed_class(layer: nn.Module) -> type[nn.Module]:
 
 
 def _picked(box: Box, dims: Sequence[int]) -> Box:
-    """Return a box with fewer dims: those of ``box`` that are listed in ``dims``."""
+    """Return the box that ``box`` is along the listed dims, without its other dims."""
     return Box(tuple(box.start[d] for d in dims), tuple(box.stop[d] for d in dims))

@@ -353,7 +353,11 @@ def numbers_of(box: Box, size: Sequence[int]) -> Tensor:
 
 
 def distributed_class(layer: nn.Module) -> type[nn.Module]:
-    """Return the class of the distributed counterpart of a norm, mean, maximum or spread layer."""
+    """Return the class of the distributed counterpart of a layer.
+
+    Args:
+        layer: a ``Mean``, ``Max`` or ``Spread`` of :mod:`distseg.models.layers`, or a norm.
+    """
     return next(
         counterpart
         for kinds, counterpart in (

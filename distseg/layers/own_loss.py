@@ -272,9 +272,9 @@ class SumLoss(Criterion):
         value = self._value(whole.detach().requires_grad_())
         if not isinstance(value, Tensor) or value.dim() or not value.requires_grad:
             raise ValueError(
-                "the function value of SumLoss must return a tensor () with an autograd graph, "
-                f"but it returns {value!r}: reduce the sums of all images to one number, and leave "
-                "item(), float() and detach() out"
+                "the function value of SumLoss must return a tensor of one number with an autograd "
+                f"graph, but it returns {value!r}: reduce the sums of all images to one number, "
+                "and leave item(), float() and detach() out"
             )
 
     @staticmethod
@@ -402,8 +402,9 @@ def _single_pixels(x: Tensor, dims: int) -> Tensor:
 def _weight_of(function: Callable) -> Callable[[Tensor], Tensor] | None:
     """Return a function that maps a target to the class weight of each pixel, (B, *size).
 
-    For labels (B, *size) it returns the weights that ``function`` has for their classes. For class probabilities (B, C, *size) its result is 1 for each pixel. Return None if
-    ``function`` is not PyTorch's cross-entropy or negative log-likelihood with class weights.
+    For labels (B, *size) it returns the weights that ``function`` has for their classes. For class
+    probabilities (B, C, *size) it returns 1 for each pixel. Return None if ``function`` is not
+    PyTorch's cross-entropy or negative log-likelihood with class weights.
 
     Args:
         function: the loss function that a user gave to :class:`PixelLoss`.

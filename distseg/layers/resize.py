@@ -29,14 +29,15 @@ _KEPT = 256  # size of the caches of weights
 
 
 class Placed(nn.Module):
-    """Distributed counterpart of :class:`distseg.models.resize.Follows`, applied to whole images.
+    """Counterpart of :class:`distseg.models.resize.Follows` that a stage applies to whole images.
 
-    It does not need the feature map whose size the result follows. It computes the size of its
-    result from the size of the image instead.
+    A ``Follows`` layer, such as a resize, gives its result a size that follows from another feature
+    map. This layer computes that size from the size of the image, and does not need the other map.
 
     Args:
-        inner: the layer.
-        sizes: function that returns the size of the layer's result for the size of an image.
+        inner: the ``Follows`` layer.
+        context: the state of the model's forward pass, which has the size of the image.
+        sizes: function that maps the size of an image to the size of the layer's result.
     """
 
     def __init__(
@@ -56,11 +57,11 @@ class Placed(nn.Module):
 class PlacedPositions(Positions):
     """Distributed counterpart of :class:`distseg.models.capture.positions.Positions`.
 
-    It computes values at positions, such as coordinates, that follow the size of the whole image.
-    The context gives this size.
+    The layer computes values for the positions of a feature map, such as their coordinates in the
+    image. They depend on the size of the whole image, which the context has.
 
     Args:
-        inner: the layer, with which this layer shares its parameters and buffers.
+        inner: the ``Positions`` layer. Both layers share their parameters and buffers.
         context: the state of the model's forward pass.
     """
 
@@ -79,10 +80,12 @@ class PlacedPositions(Positions):
         return self.on_box(x, x.shape[2:], Box.whole(x.shape[2:]))
 
     def on_box(self, x: Tensor, size: Sequence[int], box: Box) -> Tensor:
-        """Return the part of the layer's output inside ``box``.
+        """Return the part of the layer's output inside ``box``, (B, C, *box.size) or a vector.
+
+        The layer computes its output from positions, not from the values of its input.
 
         Args:
-            x: the input. Only its dtype, device and number of images are used, not its values.
+            x: the input. Only its dtype, device and number of images are used.
             size: the size of the whole output.
             box: the box, in cells of the whole output.
         """
@@ -92,7 +95,7 @@ class PlacedPositions(Positions):
 
 
 class Spans(NamedTuple):
-    """Available inputs and wanted outputs of a resize along one dim.
+    """Input cells that are available and output cells that are wanted, along one dim of a resize.
 
     Attributes:
         n, m: the number of cells of the whole input and of the whole output.
@@ -111,16 +114,18 @@ class Spans(NamedTuple):
 def resized(
     x: Tensor, footprints: Sequence[Resize], part: LayerView, ratio: bool = False
 ) -> Tensor:
-    """Resize a part of a feature map as ``F.interpolate`` resizes the whole map.
-
-    Shapes: (B, C, *part.input.size) -> (B, C, *part.output.size).
+    """Return a part of what ``F.interpolate`` makes of a whole feature map.
 
     Args:
-        x: the input box of the map.
+        x: the cells of the map inside ``part.input``, (B, C, *part.input.size).
         footprints: for each dim, the access pattern of the resize.
         part: the input box and the output box, and the sizes of the whole maps.
         ratio: True if nearest modes use the scale factor m / n, the size of the whole output
-            divided by that of the whole input (:class:`distseg.models.resize.ResizeTo`).
+            divided by that of the whole input (:class:`distseg.models.resize.ResizeTo`). False if
+            they use the factor of the access pattern, if it has one.
+
+    Returns:
+        The result inside ``part.output``, (B, C, *part.output.size).
     """
     spans = [
         Spans(*each)
@@ -147,12 +152,13 @@ def resized(
 
 
 class _Share(NamedTuple):
-    """Weighted sums of cells along a dim, one sum for each output cell.
+    """Weighted sums of input cells along a dim, one sum for each output cell.
 
-    Both arrays have shape (cells in a sum, number of sums).
+    Output cell j is the sum over k of parts[k, j] * input[places[k, j]]. Both arrays have shape
+    (cells in a sum, output cells).
 
     Attributes:
-        places: the positions of the input cells in each sum.
+        places: the positions of the cells in the available input.
         parts: the weights of these cells; None if all weights are 1.
     """
 
@@ -211,17 +217,18 @@ def nearest_places(
     device: str,
     last: bool,
 ) -> np.ndarray:
-    """Return, for each of the m output cells, the input cell that a nearest mode copies, (m,).
+    """Return the number of the input cell that a nearest mode copies to each output cell, (m,).
 
-    PyTorch's kernels round positions differently. So the kernel for tensors of this dtype, device
-    and memory format is run to see which cells it chooses.
+    PyTorch's kernels differ in how they round positions. So this function runs the kernel for
+    tensors of the given dtype, device and memory format, to see which cells it chooses.
 
     Args:
         kernel: ``nearest`` or ``nearest-exact``.
         factor: the scale factor that the user's call gives; None if it gives the size.
         n, m: the number of input and of output cells along the resized dim.
         dims: number of spatial dims of the feature map.
-        dim: the dim that is resized.
+        dim: the number of the resized dim among the spatial dims.
+        dtype, device: the dtype and the device type of the tensor, as text.
         last: True if channels come last in memory.
     """
     # The kernel resizes each position's digits to base 128, which bfloat16 holds exactly too.
@@ -249,14 +256,14 @@ _BASE = 128
 
 
 def _back(forth: _Share, have: int) -> _Share:
-    """Return the adjoint of ``forth``: for each input cell, the sums that contain it.
+    """Return the adjoint of a resize: the weighted sums that give the gradients of input cells.
 
-    The result is a :class:`_Share` with one sum for each input cell. Its weights are those of
-    the input cell in the sums of ``forth``.
+    The gradient of an input cell is a sum over the output cells that read it. Each output cell's
+    gradient is multiplied by the weight that the input cell has in ``forth``.
 
     Args:
-        forth: the sums of the forward pass.
-        have: the number of input cells.
+        forth: the sums that give the output cells.
+        have: the number of available input cells, which is the number of sums in the result.
     """
     width, count = forth.places.shape
     inputs, sums = forth.places.ravel(), np.tile(np.arange(count), width)
@@ -274,8 +281,8 @@ def _back(forth: _Share, have: int) -> _Share:
 class _Weighted(torch.autograd.Function):
     """Autograd function that resizes a tensor along one dim, as weighted sums of its cells.
 
-    Its arguments are the tensor, the number of the dim, the sums ``forth`` that make the output
-    cells, and their adjoint ``back``, which makes the gradients of the input cells (:func:`_back`).
+    Its arguments are the tensor, the number of the dim, the sums ``forth`` that give the output
+    cells, and the sums ``back`` that give the gradients of the input cells (:func:`_back`).
     """
 
     @staticmethod

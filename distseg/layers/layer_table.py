@@ -54,10 +54,10 @@ from distseg.tiling.tile import Box
 def _conv3d(
     x: Tensor, weight: Tensor, bias: Tensor | None, stride, padding, dilation, groups: int
 ) -> Tensor:
-    """Compute ``F.conv3d``, with oneDNN's kernel if no backward pass follows.
+    """Compute ``F.conv3d``, on CPUs in float32 with oneDNN's kernel if gradients are off.
 
-    For one float32 volume with few channels ``F.conv3d`` unfolds the input, which takes far more
-    time and memory than oneDNN.
+    For a single volume with few channels ``F.conv3d`` copies the input into a large matrix
+    (unfolding) instead, which takes far more time and memory than oneDNN.
     """
     fast = (
         x.device.type == "cpu"
@@ -98,7 +98,7 @@ _ALIKE = (
 
 
 def node_of(call: Call, dims: int) -> Node:
-    """Return the graph node of a layer call, with the layer's access pattern.
+    """Return the node of the graph for a layer call: its inputs and the layer's access pattern.
 
     Args:
         call: the call of the layer.
@@ -123,9 +123,9 @@ def node_of(call: Call, dims: int) -> Node:
     layer = layer.inner if isinstance(layer, Derived) else layer
     if len(call.inputs) > 1:
         raise ValueError(
-            f"layer {name} ({type(layer).__name__}) is called with {len(call.inputs)} maps, and it "
-            f"is unknown how it combines them: write it as distseg.Cat or distseg.Sum, followed by "
-            "layers with one input"
+            f"layer {name} ({type(layer).__name__}) is called with {len(call.inputs)} feature "
+            f"maps, and it is unknown how it combines them: write it as distseg.Cat or "
+            "distseg.Sum, followed by layers with one input"
         )
     if isinstance(layer, (*NORMS, *DROPOUTS)):
         check_plain(name, layer)
@@ -149,8 +149,8 @@ def node_of(call: Call, dims: int) -> Node:
     if hidden not in (None, layer):
         raise ValueError(
             f"layer {name} ({type(layer).__name__}) contains a {type(hidden).__name__}, whose "
-            "statistics or masks depend on the whole image: write both as separate layers of the "
-            "nn.Sequential"
+            f"statistics or masks depend on the whole image: take the {type(hidden).__name__} out "
+            "of the layer and make it a layer of its own in the nn.Sequential"
         )
     if isinstance(layer, (nn.Softmax, nn.LogSoftmax)) and layer.dim not in (1, -1 - dims):
         raise ValueError(
@@ -172,7 +172,13 @@ def node_of(call: Call, dims: int) -> Node:
 
 
 def check_plain(name: str, layer: nn.Module) -> None:
-    """Refuse a modified norm or dropout, as its distributed counterpart would not be modified.
+    """Refuse a norm or dropout that a hook, subclass or parametrization modifies.
+
+    Its distributed counterpart would not have the modification.
+
+    Args:
+        name: the layer's name in the message.
+        layer: the norm or dropout.
 
     Raises:
         ValueError: the layer is modified. The message names the layer and the modification.
@@ -181,14 +187,17 @@ def check_plain(name: str, layer: nn.Module) -> None:
         base = known(type(layer)).__name__
         raise ValueError(
             f"layer {name} ({type(layer).__name__}) is a {base} that {why}; its statistics or "
-            "masks depend on the whole image, so a distributed layer replaces it, which would drop "
-            "this modification: move it to a separate layer before or after a "
-            f"plain {base}"
+            "masks depend on the whole image, so distseg replaces it by a layer of its own, which "
+            "would drop this modification: move the modification to a separate layer before or "
+            f"after a plain {base}"
         )
 
 
 class _Unsupported(ValueError):
-    """Error that says with which setting a layer cannot be computed in parts, and how to fix it."""
+    """Error for a setting of a layer, such as circular padding, that tiles cannot compute.
+
+    Its message names the setting and how to fix it. :func:`node_of` adds the name of the layer.
+    """
 
 
 def run(
@@ -202,10 +211,11 @@ def run(
 
     Args:
         layer: the layer.
-        x: (B, C, *have.size), the input on the box ``have``, which contains ``part.input``. Cells
-            of ``have`` outside the map already hold padding.
+        x: the cells of the layer's first input inside ``have``, (B, C, *have.size).
+        have: a box of the first input's feature map, which contains ``part.input``. Its cells
+            outside the map already hold padding.
         part: the boxes that the layer reads and computes.
-        others: further inputs of the layer, each with the box that it covers.
+        others: the layer's other inputs, each as a tensor and its box in its feature map.
     """
     if isinstance(layer, Derived):
         layer = layer.filled(x)
@@ -239,9 +249,10 @@ def _function_of(kind: type) -> Callable[[nn.Module, Tensor, Box, LayerView], Te
 
 
 def fill_of(layer: nn.Module) -> float | None:
-    """Return the constant with which a layer pads its input.
+    """Return the constant with which a layer pads its input, such as 0 for a convolution.
 
-    Return None if the layer never pads, or if it pads with values of the map, as reflection does.
+    Return None if the layer never pads, or if it pads with values of the feature map, as by
+    reflection.
     """
     layer = layer.inner if isinstance(layer, Placed) else layer
     if isinstance(layer, _CONVS):
@@ -264,11 +275,11 @@ def fuses(layer: nn.Module) -> bool:
 
 
 def exchange_box(layer: nn.Module, part: LayerView) -> Box:
-    """Return the box that a halo exchange produces for a layer.
+    """Return the box of a feature map that a tile has after the halo exchange for a layer.
 
-    The box is ``part.input``. For convolutions it also contains the padding along each dim whose
-    two sides need different padding. For other layers that pad with a constant it also contains all
-    padding.
+    The box is ``part.input``, perhaps with padding. For convolutions the exchange adds the padding
+    of the dims whose two sides need different padding; the kernel pads the other dims. For other
+    layers that pad with a constant the exchange adds all padding.
 
     Args:
         part: the boxes that the layer reads and computes.
@@ -295,8 +306,8 @@ def exchange_box(layer: nn.Module, part: LayerView) -> Box:
 def _conv_footprints(conv: nn.Module, dims: int) -> tuple[AccessPattern, ...]:
     if conv.padding_mode == "circular":
         raise _Unsupported(
-            "circular padding joins opposite borders of the image; use zeros, reflect or replicate "
-            "as padding_mode"
+            "circular padding joins opposite borders of the image, which lie on different tiles; "
+            "use zeros, reflect or replicate as padding_mode"
         )
     found = []
     for d in range(dims):
@@ -365,7 +376,8 @@ def _tuple(value, dims: int) -> tuple[int, ...]:
 def _pool_footprints(pool: nn.Module, dims: int) -> tuple[AccessPattern, ...]:
     if getattr(pool, "return_indices", False):
         raise _Unsupported(
-            "its indices would be positions in a tile, not in the image; set return_indices=False"
+            "with return_indices=True, its indices would be positions in a tile, not in the image; "
+            "set return_indices=False"
         )
     k, s, p, d = (
         _tuple(getattr(pool, field, 1), dims)
@@ -412,10 +424,10 @@ def _avg_pool(pool: nn.Module, x: Tensor, have: Box, part: LayerView) -> Tensor:
 
 
 def _factors(up: nn.Module, dims: int) -> tuple[int, ...] | None:
-    """Return the integer up-sampling factor of each dim.
+    """Return the up-sampling factor of each dim of an ``nn.Upsample``, if all are integers.
 
-    Return None if the layer has a size instead of factors, if a factor is not an integer, or if the
-    layer is bicubic with align_corners.
+    Return None if a factor is not an integer, if the layer has a size instead of factors, or if it
+    is bicubic with ``align_corners``. :func:`_resize_footprints` covers these cases.
     """
     if up.scale_factor is None:
         return None
@@ -438,9 +450,9 @@ def _up_footprints(up: nn.Module, dims: int) -> tuple[AccessPattern, ...]:
 
 
 def _resize_footprints(up: nn.Module, dims: int) -> tuple[AccessPattern, ...]:
-    """Return the access pattern of each dim of ``nn.Upsample`` with a size or any factor.
+    """Return the access pattern of each dim of an ``nn.Upsample`` with a size or any factor.
 
-    Patterns for integer factors are simpler, and are made elsewhere (:func:`_factors`).
+    It is used where :func:`_factors` returns None. Integer factors have simpler patterns.
     """
     if up.size is not None:
         rules = [Follow(0, n) for n in _tuple(up.size, dims)]
@@ -492,11 +504,12 @@ def _resized(
     """Return the result of a resize on the box ``part.output``, (B, C, *part.output.size).
 
     Args:
-        whole: the layer as a function of the whole map. It is called if the part is the whole map.
+        whole: function that resizes the whole feature map. It is called if the part is everything.
         footprints: the access pattern of each dim.
-        x: (B, C, *have.size), the input on the box ``have``.
+        x: the cells of the input inside ``have``, (B, C, *have.size).
+        have: a box of the input's feature map, which contains ``part.input``.
         part: the boxes that the layer reads and computes.
-        ratio: True if the scale factors are new size divided by old size (``RATIO``).
+        ratio: True if the scale factors are output size divided by input size (``RATIO``).
     """
     x = cropped(x, have, part.input)
     if part.input.size == part.size and part.output.size == part.output_size:
@@ -516,14 +529,14 @@ def _vector_at(layer: VectorAt, x: Tensor, have: Box, part: LayerView) -> Tensor
 
 
 def _aligned(x: Tensor, dim: int, n: int, m: int, first: int, wanted: range) -> Tensor:
-    """Return some cells of a linear resize of one dim with aligned corners.
+    """Return some output cells of a linear resize of one dim with ``align_corners=True``.
 
     Args:
-        x: the part of the input that these cells need.
-        dim: the dim of ``x`` that is resized.
+        x: the input cells that these output cells need, (B, C, ...).
+        dim: the dim of ``x`` that is resized, counted from the batch dim 0.
         n, m: the size of this dim in the whole input and in the whole output.
-        first: the input cell at which ``x`` begins.
-        wanted: the output cells to return.
+        first: the number of the first cell of ``x`` in the whole input.
+        wanted: the numbers of the output cells to return.
     """
     place = torch.arange(wanted.start, wanted.stop, dtype=torch.float64) * (
         (n - 1) / (m - 1) if m > 1 else 0.0
@@ -551,8 +564,10 @@ def _grown(
     """Return the result on ``part.output`` of a layer that turns each cell into a block of cells.
 
     Args:
-        factors: the size of the block in cells.
-        x: (B, C, *have.size), the input on the box ``have``.
+        layer: the layer, such as ``nn.PixelShuffle`` or ``nn.Upsample`` with integer factors.
+        factors: the size of a block, in cells along each dim.
+        x: the cells of the input inside ``have``, (B, C, *have.size).
+        have: a box of the input's feature map, which contains ``part.input``.
         part: the boxes that the layer reads and computes.
     """
     y = layer(cropped(x, have, part.input))
@@ -574,8 +589,8 @@ def _fill(layer: Fill, x: Tensor, have: Box, part: LayerView) -> Tensor:
 def _pad_footprints(pad: nn.Module, dims: int) -> tuple[AccessPattern, ...]:
     if isinstance(pad, nn.modules.padding._CircularPadNd):
         raise _Unsupported(
-            "circular padding joins opposite borders of the image; use zeros, reflection or "
-            "replication"
+            "circular padding joins opposite borders of the image, which lie on different tiles; "
+            "use zeros, reflection or replication, such as nn.ReflectionPad2d"
         )
     mirrors = not isinstance(pad, nn.modules.padding._ConstantPadNd)
     # PyTorch lists the padding of the last dim first.

@@ -29,10 +29,12 @@ _KEPT = 256  # size of the caches of weights
 
 
 class Placed(nn.Module):
-    """Counterpart of :class:`distseg.models.resize.Follows` that a stage applies to whole images.
+    """Distributed counterpart of :class:`distseg.models.resize.Follows`.
 
     A ``Follows`` layer, such as a resize, gives its result a size that follows from another feature
     map. This layer computes that size from the size of the image, and does not need the other map.
+    Its forward pass takes whole feature maps; :func:`distseg.layers.layer_table.run` computes parts
+    of the result.
 
     Args:
         inner: the ``Follows`` layer.

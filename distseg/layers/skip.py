@@ -30,9 +30,9 @@ class _Join(torch.autograd.Function):
 class DensePop(Pop):
     """Distributed counterpart of :class:`distseg.models.layers.Pop`, with a dense gradient.
 
-    PyTorch would return the gradient of the input ``x`` as a view of the result's gradient, which
-    in channels_last has gaps between pixels. Here it is copied to dense memory. The gradient of the
-    skip stays a view.
+    The layer concatenates a skip and its input ``x``. PyTorch would return the gradient of ``x`` as
+    a view of the result's gradient, which in channels_last has gaps between pixels. Here it is
+    copied to dense memory. The gradient of the skip stays a view.
     """
 
     @staticmethod

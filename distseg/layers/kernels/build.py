@@ -33,12 +33,16 @@ _LONGEST = 300  # seconds that a compilation may take
 
 
 class Untrusted(OSError):
-    """Error that is raised for a folder that other users can write to."""
+    """Error for a cache folder whose content other users could replace."""
 
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """Return the compiled kernels, or None without a compiler or with DISTSEG_KERNELS=0."""
+    """Return the library of compiled kernels, which is built if needed.
+
+    Return None if the environment has DISTSEG_KERNELS=0. Return None with a warning if the library
+    cannot be built, for instance because there is no C++ compiler.
+    """
     if os.environ.get("DISTSEG_KERNELS") == "0":
         return None
     try:
@@ -54,7 +58,9 @@ def library() -> ctypes.CDLL | None:
 
 
 def _loaded(compiler: list[str]) -> ctypes.CDLL:
-    """Load the library from the user's cache, or compile one that only this process uses.
+    """Load the library from the user's cache, and compile it if it is not there.
+
+    If the cache cannot be used, compile a library that only this process uses.
 
     Args:
         compiler: the command that runs the C++ compiler, as a list of words.
@@ -80,8 +86,8 @@ def _loaded(compiler: list[str]) -> ctypes.CDLL:
 def _cache() -> Path:
     """Return the folder of compiled libraries in the user's cache.
 
-    Create it if needed. If it belongs to this user, but other users can write to it, remove all
-    their permissions.
+    Create the folder if needed. If it belongs to this user but other users can write to it, remove
+    all permissions of other users.
     """
     folder = (
         Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "distseg" / "kernels"
@@ -119,9 +125,9 @@ def _owners(status: os.stat_result) -> bool:
 
 @functools.cache
 def _root() -> set[int]:
-    """Return the user ids that stand for root: 0, and perhaps the overflow id.
+    """Return the user ids that files of root may have: 0, and in a container the overflow id.
 
-    In a user namespace where root is not mapped, root's files appear under the overflow id.
+    In a user namespace, files of unmapped users, such as root, appear to belong to this id.
     """
     with suppress(OSError, ValueError):
         if Path("/proc/self/uid_map").read_text().split() != ["0", "0", str(2**32 - 1)]:
@@ -130,15 +136,17 @@ def _root() -> set[int]:
 
 
 def _safe(status: os.stat_result) -> bool:
-    """Return True if only this user and root can write the file or folder."""
+    """Return True if only this user and root can write a file or folder with this ``os.stat``."""
     return _owners(status) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def _built(compiler: list[str], folder: Path, anew: bool = False) -> Path:
-    """Return the path of the library in ``folder``.
+    """Return the path of the library in ``folder``, and compile it if needed.
 
-    Compile it if ``folder`` has no library that can be trusted (:func:`_whole`), or if ``anew`` is
-    True.
+    Args:
+        compiler: the command that runs the C++ compiler, as a list of words.
+        folder: the cache folder.
+        anew: True to compile even if the folder has a library that can be trusted (:func:`_whole`).
 
     Raises:
         OSError: the library was compiled, but its file cannot be trusted.
@@ -158,7 +166,8 @@ def _built(compiler: list[str], folder: Path, anew: bool = False) -> Path:
     if not _whole(target):
         raise OSError(
             f"the compiled library {target} was changed after it was written, or its permissions "
-            "let other users change it: set XDG_CACHE_HOME to another folder of your own"
+            "let other users change it: set the environment variable XDG_CACHE_HOME to another "
+            "folder of your own"
         )
     return target
 
@@ -194,9 +203,10 @@ def _tidy(folder: Path, name: str) -> None:
     """Remove old files from a cache folder, before the library is compiled.
 
     Args:
-        folder: the cache folder. Folders that killed compilations left in it are removed.
-        name: the beginning of the library's file name. All libraries with this name are removed,
-            as none of them can be used.
+        folder: the cache folder. Folders of compilations that were killed are removed from it once
+            they are older than any compilation may last.
+        name: the beginning of the library's file name. All libraries with this name are removed, as
+            they cannot be trusted or loaded.
     """
     for path in folder.glob(f"{name}-*.so"):
         with suppress(OSError):
@@ -209,10 +219,10 @@ def _tidy(folder: Path, name: str) -> None:
 
 @contextmanager
 def _alone(folder: Path):
-    """Hold a lock on ``folder`` inside the context, so that only one process compiles at a time.
+    """Return a context manager that holds a lock on ``folder``, for one compilation at a time.
 
     After a timeout, or on a file system without locks, several processes may compile. This is
-    harmless, because all of them write the same library.
+    harmless, because each puts a complete library in place.
     """
     handle = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
@@ -256,7 +266,7 @@ def _key(compiler: list[str]) -> str:
 
 
 def _cpu() -> str:
-    """Return the CPU properties that -march=native depends on."""
+    """Return a text of the CPU's model and features, on which -march=native depends."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -25,7 +25,8 @@ _TYPES = {torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "b
 class Affine(NamedTuple):
     """Affine map and activation: z = scale * (x - pivot) + bias, y = z if z > 0 else slope * z.
 
-    Pivot, scale and bias are vectors (C,). With slope 1 there is no activation.
+    This is what a norm computes once its statistics are known. Pivot, scale and bias are vectors
+    (C,). With slope 1 there is no activation.
     """
 
     pivot: Tensor
@@ -52,7 +53,7 @@ class _Strides(ctypes.Structure):
 
 
 def available(x: Tensor) -> bool:
-    """Return True if the compiled kernels can compute ``x``.
+    """Return True if the compiled kernels can take the images ``x``, (B, C, *size).
 
     This holds for CPU tensors in float32, float64 or bfloat16 with 1 to 3 spatial dims, if the
     kernels could be compiled.
@@ -63,16 +64,23 @@ def available(x: Tensor) -> bool:
 
 
 def moments(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return mean and sum of squared deviations of each channel of ``x``, (C,) float64 each."""
+    """Return mean and sum of squared deviations of each channel of ``x``, (C,) float64 each.
+
+    Args:
+        x: one image or a part of it, (1, C, *size).
+    """
     found = torch.empty(2, x.shape[1], dtype=torch.float64)
     _call("moments", lies_last(x), [x], [], [found[0], found[1]])
     return found[0], found[1]
 
 
 def forward(x: Tensor, affine: Affine, out: Tensor) -> Tensor:
-    """Compute y as in :class:`Affine`, write it to ``out`` and return ``out``.
+    """Write y, the result of an affine map and activation, to ``out`` and return ``out``.
 
-    ``out`` must be ``x`` itself or ``torch.empty_like(x)``.
+    Args:
+        x: one image or a part of it, (1, C, *size).
+        affine: the map, which gives the formula of y.
+        out: ``x`` itself or ``torch.empty_like(x)``.
     """
     last = lies_last(x)
     written = _in_runs(out, last)
@@ -83,8 +91,13 @@ def forward(x: Tensor, affine: Affine, out: Tensor) -> Tensor:
 def sums(g: Tensor, x: Tensor, affine: Affine) -> tuple[Tensor, Tensor]:
     """Return the sums of g' and of g' * (x - pivot) over all pixels, (C,) float64 each.
 
-    ``g`` is the gradient of the result y of :func:`forward`. g' is the gradient before the
-    activation: g if z > 0, else slope * g (:class:`Affine`).
+    g' is the gradient of the loss by z, the value before the activation: g where z > 0, else slope
+    * g (:class:`Affine`).
+
+    Args:
+        g: the gradient of the loss by y, the result of :func:`forward`, (1, C, *size).
+        x: the input of :func:`forward`, (1, C, *size).
+        affine: the map of :func:`forward`.
     """
     found = torch.empty(2, x.shape[1], dtype=torch.float64)
     _call("sums", lies_last(x), [g, x], affine, [found[0], found[1]])
@@ -94,12 +107,16 @@ def sums(g: Tensor, x: Tensor, affine: Affine) -> tuple[Tensor, Tensor]:
 def gradient(
     g: Tensor, x: Tensor, affine: Affine, tilt: Tensor, shift: Tensor, own: Box, out: Tensor
 ) -> Tensor:
-    """Write dx = scale * g' to ``out``, and add tilt * (x - pivot) + shift inside ``own``.
+    """Write the gradient of :func:`forward`'s input, statistics included, to ``out``.
+
+    It is scale * g' on all pixels, plus tilt * (x - pivot) + shift on the pixels inside ``own``.
+    :func:`sums` explains g'.
 
     Args:
-        g: the gradient of y, from which g' is computed as in :func:`sums`.
-        x: the input of :func:`forward`.
-        tilt, shift: vectors (C,), the terms of the gradient that come from the statistics.
+        g: the gradient of the loss by y, the result of :func:`forward`, (1, C, *size).
+        x: the input of :func:`forward`, (1, C, *size).
+        affine: the map of :func:`forward`.
+        tilt, shift: vectors (C,) that give the gradient through the statistics.
         own: the box of the owned cells, over which the statistics were taken.
         out: ``torch.empty_like(x)``; it is returned.
     """
@@ -113,8 +130,9 @@ class Norm(NamedTuple):
     """Settings of an active norm of whole images.
 
     Attributes:
-        groups: number of groups of channels that share statistics, or 0 if channels share none.
+        groups: number of groups in group norm; 0 if each channel has its own statistics.
         joint: True if all images share statistics, as in batch norm.
+        eps: the number that is added to the variance.
         slope: slope of the activation after the norm.
         p: probability of the channel dropout before the norm.
         keys: key of each image's dropout mask (:func:`distseg.tiling.rng.key`), or None without
@@ -129,21 +147,24 @@ class Norm(NamedTuple):
     keys: Sequence[int] | None = None
 
     def rows(self, images: int) -> int:
-        """Return the number of rows of the statistics of a batch of ``images`` images."""
+        """Return how many rows the statistics of a batch have: 1 in batch norm, else ``images``."""
         return 1 if self.joint else images
 
 
 def norm_forward(
     x: Tensor, norm: Norm, weight: Tensor | None, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute dropout, norm and activation of whole images (B, C, *size) in one call.
+    """Compute dropout, norm and activation of whole images in one call.
 
     Args:
+        x: the images, (B, C, *size).
+        norm: the settings.
         weight, bias: the norm's parameters (C,), or None.
 
     Returns:
-        The result y; the mean and sum of squared deviations, (2, rows, channels or groups) float64;
-            and the tensor ``numbers`` that :func:`norm_backward` needs.
+        The result y, (B, C, *size); the mean and the sum of squared deviations, (2, rows, C) or
+            (2, rows, groups) float64, with one row in batch norm and else one for each image; and
+            the tensor ``numbers`` that :func:`norm_backward` needs.
     """
     last = lies_last(x)
     x = _in_runs(x, last)
@@ -178,10 +199,10 @@ def norm_forward(
 def norm_backward(
     g: Tensor, x: Tensor, norm: Norm, weight: Tensor | None, numbers: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of x, weight and bias. The last two are (C,) float64.
+    """Return the gradients of x, (B, C, *size), and of weight and bias, (C,) float64 each.
 
     Args:
-        g: the gradient of the result y.
+        g: the gradient of the loss by the result y of :func:`norm_forward`.
         x, norm, weight: the arguments of :func:`norm_forward`.
         numbers: the last result of :func:`norm_forward`.
     """
@@ -212,10 +233,13 @@ def norm_backward(
 
 
 class _Plan(NamedTuple):
-    """Arguments of a kernel for whole images, other than addresses.
+    """Arguments of a kernel for whole images, without the addresses of tensors.
 
-    ``arguments`` are the shape, the norm's settings, and for each tensor the strides inside an
-    image and between images. ``images`` is the number of images.
+    Attributes:
+        images: the number of images as the kernel sees them. It is 1 for a batch that the kernel
+            takes as one image (:func:`_as_one`).
+        arguments: the shape, the norm's settings, and for each tensor its strides inside an image
+            and between images, all as C values.
     """
 
     images: int
@@ -231,12 +255,12 @@ def _plan(
     strides: Sequence[Sequence[int]],
     threads: int,
 ) -> _Plan:
-    """Return the plan for tensors of this shape and these strides.
+    """Return a kernel's arguments for tensors of the given shape and strides.
 
-    Plans are cached, because making one takes as long as the norm of a small feature map.
+    They are cached, because making them takes as long as the norm of a small feature map.
 
     Args:
-        norm: the settings of :class:`Norm` without its keys.
+        norm: the fields of :class:`Norm` without ``keys``.
         keyed: True if each image has a dropout mask.
         last: True if channels come last in memory.
         shape: the shape of all tensors.
@@ -257,19 +281,23 @@ def _plan(
 
 
 def _as_one(images: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Return batches of images that share statistics, each as one image (1, C, B, H, W).
+    """Turn each batch (B, C, H, W) into one image (1, C, B, H, W), for a norm over the batch.
 
-    One kernel call then serves all B images of a batch (B, C, H, W). Volumes (B, C, D, H, W) are
-    returned unchanged, because the kernel already uses the third spatial dim for their depth.
+    The kernel then takes all B images as one volume. Batches of volumes (B, C, D, H, W) are
+    returned unchanged, because the kernel has no fourth spatial dim.
+
+    Args:
+        images: the batches that a kernel call reads and writes, all of one shape.
     """
     return images if images[0].dim() > 4 else [x.transpose(0, 1)[None] for x in images]
 
 
 def _merged(last: bool, *images: Tensor) -> Sequence[Tensor]:
-    """Flatten the pixels of contiguous images to one row per channel, if ``last`` is False.
+    """Flatten the pixels of contiguous images to one row for each channel, (B, C, pixels).
 
     The kernel loads a channel's parameters once for each row. With short rows, this would take most
-    of the time. With ``last``, channels come last in memory and the images are returned unchanged.
+    of the time. The images are returned unchanged if one of them is not contiguous, or if channels
+    come last in memory (``last`` is True).
     """
     return (
         [x.flatten(2) for x in images]
@@ -279,9 +307,9 @@ def _merged(last: bool, *images: Tensor) -> Sequence[Tensor]:
 
 
 def _widened(parameter: Tensor | None, x: Tensor) -> Tensor | None:
-    """Return a parameter in the dtype in which the kernel computes an image ``x``.
+    """Return a parameter, contiguous, in the dtype in which the kernel computes an image ``x``.
 
-    It is float32, or float64 for an image in float64. A parameter of None is returned as None.
+    This dtype is float64 for an image in float64, else float32. A parameter of None stays None.
     """
     if parameter is None:
         return None
@@ -316,11 +344,12 @@ def _call(
     outputs: Sequence[Tensor] = (),
     own: Box | None = None,
 ) -> None:
-    """Call a kernel with images of one shape and dtype.
+    """Call a kernel that reads and writes tensors of pixels, such as a gradient and an image.
 
     Args:
         name: the name of the kernel without its dtype, such as ``forward``.
-        last: True to compute with channels last in memory.
+        last: True if channels come last in memory. Images with another layout are copied.
+        images: the tensors of pixels that the kernel reads and writes, all of one shape and dtype.
         parameters: vectors and numbers. Vectors are cast to the dtype that the kernel computes in.
         outputs: float64 tensors that the kernel writes to.
         own: the box of the owned cells, or None if all cells are owned.
@@ -373,7 +402,7 @@ def _strides(x: Tensor) -> _Strides:
 
 
 def _into(out: Tensor, written: Tensor) -> Tensor:
-    """Return ``out``, after the kernel's result is copied to it if it lies elsewhere.
+    """Return ``out``, after copying the kernel's result to it if the kernel wrote elsewhere.
 
     Args:
         out: the tensor that is to hold the result.

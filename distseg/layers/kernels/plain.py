@@ -30,13 +30,20 @@ _CACHED = 1 << 17  # number of values that fit into a CPU's cache
 
 
 def forward(x: Tensor, affine: Affine, out: Tensor) -> Tensor:
-    """Compute y as in :class:`Affine`, like :func:`distseg.layers.kernels.norm.forward`."""
+    """Write y, the result of an affine map and activation, to ``out`` and return ``out``.
+
+    Arguments as for :func:`distseg.layers.kernels.norm.forward`.
+    """
     y = out.copy_(_normalised(x, affine)) if out is x else _normalised(x, affine, out)
     return y if affine.slope == 1 else F.leaky_relu_(y, affine.slope)
 
 
 def sums(g: Tensor, x: Tensor, affine: Affine) -> tuple[Tensor, Tensor]:
-    """Return the sums of g' and g' * (x - pivot), like :func:`distseg.layers.kernels.norm.sums`."""
+    """Return the sums of g' and of g' * (x - pivot) over all pixels, (C,) float64 each.
+
+    g' is the gradient before the activation. Arguments as for
+    :func:`distseg.layers.kernels.norm.sums`.
+    """
     scale, _, pivot, one = _parameters(x, affine)
     fixed = scale, pivot, one, pivot, one, False, 0.0, [False, True, True]
     g = _before_activation(g, x, affine)
@@ -52,7 +59,11 @@ def sums(g: Tensor, x: Tensor, affine: Affine) -> tuple[Tensor, Tensor]:
 def gradient(
     g: Tensor, x: Tensor, affine: Affine, tilt: Tensor, shift: Tensor, own: Box, out: Tensor
 ) -> Tensor:
-    """Write dx to ``out``, with the arguments of :func:`distseg.layers.kernels.norm.gradient`."""
+    """Write the gradient of :func:`forward`'s input, statistics included, to ``out``.
+
+    It is scale * g' on all pixels, plus tilt * (x - pivot) + shift inside ``own``. Arguments as for
+    :func:`distseg.layers.kernels.norm.gradient`.
+    """
     scale, _, pivot, _ = (_shaped(v, x) for v in _parameters(x, affine))
     g = _before_activation(g, x, affine)
     tilt, shift = (_shaped(v.to(pivot), x) for v in (tilt, shift))
@@ -74,16 +85,26 @@ def _with_tilt(
     shift: Tensor,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Return scale * g' + tilt * (x - pivot) + shift, where the argument ``g`` is g'."""
+    """Return scale * g + tilt * (x - pivot) + shift, written to ``out`` if it is given.
+
+    Args:
+        g: the gradient before the activation, (1, C, *size).
+        x: the input, (1, C, *size).
+        scale, pivot, tilt, shift: vectors, (1, C, 1, ...).
+    """
     return torch.addcmul(torch.addcmul(shift, x - pivot, tilt), g, scale, out=out)
 
 
 def _rounded_once(function: Callable[..., Tensor], *operands: Tensor, out: Tensor) -> None:
-    """Write the result of a function to ``out``, rounded once to the dtype of ``out``.
+    """Write ``function(*operands)`` to ``out``, computed in float32 or wider and rounded once.
 
-    The operands are images, and vectors that may have a wider dtype. A CPU is slow with mixed
-    dtypes, so there the operands are cast first. A GPU's kernels convert values as they read and
-    write them.
+    On a CPU the operands are cast to float32 first, because its kernels are slow with mixed dtypes.
+    A GPU's kernels convert values as they read and write them.
+
+    Args:
+        function: takes the operands, and on a GPU also ``out=``.
+        operands: images, and vectors that may have a wider dtype than the images.
+        out: the tensor for the result.
     """
     if out.device.type == "cpu":
         out.copy_(function(*(x.to(torch.promote_types(x.dtype, torch.float32)) for x in operands)))
@@ -92,24 +113,29 @@ def _rounded_once(function: Callable[..., Tensor], *operands: Tensor, out: Tenso
 
 
 def _normalised(x: Tensor, affine: Affine, out: Tensor | None = None) -> Tensor:
-    """Return z = scale * (x - pivot) + bias of all pixels, written to ``out`` if it is given."""
+    """Return scale * (x - pivot) + bias, without activation, written to ``out`` if it is given."""
     scale, bias, pivot, one = _parameters(x, affine)
     into = {} if out is None else {"out": (out, torch.empty_like(pivot), torch.empty_like(pivot))}
     return torch.native_batch_norm(x, scale, bias, pivot, one, False, 0.0, 0.0, **into)[0]
 
 
 def _before_activation(g: Tensor, x: Tensor, affine: Affine) -> Tensor:
-    """Return g', the gradient before the activation, of all pixels (:func:`sums`)."""
+    """Return the gradient before the activation: g where the affine map is above 0, else slope * g.
+
+    Args:
+        g: the gradient after the activation, (1, C, *size).
+        x: the input of the affine map, (1, C, *size).
+    """
     if affine.slope == 1:
         return g
     return torch.ops.aten.leaky_relu_backward(g, _normalised(x, affine), affine.slope, False)
 
 
 def _parameters(x: Tensor, affine: Affine) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return an affine map as scale, bias, mean and variance of a batch norm.
+    """Return weight, bias, mean and variance of a batch norm that computes an affine map.
 
-    The mean is the pivot, and the variance is 1. All are in the dtype in which ``x`` is computed,
-    float32 or float64.
+    They are the map's scale, bias and pivot, and a variance of 1. All are (C,), in float64 if ``x``
+    is, else in float32.
     """
     dtype = torch.promote_types(x.dtype, torch.float32)
     scale, bias, pivot = (v.to(x.device, dtype) for v in (affine.scale, affine.bias, affine.pivot))
@@ -122,9 +148,12 @@ def _shaped(v: Tensor, x: Tensor) -> Tensor:
 
 
 def _parts(*images: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield groups of rows (positions along dim 2), each time the same group of all images.
+    """Cut images along dim 2, all at the same rows, and yield one part of each image at a time.
 
-    On a CPU, a group is so small that it stays in the cache. On a GPU, all rows are one group.
+    On a CPU, a part is so small that it stays in the cache. On a GPU, each image is one part.
+
+    Args:
+        images: tensors with equal sizes along dim 2.
     """
     rows = images[0].shape[2]
     if images[0].device.type == "cpu":
@@ -133,9 +162,9 @@ def _parts(*images: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 
 def _rows_of_chunk(x: Tensor) -> int:
-    """Return how many rows (positions along dim 2) of ``x`` are summed in one kernel call.
+    """Return how many rows (positions along dim 2) of ``x`` one kernel call may sum.
 
-    These are all rows, except for float64 on a CPU, where long sums lose digits.
+    These are all rows, but only a few in float64 on a CPU, whose long sums would lose digits.
     """
     by_parts = x.dtype == torch.float64 and x.device.type == "cpu"
     return max(1, _CHUNK // x[0, 0, 0].numel()) if by_parts else x.shape[2]

@@ -43,7 +43,10 @@ class _Pass(threading.local):
 
 @dataclass
 class Context:
-    """State of one model's distributed layers: communicators, random seed, current forward pass."""
+    """State that all distributed layers of one model share.
+
+    It holds communicators, the random seed, and the windows of the current forward pass.
+    """
 
     norm_comm: object = field(default_factory=Alone)
     """Ranks that share the statistics of instance and group norm: the tile group."""

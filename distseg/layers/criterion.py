@@ -119,7 +119,9 @@ class Criterion:
         return self if zero == 0 else NotImplemented  # for sum(...)
 
     def __call__(self, output, target) -> Tensor:
-        """Return the loss of a distributed model's output.
+        """Return the loss of a step, computed from the outputs of a distributed model on all ranks.
+
+        All ranks must call it together.
 
         Args:
             output: the result of ``model(model.shard(images))``.

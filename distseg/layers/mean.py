@@ -44,7 +44,11 @@ class DistributedMean(DistributedNorm):
         return list(_JointMean.apply(self, *xs))
 
     def plain(self, x: Tensor) -> Tensor:
-        """Return the vector of each image from whole images ``x``, computed by PyTorch."""
+        """Return the vectors (B, C * parts, 1, ...) of images that this rank holds whole.
+
+        Args:
+            x: the feature map of whole images, (B, C, *size).
+        """
         # Calling the method on `self` avoids a new layer, whose creation takes longer than the
         # mean of a small map.
         return Mean.forward(self, x)
@@ -195,9 +199,13 @@ class DistributedMax(DistributedMean):
     def where(self, x: Tensor, index: int) -> tuple[Box, Box, tuple[int, ...]]:
         """Locate the owned cells of window ``index``.
 
+        Args:
+            x: the window's part of a feature map, (B, C, *size).
+            index: the number of the window.
+
         Returns:
-            The box of these cells in ``x``, which is the window's part of a feature map; their box
-            in the whole map; and the size of the whole map.
+            The box of these cells, counted from the first cell of ``x``; their box in the whole
+                feature map; and the size of the whole feature map.
         """
         own = self.own(x, index)
         if self.context.per_window:
@@ -206,12 +214,13 @@ class DistributedMax(DistributedMean):
         return own, region.owned.intersection(region.available), region.size
 
     def _parts(self, own: Box, place: Box, size: Sequence[int]) -> list[tuple[Box, Box]]:
-        """Return, for each part of the image, the box of its owned cells in two coordinate systems.
+        """Return, for each part of the image, the box of the cells that the window owns in it.
 
-        Each pair has the box in the window and the box in the whole map.
+        A part is the area of one cell of the grid, or the image without a grid. Each box is given
+        twice: counted from the first cell of the window, and in the whole feature map.
 
         Args:
-            own, place, size: the results of :meth:`where`.
+            own, place, size: the three results of :meth:`where`.
         """
         if not self.grid:
             return [(own, place)]

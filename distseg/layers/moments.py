@@ -49,7 +49,7 @@ class Moments(NamedTuple):
         return torch.cat((self.count.flatten(), self.mean.flatten(), self.m2.flatten()))
 
     def unpacked(self, messages: Tensor) -> Moments:
-        """Turn R messages, each made by :meth:`packed` on one rank, into moments.
+        """Turn R messages, each made by :meth:`packed`, for instance on R ranks, into moments.
 
         Args:
             messages: (R, length). The moments in each message have the shapes of this object.
@@ -90,7 +90,7 @@ def combine(parts: Moments) -> Moments:
 
 
 def stack(parts: list[Moments]) -> Moments:
-    """Stack a list of moments of equal shapes to one object, along a new dim 0."""
+    """Stack moments of equal shapes along a new dim 0: ``mean`` (..., C) -> (R, ..., C)."""
     return Moments(*(torch.stack(tensors) for tensors in zip(*parts)))
 
 
@@ -138,10 +138,13 @@ def of_channels(x: Tensor) -> Moments:
 
 
 def _on_gpu(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return mean and biased variance of each channel, in float32 or wider.
+    """Return mean and biased variance of each channel, (C,) each, in float32 or wider.
 
-    PyTorch's GPU kernels add in a tree, which loses few digits. They convert a dense 16-bit image
-    to float32 while they read it; any other 16-bit image is copied to float32 before.
+    PyTorch's GPU kernels add values pairwise, which loses few digits. They convert a dense 16-bit
+    image to float32 while they read it; any other 16-bit image is copied to float32 before.
+
+    Args:
+        x: one image or a part of it, (1, C, *size), on a GPU.
     """
     if x.is_contiguous() or x.is_contiguous(memory_format=channels_last(x.dim())):
         return torch.ops.aten.batch_norm_update_stats(x, None, None, 0.0)

@@ -203,7 +203,7 @@ class DistributedNorm(nn.Module):
         )
 
     def closed(self, y: Tensor, x: Tensor) -> Tensor:
-        """Return ``y``, the result for ``opened(x)``, in the shape of ``x``.
+        """Undo :meth:`opened`: return the result ``y`` for ``opened(x)`` in the shape of ``x``.
 
         If both shapes are equal, ``y`` itself is returned instead of a view. A view of a single
         image would lose the memory format, and later layers would copy the image.
@@ -455,10 +455,10 @@ class DistributedNorm(nn.Module):
         return channels * min(sum(part.pixels for part in parts) for parts in by_row.values())
 
     def check_map(self, cells: int, channels: int) -> None:
-        """Refuse a feature map that has too few cells for statistics.
+        """Refuse a feature map with fewer than 2 values for each mean and variance.
 
         Args:
-            cells: the number of cells of the map.
+            cells: the number of cells of the whole map.
             channels: the number of channels of the map.
 
         Raises:
@@ -1016,12 +1016,13 @@ def _kind(norm: nn.Module, name: str) -> str:
 
 
 def commit(norms: list[DistributedNorm], groups_comm, unbiased: bool = False) -> None:
-    """Update the running statistics from all statistics that were noted in this optimizer step.
+    """Update the running statistics from all statistics of this optimizer step.
 
-    This is deferred batch norm, as in torchgpipe. The mean and variance of all images of the step,
-    over micro-batches and sample groups, enter the running averages once. A layer that is called
-    several times in a pass updates them once per call. All ranks of ``groups_comm`` must call this
-    function together. They exchange one message for all layers.
+    :meth:`DistributedNorm.note` has stored them. This is deferred batch norm, as in torchgpipe. The
+    mean and variance of all images of the step, over micro-batches and sample groups, enter the
+    running averages once. A layer that is called several times in a pass updates them once per
+    call. All ranks of ``groups_comm`` must call this function together. They exchange one message
+    for all layers.
 
     Args:
         norms: the counterparts of all norm layers.

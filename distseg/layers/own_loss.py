@@ -370,8 +370,8 @@ def _values_of(call: Callable[[], Tensor], kind: str) -> Tensor:
             found = call()
     except Exception as e:  # a user's function may raise anything
         raise ValueError(
-            f"the function of {kind} fails: {type(e).__name__}: {e} (it was tried with random "
-            "logits and targets of this network's shapes)"
+            f"the function of {kind} fails: {type(e).__name__}: {e} (it was tried with "
+            "small random logits and targets)"
         ) from e
     if not isinstance(found, Tensor):
         raise ValueError(

@@ -59,9 +59,9 @@ class Axis(NamedTuple):
 
     @property
     def lone(self) -> bool:
-        """True if the dim has no second channel and its length is not that of a line (``whole``).
+        """True if ``cell`` is 1 and ``whole`` is empty, as for a dim of length 1.
 
-        Images and positions may be part of the dim.
+        A dim that holds only images or positions is lone too.
         """
         return self.cell == 1 and not self.whole
 
@@ -83,7 +83,7 @@ def channels_of(axes: Axes) -> int:
 
 
 def places_of(axes: Axes) -> tuple[int, ...]:
-    """Return the dims of the image whose positions a tensor has, in the tensor's order."""
+    """Return the spatial dims of the image that a tensor has, in the order of the tensor's dims."""
     return tuple(d for axis in axes for d in axis.places)
 
 
@@ -98,19 +98,23 @@ def is_line(axes: Axes) -> bool:
 
 
 def along(d: int) -> Extent:
-    """Return the extent that is the image's size along dim ``d``."""
+    """Return the formula "size of the image along dim ``d``" as an :data:`Extent`."""
     return ((1, (d,)),)
 
 
 def length_of(extent: Extent, size: Sequence[int]) -> int:
-    """Return the length that an extent has for a map of this size."""
+    """Return the length that the formula ``extent`` gives for a map of this spatial size."""
     return sum(times * math.prod(size[d] for d in dims) for times, dims in extent) if extent else 1
 
 
 def of_size(axes: Axes, size: Sequence[int]) -> Axes:
-    """Return the axes of a line with the lengths that they have for a map of this size.
+    """Return the axes of a line as those of a vector, with its lengths for one size of the map.
 
-    In the result, each dim that follows the size is a dim of that many channels, as in a vector.
+    For example, the axis of a line with one value per row becomes an axis of H channels.
+
+    Args:
+        axes: the axes of the line.
+        size: the spatial size of the map from which the line was computed.
     """
     return tuple(
         axis._replace(cell=axis.cell * length_of(axis.whole, size), whole=()) for axis in axes
@@ -118,9 +122,9 @@ def of_size(axes: Axes, size: Sequence[int]) -> Axes:
 
 
 def lines_of(axes: Axes) -> tuple[int, ...] | None:
-    """Return the dims of the image for whose positions a line has values.
+    """Return the spatial dims of the image along which a line has a value for each position.
 
-    They are (0,) for the means of rows, and (1,) for the means of columns.
+    The result is (0,) for the means of rows, and (1,) for the means of columns.
 
     Return None if a dim of the line is not exactly one dim of the image, but for example the height
     plus the width, or positions and channels together.
@@ -137,7 +141,10 @@ def lines_of(axes: Axes) -> tuple[int, ...] | None:
 
 
 def without_places(axes: Axes) -> Axes:
-    """Return the axes of a tensor after its reduction over all positions with ``keepdim=True``."""
+    """Return the axes of a tensor after a reduction over all its positions (``keepdim=True``).
+
+    A dim that holds only positions becomes a dim of length 1.
+    """
     return tuple(axis._replace(places=()) for axis in axes)
 
 
@@ -190,8 +197,9 @@ def line_of(
 ) -> Axes | None:
     """Infer the axes of a vector or a line from its shapes in several traces.
 
-    A dim whose length follows the size of the map is a dim of a line, and gets this length as its
-    ``whole``. For a feature map, :func:`axes_of` takes such a dim for positions.
+    If the length of a dim follows the size of the map, the tensor is a line, and ``whole`` of the
+    dim's :class:`Axis` is the formula of that length. (For the shape of a feature map, call
+    :func:`axes_of` instead: it takes such a dim for positions.)
 
     Args:
         shapes: the shape of the vector or line in each trace.
@@ -251,10 +259,11 @@ _MOST_TIMES = 4  # largest factor of a size in a sum of sizes
 def order_of(axes: Axes) -> tuple:
     """Return the order in which a tensor runs through images, channels and spatial dims.
 
-    A reshape keeps this order, so two tensors can be reshapes of each other only if they have the
-    same order. The tuple holds ``"batch"`` for the images and the number of each spatial dim.
-    Between these, and at both ends, it holds the number of channels at that point, or 1. A tensor
-    (N, C, H, W) has (1, "batch", C, 0, 1, 1, 1).
+    A reshape keeps this order, so two tensors can be reshapes of each other only if their results
+    are equal. The items of the result at even indices are numbers of channels, 1 where the tensor
+    has none. The items at odd indices are ``"batch"`` for the images and d for spatial dim d. A
+    tensor (N, C, H, W) gives (1, "batch", C, 0, 1, 1, 1): C channels lie between the images and
+    spatial dim 0, and none after spatial dims 0 and 1.
     """
     found, cells = [], 1
     for axis in axes:
@@ -269,12 +278,12 @@ def order_of(axes: Axes) -> tuple:
 
 
 def opened(x: Tensor, axes: Axes) -> Tensor:
-    """Return a map (N, C, *size) or a vector (N, C, 1, ...) in the form that user code has.
+    """Return a feature map or a vector in the shape that user code has, such as (N, H * W, C).
 
     Args:
-        x: the map or vector.
-        axes: the axes of the result. If none of them has images, the result is that of the first
-            image, since it is the same for all.
+        x: the map (N, C, *size) or the vector (N, C, 1, ...).
+        axes: the axes of the result. If none of them has images, all images have the same values,
+            and the result holds those of image 0, without a dim of images.
     """
     if not of_images(axes):  # the same for all images
         return opened(x[:1], (Axis(True), *axes))[0]
@@ -296,9 +305,10 @@ def closed(y: Tensor, axes: Axes, size: Sequence[int]) -> Tensor:
     This is the reverse of :func:`opened`.
 
     Args:
-        y: the tensor.
-        axes: the axes of ``y``. If none of them has images, N is 1.
-        size: the size of the map. For a vector, only its number of dims is used.
+        y: the tensor, such as (N, H * W, C).
+        axes: the axes of ``y``. If none of them has images, N is 1 in the result.
+        size: the spatial size of the map. If ``y`` is a vector, only the number of spatial dims is
+            used, for the number of 1s in (N, C, 1, ...).
     """
     if not of_images(axes):
         return closed(y.unsqueeze(0), (Axis(True), *axes), size)
@@ -319,13 +329,15 @@ def closed(y: Tensor, axes: Axes, size: Sequence[int]) -> Tensor:
 
 
 def _atoms(axis: Axis, number: int, axes: int) -> list[int]:
-    """Return the dims of a tensor (N, channels of each axis, *size) that together form one axis.
+    """Return which dims of the split tensor are joined to form one axis, in order.
 
-    For example, axis 0 of 3 that holds images and channels is formed by the dims [0, 1].
+    The split tensor has a dim of images, then a dim of channels for each axis, then the spatial
+    dims: (N, cell of axis 0, cell of axis 1, ..., *size). For example, an axis 0 that holds images
+    and channels is formed by its dims [0, 1].
 
     Args:
         axis: the axis.
-        number: the position of the axis among all axes.
-        axes: the number of axes.
+        number: the index of the axis among all axes of the tensor.
+        axes: the number of axes of the tensor.
     """
     return [0] * axis.batch + [1 + number] + [1 + axes + d for d in axis.places]

@@ -107,7 +107,7 @@ def _meet(x: Tensor, y: Tensor) -> bool:
 
 
 def _marks(x: Tensor) -> Tensor:
-    """Return a flag for each number of the storage of ``x``: True if it is a number of ``x``."""
+    """Return a mask (storage length,) of the elements of the storage of ``x`` that ``x`` views."""
     marks = torch.zeros(x.untyped_storage().nbytes() // x.element_size(), dtype=torch.bool)
     marks.as_strided(x.shape, x.stride(), x.storage_offset()).fill_(True)
     return marks

@@ -80,7 +80,7 @@ class Measure(Mean):
     """A number computed from the size of a map, for each image: (N, C, *size) -> (N, 1, 1, ...).
 
     Args:
-        rule: the function that returns the number for a size, such as its number of pixels.
+        rule: the function that takes the spatial size and returns the number, such as H * W.
     """
 
     def __init__(self, rule: Callable[[Sequence[int]], float]):
@@ -95,14 +95,16 @@ class Measure(Mean):
 
 
 class Products(Mean):
-    """Sums over the image of products of channels: sum_p a[h, i, p] b[h, j, p].
+    """Sums over the image of products of channels, for each head: sum_p a[h, i, p] b[h, j, p].
 
-    This is ``a @ b.transpose(-1, -2)`` of maps whose positions p are one dim. Shapes are
-    (N, heads * (I + J), *size) -> (N, heads * I * J, 1, ...), with the channels of ``a`` first. If
-    ``a`` and ``b`` are the same, the input is (N, heads * I, *size).
+    h is a head (a group of channels), p a position, i and j are channels of the head in the maps
+    ``a`` and ``b``. This is ``a @ b.transpose(-1, -2)`` for (N, heads, channels, positions), as in
+    linear attention. Shapes are (N, heads * (I + J), *size) -> (N, heads * I * J, 1, ...): the
+    input holds the channels of ``a``, then those of ``b``. If ``a`` and ``b`` are the same map, the
+    input is (N, heads * I, *size).
 
     Args:
-        heads: the number of groups of channels; only channels of the same group are multiplied.
+        heads: the number of heads; only channels of the same head are multiplied.
         first: the number of channels of ``a``, heads * I; None if ``a`` and ``b`` are the same.
     """
 

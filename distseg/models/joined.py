@@ -20,7 +20,7 @@ _LINEAR = ("linear", "bilinear", "trilinear")
 
 
 class WrongEnds(ValueError):
-    """Error of settings that name inputs or outputs which a module does not have."""
+    """Error: ``model.inputs`` or ``model.outputs`` does not fit the module or its images."""
 
 
 def joined(
@@ -88,7 +88,8 @@ def _one(made: Any, names: Sequence[str], x: Tensor, training: bool) -> Tensor:
     Args:
         made: the result of the user's module.
         names: names or numbers of the outputs.
-        x: the image, to whose size the outputs are resized.
+        x: the image (N, bands, *size), to whose size the outputs are resized.
+        training: True to return all outputs, (N, outputs * C', *size).
     """
     if not training:
         alone = isinstance(made, Tensor) and made.dim() <= x.dim()
@@ -136,8 +137,8 @@ def _picked(made: Any, name: str, x: Tensor) -> Tensor:
         has = f"a {type(found).__name__}" if found is not None else "no tensor"
         raise WrongEnds(
             f"model.outputs names {name}, but that is {has} in the result of the network, a "
-            f"{type(made).__name__} of {', '.join(map(str, there)) or 'nothing'}: name outputs "
-            "that are tensors"
+            f"{type(made).__name__} of {', '.join(map(str, there)) or 'nothing'}: name only "
+            "outputs that the network returns as tensors"
         )
     return found
 

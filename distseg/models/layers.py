@@ -40,7 +40,11 @@ def _store() -> dict[str, Tensor]:
 
 @contextmanager
 def skip_store(store: dict[str, Tensor]):
-    """Let all ``Stash`` and ``Pop`` layers of this thread use ``store`` inside the context."""
+    """Let all ``Stash`` and ``Pop`` layers of this thread use ``store`` inside the context.
+
+    ``store`` maps the name of a skip to its tensor. ``{}`` makes a forward pass independent of
+    skips that other passes have stored.
+    """
     outer = _store()
     _local.store = store
     try:
@@ -234,14 +238,15 @@ class Spread(nn.Module):
     """Expansion of a vector of the image to all positions of a map.
 
     Shapes are (N, ?, *size), (N, C * parts, 1, ...) -> (N, C, *size). Only the size of the first
-    input is used.
+    input is used. ``parts`` is the number of values that the vector has for each channel. By
+    default it is 1, and this value is repeated.
 
     Args:
-        grid: the grid of parts that the vector has for each channel. A grid is resized to the map
-            as ``F.interpolate`` does.
+        grid: the shape of a channel's values if they are a grid, as :class:`Mean` makes it. The
+            grid is resized to the map as ``F.interpolate`` does.
         kept: the dims of the image along which the vector has a value for each position
-            (:class:`distseg.models.lines.AlongLines`).
-        settings: ``mode`` and ``align_corners`` of ``F.interpolate``.
+            (:class:`distseg.models.lines.AlongLines`). Along the other dims it is repeated.
+        settings: ``mode`` and ``align_corners`` of ``F.interpolate``, needed with ``grid``.
     """
 
     def __init__(self, grid: Sequence[int] = (), kept: Sequence[int] = (), **settings):
@@ -253,12 +258,14 @@ class Spread(nn.Module):
         return self.part(x, size, [range(n) for n in size])
 
     def part(self, x: Tensor, size: Sequence[int], places: Sequence[range]) -> Tensor:
-        """Return the part of the result at a range of positions along each dim of the map.
+        """Return the part of the layer's result (N, C, *size) in one box, such as that of a tile.
 
         Args:
-            x: the vector (N, C * parts, 1, ...).
-            size: the size of the whole map.
-            places: the range of positions along each dim.
+            x: the vector (N, C * parts, 1, ...), the layer's second input. It has ``parts`` values
+                for each channel: one for each cell of ``grid``, or for each position along
+                ``kept``. Without both, ``parts`` is 1.
+            size: the spatial size of the whole map.
+            places: the box: for each spatial dim the range of positions to return.
         """
         if self.kept:
             x = x.reshape(len(x), -1, *(n if d in self.kept else 1 for d, n in enumerate(size)))
@@ -280,10 +287,10 @@ class Spread(nn.Module):
         return y
 
     def _shares(self, k: int, n: int) -> Tensor:
-        """Return the matrix (k, n) of a resize from k to n cells along one dim.
+        """Return the weights (k, n) with which a resize computes n cells from k along one dim.
 
-        Entry (i, j) is the weight of input cell i in output cell j. Resizing is linear and works
-        dim by dim, so this matrix is the identity matrix, resized along its second dim.
+        Entry (i, j) is the weight of input cell i in output cell j. A resize is linear, so row i is
+        what it makes of k cells of which cell i is 1 and all others are 0.
         """
         mode = {"linear": "bilinear", "trilinear": "bilinear"}.get(
             self.settings["mode"], self.settings["mode"]
@@ -375,8 +382,8 @@ class DropImage(nn.Module):
 
     Args:
         p: the probability.
-        kept: the factor for images that are kept.
-        evaluated: the factor for all images in evaluation.
+        kept: the factor for images that are kept in training, usually 1 / (1 - p).
+        evaluated: the factor for all images in evaluation, usually 1.
     """
 
     def __init__(self, p: float, kept: float, evaluated: float):
@@ -426,7 +433,8 @@ class Read(NamedTuple):
     """The form in which the functions of a layer take a map.
 
     Attributes:
-        axes: the axes of the tensor that the functions take; None if they take the map as it is.
+        axes: the axes of the tensor that the functions take, such as those of (N, H * W, C); None
+            if they take the map (N, C, *size) itself.
         dtype: the dtype to which the values are converted, for example ``torch.bool`` for a mask;
             None to leave them in the floating-point dtype of the map.
     """
@@ -473,13 +481,19 @@ class Formula(nn.Module):
         reads: Sequence[Read],
         made: Axes | None,
     ) -> Tensor:
-        """Return the result of the last step, as a map (N, C', *size) or a vector (N, C', 1, ...).
+        """Run ``steps`` on the inputs of the layer, and return the result of the last step.
+
+        ``forward`` gives the layer's own ``steps``, ``reads`` and ``made``. A subclass may give
+        others, such as steps in which lengths depend on the size of the image.
 
         Args:
-            maps: the inputs of the layer, maps and vectors.
-            steps: the functions, as in :class:`Formula`.
-            reads: the form in which the steps take each input.
-            made: the axes of the last step's result; None if this is a map already.
+            maps: the inputs of the layer: maps (N, C, *size) and vectors (N, C, 1, ...).
+            steps: the functions to run, in order.
+            reads: for each input, the form in which the functions take it.
+            made: the axes of the last function's result; None if this is a map already.
+
+        Returns:
+            A map (N, C', *size) or a vector (N, C', 1, ...), in a floating-point dtype.
         """
         y = _computed(self, steps, map(_as_read, maps, reads), like=maps[0])
         y = y if self.part is None else y[self.part]
@@ -522,8 +536,8 @@ class Derived(nn.Module):
 
     Args:
         inner: the layer; its own weights are not used.
-        weights: for each parameter of ``inner`` the steps that compute it.
-        tensors: parameters and buffers by name, from which the weights are computed.
+        weights: the steps that compute each parameter of ``inner``, by the parameter's name.
+        tensors: parameters and buffers of this layer by name, from which the steps compute.
     """
 
     def __init__(
@@ -560,7 +574,7 @@ class Derived(nn.Module):
 
 @cache
 def taken() -> frozenset[str]:
-    """Return the names that the tensors of a layer cannot have, because modules use them."""
+    """Return the names that ``Formula`` and ``Derived`` use, so no tensor in them can have one."""
     return frozenset((*dir(Formula((), ())), *dir(Derived(nn.Identity(), {}, {}))))
 
 
@@ -589,7 +603,7 @@ class Fixed(NamedTuple):
 class ByType:
     """An argument of a :class:`Step`: a number that depends on the dtype of a tensor.
 
-    An example is ``torch.finfo(x.dtype).eps``. ``each`` has the number for each dtype.
+    An example is ``torch.finfo(x.dtype).eps``. ``each`` has pairs (dtype, number).
     """
 
     each: tuple[tuple[torch.dtype, float], ...]
@@ -597,8 +611,8 @@ class ByType:
     def number(self, dtype: torch.dtype) -> float:
         """Return the number for a dtype.
 
-        If no traced forward pass had this dtype, return the number for float32, or the last one of
-        ``each`` if there is none for float32.
+        If ``each`` has no number for this dtype, return the number for float32. If it has none for
+        float32 either, return its last number.
         """
         numbers = dict(self.each)
         return numbers.get(dtype, numbers.get(torch.float32, self.each[-1][1]))
@@ -613,7 +627,11 @@ def _computed(
 ) -> Tensor:
     """Run the steps on the maps, and return the result of the last step.
 
-    Constants are moved to the device of ``like``.
+    Args:
+        layer: the layer that holds the parameters and buffers for :class:`Own`.
+        steps: the functions, in order.
+        maps: the inputs of the steps; none if they read only parameters, buffers and constants.
+        like: a tensor to whose device constants are moved.
     """
     available = list(maps)
     for step in steps:
@@ -639,13 +657,16 @@ class Own(NamedTuple):
 
 
 def _filled(layer: nn.Module, tree, maps: Sequence[Tensor], like: Tensor):
-    """Return the arguments of a step, with placeholders replaced by tensors and numbers.
+    """Return a step's arguments with a tensor or number in place of each placeholder.
+
+    Placeholders are :class:`Map`, :class:`Own`, :class:`Fixed` and :class:`ByType`.
 
     Args:
         layer: the layer that holds the parameters and buffers for :class:`Own`.
-        tree: arguments with placeholders such as :class:`Map`, which may be nested.
-        maps: the inputs of the layer and the results of earlier steps.
-        like: a tensor on whose device the constants are needed.
+        tree: the arguments: a value or placeholder, or a nested tuple or dict of these.
+        maps: the tensors for :class:`Map`: the inputs of the layer, then the results of the steps
+            before this one.
+        like: a tensor to whose device constants are moved.
     """
     match tree:
         case Map():
@@ -664,10 +685,10 @@ def _filled(layer: nn.Module, tree, maps: Sequence[Tensor], like: Tensor):
 
 
 def _beside(x: Tensor, other: Tensor) -> Tensor:
-    """Return a constant on the device of ``other``.
+    """Return the constant ``x`` on the device of ``other``.
 
-    A float64 constant also gets the dtype of ``other``, since float64 stands for the dtype of the
-    network.
+    A float64 constant is also cast to the dtype of ``other`` if that is floating-point, because a
+    capture keeps constants that have the network's dtype in float64. Other dtypes do not change.
     """
     return x.to(
         other.device,
@@ -703,10 +724,15 @@ def outline(model: nn.Module) -> nn.Module:
 
 
 def copied_with(module: nn.Module, memo: dict[int, object]) -> nn.Module:
-    """Return a deep copy of a module, with tensors replaced as ``memo`` says.
+    """Return a deep copy of a module in which given tensors replace its parameters and buffers.
 
-    ``memo`` maps ids of tensors to their copies. Modules of PyTorch and distseg hold no modules
-    except their children, so they can be copied much faster than by ``copy.deepcopy``.
+    Modules of PyTorch and distseg hold no modules except their children, so they can be copied much
+    faster than by ``copy.deepcopy``.
+
+    Args:
+        module: the module. It is not changed.
+        memo: the new tensor for each parameter and buffer, by the ``id`` of the old one. As in
+            ``copy.deepcopy``, the copies of modules are added.
     """
     if id(module) in memo:
         return memo[id(module)]
@@ -742,7 +768,12 @@ def _weightless(x: Tensor) -> Tensor:
 
 
 def _joined(join: Callable, *maps: Tensor) -> Tensor:
-    """Return a meta tensor that has the shape of the joined maps."""
+    """Return a meta tensor with the shape of ``join(*maps)``, without a call of ``join``.
+
+    Args:
+        join: the method ``joined`` of a :class:`Pop` or :class:`Join` layer.
+        maps: the maps to join, on the meta device.
+    """
     x, channels = maps[-1], maps[0].shape[1]
     if join in (Pop.joined, Cat.joined):
         channels = sum(m.shape[1] for m in maps)
@@ -795,7 +826,7 @@ def padded(model: nn.Module, multiple: int) -> nn.Module:
 
 
 def _taken(x: Tensor, size: Sequence[int]) -> Tensor:
-    """Return the first ``size`` positions along each dim, as a copy."""
+    """Return a copy of the first ``size[d]`` positions of a map along each spatial dim d."""
     for dim, n in enumerate(size, 2):
         x = x.index_select(dim, torch.arange(n, device=x.device))
     return x

@@ -22,7 +22,8 @@ class AlongLines(Mean):
     """A statistic over some dims of an image, for each position along the other dims.
 
     ``AlongLines(Mean(), kept=(0,))`` computes the mean of each row. Shapes are (N, C, *size) ->
-    (N, C * positions, 1, ...). The positions of a channel are adjacent.
+    (N, C * positions, 1, ...), where ``positions`` is the number of rows in this example. The
+    values of a channel are adjacent.
 
     Args:
         statistic: the layer that computes the statistic as a vector, such as ``Mean()``. It is
@@ -55,7 +56,8 @@ def folded(x: Tensor, kept: Sequence[int]) -> Tensor:
 class Along(NamedTuple):
     """An argument of a :class:`distseg.models.layers.Step`: a length that follows a map's size.
 
-    An example is the number of rows in a reshape that separates the positions of a line.
+    In ``line.reshape(n, channels, rows)``, for example, it stands for ``rows``. It becomes a number
+    when the layer runs and the size of the map is known. ``extent`` is the formula.
     """
 
     extent: Extent
@@ -76,8 +78,8 @@ class OfLines(Formula):
         """Apply the layer's functions to lines and vectors, and return a line or vector.
 
         Args:
-            size: the size of the whole map that they were computed from, which gives the length of
-                each line.
+            size: the spatial size of the whole map from which the lines were computed. It gives
+                the length of each line.
             lines: the lines and vectors, each (N, C, 1, ...). A line holds its positions among its
                 C channels.
 
@@ -93,11 +95,11 @@ class OfLines(Formula):
 
 
 def _with_sizes(tree: Any, size: Sequence[int]) -> Any:
-    """Return the arguments of a step with each :class:`Along` replaced by its length.
+    """Return a step's arguments with the length, an int, in place of each :class:`Along`.
 
     Args:
-        tree: the arguments, which may be nested.
-        size: the size of the map that gives the lengths.
+        tree: the arguments: a value, or a nested tuple, dict or slice of values.
+        size: the spatial size of the map, from which the lengths are computed.
     """
     match tree:
         case Along():
@@ -112,5 +114,5 @@ def _with_sizes(tree: Any, size: Sequence[int]) -> Any:
 
 
 def places_along(kept: Sequence[int], size: Sequence[int]) -> int:
-    """Return the number of positions of a map of ``size`` along all its dims ``kept`` together."""
+    """Return the product of the sizes of a map along its spatial dims ``kept``."""
     return math.prod(size[d] for d in kept)

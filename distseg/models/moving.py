@@ -35,11 +35,12 @@ class Slices(nn.Module):
 class Windows(nn.Module):
     """The cells of a sliding window as channels, as in ``F.unfold``.
 
-    Shapes are (N, C, *size) -> (N, C * window, *made). The cells of a channel are adjacent, row by
-    row. Cells beyond the map are zero.
+    Shapes are (N, C, *size) -> (N, C * window, *made). ``window`` is the number of cells of a
+    window, and ``made`` the number of windows along each dim. The cells of a channel are adjacent,
+    row by row. Cells beyond the map are zero.
 
     Args:
-        kernel, stride, dilation, padding: as in ``F.unfold``, one number along each dim.
+        kernel, stride, dilation, padding: as in ``F.unfold``, one number for each spatial dim.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class Windows(nn.Module):
         return self.unfolded(F.pad(x, pads) if any(pads) else x)
 
     def unfolded(self, x: Tensor) -> Tensor:
-        """Return the result (N, C * window, *made) for a map ``x`` that is padded already."""
+        """Return the windows (N, C * window, *made) of ``x``, a map that is padded already."""
         dims = len(self.kernel)
         for dim, (k, s, d) in enumerate(zip(self.kernel, self.stride, self.dilation), 2):
             x = x.unfold(dim, (k - 1) * d + 1, s)[..., ::d]
@@ -90,7 +91,7 @@ class Blocks(nn.Module):
         self.cells, self.along = tuple(cells), tuple(along)
 
     def factors(self, dims: int) -> tuple[int, ...]:
-        """Return the factor by which each spatial dim grows, for maps with ``dims`` of them."""
+        """Return the factor by which each of the ``dims`` spatial dims of a map grows."""
         return tuple(
             math.prod(n for n, d in zip(self.cells, self.along) if d == dim) for dim in range(dims)
         )
@@ -111,10 +112,13 @@ class Blocks(nn.Module):
 class Overlaid(nn.Module):
     """The sum of overlapping windows, as in ``F.fold``: (N, C * window, *size) -> (N, C, *made).
 
+    ``window`` is the number of cells of a window, and ``size`` the number of windows along each
+    dim. The size ``made`` of the result follows from ``size`` and the arguments.
+
     Args:
-        kernel, stride, dilation, padding: as in ``F.fold``, one number along each dim.
-        extra: the number of cells at the end of each dim of the padded result that no window
-            reaches. They are 0.
+        kernel, stride, dilation, padding: as in ``F.fold``, one number for each spatial dim.
+        extra: for each spatial dim, the number of cells that the last window leaves uncovered at
+            the end of the padded result. These cells are 0.
     """
 
     def __init__(
@@ -136,10 +140,14 @@ class Overlaid(nn.Module):
         return y[(..., *(slice(p, n - p + e) for p, e, n in each))]
 
     def folded(self, x: Tensor) -> Tensor:
-        """Return the sums before the padding is cut off: (N, C * window, *size) -> (N, C, *more).
+        """Return the sums of the windows with the padding, which ``forward`` then cuts off.
 
         Args:
-            x: the windows.
+            x: the windows (N, C * window, *size).
+
+        Returns:
+            The sums (N, C, *more). Along each dim they begin ``padding`` cells before the layer's
+            result, and end with it or after it.
         """
         each = zip(x.shape[2:], self.stride, self.kernel, self.dilation)
         size = [(n - 1) * s + (k - 1) * d + 1 for n, s, k, d in each]

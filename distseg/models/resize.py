@@ -39,7 +39,7 @@ class Follows(LooksAtSize):
         return self.made(x, [rule.size(n) for rule, n in zip(self.rules, like.shape[2:])])
 
     def made(self, x: Tensor, size: Sequence[int]) -> Tensor:
-        """Return the result for the input ``x``, whose spatial dims get the size ``size``."""
+        """Return the layer's result (N, C, *size) for the first input ``x`` (N, C, *old)."""
         raise NotImplementedError
 
     def footprints(self) -> tuple[AccessPattern, ...]:
@@ -53,9 +53,9 @@ class ResizeTo(Follows):
     Args:
         rules: for each dim, the rule that computes the size from the size of the other map.
         mode, align_corners, antialias: as in ``F.interpolate``.
-        factors: scale factors from which the positions are computed; None to compute them from the
-            sizes. The factors are numbers, or ``RATIO`` for new size divided by old size. With
-            ``RATIO``, nearest positions may be rounded differently than with the sizes.
+        factors: a scale factor for each dim, given to ``F.interpolate`` as ``scale_factor``; None
+            to give it ``size`` instead. ``RATIO`` stands for the factors new size / old size. They
+            may round the nearest positions differently than ``size`` does.
     """
 
     def __init__(
@@ -96,9 +96,10 @@ class ResizeTo(Follows):
 
 
 def kernel_of(mode: str, antialias: bool = False) -> str:
-    """Return the kernel along one dim of a mode of ``F.interpolate``: ``linear`` for ``bilinear``.
+    """Return the name of the kernel that a mode of ``F.interpolate`` applies along each dim.
 
-    With ``antialias``, ``-aa`` is appended.
+    ``bilinear`` and ``trilinear`` give ``linear``, ``bicubic`` gives ``cubic``, and other modes are
+    their own names. With ``antialias``, ``-aa`` is appended.
     """
     kernel = {"bilinear": "linear", "trilinear": "linear", "bicubic": "cubic"}.get(mode, mode)
     return f"{kernel}-aa" if antialias else kernel
@@ -141,10 +142,10 @@ class FitTo(Follows):
 
 
 class VectorAt(Follows):
-    """A layer that returns its input, a vector of the image, unchanged.
+    """A layer that returns its first input, a vector of the image, unchanged.
 
-    It stands where a vector that was computed from one map is combined with maps of another size.
-    The ``rules`` compute that size from the size of the second input.
+    It marks the place where a vector of a map of one size is combined with maps of another size.
+    As in :class:`Follows`, the ``rules`` compute this other size from the size of the second input.
     """
 
     def forward(self, x: Tensor, like: Tensor | None = None) -> Tensor:

@@ -221,6 +221,7 @@ def _label(label: str, path: Path, classes: Sequence[str]) -> int | float:
     if (value := _number(label)) == math.inf:
         raise ValueError(
             f"{path} has the label {label!r}, but with one class, {classes[0]}, labels must be "
-            "numbers: name all classes, or correct the label"
+            "numbers, such as 0 or 2.5: correct the label, or, if labels are names of classes, "
+            "list all names in --classes"
         )
     return value

@@ -331,7 +331,7 @@ def copy_image(
         raise ValueError(
             f"{pair.image}: its band {image.alpha + 1} is marked as transparency, but "
             f"{image.opacity.between:.0%} of its pixels are between transparent and opaque, "
-            "as in a measured band (GDAL marks the fourth band of bytes as transparency by "
+            "as in a measured band (GDAL marks the fourth band of 8-bit images as transparency by "
             "default): set --alpha band to keep it as a band, or --alpha mask if it is "
             "transparency"
         )

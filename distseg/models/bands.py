@@ -35,9 +35,9 @@ class Images:
 
     Attributes:
         bands, dims: numbers of bands and of spatial dims; None if not known yet.
-        guesses: numbers of bands that are tried first.
-        answer: the shape of the network's result for one image of ``_SIDE`` pixels along each dim;
-            None if the facts were not found by trial.
+        guesses: numbers of bands to try first if ``bands`` is not known.
+        answer: the shape of the network's result for one image of ``_SIDE`` pixels along each dim.
+            None if no trial forward pass has been run, or if none succeeded.
     """
 
     bands: int | None = None
@@ -117,8 +117,8 @@ def first_convolution(model: nn.Module) -> nn.Module:
     found = next((m for m in model.modules() if isinstance(m, _CONV)), None)
     if found is None:
         raise ValueError(
-            "this model has no convolution layer from which the number of bands of its images can "
-            "be read, and no number that was tried fits: set model.in_channels"
+            "this model has no convolution layer that tells the number of bands of its images, and "
+            "it runs with no number of bands that was tried: set model.in_channels"
         )
     return found
 
@@ -126,7 +126,8 @@ def first_convolution(model: nn.Module) -> nn.Module:
 def channels_of(model: nn.Module) -> tuple[int, int]:
     """Return the number of bands of a network's images and the number of channels of its result.
 
-    If the result cannot be computed, return the number of output channels of the last convolution.
+    If the result cannot be computed on the meta device, the second number is the number of output
+    channels of the network's last convolution.
     """
     bands, made = bands_of(model), answer_of(model)
     if made:
@@ -264,9 +265,9 @@ def _dims(model: nn.Module) -> list[int]:
 
 
 def _made(model: nn.Module) -> Iterator[nn.Parameter]:
-    """Yield the parameters that have a shape.
+    """Yield the parameters that have a shape: all but those of lazy layers.
 
-    Parameters of lazy layers get their shape in the first forward pass.
+    A lazy layer, such as ``nn.LazyConv2d``, gets the shape of its parameters in the first pass.
     """
     return (p for p in model.parameters() if not is_lazy(p))
 

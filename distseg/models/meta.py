@@ -11,9 +11,9 @@ from torch.overrides import TorchFunctionMode
 
 
 class OnMeta(TorchFunctionMode):
-    """A context in which a function that takes a meta tensor gets all its tensors on that device.
+    """A context in which PyTorch functions may take CPU tensors together with meta tensors.
 
-    PyTorch refuses calls that mix devices.
+    PyTorch refuses calls that mix devices. So the CPU tensors are moved to the meta device.
     """
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
@@ -24,9 +24,14 @@ class OnMeta(TorchFunctionMode):
 
 
 def all_on_meta(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """Return arguments with all tensors on the meta device, if any of them is on that device.
+    """Return a call's arguments, with all tensors moved to the meta device if one of them is there.
 
-    Tensors without dims are not moved.
+    Otherwise return the arguments unchanged. Tensors without dims are never moved, since PyTorch
+    accepts them on any device.
+
+    Args:
+        args: the positional arguments, which may hold nested tuples, lists and dicts.
+        kwargs: the keyword arguments.
     """
     if {x.is_meta for x in found_in((args, kwargs), Tensor)} != {True, False}:
         return args, kwargs
@@ -47,10 +52,18 @@ _RECURRENT = ("gru", "lstm", "rnn_tanh", "rnn_relu")
 
 
 def of_sequence(name: str, args: tuple) -> tuple[Tensor, ...] | None:
-    """Return the meta tensors that a recurrent function (LSTM, GRU, RNN) returns.
+    """Return what a recurrent function (LSTM, GRU, RNN) returns for tensors on the meta device.
 
-    PyTorch would compute every step of the sequence, also on the meta device. Return None for
-    other functions and for arguments that are not on the meta device.
+    This replaces the call, because PyTorch would run every step of the sequence.
+
+    Args:
+        name: the name of any function, such as ``torch.lstm`` or ``relu``.
+        args: its arguments.
+
+    Returns:
+        The output and the final states, on the meta device. None if the function is not recurrent,
+        if ``args`` are not those of a call by one of PyTorch's recurrent modules, or if the input
+        is not on the meta device. The function must then be called.
     """
     if (
         name.rpartition(".")[2] not in _RECURRENT
@@ -67,9 +80,14 @@ def of_sequence(name: str, args: tuple) -> tuple[Tensor, ...] | None:
 
 
 def as_computed(x: Tensor, shape: Sequence[int] | None = None) -> Tensor:
-    """Return an empty tensor like ``x`` that looks like the result of a computation.
+    """Return an uninitialised tensor that stands for the result of a function that is not called.
 
-    The tensor requires a gradient if gradients are enabled and its dtype is floating-point.
+    If gradients are enabled and the dtype is floating-point, it requires a gradient and has a
+    ``grad_fn``.
+
+    Args:
+        x: a tensor whose device and dtype the result has.
+        shape: the shape of the result, by default that of ``x``.
     """
     made = x.new_empty(x.shape if shape is None else shape)
     if torch.is_grad_enabled() and made.is_floating_point():

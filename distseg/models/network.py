@@ -83,36 +83,38 @@ class Network(nn.Module):
             if missing or not sources:
                 raise ValueError(
                     f"layer {name} reads {missing[0] if missing else 'nothing'}, but a layer can "
-                    f"read only the results of earlier layers, or {IMAGE!r}"
+                    f"read only the results of earlier layers, or {IMAGE!r} (the network's input): "
+                    f"correct reads[{name!r}], or change the order of the layers"
                 )
             if is_flat(layer) and len(sources) > 1:
                 raise ValueError(
                     f"layer {name} is a {type(layer).__name__}, which takes one map, but reads "
-                    f"{', '.join(sources)}: join them before it"
+                    f"{', '.join(sources)}: join them before it, with a layer Cat or Sum"
                 )
             self._put(name, layer)
             self.reads[name] = sources
             before = name
         if unknown := [name for name in reads if name not in layers]:
             raise ValueError(
-                f"reads names {unknown[0]!r}, which is not among the layers: correct the name, or "
-                "add this layer"
+                f"the argument reads has the key {unknown[0]!r}, which is not among the layers: "
+                "correct this name, or add a layer of this name"
             )
 
     def _put(self, name: str, layer: nn.Module) -> None:
-        """Add a layer to the module tree. The dots in ``name`` separate the levels of the tree.
+        """Add a layer as a submodule. With the name ``a.b``, it becomes the child ``b`` of ``a``.
 
         Raises:
-            ValueError: the name contains a reserved name, or one of two layers would be part of
-                the other, as with the names ``a`` and ``a.b``.
+            ValueError: a part of the name is one of :func:`reserved`, the name is ``image``, or one
+                of two layers would be part of the other, as with the names ``a`` and ``a.b``.
         """
         *path, last = name.split(".")
         if taken := next(
             (part for part in (*path, last) if part in reserved() or name == IMAGE), None
         ):
             raise ValueError(
-                f"the name of layer {name} contains {taken}, which networks use themselves: "
-                "give the layer another name"
+                f"the name of layer {name} contains {taken}, which networks use themselves (an "
+                "attribute of distseg.Network, or the name of its input): give the layer another "
+                "name"
             )
         holder = self
         for depth, part in enumerate(path):
@@ -133,9 +135,10 @@ class Network(nn.Module):
         holder.add_module(last, layer)
 
     def cells_read(self, name: str) -> tuple[str, ...]:
-        """Return the names of the maps whose cells a layer reads.
+        """Return the names of the layers whose results the layer ``name`` reads.
 
-        A map of which the layer reads only the size is left out.
+        ``image`` stands for the network's input. A result of which the layer reads only the size,
+        such as the target of a resize, is left out.
         """
         reads = self.reads[name]
         return reads[:-1] if isinstance(self.get_submodule(name), LooksAtSize) else reads
@@ -171,7 +174,10 @@ class Network(nn.Module):
 
 @cache
 def reserved() -> frozenset[str]:
-    """Return the names that no part of a layer's name may have, because networks use them."""
+    """Return the names that no part of a layer's name, such as ``a`` in ``a.b``, may be.
+
+    They are the attributes and methods of :class:`Network`.
+    """
     return frozenset((*dir(Network({})), UNUSED))
 
 
@@ -190,7 +196,7 @@ class Dropped:
 
 @dataclass(frozen=True)
 class Call:
-    """A layer, its name, and the numbers of the maps with which it is called.
+    """A layer, its name, and the numbers of the feature maps with which it is called (``inputs``).
 
     Map 0 is the image, and call n of a network makes map n + 1.
     """
@@ -201,12 +207,12 @@ class Call:
 
     @property
     def reads(self) -> tuple[int, ...]:
-        """Numbers of the maps whose cells the layer reads, without the map ``like``."""
+        """Numbers of the input maps whose values the layer reads: all but the map ``like``."""
         return self.inputs if self.like is None else self.inputs[:-1]
 
     @property
     def like(self) -> int | None:
-        """Number of the last input, if the layer reads only the size of that map; else None."""
+        """Number of the last input map if the layer reads only the size of that map; else None."""
         return self.inputs[-1] if isinstance(self.layer, LooksAtSize) else None
 
 
@@ -221,7 +227,10 @@ def is_sequential(model: nn.Module) -> bool:
 
 
 def is_flat(model: nn.Module) -> bool:
-    """Return True if a network is flat: a list of layer calls (see the top of this file)."""
+    """Return True if a network is an unmodified ``nn.Sequential`` or :class:`Network`.
+
+    Such a network is called flat: distseg knows which layers it calls and what each of them reads.
+    """
     return is_sequential(model) or type(model) is Network and not hooked(model)
 
 
@@ -247,7 +256,10 @@ They draw random numbers, or a pass changes the state that the next pass uses.
 
 
 def fingerprint_of(model: nn.Module) -> str:
-    """Return a digest of what a network computes, which is equal on ranks that compute the same."""
+    """Return a short hash of a network's layer calls, to check that all ranks compute the same.
+
+    It does not depend on the values of the weights.
+    """
     return getattr(model, "fingerprint", "") or hashlib.sha256(str(model).encode()).hexdigest()[:12]
 
 
@@ -285,7 +297,8 @@ def calls_of(model: nn.Module) -> list[Call]:
     _collect(model, 0, iter(layers), found, stashed)
     if stashed:
         raise ValueError(
-            f"stash({next(iter(stashed))!r}) is never popped: remove it from the model"
+            f"stash({next(iter(stashed))!r}) is never popped: remove this Stash layer from the "
+            "model, or add a Pop or Add layer of the same name"
         )
     _check_in_place(found)
     return found
@@ -394,15 +407,24 @@ def _name_of(calls: Sequence[Call], source: int) -> str:
 
 
 def user_names(named: Iterable[tuple[str, T]], model: nn.Module) -> dict[str, T]:
-    """Return named tensors of a network under the names that they have in the user's module."""
+    """Return tensors by the names that they have in the user's module (:func:`user_name`).
+
+    Args:
+        named: pairs (name in the network, tensor), such as ``model.named_parameters()``.
+        model: the network.
+    """
     return {user_name(name, model): x for name, x in named}
 
 
 def user_name(name: str, model: nn.Module) -> str:
-    """Return the name that a tensor of a network has in the user's module.
+    """Return the name that a parameter or buffer of a network has in the user's module.
 
-    A layer that the user's module calls several times has one name in that module and several
-    names in the network.
+    The names differ, for example, if the module calls a layer several times: the network then has a
+    layer for each call.
+
+    Args:
+        name: the name in the network ``model``, as in its ``state_dict``.
+        model: the network; if it is no :class:`Network`, the name is returned unchanged.
     """
     return getattr(model, "names", {}).get(name, name)
 
@@ -414,8 +436,8 @@ def check_calls(model: nn.Module, size: Sequence[int], images: int = 1) -> None:
 
     Args:
         model: the network.
-        size: the size of the images.
-        images: the number of images in a batch.
+        size: the size of the images in pixels.
+        images: the number of images with which the module is called at once.
 
     Raises:
         ValueError: the calls differ. The message names the difference.
@@ -426,8 +448,8 @@ def check_calls(model: nn.Module, size: Sequence[int], images: int = 1) -> None:
         except ValueError as e:
             raise ValueError(
                 f"with {images} image{'s' * (images > 1)} of {'x'.join(map(str, size))} pixels "
-                "this network does something else than with other images, so it cannot be "
-                f"followed: {e}"
+                "this network does something else than with other images, so distseg cannot "
+                f"compute it in parts: {e}"
             ) from None
 
 
@@ -437,7 +459,8 @@ def check_size(model: nn.Module, size: Sequence[int], what: str = "an image") ->
     ``what`` names the images in the error message.
 
     Raises:
-        ValueError: a size is no multiple of ``model.multiple``. The message names both numbers.
+        ValueError: the size along some dim is no multiple of ``model.multiple``. The message names
+            both numbers.
     """
     multiple = getattr(model, "multiple", 1)
     if any(n % multiple for n in size):

@@ -77,7 +77,11 @@ def own_builder(name: str, setting: str = "model.name") -> Callable[..., nn.Modu
 
 
 def _choices(module) -> str:
-    """Return the advice that ends an error message: the functions and classes to choose from."""
+    """Return the advice that ends the error of a missing function, such as ``choose unet, fpn``.
+
+    It names the public functions and classes that the file of ``module`` defines. If there are
+    none, the advice is to define the function.
+    """
     own = [
         name
         for name, value in vars(module).items()
@@ -105,8 +109,9 @@ def built(
     Args:
         name: ``package.module:function``, for error messages.
         builder: the function.
-        arguments: the fields of the section ``model`` that are set.
-        own: the arguments in ``model.args``, which take precedence.
+        arguments: the fields of the section ``model`` that are set, with ``in_channels`` and
+            ``out_channels`` from the data.
+        own: the arguments in ``model.args``. They replace ``arguments`` of the same meaning.
         inputs, outputs: see :func:`distseg.models.joined.joined`.
 
     Raises:
@@ -159,10 +164,18 @@ _CALLED = {
 
 
 def _called(builder: Callable, arguments: dict, own: dict) -> dict:
-    """Return the arguments of a user's function.
+    """Return the keyword arguments with which a user's function is called.
 
-    The numbers of bands and classes get the names that the function uses for them. They are left
-    out if ``own``, the user's ``model.args``, has them under any of these names.
+    The numbers of bands and classes get the names that the function uses for them. A function with
+    the parameter ``num_classes``, for example, gets ``out_channels`` under this name.
+
+    Args:
+        builder: the function.
+        arguments: the fields of the section ``model`` that are set, with ``in_channels`` and
+            ``out_channels`` from the data.
+        own: the user's ``model.args``. They are added unchanged, and replace ``arguments``. A
+            number of bands or classes among them, under any of the known names, replaces that of
+            the data.
     """
     try:
         takes = inspect.signature(builder).parameters
@@ -177,9 +190,14 @@ def _called(builder: Callable, arguments: dict, own: dict) -> dict:
 
 
 def _bands_given(builder: Callable, arguments: dict) -> list[int]:
-    """Return the numbers of bands with which a function is called, or which are its defaults.
+    """Return the numbers of bands that a user's function is given, or has as default arguments.
 
-    These numbers are guesses, since the layer that reads the image may take another number.
+    They are the positive integers among its arguments ``in_channels``, ``in_chans`` and so on. They
+    are guesses, since the layer that reads the image may take another number.
+
+    Args:
+        builder: the function.
+        arguments: the keyword arguments with which it is called.
     """
     try:
         takes = inspect.signature(builder).parameters
@@ -255,12 +273,17 @@ def _check_leaves(name: str, model: nn.Module) -> None:
 
 @torch.no_grad()
 def _check_outputs(name: str, model: nn.Module) -> None:
-    """Refuse names in ``model.outputs`` that the network does not return, and unequal shapes.
+    """Refuse a network whose result does not fit the setting ``model.outputs``.
 
     Nothing is checked if the network's shapes cannot be computed on the meta device.
 
+    Args:
+        name: ``package.module:function``, for error messages.
+        model: the network, changed by :func:`distseg.models.joined.joined`.
+
     Raises:
-        ValueError: an output is missing, or has another shape than the first one.
+        ValueError: the network does not return an output of this name, or, in training, an output
+            has another shape than the first one.
     """
     for training in (True, False):
         shadow = outline(model).train(training)

@@ -24,7 +24,7 @@ import distseg
 
 
 def _folders(*files: str) -> tuple[str, ...]:
-    """Return the folders of files, both as they are named and with links resolved."""
+    """Return the folder of each file, with a final slash, both as named and with links resolved."""
     return tuple(
         dict.fromkeys(
             f"{path.parent}{os.sep}"
@@ -99,12 +99,13 @@ def is_library(path: str) -> bool:
 
 
 def last_line_of(run_pass: Callable[[], Any]) -> str | None:
-    """Return the last line of user code that a forward pass reaches: its outermost ``return``.
+    """Run a forward pass, and return the line at which the user's code ended.
 
-    Return None if the pass runs no user code. Errors of the pass are ignored.
+    This is usually the ``return`` of the module's ``forward``, such as ``nets.py, line 12``. Return
+    None if the pass runs no user code. Errors of the pass are ignored.
 
     Args:
-        run_pass: function that runs the pass.
+        run_pass: the function that runs the pass.
     """
     last: list[tuple[str, int]] = []
 
@@ -149,9 +150,12 @@ def seeded(seed: int) -> Iterator[None]:
 
 @contextmanager
 def replaced(holder: object, names: Mapping[str, object]) -> Iterator[None]:
-    """Replace attributes of a module or class inside the context.
+    """Replace attributes of an object inside the context, and restore them on exit.
 
-    Names that ``holder`` does not have are ignored.
+    Args:
+        holder: a Python module or a class.
+        names: the new value of each attribute, by name. Names that ``holder`` does not have are
+            ignored.
     """
     before = {name: getattr(holder, name) for name in names if hasattr(holder, name)}
     try:

@@ -94,9 +94,9 @@ def _along(probe: nn.Module, dim: int, dims: int, channels: int) -> tuple[int, i
                 continue
             raise ValueError(
                 f"this model has no stride: moving the image by up to {length // 4} pixels never "
-                "moves the result by the same distance, so a layer depends on the image's size "
-                "(up-sampling with align_corners=True?), and such a network cannot be computed "
-                "from windows"
+                "moves the result by the same distance, so a layer depends on the image's size, "
+                "and such a network cannot be computed from windows: replace this layer, such as "
+                "up-sampling with align_corners=True"
             )
         border = length // 2 // stride * stride
         first, last = (rows.nonzero() for rows in reached(border))
@@ -110,8 +110,8 @@ def _along(probe: nn.Module, dim: int, dims: int, channels: int) -> tuple[int, i
             return max(before, after), stride
     raise ValueError(
         f"the receptive field of this model is larger than {_LENGTHS[-1] // 2} pixels: a layer "
-        "looks at the whole image (attention, global pooling?), and such a network cannot be "
-        "computed from windows"
+        "looks at the whole image, and such a network cannot be computed from windows: replace "
+        "this layer, such as attention or global pooling"
     )
 
 
@@ -298,7 +298,7 @@ def _replacement(layer: nn.Module, narrow: bool) -> nn.Module | None:
         if layer.padding_mode == "circular":
             raise ValueError(
                 "a convolution with circular padding joins opposite borders of the image, "
-                "so it cannot be computed from windows: use zeros"
+                "so it cannot be computed from windows: use zeros (padding_mode='zeros')"
             )
         return _OnesConv(layer, 1 if narrow else layer.out_channels)
     return None

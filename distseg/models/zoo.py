@@ -34,12 +34,13 @@ _FIELDS = (
 
 @dataclass(frozen=True)
 class Entry:
-    """A named network.
+    """A network that a config can name, such as ``summit-small``.
 
     Attributes:
-        arguments: arguments of ``builder``.
+        arguments: the keyword arguments with which ``builder`` is called.
         levels: the number of levels L in the slides of Seal et al. 2020; None for other networks.
-        balance: the number of layers on each of six pipeline stages in those slides, or None.
+        balance: the number of layers on each of the six pipeline stages in those slides; None if
+            they give no such numbers.
         builder: the function that makes the network.
     """
 
@@ -165,7 +166,7 @@ def plain_model(
     except TypeError as e:
         raise ValueError(
             f"model {config.name} cannot take every setting of the section model ({e}): "
-            "leave out the setting that this error names"
+            "remove the setting that the error in brackets names"
         ) from None
 
 

@@ -133,9 +133,14 @@ class Exchange:
         return reduce(Box.hull, taken, layout.computed(0, cell))
 
     def computed_box(self, tile: Box, image: Sequence[int]) -> Box:
-        """Return the box of the pixels that a tile reads before it exchanges anything.
+        """Return the box of the pixels that a rank reads from the image for a tile.
 
-        ``image`` is the size of the image.
+        It holds the tile, and the pixels around it that the layers before the first halo exchange
+        need. Pixels that other tiles send are no part of it.
+
+        Args:
+            tile: the pixels that the tile owns.
+            image: the size of the image.
         """
         layout = self.layout(image)
         return layout.computed(0, layout.cell_of(tile)).hull(tile)

@@ -558,14 +558,18 @@ class _Fronts:
         )
 
     def grown(self, tensor_id: int, block: int) -> int | None:
-        """Return the first row whose gradient is not final yet, if it moved since the last call.
+        """Return the first row of a feature map whose gradient is not final yet.
 
-        Return None if no row of the feature map has become final since the last call, or if all its
-        rows are final.
+        The gradient of all rows before it is final, so those rows can be sent.
 
         Args:
             tensor_id: the number of the feature map.
             block: the index of the tile batch.
+
+        Returns:
+            The row. None if no further row has become final since the last call with these
+            arguments. Also None if all rows are final: the last rows are sent after the backward
+            passes of all tiles.
         """
         final = self._final(tensor_id, block)
         if final == math.inf or final <= self._sent.get(

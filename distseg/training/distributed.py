@@ -344,15 +344,15 @@ class DistributedModel(nn.Module):
         ]
 
     def _rows(self, images: int, micro_batches: int) -> tuple[Rows, int]:
-        """Begin a step: count its images, and return the positions and numbers of its images.
+        """Begin a step: return where its images lie, and add their number to ``images_seen``.
 
         Args:
-            images: number of images of a group in a micro-batch.
+            images: number of images of a sample group in a micro-batch.
             micro_batches: number of micro-batches in the step.
 
         Returns:
-            The positions of this group's images among all images of the step, and the number of
-            the step's first image in the epoch.
+            The positions of this group's images in the list of all images of the step. And the
+            number in the epoch of the first image of that list.
         """
         rows = Rows(self.mesh.shape.samples, self.mesh.sample, micro_batches, images)
         first, self.images_seen = self.images_seen, self.images_seen + rows.total

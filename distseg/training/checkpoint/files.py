@@ -357,7 +357,10 @@ def _load_tensors(
                     )
                 tensors[name] = tensor
             if lost := [name for name in sums or () if wanted(name) and name not in tensors]:
-                raise ValueError(f"{path} is damaged: {lost[0]} is not in it")
+                raise ValueError(
+                    f"{path} is damaged: it does not hold the tensor {lost[0]}, which is listed in "
+                    "the checkpoint's manifest"
+                )
         except FileNotFoundError as e:
             raise FileNotFoundError(
                 f"{e}: the checkpoint is not whole{_other(checkpoint)}"

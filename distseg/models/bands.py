@@ -198,7 +198,10 @@ def _searched(model: nn.Module, bands: Sequence[int], dims: Sequence[int]) -> Im
     cannot run on that device.
 
     Args:
-        bands, dims: the numbers to try, in this order.
+        model: the network.
+        bands: the numbers of bands to try, in order.
+        dims: the numbers of spatial dims to try, in order. All ``bands`` are tried with the first
+            number before the second.
     """
     shadow = None
     for count, channels in ((d, n) for d in dims for n in bands):

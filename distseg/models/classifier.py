@@ -79,9 +79,9 @@ def residual(
     norm: str = "batch",
     pool: str = "mean",
 ) -> Residual:
-    """Return a residual classifier; the arguments are fields of the section ``model``.
+    """Return a :class:`Residual` classifier, whose docstring explains the arguments.
 
-    An example in a config is ``model: {name: "distseg.models.classifier:residual", depth: 4,
+    A config can name this function: ``model: {name: "distseg.models.classifier:residual", depth: 4,
     norm: batch, args: {pool: max}}``.
     """
     return Residual(in_channels, out_channels, base_channels, depth, norm, pool)

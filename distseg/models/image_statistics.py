@@ -63,9 +63,9 @@ class Largest(Mean):
 
 
 def first_largest(x: Tensor, k: int) -> Tensor:
-    """Return the indices of the k largest values along the last dim, in descending order.
+    """Return the indices (..., k) of the k largest values along the last dim of ``x`` (..., n).
 
-    Equal values are ordered by their index.
+    They are sorted from the largest value to the smallest, and equal values by their index.
     """
     x = x.detach()
     least = x.topk(k, -1)[0][..., -1:]

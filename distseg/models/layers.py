@@ -333,7 +333,8 @@ class FramesNorm(nn.modules.batchnorm._BatchNorm):
     It equals ``nn.BatchNorm2d`` on (N * frames, C, *size).
 
     Args:
-        frames: the number of frames of each image. The channels of a frame are adjacent.
+        channels: C, the number of channels of a frame. They are adjacent.
+        frames: the number of frames of each image.
     """
 
     def __init__(self, channels: int, *args, frames: int, **kwargs):
@@ -446,7 +447,8 @@ class Read(NamedTuple):
 class Formula(nn.Module):
     """A layer that applies pointwise PyTorch functions to one or several maps of the same size.
 
-    Shapes are (N, C, *size), ... -> (N, C', *size).
+    ``Formula([Step(torch.mul, (Map(0), Map(1)), {})], [Read(), Read()])``, for example, multiplies
+    two maps. Shapes are (N, C, *size), ... -> (N, C', *size).
 
     Args:
         steps: the functions, in order. A step can use the maps and the results of earlier steps.
@@ -644,7 +646,8 @@ def _computed(
 class Map(NamedTuple):
     """An argument of a :class:`Step`: an input map, or the result of an earlier step.
 
-    ``number`` counts first the inputs of the layer and then the steps.
+    In a layer with two inputs, ``Map(0)`` and ``Map(1)`` are the inputs, ``Map(2)`` is the result
+    of the first step, and so on.
     """
 
     number: int

@@ -235,7 +235,10 @@ def is_flat(model: nn.Module) -> bool:
 
 
 def children_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the name and the layer of each call of a network that is a list of calls, in order."""
+    """Return the name and the layer of each call of a network that is a list of calls, in order.
+
+    A layer that is such a list itself is one call here. In :func:`flat_layers` it is several calls.
+    """
     if isinstance(model, Network):
         return [(name, model.get_submodule(name)) for name in model.reads]
     return list(model._modules.items())  # named_children skips repeated layers
@@ -394,8 +397,9 @@ def _check_in_place(calls: Sequence[Call]) -> None:
             raise ValueError(
                 f"layer {number} ({type(call.layer).__name__}) overwrites in place the "
                 f"map of {_name_of(calls, same[call.inputs[0]])}, which other layers read too, so "
-                "their results depend on the order of execution: put the stash after this layer, "
-                "which gives PyTorch's result, or set inplace=False"
+                "their results depend on the order of execution: set inplace=False, or let the "
+                "other layers read the result of this layer (put the Stash after it), which gives "
+                "PyTorch's result"
             )
 
 

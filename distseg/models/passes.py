@@ -187,8 +187,8 @@ def _unchecked(*args, **kwargs) -> Iterator[None]:
 def checkpoints_ignored() -> Iterator[None]:
     """Make ``torch.utils.checkpoint`` keep the graph instead of recomputing the function.
 
-    A recomputation would run in the backward pass. What distseg sets up for a forward pass is gone
-    then: its dropout masks, its formulas of norms, and the position of the tile.
+    A recomputation would run in the backward pass. By then distseg has removed what it sets up for
+    the forward pass, such as its dropout masks, its own norms, and the position of the tile.
     """
     stands = {
         "CheckpointFunction": _NoCheckpoint,

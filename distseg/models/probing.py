@@ -258,7 +258,8 @@ def _simplified(model: nn.Module, narrow: bool) -> nn.Module:
 
     Args:
         model: the network. It is not changed.
-        narrow: True to give every unmodified convolution of the copy a single output channel.
+        narrow: True to give every unmodified convolution of the copy a single output channel, which
+            saves time. A layer that needs a certain number of channels then fails.
     """
     model = copy.deepcopy(model)
     replacement = _replacement(model, narrow)

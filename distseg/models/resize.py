@@ -43,7 +43,7 @@ class Follows(LooksAtSize):
         raise NotImplementedError
 
     def footprints(self) -> tuple[AccessPattern, ...]:
-        """Return the access pattern along each dim: which cells of the first input are read."""
+        """Return, for each dim, which cells of the first input an output cell depends on."""
         raise NotImplementedError
 
 

@@ -122,7 +122,9 @@ def _check(
     depth, num_convs, base_channels, in_channels, out_channels, norm, dropout, up, groups, dims
 ) -> None:
     if dims not in _CONV:
-        raise ValueError(f"unet supports 2 and 3 spatial dims, got dims={dims}")
+        raise ValueError(
+            f"unet supports 2 and 3 spatial dims, got dims={dims}: set model.dims to 2 or 3"
+        )
     counts = dict(
         depth=depth,
         num_convs=num_convs,

@@ -21,6 +21,7 @@ from dataclasses import dataclass, fields
 import yaml
 
 from distseg.config.patchgd import PatchConfig
+from distseg.config.refusal import SettingError
 from distseg.config.settings import Config
 
 MOST_BYTES = 2**18  # a usual config has a few thousand
@@ -86,8 +87,9 @@ def read_settings(path: str, kind: type = Config) -> list[Setting]:
     """
     root = _root(path)
     if root is None:
-        raise ValueError(
-            f"{path} is empty: write sections such as 'model:' with fields, or leave the file out"
+        raise SettingError(
+            "DS301",
+            f"{path} is empty: write sections such as 'model:' with fields, or leave the file out",
         )
     return list(_settings(path, root, kind))
 
@@ -112,14 +114,16 @@ def _root(path: str) -> yaml.Node | None:
         return yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.MarkedYAMLError as e:
         mark = e.problem_mark or e.context_mark
-        raise ValueError(
+        raise SettingError(
+            "DS302",
             f"{path}, line {mark.line + 1 if mark else 1}: this is not YAML "
             f"({' '.join(filter(None, (e.context, e.problem)))}): correct the line, or name a YAML "
-            "file"
+            "file",
         ) from None
     except yaml.YAMLError as e:
-        raise ValueError(
-            f"{path} is not YAML ({' '.join(str(e).split())}): name a YAML file, or correct it"
+        raise SettingError(
+            "DS303",
+            f"{path} is not YAML ({' '.join(str(e).split())}): name a YAML file, or correct it",
         ) from None
 
 
@@ -145,9 +149,10 @@ def settings_of(tree: dict, place: str, kind: type = Config) -> list[Setting]:
                 and is_mapping(f"{section}.{field}")
                 and all(map(_plain, value.values()))
             ):
-                raise ValueError(
+                raise SettingError(
+                    "DS304",
                     f"{place}: {section}.{field} is {_short(json.dumps(value))}, but a setting "
-                    "must be a number, text or a list of them"
+                    "must be a number, text or a list of them",
                 )
             found.append(
                 Setting(
@@ -161,9 +166,10 @@ def settings_of(tree: dict, place: str, kind: type = Config) -> list[Setting]:
 
 def _items(place: str, tree) -> list[tuple]:
     if not isinstance(tree, dict):
-        raise ValueError(
+        raise SettingError(
+            "DS305",
             f"{place} holds {_short(json.dumps(tree))} where names with values are expected: write "
-            'them as {"name": value}'
+            'them as {"name": value}',
         )
     return list(tree.items())
 
@@ -199,9 +205,10 @@ def check_value(name: str, text: str) -> None:
                 event, yaml.CollectionEndEvent
             )
             if depth > _DEEPEST or isinstance(event, yaml.AliasEvent):
-                raise ValueError(
+                raise SettingError(
+                    "DS306",
                     f"{name} is {_short(text)}, which is nested or refers to itself: give a "
-                    "number, text or a list of them"
+                    "number, text or a list of them",
                 )
     except yaml.YAMLError:
         return  # not YAML, so the value is read as text
@@ -268,28 +275,32 @@ def _read(path: str) -> str:
     try:
         kind = os.stat(path).st_mode
         if not stat.S_ISREG(kind):
-            raise ValueError(
+            raise SettingError(
+                "DS307",
                 f"config file {path!r} is a "
-                f"{'folder' if stat.S_ISDIR(kind) else 'pipe or device'}: name a YAML file"
+                f"{'folder' if stat.S_ISDIR(kind) else 'pipe or device'}: name a YAML file",
             )
         with open(path, "rb") as file:
             raw = file.read(MOST_BYTES + 1)
     except OSError as e:
-        raise ValueError(
+        raise SettingError(
+            "DS308",
             f"config file {path!r} cannot be read ({e.strerror}): name a YAML file, such as "
-            "jobs/own.yaml"
+            "jobs/own.yaml",
         ) from None
     if len(raw) > MOST_BYTES:
-        raise ValueError(
+        raise SettingError(
+            "DS309",
             f"config file {path!r} has more than {MOST_BYTES} bytes, but a config has a few "
-            "thousand: name another file"
+            "thousand: name another file",
         )
     try:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as e:
-        raise ValueError(
+        raise SettingError(
+            "DS310",
             f"config file {path!r} is not UTF-8 text (byte {e.start} is {raw[e.start]:#04x}): save "
-            "it as UTF-8, or name another file"
+            "it as UTF-8, or name another file",
         ) from None
 
 
@@ -313,15 +324,17 @@ def _check_size(path: str, text: str) -> None:
             event, yaml.CollectionEndEvent
         )
         if depth > _DEEPEST:
-            raise ValueError(
+            raise SettingError(
+                "DS311",
                 f"{line}: values are nested deeper than a config's can be: sections have fields, "
-                "and fields have numbers, text or lists"
+                "and fields have numbers, text or lists",
             )
         tag = getattr(event, "tag", None)
         if tag is not None and tag not in _TAGS and tag != "!":
-            raise ValueError(
+            raise SettingError(
+                "DS312",
                 f"{line}: the tag {_short(tag)} is refused, because a config has plain values "
-                "only: leave it out"
+                "only: leave it out",
             )
 
 
@@ -346,23 +359,26 @@ def _fields(path: str, node: yaml.Node, what: str) -> Iterator[tuple[str, yaml.N
         what: what a key names, such as ``a section``, for messages.
     """
     if not isinstance(node, yaml.MappingNode):
-        raise ValueError(
+        raise SettingError(
+            "DS313",
             f"{path}, line {node.start_mark.line + 1}: a {what.partition(' ')[2]} is missing here: "
-            f"write NAME: VALUE, indented below its section"
+            f"write NAME: VALUE, indented below its section",
         )
     seen: dict[str, int] = {}
     for key, value in node.value:
         line = key.start_mark.line + 1
         place = f"{path}, line {line}"
         if not isinstance(key, yaml.ScalarNode):
-            raise ValueError(
+            raise SettingError(
+                "DS314",
                 f"{place}: the name of {what} must be text, but it is a list or has fields: write "
-                "NAME: VALUE"
+                "NAME: VALUE",
             )
         if key.value in seen:
-            raise ValueError(
+            raise SettingError(
+                "DS315",
                 f"{place}: {_short(key.value)} is {what} that line {seen[key.value]} has already: "
-                "leave one of them out"
+                "leave one of them out",
             )
         seen[key.value] = line
         yield key.value, value, place
@@ -381,7 +397,7 @@ def _check_name(place: str, name: str, kind: type) -> None:
             suggestion(str(name), known, kind)
             or f": choose {', '.join(k.rpartition('.')[2] for k in known)}"
         )
-        raise ValueError(f"{place}: {_short(str(name))} is not a {what}{others}")
+        raise SettingError("DS316", f"{place}: {_short(str(name))} is not a {what}{others}")
 
 
 def _value(node: yaml.Node, place: str, name: str) -> str:
@@ -419,9 +435,10 @@ def _value(node: yaml.Node, place: str, name: str) -> str:
         return (
             "{" + ", ".join(f"{json.dumps(key)}: {value}" for key, value in written.items()) + "}"
         )
-    raise ValueError(
+    raise SettingError(
+        "DS317",
         f"{place}: {name} holds fields or lists of lists, but a setting must be a number, text "
-        "or a list of them"
+        "or a list of them",
     )
 
 
@@ -444,9 +461,10 @@ def _inner(node: yaml.Node, place: str, name: str) -> str:
         return "[" + ", ".join(_inner(value, place, name) for value in node.value) + "]"
     if isinstance(node, yaml.ScalarNode):
         return _scalar(node)
-    raise ValueError(
+    raise SettingError(
+        "DS318",
         f"{place}: {name} holds fields, but each value here must be a number, text or a list of "
-        "them"
+        "them",
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
+from distseg.config.refusal import SettingError
 from distseg.config.settings import (
     ApproximateBase,
     DataBase,
@@ -77,28 +78,32 @@ class PatchgdConfig:
     def __post_init__(self):
         to_sizes(self, "patch", "step", "grid")
         if ":" not in self.head and self.head not in _HEADS:
-            raise ValueError(
+            raise SettingError(
+                "DS123",
                 f"patchgd.head is {self.head!r}: choose {', '.join(_HEADS)}, or your own function "
-                "as package.module:function"
+                "as package.module:function",
             )
         check_at_least(self, 1, "features", "inner", "accumulate", "head_channels", "at_once")
         check_at_least(self, 0, "sampled")
         if self.sampled > 1 and self.sampled != int(self.sampled):
-            raise ValueError(
+            raise SettingError(
+                "DS124",
                 "patchgd.sampled must be a share of the patches from 0 to 1, or a whole number of "
-                f"patches, got {self.sampled}"
+                f"patches, got {self.sampled}",
             )
         if None not in (self.accumulate, self.inner) and self.accumulate > self.inner:
-            raise ValueError(
+            raise SettingError(
+                "DS209",
                 f"patchgd.accumulate is {self.accumulate}, but a batch has {self.inner} inner "
-                f"iterations (patchgd.inner): set patchgd.accumulate to {self.inner} at most"
+                f"iterations (patchgd.inner): set patchgd.accumulate to {self.inner} at most",
             )
         if self.step is not None and (
             len(self.step) != len(self.patch) or any(s > p for s, p in zip(self.step, self.patch))
         ):
-            raise ValueError(
+            raise SettingError(
+                "DS210",
                 f"patchgd.step is {self.step}, but patches of {self.patch} then leave pixels out: "
-                "give a step of at most the size of a patch along each dim"
+                "give a step of at most the size of a patch along each dim",
             )
 
 

@@ -14,6 +14,7 @@ import re
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
+from distseg.config.refusal import SettingError
 from distseg.config.sizes import Size, parse_bytes
 
 
@@ -52,11 +53,14 @@ def check_at_least(section, least: int, *names: str) -> None:
         if value is None:
             continue
         if not value >= least:
-            raise ValueError(f"{_name(section, name)} must be at least {least}, got {value}")
+            raise SettingError(
+                "DS105", f"{_name(section, name)} must be at least {least}, got {value}"
+            )
         if not value <= _LARGEST:
-            raise ValueError(
+            raise SettingError(
+                "DS106",
                 f"{_name(section, name)} is {value}, which is too large for a 64-bit integer: "
-                "give a smaller number"
+                "give a smaller number",
             )
 
 
@@ -68,7 +72,9 @@ def _between(section, least: float, most: float, *names: str) -> None:
     for name in names:
         value = getattr(section, name)
         if value is not None and not least <= value <= most:
-            raise ValueError(f"{_name(section, name)} must be from {least} to {most}, got {value}")
+            raise SettingError(
+                "DS107", f"{_name(section, name)} must be from {least} to {most}, got {value}"
+            )
 
 
 def _path(section, *names: str) -> None:
@@ -79,9 +85,10 @@ def _path(section, *names: str) -> None:
     for name in names:
         value = getattr(section, name)
         if value is not None and (not value.strip() or "\0" in value):
-            raise ValueError(
+            raise SettingError(
+                "DS108",
                 f"{_name(section, name)} is {value!r}, which is not a path: name a file or folder, "
-                f"or leave it out"
+                f"or leave it out",
             )
 
 
@@ -90,9 +97,10 @@ def _each_once(section, name: str) -> None:
     values = getattr(section, name)
     twice = [value for value in values if values.count(value) > 1]
     if twice:
-        raise ValueError(
+        raise SettingError(
+            "DS109",
             f"{_name(section, name)} has {twice[0]} more than once ({', '.join(values)}): give "
-            "each once"
+            "each once",
         )
 
 
@@ -107,7 +115,7 @@ def check_effect(section, name: str, effective: bool, why: str) -> None:
     """
     value, default = getattr(section, name), type(section).__dataclass_fields__[name].default
     if value != default and not effective:
-        raise ValueError(f"{_name(section, name)} is {value}, but {why}")
+        raise SettingError("DS201", f"{_name(section, name)} is {value}, but {why}")
 
 
 @dataclass(frozen=True)
@@ -157,32 +165,35 @@ class ModelBase:
 
     def __post_init__(self):
         if self.args is not None and ":" not in self.name:
-            raise ValueError(
+            raise SettingError(
+                "DS203",
                 "model.args are arguments of your own function, package.module:function, "
-                f"but model.name is {self.name}: use the fields of model, such as model.depth"
+                f"but model.name is {self.name}: use the fields of model, such as model.depth",
             )
         if self.pad is not None and (":" not in self.name or not 2 <= self.pad <= 256):
-            raise ValueError(
+            raise SettingError(
+                "DS110",
                 f"model.pad is {self.pad}, but it must be from 2 to 256, and it is for your own "
                 f"network only: leave it out for a network of distseg, which takes images of any "
-                f"size"
+                f"size",
             )
         for setting in ("inputs", "outputs"):
             if getattr(self, setting) is not None and (
                 ":" not in self.name or not getattr(self, setting)
             ):
-                raise ValueError(
+                raise SettingError(
+                    "DS204",
                     f"model.{setting} is {getattr(self, setting)}, but it describes the "
                     f"{setting} of a network of your own, package.module:function, "
-                    f"and model.name is {self.name}: leave it out"
+                    f"and model.name is {self.name}: leave it out",
                 )
         if self.inputs is not None and min(self.inputs) < 1:
-            raise ValueError(
-                f"model.inputs is {self.inputs}, but each input must have at least 1 band"
+            raise SettingError(
+                "DS111", f"model.inputs is {self.inputs}, but each input must have at least 1 band"
             )
         if self.dims not in (None, 2, 3):
-            raise ValueError(
-                f"model.dims is {self.dims}, but it must be 2 for images or 3 for volumes"
+            raise SettingError(
+                "DS112", f"model.dims is {self.dims}, but it must be 2 for images or 3 for volumes"
             )
         _between(
             self,
@@ -217,9 +228,10 @@ class ModelConfig(ModelBase):
             object.__setattr__(self, "outputs", named)
         for name, weight in (self.outputs or {}).items():
             if not 0 < weight < math.inf:
-                raise ValueError(
+                raise SettingError(
+                    "DS113",
                     f"model.outputs has {weight:g} for {name}, but the weight of a loss must "
-                    "be a number above 0: give such a weight, or leave that output out"
+                    "be a number above 0: give such a weight, or leave that output out",
                 )
 
 
@@ -289,28 +301,32 @@ class PipelineConfig:
     def __post_init__(self):
         self._check_devices()
         if self.balance is not None and min(self.balance, default=0) < 1:
-            raise ValueError(
+            raise SettingError(
+                "DS114",
                 "pipeline.balance must give the number of layers of each stage, at least 1 for "
-                f"each, got {self.balance}"
+                f"each, got {self.balance}",
             )
 
     def _check_devices(self):
         if self.placement != "devices":
             if self.devices is not None:
-                raise ValueError(
+                raise SettingError(
+                    "DS205",
                     f"pipeline.devices is {self.devices}, but pipeline.placement is "
                     f"{self.placement}: set pipeline.placement to devices, or leave "
-                    f"pipeline.devices out"
+                    f"pipeline.devices out",
                 )
         elif not self.devices and (self.devices is not None or not self.balance):
-            raise ValueError(
+            raise SettingError(
+                "DS206",
                 "pipeline.placement is devices, but no devices are given: give pipeline.devices, "
-                "such as [cuda:0, cuda:1], or pipeline.balance, each number of which takes a GPU"
+                "such as [cuda:0, cuda:1], or pipeline.balance, each number of which takes a GPU",
             )
         elif self.devices and self.balance and len(self.devices) != len(self.balance):
-            raise ValueError(
+            raise SettingError(
+                "DS207",
                 f"pipeline.devices has {len(self.devices)} devices, but pipeline.balance has "
-                f"{len(self.balance)} numbers: give the same number of both"
+                f"{len(self.balance)} numbers: give the same number of both",
             )
 
 
@@ -339,9 +355,10 @@ class SpatialConfig:
         check_at_least(self, 0, "fuse_below")
         every = str(self.exchange_every)
         if every not in ("level", "all") and not (every.isdecimal() and int(every) > 0):
-            raise ValueError(
+            raise SettingError(
+                "DS115",
                 "spatial.exchange_every must be a whole number of layers from 1 on, level or all, "
-                f"got {every!r}"
+                f"got {every!r}",
             )
         object.__setattr__(self, "exchange_every", every)
         check_effect(
@@ -394,11 +411,14 @@ class LossConfig:
         if weights is None:
             return
         if not all(0 <= weight < math.inf for weight in weights):
-            raise ValueError(f"loss.class_weights must be numbers of at least 0, got {weights}")
+            raise SettingError(
+                "DS116", f"loss.class_weights must be numbers of at least 0, got {weights}"
+            )
         if not any(weights):
-            raise ValueError(
+            raise SettingError(
+                "DS117",
                 f"loss.class_weights are {weights}, so no pixel would count: "
-                "give a class a weight above 0, or leave loss.class_weights out"
+                "give a class a weight above 0, or leave loss.class_weights out",
             )
 
 
@@ -498,15 +518,17 @@ class OptimConfig:
     def __post_init__(self):
         for part, factor in (self.rates or {}).items():
             if not 0 <= factor < math.inf:
-                raise ValueError(
+                raise SettingError(
+                    "DS118",
                     f"optim.rates has {factor} for {part}, but a factor of the learning rate must "
-                    "be at least 0"
+                    "be at least 0",
                 )
         for part, epochs in (self.thaw or {}).items():
             if epochs < 0:
-                raise ValueError(
+                raise SettingError(
+                    "DS119",
                     f"optim.thaw has {epochs} for {part}, but the number of epochs after which "
-                    "a part thaws must be at least 0"
+                    "a part thaws must be at least 0",
                 )
         _between(self, 0, 1, "warmup", "momentum")
         check_at_least(self, 0, "lr", "weight_decay")
@@ -526,8 +548,9 @@ class OptimConfig:
             "leave optim.momentum out",
         )
         if self.clip is not None and not 0 < self.clip < math.inf:
-            raise ValueError(
-                f"optim.clip must be above 0, got {self.clip}: leave it out to clip nothing"
+            raise SettingError(
+                "DS120",
+                f"optim.clip must be above 0, got {self.clip}: leave it out to clip nothing",
             )
 
 
@@ -587,9 +610,10 @@ class TrainBase:
         if not isinstance(self.resume, bool) and not re.fullmatch(
             r"best|last|step-\d{8,}", str(self.resume)
         ):
-            raise ValueError(
+            raise SettingError(
+                "DS121",
                 "train.resume must be true, false, best, last or a name such as step-00000600, "
-                f"got {self.resume!r}"
+                f"got {self.resume!r}",
             )
         check_at_least(
             self,
@@ -650,8 +674,9 @@ class PredictBase:
 
     def __post_init__(self):
         if not self.formats:
-            raise ValueError(
-                "predict.formats is empty, so no file would be written: choose hdf5, tiff or png"
+            raise SettingError(
+                "DS122",
+                "predict.formats is empty, so no file would be written: choose hdf5, tiff or png",
             )
         object.__setattr__(self, "formats", [_FORMATS.get(form, form) for form in self.formats])
         _each_once(self, "formats")
@@ -700,9 +725,10 @@ class StreamingConfig:
             to_sizes(self, "tiles")
         _path(self, "scratch")
         if self.memory is not None and self.tiles is not None:
-            raise ValueError(
+            raise SettingError(
+                "DS208",
                 f"streaming.memory is {self.memory / 1e9:g}GB, but streaming.tiles is "
-                f"{self.tiles}: the memory decides the tiles, so leave one of the two out"
+                f"{self.tiles}: the memory decides the tiles, so leave one of the two out",
             )
         check_effect(
             self,
@@ -843,10 +869,11 @@ def check_step(config) -> None:
     mesh, train, data = config.mesh, config.train, config.data
     images = mesh.samples * train.accumulate * data.images
     if images > _MOST_IMAGES:
-        raise ValueError(
+        raise SettingError(
+            "DS202",
             f"mesh.samples {mesh.samples} x train.accumulate {train.accumulate} "
             f"x data.images {data.images} are {images} images a step, "
-            f"more than {_MOST_IMAGES}: lower one of them"
+            f"more than {_MOST_IMAGES}: lower one of them",
         )
 
 
@@ -879,9 +906,10 @@ def with_dims(config: Config, dims: int, image: str) -> Config:
         if value is None or len(value) == dims:
             continue
         if value != default and (value.volume > 1 or default is None or default.volume > 1):
-            raise ValueError(
+            raise SettingError(
+                "DS401",
                 f"{setting} is {value}, of {len(value)} dims, but images have {dims} ({image}): "
-                f"write it with as many numbers as the images have dims, such as {Size(size)}"
+                f"write it with as many numbers as the images have dims, such as {Size(size)}",
             )
         config = replace(config, **{section: replace(values, **{field_: Size(size)})})
     model = config.model

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import re
 
+from distseg.config.refusal import SettingError
+
 
 class Size(tuple):
     """One int per spatial dim, slowest first (depth, height, width). ``str`` gives ``97x131``."""
@@ -17,12 +19,13 @@ class Size(tuple):
         given = tuple(values)
         values = tuple(int(v) for v in given)
         if any(isinstance(v, float) and v != n for v, n in zip(given, values)):
-            raise ValueError(
-                f"sizes and grids must be whole numbers, got {'x'.join(map(str, given))}"
+            raise SettingError(
+                "DS101", f"sizes and grids must be whole numbers, got {'x'.join(map(str, given))}"
             )
         if not values or min(values) < 1:
-            raise ValueError(
-                f"sizes and grids must be positive, got {'x'.join(map(str, values)) or 'nothing'}"
+            raise SettingError(
+                "DS102",
+                f"sizes and grids must be positive, got {'x'.join(map(str, values)) or 'nothing'}",
             )
         return super().__new__(cls, values)
 
@@ -30,7 +33,9 @@ class Size(tuple):
     def _split(text: str) -> list[str]:
         parts = text.lower().replace("×", "x").split("x")
         if not all(p.strip().isdecimal() for p in parts):
-            raise ValueError(f"expected whole numbers joined by 'x', such as 97x131, got {text!r}")
+            raise SettingError(
+                "DS103", f"expected whole numbers joined by 'x', such as 97x131, got {text!r}"
+            )
         return parts
 
     def __str__(self) -> str:
@@ -74,5 +79,5 @@ def parse_bytes(text: str | int | None) -> float | None:
     except (TypeError, KeyError, ValueError):
         value = 0.0
     if not 0 < value < 2**63:
-        raise ValueError(f"memory must be written as 16GB or 15.5GiB, got {text!r}")
+        raise SettingError("DS104", f"memory must be written as 16GB or 15.5GiB, got {text!r}")
     return value

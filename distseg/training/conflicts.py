@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from distseg.config.patchgd import PatchConfig
+from distseg.config.refusal import SettingError
 from distseg.config.settings import ApproximateBase, Config, LossConfig, MeshBase, ModelBase
 from distseg.config.sizes import Size
 from distseg.data.sampler import crop_size
@@ -114,6 +115,7 @@ class Rule:
     """Two settings that cannot be combined.
 
     Attributes:
+        code: the code of the refusal, such as ``DS221`` (:mod:`distseg.config.refusal`).
         setting: a setting or a section, such as ``approximate.norms`` or ``streaming``. The rule
             applies only if its value is not the default.
         other: the setting or section that cannot be combined with ``setting``.
@@ -123,6 +125,7 @@ class Rule:
             the :class:`Facts`.
     """
 
+    code: str
     setting: str
     other: str
     refused: Callable[[Facts], bool]
@@ -132,6 +135,7 @@ class Rule:
 RULES = (
     # Contradictions.
     Rule(
+        "DS221",
         "approximate",
         "spatial.exchange_every",
         lambda f: f.config.approximate.chosen and f.config.spatial.exchanges,
@@ -139,6 +143,7 @@ RULES = (
         "computed as separate windows: leave one of the two settings out",
     ),
     Rule(
+        "DS222",
         "approximate.norms",
         "spatial.norm_scope",
         lambda f: f.config.spatial.norm_scope == "step",
@@ -146,6 +151,7 @@ RULES = (
         "of the two settings out",
     ),
     Rule(
+        "DS223",
         "spatial.frozen_norm",
         "model.norm",
         lambda f: f.untracked is not None,
@@ -153,6 +159,7 @@ RULES = (
         "spatial.frozen_norm out",
     ),
     Rule(
+        "DS224",
         "streaming",
         "pipeline.placement",
         lambda f: f.streaming and f.on_devices,
@@ -160,6 +167,7 @@ RULES = (
         "pipeline.placement out",
     ),
     Rule(
+        "DS225",
         "streaming",
         "approximate",
         lambda f: f.streaming and f.config.approximate.chosen,
@@ -167,6 +175,7 @@ RULES = (
         "settings out",
     ),
     Rule(
+        "DS226",
         "streaming",
         "spatial.tiles_per_rank",
         lambda f: f.streaming and f.config.spatial.tiles_per_rank.volume > 1,
@@ -174,6 +183,7 @@ RULES = (
         "part into tiles: leave one of them out",
     ),
     Rule(
+        "DS227",
         "pipeline.schedule",
         "streaming",
         lambda f: f.streaming and f.config.pipeline.schedule == "zb-h1",
@@ -182,6 +192,7 @@ RULES = (
         "auto",
     ),
     Rule(
+        "DS228",
         "pipeline.placement",
         "spatial.exchange_every",
         lambda f: f.on_devices and f.config.spatial.exchanges,
@@ -190,6 +201,7 @@ RULES = (
         "all, or put the stages on ranks (mesh.stages)",
     ),
     Rule(
+        "DS229",
         "pipeline.placement",
         "mesh.stages",
         lambda f: f.on_devices and f.config.mesh.stages != 1,
@@ -197,6 +209,7 @@ RULES = (
         "mesh.stages to 1, or pipeline.placement to linear for one stage on each rank",
     ),
     Rule(
+        "DS230",
         "pipeline.placement",
         "pipeline.schedule",
         lambda f: f.on_devices and f.config.pipeline.schedule in ("1f1b", "zb-h1"),
@@ -204,6 +217,7 @@ RULES = (
         "pipeline.schedule to gpipe or auto",
     ),
     Rule(
+        "DS231",
         "pipeline.placement",
         "spatial.tiles_per_rank",
         lambda f: f.on_devices and f.config.spatial.tiles_per_rank.volume > 1,
@@ -212,6 +226,7 @@ RULES = (
         "pipeline.placement to linear",
     ),
     Rule(
+        "DS232",
         "pipeline.placement",
         "mesh.tiles",
         lambda f: f.on_devices and f.shared is not None,
@@ -221,6 +236,7 @@ RULES = (
     ),
     # Settings without effect.
     Rule(
+        "DS233",
         "pipeline.recompute",
         "streaming",
         lambda f: f.streaming,
@@ -248,23 +264,25 @@ def check_settings(config: Config, model: nn.Module | None = None) -> None:
         value = value_of(config, rule.setting)
         if _is_set(value, value_of(_DEFAULTS, rule.setting)) and rule.refused(facts):
             shown = getattr(value, "chosen", f"{rule.setting} is {value}")
-            raise ValueError(f"{shown}, but {rule.why.format(c=config, f=facts)}")
+            raise SettingError(rule.code, f"{shown}, but {rule.why.format(c=config, f=facts)}")
     together = config.data.images
     if config.spatial.norm_scope == "step":
         together *= config.mesh.samples
     vectors = [name for name, m in facts.norms if isinstance(m, VectorNorm) and m.parts == 1]
     if vectors and together < 2 and not config.spatial.frozen_norm:
-        raise ValueError(
+        raise SettingError(
+            "DS402",
             f"data.images is {config.data.images}, but the batch norm {vectors[0]} takes "
             f"statistics of one vector per image, so it needs at least 2 images in a batch: set "
             "data.images to 2 or more, or spatial.norm_scope to step with several sample groups, "
-            "or replace this norm by one of another kind"
+            "or replace this norm by one of another kind",
         )
     scratch = config.streaming.scratch
     if scratch not in (None, "memory") and not os.path.isdir(scratch):
-        raise ValueError(
+        raise SettingError(
+            "DS125",
             f"streaming.scratch is {scratch}, which is not a folder: make it, or name another "
-            "folder"
+            "folder",
         )
 
 
@@ -279,9 +297,10 @@ def check_groups(model: ModelBase) -> None:
     """
     norm = norm_of(model)
     if model.groups is not None and norm not in ("group", None):
-        raise ValueError(
+        raise SettingError(
+            "DS211",
             f"model.groups is {model.groups}, but model.norm is {norm}: set model.norm to group, "
-            "or leave model.groups out"
+            "or leave model.groups out",
         )
 
 
@@ -315,10 +334,11 @@ def check_norms(config: Config, model: nn.Module, sizes: Mapping[str, Sequence[i
     for name, size in smallest(sizes).items():
         for norm, count in _values_of_norms(model, size, together, config.spatial.frozen_norm):
             if count < 2:
-                raise ValueError(
+                raise SettingError(
+                    "DS403",
                     f"image {name!r} of {Size(size)} pixels is too small: the norm {norm} takes "
                     f"statistics of {count} value per channel, but needs at least 2: leave the "
-                    "image out, or use larger images or crops, or a smaller model.depth"
+                    "image out, or use larger images or crops, or a smaller model.depth",
                 )
 
 
@@ -395,9 +415,10 @@ def check_labels(
             if of_image(model)
             else ("a map of each image", "a label for each image")
         )
-        raise ValueError(
+        raise SettingError(
+            "DS404",
             f"the network makes {made}, but {store.path} has {has}: choose another network "
-            "(model.name), or prepare the store with the intended labels"
+            "(model.name), or prepare the store with the intended labels",
         )
     if of_numbers(loss.name) != numbers:
         has = (
@@ -405,9 +426,10 @@ def check_labels(
             if numbers
             else f"{len(store.classes)} classes"
         )
-        raise ValueError(
+        raise SettingError(
+            "DS405",
             f"loss.name is {loss.name}, but {store.path} has {has}: set loss.name to "
-            f"{'mse or l1' if numbers else 'cross_entropy'}"
+            f"{'mse or l1' if numbers else 'cross_entropy'}",
         )
 
 
@@ -535,9 +557,10 @@ def with_store(loss: LossConfig, store: Store) -> LossConfig:
     """
     own, ignore = loss.ignore_index, store.ignore
     if own not in (ignore, LossConfig.ignore_index):
-        raise ValueError(
+        raise SettingError(
+            "DS406",
             f"loss.ignore_index is {own}, but the labels of {store.path} mark ignored pixels "
             f"with {ignore}: leave loss.ignore_index out, or prepare the store with "
-            f"--ignore {own}"
+            f"--ignore {own}",
         )
     return replace(loss, ignore_index=ignore)

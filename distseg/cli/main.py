@@ -1170,8 +1170,11 @@ _KINDS = {
 
 
 def _cut(text: str) -> str:
-    """Return a text, cut to its first 400 characters and ``...`` if it is longer."""
-    return text if len(text) <= 400 else f"{text[:400]}..."
+    """Return a text; of more than 400 characters only the first 380 and the last 20.
+
+    The end is kept because the code of a refusal stands there.
+    """
+    return text if len(text) <= 400 else f"{text[:380]}...{text[-20:]}"
 
 
 _COMMANDS = {

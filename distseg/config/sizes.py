@@ -20,12 +20,11 @@ class Size(tuple):
         values = tuple(int(v) for v in given)
         if any(isinstance(v, float) and v != n for v, n in zip(given, values)):
             raise SettingError(
-                "DS101", f"sizes and grids must be whole numbers, got {'x'.join(map(str, given))}"
+                "DS101", f"sizes and grids must be whole numbers, got {'x'.join(map(str, given))!r}"
             )
         if not values or min(values) < 1:
             raise SettingError(
-                "DS102",
-                f"sizes and grids must be positive, got {'x'.join(map(str, values)) or 'nothing'}",
+                "DS102", f"sizes and grids must be positive, got {'x'.join(map(str, values))!r}"
             )
         return super().__new__(cls, values)
 

@@ -1,6 +1,5 @@
 """No setting is without effect in silence: refused where no mesh or model makes it act, told where only today's do not."""
 
-import re
 from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +18,6 @@ from distseg.config.settings import (
     SpatialConfig,
     TrainConfig,
 )
-from distseg.config.sizes import Size
 from distseg.models.unet import unet
 from distseg.training.conflicts import (
     RULES,
@@ -29,67 +27,11 @@ from distseg.training.conflicts import (
     notes,
     patch_notes,
     smallest,
-    value_of,
     with_store,
 )
 
 KINDS = (PatchConfig, Config)
 SHARED = [section for section in sections(PatchConfig) if section != "patchgd"]
-MEMORY, TIME = ({"streaming.memory": "4GB"}, {"streaming.tiles": Size("2x2")})
-DEVICES = {"pipeline.placement": "devices", "pipeline.devices": ["cpu", "cpu"]}
-LINE = {"pipeline.placement": "linear", "pipeline.devices": None}
-BESIDE = {  # by setting and other one: settings that are refused, and what makes them fit
-    ("approximate", "spatial.exchange_every"): (
-        {"approximate.halo": 4, "spatial.exchange_every": "2"},
-        {"spatial.exchange_every": "all"},
-    ),
-    ("approximate.norms", "spatial.norm_scope"): (
-        {"approximate.norms": "window", "spatial.norm_scope": "step"},
-        {"spatial.norm_scope": "group"},
-    ),
-    ("spatial.frozen_norm", "model.norm"): ({"spatial.frozen_norm": True}, {"model.norm": "batch"}),
-    ("streaming", "pipeline.placement"): ({**TIME, **DEVICES}, LINE),
-    ("pipeline.schedule", "streaming"): (
-        {**TIME, "pipeline.schedule": "zb-h1"},
-        {"pipeline.schedule": "1f1b"},
-    ),
-    ("streaming", "approximate"): ({**MEMORY, "approximate.halo": 4}, {"approximate.halo": None}),
-    ("streaming", "spatial.tiles_per_rank"): (
-        {**MEMORY, "spatial.tiles_per_rank": Size("2x2")},
-        {"spatial.tiles_per_rank": Size("1x1")},
-    ),
-    ("pipeline.placement", "spatial.exchange_every"): (
-        {**DEVICES, "spatial.exchange_every": "1"},
-        {"spatial.exchange_every": "all"},
-    ),
-    ("pipeline.placement", "mesh.stages"): ({**DEVICES, "mesh.stages": 2}, {"mesh.stages": 1}),
-    ("pipeline.placement", "pipeline.schedule"): (
-        {**DEVICES, "pipeline.schedule": "zb-h1"},
-        {"pipeline.schedule": "gpipe"},
-    ),
-    ("pipeline.placement", "spatial.tiles_per_rank"): (
-        {**DEVICES, "spatial.tiles_per_rank": Size("1x2")},
-        {"spatial.tiles_per_rank": Size("1x1")},
-    ),
-    ("pipeline.placement", "mesh.tiles"): (
-        {**DEVICES, "mesh.tiles": Size("1x2")},
-        {"model.norm": "none"},
-    ),
-    ("pipeline.recompute", "streaming"): (
-        {"pipeline.recompute": "always", **MEMORY},
-        {"streaming.memory": None},
-    ),
-}
-WITHOUT_EFFECT = {  # settings that their own section refuses beside the others, and what makes them fit
-    "model.groups": ({"model.groups": 4}, {"model.norm": "group"}),
-    "streaming.scratch": ({"streaming.scratch": "/tmp"}, {"streaming.memory": "4GB"}),
-    "spatial.fuse_below": ({"spatial.fuse_below": 8}, {"spatial.exchange_every": "1"}),
-    "data.focus_share": ({"data.focus_share": 0.9}, {"data.focus_class": "lake"}),
-    "data.epoch_samples": ({"data.epoch_samples": 9}, {"data.crop": Size("8x8")}),
-    "train.init_names": ({"train.init_names": {"a": "b"}}, {"train.init": "a.safetensors"}),
-    "optim.decay_factor": ({"optim.decay_factor": 2.0}, {"optim.schedule": "linear"}),
-    "optim.momentum": ({"optim.momentum": 0.5}, {"optim.name": "sgd"}),
-}
 
 
 def config(settings: dict, base: Config = Config()) -> Config:
@@ -105,37 +47,13 @@ def config(settings: dict, base: Config = Config()) -> Config:
     )
 
 
+def network(found: Config):
+    return unet(depth=1, num_convs=1, base_channels=2, norm=found.model.norm or "instance")
+
+
 def test_the_defaults_are_not_refused():
     check_settings(Config())
     assert notes(Config(), unet(depth=1, num_convs=1, base_channels=2)) == []
-
-
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: f"{rule.setting} {rule.other}")
-def test_settings_that_can_not_be_together_are_refused_and_fit_otherwise(rule):
-    refused, repaired = BESIDE[rule.setting, rule.other]
-
-    def network(found):
-        return unet(depth=1, num_convs=1, base_channels=2, norm=found.model.norm or "instance")
-
-    found = config(refused)
-    shown = f"{rule.setting} is {value_of(found, rule.setting)}"
-    if "." not in rule.setting:
-        shown = getattr(found, rule.setting).chosen
-    with pytest.raises(ValueError, match=rf"^{re.escape(shown)}, but .*(leave|set|give)"):
-        check_settings(found, network(found))
-    found = config({**refused, **repaired})
-    check_settings(found, network(found))
-
-
-@pytest.mark.parametrize("setting", WITHOUT_EFFECT)
-def test_settings_without_effect_in_their_section_are_refused_and_fit_otherwise(setting):
-    refused, repaired = WITHOUT_EFFECT[setting]
-    with pytest.raises(
-        ValueError,
-        match=rf"^{setting} is {re.escape(str(refused[setting]))}, but .*(leave|set|name)",
-    ):
-        check_groups(config(refused).model)
-    check_groups(config({**refused, **repaired}).model)
 
 
 @pytest.mark.parametrize("section", SHARED)
@@ -166,21 +84,12 @@ def test_every_setting_of_the_table_is_one():
         for field in fields(section.default_factory)
     }
     known |= {section.name for section in fields(Config)}
-    pairs = [(rule.setting, rule.other) for rule in RULES]
-    assert (
-        sorted(pairs) == sorted(BESIDE) and {setting for pair in pairs for setting in pair} <= known
-    )
+    assert {name for rule in RULES for name in (rule.setting, rule.other)} <= known
 
 
-@pytest.mark.parametrize("name", ["zoo", "own"])
-def test_groups_are_a_matter_of_the_network(name):
-    """The demo's norm is batch by itself; a function of the user's does with groups what it likes."""
-    if name == "zoo":
-        with pytest.raises(ValueError, match="model.groups is 4, but model.norm is batch"):
-            check_settings(config({"model.name": "demo", "model.groups": 4}))
-        check_settings(config({"model.name": "demo", "model.norm": "group", "model.groups": 4}))
-    else:
-        check_settings(config({"model.name": "nets:mine", "model.groups": 4}))
+def test_groups_are_a_matter_of_the_network():
+    """A function of the user's does with groups what it likes."""
+    check_settings(config({"model.name": "nets:mine", "model.groups": 4}))
 
 
 @pytest.mark.parametrize("path", sorted(Path("jobs").glob("*.yaml")), ids=lambda path: path.name)
@@ -253,10 +162,7 @@ def test_the_stores_ignore_value_holds_unless_another_is_set():
     store = SimpleNamespace(path="a.h5", ignore=7)
     assert with_store(LossConfig(), store).ignore_index == 7
     assert with_store(LossConfig(ignore_index=7), store).ignore_index == 7
-    with pytest.raises(
-        ValueError,
-        match="loss.ignore_index is 3, but the labels of a.h5 mark ignored pixels with 7: leave loss.ignore_index out, or prepare the store with --ignore 3",
-    ):
+    with pytest.raises(ValueError, match=r"loss\.ignore_index is 3, .*a\.h5 .* 7: .*\(DS406\)"):
         with_store(LossConfig(ignore_index=3), store)
 
 
@@ -265,19 +171,17 @@ def test_an_image_too_small_for_a_norm_is_named_before_work():
     sizes = {"large": (64, 64), "sliver": (24, 4), "wide": (8, 400)}
     assert list(smallest(sizes)) == ["sliver", "wide"]
     deep = unet(depth=5, base_channels=2, norm="instance")
-    with pytest.raises(
-        ValueError, match=r"image 'sliver' of 24x4 pixels is too small: the norm mid_norm0 takes"
-    ):
+    with pytest.raises(ValueError, match=r"'sliver' of 24x4 pixels .*mid_norm0 .*\(DS403\)"):
         check_norms(Config(), deep, sizes)
     check_norms(Config(), deep, {"large": (64, 64)})
     check_norms(Config(approximate=ApproximateConfig(norms="window")), deep, sizes)
     batch = unet(depth=5, base_channels=2, norm="batch")
-    with pytest.raises(ValueError, match="sliver"):
+    with pytest.raises(ValueError, match=r"sliver.*\(DS403\)"):
         check_norms(Config(), batch, sizes)
     check_norms(Config(data=DataConfig(images=2)), batch, sizes)
     check_norms(Config(spatial=SpatialConfig(frozen_norm=True)), batch, sizes)
     whole = Config(spatial=SpatialConfig(norm_scope="step"), mesh=MeshConfig(samples=2))
     check_norms(whole, batch, sizes)
     later = Config(spatial=SpatialConfig(norm_scope="step"), train=TrainConfig(accumulate=2))
-    with pytest.raises(ValueError, match="sliver"):
+    with pytest.raises(ValueError, match=r"sliver.*\(DS403\)"):
         check_norms(later, batch, sizes)  # a batch norm does not see the next micro-batch

@@ -228,66 +228,44 @@ TABLE = {
         ["train", "--train.tensorboard", "maybe"],
         "--train.tensorboard takes true or false, got 'maybe'",
     ),
-    "no size": (
-        ["train", "--data.crop", "axb"],
-        "--data.crop: expected whole numbers joined by 'x', such as 97x131, got 'axb'",
-    ),
-    "an empty size": (
-        ["train", "--data.crop", "0x3"],
-        "--data.crop: sizes and grids must be positive, got 0x3",
-    ),
+    "no size": (["train", "--data.crop", "axb"], r"--data\.crop: .*'axb' \(DS103\)"),
     "a value of thousands of digits": (
         ["train", "--model.depth", "9" * 5000],
         "--model.depth is a whole number of thousands of digits",
     ),
     "a value that refers to itself": (
         ["train", "--loss.class_weights", "&a [*a]"],
-        "--loss.class_weights is .*refers to itself: give a number, text or a list",
+        r"--loss\.class_weights .*\(DS306\)",
     ),
     "a value nested without end": (
         ["train", "--data.augment", "[" * 50000],
-        "--data.augment is .*nested",
+        r"--data\.augment .*\(DS306\)",
     ),
     # config files
-    "a config that is not there": (
-        file("nowhere.yaml"),
-        "'nowhere.yaml' cannot be read .No such file or directory.: name a YAML file",
-    ),
-    "a folder for a config": (file("images"), "config file 'images' is a folder: name a YAML file"),
-    "a pipe for a config": (file("pipe"), "config file 'pipe' is a pipe or device"),
-    "a device for a config": (file("/dev/zero"), "config file '/dev/zero' is a pipe or device"),
-    "a picture for a config": (
-        file("images/a.png"),
-        "'images/a.png' is not UTF-8 text .byte 0 is 0x89.: save it as UTF-8",
-    ),
-    "a name of two lines": (file("a\nb.yaml"), r"config file 'a\\nb.yaml' cannot be read"),
-    "an empty config": (
-        file("nothing.yaml"),
-        "nothing.yaml is empty: write sections such as 'model:'",
-    ),
-    "a list for a config": (
-        file("list.yaml"),
-        "list.yaml, line 1: a section is missing here: write NAME: VALUE",
-    ),
-    "words for a config": (file("text.yaml"), "text.yaml, line 1: a section is missing here"),
-    "a tab": (file("tab.yaml"), "tab.yaml, line 2: this is not YAML .*cannot start any token"),
-    "a bracket left open": (file("open.yaml"), "open.yaml, line 2: this is not YAML"),
-    "two documents": (file("two.yaml"), "two.yaml, line 2: this is not YAML .*single document"),
-    "a field twice": (
-        file("twice.yaml"),
-        "twice.yaml, line 3: 'depth' is a field of model that line 2 has already: leave one of them out",
-    ),
+    "a config that is not there": (file("nowhere.yaml"), r"'nowhere\.yaml' .*\(DS308\)"),
+    "a folder for a config": (file("images"), r"'images' is a folder.*\(DS307\)"),
+    "a pipe for a config": (file("pipe"), r"'pipe' is a pipe.*\(DS307\)"),
+    "a device for a config": (file("/dev/zero"), r"'/dev/zero' is a .*device.*\(DS307\)"),
+    "a picture for a config": (file("images/a.png"), r"'images/a\.png' .*\(DS310\)"),
+    "a name of two lines": (file("a\nb.yaml"), r"'a\\nb\.yaml' .*\(DS308\)"),
+    "an empty config": (file("nothing.yaml"), r"nothing\.yaml .*\(DS301\)"),
+    "a list for a config": (file("list.yaml"), r"list\.yaml, line 1: .*\(DS313\)"),
+    "words for a config": (file("text.yaml"), r"text\.yaml, line 1: .*\(DS313\)"),
+    "a tab": (file("tab.yaml"), r"tab\.yaml, line 2: .*cannot start any token.*\(DS302\)"),
+    "a bracket left open": (file("open.yaml"), r"open\.yaml, line 2: .*\(DS302\)"),
+    "two documents": (file("two.yaml"), r"two\.yaml, line 2: .*single document.*\(DS302\)"),
+    "a field twice": (file("twice.yaml"), r"twice\.yaml, line 3: 'depth' .*line 2 .*\(DS315\)"),
     "a section twice": (
         file("section-twice.yaml"),
-        "section-twice.yaml, line 2: 'model' is a section that line 1 has already",
+        r"section-twice\.yaml, line 2: 'model' .*line 1 .*\(DS315\)",
     ),
     "a section misspelt": (
         file("section.yaml"),
-        "section.yaml, line 1: 'modle' is not a section: did you mean model[?]",
+        r"section\.yaml, line 1: 'modle' .* model[?] \(DS316\)",
     ),
     "a field misspelt": (
         file("field.yaml"),
-        "field.yaml, line 2: 'model.dpth' is not a setting: did you mean model.depth[?]",
+        r"field\.yaml, line 2: 'model\.dpth' .* model\.depth[?] \(DS316\)",
     ),
     "words for a number in a file": (
         file("value.yaml"),
@@ -303,72 +281,50 @@ TABLE = {
     ),
     "fields for a number": (
         file("fields-for-number.yaml"),
-        "fields-for-number.yaml, line 2: model.depth holds fields or lists of lists",
+        r"fields-for-number\.yaml, line 2: model\.depth .*\(DS317\)",
     ),
     "a number for a section": (
         file("number-for-section.yaml"),
-        "number-for-section.yaml, line 1: a field of model is missing here",
+        r"number-for-section\.yaml, line 1: a field of model .*\(DS313\)",
     ),
     "a tag that would run": (
         file("tag.yaml"),
-        "tag.yaml, line 2: the tag 'tag:yaml.org,2002:python/object/apply:os.system' is refused",
+        r"tag\.yaml, line 2: .*'tag:yaml\.org,2002:python/object/apply:os\.system' .*\(DS312\)",
     ),
     "a class to import": (
         file("class.yaml"),
-        "class.yaml, line 2: 'model.class_path' is not a setting: choose name, args, pad, depth",
+        r"class\.yaml, line 2: 'model\.class_path' .* name, args, pad, depth.*\(DS316\)",
     ),
-    "a billion laughs": (file("laughs.yaml"), "laughs.yaml, line 1: 'l0' is not a section"),
+    "a billion laughs": (file("laughs.yaml"), r"laughs\.yaml, line 1: 'l0' .*\(DS316\)"),
     "a section that holds itself": (
         file("itself.yaml"),
-        "itself.yaml, line 2: model.depth holds fields",
+        r"itself\.yaml, line 2: model\.depth .*\(DS317\)",
     ),
-    "laughs in quotes": (file("quoted-laughs.yaml"), "--loss.class_weights is .*refers to itself"),
-    "a deep file": (
-        file("deep.yaml"),
-        "deep.yaml, line 1: values are nested deeper than a config's can be",
-    ),
-    "a deep value": (file("deep-value.yaml"), r"class_weights (takes a list|is '\[\[)"),
+    "laughs in quotes": (file("quoted-laughs.yaml"), r"--loss\.class_weights .*\(DS306\)"),
+    "a deep file": (file("deep.yaml"), r"deep\.yaml, line 1: .*\(DS311\)"),
+    "a deep value": (file("deep-value.yaml"), r"class_weights (takes a list|.*\(DS306\))"),
     "digits in a file": (
         file("digits.yaml"),
         "digits.yaml, line 2: model.depth is a whole number of thousands of digits",
     ),
-    "no number at all": (file("nan.yaml"), "optim.lr must be at least 0, got nan"),
-    "a file too large": (file("large.yaml"), "config file 'large.yaml' has more than 262144 bytes"),
+    "no number at all": (file("nan.yaml"), r"optim\.lr .*got nan \(DS105\)"),
+    "a file too large": (file("large.yaml"), r"'large\.yaml' .*\(DS309\)"),
     # settings that cannot be
-    "no threads": (["train", "--run.threads", "-1"], "run.threads must be from 1 to 1024, got -1"),
-    "threads beyond all": (
-        ["train", "--run.threads", "5000000"],
-        "run.threads must be from 1 to 1024, got 5000000",
-    ),
+    "no threads": (["train", "--run.threads", "-1"], r"run\.threads .*got -1 \(DS107\)"),
     "a limit that is none": (
         ["train", "--run.timeout", ".nan"],
-        "run.timeout must be at least 0, got nan",
+        r"run\.timeout .*got nan \(DS105\)",
     ),
-    "an endless limit": (["train", "--train.max_minutes", ".inf"], "train.max_minutes is inf"),
-    "memory without a number": (
-        ["train", "--memory", "lots"],
-        "memory must be written as 16GB or 15.5GiB, got 'lots'",
+    "an endless limit": (
+        ["train", "--train.max_minutes", ".inf"],
+        r"train\.max_minutes is inf.*\(DS106\)",
     ),
-    "memory without end": (["train", "--memory", "9" * 400], "memory must be written as 16GB"),
-    "an output of no name": (
-        ["train", "--train.output", ""],
-        "train.output is '', which is not a path",
-    ),
+    "memory without a number": (["train", "--memory", "lots"], r"memory .*'lots' \(DS104\)"),
+    "memory without end": (["train", "--memory", "9" * 400], r"memory .*9{400} \(DS104\)"),
+    "an output of no name": (["train", "--train.output", ""], r"train\.output is ''.*\(DS108\)"),
     "images without number": (
         ["train", "--data.images", "1000000", "--train.accumulate", "1000000"],
-        "1000000 x data.images 1000000 are 1000000000000 images a step, more than 1000000",
-    ),
-    "one augmentation twice": (
-        ["train", "--data.augment", "[flip, flip]"],
-        "data.augment has flip more than once",
-    ),
-    "weights below 0": (
-        ["train", "--loss.class_weights", "[1, -1]"],
-        r"loss.class_weights must be numbers of at least 0, got \[1.0, -1.0\]",
-    ),
-    "weights of nothing": (
-        ["train", "--loss.class_weights", "[0, 0]"],
-        "loss.class_weights are .*so no pixel would count",
+        r"train\.accumulate 1000000 x data\.images 1000000 are 1000000000000 .*\(DS202\)",
     ),
     # settings without effect
     "class weights of dice": (
@@ -403,37 +359,11 @@ TABLE = {
         verify(loss__name="cross_entropy + -1*dice"),
         "the weight -1 of dice in .* is not above 0",
     ),
-    "momentum of Adam": (
-        verify(optim__momentum="0.5"),
-        "optim.momentum is 0.5, but optim.name is adamw, which has no momentum: set optim.name to sgd, or leave optim.momentum out",
-    ),
-    "a share of no class": (
-        verify(data__focus_share="0.9"),
-        "data.focus_share is 0.9, but data.focus_class is not set: name a class",
-    ),
-    "an epoch of no crops": (
-        verify(data__epoch_samples="9"),
-        "data.epoch_samples is 9, but whole images are trained on, .*: set data.crop",
-    ),
-    "groups of instance norm": (
-        verify(model__groups="2"),
-        "model.groups is 2, but model.norm is instance: set model.norm to group",
-    ),
-    "a fusion of no exchanges": (
-        verify(spatial__fuse_below="8"),
-        "spatial.fuse_below is 8, but spatial.exchange_every is all",
-    ),
-    "scratch for nothing": (
-        verify(streaming__scratch="/tmp"),
-        "streaming.scratch is /tmp, but feature maps are stored only with streamed tiles: give streaming.memory or streaming.tiles",
-    ),
+    "momentum of Adam": (verify(optim__momentum="0.5"), r"optim\.momentum .*\(DS201\)"),
+    "groups of instance norm": (verify(model__groups="2"), r"model\.groups .*\(DS211\)"),
     "tiles and memory": (
         verify(spatial__tiles_per_rank="2x2", streaming__memory="4GB"),
-        "streaming.memory is 4GB, but spatial.tiles_per_rank is 2x2, and streaming itself cuts",
-    ),
-    "recomputing in time": (
-        verify(pipeline__recompute="always", streaming__memory="4GB"),
-        "pipeline.recompute is always, but streamed tiles .* decide by themselves",
+        r"spatial\.tiles_per_rank .*\(DS226\)",
     ),
     # verify
     "a mesh that the ranks do not fill": (
@@ -446,10 +376,10 @@ TABLE = {
     ),
     "a grid of other dims": (
         verify(spatial__tiles_per_rank="1x1x2", mesh__tiles="1x1x1"),
-        r"spatial.tiles_per_rank is 1x1x2, of 3 dims, but images have 2 \(29x43\): write it with as many numbers as the images have dims, such as 1x1",
+        r"spatial\.tiles_per_rank is 1x1x2, .*\(29x43\).* as 1x1 \(DS401\)",
     ),
     "pipelines": (verify(mesh__stages="2"), "2.*stages|needs 2 ranks"),
-    "no samples": (verify(mesh__samples="0"), "mesh.samples must be at least 1, got 0"),
+    "no samples": (verify(mesh__samples="0"), r"mesh\.samples .*got 0 \(DS105\)"),
     "an unknown model": (
         verify(model__name="resnet"),
         "unknown model 'resnet': choose unet, .*package.module:function",
@@ -499,39 +429,27 @@ TABLE = {
     ),
     "frozen statistics that are not there": (
         verify(spatial__frozen_norm="true"),
-        r"spatial.frozen_norm is True, but enc0_norm0 \(instance norm\) has no running statistics to freeze: set model.norm to batch",
+        r"spatial\.frozen_norm .*enc0_norm0 .*\(DS223\)",
     ),
     "a negative halo": (
         verify(approximate__halo="-4", spatial__tiles_per_rank="1x2"),
-        "approximate.halo .*-4",
+        r"approximate\.halo .*got -4 \(DS105\)",
     ),
     "an exchange of nothing": (
         verify(spatial__exchange_every="0"),
-        "spatial.exchange_every must be a whole number of layers from 1 on, level or all, got '0'",
+        r"spatial\.exchange_every .*'0' \(DS115\)",
     ),
     "an exchange of a digit that is not a number": (
         verify(spatial__exchange_every="²"),
-        "spatial.exchange_every must be .*got '²'",
-    ),
-    "an exchange of something else": (
-        verify(spatial__exchange_every="often"),
-        "spatial.exchange_every must be .*got 'often'",
+        r"spatial\.exchange_every .*'²' \(DS115\)",
     ),
     "a halo and an exchange": (
         verify(spatial__exchange_every="2", approximate__halo="4"),
-        "approximate.halo is 4, but with spatial.exchange_every 2 tiles exchange halos",
+        r"approximate\.halo is 4, .*spatial\.exchange_every 2 .*\(DS221\)",
     ),
     "windows and an exchange": (
         verify(spatial__exchange_every="1", approximate__norms="window"),
-        "norms is window, but .* not computed as separate windows",
-    ),
-    "threads and an exchange": (
-        verify(
-            spatial__exchange_every="1",
-            pipeline__placement="devices",
-            pipeline__devices="[cpu, cpu]",
-        ),
-        "pipeline.placement is devices, but spatial.exchange_every is 1, .* set spatial.exchange_every to all, or put the stages on ranks",
+        r"approximate\.norms is window, .*\(DS221\)",
     ),
     "attention in an exchange": (
         verify(**own("attending"), spatial__exchange_every="1"),
@@ -549,21 +467,13 @@ TABLE = {
         verify(**own("turned"), streaming__tiles="1x2"),
         "it calls different functions for different image sizes",
     ),
-    "gradients clipped to less than nothing": (
-        verify(optim__clip="-1"),
-        "optim.clip must be above 0, got -1",
-    ),
-    "a warmup of more than all": (
-        verify(optim__warmup="2"),
-        "optim.warmup must be from 0 to 1, got 2",
-    ),
+    "a warmup of more than all": (verify(optim__warmup="2"), r"optim\.warmup .*got 2.* \(DS107\)"),
     "more crops than all": (
         verify(data__focus_share="50"),
-        "data.focus_share must be from 0 to 1, got 50",
+        r"data\.focus_share .*got 50.* \(DS107\)",
     ),
-    "no format": (verify(predict__formats="[]"), "predict.formats is empty"),
-    "no micro-batches": (verify(train__accumulate="0"), "train.accumulate .*0"),
-    "no images": (verify(data__images="0"), "data.images .*0"),
+    "no micro-batches": (verify(train__accumulate="0"), r"train\.accumulate .*got 0 \(DS105\)"),
+    "no images": (verify(data__images="0"), r"data\.images .*got 0 \(DS105\)"),
     "one pixel a channel": (
         verify(image="4x4"),
         "mid_norm0: a norm needs at least 2 values a channel, but .* has 1: take a larger image or crop, or a smaller model.depth",
@@ -593,7 +503,7 @@ TABLE = {
         "there are no images: give --image 97x131 for random ones, or --data.store PATH",
     ),
     "a store that is not there": (verify(image=None, data__store="/nowhere.h5"), "/nowhere.h5"),
-    "no learning": (verify(optim__lr="-1"), "optim.lr must be at least 0, got -1"),
+    "no learning": (verify(optim__lr="-1"), r"optim\.lr .*got -1.* \(DS105\)"),
     "no tolerance": (
         verify(tolerance=".nan"),
         "--tolerance, the largest relative error that passes, must be .*got nan",
@@ -717,7 +627,7 @@ TABLE = {
     ),
     "a size of no pixels": (
         ["prepare", "gigapixel", "new.h5", "--size", "0x8"],
-        "--size: sizes and grids must be positive, got 0x8",
+        r"--size: .*'0x8' \(DS102\)",
     ),
     "values without masks": (
         ["prepare", "images", "new.h5", "--classes", "a,b", "--values", "255=1"],
@@ -771,7 +681,7 @@ TABLE = {
     ),
     "another ignore value than the store's": (
         [*TRAIN, "--loss.ignore_index", "3"],
-        "loss.ignore_index is 3, but the labels of store.h5 mark ignored pixels with 255: .*prepare the store with --ignore 3",
+        r"loss\.ignore_index is 3, .*store\.h5 .*--ignore 3 \(DS406\)",
     ),
     "other bands than the store's": (
         [*TRAIN, "--model.in_channels", "5"],
@@ -792,7 +702,7 @@ TABLE = {
     ),
     "a scratch folder nowhere": (
         [*TRAIN, "--memory", "4GB", "--streaming.scratch", "nowhere"],
-        "streaming.scratch is nowhere, which is not a folder: make it, or name another",
+        r"streaming\.scratch is nowhere, .*\(DS125\)",
     ),
     "no GPU": (
         [*TRAIN, "--run.device", "cuda"],
@@ -839,23 +749,17 @@ TABLE = {
     ),
     "a nested manifest": (
         ["evaluate", "with-nested"],
-        r"with-nested, config in manifest.json: model.depth is .*but a setting must be a number, text or a list",
+        r"with-nested, config in manifest\.json: model\.depth .*\(DS304\)",
     ),
-    "a manifest of digits": (
-        ["evaluate", "with-huge"],
-        "model.depth must be from -?[0-9]+ to [0-9]+, got 10{30}",
-    ),
-    "a manifest of no stages": (
-        ["evaluate", "with-no-stages"],
-        "mesh.stages must be at least 1, got 0",
-    ),
+    "a manifest of digits": (["evaluate", "with-huge"], r"model\.depth .*got 10{30} \(DS107\)"),
+    "a manifest of no stages": (["evaluate", "with-no-stages"], r"mesh\.stages .*got 0 \(DS105\)"),
     "a manifest's tile": (
         ["evaluate", "with-tile"],
-        "with-tile, config in manifest.json: predict.tile: sizes and grids must be positive, got 0x8",
+        r"with-tile, config in manifest\.json: predict\.tile: .*'0x8' \(DS102\)",
     ),
     "a manifest's tile of other dims": (
         ["evaluate", "with-tile-of-one"],
-        "predict.tile is 8, of 1 dims, but images have 2",
+        r"predict\.tile is 8, .*\(DS401\)",
     ),
     "a manifest's formats": (
         ["predict", "with-formats", "--output", "new"],
@@ -889,7 +793,7 @@ TABLE = {
     ),
     "one format twice": (
         ["predict", "run", "--predict.formats", "[png, png]", "--output", "new"],
-        "predict.formats has png more than once",
+        r"predict\.formats .*png.*\(DS109\)",
     ),
     "stages for which there are no processes": (
         ["predict", "run", "--mesh.stages", "2", "--output", "new"],

@@ -1,7 +1,6 @@
 """Config files are data, whatever is in them: settings, or one clear error; and flags are the same settings."""
 
 import json
-import re
 from dataclasses import fields
 from pathlib import Path
 
@@ -135,19 +134,19 @@ train:
     [
         (
             "model:\n  name: a:b\n  args: {a: {b: 1}}\n",
-            "c.yaml, line 3: model.args: a holds fields, but each value here must be a number, text or a list of them",
+            r"c\.yaml, line 3: model\.args: a .*\(DS318\)",
         ),
         (
             "model:\n  name: a:b\n  args: {a: 1, a: 2}\n",
-            "'a' is a name of model.args that line 3 has already",
+            r"'a' is a name of model\.args .*line 3 .*\(DS315\)",
         ),
         ("optim:\n  rates: {a: fast}\n", "c.yaml, line 2: optim.rates takes"),
         ("optim:\n  rates: 3\n", "c.yaml, line 2: optim.rates takes"),
-        ("mesh:\n  tiles: {a: 1}\n", "c.yaml, line 2: mesh.tiles holds fields or lists of lists"),
+        ("mesh:\n  tiles: {a: 1}\n", r"c\.yaml, line 2: mesh\.tiles .*\(DS317\)"),
     ],
 )
 def test_names_with_values_that_are_none_are_refused(tmp_path, text, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
+    with pytest.raises(ValueError, match=message):
         config_of(text, tmp_path)
 
 
@@ -167,7 +166,7 @@ def test_byte_order_marks_line_ends_references_and_empty_sections_are_fine(tmp_p
 def test_formats_of_class_maps_may_be_named_after_endings(tmp_path):
     assert config_of("predict:\n  formats: [tif, h5]", tmp_path).predict.formats == ["tiff", "hdf5"]
     for formats, words in (
-        ("[tif, tiff]", "predict.formats has tiff more than once"),
+        ("[tif, tiff]", r"predict\.formats has tiff .*\(DS109\)"),
         ("[jpg]", "takes one of 'hdf5', 'h5', 'tiff', 'tif', 'png', .*, got 'jpg'"),
     ):
         with pytest.raises(ValueError, match=words):
@@ -346,7 +345,5 @@ def test_defaults_take_the_dims_of_the_images():
     assert (str(found.mesh.tiles), str(found.spatial.tiles_per_rank)) == ("1x1x2", "1x1x1")
     assert str(found.predict.tile) == "96x96x96" and found.model.dims == 3
     assert str(with_dims(Config(), 1, "100").predict.tile) == "1048576"
-    with pytest.raises(
-        ValueError, match=r"mesh.tiles is 1x2, of 2 dims, but images have 3 \(8x9x10\)"
-    ):
+    with pytest.raises(ValueError, match=r"mesh\.tiles is 1x2, .*\(8x9x10\).*\(DS401\)"):
         with_dims(Config(mesh=MeshConfig(tiles=Size("1x2"))), 3, "8x9x10")

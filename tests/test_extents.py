@@ -26,15 +26,15 @@ def test_reads_what_it_writes(given, values, text, volume):
 @pytest.mark.parametrize(
     "given, message",
     [
-        ("97y131", "expected whole numbers joined by 'x', such as 97x131, got '97y131'"),
-        ("1.5x2", "expected whole numbers"),
-        ("-1x2", "expected whole numbers"),
-        ("3x", "expected whole numbers"),
-        ("", "expected whole numbers"),
-        ([1.5, 2], "whole numbers"),
-        ((0, 2), "positive, got 0x2"),
-        ((3, -1), "positive, got 3x-1"),
-        ((), "positive, got nothing"),
+        ("97y131", r"'97y131' \(DS103\)"),
+        ("1.5x2", r"'1\.5x2' \(DS103\)"),
+        ("-1x2", r"'-1x2' \(DS103\)"),
+        ("3x", r"'3x' \(DS103\)"),
+        ("", r"'' \(DS103\)"),
+        ([1.5, 2], r"'1\.5x2' \(DS101\)"),
+        ((0, 2), r"'0x2' \(DS102\)"),
+        ((3, -1), r"'3x-1' \(DS102\)"),
+        ((), r"'' \(DS102\)"),
     ],
 )
 def test_says_what_is_wrong(given, message):

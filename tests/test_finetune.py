@@ -80,10 +80,6 @@ def test_a_function_is_called_with_arguments_of_its_own():
 def test_arguments_that_a_function_does_not_take_are_named():
     with pytest.raises(ValueError, match=r"is called with .*widht=6.*model.args"):
         plain_model(replace(NET, args={"widht": 6}))
-    with pytest.raises(
-        ValueError, match="model.args are arguments of your own function, .* but model.name is unet"
-    ):
-        ModelConfig(args={"width": 6})
 
 
 @pytest.mark.parallel(4)
@@ -138,9 +134,8 @@ def test_parts_that_are_not_there_are_named():
         match="optim.rates names 'encoderr', but this network has no such part: its parameters begin with encoder, head",
     ):
         freeze(Net(), OptimConfig(rates={"encoderr": 0.1}))
-    for wrong in (dict(rates={"a": -1.0}), dict(rates={"a": float("nan")}), dict(thaw={"a": -1})):
-        with pytest.raises(ValueError, match="at least 0"):
-            OptimConfig(**wrong)
+    with pytest.raises(ValueError, match=r"optim\.rates has nan for a, .*\(DS118\)"):
+        OptimConfig(rates={"a": float("nan")})
 
 
 def test_names_are_those_of_the_users_module():

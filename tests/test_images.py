@@ -343,24 +343,14 @@ def test_what_does_not_fit_is_refused(tmp_path, refused):
             Box.whole((29, 43)), np.zeros((2, 29, 43), np.uint8), np.zeros((29, 43), int)
         )
     for store, model, more, why in [
-        ("s.h5", "unet", [], "makes a map of each image, but .*s.h5 has a label for each image"),
-        (
-            "pixels.h5",
-            "made_classifiers:residual",
-            [],
-            "makes a vector of each image, but .*pixels.h5 has labels of pixels",
-        ),
-        (
-            "n.h5",
-            "made_classifiers:residual",
-            [],
-            r"loss.name is cross_entropy, but .*n.h5 has a number for each image \(height\): set loss.name to mse or l1",
-        ),
+        ("s.h5", "unet", [], r"a map .*s\.h5 .*\(DS404\)"),
+        ("pixels.h5", "made_classifiers:residual", [], r"a vector .*pixels\.h5 .*\(DS404\)"),
+        ("n.h5", "made_classifiers:residual", [], r"loss\.name .*n\.h5 .*\(height\).*\(DS405\)"),
         (
             "s.h5",
             "made_classifiers:residual",
             ["--loss.name", "mse", "--model.out_channels", "1"],
-            "loss.name is mse, but .*s.h5 has 2 classes: set loss.name to cross_entropy",
+            r"loss\.name is mse, .*s\.h5 .*\(DS405\)",
         ),
     ]:
         err = refused(

@@ -80,7 +80,7 @@ NAMED = {  # what is said where a network cannot be computed so; ways that compu
     "scripted": "it cannot be copied",
     "cropped": "it crops the image",
     "again": "layers 1 and 3 share a weight, but lie in the stages . and .",
-    "pooling": "data.images is 1, but the batch norm 2.far.2 takes statistics of one vector per image",
+    "pooling": r"data\.images is 1, .*2\.far\.2 .*\(DS402\)",
     "in_place_shared": "layer 1 \\(ReLU\\) overwrites in place the map of layer a, which other layers read too",
     "never_popped": "stash\\('a'\\) is never popped",
     "stashed_twice": "stash\\('a'\\) at layer 3 has the same name as the stash at layer 1",

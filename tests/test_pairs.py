@@ -61,16 +61,8 @@ OTHERS = [  # each with what it cannot do without
     {"model.up": "bilinear"},
     {"model.up": "transposed"},
 ]
-NAMED = [
-    rf"{rule.setting} is .*, but {re.sub(r'{[^}]*}', '.*', rule.why)}".replace("(", r"\(").replace(
-        ")", r"\)"
-    )
-    for rule in RULES
-]
-NAMED += [  # a rule of a whole section names the field that is set
-    re.sub(r"^(streaming|approximate) is", r"\1\\.\\w+ is", named) for named in NAMED
-]
-NAMED.append(r"streaming.memory is .*, but streaming.tiles is .*: the memory decides the tiles")
+NAMED = [rf"{re.escape(rule.setting)}.* is .*, but .*\({rule.code}\)" for rule in RULES]
+NAMED.append(r"streaming\.memory is .*, but streaming\.tiles .*\(DS208\)")
 NAMED.append(r"loss.\w+ is .*, but no term of loss.name .* takes it")
 
 

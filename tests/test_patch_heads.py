@@ -463,11 +463,7 @@ def test_the_command_line_trains_evaluates_and_predicts(tmp_path, refused, monke
 @pytest.mark.parametrize(
     "head, more, why",
     [
-        (
-            "conv5",
-            [],
-            "patchgd.head is 'conv5': choose cnn, cnn-max, transformer, conv3, conv4, attention, or your own function as package.module:function",
-        ),
+        ("conv5", [], "package.module:function (DS123)"),
         (
             "attention",
             ["--patchgd.head_channels", "10"],

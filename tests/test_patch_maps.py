@@ -393,10 +393,7 @@ def test_a_run_begins_with_a_u_net_that_was_trained_exactly(tmp_path):
             ["--model.norm", "batch"],
             "this U-Net has batch norm, but PatchGD for labels of pixels computes each patch separately: set model.norm to instance, group or none",
         ),
-        (
-            ["--model.name", "distseg.models.classifier:residual"],
-            "the network makes a vector of each image, but .* has labels of pixels",
-        ),
+        (["--model.name", "distseg.models.classifier:residual"], r"makes a vector .*\(DS404\)"),
         (
             ["--patchgd.features", "32"],
             "patchgd.features is 32, but Z is the coarse features of the U-Net: leave patchgd.features out",

@@ -371,7 +371,7 @@ def test_command_as_json(capsys):
     "arguments, words",
     [
         (["--memory", "1GB"], "no split into 6 stages fits"),
-        (["--memory", "lots"], "memory must be written as 16GB"),
+        (["--memory", "lots"], "got 'lots' (DS104)"),
         (["--stages", "200"], "109 layers cannot be cut into 200 stages"),
         (["--device", "k80"], "unknown --device 'k80': choose v100, cpu"),
         (["--costs", "measured", "--device", "v100"], "leave it out"),

@@ -96,11 +96,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--limit", type=float, default=8.0, help="run.timeout, in seconds (default: %(default)s)"
     )
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--transport", default="mpi", choices=("mpi", "torch"), help="mpirun, or torchrun with gloo"
+    )
     options = parser.parse_args(arguments)
     if options.quick:
         options.trials, options.pairs, options.limit = 1, 0, 60.0
     with tempfile.TemporaryDirectory(prefix="distseg-faults-") as folder:
-        bench = Bench(Path(folder), random.Random(options.seed), options.limit)
+        bench = Bench(Path(folder), random.Random(options.seed), options.limit, options.transport)
         trials = [
             bench.trial(fault)
             for fault in bench.faults(
@@ -111,11 +114,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rows = [*summary(trials), _pairs_row(pairs)]
     notes = f"Limit {options.limit:g} s; a stopped or hanging job has to end within {GRACE:g} s after it. Each resumed run's log is compared with that of a run without a fault."
     report(
-        "faults",
+        "faults" if options.transport == "mpi" else "faults_torch",
         QUESTION,
         Rows(rows, {"trials": trials, "pairs": pairs}),
         options,
-        {"trials": options.trials, "pairs": options.pairs, "seed": options.seed},
+        {
+            "trials": options.trials,
+            "pairs": options.pairs,
+            "seed": options.seed,
+            "transport": options.transport,
+        },
         notes,
     )
     if any(trial["wrong"] for trial in trials) or any(pair["error"] > 1e-12 for pair in pairs):
@@ -125,14 +133,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 class Bench:
     """A folder with a store, whole runs to compare with, and the trials."""
 
-    def __init__(self, folder: Path, chance: random.Random, limit: float):
-        self.folder, self.chance, self.limit, self._whole, self._numbers = (
-            folder,
-            chance,
-            limit,
-            {},
-            count(),
-        )
+    def __init__(self, folder: Path, chance: random.Random, limit: float, transport: str):
+        self.folder, self.chance, self.limit, self.transport = folder, chance, limit, transport
+        self._whole, self._numbers = {}, count()
         (folder / "config.yaml").write_text(CONFIG)
         _write_store(folder / "store.h5")
 
@@ -184,7 +187,7 @@ class Bench:
         code, said = self._train(fault["mesh"], run, fault)
         ended = time.time()
         struck = float((run / "fault").read_text() or 0) if (run / "fault").exists() else None
-        wrong = _judge(fault, code, said, struck, ended, self.limit)
+        wrong = _judge(fault, code, said, struck, ended, self.limit, self.transport)
         tries = 0
         while code != 0 and tries < 3:
             code, said = self._train(fault["mesh"], run)
@@ -216,7 +219,7 @@ class Bench:
             "signal": "SIGUSR2",
         }
         code, said = self._train(first, run, fault)
-        if code == 75 or code == 0:
+        if code in (_continued(self.transport), 0):
             code, said = self._train(second, run)
         found = self.curve(run)
         same = code == 0 and [row[:2] for row in found] == [row[:2] for row in whole]
@@ -258,6 +261,8 @@ class Bench:
 
     def _train(self, mesh: str, run: Path, fault: dict | None = None) -> tuple[int, str]:
         ranks, flags = MESHES[mesh]
+        if self.transport == "torch":
+            flags = [flag if flag != "mpi" else "torch" for flag in flags]
         never = {"rank": -1, "place": "", "count": 0, "signal": "SIGKILL"}
         program = [
             "-m",
@@ -278,7 +283,7 @@ class Bench:
             str(self.limit),
         ]
         done = subprocess.run(
-            command(ranks, [*program, *flags, *more]),
+            command(ranks, [*program, *flags, *more], self.transport),
             env=job_environment(1) | {"HOROVOD_CYCLE_TIME": "5"},
             capture_output=True,
             text=True,
@@ -287,10 +292,26 @@ class Bench:
         return done.returncode, done.stdout + done.stderr
 
 
+def _continued(transport: str) -> int:
+    """Return the exit status of a job that ends early and can be resumed.
+
+    distseg's status is 75. torchrun turns the status of its ranks into 1.
+    """
+    return 75 if transport == "mpi" else 1
+
+
 def _judge(
-    fault: dict, code: int, said: str, struck: float | None, ended: float, limit: float
+    fault: dict,
+    code: int,
+    said: str,
+    struck: float | None,
+    ended: float,
+    limit: float,
+    transport: str,
 ) -> list[str]:
-    """What is wrong with the end of a job that met with a fault."""
+    """Return what is wrong with the end of a job that met with a fault."""
+    if transport == "torch":  # torchrun's own report of a rank that failed
+        said = said.partition('Traceback (most recent call last):\n  File "<frozen runpy>')[0]
     how, wrong = fault["signal"], []
     if struck is None:
         return (
@@ -315,8 +336,8 @@ def _judge(
     elif how == "SIGUSR1":
         if code != 0:
             wrong.append(f"status {code} instead of 0: {said[-300:]}")
-    elif code not in (75, 0):
-        wrong.append(f"status {code} instead of 75: {said[-300:]}")
+    elif code not in (_continued(transport), 0):
+        wrong.append(f"status {code} instead of {_continued(transport)}: {said[-300:]}")
     if "Traceback" in said:
         wrong.append(f"a traceback: {said[said.index('Traceback') :][:600]}")
     return wrong

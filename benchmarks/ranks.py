@@ -65,12 +65,20 @@ def job_environment(threads: int) -> dict[str, str]:
     )
 
 
-def command(ranks: int, arguments: Sequence[str]) -> list[str]:
-    """mpirun for ``python arguments...``; one rank goes through mpirun as well, so that all cases pay for it.
+def command(ranks: int, arguments: Sequence[str], transport: str = "mpi") -> list[str]:
+    """Return the launcher's command that runs ``python arguments...`` on ``ranks`` ranks.
+
+    One rank goes through the launcher as well, so that all cases pay for it.
+
+    Args:
+        transport: ``mpi`` for mpirun, ``torch`` for torchrun.
 
     Raises:
-        ValueError: no mpirun.
+        ValueError: there is no mpirun.
     """
+    if transport == "torch":
+        run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+        return [*run, str(ranks), "--no-python", sys.executable, *arguments]
     mpirun = find_mpirun()
     if mpirun is None:
         raise ValueError(

@@ -166,7 +166,7 @@ def _parse(parser: _Parser, arguments: list[str], given: list[Setting] | None = 
     """Return the values of a command's flags, by name.
 
     If the first argument has no dash, it is the config file. ``--memory`` stands for
-    ``--streaming.memory``.
+    ``--streaming.memory``, and ``--mesh auto`` for ``--mesh.layout auto``.
 
     Args:
         parser: the parser of the command.
@@ -179,6 +179,7 @@ def _parse(parser: _Parser, arguments: list[str], given: list[Setting] | None = 
     arguments = [
         re.sub(r"^--memory(?==|$)", "--streaming.memory", argument) for argument in arguments
     ]
+    arguments = [re.sub(r"^--mesh(?==auto$|$)", "--mesh.layout", word) for word in arguments]
     if arguments and not arguments[0].startswith("-"):
         arguments = ["--config", *arguments]
     if _HELP & set(arguments):
@@ -266,6 +267,34 @@ def _config(parsed: Namespace, kind: type = Config) -> Config | PatchConfig:
     )
 
 
+def _laid_out(
+    config: Config | PatchConfig, comm, image: Size | None = None
+) -> Config | PatchConfig:
+    """Return the settings with a layout for the ranks of the job, if ``mesh.layout`` is auto.
+
+    All ranks of ``comm`` must call it together.
+
+    Args:
+        config: the settings.
+        comm: the communicator of all ranks.
+        image: the size of random images; None for the images of the store.
+    """
+    if isinstance(config, PatchConfig) or config.mesh.layout == "given":
+        return config
+    from distseg.cli.plan_layouts import with_best_layout
+
+    return with_best_layout(config, comm, image)
+
+
+def _check_given(config: Config | PatchConfig, command: str) -> None:
+    """Refuse ``mesh.layout: auto`` for a command that computes on the mesh that the user gives."""
+    if isinstance(config, Config) and config.mesh.layout == "auto":
+        raise ValueError(
+            f"mesh.layout is auto, but {command} needs mesh.samples, mesh.tiles and mesh.stages: "
+            "take them from distseg plan CONFIG --ranks N, and leave mesh.layout out"
+        )
+
+
 def _own(parsed: Namespace, kind: type = Config) -> dict:
     """Return the values of the flags that are not settings of the config, by name."""
     return {
@@ -314,6 +343,7 @@ def _verify(arguments: list[str]) -> int:
         from distseg.comm.launch import set_up
         from distseg.training import verify
 
+        config = _laid_out(config, comm, flags["image"])
         device = set_up(comm, config.run.device, config.run.threads).device
         report = verify.verify(config, comm, flags["image"], flags["dump"], device, flags["steps"])
         if report is not None:
@@ -360,6 +390,7 @@ def _profile(arguments: list[str]) -> int:
     with job(settle) as (config, flags, comm):
         from distseg.cli.profile import profile
 
+        config = _laid_out(config, comm, flags["image"])
         found = profile(config, comm, flags["image"], flags["steps"], flags["output"])
         if found is not None:
             print(
@@ -574,7 +605,7 @@ def _train(arguments: list[str], kind: type = Config) -> int:
     with listening(), job(settle, lambda config: config.train.output) as (config, _, comm):
         from distseg.training.loop import train
 
-        train(config, comm)
+        train(_laid_out(config, comm), comm)
     return 0
 
 
@@ -601,9 +632,8 @@ def _submit(arguments: list[str]) -> int:
         return _parse(_submit_parser(kind), words)
 
     parsed = parse(arguments)
-    return submit(
-        parsed, _config(parsed, kind), arguments, lambda words: _config(parse(words), kind)
-    )
+    _check_given(config := _config(parsed, kind), "distseg submit")
+    return submit(parsed, config, arguments, lambda words: _config(parse(words), kind))
 
 
 def _evaluate(arguments: list[str]) -> int:
@@ -1023,6 +1053,7 @@ def _parse_run(parser: _Parser, arguments: list[str]) -> tuple[Config | PatchCon
     parser.add_settings(kind)
     parsed = _parse(parser, flags, settings_of(taken, f"{run}, config in manifest.json", kind))
     config = _config(parsed, kind)
+    _check_given(config, " ".join(parser.prog.split()[:2]))
     check_model(trained, config.model, run)
     if isinstance(config, PatchConfig):
         check_head(trained, config.patchgd.head, run)

@@ -10,6 +10,8 @@ from __future__ import annotations
 import copy
 import math
 import os
+import sys
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 
@@ -18,11 +20,13 @@ from torch import nn
 
 from distseg.comm.alone import Alone
 from distseg.comm.collective import add
-from distseg.comm.launch import memory_in_use, set_up
+from distseg.comm.launch import memory_in_use, raise_jointly, set_up
 from distseg.comm.mesh import Mesh
 from distseg.config.settings import Config, MeshConfig, PipelineConfig, SpatialConfig
 from distseg.config.sizes import Size
 from distseg.config.units import duration
+from distseg.data.sampler import crop_size
+from distseg.data.store.store import Store
 from distseg.layers.graph import reach_for
 from distseg.layers.loss import is_linear
 from distseg.layers.norm import active_norms
@@ -36,6 +40,7 @@ from distseg.planning.roofline import CORE, fastest, this_cpu
 from distseg.report.tables import table
 from distseg.runtime.optimizer import state_copies
 from distseg.runtime.precision import choose
+from distseg.tiling.tile import check_grid
 from distseg.training.engine import Engine
 from distseg.training.verify import RandomImages, own_pieces, prepare_model
 
@@ -73,26 +78,16 @@ def plan_layouts(
         ValueError: the network is not a list of known layers, the batch does not divide into
             micro-batches, or no layout is possible.
     """
-    config, plain, size, store = prepare_model(config, image)
-    model = as_network(plain)
-    if not is_flat(model):
-        raise ValueError(
-            f"distseg cannot follow the layers of {config.model.name}, so it cannot plan stages "
-            "and tiles for this network: split samples only (mesh.samples)"
-        )
+    with raise_jointly(world):
+        config, model, size, store = _followed(config, image)
     found = measure(config, model, size, world) if machine == HERE else load_machine(machine)
-    work = work_of(config, model, size, found, batch)
-    if world.rank:
+    with raise_jointly(world):
+        work = work_of(config, model, size, found, batch)
+        planner, best = Planner(work, found, memory), None
+        if world.rank == 0:
+            best = _best(planner, ranks)
+    if best is None:
         return None
-    planner = Planner(work, found, memory)
-    best = planner.best(ranks)
-    if not best:
-        raise ValueError(
-            f"no layout on {ranks} ranks computes a step of {work.batch} images of {size}, with "
-            f"{work.images} images in a micro-batch: give a number of ranks that shares a divisor "
-            f"with {work.batch // work.images} (to split samples) or that splits an image into "
-            "tiles evenly, or give another --batch"
-        )
     samples = None
     if store is not None:
         samples = config.data.epoch_samples or len(store.split("train"))
@@ -108,6 +103,158 @@ def plan_layouts(
         "layouts": [_plain(p) for p in best],
         "hangs_on": sensitivity(planner, memory, ranks, best[0]),
     }
+
+
+def with_best_layout(config: Config, world, image: Size | None = None) -> Config:
+    """Return the settings with the best layout on all ranks of the job, for ``mesh.layout: auto``.
+
+    Settings whose ``mesh.layout`` is ``given`` are returned unchanged. All ranks of ``world`` must
+    call it together; they time the network at the same time. Rank 0 prints the chosen layout.
+
+    Args:
+        config: the settings of the training. The layout keeps the number of images in a step.
+        world: the communicator of all ranks.
+        image: the size of an image in pixels; by default the size of the store's samples.
+
+    Raises:
+        ValueError: no layout is possible, no layout fits the memory of a rank, or another setting
+            belongs to a layout that is given. It is raised on all ranks.
+    """
+    if config.mesh.layout == "given":
+        return config
+    with raise_jointly(world):
+        _check_free(config)
+        completed, model, size, store = _followed(config, image)
+        sizes = {size} if store is None else _sizes(store, config.data.crop)
+        size = Size(max(sizes, key=math.prod))
+    _say(world, "timing the network, to choose the layout (mesh.layout auto)")
+    machine, best = measure(completed, model, size, world), None
+    with raise_jointly(world):
+        if world.rank == 0:
+            planner = Planner(work_of(completed, model, size, machine, None), machine, None)
+            best = next(
+                (p for p in _best(planner, world.size) if _fits(p.layout.tiles, sizes, planner)),
+                None,
+            )
+            if best is None:
+                raise ValueError(
+                    f"mesh.layout is auto, but no layout on {world.size} ranks splits all images: "
+                    "use fewer ranks, or leave small images out"
+                )
+            if best.memory > planner.limit:
+                raise ValueError(
+                    f"mesh.layout is auto, but no layout on {world.size} ranks fits the memory of "
+                    f"a rank, {planner.limit / 1e9:.3g} GB: the one that takes least takes "
+                    f"{best.memory / 1e9:.3g} GB; use more ranks, or stream tiles with --memory "
+                    "and a mesh of your own (mesh.layout given)"
+                )
+    best = world.bcast(best, root=0)
+    flags = " ".join(f"--{name} {value}" for name, value in best.layout.settings().items())
+    _say(
+        world,
+        f"layout: {flags}; predicted: {best.seconds:.3g} s a step, {best.memory / 1e9:.3g} GB a "
+        "rank",
+    )
+    return with_layout(config, best.layout)
+
+
+def _say(world, line: str) -> None:
+    """Print a line on rank 0, to stderr, because a command may print JSON to stdout."""
+    if world.rank == 0:
+        print(line, file=sys.stderr, flush=True)
+
+
+def _sizes(store: Store, crop: Size | None) -> set[tuple[int, ...]]:
+    """Return the sizes of the training samples."""
+    return {tuple(crop_size(store.size(name), crop)) for name in store.split("train")}
+
+
+def _fits(grid: Size, sizes: Iterable[tuple[int, ...]], planner: Planner) -> bool:
+    """Return True if images of all these sizes can be cut into a grid of tiles."""
+    try:
+        for size in sizes:
+            check_grid(size, grid, planner.work.reach.stride)
+    except ValueError:
+        return False
+    return True
+
+
+def _check_free(config: Config) -> None:
+    """Refuse settings that ``mesh.layout: auto`` does not know."""
+    taken = None
+    if config.streaming.active:
+        taken = "streaming is on"
+    elif config.approximate.chosen:
+        taken = config.approximate.chosen
+    elif config.spatial.norm_scope == "step":
+        taken = "spatial.norm_scope is step, so that batch norm depends on the sample groups"
+    elif config.pipeline.placement != "linear":
+        taken = f"pipeline.placement is {config.pipeline.placement}"
+    elif config.pipeline.balance is not None:
+        taken = f"pipeline.balance is {config.pipeline.balance}"
+    elif config.spatial.tiles_per_rank.volume > 1:
+        taken = f"spatial.tiles_per_rank is {config.spatial.tiles_per_rank}"
+    if taken:
+        raise ValueError(
+            f"mesh.layout is auto, but {taken}: the choice of a layout does not know this "
+            "setting, so leave one of the two out"
+        )
+
+
+def _followed(config: Config, image: Size | None) -> tuple[Config, nn.Module, Size, Store | None]:
+    """Return the completed config, the network, the size of a sample, and the store or None.
+
+    Raises:
+        ValueError: the network is not a list of layers that distseg knows.
+    """
+    config, plain, size, store = prepare_model(config, image)
+    model = as_network(plain)
+    if not is_flat(model):
+        raise ValueError(
+            f"distseg cannot follow the layers of {config.model.name}, so it cannot plan stages "
+            "and tiles for this network: split samples only (mesh.samples)"
+        )
+    return config, model, size, store
+
+
+def _best(planner: Planner, ranks: int) -> list[Prediction]:
+    """Return the layouts on a number of ranks, the best first.
+
+    Raises:
+        ValueError: there is none.
+    """
+    work = planner.work
+    if best := planner.best(ranks):
+        return best
+    raise ValueError(
+        f"no layout on {ranks} ranks computes a step of {work.batch} images of "
+        f"{Size(work.image)}, with {work.images} images in a micro-batch: give a number of ranks "
+        f"that shares a divisor with {work.batch // work.images} (to split samples) or that splits "
+        "an image into tiles evenly, or give another number of images in a step"
+    )
+
+
+def with_layout(config: Config, layout: MeshLayout) -> Config:
+    """Return the settings with those of a layout; ``mesh.layout`` is then ``given``."""
+    return replace(
+        config,
+        mesh=replace(
+            config.mesh,
+            samples=layout.samples,
+            tiles=layout.tiles,
+            stages=layout.stages,
+            layout="given",
+        ),
+        pipeline=replace(
+            config.pipeline, schedule=layout.schedule, recompute=layout.recompute, balance=None
+        ),
+        spatial=replace(
+            config.spatial,
+            exchange_every=layout.exchange,
+            tiles_per_rank=Size((1,) * len(layout.tiles)),
+        ),
+        train=replace(config.train, accumulate=layout.micro_batches),
+    )
 
 
 def _plain(found: Prediction) -> dict:
@@ -288,18 +435,14 @@ def step_of(config: Config, model: nn.Module, size: Size, layout: MeshLayout, co
         The engine, with a copy of the network; and this rank's tile batches of random images, a
             list for each micro-batch.
     """
-    config = replace(
-        config,
-        mesh=MeshConfig(
-            samples=layout.samples, tiles=layout.tiles, stages=layout.stages, reducer="mpi"
+    config = with_layout(
+        replace(
+            config,
+            mesh=MeshConfig(reducer="mpi"),
+            pipeline=PipelineConfig(),
+            spatial=SpatialConfig(frozen_norm=config.spatial.frozen_norm),
         ),
-        pipeline=PipelineConfig(schedule=layout.schedule, recompute=layout.recompute),
-        spatial=SpatialConfig(
-            exchange_every=layout.exchange,
-            frozen_norm=config.spatial.frozen_norm,
-            tiles_per_rank=Size((1,) * len(size)),
-        ),
-        train=replace(config.train, accumulate=layout.micro_batches),
+        layout,
     )
     images = RandomImages(size, *channels_of(model), config, False)
     mesh = Mesh(comm, layout.samples, layout.tiles, layout.stages)

@@ -271,6 +271,10 @@ class MeshConfig(MeshBase):
 
     stages: int = 1
     """S: number of pipeline stages of the model (model parallel)."""
+    layout: Literal["given", "auto"] = "given"
+    """auto (``--mesh auto``): choose samples, tiles, stages, micro-batches, exchange and recompute
+    for the ranks of the job. A step keeps its number of images. The network is timed on the job's
+    machine, and the layout with the shortest predicted step is taken, as by ``distseg plan``."""
 
 
 @dataclass(frozen=True)

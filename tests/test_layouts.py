@@ -10,14 +10,15 @@ import yaml
 from torch import nn
 
 from distseg.cli.main import _config, _parse, _parser, main
-from distseg.cli.plan_layouts import text, work_of
-from distseg.config.settings import Config, DataConfig, ModelConfig, TrainConfig
+from distseg.cli.plan_layouts import _fastest, text, with_best_layout, work_of
+from distseg.config.settings import Config, DataConfig, MeshConfig, ModelConfig, TrainConfig
 from distseg.config.sizes import Size
 from distseg.models.capture.capture import as_network
 from distseg.models.zoo import plain_model
 from distseg.planning.machine import NUMBERS, as_profile, load_machine, profile_names
 from distseg.planning.mesh_search import MeshLayout, Planner
 from distseg.tiling.tile import tiles, window
+from distseg.training.verify import verify
 
 UNET = dict(name="unet", depth=2, num_convs=2, base_channels=4, in_channels=3, out_channels=3)
 FREE = dict(call=1e-12, latency=1e-12, link=1e18, network=1e18)  # messages that take no time
@@ -257,6 +258,72 @@ def test_a_network_that_cannot_be_cut_is_told(tmp_path, refused):
     path = config_file(tmp_path, model=model)
     said = refused("plan", path, "--image", "64x64", "--ranks", "2", "--machine", "h100")
     assert "cannot follow the layers of test_layouts:Opaque" in said and "samples only" in said
+
+
+# mesh.layout: auto
+
+
+def auto(**more) -> Config:
+    return replace(
+        Config(
+            model=ModelConfig(**UNET),
+            data=DataConfig(images=1),
+            train=TrainConfig(accumulate=4, precision="fp64"),
+            mesh=MeshConfig(layout="auto"),
+        ),
+        **more,
+    )
+
+
+@pytest.mark.parallel([1, 2, 3, 4])
+@pytest.mark.parametrize("accumulate", [4, 1])
+def test_the_chosen_layout_takes_all_ranks_and_keeps_the_step(comm, accumulate):
+    config = auto(train=TrainConfig(accumulate=accumulate, precision="fp64"))
+    found = with_best_layout(config, comm, Size("49x67"))
+    mesh = found.mesh
+    assert mesh.samples * mesh.tiles.volume * mesh.stages == comm.size
+    assert mesh.samples * found.train.accumulate == accumulate and mesh.layout == "given"
+    assert set(comm.allgather(repr(found))) == {repr(found)}
+    report = verify(found, comm, Size("49x67"))
+    assert comm.bcast(report and report["max_error"]) <= 1e-12
+    assert with_best_layout(found, comm) is found
+
+
+@pytest.mark.parallel([2, 3])
+def test_a_network_that_cannot_be_followed_splits_samples(comm):
+    config = auto(model=ModelConfig("test_layouts:Opaque", in_channels=3, out_channels=3))
+    config = replace(config, train=TrainConfig(accumulate=6))
+    found = with_best_layout(config, comm, Size("49x67"))
+    assert (found.mesh.samples, found.train.accumulate) == (comm.size, 6 // comm.size)
+    config = replace(config, train=TrainConfig(accumulate=1))
+    with pytest.raises(ValueError, match="1 micro-batches a step do not divide among"):
+        with_best_layout(config, comm, Size("49x67"))
+
+
+def test_all_images_must_fit_the_chosen_tiles(monkeypatch):
+    """An image as small as the network's stride leaves only layouts without tiles."""
+    plan = planner(batch=1)
+    assert _fastest(plan, 4, [(96, 128)]).layout.tiles.volume > 1
+    assert _fastest(plan, 4, [(96, 128), (4, 4)]).layout.tiles.volume == 1
+    tight = planner(batch=1, limit=1e3)
+    with pytest.raises(ValueError, match="no layout on 4 ranks fits the memory of a rank"):
+        _fastest(tight, 4, [(96, 128)])
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["train", "--memory", "1GB"], "mesh.layout is auto, but streaming is on"),
+        (["verify", "--approximate.halo", "2"], "mesh.layout is auto, but approximate.halo is 2"),
+        (["train", "--spatial.norm_scope", "step"], "but spatial.norm_scope is step"),
+        (["verify", "--pipeline.balance", "[3,4]"], r"but pipeline.balance is [3, 4]"),
+        (["submit", "--system", "slurm"], "mesh.layout is auto, but distseg submit needs mesh"),
+    ],
+)
+def test_what_auto_does_not_know_is_refused(tmp_path, words, message, refused):
+    command, *rest = words
+    said = refused(command, config_file(tmp_path), "--mesh", "auto", *rest)
+    assert message in said, said
 
 
 def test_the_table_names_what_is_lost():

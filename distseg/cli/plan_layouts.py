@@ -11,7 +11,7 @@ import copy
 import math
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -79,7 +79,13 @@ def plan_layouts(
             micro-batches, or no layout is possible.
     """
     with raise_jointly(world):
-        config, model, size, store = _followed(config, image)
+        config, plain, size, store = prepare_model(config, image)
+        model = as_network(plain)
+        if not is_flat(model):
+            raise ValueError(
+                f"distseg cannot follow the layers of {config.model.name}, so it cannot plan "
+                "stages and tiles for this network: split samples only (mesh.samples)"
+            )
     found = measure(config, model, size, world) if machine == HERE else load_machine(machine)
     with raise_jointly(world):
         work = work_of(config, model, size, found, batch)
@@ -124,38 +130,65 @@ def with_best_layout(config: Config, world, image: Size | None = None) -> Config
         return config
     with raise_jointly(world):
         _check_free(config)
-        completed, model, size, store = _followed(config, image)
+        completed, plain, size, store = prepare_model(config, image)
+        model = as_network(plain)
         sizes = {size} if store is None else _sizes(store, config.data.crop)
         size = Size(max(sizes, key=math.prod))
-    _say(world, "timing the network, to choose the layout (mesh.layout auto)")
-    machine, best = measure(completed, model, size, world), None
-    with raise_jointly(world):
-        if world.rank == 0:
-            planner = Planner(work_of(completed, model, size, machine, None), machine, None)
-            best = next(
-                (p for p in _best(planner, world.size) if _fits(p.layout.tiles, sizes, planner)),
-                None,
-            )
-            if best is None:
-                raise ValueError(
-                    f"mesh.layout is auto, but no layout on {world.size} ranks splits all images: "
-                    "use fewer ranks, or leave small images out"
-                )
-            if best.memory > planner.limit:
-                raise ValueError(
-                    f"mesh.layout is auto, but no layout on {world.size} ranks fits the memory of "
-                    f"a rank, {planner.limit / 1e9:.3g} GB: the one that takes least takes "
-                    f"{best.memory / 1e9:.3g} GB; use more ranks, or stream tiles with --memory "
-                    "and a mesh of your own (mesh.layout given)"
-                )
-    best = world.bcast(best, root=0)
-    flags = " ".join(f"--{name} {value}" for name, value in best.layout.settings().items())
-    _say(
-        world,
-        f"layout: {flags}; predicted: {best.seconds:.3g} s a step, {best.memory / 1e9:.3g} GB a "
-        "rank",
-    )
-    return with_layout(config, best.layout)
+        layout, why = None, "its layers cannot be followed, so only samples are split"
+        if not is_flat(model):
+            layout = _samples_only(config, world.size, len(size))
+    if layout is None:
+        _say(world, "timing the network, to choose the layout (mesh.layout auto)")
+        machine = measure(completed, model, size, world)
+        with raise_jointly(world):
+            if world.rank == 0:
+                planner = Planner(work_of(completed, model, size, machine, None), machine)
+                best = _fastest(planner, world.size, sizes)
+                layout = best.layout
+                why = f"predicted: {best.seconds:.3g} s a step, {best.memory / 1e9:.3g} GB a rank"
+        layout = world.bcast(layout, root=0)
+    flags = " ".join(f"--{name} {value}" for name, value in layout.settings().items())
+    _say(world, f"layout: {flags} ({why})")
+    return with_layout(config, layout)
+
+
+def _fastest(planner: Planner, ranks: int, sizes: Collection[tuple[int, ...]]) -> Prediction:
+    """Return the fastest layout that fits the memory limit and can cut images of all ``sizes``.
+
+    Raises:
+        ValueError: there is none.
+    """
+    stride = planner.work.reach.stride
+    best = next((p for p in _best(planner, ranks) if _cuts(p.layout.tiles, sizes, stride)), None)
+    if best is None:
+        raise ValueError(
+            f"mesh.layout is auto, but no layout on {ranks} ranks can cut all images: use fewer "
+            "ranks, or leave small images out"
+        )
+    if best.memory > planner.limit:
+        raise ValueError(
+            f"mesh.layout is auto, but no layout on {ranks} ranks fits the memory of a rank: the "
+            f"smallest takes {best.memory / 1e9:.3g} GB of {planner.limit / 1e9:.3g} GB: use more "
+            "ranks, or set the mesh yourself and stream tiles with --memory"
+        )
+    return best
+
+
+def _samples_only(config: Config, ranks: int, dims: int) -> MeshLayout:
+    """Return the layout in which all ranks are sample groups.
+
+    Raises:
+        ValueError: the micro-batches of a step do not divide among the ranks.
+    """
+    micro = config.mesh.samples * config.train.accumulate
+    if micro % ranks:
+        raise ValueError(
+            f"mesh.layout is auto, and the layers of {config.model.name} cannot be followed, so "
+            f"only samples can be split, but {micro} micro-batches a step do not divide among "
+            f"{ranks} ranks: set train.accumulate to a multiple of {ranks}"
+        )
+    one = Size((1,) * dims)
+    return MeshLayout(ranks, one, 1, "all", micro // ranks, "auto", config.pipeline.recompute)
 
 
 def _say(world, line: str) -> None:
@@ -169,11 +202,11 @@ def _sizes(store: Store, crop: Size | None) -> set[tuple[int, ...]]:
     return {tuple(crop_size(store.size(name), crop)) for name in store.split("train")}
 
 
-def _fits(grid: Size, sizes: Iterable[tuple[int, ...]], planner: Planner) -> bool:
+def _cuts(grid: Size, sizes: Collection[tuple[int, ...]], stride: Sequence[int]) -> bool:
     """Return True if images of all these sizes can be cut into a grid of tiles."""
     try:
         for size in sizes:
-            check_grid(size, grid, planner.work.reach.stride)
+            check_grid(size, grid, stride)
     except ValueError:
         return False
     return True
@@ -199,22 +232,6 @@ def _check_free(config: Config) -> None:
             f"mesh.layout is auto, but {taken}: the choice of a layout does not know this "
             "setting, so leave one of the two out"
         )
-
-
-def _followed(config: Config, image: Size | None) -> tuple[Config, nn.Module, Size, Store | None]:
-    """Return the completed config, the network, the size of a sample, and the store or None.
-
-    Raises:
-        ValueError: the network is not a list of layers that distseg knows.
-    """
-    config, plain, size, store = prepare_model(config, image)
-    model = as_network(plain)
-    if not is_flat(model):
-        raise ValueError(
-            f"distseg cannot follow the layers of {config.model.name}, so it cannot plan stages "
-            "and tiles for this network: split samples only (mesh.samples)"
-        )
-    return config, model, size, store
 
 
 def _best(planner: Planner, ranks: int) -> list[Prediction]:

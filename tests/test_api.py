@@ -1,6 +1,7 @@
 """The Python interface against plain PyTorch: the user's module, loss, optimizer and loop, in one process on whole images."""
 
 import copy
+import math
 import re
 from contextlib import nullcontext
 from functools import partial
@@ -161,6 +162,53 @@ def test_sums_and_weighted_losses(comm, stages):
     plain = serial(network(), 2, loss, 1, SGD)
     mine = distributed(comm, network(), 2, criterion, mesh, SGD)
     assert error(*mine, *plain) < 1e-11
+
+
+@pytest.mark.parametrize("channels", [None, 1, 4], ids=lambda n: f"target of {n}")
+@pytest.mark.parametrize("per_value", [False, True])
+@pytest.mark.parametrize("several", [False, True])
+def test_each_value_counts_by_its_weight(channels, per_value, several):
+    """Compare with the plain quotient, on two parts of images with invalid pixels."""
+    generator = torch.Generator().manual_seed(3)
+    draw = partial(torch.randn, generator=generator, dtype=torch.float64)
+    target = draw(2, *([] if channels is None else [channels]), 9, 14)
+    target.view(-1)[5::17] = math.nan
+    logits = draw(2, 4, 9, 14)
+
+    def weigh(y):
+        found = 1 + y.square()
+        if y.dim() == 4 and not (per_value and several):
+            found = found.sum(1)
+        found = found.unsqueeze(1) if per_value and y.dim() == 3 else found
+        return found.expand(-1, 4, -1, -1) if found.dim() == 4 else found
+
+    def function(z, y):
+        each = (z - (y if y.dim() == 4 else y.unsqueeze(1))).square()
+        w = weigh(y)
+        each = each * (w if w.dim() == 4 else w.unsqueeze(1))
+        return each if several else each.sum(1)
+
+    valid = ~target.isnan() if channels else ~target.isnan().unsqueeze(1)
+    if not several:
+        valid = valid.all(1)
+    clean = target.nan_to_num()
+    values, weights = function(logits, clean), weigh(clean)
+    if per_value and not several and channels is None:
+        weights = weights[:, 0]
+    criterion = distseg.PixelLoss(
+        function,
+        weight=lambda y: (
+            weigh(y)[:, 0] if per_value and not several and channels is None else weigh(y)
+        ),
+    )
+    if weights.dim() < values.dim():
+        weights = weights.unsqueeze(1)
+    valid, weights = valid.expand_as(values), weights.expand_as(values)
+    wanted = values[valid].sum() / weights[valid].sum()
+    criterion.check(Outputs(4, 2), target)
+    parts = [slice(0, 5), slice(5, None)]
+    table = sum(criterion.rows(logits[..., part], target[..., part]) for part in parts)
+    torch.testing.assert_close(criterion.value(table), wanted, rtol=1e-12, atol=0)
 
 
 @pytest.mark.parallel(2)

@@ -71,7 +71,11 @@ def test_calls_of_networks_in_networks():
         ),
         ({"a": nn.ReLU(), "b": nn.ReLU()}, {"a": ["b"]}, "layer a reads b"),
         ({"a": nn.ReLU()}, {"a": []}, "layer a reads nothing"),
-        ({"a": nn.ReLU()}, {"b": ["a"]}, "the argument reads has the key 'b', which is not among the layers"),
+        (
+            {"a": nn.ReLU()},
+            {"b": ["a"]},
+            "the argument reads has the key 'b', which is not among the layers",
+        ),
         (
             {"a": nn.ReLU(), "b": nn.Sequential(nn.ReLU())},
             {"b": ["a", "image"]},

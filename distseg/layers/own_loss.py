@@ -40,10 +40,10 @@ class PixelLoss(Criterion):
             ``function`` has an ``ignore_index``, the default is that one. In floating-point
             targets, NaN marks invalid pixels. The function gets 0 as the target of invalid pixels.
             If no pixel is valid, the loss is 0.
-        weight: takes the target and returns a weight per pixel, of the shape that ``function``
-            returns. The sum of the function's values is divided by the sum of these weights, as
-            PyTorch's cross-entropy with class weights does. ``function`` must apply the weights
-            itself. By default, the class weights of ``function`` are used if ``function`` is
+        weight: takes the target and returns a weight per pixel, (B, *size), or per value, of the
+            shape that ``function`` returns. The sum of the function's values is divided by the sum
+            of their weights, as PyTorch's cross-entropy with class weights does. ``function`` must
+            apply the weights itself. By default, the class weights of ``function`` are used if ``function`` is
             PyTorch's cross-entropy or negative log-likelihood.
     """
 
@@ -68,6 +68,7 @@ class PixelLoss(Criterion):
             weight = _weight_of(function)
         self.function, self.ignore_index, self.weight = function, ignore_index, weight
         self._returned = Outputs(1, 2)
+        self._channels: tuple[int, ...] = ()  # (K,) if the function returns several per pixel
         self._values = 1  # number of values per pixel; 0: one value for all channels of the target
 
     def rows(self, logits: Tensor, target: Tensor) -> Tensor:
@@ -81,12 +82,17 @@ class PixelLoss(Criterion):
         valid = self._valid(target)
         if self.weight is not None:
             weights = self.weight(_filled(target, valid))
-            count = weights.where(self._mask(valid, weights.shape), 0)
+            # Per pixel, or per value. Each value of the function counts by its weight.
+            if self._channels and weights.dim() == self._returned.dims + 1:
+                weights = weights.unsqueeze(1)
+            shape = (len(weights), *self._channels, *weights.shape[-self._returned.dims :])
+            count = weights.expand(shape).where(self._mask(valid, shape), 0)
+            count = count.flatten(1).sum(1, dtype=torch.float64)
         else:
             count = (
                 valid if self._values or target.dim() == self._returned.dims + 1 else valid.all(1)
             )
-        count = count.flatten(1).sum(1, dtype=torch.float64) * max(1, self._values)
+            count = count.flatten(1).sum(1, dtype=torch.float64) * max(1, self._values)
         return torch.stack((torch.zeros_like(count), count), 1)
 
     def value(self, table: Tensor) -> Tensor:
@@ -119,6 +125,7 @@ class PixelLoss(Criterion):
                 f"one value for each pixel, {pixels}: do not reduce over pixels (in PyTorch's "
                 'losses, reduction="none")'
             )
+        self._channels = (found.shape[1],) if found.dim() == dims + 2 else ()
         self._compare(self._called(logits, sample), found, "returns other values in a second call")
         self._check_apart(logits, sample, found, "function", self._called)
         if self.weight is not None:
@@ -127,7 +134,7 @@ class PixelLoss(Criterion):
                 raise ValueError(
                     f"the weight function of PixelLoss returns {tuple(weights.shape)}, but the "
                     f"loss function returns {tuple(found.shape)}: let weight return a tensor of "
-                    "that shape"
+                    "that shape, or one weight for each pixel"
                 )
             self._check_apart(logits, sample, weights, "weight", lambda z, y: self.weight(y))
 

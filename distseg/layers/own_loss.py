@@ -43,8 +43,8 @@ class PixelLoss(Criterion):
         weight: takes the target and returns a weight per pixel, (B, *size), or per value, of the
             shape that ``function`` returns. The sum of the function's values is divided by the sum
             of their weights, as PyTorch's cross-entropy with class weights does. ``function`` must
-            apply the weights itself. By default, the class weights of ``function`` are used if ``function`` is
-            PyTorch's cross-entropy or negative log-likelihood.
+            apply the weights itself. By default, the class weights of ``function`` are used if
+            it is PyTorch's cross-entropy or negative log-likelihood.
     """
 
     sums, linear = 2, True

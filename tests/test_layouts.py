@@ -10,7 +10,7 @@ import yaml
 from torch import nn
 
 from distseg.cli.main import _config, _parse, _parser, main
-from distseg.cli.plan_layouts import _fastest, text, with_best_layout, work_of
+from distseg.cli.plan_layouts import _cuts, _fastest, text, with_best_layout, work_of
 from distseg.config.settings import Config, DataConfig, MeshConfig, ModelConfig, TrainConfig
 from distseg.config.sizes import Size
 from distseg.models.capture.capture import as_network
@@ -300,11 +300,13 @@ def test_a_network_that_cannot_be_followed_splits_samples(comm):
         with_best_layout(config, comm, Size("49x67"))
 
 
-def test_all_images_must_fit_the_chosen_tiles(monkeypatch):
+def test_all_images_must_fit_the_chosen_tiles():
     """An image as small as the network's stride leaves only layouts without tiles."""
-    plan = planner(batch=1)
-    assert _fastest(plan, 4, [(96, 128)]).layout.tiles.volume > 1
-    assert _fastest(plan, 4, [(96, 128), (4, 4)]).layout.tiles.volume == 1
+    plan = planner(batch=1, at=machine(**FREE))
+    whole, small = (_fastest(plan, 4, [(96, 128), *more]) for more in ([], [(4, 4)]))
+    assert small.layout.tiles.volume == 1
+    assert whole.seconds <= small.seconds and _cuts(Size("2x2"), [(96, 128)], (4, 4))
+    assert not _cuts(Size("2x1"), [(96, 128), (4, 4)], (4, 4))
     tight = planner(batch=1, limit=1e3)
     with pytest.raises(ValueError, match="no layout on 4 ranks fits the memory of a rank"):
         _fastest(tight, 4, [(96, 128)])

@@ -51,7 +51,8 @@ def not_reshaped(reader: Reader, x: Value) -> CanNotCapture:
 def spread(reader: Reader, x: Value, **settings) -> Value:
     """Return the map that the current call makes by repeating a vector or a line.
 
-    A line is a vector whose length follows the image's size, such as row means.
+    Examples of such calls are ``mean.expand_as(x)`` and ``F.interpolate(pooled, size)``. A line is
+    a vector whose length follows the image's size, such as row means.
 
     Args:
         x: the vector or line.
@@ -67,8 +68,9 @@ def spread(reader: Reader, x: Value, **settings) -> Value:
         grid, sizes = x.grid, tuple(c.shapes[0][2:] for c in reader.current)
         if settings["mode"] == "area" or set(sizes) == {grid}:
             raise reader.refusal(
-                "resizes a grid of fixed size by mode area, or to its own size; supported: the "
-                "modes nearest, bilinear and bicubic, to the size of a map"
+                "resizes a grid of fixed size, such as the output of an adaptive pooling, by "
+                "mode='area' or to the size that it has; supported: resize it to the size of a "
+                "feature map by mode nearest, bilinear or bicubic"
             )
         return _over(reader, x, sizes, None, grid, settings)
     lengths = list(zip(*(c.shapes[0] for c in reader.current)))
@@ -109,7 +111,10 @@ def _over(
 
 
 class _Expanded:
-    """Callable that expands a vector to (N, *lengths)."""
+    """Callable that expands a tensor (N, ...) to (N, *lengths), as ``Tensor.expand`` does.
+
+    It is a class so that layers with it can be pickled.
+    """
 
     __name__ = "expand"
 
@@ -121,9 +126,9 @@ class _Expanded:
 
 
 def expanded(reader: Reader, x: Value) -> Value:
-    """Return ``x`` after the current call, which expands dims of length 1.
+    """Return the result of the current call, which expands dims of ``x``, as ``x.expand`` does.
 
-    The dims are expanded to a number of channels, or to all positions of a map.
+    The dims of length 1 are expanded to a number of channels, or to all positions of a map.
     """
     axes = reader.made(reader.value(x)) if not x.vector or not _follows(reader) else None
     if axes == x.axes:
@@ -163,7 +168,9 @@ def parts(reader: Reader, x: Any, args: tuple, dim: int) -> tuple[Value, ...]:
         dim: the dim that is split. It is refused if it does not hold channels only.
     """
     if not reader.of_channels(dim, reader.value(x)):
-        raise reader.refusal("cuts the image into parts; supported: split the channels")
+        raise reader.refusal(
+            "cuts the image into parts; supported: split a dim that holds only channels"
+        )
     return tuple(reader.formula(args, {}, part) for part in range(len(reader.call.shapes)))
 
 
@@ -190,7 +197,13 @@ def over_channels(
 def indexed(reader: Reader, x: Value, index: tuple, *values: Any) -> Value:
     """Return ``x[index]``, where the index selects channels.
 
-    If a value is given in ``values``, return ``x`` after the assignment ``x[index] = value``.
+    Args:
+        index: one entry for each indexed dim of the user's tensor, as in user code.
+        values: empty, or the one value of the assignment ``x[index] = value``. Then the result is
+            ``x`` after the assignment.
+
+    Raises:
+        CanNotCapture: the index selects images or positions, or has an unsupported entry.
     """
     entries = _entries(reader, x, index)
     if entries is None:
@@ -206,7 +219,8 @@ def indexed(reader: Reader, x: Value, index: tuple, *values: Any) -> Value:
             )
         if axis.places and entry != slice(None):
             raise reader.refusal(
-                "takes a part of the image; supported: a part of the channels, such as x[:, 2:5]"
+                "takes a part of the image by an index that is not a slice; supported: slices of "
+                "the image, such as x[:, :, 2:-2], and parts of the channels, such as x[:, 5]"
             )
     return reader.formula((x, index, *values), {})
 
@@ -214,7 +228,8 @@ def indexed(reader: Reader, x: Value, index: tuple, *values: Any) -> Value:
 def _entries(reader: Reader, x: Value, index: tuple) -> list | None:
     """Return the index as a list with one entry for each dim of ``x``, and None for each new dim.
 
-    Return None instead of a list if an entry is of an unsupported kind.
+    Full slices stand for an ellipsis and for dims that the index leaves out. Return None instead of
+    a list if an entry is neither a slice, an integer, a tuple of integers nor a tensor.
     """
 
     def single(i):
@@ -286,7 +301,8 @@ def _whole_index(index: tuple, rank: int) -> list | None:
 def filled_up(reader: Reader, x: Value, pad: tuple) -> int | None:
     """Return m if ``pad`` pads the end of each spatial dim so that its size is a multiple of m.
 
-    Return None if the padding is the same for all image sizes, or follows another rule.
+    For example, m is 32 if user code pads images so that 32 divides their height and width. Return
+    None if the padding is the same for all image sizes, or follows another rule.
 
     Args:
         pad: the argument of ``F.pad``.

@@ -29,7 +29,7 @@ def assigns_to_places(x: Value, index: tuple, traces: int) -> bool:
     Return False for an index that adds dims.
 
     Args:
-        traces: the number of traces.
+        traces: the number of traces. An entry of the index may differ between them.
     """
     entries = _entries(x, index)
     return entries is not None and any(
@@ -39,7 +39,11 @@ def assigns_to_places(x: Value, index: tuple, traces: int) -> bool:
 
 
 def _entries(x: Value, index: tuple) -> list[tuple[int, Any]] | None:
-    """Return pairs (dim of ``x``, entry of the index for this dim); None if the index adds dims."""
+    """Return a pair (dim of ``x``, entry) for each entry of the index, without an ellipsis.
+
+    For example, the index ``[..., 2:, 0]`` of a map (N, C, H, W) gives [(2, 2:), (3, 0)]. Return
+    None if the index adds dims.
+    """
     if any(i is None for i in index):
         return None
     at = next((n for n, i in enumerate(index) if i is Ellipsis), len(index))
@@ -110,7 +114,11 @@ def _as_slice(reader: Reader, entry: Any) -> slice:
 
 
 def _part(reader: Reader, x: Value, index: tuple) -> Value:
-    """Return the channels of ``x`` that the slices of ``index`` select."""
+    """Return the part ``x[index]`` of the channels of ``x``.
+
+    Args:
+        index: a slice for each dim of the user's tensor, full slices for images and positions.
+    """
     cells = [
         axis if not axis.of_channels else axis._replace(cell=len(range(axis.cell)[i]))
         for axis, i in zip(x.axes, index)
@@ -121,15 +129,16 @@ def _part(reader: Reader, x: Value, index: tuple) -> Value:
 def _put(
     reader: Reader, x: Value, part: Value, wanted: dict[int, Sequence[slice]], value: Value
 ) -> Value:
-    """Return ``value`` moved to the positions that slices select, as a map of the size of ``x``.
+    """Return a map of the size of ``x``, with ``value`` at the positions to which it is assigned.
 
-    The values at other positions are not defined, and the caller does not use them. A vector stays
-    a vector.
+    The numbers at other positions are not defined, and the caller does not use them. If ``value``
+    is a vector, return a vector, which is the same at all positions.
 
     Args:
+        x: the map to which user code assigns.
         part: the channels of ``x`` to which user code assigns.
-        wanted: for each spatial dim that the index slices, the slice in each trace.
-        value: the vector or map that user code assigns.
+        wanted: for each indexed spatial dim (0 for the first one), the slice in each trace.
+        value: the vector or map that user code assigns. A map has the size of the slices.
     """
     if value.vector:
         return reader.meeting([value, x])[0]
@@ -173,7 +182,7 @@ def _put(
 
 
 class _Filled:
-    """Callable that replaces the values of a map by ``number`` where a mask is True."""
+    """Callable ``(mask, x)`` that returns ``x`` with ``number`` where the bool mask is True."""
 
     __name__ = "where"
 
@@ -189,7 +198,7 @@ def _chosen(mask: Tensor, value: Tensor, x: Tensor) -> Tensor:
 
 
 class _Taken:
-    """Callable that returns a slice of the channels of a tensor.
+    """Callable ``(x)`` that returns ``x[index]``, a part of the channels of the tensor ``x``.
 
     Args:
         index: a slice for each dim of the tensor.
@@ -205,7 +214,7 @@ class _Taken:
 
 
 class _Put(_Taken):
-    """Callable that returns a copy of a tensor, with a slice of its channels replaced."""
+    """Callable ``(x, value)`` that returns a copy of ``x`` after ``x[index] = value``."""
 
     def __call__(self, x: Tensor, value: Tensor) -> Tensor:
         y = x.clone()

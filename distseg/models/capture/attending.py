@@ -41,8 +41,8 @@ def attention(
         query: (..., queries, channels).
         key: (..., keys, channels).
         value: (..., keys, channels of the result).
-        bias: a parameter that is added to the scores, a mask that is True for the scores to use, or
-            None.
+        bias: a tensor that is added to the scores (..., queries, keys), a bool mask that is True
+            for the scores to use, or None. It must not be computed from the image.
         scale: factor of the scores; by default 1 / sqrt(channels).
         weights: True to return the attention weights; otherwise None is returned in their place.
     """
@@ -68,8 +68,8 @@ def attention(
         raise reader.refusal(ATTENTION, everywhere=True)
     if v[:-2] != lead or not isinstance(value, Value):
         raise reader.refusal(
-            "has values with a different number of heads or images than its queries and keys: give "
-            "all of them the same number"
+            "has values whose number of heads or images differs from that of its queries or keys: "
+            "give queries, keys and values the same number of heads and images"
         )
     score = partial(_scores, scale=scale, soft=False)
     scores = reader.applied(score, (query, key, bias), "scores", scores_axes)
@@ -105,12 +105,19 @@ def _check_bias(reader: Reader, bias: Any, query: Axes, key: Axes) -> None:
     """Refuse a bias that is computed from the image or differs between positions or images.
 
     Args:
+        bias: what user code adds to the attention scores, or a mask of the scores; None for none.
         query, key: the axes of the queries and keys.
+
+    Raises:
+        CanNotCapture: the bias is refused.
     """
     if bias is None:
         return
     if isinstance(bias, Value):
-        raise reader.refusal("has a mask that is computed from the image; supported: parameters")
+        raise reader.refusal(
+            "has a mask that is computed from the image; supported: a mask that does not depend on "
+            "the image, such as a parameter or a buffer"
+        )
     lengths = reversed(reader.shape_of(bias))
     for n, axis in zip(lengths, (key[-2], query[-2], *reversed(query[:-2]))):
         if n != 1 and not axis.of_channels:
@@ -150,8 +157,8 @@ def scaled_dot_product(
         raise reader.refusal(IN_ATTENTION)
     if is_causal or enable_gqa:
         raise reader.refusal(
-            "is causal (is_causal), or shares keys among heads (enable_gqa); supported: attention "
-            "without these options"
+            "is causal (is_causal=True), or shares keys among heads (enable_gqa=True); supported: "
+            "attention with both options False"
         )
     made, _ = attention(reader, query, key, value, attn_mask, scale, False)
     return made
@@ -195,8 +202,8 @@ def multi_head(
     others = (bias_k, bias_v, key_padding_mask, static_k, static_v)
     if any(x is not None for x in others) or add_zero_attn or is_causal:
         raise reader.refusal(
-            "has added or static keys, a key_padding_mask, or is causal; supported: attention "
-            "without these options"
+            "uses add_bias_kv, add_zero_attn, static_k, static_v, key_padding_mask or is_causal; "
+            "supported: attention without these options"
         )
     if len(reader.axes_of(query)) != 3:
         raise reader.refusal(
@@ -228,10 +235,13 @@ def multi_head(
 class _Projection:
     """Callable that computes the queries, keys or values of an attention from its input.
 
+    It is called with the input (..., channels), a weight and a bias (3 * E,) or None. The bias
+    holds those of queries, keys and values one after the other. The result is (..., E).
+
     Args:
         number: 0 for queries, 1 for keys, 2 for values.
-        together: True if the given weight holds the weights of all three; a third of it is used.
-            The given bias always holds all three.
+        together: True if the weight (3 * E, channels) holds the weights of all three; False if it
+            is (E, channels).
     """
 
     __name__ = "linear"

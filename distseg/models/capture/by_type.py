@@ -33,8 +33,9 @@ def numbers_by_type(traces: Mapping[torch.dtype, Trace]) -> Numbers:
         traces: a trace for each dtype, of images of one size; :data:`WIDE` is one of the dtypes.
 
     Returns:
-        by number of a call, its (args, kwargs), in which a :class:`ByType` stands for each number
-            that depends on the dtype. Calls without such a number are left out.
+        a dict from the index of a call in the trace to its (args, kwargs). In them, a
+            :class:`ByType` replaces each number that depends on the dtype. Calls without such a
+            number are left out.
 
     Raises:
         CanNotCapture: the passes make different calls; the message names the first of these calls.
@@ -45,13 +46,13 @@ def numbers_by_type(traces: Mapping[torch.dtype, Trace]) -> Numbers:
         call = of_types[WIDE] or next(filter(None, calls))
         if None in calls:
             raise CanNotCapture(
-                f"{call} is called for one dtype only: the calls of a network must not depend on "
-                f"the dtype of a tensor"
+                f"{call} is called for one dtype only: call the same functions whatever dtype a "
+                f"tensor has"
             )
         if other := next((c for c in calls if not _same_function(c, call)), None):
             raise CanNotCapture(
-                f"{call} is replaced by {other} for another dtype: the calls of a network must not "
-                f"depend on the dtype of a tensor"
+                f"{call} is replaced by {other} for another dtype: call the same functions "
+                f"whatever dtype a tensor has"
             )
         merged = _merged({dtype: (c.args, c.kwargs) for dtype, c in of_types.items()})
         if merged != (call.args, call.kwargs):
@@ -68,10 +69,11 @@ def _same_function(a: Called, b: Called) -> bool:
 
 
 def _merged(each: Mapping[torch.dtype, Any]) -> Any:
-    """Return an argument in which :class:`ByType` replaces each number that depends on the type.
+    """Return an argument in which :class:`ByType` replaces each number that depends on the dtype.
 
     Args:
-        each: the argument in the trace of each type.
+        each: by dtype, the argument in the trace of this dtype: nested tuples and dicts, or a
+            single object.
     """
     wide = each[WIDE]
     if isinstance(wide, tuple) and all(
@@ -92,8 +94,8 @@ def with_numbers(trace: Trace, numbers: Numbers) -> Trace:
     """Return ``trace`` with a :class:`ByType` in place of each number that depends on the dtype.
 
     Args:
-        trace: a trace in :data:`WIDE`, of images of any size.
-        numbers: the result of :func:`numbers_by_type`.
+        trace: a trace in float64 (:data:`WIDE`), of images of any size.
+        numbers: the result of :func:`numbers_by_type`, which tells where these numbers are.
 
     Raises:
         CanNotCapture: a number depends on both the dtype and the image's size.

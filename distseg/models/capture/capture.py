@@ -44,7 +44,8 @@ _SIDE = (256, 64, 64)
 def as_network(model: nn.Module) -> nn.Module:
     """Return ``model`` itself if it is a network of supported layers, else its capture.
 
-    If the capture fails, return ``model`` unchanged and store the reason in ``refusals[model]``.
+    If the capture fails, return ``model`` unchanged, and store the error message under ``model`` in
+    the dict :data:`distseg.models.network.refusals`.
     """
     if (
         is_flat(model)
@@ -317,7 +318,13 @@ def _captured(model: nn.Module, in_channels: int | None) -> Network:
 def _in_other_types(
     model: nn.Module, channels: int, size: Sequence[int]
 ) -> dict[torch.dtype, Trace]:
-    """Return the traces of a model in float32 and bfloat16, by dtype, without dtypes that fail."""
+    """Return traces of a model in float32 and bfloat16, by dtype.
+
+    A dtype in which the model cannot be traced is left out.
+
+    Args:
+        channels, size: shape of the traced images, (N, channels, *size).
+    """
     found = {}
     for dtype in (torch.float32, torch.bfloat16):
         with suppress(CanNotCapture):

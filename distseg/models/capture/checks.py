@@ -104,8 +104,9 @@ def check_left(
     Args:
         made: function that makes a copy of the module in which no pass has run.
         before, after: the state of a copy before and after one pass.
-        last: a pass. It runs twice in a fresh copy, and after each of ``others`` in another copy.
-        others: passes over other images.
+        last: function that runs a pass of a given copy. It runs twice in a fresh copy, and after
+            each of ``others`` in a second copy; all its results must be equal.
+        others: functions that run passes over other images.
         alike: function that returns True if the results of two passes are equal.
 
     Raises:
@@ -229,7 +230,7 @@ def check_exact(model: nn.Module, size: Sequence[int]) -> None:
         check_module(model, size)
     except Hidden as e:
         why = str(refusals.get(model, ""))
-        followed = f"; and it cannot be followed: {why}" if why and why != str(e) else ""
+        followed = f"; and its capture failed: {why}" if why and why != str(e) else ""
         raise ValueError(f"this network cannot be trained exactly: {e}{followed}") from e
 
 
@@ -240,14 +241,16 @@ def check_module(
 
     Passes must not draw random numbers or change the module's state. In this check, dropout layers
     return their input, and norms restore their running statistics, because distributed counterparts
-    replace both in training (:mod:`distseg.models.capture.guarded`). Small images are tried first.
+    replace both in training (:mod:`distseg.models.capture.guarded`). Small images are tried first,
+    then one of ``size``.
 
     Args:
         size: image size in training.
         modes: modes to check, True for training and False for evaluation.
 
     Raises:
-        Hidden: the message names what the pass does and the line, and says how to fix it.
+        Hidden: a pass does more, or the module accepts none of the images. The message names what
+            the pass does and the line, and says how to fix it.
     """
     if any(p.is_meta for p in model.parameters()):
         return
@@ -326,7 +329,10 @@ def joins_images(model: nn.Module, size: Sequence[int], training: bool) -> bool:
 
 
 def _is_apart(model: nn.Module, size: Sequence[int]) -> bool:
-    """Return True if a random image has the same result alone and in two different batches.
+    """Return True if a random image has the same result alone and in batches with other images.
+
+    The image is the first of two batches, of two and of three images. Results may differ by
+    rounding.
 
     Args:
         size: the size of the image.
@@ -351,7 +357,9 @@ def _check_modes(
 
 
 def _check_at(model: nn.Module, size: tuple[int, ...], modes: Sequence[bool]) -> None:
-    """Refuse a module that passed the checks on small images but fails them at the run's size.
+    """Refuse a module that passed the checks at one image size but fails them at the run's size.
+
+    One image is passed. If the forward pass itself raises an error, return without a refusal.
 
     Args:
         size: image size in training.
@@ -401,8 +409,8 @@ def _check_mode(model: nn.Module, size: Sequence[int], training: bool, images: i
             or f"the forward pass reads the running statistics of {' or '.join(sorted(moving))}"
         )
         raise Hidden(
-            f"{reading}, which a norm updates once per step, not with each pass: compute this in "
-            f"the training loop"
+            f"{reading}, which a norm updates once per step, not with each pass: use running "
+            f"statistics in the training loop, not in the forward pass"
         )
 
 
@@ -419,7 +427,8 @@ def run_pass(image: Tensor, model: nn.Module, draws: str = DRAWS) -> Any:
     A result that is a tensor is detached.
 
     Args:
-        draws: text of the error message about drawn random numbers.
+        draws: text of the error message about random numbers, after the name of the function that
+            draws them, its module and its line.
 
     Raises:
         Hidden: the pass draws random numbers from PyTorch or the system, or reads the machine's

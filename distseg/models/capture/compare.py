@@ -114,10 +114,10 @@ def check_same(
 
 
 def doubled(model: nn.Module) -> nn.Module:
-    """Return a copy of a module in float64, with noise added to constant parameters.
+    """Return a copy of a module in float64, with noise added to parameters of equal elements.
 
-    Without the noise, a parameter that is all zeros would hide errors in the values with which it
-    is multiplied.
+    Without the noise, a parameter whose elements are all zero would hide errors in the tensors with
+    which it is multiplied. Integer and bool tensors keep their dtype.
     """
     generator = torch.Generator().manual_seed(0)
 
@@ -157,7 +157,7 @@ def _evaluated(model: nn.Module, copied: nn.Module, image: Tensor) -> Any:
             if DRAWS in str(e)
             else ""
         )
-        raise Hidden(f"in evaluation {e}{hint}") from None
+        raise Hidden(f"the forward pass fails a check in evaluation mode: {e}{hint}") from None
     except Exception as e:
         # User code may raise anything.
         size = "x".join(map(str, image.shape[2:]))

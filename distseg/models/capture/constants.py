@@ -27,13 +27,14 @@ CASTS = {"to", "type_as", "type", "float", "double", "half", "bfloat16", "long",
 
 
 def constant_of(calls: Sequence[Called], made: Made) -> Tensor | None:
-    """Return the constant tensor that a call makes, on the CPU.
+    """Return the constant tensor that a recorded call makes, such as ``torch.ones(1, c, 1, 1)``.
 
-    Return None if it depends on the image, on its size, on a parameter or on random numbers.
+    The tensor is on the CPU. Return None if it depends on the image's values, on a parameter or on
+    random numbers. A tensor that depends on the image's size is returned as it is in this trace.
 
     Args:
         calls: the calls of a trace.
-        made: reference to the tensor.
+        made: reference to the tensor: the index of the call that makes it.
     """
     if made.call < 0 or made.part:
         return None

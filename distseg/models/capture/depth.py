@@ -27,9 +27,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Depth:
-    """Arithmetic of a convolution along the dim D of maps (N, C, D, *size).
+    """Length and kernel settings of a convolution along the dim D of maps (N, C, D, *size).
 
-    D has a fixed length and is no dim of the image.
+    D has a fixed length and is no dim of the image. A layer computes such a map as (N, C * D,
+    *size).
 
     Attributes:
         before: length of D in the input.
@@ -46,15 +47,22 @@ class Depth:
 
     @property
     def each(self) -> int:
-        """Number of channels of the layer's output for each channel in user code."""
+        """Number of channels in the layer's output for one channel of the user's result.
+
+        It is the length of D in the result, because C channels and D become C * D channels.
+        """
         return self.after
 
     def of_layer(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """Return the arguments of a convolution's class for maps (N, C * D, *size).
+        """Return the arguments of a convolution layer for maps (N, C * D, *size).
 
         Args:
-            args, kwargs: the arguments for maps (N, C, D, *size): the numbers of input and output
-                channels, the kernel size with an entry for D, and settings.
+            args, kwargs: arguments of the layer's class, such as ``nn.Conv2d``: the user's numbers
+                of input and output channels, the kernel size with a first entry for D, and settings
+                without an entry for D.
+
+        Returns:
+            (args, kwargs) with the channels times the lengths of D, and without D in the kernel.
         """
         first, second, kernel, *rest = args
         return (first * self.before, second * self.after, tuple(kernel)[1:], *rest), kwargs
@@ -63,9 +71,13 @@ class Depth:
         """Return the steps that compute the weight or bias of a layer for maps (N, C * D, *size).
 
         Args:
-            steps: the steps that compute the user's weight or bias, which all positions along D
-                share.
+            steps: function calls, of which the last one returns the user's weight (O, I, length,
+                *kernel) or bias (O,). All positions along D share them.
             kernel: True for a weight, False for a bias.
+
+        Returns:
+            ``steps`` and one more, which returns the layer's weight (O * after, I * before,
+                *kernel) or bias (O * after,).
         """
         last = Map(len(steps) - 1)
         return (
@@ -77,9 +89,14 @@ class Depth:
 
 
 def _of_all_places(weight: Tensor, depth: Depth) -> Tensor:
-    """Return the weight (O * after, I * before, *kernel) for a weight (O, I, length, *kernel).
+    """Return the weight (O * after, I * before, *kernel) for the user's weight.
 
     The result holds the user's kernel once for each output position along D, and zeros elsewhere.
+
+    Args:
+        weight: the user's weight (O, I, length, *kernel), where ``length`` is the kernel's length
+            along D.
+        depth: the lengths of D before and after, and the kernel's settings along D.
     """
     made = weight.new_zeros(
         weight.shape[0], depth.after, weight.shape[1], depth.before, *weight.shape[3:]
@@ -117,8 +134,8 @@ def through(
     }
     if any(isinstance(value, str) for value in first.values()):
         raise reader.refusal(
-            "has a word such as 'same' as padding along a dim that images do not have: give a "
-            "number"
+            "has a word such as 'same' as padding, but dim 2 of its input is no dim of the image: "
+            "give the padding as numbers"
         )
     if "kernel_size" in first and (
         first["kernel_size"],
@@ -126,8 +143,8 @@ def through(
         first.get("padding", 0),
     ) != (1, 1, 0):
         raise reader.refusal(
-            f"combines positions of {x!r} along a dim that images do not have; supported: a kernel "
-            f"of length 1 along this dim"
+            f"pools {x!r} along dim 2, which is no dim of the image; supported: kernel_size 1, "
+            f"stride 1 and padding 0 along this dim"
         )
     after = calls[0].shapes[0][2]
     depth = Depth(

@@ -97,12 +97,13 @@ _OF_ONE_IMAGE = {
 class Folding:
     """Description of a batch dim that holds frames or positions besides images.
 
-    For example, the batch dim of (N * T, C, H, W) holds T frames, and that of (N * D, C, H, W) the
-    positions of images (D, H, W) along D.
+    For example, the batch dim of (N * T, C, H, W) holds T frames of each image (H, W): ``times`` is
+    T, ``outer`` is (). The batch dim of (N * D, C, H, W) holds the positions along D of images
+    (D, H, W): ``times`` is 1, ``outer`` is (0,).
 
     Attributes:
         times: the number T of frames, which become T groups of channels in the network.
-        outer: the spatial dims whose positions are in the batch dim.
+        outer: the spatial dims whose positions are in the batch dim, counted from 0.
         dims: number of spatial dims of the image.
     """
 
@@ -134,21 +135,26 @@ class Folding:
         return tuple(d for d in range(self.dims) if d not in self.outer)
 
     def plain(self, shape: Sequence[int], batch: int, size: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape (N, T * C, *size) of a result in the captured network; T is ``times``.
+        """Return the shape (N, T * C, *size) that a call's result has in the captured network.
+
+        T is ``times``.
 
         Args:
             shape: the shape of the result in user code, such as (N * T, C, *size).
-            batch: N.
-            size: the size of the map that the function gets.
+            batch: the number N of images.
+            size: the size of the map that the call gets, with all spatial dims. The result has the
+                same length along the dims ``outer``.
         """
         along = dict(zip(self.inner, shape[2:])) | {d: size[d] for d in self.outer}
         return (batch, self.times * shape[1], *(along[d] for d in range(self.dims)))
 
     def folded(self, x: Value) -> Value:
-        """Return a layer's output ``x`` with the axes that it has in user code, (N * T, C, *size).
+        """Return the value ``x`` with its axes replaced by those in user code, (N * T, C, *size).
+
+        This is the reverse of :meth:`plain`. No layer is added. T is ``times``.
 
         Args:
-            x: a map (N, T * C, *size) or a vector (N, T * C, ...), where T is ``times``.
+            x: a layer's output: a map (N, T * C, *size) or a vector (N, T * C, ...).
 
         Raises:
             ValueError: ``x`` has another form.
@@ -172,13 +178,15 @@ class Folding:
         )
 
     def spread(self, setting: Any, alone: Any) -> Any:
-        """Return a kernel setting, such as a stride, with an entry for each spatial dim of the map.
+        """Return a kernel setting, such as a stride, with an entry for each dim of the image.
 
-        If no spatial dim is in the batch dim, the setting is returned unchanged. So is None or a
+        For example, a stride of 2 for (N * D, C, H, W) becomes (1, 2, 2) for (N, C, D, H, W).
+        Return the setting unchanged if no spatial dim is in the batch dim, or if it is None or a
         string.
 
         Args:
-            setting: a number or a tuple, as in user code.
+            setting: a number or a tuple, as in user code. It has no entry for dims in the batch
+                dim.
             alone: the entry for a spatial dim in the batch dim. Along this dim the layer must not
                 combine positions, so it is 1 for a kernel size and 0 for a padding.
         """
@@ -189,11 +197,16 @@ class Folding:
         return tuple(along.get(d, alone) for d in range(self.dims))
 
     def of_layer(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """Return the arguments of the network's convolution over the channels of all T frames.
+        """Return the arguments of the convolution layer that computes all T frames at once.
 
         Args:
-            args, kwargs: arguments of the convolution's class for one frame: the numbers of input
-                and output channels, the kernel size, and settings, among them ``groups``.
+            args, kwargs: arguments of the layer's class, such as ``nn.Conv2d``, for one frame: the
+                numbers of input and output channels, the kernel size, and settings, among them
+                ``groups``.
+
+        Returns:
+            (args, kwargs) with T times the channels and groups. The kernel has length 1 along the
+                spatial dims in the batch dim.
         """
         first, second, kernel, *rest = args
         return (
@@ -207,8 +220,11 @@ class Folding:
         """Return the steps that compute a convolution's weight or bias for all T frames.
 
         Args:
-            steps: the steps that compute the weight or bias for one frame.
+            steps: function calls, of which the last one returns the weight or bias for one frame.
             kernel: True for a weight, which has spatial dims; False for a bias.
+
+        Returns:
+            ``steps`` and one more, which repeats the weight or bias T times along dim 0.
         """
         return (
             *steps,
@@ -217,9 +233,13 @@ class Folding:
 
 
 def _for_all(weight: Tensor, times: int, outer: Sequence[int]) -> Tensor:
-    """Return a weight (O, ...) or bias (O,) repeated along dim 0 for ``times`` groups of channels.
+    """Return a convolution's weight (O, ...) or bias (O,) repeated ``times`` times along dim 0.
 
-    A weight also gets a dim of length 1 for each spatial dim in ``outer``.
+    Args:
+        weight: the weight or bias.
+        times: the number of groups of channels that the layer has.
+        outer: the spatial dims, counted from 0, along which a weight gets a dim of length 1; empty
+            for a bias.
     """
     for d in outer:
         weight = weight.unsqueeze(2 + d)
@@ -251,7 +271,12 @@ _WITHOUT_PLACES = {
 
 
 def knows(name: str, folding: Folding) -> bool:
-    """Return True if the function ``name`` is supported on a map with this folding."""
+    """Return True if :func:`unfolded` supports the function ``name`` on a map with this folding.
+
+    Args:
+        name: name of a PyTorch function, such as ``conv2d``.
+        folding: what the map's batch dim holds.
+    """
     return name in _KERNELS or name in _WITHOUT_PLACES and not folding.outer
 
 
@@ -396,9 +421,10 @@ def _group(reader: Reader, x: Value, number: int) -> Value:
 
 
 class _Group:
-    """Callable that takes every ``step``-th image of a batch, beginning with image ``first``.
+    """Callable that returns batch number ``first`` of ``step`` joined batches, ``x[first::step]``.
 
-    It is a class so that layers with it can be copied and pickled.
+    In dim 0 of the layer's input ``x``, the images 0 of all batches come first, then the images 1,
+    and so on. It is a class so that layers with it can be copied and pickled.
     """
 
     __name__ = "batch"

@@ -28,7 +28,8 @@ def followed(
 
     Args:
         sizes: the size to explain, in each trace.
-        first: the map to return if several maps have equally simple rules.
+        first: the map to return if several maps have equally simple rules, or if ``sizes`` is the
+            same in all traces. A map that has exactly these sizes comes before it.
         maps: all maps, in the order in which the network makes them. The first is the image.
     """
     if len(set(sizes)) == 1:
@@ -45,9 +46,12 @@ def followed(
 
 
 def _effort(found: tuple[Sized, list[Follow]]) -> int:
-    """Return a number that grows with the complexity of the rules in a pair (map, rules).
+    """Return a number that is larger for more complicated rules.
 
-    Simple rules are preferred, because complicated rules may fit by chance.
+    :func:`followed` takes the simplest rules, because complicated rules may fit by chance.
+
+    Args:
+        found: a map, and a rule for each spatial dim.
     """
     return sum(
         rule.times + (rule.over if rule.unit == 1 else 2) + (rule.times and rule.plus != 0)
@@ -59,7 +63,7 @@ def _fraction(before: Sequence[int], after: Sequence[int]) -> Follow | None:
     """Return the simplest rule by which ``after`` follows ``before``; None if there is none.
 
     Args:
-        before, after: two sizes along one dim, each with one number for each trace.
+        before, after: the sizes of two maps along one dim, in each trace.
     """
     if len(set(after)) == 1:
         return Follow(0, after[0])
@@ -76,8 +80,10 @@ def _fraction(before: Sequence[int], after: Sequence[int]) -> Follow | None:
 def _multiple(before: Sequence[int], after: Sequence[int]) -> Follow | None:
     """Return the rule by which ``after`` is ``before`` rounded to a multiple of some number.
 
-    Return None if no rule fits, or if both sizes differ by the same number in all traces. The
-    arguments are those of :func:`_fraction`.
+    Return None if no rule fits, or if both sizes differ by the same number in all traces.
+
+    Args:
+        before, after: the sizes of two maps along one dim, in each trace.
     """
     if len({m - n for n, m in zip(before, after)}) == 1:
         return None

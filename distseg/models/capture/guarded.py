@@ -30,12 +30,15 @@ def guarded(
 ) -> nn.Module:
     """Replace the forward of a module's dropouts and norms, in place; return the module.
 
-    Dropouts return their input; norms restore their running statistics after the call.
+    Dropouts return their input. Norms restore their running statistics after the call. Layers for
+    stochastic depth (:class:`distseg.models.layers.DropImage`) keep every image.
 
     Args:
-        images: number of images in a pass; 0 means any number.
+        images: number of images in a pass. A dropout refuses an input with another length of dim 0;
+            0 accepts any length.
         moves: names of the norms that update their running statistics nevertheless.
-        apart: True to make batch norms return their input, so that they do not join images.
+        apart: True to make batch norms return their input, so that images do not influence each
+            other.
     """
     for name, layer in model.named_modules():
         if isinstance(layer, DropImage):
@@ -55,7 +58,10 @@ def guarded(
 
 
 def moving_norms(model: nn.Module) -> Iterator[str]:
-    """Yield the names of the norms in training mode whose forward :func:`guarded` replaced."""
+    """Yield the names of the norms in training mode whose forward :func:`guarded` replaced.
+
+    Each of them would update its running statistics in a pass.
+    """
     return (
         name
         for name, layer in model.named_modules()

@@ -36,14 +36,18 @@ def convolved(
 ) -> Value:
     """Return the convolution of each image with its own weight, (1, N * C', *size).
 
-    The arguments are those of the user's ``F.conv2d`` (or 1d, 3d). ``parts`` is the number of
-    groups into which the channels of one image are divided.
+    The arguments are those of the user's ``F.conv2d`` (or 1d, 3d). User code holds the N images of
+    the batch side by side in the channels. In the shapes, G is the number of groups into which the
+    C channels of one image are divided; C' is the number of channels of its result.
 
     Args:
         x: (1, N * C, *size).
-        weight: (N * C', C / parts, *kernel).
+        weight: (N * C', C / G, *kernel), computed from the image.
         bias: (N * C',) or None.
-        groups: N * parts.
+        groups: N * G.
+
+    Raises:
+        CanNotCapture: the arguments have other shapes, or the bias is a parameter.
     """
     folded = (
         isinstance(weight, Value)
@@ -96,17 +100,19 @@ def _padding(
         both = [d * (k - 1) for k, d in zip(kernel, dilation)]
         if any(n % 2 for n in both):
             raise reader.refusal(
-                "pads one side more than the other, with a weight that is computed from the image: "
-                "call F.pad before the convolution"
+                "has padding='same', which pads one side more than the other for this kernel size, "
+                "and a weight that is computed from the image: call F.pad before, and set padding=0"
             )
         return tuple(n // 2 for n in both)
     return reader.each(reader.fixed(padding, "padding"))
 
 
 class _Weighted:
-    """Callable that multiplies the windows of each image with the image's weights.
+    """Callable ``(windows, weight, bias)`` that convolves each image with its own weight.
 
-    The windows are (N, C * cells of the kernel, *size). The result is (1, N * C', *size).
+    The windows (N, C * K, *size) hold, at each output position, the K cells of the image below the
+    kernel. The weight is (N * C', C / groups, *kernel), the bias (N * C',) or None, the result
+    (1, N * C', *size).
 
     Args:
         groups: the number of groups into which the channels of one image are divided.

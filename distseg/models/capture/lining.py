@@ -23,7 +23,13 @@ if TYPE_CHECKING:
 
 
 def places_along_dims(x: Value, over: Sequence[int]) -> tuple[int, ...]:
-    """Return the spatial dims of the image that the dims ``over`` of the user's tensor hold."""
+    """Return the spatial dims of the image whose positions some dims of the user's tensor hold.
+
+    The first spatial dim is 0. For example, dims 2 and 3 of a tensor (N, C, H, W) give (0, 1).
+
+    Args:
+        over: the dims of the user's tensor.
+    """
     return tuple(sorted(d for o in over for d in x.axes[o].places))
 
 
@@ -38,19 +44,21 @@ def takes_lines(x: Value, over: Sequence[int]) -> bool:
 def of_lines(
     reader: Reader, x: Value, over: Sequence[int], make: Callable[[], Mean], what: str = ""
 ) -> Value:
-    """Return a statistic of each channel of ``x`` over some spatial dims, which is a line.
+    """Add a layer for a statistic over some spatial dims; return its output, which is a line.
 
-    In user code, the dims over which the statistic is taken are kept with length 1.
+    The statistic is taken for each channel. In the result, the dims over which it is taken have
+    length 1, as with keepdim=True.
 
     Args:
         over: dims of the user's tensor over which the statistic is taken.
-        make: function that makes the layer for a statistic over all spatial dims.
-        what: suffix of the layer's name.
+        make: class of the statistic, such as ``Mean``, or another function without arguments that
+            returns such a layer.
+        what: suffix of the new layer's name.
     """
     if any((axis.batch or axis.cell != 1) and axis.places for axis in x.axes):
         raise reader.refusal(
             f"combines rows or columns of {x!r}, in which rows or columns share a dim with images "
-            f"or channels: give them separate dims before"
+            f"or channels: reshape the tensor before, so that rows and columns have their own dims"
         )
     gone = places_along_dims(x, over)
     kept = [d for d in range(x.dims) if d not in gone]
@@ -114,13 +122,14 @@ def lines_spread(reader: Reader, args: tuple, kwargs: dict) -> tuple[tuple, dict
 
 
 def _across(values: Sequence[Value]) -> Axes | None:
-    """Return the axes of the map that several lines span together.
+    """Return the axes of the map to which several lines are broadcast together.
 
-    A line is a vector whose length follows the size of the image. Row means and column means, for
-    example, span a map of rows and columns. Return None if the lines do not cover all spatial dims.
+    A line is a vector whose length follows the size of the image. For example, row means
+    (N, C, H, 1) and column means (N, C, 1, W) are broadcast to a map (N, C, H, W). Return None if a
+    spatial dim of the image has no line.
 
     Args:
-        values: the lines, and vectors that are combined with them.
+        values: the operands of a pointwise call: lines, and possibly other vectors.
     """
     rank, found = max(x.rank for x in values), []
     for back in range(rank, 0, -1):
@@ -134,16 +143,20 @@ def _across(values: Sequence[Value]) -> Axes | None:
 
 
 def line_at(reader: Reader, x: Value, like: Value, target: Axes) -> Value:
-    """Return the line ``x`` repeated over all positions of a map.
+    """Add a layer that repeats the line ``x`` over all positions of ``like``; return its output.
 
     Args:
-        like: a map whose size determines the length of the line.
-        target: the axes of the map to which the line is repeated, in user code.
+        like: a map of the size to which the line is repeated. Its numbers are not used.
+        target: the axes, in user code, of the tensor with which the line is combined. The result
+            has the same dims of positions.
+
+    Raises:
+        CanNotCapture: ``x`` belongs to a map of another size, or its dims do not match ``target``.
     """
     if x.sizes != like.sizes:
         raise reader.refusal(
-            f"combines {like!r} with {x!r}, which belongs to a map of another size: compute it "
-            f"from a map of the same size"
+            f"combines {like!r} with {x!r}, but this vector was computed from a map of another "
+            f"size: compute it from a map of the same size"
         )
     axes = (*(Axis(),) * (len(target) - x.rank), *x.axes)
     if len(axes) > len(target) or not all(
@@ -164,11 +177,14 @@ def line_at(reader: Reader, x: Value, like: Value, target: Axes) -> Value:
 
 
 def _fits(axis: Axis, beside: Axis) -> bool:
-    """Return True if a dim of a line can be broadcast to a dim of a map.
+    """Return True if a dim of a line can be broadcast to the same dim of a map.
+
+    Along positions of the map, the line's dim must have length 1, or be as long as the image along
+    the one spatial dim that the map's dim holds. Other dims must not follow the image's size.
 
     Args:
-        axis: the axis of the line's dim.
-        beside: the axis of the map's dim.
+        axis: the meaning of the line's dim.
+        beside: the meaning of the map's dim.
     """
     if not beside.places:
         return not axis.whole
@@ -211,11 +227,16 @@ def rows_pooled(reader: Reader, x: Value) -> tuple[int, ...]:
 def rows_taken(
     reader: Reader, x: Value, kernel: Any, stride: Any, padding: Any, dilation: Any = 1
 ) -> tuple[int, ...]:
-    """Return the dims that a pooling with this kernel reduces to length 1.
+    """Return the dims of ``x`` that a pooling with this kernel reduces to length 1.
 
-    The kernel must be as long as the map ``x`` along these dims, and of length 1 along the other
-    spatial dims. Return an empty tuple for any other pooling. The result is that of
-    :func:`rows_pooled`.
+    The kernel must be as long as the map along these dims, and of length 1 along the other spatial
+    dims. Return an empty tuple for any other pooling. The dims are those of the user's tensor
+    (N, C, *size), so the first spatial dim is 2.
+
+    Args:
+        x: the map that is pooled.
+        kernel, padding, dilation: arguments of the pooling, numbers or tuples.
+        stride: not used.
     """
     over = rows_pooled(reader, x)
     for n, size in enumerate(x.sizes):
@@ -252,7 +273,12 @@ def number_by_size(each: Sequence[Any], sizes: Sequence[Sequence[int]]) -> Any:
 
 
 def of_trace(tree: Any, number: int) -> Any:
-    """Return the value that a setting, or a tuple of settings, has in trace ``number``."""
+    """Return a setting as it is in one trace: its entry for this trace replaces each ``Sizes``.
+
+    Args:
+        tree: a setting or nested tuples of settings, such as a kernel size or an index.
+        number: the index of the trace.
+    """
     if isinstance(tree, tuple):
         return tuple(of_trace(x, number) for x in tree)
     return tree.each[number] if isinstance(tree, Sizes) else tree

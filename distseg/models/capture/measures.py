@@ -32,8 +32,9 @@ _LARGEST = 64
 class Rule:
     """Formula by which a number follows the size of a map.
 
-    The number is (factor * base ** inner + plus) ** power. If ``log`` is True, it is the logarithm
-    of that. The base is the product of the map's sizes along ``dims``.
+    The number is y = (factor * base ** inner + plus) ** power, or log(y) if ``log`` is True. The
+    base is the product of the map's sizes along the spatial dims ``dims``. For example, 1 / (h * w)
+    is ``Rule(dims=(0, 1), factor=1.0, power=-1.0)``.
     """
 
     dims: tuple[int, ...]
@@ -77,7 +78,7 @@ def _fitted(
     Args:
         numbers: the number in each trace.
         sizes: the size of the map in each trace.
-        like: a rule with all fields but ``factor`` and ``plus``.
+        like: a rule that has all fields of the result but ``factor`` and ``plus``.
         plain: True to fit the factor only; False to fit ``plus`` too.
     """
     bases = [math.prod(size[d] for d in like.dims) ** like.inner for size in sizes]
@@ -121,12 +122,13 @@ def _near(a: float, b: float) -> bool:
 
 
 def measured(reader: Reader, args: tuple) -> tuple:
-    """Return a pointwise call's arguments, in which vectors replace numbers that follow a size.
+    """Return a pointwise call's arguments, with vectors in place of numbers that follow a size.
 
-    The vectors are the outputs of layers, which compute the number from the size of a map.
+    For example, h * w in ``x / (h * w)`` differs between traces. A layer is added that computes it
+    from the size of a map; its output is the vector. A number that follows no rule stays.
 
     Args:
-        args: the arguments of the call.
+        args: the arguments of the call, such as (x, number).
     """
     each = [_numbers(reader, x) for x in args]
     if not any(each):
@@ -172,7 +174,7 @@ def _vector(reader: Reader, numbers: Sizes, like: Value) -> Value | None:
     if like.axes[batch].mixed:
         raise reader.refusal(
             f"combines {like!r}, in which images and channels share a dim, with the number "
-            f"{numbers}: give images and channels separate dims before"
+            f"{numbers}: reshape the tensor before, so that images and channels have their own dims"
         )
     maps = [v for v in reversed(reader.values.values()) if not v.vector]
     for sizes in dict.fromkeys(

@@ -791,7 +791,7 @@ REFUSED = {
     ),
     "a choice by type": (
         lambda m, x: x * 2 if x.dtype == torch.float32 else x + 1,
-        "the calls of a network must not depend on the dtype of a tensor",
+        "call the same functions whatever dtype a tensor has",
     ),
     "a norm by type": (
         lambda m, x: F.layer_norm(x.movedim(1, -1), (6,), eps=torch.finfo(x.dtype).eps).movedim(

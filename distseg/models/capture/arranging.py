@@ -181,13 +181,15 @@ def over_channels(
     dim: Any,
     why: str = "runs over positions of the image; supported: over channels",
 ) -> Value:
-    """Return the result of the current call, which works along ``dim`` of ``x``.
-
-    Dims that are not channels are refused.
+    """Return the result of the current call, such as ``cumsum``, which works along a dim of ``x``.
 
     Args:
         args: all arguments of the call.
-        why: text of the error for a dim that is not channels.
+        dim: an integer or a tuple of them; None means all dims.
+        why: text of the error for a dim of positions.
+
+    Raises:
+        CanNotCapture: ``dim`` includes images or positions.
     """
     if not reader.of_channels(dim, reader.value(x)):
         raise reader.refusal(why)

@@ -77,7 +77,8 @@ def assigned(reader: Reader, x: Value, index: tuple, value: Any) -> Value:
             channels[dim] = reader.fixed(entry, "index")
             if not isinstance(entry, slice):
                 raise reader.refusal(
-                    "assigns to channels by an index that is not a slice; supported: slices"
+                    "assigns to channels by an index that is not a slice, and to a part of the "
+                    "image; supported: slices, such as x[:, 3:4, ::2] instead of x[:, 3, ::2]"
                 )
     part = x if all(i == slice(None) for i in channels) else _part(reader, x, tuple(channels))
     mask_axes = tuple(axis if axis.places or axis.batch else Axis() for axis in x.axes)

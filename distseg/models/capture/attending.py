@@ -210,7 +210,9 @@ def multi_head(
             "is called without a batch dim; supported: queries of shape (N, queries, channels)"
         )
     if attn_mask is not None and len(reader.shape_of(attn_mask)) != 2:
-        raise reader.refusal("has a mask for each image or each head; supported: one mask for all")
+        raise reader.refusal(
+            "has a mask for each image or each head; supported: one mask (queries, keys) for all"
+        )
     separate = (q_proj_weight, k_proj_weight, v_proj_weight)
     heads = []
     for number, x in enumerate((query, key, value)):

@@ -172,7 +172,9 @@ def _evaluated(model: nn.Module, copied: nn.Module, image: Tensor) -> Any:
 def _result(image: Tensor, module: nn.Module) -> Any:
     """Return the result of ``module`` for ``image`` in float64, without dropout in training mode.
 
-    The errors are those of :func:`distseg.models.capture.checks.run_pass`.
+    Raises:
+        Hidden: the pass still draws random numbers, or reads the machine's state, such as clocks
+            and files.
     """
     with _Wide(module.training):
         return run_pass(image, module)

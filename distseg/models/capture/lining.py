@@ -252,7 +252,8 @@ def rows_taken(
 def number_by_size(each: Sequence[Any], sizes: Sequence[Sequence[int]]) -> Any:
     """Return an integer or a slice as an expression of the map's size, such as height - 1.
 
-    Return None if no :data:`distseg.models.axes.Extent` gives its value in all traces.
+    The result is an :class:`distseg.models.lines.Along`, or a slice whose ends may be such objects.
+    Return None if no :data:`distseg.models.axes.Extent` gives the number in all traces.
 
     Args:
         each: the integer or slice in each trace.

@@ -24,9 +24,11 @@ Sides = tuple[tuple[int, int], ...]
 def dim_of_place(reader: Reader, x: Value, dim: int, what: str) -> int | None:
     """Return the spatial dim that a dim of the user's tensor holds; None for a dim of channels.
 
+    For example, dim 1 of a tensor (N, H, W, C) holds spatial dim 0.
+
     Args:
         x: the tensor.
-        dim: the dim of the tensor.
+        dim: the dim of the tensor, counted from 0.
         what: verb phrase for what the call does, such as "pads", for the error message.
 
     Raises:
@@ -49,10 +51,14 @@ def dim_of_place(reader: Reader, x: Value, dim: int, what: str) -> int | None:
 
 
 def cut(reader: Reader, x: Value, wanted: dict[int, Sequence[slice]]) -> Value:
-    """Return the part of the map ``x`` that slices select.
+    """Return the part of the map ``x`` that slices select; add the layers that take it.
 
     Args:
         wanted: for each spatial dim that is sliced, the slice in each trace.
+
+    Raises:
+        CanNotCapture: a slice is empty, has the same length in all traces, or has a step and a
+            start that follows the image's size.
     """
     each = {
         d: [range(size[d])[part] for part, size in zip(parts, x.sizes)]
@@ -129,7 +135,7 @@ def _fixed(
 def fitted(
     reader: Reader, x: Value, sides: Sequence[Sides], mode: str = "constant", value: float = 0.0
 ) -> Value:
-    """Return the map ``x``, padded or cropped.
+    """Add the layer that pads or crops the map ``x``, and return its output.
 
     Args:
         sides: for each trace and spatial dim, the numbers of cells to add at the start and at the
@@ -170,12 +176,14 @@ def fitted(
 
 
 def _front(reader: Reader, pairs: Sequence[tuple[int, int]]) -> str | int:
-    """Return the rule for how many of the added or removed cells are at the start of a dim.
+    """Return the rule by which the cells that one dim gains are divided between start and end.
 
-    The result is a word of :data:`distseg.tiling.resize.SIDES`, or a fixed number of cells.
+    The result is the ``side`` of :func:`distseg.tiling.resize.in_front`: a word such as "half", or
+    a fixed number of cells at the start.
 
     Args:
-        pairs: for each trace, the numbers of cells added at the start and at the end.
+        pairs: for each trace, the numbers of cells added at the start and at the end; negative
+            numbers remove cells.
     """
     for side in ("half", "larger half", pairs[0][0], "all"):
         if all(in_front(side, a + b) == a for a, b in pairs):
@@ -192,14 +200,13 @@ def padded(reader: Reader, x: Value, pad: tuple, mode: str, value: float) -> Val
     """Return the result of ``F.pad`` for a map with its dims in any order.
 
     Args:
-        pad: as in ``F.pad``: two numbers for each dim, beginning with the last dim.
-        mode: padding mode.
-        value: the number for constant padding.
+        pad, mode, value: as in ``F.pad``. Numbers in ``pad`` may follow the image's size.
     """
     each = [of_trace(pad, n) for n in range(len(x.sizes))]
     if any(len(pads) % 2 or len(pads) > 2 * x.rank for pads in each):
         raise reader.refusal(
-            f"has a padding {pad}, which does not fit {x!r}: give two numbers a dim"
+            f"has a padding {pad}, which does not fit {x!r}: give two numbers for each dim that is "
+            f"padded"
         )
     dims = [x.rank - 1 - k for k in range(len(pad) // 2)]
     pairs = {dim: [(pads[2 * k], pads[2 * k + 1]) for pads in each] for k, dim in enumerate(dims)}
@@ -229,7 +236,8 @@ def padded(reader: Reader, x: Value, pad: tuple, mode: str, value: float) -> Val
 def places_taken(reader: Reader, x: Value, index: tuple) -> tuple[Value, tuple]:
     """Apply those slices of the index of ``x[index]`` that belong to spatial dims.
 
-    Return the sliced map, and the index in which full slices replace the slices that were applied.
+    Return (sliced map, rest of the index). In the rest, ``:`` replaces each slice that was applied.
+    For example, the rest of ``x[:, 0, 2:]`` is (:, 0, :).
     """
     rest, wanted, dim = list(index), {}, 0
     for at, entry in enumerate(index):
@@ -258,7 +266,10 @@ def _place(reader: Reader, x: Value, dim: int) -> int:
 
 
 def differences(reader: Reader, x: Value, n: Any, dim: Any) -> Value:
-    """Return the result of ``torch.diff`` along a spatial dim, applied ``n`` times."""
+    """Return the result of ``torch.diff(x, n, dim)`` along a spatial dim.
+
+    Add two slices and a subtraction for each of the ``n`` times.
+    """
     (dim,) = reader.dims_of(dim, x)
     place = _place(reader, x, dim)
     for _ in range(n):

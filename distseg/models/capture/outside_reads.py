@@ -62,8 +62,13 @@ ASKS = (
 def asked(note: Callable[[str, str], None]) -> Iterator[None]:
     """Call ``note(name, line)`` when user code in the context reads the machine's state.
 
-    ``name`` is the called function, such as ``time.time``, and ``line`` the line of user code. In
-    the current thread, only calls inside :func:`distseg.models.passes.run` are watched.
+    The machine's state is the clock, the environment, files, the process and the ids of objects.
+    In the current thread, only calls inside :func:`distseg.models.passes.run` are watched; in
+    threads that are started in the context, all calls are watched.
+
+    Args:
+        note: function of the name of the called function, such as ``time.time``, and of the file
+            and line of user code.
     """
     thread = threading.get_ident()
 
@@ -102,14 +107,16 @@ def asked(note: Callable[[str, str], None]) -> Iterator[None]:
 
 
 def _line_that_asks(frame: FrameType | None, direct: bool, runs: bool) -> str | None:
-    """Return the line of user code that makes a call, directly or through a library.
+    """Return the file and line of user code that makes a call, directly or through a library.
 
-    Return None if PyTorch or distseg makes the call, or if a library makes it for its own purposes.
+    Return None if the call does not count: PyTorch or distseg makes it, or a library makes it for
+    messages or tables of its own.
 
     Args:
         frame: the frame that makes the call.
         direct: True if only direct calls by user code count.
-        runs: True if the call is made in the thread that runs the pass.
+        runs: True if the call is made in the thread that runs the pass. Then only calls inside the
+            pass count.
     """
     caller = None
     while frame is not None and frame.f_code is not run.__code__:

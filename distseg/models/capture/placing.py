@@ -55,11 +55,13 @@ _JOINING = {"cat", "concat", "concatenate", "stack"}
 def plan_of(reader: Reader, x: Made, sizes: Sequence[tuple[int, ...]]) -> Plan | None:
     """Return the plan that computes a tensor from the image's size and parameters.
 
-    Return None if the tensor depends on the image's values, or does not depend on the image's size.
+    Return None if the tensor depends on the image's values or on random numbers, or does not depend
+    on the image's size.
 
     Args:
         x: reference to the tensor.
-        sizes: in each trace, the size of the map whose positions the tensor has.
+        sizes: in each trace, the size of the map whose positions the tensor has; empty if only the
+            existence of a plan matters.
     """
     numbers: set[int] = set()
     if not _collect(reader, x, numbers) or not any(_follows(reader, n) for n in numbers):
@@ -74,9 +76,9 @@ def plan_of(reader: Reader, x: Made, sizes: Sequence[tuple[int, ...]]) -> Plan |
 
 
 def _collect(reader: Reader, x: Made, numbers: set[int]) -> bool:
-    """Add the numbers of the calls on which the tensor ``x`` depends to ``numbers``; return True.
+    """Add to ``numbers`` the indices of the calls on which the tensor ``x`` depends.
 
-    Return False if the tensor depends on the image's values or on random numbers.
+    Return True, or False if the tensor depends on the image's values or on random numbers.
     """
     if x.call in numbers:
         return True
@@ -90,7 +92,7 @@ def _collect(reader: Reader, x: Made, numbers: set[int]) -> bool:
 
 
 def _follows(reader: Reader, number: int) -> bool:
-    """Return True if the arguments or output shapes of a call differ between traces."""
+    """Return True if the arguments or output shapes of call ``number`` differ between traces."""
     first, *others = (trace.calls[number] for trace in reader.traces)
     return any(
         (call.args, call.kwargs, call.shapes) != (first.args, first.kwargs, first.shapes)
@@ -99,7 +101,10 @@ def _follows(reader: Reader, number: int) -> bool:
 
 
 def _looked_at(call: Called) -> list[Made]:
-    """Return the tensors among a call's arguments whose values it uses, not just type and size."""
+    """Return those tensors among a call's arguments whose values the call uses.
+
+    ``zeros_like(x)``, for example, uses only the size and type of ``x``.
+    """
     given = found_in((call.args, call.kwargs), Made)
     if call.name in MOVES:
         return found_in(call.args[:1], Made)
@@ -153,7 +158,7 @@ def _is_cellwise(reader: Reader, number: int, labels: dict[Made, Labels]) -> boo
     """Return True if a part of a call's result depends only on the same part of its arguments.
 
     Args:
-        number: the number of the call.
+        number: index of the call in the traces.
         labels: for each tensor, the spatial dims that its dims hold.
     """
     call, mine = reader.traces[0].calls[number], labels[Made(number)]
@@ -174,9 +179,10 @@ def _is_cellwise(reader: Reader, number: int, labels: dict[Made, Labels]) -> boo
 
 
 def with_positions(reader: Reader, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """Add layers for the arguments of a pointwise call that depend on the image's size alone.
+    """Return (args, kwargs) of a pointwise call, with values for what follows the image's size.
 
-    Return the arguments, in which the outputs of these layers replace such arguments.
+    For each argument that depends on the image's size alone, such as a map of coordinates, add a
+    layer that computes it. The layer's output replaces the argument.
     """
     maps = found_in((args, kwargs), Value)
     if not maps or reader.source is None:
@@ -197,9 +203,10 @@ def with_positions(reader: Reader, args: tuple, kwargs: dict) -> tuple[tuple, di
 
 
 def joined_positions(reader: Reader, tensors: tuple) -> tuple:
-    """Add layers for the tensors of a concatenation that depend on the image's size alone.
+    """Return the tensors of a concatenation, with values for those that follow the image's size.
 
-    Return all tensors, in which the outputs of these layers replace such tensors.
+    For each tensor that depends on the image's size alone, such as a map of coordinates, add a
+    layer that computes it. The layer's output replaces the tensor.
     """
     maps = [x for x in tensors if isinstance(x, Value)]
     if not maps or reader.source is None:
@@ -213,6 +220,7 @@ def _placed(reader: Reader, x: Any, beside: Value, way: tuple) -> Any:
     Return any other argument unchanged.
 
     Args:
+        x: the argument.
         beside: the map or vector with which the call combines the argument.
         way: the position of the argument in the current call: ("args", index) or ("kwargs", name).
             If it is empty, a number is returned unchanged.
@@ -242,16 +250,21 @@ def _placed(reader: Reader, x: Any, beside: Value, way: tuple) -> Any:
 def _likes(reader: Reader, beside: Value) -> list[Value]:
     """Return candidates for the map whose positions a tensor has: one map of each size.
 
-    The tensor is an argument of a call beside ``beside``. For the size of ``beside``, the candidate
-    is ``beside`` itself, unless it is a vector. A size comes before another if its first map is
-    later in the network.
+    The candidate for the size of ``beside`` is ``beside`` itself, unless it is a vector. The
+    candidate for another size is the last map of that size so far. The sizes are tried in the order
+    of the list: a size whose first map is later in the network comes first.
+
+    Args:
+        beside: the map or vector with which a call combines the tensor.
     """
     maps = [x for x in (beside, *reversed(reader.values.values())) if not x.vector]
     return list({x.sizes: x for x in reversed(maps)}.values())[::-1]
 
 
 def _aligned(reader: Reader, labels: Labels, x: Made, beside: Value) -> tuple[Axis, ...] | None:
-    """Return the axes of a tensor, one for each dim of ``beside``; None if their dims do not match.
+    """Return the meaning of each dim of a tensor that is broadcast with ``beside``.
+
+    The result has an :class:`Axis` for each dim of ``beside``. Return None if the two do not match.
 
     Args:
         labels: for each dim of the tensor, the spatial dim that it holds.
@@ -297,7 +310,7 @@ def _aligned(reader: Reader, labels: Labels, x: Made, beside: Value) -> tuple[Ax
 
 
 def _check_batch(reader: Reader, plan: Plan) -> None:
-    """Refuse a plan whose values depend on the number of images in the batch."""
+    """Raise an error if the values of a plan depend on the number of images in the batch."""
     for trace, size in zip(reader.traces, reader.sizes):
         alone = reader.source(size)
         if alone.batch == trace.batch or len(alone.calls) != len(trace.calls):
@@ -326,7 +339,7 @@ def emitted(reader: Reader, plan: Plan, like: Value, axes: tuple[Axis, ...]) -> 
 
     Args:
         like: map at whose positions the plan is computed.
-        axes: axes of the output.
+        axes: the meaning of each dim of the output.
     """
     key = plan.wanted, like.sizes, axes
     if key not in reader.positions:
@@ -350,9 +363,9 @@ def emitted(reader: Reader, plan: Plan, like: Value, axes: tuple[Axis, ...]) -> 
 
 
 class _Calls:
-    """Callable that returns the calls of a forward pass for an image size.
+    """Callable that returns the recorded calls of a forward pass for an image size.
 
-    A deep copy of the callable is the callable itself.
+    It is not copied: a deep copy of a layer holds the same callable.
     """
 
     def __init__(self, source):

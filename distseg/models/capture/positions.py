@@ -30,10 +30,10 @@ Labels = tuple[int | None, ...]
 
 
 class Number(NamedTuple):
-    """Position of a number among the arguments of a call.
+    """Reference to a number among the arguments of a call, such as ``h`` in ``x / h``.
 
     Attributes:
-        call: number of the call.
+        call: index of the call in the trace.
         way: the position among the arguments: ("args", index) or ("kwargs", name).
     """
 
@@ -47,11 +47,12 @@ class Number(NamedTuple):
 
 
 class Marked(NamedTuple):
-    """Positions of the image that the index of an assignment selects.
+    """Reference to the positions of the image that the index of an assignment selects.
 
     Attributes:
-        call: number of the assignment.
-        entries: pairs (spatial dim, position of its entry in the index).
+        call: index of the assignment in the trace.
+        entries: pairs (spatial dim, place of the dim's entry in the index). For
+            ``x[:, :, 1:3] = 0``, the only pair is (0, 2).
     """
 
     call: int
@@ -59,6 +60,8 @@ class Marked(NamedTuple):
 
     def mask(self, calls: Sequence[Called], d: int, n: int) -> Tensor:
         """Return a mask (n,) of the positions that the index selects along spatial dim ``d``.
+
+        It is True everywhere if the index has no entry for this dim.
 
         Args:
             calls: the calls of the forward pass.
@@ -76,12 +79,14 @@ class Marked(NamedTuple):
 class Plan:
     """Recipe for a tensor that is computed from the image's size and parameters.
 
+    Calls are given by their indices in the trace.
+
     Attributes:
-        wanted: the tensor, number or mask to compute.
-        calls: numbers of the calls that it depends on, in order.
+        wanted: reference to the tensor, number or mask to compute.
+        calls: the calls that it depends on, in order.
         labels: for each result of these calls, the spatial dims that its dims hold
             (:data:`Labels`).
-        cellwise: numbers of the calls that can be computed on a part of their arguments.
+        cellwise: the calls of which a tile needs only its part of the arguments.
     """
 
     wanted: Made | Number | Marked
@@ -99,7 +104,9 @@ class Positions(LooksAtSize):
 
     Args:
         source: function that returns the calls of the user's forward pass for an image size.
-        axes: axes of the result. The user's tensor has length 1 along dims in which it is constant.
+        plan: which of these calls the layer computes, and what it returns.
+        axes: the meaning of each dim of the result (:class:`distseg.models.axes.Axis`). The user's
+            tensor has length 1 along dims in which it is constant.
         names: by name of a parameter or buffer in this layer, its name in the user's module.
         tensors: parameters and buffers, by their names in this layer.
     """
@@ -125,12 +132,13 @@ class Positions(LooksAtSize):
     def part(
         self, x: Tensor, image: Sequence[int], size: Sequence[int], places: Sequence[range]
     ) -> Tensor:
-        """Return the values at a part of a map, with the number of images of ``x``.
+        """Return the part of the layer's result at some positions.
 
-        They have the dtype of ``x``, or float32 or wider if they are integers or under autocast.
+        The result has the dtype of ``x``. It has at least the precision of float32 if its values
+        are integers, or under autocast.
 
         Args:
-            x: a tensor (N, ...).
+            x: a tensor (N, ...). It gives the number of images, the dtype and the device.
             image: size of the whole image.
             size: size of the whole map.
             places: for each spatial dim, the range of positions of the part.
@@ -179,11 +187,12 @@ class Positions(LooksAtSize):
 
 
 class _Values:
-    """Results of the calls that compute a map of positions, for one image size.
+    """Results of the calls of a layer's plan, for one image size and the positions of one tile.
 
-    They are computed at all positions or at a part of them.
+    A call is computed for the whole map only if the plan does not allow to compute a part.
 
     Args:
+        layer: the layer with the plan and the parameters.
         calls: the calls of the user's forward pass for this size.
         like: a tensor on the device of the results.
         size: the size of the whole map.
@@ -204,9 +213,9 @@ class _Values:
         self._cut: dict[int, list[Tensor]] = {}
 
     def _mask(self, marked: Marked) -> Tensor:
-        """Return a mask of the wanted positions: True where an assignment's index selects them.
+        """Return a mask that is True at those wanted positions that an assignment's index selects.
 
-        It broadcasts with tensors of the layer's axes.
+        It has a dim for each of the layer's ``axes``, of length 1 where the dim has no positions.
         """
         found = torch.ones((1,) * len(self.layer.axes), dtype=torch.bool)
         for dim, axis in enumerate(self.layer.axes):
@@ -220,7 +229,11 @@ class _Values:
         return found.to(self.like.device)
 
     def cut(self, x: Made | Number | Marked) -> Tensor:
-        """Return the part of a tensor or mask at the wanted positions, or a number as a tensor."""
+        """Return the part of a tensor or mask at the wanted positions, or a number as a tensor.
+
+        Args:
+            x: reference to the tensor, mask or number.
+        """
         if isinstance(x, Marked):
             return self._mask(x)
         if isinstance(x, Number):
@@ -268,10 +281,12 @@ class _Values:
         return found if call.graded else [y.detach() for y in found]
 
     def _of_type(self, call: Called, value: Callable[[Made], Tensor]) -> list[Tensor] | None:
-        """Return the result of a cast, a fill or a ``new_`` method; None for other calls.
+        """Return [result] of a call that only casts or makes a tensor; None for other calls.
+
+        Examples are ``x.float()``, ``torch.zeros(3)`` and ``x.new_tensor(values)``.
 
         Args:
-            value: function that returns the tensor of a reference.
+            value: function that returns the tensor to which a reference points.
         """
         kind, device = call.dtypes[0] if call.dtypes else None, self.like.device
         if call.name in MOVES:
@@ -305,7 +320,10 @@ _SETTINGS = ("device", "pin_memory", "requires_grad", "memory_format")
 
 
 def _fill(call: Called) -> Any:
-    """Return the number with which a call fills a tensor; None for other calls."""
+    """Return the number with which a call fills a tensor, such as 1 for ``torch.ones``.
+
+    Return None for calls that do not fill a tensor with one number.
+    """
     if call.name in ("full_like", "full", "new_full"):
         return (
             call.kwargs["fill_value"]

@@ -29,12 +29,16 @@ BETWEEN_PLACES = (
 
 
 def matmul(reader: Reader, a: Any, b: Any) -> Value:
-    """Return ``a @ b`` for maps, vectors and parameters."""
+    """Add layers that compute ``a @ b``, and return the value of the result.
+
+    Args:
+        a, b: maps, vectors or parameters; at least one is computed from the image.
+    """
     return _summed(reader, a, b) or reader.formula((a, b), {})
 
 
 def added(reader: Reader, x: Any, a: Any, b: Any, beta: float, alpha: float) -> Value:
-    """Return ``beta * x + alpha * a @ b``."""
+    """Add layers that compute ``beta * x + alpha * (a @ b)``, as ``torch.baddbmm`` does."""
     if (made := _summed(reader, a, b)) is None:
         return reader.formula((x, a, b), dict(beta=beta, alpha=alpha))
     return reader.applied(partial(_sum, beta=beta, alpha=alpha), (made, x), "sum", made.axes)
@@ -45,9 +49,10 @@ def _sum(product: torch.Tensor, x: torch.Tensor, beta: float, alpha: float) -> t
 
 
 def _summed(reader: Reader, a: Any, b: Any) -> Value | None:
-    """Return ``a @ b`` if it is a sum over all positions; None if it is a sum over channels.
+    """Return the value of ``a @ b`` if the product sums over all positions.
 
-    Refuse other products, such as those between positions.
+    Return None if it sums over channels: a layer can then compute it at each position. Refuse other
+    products, such as those of each position with all others.
     """
     x = a if isinstance(a, Value) else reader.value(b)
     if not isinstance(a, Value) or not isinstance(b, Value):
@@ -56,7 +61,7 @@ def _summed(reader: Reader, a: Any, b: Any) -> Value | None:
         if not reader.of_channels(along, x):
             raise reader.refusal(
                 f"multiplies {x!r} with a separate weight for each position; supported: a weight "
-                f"for each channel"
+                f"for each channel: permute the tensor so that the product sums over channels"
             )
         return None
     if min(a.rank, b.rank) < 3:
@@ -87,6 +92,9 @@ def _summed(reader: Reader, a: Any, b: Any) -> Value | None:
 
 def einsum(reader: Reader, equation: str, operands: Sequence[Any]) -> Value:
     """Add layers for a call of ``torch.einsum``, and return the value of its result.
+
+    Args:
+        operands: maps, vectors and parameters; at least one is computed from the image.
 
     Raises:
         CanNotCapture: the call sums over images or over some spatial dims only, or multiplies each
@@ -120,9 +128,9 @@ def einsum(reader: Reader, equation: str, operands: Sequence[Any]) -> Value:
 
 
 def distances(reader: Reader, a: Any, b: Any, p: float, mode: str) -> Value:
-    """Return the distances between two sets of vectors, as ``torch.cdist`` does.
+    """Add a layer for the distances between two sets of vectors, as ``torch.cdist`` does.
 
-    PyTorch chooses the formula by the number of vectors, which differs between an image and a tile.
+    In one of the sets, the vectors may be the positions of a map. PyTorch chooses the formula by the number of vectors, which differs between an image and a tile.
     So for positions of the image, the default mode is replaced by the formula for many vectors.
 
     Args:
@@ -135,7 +143,7 @@ def distances(reader: Reader, a: Any, b: Any, p: float, mode: str) -> Value:
     if not all(of[-1].of_channels for of in axes):
         raise reader.refusal(
             "measures distances between channels over positions of the image; supported: distances "
-            "between positions over channels"
+            "between positions over channels: permute both so that channels are the last dim"
         )
     if (
         places_of((*axes[0][-2:-1], *axes[1][-2:-1]))
@@ -146,9 +154,10 @@ def distances(reader: Reader, a: Any, b: Any, p: float, mode: str) -> Value:
 
 
 def _spelled(reader: Reader, equation: str, operands: Sequence[Any]) -> tuple[list[str], str]:
-    """Return the letters of each operand, and those of the result, of an ``einsum`` equation.
+    """Return (letters of each operand, letters of the result) of an ``einsum`` equation.
 
-    New letters take the place of an ellipsis.
+    New letters take the place of an ellipsis: "...c,cd->...d" with an operand of three dims gives
+    (["abc", "cd"], "abd").
     """
     read, arrow, written = equation.replace(" ", "").partition("->")
     labels = read.split(",")
@@ -170,10 +179,10 @@ def _spelled(reader: Reader, equation: str, operands: Sequence[Any]) -> tuple[li
 def _axes_of_labels(
     reader: Reader, labels: Sequence[str], operands: Sequence[Any]
 ) -> dict[str, Axis]:
-    """Return the axis of each letter of an ``einsum`` equation.
+    """Return the meaning of the dim that each letter of an ``einsum`` equation stands for.
 
     Args:
-        labels: the letters of each operand.
+        labels: the letters of each operand, such as "nchw".
         operands: maps, vectors and parameters.
 
     Raises:
@@ -208,8 +217,8 @@ def _axes_of_labels(
             elif n != 1 and not found[label].of_channels:
                 raise reader.refusal(
                     f"takes a tensor of {reader.shape_of(x)} with a separate value for each "
-                    f"position of the image or for each image, which a part of an "
-                    f"image does not have"
+                    f"position of the image or for each image (letter {label}), but a tile has "
+                    f"only some positions: use one value for each channel, or one value for all"
                 )
     batches = {label for label, axis in found.items() if axis.batch}
     places = [d for axis in found.values() for d in axis.places]
@@ -226,14 +235,16 @@ def _axes_of_labels(
 def _pair(
     labels: Sequence[str], operands: Sequence[Any], written: str, axes: dict[str, Axis]
 ) -> tuple[str, Value, Value] | None:
-    """Return (heads, a, b) if the result is a batched matrix product of two maps; else None.
+    """Return (heads, a, b) if an ``einsum`` is a batched matrix product of two maps; else None.
 
-    ``heads`` are the letters of the channel dims that both maps have.
+    ``heads`` has the letters of the channel dims that both maps have. An example is
+    "nhixy,nhjxy->nhij", with heads "h".
 
     Args:
         labels: the letters of each operand.
+        operands: the tensors; ``a`` and ``b`` of the result, if both are maps.
         written: the letters of the result.
-        axes: the axis of each letter.
+        axes: the meaning of the dim that each letter stands for.
     """
     if len(operands) != 2 or not all(isinstance(x, Value) and not x.vector for x in operands):
         return None

@@ -60,12 +60,13 @@ _OURS = {"torch", "distseg", "builtins", "numpy", "abc", "typing"}
 
 @dataclass
 class Home:
-    """Mapping outside a model, such as a file's globals, in which a pass looks up names.
+    """Class, function or file outside a model whose names the code of a forward pass reads.
 
     Attributes:
         owner: name of the class, function or file in messages.
-        holder: the mapping.
-        names: names whose values may change; functions, classes and Python modules are left out.
+        holder: mapping from names to values, such as the globals of the file.
+        names: keys of ``holder`` that the code reads and whose values may change. Functions,
+            classes and Python modules are left out.
         which: number that distinguishes classes or files of the same name.
     """
 
@@ -76,9 +77,9 @@ class Home:
 
 
 def homes_of(model: nn.Module) -> list[Home]:
-    """Return the mappings outside a model's modules that the code of its forward pass reads.
+    """Return the classes, functions and files outside a model that its forward pass reads.
 
-    Each :class:`Home` lists the names in its mapping whose values may change.
+    Each :class:`Home` lists the names whose values may change, such as a counter among the globals.
     """
     search = _Search()
     search.follow(model.modules())
@@ -104,10 +105,11 @@ def _slot_names(kind: type) -> tuple[str, ...]:
 
 
 class _Search:
-    """Search that begins with some values and follows the values that these refer to.
+    """Search for all Python objects that the code of some modules can reach.
 
-    ``_spaces`` holds the classes and Python modules that were found. Every name that found code
-    reads is looked up in all of them.
+    The search follows attributes, items of containers, closures and globals. The object of an
+    expression such as ``a.b`` is not known, so each name in the code is looked up in every class
+    and Python module found so far (``_spaces``). The results are in ``homes``.
     """
 
     def __init__(self):
@@ -130,9 +132,10 @@ class _Search:
                 self._in_class(space) if isinstance(space, type) else self._in_module(space)
 
     def _look(self, value: Any) -> None:
-        """Queue the values to which ``value`` refers; record a function, class or Python module.
+        """Queue the objects to which the object ``value`` refers, such as a function's globals.
 
-        A value is visited once. Empty containers are skipped.
+        Classes and Python modules are added to ``_spaces``, user functions to ``homes``. An object
+        is visited once. Empty containers are skipped.
         """
         empty = (
             isinstance(value, _CONTAINERS)
@@ -161,9 +164,9 @@ class _Search:
             self._in_object(value)
 
     def _in_object(self, value: Any) -> None:
-        """Queue the items of a container if they are few, and an object's class and attributes.
+        """Queue the items of a container of at most 100 items; queue class and attributes.
 
-        Class and attributes of library objects are left out, except for modules (``nn.Module``).
+        Class and attributes are left out for objects of libraries other than ``nn.Module``.
         """
         kind = type(value)
         if isinstance(value, _CONTAINERS) and len(value) <= _FEW:
@@ -204,9 +207,10 @@ class _Search:
                 self._note(file, function.__globals__, name, function.__globals__[name])
 
     def _in_class(self, kind: type) -> None:
-        """Queue values of a class and its bases: names that code reads, and special methods.
+        """Queue those values of a class and its bases that code may read.
 
-        Names whose values may change are recorded.
+        These are the values whose name occurs in code found so far, ``forward``, and special
+        methods. Names of values that may change are recorded in ``homes``.
         """
         for base in kind.__mro__:
             if _is_library_class(base):
@@ -225,7 +229,7 @@ class _Search:
             self._note(module.__name__, vars(module), name, vars(module)[name])
 
     def _in_library(self, owner: str, holder: type | types.ModuleType) -> None:
-        """Record the numbers, strings and containers of a library that code reads by name.
+        """Record the numbers, strings and containers of a library whose names occur in user code.
 
         A forward pass may change them. The library's own code is not searched.
 
@@ -243,11 +247,14 @@ class _Search:
                 )
 
     def _note(self, owner: str, holder: Any, name: str, value: Any) -> None:
-        """Queue a value; record its name unless it is a function, property, class or Python module.
+        """Queue a value, and record its name in ``homes``.
+
+        The name of a function, property, class or Python module is not recorded.
 
         Args:
             owner: name of ``holder`` in messages.
             holder: the class, or the dict of a Python module, that has the value.
+            name: the value's name in ``holder``.
         """
         if (id(holder), name) in self._noted:
             return
@@ -280,10 +287,10 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
 
 
 def _imported(function: types.FunctionType) -> Iterator[types.ModuleType]:
-    """Yield the loaded modules that a function imports.
+    """Yield the Python modules that a function imports when it is called, if they are loaded.
 
-    These are the modules in import statements, and those whose names are constants of code that
-    calls ``__import__`` or ``import_module``.
+    These are the modules in import statements in the function. In code that calls ``__import__`` or
+    ``import_module``, they are also the modules whose names are string constants.
     """
     for code in _codes(function.__code__):
         if _IMPORT in code.co_code[::2]:

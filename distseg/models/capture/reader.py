@@ -78,15 +78,18 @@ class Reader:
     """Reader that turns several traces of one network into layers.
 
     It reads call after call. The *current call* is the one that ``rule`` is turning into layers.
+    Methods that refuse a call raise ``CanNotCapture`` with a message that names the call.
 
     Args:
         shapes: shapes of the network's parameters and buffers, by name.
         sizes: image size of each trace.
-        traces: the traces, whose calls are the same but for the sizes.
+        traces: the traces. Their calls must be the same, except for numbers and shapes that follow
+            the image's size.
         rule: function of this reader and the arguments of the current call that returns the call's
             value (:func:`distseg.models.capture.rules.made`). Feature maps among the arguments are
             :class:`Value`.
-        source: function that returns a trace of an image of a given size.
+        source: function that returns a trace of an image of a given size. Without it, tensors that
+            depend on the image's size alone are not supported.
     """
 
     def __init__(
@@ -175,7 +178,7 @@ class Reader:
             raise CanNotCapture(
                 f"it makes {made} from images of {'x'.join(map(str, sizes[0]))} pixels, but a "
                 f"segmentation network keeps the size, and a network for whole images returns "
-                f"a vector for each image"
+                f"a vector for each image: resize the result to the image, or return (N, classes)"
             )
         self._drop_unread(result)
         # The last layer must be the one whose output is the network's result.
@@ -183,13 +186,21 @@ class Reader:
             self._add("result", lambda tensor: nn.Identity(), [result])
 
     def _check_draws(self, needed: Sequence[int]) -> None:
-        """Refuse random numbers that the result depends on and that no dropout layer draws."""
+        """Raise an error if the result depends on random numbers that no dropout layer draws.
+
+        Args:
+            needed: indices of the calls that the result depends on.
+        """
         for number in needed:
             if number not in self._claimed and any(t.calls[number].draws for t in self.traces):
                 raise CanNotCapture(f"{self.traces[0].calls[number]} {DRAWS}")
 
     def network(self, model: nn.Module) -> Network:
-        """Return a network of the layers, with the parameters and buffers of ``model``."""
+        """Return a network of the layers that were read.
+
+        Args:
+            model: the user's model. The network's layers hold its parameters and buffers.
+        """
         tensors = dict(
             [
                 *model.named_parameters(remove_duplicate=False),
@@ -227,10 +238,12 @@ class Reader:
         }
 
     def differs(self, other: Reader) -> str | None:
-        """Return the name of the first layer that differs in ``other``, a reader of more traces.
+        """Return the name of the first layer that differs in ``other``; None if all are equal.
 
-        Layers differ if they have other inputs, or if their sizes follow other rules. Return None
-        if all layers are equal.
+        Layers differ if they have other inputs, or if their sizes follow other rules.
+
+        Args:
+            other: a reader of the same network that has read traces of more image sizes.
         """
         mine, theirs = (
             {
@@ -296,13 +309,13 @@ class Reader:
         return value if dtype.is_floating_point else replace(value, dtype=dtype)
 
     def _merged(self, each: Sequence[Any]) -> Any:
-        """Return one argument that stands for the argument of the call in each trace.
+        """Merge what a call takes in each trace into one argument, and return it.
 
         Tensors that depend on the image become values. A setting that differs between traces
-        becomes :class:`Sizes`.
+        becomes :class:`Sizes`. For example, (4, 8) in two traces becomes ``Sizes((4, 8))``.
 
         Args:
-            each: the argument in each trace.
+            each: the argument, or a tuple or dict of arguments, in each trace.
 
         Raises:
             Differ: the traces have different tensors here, or tuples of different lengths.
@@ -340,21 +353,22 @@ class Reader:
         return self._detached[made]
 
     def refusal(self, why: str, everywhere: bool = False) -> CanNotCapture:
-        """Return an error that names the current call and the reason.
+        """Return an error, to be raised by the caller, that names the current call and the reason.
 
         Args:
             why: the rest of the message, after the name of the call.
-            everywhere: as in :class:`CanNotCapture`.
+            everywhere: True if each output pixel depends on the whole image.
         """
         return CanNotCapture(f"{self.call} {why}", everywhere)
 
     def map(self, x: Any) -> Value:
-        """Return an argument that must be a feature map (N, C, *size); refuse anything else."""
+        """Return the argument ``x`` if it is a feature map (N, C, *size); refuse anything else."""
         x = self.value(x)
         if not x.plain:
             self.unfold(x)
             raise self.refusal(
-                f"takes {x!r}, where a map (N, C, {', '.join('DHW'[-self.dims :])}) is expected"
+                f"takes {x!r}, where a map (N, C, {', '.join('DHW'[-self.dims :])}) is expected: "
+                f"permute or reshape it to this form"
             )
         return x
 
@@ -375,7 +389,7 @@ class Reader:
             raise Folded(x, folding)
 
     def value(self, x: Any) -> Value:
-        """Return an argument that must be a feature map or a vector; refuse anything else.
+        """Return the argument ``x`` if it is a feature map or a vector; refuse anything else.
 
         Its dims may be in any order.
         """
@@ -385,13 +399,17 @@ class Reader:
                 if isinstance(x, (Made, Kept))
                 else repr(x)
             )
-            raise self.refusal(f"takes {what} where a map of the image is expected")
+            raise self.refusal(
+                f"takes {what} where a map of the image is expected: pass a tensor that is "
+                f"computed from the image"
+            )
         return x
 
     def fixed(self, x: Any, what: str) -> Any:
-        """Return the setting ``x``; refuse it if it follows the image's size.
+        """Return the setting ``x`` unchanged; refuse it if it follows the image's size.
 
         Args:
+            x: a number, a string, a slice, or a tuple of these.
             what: name of the setting, for the error message.
         """
         if has_sizes(x):
@@ -407,7 +425,7 @@ class Reader:
         return {name: self.fixed(x, name) for name, x in settings.items()}
 
     def dims_of(self, dim: Any, x: Value) -> tuple[int, ...]:
-        """Return the dims that a ``dim`` argument means, counted from 0.
+        """Return the dims of ``x`` that a ``dim`` argument means, as numbers from 0.
 
         Args:
             dim: an integer or a tuple; None or () means all dims.
@@ -417,11 +435,17 @@ class Reader:
             return tuple(range(x.rank))
         given = dim if isinstance(dim, tuple) else (dim,)
         if not all(isinstance(d, int) and -x.rank <= d < x.rank for d in given):
-            raise self.refusal(f"has dim {dim}, but {x!r} has {x.rank} dims")
+            raise self.refusal(
+                f"has dim {dim}, but {x!r} has {x.rank} dims: use a dim from {-x.rank} to "
+                f"{x.rank - 1}"
+            )
         return tuple(d % x.rank for d in given)
 
     def of_channels(self, dim: Any, x: Value) -> bool:
-        """Return True if ``dim`` names only dims of channels.
+        """Return True if ``dim`` names only dims of channels of the value ``x``.
+
+        Args:
+            dim: an integer or a tuple; None or () means all dims.
 
         Raises:
             CanNotCapture: the batch dim is among them.
@@ -465,6 +489,9 @@ class Reader:
         """Return True if a tensor can receive a gradient.
 
         A parameter can, and so can a tensor computed from a parameter or from the image.
+
+        Args:
+            x: reference to the tensor.
         """
         if isinstance(x, Kept):
             return x.name in self.traces[0].parameters
@@ -474,15 +501,17 @@ class Reader:
     def made(self, like: Value, part: int = 0) -> Axes:
         """Return the meaning of each dim of the current call's result (:class:`Axis`).
 
-        The call's result must be a map with the positions of ``like``, or a vector.
+        It is found by comparing the result's shape in the traces with the image size there. The
+        result must be a map of the size of ``like``, or a vector.
 
         Args:
             like: a map or vector that the call takes.
             part: index of the result if the call returns several.
 
         Raises:
-            CanNotCapture: a dim of the result is neither images, channels nor positions, or the
-                result mixes images or the dims of the image.
+            CanNotCapture: a dim of the result is neither images, channels nor positions; or the
+                images are in no dim or in several; or the spatial dims are incomplete or in another
+                order.
         """
         shape = self.call.shapes[part]
         read = line_of if like.vector else axes_of
@@ -491,7 +520,7 @@ class Reader:
         )
         if axes is None:
             raise self.refusal(
-                f"makes a tensor of {shape} from {like!r}, and its dims are neither images, "
+                f"makes a tensor of {shape} from {like!r}, and a dim of it is neither images, "
                 f"channels nor positions, which is not supported: keep these in separate dims"
             )
         if sum(axis.batch for axis in axes) != 1 and (of_images(axes) or of_images(like.axes)):
@@ -504,7 +533,10 @@ class Reader:
                 if whole
                 else "combines rows or columns of the image"
             )
-            raise self.refusal(f"makes {shape} from {like!r}: it {does}, which is not supported")
+            raise self.refusal(
+                f"makes {shape} from {like!r}: it {does}, which is not supported: keep all dims of "
+                f"the image, in their order"
+            )
         return axes
 
     # new layers
@@ -522,16 +554,17 @@ class Reader:
         """Add a layer to the network and return its output.
 
         Args:
-            make: function that makes the layer. It is given the layer's tensors by their names in
-                the layer.
+            make: function that makes the layer. It is given a dict of the layer's tensors, by their
+                names in the layer.
             reads: inputs of the layer.
-            tensors: parameters and buffers of the layer, by their names in the layer.
-            part: number of the call's result that the layer makes.
-            axes: axes of the result, a vector or a map with the positions of ``reads``. Without
-                them the call must make a map (N, C, *size), of any size.
+            tensors: references to the user's parameters and buffers, by their names in the layer.
+            part: index of the call's result that the layer makes.
+            axes: the meaning of each dim of the output, which is a vector or a map with the
+                positions of ``reads``. Without ``axes``, the call's result must be a map
+                (N, C, *size), of any size.
             what: suffix of the layer's name if the call becomes several layers.
-            sizes: size of the map in each trace, if ``axes`` are given and it differs from
-                ``reads``.
+            sizes: size of the output map in each trace, if ``axes`` are given and the size differs
+                from that of ``reads``.
         """
         if axes is None:
             shapes = tuple(c.shapes[part] for c in self.current)
@@ -563,11 +596,13 @@ class Reader:
         return Value(name, shapes, axes)
 
     def followed(self, x: Value, sizes: tuple[tuple[int, ...], ...]) -> tuple[Value, list[Follow]]:
-        """Find a map whose size explains ``sizes``; return it, and one rule for each spatial dim.
+        """Find a map from whose size a rule computes ``sizes`` in all traces.
+
+        Return (map, rules), with one rule for each spatial dim, such as half the size.
 
         Args:
             x: the map that is preferred among maps with equally simple rules.
-            sizes: the size to explain, in each trace.
+            sizes: the size to compute, in each trace.
 
         Raises:
             CanNotCapture: no rule fits.
@@ -589,13 +624,14 @@ class Reader:
         more: tuple = (),
         **settings,
     ) -> Value:
-        """Add a layer whose output size follows the size of the map ``like`` by ``rules``.
+        """Add a layer whose output size follows the size of the map ``like``; return the output.
 
         Args:
             make: function that makes the layer.
             x: first input of the layer; ``like`` is the second one.
             rules: for each spatial dim, how the output's size follows from the size of ``like``.
             more: further settings of the layer that were found by comparing the sizes of traces.
+                :meth:`differs` compares them and ``rules``.
             settings: keyword arguments of :meth:`emit`.
         """
         made = self.emit(lambda _: make(), [x, like], **settings)
@@ -609,15 +645,18 @@ class Reader:
         what: str,
         axes: Axes | None = None,
     ) -> Value:
-        """Add a pointwise layer that computes a part of the user's call.
+        """Add a layer that computes ``function(*operands)`` at each position; return its output.
+
+        A rule uses it if the user's call becomes several layers.
 
         Args:
-            function: function of the operands, with maps as user code has them. It must be a
-                function of a module, a ``partial`` of one, or an object of a class of a module, so
-                that the layer can be pickled.
+            function: function of tensors, whose dims are in the order of user code. So that the
+                layer can be pickled, it must be a function defined in a file, a ``partial`` of one,
+                or an object of a class defined in a file.
             operands: maps, vectors, parameters, tensors computed from parameters, and numbers.
             what: suffix of the layer's name.
-            axes: axes of the result; by default those of the first map.
+            axes: the meaning of each dim of the result; by default as in the first map or vector
+                among the operands.
         """
         maps = [x for x in operands if isinstance(x, Value)] or [self.value(operands[0])]
         if len({x.sizes for x in maps if not x.vector}) > 1:
@@ -648,16 +687,17 @@ class Reader:
         own: Mapping[str, Kept],
         what: str = "",
     ) -> Value:
-        """Add a layer that computes ``steps``, function calls that use the results of earlier ones.
+        """Add a layer that runs ``steps`` one after another; return the result of the last step.
 
         A line is a vector whose length follows the size of the image, such as row means. If lines
         are among the inputs, the layer also reads a map, whose size gives their length.
 
         Args:
+            steps: function calls. Each may use the layer's inputs and the results of earlier steps.
             given: the form in which the steps take each input.
             part: index of the layer's output, if the last step returns several results.
-            axes: axes of the output.
-            maps: inputs of the layer.
+            axes: the meaning of each dim of the output.
+            maps: inputs of the layer, which are maps or vectors.
             own: parameters and buffers of the layer, by their names in the layer.
             what: suffix of the layer's name.
         """
@@ -669,13 +709,13 @@ class Reader:
         )
 
     def map_of_lines(self, lines: Sequence[Value], axes: Axes = ()) -> Value:
-        """Return a map whose size gives the length of the lines.
+        """Return a map of the network whose size gives the length of the lines.
 
         A line is a vector whose length follows the size of the image, such as row means.
 
         Args:
             lines: inputs of a call, among which only lines and other vectors are supported.
-            axes: axes of the call's result.
+            axes: the meaning of each dim of the call's result.
         """
         if not all(x.vector for x in lines):
             raise self.refusal(
@@ -693,7 +733,7 @@ class Reader:
         if found is None:
             raise self.refusal(
                 f"takes {lines[0]!r}, whose length follows the size of a map, but no map of the "
-                f"network has this size"
+                f"network has this size: compute it from a map of the network"
             )
         return found
 
@@ -703,9 +743,9 @@ class Reader:
         self.lines[name] = self.call.line
 
     def _name(self) -> str:
-        """Return the name of the current call's layer.
+        """Return a free name for the current call's layer, such as ``block.conv``.
 
-        The name is that of the calling module, if this is the only call that uses the module's
+        It is the name of the calling module, if this is the only call that uses the module's
         weights, or the module's only call. Otherwise the name of the function is added to it.
         """
         module, function = self.call.module, self.call.name.strip("_")
@@ -716,9 +756,10 @@ class Reader:
         return self._unique(self._allowed(name))
 
     def _allowed(self, name: str) -> str:
-        """Return a layer name with ``_`` added to each part that networks have as an attribute.
+        """Return a layer name that hides no attribute of a network.
 
-        For example, ``block.forward`` becomes ``block.forward_``.
+        To each part of the name that is such an attribute, ``_`` is added. For example,
+        ``block.forward`` becomes ``block.forward_``.
         """
         theirs = {part for module in self._modules for part in module.split(".")}
         parts = name.split(".")
@@ -744,13 +785,15 @@ class Reader:
         axes: Axes | None = None,
         **kwargs,
     ) -> Value:
-        """Add a layer with the user's tensors, or with tensors computed from them.
+        """Add a layer of the class ``kind``, such as ``nn.Conv2d``, and return its output.
 
         Args:
             kind: class of the layer; ``args`` and ``kwargs`` are the arguments of this class.
             x: input of the layer.
-            tensors: the layer's parameters and buffers, by their names in the layer.
-            axes: axes of the result, as for :meth:`emit`.
+            tensors: for each parameter and buffer of the layer, by its name there, the reference to
+                the user's tensor; None to leave it out. The weights of a convolution may also be
+                computed from the user's tensors.
+            axes: the meaning of each dim of the output, as for :meth:`emit`.
         """
         tensors = {name: value for name, value in tensors.items() if value is not None}
         if any(isinstance(value, Value) for value in tensors.values()):
@@ -769,7 +812,8 @@ class Reader:
             return self.emit(lambda found: _with_tensors(plain(), found), [x], tensors, axes=axes)
         if not convolves:
             raise self.refusal(
-                "has running statistics that are computed; supported: parameters or buffers"
+                "has running statistics that your code computes: pass registered buffers, as "
+                "nn.BatchNorm2d does"
             )
         own: dict[str, Kept] = {}
         weights = {name: self._computed(value, own) for name, value in tensors.items()}
@@ -791,11 +835,12 @@ class Reader:
         tensors: Mapping[str, Any] = {},
         **kwargs,
     ) -> Value:
-        """Add a norm with the user's weight and bias.
+        """Add a norm with the user's weight and bias, and return its output.
 
         Args:
-            kind: class of the layer; ``x`` is its input.
-            args: arguments of the layer's class that come before ``affine``.
+            kind: class of the layer, such as ``nn.GroupNorm``; ``x`` is its input.
+            args: arguments of the layer's class that come before ``affine``; ``kwargs`` are its
+                keyword arguments.
             weight: a parameter, a buffer, a tensor computed from these, or None. The same holds
                 for ``bias``.
             tensors: the layer's running statistics, by their names in the layer.
@@ -827,8 +872,8 @@ class Reader:
             )
         if x.vector:
             raise self.refusal(
-                f"normalises {x!r} with a weight alone, a bias alone, or one that is computed; "
-                f"this is supported for maps only"
+                f"normalises {x!r} with a weight alone, a bias alone, or one that is computed, "
+                f"which is supported for maps only: give the norm both as parameters, or neither"
             )
         return self.scaled(
             self.layer(kind, x, *args, False, tensors=tensors, axes=x.axes, **kwargs), weight, bias
@@ -837,7 +882,7 @@ class Reader:
     def scaled(self, x: Value, weight: Any, bias: Any) -> Value:
         """Add a layer that multiplies channels by ``weight`` (C,) and adds ``bias`` (C,).
 
-        Each of the two may be None.
+        Return its output. Weight and bias are references to tensors, or None.
         """
         own: dict[str, Kept] = {}
         steps: list[Step] = []
@@ -858,15 +903,15 @@ class Reader:
         )
 
     def pointwise(self, args: tuple, kwargs: dict, part: int | None = None) -> Value:
-        """Add a layer for a pointwise call whose arguments are broadcast.
+        """Add a layer for a pointwise call whose arguments are broadcast, and return its output.
 
         Args:
             args, kwargs: arguments of the call.
-            part: index of the layer's output, if the call returns several results.
+            part: index of the output among the call's results, if it returns several.
 
         Raises:
             CanNotCapture: the dims of the arguments do not match, or a parameter has a value for
-                each place.
+                each position or image.
         """
         args, kwargs = lines_spread(self, *with_positions(self, measured(self, args), kwargs))
         operands = found_in((args, kwargs), Value, Kept, Made)
@@ -895,11 +940,14 @@ class Reader:
         return self.formula(args, kwargs, part)
 
     def formula(self, args: tuple, kwargs: dict, part: int | None = None) -> Value:
-        """Add a layer for a call that is known to be pointwise for the given arguments.
+        """Add a layer that makes the current call at each position, and return its output.
+
+        The caller has checked that no cell of the result depends on cells at other positions.
+        An example is ``F.linear`` over channels.
 
         Args:
             args, kwargs: arguments of the call.
-            part: index of the layer's output, if the call returns several results.
+            part: index of the output among the call's results, if it returns several.
         """
         args, kwargs, maps = self._with_resized_vectors(args, kwargs)
         own: dict[str, Kept] = {}
@@ -915,19 +963,22 @@ class Reader:
         if not like.vector and not places_of(axes):
             raise self.refusal(
                 f"makes {self.call.shapes[part or 0]} from {like!r}: it combines positions of "
-                f"the image; supported: functions that compute each cell from the same cell"
+                f"the image; supported: functions that compute each cell from the same cell; "
+                f"combine positions by convolutions, poolings, means, sums or maxima"
             )
         if any(axis.mixed and not any(axis in x.axes for x in maps) for axis in axes):
             raise self.refusal(
-                f"makes {self.call.shapes[part or 0]} from {like!r}; supported: functions that "
-                f"compute each cell from the same cell of the input"
+                f"makes {self.call.shapes[part or 0]} from {like!r}, and a dim of it joins "
+                f"channels with images or positions; supported: functions that compute each cell "
+                f"from the same cell of the input: keep channels in a dim of their own"
             )
         return self._emit_formula(steps, given, part, axes, maps, own)
 
     def _with_resized_vectors(self, args: tuple, kwargs: dict) -> tuple[tuple, dict, list[Value]]:
-        """Return a call's arguments, with its vectors in a form that can be combined with its maps.
+        """Return (args, kwargs, all maps and vectors among them), with vectors of the maps' size.
 
-        Return (args, kwargs, all maps and vectors among them).
+        A vector belongs to a size of maps (:attr:`Value.shapes`). Vectors of another size are
+        replaced by the outputs of new layers (:meth:`meeting`).
         """
         maps = list(dict.fromkeys(found_in((args, kwargs), Value)))
         if len({x.sizes for x in maps if not x.vector}) > 1:
@@ -943,7 +994,13 @@ class Reader:
         )
 
     def _computed(self, value: Made | Kept, own: dict[str, Kept]) -> tuple[Step, ...]:
-        """Return the steps that compute a weight; add the parameters that they read to ``own``."""
+        """Return the steps that compute a weight from the user's parameters.
+
+        Args:
+            value: reference to the weight.
+            own: parameters and buffers of the layer, by their names in the layer. Those that the
+                steps read are added.
+        """
         steps: list[Step] = []
         written = self._written(value, (), own, steps, {})
         return tuple(steps) if isinstance(written, Map) else (*steps, Step(itself, (written,), {}))
@@ -956,14 +1013,18 @@ class Reader:
         steps: list[Step],
         places: dict[Made, int],
     ) -> Any:
-        """Return arguments in the form in which a layer stores them: with references for tensors.
+        """Return the arguments of a call in the form of a :class:`Step` of a layer.
+
+        ``Map(i)`` replaces an input of the layer or the result of a step. ``Own(name)`` replaces a
+        parameter or buffer.
 
         Args:
             tree: arguments of the user's call.
             maps: inputs of the layer.
             own: parameters and buffers of the layer; those that occur in ``tree`` are added.
             steps: steps of the layer; those that compute a tensor from parameters alone are added.
-            places: for each tensor computed by a step, the index of its result.
+            places: for each tensor that a step computes, its i in ``Map(i)``. The inputs are
+                counted first, then the steps. New ones are added.
         """
 
         def again(x):
@@ -974,7 +1035,8 @@ class Reader:
                 if tree not in maps:
                     raise self.refusal(
                         f"has a weight or another tensor of its own that is computed from the "
-                        f"image ({tree!r}), which is not supported"
+                        f"image ({tree!r}), which is not supported: use parameters, buffers, or "
+                        f"tensors computed from them"
                     )
                 return Map(list(maps).index(tree))
             case Kept():
@@ -1001,7 +1063,7 @@ class Reader:
                 if call.name in _CASTS:
                     raise self.refusal(
                         f"uses the result of {call}, a cast: keep this parameter or buffer in "
-                        f"floating point, as train.precision sets the dtype"
+                        f"floating point and remove the cast, as train.precision sets the dtype"
                     )
                 if not found_in((call.args, call.kwargs), Kept, Made):
                     raise self.refusal(
@@ -1047,8 +1109,10 @@ class Reader:
         """Add a dropout layer and return its output; return ``x`` itself in evaluation mode.
 
         Args:
-            kind: class of the layer if ``x`` is a map.
+            kind: class of the layer, such as ``nn.Dropout2d``; for a vector it is not used.
+            x: the map or vector that the call drops from.
             p: the dropout probability.
+            training: False in evaluation mode.
         """
         x, p = self.value(x), self.fixed(p, "probability")
         if not training or p == 0 and not x.plain:
@@ -1077,13 +1141,14 @@ class Reader:
         return made
 
     def dropped_images(self, x: Value, factor: Made) -> Value | None:
-        """Add a layer of stochastic depth if ``factor`` is a random 0 or 1 for each image.
+        """Add a layer of stochastic depth for a product of a map and a random factor.
 
-        The factor may be divided by the probability with which it is 1. Return None for another
-        factor.
+        Return the layer's output. Return None if the factor is not a random 0 or 1 for each image,
+        which may be divided by the probability with which it is 1.
 
         Args:
-            x: the map that user code multiplies by the factor.
+            x: the map.
+            factor: reference to the factor.
         """
         found, calls = factor, self.traces[0].calls
         divided = None
@@ -1123,26 +1188,26 @@ class Reader:
         return made
 
     def _claim(self, number: int, made: Value, last: bool) -> None:
-        """Record that a layer draws the random numbers of a call.
+        """Record that a layer of the network draws the random numbers of a call in its place.
 
         Args:
-            number: number of the call.
+            number: index of the call in the traces.
             made: output of the layer.
-            last: True if the channels of the user's map come last.
+            last: True if the channels of the map are the last dim in user code.
         """
         self._claimed.add(number)
         self.dropouts[self._draws[number]] = Dropped(made.name, last)
 
     def same_places(self, sizes: tuple[tuple[int, ...], ...]) -> Value | None:
-        """Return the last map that has the size ``sizes[n]`` in trace n; None if there is none."""
+        """Return the newest map that has the size ``sizes[n]`` in trace n; None if none has it."""
         return next(
             (v for v in reversed(self.values.values()) if not v.vector and v.sizes == sizes), None
         )
 
     def like(self, sizes: tuple[tuple[int, ...], ...]) -> Value:
-        """Return a map that has the size ``sizes[n]`` in trace n.
+        """Return a map that has the size ``sizes[n]`` in trace n; only its size matters.
 
-        If there is none, add a layer that pools a larger map to this size.
+        If the network has no such map, add a layer that pools a larger map to this size.
         """
         if found := self.same_places(sizes):
             return found
@@ -1168,7 +1233,10 @@ class Reader:
         )
 
     def resized(self, x: Value, sizes: tuple[tuple[int, ...], ...]) -> Value:
-        """Return the vector ``x`` in a form that can be combined with maps of the given sizes.
+        """Return a vector with the numbers of ``x`` that belongs to maps of the given sizes.
+
+        A vector belongs to a size of maps, with which it can be combined (:attr:`Value.shapes`). If
+        that of ``x`` is another one, add a layer that only changes it. Refuse a line then.
 
         Args:
             sizes: size of the maps in each trace.
@@ -1189,11 +1257,14 @@ class Reader:
         )
 
     def meeting(self, maps: Sequence[Value]) -> list[Value]:
-        """Return the values ``maps``, with vectors in a form that can be combined with the maps.
+        """Return maps and vectors that a call combines, with all vectors of the maps' size.
 
-        A vector belongs to a size (:attr:`Value.shapes`). All returned vectors belong to the size
-        of the maps. Without a map, they belong to the size that a line among them follows, or else
-        to the smallest size to which one of them belonged.
+        A vector belongs to a size of maps, with which it can be combined (:attr:`Value.shapes`).
+        Vectors of another size are replaced by the outputs of new layers (:meth:`resized`). Without
+        a map, the size is that of a line among the vectors, or else the smallest one.
+
+        Args:
+            maps: the maps, all of one size, and the vectors.
         """
         sizes = next(
             (
@@ -1206,7 +1277,11 @@ class Reader:
         return [self.resized(x, sizes) if x.vector else x for x in maps]
 
     def replaced(self, tree: Any, by: Mapping[Value, Value]) -> Any:
-        """Return arguments in which each value that is a key of ``by`` is replaced by its entry."""
+        """Return arguments in which ``by[x]`` replaces each value x that is a key of ``by``.
+
+        Args:
+            tree: an argument, or a tuple or dict of arguments.
+        """
         if isinstance(tree, tuple):
             return tuple(self.replaced(x, by) for x in tree)
         if isinstance(tree, dict):
@@ -1214,7 +1289,10 @@ class Reader:
         return by.get(tree, tree) if isinstance(tree, Value) else tree
 
     def each(self, n: Any) -> Any:
-        """Return a setting as a tuple with an entry for each spatial dim; a string is kept."""
+        """Return a setting as a tuple with an entry for each spatial dim.
+
+        A number ``n`` becomes (n, n) in two dims. A string or a longer tuple is returned unchanged.
+        """
         return (
             n
             if isinstance(n, str) or isinstance(n, tuple) and len(n) > 1
@@ -1226,7 +1304,10 @@ DIFFERENT = (
     "it calls different functions for different image sizes: the calls of a network must not "
     "depend on the image's size"
 )
-POSITIONS = "a separate value for each position of the image is not supported"
+POSITIONS = (
+    "a separate value for each position of the image is not supported here; use one value for each "
+    "channel, or one value for all"
+)
 _EACH_PLACE = (
     "takes a tensor of {} with a separate value for each position of the image, or for each image "
     "of the batch, which is not supported: use one value for each channel, or one value for all"
@@ -1252,7 +1333,9 @@ _RANDOM = RANDOM | EMPTY
 
 
 def follows_size(calls: Sequence[Called]) -> bool:
-    """Return True if a call fills or expands a tensor to a size that differs between traces.
+    """Return True if a call fills or expands a tensor to a shape that differs between traces.
+
+    An example is ``torch.zeros(n)`` with n the height of the image.
 
     Args:
         calls: the call in each trace.
@@ -1273,9 +1356,12 @@ def _is_result(x: Value, sizes: Sequence[Sequence[int]]) -> bool:
 
 
 def _is_sum(axes: Axes) -> bool:
-    """Return True if the axes have positions in one dim only, and its length is a sum like H + W.
+    """Return True if one dim of a line follows the image's size, by a sum such as H or H + W.
 
-    A length such as H * W is a product, so the result is False.
+    Return False if several dims do, or if the length has a product such as H * W.
+
+    Args:
+        axes: the meaning of each dim of the line.
     """
     return (
         not any(len(dims) > 1 for axis in axes for _, dims in axis.whole)
@@ -1284,7 +1370,12 @@ def _is_sum(axes: Axes) -> bool:
 
 
 def _own_name(kept: Kept, own: dict[str, Kept]) -> str:
-    """Return the name that a layer gives a tensor of the user; add this name to ``own``."""
+    """Return the name of a parameter or buffer in a layer; choose and add one if it is new.
+
+    Args:
+        kept: reference to the user's parameter or buffer.
+        own: parameters and buffers of the layer, by their names in the layer.
+    """
     if (found := next((name for name, other in own.items() if other == kept), None)) is not None:
         return found
     free = (
@@ -1304,7 +1395,7 @@ def _read_as(x: Value) -> Read:
 
 
 def _signature_error(e: TypeError) -> str:
-    """Return the message of a TypeError without the name of the rule."""
+    """Return the message of a TypeError without the function's name, which is one of distseg."""
     return str(e).partition("() ")[2] or str(e)
 
 
@@ -1325,12 +1416,12 @@ def _with_tensors(layer: nn.Module, found: dict[str, Tensor]) -> nn.Module:
 def _whole_times(
     large: Sequence[tuple[int, ...]], small: Sequence[tuple[int, ...]]
 ) -> tuple[int, ...] | None:
-    """Return for each dim the integer k for which large // k equals small in all traces.
+    """Return for each spatial dim the integer k with ``large // k == small`` in all traces.
 
     Return None if a dim has no such integer.
 
     Args:
-        large, small: a size in each trace.
+        large, small: the sizes of two maps in each trace.
     """
     factors = [_divisor(*each) for each in zip(zip(*large), zip(*small))]
     return tuple(factors) if all(factors) else None
@@ -1354,14 +1445,18 @@ def _scaled(x: Tensor, weight: Tensor | None, bias: Tensor | None, times: int, e
 
 
 def has_sizes(tree) -> bool:
-    """Return True if a setting, or an entry of it, follows the image's size."""
+    """Return True if a setting follows the image's size.
+
+    Args:
+        tree: the setting: a number, a slice or a tuple. One entry that follows the size suffices.
+    """
     if isinstance(tree, slice):
         return any(map(has_sizes, (tree.start, tree.stop, tree.step)))
     return isinstance(tree, Sizes) or isinstance(tree, tuple) and any(map(has_sizes, tree))
 
 
 def _needed(found: Trace) -> list[int]:
-    """Return the numbers of the calls that the result depends on, in order."""
+    """Return the indices of the calls that a trace's result depends on, in ascending order."""
     needed, left = set(), [found.result.call]
     while left:
         number = left.pop()
@@ -1372,7 +1467,11 @@ def _needed(found: Trace) -> list[int]:
 
 
 def _image_calls(traces: Sequence[Trace], needed: Sequence[int]) -> list[int]:
-    """Return the numbers of the needed calls that depend on the image or on its size."""
+    """Return the indices of those calls that depend on the image or on its size, ascending.
+
+    Args:
+        needed: indices of the calls to choose from.
+    """
     of_image = {PIXELS.call}
     for number in needed:
         each = [t.calls[number] for t in traces]
@@ -1386,13 +1485,14 @@ def _used(call: Called) -> list[Made]:
 
 
 def _main_call(module: str, calls: Sequence[Called], numbers: Sequence[int]) -> int | None:
-    """Return the number of the only call of a module that reads the module's weights.
+    """Return the index of the only call of a module that reads the module's weights.
 
-    If no call reads them, return the number of the module's only call. Return None if the module
+    If no call reads them, return the index of the module's only call. Return None if the module
     calls other modules, or if several calls qualify.
 
     Args:
-        numbers: the numbers of the calls that may be returned.
+        module: name of the module.
+        numbers: indices of the calls that may be returned.
     """
     if any(calls[n].module.startswith(f"{module}.") for n in numbers):
         return None

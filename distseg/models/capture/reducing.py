@@ -34,7 +34,7 @@ def reduced(
     what: str,
     part: int = 0,
 ) -> Value:
-    """Return a statistic over dims of channels, over positions, or over both.
+    """Add layers for a statistic over channels, over positions, or over both; return its value.
 
     Args:
         x: the map or vector that the call reduces.
@@ -53,7 +53,8 @@ def reduced(
     rest = tuple(d for d in over if x.axes[d].cell != 1)
     if rest and of_channels is None:
         raise reader.refusal(
-            f"takes {what} over channels and positions together; supported: over one of them"
+            f"takes {what} over channels and positions together; supported: over one of them: take "
+            f"one after the other"
         )
     vector = over_places(reader, x, over, make)
     if rest:
@@ -69,12 +70,14 @@ def reduced(
 def over_places(
     reader: Reader, x: Value, over: Sequence[int], make: Callable[[], nn.Module], what: str = ""
 ) -> Value:
-    """Return a statistic of each channel over the spatial dims in ``over``, which get length 1.
+    """Add a layer for a statistic of each channel over spatial dims, which get length 1.
 
-    If ``over`` leaves out some spatial dims, the result has a value for each position along these
-    (a line, such as row means). Otherwise it is a vector without positions.
+    Return its output. If ``over`` leaves out some spatial dims, the output has a value for each
+    position along these (a line, such as row means). Otherwise it is a vector without positions.
 
     Args:
+        over: dims of the map ``x`` in user code over which the call reduces. Dims of channels among
+            them keep their length here.
         make: function that makes the layer of the statistic.
         what: suffix of the layer's name.
     """
@@ -89,6 +92,8 @@ def all_places(reader: Reader, x: Value, dim: Any, what: str) -> tuple[int, ...]
     """Return the dims that ``dim`` names; refuse the statistic if it leaves out a spatial dim.
 
     Args:
+        x: the map that the call reduces.
+        dim: the call's argument: an integer, a tuple, or None for all dims.
         what: name of the statistic, for the error.
     """
     over = reader.dims_of(dim, x)
@@ -101,7 +106,9 @@ def all_places(reader: Reader, x: Value, dim: Any, what: str) -> tuple[int, ...]
 
 
 def of_image(reader: Reader, x: Value, make: Callable[[], nn.Module], what: str = "") -> Value:
-    """Return a statistic of each channel over all positions. The spatial dims get length 1.
+    """Add a layer for a statistic of each channel over all positions, and return its output.
+
+    The output is a vector of the image; spatial dims have length 1 in it.
 
     Args:
         make: function that makes the layer of the statistic.
@@ -111,14 +118,18 @@ def of_image(reader: Reader, x: Value, make: Callable[[], nn.Module], what: str 
 
 
 def _alone(axes: Axes, dims: Sequence[int]) -> Axes:
-    """Return ``axes``, in which the dims of channels in ``dims`` get length 1."""
+    """Return ``axes`` after a reduction over the dims of channels ``dims``, which get length 1."""
     return tuple(axis._replace(cell=1) if d in dims else axis for d, axis in enumerate(axes))
 
 
 def formed(reader: Reader, vector: Value, part: int = 0) -> Value:
-    """Return ``vector`` with the axes of the call's result number ``part``.
+    """Return ``vector`` with the dims that the call's result has, as ``keepdim`` says.
 
     Refuse a result that differs from the vector in more than dims of length 1.
+
+    Args:
+        vector: a vector or line with length 1 along the reduced dims.
+        part: index of the result if the call returns several.
     """
     axes = reader.made(vector, part)
     made = replace(vector, axes=axes)
@@ -131,8 +142,9 @@ def formed(reader: Reader, vector: Value, part: int = 0) -> Value:
 
 
 def _lengths(axes: Axes) -> list[tuple]:
-    """Return, for each dim, its number of channels and its extent along the image.
+    """Return (number of channels, extent along the image) for each dim of a vector or line.
 
+    The extent (:data:`distseg.models.axes.Extent`) says how a dim of a line follows the image's size.
     Dims of length 1 are left out.
     """
     return [(axis.cell, axis.whole) for axis in axes if not axis.lone]
@@ -141,11 +153,14 @@ def _lengths(axes: Axes) -> list[tuple]:
 def variance(
     reader: Reader, x: Any, dim: Any, correction: float, what: str = "a variance"
 ) -> Value:
-    """Return the variance over spatial dims, or over all spatial dims and dims of channels.
+    """Add layers for a variance over spatial dims, and return its value.
 
-    The reduced dims are kept with length 1.
+    The variance may also be over channels, if it is over all spatial dims. The reduced dims are
+    kept with length 1.
 
     Args:
+        x: the map that the call reduces.
+        dim: the call's argument: an integer, a tuple, or None for all dims.
         correction: as in ``torch.var``.
         what: name of the statistic, for errors.
     """
@@ -171,15 +186,19 @@ def variance(
 
 
 def root(x: Tensor) -> Tensor:
-    """Return the square root, whose gradient at 0 is set to 0 instead of infinity."""
+    """Return the square root of ``x`` >= 0, with the gradient 0 instead of infinity at 0."""
     some = x > 0
     return x.where(some, 1).sqrt() * some
 
 
 def softmax(reader: Reader, x: Value, dim: int, log: bool) -> Value:
-    """Return the softmax over positions, and over channels if ``dim`` contains them.
+    """Add layers for a softmax along ``dim``, which holds positions, and return its value.
 
-    The softmax is computed as exp(x - logsumexp(x)). If ``log`` is True, its logarithm is returned.
+    The softmax is computed as exp(x - logsumexp(x)). If the dim holds channels too, as after
+    ``x.flatten(1)``, it runs over both.
+
+    Args:
+        log: True for the logarithm of the softmax.
     """
     over = reader.dims_of(dim, x)
     total = over_places(reader, x, over, LogSumExp, "total")
@@ -195,7 +214,7 @@ def softmax(reader: Reader, x: Value, dim: int, log: bool) -> Value:
 
 
 def beside(reader: Reader, *values: Value) -> tuple:
-    """Return the values that a pointwise function takes, with lines repeated to maps.
+    """Return the arguments of a pointwise function, with lines repeated to the size of the maps.
 
     A line is a vector whose length follows the size of the image, such as row means.
     """
@@ -211,9 +230,14 @@ def _share(x: Tensor, total: Tensor) -> Tensor:
 
 
 def norm(reader: Reader, x: Value, p: Any, dim: Any) -> Value:
-    """Return the norm of order ``p`` over positions, and over channels if ``dim`` contains them.
+    """Add layers for a norm over positions, or over positions and channels; return its value.
 
     The reduced dims are kept with length 1.
+
+    Args:
+        x: the map.
+        p: the order: a number other than 0, infinity, "fro", or None for 2.
+        dim: the dims over which the norm is taken, as user code gives them.
     """
     over = reader.dims_of(dim, x)
     rest = tuple(d for d in over if x.axes[d].cell != 1)
@@ -227,7 +251,7 @@ def norm(reader: Reader, x: Value, p: Any, dim: Any) -> Value:
         )
         return found if p > 0 else reader.applied(torch.neg, [found], "least")
     if p == 0 or not isinstance(p, (int, float)) and p not in ("fro", None):
-        raise reader.refusal(f"takes a norm of order {p}; supported: a number other than 0")
+        raise reader.refusal(f"takes a norm of order {p}; supported: numbers other than 0, and fro")
     squares = p in (2, "fro", None)
     if squares:
         each = reader.applied(torch.square, [x], "squares")
@@ -258,7 +282,7 @@ class _Power:
 
 
 class _Root(_Power):
-    """Callable that computes x ** (1 / p), with the gradient 0 instead of infinity at 0."""
+    """Callable that computes x ** (1 / p) for x >= 0. Its gradient at 0 is 0, not infinity."""
 
     __name__ = "root"
 
@@ -270,10 +294,10 @@ class _Root(_Power):
 def _then(
     reader: Reader, vector: Value, function: Callable[..., Tensor] | None, rest: tuple[int, ...]
 ) -> Value:
-    """Return ``vector``, whose positions are reduced already, reduced over the dims ``rest`` too.
+    """Return a norm that was taken over positions, after the reduction over channels too.
 
     Args:
-        vector: a value without positions.
+        vector: the norm over positions, with a number for each channel.
         function: reduction with arguments ``dim`` and ``keepdim``, such as ``torch.sum``.
         rest: dims of channels; () to return ``vector`` unchanged.
 
@@ -285,7 +309,7 @@ def _then(
     if function is None:
         raise reader.refusal(
             "takes a norm of order inf over channels and positions together; supported: over one "
-            "of them"
+            "of them: take one norm after the other"
         )
     return reader.applied(
         partial(function, dim=rest, keepdim=True), [vector], "channels", _alone(vector.axes, rest)
@@ -293,19 +317,19 @@ def _then(
 
 
 def product(reader: Reader, a: Value, b: Value, heads: int, axes: Axes) -> Value:
-    """Return the products of the channels of two maps, summed over all positions.
+    """Add layers for the products of the channels of two maps, summed over all positions.
 
-    The result is a vector with the axes ``axes``. It has a number for each head, each channel of
-    ``a`` and each channel of ``b``.
+    Return their output, a vector with heads * I * J numbers for each image.
 
     Args:
-        a: map with channels (heads, I).
-        b: map with channels (heads, J).
+        a: map whose channels are heads * I.
+        b: map whose channels are heads * J.
         heads: number of groups of channels; only channels of the same group are multiplied.
+        axes: the meaning of each dim of the result in user code, such as (N, heads, I, J).
     """
     if a.sizes != b.sizes:
         raise reader.refusal(
-            f"multiplies {a!r} with {b!r}, which have different spatial sizes: resize one"
+            f"multiplies {a!r} with {b!r}, which have different spatial sizes: resize one of them"
         )
     if a.name == b.name and a.channels == b.channels:
         return reader.emit(lambda _: Products(heads), [a.as_plain], axes=axes)
@@ -319,9 +343,14 @@ def product(reader: Reader, a: Value, b: Value, heads: int, axes: Axes) -> Value
 
 
 def largest_of(reader: Reader, x: Value, k: int, dim: int, least: bool = False) -> Value:
-    """Return the k largest values along a dim that holds all positions, the largest first.
+    """Add layers for the ``k`` largest numbers along a dim that holds all positions.
 
-    If ``least`` is True, return the k smallest values, the smallest first.
+    Return them as a vector, the largest first, with the length ``k`` along this dim.
+
+    Args:
+        x: a map such as (N, C, H * W).
+        dim: the dim.
+        least: True for the ``k`` smallest numbers, the smallest first.
     """
     (at,) = reader.dims_of(dim, x)
     if x.axes[at].places != tuple(range(reader.dims)) or x.axes[at].mixed:

@@ -29,6 +29,8 @@ Lengths = tuple[int, ...]
 class _Piece:
     """One factor of a dim: images of the batch, channels, or positions along a spatial dim.
 
+    For example, a dim of length C * H has two pieces.
+
     Attributes:
         lengths: length in each trace.
         batch: True for images of the batch.
@@ -43,7 +45,7 @@ class _Piece:
 
 
 def reshaped(reader: Reader, x: Value) -> Value:
-    """Return the value ``x`` after the current call, which reshapes it.
+    """Return the value of the current call, which reshapes ``x``; add layers if it moves numbers.
 
     Raises:
         CanNotCapture: the reshape is not supported (:func:`not_reshaped`).
@@ -71,9 +73,9 @@ def reshaped(reader: Reader, x: Value) -> Value:
 
 
 def _in_order(axes: Sequence[Axis]) -> tuple[Axis, ...] | None:
-    """Return the dims of a line that come before its batch dim, without dims of length 1.
+    """Return what must stay equal in a reshape of a line: the dims before its batch dim.
 
-    A line is a vector whose length follows the size of the image, such as row means. If a reshape
+    Dims of length 1 are left out. A line is a vector whose length follows the size of the image, such as row means. If a reshape
     keeps the returned dims, the memory order is unchanged: the dims after the batch dim keep their
     order, whatever their lengths.
     """
@@ -84,8 +86,9 @@ def _in_order(axes: Sequence[Axis]) -> tuple[Axis, ...] | None:
 def regrouped(reader: Reader, x: Value) -> Value | None:
     """Add layers that reshape the map ``x`` as the current call does, and return their output.
 
-    A spatial dim may be split into blocks, whose inner positions become channels, or joined with
-    channels. Return None if this does not give the shape of the call's result.
+    A spatial dim may be split into blocks, whose inner positions become channels. It may also be
+    joined with channels, which become positions. Return None if neither gives the shape of the
+    call's result.
     """
     wanted = list(zip(*(call.shapes[0] for call in reader.current)))
     groups = _grouped(_pieces(reader, x), wanted)
@@ -201,10 +204,11 @@ def _axis(piece: _Piece) -> Axis:
 
 
 def _joined(reader: Reader, x: Value, groups: Sequence[Sequence[_Piece]]) -> Value | None:
-    """Return the map ``x``, whose pieces are joined to the dims of a reshape's result.
+    """Return the map ``x`` after its pieces are joined to the dims of a reshape's result.
 
-    Channels that follow a spatial dim within a dim of the result become positions. Return None if
-    images are not the first piece of their dim.
+    Channels that follow a spatial dim within a dim of the result become positions, for example
+    (N, C, H, 2, W, 2) -> (N, C, H * 2, W * 2). Return None if images are not the first piece of
+    their dim.
 
     Args:
         x: a map with one dim for each piece (:func:`_cut`).

@@ -94,8 +94,8 @@ GENERATORS = (
 class TensorPrint(NamedTuple):
     """Fingerprint (*print*) of a tensor; equal tensors have equal prints (:func:`print_of`).
 
-    ``content`` is a digest or a sum of the numbers. For a tensor on the meta device it is the
-    tensor's id and version.
+    ``content`` is a digest of the numbers, or for a large tensor their sum, id and version. For a
+    tensor on the meta device it is the id and version. Loose prints have no id and version.
     """
 
     shape: tuple[int, ...]
@@ -133,7 +133,10 @@ class Slot:
         return self.field in ("_parameters", "_buffers")
 
     def slot_in(self, copied: nn.Module) -> Slot:
-        """Return the slot of the same name in a copy of the model."""
+        """Return the slot of the same name in a copy of the model.
+
+        A slot outside modules, such as a global, is not copied, so return the slot itself.
+        """
         if self.field is None:
             return self
         module = copied.get_submodule("" if self.owner == WHOLE else self.owner)
@@ -164,8 +167,10 @@ WHOLE = "the model"
 class Picture:
     """Snapshot of a module's state: the fingerprint (*print*) of the value of each slot.
 
-    ``slots`` and ``prints`` have the same keys. ``values`` keeps the values alive, so that no new
-    object gets the same id.
+    Attributes:
+        slots: the slots by their keys (:attr:`Slot.key`).
+        prints: the print of each slot's value, by the same keys.
+        values: the values, kept alive so that no new object gets the same id.
     """
 
     slots: dict[Hashable, Slot]
@@ -181,7 +186,7 @@ class Picture:
         return [later.slots.get(key) or self.slots[key] for key in differ]
 
     def without(self, keys: Collection[Hashable]) -> Picture:
-        """Return the snapshot without the slots that have these keys."""
+        """Return a copy of the snapshot without the slots whose :attr:`Slot.key` is in ``keys``."""
         left = {key: slot for key, slot in self.slots.items() if key not in keys}
         return Picture(left, {key: self.prints[key] for key in left}, self.values)
 
@@ -190,8 +195,8 @@ def picture_of(model: nn.Module, loose: bool = False) -> Picture:
     """Return a snapshot of a module's state.
 
     Args:
-        loose: True to compare two copies of a module. Object ids are ignored, and tensors on the
-            meta device are compared by shape and type only.
+        loose: True to compare two copies of a module: prints then ignore the ids of objects. For
+            tensors on the meta device they have only shape, dtype and ``requires_grad``.
     """
     slots = {slot.key: slot for slot in slots_of(model)}
     values, known = [slot.value() for slot in slots.values()], frozenset(map(id, model.modules()))
@@ -200,9 +205,10 @@ def picture_of(model: nn.Module, loose: bool = False) -> Picture:
 
 
 def slots_of(model: nn.Module) -> list[Slot]:
-    """Return a slot for each attribute, parameter and buffer of a model and its submodules.
+    """Return the slots of a model: the places where a forward pass may keep state.
 
-    Return also a slot for each global and each closure variable that their code reads.
+    These are the attributes, parameters and buffers of the model and its submodules, and the
+    globals, class attributes and functions that their code reads.
     """
     found = []
     for name, module in model.named_modules():
@@ -222,7 +228,10 @@ def slots_of(model: nn.Module) -> list[Slot]:
 
 
 class _Children(Mapping):
-    """Mapping with one entry for all children of a module: the names and ids of the children."""
+    """Mapping whose only entry has the names and ids of a module's children.
+
+    It lets a :class:`Slot` hold the children as one value, which changes if a child is replaced.
+    """
 
     def __init__(self, module: nn.Module):
         self._module = module
@@ -350,7 +359,7 @@ class Printer:
         return self._which(x) if content is None else again(content)
 
     def _which(self, x: Any) -> Hashable:
-        """Return the id of an object, or the name of its type if ``loose`` is True."""
+        """Return the print of an object by identity: its id, or its type's name if ``loose``."""
         return type(x).__name__ if self.loose else id(x)
 
     def _tensor(self, x: Tensor) -> TensorPrint:
@@ -365,9 +374,10 @@ class Printer:
 
 
 def _content_of(x: Any) -> Any:
-    """Return the content of an object of the standard library, or a position, as in a file.
+    """Return what shows a change of an object of the standard library; None if nothing does.
 
-    Return None if the object offers neither.
+    It is the first of these that the object offers: its memory, its pickled state, the number of
+    items that an iterator has left, or the position in a file.
     """
     for ask in (_memory_of, _reduced, _remaining, _position):
         # An object may raise anything if it cannot answer.
@@ -394,7 +404,7 @@ def _position(x: Any) -> int:
 
 
 def _cells(function: types.FunctionType) -> dict[str, Any]:
-    """Return the closure variables of a function by name."""
+    """Return the values of a function's closure variables by name; unset ones are left out."""
     pairs = zip(function.__code__.co_freevars, function.__closure__ or ())
     return {name: cell.cell_contents for name, cell in pairs if cell != types.CellType()}
 
@@ -404,7 +414,7 @@ def _state_of(generator: Any, again: Callable[[Any], Hashable]) -> Hashable:
 
     Args:
         generator: a generator of PyTorch, NumPy or Python.
-        again: function that returns the print of a part of the state.
+        again: function that returns the print of an array or dict in the state.
     """
     if isinstance(generator, torch.Generator):
         return bytes(generator.get_state())

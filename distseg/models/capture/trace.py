@@ -53,12 +53,20 @@ class CanNotCapture(ValueError):
 
 
 class Hidden(CanNotCapture):
-    """Error for a network that cannot be computed exactly in any way, not even on whole images."""
+    """Error for a network that cannot be computed exactly, not even with whole images on each rank.
+
+    An example is a forward pass that changes a buffer: the ranks would then hold different buffers.
+    """
 
 
 @dataclass(frozen=True)
 class Made:
-    """Reference to a tensor: output number ``part`` of the recorded call number ``call``."""
+    """Reference to a tensor that a recorded call made, or to the image.
+
+    Attributes:
+        call: index of the call in :attr:`Trace.calls`; -1 for the image (:data:`IMAGE`).
+        part: index of the tensor among the call's results.
+    """
 
     call: int
     part: int = 0
@@ -128,11 +136,12 @@ class Trace:
 
 @torch.enable_grad()
 def trace(model: nn.Module, channels: int, size: Sequence[int], batch: int = 2) -> Trace:
-    """Return the calls of a forward pass in training mode.
+    """Run a forward pass in training mode, and return its trace.
 
     Args:
         model: a model on the meta device (:func:`distseg.models.layers.on_meta`). If it is in
             float64, tensors that its code makes in float32 become float64.
+        channels, size, batch: the image has the shape (batch, channels, *size).
 
     Raises:
         CanNotCapture: the model fails at this size, or does something that cannot be traced.
@@ -171,7 +180,7 @@ def trace(model: nn.Module, channels: int, size: Sequence[int], batch: int = 2) 
 
 
 def alike(a: Trace, b: Trace) -> bool:
-    """Return True if two passes made the same calls with the same settings."""
+    """Return True if two traces have the same calls, settings and result."""
     return a.result == b.result and list(map(_print_of_call, a.calls)) == list(
         map(_print_of_call, b.calls)
     )
@@ -207,7 +216,7 @@ def returned(result: Any, line: str | None = None) -> str:
 
 
 def check_statistics(calls: Sequence[Called]) -> None:
-    """Refuse a pass that reads running statistics which a norm of the same pass updates.
+    """Raise an error if a pass reads running statistics that a norm of the same pass updates.
 
     Running statistics are updated once a step, but a step has several passes. One exception is
     accepted: a norm called in evaluation mode before its call in training mode. The first call then
@@ -238,8 +247,8 @@ def check_statistics(calls: Sequence[Called]) -> None:
         )
         if read and call.name != "batch_norm" and not counts:
             raise Hidden(
-                f"{call} reads {read[0]}, which a norm updates once per step, not with each pass: "
-                f"compute this in the training loop"
+                f"{call} reads {read[0]}, which a norm updates once per step, but a step has "
+                f"several passes: move this computation to the training loop"
             )
 
 
@@ -257,7 +266,7 @@ _OF_BATCH_NORM = (
 
 @contextmanager
 def _gradients_enabled(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Enable gradients for some parameters inside the context."""
+    """Set ``requires_grad`` of frozen parameters to True inside the context, then to False."""
     for p in parameters:
         p.requires_grad_(True)
     try:
@@ -269,7 +278,10 @@ def _gradients_enabled(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
 
 @contextmanager
 def _recording(model: nn.Module, recorder: _Recorder) -> Iterator[None]:
-    """Record everything that a pass inside the context does."""
+    """Record in ``recorder`` the calls of a forward pass of ``model`` inside the context.
+
+    Checkpointing and compilation are switched off, and random draws are noted.
+    """
     with ExitStack() as stack:
         for context in (
             skip_store({}),
@@ -308,7 +320,10 @@ def saved_tensors_noted(note: Callable[[], None]) -> Iterator[None]:
 
 @contextmanager
 def calling(model: nn.Module, inside: list[str]) -> Iterator[None]:
-    """Keep in ``inside`` the names of the modules being called, the innermost last."""
+    """Keep in ``inside`` the names of the modules of ``model`` whose forward is running.
+
+    The list changes with each call of a module: the outermost module is first, the innermost last.
+    """
     # A module with several names is recorded by the first one.
     names = {
         id(module): name
@@ -513,10 +528,13 @@ class _Recorder(TorchFunctionMode):
         return result
 
     def _looked_at(self, given: Sequence[Tensor]) -> str:
-        """Return the end of an error message on a function that reads a tensor's numbers in Python.
+        """Return the end of the error message for a function that reads a tensor's numbers.
+
+        Examples are ``float(x)`` and ``x.tolist()``, which fail on the meta device.
 
         Args:
-            given: tensors that the function takes.
+            given: tensors that the function takes. The message names the first parameter or buffer
+                among them.
 
         Raises:
             Hidden: one of the tensors is a running statistic.
@@ -531,13 +549,13 @@ class _Recorder(TorchFunctionMode):
         )
         if kept in self._counted:
             raise Hidden(
-                f"{self._where} reads {kept}, which a norm updates once per step, not with each "
-                f"pass: compute this in the training loop"
+                f"{self._where} reads {kept}, which a norm updates once per step, but a step has "
+                f"several passes: move this computation to the training loop"
             )
         return f"reads the values of {kept or 'a tensor'} in Python: {BY_VALUE}"
 
     def _check(self, name: str, args: tuple, drawn: list[bool]) -> None:
-        """Refuse a call that cannot be repeated for each part of an image.
+        """Raise an error for a call that cannot be repeated for each part of an image.
 
         Such a call replaces the data of a tensor, adds a hook to gradients, gives random numbers
         to user code, or runs under a transform of ``torch.func``.
@@ -579,7 +597,13 @@ class _Recorder(TorchFunctionMode):
             )
 
     def _check_types(self, name: str) -> None:
-        """Refuse an autocast in user code, and reads of a tensor's gradient, version or address."""
+        """Raise an error if user code runs an autocast, or reads ``x.grad`` or ``x.data_ptr``.
+
+        The counter ``x._version`` is refused too.
+
+        Args:
+            name: name of the called function.
+        """
         if torch.is_autocast_enabled("cpu") != self._autocast:
             raise CanNotCapture(
                 f"{_plain(name)} in {self._where} runs under its own autocast: remove it, as "
@@ -598,9 +622,13 @@ class _Recorder(TorchFunctionMode):
             )
 
     def _check_graded(self, name: str, changed: Sequence[Tensor]) -> None:
-        """Refuse an in-place change under no_grad of a tensor that has a gradient.
+        """Raise an error if a call under no_grad changed, in place, a tensor that autograd tracks.
 
         Autograd would not see the change and would compute the gradient for the old content.
+
+        Args:
+            name: name of the called function.
+            changed: tensors that the call changed.
         """
         if not torch.is_grad_enabled() and any(x.grad_fn is not None for x in changed):
             raise CanNotCapture(
@@ -638,7 +666,7 @@ class _Recorder(TorchFunctionMode):
         )
 
     def _filled(self, x: Tensor, value: float) -> Called:
-        """Return the record of a call of ``torch.full`` with the shape and type of ``x``."""
+        """Return the record of a ``torch.full`` call with the shape and type of ``x``."""
         where = self.inside[-1] if self.inside else ""
         return Called(
             "full",
@@ -655,10 +683,13 @@ class _Recorder(TorchFunctionMode):
     def _change_sources(self, x: Tensor, value: Made) -> set[int]:
         """Record that a change of the view ``x`` also changed the tensors that it is a view of.
 
-        Return the ids of these tensors.
+        For example, after ``y = x[0]; y.add_(1)`` record ``x[0] = y``.
 
         Args:
-            value: the new value of the view.
+            value: reference to the new value of the view.
+
+        Returns:
+            ``id`` of each tensor of which ``x`` is a view; empty if ``x`` is no view by an index.
         """
         found: set[int] = set()
         while id(x) in self._views:
@@ -688,7 +719,7 @@ class _Recorder(TorchFunctionMode):
         return called
 
     def _result(self, function: Callable, name: str, args: tuple, kwargs: dict):
-        """Return the result of a call on the meta device.
+        """Call a function on the meta device, and return its result, a tensor without values.
 
         PyTorch infers the output shapes of norms and of smooth resizing by hundreds of small
         operations. To avoid these, norms are not called, because their output has the shape of
@@ -733,8 +764,9 @@ class _Recorder(TorchFunctionMode):
         """Mark tensors as unknown in content if they share memory with one that was overwritten.
 
         Args:
+            called: the call that overwrote the tensors.
             changed: ids of the tensors that the call overwrote.
-            made: ids of the tensors whose new value is recorded already.
+            made: ids of the tensors whose new value is recorded already, so that it stays known.
 
         Raises:
             Hidden: the call changes a parameter or buffer that is not a norm's running statistic.
@@ -774,12 +806,18 @@ class _Recorder(TorchFunctionMode):
         return found
 
     def _check_apart(self, called: Called, changed: set[int], memory: int) -> None:
-        """Refuse an in-place change of a tensor that was read as ``x.data``.
+        """Raise an error if a call changed a tensor that user code got as ``x.data``.
+
+        Autograd does not see such a change of ``x``.
 
         Args:
-            called: the call that makes the change.
+            called: the call.
             changed: ids of the tensors that the call changed.
             memory: key of the storage that the tensors share (:func:`_memory`).
+
+        Raises:
+            Hidden: ``x`` is a parameter or buffer.
+            CanNotCapture: ``x`` is another tensor.
         """
         there = self._sharing[memory]
         line = next(
@@ -804,14 +842,15 @@ class _Recorder(TorchFunctionMode):
         self._known[id(x)] = self._sharing.setdefault(_memory(x), {})[id(x)] = _Known(x, value)
 
     def value_of(self, x: Tensor, what: str) -> Made | Kept:
-        """Return the reference to a tensor: where in the trace it comes from.
+        """Return a reference to the recorded call that made a tensor, or to a parameter or buffer.
 
         Args:
             x: a tensor that a call takes, or the network's result.
             what: for error messages, the call that takes the tensor, or "the network's result".
 
         Raises:
-            CanNotCapture: no recorded call has made the tensor, or its content is unknown.
+            CanNotCapture: the tensor comes from no recorded call, is an attribute that is neither a
+                parameter nor a buffer, or was overwritten through another view.
         """
         known = self._known.get(id(x))
         if known is None and (attribute := _attribute(self._model, x)) is not None:
@@ -849,7 +888,11 @@ class _Recorder(TorchFunctionMode):
         return known.value
 
     def _constant(self, x: Tensor) -> Made:
-        """Record a constant: a plain attribute of a module, or a tensor made from an array."""
+        """Record a constant as a call without arguments; return the reference to its result.
+
+        A constant is a tensor with values that no recorded call made, such as the result of
+        ``torch.from_numpy``.
+        """
         found = widened(x.detach().clone()) if self._wide else x.detach().clone()
         self.calls.append(
             Called(
@@ -868,7 +911,7 @@ class _Recorder(TorchFunctionMode):
         return Made(len(self.calls) - 1)
 
     def _written(self, tree: Any, name: str) -> Any:
-        """Return arguments with each tensor replaced by its :class:`Made` or :class:`Kept`.
+        """Return arguments in which references (:class:`Made`, :class:`Kept`) replace the tensors.
 
         Args:
             tree: arguments of a call: a tensor, a number, or a tuple, list or dict of these.
@@ -910,7 +953,7 @@ _HOOKS = ("register_hook", "register_post_accumulate_grad_hook")
 
 
 def _name_of(function: Callable) -> str:
-    """Return the name of a function, such as ``nn.functional.conv2d``."""
+    """Return a function's name without ``torch.``, such as ``nn.functional.conv2d``."""
     if isinstance(function, torch._ops.OpOverload):  # TorchScript calls operators
         return function.overloadpacket.__name__
     return (resolve_name(function) or getattr(function, "__name__", str(function))).rpartition(
@@ -946,9 +989,9 @@ _NORMS = ("batch_norm", "instance_norm", "group_norm", "layer_norm")
 
 
 def _updates_norm(called: Called, name: str) -> bool:
-    """Return True if a call may change the buffer ``name``.
+    """Return True if a call is allowed to change the buffer ``name``.
 
-    Norms may change buffers, and any call may change a count of batches (``num_batches_tracked``).
+    A batch or instance norm may change any buffer. Every call may change ``num_batches_tracked``.
     """
     return called.name in ("batch_norm", "instance_norm") or name.endswith("num_batches_tracked")
 
@@ -961,14 +1004,18 @@ def changed(x: Tensor, index: Any, value: Any) -> Tensor:
 
 
 def itself(x: Tensor) -> Tensor:
-    """Return the argument."""
+    """Return the argument; as the function of a recorded call, it makes a constant."""
     return x
 
 
 def _index_of(name: str, args: tuple, kwargs: dict) -> tuple | None:
-    """Return the index by which a call makes a view of its first argument, as a tuple (index,).
+    """Return (index,) if a call makes the view ``x[index]`` of its first argument ``x``.
 
-    Return None if the call does not index.
+    For example, ``x.select(1, 0)`` has the index ``(slice(None), 0)``. Return None for other calls.
+
+    Args:
+        name: bare name of the function (:func:`_plain`).
+        args, kwargs: arguments of the call.
     """
     if kwargs or not args or not isinstance(args[0], Tensor) or len(args) < 2:
         return None

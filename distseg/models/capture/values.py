@@ -17,6 +17,8 @@ from distseg.models.axes import Axes, Axis, is_line, length_of, places_of, plain
 class Sizes:
     """A setting that differs between traces because it follows the image's size or the batch size.
 
+    An example is the number ``n // 2`` in user code, where ``n`` is the height of a map.
+
     Attributes:
         each: the setting in each trace.
     """
@@ -34,7 +36,8 @@ class Value:
     Attributes:
         shapes: (N, C, *size) in each trace. For a vector, ``size`` is the size of a map that it can
             be combined with.
-        axes: the meaning of each dim that the tensor has in user code when the call reads it.
+        axes: the meaning of each dim that the tensor has in user code. Its dims there may be in
+            another order or split, for example (N, H, W, C).
         dtype: the type of the user's tensor if it is not a floating point type, else None.
         joined: True if ``torch.cat`` along dim 0 has joined several batches. The batch dim then
             holds one batch after the other.
@@ -66,7 +69,7 @@ class Value:
 
     @property
     def vector(self) -> bool:
-        """True if no dim has positions of the image, so that every tile has the same value."""
+        """True if no dim has positions of the image, so that every tile has the same numbers."""
         return not places_of(self.axes)
 
     @property
@@ -81,7 +84,7 @@ class Value:
 
     @property
     def grid(self) -> tuple[int, ...] | None:
-        """Grid size of a value (N, C, *grid), which an adaptive pooling makes; else None."""
+        """Size of the grid (N, C, *grid) that an adaptive pooling makes; None for another value."""
         there = (
             self.vector
             and not self.line
@@ -92,7 +95,7 @@ class Value:
 
     @property
     def as_plain(self) -> Value:
-        """The value in the form (N, C, *size), which the layers of a network use."""
+        """The same value as (N, C, *size), the form in which the layers of a network take it."""
         return replace(self, axes=plain_axes(self.channels, self.dims), dtype=None, joined=False)
 
     def __repr__(self) -> str:
@@ -100,7 +103,7 @@ class Value:
 
 
 def kind_of(x: Value) -> str:
-    """Return the kind of a value in words, for error messages."""
+    """Return the kind of a value in words, such as "a vector of the image", for messages."""
     if x.line:
         return "a vector along rows or columns of the image"
     if x.vector:
@@ -111,7 +114,7 @@ def kind_of(x: Value) -> str:
 
 
 def shown(x: Value) -> tuple[int, ...]:
-    """Return the shape of the user's tensor in the first trace."""
+    """Return the shape that the tensor has in user code in the first trace."""
     batch, *_ = x.shapes[0]
     size = x.sizes[0]
     return tuple(_length(axis, batch, size) for axis in x.axes)

@@ -21,7 +21,7 @@ _DEPTH = 12  # deepest nesting of containers that is followed
 
 
 def check_views(model: nn.Module) -> None:
-    """Refuse a module that also holds an array, or another object, in the memory of its weights.
+    """Raise an error if an object outside a module's weights shares the memory of a weight.
 
     An example is an attribute ``self.array = weight.detach().numpy()``.
 
@@ -49,7 +49,9 @@ def check_views(model: nn.Module) -> None:
 
 
 def check_copy(model: nn.Module, copied: nn.Module) -> None:
-    """Refuse a module whose copy still calls layers of the original.
+    """Raise an error if the copy of a module still calls layers of the original.
+
+    An example is an attribute that holds ``lambda x: self.conv(x)``: a copy keeps the same lambda.
 
     Args:
         model: the original.
@@ -74,10 +76,12 @@ def check_copy(model: nn.Module, copied: nn.Module) -> None:
 
 
 class _Origins(Printer):
-    """Search in a value for modules and tensors of another module; ``found`` lists their names.
+    """Search in an attribute of a copied model for layers and tensors of the original model.
+
+    Calling the object with the attribute's value adds the names that it finds to ``found``.
 
     Args:
-        names: by id of a module or tensor of the other module, its name.
+        names: for each layer, parameter and buffer of the original, its name by its ``id``.
     """
 
     def __init__(self, names: Mapping[int, str]):
@@ -97,9 +101,13 @@ class _Origins(Printer):
 
 
 class _Search(Printer):
-    """Search in a value for NumPy arrays and other objects that expose memory (``memoryview``).
+    """Search in a Python object for NumPy arrays and other objects that ``memoryview`` can read.
 
-    ``spans`` has for each of them the addresses of its first byte and of the byte after its end.
+    Calling the object with the Python object adds to ``spans``, for each array found, the addresses
+    of its first byte and of the byte after its end.
+
+    Args:
+        known: ids of modules whose contents are not searched.
     """
 
     def __init__(self, known: frozenset[int]):

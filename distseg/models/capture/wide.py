@@ -16,7 +16,10 @@ from distseg.models.meta import found_in
 
 
 def unnarrowed(function: Callable, args: tuple, kwargs: dict) -> tuple[Callable, tuple, dict]:
-    """Return the function and arguments of a call, with float32 replaced by float64."""
+    """Return (function, args, kwargs) of a user's call, which asks for float64 instead of float32.
+
+    For example, ``x.float()`` becomes ``x.to(torch.float64)``. Tensors are left as they are.
+    """
     name = getattr(function, "__name__", "")
     if name == "float" and function is Tensor.float:
         return Tensor.to, (args[0], torch.float64), {}
@@ -30,20 +33,21 @@ def unnarrowed(function: Callable, args: tuple, kwargs: dict) -> tuple[Callable,
 def widened(result: Any, *given: Any) -> Any:
     """Return ``result`` in float64 if it is a float32 tensor and ``given`` contains no tensor.
 
-    Otherwise return it unchanged.
+    Otherwise return it unchanged. An example is ``torch.ones(3)``.
 
     Args:
-        given: arguments of the function that made the result.
+        result: what a function returned.
+        given: the arguments of that function.
     """
     narrow = isinstance(result, Tensor) and result.dtype == torch.float32
     return result.double() if narrow and not found_in(given, Tensor) else result
 
 
 def call_wide(function: Callable, args: tuple, kwargs: dict) -> Any:
-    """Call a function of user code that runs in float64, and return its result.
+    """Repeat a call of user code in a run in float64, and return its result.
 
-    If the arguments mix float32 tensors, such as NumPy constants, with float64 tensors, the former
-    are cast to float64 first. A float32 result of a call without tensors is cast as well.
+    If the arguments mix float32 and float64 tensors, the float32 tensors, such as NumPy constants,
+    are cast to float64 first. A float32 result of a call without tensor arguments is cast too.
     """
     if (
         len({x.dtype for x in found_in((args, kwargs), Tensor)} & {torch.float32, torch.float64})

@@ -130,8 +130,9 @@ def einsum(reader: Reader, equation: str, operands: Sequence[Any]) -> Value:
 def distances(reader: Reader, a: Any, b: Any, p: float, mode: str) -> Value:
     """Add a layer for the distances between two sets of vectors, as ``torch.cdist`` does.
 
-    In one of the sets, the vectors may be the positions of a map. PyTorch chooses the formula by the number of vectors, which differs between an image and a tile.
-    So for positions of the image, the default mode is replaced by the formula for many vectors.
+    One of the two sets may be the channels of a map at all positions. PyTorch chooses the formula
+    by the number of vectors, which differs between an image and a tile. So for positions of the
+    image, the default mode is replaced by the formula for many vectors.
 
     Args:
         a, b: the vectors, (..., vectors, channels).

@@ -144,8 +144,8 @@ def formed(reader: Reader, vector: Value, part: int = 0) -> Value:
 def _lengths(axes: Axes) -> list[tuple]:
     """Return (number of channels, extent along the image) for each dim of a vector or line.
 
-    The extent (:data:`distseg.models.axes.Extent`) says how a dim of a line follows the image's size.
-    Dims of length 1 are left out.
+    The extent (:data:`distseg.models.axes.Extent`) says how a dim of a line follows the image's
+    size. Dims of length 1 are left out.
     """
     return [(axis.cell, axis.whole) for axis in axes if not axis.lone]
 

@@ -75,9 +75,9 @@ def reshaped(reader: Reader, x: Value) -> Value:
 def _in_order(axes: Sequence[Axis]) -> tuple[Axis, ...] | None:
     """Return what must stay equal in a reshape of a line: the dims before its batch dim.
 
-    Dims of length 1 are left out. A line is a vector whose length follows the size of the image, such as row means. If a reshape
-    keeps the returned dims, the memory order is unchanged: the dims after the batch dim keep their
-    order, whatever their lengths.
+    Dims of length 1 are left out. A line is a vector whose length follows the size of the image,
+    such as row means. If a reshape keeps the returned dims, the memory order is unchanged: the dims
+    after the batch dim keep their order, whatever their lengths.
     """
     dims = [axis for axis in axes if axis != Axis()]
     return tuple(dims[: next((n for n, axis in enumerate(dims) if axis.batch), len(dims))])

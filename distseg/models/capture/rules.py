@@ -49,6 +49,10 @@ from distseg.models.resize import ResizeTo
 def made(reader: Reader, args: tuple, kwargs: dict) -> Any:
     """Add layers for the current call; return the value, or tuple of values, of its result.
 
+    Args:
+        args, kwargs: the call's arguments, in which values stand for tensors computed from the
+            image.
+
     Raises:
         CanNotCapture: the call is not supported. The message names the call and how to fix it.
     """
@@ -62,7 +66,7 @@ def _made(reader: Reader, args: tuple, kwargs: dict) -> Any:
     numbers = found_in((args, kwargs), ByType)
     if numbers and name not in POINTWISE_FUNCTIONS | _ARITHMETIC:
         raise reader.refusal(
-            f"is given {numbers[0]!r}, which is supported only in arithmetic on each cell: "
+            f"is given the number {numbers[0]!r}, which is supported only in pointwise functions: "
             f"write a plain number instead"
         )
     tracks = name == "instance_norm" and any(
@@ -99,8 +103,8 @@ _ARITHMETIC = set(
 class Rules:
     """Rules for calls of convolutions, norms, poolings, dropouts and recurrent cells.
 
-    Each method adds layers for a call of the PyTorch function of the same name to ``self``, a
-    reader, and returns the value of the result.
+    Each method has the name of a PyTorch function. It is called with a reader as ``self``, adds
+    layers for the reader's current call, and returns the value of the result.
     """
 
     def conv2d(self: Reader, input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1):
@@ -175,7 +179,7 @@ class Rules:
         if not self.of_channels(-1, x):
             raise self.refusal(
                 f"multiplies positions of {x!r} with weights, one for each position; supported: "
-                f"weights over channels"
+                f"weights over channels: permute the input so that channels are the last dim"
             )
         return self.formula((x, weight, bias), {})
 
@@ -259,7 +263,10 @@ class Rules:
         if x.line and running_mean is None and use_input_stats:
             return self.formula((x, None, None, weight, bias, True, momentum, eps), {})
         if x.vector or _one_dim_of_channels(self, x) != x.channels:
-            raise self.refusal(f"takes {x!r}, where a map is expected")
+            raise self.refusal(
+                f"normalises {x!r} by an instance norm; supported: a map (N, C, ...) with all "
+                f"channels in dim 1: permute or reshape it to this form"
+            )
         if running_mean is not None or not use_input_stats:
             raise self.refusal(
                 "has running statistics, which are not supported for instance norms: set "
@@ -283,7 +290,10 @@ class Rules:
         if x.vector:
             return self.formula((x, num_groups, weight, bias, eps), {})
         if _one_dim_of_channels(self, x) != x.channels:
-            raise self.refusal(f"takes {x!r}, where a map with one dim of channels is expected")
+            raise self.refusal(
+                f"normalises {x!r} by a group norm; supported: a map (N, C, ...) with all channels "
+                f"in dim 1: permute or reshape it to this form"
+            )
         return self.norm(
             nn.GroupNorm,
             x,
@@ -320,7 +330,10 @@ class Rules:
     def rms_norm(self: Reader, input, normalized_shape, weight=None, eps=None):
         x, over = self.value(input), tuple(normalized_shape)
         if not self.of_channels(tuple(range(x.rank - len(over), x.rank)), x):
-            raise self.refusal("normalises positions of the image; supported: over channels")
+            raise self.refusal(
+                "normalises positions of the image; supported: over channels: permute the input so "
+                "that channels are the last dims"
+            )
         return self.formula((x, over, weight, eps), {})
 
     def local_response_norm(self: Reader, input, size, alpha=1e-4, beta=0.75, k=1.0):
@@ -350,7 +363,7 @@ class Rules:
         if not self.of_channels(-1, self.value(input)):
             raise self.refusal(
                 "multiplies positions of the image with weights, one for each position; supported: "
-                "weights over channels"
+                "weights over channels: permute the input so that channels are the last dim"
             )
         return self.formula((input, hx, *weights), {})
 
@@ -360,7 +373,7 @@ class Rules:
         if not self.of_channels(-1, self.value(input)):
             raise self.refusal(
                 "multiplies positions of the image with weights, one for each position; supported: "
-                "weights over channels"
+                "weights over channels: permute the input so that channels are the last dim"
             )
         return tuple(self.formula((input, hx, *weights), {}, part) for part in range(2))
 
@@ -368,7 +381,8 @@ class Rules:
         x = self.value(input)
         if self.shape_of(weight) not in ((), (1,)) and not self.of_channels(1, x):
             raise self.refusal(
-                f"takes {x!r}, but has a slope for each channel: channels must be dim 1"
+                f"takes {x!r}, but has a slope for each channel: permute the input so that "
+                f"channels are dim 1"
             )
         return self.formula((x, weight), {})
 
@@ -387,7 +401,8 @@ class Rules:
     def glu(self: Reader, input, dim=-1):
         if not self.of_channels(dim, self.value(input)):
             raise self.refusal(
-                "splits a spatial dim into two parts, but only channels can be split: use dim=1"
+                "splits a spatial dim into two parts, but only channels can be split: set dim to "
+                "the dim of channels, which is 1 for an input (N, C, H, W)"
             )
         return self.formula((input, dim), {})
 
@@ -409,7 +424,10 @@ class Rules:
             and training
             and p
         ):
-            raise self.refusal(f"drops channels of {x!r}; supported: a map (N, C, ...)")
+            raise self.refusal(
+                f"drops channels of {x!r}; supported: a map (N, C, ...): permute or reshape it to "
+                f"this form"
+            )
         return self.drop((nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)[self.dims - 1], x, p, training)
 
     dropout1d = dropout3d = feature_dropout = dropout2d
@@ -593,7 +611,12 @@ class Rules:
 
 
 def _to_grid(reader: Reader, x: Value, layer: Mean) -> Value:
-    """Add a layer that pools a map to a grid of fixed size; return its output (N, C, *grid)."""
+    """Add a layer that pools a map to a grid of fixed size; return its output (N, C, *grid).
+
+    Args:
+        x: the map (N, C, *size).
+        layer: the adaptive pooling, a mean or a maximum, with the grid as ``layer.grid``.
+    """
     return reader.emit(
         lambda _: layer,
         [x],
@@ -606,9 +629,10 @@ def _to_grid(reader: Reader, x: Value, layer: Mean) -> Value:
 
 
 def _one_dim_of_channels(reader: Reader, x: Value) -> int:
-    """Return the length of dim 1 of a value (N, C, ...) whose only dim of channels is dim 1.
+    """Return C, the length of dim 1, of a map or vector (N, C, ...).
 
-    Refuse other values.
+    Refuse a map with channels in another dim. Refuse values whose first dims are not images and
+    channels.
     """
     reader.unfold(x)
     there = x.rank > 1 and x.axes[0] == Axis(True) and x.axes[1].of_channels and not x.axes[1].whole
@@ -618,11 +642,12 @@ def _one_dim_of_channels(reader: Reader, x: Value) -> int:
 
 
 def _rooted(means: torch.Tensor, count: int, p: float) -> torch.Tensor:
-    """Return the result of ``F.lp_pool2d``, computed from means of powers.
+    """Return the result of ``F.lp_pool2d``: (sum of x ** p) ** (1 / p) over each window.
 
     Args:
         means: the mean of x ** p over each window.
-        count: the number of cells in a window.
+        count: the number of cells in a window, so that the sum is ``count`` times the mean.
+        p: the exponent.
     """
     return (torch.sign(means) * torch.relu(torch.abs(means))).mul(count).pow(1.0 / p)
 

@@ -31,8 +31,8 @@ _PART = "takes a part of the image or of the batch; supported: a part of the cha
 class Channels:
     """Rules for calls of functions that reshape, index, join or fill tensors.
 
-    Each method adds layers for a call of the PyTorch function of the same name to ``self``, a
-    reader, and returns the value of the result.
+    Each method has the name of a PyTorch function. It is called with a reader as ``self``, adds
+    layers for the reader's current call, and returns the value of the result.
     """
 
     # the same values in another shape or type
@@ -99,7 +99,8 @@ class Channels:
             or not self.call.dtypes[0].is_floating_point
         ):
             raise self.refusal(
-                f"copies {x!r} to a tensor with other dims or another dtype: give both the same"
+                f"copies {x!r} to a tensor with other dims or another dtype: give both tensors the "
+                f"same shape, and a floating-point dtype"
             )
         return x
 
@@ -217,7 +218,7 @@ class Channels:
     # channels that are changed
 
     def changed(self: Reader, input, index, value):
-        """Return the tensor after the assignment ``x[index] = value``."""
+        """Add layers that make the tensor ``input`` after ``input[index] = value``; return it."""
         x = self.value(input)
         if isinstance(index, Value):
             if index.axes != x.axes or isinstance(value, (Value, Kept, Made)):
@@ -264,8 +265,8 @@ class Channels:
             return made
         if not all(self.of_channels(dim, x) for x in maps) or len({x.rank for x in maps}) > 1:
             raise self.refusal(
-                "concatenates maps along positions of the image, or maps with different dims; "
-                "supported: along channels"
+                "concatenates maps along positions of the image, or maps with different numbers of "
+                "dims; supported: along channels, with the same number of dims"
             )
         if all(x.vector for x in maps):
             maps = self.meeting(maps)
@@ -338,10 +339,14 @@ class Channels:
 
 
 def _cast(reader: Reader, x: Any) -> Value | None:
-    """Return the value of a cast to float64, to integers or to bool; refuse other types.
+    """Return the value of ``x`` after the current call, which casts it.
 
-    A cast to float64 adds no layer, because maps keep the precision and the device of the run.
-    Return None if ``x`` is not computed from the image.
+    A call such as ``x.float()`` is recorded as a cast to float64. It adds no layer, because maps
+    keep the precision and the device of the run. Integers and bool are supported too. Return None
+    if ``x`` is not computed from the image.
+
+    Raises:
+        CanNotCapture: the call casts to another floating-point type, such as float16.
     """
     if not isinstance(x, Value):
         return None
@@ -357,10 +362,11 @@ def _cast(reader: Reader, x: Any) -> Value | None:
 
 
 def _alike(reader: Reader, value: Any) -> Value | None:
-    """Return a map or vector filled with the number ``value``.
+    """Add a layer for the current call, such as ``torch.zeros``, and return its output.
 
-    Return None if the size of the user's tensor does not follow the image's size, so that the
-    tensor is a constant.
+    The call fills a new tensor with the number ``value``. The output is a map or vector of the same
+    shape. Return None if this shape does not follow the image's size, so that the tensor is a
+    constant and needs no layer.
     """
     if not follows_size(reader.current):
         return None
@@ -378,7 +384,13 @@ def _alike(reader: Reader, value: Any) -> Value | None:
 
 
 def _expanded_over(reader: Reader, x: Any) -> Value:
-    """Return the map or vector to which the current call expands the parameter ``x``."""
+    """Add a layer that expands a parameter as the current call does, and return its output.
+
+    An example is ``bias.expand(n, -1, *y.shape[2:])``. The output is a map or a vector.
+
+    Args:
+        x: reference to the parameter, or to a tensor computed from parameters.
+    """
     found = _places_of_result(reader)
     if found is None:
         raise reader.refusal(
@@ -395,7 +407,7 @@ def _expanded_over(reader: Reader, x: Any) -> Value:
     if any(n not in (1, axis.cell) for n, axis in zip(reversed(shape), reversed(axes))):
         raise reader.refusal(
             f"repeats a tensor of {shape} along dims longer than 1; supported: along dims of "
-            f"length 1, and over images"
+            f"length 1, and over images: use torch.cat to repeat channels"
         )
     own: dict[str, Kept] = {}
     steps: list[Step] = []
@@ -407,7 +419,13 @@ def _expanded_over(reader: Reader, x: Any) -> Value:
 
 
 class _Over:
-    """Callable that repeats a tensor at all positions of a map and for each of the map's images."""
+    """Callable that repeats a tensor at all positions of a map and for each of the map's images.
+
+    It takes the map (N, C, *size), of which it reads only the shape and dtype, and the tensor.
+
+    Args:
+        axes: the meaning of each dim of the result, such as (N, channels, H, W).
+    """
 
     __name__ = "expand"
 

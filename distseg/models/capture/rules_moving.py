@@ -30,8 +30,8 @@ _INDICES = (
 class Moving:
     """Rules for calls of functions that slice, shift, flip, or use windows and blocks of cells.
 
-    Each method adds layers for a call of the PyTorch function of the same name to ``self``, a
-    reader, and returns the value of the result.
+    Each method has the name of a PyTorch function. It is called with a reader as ``self``, adds
+    layers for the reader's current call, and returns the value of the result.
     """
 
     # parts
@@ -94,7 +94,8 @@ class Moving:
             or x.axes[2].places != tuple(range(self.dims))
         ):
             raise self.refusal(
-                f"takes {x!r}, but needs windows such as those of F.unfold, (N, C, positions)"
+                f"takes {x!r}, but needs windows such as those of F.unfold: reshape it to "
+                f"(N, channels * kernel cells, positions)"
             )
         each = [(n, call.shapes[0][2:]) for n, call in zip(x.sizes, self.current)]
         extras = {
@@ -214,7 +215,10 @@ class Moving:
 def _unfolded(
     reader: Reader, x: Value, kernel_size: Any, dilation: Any = 1, padding: Any = 0, stride: Any = 1
 ) -> Value:
-    """Return the windows that ``F.unfold`` makes, (N, C * cells of the kernel, positions)."""
+    """Add a layer for ``F.unfold``, and return its output.
+
+    The shape is (N, C * cells of the kernel, positions). The arguments are those of the call.
+    """
     x = reader.map(x)
     kernel, dilation, padding, stride = (
         reader.each(reader.fixed(n, "setting")) for n in (kernel_size, dilation, padding, stride)
@@ -235,7 +239,7 @@ def _unfolded(
 
 
 def _unfolded_dim(reader: Reader, x: Value, dimension: int, size: int, step: int) -> Value:
-    """Return the windows along one dim that ``Tensor.unfold`` makes.
+    """Add a layer for ``Tensor.unfold``, which takes windows along one dim; return its output.
 
     The last dim of the result has the cells of a window. The arguments are those of the call.
     """
@@ -253,9 +257,9 @@ def _unfolded_dim(reader: Reader, x: Value, dimension: int, size: int, step: int
 
 
 def _first_largest(x: Tensor) -> Tensor:
-    """Return for each window the position of its first maximum.
+    """Return for each window of a max pooling the index of its first maximum.
 
-    Shapes: (N, C, window, *size) -> (N, C, *size).
+    Shapes: (N, C, window, *size) -> (N, C, *size). The index counts the cells of the window.
     """
     return x.argmax(2)
 
@@ -263,8 +267,11 @@ def _first_largest(x: Tensor) -> Tensor:
 class _OverWindow:
     """Callable that puts a value at one position of a window, and zeros at the other positions.
 
-    Its inputs are a map of values and a map of positions, both (N, C, *size). Its output is (N, C,
-    *window, *size).
+    It computes a part of ``F.max_unpool2d``. Its inputs are a map of values and a map of indices of
+    window cells (:func:`_first_largest`), both (N, C, *size). Its output is (N, C, *kernel, *size).
+
+    Args:
+        kernel: the size of a window.
     """
 
     __name__ = "unpool"

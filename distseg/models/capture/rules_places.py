@@ -18,8 +18,8 @@ from distseg.tiling.resize import Follow
 class Places:
     """Rules for calls of ``F.interpolate`` and ``F.upsample``, which resize maps.
 
-    Each method adds layers for a call of the PyTorch function of the same name to ``self``, a
-    reader, and returns the value of the result.
+    Each method has the name of a PyTorch function. It is called with a reader as ``self``, adds
+    layers for the reader's current call, and returns the value of the result.
     """
 
     def interpolate(
@@ -37,7 +37,10 @@ class Places:
             return spread(self, x)
         if x.vector:
             if x.grid is None:
-                raise self.refusal(f"resizes {x!r}, where a map or a grid is expected")
+                raise self.refusal(
+                    f"resizes {x!r}; supported: a map (N, C, ...), or the output of an adaptive "
+                    f"pooling"
+                )
             return (
                 spread(self, x)
                 if set(x.grid) == {1}
@@ -46,7 +49,8 @@ class Places:
         x = self.map(x)
         if antialias and align_corners:
             raise self.refusal(
-                "has antialias together with align_corners=True, which is not supported"
+                "has antialias=True together with align_corners=True, which is not supported: set "
+                "one of them to False"
             )
         sizes = _made(self)
         whole = _whole_factors(x.sizes, sizes)
@@ -87,12 +91,12 @@ def _made(reader: Reader) -> tuple[tuple[int, ...], ...]:
 def _whole_factors(
     before: Sequence[tuple[int, ...]], after: Sequence[tuple[int, ...]]
 ) -> tuple[int, ...] | None:
-    """Return, for each dim, the integer factor from the size ``before`` to the size ``after``.
+    """Return, for each spatial dim, the integer by which a call multiplies the size of a map.
 
     Return None if a factor is no integer, or is not the same in all traces.
 
     Args:
-        before, after: the size in each trace, before and after the enlargement.
+        before, after: the size of the map in each trace, before and after the call.
     """
     factors = {
         tuple(m // n if m % n == 0 else 0 for n, m in zip(*pair)) for pair in zip(before, after)
@@ -107,11 +111,12 @@ def _by_factor(
 
 
 def _ratio(reader: Reader, x: Value, sizes: Sequence[tuple[int, ...]], factors: Any) -> str:
-    """Check that the user's scale factors are new size divided by size of ``x``; return RATIO.
+    """Check that the user's scale factors are new size divided by old size; return ``RATIO``.
 
     :data:`RATIO` tells the layer to compute the factors in this way, for any size.
 
     Args:
+        x: the map that is resized; it has the old size.
         sizes: the new size in each trace.
         factors: the user's scale factors, which depend on the image's size.
 

@@ -33,8 +33,8 @@ from distseg.models.layers import Max, Mean, Sum
 class Statistics:
     """Rules for calls of reductions, rankings, attention and matrix products.
 
-    Each method adds layers for a call of the PyTorch function of the same name to ``self``, a
-    reader, and returns the value of the result.
+    Each method has the name of a PyTorch function. It is called with a reader as ``self``, adds
+    layers for the reader's current call, and returns the value of the result.
     """
 
     def mean(self: Reader, input, dim=None, keepdim=False):
@@ -74,7 +74,7 @@ class Statistics:
         )
 
     def amin(self: Reader, input, dim=(), keepdim=False):
-        """Return the minimum over some dims, computed as -max(-x)."""
+        """Add layers for the minimum over some dims; over positions, compute it as -max(-x)."""
         x = self.value(input)
         if self.of_channels(dim, x):
             return self.formula((x, dim, keepdim), {})
@@ -102,7 +102,8 @@ class Statistics:
         x = self.value(input)
         if dim is None or self.of_channels(dim, x):
             raise self.refusal(
-                "takes minima and maxima over channels: write it as torch.amin and torch.amax"
+                "takes minima and maxima over channels, or over all dims: write it as torch.amin "
+                "and torch.amax, with dim="
             )
         return _least(self, x, dim, Max(first=False)), reduced(
             self, x, dim, (), partial(Max, first=False), None, "a maximum", 1
@@ -163,7 +164,10 @@ class Statistics:
     def cosine_similarity(self: Reader, x1, x2, dim=1, eps=1e-8):
         x = x1 if isinstance(x1, Value) else x2
         if not self.of_channels(dim, self.value(x)):
-            raise self.refusal("compares positions of the image; supported: over channels")
+            raise self.refusal(
+                "compares positions of the image; supported: over channels: set dim to the dim of "
+                "channels, which is 1 for an input (N, C, H, W)"
+            )
         return self.pointwise((x1, x2, dim, eps), {})
 
     def pairwise_distance(self: Reader, x1, x2, p=2.0, eps=1e-6, keepdim=False):
@@ -176,7 +180,7 @@ class Statistics:
         if not all(self.of_channels(-1, x) for x in maps):
             raise self.refusal(
                 "multiplies positions of the image with weights, one for each position; supported: "
-                "weights over channels"
+                "weights over channels: permute the input so that channels are the last dim"
             )
         return self.formula((*maps, weight, bias), {})
 
@@ -185,7 +189,8 @@ class Statistics:
         x = self.value(a if first else b)
         if isinstance(a, Value) and isinstance(b, Value):
             raise self.refusal(
-                "multiplies two tensors that both depend on the image: write it as torch.einsum"
+                "multiplies two tensors that are both computed from the image, which is not "
+                "supported here: write it as torch.einsum"
             )
         along = (
             dims[0 if first else 1]
@@ -277,9 +282,10 @@ def _is_tensor(x: Any) -> bool:
 
 
 def _first(x: torch.Tensor, dim: tuple[int, ...], keepdim: bool) -> torch.Tensor:
-    """Return the maximum along the only dim in ``dim``.
+    """Return the maximum along a dim, whose gradient goes to the first of equal maxima.
 
-    The gradient goes to the first of equal maxima.
+    Args:
+        dim: a tuple with this dim as its only entry.
     """
     return x.max(*dim, keepdim=keepdim)[0]
 
@@ -289,9 +295,10 @@ def _truth(x: torch.Tensor) -> torch.Tensor:
 
 
 def _of_truth(reader: Reader, x: Any, dim: Any, keepdim: bool, every: bool) -> Value:
-    """Return a value that is 1 where some number along ``dim`` is not 0, else 0.
+    """Add layers for ``torch.any``, or for ``torch.all`` if ``every`` is True.
 
-    If ``every`` is True, it is 1 only where all numbers along ``dim`` are not 0.
+    Return their value, which is 1 for True and 0 for False: whether any, or all, of the numbers
+    along ``dim`` are not 0.
     """
     x = reader.value(x)
     if reader.of_channels(dim, x):
@@ -309,10 +316,11 @@ def _divided(x: torch.Tensor, norm: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def _least(reader: Reader, x: Value, dim: Any, largest: Max) -> Value:
-    """Return the minimum over ``dim``, computed as -max(-x).
+    """Add layers for the minimum over ``dim``, computed as -max(-x), and return its value.
 
     Args:
-        largest: a layer for a maximum, whose settings the layer for max(-x) takes.
+        largest: a layer for a maximum. Only its setting ``first`` is read: True if the gradient
+            goes to the first of equal minima.
     """
     over_both = _first if largest.first else None
     made = reduced(
@@ -328,13 +336,15 @@ def _least(reader: Reader, x: Value, dim: Any, largest: Max) -> Value:
 
 
 def _correction(reader: Reader, given: tuple, correction: Any) -> tuple[Value, Any, float, bool]:
-    """Return (input, dims, correction, keepdim) of a variance call.
+    """Return (input, dim, correction, keepdim) of a call of a variance or standard deviation.
 
-    In PyTorch's older signature, ``unbiased`` may stand at the position of ``dim``.
+    PyTorch has two signatures: ``x.var(dim, correction=1)``, and an older one with ``unbiased``
+    instead, which may stand at the position of ``dim``, as in ``x.var(True)``.
 
     Args:
         given: the call's arguments (input, dim, unbiased, keepdim).
-        correction: the call's argument of this name; None to derive it from ``unbiased``.
+        correction: the call's argument of this name. If it is None, the result is 1, or 0 for
+            ``unbiased=False``.
     """
     x, dim, unbiased, keepdim = given
     if isinstance(dim, bool):
@@ -345,7 +355,7 @@ def _correction(reader: Reader, given: tuple, correction: Any) -> tuple[Value, A
 
 
 def _deviation(reader: Reader, given: tuple, correction: Any, rooted: bool, part: int = 0) -> Value:
-    """Return the variance, or the standard deviation if ``rooted`` is True.
+    """Add layers for the variance, or the standard deviation if ``rooted`` is True; return it.
 
     Args:
         given, correction: as in :func:`_correction`.
@@ -369,7 +379,9 @@ def _deviation(reader: Reader, given: tuple, correction: Any, rooted: bool, part
 
 
 def _with_mean(reader: Reader, given: tuple, correction: Any, rooted: bool) -> tuple[Value, Value]:
-    """Return (variance, mean), or (standard deviation, mean) if ``rooted`` is True.
+    """Add layers for a variance and a mean, and return the values (variance, mean).
+
+    If ``rooted`` is True, return (standard deviation, mean).
 
     Args:
         given, correction: as in :func:`_correction`.

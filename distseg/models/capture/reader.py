@@ -301,9 +301,9 @@ class Reader:
                 self.values[Made(self.number, part)] = self._typed(value, part)
 
     def _typed(self, value: Value, part: int) -> Value:
-        """Return ``value`` with the dtype of the call's result number ``part``.
+        """Return ``value`` with the dtype that result ``part`` of the current call has.
 
-        If that dtype is a floating point type, return ``value`` unchanged.
+        If that is a floating point type, return ``value`` unchanged: the run sets the precision.
         """
         dtype = self.call.dtypes[part]
         return value if dtype.is_floating_point else replace(value, dtype=dtype)
@@ -1347,6 +1347,9 @@ def _is_result(x: Value, sizes: Sequence[Sequence[int]]) -> bool:
     """Return True if a value may be a network's output.
 
     An output is a map of the image's size, a vector (N, C), or a vector (N, C, 1, ...).
+
+    Args:
+        sizes: the image's size in each trace.
     """
     if x.vector:
         return (

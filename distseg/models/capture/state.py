@@ -247,7 +247,7 @@ class _Children(Mapping):
 
 
 class _Itself(NamedTuple):
-    """Object that is compared by its id, not by its content."""
+    """Wrapper that makes a print hold the id of an object instead of its content."""
 
     object: Any
 
@@ -259,19 +259,20 @@ def print_of(value: Any, loose: bool = False, known: frozenset[int] = frozenset(
     containers, generators and plain objects.
 
     Args:
-        loose: as for :func:`picture_of`.
+        loose: True to leave out the ids of objects (:func:`picture_of`).
         known: ids of modules that have slots of their own; their contents are left out.
     """
     return Printer(loose, known)(value, _DEPTH)
 
 
 class Printer:
-    """Callable that computes a value's fingerprint from the content of its containers and objects.
+    """Callable that computes the fingerprint (*print*) of a Python object from its content.
 
-    A call takes the value and the number of nested containers that are followed.
+    A call takes the object and the depth to which nested containers and objects are followed.
 
     Args:
-        loose, known: as for :func:`print_of`.
+        loose: True to leave out the ids of objects.
+        known: ids of modules whose contents are left out.
     """
 
     def __init__(self, loose: bool, known: frozenset[int]):
@@ -432,9 +433,9 @@ def _bytes_of(x: Tensor) -> bytes:
 
 
 def _sum_of(x: Tensor) -> int:
-    """Return the sum of a tensor's bytes, taken as 64-bit integers.
+    """Return the sum of a tensor's bytes, read as 64-bit integers.
 
-    Up to 7 bytes at the end, which make no such integer, are left out.
+    Up to 7 bytes at the end, which are less than one integer, are left out.
     """
     octets = _octets(x)
     return int(octets[: len(octets) // 8 * 8].view(torch.int64).sum())

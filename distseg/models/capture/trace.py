@@ -280,7 +280,7 @@ def _gradients_enabled(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
 def _recording(model: nn.Module, recorder: _Recorder) -> Iterator[None]:
     """Record in ``recorder`` the calls of a forward pass of ``model`` inside the context.
 
-    Checkpointing and compilation are switched off, and random draws are noted.
+    ``torch.utils.checkpoint`` and ``torch.compile`` have no effect there. Random draws are noted.
     """
     with ExitStack() as stack:
         for context in (
@@ -433,7 +433,7 @@ class _Recorder(TorchFunctionMode):
         )
 
     def refuse_saved(self) -> None:
-        """Raise an error, because user code installs ``saved_tensors_hooks``."""
+        """Raise ``CanNotCapture``, because user code installs ``saved_tensors_hooks``."""
         raise CanNotCapture(
             f"saved_tensors_hooks in {self._where} may change the tensors of the backward pass: "
             f"remove it"
@@ -792,12 +792,13 @@ class _Recorder(TorchFunctionMode):
                 known.value = None
 
     def _sharing_with(self, changed: set[int]) -> list[tuple[int, _Known]]:
-        """Return the pairs (id, _Known) of all tensors that share memory with those in ``changed``.
-
-        The tensors in ``changed`` are part of the result.
+        """Return the tensors that share memory with some tensors, themselves included.
 
         Args:
-            changed: ids of tensors.
+            changed: ids of these tensors; unknown ids are left out.
+
+        Returns:
+            pairs (id, :class:`_Known`).
         """
         found: list[tuple[int, _Known]] = []
         for key in changed:
@@ -929,7 +930,8 @@ class _Recorder(TorchFunctionMode):
 def _attribute(model: nn.Module, x: Tensor) -> tuple[str, str] | None:
     """Return (module name, attribute name) of a tensor that a module keeps as a plain attribute.
 
-    Return None if no module of ``model`` keeps it so.
+    A plain attribute is neither a parameter nor a buffer. Return None if no module of ``model``
+    has this tensor as one.
     """
     for place, module in model.named_modules():
         for name, value in vars(module).items():

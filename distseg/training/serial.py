@@ -230,8 +230,8 @@ def rounding_of_step(
         return serial_step(model, images, config, epoch, dropouts)
 
 
-# Relative rounding errors of equal probability, in units of the machine epsilon. Their mean is 0. The
-# next number below 1 is half an epsilon away, the next one above a whole epsilon.
+# Relative rounding errors of equal probability, in units of the machine epsilon; their mean is 0.
+# The next number below 1 is half an epsilon away, the next one above a whole epsilon.
 _ROUNDING = (-0.5, -0.5, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0)
 
 

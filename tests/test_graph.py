@@ -79,7 +79,7 @@ def test_calls_of_networks_in_networks():
         (
             {"a": nn.ReLU(), "b": nn.Sequential(nn.ReLU())},
             {"b": ["a", "image"]},
-            "layer b is a Sequential, which takes one map, but reads a, image: join them before it",
+            "layer b is a Sequential, which takes one feature map, but it reads a, image: join them before it",
         ),
     ],
 )

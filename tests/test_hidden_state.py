@@ -781,12 +781,12 @@ FOLLOWED = {
     "a draw at two places": (
         made_random.both_modalities,
         None,
-        "by bernoulli in the model .* sharing one draw is not supported",
+        "uses bernoulli in the model .* another call uses the same random numbers",
     ),
     "a draw at two scales": (
         made_random.both_scales,
         None,
-        "by bernoulli in the model .* sharing one draw is not supported",
+        "uses bernoulli in the model .* another call uses the same random numbers",
     ),
     "an image by Dropout3d": (
         made_random.once,

@@ -388,7 +388,7 @@ class TestCache:
         above.chmod(0o777)
         with pytest.warns(
             UserWarning,
-            match=f"compiled for this process only: other users can write to {above}: .*chmod go-w.*, or set XDG_CACHE_HOME",
+            match=f"compiled for this process only: other users can write to {above}: .*chmod go-w.*, or set the environment variable XDG_CACHE_HOME",
         ):
             assert build.library.__wrapped__() is not None
         assert (
@@ -479,7 +479,7 @@ def test_no_second_openmp_runtime():
 def test_cells_beyond_the_map_are_refused():
     """Where they would be written to lies somebody else's memory."""
     x, own = image(3, torch.float64, False, False), Box((0, 90), (2, 90))
-    with pytest.raises(ValueError, match="the owned cells .* reach beyond a feature map"):
+    with pytest.raises(ValueError, match="the box of owned cells, .* reaches beyond a feature map"):
         kernels.gradient(
             x,
             x,

@@ -73,7 +73,7 @@ NAMED = {  # what is said where a network cannot be computed so; ways that compu
     "weight_normed_by_hook": "the weight of its layer 1 \\(Conv2d\\) is computed by hooks.*parametrizations",
     "spectral_normed": "changes 1.parametrizations.weight.0._u with each forward pass|changes its _u with each forward pass|has a parametrization",
     "spectral_normed_by_hook": "changes 1.weight_[uv] with each forward pass|changes its weight_u with each forward pass|weight of its layer 1",
-    "stash_in_place": "layer 2 \\(ReLU\\) overwrites in place the map of stash\\('a'\\), which other layers read too",
+    "stash_in_place": "layer 2 \\(ReLU\\) overwrites in place the feature map of stash\\('a'\\), which other layers read too",
     "softened": r"layer 1 \(Softmax\) runs over dim 2|Softmax\(dim=2\) is not taken over the channels",
     "watched": "0.weight has a hook that changes gradients",
     "orthogonal": "cannot be copied|cannot be distributed",
@@ -81,7 +81,7 @@ NAMED = {  # what is said where a network cannot be computed so; ways that compu
     "cropped": "it crops the image",
     "again": "layers 1 and 3 share a weight, but lie in the stages . and .",
     "pooling": r"data\.images is 1, .*2\.far\.2 .*\(DS402\)",
-    "in_place_shared": "layer 1 \\(ReLU\\) overwrites in place the map of layer a, which other layers read too",
+    "in_place_shared": "layer 1 \\(ReLU\\) overwrites in place the feature map of layer a, which other layers read too",
     "never_popped": "stash\\('a'\\) is never popped",
     "stashed_twice": "stash\\('a'\\) at layer 3 has the same name as the stash at layer 1",
 }

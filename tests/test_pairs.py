@@ -63,7 +63,7 @@ OTHERS = [  # each with what it cannot do without
 ]
 NAMED = [rf"{re.escape(rule.setting)}.* is .*, but .*\({rule.code}\)" for rule in RULES]
 NAMED.append(r"streaming\.memory is .*, but streaming\.tiles .*\(DS208\)")
-NAMED.append(r"loss.\w+ is .*, but no term of loss.name .* takes it")
+NAMED.append(r"loss.\w+ is .*, but no term of loss.name .* uses it")
 
 
 def combined(*chosen: dict) -> dict | None:

@@ -96,7 +96,7 @@ REFUSED = {
         lambda m, x: F.conv_transpose2d(
             x.view(1, -1, *x.shape[2:]), m.fc(x.mean((2, 3))).view(-1, 1, 1, 1), groups=6 * len(x)
         ).view_as(x),
-        "conv_transpose2d .* takes a map of .* where a map .N, C, H, W. is expected",
+        "conv_transpose2d .* takes a feature map of .* where a feature map .N, C, H, W. is expected",
     ),
 }
 

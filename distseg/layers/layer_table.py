@@ -155,7 +155,7 @@ def node_of(call: Call, dims: int) -> Node:
     if isinstance(layer, (nn.Softmax, nn.LogSoftmax)) and layer.dim not in (1, -1 - dims):
         raise ValueError(
             f"layer {name} ({type(layer).__name__}) runs over dim {layer.dim}, that is, over "
-            f"positions of the image: only dim=1, over channels, is supported"
+            "positions of the image, but only channels are supported: set dim=1"
         )
     if unmodified(layer, _ALIKE):
         return Node(name, call.inputs)
@@ -186,10 +186,9 @@ def check_plain(name: str, layer: nn.Module) -> None:
     if why := modification_of(layer):
         base = known(type(layer)).__name__
         raise ValueError(
-            f"layer {name} ({type(layer).__name__}) is a {base} that {why}; its statistics or "
-            "masks depend on the whole image, so distseg replaces it by a layer of its own, which "
-            "would drop this modification: move the modification to a separate layer before or "
-            f"after a plain {base}"
+            f"layer {name} ({type(layer).__name__}) is a {base} that {why}; distseg replaces it "
+            "by a layer of its own, which would drop this modification: move the modification to "
+            f"a separate layer before or after a plain {base}"
         )
 
 
@@ -306,7 +305,7 @@ def exchange_box(layer: nn.Module, part: LayerView) -> Box:
 def _conv_footprints(conv: nn.Module, dims: int) -> tuple[AccessPattern, ...]:
     if conv.padding_mode == "circular":
         raise _Unsupported(
-            "circular padding joins opposite borders of the image, which lie on different tiles; "
+            "circular padding joins opposite borders of the image, which lie on different tiles: "
             "use zeros, reflect or replicate as padding_mode"
         )
     found = []
@@ -376,8 +375,8 @@ def _tuple(value, dims: int) -> tuple[int, ...]:
 def _pool_footprints(pool: nn.Module, dims: int) -> tuple[AccessPattern, ...]:
     if getattr(pool, "return_indices", False):
         raise _Unsupported(
-            "with return_indices=True, its indices would be positions in a tile, not in the image; "
-            "set return_indices=False"
+            "with return_indices=True, its indices would be positions in a tile, not in the "
+            "image: set return_indices=False"
         )
     k, s, p, d = (
         _tuple(getattr(pool, field, 1), dims)
@@ -589,7 +588,7 @@ def _fill(layer: Fill, x: Tensor, have: Box, part: LayerView) -> Tensor:
 def _pad_footprints(pad: nn.Module, dims: int) -> tuple[AccessPattern, ...]:
     if isinstance(pad, nn.modules.padding._CircularPadNd):
         raise _Unsupported(
-            "circular padding joins opposite borders of the image, which lie on different tiles; "
+            "circular padding joins opposite borders of the image, which lie on different tiles: "
             "use zeros, reflection or replication, such as nn.ReflectionPad2d"
         )
     mirrors = not isinstance(pad, nn.modules.padding._ConstantPadNd)

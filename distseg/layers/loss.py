@@ -370,7 +370,7 @@ def _check_taken(config: LossConfig) -> None:
         ):
             takers = " or ".join(name for name, term in _TERMS.items() if field in term.takes)
             raise ValueError(
-                f"loss.{field} is {value}, but no term of loss.name {config.name!r} takes it: add "
+                f"loss.{field} is {value}, but no term of loss.name {config.name!r} uses it: add "
                 f"{takers} to loss.name, or leave loss.{field} out"
             )
 
@@ -428,7 +428,7 @@ def parse(text: str) -> list[tuple[float, str]]:
         if value <= 0:
             raise ValueError(
                 f"loss.name: the weight {weight.strip()} of {name} in {text!r} is not above 0: "
-                "leave the term out, or give it one above 0"
+                "leave the term out, or give it a weight above 0"
             )
         if name not in _TERMS:
             raise ValueError(

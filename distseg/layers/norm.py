@@ -471,9 +471,9 @@ class DistributedNorm(nn.Module):
         # The count is an integer up to rounding, since windows add shares of an image (`times`).
         if count < 1.5:
             raise ValueError(
-                f"{self.name}: a norm needs at least 2 values a channel, but the feature map of "
-                f"this image has {round(float(count))}: "
-                "take a larger image or crop, or a smaller model.depth"
+                f"{self.name}: a norm needs at least 2 values per channel, but the feature map of "
+                f"this image has {round(float(count))}: take a larger image or crop, or a smaller "
+                "model.depth"
             )
 
     def known(self) -> Moments:
@@ -771,7 +771,8 @@ class Pending:
             g: the gradient of the norm's result, (1, C, *size).
             x: the norm's input, (1, C, *size).
             coefficients: the coefficients with which the image was normalised.
-            times: the weight of the image's values in the statistics, used for vectors only.
+            times: how often each value of the image counts in the statistics: 1 for a feature map;
+                for a vector of the image, which each window holds whole, the window's share.
         """
         if self.dweight is None:
             self._begin(x.device)
@@ -887,7 +888,7 @@ def _centre(x: Tensor, c: Coefficients, times: float) -> Tensor:
     Args:
         x: the norm's input, (1, C, *size).
         c: the coefficients with which the image was normalised.
-        times: the weight of the image's values in the statistics.
+        times: how often each value of the image counts in the statistics.
     """
     return (
         (x.double() - c.affine.pivot.view(1, -1, *(1 for _ in x.shape[2:])))

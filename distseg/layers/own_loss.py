@@ -103,10 +103,10 @@ class PixelLoss(Criterion):
         self._returned, dims = outputs, outputs.dims
         if outputs.whole and self.ignore_index is None and not target.is_floating_point():
             raise ValueError(
-                "PixelLoss has ignore_index=None, but a network that returns one vector for each "
-                "image needs an ignore_index: each image's target is counted on one tile only, "
-                "and its other tiles get the ignore_index as target. Give PixelLoss an "
-                "ignore_index that no target has, such as -100"
+                "PixelLoss has ignore_index=None, but this network returns one vector for each "
+                "image, and only one tile counts an image's target: the other tiles get the "
+                "ignore_index as target. Give PixelLoss an ignore_index that no target has, such "
+                "as -100"
             )
         logits, sample = _example(outputs, target)
         sample = _filled(sample, self._valid(sample))
@@ -120,7 +120,7 @@ class PixelLoss(Criterion):
             self._values = found.shape[1] // (sample.shape[1] if multiple else 1)
         else:
             raise ValueError(
-                f"the function of PixelLoss returns {tuple(found.shape)} for logits "
+                f"the function of PixelLoss returns a tensor of {tuple(found.shape)} for logits "
                 f"{tuple(logits.shape)} and a target {tuple(sample.shape)}, but it must return "
                 f"one value for each pixel, {pixels}: do not reduce over pixels (in PyTorch's "
                 'losses, reduction="none")'
@@ -258,9 +258,9 @@ class SumLoss(Criterion):
         with torch.no_grad():
             if whole.dim() != 2 or len(whole) != len(logits):
                 raise ValueError(
-                    f"the function of SumLoss returns {tuple(whole.shape)} for {len(logits)} "
-                    "images, but it must return (images, sums): sum over the pixels of each image, "
-                    "and stack the K sums of an image as a row"
+                    f"the function of SumLoss returns a tensor of {tuple(whole.shape)} for "
+                    f"{len(logits)} images, but it must return (images, sums): for each image, "
+                    "return a row of sums over its pixels"
                 )
             self.sums = whole.shape[1]
             self._compare(
@@ -279,18 +279,18 @@ class SumLoss(Criterion):
         value = self._value(whole.detach().requires_grad_())
         if not isinstance(value, Tensor) or value.dim() or not value.requires_grad:
             raise ValueError(
-                "the function value of SumLoss must return a tensor of one number with an autograd "
-                f"graph, but it returns {value!r}: reduce the sums of all images to one number, "
-                "and leave item(), float() and detach() out"
+                "the function that is given as value to SumLoss must return a tensor of one "
+                f"number with an autograd graph, but it returns {value!r}: reduce the sums of all "
+                "images to one number, and leave item(), float() and detach() out"
             )
 
     @staticmethod
     def _compare(again: Tensor, found: Tensor, of: str) -> None:
         if not torch.allclose(again, found, rtol=1e-9, atol=1e-9):
             raise ValueError(
-                "the function of SumLoss does not return sums over the pixels of each image: its "
-                f"values {of}; let it return sums, and take quotients and means in the argument "
-                "value of SumLoss"
+                "the function of SumLoss must return sums over the pixels of each image, but its "
+                f"results {of}: let it return sums, and take quotients and means in the function "
+                "that is given as value to SumLoss"
             )
 
 
@@ -313,9 +313,9 @@ def criterion_of(
     if isinstance(given, Mapping):
         if set(given) != set(outputs or ()):
             raise ValueError(
-                f"the criterion names the outputs {', '.join(map(str, given))}, but the argument "
+                f"the criterion has the keys {', '.join(map(str, given))}, but the argument "
                 f"outputs of distseg.distribute is {', '.join(outputs or ()) or 'None'}: give one "
-                "criterion for each of these outputs, or a single criterion if it is None"
+                "criterion for each name in outputs, or a single criterion instead of a dict"
             )
         return OfOutputs(
             [(1.0, criterion_of(given[name], channels, None, ignore_index)) for name in outputs]
@@ -377,8 +377,8 @@ def _values_of(call: Callable[[], Tensor], kind: str) -> Tensor:
             found = call()
     except Exception as e:  # a user's function may raise anything
         raise ValueError(
-            f"the function of {kind} fails: {type(e).__name__}: {e} (it was tried with "
-            "small random logits and targets)"
+            f"the function of {kind} fails with {type(e).__name__}: {e}. It was tried with small "
+            "random logits and targets: let it accept them"
         ) from e
     if not isinstance(found, Tensor):
         raise ValueError(

@@ -117,8 +117,8 @@ def first_convolution(model: nn.Module) -> nn.Module:
     found = next((m for m in model.modules() if isinstance(m, _CONV)), None)
     if found is None:
         raise ValueError(
-            "this model has no convolution layer that tells the number of bands of its images, and "
-            "it runs with no number of bands that was tried: set model.in_channels"
+            "this model has no convolution layer that tells the number of bands of its images, "
+            "and it fails with each number of bands that was tried: set model.in_channels"
         )
     return found
 

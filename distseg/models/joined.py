@@ -77,7 +77,7 @@ def _dealt(x: Tensor, inputs: Sequence[int] | None) -> Sequence[Tensor]:
     if sum(inputs) != x.shape[1]:
         raise WrongEnds(
             f"model.inputs is {list(inputs)}, together {sum(inputs)} bands, but the image has "
-            f"{x.shape[1]}: split all of them among the inputs"
+            f"{x.shape[1]}: let the numbers of model.inputs add up to {x.shape[1]}"
         )
     return x.split(list(inputs), 1)
 
@@ -136,8 +136,8 @@ def _picked(made: Any, name: str, x: Tensor) -> Tensor:
     if not isinstance(found, Tensor):
         has = f"a {type(found).__name__}" if found is not None else "no tensor"
         raise WrongEnds(
-            f"model.outputs names {name}, but that is {has} in the result of the network, a "
-            f"{type(made).__name__} of {', '.join(map(str, there)) or 'nothing'}: name only "
+            f"model.outputs names {name}, but the network returns a {type(made).__name__} of "
+            f"{', '.join(map(str, there)) or 'nothing'}, in which {name} is {has}: name only "
             "outputs that the network returns as tensors"
         )
     return found

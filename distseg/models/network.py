@@ -88,8 +88,8 @@ class Network(nn.Module):
                 )
             if is_flat(layer) and len(sources) > 1:
                 raise ValueError(
-                    f"layer {name} is a {type(layer).__name__}, which takes one map, but reads "
-                    f"{', '.join(sources)}: join them before it, with a layer Cat or Sum"
+                    f"layer {name} is a {type(layer).__name__}, which takes one feature map, but "
+                    f"it reads {', '.join(sources)}: join them before it, with a layer Cat or Sum"
                 )
             self._put(name, layer)
             self.reads[name] = sources
@@ -235,9 +235,9 @@ def is_flat(model: nn.Module) -> bool:
 
 
 def children_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the name and the layer of each call of a network that is a list of calls, in order.
+    """Return (name, layer) for each call of ``model``, in order, if ``model`` is a list of calls.
 
-    A layer that is such a list itself is one call here. In :func:`flat_layers` it is several calls.
+    A layer that is itself such a list gives one entry. In :func:`flat_layers` it gives several.
     """
     if isinstance(model, Network):
         return [(name, model.get_submodule(name)) for name in model.reads]
@@ -395,7 +395,7 @@ def _check_in_place(calls: Sequence[Call]) -> None:
     for number, call in enumerate(calls):
         if getattr(call.layer, "inplace", False) and readers.get(same[call.inputs[0]], 0) > 1:
             raise ValueError(
-                f"layer {number} ({type(call.layer).__name__}) overwrites in place the "
+                f"layer {number} ({type(call.layer).__name__}) overwrites in place the feature "
                 f"map of {_name_of(calls, same[call.inputs[0]])}, which other layers read too, so "
                 "their results depend on the order of execution: set inplace=False, or let the "
                 "other layers read the result of this layer (put the Stash after it), which gives "
@@ -469,9 +469,9 @@ def check_size(model: nn.Module, size: Sequence[int], what: str = "an image") ->
     multiple = getattr(model, "multiple", 1)
     if any(n % multiple for n in size):
         raise ValueError(
-            f"this network takes images whose sizes are multiples of {multiple} pixels, "
-            f"and {what} has {'x'.join(map(str, size))}: set model.pad to {multiple} "
-            "(from Python distseg.padded), cut the images, or set data.crop to such a size"
+            f"this network takes images whose sizes are multiples of {multiple} pixels, but "
+            f"{what} has {'x'.join(map(str, size))}: set model.pad to {multiple} (from Python "
+            "distseg.padded), cut the images, or set data.crop to such a size"
         )
 
 

@@ -208,7 +208,8 @@ def _strip(
         why = failure if isinstance(failure, _WrongSize) else user_error(failure)
         raise _CannotProbe(
             f"the halo of the model cannot be measured, since the model fails on images {length} "
-            f"pixels long and {', '.join(map(str, _WIDTHS))} pixels wide: {why}"
+            f"pixels long and {', '.join(map(str, _WIDTHS))} pixels wide: let it accept such "
+            f"images. The last error: {why}"
         )
 
     @lru_cache(32)  # the search for the stride repeats its calls

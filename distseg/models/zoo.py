@@ -144,8 +144,8 @@ def plain_model(
             bands = arguments.get("in_channels")
             if config.inputs is not None and bands not in (None, sum(config.inputs)):
                 raise ValueError(
-                    f"model.inputs is {config.inputs}, together {sum(config.inputs)} bands, "
-                    f"but images have {bands}: split all of them among the inputs"
+                    f"model.inputs is {config.inputs}, together {sum(config.inputs)} bands, but "
+                    f"images have {bands}: let the numbers of model.inputs add up to {bands}"
                 )
             outputs = None if config.outputs is None else tuple(config.outputs)
             model = built(

@@ -115,7 +115,7 @@ def check_folder(folder: Path) -> None:
         if not _safe(status) and not (shared and _owners(status)):
             raise Untrusted(
                 f"other users can write to {place}: remove this permission (chmod go-w), or set "
-                "XDG_CACHE_HOME to a folder of your own"
+                "the environment variable XDG_CACHE_HOME to a folder of your own"
             )
 
 

@@ -359,8 +359,8 @@ def _call(
     if own is not None and not Box.whole(size).contains(own):
         # The kernel checks no bounds and would write outside the tensor.
         raise ValueError(
-            f"the owned cells {own} reach beyond a feature map of {tuple(size)} cells: give a box "
-            "in the coordinates of this map"
+            f"the box of owned cells, {own}, reaches beyond a feature map of {tuple(size)} cells: "
+            "give a box in the coordinates of this feature map"
         )
     if own in (None, Box.whole(size)):
         images, own = _merged(last, *images), None

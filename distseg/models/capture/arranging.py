@@ -28,8 +28,8 @@ def turned(reader: Reader, x: Value, order: Sequence[int]) -> Value:
     places = places_of(axes)
     if list(places) != sorted(places):
         raise reader.refusal(
-            "reorders dims of the image; supported: reorder dims of channels, or move them before "
-            "or after the spatial dims"
+            "changes the order of the spatial dims; supported: reorder dims of channels, or move "
+            "them before or after the spatial dims"
         )
     if x.line:
         return turned_line(reader, x, order)
@@ -69,8 +69,8 @@ def spread(reader: Reader, x: Value, **settings) -> Value:
         if settings["mode"] == "area" or set(sizes) == {grid}:
             raise reader.refusal(
                 "resizes a grid of fixed size, such as the output of an adaptive pooling, by "
-                "mode='area' or to the size that it has; supported: resize it to the size of a "
-                "feature map by mode nearest, bilinear or bicubic"
+                "mode='area' or to its own size; supported: resize it to the size of a feature "
+                "map by mode nearest, bilinear or bicubic"
             )
         return _over(reader, x, sizes, None, grid, settings)
     lengths = list(zip(*(c.shapes[0] for c in reader.current)))
@@ -82,7 +82,7 @@ def spread(reader: Reader, x: Value, **settings) -> Value:
     if len(lengths) != x.rank or not _is_size(len(there), reader.dims):
         raise reader.refusal(
             f"repeats {x!r} to the shape {reader.call.shapes[0]}; supported: repeat it over all "
-            f"positions of a map, as expand_as does"
+            "positions of a feature map, as expand_as does"
         )
     sizes = tuple(zip(*(lengths[d] for d in there)))
     return _over(reader, x, sizes, there, (), {})

@@ -70,8 +70,8 @@ def assigned(reader: Reader, x: Value, index: tuple, value: Any) -> Value:
             )
             if isinstance(entry, int) and isinstance(value, Value):
                 raise reader.refusal(
-                    "assigns a map to one row or column of the image; supported: assign a number "
-                    "to it, or a map to a slice"
+                    "assigns a feature map to one row or column of the image; supported: assign a "
+                    "number to it, or a feature map to a slice"
                 )
         elif x.axes[dim].of_channels:
             channels[dim] = reader.fixed(entry, "index")
@@ -84,8 +84,8 @@ def assigned(reader: Reader, x: Value, index: tuple, value: Any) -> Value:
     mask_axes = tuple(axis if axis.places or axis.batch else Axis() for axis in x.axes)
     if any(axis.mixed or len(axis.places) > 1 for axis in mask_axes):
         raise reader.refusal(
-            f"{_WHAT} the image in {x!r}, in which dims are joined or flattened: assign before "
-            f"they are, to a map such as (N, C, H, W)"
+            f"{_WHAT} {x!r}, in which dims are joined or flattened: assign earlier, to a feature "
+            "map such as (N, C, H, W)"
         )
     plan = Plan(Marked(reader.number, tuple(marks.items())), (), {}, frozenset())
     mask = replace(emitted(reader, plan, x, mask_axes), dtype=torch.bool)
@@ -152,8 +152,9 @@ def _put(
     )
     if value.axes != part.axes or value.sizes != sizes:
         raise reader.refusal(
-            f"assigns {value!r} to a part of {x!r} that has another shape: assign a map of exactly "
-            f"this shape"
+            f"assigns {value!r} to a part of {x!r}, but this part has another shape, with "
+            f"{'x'.join(map(str, sizes[0]))} positions: assign a feature map of exactly the shape "
+            "of the part"
         )
     steps = {d: {r.step for r in each} for d, each in ranges.items()}
     if any(len(found) > 1 for found in steps.values()):

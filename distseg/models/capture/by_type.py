@@ -59,7 +59,8 @@ def numbers_by_type(traces: Mapping[torch.dtype, Trace]) -> Numbers:
             found[number] = merged
     if any(trace.result != traces[WIDE].result for trace in traces.values()):
         raise CanNotCapture(
-            "its result depends on the dtype of a tensor: return the same structure for every dtype"
+            "its result comes from different calls for different dtypes of a tensor: return the "
+            "result of the same call for every dtype"
         )
     return found
 

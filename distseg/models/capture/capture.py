@@ -189,8 +189,8 @@ def capture(model: nn.Module, in_channels: int | None = None) -> Network:
         )
     if (script := scripted(model)) is not None:
         raise CanNotCapture(
-            f"{script} is TorchScript (torch.jit.script or trace), whose calls cannot be seen: "
-            f"write it in plain PyTorch"
+            f"{script} is TorchScript (torch.jit.script or trace), whose calls distseg cannot "
+            "see: write it in plain PyTorch"
         )
     check_views(model)
     with generators_kept():
@@ -301,9 +301,9 @@ def _captured(model: nn.Module, in_channels: int | None) -> Network:
         seen_too = read(shapes, [*found.sizes, size], [*found.traces, seen_now])
         if (other := found.differs(seen_too)) is not None:
             raise CanNotCapture(
-                f"the output size of layer {other} follows another rule for images of "
-                f"{'x'.join(map(str, size))} pixels than for the image sizes that were traced: "
-                f"compute it by one rule for all sizes"
+                f"the output size of layer {other} follows another formula for images of "
+                f"{'x'.join(map(str, size))} pixels than for the image sizes that distseg traced: "
+                "compute it by one formula for all sizes"
             )
 
     network.check = check

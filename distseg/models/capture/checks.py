@@ -292,10 +292,9 @@ def check_apart(model: nn.Module, size: Sequence[int]) -> None:
     """
     if joins_images(model, size, training=True):
         raise Hidden(
-            "spatial.norm_scope is step, so the images of all sample groups are one batch, but "
-            "each rank has only the images of its own group, and this network mixes the images of "
-            "a batch, or uses their number, outside of its batch norms: set spatial.norm_scope to "
-            "group, or mesh.samples to 1"
+            "spatial.norm_scope is step, but outside of its batch norms this network mixes the "
+            "images of a batch, or uses their number, and each rank has only the images of its "
+            "own sample group: set spatial.norm_scope to group, or mesh.samples to 1"
         )
 
 

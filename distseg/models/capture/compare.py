@@ -162,8 +162,8 @@ def _evaluated(model: nn.Module, copied: nn.Module, image: Tensor) -> Any:
         # User code may raise anything.
         size = "x".join(map(str, image.shape[2:]))
         raise TooSmall(
-            f"in evaluation it fails on an image of {size} pixels, without gradients, with "
-            f"{user_error(e)}"
+            f"in evaluation mode, without gradients, its forward pass fails on an image of {size} "
+            f"pixels with {user_error(e)}"
         ) from e
     check_left(lambda: doubled(model).eval(), before, picture(copied), last, others, equal)
     return made

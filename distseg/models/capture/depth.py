@@ -134,8 +134,8 @@ def through(
     }
     if any(isinstance(value, str) for value in first.values()):
         raise reader.refusal(
-            "has a word such as 'same' as padding, but dim 2 of its input is no dim of the image: "
-            "give the padding as numbers"
+            "has a word, such as 'same', as padding, but dim 2 of its input is not a dim of the "
+            "image: give the padding as numbers"
         )
     if "kernel_size" in first and (
         first["kernel_size"],
@@ -143,8 +143,8 @@ def through(
         first.get("padding", 0),
     ) != (1, 1, 0):
         raise reader.refusal(
-            f"pools {x!r} along dim 2, which is no dim of the image; supported: kernel_size 1, "
-            f"stride 1 and padding 0 along this dim"
+            f"pools {x!r} along dim 2, which is not a dim of the image; supported: kernel_size 1, "
+            "stride 1 and padding 0 along this dim"
         )
     after = calls[0].shapes[0][2]
     depth = Depth(

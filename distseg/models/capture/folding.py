@@ -315,7 +315,7 @@ def unfolded(
     except (ValueError, AttributeError):
         raise reader.refusal(
             f"takes {x!r}, whose batch dim holds channels or positions besides images: call it on "
-            f"a map whose batch dim holds images only"
+            "a feature map whose batch dim holds images only"
         ) from None
 
 

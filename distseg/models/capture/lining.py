@@ -155,16 +155,16 @@ def line_at(reader: Reader, x: Value, like: Value, target: Axes) -> Value:
     """
     if x.sizes != like.sizes:
         raise reader.refusal(
-            f"combines {like!r} with {x!r}, but this vector was computed from a map of another "
-            f"size: compute it from a map of the same size"
+            f"combines {like!r} with {x!r}, but this vector was computed from a feature map of "
+            "another size: compute it from a feature map of the same size"
         )
     axes = (*(Axis(),) * (len(target) - x.rank), *x.axes)
     if len(axes) > len(target) or not all(
         _fits(axis, beside) for axis, beside in zip(axes, target)
     ):
         raise reader.refusal(
-            f"combines {like!r} with {x!r}, whose dims do not match: give both the same order of "
-            f"dims, with length 1 where one has no positions"
+            f"combines {like!r} with {x!r}, but their dims do not match: bring them into the same "
+            "order (permute or reshape), with length 1 where one has no positions"
         )
     order = sorted(range(len(axes)), key=lambda d: bool(axes[d].whole))
     first = turned_line(reader, replace(x, axes=axes), order)
@@ -206,7 +206,7 @@ def expanded_line(reader: Reader, x: Value, target: Axes) -> Value:
     if places_of(target) != tuple(range(reader.dims)):
         raise reader.refusal(
             f"repeats {x!r} to the shape {reader.call.shapes[0]}; supported: repeat it over all "
-            f"positions of a map"
+            "positions of a feature map"
         )
     return line_at(reader, x, reader.map_of_lines([x]), target)
 

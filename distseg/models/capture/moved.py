@@ -72,8 +72,8 @@ def cut(reader: Reader, x: Value, wanted: dict[int, Sequence[slice]]) -> Value:
     for _d, ranges in each.items():
         if len({len(r) for r in ranges}) == 1:
             raise reader.refusal(
-                f"takes a slice of fixed length {len(ranges[0])} from an image of any size; "
-                f"supported: a slice that grows with the image"
+                f"takes a slice of {len(ranges[0])} cells of the image, whatever the image's "
+                "size; supported: a slice that grows with the image, such as x[:, :, 2:-2]"
             )
         if not all(ranges):
             raise reader.refusal("takes an empty slice of the image: keep at least one cell")
@@ -190,9 +190,9 @@ def _front(reader: Reader, pairs: Sequence[tuple[int, int]]) -> str | int:
             return side
     shown = ", ".join(f"{a} and {b}" for a, b in dict.fromkeys(pairs))
     raise reader.refusal(
-        f"pads or crops the start and the end by ({shown}), which follows no supported rule; "
-        f"supported: half of the difference on each side, a fixed number on one side, or all on "
-        f"one side"
+        f"pads or crops the start and the end of a dim by ({shown}) cells, which follows no "
+        "supported rule; supported: half of the difference on each side, a fixed number on one "
+        "side, or all on one side"
     )
 
 

@@ -327,7 +327,7 @@ def _check_batch(reader: Reader, plan: Plan) -> None:
             trace.calls
         ):
             raise reader.refusal(
-                "has a number that depends on the number of images in the batch, which differs "
+                "takes a number that depends on the number of images in the batch, which differs "
                 "between tiles and micro-batches: compute it without the batch size"
             )
 

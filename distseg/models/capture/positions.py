@@ -163,7 +163,8 @@ class Positions(LooksAtSize):
                 if not bool((y == y.narrow(dim, 0, 1)).all()):
                     raise ValueError(
                         "the network computes a separate value for each position and each image "
-                        "from the image's index in the batch: remove the dependence on the index"
+                        "from the image's index in the batch, but a micro-batch counts its images "
+                        "anew: remove the dependence on the index"
                     )
                 y = y.narrow(dim, 0, 1)
         lengths = []

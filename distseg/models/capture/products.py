@@ -60,8 +60,8 @@ def _summed(reader: Reader, a: Any, b: Any) -> Value | None:
         along = -1 if x is a or len(shape) < 1 or x.rank < 2 else -2
         if not reader.of_channels(along, x):
             raise reader.refusal(
-                f"multiplies {x!r} with a separate weight for each position; supported: a weight "
-                f"for each channel: permute the tensor so that the product sums over channels"
+                f"multiplies {x!r} with a separate weight for each position, but a tile has only "
+                "some positions: permute the tensor so that the product sums over channels"
             )
         return None
     if min(a.rank, b.rank) < 3:
@@ -104,8 +104,8 @@ def einsum(reader: Reader, equation: str, operands: Sequence[Any]) -> Value:
     axes = _axes_of_labels(reader, labels, operands)
     if missing := [label for label, axis in axes.items() if axis.batch and label not in written]:
         raise reader.refusal(
-            f"sums over the images of a batch (letter {missing[0]}), but images are computed "
-            f"separately: keep this letter in the result"
+            f"sums over the images of a batch (letter {missing[0]} of the equation), but images "
+            "are computed separately: keep this letter in the result"
         )
     summed = [label for label, axis in axes.items() if axis.places and label not in written]
     if not summed:
@@ -143,8 +143,9 @@ def distances(reader: Reader, a: Any, b: Any, p: float, mode: str) -> Value:
         raise reader.refusal(BETWEEN_PLACES.replace("multiplies", "compares"), everywhere=True)
     if not all(of[-1].of_channels for of in axes):
         raise reader.refusal(
-            "measures distances between channels over positions of the image; supported: distances "
-            "between positions over channels: permute both so that channels are the last dim"
+            "measures distances between channels over positions of the image, but only distances "
+            "between positions over channels are supported: permute both tensors so that channels "
+            "are the last dim"
         )
     if (
         places_of((*axes[0][-2:-1], *axes[1][-2:-1]))
@@ -164,7 +165,8 @@ def _spelled(reader: Reader, equation: str, operands: Sequence[Any]) -> tuple[li
     labels = read.split(",")
     if len(labels) != len(operands):
         raise reader.refusal(
-            f"has the equation {equation}, but {len(operands)} tensors: give one for each term"
+            f"has the equation {equation}, but {len(operands)} tensors: give one tensor for each "
+            "input of the equation (inputs are separated by commas)"
         )
     once = [label for label, count in Counter(read.replace(",", "")).items() if count == 1]
     if not arrow:

@@ -176,9 +176,10 @@ class Reader:
                 map(str, traces[0].calls[traces[0].result.call].shapes[traces[0].result.part])
             )
             raise CanNotCapture(
-                f"it makes {made} from images of {'x'.join(map(str, sizes[0]))} pixels, but a "
-                f"segmentation network keeps the size, and a network for whole images returns "
-                f"a vector for each image: resize the result to the image, or return (N, classes)"
+                f"its result has the shape {made} for images of {'x'.join(map(str, sizes[0]))} "
+                "pixels, but a segmentation network keeps the size, and a network for whole "
+                "images returns a vector for each image: resize the result to the image, or "
+                "return (N, classes)"
             )
         self._drop_unread(result)
         # The last layer must be the one whose output is the network's result.
@@ -295,7 +296,9 @@ class Reader:
         except TypeError as e:
             if "argument" not in str(e):
                 raise
-            raise self.refusal(f"is called in an unsupported way ({_signature_error(e)})") from None
+            raise self.refusal(
+                f"is called in an unsupported way ({_signature_error(e)}): change these arguments"
+            ) from None
         for part, value in enumerate(made if isinstance(made, tuple) else (made,)):
             if value is not None:
                 self.values[Made(self.number, part)] = self._typed(value, part)
@@ -367,8 +370,8 @@ class Reader:
         if not x.plain:
             self.unfold(x)
             raise self.refusal(
-                f"takes {x!r}, where a map (N, C, {', '.join('DHW'[-self.dims :])}) is expected: "
-                f"permute or reshape it to this form"
+                f"takes {x!r}, where a feature map (N, C, {', '.join('DHW'[-self.dims :])}) is "
+                "expected: permute or reshape it to this form"
             )
         return x
 
@@ -400,8 +403,8 @@ class Reader:
                 else repr(x)
             )
             raise self.refusal(
-                f"takes {what} where a map of the image is expected: pass a tensor that is "
-                f"computed from the image"
+                f"takes {what} where a feature map is expected: pass a tensor that is computed "
+                "from the image"
             )
         return x
 
@@ -520,8 +523,9 @@ class Reader:
         )
         if axes is None:
             raise self.refusal(
-                f"makes a tensor of {shape} from {like!r}, and a dim of it is neither images, "
-                f"channels nor positions, which is not supported: keep these in separate dims"
+                f"makes a tensor of {shape} from {like!r}, and a dim of the result is neither "
+                "images, channels nor positions, which is not supported: keep images, channels "
+                "and positions in separate dims"
             )
         if sum(axis.batch for axis in axes) != 1 and (of_images(axes) or of_images(like.axes)):
             raise self.refusal(_OF_BATCH.format("with each other"))
@@ -534,8 +538,8 @@ class Reader:
                 else "combines rows or columns of the image"
             )
             raise self.refusal(
-                f"makes {shape} from {like!r}: it {does}, which is not supported: keep all dims of "
-                f"the image, in their order"
+                f"makes a tensor of {shape} from {like!r} and {does}, which is not supported: "
+                "keep all dims of the image, in their order"
             )
         return axes
 
@@ -576,9 +580,9 @@ class Reader:
                 or len({shape[1] for shape in shapes}) > 1
             ):
                 raise self.refusal(
-                    f"makes a tensor of {shapes[0]} from {reads[0]!r}, but its result must be a "
-                    f"map with the same number of images, and its number of channels must not "
-                    f"depend on the image's size"
+                    f"makes a tensor of {shapes[0]} from {reads[0]!r}, which is not supported: "
+                    "let it make a feature map with the same number of images, and with a number "
+                    "of channels that does not depend on the image's size"
                 )
             axes = plain_axes(shapes[0][1], self.dims)
         else:
@@ -610,8 +614,9 @@ class Reader:
         if (found := followed(sizes, x, (v for v in self.values.values() if not v.vector))) is None:
             raise self.refusal(
                 f"makes {'x'.join(map(str, sizes[0]))} positions from "
-                f"{'x'.join(map(str, x.sizes[0]))}, a size that is neither that of another map nor "
-                f"a fraction of one: resize to the size of another map, or by a fixed factor"
+                f"{'x'.join(map(str, x.sizes[0]))}, a size that is neither that of another "
+                "feature map nor a fraction of one: resize to the size of another feature map, or "
+                "by a fixed factor"
             )
         return found
 
@@ -726,14 +731,16 @@ class Reader:
             range(self.dims)
         ) and not _is_sum(axes):
             raise self.refusal(
-                f"makes {self.call.shapes[0]} from {lines[0]!r}, a map that each rank would have "
-                f"to hold whole; supported: make it by adding or multiplying lines"
+                f"makes a feature map of {self.call.shapes[0]} from {lines[0]!r}, and each rank "
+                "would have to hold this feature map whole; supported: make it by adding or "
+                "multiplying vectors along rows and columns"
             )
         found = self.same_places(lines[0].sizes)
         if found is None:
             raise self.refusal(
-                f"takes {lines[0]!r}, whose length follows the size of a map, but no map of the "
-                f"network has this size: compute it from a map of the network"
+                f"takes {lines[0]!r}, whose length follows the size of a feature map, but no "
+                "feature map of the network has this size: compute the vector from a feature map "
+                "of the network"
             )
         return found
 
@@ -872,8 +879,9 @@ class Reader:
             )
         if x.vector:
             raise self.refusal(
-                f"normalises {x!r} with a weight alone, a bias alone, or one that is computed, "
-                f"which is supported for maps only: give the norm both as parameters, or neither"
+                f"normalises {x!r} with a weight alone, a bias alone, or a computed weight or "
+                "bias, but this is supported for feature maps only: give the norm both as "
+                "parameters, or neither"
             )
         return self.scaled(
             self.layer(kind, x, *args, False, tensors=tensors, axes=x.axes, **kwargs), weight, bias
@@ -923,9 +931,9 @@ class Reader:
             kinds = {(axis.batch, axis.places, axis.whole) for axis in there}
             if len(kinds) > 1:
                 raise self.refusal(
-                    f"combines {' and '.join(map(repr, dict.fromkeys(maps)))}, whose dims do not "
-                    f"match: bring them into the same order (permute or reshape), with length 1 "
-                    f"where one has no positions"
+                    f"combines {' and '.join(map(repr, dict.fromkeys(maps)))}, but their dims do "
+                    "not match: bring them into the same order (permute or reshape), with length "
+                    "1 where one has no positions"
                 )
             places = any(axis.batch or axis.places or axis.whole for axis in there)
             for _x, shape in others:
@@ -935,7 +943,7 @@ class Reader:
             raise self.refusal(
                 f"combines {maps[0]!r} with a tensor of "
                 f"{max((shape for _, shape in others), key=len)}, which has more dims: reshape "
-                f"the tensor to fewer dims"
+                f"the tensor to at most {rank} dims"
             )
         return self.formula(args, kwargs, part)
 
@@ -962,15 +970,15 @@ class Reader:
         axes, given = self.made(like, part or 0), tuple(map(_read_as, maps))
         if not like.vector and not places_of(axes):
             raise self.refusal(
-                f"makes {self.call.shapes[part or 0]} from {like!r}: it combines positions of "
-                f"the image; supported: functions that compute each cell from the same cell; "
-                f"combine positions by convolutions, poolings, means, sums or maxima"
+                f"makes a tensor of {self.call.shapes[part or 0]} from {like!r}, so it combines "
+                "positions of the image in an unsupported way: combine positions by convolutions, "
+                "poolings, means, sums or maxima"
             )
         if any(axis.mixed and not any(axis in x.axes for x in maps) for axis in axes):
             raise self.refusal(
-                f"makes {self.call.shapes[part or 0]} from {like!r}, and a dim of it joins "
-                f"channels with images or positions; supported: functions that compute each cell "
-                f"from the same cell of the input: keep channels in a dim of their own"
+                f"makes a tensor of {self.call.shapes[part or 0]} from {like!r}, and a dim of the "
+                "result joins channels with images or positions, which is not supported: keep "
+                "channels in a dim of their own"
             )
         return self._emit_formula(steps, given, part, axes, maps, own)
 
@@ -1013,18 +1021,19 @@ class Reader:
         steps: list[Step],
         places: dict[Made, int],
     ) -> Any:
-        """Return the arguments of a call in the form of a :class:`Step` of a layer.
+        """Return the arguments of a call as a :class:`Step` stores them, without tensors.
 
-        ``Map(i)`` replaces an input of the layer or the result of a step. ``Own(name)`` replaces a
-        parameter or buffer.
+        References replace the tensors. ``Map(i)`` refers to an input of the layer or to the result
+        of a step. ``Own(name)`` refers to a parameter or buffer. ``own``, ``steps`` and ``places``
+        are extended in place.
 
         Args:
             tree: arguments of the user's call.
             maps: inputs of the layer.
             own: parameters and buffers of the layer; those that occur in ``tree`` are added.
             steps: steps of the layer; those that compute a tensor from parameters alone are added.
-            places: for each tensor that a step computes, its i in ``Map(i)``. The inputs are
-                counted first, then the steps. New ones are added.
+            places: the index i of ``Map(i)`` for each tensor that a step computes. Inputs have the
+                first indices, and steps the next ones.
         """
 
         def again(x):
@@ -1034,9 +1043,9 @@ class Reader:
             case Value():
                 if tree not in maps:
                     raise self.refusal(
-                        f"has a weight or another tensor of its own that is computed from the "
-                        f"image ({tree!r}), which is not supported: use parameters, buffers, or "
-                        f"tensors computed from them"
+                        "takes a weight or another setting that is computed from the image "
+                        f"({tree!r}), which is not supported: use parameters, buffers, or tensors "
+                        "computed from them"
                     )
                 return Map(list(maps).index(tree))
             case Kept():
@@ -1050,7 +1059,7 @@ class Reader:
                 if call.name in _RANDOM:
                     raise self.refusal(
                         f"uses the result of {call}, which "
-                        f"{'has no value yet: use zeros' if 'empty' in call.name else DRAWS}"
+                        f"{'is not initialized: use zeros' if 'empty' in call.name else DRAWS}"
                     )
                 if (found := constant_of(self.traces[0].calls, tree)) is not None:
                     others = [constant_of(t.calls, tree) for t in self.traces[1:]]
@@ -1099,7 +1108,7 @@ class Reader:
                     return number
                 each = " or ".join(dict.fromkeys(map(str, tree.each)))
                 raise self.refusal(
-                    f"has a number that depends on the image's size ({each}): use a fixed number"
+                    f"takes a number that depends on the image's size ({each}): use a fixed number"
                 )
         return tree
 
@@ -1132,9 +1141,9 @@ class Reader:
             or x.rank < 2
         ):
             raise self.refusal(
-                f"applies a dropout to {x!r}; supported: a map "
-                f"(N, C, {', '.join('DHW'[-self.dims :])}), or a map whose channels come last: "
-                f"permute it first"
+                f"applies a dropout to {x!r}; supported: a feature map (N, C, "
+                f"{', '.join('DHW'[-self.dims :])}), or a feature map whose channels come last: "
+                "permute it first"
             )
         made = self.layer(VectorDropout if x.vector else kind, x, p, axes=x.axes)
         self._claim(self.number, made, not x.vector and order == last and order != first)
@@ -1175,9 +1184,9 @@ class Reader:
             return None
         if draw.call in self._claimed:
             raise self.refusal(
-                f"leaves out images by {calls[draw.call]}, whose random numbers another call uses "
-                f"too, and sharing one draw is not supported: draw new numbers for each call, or "
-                f"multiply the sum or torch.cat of the maps once"
+                f"uses {calls[draw.call]} for stochastic depth, but another call uses the same "
+                "random numbers, which is not supported: draw new numbers for each call, or first "
+                "add or concatenate the feature maps and multiply the result once"
             )
         # User code may have divided already: x / keep * mask, which is x in evaluation.
         before = self.divisors.get(x.name)
@@ -1228,8 +1237,8 @@ class Reader:
                     shapes=tuple((*shape[:2], *size) for shape, size in zip(v.shapes, sizes)),
                 )
         raise self.refusal(
-            f"spreads a vector of the image over {'x'.join(map(str, sizes[0]))} positions, a "
-            f"size that no other map has: repeat it to the size of a map"
+            f"spreads a vector of the image over {'x'.join(map(str, sizes[0]))} positions, a size "
+            "that no feature map has: repeat it to the size of a feature map"
         )
 
     def resized(self, x: Value, sizes: tuple[tuple[int, ...], ...]) -> Value:
@@ -1245,8 +1254,8 @@ class Reader:
             return x
         if x.line:
             raise self.refusal(
-                f"combines {x!r}, which was computed from one map, with values of a map of another "
-                f"size: resize one of the two maps first"
+                f"combines {x!r}, which was computed from one feature map, with values of a "
+                "feature map of another size: resize one of the two feature maps first"
             )
         like, rules = self.followed(x, sizes)
         name = self._unique(f"{self._name()}_places")

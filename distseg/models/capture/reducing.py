@@ -53,8 +53,8 @@ def reduced(
     rest = tuple(d for d in over if x.axes[d].cell != 1)
     if rest and of_channels is None:
         raise reader.refusal(
-            f"takes {what} over channels and positions together; supported: over one of them: take "
-            f"one after the other"
+            f"takes {what} over channels and positions together, which is not supported: take it "
+            "first over one of them, then over the other"
         )
     vector = over_places(reader, x, over, make)
     if rest:
@@ -136,7 +136,8 @@ def formed(reader: Reader, vector: Value, part: int = 0) -> Value:
     if not made.vector or _lengths(axes) != _lengths(vector.axes):
         raise reader.refusal(
             f"makes a tensor of {reader.call.shapes[part]} from {vector!r}, which is not "
-            f"supported: let it keep the dims of the vector, except for dims of length 1"
+            "supported: keep the shape of the vector; only dims of length 1 may be added or "
+            "removed"
         )
     return made
 
@@ -251,7 +252,9 @@ def norm(reader: Reader, x: Value, p: Any, dim: Any) -> Value:
         )
         return found if p > 0 else reader.applied(torch.neg, [found], "least")
     if p == 0 or not isinstance(p, (int, float)) and p not in ("fro", None):
-        raise reader.refusal(f"takes a norm of order {p}; supported: numbers other than 0, and fro")
+        raise reader.refusal(
+            f"takes a norm of order {p}; supported: numbers other than 0, and 'fro'"
+        )
     squares = p in (2, "fro", None)
     if squares:
         each = reader.applied(torch.square, [x], "squares")
@@ -308,8 +311,8 @@ def _then(
         return vector
     if function is None:
         raise reader.refusal(
-            "takes a norm of order inf over channels and positions together; supported: over one "
-            "of them: take one norm after the other"
+            "takes a norm of order inf over channels and positions together, which is not "
+            "supported: take it first over the positions, then over the channels"
         )
     return reader.applied(
         partial(function, dim=rest, keepdim=True), [vector], "channels", _alone(vector.axes, rest)

@@ -66,8 +66,8 @@ def _made(reader: Reader, args: tuple, kwargs: dict) -> Any:
     numbers = found_in((args, kwargs), ByType)
     if numbers and name not in POINTWISE_FUNCTIONS | _ARITHMETIC:
         raise reader.refusal(
-            f"is given the number {numbers[0]!r}, which is supported only in pointwise functions: "
-            f"write a plain number instead"
+            f"is given the number {numbers[0]!r}, but a number that depends on a dtype is "
+            "supported only in pointwise functions: write a plain number instead"
         )
     tracks = name == "instance_norm" and any(
         x is not None for x in (*args[1:3], kwargs.get("running_mean"))
@@ -178,8 +178,8 @@ class Rules:
         x = self.value(input)
         if not self.of_channels(-1, x):
             raise self.refusal(
-                f"multiplies positions of {x!r} with weights, one for each position; supported: "
-                f"weights over channels: permute the input so that channels are the last dim"
+                f"multiplies {x!r} with a separate weight for each position, but a tile has only "
+                "some positions: permute the input so that channels are the last dim"
             )
         return self.formula((x, weight, bias), {})
 
@@ -264,8 +264,8 @@ class Rules:
             return self.formula((x, None, None, weight, bias, True, momentum, eps), {})
         if x.vector or _one_dim_of_channels(self, x) != x.channels:
             raise self.refusal(
-                f"normalises {x!r} by an instance norm; supported: a map (N, C, ...) with all "
-                f"channels in dim 1: permute or reshape it to this form"
+                f"normalises {x!r} by an instance norm; supported: a feature map (N, C, ...) with "
+                "all channels in dim 1: permute or reshape it to this form"
             )
         if running_mean is not None or not use_input_stats:
             raise self.refusal(
@@ -291,8 +291,8 @@ class Rules:
             return self.formula((x, num_groups, weight, bias, eps), {})
         if _one_dim_of_channels(self, x) != x.channels:
             raise self.refusal(
-                f"normalises {x!r} by a group norm; supported: a map (N, C, ...) with all channels "
-                f"in dim 1: permute or reshape it to this form"
+                f"normalises {x!r} by a group norm; supported: a feature map (N, C, ...) with all "
+                "channels in dim 1: permute or reshape it to this form"
             )
         return self.norm(
             nn.GroupNorm,
@@ -311,8 +311,9 @@ class Rules:
             return self.formula((x, over, weight, bias, eps), {})
         if weight is not None or bias is not None:
             raise self.refusal(
-                "normalises positions of the image with weights, one for each position; supported: "
-                "over channels, or without weights (elementwise_affine=False)"
+                "normalises over positions of the image with a separate weight for each position, "
+                "but a tile has only some positions: normalise over channels, or without weights "
+                "(elementwise_affine=False)"
             )
         kept = x.axes[: x.rank - len(over)]
         cells = [axis.cell for axis in kept if axis.cell != 1]
@@ -322,8 +323,8 @@ class Rules:
             or any(axis.mixed for axis in kept)
         ):
             raise self.refusal(
-                f"normalises some dims of {x!r}; supported: over channels, over all positions, or "
-                f"over both"
+                f"normalises over some dims of {x!r}; supported: over channels, over all "
+                "positions, or over both"
             )
         return self.layer(nn.GroupNorm, x, math.prod(cells), x.channels, eps, False, axes=x.axes)
 
@@ -331,8 +332,8 @@ class Rules:
         x, over = self.value(input), tuple(normalized_shape)
         if not self.of_channels(tuple(range(x.rank - len(over), x.rank)), x):
             raise self.refusal(
-                "normalises positions of the image; supported: over channels: permute the input so "
-                "that channels are the last dims"
+                "normalises over positions of the image, which is not supported: permute the "
+                "input so that channels are the last dims"
             )
         return self.formula((x, over, weight, eps), {})
 
@@ -351,8 +352,9 @@ class Rules:
         along = 1 if batch_first else 0
         if x.rank != 3 or x.axes[along].places or x.axes[along].batch or not self.of_channels(2, x):
             raise self.refusal(
-                f"runs over the positions of the image one after another ({x!r}), which parts of "
-                f"an image cannot do; supported: run over the channels of each position"
+                "is a recurrent layer that runs over the positions of the image one after another "
+                f"({x!r}), but a tile has only some positions; supported: a sequence of channels "
+                "at each position"
             )
         given = (x, hx, weights, biases, layers, dropout, training, both_ways, batch_first)
         return tuple(self.formula(given, {}, part) for part in range(len(self.call.shapes)))
@@ -362,8 +364,9 @@ class Rules:
     def gru_cell(self: Reader, input, hx, *weights):
         if not self.of_channels(-1, self.value(input)):
             raise self.refusal(
-                "multiplies positions of the image with weights, one for each position; supported: "
-                "weights over channels: permute the input so that channels are the last dim"
+                "multiplies its input with a separate weight for each position of the image, but "
+                "a tile has only some positions: permute the input so that channels are the last "
+                "dim"
             )
         return self.formula((input, hx, *weights), {})
 
@@ -372,8 +375,9 @@ class Rules:
     def lstm_cell(self: Reader, input, hx, *weights):
         if not self.of_channels(-1, self.value(input)):
             raise self.refusal(
-                "multiplies positions of the image with weights, one for each position; supported: "
-                "weights over channels: permute the input so that channels are the last dim"
+                "multiplies its input with a separate weight for each position of the image, but "
+                "a tile has only some positions: permute the input so that channels are the last "
+                "dim"
             )
         return tuple(self.formula((input, hx, *weights), {}, part) for part in range(2))
 
@@ -425,8 +429,8 @@ class Rules:
             and p
         ):
             raise self.refusal(
-                f"drops channels of {x!r}; supported: a map (N, C, ...): permute or reshape it to "
-                f"this form"
+                f"drops channels of {x!r}; supported: a feature map (N, C, ...): permute or "
+                "reshape it to this form"
             )
         return self.drop((nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)[self.dims - 1], x, p, training)
 
@@ -542,8 +546,8 @@ class Rules:
         if return_indices or len(sizes) > 1:
             raise self.refusal(
                 f"pools to {output_size} with an output size that depends on the image's size, or "
-                f"with return_indices=True; supported: the maxima of a grid of fixed size, such "
-                f"as (2, 2)"
+                "with return_indices=True; supported: a grid of fixed size, such as (2, 2), "
+                "without indices"
             )
         if sizes == {(1,) * self.dims}:
             return of_image(self, x, lambda: Max(first=True))
@@ -637,7 +641,9 @@ def _one_dim_of_channels(reader: Reader, x: Value) -> int:
     reader.unfold(x)
     there = x.rank > 1 and x.axes[0] == Axis(True) and x.axes[1].of_channels and not x.axes[1].whole
     if not there or not x.vector and any(axis.cell != 1 for axis in x.axes[2:]):
-        raise reader.refusal(f"takes {x!r}, but images and channels must come first: permute it")
+        raise reader.refusal(
+            f"takes {x!r}, but images and channels must come first: permute it to (N, C, ...)"
+        )
     return x.axes[1].cell
 
 

@@ -170,8 +170,8 @@ class Channels:
     ):
         if max_norm is not None or scale_grad_by_freq or sparse:
             raise self.refusal(
-                "changes its weights or their gradients by how often they are used (max_norm, "
-                "scale_grad_by_freq, sparse): remove this argument"
+                "has max_norm, scale_grad_by_freq or sparse, which change its weights or their "
+                "gradients in a way that is not supported: remove this argument"
             )
         return self.formula((input, weight, padding_idx), {})
 
@@ -223,8 +223,8 @@ class Channels:
         if isinstance(index, Value):
             if index.axes != x.axes or isinstance(value, (Value, Kept, Made)):
                 raise self.refusal(
-                    "assigns to positions chosen by a mask; supported: assign a number by a mask "
-                    "that has all dims of the tensor, or torch.where"
+                    "assigns to positions that a mask selects; supported: torch.where, or a mask "
+                    "of the tensor's own shape and a number as value"
                 )
             return self.formula((x, index, value), {})
         index = index if isinstance(index, tuple) else (index,)
@@ -265,8 +265,9 @@ class Channels:
             return made
         if not all(self.of_channels(dim, x) for x in maps) or len({x.rank for x in maps}) > 1:
             raise self.refusal(
-                "concatenates maps along positions of the image, or maps with different numbers of "
-                "dims; supported: along channels, with the same number of dims"
+                "concatenates feature maps along positions of the image, or feature maps with "
+                "different numbers of dims; supported: along channels, with the same number of "
+                "dims"
             )
         if all(x.vector for x in maps):
             maps = self.meeting(maps)
@@ -374,7 +375,7 @@ def _alike(reader: Reader, value: Any) -> Value | None:
     if found is None:
         raise reader.refusal(
             f"makes a tensor of {reader.call.shapes[0]}, which has neither the size of an earlier "
-            f"map nor that of the image: take the size of a map, as in x.shape[2:]"
+            "feature map nor that of the image: take the size of a feature map, as in x.shape[2:]"
         )
     like, axes = found
     fill = partial(_filled, channels=channels_of(axes), value=value, places=bool(places_of(axes)))
@@ -395,7 +396,8 @@ def _expanded_over(reader: Reader, x: Any) -> Value:
     if found is None:
         raise reader.refusal(
             f"expands a parameter to {reader.call.shapes[0]}, which has neither the size of an "
-            f"earlier map nor that of the image: take the size of a map, as in x.shape[2:]"
+            "earlier feature map nor that of the image: take the size of a feature map, as in "
+            "x.shape[2:]"
         )
     like, axes = found
     shape = reader.shape_of(x)
@@ -407,7 +409,7 @@ def _expanded_over(reader: Reader, x: Any) -> Value:
     if any(n not in (1, axis.cell) for n, axis in zip(reversed(shape), reversed(axes))):
         raise reader.refusal(
             f"repeats a tensor of {shape} along dims longer than 1; supported: along dims of "
-            f"length 1, and over images: use torch.cat to repeat channels"
+            "length 1, and over images. To repeat channels, use torch.cat"
         )
     own: dict[str, Kept] = {}
     steps: list[Step] = []

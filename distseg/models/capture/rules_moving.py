@@ -134,8 +134,9 @@ class Moving:
         )
         if not known:
             raise self.refusal(
-                "returns the positions of the maxima of windows that overlap, have padding, or "
-                "round up; supported: windows with stride = kernel_size and no padding"
+                "returns the positions of the maxima of windows that overlap, have padding or "
+                "dilation, or round up (ceil_mode); supported: windows with stride = kernel_size "
+                "and none of these"
             )
         pool = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)[self.dims - 1]
         largest = self.layer(pool, x, kernel_size=kernel)

@@ -38,8 +38,8 @@ class Places:
         if x.vector:
             if x.grid is None:
                 raise self.refusal(
-                    f"resizes {x!r}; supported: a map (N, C, ...), or the output of an adaptive "
-                    f"pooling"
+                    f"resizes {x!r}; supported: a feature map (N, C, ...), or the output of an "
+                    "adaptive pooling"
                 )
             return (
                 spread(self, x)
@@ -128,6 +128,6 @@ def _ratio(reader: Reader, x: Value, sizes: Sequence[tuple[int, ...]], factors: 
     if any(tuple(found) != wanted for found, wanted in zip(each, ratios)):
         raise reader.refusal(
             "has a scale factor that depends on the image's size by an unsupported rule: set "
-            "size= to the size of a map instead"
+            "size= to the size of a feature map instead"
         )
     return RATIO

@@ -165,8 +165,8 @@ class Statistics:
         x = x1 if isinstance(x1, Value) else x2
         if not self.of_channels(dim, self.value(x)):
             raise self.refusal(
-                "compares positions of the image; supported: over channels: set dim to the dim of "
-                "channels, which is 1 for an input (N, C, H, W)"
+                "compares positions of the image, but only a comparison over channels is "
+                "supported: set dim to the dim of channels, which is 1 for an input (N, C, H, W)"
             )
         return self.pointwise((x1, x2, dim, eps), {})
 
@@ -179,8 +179,9 @@ class Statistics:
         maps = [self.value(x) for x in (input1, input2)]
         if not all(self.of_channels(-1, x) for x in maps):
             raise self.refusal(
-                "multiplies positions of the image with weights, one for each position; supported: "
-                "weights over channels: permute the input so that channels are the last dim"
+                "multiplies its input with a separate weight for each position of the image, but "
+                "a tile has only some positions: permute the input so that channels are the last "
+                "dim"
             )
         return self.formula((*maps, weight, bias), {})
 

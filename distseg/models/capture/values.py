@@ -109,8 +109,12 @@ def kind_of(x: Value) -> str:
     if x.vector:
         return "a vector of the image"
     if places_of(x.axes) and max(len(axis.places) for axis in x.axes) > 1:
-        return "a map whose spatial dims are flattened"
-    return "a map whose channels come last" if x.axes[-1].of_channels and x.dims else "a map"
+        return "a feature map whose spatial dims are flattened"
+    return (
+        "a feature map whose channels come last"
+        if x.axes[-1].of_channels and x.dims
+        else "a feature map"
+    )
 
 
 def shown(x: Value) -> tuple[int, ...]:

@@ -43,7 +43,7 @@ def check_views(model: nn.Module) -> None:
                 if low < stop and start < high:
                     raise Hidden(
                         f"{slot} shares the memory of {name}, for example as a NumPy view of it, "
-                        "and no trace sees that training changes this memory: let the "
+                        "and distseg cannot see that training changes this memory: let the "
                         f"forward pass read {name} itself"
                     )
 

@@ -762,7 +762,7 @@ def test_several_inputs_and_outputs(comm):
     model.backward((x[:, :3], x[:, 3:]), y, {"out": "cross_entropy", "aux": 0.4 * nll})
     for name, p in model.named_parameters():
         torch.testing.assert_close(p.grad, wanted[name], rtol=1e-11, atol=1e-13)
-    with pytest.raises(ValueError, match="names the outputs out, but"):
+    with pytest.raises(ValueError, match="has the keys out, but"):
         model.backward((x[:, :3], x[:, 3:]), y, {"out": nll})
 
 

@@ -329,7 +329,7 @@ TABLE = {
     # settings without effect
     "class weights of dice": (
         verify(loss__name="dice", loss__class_weights="[1, 2, 1]"),
-        r"loss.class_weights is \[1.0, 2.0, 1.0\], but no term of loss.name 'dice' takes it: add cross_entropy or focal",
+        r"loss.class_weights is \[1.0, 2.0, 1.0\], but no term of loss.name 'dice' uses it: add cross_entropy or focal",
     ),
     "class weights of binary cross-entropy": (
         verify(loss__name="binary_cross_entropy + dice", loss__class_weights="[1, 2, 1]"),
@@ -337,11 +337,11 @@ TABLE = {
     ),
     "label smoothing of focal": (
         verify(loss__name="focal", loss__label_smoothing="0.1"),
-        "loss.label_smoothing is 0.1, but no term of loss.name 'focal' takes it: add cross_entropy",
+        "loss.label_smoothing is 0.1, but no term of loss.name 'focal' uses it: add cross_entropy",
     ),
     "gamma of cross-entropy": (
         verify(loss__gamma="3"),
-        "loss.gamma is 3.0, but no term of loss.name 'cross_entropy' takes it: add focal",
+        "loss.gamma is 3.0, but no term of loss.name 'cross_entropy' uses it: add focal",
     ),
     "smooth of cross-entropy": (
         verify(loss__smooth="3"),
@@ -476,7 +476,7 @@ TABLE = {
     "no images": (verify(data__images="0"), r"data\.images .*got 0 \(DS105\)"),
     "one pixel a channel": (
         verify(image="4x4"),
-        "mid_norm0: a norm needs at least 2 values a channel, but .* has 1: take a larger image or crop, or a smaller model.depth",
+        "mid_norm0: a norm needs at least 2 values per channel, but .* has 1: take a larger image or crop, or a smaller model.depth",
     ),
     "an image beyond memory": (
         verify(image="1000000x1000000"),
@@ -488,7 +488,7 @@ TABLE = {
     ),
     "pooling of the whole image": (
         verify(**own("pooling"), spatial__tiles_per_rank="1x2"),
-        "it makes 2x3x29x43 from images of 192x320 pixels, but a segmentation network keeps the size, .*split samples only",
+        "its result has the shape 2x3x29x43 for images of 192x320 pixels, but a segmentation network keeps the size, .*split samples only",
     ),
     "circular padding": (
         verify(**own("circular"), spatial__tiles_per_rank="1x2"),

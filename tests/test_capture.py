@@ -645,7 +645,7 @@ REFUSED = {
     ),
     "rows repeated": (
         lambda m, x: x.repeat(1, 1, 2, 1)[:, :, : x.shape[2]],
-        "repeat .* combines positions of the image in an unsupported way",
+        "repeat .* joins images or positions with channels or copies",
     ),
     "rows unbound": (
         lambda m, x: torch.stack(x.unbind(2), 2),
@@ -705,7 +705,7 @@ REFUSED = {
     ),
     "recurrence over places": (
         lambda m, x: m.gru(x.flatten(2).mT)[0].mT.view_as(x),
-        r"gru in gru \(test_capture.py, line \d+\) runs over the positions of the image one after another",
+        r"gru in gru \(test_capture.py, line \d+\) is a recurrent layer that runs over the positions of the image one after another",
     ),
     "recurrence over rows": (
         lambda m, x: (
@@ -713,7 +713,7 @@ REFUSED = {
             .reshape(len(x), *x.shape[2:], 6)
             .permute(0, 3, 1, 2)
         ),
-        r"(lstm|zeros) in lstm .* (runs over the positions of the image one after another|has neither the size)",
+        r"(lstm|zeros) in lstm .* (is a recurrent layer that runs over the positions of the image one after another|has neither the size)",
     ),
     "a function of functions": (
         lambda m, x: torch.vmap(torch.sigmoid)(x),
@@ -886,7 +886,7 @@ def test_results_that_are_no_map_are_named():
     ):
         distseg.capture(Wrapped(nn.Conv2d(2, 3, 1)))
     with pytest.raises(
-        CanNotCapture, match="makes 2x3x.* but a segmentation network keeps the size"
+        CanNotCapture, match="result has the shape 2x3x.* but a segmentation network keeps the size"
     ):
         distseg.capture(nn.Sequential(nn.Conv2d(2, 3, 3), nn.Tanhshrink()))
 

@@ -81,9 +81,9 @@ REFUSED = {
     ),
     "a few rows": (
         lambda m, x: x - x[:, :, :5].mean((2, 3), keepdim=True),
-        "__getitem__ .* takes a slice of fixed length 5",
+        "__getitem__ .* takes a slice of length 5",
     ),
-    "a row": (lambda m, x: x - x[:, :, 0:1], "__getitem__ .* takes a slice of fixed length 1"),
+    "a row": (lambda m, x: x - x[:, :, 0:1], "__getitem__ .* takes a slice of length 1"),
     "a strip of many": (
         lambda m, x: x.view(len(x), 6, 2, -1, x.shape[3])[:, :, 0],
         "view .* mixes images, channels and positions, or cuts the image into windows",

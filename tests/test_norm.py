@@ -413,7 +413,7 @@ def test_one_pixel_a_channel_is_no_sample(kind, dtype):
     norm.context.places = [TilePlacement((1, 1), Box.whole((1, 1)), Box.whole((1, 1)), (0,), (0,))]
     with pytest.raises(
         ValueError,
-        match="n: a norm needs at least 2 values a channel, but .* has 1: .*larger image or crop, or a smaller model.depth",
+        match="n: a norm needs at least 2 values per channel, but .* has 1: .*larger image or crop, or a smaller model.depth",
     ):
         norm(torch.zeros(1, CHANNELS, 1, 1, dtype=dtype))
 

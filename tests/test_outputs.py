@@ -113,9 +113,9 @@ def test_the_loss_is_a_weighted_sum():
         (
             "Dict",
             dict(outputs={"out": 1.0, "deep": 0.4}),
-            "names deep, but that is no tensor in the result of the network, a dict of aux, out, sizes",
+            "names deep, but the network returns a dict of aux, out, sizes, in which deep is no tensor",
         ),
-        ("Dict", dict(outputs={"sizes": 1.0}), "names sizes, but that is a list"),
+        ("Dict", dict(outputs={"sizes": 1.0}), "names sizes, but .* in which sizes is a list"),
         ("Deep", dict(outputs={"out": 1.0}), "names out, .* a list of 0, 1, 2"),
         (
             "Deep",

@@ -417,7 +417,7 @@ def test_an_image_too_small_for_a_norm_is_refused_before_it_is_computed(norm, si
     if (norm, size) == ("instance", (4, 4)):
         with pytest.raises(
             ValueError,
-            match="a norm needs at least 2 values a channel, but the feature map of this image has 1",
+            match="a norm needs at least 2 values per channel, but the feature map of this image has 1",
         ):
             predictor.check(size)
     else:

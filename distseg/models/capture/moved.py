@@ -72,7 +72,7 @@ def cut(reader: Reader, x: Value, wanted: dict[int, Sequence[slice]]) -> Value:
     for _d, ranges in each.items():
         if len({len(r) for r in ranges}) == 1:
             raise reader.refusal(
-                f"takes a slice of {len(ranges[0])} cells of the image, whatever the image's "
+                f"takes a slice of length {len(ranges[0])} of the image, whatever the image's "
                 "size; supported: a slice that grows with the image, such as x[:, :, 2:-2]"
             )
         if not all(ranges):

@@ -977,8 +977,8 @@ class Reader:
         if any(axis.mixed and not any(axis in x.axes for x in maps) for axis in axes):
             raise self.refusal(
                 f"makes a tensor of {self.call.shapes[part or 0]} from {like!r}, and a dim of the "
-                "result joins channels with images or positions, which is not supported: keep "
-                "channels in a dim of their own"
+                "result joins images or positions with channels or copies, which is not "
+                "supported: keep images and positions in dims of their own"
             )
         return self._emit_formula(steps, given, part, axes, maps, own)
 

@@ -99,7 +99,7 @@ class Value:
         return replace(self, axes=plain_axes(self.channels, self.dims), dtype=None, joined=False)
 
     def __repr__(self) -> str:
-        return f"{kind_of(self)} of {shown(self)}"
+        return f"{kind_of(self)} of shape {shown(self)}"
 
 
 def kind_of(x: Value) -> str:

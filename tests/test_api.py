@@ -326,7 +326,7 @@ REFUSED = {
     "batch": (lambda z, y: CE(z - z.mean(0), y), "depends on the other images"),
     "random": (lambda z, y: CE(z + torch.randn_like(z), y), "other values in a second call"),
     "learned": (lambda z, y: CE(z, y) * LEARNED, "uses tensors with requires_grad"),
-    "fails": (lambda z, y: CE(z, y[:1]), "function of PixelLoss fails: ValueError"),
+    "fails": (lambda z, y: CE(z, y[:1]), "function of PixelLoss fails with ValueError"),
     "float": (lambda z, y: 1.0, "returns a float"),
 }
 LEARNED = torch.ones((), requires_grad=True)

@@ -253,7 +253,7 @@ def load(folder):
         (
             remove("weights-1-of-1.safetensors"),
             FileNotFoundError,
-            "weights-1-of-1.safetensors is missing: the checkpoint is not whole",
+            "weights-1-of-1.safetensors is missing, so the checkpoint is incomplete",
         ),
         (
             remove("optimizer-1-of-1.safetensors"),
@@ -261,7 +261,11 @@ def load(folder):
             "optimizer-1-of-1.safetensors is missing",
         ),
         (edit(format="other"), ValueError, "is not the manifest of a distseg checkpoint"),
-        (edit(version=3), ValueError, "has version 3, this distseg reads up to 2: update distseg"),
+        (
+            edit(version=3),
+            ValueError,
+            "has version 3, but this distseg reads versions up to 2: update distseg",
+        ),
     ],
 )
 def test_what_can_not_be_read_says_why(tmp_path, harm, error, message):
@@ -437,7 +441,8 @@ def test_a_checkpoint_that_is_gone_and_an_index_that_was_changed_are_told(tmp_pa
         "last.json names step-00000001 as the best, which is gone, or has no manifest.json" in gone
     )
     assert (
-        "there is no" in part and "step-00000001/manifest.json: the checkpoint is not whole" in part
+        "there is no" in part
+        and "step-00000001/manifest.json, so the checkpoint is incomplete" in part
     )
     index = tmp_path / "checkpoints/last.json"
     index.write_text(index.read_text().replace("step-00000001", "step-00000002"))

@@ -124,7 +124,7 @@ HOSTILE = {
     "a TIFF that is packed closer than can be": ("a.tif", tiff(page(6000, 6000, offsets=(512,), counts=(50,)), data=bytes(300)), "has 50 bytes in the file"),
     "a TIFF whose pages run in a circle": ("a.tif", tiff(page(8, 8, 1, offsets=(8,), counts=(64,)), following=8), "its list of pages runs in a circle, back to byte 8"),
     "a TIFF with a large circle": ("a.tif", tiff(page(8, 8, 1, offsets=(8,), counts=(64,)), following=8, pages=150), "runs in a circle"),
-    "a TIFF whose no data is not a number": ("a.tif", coded(tifffile.imwrite, RGB[..., 0], extratags=[(42113, 2, 0, "none", True)]), "its tag of no data must be a number, .* got 'none'"),
+    "a TIFF whose no data is not a number": ("a.tif", coded(tifffile.imwrite, RGB[..., 0], extratags=[(42113, 2, 0, "none", True)]), "in its tag, the number that stands for no data must be a number .* got 'none'"),
     "a TIFF with nothing behind its header": ("a.tif", b"II*\0\x08\0\0\0", "a.tif cannot be read as an image"),
 }  # fmt: skip
 

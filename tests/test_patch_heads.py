@@ -467,7 +467,7 @@ def test_the_command_line_trains_evaluates_and_predicts(tmp_path, refused, monke
         (
             "attention",
             ["--patchgd.head_channels", "10"],
-            "patchgd.head_channels is 10, but attention of 2 heads wants a multiple of 4",
+            "patchgd.head_channels is 10, but attention of 2 heads needs a multiple of 4",
         ),
         (
             "conv4",

@@ -396,7 +396,7 @@ def test_a_run_begins_with_a_u_net_that_was_trained_exactly(tmp_path):
         (["--model.name", "distseg.models.classifier:residual"], r"makes a vector .*\(DS404\)"),
         (
             ["--patchgd.features", "32"],
-            "patchgd.features is 32, but Z is the coarse features of the U-Net: leave patchgd.features out",
+            "patchgd.features is 32, but Z is the coarse features of the U-Net, so that the setting has no effect: leave patchgd.features out",
         ),
         (
             ["--patchgd.head", "transformer"],

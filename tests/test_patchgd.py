@@ -400,7 +400,7 @@ def test_verify_is_of_exact_steps(refused):
         (["--patchgd.sampled", "2.5"], r"patchgd\.sampled .*got 2\.5 \(DS124\)"),
         (
             ["--patchgd.head", "transformer", "--patchgd.head_channels", "12"],
-            "patchgd.head_channels is 12, but a transformer of 4 heads wants a multiple of 8",
+            "patchgd.head_channels is 12, but a transformer of 4 heads needs a multiple of 8",
         ),
         (
             ["--patchgd.y_filling", "true"],

@@ -428,7 +428,7 @@ def test_a_split_of_another_name_is_refused(tmp_path, name, meant):
     folder(tmp_path / "i/test", a=RGB), folder(tmp_path / "i" / name / "more", b=RGB)
     refused(
         tmp_path,
-        f"i/{name} holds images, but would not be read: only the folders train, val, test directly .*: rename it {meant}",
+        f"i/{name} holds images, but would not be read, because only the folders train, val, test directly .*: rename it {meant}",
         {},
         dict(a=MASK),
     )
@@ -443,7 +443,7 @@ def test_folders_that_would_be_left_out_are_refused(tmp_path, place):
     )
     refused(
         tmp_path,
-        f"{place} holds images, but would not be read: .*: move its images into a folder that is read, or move the folder elsewhere",
+        f"{place} holds images, but would not be read, because .*: move its images into a folder that is read, or move the folder elsewhere",
         {},
         {},
     )
@@ -807,7 +807,7 @@ def test_splits_whose_masks_are_coded_in_other_ways_are_refused(tmp_path):
             "test": masks_of(d=(0, 1)),
         },
     )
-    words = "the masks of the split val hold 0 and 255, but the masks of train and test hold 0 and 1: in val no pixel is road, and 255 is ignored. .*--absent road"
+    words = "the masks of the split val hold 0 and 255, but the masks of train and test hold 0 and 1: the pixels of val with the label 255 are ignored, but are probably road. .*--absent road"
     with pytest.raises(ValueError, match=words):
         prepare_folder(*given)
     assert prepare_folder(*given, absent=["road"]).class_counts("c")[1] == 0

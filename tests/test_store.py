@@ -457,7 +457,7 @@ def test_no_training_image(tmp_path):
     [
         (["lake"], 255, "2 to 255 classes"),
         (["a", "a"], 255, "different names"),
-        (["a", "b"], 1, "--ignore is 1, but .* are not a class: give a number from 2 to 255"),
+        (["a", "b"], 1, "--ignore is 1, but .* must be no class .*: give a number from 2 to 255"),
         (["a", "b"], -1, "--ignore is -1, but .*--ignore 255 --values=-1=255"),
     ],
 )

@@ -63,9 +63,9 @@ def export(
         )
     if patches and (others := [name for name in formats if name != "safetensors"]):
         raise ValueError(
-            f"{run} is a network of patches, whose number of patches depends on the image's size, "
-            f"so it cannot be written as {others[0]}: export it to safetensors, or use it in "
-            "Python with distseg.load"
+            f"{run} is a network of patches (PatchGD), and the number of patches depends on the "
+            f"image's size, so it cannot be written as {others[0]}: export it to safetensors, or "
+            "use it in Python with distseg.load"
         )
     model = load_named(checkpoint, own)
     data, folder = manifest["data"], Path(output)

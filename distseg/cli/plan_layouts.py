@@ -229,8 +229,8 @@ def _check_free(config: Config) -> None:
         taken = f"spatial.tiles_per_rank is {config.spatial.tiles_per_rank}"
     if taken:
         raise ValueError(
-            f"mesh.layout is auto, but {taken}: the choice of a layout does not know this "
-            "setting, so leave one of the two out"
+            f"mesh.layout is auto, but {taken}, which the automatic choice of a layout does not "
+            "support: leave one of the two out"
         )
 
 
@@ -244,10 +244,10 @@ def _best(planner: Planner, ranks: int) -> list[Prediction]:
     if best := planner.best(ranks):
         return best
     raise ValueError(
-        f"no layout on {ranks} ranks computes a step of {work.batch} images of "
-        f"{Size(work.image)}, with {work.images} images in a micro-batch: give a number of ranks "
-        f"that shares a divisor with {work.batch // work.images} (to split samples) or that splits "
-        "an image into tiles evenly, or give another number of images in a step"
+        f"no layout on {ranks} ranks computes a step of {work.batch} images of {Size(work.image)} "
+        f"pixels, with {work.images} images in a micro-batch: give another number of ranks, such "
+        f"as a divisor of {work.batch // work.images} (to split samples only), or another number "
+        "of images in a step"
     )
 
 

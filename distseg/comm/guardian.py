@@ -291,8 +291,8 @@ class Guardian:
     """Guardian of one rank. The guardians of ranks 0 and 1 also watch all other ranks.
 
     Args:
-        rank: the process that this guardian watches.
-        number: the number of its rank in the job.
+        rank: the process that this guardian watches, as a :class:`Rank`.
+        number: the rank of this process in the job, from 0.
     """
 
     def __init__(self, rank: Rank, number: int):

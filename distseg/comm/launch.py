@@ -347,8 +347,9 @@ def raise_jointly(comm, member: str = "rank"):
     """Raise a :class:`JointFailure` on all ranks if the body of the context fails on any of them.
 
     All ranks of ``comm`` must enter the context together. The body must not communicate, because
-    the other ranks would wait for a rank whose body has failed. Only such contexts of smaller
-    groups may be inside. The message is that of the lowest rank that failed.
+    the other ranks would wait for a rank whose body has failed. One exception: the body may contain
+    contexts of :func:`raise_jointly` for subgroups of ``comm``. The message is that of the lowest
+    rank that failed.
 
     Args:
         comm: the communicator.

@@ -20,11 +20,15 @@ class Size(tuple):
         values = tuple(int(v) for v in given)
         if any(isinstance(v, float) and v != n for v, n in zip(given, values)):
             raise SettingError(
-                "DS101", f"sizes and grids must be whole numbers, got {'x'.join(map(str, given))!r}"
+                "DS101",
+                "the numbers of a size or a grid must be whole, such as 97x131, got "
+                f"{'x'.join(map(str, given))!r}",
             )
         if not values or min(values) < 1:
             raise SettingError(
-                "DS102", f"sizes and grids must be positive, got {'x'.join(map(str, values))!r}"
+                "DS102",
+                "the numbers of a size or a grid must be at least 1, such as 97x131, got "
+                f"{'x'.join(map(str, values))!r}",
             )
         return super().__new__(cls, values)
 
@@ -33,7 +37,9 @@ class Size(tuple):
         parts = text.lower().replace("×", "x").split("x")
         if not all(p.strip().isdecimal() for p in parts):
             raise SettingError(
-                "DS103", f"expected whole numbers joined by 'x', such as 97x131, got {text!r}"
+                "DS103",
+                "a size or a grid must be written as whole numbers joined by 'x', such "
+                f"as 97x131, got {text!r}",
             )
         return parts
 

@@ -136,7 +136,9 @@ def image_files(folder: Path) -> dict[str, Path]:
         ValueError: two names differ in their endings only, or there is no image.
     """
     if not folder.is_dir():
-        raise FileNotFoundError(f"there is no folder {folder}")
+        raise FileNotFoundError(
+            f"there is no folder {folder}: correct the path, or create the folder"
+        )
     found: dict[str, Path] = {}
     for path in [
         folder / entry.name for entry in _listed(folder) if suffix_of(entry.name) in SUFFIXES
@@ -191,7 +193,7 @@ def _refuse_folders(place: Path, read: set[Path]) -> None:
                 else "move its images into a folder that is read, or move the folder elsewhere"
             )
             raise ValueError(
-                f"{entry.path} holds images, but would not be read: only the folders "
+                f"{entry.path} holds images, but would not be read, because only the folders "
                 f"{', '.join(SPLITS)} directly in the folder of images, and in the folder of "
                 f"masks, are read: {repair}"
             )

@@ -61,7 +61,9 @@ def prepare_labelled(
             "write each page into its own file, or set --pages bands or --pages volume"
         )
     if not root.is_dir():
-        raise FileNotFoundError(f"there is no folder {root}")
+        raise FileNotFoundError(
+            f"there is no folder {root}: correct the path, or create the folder"
+        )
     found = _from_folders(root) if table is None else _from_table(root, Path(table))
     if all(split is None for _, _, split in found):
         split_of = assign_splits([str(path) for path, _, _ in found], splits, seed)
@@ -160,7 +162,10 @@ def _from_table(root: Path, table: Path) -> list[tuple[Path, str, str | None]]:
         table: the CSV file.
     """
     if not table.is_file():
-        raise FileNotFoundError(f"there is no table of labels {table}")
+        raise FileNotFoundError(
+            f"there is no table of labels {table}: give the path of a CSV file "
+            "with the columns image and label"
+        )
     files = {path.name: path for path in image_files(root).values()}
     files |= {stem_of(path): path for path in files.values()}
     try:
@@ -182,13 +187,18 @@ def _from_table(root: Path, table: Path) -> list[tuple[Path, str, str | None]]:
         for number, line in enumerate(lines, 2):
             name, label, split = ((line.get(column) or "").strip() or None for column in _COLUMNS)
             if name not in files:
-                raise ValueError(f"{table}, line {number}: there is no image {name!r} in {root}")
+                raise ValueError(
+                    f"{table}, line {number}: there is no image {name!r} in {root}: "
+                    "correct the name, or remove the line"
+                )
             if files[name] in seen:
                 raise ValueError(
                     f"{table}, line {number}: image {name!r} already has a label: remove one line"
                 )
             if not label:
-                raise ValueError(f"{table}, line {number}: the label is empty")
+                raise ValueError(
+                    f"{table}, line {number}: the label is empty: write the label of this image"
+                )
             if "split" in columns and split not in SPLITS:
                 raise ValueError(
                     f"{table}, line {number}: the split must be train, val or test, got {split!r}"

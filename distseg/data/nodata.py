@@ -33,7 +33,8 @@ def parse(text: str) -> int | float:
         value = float(text)
     except ValueError:
         raise ValueError(
-            f"no data must be a number, such as -9999, 0 or nan, got {text!r}"
+            "the number that stands for no data must be a number such as -9999, 0 or nan, got "
+            f"{text!r}"
         ) from None
     return int(value) if value.is_integer() and abs(value) < 2**53 else value
 
@@ -53,7 +54,7 @@ def declared(path: Path, text: str, dtype: np.dtype) -> int | float | None:
         # Some programs write a decimal comma.
         return fitting(parse(text.replace(",", ".")), dtype)
     except ValueError as e:
-        raise ValueError(f"{path}: its tag of {e}") from None
+        raise ValueError(f"{path}: in its tag, {e}") from None
 
 
 def fitting(value: int | float | None, dtype: np.dtype) -> int | float | None:

@@ -126,9 +126,9 @@ class Survey:
             there = _listed(self._seen(others))
             raise ValueError(
                 f"the masks of the split {split} hold {here}, but the masks of "
-                f"{' and '.join(others)} hold {there}: in {split} no pixel is {name}, and "
-                f"{self.ignore} is ignored. Use the same values in all masks, or, if {split} "
-                f"really has no pixel of {name}, set --absent {name}"
+                f"{' and '.join(others)} hold {there}: the pixels of {split} with the label "
+                f"{self.ignore} are ignored, but are probably {name}. Use the same values in all "
+                f"masks, or, if {split} really has no pixel of {name}, set --absent {name}"
             )
 
     def _holds(self, split: str, label: int) -> bool:

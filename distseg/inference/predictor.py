@@ -235,11 +235,11 @@ class Predictor:
             self._check_norms(self.layout(size).sizes)
         if self.windowed and not self.independent and len(self.tiles_of(size)) > 1:
             raise ValueError(
-                f"an image of {Size(size)} pixels has several tiles of predict.tile "
-                f"{self.tile}, but a model with active norms that is predicted window by window "
-                "needs the image in one tile: raise predict.tile to the size of the image, write "
-                "the model as an nn.Sequential of single layers, leave approximate.halo out, or "
-                "use batch norm"
+                f"predict.tile {self.tile} cuts an image of {Size(size)} pixels into several "
+                "tiles, but a model with active norms that is predicted window by window needs "
+                "the image in one tile: raise predict.tile to the size of the image, leave "
+                "approximate.halo out, use batch norm, or write the model as an nn.Sequential of "
+                "single layers"
             )
 
     def _check_norms(self, sizes: Sequence[tuple[int, ...]]) -> None:

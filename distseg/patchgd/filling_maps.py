@@ -120,13 +120,13 @@ class MapFiller(Filler):
 
 
 class MapPredictor(Predictor):
-    """Predictor of whole images with a U-Net of patches.
+    """Predictor of label maps of whole images, with a U-Net that is applied patch by patch.
 
-    A rank first computes Z, the coarse features of all patches (Gupta et al. 2023), of each image
-    of which it predicts at least one tile.
+    For each image of which a rank predicts at least one tile, the rank first computes Z: the coarse
+    features of all patches of the image (Gupta et al. 2023).
 
     Args:
-        filler: the U-Net on a device.
+        filler: the U-Net on a device; it also computes Z.
         replicas: the ranks among which the tiles are dealt.
     """
 

@@ -240,8 +240,8 @@ class AttentionHead(nn.Module):
         super().__init__()
         if channels % (2 * heads):
             raise ValueError(
-                f"patchgd.head_channels is {channels}, but attention of {heads} heads "
-                f"wants a multiple of {2 * heads}"
+                f"patchgd.head_channels is {channels}, but attention of {heads} heads needs a "
+                f"multiple of {2 * heads}: choose such a number"
             )
         self.heads, self.embed = (
             heads,
@@ -336,8 +336,8 @@ class TransformerHead(nn.Module):
         super().__init__()
         if channels % (2 * heads):
             raise ValueError(
-                f"patchgd.head_channels is {channels}, but a transformer of {heads} heads "
-                f"wants a multiple of {2 * heads}"
+                f"patchgd.head_channels is {channels}, but a transformer of {heads} heads needs a "
+                f"multiple of {2 * heads}: choose such a number"
             )
         self.embed, self.last = nn.Linear(features, channels), nn.Linear(channels, outputs)
         layer = nn.TransformerEncoderLayer(

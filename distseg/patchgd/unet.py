@@ -175,9 +175,9 @@ def halves(unet: nn.Module) -> tuple[list[tuple[str, nn.Module]], list[tuple[str
     )
     if cut is None or any(kind is Pop for kind in kinds[:cut]):
         raise ValueError(
-            "PatchGD trains networks that turn a patch into a vector, such as "
-            "distseg.models.classifier:residual, and for labels of pixels U-Nets that are a list "
-            "of layer calls (model.name: unet); this network is neither"
+            "PatchGD cannot train this network: set model.name to a network that turns a patch "
+            "into a vector, such as distseg.models.classifier:residual, or, for labels of pixels, "
+            "to a U-Net that is a list of layer calls, such as unet"
         )
     if any(issubclass(kind, nn.modules.batchnorm._BatchNorm) for kind in kinds):
         raise ValueError(

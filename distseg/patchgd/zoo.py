@@ -152,6 +152,6 @@ def _check_unread(settings: PatchgdConfig) -> None:
     for field, what in unread.items():
         if getattr(settings, field) != getattr(PatchgdConfig(), field):
             raise ValueError(
-                f"patchgd.{field} is {getattr(settings, field)}, but {what}: "
-                f"leave patchgd.{field} out"
+                f"patchgd.{field} is {getattr(settings, field)}, but {what}, so that the setting "
+                f"has no effect: leave patchgd.{field} out"
             )

@@ -61,8 +61,8 @@ def v_split(
     if not np.isfinite(slowest[at]):
         raise ValueError(
             f"no v-shaped split on {ranks} ranks: {layers} layers with {len(skips)} skips cannot "
-            f"be cut into {2 * ranks - 1} stages such that no skip is sent: "
-            "use fewer ranks, or linear stages"
+            f"be cut into {2 * ranks - 1} stages so that each skip stays on one rank: use fewer "
+            "ranks, or linear stages"
         )
     chosen = [cuts[at]]
     for origin in reversed(origins):

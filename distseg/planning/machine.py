@@ -128,7 +128,10 @@ def load_machine(name: str) -> Machine:
     try:
         given = yaml.safe_load(path.read_text())
     except (yaml.YAMLError, UnicodeDecodeError) as e:
-        raise ValueError(f"profile {path} is not YAML: {' '.join(str(e).split())}") from None
+        raise ValueError(
+            f"profile {path} is not YAML ({' '.join(str(e).split())}): correct it, or "
+            "name another profile"
+        ) from None
     if not isinstance(given, dict):
         raise ValueError(f"profile {path} has no entries: give it name and {', '.join(NUMBERS)}")
     unknown = sorted(set(given) - {"name", *NUMBERS})
@@ -143,7 +146,8 @@ def load_machine(name: str) -> Machine:
         entry = given[key]
         if not isinstance(entry, dict) or set(entry) != {"value", "unit", "kind", "source"}:
             raise ValueError(
-                f"profile {path}: {key} needs value, unit, kind and source, got {entry!r}"
+                f"profile {path}: {key} must have the fields value, unit, kind and source, got "
+                f"{entry!r}"
             )
         try:
             value = float(entry["value"])

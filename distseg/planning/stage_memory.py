@@ -96,12 +96,13 @@ class Held(NamedTuple):
 
 
 def holdings(stage: int, stages: int, policy: Policy) -> set[Held]:
-    """Return the distinct :class:`Held` that occur while a stage runs the passes of a step.
+    """Return the numbers of micro-batches that a stage holds in memory during the passes of a step.
 
-    Each forward, recomputed or backward pass gives one :class:`Held`. The peak memory of the stage
-    is the largest that follows from any of them (:func:`stage_memory`). All stages are assumed to
-    have about the same speed, so the number of later stages gives how many micro-batches the next
-    stage lags behind. Receives are posted ``AHEAD`` passes early.
+    Each forward, recomputed or backward pass gives one :class:`Held`; equal ones are returned once.
+    The peak memory of the stage is the largest that follows from any of them
+    (:func:`stage_memory`). All stages are assumed to have about the same speed. Then the next stage
+    lags behind by as many micro-batches as there are stages after it, but by at least one. Receives
+    are posted ``AHEAD`` passes early.
 
     Args:
         stage: the number of the stage.

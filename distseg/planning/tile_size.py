@@ -72,7 +72,10 @@ def smallest_budget(memory: int, base: int, what: str, comm) -> float:
 
 
 def memory_warnings(memory: int | None, base: float) -> list[str]:
-    """Return a note if the peak memory may rise above ``memory``, else an empty list.
+    """Return a note if ``memory`` may be exceeded, because ``base`` is too near to it.
+
+    Kernels and gaps of the allocator take up to ``_BESIDES`` bytes besides ``base``. If ``memory``
+    has room for them, the list is empty.
 
     Args:
         memory: the value of ``streaming.memory`` in bytes; None without a limit.

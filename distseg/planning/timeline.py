@@ -85,8 +85,8 @@ def _place(span: Span) -> tuple[int, int]:
     match = ACTION.match(span.name)
     if not match:
         raise ValueError(
-            f"a {span.kind} span must have a name that begins with an action such as F3,0, got "
-            f"{span.name!r}"
+            f"a {span.kind} span must have a name that begins with an action such as F3,0 (forward "
+            f"pass of micro-batch 3 on stage 0), got {span.name!r}"
         )
     return int(match[1]), int(match[2])
 

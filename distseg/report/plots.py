@@ -209,7 +209,7 @@ def plot_scaling(rows: Sequence[Mapping], output: str | Path, title: str = "Spee
     for row in rows:
         if not {"processes", "speedup"} <= set(row):
             raise ValueError(
-                "a row of a scaling plot needs processes and speedup, got "
+                "each row of a scaling plot must have the keys processes and speedup, got "
                 f"{', '.join(row) or 'nothing'}"
             )
     counts = sorted({row["processes"] for row in rows})

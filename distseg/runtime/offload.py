@@ -333,8 +333,8 @@ def _all(how, file: int, buffer: memoryview, place: int, what: str) -> None:
         if not moved:
             raise OSError(
                 errno.EIO,
-                f"the scratch file ended while a feature map was {what} it: did something else "
-                "truncate it?",
+                f"the scratch file ended while a feature map was {what} it: let no other program "
+                "change files in the scratch folder, and start again",
             )
         done += moved
 

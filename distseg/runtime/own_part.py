@@ -58,8 +58,8 @@ def own_part(
     if partition:
         if not tiled.flat:
             raise ValueError(
-                "a layer of this model contains a norm, so the model cannot be cut into pipeline "
-                "stages: write the model as a list of layer calls (an nn.Sequential or a "
+                "a norm of this model lies inside another layer, so the model cannot be cut into "
+                "pipeline stages: write the model as a list of layer calls (an nn.Sequential or a "
                 "distseg.Network) in which the norm is a layer of its own, or set mesh.stages to 1"
             )
         tiled.begin_at(partition.ranges)

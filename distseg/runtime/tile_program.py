@@ -591,11 +591,11 @@ def _bands(plan: StagePlan, segment: int) -> list[_Band]:
 
 
 def _lowest(bands: Sequence[_Band]) -> list[dict[int, int]]:
-    """Return, for each row of tiles, the first row of each map that it or a later one reads.
+    """Return, for each row of tiles, the lowest row of cells that is still read of each map.
 
-    Each dict has the first row by the number of the map. Only later tiles of the same tile batch
-    count. They may read earlier rows than the tiles before them, because reflection padding repeats
-    rows before the last tile.
+    Each dict maps the number of a feature map to the lowest row of its cells that this row of tiles
+    reads, or a later row of tiles in the same tile batch. A later row of tiles may read lower rows
+    of cells than the one before it, because reflection padding repeats cells near the border.
 
     Args:
         bands: all rows of tiles of a segment, in order.

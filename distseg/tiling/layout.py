@@ -303,9 +303,9 @@ def _cut(
         short = min(sizes[source] for source in node.inputs)
         if short < n:
             raise ValueError(
-                f"layer {node.name} joins maps of {short} and {n} cells along dim {dim}, "
-                f"but its last input has {n} cells and no other may have fewer (longer ones are "
-                f"cut): pad or resize the map of {short} cells"
+                f"layer {node.name} joins feature maps of {short} and {n} cells along dim {dim}, "
+                f"but its last input has {n} cells, and none may have fewer (longer inputs are "
+                f"cut): pad or resize the feature map of {short} cells"
             )
         footprint, cuts = node.along(dim), maps[node.first][1]
         followed, like = maps[node.follows]

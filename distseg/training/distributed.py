@@ -199,8 +199,8 @@ class DistributedModel(nn.Module):
         with raise_jointly(self.mesh.world):
             if strict and (others := sorted(set(state_dict) - known)):
                 raise ValueError(
-                    f"the state dict has {others[0]}, which the network does not have: load the "
-                    "state dict of this network"
+                    f"the state dict has the entry {others[0]}, but the network has none of this "
+                    "name: load the state dict of this network"
                 )
         for name, tensor in own.items():
             if name in state_dict:
@@ -699,7 +699,7 @@ class DistributedModel(nn.Module):
             if self.engine.partition is not None or self.engine.streaming:
                 what = "has several stages" if self.engine.partition else "streams its tiles"
                 raise ValueError(
-                    f"this model {what}, so no rank has a whole graph: call "
+                    f"this model {what}, so no rank has the whole autograd graph: call "
                     "model.backward(image, target, criterion)"
                 )
             if torch.is_grad_enabled():

@@ -82,9 +82,9 @@ def serial_step(
         images: all images of the step.
         config: the settings.
         epoch: the epoch, on which dropout masks depend.
-        dropouts: for each call of a dropout function in a forward pass, by the call's number, the
-            layer whose masks it uses (:class:`distseg.models.network.Network`). By default each
-            call uses the masks of the module that makes the call.
+        dropouts: map from the number of a dropout call in the forward pass to the layer whose masks
+            this call uses (:class:`distseg.models.network.Network`). By default each call uses the
+            masks of the module that makes the call.
     """
     return SerialProgram(model, config, dropouts).step(images, epoch)
 

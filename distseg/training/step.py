@@ -185,10 +185,10 @@ class PassRunner(Protocol[Given]):
         """
 
     def needs_loss_grad_first(self, given: Given) -> bool:
-        """Return True if :meth:`run` needs the loss gradient before its first pass.
+        """Return True if the loss gradient must be known before :meth:`run` starts.
 
         This is so if a backward pass begins before all forward passes are done, as with 1f1b.
-        If False, the forward passes of :meth:`run` give the loss gradient in time.
+        If False, the forward passes of :meth:`run` give the loss gradient before it is needed.
         """
 
     def with_labels(self, given: Given) -> Iterable[MicroBatch]:
@@ -273,7 +273,7 @@ class StageRunner:
         return micro_batches_of(micro_batches, self.together)
 
     def needs_loss_grad_first(self, units: list[MicroBatch]) -> bool:
-        """Return True if :meth:`run` needs the loss gradient before its first pass.
+        """Return True if the loss gradient must be known before :meth:`run` starts.
 
         This is so if the rank with the last stage begins a backward pass before all its forward
         passes are done.
@@ -319,9 +319,10 @@ class DeviceRunner:
         return micro_batches_of(micro_batches, together=False)
 
     def needs_loss_grad_first(self, units: list[MicroBatch]) -> bool:
-        """Return False, because all forward passes come before the first backward pass.
+        """Return False: the loss gradient need not be known before :meth:`run` starts.
 
-        So the partial sums of all micro-batches give the loss gradient in time.
+        All forward passes come before the first backward pass, and give the partial sums of all
+        micro-batches, from which the loss gradient is computed.
         """
         return False
 

@@ -82,14 +82,15 @@ def prepare_ultramnist(
         FileExistsError: ``output`` exists and ``overwrite`` is not set.
     """
     if len(size) != 2 or min(size) < 64:
-        raise ValueError(f"UltraMNIST's images must have at least 64x64 pixels, got {Size(size)}")
+        raise ValueError(f"--size must be at least 64x64 pixels for UltraMNIST, got {Size(size)}")
     if not 1 <= digits[0] <= digits[1] <= 8:
-        raise ValueError(f"an image must have 1 to 8 digits, got {digits[0]} to {digits[1]}")
+        raise ValueError(
+            f"--digits must be a range from 1 to 8, such as 3-5, got {digits[0]}-{digits[1]}"
+        )
     if len(images) != len(SPLITS) or min(images) < 0 or not images[0]:
         raise ValueError(
-            "give the number of images for train, val and test, at least one for train, such as "
-            "2000,250,500, got "
-            f"{','.join(map(str, images))}"
+            "--images must give the number of images for train, val and test, at least one for "
+            f"train, such as 2000,250,500, got {','.join(map(str, images))}"
         )
     possible = min(_MOST, (_TEN - 1) * digits[1]) + 1
     if sum_below is not None and not 2 <= sum_below <= possible:

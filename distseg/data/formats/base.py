@@ -158,8 +158,8 @@ def readable(path: Path) -> Iterator[None]:
         if isinstance(e, ValueError) and str(path) in str(e):
             raise
         raise ValueError(
-            f"{path} cannot be read as an image ({str(e) or type(e).__name__}): is it damaged, "
-            "or of another format than its name says?"
+            f"{path} cannot be read as an image ({str(e) or type(e).__name__}): if it is damaged, "
+            "copy it again; if it has another format than its name says, rename it"
         ) from e
 
 

@@ -128,7 +128,10 @@ def matrix_of(place: Georeference) -> list[list[float]]:
     """
     found = dict(place.tags).get(_MATRIX, ())
     if len(found) != 16 or not place._points:
-        raise ValueError("the georeference has no affine of a volume, such as a NIfTI file has")
+        raise ValueError(
+            "the georeference has no 3D affine matrix, which NIfTI files need: take "
+            "nifti out of predict.formats"
+        )
     return [list(found[row : row + 4]) for row in range(0, 16, 4)]
 
 

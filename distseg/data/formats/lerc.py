@@ -32,7 +32,10 @@ def decoded(data: bytes, samples: int, dtype: np.dtype, alpha: bool) -> np.ndarr
 
     found, mask = imagecodecs.lerc_decode(data, masks=True)
     if found.dtype != dtype:
-        raise ValueError(f"LERC's pixels are {found.dtype}, but the TIFF tags say {dtype}")
+        raise ValueError(
+            f"its LERC data hold pixels of {found.dtype}, but its TIFF tags say "
+            f"{dtype}: convert the original image again"
+        )
     found, mask = _bands_last(found, _depth(data)), None if mask is None else _bands_last(mask, 1)
     if alpha and found.shape[-1] == samples - 1:
         there = np.ones_like(found[..., :1], bool) if mask is None else mask
@@ -40,7 +43,8 @@ def decoded(data: bytes, samples: int, dtype: np.dtype, alpha: bool) -> np.ndarr
     if mask is not None and not mask.all():
         if dtype.kind != "f":
             raise ValueError(
-                f"its LERC mask marks pixels without data, but no {dtype} number means no data"
+                f"its LERC mask marks pixels without data, which no number of the type {dtype} can "
+                "express: convert the image to real numbers, so that these pixels are NaN"
             )
         found[np.broadcast_to(~mask, found.shape)] = np.nan
     return found

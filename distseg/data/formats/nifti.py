@@ -96,7 +96,7 @@ class NiftiReader(Reader):
         elif (there := self.path.stat().st_size - self._offset) < self._bytes:
             raise ValueError(
                 f"its header says {Size(self.size)} voxels of {self._stored}, {self._bytes} bytes, "
-                f"but the file has {max(0, there)}"
+                f"but the file has {max(0, there)}, so it is damaged or cut off"
             )
 
     def _read(self, box: Box) -> np.ndarray:

@@ -36,8 +36,8 @@ def check_bytes(path: Path, size, pixel_bits: int, packed: int) -> None:
     if claimed > stored * packed:
         raise ValueError(
             f"{path} says that it has {Size(size)} pixels, {si(claimed, 'B')}, but a file of "
-            f"{stored} bytes "
-            f"holds at most {si(stored * packed, 'B')}: it is damaged, or not an image"
+            f"{stored} bytes holds at most {si(stored * packed, 'B')}, so it is damaged or no "
+            "image: copy it again, or remove it"
         )
 
 

@@ -83,7 +83,8 @@ def open_image(
         )
     if not reader.bands or min(reader.size, default=0) < 1:
         raise ValueError(
-            f"{path} has no pixels: {reader.bands} bands of {'x'.join(map(str, reader.size))}"
+            f"{path} has no pixels ({reader.bands} bands of {'x'.join(map(str, reader.size))}): "
+            "write it again, or remove it"
         )
     return reader
 
@@ -96,7 +97,7 @@ def _opened(
     labels: bool = False,
 ) -> Reader:
     if not path.is_file():
-        raise FileNotFoundError(f"there is no image file {path}")
+        raise FileNotFoundError(f"there is no image file {path}: correct the path")
     reader = _reader(path, dims, scratch, alpha, labels)
     marks.check_upright(path, reader.orientation)
     beside = Path(f"{path}{_MASK_SUFFIX}")
@@ -320,7 +321,10 @@ def _mapped(path: Path) -> np.ndarray:
     there = os.path.getsize(path) - offset
     if needed > there or min(shape, default=0) < 1:
         words = f"it holds {'x'.join(map(str, shape))} numbers of {dtype}, {needed} bytes"
-        raise ValueError(f"its header says that {words}, but the file has {there}")
+        raise ValueError(
+            f"its header says that {words}, but the file has {there}, so it is empty, "
+            "damaged or cut off"
+        )
     return np.memmap(path, dtype, "r", offset, shape, "F" if by_columns else "C")
 
 

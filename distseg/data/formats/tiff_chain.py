@@ -34,7 +34,9 @@ def page_kinds(path: Path) -> dict[int, int]:
         file.seek(8 if big else 4)
         while at := _unpacked(file, link):
             if at in found:
-                raise ValueError(f"its list of pages runs in a circle, back to byte {at}")
+                raise ValueError(
+                    f"its list of pages runs in a circle, back to byte {at}, so it is damaged"
+                )
             file.seek(at)
             count, first = _unpacked(file, number), file.tell()
             found[at] = _kind(file.read(min(count, _MOST_TAGS) * entry), entry, order)

@@ -125,7 +125,10 @@ class Segments:
         needed = math.prod(int(n) for n in shape) * stored.itemsize
         if needed > there:
             words = f"it holds {Size(shape)} numbers of {stored}, {needed} bytes"
-            raise ValueError(f"its header says that {words}, but the file has {there}")
+            raise ValueError(
+                f"its header says that {words}, but the file has {there}, so it is "
+                "damaged or cut off"
+            )
         return np.memmap(self.path, stored, "r", self._series.dataoffset, tuple(shape))
 
     def _check_pages(self) -> None:
@@ -141,8 +144,9 @@ class Segments:
             )
         if len(self._pages_axes) > 1:
             raise ValueError(
-                f"{self.path} is compressed and has pages along {' and '.join(self._pages_axes)}: "
-                "store it uncompressed, or as npy"
+                f"{self.path} is compressed and has pages along {' and '.join(self._pages_axes)}, "
+                "but compressed pages are read along one axis only: store it uncompressed, or as "
+                "npy"
             )
 
     def _check_form(self) -> None:
@@ -191,7 +195,8 @@ class Segments:
             if len(page.dataoffsets) != needed or len(page.databytecounts) != needed:
                 words = f"{Size(self.size)} pixels are in {needed} strips or tiles"
                 raise ValueError(
-                    f"its header says that {words}, but it lists {len(page.dataoffsets)}"
+                    f"its header says that {words}, but it lists {len(page.dataoffsets)}, so it is "
+                    "damaged"
                 )
         self._segment_bytes = math.prod(int(n) for n in layout.chunks) * layout.dtype.itemsize
         size, taken = Size(self._edges[layout.tiledepth <= 1 :]), 3 * self._segment_bytes
@@ -360,7 +365,7 @@ class Segments:
             ):
                 raise ValueError(
                     f"a strip or tile should unpack to {self._segment_bytes} bytes, but unpacks to "
-                    "more"
+                    "more, so it is damaged"
                 ) from e
             raise
 
@@ -390,7 +395,10 @@ class Segments:
         most = self._edges[1:]
         if not found or any(a > n for size in found for a, n in zip(size, most)):
             size_text = f"of {Size(found[0])} pixels" if found else "of no known size"
-            raise ValueError(f"a strip or tile of {Size(most)} pixels holds an image {size_text}")
+            raise ValueError(
+                f"a strip or tile of {Size(most)} pixels holds an image {size_text}, "
+                "so it is damaged or was written wrongly"
+            )
         return data
 
     def _check_packed(self, compression: int, index: int, count: int) -> None:
@@ -419,7 +427,7 @@ class Segments:
         if not packed.fits(compression, self._packed(inside), count):
             raise ValueError(
                 f"a strip or tile with {inside} bytes of pixels has {count} bytes in the file, "
-                "which is too few or too many for its compression"
+                "which is too few or too many for its compression, so it is damaged"
             )
 
     def _packed(self, pixels: int) -> int:

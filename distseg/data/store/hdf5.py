@@ -21,7 +21,7 @@ import numpy as np
 # The filters that distseg writes and reads.
 _FILTERS = {h5py.h5z.FILTER_DEFLATE: "gzip", h5py.h5z.FILTER_FLETCHER32: "fletcher32"}
 _LINKS = {h5py.h5l.TYPE_SOFT: "a soft link", h5py.h5l.TYPE_EXTERNAL: "a link into another file"}
-_ITSELF = "the file must hold its data itself"
+_ITSELF = "copy the data into the file itself"
 _VERSION = ("v110", "v110")  # the first format whose structures all have checksums
 
 
@@ -97,7 +97,7 @@ def dataset(file: h5py.File, name: str) -> Data:
     """
     where, found = file.filename, _followed(file, name)
     if not isinstance(found, h5py.h5d.DatasetID):
-        raise ValueError(f"{where} is damaged: {name} holds no data")
+        raise ValueError(f"{where} is damaged, or distseg did not write it: {name} holds no data")
     properties = found.get_create_plist()
     if properties.get_layout() == h5py.h5d.VIRTUAL or properties.get_external_count():
         raise ValueError(
@@ -128,7 +128,9 @@ def _followed(file: h5py.File, name: str) -> h5py.h5g.GroupID | h5py.h5d.Dataset
         path = "/".join(parts[:count])
         coded = path.encode("utf-8", "surrogateescape")
         if not root.links.exists(coded):
-            raise ValueError(f"{file.filename} is damaged: it has no {path}")
+            raise ValueError(
+                f"{file.filename} is damaged, or distseg did not write it: it has no {path}"
+            )
         link = root.links.get_info(coded).type
         if link != h5py.h5l.TYPE_HARD:
             raise ValueError(
@@ -249,7 +251,7 @@ class _Sink:
 
 
 def _kind(mode: int) -> str:
-    """Return in words what a path is that is not a plain file, such as ``a folder``.
+    """Return the kind of a path in words, such as ``a folder``. The path is not a plain file.
 
     ``mode`` is ``st_mode`` of :func:`os.stat`.
     """

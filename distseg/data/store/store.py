@@ -322,7 +322,7 @@ class Store:
                 what = "labels of pixels" if entry.labels else "pixels without data"
                 raise ValueError(
                     f"data.shrink is {self.shrink}, but image {name!r} of {self.path} has {what}, "
-                    "which have no mean: leave data.shrink out"
+                    "which cannot be averaged: leave data.shrink out"
                 )
             if min(entry.size) < self.shrink:
                 raise ValueError(

@@ -101,15 +101,15 @@ class StoreWriter:
         ):
             raise ValueError(
                 "a store must have 2 to 255 classes with different names (or one name, if labels "
-                f"are numbers), got {self.classes}: name the background too"
+                f"are measured values instead of classes), got {self.classes}: give each class a "
+                "name of its own, the background too"
             )
         if not len(self.classes) <= self.ignore <= 255:
             raise ValueError(
-                f"--ignore is {self.ignore}, but a store keeps labels as bytes, and ignored pixels "
-                f"are not a class: "
-                f"give a number from {len(self.classes)} to 255, and where masks have "
-                f"{self.ignore} for such pixels, "
-                f"say what it stands for: --ignore 255 --values={self.ignore}=255"
+                f"--ignore is {self.ignore}, but the label of ignored pixels must be no class and "
+                f"fit into a byte: give a number from {len(self.classes)} to 255. If the masks "
+                f"mark ignored pixels with {self.ignore}, add --ignore 255 "
+                f"--values={self.ignore}=255"
             )
         if not self.bands:
             raise ValueError(
@@ -175,7 +175,9 @@ class StoreWriter:
                 "convert them"
             )
         if min(size, default=0) < 1:
-            raise ValueError(f"image {name!r} has no pixels: its size is {tuple(size)}")
+            raise ValueError(
+                f"image {name!r} has no pixels, because its size is {tuple(size)}: leave it out"
+            )
         self._check_label(name, labels, label)
         group = self.file.create_group(f"images/{name}")
         size, dtype = tuple(int(n) for n in size), np.dtype(dtype)
@@ -229,7 +231,9 @@ class StoreWriter:
                 if one
                 else f"0 to {len(self.classes) - 1} for {len(self.classes)} classes"
             )
-            raise ValueError(f"image {name!r} has the label {label}, but it must be {known}")
+            raise ValueError(
+                f"image {name!r} has the label {label}, but it must be {known}: correct the label"
+            )
 
     def _finish(self) -> None:
         index, sums = self._entries()

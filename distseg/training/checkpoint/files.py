@@ -110,7 +110,7 @@ def _index_in(folder: Path) -> dict:
         and isinstance(index.get("last"), str)
         and isinstance(index.get("best_score"), (float, int, type(None)))
     ):
-        raise ValueError("the field last is no text, or the field best_score is no number")
+        raise ValueError("its field last must be a text, and its field best_score a number")
     if index.pop("digest", None) not in (None, digest_of(index)):
         raise ValueError("its checksum does not match its content")
     return index
@@ -129,7 +129,7 @@ def read_manifest(checkpoint: Path) -> dict:
         manifest = json.loads(file.read_text())
     except FileNotFoundError:
         raise FileNotFoundError(
-            f"there is no {file}: the checkpoint is not whole{_other(checkpoint)}"
+            f"there is no {file}, so the checkpoint is incomplete{_other(checkpoint)}"
         ) from None
     except (ValueError, RecursionError) as e:
         raise ValueError(f"{file} is damaged ({e}){_other(checkpoint)}") from None
@@ -141,8 +141,8 @@ def read_manifest(checkpoint: Path) -> dict:
     _check_keys(file, manifest, _KEYS)
     if manifest["version"] > VERSION:
         raise ValueError(
-            f"{file} has version {manifest['version']}, this distseg reads up to {VERSION}: "
-            "update distseg"
+            f"{file} has version {manifest['version']}, but this distseg reads versions up to "
+            f"{VERSION}: update distseg"
         )
     if manifest["version"] > 1 and manifest.get("digest") != digest_of(manifest):
         raise ValueError(
@@ -363,7 +363,7 @@ def _load_tensors(
                 )
         except FileNotFoundError as e:
             raise FileNotFoundError(
-                f"{e}: the checkpoint is not whole{_other(checkpoint)}"
+                f"{e}, so the checkpoint is incomplete{_other(checkpoint)}"
             ) from None
         except ValueError as e:
             raise ValueError(f"{e}{_other(checkpoint)}") from None

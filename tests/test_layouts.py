@@ -157,7 +157,7 @@ def test_profiles_say_where_their_numbers_are_from(name, tmp_path):
     [
         (lambda p: p.pop("link"), "lacks link"),
         (lambda p: p.update(extra=1), "has extra"),
-        (lambda p: p.update(link=3), "link needs value, unit, kind and source"),
+        (lambda p: p.update(link=3), "link must have the fields value, unit, kind and source"),
         (lambda p: p["link"].update(value=-1), "link has the value -1: give a number above 0"),
         (lambda p: p["link"].update(value="nan"), "link has the value 'nan'"),
         (lambda p: p["link"].update(unit="GB/s"), "link must be in B/s"),

@@ -404,7 +404,7 @@ def test_a_run_begins_with_a_u_net_that_was_trained_exactly(tmp_path):
         ),
         (
             ["--patchgd.statistics", "pass"],
-            "patchgd.statistics is pass, but a U-Net of patches has no batch norm: leave patchgd.statistics out",
+            "patchgd.statistics is pass, but a U-Net of patches has no batch norm, so that the setting has no effect: leave patchgd.statistics out",
         ),
         (["--patchgd.patch", "64x64"], "has 37x53 pixels, but patchgd.patch is 64x64"),
     ],

@@ -410,7 +410,7 @@ def test_scaling(tmp_path):
     rows = [{"processes": n, "speedup": n**0.9, "low": n**0.8, "high": n} for n in (1, 2, 4)]
     plot_scaling(rows, tmp_path / "scaling.png")
     assert png(tmp_path / "scaling.png").std() > 5
-    with pytest.raises(ValueError, match="needs processes and speedup, got ranks"):
+    with pytest.raises(ValueError, match="must have the keys processes and speedup, got ranks"):
         plot_scaling([{"ranks": 2}], tmp_path / "scaling.png")
 
 

@@ -94,6 +94,7 @@ def run_ranks(
     threads: int = 1,
     timeout: float = 600.0,
     environment: dict[str, str] | None = None,
+    transport: str = "mpi",
 ) -> dict:
     """Run ``python arguments...`` on ``ranks`` ranks in the repository's root and return the JSON object of its last line.
 
@@ -101,12 +102,13 @@ def run_ranks(
         threads: CPU threads a rank.
         timeout: seconds; then the whole job is ended.
         environment: more variables for the ranks.
+        transport: ``mpi`` for mpirun, ``torch`` for torchrun.
 
     Raises:
         RuntimeError: the job failed, hung, or printed no JSON at the end; with the end of what it said.
     """
     job = subprocess.Popen(
-        command(ranks, arguments), cwd=_ROOT, env=job_environment(threads) | (environment or {}), text=True,
+        command(ranks, arguments, transport), cwd=_ROOT, env=job_environment(threads) | (environment or {}), text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
     )  # fmt: skip
     name = f"`python {shlex.join(arguments)}` on {ranks} ranks"

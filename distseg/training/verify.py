@@ -16,10 +16,8 @@ are compared in any case. Only the serial program decides which gradients are ro
 from __future__ import annotations
 
 import copy
-import json
 import math
 import os
-import struct
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -46,6 +44,7 @@ from distseg.runtime.optimizer import freeze
 from distseg.tiling import rng
 from distseg.tiling.tile import ReceptiveField, TilePlacement, owned_tiles
 from distseg.tiling.tile_batch import TileBatch, labels_of_images
+from distseg.training.checkpoint.tensors import DTYPES, write_tensors
 from distseg.training.conflicts import check_labels, notes, with_store
 from distseg.training.engine import Engine, approximations
 from distseg.training.serial import (
@@ -637,20 +636,6 @@ def _badness(error: float) -> float:
     return math.inf if math.isnan(error) else error
 
 
-_KINDS = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.bool: "BOOL",
-    torch.uint8: "U8",
-    torch.int8: "I8",
-    torch.int16: "I16",
-    torch.int32: "I32",
-    torch.int64: "I64",
-}
-
-
 def check_dump(model: nn.Module) -> None:
     """Refuse to dump a model with a dtype that safetensors files cannot hold.
 
@@ -658,7 +643,7 @@ def check_dump(model: nn.Module) -> None:
         ValueError: a parameter or buffer has another dtype. The message names both.
     """
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if tensor.dtype not in _KINDS:
+        if tensor.dtype not in DTYPES:
             raise ValueError(
                 f"--dump cannot write {name}, because safetensors files cannot hold its dtype "
                 f"{tensor.dtype}: change the dtype in the model, complex numbers for instance to "
@@ -693,32 +678,7 @@ def write_dump(
     for name, _ in model.named_parameters():
         if name in gradients:
             tensors[f"gradients/{name}"] = gradients[name]
-    _write_safetensors(path, tensors)
-
-
-def _write_safetensors(path: str, tensors: dict[str, Tensor]) -> None:
-    """Write a safetensors file: a JSON header, then the data.
-
-    The safetensors library sorts tensors by name, so it cannot write them in layer order.
-    """
-    arrays = {
-        name: (t.view(torch.int16) if t.dtype == torch.bfloat16 else t).contiguous().cpu().numpy()
-        for name, t in tensors.items()
-    }
-    header, offset = {"__metadata__": {"order": "layers"}}, 0
-    for name, array in arrays.items():
-        header[name] = {
-            "dtype": _KINDS[tensors[name].dtype],
-            "shape": list(array.shape),
-            "data_offsets": [offset, offset + array.nbytes],
-        }
-        offset += array.nbytes
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    with open(Path(path), "wb") as f:
-        f.write(struct.pack("<Q", len(text)) + text)
-        for array in arrays.values():
-            f.write(array.tobytes())
+    write_tensors(Path(path), tensors, {"order": "layers"})
 
 
 def _borders(report: dict) -> str:

@@ -21,7 +21,8 @@ from torch import Tensor
 from distseg.comm.memory_format import as_bytes
 from distseg.report.disk import disk_full_errors
 
-_KINDS = {
+# Names of the dtypes in a safetensors file.
+DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -43,6 +44,8 @@ def write_tensors(
 ) -> dict[str, str]:
     """Write tensors to a file, flush it to the disk, and return the checksum of each tensor.
 
+    Tensors on a GPU are copied to the host one at a time.
+
     Args:
         path: the file.
         tensors: the tensors by name. They are written by falling number of bytes per element, such
@@ -59,7 +62,7 @@ def write_tensors(
     header, offset = {"__metadata__": dict(metadata)} if metadata else {}, 0
     for name, tensor in ordered.items():
         header[name] = {
-            "dtype": _KINDS[tensor.dtype],
+            "dtype": DTYPES[tensor.dtype],
             "shape": list(tensor.shape),
             "data_offsets": [offset, offset + tensor.nbytes],
         }
@@ -132,7 +135,7 @@ def shapes_in(path: Path) -> dict[str, tuple[int, ...]]:
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    return memoryview(as_bytes(tensor.contiguous()).numpy())
+    return memoryview(as_bytes(tensor.detach().cpu().contiguous()).numpy())
 
 
 def _checksum(tensor: Tensor, content: memoryview) -> str:
@@ -140,5 +143,5 @@ def _checksum(tensor: Tensor, content: memoryview) -> str:
 
     It detects damage, but it is no protection against forgery.
     """
-    form = f"{_KINDS[tensor.dtype]} {tuple(tensor.shape)}"
+    form = f"{DTYPES[tensor.dtype]} {tuple(tensor.shape)}"
     return f"{zlib.crc32(content, zlib.crc32(form.encode())):08x}"

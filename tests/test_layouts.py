@@ -10,7 +10,7 @@ import yaml
 from torch import nn
 
 from distseg.cli.main import _config, _parse, _parser, main
-from distseg.cli.plan_layouts import _cuts, _fastest, text, with_best_layout, work_of
+from distseg.cli.plan_layouts import _cuts, choose_layout, text, with_best_layout, work_of
 from distseg.config.settings import Config, DataConfig, MeshConfig, ModelConfig, TrainConfig
 from distseg.config.sizes import Size
 from distseg.models.capture.capture import as_network
@@ -303,13 +303,31 @@ def test_a_network_that_cannot_be_followed_splits_samples(comm):
 def test_all_images_must_fit_the_chosen_tiles():
     """An image as small as the network's stride leaves only layouts without tiles."""
     plan = planner(batch=1, at=machine(**FREE))
-    whole, small = (_fastest(plan, 4, [(96, 128), *more]) for more in ([], [(4, 4)]))
-    assert small.layout.tiles.volume == 1
-    assert whole.seconds <= small.seconds and _cuts(Size("2x2"), [(96, 128)], (4, 4))
+    small = choose_layout(plan, 4, [(96, 128), (4, 4)])
+    assert small.layout.tiles.volume == 1 and small.memory is None
+    assert _cuts(Size("2x2"), [(96, 128)], (4, 4))
     assert not _cuts(Size("2x1"), [(96, 128), (4, 4)], (4, 4))
-    tight = planner(batch=1, limit=1e3)
-    with pytest.raises(ValueError, match="no layout on 4 ranks fits the memory of a rank"):
-        _fastest(tight, 4, [(96, 128)])
+
+
+@pytest.mark.parametrize("batch, mesh", [(1, (1, 4)), (2, (2, 2)), (4, (4, 1)), (6, (2, 2))])
+def test_tiles_are_streamed_if_no_layout_fits(batch, mesh):
+    found = choose_layout(planner(batch=batch, limit=1e6), 4, [(96, 128)])
+    assert (found.layout.samples, found.layout.tiles.volume) == mesh
+    assert found.layout.stages == 1 and found.memory == 900_000
+    with pytest.raises(ValueError, match="no layout on 4 ranks can cut all images"):
+        choose_layout(planner(batch=1, limit=1e6), 4, [(4, 4)])
+
+
+@pytest.mark.parallel([1, 2])
+def test_a_job_streams_what_does_not_fit(comm, monkeypatch):
+    """Let a rank have 1.5 GB, and a layout seem to need 2 GB."""
+    monkeypatch.setattr("distseg.cli.plan_layouts.measure", lambda *_: machine(memory=1.5e9))
+    predict = Planner.predict
+    monkeypatch.setattr(Planner, "predict", lambda *a: replace(predict(*a), memory=2e9))
+    found = with_best_layout(auto(), comm, Size("49x67"))
+    assert found.streaming.memory == 1_350_000_000 and found.mesh.samples == comm.size
+    report = verify(found, comm, Size("49x67"))
+    assert comm.bcast(report and report["max_error"]) <= 1e-12
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -47,6 +48,7 @@ from distseg.training.verify import RandomImages, own_pieces, prepare_model
 HERE = "here"
 _SECONDS = 2.0  # of a timed step
 _SHOWN = 10
+_STREAMED = 0.9  # of a rank's memory is given to streaming, if no layout fits without it
 _LIMITS = "reading images is not counted, and no message overlaps with computation"
 
 
@@ -123,8 +125,8 @@ def with_best_layout(config: Config, world, image: Size | None = None) -> Config
         image: the size of an image in pixels; by default the size of the store's samples.
 
     Raises:
-        ValueError: no layout is possible, no layout fits the memory of a rank, or another setting
-            belongs to a layout that is given. It is raised on all ranks.
+        ValueError: no layout is possible, or another setting belongs to a layout that is given. It
+            is raised on all ranks.
     """
     if config.mesh.layout == "given":
         return config
@@ -134,44 +136,69 @@ def with_best_layout(config: Config, world, image: Size | None = None) -> Config
         model = as_network(plain)
         sizes = {size} if store is None else _sizes(store, config.data.crop)
         size = Size(max(sizes, key=math.prod))
-        layout, why = None, "its layers cannot be followed, so only samples are split"
+        found = None
         if not is_flat(model):
             layout = _samples_only(config, world.size, len(size))
-    if layout is None:
+            found = Choice(layout, "its layers cannot be followed, so only samples are split")
+    if found is None:
         _say(world, "timing the network, to choose the layout (mesh.layout auto)")
         machine = measure(completed, model, size, world)
         with raise_jointly(world):
             if world.rank == 0:
                 planner = Planner(work_of(completed, model, size, machine, None), machine)
-                best = _fastest(planner, world.size, sizes)
-                layout = best.layout
-                why = f"predicted: {best.seconds:.3g} s a step, {best.memory / 1e9:.3g} GB a rank"
-        layout = world.bcast(layout, root=0)
-    flags = " ".join(f"--{name} {value}" for name, value in layout.settings().items())
-    _say(world, f"layout: {flags} ({why})")
-    return with_layout(config, layout)
+                found = choose_layout(planner, world.size, sizes)
+        found = world.bcast(found, root=0)
+    settings = found.layout.settings()
+    if found.memory is not None:
+        settings["streaming.memory"] = f"{found.memory / 1e9:.3g}GB"
+        config = replace(config, streaming=replace(config.streaming, memory=found.memory))
+    flags = " ".join(f"--{name} {value}" for name, value in settings.items())
+    _say(world, f"layout: {flags} ({found.why})")
+    return with_layout(config, found.layout)
 
 
-def _fastest(planner: Planner, ranks: int, sizes: Collection[tuple[int, ...]]) -> Prediction:
+class Choice(NamedTuple):
+    """A layout that was chosen.
+
+    Attributes:
+        layout: the layout.
+        why: the reason in words.
+        memory: bytes of a rank within which tiles are streamed; None without streaming.
+    """
+
+    layout: MeshLayout
+    why: str
+    memory: int | None = None
+
+
+def choose_layout(planner: Planner, ranks: int, sizes: Collection[tuple[int, ...]]) -> Choice:
     """Return the fastest layout that fits the memory limit and can cut images of all ``sizes``.
 
+    If no layout fits, tiles are streamed. Then as many sample groups as possible share the images,
+    because they repeat no work; the other ranks split each image.
+
     Raises:
-        ValueError: there is none.
+        ValueError: no layout can cut all images.
     """
     stride = planner.work.reach.stride
     best = next((p for p in _best(planner, ranks) if _cuts(p.layout.tiles, sizes, stride)), None)
-    if best is None:
+    if best is not None and best.memory <= planner.limit:
+        memory = f"{best.memory / 1e9:.3g} GB a rank"
+        return Choice(best.layout, f"predicted: {best.seconds:.3g} s a step, {memory}")
+    streamed = [
+        replace(one, schedule="auto")
+        for one in planner.candidates(ranks)
+        if (one.stages, one.recompute, one.exchange) == (1, "never", "all")
+        and _cuts(one.tiles, sizes, stride)
+    ]
+    if not streamed:
         raise ValueError(
             f"mesh.layout is auto, but no layout on {ranks} ranks can cut all images: use fewer "
             "ranks, or leave small images out"
         )
-    if best.memory > planner.limit:
-        raise ValueError(
-            f"mesh.layout is auto, but no layout on {ranks} ranks fits the memory of a rank: the "
-            f"smallest takes {best.memory / 1e9:.3g} GB of {planner.limit / 1e9:.3g} GB: use more "
-            "ranks, or set the mesh yourself and stream tiles with --memory"
-        )
-    return best
+    memory = int(_STREAMED * planner.limit)
+    why = f"no layout without streaming fits {planner.limit / 1e9:.3g} GB a rank"
+    return Choice(max(streamed, key=lambda one: one.samples), why, memory)
 
 
 def _samples_only(config: Config, ranks: int, dims: int) -> MeshLayout:
@@ -263,7 +290,10 @@ def with_layout(config: Config, layout: MeshLayout) -> Config:
             layout="given",
         ),
         pipeline=replace(
-            config.pipeline, schedule=layout.schedule, recompute=layout.recompute, balance=None
+            config.pipeline,
+            schedule=layout.schedule if layout.stages > 1 else "auto",
+            recompute=layout.recompute,
+            balance=None,
         ),
         spatial=replace(
             config.spatial,

@@ -274,7 +274,8 @@ class MeshConfig(MeshBase):
     layout: Literal["given", "auto"] = "given"
     """auto (``--mesh auto``): choose samples, tiles, stages, micro-batches, exchange and recompute
     for the ranks of the job. A step keeps its number of images. The network is timed on the job's
-    machine, and the layout with the shortest predicted step is taken, as by ``distseg plan``."""
+    machine, and the layout with the shortest predicted step is taken, as by ``distseg plan``. If
+    none fits the memory of a rank, tiles are streamed."""
 
 
 @dataclass(frozen=True)

@@ -276,7 +276,7 @@ def auto(**more) -> Config:
 
 
 @pytest.mark.parallel([1, 2, 3, 4])
-@pytest.mark.parametrize("accumulate", [4, 1])
+@pytest.mark.parametrize("accumulate", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_the_chosen_layout_takes_all_ranks_and_keeps_the_step(comm, accumulate):
     config = auto(train=TrainConfig(accumulate=accumulate, precision="fp64"))
     found = with_best_layout(config, comm, Size("49x67"))

@@ -11,7 +11,14 @@ from torch import nn
 
 from distseg.cli.main import _config, _parse, _parser, main
 from distseg.cli.plan_layouts import _cuts, choose_layout, text, with_best_layout, work_of
-from distseg.config.settings import Config, DataConfig, MeshConfig, ModelConfig, TrainConfig
+from distseg.config.settings import (
+    Config,
+    DataConfig,
+    MeshConfig,
+    ModelConfig,
+    SpatialConfig,
+    TrainConfig,
+)
 from distseg.config.sizes import Size
 from distseg.models.capture.capture import as_network
 from distseg.models.zoo import plain_model
@@ -28,11 +35,14 @@ def machine(**numbers):
     return replace(load_machine("summit-v100"), **{"memory": 1e12, "base": 0.0, **numbers})
 
 
-def planner(size="96x128", batch=4, limit=None, at=None, loss="cross_entropy", **model):
+def planner(
+    size="96x128", batch=4, limit=None, at=None, loss="cross_entropy", norm_scope="group", **model
+):
     config = Config(
         model=ModelConfig(**{**UNET, **model}),
         data=DataConfig(images=1),
         train=TrainConfig(accumulate=batch),
+        spatial=SpatialConfig(norm_scope=norm_scope),
     )
     config = replace(config, loss=replace(config.loss, name=loss))
     found = at or machine()
@@ -289,6 +299,28 @@ def test_the_chosen_layout_takes_all_ranks_and_keeps_the_step(comm, accumulate):
     assert with_best_layout(found, comm) is found
 
 
+@pytest.mark.parallel([2])
+@pytest.mark.parametrize("norm", ["batch", "instance"])
+def test_batch_norm_over_a_step_keeps_the_sample_groups(comm, norm):
+    """With other groups it would see other images together."""
+    config = auto(model=ModelConfig(**UNET, norm=norm), spatial=SpatialConfig(norm_scope="step"))
+    found = with_best_layout(config, comm, Size("49x67"))
+    assert found.mesh.samples == 1 or norm == "instance"
+    report = verify(found, comm, Size("49x67"))
+    assert comm.bcast(report and report["max_error"]) <= 1e-12
+    plans = [planner(norm=norm, norm_scope=scope) for scope in ("group", "step")]
+    assert [p.work.samples for p in plans] == [None, 1 if norm == "batch" else None]
+
+
+@pytest.mark.parallel([1, 2])
+def test_a_network_of_vectors_gets_a_layout(comm):
+    model = ModelConfig("made_classifiers:residual", in_channels=2, out_channels=2)
+    config = auto(model=model, spatial=SpatialConfig(exchange_every=1, fuse_below=8))
+    found = with_best_layout(config, comm, Size("40x52"))
+    report = verify(found, comm, Size("40x52"))
+    assert comm.bcast(report and report["max_error"]) <= 1e-12
+
+
 @pytest.mark.parallel([2, 3])
 def test_a_network_that_cannot_be_followed_splits_samples(comm):
     config = auto(model=ModelConfig("test_layouts:Opaque", in_channels=3, out_channels=3))
@@ -335,7 +367,6 @@ def test_a_job_streams_what_does_not_fit(comm, monkeypatch):
     [
         (["train", "--memory", "1GB"], "mesh.layout is auto, but streaming is on"),
         (["verify", "--approximate.halo", "2"], "mesh.layout is auto, but approximate.halo is 2"),
-        (["train", "--spatial.norm_scope", "step"], "but spatial.norm_scope is step"),
         (["verify", "--pipeline.balance", "[3,4]"], r"but pipeline.balance is [3, 4]"),
         (["submit", "--system", "slurm"], "mesh.layout is auto, but distseg submit needs mesh"),
     ],

@@ -23,11 +23,17 @@ from distseg.cli.main import _parse, _parser
 from distseg.config.file import check_value, read_settings, settings_of
 from distseg.config.patchgd import PatchConfig, PatchgdConfig
 from distseg.config.refusal import SettingError
-from distseg.config.settings import Config, LossConfig, with_dims
+from distseg.config.settings import Config, LossConfig, PipelineConfig, with_dims
 from distseg.config.sizes import Size
 from distseg.models.layers import VectorNorm
 from distseg.models.unet import unet
-from distseg.training.conflicts import check_labels, check_norms, check_settings, with_store
+from distseg.training.conflicts import (
+    check_auto,
+    check_labels,
+    check_norms,
+    check_settings,
+    with_store,
+)
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs/refusals.md"
@@ -230,6 +236,11 @@ EXAMPLES = (
     Example("DS232", {**DEVICES, "mesh.tiles": Size("1x2")}, repair={"model.norm": "none"}),
     Example("DS233", {**MEMORY, "pipeline.recompute": "always"}, repair={"streaming.memory": None}),
     # The text of a config file.
+    Example(
+        "DS234",
+        lambda: check_auto(Config(pipeline=PipelineConfig(balance=[3, 4]))),
+        "`mesh.layout: auto`, `pipeline.balance: [3, 4]`",
+    ),
     Example("DS301", reading("c.yaml", b"# nothing\n"), "a file with comments only"),
     Example("DS302", "model: {depth: 1"),
     Example("DS303", reading("c.yaml", b"model: \x01"), "a file with a control character"),

@@ -179,7 +179,9 @@ def _parse(parser: _Parser, arguments: list[str], given: list[Setting] | None = 
     arguments = [
         re.sub(r"^--memory(?==|$)", "--streaming.memory", argument) for argument in arguments
     ]
-    arguments = [re.sub(r"^--mesh(?==auto$|$)", "--mesh.layout", word) for word in arguments]
+    for place, (flag, value) in enumerate(zip(arguments, [*arguments[1:], ""])):
+        if flag == "--mesh=auto" or (flag, value) == ("--mesh", "auto"):
+            arguments[place] = flag.replace("--mesh", "--mesh.layout")
     if arguments and not arguments[0].startswith("-"):
         arguments = ["--config", *arguments]
     if _HELP & set(arguments):

@@ -30,10 +30,10 @@ from distseg.data.sampler import crop_size
 from distseg.data.store.store import Store
 from distseg.layers.graph import reach_for
 from distseg.layers.loss import is_linear
-from distseg.layers.norm import active_norms
+from distseg.layers.norm import active_norms, kind_of
 from distseg.models.bands import channels_of
 from distseg.models.capture.capture import as_network
-from distseg.models.network import flat_layers, is_flat
+from distseg.models.network import flat_layers, is_flat, of_image
 from distseg.planning.cost import modelled
 from distseg.planning.machine import Machine, as_profile, load_machine
 from distseg.planning.mesh_search import MeshLayout, Planner, Prediction, Work
@@ -42,6 +42,7 @@ from distseg.report.tables import table
 from distseg.runtime.optimizer import state_copies
 from distseg.runtime.precision import choose
 from distseg.tiling.tile import check_grid
+from distseg.training.conflicts import check_auto
 from distseg.training.engine import Engine
 from distseg.training.verify import RandomImages, own_pieces, prepare_model
 
@@ -131,7 +132,7 @@ def with_best_layout(config: Config, world, image: Size | None = None) -> Config
     if config.mesh.layout == "given":
         return config
     with raise_jointly(world):
-        _check_free(config)
+        check_auto(config)
         completed, plain, size, store = prepare_model(config, image)
         model = as_network(plain)
         sizes = {size} if store is None else _sizes(store, config.data.crop)
@@ -239,28 +240,6 @@ def _cuts(grid: Size, sizes: Collection[tuple[int, ...]], stride: Sequence[int])
     return True
 
 
-def _check_free(config: Config) -> None:
-    """Refuse settings that ``mesh.layout: auto`` does not know."""
-    taken = None
-    if config.streaming.active:
-        taken = "streaming is on"
-    elif config.approximate.chosen:
-        taken = config.approximate.chosen
-    elif config.spatial.norm_scope == "step":
-        taken = "spatial.norm_scope is step, so that batch norm depends on the sample groups"
-    elif config.pipeline.placement != "linear":
-        taken = f"pipeline.placement is {config.pipeline.placement}"
-    elif config.pipeline.balance is not None:
-        taken = f"pipeline.balance is {config.pipeline.balance}"
-    elif config.spatial.tiles_per_rank.volume > 1:
-        taken = f"spatial.tiles_per_rank is {config.spatial.tiles_per_rank}"
-    if taken:
-        raise ValueError(
-            f"mesh.layout is auto, but {taken}, which the automatic choice of a layout does not "
-            "support: leave one of the two out"
-        )
-
-
 def _best(planner: Planner, ranks: int) -> list[Prediction]:
     """Return the layouts on a number of ranks, the best first.
 
@@ -298,6 +277,7 @@ def with_layout(config: Config, layout: MeshLayout) -> Config:
         spatial=replace(
             config.spatial,
             exchange_every=layout.exchange,
+            fuse_below=0 if layout.exchange == "all" else config.spatial.fuse_below,
             tiles_per_rank=Size((1,) * len(layout.tiles)),
         ),
         train=replace(config.train, accumulate=layout.micro_batches),
@@ -338,7 +318,10 @@ def work_of(
             f"a step of {batch} images does not divide into micro-batches of {images} "
             "(data.images): give another --batch"
         )
-    norms = active_norms((layer for _, layer in flat_layers(model)), config.spatial.frozen_norm)
+    layers = [layer for _, layer in flat_layers(model)]
+    norms = active_norms(layers, config.spatial.frozen_norm)
+    whole_step = config.spatial.norm_scope == "step"
+    joins = whole_step and any(kind_of(layers[n]) == "batch" for n in norms)
     return Work(
         model,
         modelled(model, size, images, machine.device),
@@ -349,7 +332,8 @@ def work_of(
         tuple(norms),
         state_copies(config.optim),
         is_linear(config.loss.name),
-        config.spatial.norm_scope == "step",
+        whole_step,
+        config.mesh.samples if joins else None,
     )
 
 
@@ -492,7 +476,7 @@ def step_of(config: Config, model: nn.Module, size: Size, layout: MeshLayout, co
         ),
         layout,
     )
-    images = RandomImages(size, *channels_of(model), config, False)
+    images = RandomImages(size, *channels_of(model), config, of_image(model, size))
     mesh = Mesh(comm, layout.samples, layout.tiles, layout.stages)
     precision, last = choose(config.train, device, comm)
     engine = Engine(config, mesh, copy.deepcopy(model), size, device, precision, last)

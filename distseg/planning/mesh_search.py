@@ -153,6 +153,7 @@ class Work:
         linear: True if the loss gradient follows from the labels alone
             (:attr:`distseg.layers.loss.Loss.linear`), so that backward passes need not wait.
         step_norms: True if batch norm takes its statistics over the images of all sample groups.
+        samples: number of sample groups if another number would change the result; else None.
     """
 
     model: nn.Module
@@ -165,6 +166,7 @@ class Work:
     copies: int
     linear: bool
     step_norms: bool = False
+    samples: int | None = None
 
     @cached_property
     def graph(self):
@@ -262,6 +264,8 @@ class Planner:
         """Yield all layouts of ``ranks`` ranks in which the step could be computed."""
         work, micro = self.work, self.work.batch // self.work.images
         for samples in _divisors(math.gcd(ranks, micro)):
+            if work.samples not in (None, samples):
+                continue
             for stages in _divisors(ranks // samples):
                 if stages > len(work.costs.layers):
                     continue

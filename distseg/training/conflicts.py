@@ -286,6 +286,31 @@ def check_settings(config: Config, model: nn.Module | None = None) -> None:
         )
 
 
+def check_auto(config: Config) -> None:
+    """Refuse settings beside ``mesh.layout: auto`` that the choice of a layout does not know.
+
+    Raises:
+        SettingError: there is such a setting. The message names it.
+    """
+    taken = None
+    if config.streaming.active:
+        taken = "streaming is on"
+    elif config.approximate.chosen:
+        taken = config.approximate.chosen
+    elif config.pipeline.placement != "linear":
+        taken = f"pipeline.placement is {config.pipeline.placement}"
+    elif config.pipeline.balance is not None:
+        taken = f"pipeline.balance is {config.pipeline.balance}"
+    elif config.spatial.tiles_per_rank.volume > 1:
+        taken = f"spatial.tiles_per_rank is {config.spatial.tiles_per_rank}"
+    if taken:
+        raise SettingError(
+            "DS234",
+            f"mesh.layout is auto, but {taken}: the choice of a layout does not know this "
+            "setting, so leave one of the two out",
+        )
+
+
 def check_groups(model: ModelBase) -> None:
     """Refuse ``model.groups`` for a network without group norms.
 

@@ -137,13 +137,18 @@ class Checkpoints(SilentCheckpoints):
         if self.aside:
             self._begin(lambda: self._write(partial, self._last, state, content))
             return self._last
-        with self._raise_jointly():
-            self._begin(lambda: self._write_part(partial, state))
-            self.flush()
-        with self._raise_jointly():
-            if self.stages.rank == 0:
-                self._begin(lambda: self._complete(partial, self._last, content))
+        try:
+            with self._raise_jointly():
+                self._begin(lambda: self._write_part(partial, state))
                 self.flush()
+            with self._raise_jointly():
+                if self.stages.rank == 0:
+                    self._begin(lambda: self._complete(partial, self._last, content))
+                    self.flush()
+        except Exception:
+            if self.stages.rank == 0:
+                shutil.rmtree(partial, ignore_errors=True)  # the disk may be full
+            raise
         return self._last
 
     def update(self, score: float | None = None, **fields) -> None:

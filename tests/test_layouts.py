@@ -286,6 +286,7 @@ def auto(**more) -> Config:
 
 
 @pytest.mark.parallel([1, 2, 3, 4])
+@pytest.mark.covering(cases=1)
 @pytest.mark.parametrize("accumulate", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_the_chosen_layout_takes_all_ranks_and_keeps_the_step(comm, accumulate):
     config = auto(train=TrainConfig(accumulate=accumulate, precision="fp64"))
@@ -300,6 +301,7 @@ def test_the_chosen_layout_takes_all_ranks_and_keeps_the_step(comm, accumulate):
 
 
 @pytest.mark.parallel([2])
+@pytest.mark.covering(cases=1)
 @pytest.mark.parametrize("norm", ["batch", "instance"])
 def test_batch_norm_over_a_step_keeps_the_sample_groups(comm, norm):
     """With other groups it would see other images together."""
@@ -313,6 +315,7 @@ def test_batch_norm_over_a_step_keeps_the_sample_groups(comm, norm):
 
 
 @pytest.mark.parallel([1, 2])
+@pytest.mark.covering(cases=1)
 def test_a_network_of_vectors_gets_a_layout(comm):
     model = ModelConfig("made_classifiers:residual", in_channels=2, out_channels=2)
     config = auto(model=model, spatial=SpatialConfig(exchange_every=1, fuse_below=8))
@@ -322,6 +325,7 @@ def test_a_network_of_vectors_gets_a_layout(comm):
 
 
 @pytest.mark.parallel([2, 3])
+@pytest.mark.covering(cases=1)
 def test_a_network_that_cannot_be_followed_splits_samples(comm):
     config = auto(model=ModelConfig("test_layouts:Opaque", in_channels=3, out_channels=3))
     config = replace(config, train=TrainConfig(accumulate=6))
@@ -351,6 +355,7 @@ def test_tiles_are_streamed_if_no_layout_fits(batch, mesh):
 
 
 @pytest.mark.parallel([1, 2])
+@pytest.mark.covering(cases=1)
 def test_a_job_streams_what_does_not_fit(comm, monkeypatch):
     """Let a rank have 1.5 GB, and a layout seem to need 2 GB."""
     monkeypatch.setattr("distseg.cli.plan_layouts.measure", lambda *_: machine(memory=1.5e9))

@@ -69,7 +69,6 @@ class PixelLoss(Criterion):
         self.function, self.ignore_index, self.weight = function, ignore_index, weight
         self._returned = Outputs(1, 2)
         self._channels: tuple[int, ...] = ()  # (K,) if the function returns several per pixel
-        self._values = 1  # number of values per pixel; 0: one value for all channels of the target
 
     def rows(self, logits: Tensor, target: Tensor) -> Tensor:
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -80,19 +79,16 @@ class PixelLoss(Criterion):
 
     def counts(self, target: Tensor) -> Tensor:
         valid = self._valid(target)
+        shape = (len(target), *self._channels, *target.shape[-self._returned.dims :])
+        mask, times = self._mask(valid, shape), 1
         if self.weight is not None:
             weights = self.weight(_filled(target, valid))
-            # Per pixel, or per value. Each value of the function counts by its weight.
-            if self._channels and weights.dim() == self._returned.dims + 1:
+            if weights.dim() < len(shape):  # per pixel: each value of a pixel has its weight
                 weights = weights.unsqueeze(1)
-            shape = (len(weights), *self._channels, *weights.shape[-self._returned.dims :])
-            count = weights.expand(shape).where(self._mask(valid, shape), 0)
-            count = count.flatten(1).sum(1, dtype=torch.float64)
-        else:
-            count = (
-                valid if self._values or target.dim() == self._returned.dims + 1 else valid.all(1)
-            )
-            count = count.flatten(1).sum(1, dtype=torch.float64) * max(1, self._values)
+            mask = weights.expand(shape).where(mask, 0)
+        elif self._channels:
+            times = self._channels[0] // mask.shape[1]  # a pixel's values are valid together
+        count = mask.flatten(1).sum(1, dtype=torch.float64) * times
         return torch.stack((torch.zeros_like(count), count), 1)
 
     def value(self, table: Tensor) -> Tensor:
@@ -113,19 +109,19 @@ class PixelLoss(Criterion):
         found = self._called(logits, sample)
         multiple = sample.dim() == dims + 2
         pixels = (len(sample), *sample.shape[-dims:])
-        per_channel = found.dim() == dims + 2 and (len(found), *found.shape[2:]) == pixels
-        if tuple(found.shape) == pixels:
-            self._values = 0 if multiple else 1
-        elif per_channel and (not multiple or sample.shape[1] in (1, found.shape[1])):
-            self._values = found.shape[1] // (sample.shape[1] if multiple else 1)
-        else:
+        per_channel = (
+            found.dim() == dims + 2
+            and (len(found), *found.shape[2:]) == pixels
+            and (not multiple or sample.shape[1] in (1, found.shape[1]))
+        )
+        if tuple(found.shape) != pixels and not per_channel:
             raise ValueError(
                 f"the function of PixelLoss returns a tensor of {tuple(found.shape)} for logits "
                 f"{tuple(logits.shape)} and a target {tuple(sample.shape)}, but it must return "
                 f"one value for each pixel, {pixels}: do not reduce over pixels (in PyTorch's "
                 'losses, reduction="none")'
             )
-        self._channels = (found.shape[1],) if found.dim() == dims + 2 else ()
+        self._channels = (found.shape[1],) if per_channel else ()
         self._compare(self._called(logits, sample), found, "returns other values in a second call")
         self._check_apart(logits, sample, found, "function", self._called)
         if self.weight is not None:

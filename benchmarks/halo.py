@@ -17,7 +17,7 @@ from torch import nn
 
 from benchmarks.harness import Reading, Results, measure, parent, repeats_of, report, run_ranks
 from benchmarks.rows import Rows
-from benchmarks.steps import Setting, arguments_of
+from benchmarks.steps import Setting, arguments_of, fastest_step
 from distseg.comm.halo import copies_to
 from distseg.config.settings import ModelConfig
 from distseg.config.sizes import Size
@@ -264,7 +264,7 @@ def _seconds(
             flush=True,
         )
     peaks[name] = found["memory"]
-    return Reading(min(found["undisturbed"] or found["every"]))
+    return Reading(fastest_step(found))
 
 
 def _row(case: str, size: int, name: str, cost: Cost) -> dict:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from benchmarks.harness import Reading, Results, measure, parent, repeats_of, report, run_ranks
 from benchmarks.pipeline_steps import Step, config_of
 from benchmarks.rows import Rows
-from benchmarks.steps import CLASSES, Setting, timed
+from benchmarks.steps import CLASSES, Setting, fastest_step, timed
 from distseg.comm.collective import Alone
 from distseg.comm.launch import keep_freed_memory, world
 from distseg.config.sizes import Size
@@ -159,7 +159,7 @@ def _seconds(step: Callable, options: argparse.Namespace, threads: int) -> Calla
 def _fastest(step: Callable, comm, options: argparse.Namespace) -> float:
     step()
     found = timed(step, comm, 1 if options.quick else 2, options.patience)
-    return min(found["undisturbed"] or found["every"])
+    return fastest_step(found)
 
 
 def _over_ranks(options: argparse.Namespace, recompute: str) -> Reading:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from benchmarks.harness import Reading, measure, parent, repeats_of, report, run_ranks
 from benchmarks.rows import Rows
-from benchmarks.steps import Setting, arguments_of
+from benchmarks.steps import Setting, arguments_of, fastest_step
 from distseg.config.sizes import Size
 from distseg.models.unet import unet
 
@@ -74,7 +74,7 @@ def _seconds(ranks: int, given: list[str], reducer: str) -> Reading:
     environment = {"HOROVOD_CYCLE_TIME": "20"}  # distseg's own choice on a CPU
     arguments = [*given, "--reducer", reducer]
     result = run_ranks(ranks, arguments, environment=environment, transport=transport)
-    return Reading(min(result["undisturbed"] or result["every"]))
+    return Reading(fastest_step(result))
 
 
 if __name__ == "__main__":

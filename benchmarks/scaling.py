@@ -14,7 +14,7 @@ from pathlib import Path
 
 from benchmarks.harness import Reading, measure, parent, repeats_of, report, run_ranks
 from benchmarks.rows import Rows
-from benchmarks.steps import Setting, arguments_of
+from benchmarks.steps import Setting, arguments_of, fastest_step
 from distseg.config.sizes import Size
 
 QUESTION = (
@@ -140,7 +140,7 @@ def seconds_of(case: Case, options: argparse.Namespace, details: dict[str, dict]
             flush=True,
         )
     details[case.name] = found
-    return Reading(min(found["undisturbed"] or found["every"]))
+    return Reading(fastest_step(found))
 
 
 def _row(network: str, case: Case, results, found: dict) -> dict:

@@ -173,6 +173,15 @@ def timed(step: Callable[[], float], comm, steps: int, patience: float) -> dict:
     return {"undisturbed": undisturbed, "every": every}
 
 
+def fastest_step(times: dict) -> float:
+    """Return the seconds of a job's fastest step, of the undisturbed ones if there are any.
+
+    Args:
+        times: the result of such a job, with the lists ``undisturbed`` and ``every``.
+    """
+    return min(times["undisturbed"] or times["every"])
+
+
 def _sleep_until_quiet(comm, deadline: float) -> None:
     quiet = False
     while not comm.bcast(quiet or time.monotonic() > deadline):

@@ -304,7 +304,7 @@ def test_the_chosen_layout_takes_all_ranks_and_keeps_the_step(comm, accumulate):
 @pytest.mark.covering(cases=1)
 @pytest.mark.parametrize("norm", ["batch", "instance"])
 def test_batch_norm_over_a_step_keeps_the_sample_groups(comm, norm):
-    """With other groups it would see other images together."""
+    """Keep them, because batch norm would see other images together with other groups."""
     config = auto(model=ModelConfig(**UNET, norm=norm), spatial=SpatialConfig(norm_scope="step"))
     found = with_best_layout(config, comm, Size("49x67"))
     assert found.mesh.samples == 1 or norm == "instance"

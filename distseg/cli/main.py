@@ -281,7 +281,7 @@ def _laid_out(
         comm: the communicator of all ranks.
         image: the size of random images; None for the images of the store.
     """
-    if isinstance(config, PatchConfig) or config.mesh.layout == "given":
+    if config.mesh.layout == "given":
         return config
     from distseg.cli.plan_layouts import with_best_layout
 
@@ -290,7 +290,7 @@ def _laid_out(
 
 def _check_given(config: Config | PatchConfig, command: str) -> None:
     """Refuse ``mesh.layout: auto`` for a command that computes on the mesh that the user gives."""
-    if isinstance(config, Config) and config.mesh.layout == "auto":
+    if config.mesh.layout == "auto":
         raise ValueError(
             f"mesh.layout is auto, but {command} needs mesh.samples, mesh.tiles and mesh.stages: "
             "take them from distseg plan CONFIG --ranks N, and leave mesh.layout out"

@@ -26,8 +26,7 @@ from distseg.comm.mesh import Mesh
 from distseg.config.settings import Config, MeshConfig, PipelineConfig, SpatialConfig
 from distseg.config.sizes import Size
 from distseg.config.units import duration
-from distseg.data.sampler import crop_size
-from distseg.data.store.store import Store
+from distseg.data.sampler import sample_sizes
 from distseg.layers.graph import reach_for
 from distseg.layers.loss import is_linear
 from distseg.layers.norm import active_norms, kind_of
@@ -135,7 +134,7 @@ def with_best_layout(config: Config, world, image: Size | None = None) -> Config
         check_auto(config)
         completed, plain, size, store = prepare_model(config, image)
         model = as_network(plain)
-        sizes = {size} if store is None else _sizes(store, config.data.crop)
+        sizes = [size] if store is None else sample_sizes(store, config.data.crop).values()
         size = Size(max(sizes, key=math.prod))
         found = None
         if not is_flat(model):
@@ -223,11 +222,6 @@ def _say(world, line: str) -> None:
     """Print a line on rank 0, to stderr, because a command may print JSON to stdout."""
     if world.rank == 0:
         print(line, file=sys.stderr, flush=True)
-
-
-def _sizes(store: Store, crop: Size | None) -> set[tuple[int, ...]]:
-    """Return the sizes of the training samples."""
-    return {tuple(crop_size(store.size(name), crop)) for name in store.split("train")}
 
 
 def _cuts(grid: Size, sizes: Collection[tuple[int, ...]], stride: Sequence[int]) -> bool:

@@ -121,6 +121,16 @@ def crop_size(image, crop: Size | None) -> tuple[int, ...]:
     return tuple(image) if crop is None else tuple(min(n, c) for n, c in zip(image, crop))
 
 
+def sample_sizes(store: Store, crop: Size | None) -> dict[str, tuple[int, ...]]:
+    """Return the size of the samples of each training image, by the image's name.
+
+    Args:
+        store: the store.
+        crop: the crop size; None if samples are whole images.
+    """
+    return {name: crop_size(store.size(name), crop) for name in store.split("train")}
+
+
 class Epoch(Sequence):
     """Sequence of the steps of an epoch: ``epoch[step]`` is a list of samples.
 

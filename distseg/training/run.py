@@ -21,7 +21,7 @@ from distseg.config.patchgd import PatchConfig
 from distseg.config.settings import Config, DataBase, ModelBase, OptimConfig, with_dims
 from distseg.config.sizes import Size
 from distseg.data.loader import StepLoader
-from distseg.data.sampler import crop_size
+from distseg.data.sampler import sample_sizes
 from distseg.data.store.store import Store
 from distseg.inference.predictor import check_images as check_validated
 from distseg.models.bands import channels_of, dims_of
@@ -94,7 +94,8 @@ class Run:
             first = self.store.size(self.store.split("train")[0])
             config = replace(config, loss=with_store(config.loss, self.store))
             config = with_dims(config, len(first), str(Size(first)))
-            self.image = _largest(self.store, config.data.crop)
+            sizes = sample_sizes(self.store, config.data.crop)
+            self.image = max(sizes.values(), key=math.prod)  # stages are balanced for it
             if isinstance(config, PatchConfig):
                 config = replace(config, patchgd=with_grid(config.patchgd, self.image))
             self.config = config
@@ -105,10 +106,6 @@ class Run:
             else:
                 check_settings(config)
             self.model = network_of(config, self.store.bands, _outputs(config.model, self.store))
-            sizes = {
-                name: crop_size(self.store.size(name), config.data.crop)
-                for name in self.store.split("train")
-            }
             if isinstance(self.model, PatchNetwork):
                 check_grids(self.model, config, list(sizes.values()))
             check_labels(self.store, self.model, config.data.crop, config.loss)
@@ -428,16 +425,6 @@ def _open_store(data: DataBase) -> Store:
     if not data.store:
         raise ValueError("data.store is not set: name the HDF5 store that 'distseg prepare' wrote")
     return Store(data.store, shrink=data.shrink)
-
-
-def _largest(store: Store, crop: Size | None) -> tuple[int, ...]:
-    """Return the size in pixels of the largest training sample, by which stages are balanced.
-
-    Args:
-        store: the training data.
-        crop: the size of crops, or None to train on whole images.
-    """
-    return max((crop_size(store.size(name), crop) for name in store.split("train")), key=math.prod)
 
 
 def _outputs(model: ModelBase, store: Store) -> int | None:

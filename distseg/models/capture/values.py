@@ -95,7 +95,7 @@ class Value:
 
     @property
     def as_plain(self) -> Value:
-        """The same value as (N, C, *size), the form in which the layers of a network take it."""
+        """Value of the same tensor as (N, C, *size), the form that the layers of a network take."""
         return replace(self, axes=plain_axes(self.channels, self.dims), dtype=None, joined=False)
 
     def __repr__(self) -> str:

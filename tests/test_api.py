@@ -369,6 +369,9 @@ def test_a_refused_loss_raises_before_the_step():
     model = distseg.distribute(network(), distseg.init_mesh())
     with pytest.raises(ValueError, match="one value for each pixel"):
         model.backward(*images(0, 1), distseg.PixelLoss(F.cross_entropy))
+    six = distseg.PixelLoss(lambda z, y: torch.cat([z, z, z], 1))
+    with pytest.raises(ValueError, match="returns 6 values for each pixel, but the target has 3"):
+        six.check(Outputs(2, 2), torch.zeros(1, 3, 4, 5))
     with torch.no_grad(), pytest.raises(ValueError, match="gradients are off"):
         model.backward(*images(0, 1), "cross_entropy")
 

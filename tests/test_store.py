@@ -384,6 +384,8 @@ def test_questions_without_an_answer(filled):
         ValueError, match=r"'a' .*has 97x131 pixels, but the box \[90:98, 0:5\] reaches beyond"
     ):
         store.read("a", Box((90, 0), (98, 5)))
+    with pytest.raises(ValueError, match=r"'a' .*has 2 dims \(97x131\), but the box .* has 1"):
+        store.read("a", Box((90,), (98,)))
 
 
 # bad data

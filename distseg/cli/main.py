@@ -250,6 +250,7 @@ def _without_files(arguments: list[str], kind: type) -> tuple[list[str], list[Se
             raise ValueError(
                 f"{flag} is a section, which takes no value: give its fields, such as {example} "
                 "VALUE, or give a config file as the first argument"
+                + ("; --mesh auto chooses the mesh" if flag == "--mesh" else "")
             )
         if flag != "--config":
             found.append(argument)

@@ -119,7 +119,12 @@ def _of_hdf5(file, path: str) -> _Source:
     attributes = file.attrs
     tags = attributes.get("geotiff_tags")
     names = [str(name) for name in attributes.get("class_names", [])]
-    place = Georeference.from_json(json.loads(tags)) if isinstance(tags, str) else None
+    try:
+        place = Georeference.from_json(json.loads(tags)) if isinstance(tags, str) else None
+    except (TypeError, ValueError) as e:
+        raise ValueError(
+            f"{path} is damaged: its georeference cannot be read ({e}): predict it again"
+        ) from None
     nodata = int(attributes.get("nodata", 255))
     labels = LabelMap(found.shape, lambda rows: found[rows], str, (nodata,), place)
     return _Source(labels, names or None)

@@ -498,15 +498,23 @@ class Guardian:
         stacks = self.rank.dump()
         # Another process writes the stacks, so that a disk that hangs does not keep the rank alive.
         if os.fork() == 0:
-            self._keep(stacks)
+            self._keep(stacks, bool(reason))
             os._exit(0)
         time.sleep(max(KEPT_WITHIN, killed_at - time.monotonic()))
         self.rank.kill()
         os._exit(0)
 
-    def _keep(self, stacks: str) -> None:
+    def _keep(self, stacks: str, decided: bool) -> None:
+        """Write the rank's stacks into the folder for stacks.
+
+        Without a folder, the guardian that decided to end the job prints its rank's stacks.
+
+        Args:
+            stacks: the stacks.
+            decided: True if this guardian decided to end the job.
+        """
         if self.folder is None:
-            if self.number == 0 or not self.members:
+            if decided:
                 print(stacks, file=sys.stderr, flush=True)
             return
         os.makedirs(self.folder, exist_ok=True)

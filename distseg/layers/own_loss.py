@@ -109,11 +109,13 @@ class PixelLoss(Criterion):
         found = self._called(logits, sample)
         multiple = sample.dim() == dims + 2
         pixels = (len(sample), *sample.shape[-dims:])
-        per_channel = (
-            found.dim() == dims + 2
-            and (len(found), *found.shape[2:]) == pixels
-            and (not multiple or sample.shape[1] in (1, found.shape[1]))
-        )
+        per_channel = found.dim() == dims + 2 and (len(found), *found.shape[2:]) == pixels
+        if per_channel and multiple and sample.shape[1] not in (1, found.shape[1]):
+            raise ValueError(
+                f"the function of PixelLoss returns {found.shape[1]} values for each pixel, but "
+                f"the target has {sample.shape[1]} channels: return one value for each pixel, or "
+                "one for each channel of the target"
+            )
         if tuple(found.shape) != pixels and not per_channel:
             raise ValueError(
                 f"the function of PixelLoss returns a tensor of {tuple(found.shape)} for logits "

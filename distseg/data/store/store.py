@@ -367,10 +367,15 @@ class Store:
 
     def _check(self, name: str, box: Box) -> None:
         size = self.size(name)
-        if len(box.start) != len(size) or not Box.whole(size).contains(box):
+        if len(box.start) != len(size):
+            raise ValueError(
+                f"image {name!r} of {self.path} has {len(size)} dims ({Size(size)}), but the box "
+                f"{box} has {len(box.start)}: choose a box of {len(size)} dims"
+            )
+        if not Box.whole(size).contains(box):
             raise ValueError(
                 f"image {name!r} of {self.path} has {Size(size)} pixels, but the box {box} reaches "
-                f"beyond them: choose a box of {len(size)} dims inside the image"
+                "beyond them: choose a box inside the image"
             )
 
     def _check_labelled(self, name: str) -> None:

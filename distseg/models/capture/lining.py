@@ -225,7 +225,7 @@ def rows_pooled(reader: Reader, x: Value) -> tuple[int, ...]:
 
 
 def rows_taken(
-    reader: Reader, x: Value, kernel: Any, stride: Any, padding: Any, dilation: Any = 1
+    reader: Reader, x: Value, kernel: Any, padding: Any, dilation: Any = 1
 ) -> tuple[int, ...]:
     """Return the dims of ``x`` that a pooling with this kernel reduces to length 1.
 
@@ -236,7 +236,6 @@ def rows_taken(
     Args:
         x: the map that is pooled.
         kernel, padding, dilation: arguments of the pooling, numbers or tuples.
-        stride: not used.
     """
     over = rows_pooled(reader, x)
     for n, size in enumerate(x.sizes):

@@ -464,9 +464,7 @@ class Rules:
             and padding in (0, (0,) * self.dims)
         ):
             return of_image(self, x, lambda: Max(first=True))
-        if has_sizes(kernel_size) and (
-            over := rows_taken(self, x, kernel_size, stride, padding, dilation)
-        ):
+        if has_sizes(kernel_size) and (over := rows_taken(self, x, kernel_size, padding, dilation)):
             return of_lines(self, x, over, lambda: Max(first=True))
         return self.layer(kind, x, ceil_mode=ceil_mode, **self.fixed_all(settings))
 
@@ -493,7 +491,7 @@ class Rules:
         if (
             has_sizes(kernel_size)
             and divisor_override is None
-            and (over := rows_taken(self, x, kernel_size, stride, padding))
+            and (over := rows_taken(self, x, kernel_size, padding))
         ):
             return of_lines(self, x, over, Mean)
         kind = (nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d)[self.dims - 1]

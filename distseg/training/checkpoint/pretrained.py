@@ -80,11 +80,14 @@ def pretrained(path: str, model: nn.Module, renamed: Mapping[str, str] | None = 
     """
     folder = Path(path).is_dir()
     files = _of_run(path) if folder else [_checked(path)]
-    shapes = {
-        _renamed(name, renamed or {}): (name, shape)
-        for file in files
-        for name, shape in shapes_in(file).items()
-    }
+    try:
+        shapes = {
+            _renamed(name, renamed or {}): (name, shape)
+            for file in files
+            for name, shape in shapes_in(file).items()
+        }
+    except ValueError as e:
+        raise ValueError(f"train.init: {e}: copy the file again, or choose another file") from None
     own = model.state_dict()
     names = {name: name if folder and name in shapes else user_name(name, model) for name in own}
     classes, readers = channels_of(model)[1], _readers(model)

@@ -108,6 +108,7 @@ ADAMW = partial(torch.optim.AdamW, lr=1e-3, weight_decay=0.1)
 
 
 @pytest.mark.parallel([1, 2, 4])
+@pytest.mark.covering(1, cases=2)
 @pytest.mark.parametrize("number", range(3))
 @pytest.mark.parametrize("exchange", ["all", "1"])
 def test_a_plain_loop(comm, number, exchange):
@@ -462,6 +463,7 @@ def test_further_terms_of_the_loss(comm):
         model.backward(x.clone().requires_grad_(), y, criterion)
 
 
+@pytest.mark.covering(cases=1)
 @pytest.mark.parallel([2, 3])
 def test_losses_of_all_kinds_in_stages(comm):
     mesh, module = distseg.init_mesh(stages=-1, comm=comm), network(nn.InstanceNorm2d)

@@ -75,6 +75,7 @@ def test_a_checkpoint_is_restored_bit_for_bit(comm, shared_path):
 
 
 @pytest.mark.parallel([2, 4])
+@pytest.mark.covering(cases=2)
 @pytest.mark.parametrize("stages_first", [True, False])
 def test_a_checkpoint_is_restored_on_another_mesh(comm, shared_path, stages_first):
     axes = [dict(stages=2, tiles=(1, comm.size // 2)), dict(tiles=(1, comm.size))]

@@ -378,6 +378,7 @@ def same(model, size, images):
     return network
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("images", [1, 5])
 @pytest.mark.parametrize("name", SAME)
 def test_a_function_is_what_it_was(name, images):

@@ -667,6 +667,7 @@ HARMLESS = {
 }
 
 
+@pytest.mark.covering(cases=3)
 @pytest.mark.parametrize("name", HARMLESS)
 def test_what_no_pass_depends_on_is_no_alarm(name):
     network = as_network(Kept(HARMLESS[name]))
@@ -898,6 +899,7 @@ def test_images_that_other_means_join_are_refused_in_a_batch_of_groups(comm):
 
 
 @pytest.mark.parallel([1, 2])
+@pytest.mark.covering(cases=4)
 @pytest.mark.parametrize(
     "kind, frozen, scope",
     [

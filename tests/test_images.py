@@ -58,7 +58,7 @@ def error_of(name, comm, settings, outputs=3, loss="cross_entropy", size=None):
 
 
 @pytest.mark.parallel([1, 2, 4])
-@pytest.mark.covering(1)
+@pytest.mark.covering(cases=4)
 @pytest.mark.parametrize("name", NAMES)
 def test_the_gradient_is_the_eager_modules(comm, name):
     """Of three images in a batch, which batch norms of vectors want."""

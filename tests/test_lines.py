@@ -58,7 +58,7 @@ def test_volumes_are_what_they_were():
 
 
 @pytest.mark.parallel([1, 2, 4])
-@pytest.mark.covering(1)
+@pytest.mark.covering(cases=4)
 @pytest.mark.parametrize("name", made_lines.FUNCTIONS)
 def test_exact(comm, name):
     for way in WAYS[comm.size]:
@@ -100,6 +100,7 @@ def test_images_of_different_sizes_count_by_their_lines(comm, shared_path):
 
 
 @pytest.mark.parallel([1, 2])
+@pytest.mark.covering(cases=2)
 @pytest.mark.parametrize("name", ["coordinates", "moments"])
 def test_streamed_images_of_different_sizes_count_by_their_lines(comm, shared_path, name):
     """A norm of lines over two images of a batch: windows of streamed tiles overlap, of one image by another share than of the other."""

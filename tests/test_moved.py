@@ -32,7 +32,7 @@ def test_exact(comm, name):
 
 
 @pytest.mark.parallel([2, 3])
-@pytest.mark.covering(1)
+@pytest.mark.covering(cases=3)
 @pytest.mark.parametrize(
     "name",
     [

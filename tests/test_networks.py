@@ -100,7 +100,7 @@ def test_exact_or_refused_by_name_on_one_rank(comm, name, way):
 
 
 @pytest.mark.parallel(2)
-@pytest.mark.covering(cases=30)
+@pytest.mark.covering(cases=16)
 @pytest.mark.parametrize("way", ways(2))
 @pytest.mark.parametrize("name", [*EXACT, *NAMED])
 def test_exact_or_refused_by_name_on_two_ranks(comm, name, way):

@@ -97,6 +97,7 @@ def drawn_map(seed):
     return labels.astype(np.uint8)
 
 
+@pytest.mark.covering(cases=5)
 @pytest.mark.parametrize("group", range(10))
 def test_strips_trace_what_gdal_traces_in_the_whole_map(group):
     """On 500 maps, with odd strips, rings and numbers equal those of the whole map."""

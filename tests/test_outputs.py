@@ -79,7 +79,7 @@ def model_of(name: str, **more) -> ModelConfig:
 
 
 @pytest.mark.parallel([1, 2])
-@pytest.mark.covering(1)
+@pytest.mark.covering(cases=4)
 @pytest.mark.parametrize("name", NETWORKS)
 @pytest.mark.parametrize("loss", ["cross_entropy", "cross_entropy + 0.5*dice"])
 def test_exact(comm, name, loss):

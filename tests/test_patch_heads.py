@@ -306,7 +306,7 @@ class Drawing(Own):
 
 
 @pytest.mark.parallel([2, 4])
-@pytest.mark.covering(1)
+@pytest.mark.covering(cases=2)
 @pytest.mark.parametrize(
     "head", ["attention", "test_patch_heads:own_head", "test_patch_heads:fixed_head"]
 )

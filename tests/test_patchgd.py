@@ -162,7 +162,7 @@ def place(comm, shared_path) -> Path:
 
 
 @pytest.mark.parallel([1, 2, 3, 4])
-@pytest.mark.covering(1)
+@pytest.mark.covering(cases=3)
 @pytest.mark.parametrize(
     "more",
     [

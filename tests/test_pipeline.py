@@ -20,7 +20,7 @@ RECOMPUTE = ["never", "except_last", "always"]
 
 
 @pytest.mark.parallel([2, 3, 4, 6])
-@pytest.mark.covering(2)
+@pytest.mark.covering(1, cases=1)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("norm", NORMS)
 def test_every_number_of_stages(comm, schedule, norm):
@@ -28,7 +28,7 @@ def test_every_number_of_stages(comm, schedule, norm):
 
 
 @pytest.mark.parallel([2, 3])
-@pytest.mark.covering(2)
+@pytest.mark.covering(1, cases=2)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("micro_batches", [1, 2, 3, 5, 8])
 def test_every_number_of_micro_batches(comm, schedule, micro_batches):
@@ -44,7 +44,7 @@ def test_every_number_of_micro_batches(comm, schedule, micro_batches):
 
 
 @pytest.mark.parallel(2)
-@pytest.mark.covering(2)
+@pytest.mark.covering(1, cases=1)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 @pytest.mark.parametrize("norm", NORMS)
@@ -109,7 +109,7 @@ def test_the_union_with_batch_norm_of_the_step(comm, scope, loss):
 
 
 @pytest.mark.parallel(4)
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("norm", ["instance", "batch", "none"])
 @pytest.mark.parametrize("placement", ["linear", "v-shaped"])
 @pytest.mark.parametrize("every", ["1", "2", "level"])
@@ -212,7 +212,7 @@ def test_cuts_anywhere(comm, up, first):
 
 
 @pytest.mark.parallel([2, 3, 4])
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("norm", NORMS)
 def test_the_v(comm, schedule, norm):

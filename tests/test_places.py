@@ -19,7 +19,7 @@ RESIZED = ["strided_unet", "nearest_unet", "feature_pyramid", "fractions"]
 
 
 @pytest.mark.parallel([1, 2])
-@pytest.mark.covering(1)
+@pytest.mark.covering(cases=3)
 @pytest.mark.parametrize("name", RESIZED)
 def test_exact(comm, name):
     for way in WAYS[comm.size]:

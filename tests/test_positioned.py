@@ -20,6 +20,7 @@ error_of = partial(error_of_made, made_positioned)
 
 
 @pytest.mark.parallel(1)
+@pytest.mark.covering(cases=7)
 @pytest.mark.parametrize("name", made_positioned.FUNCTIONS)
 def test_exact(comm, name):
     n = list(made_positioned.FUNCTIONS).index(name)
@@ -27,7 +28,7 @@ def test_exact(comm, name):
 
 
 @pytest.mark.parallel([2, 3])
-@pytest.mark.covering(1)
+@pytest.mark.covering(cases=3)
 @pytest.mark.parametrize(
     "name",
     [
@@ -51,6 +52,7 @@ def test_windows_that_stand_for_images_are_refused(comm):
         error_of("coordinates", comm, dict(tiles_per_rank=(2, 2), halo=40), "37x45")
 
 
+@pytest.mark.covering(cases=2)
 @pytest.mark.parametrize(
     "name", ["sinusoids", "learned_grid", "rows_and_columns", "numbers", "pasted"]
 )

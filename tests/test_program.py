@@ -301,6 +301,7 @@ def test_ranks_agree_on_forward_passes_that_go_first(placement, active):
     assert stuck(programs, plans) == {}
 
 
+@pytest.mark.covering(cases=3)
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("cuts", [(), None])
 @pytest.mark.parametrize("blocks", [1, 2])

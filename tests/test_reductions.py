@@ -43,7 +43,7 @@ def test_is_what_it_was(name):
 
 
 @pytest.mark.parallel([1, 2])
-@pytest.mark.covering(1)
+@pytest.mark.covering(cases=4)
 @pytest.mark.parametrize("name", made_reductions.FUNCTIONS)
 def test_exact(comm, name):
     for way in WAYS[comm.size]:

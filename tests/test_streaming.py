@@ -138,7 +138,7 @@ def test_stages_times_tiles_streaming(comm, norm, loss, placement):
 
 
 @pytest.mark.parallel([2, 3])
-@pytest.mark.covering(1)
+@pytest.mark.covering(cases=2)
 @pytest.mark.parametrize(
     "norm, placement", [("instance", "linear"), ("none", "linear"), ("batch", "v-shaped")]
 )
@@ -179,7 +179,7 @@ def test_forward_and_backward_passes_in_turn(comm, norm, placement, monkeypatch)
 
 
 @pytest.mark.parallel([2, 3])
-@pytest.mark.covering(1)
+@pytest.mark.covering(cases=1)
 @pytest.mark.parametrize(
     "norm, placement", [("batch", "linear"), ("instance", "v-shaped"), ("none", "linear")]
 )

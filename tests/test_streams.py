@@ -41,7 +41,7 @@ def error_of(
 
 
 @pytest.mark.parallel([1, 2])
-@pytest.mark.covering(1)
+@pytest.mark.covering(cases=2)
 @pytest.mark.parametrize("name", ["Siamese", "Recurrent", "Gated", "flat"])
 def test_norms_at_several_places(comm, name):
     for way in WAYS[comm.size]:
@@ -57,7 +57,7 @@ def test_iterations_without_gradients(comm):
 
 
 @pytest.mark.parallel([1, 2])
-@pytest.mark.covering(1)
+@pytest.mark.covering(cases=2)
 @pytest.mark.parametrize(
     "name, size", [("Frames", "25x34"), ("Batches", "24x34"), ("Spectral", "19x26")]
 )
@@ -66,6 +66,7 @@ def test_frames_and_dates_in_the_batch(comm, name, size):
         assert error_of(name, comm, way, size, bands=6) <= TOLERANCE, way
 
 
+@pytest.mark.covering(cases=1)
 @pytest.mark.parallel([1, 2])
 def test_slices_in_the_batch(comm):
     ways = {

@@ -525,6 +525,7 @@ def test_a_stage_that_fails_in_the_middle_of_a_schedule_ends_the_job(
     assert done.stderr.count("distseg: error") <= 1
 
 
+@pytest.mark.slow  # test_cli trains, evaluates and predicts with the commands of the README
 def test_the_command_line_trains_evaluates_predicts_and_plots(mpirun, tmp_path, monkeypatch):
     write_store(tmp_path / "store.h5")
     (tmp_path / "run.yaml").write_text(

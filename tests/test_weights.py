@@ -84,7 +84,7 @@ def error_of(comm, name: str, way: str, size: str = "24x36") -> float:
 
 
 @pytest.mark.parallel([1, 2])
-@pytest.mark.covering(1)
+@pytest.mark.covering(cases=6)
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=pytest.mark.slow) if n.endswith("3d") else n for n in NETWORKS]
 )

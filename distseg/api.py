@@ -38,7 +38,6 @@ from distseg.config.settings import (
     SpatialConfig,
     StreamingConfig,
     TrainConfig,
-    with_dims,
 )
 from distseg.config.sizes import Size
 from distseg.layers.criterion import Criterion, Outputs
@@ -217,7 +216,7 @@ def distribute(
             config = replace(
                 config, spatial=replace(config.spatial, tiles_per_rank=Size(tiles_per_rank))
             )
-        config = with_dims(config, dims, str(Size(size)))
+        config = config.with_dims(dims, str(Size(size)))
         joined = joins_images(network, size, training=False)  # before its norms are replaced
     engine = Engine(
         config,

@@ -15,7 +15,6 @@ from distseg.config.settings import Config
 from distseg.config.sizes import Size
 from distseg.layers.loss import Loss
 from distseg.training.conflicts import check_settings
-from distseg.training.run import plain
 from distseg.training.run_config import taken_over
 
 PARSER = _parser("train")
@@ -120,7 +119,7 @@ train:
     over = config_of(text, tmp_path, "--model.args.depth=4")
     assert over.model.args == {**found.model.args, "depth": 4}
     # and back from a run's manifest
-    manifest = json.loads(json.dumps(plain(found)))
+    manifest = json.loads(json.dumps(found.as_plain()))
     assert (
         _config(
             _parse(PARSER, [setting.flag for setting in settings_of(manifest, "manifest.json")])
@@ -338,12 +337,12 @@ def test_values_that_pass_are_shallow(text):
 
 
 def test_defaults_take_the_dims_of_the_images():
-    from distseg.config.settings import Config, MeshConfig, with_dims
+    from distseg.config.settings import Config, MeshConfig
     from distseg.config.sizes import Size
 
-    found = with_dims(Config(mesh=MeshConfig(tiles=Size("1x1x2"))), 3, "8x9x10")
+    found = Config(mesh=MeshConfig(tiles=Size("1x1x2"))).with_dims(3, "8x9x10")
     assert (str(found.mesh.tiles), str(found.spatial.tiles_per_rank)) == ("1x1x2", "1x1x1")
     assert str(found.predict.tile) == "96x96x96" and found.model.dims == 3
-    assert str(with_dims(Config(), 1, "100").predict.tile) == "1048576"
+    assert str(Config().with_dims(1, "100").predict.tile) == "1048576"
     with pytest.raises(ValueError, match=r"mesh\.tiles is 1x2, .*\(8x9x10\).*\(DS401\)"):
-        with_dims(Config(mesh=MeshConfig(tiles=Size("1x2"))), 3, "8x9x10")
+        Config(mesh=MeshConfig(tiles=Size("1x2"))).with_dims(3, "8x9x10")

@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 from test_train import config, write_store
 
-from distseg.cli.commands import deciding_settings, run_evaluate, run_predict
+from distseg.cli.commands import run_evaluate, run_predict
 from distseg.cli.main import main
 from distseg.comm.alone import Alone
 from distseg.comm.launch import JointFailure
@@ -111,25 +111,25 @@ def test_what_a_prediction_depends_on_tells_it_from_others(comm, folder):
     plan = config(folder, norm="batch", epochs=1)
     train(plan, comm)
     run, manifest = find(folder / "run"), read_manifest(find(folder / "run"))
-    found = network_identity(run, manifest, deciding_settings(plan))
+    found = network_identity(run, manifest, plan.of_predictions)
     assert found == network_identity(
         run,
         manifest,
-        deciding_settings(replace(plan, predict=replace(plan.predict, scratch=str(folder)))),
+        replace(plan, predict=replace(plan.predict, scratch=str(folder))).of_predictions,
     )
     for other in (
         dict(approximate=ApproximateConfig(halo=2)),
         dict(approximate=ApproximateConfig(norms="window")),
         dict(spatial=replace(plan.spatial, exchange_every="1")),
     ):
-        assert found != network_identity(run, manifest, deciding_settings(replace(plan, **other)))
+        assert found != network_identity(run, manifest, replace(plan, **other).of_predictions)
     assert found != network_identity(
-        run, manifest, deciding_settings(replace(plan, train=replace(plan.train, precision="fp32")))
+        run, manifest, replace(plan, train=replace(plan.train, precision="fp32")).of_predictions
     )
     train(plan, comm)
     assert read_manifest(find(folder / "run"))["step"] == manifest[
         "step"
-    ] and found != network_identity(find(folder / "run"), manifest, deciding_settings(plan))
+    ] and found != network_identity(find(folder / "run"), manifest, plan.of_predictions)
 
 
 def check_prediction(plan, comm, folder):

@@ -23,7 +23,7 @@ from distseg.cli.main import _parse, _parser
 from distseg.config.file import check_value, read_settings, settings_of
 from distseg.config.patchgd import PatchConfig, PatchgdConfig
 from distseg.config.refusal import SettingError
-from distseg.config.settings import Config, LossConfig, PipelineConfig, with_dims
+from distseg.config.settings import Config, LossConfig, PipelineConfig
 from distseg.config.sizes import Size
 from distseg.models.layers import VectorNorm
 from distseg.models.unet import unet
@@ -284,7 +284,7 @@ EXAMPLES = (
     # Settings that do not fit the data or the network.
     Example(
         "DS401",
-        lambda: with_dims(config({"mesh.tiles": Size("1x2")}), 3, "8x9x10"),
+        lambda: config({"mesh.tiles": Size("1x2")}).with_dims(3, "8x9x10"),
         "`mesh.tiles: 1x2` for volumes",
     ),
     Example(

@@ -293,7 +293,7 @@ def run_predict(
     with raise_jointly(world):
         classes = replace(classes, traced=numbers_of(names, settings.trace, "predict.trace"))
         checkpoint = find(run)
-        network = network_identity(checkpoint, manifest, deciding_settings(config))
+        network = network_identity(checkpoint, manifest, config.of_predictions)
         if nodata is not None and not images:
             raise ValueError(
                 f"--nodata is {nodata}, but a store has its own no-data value: use --nodata with "
@@ -394,18 +394,6 @@ def run_predict(
             sep="\n",
         )
     return 0
-
-
-def deciding_settings(config: Config | PatchConfig) -> list:
-    """Return the values of the settings that change the predictions of a given checkpoint.
-
-    Predicted files are reused only if these values are the same
-    (:func:`distseg.inference.image_source.network_identity`).
-    """
-    if isinstance(config, PatchConfig):
-        return [config.train.precision]
-    approximate = (config.approximate.halo, config.approximate.norms)
-    return [*approximate, config.spatial.exchange_every, config.train.precision]
 
 
 def _network_of_heat(predictor: Predictor, checkpoint: Path, model: ModelBase) -> nn.Module:

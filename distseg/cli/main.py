@@ -35,7 +35,7 @@ from distseg.config.file import (
     suggestion,
 )
 from distseg.config.patchgd import PatchConfig
-from distseg.config.settings import Config, ModelConfig
+from distseg.config.settings import Config, MeshBase, ModelConfig
 from distseg.config.sizes import Size, parse_bytes
 from distseg.report.disk import atomic_write, check_replaceable
 
@@ -270,28 +270,9 @@ def _config(parsed: Namespace, kind: type = Config) -> Config | PatchConfig:
     )
 
 
-def _laid_out(
-    config: Config | PatchConfig, comm, image: Size | None = None
-) -> Config | PatchConfig:
-    """Return the settings with a layout for the ranks of the job, if ``mesh.layout`` is auto.
-
-    All ranks of ``comm`` must call it together.
-
-    Args:
-        config: the settings.
-        comm: the communicator of all ranks.
-        image: the size of random images; None for the images of the store.
-    """
-    if config.mesh.layout == "given":
-        return config
-    from distseg.cli.plan_layouts import with_best_layout
-
-    return with_best_layout(config, comm, image)
-
-
-def _check_given(config: Config | PatchConfig, command: str) -> None:
+def _check_given(mesh: MeshBase, command: str) -> None:
     """Refuse ``mesh.layout: auto`` for a command that computes on the mesh that the user gives."""
-    if config.mesh.layout == "auto":
+    if mesh.layout == "auto":
         raise ValueError(
             f"mesh.layout is auto, but {command} needs mesh.samples, mesh.tiles and mesh.stages: "
             "take them from distseg plan CONFIG --ranks N, and leave mesh.layout out"
@@ -343,10 +324,11 @@ def _verify(arguments: list[str]) -> int:
         return _config(parsed), _own(parsed)
 
     with job(settle) as (config, flags, comm):
+        from distseg.cli.plan_layouts import with_best_layout
         from distseg.comm.launch import set_up
         from distseg.training import verify
 
-        config = _laid_out(config, comm, flags["image"])
+        config = with_best_layout(config, comm, flags["image"])
         device = set_up(comm, config.run.device, config.run.threads).device
         report = verify.verify(config, comm, flags["image"], flags["dump"], device, flags["steps"])
         if report is not None:
@@ -391,9 +373,10 @@ def _profile(arguments: list[str]) -> int:
         return _config(parsed), _own(parsed)
 
     with job(settle) as (config, flags, comm):
+        from distseg.cli.plan_layouts import with_best_layout
         from distseg.cli.profile import profile
 
-        config = _laid_out(config, comm, flags["image"])
+        config = with_best_layout(config, comm, flags["image"])
         found = profile(config, comm, flags["image"], flags["steps"], flags["output"])
         if found is not None:
             print(
@@ -606,9 +589,10 @@ def _train(arguments: list[str], kind: type = Config) -> int:
         return config, {}
 
     with listening(), job(settle, lambda config: config.train.output) as (config, _, comm):
+        from distseg.cli.plan_layouts import with_best_layout
         from distseg.training.loop import train
 
-        train(_laid_out(config, comm), comm)
+        train(with_best_layout(config, comm), comm)
     return 0
 
 
@@ -635,7 +619,8 @@ def _submit(arguments: list[str]) -> int:
         return _parse(_submit_parser(kind), words)
 
     parsed = parse(arguments)
-    _check_given(config := _config(parsed, kind), "distseg submit")
+    config = _config(parsed, kind)
+    _check_given(config.mesh, "distseg submit")
     return submit(parsed, config, arguments, lambda words: _config(parse(words), kind))
 
 
@@ -1056,7 +1041,7 @@ def _parse_run(parser: _Parser, arguments: list[str]) -> tuple[Config | PatchCon
     parser.add_settings(kind)
     parsed = _parse(parser, flags, settings_of(taken, f"{run}, config in manifest.json", kind))
     config = _config(parsed, kind)
-    _check_given(config, " ".join(parser.prog.split()[:2]))
+    _check_given(config.mesh, " ".join(parser.prog.split()[:2]))
     check_model(trained, config.model, run)
     if isinstance(config, PatchConfig):
         check_head(trained, config.patchgd.head, run)

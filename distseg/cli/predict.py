@@ -14,7 +14,7 @@ from distseg.comm.mesh import Mesh
 from distseg.comm.replicas import broadcast
 from distseg.comm.watch import heartbeat, phase
 from distseg.config.patchgd import PatchConfig
-from distseg.config.settings import Config, MeshConfig, StreamingConfig, with_dims
+from distseg.config.settings import Config, MeshConfig, StreamingConfig
 from distseg.config.sizes import Size
 from distseg.data.class_files import Classes, are_there
 from distseg.data.class_map import PartialMap, identity_of
@@ -65,7 +65,7 @@ def load_predictor(
         checkpoint = find(run)
         manifest = read_run_manifest(checkpoint)
         if size := manifest["data"].get("size"):
-            config = with_dims(config, len(size), str(Size(size)))
+            config = config.with_dims(len(size), str(Size(size)))
         notes = _of_mesh(config.mesh, manifest["config"], world.size)
     if world.rank == 0:
         print(*notes, sep="\n", end="\n" if notes else "")

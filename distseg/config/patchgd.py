@@ -12,6 +12,7 @@ from typing import ClassVar, Literal
 from distseg.config.refusal import SettingError
 from distseg.config.settings import (
     ApproximateBase,
+    ConfigBase,
     DataBase,
     LossConfig,
     MeshBase,
@@ -22,7 +23,6 @@ from distseg.config.settings import (
     StreamingConfig,
     TrainBase,
     check_at_least,
-    check_step,
     to_sizes,
 )
 from distseg.config.sizes import Size
@@ -108,7 +108,7 @@ class PatchgdConfig:
 
 
 @dataclass(frozen=True)
-class PatchConfig:
+class PatchConfig(ConfigBase):
     """All sections of the settings of PatchGD."""
 
     model: ModelBase = field(default_factory=ModelBase)
@@ -124,5 +124,11 @@ class PatchConfig:
 
     streaming: ClassVar[StreamingConfig] = StreamingConfig()  # a section of exact training
 
-    def __post_init__(self):
-        check_step(self)
+    @property
+    def of_predictions(self) -> list:
+        """Values of the settings on which the predictions of a given checkpoint depend.
+
+        Predicted files are reused only if these values are the same
+        (:func:`distseg.inference.image_source.network_identity`).
+        """
+        return [self.train.precision]

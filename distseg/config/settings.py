@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, field, replace
-from typing import ClassVar, Literal
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any, ClassVar, Literal, TypeVar
 
 from distseg.config.refusal import SettingError
 from distseg.config.sizes import Size, parse_bytes
@@ -825,7 +826,157 @@ class ApproximateConfig(ApproximateBase):
 
 
 @dataclass(frozen=True)
-class Config:
+class StepSettings:
+    """Settings on which the result of an optimizer step depends, besides the model and the images.
+
+    No other setting may change this result, apart from those of ``approximate``. The serial program
+    takes only these settings.
+
+    Attributes:
+        loss: the loss.
+        optim: the optimizer.
+        weights: the loss weight of each output of the network (:func:`output_weights`).
+        norm_scope: the value of ``spatial.norm_scope``.
+        frozen_norm: the value of ``spatial.frozen_norm``.
+        seed: the value of ``train.seed``, on which dropout masks depend.
+    """
+
+    loss: LossConfig = field(default_factory=LossConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    weights: tuple[float, ...] = (1.0,)
+    norm_scope: str = SpatialConfig.norm_scope
+    frozen_norm: bool = SpatialConfig.frozen_norm
+    seed: int = TrainBase.seed
+
+
+_Kind = TypeVar("_Kind", bound="ConfigBase")
+
+
+class ConfigBase:
+    """Base class of the settings of a run: exact training (:class:`Config`) and PatchGD.
+
+    A subclass is a frozen dataclass, and its fields are the sections of the YAML file.
+    """
+
+    model: ModelBase
+    mesh: MeshBase
+    data: DataBase
+    train: TrainBase
+
+    def __post_init__(self):
+        mesh, train, data = self.mesh, self.train, self.data
+        if self.step_images > _MOST_IMAGES:
+            raise SettingError(
+                "DS202",
+                f"mesh.samples {mesh.samples} x train.accumulate {train.accumulate} "
+                f"x data.images {data.images} are {self.step_images} images a step, "
+                f"more than {_MOST_IMAGES}: lower one of them",
+            )
+
+    @property
+    def step_images(self) -> int:
+        """Number of images of an optimizer step, over all sample groups and micro-batches."""
+        return self.mesh.samples * self.train.accumulate * self.data.images
+
+    def value(self, setting: str):
+        """Return the value of a setting such as ``mesh.stages``, or a section such as ``mesh``."""
+        section, _, name = setting.partition(".")
+        found = getattr(self, section)
+        return getattr(found, name) if name else found
+
+    def as_plain(self) -> dict[str, dict]:
+        """Return the settings as plain values for JSON and YAML; sizes are text such as 97x131."""
+        return {
+            section: {
+                name: str(value) if isinstance(value, tuple) else value
+                for name, value in values.items()
+            }
+            for section, values in asdict(self).items()
+        }
+
+    def changes(self, other: _Kind) -> dict[str, Any]:
+        """Return the settings of ``other`` that differ from these, as values by name.
+
+        The result is such as ``{"optim.lr": 0.01}``, and empty if the settings are equal.
+        """
+        settings = [
+            f"{section.name}.{value.name}"
+            for section in fields(self)
+            for value in fields(getattr(self, section.name))
+        ]
+        return {
+            setting: other.value(setting)
+            for setting in settings
+            if self.value(setting) != other.value(setting)
+        }
+
+    def with_values(self: _Kind, values: Mapping[str, Any]) -> _Kind:
+        """Return a copy of the settings with other values.
+
+        Args:
+            values: the new values by the name of the setting, such as ``{"mesh.stages": 2}``.
+        """
+        sections: dict[str, dict[str, Any]] = {}
+        for setting, value in values.items():
+            section, _, name = setting.partition(".")
+            sections.setdefault(section, {})[name] = value
+        return replace(
+            self, **{name: replace(getattr(self, name), **new) for name, new in sections.items()}
+        )
+
+    def with_dims(self: _Kind, dims: int, image: str) -> _Kind:
+        """Return a copy of the settings with defaults that fit images of ``dims`` dims.
+
+        Sizes that the user has not set, such as ``predict.tile``, get ``dims`` numbers. For
+        volumes, ``model.dims`` becomes 3 if the network is one of distseg and the user has not set
+        it.
+
+        Args:
+            dims: number of spatial dims of the images.
+            image: the size of an image as text, for the error message.
+
+        Raises:
+            ValueError: a size that the user has set has a number of dims other than ``dims``.
+        """
+        side = int(_TILE_PIXELS ** (1 / dims)) // 32 * 32
+        adapted: dict[str, Any] = {}
+        for setting, size in {
+            "mesh.tiles": (1,) * dims,
+            "spatial.tiles_per_rank": (1,) * dims,
+            "streaming.tiles": (2,) * dims,
+            "predict.tile": (side,) * dims,
+        }.items():
+            section, _, name = setting.partition(".")
+            values = getattr(self, section, None)
+            if not hasattr(values, name):
+                continue  # a setting that this kind of config does not have
+            value, default = getattr(values, name), getattr(type(values)(), name)
+            if value is None or len(value) == dims:
+                continue
+            if value != default and (value.volume > 1 or default is None or default.volume > 1):
+                raise SettingError(
+                    "DS401",
+                    f"{setting} is {value}, of {len(value)} dims, but images have {dims} "
+                    f"({image}): write it with as many numbers as the images have dims, such as "
+                    f"{Size(size)}",
+                )
+            adapted[setting] = Size(size)
+        model = self.model
+        if (
+            dims == 3
+            and isinstance(model, ModelConfig)
+            and model.dims is None
+            and ":" not in model.name
+        ):
+            adapted["model.dims"] = dims
+        return self.with_values(adapted) if adapted else self
+
+
+_TILE_PIXELS = 2**20  # pixels of the default tile of a prediction
+
+
+@dataclass(frozen=True)
+class Config(ConfigBase):
     """All sections of the settings of exact training."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -841,13 +992,13 @@ class Config:
     predict: PredictConfig = field(default_factory=PredictConfig)
     run: RunConfig = field(default_factory=RunConfig)
 
-    def __post_init__(self):
-        check_step(self)
+    patchgd: ClassVar[None] = None  # a section of PatchGD
 
     @property
-    def step_images(self) -> int:
-        """Number of images of an optimizer step, over all sample groups and micro-batches."""
-        return self.mesh.samples * self.train.accumulate * self.data.images
+    def norm_images(self) -> int:
+        """Number of images over which a batch norm takes its statistics."""
+        groups = self.mesh.samples if self.spatial.norm_scope == "step" else 1
+        return self.data.images * groups
 
     @property
     def is_cut(self) -> bool:
@@ -862,71 +1013,24 @@ class Config:
             return Size((1,) * len(self.mesh.tiles))
         return self.spatial.tiles_per_rank
 
-
-def check_step(config) -> None:
-    """Refuse settings with which an optimizer step has more than a million images.
-
-    Args:
-        config: a :class:`Config` or :class:`PatchConfig`.
-
-    Raises:
-        ValueError: the message names the settings whose product is the number of images.
-    """
-    mesh, train, data = config.mesh, config.train, config.data
-    images = mesh.samples * train.accumulate * data.images
-    if images > _MOST_IMAGES:
-        raise SettingError(
-            "DS202",
-            f"mesh.samples {mesh.samples} x train.accumulate {train.accumulate} "
-            f"x data.images {data.images} are {images} images a step, "
-            f"more than {_MOST_IMAGES}: lower one of them",
+    @property
+    def step(self) -> StepSettings:
+        """The settings on which the result of an optimizer step depends."""
+        return StepSettings(
+            self.loss,
+            self.optim,
+            output_weights(self.model),
+            self.spatial.norm_scope,
+            self.spatial.frozen_norm,
+            self.train.seed,
         )
 
+    @property
+    def of_predictions(self) -> list:
+        """Values of the settings on which the predictions of a given checkpoint depend.
 
-def with_dims(config: Config, dims: int, image: str) -> Config:
-    """Return the config with its defaults adapted to images of ``dims`` dims.
-
-    Sizes that the user has not set, such as ``predict.tile``, get ``dims`` numbers. For volumes,
-    ``model.dims`` becomes 3 if the network is one of distseg and the user has not set it.
-
-    Args:
-        config: the settings; they are not changed.
-        dims: number of spatial dims of the images.
-        image: the size of an image as text, for the error message.
-
-    Raises:
-        ValueError: a size that the user has set has a number of dims other than ``dims``.
-    """
-    side = int(_TILE_PIXELS ** (1 / dims)) // 32 * 32
-    for setting, size in {
-        "mesh.tiles": (1,) * dims,
-        "spatial.tiles_per_rank": (1,) * dims,
-        "streaming.tiles": (2,) * dims,
-        "predict.tile": (side,) * dims,
-    }.items():
-        section, _, field_ = setting.partition(".")
-        values = getattr(config, section, None)
-        if not hasattr(values, field_):
-            continue  # a setting that this kind of config does not have
-        value, default = getattr(values, field_), getattr(type(values)(), field_)
-        if value is None or len(value) == dims:
-            continue
-        if value != default and (value.volume > 1 or default is None or default.volume > 1):
-            raise SettingError(
-                "DS401",
-                f"{setting} is {value}, of {len(value)} dims, but images have {dims} ({image}): "
-                f"write it with as many numbers as the images have dims, such as {Size(size)}",
-            )
-        config = replace(config, **{section: replace(values, **{field_: Size(size)})})
-    model = config.model
-    if (
-        dims == 3
-        and isinstance(model, ModelConfig)
-        and model.dims is None
-        and ":" not in model.name
-    ):
-        config = replace(config, model=replace(model, dims=dims))
-    return config
-
-
-_TILE_PIXELS = 2**20  # pixels of the default tile of a prediction
+        Predicted files are reused only if these values are the same
+        (:func:`distseg.inference.image_source.network_identity`).
+        """
+        approximate = (self.approximate.halo, self.approximate.norms)
+        return [*approximate, self.spatial.exchange_every, self.train.precision]

@@ -261,8 +261,8 @@ def check_settings(config: Config, model: nn.Module | None = None) -> None:
     modules = model.named_modules() if model is not None else ()
     facts = Facts(config, [(name, m) for name, m in modules if isinstance(m, STATISTICAL)])
     for rule in RULES:
-        value = value_of(config, rule.setting)
-        if _is_set(value, value_of(_DEFAULTS, rule.setting)) and rule.refused(facts):
+        value = config.value(rule.setting)
+        if _is_set(value, _DEFAULTS.value(rule.setting)) and rule.refused(facts):
             shown = getattr(value, "chosen", f"{rule.setting} is {value}")
             raise SettingError(rule.code, f"{shown}, but {rule.why.format(c=config, f=facts)}")
     together = config.data.images
@@ -551,13 +551,6 @@ def _fewer_groups(settings: ModelBase, model: nn.Module) -> list[str]:
         f"model.groups {groups} does not divide the channels of {fewer[0]}, so the number of "
         f"groups of this norm is {fewer[1]}"
     ]
-
-
-def value_of(config: Config, setting: str):
-    """Return the value of a setting such as ``mesh.stages``, or a section such as ``mesh``."""
-    section, _, field = setting.partition(".")
-    found = getattr(config, section)
-    return getattr(found, field) if field else found
 
 
 def norm_of(model: ModelBase) -> str | None:

@@ -25,7 +25,7 @@ from distseg.report.progress import progress
 from distseg.runtime.optimizer import learning_rate
 from distseg.training.checkpoint.files import find, read_run_manifest
 from distseg.training.control import RunControl
-from distseg.training.run import Run, plain
+from distseg.training.run import Run
 
 
 def train(config: Config, world) -> dict | None:
@@ -66,7 +66,7 @@ def train(config: Config, world) -> dict | None:
             "start",
             run.position.step,
             run.position.epoch,
-            config=plain(run.config),
+            config=run.config.as_plain(),
             parameters=run.parameters,
         )
         training = _Training(run, control, log)

@@ -18,7 +18,7 @@ from distseg.comm.launch import raise_jointly, set_up, transport_line
 from distseg.comm.mesh import Mesh, MeshShape
 from distseg.comm.watch import phase
 from distseg.config.patchgd import PatchConfig
-from distseg.config.settings import Config, DataBase, ModelBase, OptimConfig, with_dims
+from distseg.config.settings import Config, DataBase, ModelBase, OptimConfig
 from distseg.config.sizes import Size
 from distseg.data.loader import StepLoader
 from distseg.data.sampler import sample_sizes
@@ -93,7 +93,7 @@ class Run:
             self.store = _open_store(config.data)
             first = self.store.size(self.store.split("train")[0])
             config = replace(config, loss=with_store(config.loss, self.store))
-            config = with_dims(config, len(first), str(Size(first)))
+            config = config.with_dims(len(first), str(Size(first)))
             sizes = sample_sizes(self.store, config.data.crop)
             self.image = max(sizes.values(), key=math.prod)  # stages are balanced for it
             if isinstance(config, PatchConfig):
@@ -209,7 +209,7 @@ class Run:
         }
         run = {
             "channels": list(self.channels),
-            "config": plain(self.config),
+            "config": self.config.as_plain(),
             "data": data,
             "versions": versions(),
             "host": platform.node(),
@@ -291,7 +291,8 @@ class Run:
         """
         if not self.resumed:
             return []
-        before, now, steps = self.resumed["config"], plain(self.config), self.loader.steps_per_epoch
+        before, now = self.resumed["config"], self.config.as_plain()
+        steps = self.loader.steps_per_epoch
         steps_before = self.resumed["data"].get("steps_per_epoch", steps)
         lines = [
             f"goes on from {self.checkpoint.name}: {self.position.step} steps, "
@@ -474,11 +475,3 @@ def step_loader(config: Config, store: Store, mesh: Mesh, engine: Engine) -> Ste
         labels=engine.pipeline.last,
         streaming=config.streaming.active,
     )
-
-
-def plain(config: Config | PatchConfig) -> dict:
-    """Return a config as plain values for JSON and YAML; sizes are strings such as 97x131."""
-    return {
-        s: {k: str(v) if isinstance(v, tuple) else v for k, v in fields.items()}
-        for s, fields in asdict(config).items()
-    }

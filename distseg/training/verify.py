@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from distseg.comm.launch import raise_jointly
 from distseg.comm.mesh import Mesh, MeshShape
-from distseg.config.settings import Config, with_dims
+from distseg.config.settings import Config
 from distseg.config.sizes import Size
 from distseg.data.loader import pieces
 from distseg.data.sampler import Rows, crop_size, epoch_samples
@@ -353,7 +353,7 @@ def prepare_model(
         store = Store(config.data.store, shrink=config.data.shrink)
         size = store.size(store.split("train")[0])
         config = replace(config, loss=with_store(config.loss, store))
-        config = with_dims(config, len(size), str(Size(size)))
+        config = config.with_dims(len(size), str(Size(size)))
         classes = None if config.model.out_channels == 1 else len(store.classes)
         model = plain_model(config.model, store.bands, classes)
         check_labels(store, model, config.data.crop, config.loss)
@@ -362,7 +362,7 @@ def prepare_model(
         raise ValueError(
             "there are no images: give --image 97x131 for random ones, or --data.store PATH"
         )
-    config = with_dims(config, len(image), str(Size(image)))
+    config = config.with_dims(len(image), str(Size(image)))
     losses = {name for _, name in parse(config.loss.name)}
     takes_one = losses <= {"binary_cross_entropy", "dice", "focal", "mse", "l1"}
     many = None if config.model.out_channels or takes_one else 3

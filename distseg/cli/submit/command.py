@@ -8,9 +8,11 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from distseg.cli.submit.job import Job, node_of, nodes_for, warning_of
 from distseg.cli.submit.render import render
@@ -19,7 +21,7 @@ from distseg.cli.submit.studies import grown, node_counts, sweep
 from distseg.cli.submit.systems import SYSTEMS, System, seconds_of, system_of
 from distseg.comm.mesh import MeshShape
 from distseg.config.patchgd import PatchConfig
-from distseg.config.settings import Config
+from distseg.config.settings import Config, MeshBase
 from distseg.report.disk import atomic_write, check_replaceable
 
 
@@ -151,7 +153,7 @@ def submit(
         read: a function that parses other flags and returns their settings.
     """
     path = config_file(arguments)
-    jobs = _jobs(asked, path, config, _differences(read([path]), config), read, _command(arguments))
+    jobs = _Request(asked, path, config, read, _command(arguments)).jobs()
     scripts = [(job, render(job)) for job in jobs]  # all are made before the first is written
     _note_missing_store(config.data.store)
     if not (asked.output or asked.submit):
@@ -186,85 +188,98 @@ def config_file(arguments: list[str]) -> str:
     return named[0]
 
 
-def _jobs(
-    asked,
-    path: str,
-    config: Config | PatchConfig,
-    flags: list[str],
-    read: Callable[[list[str]], Config | PatchConfig],
-    command: str,
-) -> list[Job]:
-    """Return the jobs that the flags ask for, after checking that they are possible.
+@dataclass(frozen=True)
+class _Request:
+    """Request of a user for jobs that train with a config.
 
-    Args:
+    Attributes:
         asked: the parsed flags.
         path: the config file.
         config: the settings of the config file and the flags.
-        flags: the flags of the settings that differ from the config file, as names and values in
-            turn, such as ``["--optim.lr", "0.01"]``.
         read: a function that parses other flags and returns their settings.
         command: the whole command, for a comment in the script.
-
-    Raises:
-        ValueError: a flag or the mesh does not fit. The message names it and how to fix it.
     """
-    site = site_of(asked.site)
-    if not (asked.system or site.system):
-        raise ValueError(
-            f"site {site.name} does not say its batch system: give --system, one of "
-            f"{', '.join(SYSTEMS)}"
+
+    asked: Namespace
+    path: str
+    config: Config | PatchConfig
+    read: Callable[[list[str]], Config | PatchConfig]
+    command: str
+
+    def jobs(self) -> list[Job]:
+        """Return the jobs that the flags ask for, after checking that they are possible.
+
+        Raises:
+            ValueError: a flag or the mesh does not fit. The message names it and how to fix it.
+        """
+        asked, output = self.asked, self.config.train.output
+        flags = _flags(self.read([self.path]).changes(self.config))
+        job = self._job(tuple(flags))
+        if asked.scaling:
+            return _scaling(job, asked, output)
+        job = replace(job, nodes=nodes_for(job.shape, job.nodes, asked.nodes))
+        entries = sweep(asked.sweep, output, type(self.config)) if asked.sweep else []
+        for entry in entries:
+            _check_entry(job, entry, _shape(self.read([self.path, *flags, *entry]).mesh))
+        return [replace(job, entries=tuple(entries))]
+
+    def _job(self, flags: tuple[str, ...]) -> Job:
+        """Return the job of one training with the mesh of the config, before its nodes are counted.
+
+        Args:
+            flags: the flags of the settings that differ from the config file, as names and values
+                in turn, such as ``("--optim.lr", "0.01")``.
+        """
+        asked, train, site = self.asked, self.config.train, site_of(self.asked.site)
+        if not (asked.system or site.system):
+            raise ValueError(
+                f"site {site.name} does not say its batch system: give --system, one of "
+                f"{', '.join(SYSTEMS)}"
+            )
+        system = system_of(asked.system or site.system)
+        if site.system not in (None, system.name):
+            site = replace(
+                site, launcher=None, binding="", options=()
+            )  # the site's launcher, binding and options are for the site's batch system only
+        name = asked.name or Path(self.path).stem
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
+            raise ValueError(
+                f"a job's name must have letters, digits and . _ - only, got {name!r}: give "
+                "another name with --name"
+            )
+        if train.resume not in (True, False):
+            raise ValueError(
+                f"train.resume is {train.resume}, but a job always continues from the last "
+                "checkpoint in train.output: leave train.resume out; to begin with the checkpoint "
+                f"{train.resume}, run distseg train with this setting once before you submit"
+            )
+        shape, seconds = _shape(self.config.mesh), seconds_of(asked.time)
+        return Job(
+            name=name,
+            config=self.path,
+            flags=flags,
+            shape=shape,
+            site=site,
+            system=system,
+            nodes=node_of(site, asked.processes, asked.gpus, asked.cores),
+            seconds=seconds,
+            warn=warning_of(seconds, asked.warn),
+            script=asked.output or f"{name}.{system.suffix}",
+            command=self.command,
+            trains="patchgd" if isinstance(self.config, PatchConfig) else "train",
+            account=asked.account,
+            queue=asked.queue,
+            qos=asked.qos,
+            modules=tuple(asked.modules),
+            venv=asked.venv,
+            options=tuple(asked.option or ()),
+            launcher=asked.launcher,
+            transport=self.config.run.transport,
         )
-    system = system_of(asked.system or site.system)
-    if site.system not in (None, system.name):
-        site = replace(
-            site, launcher=None, binding="", options=()
-        )  # the site's launcher, binding and options are for the site's batch system only
-    name = asked.name or Path(path).stem
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
-        raise ValueError(
-            f"a job's name must have letters, digits and . _ - only, got {name!r}: give another "
-            "name with --name"
-        )
-    if config.train.resume not in (True, False):
-        raise ValueError(
-            f"train.resume is {config.train.resume}, but a job always continues from the last "
-            "checkpoint in train.output: leave train.resume out; to begin with the checkpoint "
-            f"{config.train.resume}, run distseg train with this setting once before you submit"
-        )
-    shape, seconds = _shape(config), seconds_of(asked.time)
-    job = Job(
-        name=name,
-        config=path,
-        flags=tuple(flags),
-        shape=shape,
-        site=site,
-        system=system,
-        nodes=node_of(site, asked.processes, asked.gpus, asked.cores),
-        seconds=seconds,
-        warn=warning_of(seconds, asked.warn),
-        script=asked.output or f"{name}.{system.suffix}",
-        command=command,
-        trains="patchgd" if isinstance(config, PatchConfig) else "train",
-        account=asked.account,
-        queue=asked.queue,
-        qos=asked.qos,
-        modules=tuple(asked.modules),
-        venv=asked.venv,
-        options=tuple(asked.option or ()),
-        launcher=asked.launcher,
-        transport=config.run.transport,
-    )
-    if asked.scaling:
-        return _scaling(job, asked, config.train.output)
-    job = replace(job, nodes=nodes_for(shape, job.nodes, asked.nodes))
-    entries = sweep(asked.sweep, config.train.output, type(config)) if asked.sweep else []
-    for entry in entries:
-        _check_entry(job, entry, _shape(read([path, *flags, *entry])))
-    return [replace(job, entries=tuple(entries))]
 
 
-def _shape(config: Config | PatchConfig) -> MeshShape:
-    return MeshShape(config.mesh.samples, config.mesh.tiles, config.mesh.stages)
+def _shape(mesh: MeshBase) -> MeshShape:
+    return MeshShape(mesh.samples, mesh.tiles, mesh.stages)
 
 
 def _check_entry(job: Job, entry: tuple[str, ...], shape: MeshShape) -> None:
@@ -332,24 +347,12 @@ def _without(flags: tuple[str, ...], names: tuple[str, ...]) -> list[str]:
     ]
 
 
-def _differences(one: Config | PatchConfig, other: Config | PatchConfig) -> list[str]:
-    """Return the flags that turn the config ``one`` into ``other``, as names and values in turn.
+def _flags(settings: Mapping[str, Any]) -> list[str]:
+    """Return the flags of some settings, as names and values in turn.
 
-    The result is such as ``["--optim.lr", "0.01"]``, and empty if the configs are equal.
+    An example is ``["--optim.lr", "0.01"]`` for the settings ``{"optim.lr": 0.01}``.
     """
-    fields = [
-        (section, key)
-        for section in type(other).__dataclass_fields__
-        for key in vars(getattr(other, section))
-    ]
-
-    def value(config, section, key):
-        return getattr(getattr(config, section), key)
-
-    return [
-        word for section, key in fields if value(one, section, key) != value(other, section, key)
-        for word in (f"--{section}.{key}", _text(value(other, section, key)))
-    ]  # fmt: skip
+    return [word for setting, value in settings.items() for word in (f"--{setting}", _text(value))]
 
 
 def _text(value) -> str:

@@ -166,7 +166,7 @@ def _engine(config: Config, store: Store) -> tuple[Engine, StepLoader]:
     one = Size((1, 1))
     size = store.size(store.split("train")[0])
     engine = Engine(config, Mesh(comm, 1, one, 1), outline_model(config.model, 1), size, device)
-    return engine, step_loader(config, store, engine.mesh, engine)
+    return engine, step_loader(store, engine)
 
 
 def _step(options: argparse.Namespace) -> dict:

@@ -146,7 +146,7 @@ def _config(case: Case, model: ModelConfig) -> Config:
 
 def _image(kind: str, size: Size, config: Config) -> tuple[Tensor, Tensor]:
     """(4, *size) float64 and (*size)."""
-    return RandomImages(size, 4, 1, config).whole(0) if kind == "noise" else blue_marble(size)
+    return RandomImages(size, 4, 1, config.loss).whole(0) if kind == "noise" else blue_marble(size)
 
 
 @lru_cache
@@ -172,7 +172,9 @@ def blue_marble(size: Size) -> tuple[Tensor, Tensor] | None:
 def serially(config: Config, pixels: Tensor, labels: Tensor) -> Exact:
     model, outputs = build_model(config.model).double(), []
     model[-1].register_forward_hook(lambda _, __, y: outputs.append(y.detach()[0]))
-    outcome = serial_step(model, [Image(pixels, labels, number=0, group=0, micro_batch=0)], config)
+    outcome = serial_step(
+        model, [Image(pixels, labels, number=0, group=0, micro_batch=0)], config.step
+    )
     return Exact(outputs[0], outcome.gradients)
 
 

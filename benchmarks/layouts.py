@@ -19,13 +19,13 @@ from torch import nn
 from benchmarks.harness import parent, repeats_of, report
 from benchmarks.ranks import run_ranks
 from benchmarks.rows import Rows
-from distseg.cli.plan_layouts import measure, step_of, work_of
+from distseg.cli.plan_layouts import PlannedTraining
 from distseg.comm.launch import set_up, world
 from distseg.config.settings import Config, DataConfig, ModelConfig, TrainConfig
 from distseg.config.sizes import Size
 from distseg.models.capture.capture import as_network
 from distseg.planning.mesh_search import MeshLayout, Planner
-from distseg.training.verify import prepare_model
+from distseg.training.verify import prepare
 
 QUESTION = "How near are the planner's seconds of a step to measured ones?"
 CASES = {  # name: (network, size of an image)
@@ -90,10 +90,10 @@ def work(job: Job) -> None:
     """Measure on this rank; rank 0 prints the rows."""
     comm = world()
     config, size = config_of(job)
-    config, plain, size, _ = prepare_model(config, size)
-    model = as_network(plain)
-    machine = measure(config, model, size, comm)
-    planner = Planner(work_of(config, model, size, machine, 2), machine)
+    prepared = prepare(config, size)
+    training = PlannedTraining(prepared.config, as_network(prepared.model), prepared.size)
+    machine = training.measure(comm)
+    planner = Planner(training.work(machine, 2), machine)
     every = sorted(planner.candidates(comm.size), key=str)
     chosen = comm.bcast(random.Random(0).sample(every, min(job.drawn, len(every))))
     rows = []
@@ -102,7 +102,7 @@ def work(job: Job) -> None:
             found = planner.predict(layout)
         except ValueError:
             continue
-        seconds = _measured(config, model, size, layout, comm, job.repeats)
+        seconds = _measured(training, layout, comm, job.repeats)
         rows.append(
             {
                 "network": job.case, "ranks": comm.size, "family": layout.family,
@@ -115,9 +115,9 @@ def work(job: Job) -> None:
         print(json.dumps({"rows": rows}))
 
 
-def _measured(config, model, size, layout: MeshLayout, comm, repeats: int) -> float:
+def _measured(training: PlannedTraining, layout: MeshLayout, comm, repeats: int) -> float:
     device = set_up(comm, "cpu", 1).device
-    engine, own = step_of(config, model, size, layout, comm, device)
+    engine, own = training.step(layout, comm, device)
     times = []
     for _ in range(repeats + 1):
         comm.Barrier()

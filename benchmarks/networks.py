@@ -380,8 +380,10 @@ def _config(options: argparse.Namespace) -> Config:
 def last_bit(options: argparse.Namespace) -> None:
     """Prints the largest relative change of a gradient: deep networks with batch norms of few values multiply what rounding leaves."""
     torch.set_num_threads(1)
-    config, model, images = prepare(_config(options), options.size)
-    dropouts, model = getattr(as_network(copy.deepcopy(model)), "dropouts", {}), model.double()
+    prepared = prepare(_config(options), options.size)
+    settings, images = prepared.config.step, prepared.images()
+    dropouts = getattr(as_network(copy.deepcopy(prepared.model)), "dropouts", {})
+    model = prepared.model.double()
     wholes = [
         Image(*images.whole(n), number=n, group=0, micro_batch=0) for n in range(options.images)
     ]
@@ -392,7 +394,7 @@ def last_bit(options: argparse.Namespace) -> None:
 
     moved = [replace(whole, pixels=bit(whole.pixels)) for whole in wholes]
     one, other = (
-        serial_step(copy.deepcopy(model), those, config, dropouts=dropouts).gradients
+        serial_step(copy.deepcopy(model), those, settings, dropouts=dropouts).gradients
         for those in (wholes, moved)
     )
     print(json.dumps({"moved": max(relative_errors(other, one).values())}))

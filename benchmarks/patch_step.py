@@ -196,13 +196,13 @@ def both(case: Case, path: str, precision: str) -> tuple[PatchEngine, Patches, P
     """Return an engine and the images of its first step, and the plain program for the same."""
     store, config, mesh = Store(path), case.config(path, precision), Mesh(world())
     network, device = (
-        network_of(config, store.bands, len(store.classes)),
+        network_of(config.model, config.patchgd, store.bands, len(store.classes)),
         set_up(world(), "cpu", 1).device,
     )
     dtype = torch.float64 if precision == "fp64" else torch.float32
     plain = modules(case, config, store, network).to(dtype)
     engine = PatchEngine(config, mesh, network, device, precision)
-    images = next(iter(PatchLoader(store, config, mesh).epoch(0)))
+    images = next(iter(PatchLoader(store, config.data, config.train.seed, mesh).epoch(0)))
     pixels = torch.stack(
         [torch.from_numpy(store.read_normalised(s.image, s.box)) for s in images.samples]
     ).to(dtype)

@@ -205,7 +205,7 @@ def plain(setting: Setting, micro_batches: int) -> Callable[[], float]:
     model = build_model(config.model).train()
     parameters = list(model.parameters())
     optimizer = make_optimizer(config.optim, dict(model.named_parameters()))
-    images = RandomImages(setting.size, config.model.in_channels, CLASSES, config)
+    images = RandomImages(setting.size, config.model.in_channels, CLASSES, config.loss)
     batches = [(x.float()[None], y[None]) for x, y in map(images.whole, range(micro_batches))]
     valid = sum((y != config.loss.ignore_index).sum().item() for _, y in batches)
 

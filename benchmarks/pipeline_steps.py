@@ -61,14 +61,10 @@ class Step:
             channels_last=setting.channels_last,
         )
         images = RandomImages(
-            setting.size, config.model.in_channels, config.model.out_channels, config
+            setting.size, config.model.in_channels, config.model.out_channels, config.loss
         )
         return cls(
-            engine,
-            [
-                [engine.to_device(p) for p in pieces]
-                for pieces in own_pieces(config, mesh, images, engine.reach)
-            ],
+            engine, [[engine.to_device(p) for p in pieces] for pieces in own_pieces(engine, images)]
         )
 
     def __call__(self) -> float:

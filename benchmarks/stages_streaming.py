@@ -163,7 +163,7 @@ def job(options: argparse.Namespace) -> None:
     comm = world()
     mesh = Mesh(comm, 1, Size((1, 1)), int(stages))
     engine = Engine(config, mesh, outline_model(config.model), options.size)
-    own = own_pieces(config, mesh, RandomImages(options.size, 4, 3, config), engine.reading)
+    own = own_pieces(engine, RandomImages(options.size, 4, 3, config.loss))
 
     def step() -> float:
         loss = engine.backward(own)

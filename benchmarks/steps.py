@@ -90,7 +90,7 @@ def distributed_step(
         precision=setting.precision,
         channels_last=setting.channels_last,
     )
-    images = RandomImages(setting.size, 4, CLASSES, config)
+    images = RandomImages(setting.size, 4, CLASSES, config.loss)
     pieces = [
         engine.to_device(p)
         for p in images.mine([mesh.sample], setting.tiles, (1, 1), mesh.tile, engine.reading)
@@ -112,7 +112,7 @@ def plain_step(setting: Setting, device=torch.device("cpu")) -> Callable[[], flo
     parameters = list(model.parameters())
     optimizer = make_optimizer(config.optim, dict(model.named_parameters()))
     cast = autocast(setting.precision, device)
-    x, labels = RandomImages(setting.size, 4, CLASSES, config).whole(0)
+    x, labels = RandomImages(setting.size, 4, CLASSES, config.loss).whole(0)
     labels = labels.to(device)
     x = (
         x.float()[None]

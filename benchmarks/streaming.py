@@ -239,7 +239,7 @@ def _job(options: argparse.Namespace) -> None:
     model = outline_model(config.model)
     mesh, size = Mesh(comm, 1, Size((1, 1)), 1), store.size("earth0")
     engine = Engine(config, mesh, model, size, device, options.precision, last)
-    loader = step_loader(config, store, mesh, engine)
+    loader = step_loader(store, engine)
     seconds, stored = [], 0
     while (
         len(seconds) < 2 or sum(seconds) < options.seconds

@@ -247,18 +247,24 @@ def _opened(options: argparse.Namespace, method: str):
     config = config_of(options, method, options.store, min(whole.size(whole.split("train")[0])))
     store = Store(options.store, shrink=config.data.shrink)
     config = replace(config, loss=with_store(config.loss, store))
-    network, mesh = network_of(config, store.bands, len(store.classes)), Mesh(comm)
+    network, mesh = (
+        network_of(config.model, config.patchgd, store.bands, len(store.classes)),
+        Mesh(comm),
+    )
     renamed = (
         {part: f"backbone.{part}" for part in ("stem", "blocks")} if method == "patchgd" else {}
     )
     found = pretrained(options.init, network, renamed) if options.init else None
     if method == "patchgd":
         engine = PatchEngine(config, mesh, network, device)
-        loader, predictor = PatchLoader(store, config, mesh), engine.predictor()
+        loader, predictor = (
+            PatchLoader(store, config.data, config.train.seed, mesh),
+            engine.predictor(),
+        )
     else:
         engine = Engine(config, mesh, network, store.size(store.split("train")[0]), device)
         loader, predictor = (
-            step_loader(config, store, mesh, engine),
+            step_loader(store, engine),
             Predictor(
                 engine.model, mesh.replicas, engine.devices, engine.autocast, config.predict.tile
             ),

@@ -21,10 +21,11 @@ from distseg.config.settings import (
 from distseg.models.unet import unet
 from distseg.training.conflicts import (
     RULES,
+    Facts,
     check_groups,
     check_norms,
     check_settings,
-    notes,
+    norms_of,
     patch_notes,
     smallest,
     with_store,
@@ -51,9 +52,13 @@ def network(found: Config):
     return unet(depth=1, num_convs=1, base_channels=2, norm=found.model.norm or "instance")
 
 
+def notes_on(found: Config, model) -> list[str]:
+    return Facts(found, norms_of(model)).notes()
+
+
 def test_the_defaults_are_not_refused():
     check_settings(Config())
-    assert notes(Config(), unet(depth=1, num_convs=1, base_channels=2)) == []
+    assert notes_on(Config(), unet(depth=1, num_convs=1, base_channels=2)) == []
 
 
 @pytest.mark.parametrize("section", SHARED)
@@ -99,10 +104,13 @@ def test_the_configs_that_come_along_are_accepted(path):
     model = unet(depth=1, num_convs=1, base_channels=2, norm=found.model.norm)
     if kind is PatchConfig:
         check_groups(found.model)
-        assert found.data.store and patch_notes(found, model) == []
+        assert (
+            found.data.store
+            and patch_notes(found.patchgd, found.model, found.mesh, found.approximate, model) == []
+        )
     else:
         check_settings(found)
-        assert found.data.store and notes(found, model) == []
+        assert found.data.store and notes_on(found, model) == []
 
 
 @pytest.mark.parametrize(
@@ -140,7 +148,7 @@ def test_the_configs_that_come_along_are_accepted(path):
     ],
 )
 def test_notes(settings, norm, words):
-    assert notes(config(settings), unet(depth=1, num_convs=1, base_channels=2, norm=norm)) == (
+    assert notes_on(config(settings), unet(depth=1, num_convs=1, base_channels=2, norm=norm)) == (
         [words] if words else []
     )
 
@@ -148,9 +156,9 @@ def test_notes(settings, norm, words):
 def test_groups_that_do_not_divide_the_channels():
     model = unet(depth=1, num_convs=1, base_channels=4, norm="group", groups=3)
     words = "model.groups 3 does not divide the channels of enc0_norm0, so the number of groups of this norm is 1"
-    assert notes(config({"model.norm": "group", "model.groups": 3}), model) == [words]
+    assert notes_on(config({"model.norm": "group", "model.groups": 3}), model) == [words]
     assert (
-        notes(
+        notes_on(
             config({"model.norm": "group", "model.groups": 2}),
             unet(depth=1, num_convs=1, base_channels=4, norm="group", groups=2),
         )
@@ -166,22 +174,26 @@ def test_the_stores_ignore_value_holds_unless_another_is_set():
         with_store(LossConfig(ignore_index=3), store)
 
 
+def check_sizes(found: Config, model, sizes: dict) -> None:
+    check_norms(model, sizes, found.spatial, found.approximate, found.norm_images)
+
+
 def test_an_image_too_small_for_a_norm_is_named_before_work():
     """Sizes that are smaller in every dim decide; a batch norm counts the images of a batch."""
     sizes = {"large": (64, 64), "sliver": (24, 4), "wide": (8, 400)}
     assert list(smallest(sizes)) == ["sliver", "wide"]
     deep = unet(depth=5, base_channels=2, norm="instance")
     with pytest.raises(ValueError, match=r"'sliver' of 24x4 pixels .*mid_norm0 .*\(DS403\)"):
-        check_norms(Config(), deep, sizes)
-    check_norms(Config(), deep, {"large": (64, 64)})
-    check_norms(Config(approximate=ApproximateConfig(norms="window")), deep, sizes)
+        check_sizes(Config(), deep, sizes)
+    check_sizes(Config(), deep, {"large": (64, 64)})
+    check_sizes(Config(approximate=ApproximateConfig(norms="window")), deep, sizes)
     batch = unet(depth=5, base_channels=2, norm="batch")
     with pytest.raises(ValueError, match=r"sliver.*\(DS403\)"):
-        check_norms(Config(), batch, sizes)
-    check_norms(Config(data=DataConfig(images=2)), batch, sizes)
-    check_norms(Config(spatial=SpatialConfig(frozen_norm=True)), batch, sizes)
+        check_sizes(Config(), batch, sizes)
+    check_sizes(Config(data=DataConfig(images=2)), batch, sizes)
+    check_sizes(Config(spatial=SpatialConfig(frozen_norm=True)), batch, sizes)
     whole = Config(spatial=SpatialConfig(norm_scope="step"), mesh=MeshConfig(samples=2))
-    check_norms(whole, batch, sizes)
+    check_sizes(whole, batch, sizes)
     later = Config(spatial=SpatialConfig(norm_scope="step"), train=TrainConfig(accumulate=2))
     with pytest.raises(ValueError, match=r"sliver.*\(DS403\)"):
-        check_norms(later, batch, sizes)  # a batch norm does not see the next micro-batch
+        check_sizes(later, batch, sizes)  # a batch norm does not see the next micro-batch

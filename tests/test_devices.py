@@ -106,7 +106,7 @@ def test_placements_agree(comm, norm):
 def engine_of(found, mesh, precision="fp64"):
     """An engine, and its part of a step's random images."""
     engine = Engine(found, mesh, outline_model(found.model), (33, 47), precision=precision)
-    images = RandomImages(Size("33x47"), 3, 3, found)
+    images = RandomImages(Size("33x47"), 3, 3, found.loss, found.train.seed)
     return engine, [
         images.mine([m], Size("1x1"), Size("1x1"), (0, 0), engine.reach)
         for m in range(found.train.accumulate)
@@ -280,7 +280,7 @@ def test_statistics_that_ranks_share(comm, settings, text):
 @pytest.mark.parallel(1)
 def test_micro_batches_of_different_sizes(comm):
     engine, micro_batches = engine_of(config(accumulate=2, **on(2)), Mesh(comm))
-    other = RandomImages(Size("41x47"), 3, 3, engine.config).mine(
+    other = RandomImages(Size("41x47"), 3, 3, engine.config.loss).mine(
         [1], Size("1x1"), Size("1x1"), (0, 0), engine.reach
     )
     with pytest.raises(

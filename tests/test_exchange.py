@@ -321,8 +321,8 @@ def test_a_step_of_all_tiles_has_the_arithmetic_of_the_serial_one(comm, per_rank
     engine = Engine(
         config, Mesh(comm, 1, grid), build_model(config.model), (61, 75), precision="fp64"
     )
-    images = RandomImages(Size("61x75"), 3, 2, config)
-    own = own_pieces(config, engine.mesh, images, engine.reading)
+    images = RandomImages(Size("61x75"), 3, 2, config.loss)
+    own = own_pieces(engine, images)
     with FlopCounterMode(display=False) as mine:
         engine.backward(own)
     pixels, labels = images.whole(0)

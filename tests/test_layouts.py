@@ -10,7 +10,7 @@ import yaml
 from torch import nn
 
 from distseg.cli.main import _config, _parse, _parser, main
-from distseg.cli.plan_layouts import _cuts, choose_layout, text, with_best_layout, work_of
+from distseg.cli.plan_layouts import PlannedTraining, _cuts, choose_layout, text, with_best_layout
 from distseg.config.settings import (
     Config,
     DataConfig,
@@ -47,7 +47,7 @@ def planner(
     config = replace(config, loss=replace(config.loss, name=loss))
     found = at or machine()
     network = as_network(plain_model(config.model))
-    return Planner(work_of(config, network, Size(size), found, None), found, limit)
+    return Planner(PlannedTraining(config, network, Size(size)).work(found), found, limit)
 
 
 def layout(
@@ -358,7 +358,7 @@ def test_tiles_are_streamed_if_no_layout_fits(batch, mesh):
 @pytest.mark.covering(cases=1)
 def test_a_job_streams_what_does_not_fit(comm, monkeypatch):
     """Let a rank have 1.5 GB, and a layout seem to need 2 GB."""
-    monkeypatch.setattr("distseg.cli.plan_layouts.measure", lambda *_: machine(memory=1.5e9))
+    monkeypatch.setattr(PlannedTraining, "measure", lambda *_: machine(memory=1.5e9))
     predict = Planner.predict
     monkeypatch.setattr(Planner, "predict", lambda *a: replace(predict(*a), memory=2e9))
     found = with_best_layout(auto(), comm, Size("49x67"))

@@ -225,12 +225,12 @@ def test_the_published_training_is_a_plain_programs(comm, place):
     """
     store = Store(place / "s.h5")
     plan, outputs = gridded(published(place, comm.size)), len(store.classes)
-    network = network_of(plan, store.bands, outputs).double()
+    network = network_of(plan.model, plan.patchgd, store.bands, outputs).double()
     spread(network, pixels(store, store.split("train")))
     mesh = Mesh(comm, 1, plan.mesh.tiles)
     engine, loader, plain = (
         PatchEngine(plan, mesh, network, precision="fp64"),
-        PatchLoader(store, plan, mesh),
+        PatchLoader(store, plan.data, plan.train.seed, mesh),
         PlainProgram(plan, store.bands, outputs),
     )
     own = [
@@ -333,10 +333,14 @@ def test_heads_do_not_depend_on_the_ranks(comm, place, head):
         plan = replace(plan, optim=replace(plan.optim, name="sgd"))
         store, mesh = Store(place / "s.h5"), Mesh(ranks, samples, plan.mesh.tiles)
         engine = PatchEngine(
-            plan, mesh, network_of(plan, store.bands, len(store.classes)), precision="fp64"
+            plan,
+            mesh,
+            network_of(plan.model, plan.patchgd, store.bands, len(store.classes)),
+            precision="fp64",
         )
         losses = [
-            engine.step(images, 0.01)[0] for images in PatchLoader(store, plan, mesh).epoch(0)
+            engine.step(images, 0.01)[0]
+            for images in PatchLoader(store, plan.data, plan.train.seed, mesh).epoch(0)
         ]
         found.append(
             (
@@ -585,11 +589,14 @@ def test_a_norm_of_several_grids_is_of_all_their_cells(tmp_path):
         tmp_path, 1, head="test_patch_heads:Normed", sampled=1.0, inner=1, head_channels=None
     )
     plan = replace(plan, data=replace(plan.data, images=2))
-    network, mesh = network_of(plan, store.bands, len(store.classes)).double(), Mesh(Alone())
+    network, mesh = (
+        network_of(plan.model, plan.patchgd, store.bands, len(store.classes)).double(),
+        Mesh(Alone()),
+    )
     plain = nn.ModuleDict({"backbone": backbone(store.bands, 256), "head": Normed(256, 2)}).double()
     plain.load_state_dict(user_names(network.state_dict().items(), network))
     engine = PatchEngine(plan, mesh, network, precision="fp64")
-    images = next(iter(PatchLoader(store, plan, mesh).epoch(0)))
+    images = next(iter(PatchLoader(store, plan.data, plan.train.seed, mesh).epoch(0)))
     engine.gradients.zero()
     found = engine.backward(images, engine.fill(images), 0)
     grids = [[n // 16 for n in size] for size in images.sizes]

@@ -96,7 +96,9 @@ def images_of(plan: PatchConfig, store: Store):
     whole = replace(
         plan, data=replace(plan.data, images=plan.data.images * plan.mesh.samples), mesh=MeshBase()
     )
-    samples = next(iter(PatchLoader(store, whole, Mesh(Alone())).epoch(0))).samples
+    samples = next(
+        iter(PatchLoader(store, whole.data, whole.train.seed, Mesh(Alone())).epoch(0))
+    ).samples
     x = torch.stack(
         [torch.from_numpy(store.read_normalised(s.image, s.box)).double() for s in samples]
     )
@@ -110,7 +112,7 @@ def images_of(plan: PatchConfig, store: Store):
 def serial(plan: PatchConfig, store: Store):
     """(loss, weights) after a step, by one process in plain PyTorch."""
     settings, (samples, x, labels) = plan.patchgd, images_of(plan, store)
-    network = network_of(plan, store.bands, len(store.classes)).double()
+    network = network_of(plan.model, plan.patchgd, store.bands, len(store.classes)).double()
     optimizer = torch.optim.SGD(network.parameters(), RATE, momentum=plan.optim.momentum)
     size = tuple(x.shape[2:])
     boxes = network.patches(size)
@@ -207,10 +209,12 @@ def test_a_step_is_that_of_plain_pytorch_on_any_ranks(comm, place, more):
         config(place, samples, tiles=f"{comm.size // samples}x1", **more),
         Store(place / "s.h5"),
     )
-    network = network_of(plan, store.bands, len(store.classes))
+    network = network_of(plan.model, plan.patchgd, store.bands, len(store.classes))
     mesh = Mesh(comm, samples, plan.mesh.tiles)
     engine = MapEngine(plan, mesh, network, precision="fp64")
-    loss, _ = engine.step(next(iter(PatchLoader(store, plan, mesh).epoch(0))), RATE)
+    loss, _ = engine.step(
+        next(iter(PatchLoader(store, plan.data, plan.train.seed, mesh).epoch(0))), RATE
+    )
     wanted_loss, wanted = serial(plan, store)
     assert abs(loss - wanted_loss) <= TOLERANCE
     for name, p in engine.network.named_parameters():
@@ -234,12 +238,12 @@ def test_all_patches_at_once_are_trained_end_to_end(comm, place):
         comm.Barrier()
         plan = replace(plan, data=replace(plan.data, store=str(place / "even.h5")))
     store = Store(plan.data.store)
-    network = network_of(plan, store.bands, len(store.classes)).double()
+    network = network_of(plan.model, plan.patchgd, store.bands, len(store.classes)).double()
     _, x, labels = images_of(plan, store)
     F.cross_entropy(network(x), labels, ignore_index=255).backward()
     mesh = Mesh(comm, 1, plan.mesh.tiles)
     engine = MapEngine(plan, mesh, copy.deepcopy(network), precision="fp64")
-    images = next(iter(PatchLoader(store, plan, mesh).epoch(0)))
+    images = next(iter(PatchLoader(store, plan.data, plan.train.seed, mesh).epoch(0)))
     engine.gradients.zero()
     engine.backward(images, engine.fill(images), 0)
     engine.gradients.finish()
@@ -259,10 +263,13 @@ def test_masks_and_losses_do_not_depend_on_the_ranks(comm, place):
     def stepped(comm, plan):
         mesh = Mesh(comm, 1, plan.mesh.tiles)
         engine = MapEngine(
-            plan, mesh, network_of(plan, store.bands, len(store.classes)), precision="fp64"
+            plan,
+            mesh,
+            network_of(plan.model, plan.patchgd, store.bands, len(store.classes)),
+            precision="fp64",
         )
         return engine.step(
-            next(iter(PatchLoader(store, plan, mesh).epoch(0))), RATE
+            next(iter(PatchLoader(store, plan.data, plan.train.seed, mesh).epoch(0))), RATE
         ), engine.network
 
     (loss, norm), network = stepped(comm, plan)
@@ -292,11 +299,16 @@ def test_masks_do_not_depend_on_other_images_of_a_group(comm, shared_path):
         plan = replace(plan, data=replace(plan.data, images=4 // samples))
         mesh = Mesh(where, samples)
         engine = MapEngine(
-            plan, mesh, network_of(plan, store.bands, len(store.classes)), precision="fp64"
+            plan,
+            mesh,
+            network_of(plan.model, plan.patchgd, store.bands, len(store.classes)),
+            precision="fp64",
         )
         found.append(
             (
-                engine.step(next(iter(PatchLoader(store, plan, mesh).epoch(0))), RATE)[0],
+                engine.step(
+                    next(iter(PatchLoader(store, plan.data, plan.train.seed, mesh).epoch(0))), RATE
+                )[0],
                 engine.network,
             )
         )
@@ -310,7 +322,7 @@ def test_an_image_is_predicted_patch_by_patch(tmp_path):
 
     store = Store(write_store(tmp_path / "s.h5"))
     plan = config(tmp_path, step=Size("11x16"))
-    network = network_of(plan, store.bands, len(store.classes)).double().eval()
+    network = network_of(plan.model, plan.patchgd, store.bands, len(store.classes)).double().eval()
     engine = MapEngine(plan, Mesh(Alone()), copy.deepcopy(network), precision="fp64")
     predictor, source = engine.predictor(), store_image(store, "image00")
     with torch.no_grad():

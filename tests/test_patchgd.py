@@ -60,9 +60,9 @@ def config(
 def ours(plan: PatchConfig, comm, store: Store):
     """(loss, weights and running statistics) after a step."""
     mesh = Mesh(comm, plan.mesh.samples, plan.mesh.tiles)
-    network = network_of(plan, store.bands, len(store.classes))
+    network = network_of(plan.model, plan.patchgd, store.bands, len(store.classes))
     engine = PatchEngine(plan, mesh, network, precision="fp64")
-    images = next(iter(PatchLoader(store, plan, mesh).epoch(0)))
+    images = next(iter(PatchLoader(store, plan.data, plan.train.seed, mesh).epoch(0)))
     loss, _ = engine.step(images, RATE)
     return loss, {
         name: t.clone() for name, t in network.state_dict().items() if t.is_floating_point()
@@ -72,13 +72,15 @@ def ours(plan: PatchConfig, comm, store: Store):
 def papers(plan: PatchConfig, store: Store):
     """The same by one process, in plain PyTorch."""
     settings = plan.patchgd
-    network = network_of(plan, store.bands, len(store.classes)).double()
+    network = network_of(plan.model, plan.patchgd, store.bands, len(store.classes)).double()
     optimizer = torch.optim.SGD(network.parameters(), RATE, momentum=plan.optim.momentum)
     whole = replace(
         plan, data=replace(plan.data, images=plan.data.images * plan.mesh.samples), mesh=MeshBase()
     )
 
-    samples = next(iter(PatchLoader(store, whole, Mesh(Alone())).epoch(0))).samples
+    samples = next(
+        iter(PatchLoader(store, whole.data, whole.train.seed, Mesh(Alone())).epoch(0))
+    ).samples
     x = torch.stack(
         [torch.from_numpy(store.read_normalised(s.image, s.box)).double() for s in samples]
     )
@@ -217,9 +219,9 @@ def test_all_patches_at_once_are_trained_end_to_end(comm, place):
         config(place, tiles=f"1x{comm.size}", inner=1, sampled=1.0, norm="group"),
         Store(place / "s.h5"),
     )
-    network = network_of(plan, store.bands, len(store.classes)).double()
+    network = network_of(plan.model, plan.patchgd, store.bands, len(store.classes)).double()
     mesh = Mesh(comm, 1, plan.mesh.tiles)
-    images = next(iter(PatchLoader(store, plan, mesh).epoch(0)))
+    images = next(iter(PatchLoader(store, plan.data, plan.train.seed, mesh).epoch(0)))
     x = torch.stack(
         [torch.from_numpy(store.read_normalised(s.image, s.box)).double() for s in images.samples]
     )
@@ -435,7 +437,8 @@ def test_ranks_that_no_patch_is_drawn_for_are_refused_before_work(tmp_path):
         ValueError,
         match=r"patchgd.sampled 0.1 draws 2 patches of 1 images such as 'image00', but 3 ranks share them \(mesh.tiles 1x3\)",
     ):
-        check_images(store, config(tmp_path, tiles="1x3", images=1, sampled=0.1))
+        plan = config(tmp_path, tiles="1x3", images=1, sampled=0.1)
+        check_images(store, plan.data, plan.patchgd, plan.mesh.tiles)
 
 
 def test_patches_cover_an_image():
@@ -465,10 +468,12 @@ def test_patches_of_held_images_are_those_that_are_read(tmp_path):
     plan = replace(plan, data=replace(plan.data, augment=["flip", "colour"]))
     mesh = Mesh(Alone())
     few, many = (
-        PatchEngine(p, mesh, network_of(p, store.bands, len(store.classes)))
+        PatchEngine(p, mesh, network_of(p.model, p.patchgd, store.bands, len(store.classes)))
         for p in (plan, replace(plan, patchgd=replace(plan.patchgd, sampled=0.3)))
     )
-    read, held = (next(iter(PatchLoader(store, plan, mesh).epoch(0))) for _ in range(2))
+    read, held = (
+        next(iter(PatchLoader(store, plan.data, plan.train.seed, mesh).epoch(0))) for _ in range(2)
+    )
     boxes = patches_of((45, 61), (16, 16), (11, 13))
     few._read(read, [(0, 0), (1, 3)])
     many._read(held, [(i, p) for i in (0, 1) for p in range(6)])

@@ -111,25 +111,27 @@ def test_what_a_prediction_depends_on_tells_it_from_others(comm, folder):
     plan = config(folder, norm="batch", epochs=1)
     train(plan, comm)
     run, manifest = find(folder / "run"), read_manifest(find(folder / "run"))
-    found = network_identity(run, manifest, plan.of_predictions)
+    found = network_identity(run, manifest, plan.prediction_settings)
     assert found == network_identity(
         run,
         manifest,
-        replace(plan, predict=replace(plan.predict, scratch=str(folder))).of_predictions,
+        replace(plan, predict=replace(plan.predict, scratch=str(folder))).prediction_settings,
     )
     for other in (
         dict(approximate=ApproximateConfig(halo=2)),
         dict(approximate=ApproximateConfig(norms="window")),
         dict(spatial=replace(plan.spatial, exchange_every="1")),
     ):
-        assert found != network_identity(run, manifest, replace(plan, **other).of_predictions)
+        assert found != network_identity(run, manifest, replace(plan, **other).prediction_settings)
     assert found != network_identity(
-        run, manifest, replace(plan, train=replace(plan.train, precision="fp32")).of_predictions
+        run,
+        manifest,
+        replace(plan, train=replace(plan.train, precision="fp32")).prediction_settings,
     )
     train(plan, comm)
     assert read_manifest(find(folder / "run"))["step"] == manifest[
         "step"
-    ] and found != network_identity(find(folder / "run"), manifest, plan.of_predictions)
+    ] and found != network_identity(find(folder / "run"), manifest, plan.prediction_settings)
 
 
 def check_prediction(plan, comm, folder):

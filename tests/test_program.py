@@ -10,7 +10,7 @@ from made_graphs import CONV, line
 from test_exact import config as exact_config
 from torch import nn
 
-from distseg.cli.plan_program import programs
+from distseg.cli.plan_program import PipelineProgram
 from distseg.config.sizes import Size
 from distseg.models.zoo import outline_model
 from distseg.runtime.actions import Backward, Forward, Weight
@@ -484,7 +484,7 @@ m1  send      gradient of x of stage 0 for stage 1
 
 def planned(**settings) -> list[tuple[str, str]]:
     config = exact_config(num_convs=1, depth=1, **settings)
-    return list(programs(config, outline_model(config.model), (64, 96)))
+    return list(PipelineProgram(config, outline_model(config.model), (64, 96)).texts())
 
 
 def test_the_program_of_a_config():
@@ -540,7 +540,7 @@ def test_devices_have_no_program_of_ours():
 
 def test_a_network_in_one_piece_has_a_program():
     config = exact_config()
-    ((legend, done),) = programs(config, Residual(), (32, 32))
+    ((legend, done),) = PipelineProgram(config, Residual(), (32, 32)).texts()
     assert legend == "stage 0: the whole network" and done.splitlines() == [
         "m0  forward   stage 0",
         "m0  backward  stage 0",
@@ -555,7 +555,8 @@ def test_layers_are_named_by_their_place():
         nn.Sequential(conv, nn.ReLU()),
         nn.Conv2d(3, 2, 1),
     )
-    ((legend, _),) = programs(exact_config(tiles="1x2", exchange_every="1"), nested, (32, 32))
+    config = exact_config(tiles="1x2", exchange_every="1")
+    ((legend, _),) = PipelineProgram(config, nested, (32, 32)).texts()
     assert legend.splitlines() == [
         "stage 0: 0.0 to 2",
         "         halos exchanged before 0.0, 1.0",

@@ -23,7 +23,14 @@ from distseg.cli.main import _parse, _parser
 from distseg.config.file import check_value, read_settings, settings_of
 from distseg.config.patchgd import PatchConfig, PatchgdConfig
 from distseg.config.refusal import SettingError
-from distseg.config.settings import Config, LossConfig, PipelineConfig
+from distseg.config.settings import (
+    ApproximateConfig,
+    Config,
+    LossConfig,
+    PipelineConfig,
+    SpatialConfig,
+    StreamingConfig,
+)
 from distseg.config.sizes import Size
 from distseg.models.layers import VectorNorm
 from distseg.models.unet import unet
@@ -238,7 +245,9 @@ EXAMPLES = (
     # The text of a config file.
     Example(
         "DS234",
-        lambda: check_auto(Config(pipeline=PipelineConfig(balance=[3, 4]))),
+        lambda: check_auto(
+            StreamingConfig(), ApproximateConfig(), PipelineConfig(balance=[3, 4]), SpatialConfig()
+        ),
         "`mesh.layout: auto`, `pipeline.balance: [3, 4]`",
     ),
     Example("DS301", reading("c.yaml", b"# nothing\n"), "a file with comments only"),
@@ -294,7 +303,9 @@ EXAMPLES = (
     ),
     Example(
         "DS403",
-        lambda: check_norms(Config(), DEEP, {"large": (64, 64), "sliver": (24, 4)}),
+        lambda: check_norms(
+            DEEP, {"large": (64, 64), "sliver": (24, 4)}, SpatialConfig(), ApproximateConfig(), 1
+        ),
         "`model.depth: 5` and an image of 24x4 pixels",
     ),
     Example("DS404", labels(SMALL, of_images=True), "`model.name: unet` and labels of images"),

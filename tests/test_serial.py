@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from distseg.config.settings import Config, LossConfig, ModelConfig, OptimConfig, SpatialConfig
+from distseg.config.settings import LossConfig, OptimConfig, StepSettings
 from distseg.models.unet import unet
 from distseg.training.serial import Image, serial_step
 
@@ -79,7 +79,7 @@ def test_one_step_of_plain_pytorch(norm, loss):
     outcome = serial_step(
         model,
         images,
-        Config(loss=LossConfig(loss), optim=OptimConfig("sgd", lr=0.1, momentum=0, clip=0.01)),
+        StepSettings(LossConfig(loss), OptimConfig("sgd", lr=0.1, momentum=0, clip=0.01)),
     )
 
     plain = copy.deepcopy(model).train()
@@ -96,7 +96,7 @@ def test_one_step_of_plain_pytorch(norm, loss):
 
 def test_frozen_batch_norm_is_evaluation_mode():
     model, images = model_of("batch"), step_of(2)
-    outcome = serial_step(model, images, Config(spatial=SpatialConfig(frozen_norm=True)))
+    outcome = serial_step(model, images, StepSettings(frozen_norm=True))
     plain = copy.deepcopy(model).eval()
     F.cross_entropy(
         plain(torch.stack([i.pixels for i in images])),
@@ -111,7 +111,7 @@ def test_frozen_batch_norm_is_evaluation_mode():
 def test_what_batch_norm_sees(scope, batches):
     """Two sample groups of two images each."""
     model, images = model_of("batch"), step_of(4, groups=2)
-    outcome = serial_step(model, images, Config(spatial=SpatialConfig(norm_scope=scope)))
+    outcome = serial_step(model, images, StepSettings(norm_scope=scope))
     plain = copy.deepcopy(model).train()
     z = torch.cat([plain(torch.stack([images[n].pixels for n in batch])) for batch in batches])
     F.cross_entropy(z, torch.stack([i.labels for i in images]), ignore_index=255).backward()
@@ -123,7 +123,7 @@ def test_running_statistics_are_deferred_batch_norms():
     model, images = model_of("batch"), step_of(3)
     first = torch.stack([model.enc0_conv0(i.pixels) for i in images]).transpose(0, 1).flatten(1)
     norm = model.enc0_norm0
-    outcome = serial_step(model, images, Config())
+    outcome = serial_step(model, images, StepSettings())
     close(
         outcome.buffers,
         {
@@ -135,15 +135,15 @@ def test_running_statistics_are_deferred_batch_norms():
 
 def test_dropout_is_keyed_and_drops_at_its_rate():
     model, images = model_of("none", dropout=0.5), step_of(1)
-    runs = [serial_step(model, images, Config(), epoch=e).loss for e in (0, 0, 1)]
+    runs = [serial_step(model, images, StepSettings(), epoch=e).loss for e in (0, 0, 1)]
     assert runs[0] == runs[1] != runs[2]
-    assert runs[0] != serial_step(model_of("none"), images, Config()).loss
+    assert runs[0] != serial_step(model_of("none"), images, StepSettings()).loss
 
 
 def test_the_model_is_left_alone():
     model = model_of("batch", dropout=0.1)
     before = copy.deepcopy(model.state_dict())
-    serial_step(model, step_of(2), Config(model=ModelConfig()))
+    serial_step(model, step_of(2), StepSettings())
     assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
 
@@ -155,5 +155,5 @@ def test_batch_norm_of_different_sizes_has_no_meaning():
         ValueError,
         match="images of different sizes in one batch.*: set data.crop, or data.images to 1",
     ):
-        serial_step(model_of("batch"), [images[0], small], Config())
-    serial_step(model_of("instance"), [images[0], small], Config())
+        serial_step(model_of("batch"), [images[0], small], StepSettings())
+    serial_step(model_of("instance"), [images[0], small], StepSettings())

@@ -144,7 +144,7 @@ def test_a_nan_in_one_gradient_fails_the_whole(comm, monkeypatch):
 
 
 def test_random_images_are_noise_with_some_pixels_ignored():
-    images = RandomImages(Size("50x60"), 3, 4, Config(train=TrainConfig(seed=1)))
+    images = RandomImages(Size("50x60"), 3, 4, LossConfig(), seed=1)
     pixels, labels = images.whole(0)
     assert (
         pixels.shape == (3, 50, 60)
@@ -161,7 +161,9 @@ def test_numbers_are_dealt_micro_batch_by_micro_batch():
     config = Config(
         mesh=MeshConfig(samples=2), train=TrainConfig(accumulate=2), data=DataConfig(images=3)
     )
-    assert [[module._rows(config, d).of_micro_batch(m) for m in range(2)] for d in range(2)] == [
+    sections = config.mesh, config.train, config.data
+    rows = [module._rows(*sections, d) for d in range(2)]
+    assert [[row.of_micro_batch(m) for m in range(2)] for row in rows] == [
         [[0, 1, 2], [6, 7, 8]],
         [[3, 4, 5], [9, 10, 11]],
     ]

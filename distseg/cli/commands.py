@@ -293,7 +293,7 @@ def run_predict(
     with raise_jointly(world):
         classes = replace(classes, traced=numbers_of(names, settings.trace, "predict.trace"))
         checkpoint = find(run)
-        network = network_identity(checkpoint, manifest, config.of_predictions)
+        network = network_identity(checkpoint, manifest, config.prediction_settings)
         if nodata is not None and not images:
             raise ValueError(
                 f"--nodata is {nodata}, but a store has its own no-data value: use --nodata with "

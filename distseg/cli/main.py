@@ -560,14 +560,16 @@ def _program(arguments: list[str]) -> int:
         help="Size of the images, such as 512x512; by default that of the first step on the store.",
     )
     parsed = _parse(parser, arguments)
-    from distseg.cli.plan_program import programs
+    from distseg.cli.plan_program import PipelineProgram
     from distseg.models.capture.capture import as_network
     from distseg.training.verify import prepare
 
-    config, model, images = prepare(_config(parsed), parsed.image)
-    for rank, (legend, operations) in enumerate(programs(config, as_network(model), images.size)):
+    prepared = prepare(_config(parsed), parsed.image)
+    model, size = as_network(prepared.model), prepared.images().size
+    program = PipelineProgram(prepared.config, model, size)
+    for rank, (legend, operations) in enumerate(program.texts()):
         print(
-            f"{'' if rank == 0 else chr(10)}rank {rank} of {config.mesh.stages} of the "
+            f"{'' if rank == 0 else chr(10)}rank {rank} of {prepared.config.mesh.stages} of the "
             f"pipeline\n{legend}\n\n{operations}"
         )
     return 0

@@ -12,7 +12,7 @@ import math
 import os
 import sys
 from collections.abc import Collection, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -23,6 +23,7 @@ from distseg.comm.alone import Alone
 from distseg.comm.collective import add
 from distseg.comm.launch import memory_in_use, raise_jointly, set_up
 from distseg.comm.mesh import Mesh
+from distseg.config.patchgd import PatchConfig
 from distseg.config.settings import Config, MeshConfig, PipelineConfig, SpatialConfig
 from distseg.config.sizes import Size
 from distseg.config.units import duration
@@ -41,9 +42,10 @@ from distseg.report.tables import table
 from distseg.runtime.optimizer import state_copies
 from distseg.runtime.precision import choose
 from distseg.tiling.tile import check_grid
+from distseg.tiling.tile_batch import TileBatch
 from distseg.training.conflicts import check_auto
 from distseg.training.engine import Engine
-from distseg.training.verify import RandomImages, own_pieces, prepare_model
+from distseg.training.verify import RandomImages, own_pieces, prepare
 
 HERE = "here"
 _SECONDS = 2.0  # of a timed step
@@ -81,27 +83,27 @@ def plan_layouts(
             micro-batches, or no layout is possible.
     """
     with raise_jointly(world):
-        config, plain, size, store = prepare_model(config, image)
-        model = as_network(plain)
-        if not is_flat(model):
+        prepared = prepare(config, image)
+        training = PlannedTraining(prepared.config, as_network(prepared.model), prepared.size)
+        if not is_flat(training.model):
             raise ValueError(
                 f"distseg cannot follow the layers of {config.model.name}, so it cannot plan "
                 "stages and tiles for this network: split samples only (mesh.samples)"
             )
-    found = measure(config, model, size, world) if machine == HERE else load_machine(machine)
+    found = training.measure(world) if machine == HERE else load_machine(machine)
     with raise_jointly(world):
-        work = work_of(config, model, size, found, batch)
+        work = training.work(found, batch)
         planner, best = Planner(work, found, memory), None
         if world.rank == 0:
             best = _best(planner, ranks)
     if best is None:
         return None
     samples = None
-    if store is not None:
-        samples = config.data.epoch_samples or len(store.split("train"))
+    if prepared.store is not None:
+        samples = config.data.epoch_samples or len(prepared.store.split("train"))
     return {
         "ranks": ranks,
-        "image": str(Size(size)),
+        "image": str(Size(training.size)),
         "batch": work.batch,
         "machine": found.name,
         "limit": planner.limit,
@@ -113,11 +115,14 @@ def plan_layouts(
     }
 
 
-def with_best_layout(config: Config, world, image: Size | None = None) -> Config:
+def with_best_layout(
+    config: Config | PatchConfig, world, image: Size | None = None
+) -> Config | PatchConfig:
     """Return the settings with the best layout on all ranks of the job, for ``mesh.layout: auto``.
 
-    Settings whose ``mesh.layout`` is ``given`` are returned unchanged. All ranks of ``world`` must
-    call it together; they time the network at the same time. Rank 0 prints the chosen layout.
+    Settings whose ``mesh.layout`` is ``given``, as always for PatchGD, are returned unchanged. All
+    ranks of ``world`` must call it together; they time the network at the same time. Rank 0 prints
+    the chosen layout.
 
     Args:
         config: the settings of the training. The layout keeps the number of images in a step.
@@ -131,21 +136,23 @@ def with_best_layout(config: Config, world, image: Size | None = None) -> Config
     if config.mesh.layout == "given":
         return config
     with raise_jointly(world):
-        check_auto(config)
-        completed, plain, size, store = prepare_model(config, image)
-        model = as_network(plain)
-        sizes = [size] if store is None else sample_sizes(store, config.data.crop).values()
-        size = Size(max(sizes, key=math.prod))
+        check_auto(config.streaming, config.approximate, config.pipeline, config.spatial)
+        prepared = prepare(config, image)
+        sizes = [prepared.size]
+        if prepared.store is not None:
+            sizes = list(sample_sizes(prepared.store, config.data.crop).values())
+        largest = Size(max(sizes, key=math.prod))
+        training = PlannedTraining(prepared.config, as_network(prepared.model), largest)
         found = None
-        if not is_flat(model):
-            layout = _samples_only(config, world.size, len(size))
+        if not is_flat(training.model):
+            layout = training.samples_only(world.size)
             found = Choice(layout, "its layers cannot be followed, so only samples are split")
     if found is None:
         _say(world, "timing the network, to choose the layout (mesh.layout auto)")
-        machine = measure(completed, model, size, world)
+        machine = training.measure(world)
         with raise_jointly(world):
             if world.rank == 0:
-                planner = Planner(work_of(completed, model, size, machine, None), machine)
+                planner = Planner(training.work(machine), machine)
                 found = choose_layout(planner, world.size, sizes)
         found = world.bcast(found, root=0)
     settings = found.layout.settings()
@@ -154,7 +161,186 @@ def with_best_layout(config: Config, world, image: Size | None = None) -> Config
         config = replace(config, streaming=replace(config.streaming, memory=found.memory))
     flags = " ".join(f"--{name} {value}" for name, value in settings.items())
     _say(world, f"layout: {flags} ({found.why})")
-    return with_layout(config, found.layout)
+    return config.with_values(found.layout.values())
+
+
+@dataclass(frozen=True)
+class PlannedTraining:
+    """Training whose layout is planned.
+
+    Attributes:
+        config: the settings, completed by those that follow from the images.
+        model: the plain network, which is not changed. All methods except :meth:`samples_only` need
+            a list of layers that distseg knows.
+        size: the size of an image in pixels; no larger image is timed.
+    """
+
+    config: Config
+    model: nn.Module
+    size: Size
+
+    def work(self, machine: Machine, batch: int | None = None) -> Work:
+        """Return the description of a step from which the planner predicts times and memory.
+
+        Args:
+            machine: the machine; the costs of layers are modelled for its device.
+            batch: the number of images in a step, over all sample groups; None for that of the
+                config.
+
+        Raises:
+            ValueError: the batch does not divide into micro-batches.
+        """
+        config, images = self.config, self.config.data.images
+        batch = batch or config.step_images
+        if batch % images:
+            raise ValueError(
+                f"a step of {batch} images does not divide into micro-batches of {images} "
+                "(data.images): give another --batch"
+            )
+        layers = [layer for _, layer in flat_layers(self.model)]
+        norms = active_norms(layers, config.spatial.frozen_norm)
+        whole_step = config.spatial.norm_scope == "step"
+        joins = whole_step and any(kind_of(layers[n]) == "batch" for n in norms)
+        return Work(
+            self.model,
+            modelled(self.model, self.size, images, machine.device),
+            tuple(self.size),
+            images,
+            batch,
+            reach_for(self.model, True),
+            tuple(norms),
+            state_copies(config.optim),
+            is_linear(config.loss.name),
+            whole_step,
+            config.mesh.samples if joins else None,
+        )
+
+    def samples_only(self, ranks: int) -> MeshLayout:
+        """Return the layout in which all ranks are sample groups.
+
+        Raises:
+            ValueError: the micro-batches of a step do not divide among the ranks.
+        """
+        config = self.config
+        micro = config.mesh.samples * config.train.accumulate
+        if micro % ranks:
+            raise ValueError(
+                f"mesh.layout is auto, and the layers of {config.model.name} cannot be followed, "
+                f"so only samples can be split, but {micro} micro-batches a step do not divide "
+                f"among {ranks} ranks: set train.accumulate to a multiple of {ranks}"
+            )
+        one = Size((1,) * len(self.size))
+        return MeshLayout(ranks, one, 1, "all", micro // ranks, "auto", config.pipeline.recompute)
+
+    def measure(self, world) -> Machine:
+        """Return the speed and memory of this machine, by timing steps of this network.
+
+        All ranks of ``world`` must call it together. At the same time each rank computes steps
+        alone, on images of two sizes. Then the messages between the ranks are timed.
+
+        Args:
+            world: the communicator of the ranks that measure.
+        """
+        config = self.config
+        device = set_up(world, config.run.device, config.run.threads).device
+        throughput = this_cpu() if device.type == "cpu" else CORE
+        sizes = self._timed_sizes()
+        alone = MeshLayout(1, Size((1,) * len(self.size)), 1, "all", 1, "auto", "never")
+        rows = []
+        for size in sizes:
+            world.Barrier()
+            engine, own = replace(self, size=size).step(alone, Alone(), device)
+            mine = fastest(partial(engine.backward, own), 3, device)
+            seconds = max(world.allgather(mine))
+            costs = modelled(self.model, size, config.data.images, throughput)
+            rows.append((seconds, sum(costs.forward) + sum(costs.backward), 2 * len(costs.layers)))
+        (small, less, calls), (large, more, _) = rows
+        factor = (large - small) / (more - less) if more > less and large > small else large / more
+        # Images may be so small that calls take nearly all the time; some is left for the
+        # arithmetic.
+        call = min(max(1e-7, (small - factor * less) / calls), 0.9 * large / calls)
+        factor = (large - calls * call) / more
+        latency, link, known = _messages(world)
+        source = f"steps on {' and '.join(map(str, sizes))}, {world.size} ranks at the same time"
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        ranks = world.size if world.size > 1 else max(1, (cores or 1) // torch.get_num_threads())
+        if device.type == "cuda":
+            memory = torch.cuda.get_device_properties(device).total_memory
+        else:
+            memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / ranks
+        measured = dict.fromkeys(("arithmetic", "traffic", "call", "memory", "base"), "measured")
+        guessed = "measured" if known else "guess"
+        return Machine(
+            "this machine",
+            throughput.flops_per_second / factor,
+            throughput.bytes_per_second / factor,
+            call,
+            latency,
+            link,
+            link,
+            float(memory),
+            float(memory_in_use(device)),
+            ranks,
+            kinds=measured
+            | {"latency": guessed, "link": guessed, "network": "guess", "ranks": guessed},
+            sources=dict.fromkeys(("arithmetic", "traffic", "call", "base"), source)
+            | dict.fromkeys(
+                ("latency", "link"), f"sums over {world.size} ranks" if known else "none"
+            )
+            | {"network": "as link", "memory": "of the machine", "ranks": "of this run"},
+        )
+
+    def _timed_sizes(self) -> tuple[Size, Size]:
+        """Return two image sizes for timed steps, the smaller one first.
+
+        By the model of a CPU core, a step on the larger size takes about ``_SECONDS``, or less if
+        images are small. The smaller size is about a half or a quarter of it along each dim.
+        """
+        stride = reach_for(self.model, True).stride
+        costs = modelled(self.model, self.size, self.config.data.images, CORE)
+        whole = sum(costs.forward) + sum(costs.backward)
+        shrink = min(1.0, (_SECONDS / whole) ** (1 / len(self.size)))
+
+        def at(factor: float) -> Size:
+            return Size(
+                min(n, max(2, round(factor * n / s)) * s) // s * s or s
+                for n, s in zip(self.size, stride)
+            )
+
+        large = at(shrink)
+        small = at(shrink / 2)
+        return (small, large) if small != large else (at(shrink / 4), large)
+
+    def step(
+        self, layout: MeshLayout, comm, device: torch.device
+    ) -> tuple[Engine, list[list[TileBatch]]]:
+        """Return an engine for timing one step of a layout, and random data for that step.
+
+        All ranks of ``comm`` must call it together.
+
+        Args:
+            layout: the mesh, and how its ranks share the work. It replaces some settings, such as
+                mesh, schedule and number of micro-batches.
+            comm: a communicator with as many ranks as the mesh.
+            device: the device of this rank.
+
+        Returns:
+            The engine, with a copy of the network; and this rank's tile batches of random images, a
+                list for each micro-batch.
+        """
+        config = replace(
+            self.config,
+            mesh=MeshConfig(reducer="mpi"),
+            pipeline=PipelineConfig(),
+            spatial=SpatialConfig(frozen_norm=self.config.spatial.frozen_norm),
+        ).with_values(layout.values())
+        bands, classes = channels_of(self.model)
+        vectors = of_image(self.model, self.size)
+        images = RandomImages(self.size, bands, classes, config.loss, config.train.seed, vectors)
+        mesh = Mesh(comm, layout.samples, layout.tiles, layout.stages)
+        precision, last = choose(config.train, device, comm)
+        engine = Engine(config, mesh, copy.deepcopy(self.model), self.size, device, precision, last)
+        return engine, own_pieces(engine, images)
 
 
 class Choice(NamedTuple):
@@ -201,23 +387,6 @@ def choose_layout(planner: Planner, ranks: int, sizes: Collection[tuple[int, ...
     return Choice(max(streamed, key=lambda one: one.samples), why, memory)
 
 
-def _samples_only(config: Config, ranks: int, dims: int) -> MeshLayout:
-    """Return the layout in which all ranks are sample groups.
-
-    Raises:
-        ValueError: the micro-batches of a step do not divide among the ranks.
-    """
-    micro = config.mesh.samples * config.train.accumulate
-    if micro % ranks:
-        raise ValueError(
-            f"mesh.layout is auto, and the layers of {config.model.name} cannot be followed, so "
-            f"only samples can be split, but {micro} micro-batches a step do not divide among "
-            f"{ranks} ranks: set train.accumulate to a multiple of {ranks}"
-        )
-    one = Size((1,) * dims)
-    return MeshLayout(ranks, one, 1, "all", micro // ranks, "auto", config.pipeline.recompute)
-
-
 def _say(world, line: str) -> None:
     """Print a line on rank 0, to stderr, because a command may print JSON to stdout."""
     if world.rank == 0:
@@ -251,33 +420,6 @@ def _best(planner: Planner, ranks: int) -> list[Prediction]:
     )
 
 
-def with_layout(config: Config, layout: MeshLayout) -> Config:
-    """Return the settings with those of a layout; ``mesh.layout`` is then ``given``."""
-    return replace(
-        config,
-        mesh=replace(
-            config.mesh,
-            samples=layout.samples,
-            tiles=layout.tiles,
-            stages=layout.stages,
-            layout="given",
-        ),
-        pipeline=replace(
-            config.pipeline,
-            schedule=layout.schedule if layout.stages > 1 else "auto",
-            recompute=layout.recompute,
-            balance=None,
-        ),
-        spatial=replace(
-            config.spatial,
-            exchange_every=layout.exchange,
-            fuse_below=0 if layout.exchange == "all" else config.spatial.fuse_below,
-            tiles_per_rank=Size((1,) * len(layout.tiles)),
-        ),
-        train=replace(config.train, accumulate=layout.micro_batches),
-    )
-
-
 def _plain(found: Prediction) -> dict:
     return {
         "settings": found.layout.settings(),
@@ -288,47 +430,6 @@ def _plain(found: Prediction) -> dict:
         "largest_loss": found.binds,
         "balance": list(found.balance),
     }
-
-
-def work_of(
-    config: Config, model: nn.Module, size: Size, machine: Machine, batch: int | None
-) -> Work:
-    """Return the description of a training step from which the planner predicts times and memory.
-
-    Args:
-        config: the settings.
-        model: the plain network, a list of layers that distseg knows.
-        size: the size of an image in pixels.
-        machine: the machine; the costs of layers are modelled for its device.
-        batch: the number of images in a step, over all sample groups; None for that of the config.
-
-    Raises:
-        ValueError: the batch does not divide into micro-batches.
-    """
-    images = config.data.images
-    batch = batch or config.mesh.samples * config.train.accumulate * images
-    if batch % images:
-        raise ValueError(
-            f"a step of {batch} images does not divide into micro-batches of {images} "
-            "(data.images): give another --batch"
-        )
-    layers = [layer for _, layer in flat_layers(model)]
-    norms = active_norms(layers, config.spatial.frozen_norm)
-    whole_step = config.spatial.norm_scope == "step"
-    joins = whole_step and any(kind_of(layers[n]) == "batch" for n in norms)
-    return Work(
-        model,
-        modelled(model, size, images, machine.device),
-        tuple(size),
-        images,
-        batch,
-        reach_for(model, True),
-        tuple(norms),
-        state_copies(config.optim),
-        is_linear(config.loss.name),
-        whole_step,
-        config.mesh.samples if joins else None,
-    )
 
 
 def sensitivity(planner: Planner, memory: float | None, ranks: int, best: Prediction) -> list[str]:
@@ -357,124 +458,6 @@ def sensitivity(planner: Planner, memory: float | None, ranks: int, best: Predic
                     f"{name} times {factor}: {_words(other)}, {duration(other.seconds)} a step"
                 )
     return found
-
-
-def measure(config: Config, model: nn.Module, image: Size, world) -> Machine:
-    """Return the speed and memory of this machine, by timing steps of this network.
-
-    All ranks of ``world`` must call it together. At the same time each rank computes steps alone,
-    on images of two sizes. Then the messages between the ranks are timed.
-
-    Args:
-        config: the settings.
-        model: the plain network, a list of layers that distseg knows.
-        image: the size of an image in pixels; no larger image is timed.
-        world: the communicator of the ranks that measure.
-    """
-    device = set_up(world, config.run.device, config.run.threads).device
-    throughput = this_cpu() if device.type == "cpu" else CORE
-    sizes = _timed_sizes(config, model, image)
-    alone = MeshLayout(1, Size((1,) * len(image)), 1, "all", 1, "auto", "never")
-    rows = []
-    for size in sizes:
-        world.Barrier()
-        engine, own = step_of(config, model, size, alone, Alone(), device)
-        mine = fastest(partial(engine.backward, own), 3, device)
-        seconds = max(world.allgather(mine))
-        costs = modelled(model, size, config.data.images, throughput)
-        rows.append((seconds, sum(costs.forward) + sum(costs.backward), 2 * len(costs.layers)))
-    (small, less, calls), (large, more, _) = rows
-    factor = (large - small) / (more - less) if more > less and large > small else large / more
-    # Images may be so small that calls take nearly all the time; some is left for the arithmetic.
-    call = min(max(1e-7, (small - factor * less) / calls), 0.9 * large / calls)
-    factor = (large - calls * call) / more
-    latency, link, known = _messages(world)
-    source = f"steps on {' and '.join(map(str, sizes))}, {world.size} ranks at the same time"
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    ranks = world.size if world.size > 1 else max(1, (cores or 1) // torch.get_num_threads())
-    if device.type == "cuda":
-        memory = torch.cuda.get_device_properties(device).total_memory
-    else:
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / ranks
-    measured = dict.fromkeys(("arithmetic", "traffic", "call", "memory", "base"), "measured")
-    guessed = "measured" if known else "guess"
-    return Machine(
-        "this machine",
-        throughput.flops_per_second / factor,
-        throughput.bytes_per_second / factor,
-        call,
-        latency,
-        link,
-        link,
-        float(memory),
-        float(memory_in_use(device)),
-        ranks,
-        kinds=measured
-        | {"latency": guessed, "link": guessed, "network": "guess", "ranks": guessed},
-        sources=dict.fromkeys(("arithmetic", "traffic", "call", "base"), source)
-        | dict.fromkeys(("latency", "link"), f"sums over {world.size} ranks" if known else "none")
-        | {"network": "as link", "memory": "of the machine", "ranks": "of this run"},
-    )
-
-
-def _timed_sizes(config: Config, model: nn.Module, image: Size) -> tuple[Size, Size]:
-    """Return two image sizes for timed steps, the smaller one first.
-
-    By the model of a CPU core, a step on the larger size takes about ``_SECONDS``, or less if
-    ``image`` is small. The smaller size is about a half or a quarter of it along each dim.
-
-    Args:
-        config: the settings.
-        model: the plain network, a list of layers that distseg knows.
-        image: the largest size in pixels.
-    """
-    stride = reach_for(model, True).stride
-    costs = modelled(model, image, config.data.images, CORE)
-    whole = sum(costs.forward) + sum(costs.backward)
-    shrink = min(1.0, (_SECONDS / whole) ** (1 / len(image)))
-
-    def at(factor: float) -> Size:
-        return Size(
-            min(n, max(2, round(factor * n / s)) * s) // s * s or s for n, s in zip(image, stride)
-        )
-
-    large = at(shrink)
-    small = at(shrink / 2)
-    return (small, large) if small != large else (at(shrink / 4), large)
-
-
-def step_of(config: Config, model: nn.Module, size: Size, layout: MeshLayout, comm, device):
-    """Return an engine for timing one step of a layout, and random data for that step.
-
-    All ranks of ``comm`` must call it together.
-
-    Args:
-        config: the settings. The layout replaces some of them, such as mesh, schedule and number of
-            micro-batches.
-        model: the plain network, which is not changed.
-        size: the size of an image in pixels.
-        layout: the mesh, and how its ranks share the work.
-        comm: a communicator with as many ranks as the mesh.
-        device: the device of this rank.
-
-    Returns:
-        The engine, with a copy of the network; and this rank's tile batches of random images, a
-            list for each micro-batch.
-    """
-    config = with_layout(
-        replace(
-            config,
-            mesh=MeshConfig(reducer="mpi"),
-            pipeline=PipelineConfig(),
-            spatial=SpatialConfig(frozen_norm=config.spatial.frozen_norm),
-        ),
-        layout,
-    )
-    images = RandomImages(size, *channels_of(model), config, of_image(model, size))
-    mesh = Mesh(comm, layout.samples, layout.tiles, layout.stages)
-    precision, last = choose(config.train, device, comm)
-    engine = Engine(config, mesh, copy.deepcopy(model), size, device, precision, last)
-    return engine, own_pieces(config, mesh, images, engine.reading)
 
 
 def _messages(world) -> tuple[float, float, bool]:

@@ -13,8 +13,8 @@ from distseg.comm.launch import keep_freed_memory, memory_in_use, raise_jointly,
 from distseg.comm.mesh import Mesh
 from distseg.comm.replicas import broadcast
 from distseg.comm.watch import heartbeat, phase
-from distseg.config.patchgd import PatchConfig
-from distseg.config.settings import Config, MeshConfig, StreamingConfig
+from distseg.config.patchgd import PatchConfig, PatchgdConfig
+from distseg.config.settings import Config, MeshConfig, ModelBase, StreamingConfig, TrainBase
 from distseg.config.sizes import Size
 from distseg.data.class_files import Classes, are_there
 from distseg.data.class_map import PartialMap, identity_of
@@ -40,7 +40,7 @@ from distseg.tiling.tile import Box
 from distseg.training.checkpoint.files import find, load_weights, read_run_manifest
 from distseg.training.conflicts import check_settings
 from distseg.training.run_config import check_model, network_of
-from distseg.training.stages import partition_of
+from distseg.training.stages import StageCut
 
 
 def load_predictor(
@@ -58,9 +58,9 @@ def load_predictor(
         world: the communicator of all ranks.
         device: the device of this rank.
     """
-    precision, channels_last = choose(config.train, device, world)
     if isinstance(config, PatchConfig):
-        return _load_patches(run, config, world, device, precision, channels_last)
+        return _load_patches(run, config.model, config.patchgd, config.train, world, device)
+    precision, channels_last = choose(config.train, device, world)
     with raise_jointly(world):
         checkpoint = find(run)
         manifest = read_run_manifest(checkpoint)
@@ -92,7 +92,7 @@ def load_predictor(
             answer_of(model, size)  # refuses networks that do not take this size
             check_module(model, size or [0] * len(config.predict.tile), modes=(False,))
         reach = used_reach(reach_for(model, cut=halo is not None), halo)
-        partition = partition_of(config, model, config.predict.tile, reach, device.type)
+        partition = StageCut(config, model, config.predict.tile, reach, device.type).partition()
     mesh = Mesh(world, world.size // stages, config.mesh.tiles, stages)
     mesh.waits.timeout = config.run.timeout
     # Weights are loaded last, when the parameters have their final dtype and device.
@@ -174,19 +174,31 @@ def _of_mesh(mesh: MeshConfig, trained: dict, ranks: int) -> list[str]:
 
 
 def _load_patches(
-    run: str, config: PatchConfig, world, device: torch.device, precision: str, channels_last: bool
+    run: str,
+    model: ModelBase,
+    patchgd: PatchgdConfig,
+    train: TrainBase,
+    world,
+    device: torch.device,
 ) -> tuple[PatchPredictor | MapPredictor, dict]:
     """Load a network of patches on all ranks; return a predictor and the manifest.
 
     All ranks must call it together. The predictor is a :class:`MapPredictor` if the network labels
     pixels, and a :class:`PatchPredictor` if it has one output for each image.
+
+    Args:
+        run: the folder of a run or of a checkpoint.
+        model, patchgd, train: the settings of these sections.
+        world: the communicator of all ranks.
+        device: the device of this rank.
     """
+    precision, channels_last = choose(train, device, world)
     with raise_jointly(world):
         checkpoint = find(run)
         manifest = read_run_manifest(checkpoint)
-        check_model(manifest["config"], config.model, run)
-        network = network_of(config, *manifest["channels"])
-        settings = (device, precision, channels_last, config.patchgd.at_once)
+        check_model(manifest["config"], model, run)
+        network = network_of(model, patchgd, *manifest["channels"])
+        settings = (device, precision, channels_last, patchgd.at_once)
         by_pixels = isinstance(network, PatchUNet)
         filler = (
             MapFiller(network, Context(), *settings)

@@ -237,8 +237,9 @@ def profile(
                 "pipeline.placement is devices, but torchgpipe's threads cannot be watched: set "
                 "pipeline.placement to linear or v-shaped, where each stage is held by a rank"
             )
-        config, plain, images = prepare(config, image)
-        model = as_network(plain)
+        prepared = prepare(config, image)
+        config, images = prepared.config, prepared.images()
+        model = as_network(prepared.model)
         MeshShape(config.mesh.samples, config.mesh.tiles, config.mesh.stages).check(world.size)
     precision, channels_last = choose(config.train, device, world)
     mesh = Mesh(world, config.mesh.samples, config.mesh.tiles, config.mesh.stages)
@@ -246,7 +247,7 @@ def profile(
         costs = costs_of(model, images.size, config.data.images, device.type)
     engine = Engine(config, mesh, model, images.size, device, precision, channels_last)
     with raise_jointly(world):
-        own = own_pieces(config, mesh, images, engine.reading)
+        own = own_pieces(engine, images)
         expected, simulated = (
             (None, None) if costs is None else _expected(engine, costs, images.size, own)
         )

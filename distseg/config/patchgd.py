@@ -125,7 +125,7 @@ class PatchConfig(ConfigBase):
     streaming: ClassVar[StreamingConfig] = StreamingConfig()  # a section of exact training
 
     @property
-    def of_predictions(self) -> list:
+    def prediction_settings(self) -> list:
         """Values of the settings on which the predictions of a given checkpoint depend.
 
         Predicted files are reused only if these values are the same

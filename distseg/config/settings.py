@@ -827,15 +827,14 @@ class ApproximateConfig(ApproximateBase):
 
 @dataclass(frozen=True)
 class StepSettings:
-    """Settings on which the result of an optimizer step depends, besides the model and the images.
+    """Settings of an optimizer step, without those that say how ranks share its work.
 
-    No other setting may change this result, apart from those of ``approximate``. The serial program
-    takes only these settings.
+    The serial program takes only these settings, beside the model and the images.
 
     Attributes:
         loss: the loss.
         optim: the optimizer.
-        weights: the loss weight of each output of the network (:func:`output_weights`).
+        outputs: the value of ``model.outputs``, the loss weights of the network's outputs.
         norm_scope: the value of ``spatial.norm_scope``.
         frozen_norm: the value of ``spatial.frozen_norm``.
         seed: the value of ``train.seed``, on which dropout masks depend.
@@ -843,7 +842,7 @@ class StepSettings:
 
     loss: LossConfig = field(default_factory=LossConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
-    weights: tuple[float, ...] = (1.0,)
+    outputs: Mapping[str, float] | None = None
     norm_scope: str = SpatialConfig.norm_scope
     frozen_norm: bool = SpatialConfig.frozen_norm
     seed: int = TrainBase.seed
@@ -894,7 +893,7 @@ class ConfigBase:
             for section, values in asdict(self).items()
         }
 
-    def changes(self, other: _Kind) -> dict[str, Any]:
+    def changes_to(self, other: _Kind) -> dict[str, Any]:
         """Return the settings of ``other`` that differ from these, as values by name.
 
         The result is such as ``{"optim.lr": 0.01}``, and empty if the settings are equal.
@@ -1015,18 +1014,18 @@ class Config(ConfigBase):
 
     @property
     def step(self) -> StepSettings:
-        """The settings on which the result of an optimizer step depends."""
+        """The settings of an optimizer step that the serial program takes."""
         return StepSettings(
             self.loss,
             self.optim,
-            output_weights(self.model),
+            self.model.outputs,
             self.spatial.norm_scope,
             self.spatial.frozen_norm,
             self.train.seed,
         )
 
     @property
-    def of_predictions(self) -> list:
+    def prediction_settings(self) -> list:
         """Values of the settings on which the predictions of a given checkpoint depend.
 
         Predicted files are reused only if these values are the same

@@ -39,7 +39,9 @@ from torch import Tensor
 from distseg.comm.collective import Alone, add
 from distseg.comm.launch import raise_jointly
 from distseg.comm.mesh import Mesh
-from distseg.config.patchgd import PatchConfig
+from distseg.config.patchgd import PatchConfig, PatchgdConfig
+from distseg.config.settings import DataBase
+from distseg.config.sizes import Size
 from distseg.data.loader import bytes_of, read_labels, read_patches
 from distseg.data.prefetch import prefetch
 from distseg.data.sampler import Rows, Sample, crop_size, epoch_samples
@@ -152,16 +154,22 @@ class PatchLoader:
 
     It has the interface of :class:`distseg.data.loader.StepLoader`, but yields images whose pixels
     are not read yet. The rank that computes a patch reads the patch.
+
+    Args:
+        store: the store.
+        data: the settings of the data, which give the size of a step, crops and augmentation.
+        seed: the seed of the order of images, crops and augmentation.
+        mesh: the mesh of ranks.
     """
 
-    def __init__(self, store: Store, config: PatchConfig, mesh: Mesh):
-        self.store, self.config, self.mesh = store, config, mesh
+    def __init__(self, store: Store, data: DataBase, seed: int, mesh: Mesh):
+        self.store, self.data, self.seed, self.mesh = store, data, seed, mesh
         self.bytes_read = self.steps_read = 0
         self.steps_per_epoch = len(self._samples(0))
 
     def epoch(self, number: int, first_step: int = 0) -> Iterator[Patches]:
         """Yield the steps of epoch ``number``, beginning with ``first_step``."""
-        steps, images = self._samples(number), self.config.data.images
+        steps, images = self._samples(number), self.data.images
         for k in range(first_step, len(steps)):
             self.steps_read += 1
             yield Patches(
@@ -175,15 +183,8 @@ class PatchLoader:
         self.bytes_read += count
 
     def _samples(self, epoch: int) -> Sequence[list[Sample]]:
-        config = self.config
-        return epoch_samples(
-            self.store,
-            "train",
-            config.data,
-            config.train.seed,
-            epoch,
-            self.mesh.shape.samples * config.data.images,
-        )
+        batch = self.mesh.shape.samples * self.data.images
+        return epoch_samples(self.store, "train", self.data, self.seed, epoch, batch)
 
 
 class PatchEngine(ParameterUpdate):
@@ -567,23 +568,29 @@ class PatchEngine(ParameterUpdate):
         return PatchPredictor(self.filler, self.mesh.replicas)
 
 
-def check_images(store: Store, config: PatchConfig) -> None:
+def check_images(store: Store, data: DataBase, settings: PatchgdConfig, tiles: Size) -> None:
     """Refuse a store whose images cannot be trained on.
+
+    Args:
+        store: the store.
+        data: the settings of the data.
+        settings: the settings of PatchGD.
+        tiles: the grid of ranks that share an image, ``mesh.tiles``.
 
     Raises:
         ValueError: an image has no labels, an image is smaller than a patch, or fewer patches are
             drawn than there are ranks to share them.
     """
-    settings, ranks = config.patchgd, config.mesh.tiles.volume
+    ranks = tiles.volume
     for name in store.split("train"):
         if not (store.has_labels(name) or store.of_images):
             raise ValueError(
                 f"image {name!r} of the split 'train' of {store.path} has no labels: "
                 "prepare the store with masks"
             )
-        size = crop_size(store.size(name), config.data.crop)
+        size = crop_size(store.size(name), data.crop)
         check_patches(size, settings.patch, f"image {name!r}")
-        count = config.data.images * drawn(
+        count = data.images * drawn(
             settings.sampled,
             len(
                 patches_of(
@@ -594,8 +601,8 @@ def check_images(store: Store, config: PatchConfig) -> None:
         if count < ranks:
             raise ValueError(
                 f"patchgd.sampled {settings.sampled} draws {count} patches of "
-                f"{config.data.images} images such as {name!r}, but {ranks} ranks share them "
-                f"(mesh.tiles {config.mesh.tiles}), and each needs at least one patch: raise "
+                f"{data.images} images such as {name!r}, but {ranks} ranks share them "
+                f"(mesh.tiles {tiles}), and each needs at least one patch: raise "
                 "patchgd.sampled, or use fewer ranks"
             )
 

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from torch import nn
 
-from distseg.config.patchgd import PatchConfig, PatchgdConfig
+from distseg.config.patchgd import PatchgdConfig
+from distseg.config.settings import ModelBase
 from distseg.config.sizes import Size
 from distseg.models.capture.capture import as_network
 from distseg.models.network import check_size, of_image, refusals
@@ -20,7 +21,8 @@ from distseg.tiling import rng
 
 
 def patch_network(
-    config: PatchConfig,
+    settings: PatchgdConfig,
+    model: ModelBase,
     made: Callable[[int], nn.Module],
     outputs: int,
     head: nn.Module | None = None,
@@ -30,7 +32,8 @@ def patch_network(
     The initial weights of the head are drawn with ``model.seed``.
 
     Args:
-        config: the settings of the run.
+        settings: the settings of PatchGD.
+        model: the settings of the backbone.
         made: function that returns a backbone, given the number of its outputs. This number is
             ``patchgd.features``; for labels of pixels it is ``outputs``.
         outputs: the number of outputs of the whole network.
@@ -39,23 +42,23 @@ def patch_network(
     Raises:
         ValueError: PatchGD cannot train the network or the head.
     """
-    settings, backbone = config.patchgd, as_network(made(config.patchgd.features))
+    backbone = as_network(made(settings.features))
     by_pixels = not of_image(backbone, settings.patch)
     if by_pixels:
         _check_unread(settings)
         backbone = made(outputs)
-        materialise(backbone, config.model.seed)
+        materialise(backbone, model.seed)
     elif settings.y_filling:
         raise ValueError(
             "patchgd.y_filling is true, but the network turns a patch into a vector, "
             "whereas y is a map of labels: leave patchgd.y_filling out"
         )
-    elif config.model.out_channels not in (None, settings.features):
+    elif model.out_channels not in (None, settings.features):
         raise ValueError(
-            f"model.out_channels is {config.model.out_channels}, but the backbone's number of "
+            f"model.out_channels is {model.out_channels}, but the backbone's number of "
             f"outputs is patchgd.features, {settings.features}: leave model.out_channels out"
         )
-    with seeded(rng.key(config.model.seed, "head") & (2**63 - 1)):
+    with seeded(rng.key(model.seed, "head") & (2**63 - 1)):
         if by_pixels:
             return PatchUNet(
                 backbone,
@@ -106,20 +109,27 @@ def with_grid(settings: PatchgdConfig, size: Sequence[int]) -> PatchgdConfig:
     return replace(settings, grid=grid)
 
 
-def check_grids(network: PatchNetwork, config: PatchConfig, sizes: Sequence[Sequence[int]]) -> None:
+def check_grids(
+    network: PatchNetwork,
+    settings: PatchgdConfig,
+    sizes: Sequence[Sequence[int]],
+    images: int,
+    samples: int,
+) -> None:
     """Refuse the network's head if it cannot take the patches of images of these sizes.
 
     Args:
         network: the network of patches.
-        config: the settings of the run.
+        settings: the settings of PatchGD.
         sizes: the sizes of images in pixels.
+        images: number of images of a sample group in a step.
+        samples: number of sample groups.
 
     Raises:
         ValueError: the head is refused. The message names the head, the grid and how to fix it.
     """
-    settings = config.patchgd
     grids = {network.grid(size): size for size in sizes}
-    together = config.data.images * (config.mesh.samples if settings.norm_scope == "step" else 1)
+    together = images * (samples if settings.norm_scope == "step" else 1)
     for grid, size in grids.items():
         network.check_grid(size)
         if not isinstance(network, PatchUNet):
@@ -131,7 +141,7 @@ def check_grids(network: PatchNetwork, config: PatchConfig, sizes: Sequence[Sequ
             )
     if (
         len(grids) > 1
-        and config.data.images > 1
+        and images > 1
         and network.head in refusals
         and any(isinstance(m, _NORMS) for m in network.head.modules())
     ):

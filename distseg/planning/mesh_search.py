@@ -20,6 +20,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from typing import Any
 
 import numpy as np
 from torch import nn
@@ -88,6 +89,28 @@ class MeshLayout:
             if number > 1
         ]
         return " x ".join(axes) or "one rank"
+
+    def values(self) -> dict[str, Any]:
+        """Return the values of all settings that decide about the layout, by name.
+
+        Settings that belong to another layout only, such as ``pipeline.balance``, get their
+        default.
+        """
+        found = {
+            "mesh.samples": self.samples,
+            "mesh.tiles": self.tiles,
+            "mesh.stages": self.stages,
+            "mesh.layout": "given",
+            "pipeline.schedule": self.schedule if self.stages > 1 else "auto",
+            "pipeline.recompute": self.recompute,
+            "pipeline.balance": None,
+            "spatial.exchange_every": self.exchange,
+            "spatial.tiles_per_rank": Size((1,) * len(self.tiles)),
+            "train.accumulate": self.micro_batches,
+        }
+        if self.exchange == "all":
+            found["spatial.fuse_below"] = 0
+        return found
 
     def settings(self) -> dict[str, str]:
         """Return the settings to write into a config for this layout."""

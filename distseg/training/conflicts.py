@@ -3,8 +3,8 @@
 Two settings may contradict each other, or one of them may have no effect beside the other, which
 its user may not know. :func:`check_settings` refuses both cases before any work. A setting may also
 have no effect only because of the mesh or the model, for example when a config for many ranks is
-tried on one rank. Such a setting is not refused, but mentioned in a note (:func:`notes`). Settings
-of the loss are checked by :class:`distseg.layers.loss.Loss`.
+tried on one rank. Such a setting is not refused, but mentioned in a note (:meth:`Facts.notes`).
+Settings of the loss are checked by :class:`distseg.layers.loss.Loss`.
 """
 
 from __future__ import annotations
@@ -16,9 +16,19 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from distseg.config.patchgd import PatchConfig
+from distseg.config.patchgd import PatchgdConfig
 from distseg.config.refusal import SettingError
-from distseg.config.settings import ApproximateBase, Config, LossConfig, MeshBase, ModelBase
+from distseg.config.settings import (
+    ApproximateBase,
+    ApproximateConfig,
+    Config,
+    LossConfig,
+    MeshBase,
+    ModelBase,
+    PipelineConfig,
+    SpatialConfig,
+    StreamingConfig,
+)
 from distseg.config.sizes import Size
 from distseg.data.sampler import crop_size
 from distseg.data.store.store import Store
@@ -35,7 +45,7 @@ _DEFAULTS = Config()
 
 @dataclass(frozen=True)
 class Facts:
-    """A config and the norms of its plain model, which the rules read.
+    """A config and the norms of its plain model, from which rules and notes follow.
 
     Attributes:
         config: the settings.
@@ -108,6 +118,31 @@ class Facts:
                 what = "norm" if isinstance(norm, NORMS) else "over the image"
                 return f"{name} ({kind_of(norm)} {what}){more(norm)}"
         return None
+
+    def notes(self) -> list[str]:
+        """Return notes for the user, one sentence each, on settings that depend on model or mesh.
+
+        Most notes say that a setting has no effect with this model or mesh.
+        """
+        config, mesh, spatial = self.config, self.config.mesh, self.config.spatial
+        norms = [m for _, m in self.norms if isinstance(m, NORMS)]
+        found = []
+        if spatial.norm_scope == "step" and not any(kind_of(m) == "batch" for m in norms):
+            found.append("spatial.norm_scope step is without effect: the model has no batch norm")
+        if self.windows and not norms:
+            found.append("approximate.norms window is without effect: the model has no norm")
+        if spatial.frozen_norm and not norms:
+            found.append("spatial.frozen_norm is without effect: the model has no norm")
+        found += _fewer_groups(config.model, self.norms)
+        if outputs := config.model.outputs:
+            weights = ", ".join(f"{name} ({weight:g})" for name, weight in outputs.items())
+            found.append(
+                f"the loss is a weighted sum over outputs, with the weights {weights}; evaluation "
+                f"and prediction use the output {next(iter(outputs))}"
+            )
+        if config.pipeline.placement == "v-shaped" and mesh.stages == 1:
+            found.append("pipeline.placement v-shaped is without effect: mesh.stages is 1")
+        return found + _nothing_summed(mesh, config.approximate)
 
 
 @dataclass(frozen=True)
@@ -258,18 +293,14 @@ def check_settings(config: Config, model: nn.Module | None = None) -> None:
             message names the setting, its value, the other setting, the reason and how to fix it.
     """
     check_groups(config.model)
-    modules = model.named_modules() if model is not None else ()
-    facts = Facts(config, [(name, m) for name, m in modules if isinstance(m, STATISTICAL)])
+    facts = Facts(config, () if model is None else norms_of(model))
     for rule in RULES:
         value = config.value(rule.setting)
         if _is_set(value, _DEFAULTS.value(rule.setting)) and rule.refused(facts):
             shown = getattr(value, "chosen", f"{rule.setting} is {value}")
             raise SettingError(rule.code, f"{shown}, but {rule.why.format(c=config, f=facts)}")
-    together = config.data.images
-    if config.spatial.norm_scope == "step":
-        together *= config.mesh.samples
     vectors = [name for name, m in facts.norms if isinstance(m, VectorNorm) and m.parts == 1]
-    if vectors and together < 2 and not config.spatial.frozen_norm:
+    if vectors and config.norm_images < 2 and not config.spatial.frozen_norm:
         raise SettingError(
             "DS402",
             f"data.images is {config.data.images}, but the batch norm {vectors[0]} takes "
@@ -286,23 +317,36 @@ def check_settings(config: Config, model: nn.Module | None = None) -> None:
         )
 
 
-def check_auto(config: Config) -> None:
+def norms_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return the name and module of each layer of a model that takes statistics of an image."""
+    return [(name, m) for name, m in model.named_modules() if isinstance(m, STATISTICAL)]
+
+
+def check_auto(
+    streaming: StreamingConfig,
+    approximate: ApproximateConfig,
+    pipeline: PipelineConfig,
+    spatial: SpatialConfig,
+) -> None:
     """Refuse settings beside ``mesh.layout: auto`` that the choice of a layout does not know.
+
+    Args:
+        streaming, approximate, pipeline, spatial: the sections that may have such settings.
 
     Raises:
         SettingError: there is such a setting. The message names it.
     """
     taken = None
-    if config.streaming.active:
+    if streaming.active:
         taken = "streaming is on"
-    elif config.approximate.chosen:
-        taken = config.approximate.chosen
-    elif config.pipeline.placement != "linear":
-        taken = f"pipeline.placement is {config.pipeline.placement}"
-    elif config.pipeline.balance is not None:
-        taken = f"pipeline.balance is {config.pipeline.balance}"
-    elif config.spatial.tiles_per_rank.volume > 1:
-        taken = f"spatial.tiles_per_rank is {config.spatial.tiles_per_rank}"
+    elif approximate.chosen:
+        taken = approximate.chosen
+    elif pipeline.placement != "linear":
+        taken = f"pipeline.placement is {pipeline.placement}"
+    elif pipeline.balance is not None:
+        taken = f"pipeline.balance is {pipeline.balance}"
+    elif spatial.tiles_per_rank.volume > 1:
+        taken = f"spatial.tiles_per_rank is {spatial.tiles_per_rank}"
     if taken:
         raise SettingError(
             "DS234",
@@ -339,25 +383,30 @@ def _is_set(value, default) -> bool:
     return value.volume != 1 if one and value is not None else value != default
 
 
-def check_norms(config: Config, model: nn.Module, sizes: Mapping[str, Sequence[int]]) -> None:
+def check_norms(
+    model: nn.Module,
+    sizes: Mapping[str, Sequence[int]],
+    spatial: SpatialConfig,
+    approximate: ApproximateConfig,
+    images: int,
+) -> None:
     """Refuse images whose feature maps have too few cells for the statistics of a norm.
 
     Args:
-        config: the settings.
         model: the model, plain or captured.
         sizes: the size of each sample by the name of its image.
+        spatial, approximate: the settings of norms, ``spatial.frozen_norm`` and
+            ``approximate.norms``.
+        images: number of images over which a batch norm takes its statistics.
 
     Raises:
         ValueError: an image is too small. The message names the image, its size, the norm and how
             to fix it.
     """
-    if config.approximate.norms == "window":
+    if approximate.norms == "window":
         return
-    together = config.data.images
-    if config.spatial.norm_scope == "step":
-        together *= config.mesh.samples
     for name, size in smallest(sizes).items():
-        for norm, count in _values_of_norms(model, size, together, config.spatial.frozen_norm):
+        for norm, count in _values_of_norms(model, size, images, spatial.frozen_norm):
             if count < 2:
                 raise SettingError(
                     "DS403",
@@ -458,59 +507,33 @@ def check_labels(
         )
 
 
-def notes(config: Config, model: nn.Module) -> list[str]:
-    """Return notes for the user, one sentence each, on settings that depend on model or mesh.
-
-    Most notes say that a setting has no effect with this model or mesh.
-
-    Args:
-        config: the settings.
-        model: the plain model.
-    """
-    norms = [m for m in model.modules() if isinstance(m, NORMS)]
-    spatial, mesh = config.spatial, config.mesh
-    found = []
-    if spatial.norm_scope == "step" and not has_batch_norm(model):
-        found.append("spatial.norm_scope step is without effect: the model has no batch norm")
-    if config.approximate.norms == "window" and not norms:
-        found.append("approximate.norms window is without effect: the model has no norm")
-    if spatial.frozen_norm and not norms:
-        found.append("spatial.frozen_norm is without effect: the model has no norm")
-    found += _fewer_groups(config.model, model)
-    if config.model.outputs:
-        weights = ", ".join(f"{name} ({weight:g})" for name, weight in config.model.outputs.items())
-        found.append(
-            f"the loss is a weighted sum over outputs, with the weights {weights}; evaluation and "
-            f"prediction use the output {next(iter(config.model.outputs))}"
-        )
-    if config.pipeline.placement == "v-shaped" and mesh.stages == 1:
-        found.append("pipeline.placement v-shaped is without effect: mesh.stages is 1")
-    return found + _nothing_summed(mesh, config.approximate)
-
-
-def patch_notes(config: PatchConfig, model: nn.Module) -> list[str]:
+def patch_notes(
+    patchgd: PatchgdConfig,
+    settings: ModelBase,
+    mesh: MeshBase,
+    approximate: ApproximateBase,
+    model: nn.Module,
+) -> list[str]:
     """Return notes on settings of a PatchGD run, one sentence each.
 
     A note says that a setting has no effect with this network or mesh. One note says that a group
     norm has fewer groups than ``model.groups``.
 
     Args:
-        config: the settings.
+        patchgd, mesh, approximate: the settings of these sections.
+        settings: the settings of the section ``model``.
         model: the network.
     """
     found = [
         f"{setting} is without effect: the model has no batch norm"
         for setting, is_set in (
-            ("patchgd.norm_scope step", config.patchgd.norm_scope == "step"),
-            ("patchgd.statistics pass", config.patchgd.statistics == "pass"),
+            ("patchgd.norm_scope step", patchgd.norm_scope == "step"),
+            ("patchgd.statistics pass", patchgd.statistics == "pass"),
         )
         if is_set and not has_batch_norm(model)
     ]
-    return (
-        found
-        + _fewer_groups(config.model, model)
-        + _nothing_summed(config.mesh, config.approximate)
-    )
+    found += _fewer_groups(settings, norms_of(model))
+    return found + _nothing_summed(mesh, approximate)
 
 
 def has_batch_norm(model: nn.Module) -> bool:
@@ -531,17 +554,21 @@ def _nothing_summed(mesh: MeshBase, approximate: ApproximateBase) -> list[str]:
     ]
 
 
-def _fewer_groups(settings: ModelBase, model: nn.Module) -> list[str]:
+def _fewer_groups(settings: ModelBase, norms: Sequence[tuple[str, nn.Module]]) -> list[str]:
     """Return a note on the first group norm with fewer groups than ``model.groups``.
 
     Return an empty list if no group norm has fewer groups.
+
+    Args:
+        settings: the settings of the section ``model``.
+        norms: name and module of each norm of the network.
     """
     groups = settings.groups
     if not groups or norm_of(settings) != "group":
         return []
     every = (
         (name, layer.num_groups)
-        for name, layer in model.named_modules()
+        for name, layer in norms
         if isinstance(layer, nn.GroupNorm) and layer.num_channels % groups
     )
     fewer = next((found for found in every if found[1] != groups), None)

@@ -21,7 +21,13 @@ from distseg.comm.launch import keep_freed_memory, memory_in_use, raise_jointly,
 from distseg.comm.mesh import Mesh
 from distseg.comm.staging import upload
 from distseg.comm.watch import heartbeat
-from distseg.config.settings import ApproximateConfig, Config, StreamingConfig, output_weights
+from distseg.config.settings import (
+    ApproximateConfig,
+    Config,
+    SpatialConfig,
+    StreamingConfig,
+    output_weights,
+)
 from distseg.data.sampler import Rows
 from distseg.inference.predictor import Predictor
 from distseg.layers.context import Context
@@ -59,7 +65,7 @@ from distseg.runtime.swap_layers import TiledModel
 from distseg.tiling.tile import ReceptiveField
 from distseg.tiling.tile_batch import LazyTileBatch, TileBatch, block_of
 from distseg.training.conflicts import check_settings
-from distseg.training.stages import partition_of, schedule_of
+from distseg.training.stages import StageCut, schedule_of
 from distseg.training.step import DeviceRunner, GradientStep, LossHead, StageRunner, StreamingRunner
 
 
@@ -129,8 +135,10 @@ class Engine(ParameterUpdate):
                 else None
             )
             schedule = schedule_of(config.pipeline, config.mesh.stages)
-            self.context = _context(config, mesh, splits(schedule))
-            self.partition = partition_of(config, model, image, self.reading, device.type)
+            self.context = _context(
+                mesh, config.approximate, config.spatial, config.train.seed, splits(schedule)
+            )
+            self.partition = StageCut(config, model, image, self.reading, device.type).partition()
             self.model = own_part(
                 model,
                 self.partition,
@@ -303,6 +311,29 @@ class Engine(ParameterUpdate):
         The halo is 0 if ranks exchange halos between layers instead.
         """
         return read_around(self.reach, self.exchange, self.config.streaming.active)
+
+    @property
+    def approximations(self) -> list[str]:
+        """A sentence for each setting that makes the gradient differ from the serial program's."""
+        approximate, mesh = self.config.approximate, self.config.mesh
+        found = []
+        tiled = mesh.tiles.volume * self.config.spatial.tiles_per_rank.volume > 1
+        if tiled and any(a < b for a, b in zip(self.reach.halo, self.exact.halo)):
+            found.append(
+                f"approximate.halo {self.reach.halo[0]} is smaller than this model's exact halo "
+                f"{max(self.exact.halo)}: pixels near tile borders are approximate"
+            )
+        if tiled and approximate.norms == "window":
+            found.append(
+                "approximate.norms is window: each norm sees the pixels of one window, halo "
+                "included, not those of the image"
+            )
+        if approximate.gradients == "fp16":
+            found.append(
+                "approximate.gradients is fp16: gradients are rounded to 11 bits before they are "
+                "summed"
+            )
+        return found
 
     def to_device(self, piece: TileBatch) -> TileBatch:
         """Return a tile batch with pixels on this rank's first device and labels on its last.
@@ -507,15 +538,19 @@ def _weights_of(model: nn.Module) -> dict[str, str]:
     }
 
 
-def _context(config: Config, mesh: Mesh, splits: bool) -> Context:
+def _context(
+    mesh: Mesh, approximate: ApproximateConfig, spatial: SpatialConfig, seed: int, splits: bool
+) -> Context:
     """Return the context of distributed layers, with the communicators of norms.
 
     Args:
-        config: the settings.
         mesh: the mesh.
+        approximate: the settings that say if norms see windows or images.
+        spatial: the settings that say over which images a batch norm takes its statistics.
+        seed: the seed of dropout masks.
         splits: True if the schedule has separate actions that compute the gradients of weights.
     """
-    per_window, of_step = config.approximate.norms == "window", config.spatial.norm_scope == "step"
+    per_window, of_step = approximate.norms == "window", spatial.norm_scope == "step"
     # Statistics of all groups must not be summed over the groups once more.
     groups = Alone() if of_step else mesh.groups
     return Context(
@@ -524,7 +559,7 @@ def _context(config: Config, mesh: Mesh, splits: bool) -> Context:
         groups_comm=mesh.replicas if per_window else groups,
         per_window=per_window,
         around=weights_apart(mesh.waits) if splits else skip_store,
-        seed=config.train.seed,
+        seed=seed,
     )
 
 
@@ -684,30 +719,3 @@ def read_around(reach: ReceptiveField, exchange: Exchange | None, streamed: bool
     if exchange and exchange.graph.sized:
         return TrueReach(reach.halo, reach.stride, exchange)
     return reach
-
-
-def approximations(config: Config, reach: ReceptiveField, exact: ReceptiveField) -> list[str]:
-    """Return a sentence for each setting that makes the gradient differ from the serial program's.
-
-    Args:
-        config: the settings.
-        reach: the receptive field that is used.
-        exact: the receptive field of the model.
-    """
-    found = []
-    tiled = config.mesh.tiles.volume * config.spatial.tiles_per_rank.volume > 1
-    if tiled and any(a < b for a, b in zip(reach.halo, exact.halo)):
-        found.append(
-            f"approximate.halo {reach.halo[0]} is smaller than this model's exact halo "
-            f"{max(exact.halo)}: pixels near tile borders are approximate"
-        )
-    if tiled and config.approximate.norms == "window":
-        found.append(
-            "approximate.norms is window: each norm sees the pixels of one window, halo "
-            "included, not those of the image"
-        )
-    if config.approximate.gradients == "fp16":
-        found.append(
-            "approximate.gradients is fp16: gradients are rounded to 11 bits before they are summed"
-        )
-    return found

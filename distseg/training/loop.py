@@ -158,7 +158,7 @@ class _Training:
                 loss, norm = engine.step(micro_batches, rate)
                 step = self.position.step + 1
                 self.position = replace(self.position, step=step, samples=run.samples_after(k + 1))
-                _check_finite(loss, norm, step, self.config)
+                _check_finite(loss, norm, step, train.output)
                 if train.check_replicas and step % train.check_replicas == 0:
                     check_same(run.model, run.mesh.replicas)
                 self.log.write(
@@ -270,10 +270,16 @@ class _Training:
         return limit is not None and self.run.world.bcast(self.seconds > 60 * limit, root=0)
 
 
-def _check_finite(loss: float, norm: float, step: int, config: Config) -> None:
+def _check_finite(loss: float, norm: float, step: int, output: str) -> None:
     """End the run if the loss or the gradient's norm is not a finite number.
 
     Both numbers are the same on every rank, so all ranks raise the error together.
+
+    Args:
+        loss: the loss of the step.
+        norm: the norm of its gradient.
+        step: the number of the step.
+        output: the folder of the run, for the message.
 
     Raises:
         JointFailure: a number is not finite. The message names the step, both numbers and how to
@@ -283,5 +289,5 @@ def _check_finite(loss: float, norm: float, step: int, config: Config) -> None:
         raise JointFailure(
             f"step {step}: the loss is {loss} and the gradient's norm is {norm}, but both must be "
             "finite: lower optim.lr, set optim.clip, or train with train.precision fp32; "
-            f"checkpoints of steps before this one are in {config.train.output}, if any was written"
+            f"checkpoints of steps before this one are in {output}, if any was written"
         )

@@ -47,16 +47,17 @@ from distseg.training.checkpoint.saving import (
     state_bytes,
 )
 from distseg.training.conflicts import (
+    Facts,
     check_groups,
     check_labels,
     check_norms,
     check_settings,
     has_batch_norm,
-    notes,
+    norms_of,
     patch_notes,
     with_store,
 )
-from distseg.training.engine import Engine, approximations
+from distseg.training.engine import Engine
 from distseg.training.resume import (
     Position,
     changes,
@@ -102,12 +103,20 @@ class Run:
             MeshShape(config.mesh.samples, config.mesh.tiles, config.mesh.stages).check(world.size)
             if isinstance(config, PatchConfig):
                 check_groups(config.model)
-                check_images(self.store, config)
+                check_images(self.store, config.data, config.patchgd, config.mesh.tiles)
             else:
                 check_settings(config)
-            self.model = network_of(config, self.store.bands, _outputs(config.model, self.store))
+            self.model = network_of(
+                config.model, config.patchgd, self.store.bands, _outputs(config.model, self.store)
+            )
             if isinstance(self.model, PatchNetwork):
-                check_grids(self.model, config, list(sizes.values()))
+                check_grids(
+                    self.model,
+                    config.patchgd,
+                    list(sizes.values()),
+                    config.data.images,
+                    config.mesh.samples,
+                )
             check_labels(self.store, self.model, config.data.crop, config.loss)
             self.parameters = sum(p.numel() for p in self.model.parameters())
             self.channels = channels_of(self.model)
@@ -118,18 +127,22 @@ class Run:
             for size, images in batches[world.rank :: world.size]:
                 check_calls(self.model, size, images)
             if isinstance(config, PatchConfig):
-                self._notes = patch_notes(config, self.model)
+                self._notes = patch_notes(
+                    config.patchgd, config.model, config.mesh, config.approximate, self.model
+                )
             else:
                 # The norms of PatchGD see patches, not these images.
-                check_norms(config, self.model, sizes)
-                self._notes = notes(config, self.model)
+                check_norms(
+                    self.model, sizes, config.spatial, config.approximate, config.norm_images
+                )
+                self._notes = Facts(config, norms_of(self.model)).notes()
             self._batch_norm = has_batch_norm(self.model) and (
                 isinstance(config, PatchConfig) or not config.spatial.frozen_norm
             )
             self.checkpoint = chosen(config.train.output, config.train.resume)
             self.resumed = read_run_manifest(self.checkpoint) if self.checkpoint else {}
             if self.resumed:
-                check_method(self.resumed, config, self.checkpoint)
+                check_method(self.resumed, type(config), self.checkpoint)
             init = config.train.init if not self.checkpoint else None
             self.init = (
                 None if init is None else pretrained(init, self._begun, config.train.init_names)
@@ -155,9 +168,9 @@ class Run:
             )
         with raise_jointly(world):
             self.loader = (
-                PatchLoader(self.store, config, self.mesh)
+                PatchLoader(self.store, config.data, config.train.seed, self.mesh)
                 if by_patches
-                else step_loader(config, self.store, self.mesh, engine)
+                else step_loader(self.store, engine)
             )
         self.position = position_of(self.resumed) if self.resumed else Position()
         self.first_step, repeats = first_step(
@@ -360,9 +373,7 @@ class Run:
             lines.append(
                 f"stages of {balance} layers, {engine.gradient_step.runner.schedule}{recompute}"
             )
-        lines += [
-            f"approximation: {text}" for text in approximations(config, engine.reach, engine.exact)
-        ]
+        lines += [f"approximation: {text}" for text in engine.approximations]
         return lines + self._init_and_notes
 
     @property
@@ -457,8 +468,9 @@ def batches_of(sizes: Iterable[Sequence[int]], images: int) -> list[tuple[Sequen
     ]
 
 
-def step_loader(config: Config, store: Store, mesh: Mesh, engine: Engine) -> StepLoader:
-    """Return the loader of this rank's tiles of the training split."""
+def step_loader(store: Store, engine: Engine) -> StepLoader:
+    """Return the loader of this rank's tiles of the training split, for the steps of an engine."""
+    config, mesh = engine.config, engine.mesh
     return StepLoader(
         store,
         "train",

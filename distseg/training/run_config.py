@@ -45,24 +45,25 @@ TAKEN = {
 _LEFT = ("pipeline.devices", "predict.scratch", "run.threads", "run.timeout")
 
 
-def network_of(config: Config | PatchConfig, bands: int | None, outputs: int | None) -> nn.Module:
-    """Return the network that a config trains.
+def network_of(
+    model: ModelBase, patchgd: PatchgdConfig | None, bands: int | None, outputs: int | None
+) -> nn.Module:
+    """Return the network that a run trains.
 
     Args:
-        config: the settings.
-        bands: number of bands of an image; None if the config determines it.
-        outputs: number of outputs of the network; None if the config determines it.
+        model: the settings of the network, or of PatchGD's backbone.
+        patchgd: the settings of PatchGD; None for exact training.
+        bands: number of bands of an image; None if ``model`` determines it.
+        outputs: number of outputs of the network; None if ``model`` determines it.
 
     Raises:
         ValueError: the network cannot be built (see :func:`distseg.models.zoo.plain_model`), or
             PatchGD cannot train it.
     """
-    if isinstance(config, Config):
-        return outline_model(config.model, bands, outputs)
+    if patchgd is None:
+        return outline_model(model, bands, outputs)
     return patch_network(
-        config,
-        lambda count: plain_model(replace(config.model, out_channels=None), bands, count),
-        outputs,
+        patchgd, model, lambda count: plain_model(_open(model), bands, count), outputs
     )
 
 
@@ -187,12 +188,12 @@ def kind_of(config: dict) -> type:
     return PatchConfig if isinstance(section, dict) and method == "patchgd" else Config
 
 
-def check_method(manifest: dict, config: Config | PatchConfig, checkpoint: Path) -> None:
+def check_method(manifest: dict, own: type, checkpoint: Path) -> None:
     """Refuse to go on with exact training from a checkpoint of PatchGD, or the other way round.
 
     Args:
         manifest: the manifest of the checkpoint.
-        config: the settings of this run.
+        own: the class of this run's config, Config or PatchConfig.
         checkpoint: the folder of the checkpoint.
 
     Raises:
@@ -200,7 +201,7 @@ def check_method(manifest: dict, config: Config | PatchConfig, checkpoint: Path)
             and the command that goes on from it.
     """
     kind = kind_of(manifest["config"])
-    if not isinstance(config, kind):
+    if own is not kind:
         words = ("PatchGD", "patchgd") if kind is PatchConfig else ("exact training", "train")
         raise ValueError(
             f"{checkpoint} was written by {words[0]}: go on from it with distseg {words[1]}, or "
@@ -395,11 +396,8 @@ def _with_weights(
                 f"code that distseg does not import by itself: build the head and pass it to "
                 f"distseg.load as head"
             )
-        config = PatchConfig(
-            model=ModelBase(seed=taken["model"].get("seed", 0)),
-            patchgd=PatchgdConfig(**taken["patchgd"]),
-        )
-        network = patch_network(config, made, outputs, head)
+        model = ModelBase(seed=taken["model"].get("seed", 0))
+        network = patch_network(PatchgdConfig(**taken["patchgd"]), model, made, outputs, head)
         load_weights(checkpoint, network)
     else:
         network = made(outputs)

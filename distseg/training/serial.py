@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from distseg.config.settings import Config, LossConfig, OptimConfig
+from distseg.config.settings import LossConfig, OptimConfig, StepSettings
 from distseg.layers.dropout import channel_mask, dropout_key, element_mask, image_mask
 from distseg.layers.loss import parse
 from distseg.models.capture.trace import calling
@@ -73,20 +73,24 @@ class Outcome:
 
 
 def serial_step(
-    model: nn.Module, images: list[Image], config: Config, epoch: int = 0, dropouts: Dropouts = None
+    model: nn.Module,
+    images: list[Image],
+    settings: StepSettings,
+    epoch: int = 0,
+    dropouts: Dropouts = None,
 ) -> Outcome:
     """Run one optimizer step over ``images`` with a copy of ``model``, in the model's precision.
 
     Args:
         model: the plain model.
         images: all images of the step.
-        config: the settings.
+        settings: the settings of the step.
         epoch: the epoch, on which dropout masks depend.
         dropouts: map from the number of a dropout call in the forward pass to the layer whose masks
             this call uses (:class:`distseg.models.network.Network`). By default each call uses the
             masks of the module that makes the call.
     """
-    return SerialProgram(model, config, dropouts).step(images, epoch)
+    return SerialProgram(model, settings, dropouts).step(images, epoch)
 
 
 class SerialProgram:
@@ -94,19 +98,19 @@ class SerialProgram:
 
     Args:
         model: the plain model, which is copied.
-        config: the settings.
+        settings: the settings of the step.
         dropouts: the layer of each call of a dropout function, as for :func:`serial_step`.
 
     Attributes:
         model: the copy, with the weights after the latest step.
     """
 
-    def __init__(self, model: nn.Module, config: Config, dropouts: Dropouts = None):
-        self.config, self.dropouts = config, dropouts
+    def __init__(self, model: nn.Module, settings: StepSettings, dropouts: Dropouts = None):
+        self.settings, self.dropouts = settings, dropouts
         self.model = copy.deepcopy(model).train()
         self._parameters = dict(self.model.named_parameters())
         self._buffers = dict(self.model.named_buffers())
-        self._update = WeightUpdate(self._parameters, config.optim)
+        self._update = WeightUpdate(self._parameters, settings.optim)
 
     def step(self, images: list[Image], epoch: int = 0) -> Outcome:
         """Run an optimizer step over ``images`` and return its results.
@@ -114,7 +118,7 @@ class SerialProgram:
         Weights and buffers in the result are not copies: the next step changes them.
         """
         self.model.zero_grad(set_to_none=True)
-        loss, whole = _forward(self.model, images, self.config, epoch, self.dropouts)
+        loss, whole = _forward(self.model, images, self.settings, epoch, self.dropouts)
         if loss.requires_grad:
             loss.backward()
         whole.commit()
@@ -192,7 +196,7 @@ class WeightUpdate:
 def rounding_of_gradients(
     model: nn.Module,
     images: list[Image],
-    config: Config,
+    settings: StepSettings,
     wanted: dict[str, Tensor],
     epoch: int = 0,
     dropouts: Dropouts = None,
@@ -206,20 +210,24 @@ def rounding_of_gradients(
     Args:
         model: the plain model before the step.
         images: all images of the step.
-        config: the settings.
+        settings: the settings of the step.
         wanted: the gradient of the loss by the parameter's name.
         epoch: the epoch, on which dropout masks depend.
         dropouts: the layer of each call of a dropout function, as for :func:`serial_step`.
     """
     model = copy.deepcopy(model).train()
     parameters = dict(model.named_parameters())
-    (3 * _forward(model, images, config, epoch, dropouts)[0]).backward()
+    (3 * _forward(model, images, settings, epoch, dropouts)[0]).backward()
     again = _gradients(parameters)
     return {name: (again[name] / 3 - w).norm().item() for name, w in wanted.items()}
 
 
 def rounding_of_step(
-    model: nn.Module, images: list[Image], config: Config, epoch: int = 0, dropouts: Dropouts = None
+    model: nn.Module,
+    images: list[Image],
+    settings: StepSettings,
+    epoch: int = 0,
+    dropouts: Dropouts = None,
 ) -> Outcome:
     """Run :func:`serial_step` with random rounding errors, and return the results of the step.
 
@@ -227,7 +235,7 @@ def rounding_of_step(
     The difference from a step without these errors shows how exact a comparison can be.
     """
     with _Rounding():
-        return serial_step(model, images, config, epoch, dropouts)
+        return serial_step(model, images, settings, epoch, dropouts)
 
 
 # Relative rounding errors of equal probability, in units of the machine epsilon; their mean is 0.
@@ -267,24 +275,24 @@ class _Rounding(TorchFunctionMode):
 
 
 def _forward(
-    model: nn.Module, images: list[Image], config: Config, epoch: int, dropouts: Dropouts
+    model: nn.Module, images: list[Image], settings: StepSettings, epoch: int, dropouts: Dropouts
 ) -> tuple[Tensor, _Whole]:
     """Run the forward passes of a step; return the loss with its autograd graph, and the mode.
 
     The mode has recorded the inputs of batch norms. :meth:`_Whole.commit` updates their running
     statistics with them.
     """
-    frozen, logits = config.spatial.frozen_norm, {}
-    whole = _Whole(model, frozen, config.train.seed, epoch, dropouts)
-    for batch in _batches(model, images, config.spatial.norm_scope):
+    logits = {}
+    whole = _Whole(model, settings.frozen_norm, settings.seed, epoch, dropouts)
+    for batch in _batches(model, images, settings.norm_scope):
         with whole.for_batch(batch):
             outputs = model(torch.stack([image.pixels for image in batch]))
         logits.update(zip((image.number for image in batch), outputs))
-    labels, weights = [i.labels for i in images], (config.model.outputs or {"": 1.0}).values()
+    labels, weights = [i.labels for i in images], (settings.outputs or {"": 1.0}).values()
     # One tuple per output of the network, with the logits of all images.
     outputs = zip(*(logits[i.number].chunk(len(weights)) for i in images))
     loss = sum(
-        weight * serial_loss(config.loss, list(each), labels)
+        weight * serial_loss(settings.loss, list(each), labels)
         for weight, each in zip(weights, outputs)
     )
     return loss, whole

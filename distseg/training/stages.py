@@ -7,6 +7,7 @@ finds the split whose slowest stage takes the least time for the windows that ra
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torch import nn
 
@@ -27,44 +28,97 @@ from distseg.tiling.layout import Layout
 from distseg.tiling.tile import ReceptiveField, tiles, window
 
 
-def partition_of(
-    config: Config,
-    model: nn.Module,
-    image: Sequence[int],
-    reach: ReceptiveField,
-    device: str = "cpu",
-) -> Partition | None:
-    """Return the partition of a model's layers into stages, or None if the model stays whole.
+@dataclass(frozen=True)
+class StageCut:
+    """Cut of a model's layers into the stages that the settings ask for.
 
-    Stages belong to ``mesh.stages`` ranks, or to the devices of one rank
-    (``pipeline.placement: devices``). All ranks find the same partition.
-
-    Args:
+    Attributes:
         config: the settings.
         model: the whole model, on any device, the meta device included.
         image: the size of a step's images in pixels.
         reach: the receptive field of the whole model, which sets the size of windows.
         device: the kind of device whose costs are modelled, cpu or cuda.
-
-    Raises:
-        ValueError: the model cannot be cut, or the balance does not fit it.
     """
-    pipeline, stages = config.pipeline, config.mesh.stages
-    if stages == 1 and pipeline.balance is None and pipeline.placement != "devices":
-        return None
-    calls, placement = calls_of(model), _placement(pipeline, stages)
-    balance = pipeline.balance
-    if balance is not None and len(balance) != len(placement):
-        raise ValueError(
-            f"pipeline.balance has {len(balance)} numbers, but mesh.stages {stages} with "
-            f"pipeline.placement {pipeline.placement} makes {len(placement)} stages: give the "
-            "number of layers of each stage"
+
+    config: Config
+    model: nn.Module
+    image: Sequence[int]
+    reach: ReceptiveField
+    device: str = "cpu"
+
+    def partition(self) -> Partition | None:
+        """Return the partition of the layers into stages, or None if the model stays whole.
+
+        Stages belong to ``mesh.stages`` ranks, or to the devices of one rank
+        (``pipeline.placement: devices``). All ranks find the same partition.
+
+        Raises:
+            ValueError: the model cannot be cut, or the balance does not fit it.
+        """
+        pipeline, stages = self.config.pipeline, self.config.mesh.stages
+        if stages == 1 and pipeline.balance is None and pipeline.placement != "devices":
+            return None
+        calls, placement = calls_of(self.model), _placement(pipeline, stages)
+        balance = pipeline.balance
+        if balance is not None and len(balance) != len(placement):
+            raise ValueError(
+                f"pipeline.balance has {len(balance)} numbers, but mesh.stages {stages} with "
+                f"pipeline.placement {pipeline.placement} makes {len(placement)} stages: give the "
+                "number of layers of each stage"
+            )
+        if not balance:
+            v_shaped = pipeline.placement == "v-shaped"
+            balance = self._balance(Splitter(placement, v_shaped, self._policy()))
+        return Partition.from_balance(calls, balance, placement)
+
+    def _balance(self, splitter: Splitter) -> list[int]:
+        """Return the number of layers of each stage with which the slowest rank is fastest.
+
+        Args:
+            splitter: the search for these numbers.
+        """
+        config, model, image, reach = self.config, self.model, self.image, self.reach
+        images, modelled_on = config.data.images, modelled_device(self.device)
+        if config.streaming.tiles is None:
+            fine = Size(g * p for g, p in zip(config.mesh.tiles, config.spatial.tiles_per_rank))
+            largest = max(
+                (window(tile, image, reach) for tile in tiles(image, fine, reach.stride)),
+                key=lambda box: box.pixels,
+            )
+            return splitter.fastest(modelled(model, largest.size, images, modelled_on))
+        part = max(tiles(image, config.mesh.tiles, reach.stride), key=lambda box: box.pixels)
+        layout = Layout(graph_of(model), part.size, [(0, n) for n in part.size], "all")
+        calls = calls_of(model)
+        active = [
+            calls[number].inputs[0]
+            for number in active_norms((call.layer for call in calls), config.spatial.frozen_norm)
+        ]
+        # Costs are modelled on the size of the image, because the network may refuse the size of a
+        # tile.
+        costs = modelled(model, image, images, modelled_on)
+        return splitter.fastest_streaming(costs, layout, active, GridTiling(config.streaming.tiles))
+
+    def _policy(self) -> Policy:
+        """Return the settings of the pipeline for which the planner estimates the time of stages.
+
+        These are the number of micro-batches, the schedule and what is recomputed.
+        """
+        config, pipeline = self.config, self.config.pipeline
+        if not config.streaming.active:
+            schedule = schedule_of(pipeline, config.mesh.stages)
+            return Policy(config.train.accumulate, schedule, pipeline.recompute)
+        if active_norms(self.model.modules(), config.spatial.frozen_norm):
+            return Policy(_MANY, "1f1b", "always")
+        in_turn = (
+            pipeline.placement == "linear"
+            and pipeline.schedule in ("auto", "1f1b")
+            and not config.spatial.exchanges
         )
-    if not balance:
-        v_shaped = pipeline.placement == "v-shaped"
-        splitter = Splitter(placement, v_shaped, _policy(config, model))
-        balance = _balance(config, model, image, reach, device, splitter)
-    return Partition.from_balance(calls, balance, placement)
+        # Without active norms the last stage computes its tiles forward only once, except for Dice.
+        return Policy(_MANY, "1f1b", "never" if in_turn else "except_last")
+
+
+_MANY = 100  # assumed number of micro-batches: each streamed tile counts as a micro-batch
 
 
 def _placement(pipeline: PipelineConfig, stages: int) -> tuple[int, ...]:
@@ -80,64 +134,6 @@ def _placement(pipeline: PipelineConfig, stages: int) -> tuple[int, ...]:
     if pipeline.placement == "devices":
         return (0,) * stages_of(pipeline)
     return v_placement(stages) if pipeline.placement == "v-shaped" else tuple(range(stages))
-
-
-def _balance(
-    config: Config,
-    model: nn.Module,
-    image: Sequence[int],
-    reach: ReceptiveField,
-    device: str,
-    splitter: Splitter,
-) -> list[int]:
-    """Return the number of layers of each stage with which the slowest rank takes the least time.
-
-    Args:
-        splitter: the search for these numbers. The other arguments are those of
-            :func:`partition_of`.
-    """
-    images, modelled_on = config.data.images, modelled_device(device)
-    if config.streaming.tiles is None:
-        fine = Size(g * p for g, p in zip(config.mesh.tiles, config.spatial.tiles_per_rank))
-        largest = max(
-            (window(tile, image, reach) for tile in tiles(image, fine, reach.stride)),
-            key=lambda box: box.pixels,
-        )
-        return splitter.fastest(modelled(model, largest.size, images, modelled_on))
-    calls = calls_of(model)
-    part = max(tiles(image, config.mesh.tiles, reach.stride), key=lambda box: box.pixels)
-    layout = Layout(graph_of(model), part.size, [(0, n) for n in part.size], "all")
-    active = [
-        calls[number].inputs[0]
-        for number in active_norms((call.layer for call in calls), config.spatial.frozen_norm)
-    ]
-    # Costs are modelled on the size of the image, because the network may refuse the size of a
-    # tile.
-    costs = modelled(model, image, images, modelled_on)
-    return splitter.fastest_streaming(costs, layout, active, GridTiling(config.streaming.tiles))
-
-
-def _policy(config: Config, model: nn.Module) -> Policy:
-    """Return the settings of the pipeline for which the planner estimates the time of stages.
-
-    These are the number of micro-batches, the schedule and what is recomputed.
-    """
-    pipeline = config.pipeline
-    if not config.streaming.active:
-        schedule = schedule_of(pipeline, config.mesh.stages)
-        return Policy(config.train.accumulate, schedule, pipeline.recompute)
-    if active_norms(model.modules(), config.spatial.frozen_norm):
-        return Policy(_MANY, "1f1b", "always")
-    in_turn = (
-        pipeline.placement == "linear"
-        and pipeline.schedule in ("auto", "1f1b")
-        and not config.spatial.exchanges
-    )
-    # Without active norms the last stage computes its tiles forward only once, except for Dice.
-    return Policy(_MANY, "1f1b", "never" if in_turn else "except_last")
-
-
-_MANY = 100  # assumed number of micro-batches: each streamed tile counts as a micro-batch
 
 
 def schedule_of(pipeline: PipelineConfig, stages: int, linear: bool = True) -> str:

@@ -21,6 +21,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -28,7 +29,14 @@ from torch import Tensor, nn
 
 from distseg.comm.launch import raise_jointly
 from distseg.comm.mesh import Mesh, MeshShape
-from distseg.config.settings import Config
+from distseg.config.settings import (
+    Config,
+    DataConfig,
+    LossConfig,
+    MeshConfig,
+    StepSettings,
+    TrainConfig,
+)
 from distseg.config.sizes import Size
 from distseg.data.loader import pieces
 from distseg.data.sampler import Rows, crop_size, epoch_samples
@@ -45,8 +53,8 @@ from distseg.tiling import rng
 from distseg.tiling.tile import ReceptiveField, TilePlacement, owned_tiles
 from distseg.tiling.tile_batch import TileBatch, labels_of_images
 from distseg.training.checkpoint.tensors import DTYPES, write_tensors
-from distseg.training.conflicts import check_labels, notes, with_store
-from distseg.training.engine import Engine, approximations
+from distseg.training.conflicts import Facts, check_labels, norms_of, with_store
+from distseg.training.engine import Engine
 from distseg.training.serial import (
     Dropouts,
     Image,
@@ -69,7 +77,8 @@ class RandomImages:
         size: the size of every image.
         channels: number of bands.
         classes: number of classes. If it is 1, labels still have two values, 0 and 1.
-        config: the settings.
+        loss: the settings of the loss, which give the ignored label and the kind of labels.
+        seed: the seed of pixels and labels.
         of_image: True for one label for each image.
 
     Attributes:
@@ -80,12 +89,18 @@ class RandomImages:
     epoch = first = 0
 
     def __init__(
-        self, size: Size, channels: int, classes: int, config: Config, of_image: bool = False
+        self,
+        size: Size,
+        channels: int,
+        classes: int,
+        loss: LossConfig,
+        seed: int = 0,
+        of_image: bool = False,
     ):
         self.size, self.channels = tuple(size), channels
         self.classes, self.of_image = max(2, classes), of_image
-        self.seed, self.ignore = config.train.seed, config.loss.ignore_index
-        self.numbers = of_numbers(config.loss.name)
+        self.seed, self.ignore = seed, loss.ignore_index
+        self.numbers = of_numbers(loss.name)
 
     def step(self, number: int, batch: int) -> RandomImages:
         """Return the images of step ``number`` (from 0), if every step takes ``batch`` images."""
@@ -150,7 +165,8 @@ class StoreImages:
 
     Args:
         store: the store.
-        config: the settings.
+        data: the settings of the data, which give crops and augmentation.
+        seed: the seed of the order of images, crops and augmentation.
         batch: number of images that every step takes.
         step: the number of the step, counted from the beginning of the training.
 
@@ -159,18 +175,16 @@ class StoreImages:
         first: the number of the step's first image in the epoch.
     """
 
-    def __init__(self, store: Store, config: Config, batch: int, step: int = 0):
-        self.store, self.config = store, config
-        steps = len(epoch_samples(store, "train", config.data, config.train.seed, 0, batch))
+    def __init__(self, store: Store, data: DataConfig, seed: int, batch: int, step: int = 0):
+        self.store, self.data, self.seed = store, data, seed
+        steps = len(epoch_samples(store, "train", data, seed, 0, batch))
         self.epoch, step = divmod(step, steps)
-        self.samples = epoch_samples(
-            store, "train", config.data, config.train.seed, self.epoch, batch
-        )[step]
+        self.samples = epoch_samples(store, "train", data, seed, self.epoch, batch)[step]
         self.size, self.first = self.samples[0].size, self.samples[0].number
 
     def step(self, number: int, batch: int) -> StoreImages:
         """Return the images of step ``number`` (from 0), if every step takes ``batch`` images."""
-        return StoreImages(self.store, self.config, batch, number)
+        return StoreImages(self.store, self.data, self.seed, batch, number)
 
     def whole(self, row: int) -> tuple[Tensor, Tensor]:
         """Return pixels and labels of image ``row`` of the step.
@@ -233,7 +247,8 @@ def verify(
             Errors in the optimizer's state show only in the second and later steps.
     """
     with raise_jointly(world):
-        config, plain, images = prepare(config, image)
+        prepared = prepare(config, image)
+        config, plain, images = prepared.config, prepared.model, prepared.images()
         MeshShape(config.mesh.samples, config.mesh.tiles, config.mesh.stages).check(world.size)
         freeze(plain, config.optim)
         initial = copy.deepcopy(plain) if world.rank == 0 else None
@@ -244,7 +259,7 @@ def verify(
         check_calls(model, images.size, config.data.images)
         if dump:
             check_dump(plain)
-        noted = notes(config, model)
+        noted = Facts(config, norms_of(model)).notes()
         names, dropouts = getattr(model, "names", {}), getattr(model, "dropouts", None)
     mesh = Mesh(world, config.mesh.samples, config.mesh.tiles, config.mesh.stages)
     with raise_jointly(world):
@@ -254,7 +269,7 @@ def verify(
     engine = Engine(config, mesh, model, images.size, device, precision="fp64")
     comparison = report = None
     if initial is not None:
-        comparison = Comparison(config, engine, initial, dropouts)
+        comparison = Comparison(engine, initial, dropouts)
     for number in range(steps):
         now = images.step(number, config.step_images) if number else images
         outcome = _step(engine, model, now, names)
@@ -277,16 +292,15 @@ def _step(engine: Engine, model: nn.Module, images, names: Mapping[str, str]) ->
         images: the source of the step's images, such as :class:`RandomImages`.
         names: a dict from a tensor's name in the network to its name in the user's module.
     """
-    config, mesh = engine.config, engine.mesh
-    with raise_jointly(mesh.world):
-        own = own_pieces(config, mesh, images, engine.reading)
+    with raise_jointly(engine.mesh.world):
+        own = own_pieces(engine, images)
     engine.context.epoch = images.epoch
     loss = engine.backward(own)
     gradients = {name: _copy(p.grad) for name, p in model.named_parameters() if p.requires_grad}
-    engine.update(config.optim.lr)
+    engine.update(engine.config.optim.lr)
     buffers = {name: _copy(b) for name, b in model.named_buffers() if b.is_floating_point()}
     return _of_all_stages(
-        mesh,
+        engine.mesh,
         Outcome(loss, gradients, {n: _copy(p) for n, p in model.named_parameters()}, buffers),
         names,
     )
@@ -317,30 +331,39 @@ def _of_all_stages(mesh: Mesh, own: Outcome, names: Mapping[str, str]) -> Outcom
     return Outcome(own.loss, **merged)
 
 
-def prepare(config: Config, image: Size | None):
-    """Return the completed config, the plain model and the source of images.
+class Prepared(NamedTuple):
+    """Settings, model and data from which the images of optimizer steps are made.
 
-    The config gets the settings that follow from the images, such as the number of dims. Images are
-    random ones of size ``image``, or those of ``data.store`` if ``image`` is None.
-
-    Raises:
-        ValueError: there is neither a size nor a store.
+    Attributes:
+        config: the settings, completed by those that follow from the images.
+        model: the plain model.
+        size: the size of a sample in pixels.
+        store: the store of the images; None for random images.
     """
-    config, model, _, store = prepare_model(config, image)
-    if store is not None:
-        return config, model, StoreImages(store, config, config.step_images)
-    vectors = of_image(model, image)
-    _check_fits(image, channels_of(model)[0], config.step_images)
-    return config, model, RandomImages(image, *channels_of(model), config, vectors)
+
+    config: Config
+    model: nn.Module
+    size: Size
+    store: Store | None
+
+    def images(self) -> RandomImages | StoreImages:
+        """Return the source of the images of the first step.
+
+        Raises:
+            ValueError: random images do not fit into the machine's memory.
+        """
+        config = self.config
+        if self.store is not None:
+            return StoreImages(self.store, config.data, config.train.seed, config.step_images)
+        vectors, (bands, classes) = of_image(self.model, self.size), channels_of(self.model)
+        _check_fits(self.size, bands, config.step_images)
+        return RandomImages(self.size, bands, classes, config.loss, config.train.seed, vectors)
 
 
-def prepare_model(
-    config: Config, image: Size | None
-) -> tuple[Config, nn.Module, Size, Store | None]:
-    """Return the completed config, the plain model, the size of a sample, and the store.
+def prepare(config: Config, image: Size | None) -> Prepared:
+    """Complete the settings by those that follow from the images, and build the model.
 
-    The config gets the settings that follow from the images, such as the number of dims. The store
-    is None if images are random.
+    Such a setting is the number of dims.
 
     Args:
         config: the settings.
@@ -357,7 +380,7 @@ def prepare_model(
         classes = None if config.model.out_channels == 1 else len(store.classes)
         model = plain_model(config.model, store.bands, classes)
         check_labels(store, model, config.data.crop, config.loss)
-        return config, model, Size(crop_size(size, config.data.crop)), store
+        return Prepared(config, model, Size(crop_size(size, config.data.crop)), store)
     if image is None:
         raise ValueError(
             "there are no images: give --image 97x131 for random ones, or --data.store PATH"
@@ -366,7 +389,7 @@ def prepare_model(
     losses = {name for _, name in parse(config.loss.name)}
     takes_one = losses <= {"binary_cross_entropy", "dice", "focal", "mse", "l1"}
     many = None if config.model.out_channels or takes_one else 3
-    return config, plain_model(config.model, out_channels=many), image, None
+    return Prepared(config, plain_model(config.model, out_channels=many), image, None)
 
 
 def _check_fits(image: Size, channels: int, count: int) -> None:
@@ -387,55 +410,49 @@ def _check_fits(image: Size, channels: int, count: int) -> None:
         )
 
 
-def own_pieces(config: Config, mesh: Mesh, images, reach: ReceptiveField) -> list[list[TileBatch]]:
+def own_pieces(engine: Engine, images: RandomImages | StoreImages) -> list[list[TileBatch]]:
     """Return this rank's tile batches of a step's images, a list for each micro-batch.
 
     Args:
-        config: the settings.
-        mesh: the mesh.
-        images: the source of the step's images, such as :class:`RandomImages`.
-        reach: the receptive field by which windows are read.
+        engine: the engine that runs the step.
+        images: the source of the step's images.
     """
+    config, mesh = engine.config, engine.mesh
+    rows = _rows(config.mesh, config.train, config.data, mesh.sample)
     return [
         images.mine(
-            _rows(config, mesh.sample).of_micro_batch(m),
-            config.mesh.tiles,
-            config.owned,
-            mesh.tile,
-            reach,
+            rows.of_micro_batch(m), config.mesh.tiles, config.owned, mesh.tile, engine.reading
         )
-        for m in range(config.train.accumulate)
+        for m in range(rows.micro_batches)
     ]
 
 
-def _rows(config: Config, group: int) -> Rows:
+def _rows(mesh: MeshConfig, train: TrainConfig, data: DataConfig, group: int) -> Rows:
     """Return the positions of a sample group's images in a step, as in the data loader.
 
     Args:
-        config: the settings.
+        mesh, train, data: the settings of these sections.
         group: the index of the sample group.
     """
-    return Rows(config.mesh.samples, group, config.train.accumulate, config.data.images)
+    return Rows(mesh.samples, group, train.accumulate, data.images)
 
 
 class Comparison:
     """Comparison of a mesh's optimizer steps with the serial program, on rank 0.
 
     Args:
-        config: the settings.
         engine: the engine that runs the steps on the mesh. The report names its device, halo and
             transport.
         initial: the plain module before the first step, in float64.
         dropouts: the layer of each call of a dropout function, as for :func:`serial_step`.
     """
 
-    def __init__(self, config: Config, engine: Engine, initial: nn.Module, dropouts: Dropouts):
-        self.config, self.engine, self.dropouts = config, engine, dropouts
+    def __init__(self, engine: Engine, initial: nn.Module, dropouts: Dropouts):
+        self.engine, self.dropouts, self.settings = engine, dropouts, engine.config.step
         self.before = initial  # the module before the current step
-        self.serial = SerialProgram(initial, config, dropouts)
-        self.update = (
-            WeightUpdate.on_copies(initial, config.optim) if config.optim.name != "sgd" else None
-        )
+        self.serial = SerialProgram(initial, self.settings, dropouts)
+        optim = self.settings.optim
+        self.update = WeightUpdate.on_copies(initial, optim) if optim.name != "sgd" else None
         self.done = 0
 
     def step(self, images, outcome: Outcome, dump: str | None) -> dict:
@@ -448,11 +465,11 @@ class Comparison:
             outcome: the results of the step on the mesh.
             dump: the file for the tensors of the step (:func:`write_dump`), or None.
         """
-        config = self.config
-        wholes = []
+        config, wholes = self.engine.config, []
         for d in range(config.mesh.samples):
-            for m in range(config.train.accumulate):
-                for n in _rows(config, d).of_micro_batch(m):
+            rows = _rows(config.mesh, config.train, config.data, d)
+            for m in range(rows.micro_batches):
+                for n in rows.of_micro_batch(m):
                     number = images.first + n
                     wholes.append(Image(*images.whole(n), number=number, group=d, micro_batch=m))
         if dump:
@@ -469,9 +486,9 @@ class Comparison:
         return report
 
     def _compared(self, wholes: list[Image], outcome: Outcome, serial: Outcome, epoch: int) -> dict:
-        config, engine = self.config, self.engine
-        settings = dict(epoch=epoch, dropouts=self.dropouts)
-        zero = zero_gradients(config, self.before, wholes, serial, outcome, **settings)
+        engine, config = self.engine, self.engine.config
+        step = dict(settings=self.settings, epoch=epoch, dropouts=self.dropouts)
+        zero = zero_gradients(self.before, wholes, serial, outcome, **step)
         wanted = {
             "gradients": serial.gradients,
             "weights": serial.weights,
@@ -492,7 +509,7 @@ class Comparison:
         most, rounding = max(loss_error, _largest(errors), key=_badness), 0.0
         # Measure how much random rounding errors change the results of the serial program itself.
         if _ROUNDED < most < _ROUNDING:
-            moved = rounding_of_step(self.before, wholes, config, **settings)
+            moved = rounding_of_step(self.before, wholes, **step)
             # Weights of later steps are left out, because the optimizer of this measurement does
             # not have the state of the steps before.
             parts = [part for part in wanted if not (self.done and part == "weights")]
@@ -515,7 +532,7 @@ class Comparison:
             "stride": list(engine.reach.stride),
             "transport": engine.mesh.world.transport,
             "reducer": engine.reducer.name,
-            "approximations": approximations(config, engine.reach, engine.exact),
+            "approximations": engine.approximations,
             "loss": {"distributed": outcome.loss, "serial": serial.loss, "error": loss_error},
             **errors,
             "rounding": rounding,
@@ -557,11 +574,11 @@ def with_step(report: dict, later: dict) -> dict:
 
 
 def zero_gradients(
-    config: Config,
     initial: nn.Module,
     wholes: list[Image],
     serial: Outcome,
     found: Outcome,
+    settings: StepSettings,
     epoch: int = 0,
     dropouts: Dropouts = None,
 ) -> dict[str, dict[str, float]]:
@@ -572,11 +589,11 @@ def zero_gradients(
     is measured only if some gradients are tiny compared with the largest gradient.
 
     Args:
-        config: the settings.
         initial: the plain module before the step.
         wholes: all images of the step.
         serial: the results of the serial step.
         found: the results of the distributed step.
+        settings: the settings of the step.
         epoch: the epoch of the step.
         dropouts: the layer of each call of a dropout function, as for :func:`serial_step`.
     """
@@ -590,7 +607,7 @@ def zero_gradients(
     ]
     if not tiny:
         return {}
-    rounding = rounding_of_gradients(initial, wholes, config, serial.gradients, epoch, dropouts)
+    rounding = rounding_of_gradients(initial, wholes, settings, serial.gradients, epoch, dropouts)
     return {
         name: {"norm": norms[name], "rounding": rounding[name]}
         for name in tiny

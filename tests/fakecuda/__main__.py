@@ -59,7 +59,8 @@ def _config(settings: dict) -> sections.Config:
 
 
 def _step(config: sections.Config, case: dict, stage: int, told: dict) -> dict[str, int]:
-    config, model, images = prepare(config, Size(case["image"]))
+    prepared = prepare(config, Size(case["image"]))
+    config, model, images = prepared.config, prepared.model, prepared.images()
     waits = Waits()
     mesh = mesh_at(
         config.mesh.samples,
@@ -92,7 +93,7 @@ def _step(config: sections.Config, case: dict, stage: int, told: dict) -> dict[s
         ):  # the first makes the buffers that the second finds
             waits.found.clear()
             with waits.ignored():
-                pieces = own_pieces(config, mesh, images, engine.reading)
+                pieces = own_pieces(engine, images)
             engine.backward(pieces)
             engine.update(1e-3)
         if "predict" in case:

@@ -22,7 +22,7 @@ from .waits import Event, Stream, Waits
 
 _PLANS = (
     (engine, "reach_for"),
-    (engine, "partition_of"),
+    (engine.StageCut, "partition"),
     (swap_layers, "cumulative_strides"),
     (swap_layers, "graph_of"),
 )

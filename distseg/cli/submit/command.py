@@ -213,7 +213,7 @@ class _Request:
             ValueError: a flag or the mesh does not fit. The message names it and how to fix it.
         """
         asked, output = self.asked, self.config.train.output
-        flags = _flags(self.read([self.path]).changes(self.config))
+        flags = _flags(self.read([self.path]).changes_to(self.config))
         job = self._job(tuple(flags))
         if asked.scaling:
             return _scaling(job, asked, output)

@@ -91,6 +91,21 @@ def test_the_best_is_that_of_all_candidates(ranks, limit):
     assert all(p.memory <= plan.limit for p in best)
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 4, 6, 12])
+def test_bounds_are_never_above_the_prediction(ranks):
+    plan = planner(batch=6)
+    for one in plan.candidates(ranks):
+        least = [plan._least_of_any(one), plan.least_seconds(one)]
+        try:
+            found = plan._cut(one)
+        except ValueError:
+            continue
+        seconds = plan._predicted(found).seconds * (1 + 1e-12)
+        assert least[0] <= least[1] <= seconds, one
+        assert one.stages == 1 or found.least_seconds <= seconds, one
+        assert plan._least_memory(one) <= found.memory, one
+
+
 def test_parts_add_up_and_splits_without_messages_divide_the_work():
     plan = planner(at=machine(**FREE), norm="none")
     one = plan.predict(layout())
@@ -359,8 +374,8 @@ def test_tiles_are_streamed_if_no_layout_fits(batch, mesh):
 def test_a_job_streams_what_does_not_fit(comm, monkeypatch):
     """Let a rank have 1.5 GB, and a layout seem to need 2 GB."""
     monkeypatch.setattr(PlannedTraining, "measure", lambda *_: machine(memory=1.5e9))
-    predict = Planner.predict
-    monkeypatch.setattr(Planner, "predict", lambda *a: replace(predict(*a), memory=2e9))
+    cut = Planner._cut
+    monkeypatch.setattr(Planner, "_cut", lambda *a: replace(cut(*a), memory=2e9))
     found = with_best_layout(auto(), comm, Size("49x67"))
     assert found.streaming.memory == 1_350_000_000 and found.mesh.samples == comm.size
     report = verify(found, comm, Size("49x67"))

@@ -20,6 +20,7 @@ from distseg.planning.stage_memory import (
     Held,
     Policy,
     holdings,
+    largest_holdings,
     peaks,
     ranges_of,
     stage_memory,
@@ -237,6 +238,20 @@ def test_outputs_leave_once_the_next_stage_is_there():
     """First of 2 stages under GPipe, all recomputed: in the last forward pass again, its output and its gradient are on their way."""
     assert Held(1, 2, returning=3, leaving=1) in holdings(0, 2, Policy(3, "gpipe", "always"))
     assert all(held.leaving == 0 for held in holdings(1, 2, Policy(3, "gpipe", "always")))
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
+@pytest.mark.parametrize("recompute", ["never", "except_last", "always"])
+def test_the_largest_holdings_have_every_peak(schedule, recompute):
+    for stages in (1, 2, 3, 5):
+        for micro_batches in (1, 2, 3, 7, 16, 40):
+            policy = Policy(micro_batches, schedule, recompute)
+            for stage in range(stages):
+                largest = largest_holdings(stage, stages, policy)
+                every = holdings(stage, stages, policy)
+                assert largest <= every
+                for one in every:
+                    assert any(all(a >= b for a, b in zip(other, one)) for other in largest)
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
+from heapq import heapify, heappop, heappush
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -36,6 +38,7 @@ from distseg.planning.stage_memory import (
     WEIGHT_BYTES,
     Policy,
     Ranges,
+    largest_holdings,
     peaks,
     ranges_of,
     stage_seconds,
@@ -218,6 +221,95 @@ class TileWork:
     halos: tuple[tuple[float, int], ...]
 
 
+@dataclass(frozen=True)
+class _Stages:
+    """Layout whose layers are cut into stages.
+
+    Attributes:
+        layout: the layout.
+        tile: the work of the slowest tile.
+        costs: the costs of the layers on this tile, messages included.
+        policy: schedule, recomputation and optimizer.
+        ranges: first layer and end of each stage.
+        partition: the stages.
+        memory: bytes that the rank with the highest peak takes.
+    """
+
+    layout: MeshLayout
+    tile: TileWork
+    costs: Costs
+    policy: Policy
+    ranges: list[tuple[int, int]]
+    partition: Partition
+    memory: float
+
+    @property
+    def least_seconds(self) -> float:
+        """Lower bound of the seconds of a step with these stages.
+
+        A stage computes all micro-batches. Before its first pass, a micro-batch goes forward
+        through all earlier stages. After its last pass, a micro-batch goes back through them,
+        except with zb-h1, where the last pass may compute gradients of weights.
+        """
+        m, stages, least, before = self.layout.micro_batches, self.layout.stages, 0.0, 0.0
+        goes_back = self.layout.schedule != "zb-h1"
+        for stage, (a, b) in enumerate(self.ranges):
+            forward, backward = sum(self.costs.forward[a:b]), sum(self.costs.backward[a:b])
+            passes = self.policy.forward_passes(stage, stages)
+            least = max(least, before + m * (passes * forward + backward))
+            before += forward + goes_back * backward
+        return least
+
+
+@dataclass(order=True)
+class _Candidate:
+    """Layout in the queue of the search; the least one is tried first.
+
+    Attributes:
+        least: lower bound of the seconds of a step.
+        again: True if activations are computed again, which is tried last.
+        layout: the layout.
+        of_tile: True if ``least`` follows from the slowest tile of the layout's grid.
+        stages: the stages, if ``least`` follows from them.
+    """
+
+    least: float
+    again: bool = field(init=False)
+    layout: MeshLayout = field(compare=False)
+    of_tile: bool = field(default=False, compare=False)
+    stages: _Stages | None = field(default=None, compare=False)
+
+    def __post_init__(self) -> None:
+        self.again = self.layout.recompute == "always"
+
+
+def least_of_pipeline(
+    layers: float, longest: float, stages: int, micro_batches: int, schedule: str
+) -> float:
+    """Return a lower bound of the seconds of a step, for every cut into stages.
+
+    Let stage s compute t_s seconds for each of m micro-batches. With gpipe and 1f1b the step takes
+    at least the largest m t_s + (t_0 + ... + t_{s-1}), because a micro-batch goes through the
+    stages before s at first, and another one goes back through them at last. For a given sum T of
+    all t_s, the largest one is least if all are equal: t_{s+1} = (1 - 1/m) t_s. It is then
+    T / (1 - (1 - 1/m)^S) for S stages. With zb-h1, where the last pass of a stage may compute
+    gradients of weights, the bound is m T / S. The stage with the slowest layer computes this layer
+    m times, which is another bound.
+
+    Args:
+        layers: seconds of all layers for a micro-batch, forward and backward.
+        longest: seconds of the slowest layer.
+        stages: number of stages.
+        micro_batches: number of micro-batches.
+        schedule: gpipe, 1f1b or zb-h1.
+    """
+    if schedule == "zb-h1":
+        spread = layers * micro_batches / stages
+    else:
+        spread = layers / (1 - (1 - 1 / micro_batches) ** stages)
+    return max(spread, micro_batches * longest)
+
+
 class Planner:
     """Planner that predicts one step on one machine in different layouts.
 
@@ -252,35 +344,51 @@ class Planner:
 
         A family is a set of mesh axes that are split (:attr:`MeshLayout.family`). The result has
         the fastest layouts of each family that fit the memory limit. A family that takes more than
-        twice as long as the fastest layout contributes only one. A layout that recomputes
+        25 % longer than the fastest layout contributes only one. A layout that recomputes
         activations is considered only if the same layout does not fit without that. If no layout
         fits, the result has the layout of each family that takes the least memory.
         """
+        # A candidate returns to the queue with a better bound each time it is looked at: first the
+        # bound of any tile of its size, then of its tile, then of its stages.
         fitting: dict[str, list[Prediction]] = {}
-        others: dict[str, Prediction] = {}
+        too_large: dict[str, _Stages] = {}
         fits: set[MeshLayout] = set()
         fastest = math.inf
-        candidates = [(self.least_seconds(layout), layout) for layout in self.candidates(ranks)]
-        candidates.sort(key=lambda item: (item[0], item[1].recompute == "always"))
-        for least, layout in candidates:
+        queue = [_Candidate(self._least_of_any(one), one) for one in self.candidates(ranks)]
+        heapify(queue)
+        while queue:
+            candidate = heappop(queue)
+            least, layout = candidate.least, candidate.layout
             known = fitting.setdefault(layout.family, [])
-            wanted = 1 if least > 2 * fastest else _KEPT
+            wanted = 1 if least > 1.25 * fastest else _KEPT
             if len(known) >= wanted and least > known[wanted - 1].seconds:
                 continue
-            if replace(layout, recompute="never") in fits:
+            if layout.recompute == "always" and replace(layout, recompute="never") in fits:
                 continue
-            try:
-                found = self.predict(layout)
-            except ValueError:
-                continue  # no split into stages fits, or stages would share a weight
-            if found.memory <= self.limit:
-                fits.add(layout)
-                fastest = min(fastest, found.seconds)
-                known.append(found)
-                known.sort(key=lambda p: p.seconds)
-            elif layout.family not in others or found.memory < others[layout.family].memory:
-                others[layout.family] = found
-        every = [p for known in fitting.values() for p in known] or list(others.values())
+            if layout.stages > 1 and self._least_memory(layout) > self.limit:
+                continue
+            if not candidate.of_tile:
+                heappush(queue, _Candidate(self.least_seconds(layout), layout, True))
+                continue
+            if candidate.stages is None:
+                try:
+                    found = self._cut(layout)
+                except ValueError:
+                    continue  # no split into stages fits, or stages would share a weight
+                if found.memory <= self.limit:
+                    fits.add(layout)
+                    least = max(least, found.least_seconds)
+                    heappush(queue, _Candidate(least, layout, True, found))
+                elif (
+                    layout.family not in too_large or found.memory < too_large[layout.family].memory
+                ):
+                    too_large[layout.family] = found
+                continue
+            known.append(self._predicted(candidate.stages))
+            known.sort(key=lambda p: p.seconds)
+            fastest = min(fastest, known[0].seconds)
+        every = [p for known in fitting.values() for p in known]
+        every = every or [self._predicted(found) for found in too_large.values()]
         return sorted(every, key=lambda p: (p.seconds, p.memory))
 
     def candidates(self, ranks: int) -> Iterator[MeshLayout]:
@@ -360,46 +468,100 @@ class Planner:
         costs = self.work.costs
         return costs.layers[source - 1].output if source else costs.sizes[0]
 
-    def _costs_on(self, tile: TileWork, neighbours: int, norm: float) -> Costs:
-        """Return the costs of the layers on a tile, including the time of their messages.
+    def _costs_on(self, layout: MeshLayout) -> Costs:
+        """Return the costs of the layers on the slowest tile, including the time of messages.
 
         Only the seconds belong to the tile. The bytes remain the bytes of whole images.
-
-        Args:
-            tile: the work of the slowest tile.
-            neighbours: number of ranks that work on the same images: tiles times stages.
-            norm: seconds that the message of a norm takes.
         """
-        layers = []
-        for number, (layer, share, (size, count)) in enumerate(
-            zip(self.work.costs.layers, tile.shares, tile.halos)
-        ):
-            besides = self.machine.call + norm * (number in self.work.norms)
-            if count:
-                besides += self.machine.message(neighbours, size, count)
-            forward, backward = share * layer.forward, share * layer.backward
-            layers.append(replace(layer, forward=forward + besides, backward=backward + besides))
+        tile = self.tile_work(layout.tiles, layout.exchange)
+        besides = self._messages(layout, tile)
+        layers = [
+            replace(
+                layer, forward=share * layer.forward + more, backward=share * layer.backward + more
+            )
+            for layer, share, more in zip(self.work.costs.layers, tile.shares, besides)
+        ]
         return replace(self.work.costs, layers=tuple(layers))
+
+    def _messages(self, layout: MeshLayout, tile: TileWork) -> list[float]:
+        """Return the seconds that a pass of each layer takes besides its computation.
+
+        They are the time to call the layer, its halo messages and the statistics of its norm.
+        """
+        neighbours, norm = layout.tiles.volume * layout.stages, self._norm_seconds(layout)
+        return [
+            self.machine.call
+            + norm * (number in self.work.norms)
+            + (self.machine.message(neighbours, size, count) if count else 0.0)
+            for number, (size, count) in enumerate(tile.halos)
+        ]
 
     def least_seconds(self, layout: MeshLayout) -> float:
         """Return a lower bound of the seconds that a step takes in a layout.
 
-        The first micro-batch must go through all stages, which takes the seconds of all layers. The
-        slowest stage also computes the other micro-batches. For each of them, it takes at least the
-        seconds of all layers, divided by the number of stages. With the schedule zb-h1, weight
-        gradients may be computed later, so the first micro-batch counts with only half of its
-        seconds.
+        The bound holds for every cut into stages (:func:`least_of_pipeline`).
         """
         tile = self.tile_work(layout.tiles, layout.exchange)
-        again = 1 if layout.recompute == "always" and layout.stages == 1 else 0
-        one = self._layers(tile, again)
-        through = one * (0.5 if layout.schedule == "zb-h1" else 1.0)
-        return through + (layout.micro_batches - 1) * one / layout.stages
+        return self._least(layout, tile.shares, self._messages(layout, tile))
 
-    def _layers(self, tile: TileWork, again: int = 0) -> float:
+    def _least_of_any(self, layout: MeshLayout) -> float:
+        """Return a lower bound of the seconds of a step that takes no time to compute.
+
+        It assumes that the slowest tile of the grid is as small as the smallest tile can be, and
+        that messages take no time.
+        """
+        layers = len(self.work.costs.layers)
+        share = self._least_share(layout.tiles)
+        return self._least(layout, (share,) * layers, (self.machine.call,) * layers)
+
+    def _least(
+        self, layout: MeshLayout, shares: Sequence[float], besides: Sequence[float]
+    ) -> float:
+        again = 1 if layout.recompute == "always" and layout.stages == 1 else 0
+        seconds = [
+            share * ((1 + again) * layer.forward + layer.backward) + (2 + again) * more
+            for layer, share, more in zip(self.work.costs.layers, shares, besides)
+        ]
+        return least_of_pipeline(
+            sum(seconds), max(seconds), layout.stages, layout.micro_batches, layout.schedule
+        )
+
+    def _least_share(self, grid: Size) -> float:
+        """Return a lower bound of the cells of a grid's slowest tile, as a fraction of the image's.
+
+        The bound holds for the feature maps of all layers.
+        """
+        share = 1.0
+        for n, g, s in zip(self.work.image, grid, self.work.reach.stride):
+            share *= 1.0 if g == 1 else -(-n // s) // g * s / (n + s)
+        return share
+
+    def _least_memory(self, layout: MeshLayout) -> float:
+        """Return a lower bound of the bytes of the rank with the highest peak.
+
+        Let stage s hold all activations of h_s micro-batches at once. If no stage takes more than
+        M bytes, stage s has at most M / h_s bytes of activations for a micro-batch. All stages
+        together have A bytes, so M is at least A / (1/h_0 + ... + 1/h_{S-1}).
+        """
+        held = [
+            max(held.full for held in largest_holdings(stage, layout.stages, self._policy(layout)))
+            for stage in range(layout.stages)
+        ]
+        whole = self._least_share(layout.tiles) * self.work.ranges.full[0, -1]
+        return self.machine.base + whole / sum(1 / max(1, h) for h in held)
+
+    def _policy(self, layout: MeshLayout) -> Policy:
+        return Policy(layout.micro_batches, layout.schedule, layout.recompute, self.work.copies)
+
+    def _layers(self, shares: Sequence[float]) -> float:
+        """Return the seconds of all layers on a tile for a micro-batch, without messages.
+
+        Args:
+            shares: for each layer, the cells of the tile as a fraction of the whole feature map.
+        """
         return sum(
-            share * ((1 + again) * layer.forward + layer.backward) + (2 + again) * self.machine.call
-            for layer, share in zip(self.work.costs.layers, tile.shares)
+            share * (layer.forward + layer.backward) + 2 * self.machine.call
+            for layer, share in zip(self.work.costs.layers, shares)
         )
 
     def predict(self, layout: MeshLayout) -> Prediction:
@@ -408,27 +570,51 @@ class Planner:
         Raises:
             ValueError: the network cannot be cut into the stages of the layout.
         """
-        work, machine = self.work, self.machine
-        neighbours = layout.tiles.volume * layout.stages
+        return self._predicted(self._cut(layout))
+
+    def _cut(self, layout: MeshLayout) -> _Stages:
+        """Return the fastest stages for a layout, with the memory that they take.
+
+        Raises:
+            ValueError: the network cannot be cut into the stages of the layout.
+        """
+        work, costs = self.work, self._costs_on(layout)
         tile = self.tile_work(layout.tiles, layout.exchange)
-        norm = self._norm_seconds(layout)
-        costs = self._costs_on(tile, neighbours, norm)
-        policy = Policy(layout.micro_batches, layout.schedule, layout.recompute, work.copies)
-        balance, span, busiest = self._pipeline(layout, costs, policy, tile, neighbours)
-        m, ideal = layout.micro_batches, TileWork((1 / layout.tiles.volume,) * len(tile.shares), ())
+        policy = self._policy(layout)
+        held = self._peaks(layout.stages, policy, tile)
+        if layout.stages == 1:
+            balance = [len(costs.layers)]
+        else:
+            balance = fastest_split(
+                stage_seconds(costs, work.ranges, policy, layout.stages),
+                layout.stages,
+                held,
+                max(0.0, self.limit - self.machine.base),
+            )
+        ends = list(accumulate(balance))
+        ranges = list(zip([0, *ends], ends))
+        memory = self.machine.base + max(held[s, a, b] for s, (a, b) in enumerate(ranges))
+        partition = Partition.from_balance(calls_of(work.model), balance)
+        return _Stages(layout, tile, costs, policy, ranges, partition, float(memory))
+
+    def _predicted(self, found: _Stages) -> Prediction:
+        """Return the prediction for a layout whose stages are known."""
+        work, machine, layout, tile = self.work, self.machine, found.layout, found.tile
+        neighbours = layout.tiles.volume * layout.stages
+        span, busiest = self._pipeline(found)
+        m, ideal = layout.micro_batches, (1 / layout.tiles.volume,) * len(tile.shares)
         once = m * self._layers(ideal) / layout.stages
-        computed = m * self._layers(tile) / layout.stages
+        computed = m * self._layers(tile.shares) / layout.stages
         halos = (
             2
             * m
             / layout.stages
             * sum(machine.message(neighbours, size, n) for size, n in tile.halos if n)
         )
-        norms = 2 * m / layout.stages * norm * len(work.norms)
-        starts = np.cumsum([0, *balance])
-        stages = [(int(a), int(b)) for a, b in zip(starts, starts[1:])]
+        norms = 2 * m / layout.stages * self._norm_seconds(layout) * len(work.norms)
         weights = max(
-            WEIGHT_BYTES * sum(layer.parameters for layer in costs.layers[a:b]) for a, b in stages
+            WEIGHT_BYTES * sum(layer.parameters for layer in found.costs.layers[a:b])
+            for a, b in found.ranges
         )
         parts = {
             "computing": min(once, computed),
@@ -442,10 +628,8 @@ class Planner:
         parts["stages wait"] = max(0.0, span - sum(parts.values()))
         parts["sum of gradients"] = machine.sum(layout.samples * layout.tiles.volume, weights)
         parts["update"] = weights * (3 + 2 * work.copies) / machine.traffic
-        held = self._peaks(layout.stages, policy, tile)
-        memory = machine.base + max(held[stage, a, b] for stage, (a, b) in enumerate(stages))
         plain = {name: float(seconds) for name, seconds in parts.items()}
-        return Prediction(layout, plain, float(memory), tuple(map(int, balance)))
+        return Prediction(layout, plain, found.memory, tuple(b - a for a, b in found.ranges))
 
     def _norm_seconds(self, layout: MeshLayout) -> float:
         """Return the seconds that the message of one norm takes in a forward or backward pass.
@@ -457,51 +641,30 @@ class Planner:
             return 0.0
         return self.machine.sum(ranks, _MOMENTS * 64)
 
-    def _pipeline(
-        self, layout: MeshLayout, costs: Costs, policy: Policy, tile: TileWork, neighbours: int
-    ) -> tuple[list[int], float, float]:
-        """Find the fastest stages for a layout, and simulate a step of the pipeline.
-
-        Args:
-            layout: the layout.
-            costs: the costs of the layers on a tile, messages included.
-            policy: the schedule and recomputation.
-            tile: the work of the slowest tile.
-            neighbours: number of ranks that work on the same images: tiles times stages.
+    def _pipeline(self, found: _Stages) -> tuple[float, float]:
+        """Simulate the pipeline of a layout.
 
         Returns:
-            The number of layers of each stage, the seconds from the start of the first pass to the
-            end of the last one, and the seconds that the busiest rank computes.
+            The seconds from the start of the first pass to the end of the last one, and the seconds
+            that the busiest rank computes.
         """
-        m, layers = layout.micro_batches, costs.layers
+        layout, costs = found.layout, found.costs
         if layout.stages == 1:
-            passes = policy.forward_passes(0, 1)
-            busy = m * (passes * sum(costs.forward) + sum(costs.backward))
-            return [len(layers)], busy, busy
-        stages = layout.stages
-        balance = fastest_split(
-            stage_seconds(costs, self.work.ranges, policy, stages),
-            stages,
-            self._peaks(stages, policy, tile),
-            self._room(),
-        )
-        partition = Partition.from_balance(calls_of(self.work.model), balance)
+            passes = found.policy.forward_passes(0, 1)
+            busy = layout.micro_batches * (passes * sum(costs.forward) + sum(costs.backward))
+            return busy, busy
         passes_of = StagePasses(
             Modelled(costs, 1),
-            partition,
-            orders(layout.schedule, partition.placement, m),
+            found.partition,
+            orders(layout.schedule, found.partition.placement, layout.micro_batches),
             layout.recompute,
             1,
         )
-        share = max(tile.shares)
+        neighbours, share = layout.tiles.volume * layout.stages, max(found.tile.shares)
         run = passes_of.simulated(
             1.0, lambda edge: self.machine.message(neighbours, share * self._bytes(edge.map), 1)
         )
-        busiest = run.makespan * (1 - min(run.idle))
-        return balance, run.makespan, busiest
-
-    def _room(self) -> float:
-        return max(0.0, self.limit - self.machine.base)
+        return run.makespan, run.makespan * (1 - min(run.idle))
 
     def _peaks(self, stages: int, policy: Policy, tile: TileWork) -> np.ndarray:
         whole = self._peaks_of(stages, policy)

@@ -79,6 +79,7 @@ class StagePasses:
         self.partition, self.orders, self.recompute = partition, orders, recompute
         self.splits = any(isinstance(action, Weight) for order in orders for action in order)
         self._costs, self._share = found.costs, pixels / found.pixels
+        self._known: dict[tuple[str, int], float] = {}  # results of `seconds`
 
     def of_rank(self, rank: int) -> Passes:
         """Return the predicted seconds of a rank's passes in a step, by (kind of pass, stage)."""
@@ -97,6 +98,11 @@ class StagePasses:
                 gradients that the schedule separates from the backward pass.
             stage: the number of the stage.
         """
+        if (kind, stage) not in self._known:
+            self._known[kind, stage] = self._computed(kind, stage)
+        return self._known[kind, stage]
+
+    def _computed(self, kind: str, stage: int) -> float:
         layers = (
             self._costs.layers
             if self.partition.ranges[stage] == range(0)

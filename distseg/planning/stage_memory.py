@@ -12,7 +12,8 @@ benchmarks/stage_memory.py compares this model with measured memory.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -21,7 +22,7 @@ from distseg.planning.balance import sums
 from distseg.planning.cost import Costs
 from distseg.runtime.actions import Action, Backward, Forward, Weight
 from distseg.runtime.schedule import SCHEDULES, splits
-from distseg.runtime.stage_program import recomputed, soon
+from distseg.runtime.stage_program import AHEAD, recomputed, soon
 
 WEIGHT_BYTES = 4  # float32
 
@@ -144,6 +145,27 @@ def holdings(stage: int, stages: int, policy: Policy) -> set[Held]:
         if isinstance(action, Weight):
             put_off -= 1
     return found
+
+
+@lru_cache(1 << 14)
+def largest_holdings(stage: int, stages: int, policy: Policy) -> frozenset[Held]:
+    """Return those of :func:`holdings` that can have the peak memory.
+
+    Left out is every one that holds no more of any kind of tensors than another one.
+
+    Args:
+        stage: the number of the stage.
+        stages: the number of stages.
+        policy: the schedule and recomputation.
+    """
+    if policy.schedule != "gpipe":
+        # After as many micro-batches as there are stages, the same passes repeat.
+        policy = replace(policy, micro_batches=min(policy.micro_batches, 2 * stages + AHEAD + 2))
+    found: list[Held] = []
+    for one in sorted(holdings(stage, stages, policy), reverse=True):
+        if not any(all(a >= b for a, b in zip(other, one)) for other in found):
+            found.append(one)
+    return frozenset(found)
 
 
 @dataclass(frozen=True)
@@ -276,7 +298,7 @@ def stage_memory(ranges: Ranges, where, stage: int, stages: int, policy: Policy)
         + (held.returning + held.leaving) * sent
         + held.put_off * put_off
         + held.backward * working
-        for held in holdings(stage, stages, policy)
+        for held in largest_holdings(stage, stages, policy)
     ]
     return StageMemory(
         weights,
@@ -298,9 +320,14 @@ def peaks(ranges: Ranges, stages: int, policy: Policy) -> np.ndarray:
         stages: the number of stages.
         policy: the schedule, recomputation and optimizer.
     """
-    return np.stack(
-        [stage_memory(ranges, ..., stage, stages, policy).total for stage in range(stages)]
-    )
+    tables: dict[frozenset[Held], np.ndarray] = {}
+    found = []
+    for stage in range(stages):
+        held = largest_holdings(stage, stages, policy)
+        if held not in tables:
+            tables[held] = stage_memory(ranges, ..., stage, stages, policy).total
+        found.append(tables[held])
+    return np.stack(found)
 
 
 def stage_seconds(

@@ -190,7 +190,7 @@ MANIFESTS = {  # of what the manifest's config is changed into
 }
 
 TABLE = {
-    "no such command": (["trian"], "unknown command 'trian': choose prepare, check, train"),
+    "no such command": (["trian"], "unknown command 'trian': choose prepare, init, check, train"),
     "a flag misspelt": (
         ["train", "--model.dpth", "2"],
         "--model.dpth 2: did you mean --model.depth[?]",

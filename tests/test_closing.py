@@ -5,7 +5,16 @@ from pathlib import Path
 from distseg.cli.help import FIRST, field_documents, head
 from distseg.config.patchgd import PatchConfig
 from distseg.config.settings import Config
-from distseg.report.closing import closing_of_evaluation, closing_of_prediction, closing_of_training
+from distseg.report.closing import (
+    closing_of_evaluation,
+    closing_of_prediction,
+    closing_of_preparation,
+    closing_of_training,
+)
+
+
+def test_preparation_ends_with_the_next_command():
+    assert closing_of_preparation("my data/s.h5") == "next: distseg init 'my data/s.h5'"
 
 
 def test_training_ends_with_the_best_checkpoint_and_the_next_command():

@@ -45,7 +45,12 @@ from distseg.models.zoo import ZOO, outline_model
 from distseg.patchgd.filling import PatchPredictor
 from distseg.patchgd.heat import heat_of, picture
 from distseg.planning.tile_size import short_of_decoding
-from distseg.report.closing import closing_of_evaluation, closing_of_prediction, notes_on_places
+from distseg.report.closing import (
+    closing_of_evaluation,
+    closing_of_prediction,
+    closing_of_preparation,
+    notes_on_places,
+)
 from distseg.report.cuts import middle_of_interest, three_cuts
 from distseg.report.disk import atomic_write
 from distseg.report.overlay import iou_text, plot_overlay
@@ -591,6 +596,7 @@ def run_prepare(arguments) -> int:
             arguments.alpha,
             arguments.pages,
         )
+        print(closing_of_preparation(arguments.output))
         return 0
     from distseg.data.masks import MaskForm, named_colours
     from distseg.data.prepare import prepare_folder
@@ -623,6 +629,8 @@ def run_prepare(arguments) -> int:
         alpha=arguments.alpha,
         pages=arguments.pages,
     )
+    if not arguments.dry_run:
+        print(closing_of_preparation(arguments.output))
     return 0
 
 

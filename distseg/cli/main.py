@@ -9,6 +9,7 @@ import json
 import math
 import os
 import re
+import shlex
 import sys
 from argparse import SUPPRESS
 from collections.abc import Callable, Mapping
@@ -44,6 +45,7 @@ register_type(Size, serializer=str, deserializer=Size)
 _USAGE = """usage: distseg COMMAND [CONFIG.yaml] [--section.field VALUE ...]
 
 prepare   folders of images and masks, or blue-marble, into an HDF5 store
+init      a commented config for a store and this machine
 check     read a store, or all checkpoints of a run, and report damaged data
 train     train on any number of ranks: mpirun -n 4 distseg train CONFIG.yaml
 patchgd   train by patch gradient descent, an approximation with a config of its own
@@ -843,6 +845,50 @@ def _runs(arguments: list[str]) -> int:
 
 
 @_joint
+def _init(arguments: list[str]) -> int:
+    parser = _parser("init", None)
+    parser.add_argument("store", help="The store that distseg prepare wrote.")
+    parser.add_argument(
+        "--output", type=str, default="config.yaml", help="The config file to write."
+    )
+    parser.add_argument(
+        "--network",
+        type=str | None,
+        default=None,
+        help="unet, a name that distseg models lists, or your own function as "
+        "package.module:function; by default unet, or a residual network if each image has one "
+        "label.",
+    )
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=3.0,
+        help="Predicted minutes of training, from which the number of epochs follows.",
+    )
+    parser.add_argument("--masks", type=str | None, default=None, help=SUPPRESS)
+    parsed = _parse_plain(parser, arguments)
+    if os.path.isdir(parsed.store) or parsed.masks is not None:
+        store = f"{Path(parsed.store).resolve().name}.h5"
+        masks = shlex.quote(parsed.masks or "MASKS")
+        raise ValueError(
+            f"{parsed.store} is {'a folder' if os.path.isdir(parsed.store) else 'one file'}, and "
+            f"init reads a store: first pack the images into one by 'distseg prepare "
+            f"{shlex.quote(parsed.store)} {shlex.quote(store)} --masks {masks} "
+            f"--classes background,NAME', then run 'distseg init {shlex.quote(store)}'"
+        )
+    if not 0 < parsed.minutes <= _MOST:
+        raise ValueError(
+            f"--minutes must be a number above 0 and at most {_MOST}, got {parsed.minutes:g}"
+        )
+    _check_file(parsed.output, "--output")
+    from distseg.cli.init import init
+
+    for line in init(parsed.store, parsed.output, parsed.network, parsed.minutes):
+        print(line)
+    return 0
+
+
+@_joint
 def _prepare(arguments: list[str]) -> int:
     parser = _parser("prepare", None)
     parser.add_argument(
@@ -1200,6 +1246,7 @@ def _cut(text: str) -> str:
 
 _COMMANDS = {
     "prepare": _prepare,
+    "init": _init,
     "check": _check,
     "train": _train,
     "patchgd": _patchgd,

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from distseg.config.units import duration
+
+
+def closing_of_preparation(store: str) -> str:
+    """Return the closing line of ``distseg prepare``, the command that writes a first config."""
+    return f"next: distseg init {shlex.quote(store)}"
 
 
 def closing_of_training(

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import resource
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from distseg.config.sizes import Size
@@ -80,10 +82,29 @@ def _of_machine() -> int:
 def _of_job() -> int:
     """Return how many bytes the limits of this process's control groups leave free.
 
-    The group of the process and all its parent groups have limits. Inactive files in the page cache
-    count as free.
+    Inactive files in the page cache count as free.
     """
-    found = [1 << 62]
+    return min([left for group in _groups() if (left := _of_group(*group)) is not None] + [1 << 62])
+
+
+def memory_limit() -> int:
+    """Return the bytes of memory of this machine, or of this process's job if it has fewer.
+
+    Unlike :func:`free_memory`, the number does not depend on what runs at the moment.
+    """
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for group, most, *_ in _groups():
+        with suppress(OSError, ValueError):  # "max": no limit
+            limits.append(int((group / most).read_text()))
+    return min(limits)
+
+
+def _groups() -> Iterator[tuple[Path, str, str, str]]:
+    """Yield the folder of each control group of this process, its parent groups included.
+
+    Each comes with the names of the file of its limit and of the file of its use, and with the name
+    of the entry of its inactive page cache.
+    """
     try:
         lines = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
     except OSError:
@@ -99,12 +120,9 @@ def _of_job() -> int:
         else:
             continue
         folder = top / path.lstrip("/")
-        found += [
-            left
-            for group in (folder, *folder.parents)
-            if group.is_relative_to(top) and (left := _of_group(group, *names)) is not None
-        ]
-    return min(found)
+        yield from (
+            (group, *names) for group in (folder, *folder.parents) if group.is_relative_to(top)
+        )
 
 
 def _of_group(group: Path, most: str, used: str, cached: str) -> int | None:

@@ -14,7 +14,6 @@ import sys
 from argparse import SUPPRESS
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields
-from difflib import get_close_matches
 from functools import cache, wraps
 from pathlib import Path
 
@@ -38,6 +37,7 @@ from distseg.config.file import (
 from distseg.config.patchgd import PatchConfig
 from distseg.config.settings import Config, MeshBase, ModelConfig
 from distseg.config.sizes import Size, parse_bytes
+from distseg.config.spelling import did_you_mean
 from distseg.report.disk import atomic_write, check_replaceable
 
 register_type(Size, serializer=str, deserializer=Size)
@@ -103,9 +103,8 @@ def _command(arguments: list[str]) -> int | None:
         print(__version__)
         return 0
     if name not in _COMMANDS:
-        near = get_close_matches(name, _COMMANDS, 1)
-        meant = f" Did you mean {near[0]}?" if near else ""
-        raise JointFailure(f"unknown command {name!r}: choose {', '.join(_COMMANDS)}.{meant}")
+        near = did_you_mean(name, [*_COMMANDS, "--help"])
+        raise JointFailure(f"unknown command {name!r}: choose {', '.join(_COMMANDS)}{near}")
     try:
         return _COMMANDS[name](flags)
     except SystemExit as e:  # raised by argparse after --help
@@ -1208,7 +1207,9 @@ def _in_a_line(error: Exception) -> str:
     text = " ".join(str(error).split())
     key = re.match(r'Parser key "([^"]+)": ', text)
     if key is None:
-        return _cut(text)
+        choice = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", text)
+        near = did_you_mean(choice[1], re.findall(r"[^', ]+", choice[2])) if choice else ""
+        return _cut(text) + near
     flag, text = f"--{key[1]}", text[key.end() :]
     if own := re.search(r"Not of type \w+: (.*?)(?= - Expected a| Given value type:|$)", text):
         return f"{flag}: {_cut(own[1])}"
@@ -1222,7 +1223,10 @@ def _in_a_line(error: Exception) -> str:
         _KINDS.get(kind) or kind.replace("Literal[", "one of ").rstrip("]") for kind in kinds
     )
     value = given[1].strip() if given else ""
-    return f"{flag} takes {' or '.join(words)}, got {_cut(value)!r}{renamed_value(key[1], value)}"
+    end = renamed_value(key[1], value) or did_you_mean(
+        value, re.findall(r"'([^']*)'", "".join(words))
+    )
+    return f"{flag} takes {' or '.join(words)}, got {_cut(value)!r}{end}"
 
 
 _KINDS = {

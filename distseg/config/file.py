@@ -10,12 +10,11 @@ Each has a section, a field, a value (number, text or list), and the line in whi
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, fields
 
 import yaml
@@ -23,6 +22,7 @@ import yaml
 from distseg.config.patchgd import PatchConfig
 from distseg.config.refusal import SettingError
 from distseg.config.settings import Config
+from distseg.config.spelling import closest
 
 MOST_BYTES = 2**18  # a usual config has a few thousand
 _DEEPEST = 4  # root, section, list; one more level is parsed, so that an error can name its line
@@ -267,8 +267,42 @@ def suggestion(name: str, known, kind: type = Config) -> str:
     new = _RENAMED.get(bare)
     if new:
         return f": it is called {new} now"
-    close = difflib.get_close_matches(name, known, 1, 0.75)
-    return f": did you mean {close[0]}?" if close else ""
+    elsewhere = _fields_named(bare, known if name.startswith("--") else None, kind)
+    close = [found] if not elsewhere and (found := closest(name, known, _SIMILAR)) else elsewhere
+    if not close:
+        return ""
+    *others, last = close
+    return f": did you mean {' or '.join([', '.join(others), last] if others else [last])}?"
+
+
+def _fields_named(bare: str, flags: Container[str] | None, kind: type) -> list[str]:
+    """Return the settings of all sections whose field is the last part of a name.
+
+    So ``epochs`` and ``model.epochs`` give ``train.epochs``. If no field is equal to the last part,
+    a name without a section may also be similar to a field.
+
+    Args:
+        bare: the unknown name, without dashes.
+        flags: the flags of the command, one of which the user meant; None for a config file.
+        kind: the class of the config.
+    """
+    dashes = "" if flags is None else "--"
+    named: dict[str, list[str]] = {}
+    for section, own in sections(kind).items():
+        for field in own:
+            if flags is None or f"--{section}.{field}" in flags:
+                named.setdefault(field, []).append(f"{dashes}{section}.{field}")
+    section, _, last = bare.replace("-", "_").rpartition(".")
+    last = _ELSEWHERE.get(last, last)
+    if last not in named and not section and bare not in sections(kind):
+        if closest(bare, sections(kind), _SIMILAR) is None:
+            last = closest(bare, named, _SIMILAR) or ""
+    return named.get(last, [])
+
+
+# Names that other programs use, and the fields of distseg.
+_ELSEWHERE = {"learning_rate": "lr", "batch_size": "images", "patch_size": "crop"}
+_SIMILAR = 0.75  # least similarity of a name that is suggested
 
 
 def _read(path: str) -> str:

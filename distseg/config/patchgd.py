@@ -26,6 +26,7 @@ from distseg.config.settings import (
     to_sizes,
 )
 from distseg.config.sizes import Size
+from distseg.config.spelling import did_you_mean
 
 _HEADS = ("cnn", "cnn-max", "transformer", "conv3", "conv4", "attention")
 
@@ -81,7 +82,7 @@ class PatchgdConfig:
             raise SettingError(
                 "DS123",
                 f"patchgd.head is {self.head!r}: choose {', '.join(_HEADS)}, or your own function "
-                "as package.module:function",
+                f"as package.module:function{did_you_mean(self.head, _HEADS)}",
             )
         check_at_least(self, 1, "features", "inner", "accumulate", "head_channels", "at_once")
         check_at_least(self, 0, "sampled")

@@ -14,6 +14,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from distseg.config.spelling import did_you_mean
 from distseg.data.store.store import Store
 from distseg.tiling.tile import Box
 
@@ -40,7 +41,7 @@ class Focus:
         if name not in store.classes:
             raise ValueError(
                 f"data.focus_class is {name!r}, which is no class of {store.path}: choose "
-                f"{', '.join(store.classes)}"
+                f"{', '.join(store.classes)}{did_you_mean(name, store.classes)}"
             )
         if store.of_images:
             raise ValueError(

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from distseg.comm.staging import upload
 from distseg.config.settings import LossConfig
+from distseg.config.spelling import did_you_mean
 from distseg.layers.criterion import Criterion
 
 
@@ -433,7 +434,7 @@ def parse(text: str) -> list[tuple[float, str]]:
         if name not in _TERMS:
             raise ValueError(
                 f"loss.name: unknown loss {name!r} in {text!r}: choose {', '.join(_TERMS)}, or a "
-                "weighted sum of them"
+                f"weighted sum of them{did_you_mean(name, _TERMS)}"
             )
         terms.append((value, name))
     return terms

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from distseg.config.settings import ModelConfig
+from distseg.config.spelling import did_you_mean
 from distseg.models.bands import record_images
 from distseg.models.capture.capture import as_network
 from distseg.models.gigapixel import gigapixel
@@ -177,5 +178,5 @@ def _builder(name: str) -> Callable[..., nn.Module]:
         return lambda **given: ZOO[name].builder(**{**ZOO[name].arguments, **given})
     raise ValueError(
         f"unknown model {name!r}: choose unet, {', '.join(ZOO)}, "
-        "or your own function as package.module:function"
+        "or your own function as package.module:function" + did_you_mean(name, ["unet", *ZOO])
     )

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import yaml
 
+from distseg.config.spelling import did_you_mean
 from distseg.planning.roofline import Device
 
 PROFILES = Path(__file__).parent / "profiles"
@@ -123,7 +124,7 @@ def load_machine(name: str) -> Machine:
     if not path.is_file():
         raise ValueError(
             f"there is no profile {name}: give the path of a YAML file, or one of "
-            f"{', '.join(profile_names())}"
+            f"{', '.join(profile_names())}{did_you_mean(name, profile_names())}"
         )
     try:
         given = yaml.safe_load(path.read_text())

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import yaml
 
+from distseg.config.spelling import did_you_mean
+
 
 @dataclass(frozen=True)
 class Site:
@@ -136,7 +138,7 @@ def site_of(name: str) -> Site:
     if not name.endswith((".yaml", ".yml")):
         raise ValueError(
             f"there is no site {name!r}: choose {', '.join(SITES)}, or describe the site in a YAML "
-            "file (docs/jobs.md)"
+            f"file (docs/jobs.md){did_you_mean(name, SITES)}"
         )
     return _read(Path(name))
 

@@ -6,6 +6,8 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from distseg.config.spelling import did_you_mean
+
 
 def _clock(seconds: int) -> str:
     """Return a number of seconds as text such as ``02:30:00``."""
@@ -132,7 +134,10 @@ def system_of(name: str) -> System:
         ValueError: there is no such system.
     """
     if name not in SYSTEMS:
-        raise ValueError(f"there is no batch system {name!r} here: choose {', '.join(SYSTEMS)}")
+        near = did_you_mean(name, SYSTEMS)
+        raise ValueError(
+            f"there is no batch system {name!r} here: choose {', '.join(SYSTEMS)}{near}"
+        )
     return SYSTEMS[name]
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from distseg.config.sizes import Size
+from distseg.config.spelling import did_you_mean
 from distseg.data.formats.georeference import Georeference
 from distseg.data.nodata import missing
 from distseg.data.store import hdf5, header, layout
@@ -98,7 +99,10 @@ class Store:
             ValueError: the store has no such split.
         """
         if name not in self.splits:
-            raise ValueError(f"{self.path} has no split {name!r}: choose {', '.join(self.splits)}")
+            raise ValueError(
+                f"{self.path} has no split {name!r}: choose {', '.join(self.splits)}"
+                f"{did_you_mean(name, self.splits)}"
+            )
         return self.splits[name]
 
     def size(self, name: str) -> tuple[int, ...]:

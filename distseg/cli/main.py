@@ -20,6 +20,7 @@ from pathlib import Path
 from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_parsing_settings
 from jsonargparse.typing import register_type
 
+from distseg.cli.completion import add_completers, complete, completing
 from distseg.cli.interrupt import interruptible
 from distseg.cli.job import job
 from distseg.comm.launch import JointFailure, as_program, end_as_one
@@ -44,22 +45,22 @@ register_type(Size, serializer=str, deserializer=Size)
 
 _USAGE = """usage: distseg COMMAND [CONFIG.yaml] [--section.field VALUE ...]
 
-prepare   folders of images and masks, or blue-marble, into an HDF5 store
-init      a commented config for a store and this machine
-check     read a store, or all checkpoints of a run, and report damaged data
-train     train on any number of ranks: mpirun -n 4 distseg train CONFIG.yaml
-patchgd   train by patch gradient descent, an approximation with a config of its own
-evaluate  IoU, Dice and accuracy of a run on whole images, beside the per-pixel baseline
-predict   class maps of whole images, in bounded memory
-trace     objects of class maps as polygons (GeoPackage, GeoJSON) or numbers, with areas
-export    a run's network for use without distseg: safetensors, torch.export, ONNX
-plot      loss curves and overlays of a run
-models    the models by name: parameters, layers, stride, halo
-plan      the best layouts of a training on N ranks: time, memory, command; or stages of a model
-verify    compare steps on the mesh with the same steps of the serial program, in float64
-profile   where the time of a step goes, rank by rank: a table, a timeline, a trace
-runs      the runs in a folder: the progress of each, its best checkpoint, mesh and versions
-submit    script of a batch job, a sweep or a scaling study, for Slurm, LSF, PBS or Flux
+data      prepare   pack images and masks into a store, or make an example
+          check     find damaged data in a store or in checkpoints
+training  init      write a commented config for a store and this machine
+          train     train on any number of ranks, as with mpirun -n 4
+          patchgd   train by patch gradient descent, an approximation
+          models    list networks by name: parameters, layers, stride, halo
+          plan      find the fastest layouts on N ranks, or stages of a model
+          verify    compare steps on the mesh with the serial program in float64
+          profile   measure where the time of a step goes, rank by rank
+results   evaluate  score a run on whole images, beside a per-pixel baseline
+          predict   write class maps of whole images, in bounded memory
+          trace     write objects of class maps as polygons or numbers
+          export    write a network for use without distseg, such as ONNX
+          plot      draw loss curves, or predictions over their images
+          runs      list the runs in a folder: progress, best checkpoint, mesh
+clusters  submit    write or submit batch jobs, sweeps and scaling studies
 
 distseg COMMAND --help lists a command's flags."""
 
@@ -80,6 +81,8 @@ def main(arguments: list[str] | None = None) -> None:
     set_parsing_settings(docstring_parse_attribute_docstrings=bool(_HELP & set(arguments)))
     try:
         with interruptible():
+            if completing():
+                complete(_COMMANDS)
             end_as_one(lambda: _command(arguments))
     except OSError as e:  # the last output was not written, as on a full disk
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -183,6 +186,8 @@ def _parse(parser: _Parser, arguments: list[str], given: list[Setting] | None = 
     for place, (flag, value) in enumerate(zip(arguments, [*arguments[1:], ""])):
         if flag == "--mesh=auto" or (flag, value) == ("--mesh", "auto"):
             arguments[place] = flag.replace("--mesh", "--mesh.layout")
+    if completing():
+        parser.add_argument("file", nargs="?")  # the first argument
     if arguments and not arguments[0].startswith("-"):
         arguments = ["--config", *arguments]
     if _HELP & set(arguments):
@@ -615,7 +620,8 @@ def _submit_parser(kind: type) -> _Parser:
 def _submit(arguments: list[str]) -> int:
     from distseg.cli.submit.command import config_file, submit
 
-    by_patches = not _HELP & set(arguments) and "patchgd" in sections_in(config_file(arguments))
+    asking = completing() or bool(_HELP & set(arguments))
+    by_patches = not asking and "patchgd" in sections_in(config_file(arguments))
     kind = PatchConfig if by_patches else Config
 
     def parse(words):
@@ -897,37 +903,6 @@ def _prepare(arguments: list[str]) -> int:
     )
     parser.add_argument("output", help="The HDF5 store to write.")
     parser.add_argument(
-        "--size",
-        type=Size | None,
-        default=None,
-        help="Size of the gigapixel image, by default 16000x64000, or of the images of "
-        "ultramnist, by default 512x512.",
-    )
-    parser.add_argument(
-        "--images",
-        type=str,
-        default="2000,250,500",
-        help="For ultramnist: number of images for train, val and test.",
-    )
-    parser.add_argument(
-        "--digits", type=str, default="3-5", help="For ultramnist: number of digits in an image."
-    )
-    parser.add_argument(
-        "--sum-below",
-        dest="sum_below",
-        type=int | None,
-        default=None,
-        help="For ultramnist: use only sums below this number, with the same number of images for "
-        "each sum. Gupta et al. 2023 use 10.",
-    )
-    parser.add_argument(
-        "--noise",
-        type=int,
-        default=16,
-        help="For ultramnist: background pixels are drawn uniformly from the integers below this "
-        "number; the largest pixel value is 255. Gupta et al. 2023 use 0, no noise.",
-    )
-    parser.add_argument(
         "--masks", type=str | None, default=None, help="The folder of masks, paired by file names."
     )
     parser.add_argument(
@@ -1003,6 +978,37 @@ def _prepare(arguments: list[str]) -> int:
         "--seed", type=int, default=0, help="Seed of the split, and of ultramnist's images."
     )
     parser.add_argument("--overwrite", action="store_true", help="Replace an existing store.")
+    parser.add_argument(
+        "--size",
+        type=Size | None,
+        default=None,
+        help="Size of the gigapixel image, by default 16000x64000, or of the images of "
+        "ultramnist, by default 512x512.",
+    )
+    parser.add_argument(
+        "--images",
+        type=str,
+        default="2000,250,500",
+        help="For ultramnist: number of images for train, val and test.",
+    )
+    parser.add_argument(
+        "--digits", type=str, default="3-5", help="For ultramnist: number of digits in an image."
+    )
+    parser.add_argument(
+        "--sum-below",
+        dest="sum_below",
+        type=int | None,
+        default=None,
+        help="For ultramnist: use only sums below this number, with the same number of images for "
+        "each sum. Gupta et al. 2023 use 10.",
+    )
+    parser.add_argument(
+        "--noise",
+        type=int,
+        default=16,
+        help="For ultramnist: background pixels are drawn uniformly from the integers below this "
+        "number; the largest pixel value is 255. Gupta et al. 2023 use 0, no noise.",
+    )
     parsed = _parse_plain(parser, arguments)
     made = ("blue-marble", "gigapixel", "ultramnist")
     for flag in (
@@ -1179,6 +1185,8 @@ def _parse_plain(
     Raises:
         ValueError: a flag is unknown or has a wrong value.
     """
+    if completing():
+        add_completers(parser)
     for before, argument in zip(["", *arguments], arguments):
         flag, equals, value = argument.partition("=")
         check_value(*(flag, value) if equals and flag.startswith("--") else (before, argument))

@@ -2,14 +2,17 @@
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from made_store import made_store, random_image, random_store
 
+from distseg.cli import init as cli_init
 from distseg.cli.first_config import Choice, Computer, TrainingData, first_config
 from distseg.cli.init import as_yaml, this_computer
 from distseg.cli.main import _config, _parse, _parser, main
+from distseg.comm.threads import CpuLimits
 from distseg.config.settings import Config, DataConfig
 from distseg.config.sizes import Size
 from distseg.data.sampler import epoch_samples
@@ -17,7 +20,7 @@ from distseg.data.store.store import StoreWriter
 from distseg.planning.machine import load_machine
 from distseg.tiling.tile import Box
 
-CORES = replace(this_computer(), name="2 CPU cores", ranks=2, memory=16e9, gpu=False)
+CORES = Computer("2 CPU cores", 2, 16e9, cli_init._core())
 SMALL = TrainingData("s.h5", ((40, 56),) * 8, 2, ("ocean", "land", "lake"), (900, 800, 100))
 
 
@@ -119,6 +122,25 @@ def test_settings_follow_the_machine():
     assert config.data.crop == Size((512, 512)) and config.model.base_channels == 32
     three = first_config(large, replace(CORES, ranks=3)).config
     assert three.mesh.samples == 2
+
+
+def test_the_machine_is_described(monkeypatch):
+    """GPUs count by their profile, cores without the threads that the environment sets for a rank."""
+    monkeypatch.setattr(cli_init.torch.cuda, "device_count", lambda: 2)
+    shown = SimpleNamespace(name="NVIDIA A100-SXM4-80GB", total_memory=80 * 2**30)
+    monkeypatch.setattr(cli_init.torch.cuda, "get_device_properties", lambda number: shown)
+    found = this_computer()
+    assert (found.name, found.ranks, found.gpu) == ("2 NVIDIA A100-SXM4-80GB", 2, True)
+    assert found.device == load_machine("a100") and found.memory_of(2) == 80 * 2**30
+    monkeypatch.setattr(cli_init.torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(cli_init, "own_limits", lambda: CpuLimits(frozenset(range(6)), {"": 4.5}))
+    monkeypatch.setattr(cli_init.shutil, "which", lambda name: None if name == "mpirun" else name)
+    found = this_computer()
+    assert (found.name, found.ranks, found.gpu) == ("4 CPU cores", 4, False)
+    assert found.memory_of(4) == found.memory / 4
+    assert cli_init._launcher(4) == "torchrun --nproc-per-node 4 -m "
+    monkeypatch.setattr(cli_init.shutil, "which", lambda name: None)
+    assert this_computer().ranks == 1  # nothing starts several
 
 
 def test_a_step_fits_half_of_the_memory():

@@ -398,7 +398,7 @@ def test_a_label_that_is_no_class(tmp_path):
     mask[3, 4] = 2
     refused(
         tmp_path,
-        r"image 'a': label 2 at \(3, 4\) is no class: there are 0 x, 1 y",
+        r"image 'a': label 2 at \(3, 4\) is no class: there are 0 x, 1 y.*--instances foreground if",
         dict(a=RGB),
         dict(a=mask),
     )

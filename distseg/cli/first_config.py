@@ -331,7 +331,7 @@ def _weights(data: TrainingData, what: str) -> list[Choice]:
 def _samples(
     data: TrainingData, images: int, crop: Size | None, ranks: int, found: Prediction | None
 ) -> list[Choice]:
-    memory = "" if found is None else f"; a step takes about {si(found.memory, 'B')} a rank"
+    memory = "" if found is None else f"; a step takes up to {si(found.memory, 'B')} a rank"
     choices = [
         Choice("data.store", data.path, "the training data"),
         Choice("data.images", images, f"{images * ranks} images a step in all{memory}"),

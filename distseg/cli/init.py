@@ -22,7 +22,7 @@ from distseg.planning.roofline import CORE
 from distseg.training.conflicts import check_settings
 from distseg.training.verify import prepare_model
 
-# Bytes of a process with PyTorch and its libraries, without tensors.
+# Upper bound of the bytes of a process with PyTorch and its libraries, without tensors.
 _BASE = 0.6e9
 # The seconds that calling a layer takes at least (benchmarks/performance.md).
 _CALL = 1e-4
@@ -206,6 +206,6 @@ def _closing(found: FirstConfig, output: str) -> list[str]:
     ]
     if found.estimate is not None:
         why = next(choice.why for choice in found.choices if choice.setting == "train.epochs")
-        lines.append(f"{why}; {si(found.estimate.memory, 'B')} of memory a rank")
+        lines.append(f"{why}; up to {si(found.estimate.memory, 'B')} of memory a rank")
     ranks = config.mesh.samples
     return [*lines, f"next: {_launcher(ranks)}distseg train {name}"]

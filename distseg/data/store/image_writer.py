@@ -234,7 +234,8 @@ class ImageWriter:
                 f"image {self.name!r}: label {value} at {position(box, inside)} is no class: "
                 f"there are {names}, and "
                 f"{self.ignore} is ignored; map other values to these "
-                f"(--values={value}={self.ignore})"
+                f"(--values={value}={self.ignore}), or set --instances foreground if masks hold a "
+                "number for each object"
             )
 
 

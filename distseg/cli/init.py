@@ -24,7 +24,7 @@ from distseg.training.verify import prepare_model
 
 # Upper bound of the bytes of a process with PyTorch and its libraries, without tensors.
 _BASE = 0.6e9
-# The seconds that calling a layer takes at least (benchmarks/performance.md).
+# The seconds that calling a layer takes at least, in the order of what distseg plan measures.
 _CALL = 1e-4
 # Profiles by a part of a GPU's name. An unknown GPU counts as the slowest of them.
 _PROFILES = {"H100": "h100", "H200": "h100", "A100": "a100", "V100": "dgx1-v100"}

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from distseg.cli.plan_layouts import work_of
-from distseg.config.settings import Config, with_dims
+from distseg.cli.plan_layouts import PlannedTraining
+from distseg.config.settings import Config
 from distseg.config.sizes import Size
 from distseg.config.units import duration, si
 from distseg.data.sampler import crop_size
@@ -213,14 +213,7 @@ _SECTIONS = [section.name for section in fields(Config)]
 
 
 def _config(choices: Sequence[Choice]) -> Config:
-    sections: dict[str, dict] = {}
-    for setting, value, _ in choices:
-        section, _, name = setting.partition(".")
-        sections.setdefault(section, {})[name] = value
-    config = Config()
-    return replace(
-        config, **{name: replace(getattr(config, name), **own) for name, own in sections.items()}
-    )
+    return Config().with_values({setting: value for setting, value, _ in choices})
 
 
 def _power_of_two(number: int) -> int:
@@ -449,7 +442,7 @@ class _Steps:
     def __init__(self, config: Config, data: TrainingData, computer: Computer, ranks: int):
         mesh = replace(config.mesh, samples=ranks, tiles=Size((1,) * data.dims))
         config = replace(config, mesh=mesh)
-        self.config = with_dims(config, data.dims, str(data.largest))
+        self.config = config.with_dims(data.dims, str(data.largest))
         plain = plain_model(self.config.model, data.bands, len(data.classes))
         self.model, self.data = as_network(plain), data
         self.machine = replace(
@@ -476,10 +469,12 @@ class _Steps:
         sizes = {crop_size(size, crop) for size in self.data.sizes}
         for size in sizes:
             check_size(self.model, size)
-            check_norms(config, self.model, {"train": size})
+            check_norms(
+                self.model, {"train": size}, config.spatial, config.approximate, config.norm_images
+            )
         if not self.flat:
             return None
         size = Size(max(sizes, key=lambda size: (math.prod(size), size)))
         layout = MeshLayout(config.mesh.samples, config.mesh.tiles, 1, "all", 1, "1f1b", "never")
-        work = work_of(config, self.model, size, self.machine, None)
+        work = PlannedTraining(config, self.model, Size(size)).work(self.machine)
         return Planner(work, self.machine).predict(layout)

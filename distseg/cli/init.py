@@ -20,7 +20,7 @@ from distseg.data.store.store import Store
 from distseg.planning.machine import Machine, load_machine
 from distseg.planning.roofline import CORE
 from distseg.training.conflicts import check_settings
-from distseg.training.verify import prepare_model
+from distseg.training.verify import prepare
 
 # Upper bound of the bytes of a process with PyTorch and its libraries, without tensors.
 _BASE = 0.6e9
@@ -46,7 +46,7 @@ def init(store: str, output: str, network: str | None, minutes: float) -> list[s
     _check_new(output)
     data = training_data(Store(store))
     found = first_config(data, this_computer(), network, minutes, f"runs/{Path(store).stem}")
-    _, model, _, _ = prepare_model(found.config, None)
+    model = prepare(found.config, None).model
     check_settings(found.config, model)
     text = as_yaml(found.choices, description(data))
     Path(output).parent.mkdir(parents=True, exist_ok=True)

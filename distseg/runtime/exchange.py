@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import reduce
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -58,6 +59,21 @@ class HeldReach(TrueReach):
     def window(self, tile: Box, image: Sequence[int]) -> Box:
         """Return the box of the pixels that a tile reads of an image of this size."""
         return self.exchange.computed_box(tile, image)
+
+
+class ExchangeStrips(NamedTuple):
+    """Parts of a rank's tensors that move in a halo exchange before a layer.
+
+    Attributes:
+        sends, receives: for each other rank, the parts in their order in the message, as (index of
+            the tensor, box in the coordinates of the feature map).
+        here: copies between tensors of this rank, as (index of the source, index of the target,
+            box).
+    """
+
+    sends: dict[int, list[tuple[int, Box]]]
+    receives: dict[int, list[tuple[int, Box]]]
+    here: list[tuple[int, int, Box]]
 
 
 class Exchange:
@@ -265,29 +281,15 @@ class Exchange:
             ExchangeView(parts[i].size, parts[i].owned, parts[i].available, frame)
             for i, frame in zip(concerned, frames)
         ]
-        group = _numbered([layouts[i] for i in concerned])
-        number = {(group[k], cells[i]): k for k, i in enumerate(concerned)}
-        sends, receives, here = [], [], []
-        for k, i in enumerate(concerned):
-            cuts, wanted = layouts[i].spans(position)
-            for c in copies_from(cells[i], cuts, wanted):
-                if self.rank_of(c.target) == self.comm.rank:
-                    here.append((k, number[group[k], c.target], c.box))
-                else:
-                    sends.append((group[k], c.target, c.source, k, c.box))
-            for c in copies_to(cells[i], cuts, wanted):
-                if self.rank_of(c.source) != self.comm.rank:
-                    receives.append((group[k], c.target, c.source, k, c.box))
-
-        def by_peer(strips, end):
-            return _by(sorted(strips, key=lambda s: s[:3]), lambda s: self.rank_of(s[end]))
-
+        strips = self.strips(
+            position, [layouts[i] for i in concerned], [cells[i] for i in concerned]
+        )
         return HaloExchange(
             self.mail,
             around,
-            by_peer(sends, 1),
-            by_peer(receives, 2),
-            here,
+            strips.sends,
+            strips.receives,
+            strips.here,
             like=xs[0],
             batches=[len(x) for x in xs],
             fill=fill_of(layer) or 0.0,
@@ -295,6 +297,35 @@ class Exchange:
             name=self.graph[position].name,
             last=self.channels_last,
         )
+
+    def strips(
+        self, position: int, layouts: Sequence[Layout], cells: Sequence[Cell]
+    ) -> ExchangeStrips:
+        """Return the strips that this rank sends, receives and copies before a layer.
+
+        Args:
+            position: the number of the layer.
+            layouts: for each tile of this rank that takes part, the layout of its image.
+            cells: for each of these tiles, its position in the grid of tiles.
+        """
+        group = _numbered(layouts)
+        number = {(group[k], cell): k for k, cell in enumerate(cells)}
+        sends, receives, here = [], [], []
+        for k, (layout, cell) in enumerate(zip(layouts, cells)):
+            cuts, wanted = layout.spans(position)
+            for c in copies_from(cell, cuts, wanted):
+                if self.rank_of(c.target) == self.comm.rank:
+                    here.append((k, number[group[k], c.target], c.box))
+                else:
+                    sends.append((group[k], c.target, c.source, k, c.box))
+            for c in copies_to(cell, cuts, wanted):
+                if self.rank_of(c.source) != self.comm.rank:
+                    receives.append((group[k], c.target, c.source, k, c.box))
+
+        def by_peer(strips, end):
+            return _by(sorted(strips, key=lambda s: s[:3]), lambda s: self.rank_of(s[end]))
+
+        return ExchangeStrips(by_peer(sends, 1), by_peer(receives, 2), here)
 
     def rank_of(self, cell: Cell) -> int:
         """Return the rank that owns the tile at position ``cell`` in the grid of all tiles."""

@@ -9,6 +9,7 @@ in memory.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -21,7 +22,8 @@ from distseg.runtime.offload import Map
 from distseg.tiling.layout import Layout
 from distseg.tiling.tile import Box
 
-_Strips = dict[int, list[tuple[Map, Box]]]  # By rank; both sides use one order.
+_M = TypeVar("_M")
+_Strips = dict[int, list[tuple[_M, Box]]]  # By rank; both sides use one order.
 
 
 class StoredHalos:
@@ -47,7 +49,7 @@ class StoredHalos:
             cells: for each image, the position of this rank's tile in the grid of tiles.
             maps: for each image, the stored feature map.
         """
-        sending, receiving = self._strips(tensor_id, layouts, cells, maps)
+        sending, receiving = self.strips(tensor_id, layouts, cells, maps)
         self._move(sending, receiving, Map.put, 2 * tensor_id, f"the borders of map {tensor_id}")
 
     def send_grad(
@@ -67,7 +69,7 @@ class StoredHalos:
             tensor_id, layouts, cells: as in :meth:`fetch`.
             gradients: for each image, the stored gradient of the feature map.
         """
-        receiving, sending = self._strips(tensor_id, layouts, cells, gradients)
+        receiving, sending = self.strips(tensor_id, layouts, cells, gradients)
         self._move(
             sending,
             receiving,
@@ -80,16 +82,17 @@ class StoredHalos:
             # owner, so it must not be used here as well.
             stored.put(box, stored.buffer_for(box).zero_())
 
-    def _strips(
-        self, tensor_id: int, layouts: Sequence[Layout], cells: Sequence[Cell], maps: Sequence[Map]
-    ) -> tuple[_Strips, _Strips]:
+    def strips(
+        self, tensor_id: int, layouts: Sequence[Layout], cells: Sequence[Cell], maps: Sequence[_M]
+    ) -> tuple[_Strips[_M], _Strips[_M]]:
         """Return the strips to send to each rank, and the strips to receive from each rank.
 
         A strip is a part of a tile's halo: (stored feature map, box of it). The results map a rank
-        to the list of its strips. The arguments are those of :meth:`fetch`.
+        to the list of its strips. The arguments are those of :meth:`fetch`; any objects may stand
+        for the maps.
         """
-        sending: _Strips = {}
-        receiving: _Strips = {}
+        sending: _Strips[_M] = {}
+        receiving: _Strips[_M] = {}
         for layout, cell, stored in zip(layouts, cells, maps):
             if tensor_id not in layout.exchanged:
                 continue
@@ -106,8 +109,8 @@ class StoredHalos:
 
     def _move(
         self,
-        sending: _Strips,
-        receiving: _Strips,
+        sending: _Strips[Map],
+        receiving: _Strips[Map],
         put: Callable[[Map, Box, Tensor], None],
         tag: int,
         what: str,

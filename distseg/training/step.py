@@ -281,9 +281,7 @@ class StageRunner:
         Args:
             units: the micro-batches of the step.
         """
-        return not _forwards_first(
-            self.orders_of(len(units))[self.pipeline.partition.placement[-1]]
-        )
+        return not forwards_first(self.orders_of(len(units))[self.pipeline.partition.placement[-1]])
 
     def with_labels(self, units: list[MicroBatch]) -> list[MicroBatch]:
         """Return all micro-batches unchanged: their labels are in memory already."""
@@ -531,7 +529,7 @@ def micro_batches_of(micro_batches: list[list[TileBatch]], together: bool) -> li
     return [MicroBatch(m, [piece]) for m, pieces in enumerate(micro_batches) for piece in pieces]
 
 
-def _forwards_first(actions: Sequence[Action]) -> bool:
+def forwards_first(actions: Sequence[Action]) -> bool:
     """Return True if every forward pass comes before the first backward pass."""
     kinds = [isinstance(a, Forward) for a in actions]
     return kinds == sorted(kinds, reverse=True)

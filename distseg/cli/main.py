@@ -578,6 +578,8 @@ def _program(arguments: list[str]) -> int:
             f"{'' if rank == 0 else chr(10)}rank {rank} of {prepared.config.mesh.stages} of the "
             f"pipeline\n{legend}\n\n{operations}"
         )
+    if sentence := program.order_of_messages():
+        print(f"\n{sentence}")
     return 0
 
 

@@ -11,6 +11,7 @@ from distseg.config.settings import Config
 from distseg.models.network import flat_layers
 from distseg.runtime.operations import text
 from distseg.training.programs import StepPrograms
+from distseg.training.step_messages import prove_order
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,20 @@ class PipelineProgram:
         step = StepPrograms(self.config, self.model, self.image)
         for rank in range(self.config.mesh.stages):
             yield _streaming(step, rank) if self.config.streaming.active else _stages(step, rank)
+
+    def order_of_messages(self) -> str:
+        """Return a sentence that says for how many ranks a deadlock is impossible.
+
+        It is empty for a job of one rank, which sends no messages.
+
+        Raises:
+            ValueError: ranks could wait for each other for ever. The message names them.
+        """
+        messages = prove_order(self.config, self.model, self.image)
+        if len(messages) == 1:
+            return ""
+        ranks = f"all {len(messages)} ranks"
+        return f"The messages of {ranks} cannot deadlock, even if no message is buffered."
 
 
 def _streaming(step: StepPrograms, rank: int) -> tuple[str, str]:

@@ -13,12 +13,25 @@ fastest::
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from distseg.comm.launch import check_launcher
 from distseg.comm.waits import Ranks, Waits
 from distseg.config.sizes import Size
+
+
+class Members(NamedTuple):
+    """Ranks of the communicators of one rank, as numbers in the job, in the communicators' order.
+
+    :class:`Mesh` says what the ranks of each communicator have in common.
+    """
+
+    pipeline: tuple[int, ...]
+    tiles: tuple[int, ...]
+    groups: tuple[int, ...]
+    replicas: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -75,6 +88,18 @@ class MeshShape:
             rank, at = divmod(rank, count)
             tile.insert(0, at)
         return rank, tuple(tile), stage
+
+    def members(self, rank: int) -> Members:
+        """Return the numbers in the job of the ranks with which a rank shares each communicator."""
+        whole, stages = self.tiles.volume * self.stages, self.stages
+        first, stage = rank - rank % stages, rank % stages
+        image, tile = rank - rank % whole, rank % whole
+        return Members(
+            pipeline=tuple(range(first, first + stages)),
+            tiles=tuple(range(image + stage, image + whole, stages)),
+            groups=tuple(range(tile, self.size, whole)),
+            replicas=tuple(range(stage, self.size, stages)),
+        )
 
     def stage_ranks(self) -> list[list[int]]:
         """Return, for each stage, the ranks that hold its weights."""

@@ -1,0 +1,324 @@
+"""Proves that the messages of all ranks of a job cannot deadlock.
+
+Each rank has a list of steps: it computes, starts messages, waits for messages, or takes part in
+a collective. The proof assumes that nothing is buffered: a message is complete once both of its
+ranks have started it (a rendezvous). Every message has one sender and one receiver, so it does not
+matter which rank runs first: if one run of the steps comes to its end, every run does.
+
+Two sets of rules say what a transport does with the steps:
+
+- ``MESSAGES``, for MPI and gloo: messages travel in the background, and tags tell them apart.
+- ``STREAM``, for NCCL: a rank runs its steps one after another on one stream, so messages that it
+  starts must be complete before its next step. Messages have no tags: those from one rank to
+  another are matched in the order in which both start them. One batch has at most 256 messages.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Message(NamedTuple):
+    """Message from one rank to another; both ranks describe it by equal values.
+
+    Attributes:
+        comm: the name of the communicator.
+        source, target: the numbers of the two ranks in the job.
+        tag: the tag, which tells messages between the same two ranks apart.
+        what: a text that no other message has which these ranks exchange in the same step.
+    """
+
+    comm: str
+    source: int
+    target: int
+    tag: int
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.what}, from rank {self.source} to rank {self.target}"
+
+
+@dataclass(frozen=True)
+class Start:
+    """Step that starts messages, sends and receives, as one batch."""
+
+    messages: tuple[Message, ...]
+
+    def __str__(self) -> str:
+        return " and ".join(map(str, self.messages))
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Step that waits until messages are complete, which this rank has started."""
+
+    messages: tuple[Message, ...]
+
+    def __str__(self) -> str:
+        return " and ".join(map(str, self.messages))
+
+
+@dataclass(frozen=True)
+class Collective:
+    """Step in which all ranks of a communicator take part together.
+
+    Attributes:
+        comm: the name of the communicator.
+        ranks: the numbers of its ranks in the job.
+        what: what is gathered or summed.
+    """
+
+    comm: str
+    ranks: tuple[int, ...]
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.what} on {self.comm} of ranks {_numbers(self.ranks)}"
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Step in which a rank computes and waits for nobody.
+
+    Attributes:
+        what: a text for the pass.
+        reads: True if the pass reads tensors that other ranks of the pipeline have sent.
+    """
+
+    what: str
+    reads: bool = True
+
+
+Step = Start | Wait | Collective | Pass
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What a transport does with messages.
+
+    Attributes:
+        transports: the names of the transports, for errors.
+        tags: True if messages of different tags may overtake each other.
+        background: True if a rank goes on while its messages travel.
+        most: the largest number of messages in one batch; None for no limit.
+    """
+
+    transports: str
+    tags: bool
+    background: bool
+    most: int | None
+
+
+MESSAGES = Rules("MPI and gloo", tags=True, background=True, most=None)
+STREAM = Rules("NCCL", tags=False, background=False, most=256)
+
+
+def check_order(programs: Sequence[Sequence[Step]], rules: Rules = MESSAGES) -> None:
+    """Refuse the steps of a job's ranks if the ranks could wait for each other for ever.
+
+    Args:
+        programs: the steps of each rank, in order. The rank is the index.
+        rules: what the transport does with messages.
+
+    Raises:
+        ValueError: if collectives come in different orders, if messages are not matched or not in
+            the order of their receives, if a batch is too large, or if ranks deadlock. The message
+            names the ranks and what each of them waits for.
+    """
+    _check_collectives(programs)
+    _check_matches(programs, rules)
+    _check_batches(programs, rules)
+    _Run(programs, rules).to_the_end()
+
+
+def _check_collectives(programs: Sequence[Sequence[Step]]) -> None:
+    orders: dict[tuple[str, tuple[int, ...]], dict[int, list[str]]] = {}
+    for rank, program in enumerate(programs):
+        for step in program:
+            if isinstance(step, Collective):
+                group = orders.setdefault((step.comm, step.ranks), {r: [] for r in step.ranks})
+                group[rank].append(step.what)
+    for (comm, ranks), of_rank in orders.items():
+        for rank in ranks[1:]:
+            _check_alike(
+                of_rank[ranks[0]],
+                of_rank[rank],
+                f"in collective {{}} on {comm}, rank {ranks[0]} has {{}}, but rank {rank} has {{}}",
+            )
+
+
+def _check_matches(programs: Sequence[Sequence[Step]], rules: Rules) -> None:
+    """Refuse messages that are not sent in the order in which they are received."""
+    sent: dict[tuple, list[str]] = defaultdict(list)
+    received: dict[tuple, list[str]] = defaultdict(list)
+    for rank, program in enumerate(programs):
+        for message in _started(program):
+            way = (message.comm, message.source, message.target, rules.tags and message.tag)
+            (sent if message.source == rank else received)[way].append(message.what)
+    for way in {**sent, **received}:
+        comm, source, target, _ = way
+        assert len(set(sent[way])) == len(sent[way]), "messages of one way need different texts"
+        _check_alike(
+            sent[way],
+            received[way],
+            f"as message {{}} on {comm} over {rules.transports}, rank {source} sends {{}}, "
+            f"but rank {target} receives {{}}",
+        )
+
+
+def _check_alike(one: Sequence[str], other: Sequence[str], text: str) -> None:
+    """Refuse two lists that differ. ``text`` has places for the position and both entries."""
+    for place in range(max(len(one), len(other))):
+        a, b = (each[place] if place < len(each) else "nothing" for each in (one, other))
+        if a != b:
+            raise ValueError(
+                f"give all ranks one order of messages: {text.format(place + 1, a, b)}"
+            )
+
+
+def _check_batches(programs: Sequence[Sequence[Step]], rules: Rules) -> None:
+    for rank, program in enumerate(programs):
+        for step in program:
+            if isinstance(step, Start) and rules.most and len(step.messages) > rules.most:
+                raise ValueError(
+                    f"rank {rank} starts {len(step.messages)} messages in one batch "
+                    f"({step.messages[0]}, ...), but {rules.transports} takes at most "
+                    f"{rules.most}: use fewer tiles for each image"
+                )
+
+
+class _Run:
+    """Run of the steps of all ranks, without data.
+
+    Args:
+        programs: the steps of each rank.
+        rules: what the transport does with messages.
+    """
+
+    def __init__(self, programs: Sequence[Sequence[Step]], rules: Rules):
+        self.programs, self.rules = programs, rules
+        self._at = [0] * len(programs)
+        self._begun = [-1] * len(programs)  # The step of each rank that has begun last.
+        self._ends: Counter[Message] = Counter()  # How many of a message's ranks have started it.
+        # How many ranks have begun each collective of a group, by its number.
+        self._present: Counter[tuple] = Counter()
+        self._collectives: Counter[tuple] = Counter()  # By (rank, group): those begun so far.
+
+    def to_the_end(self) -> None:
+        """Run all steps.
+
+        Raises:
+            ValueError: if ranks wait for each other for ever.
+        """
+        moved = True
+        while moved:
+            # No comprehension: every rank must be tried in each round.
+            moved = False
+            for rank in range(len(self.programs)):
+                moved = self._advance(rank) or moved
+        stuck = [rank for rank, steps in enumerate(self.programs) if self._at[rank] < len(steps)]
+        if stuck:
+            raise ValueError(
+                "change the order of the messages, because over "
+                f"{self.rules.transports} these ranks wait for each other: "
+                + "; ".join(
+                    f"rank {rank} waits for rank {other} ({step})"
+                    for rank, other, step in self._cycle(stuck[0])
+                )
+            )
+
+    def _advance(self, rank: int) -> bool:
+        """Run the steps of a rank up to one that has to wait; return True if any step began."""
+        moved, program = False, self.programs[rank]
+        while self._at[rank] < len(program):
+            step = program[self._at[rank]]
+            if self._begun[rank] < self._at[rank]:
+                self._begin(rank, step)
+                self._begun[rank], moved = self._at[rank], True
+            if next(self._lacks(rank, step), None) is not None:
+                break
+            self._at[rank] += 1
+            moved = True
+        return moved
+
+    def _begin(self, rank: int, step: Step) -> None:
+        if isinstance(step, Start):
+            self._ends.update(step.messages)
+        elif isinstance(step, Collective):
+            group = step.comm, step.ranks
+            self._collectives[rank, group] += 1
+            self._present[group, self._collectives[rank, group]] += 1
+
+    def _lacks(self, rank: int, step: Step) -> Iterator[tuple[int, str]]:
+        """Yield what a step that has begun waits for, as (other rank, text)."""
+        if isinstance(step, Collective):
+            group = step.comm, step.ranks
+            number = self._collectives[rank, group]
+            if self._present[group, number] < len(step.ranks):
+                yield from (
+                    (other, str(step))
+                    for other in step.ranks
+                    if self._collectives[other, group] < number
+                )
+        elif isinstance(step, Wait) or isinstance(step, Start) and not self.rules.background:
+            yield from (
+                (message.target if rank == message.source else message.source, str(message))
+                for message in step.messages
+                if self._ends[message] < 2
+            )
+
+    def _cycle(self, rank: int) -> list[tuple[int, int, str]]:
+        """Return ranks that wait for each other in a circle, as (rank, awaited rank, text)."""
+        way: list[tuple[int, int, str]] = []
+        while rank not in (place := [each[0] for each in way]):
+            other, what = next(self._lacks(rank, self.programs[rank][self._at[rank]]))
+            way.append((rank, other, what))
+            rank = other
+        return way[place.index(rank) :]
+
+
+def in_batches(steps: Sequence[Step], rank: int) -> list[Step]:
+    """Return a rank's steps with all messages of a pipeline between two passes in one batch.
+
+    NCCL needs this order. A rank sends the results of a pass together with the receive of what its
+    next pass reads, as ``send_forward_recv_backward`` of Megatron-LM does: two ranks that send to
+    each other one after another would wait for each other. A receive starts only when it is needed.
+    Passes that read nothing from other ranks (repeated passes, weight gradients) follow the batch.
+
+    Args:
+        steps: the steps of the rank over MPI or gloo.
+        rank: the number of the rank in the job.
+    """
+    found: list[Step] = []
+    batch: list[Message] = []
+    after: list[Step] = []  # Passes that read nothing, with the messages inside them.
+
+    def end_batch() -> None:
+        if batch:
+            found.extend((Start(tuple(batch)), Wait(tuple(batch))))
+        found.extend(after)
+        batch.clear()
+        after.clear()
+
+    for step in steps:
+        if isinstance(step, (Start, Wait)) and all(m.comm == "pipeline" for m in step.messages):
+            sends = isinstance(step, Start)
+            batch.extend(m for m in step.messages if (m.source == rank) == sends)
+        elif isinstance(step, Pass) and not step.reads or after and not isinstance(step, Pass):
+            after.append(step)
+        else:
+            end_batch()
+            found.append(step)
+    end_batch()
+    return found
+
+
+def _started(program: Sequence[Step]) -> Iterator[Message]:
+    return (message for step in program if isinstance(step, Start) for message in step.messages)
+
+
+def _numbers(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks))

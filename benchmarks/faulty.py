@@ -17,13 +17,13 @@ import time
 from pathlib import Path
 
 from distseg.cli.main import main
-from distseg.comm import watch
+from distseg.comm import progress
 from distseg.comm.launch import identify
 
 
 def install(folder: Path, fault: dict) -> None:
     """Have the fault come where it should."""
-    seen, write, mark = [0], watch._write, folder / "fault"
+    seen, write, mark = [0], progress._write, folder / "fault"
 
     def strike() -> None:
         try:
@@ -43,7 +43,7 @@ def install(folder: Path, fault: dict) -> None:
                 else:
                     strike()
 
-    watch._write = noting
+    progress._write = noting
 
 
 if __name__ == "__main__":

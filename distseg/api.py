@@ -27,7 +27,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from distseg.comm import launch
+from distseg.comm.communicator import as_communicator
 from distseg.comm.mesh import Mesh
+from distseg.comm.watch import attend
 from distseg.config.settings import (
     Config,
     DataConfig,
@@ -75,7 +77,8 @@ def init_mesh(
 
     All ranks of the job must call it together. It works under mpirun, srun and jsrun, and in a
     process that was started alone, such as a notebook. After the call, an uncaught exception on one
-    rank ends all ranks.
+    rank ends all ranks. If a rank leaves the job otherwise, as by ``sys.exit()``, and all other
+    ranks wait for it, the job is ended too.
 
     Args:
         samples: number of sample groups, each of which trains on its own images. The default is the
@@ -113,6 +116,8 @@ def init_mesh(
         torch.set_num_threads(own_threads)
     if world.size > 1:
         _end_together(world)
+    if comm is None or world.size == launch.identify().size:
+        attend(as_communicator(world))
     mesh = Mesh(world, samples, tiles, stages)
     mesh.device = chosen
     return mesh
@@ -380,6 +385,12 @@ def _end_together(world) -> None:
 
     def end(kind, error, trace) -> None:
         before(kind, error, trace)
+        if not isinstance(error, launch.JointFailure):
+            print(
+                f"distseg: error: rank {world.rank} has failed with this {kind.__name__}, so all "
+                f"{world.size} ranks are ended",
+                file=sys.stderr,
+            )
         sys.stdout.flush()
         sys.stderr.flush()
         if not isinstance(error, launch.JointFailure):

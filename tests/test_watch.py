@@ -1,16 +1,19 @@
 """A job that hangs is ended, wherever it hangs, and says where each of its ranks stood."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
+from test_transport import torchrun
 
 import distseg
-from distseg.comm.guardian import GONE_AFTER, Member, report, verdict
+from distseg.comm.guardian import ALONE_AFTER, GONE_AFTER, Member, report, verdict
 
 ROOT = Path(distseg.__file__).parents[1]
 
@@ -52,6 +55,43 @@ def test_when_a_job_has_to_be_ended(ranks, found):
         found = "rank 1 ended without an error message"
     said = verdict(ranks, 30.0)
     assert said is None if found is None else said.startswith(found)
+
+
+def standing(*ranks):
+    """Members of a job of the Python interface: ``left``, ``waits``, ``works`` or ``gone``, of each rank."""
+    found = members(*[(ALONE_AFTER + 1, "S")] * len(ranks))
+    for member, what in zip(found, ranks):
+        member.has_left, member.waits = what == "left", what == "waits"
+        if what == "gone":
+            member.lost, member.unheard = True, GONE_AFTER + 1
+    return found
+
+
+@pytest.mark.parametrize(
+    "ranks, found",
+    [
+        (("waits", "left"), "rank 1 has left the job, but rank 0 waits for all ranks"),
+        (("left", "waits", "waits"), "rank 0 has left the job, but ranks 1, 2 wait for all ranks"),
+        (("left", "waits", "gone"), "ranks 0, 2 have left the job, but rank 1 waits for all ranks"),
+        (("left", "waits", "works"), None),  # it may leave too, or call distseg
+        (("left", "left"), None),  # the end of the job
+        (("waits", "waits"), None),  # a slow message
+        (("works", "gone"), None),
+    ],
+)
+def test_when_a_job_has_to_be_ended_because_a_rank_has_left(ranks, found):
+    assert verdict(standing(*ranks), 0.0) == found
+
+
+def test_ranks_that_have_just_begun_to_wait_go_on():
+    ranks = standing("left", "waits", "waits")
+    ranks[2].still = 1.0
+    assert verdict(ranks, 0.0) is None
+
+
+def test_a_report_of_a_rank_that_has_left_says_what_to_do():
+    said = report("rank 1 has left the job", standing("waits", "left"), None)
+    assert "as by sys.exit() on one rank" in said and "run.timeout" not in said
 
 
 def test_ranks_that_stand_at_one_place_share_a_line():
@@ -210,13 +250,97 @@ def test_a_process_that_ends_before_its_guardian_has_begun_leaves_none_behind():
     """Who waits for all that the process's output reaches, as a pipe to another program does, waits for its guardian too."""
     code = """
         import os
-        from distseg.comm import watch
-        from distseg.comm.guardian import ENDING, FOR_GOOD
+        from distseg.comm import progress, watch
+        from distseg.comm.guardian import FOR_GOOD
         watch._start(0)
-        watch._page[ENDING] = FOR_GOOD
+        progress.ending(FOR_GOOD)
         os._exit(2)
     """
     ended = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)], cwd=ROOT, capture_output=True, timeout=60
     )
     assert ended.returncode == 2
+
+
+# Programs that call distseg from their own loops
+
+OWN_LOOP = """
+import sys, time
+import torch
+import distseg
+
+place, how = sys.argv[1:3]
+mesh = distseg.init_mesh(tiles=(1, -1))
+
+def at(now):
+    if now == place and mesh.rank == 1:
+        if how == "raises":
+            raise RuntimeError("a mistake")
+        sys.exit(0 if how == "leaves" else 3)
+
+model = distseg.distribute(torch.nn.Conv2d(3, 2, 3, padding=1), mesh)
+criterion = distseg.PixelLoss(lambda x, y: torch.nn.functional.cross_entropy(x, y, reduction="none"))
+image, target = torch.zeros(1, 3, 16, 24), torch.zeros(1, 16, 24).long()
+for number in range(2):
+    at(f"step {number}")
+    model.backward(image, target, criterion)
+at("prediction")
+model.predict(image)
+if place == "end":
+    time.sleep(mesh.rank * float(how))
+print("through")
+"""
+LEFT = (
+    r"rank 1 has left the job, but rank 0 waits for all ranks, so the job is ended[\s\S]*"
+    r"rank 0 on .* waits for [\s\S]*rank 1 on .*: has left, because its program has ended"
+)
+
+
+@pytest.fixture
+def own_loop(tmp_path, mpirun):
+    (tmp_path / "loop.py").write_text(OWN_LOOP)
+
+    def run(by: str, *arguments):
+        if by == "mpirun":
+            return mpirun(2, tmp_path / "loop.py", *arguments, env={"PYTHONPATH": str(ROOT)})
+        return torchrun(2, tmp_path / "loop.py", *arguments, ends_well=False)
+
+    return run
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.covering(cases=1)
+@pytest.mark.parametrize("by", ["mpirun", "torchrun"])
+@pytest.mark.parametrize("place", ["step 0", "step 1", "prediction"])
+@pytest.mark.parametrize("how", ["leaves", "fails"])
+def test_a_rank_that_leaves_between_two_calls_ends_the_job(own_loop, by, place, how):
+    start = time.monotonic()
+    done = own_loop(by, place, how)
+    assert done.returncode != 0 and "through" not in done.stdout, str(done)
+    assert re.search(LEFT, done.stderr), str(done)
+    assert time.monotonic() < start + 100
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("by", ["mpirun", "torchrun"])
+def test_an_error_of_one_rank_names_the_rank(own_loop, by):
+    done = own_loop(by, "step 1", "raises")
+    assert done.returncode != 0 and "RuntimeError: a mistake" in done.stderr, str(done)
+    assert "rank 1 has failed with this RuntimeError, so all 2 ranks are ended" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("by", ["mpirun", "torchrun"])
+def test_ranks_may_end_at_different_times(own_loop, by):
+    done = own_loop(by, "end", 2 * ALONE_AFTER)
+    assert done.returncode == 0 and done.stdout.count("through") == 2, str(done)
+    assert "distseg: error" not in done.stderr
+
+
+def test_a_process_alone_has_no_guardian():
+    from distseg.comm import progress
+
+    mesh = distseg.init_mesh()
+    assert mesh.size == 1 and not progress.shared()

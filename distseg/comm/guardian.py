@@ -7,7 +7,11 @@ ranks. A job is ended if
 
 - no rank has made progress within the time limit (a rank may wait while another works),
 - a rank is stopped (SIGSTOP) for that long, or its node does not answer,
-- a rank's process has ended without telling its guardian, and its launcher has not noticed.
+- a rank's process has ended without telling its guardian, and its launcher has not noticed,
+- a rank has left the job, and all other ranks wait for messages.
+
+The time limit is 0 in programs that call distseg from their own loops, because these may do other
+work for any time. Then only the last rule holds.
 
 Time is counted in the guardian's own ticks. So a job that is suspended as a whole, or waits for a
 busy machine, is not taken for one that hangs. Each guardian kills its own rank, without the help of
@@ -41,7 +45,9 @@ SEEN_OFF_EVERY = 0.1  # between two checks that an ending process still exists
 # Least time that a process gets to end after its work, unless it is stopped. On a busy machine many
 # ranks need some time.
 ENDS_WITHIN = 60.0
-FOR_GOOD = 2  # value of the field ENDING if the process ends; 1 means that only the watch ends
+ALONE_AFTER = 5.0  # all other ranks wait for a rank that has left for this long
+# Values of the field ENDING: only the watch ends, the process ends, the rank has left its job.
+UNWATCHED, FOR_GOOD, LEFT = 1, 2, 3
 _LONGEST_LINE = 1 << 16
 
 
@@ -93,6 +99,16 @@ class Rank:
         return self.page[ENDING] == FOR_GOOD
 
     @property
+    def has_left(self) -> bool:
+        """True if the program of the rank has ended, though its process may wait for others."""
+        return self.page[ENDING] == LEFT
+
+    @property
+    def waits(self) -> bool:
+        """True if the process waits for a message of another rank."""
+        return self.page[WAITING] > 0
+
+    @property
     def state(self) -> str:
         """State letter of the kernel: R runs, S sleeps, D waits for a disk, T is stopped, Z ended.
 
@@ -110,6 +126,8 @@ class Rank:
 
     def dump(self) -> str:
         """Return the stacks of the process's threads, and stop the process by SIGSTOP."""
+        if self.has_left:
+            return "its program has ended"  # It handles no signals any more.
         # A stopped process must run again to write its stacks. Before that, the guardians of the
         # ranks that wait for it need time to stop those ranks.
         if self.state == "T":
@@ -165,6 +183,8 @@ class Member:
         unheard: seconds since the last report of its guardian.
         where, state: what the rank is doing, and its kernel state (:class:`Rank`).
         connected: True once its guardian has sent a report.
+        waits: True while the rank waits for a message.
+        has_left: True once the rank's program has ended (:class:`Rank`).
         said_bye: True once its guardian has announced the end of the rank or of the watch.
         lost: True if its guardian's connection broke without such an announcement.
     """
@@ -173,6 +193,7 @@ class Member:
         self.rank, self.host = rank, host
         self.still = self.unheard = 0.0
         self.where, self.state = "starting", "?"
+        self.waits = self.has_left = False
         self.connected = self.said_bye = self.lost = False
 
     def hear(self, message: dict) -> None:
@@ -183,6 +204,7 @@ class Member:
             str(message["where"]),
             str(message["state"]),
         )
+        self.waits, self.has_left = bool(message.get("waits")), bool(message.get("left"))
 
     def line(self) -> str:
         """Return the rank's state in words, for the report to the user."""
@@ -201,8 +223,12 @@ def verdict(members: list[Member], timeout: float) -> str | None:
 
     Args:
         members: the states of all ranks.
-        timeout: ``run.timeout`` in seconds.
+        timeout: ``run.timeout`` in seconds; 0 for no limit.
     """
+    if left := _left_alone(members, timeout):
+        return left
+    if not timeout:
+        return None
     at_work = [m for m in members if m.connected and not m.said_bye]
     if gone := [m.rank for m in at_work if m.lost and m.unheard > GONE_AFTER]:
         return f"{_ranks(gone)} ended without an error message"
@@ -214,6 +240,26 @@ def verdict(members: list[Member], timeout: float) -> str | None:
         return f"{_ranks(stopped)} {are} stopped for {timeout:g} s (run.timeout)"
     if at_work and min(m.still for m in at_work) > timeout:
         return f"nothing has moved for {timeout:g} s (run.timeout)"
+    return None
+
+
+def _left_alone(members: list[Member], timeout: float) -> str | None:
+    """Return the reason to end a job that some ranks have left while all others wait, or None.
+
+    Args:
+        members: the states of all ranks.
+        timeout: as for :func:`verdict`. Without it, a process that is gone counts as left.
+    """
+    gone = [m for m in members if m.has_left or m.lost and m.unheard > GONE_AFTER and not timeout]
+    others = [m for m in members if m not in gone]
+    if not gone or not others:
+        return None
+    if all(m.connected and m.waits and not m.said_bye and m.still > ALONE_AFTER for m in others):
+        have, waits = ("has", "have")[len(gone) > 1], ("waits", "wait")[len(others) > 1]
+        return (
+            f"{_ranks([m.rank for m in gone])} {have} left the job, but "
+            f"{_ranks([m.rank for m in others])} {waits} for all ranks"
+        )
     return None
 
 
@@ -236,7 +282,10 @@ def report(reason: str, members: list[Member], folder: str | None) -> str:
     lines += [f"  {_ranks(ranks)} on {host}: {line}" for (line, host), ranks in places.items()]
     lines.append(f"  stacks of all ranks: {folder}" if folder else "  stacks: below")
     lines.append(
-        "  If the job was only busy, set run.timeout higher. A training run continues with "
+        "  All ranks must make the same calls of distseg: let none of them end before the others, "
+        "as by sys.exit() on one rank."
+        if any(m.has_left for m in members)
+        else "  If the job was only busy, set run.timeout higher. A training run continues with "
         "--train.resume true."
     )
     return "\n".join(lines)
@@ -298,7 +347,9 @@ class Guardian:
     def __init__(self, rank: Rank, number: int):
         self.rank, self.number = rank, number
         self.folder: str | None = None
+        self.shown: int | None = None  # the rank whose stacks are printed without a folder
         self.secret = secrets.token_hex(16)  # other processes must send it to be heard
+        self.rank_pipe = [sys.stdin]  # what the rank writes; empty once it has closed it
         self.listener: socket.socket | None = None
         self.members: list[Member] = []
         self.monitors: list[Lines] = []  # connections to the guardians that decide
@@ -312,7 +363,7 @@ class Guardian:
             tick = min(1.0, max(0.02, self.rank.limit / 8)) if self.rank.limit else 1.0
             # Other guardians may connect before `join` has named the members.
             guests = [*self.guests.values(), *self.strangers] if self.members else []
-            readers = [sys.stdin, *filter(None, [self.listener]), *self.monitors, *guests]
+            readers = [*self.rank_pipe, *filter(None, [self.listener]), *self.monitors, *guests]
             ready, _, _ = select.select(readers, [], [], max(0.0, last + tick - time.monotonic()))
             self._listen(ready)
             now = time.monotonic()
@@ -325,11 +376,7 @@ class Guardian:
 
     def _listen(self, ready: list) -> None:
         if sys.stdin in ready:
-            line = sys.stdin.readline()
-            if not line:
-                self._leave()
-            message = json.loads(line)
-            self._join(message) if "join" in message else self._open()
+            self._obey(sys.stdin.readline())
         if self.listener in ready:
             self.strangers.append(Lines(self.listener.accept()[0]))
         for number in [n for n, lines in self.guests.items() if lines in ready]:
@@ -342,8 +389,18 @@ class Guardian:
                 self.monitors.remove(lines)
             for one in message or []:
                 if one.get("end"):
-                    self.folder = one["folder"]
+                    self.folder, self.shown = one["folder"], one["shown"]
                     self._end(None)
+
+    def _obey(self, line: str) -> None:
+        """Carry out a command of the rank; an empty line says that the rank sends no more."""
+        if not line and self.rank.has_left:
+            self.rank_pipe = []  # The process may still wait for others in MPI_Finalize.
+        elif not line:
+            self._leave()
+        else:
+            message = json.loads(line)
+            self._join(message) if "join" in message else self._open()
 
     def _let_in(self, lines: Lines) -> None:
         """Accept a guardian that sends its rank and this job's secret; reject all others."""
@@ -451,20 +508,20 @@ class Guardian:
             "still": self.rank.still,
             "where": self.rank.where,
             "state": self.rank.state,
+            "waits": self.rank.waits,
+            "left": self.rank.has_left,
         }
 
     def _tick(self, seconds: float) -> None:
         if not self.rank.is_there():
-            os._exit(0)
+            self._leave() if self.rank.has_left else os._exit(0)
         self.rank.tick(seconds)
         message = self._message()
         self.monitors = [lines for lines in self.monitors if lines.send(message)]
         limit = self.rank.limit
-        if not limit:
-            return
         if self.members and self.number < 2:
             self._judge(seconds, message)
-        elif not self.monitors and self.rank.still > limit:
+        elif limit and not self.monitors and self.rank.still > limit:
             self._end(f"nothing has moved for {limit:g} s (run.timeout)")
 
     def _judge(self, seconds: float, own: dict) -> None:
@@ -490,31 +547,30 @@ class Guardian:
                 self.folder, time.strftime("hang-%Y%m%d-%H%M%S")
             )
             print(report(reason, members, self.folder), file=sys.stderr, flush=True)
+            at_work = [m.rank for m in members if not m.has_left]
+            self.shown = self.number if self.number in at_work else at_work[0]
             for lines in self.guests.values():
-                lines.send({"end": True, "folder": self.folder})
+                lines.send({"end": True, "folder": self.folder, "shown": self.shown})
         # All ranks are killed at the same time: after the first death the launcher ends the others,
         # which would lose their stacks.
         killed_at = time.monotonic() + STILL_WITHIN + STACKS_WITHIN + KEPT_WITHIN
         stacks = self.rank.dump()
         # Another process writes the stacks, so that a disk that hangs does not keep the rank alive.
         if os.fork() == 0:
-            self._keep(stacks, bool(reason))
+            self._keep(stacks)
             os._exit(0)
         time.sleep(max(KEPT_WITHIN, killed_at - time.monotonic()))
         self.rank.kill()
         os._exit(0)
 
-    def _keep(self, stacks: str, decided: bool) -> None:
+    def _keep(self, stacks: str) -> None:
         """Write the rank's stacks into the folder for stacks.
 
-        Without a folder, the guardian that decided to end the job prints its rank's stacks.
-
-        Args:
-            stacks: the stacks.
-            decided: True if this guardian decided to end the job.
+        Without a folder, the stacks of one rank are printed: that of the guardian that decided to
+        end the job, or of the lowest rank that has not left.
         """
         if self.folder is None:
-            if decided:
+            if self.number == self.shown:
                 print(stacks, file=sys.stderr, flush=True)
             return
         os.makedirs(self.folder, exist_ok=True)

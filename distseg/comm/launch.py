@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from distseg.comm.alone import Alone
 from distseg.comm.communicator import Communicator, as_communicator
 from distseg.comm.launchers import LONE, contradiction, identify
+from distseg.comm.progress import waits
 from distseg.comm.threads import Threads, choose_threads, own_limits
 from distseg.comm.transports import Choice, address, choose, mpi_installed
 
@@ -378,10 +379,15 @@ def gathered(comm) -> None:
     """
     if comm.size == 1:
         return
-    here, pause = comm.Ibarrier(), 5e-5  # seconds
+    here, pause, reported = comm.Ibarrier(), 5e-5, False  # pauses in seconds
     while not here.Test():
+        if pause == 1e-3 and not reported:
+            reported = True
+            waits("all ranks to make the same call")
         time.sleep(pause)
         pause = min(2 * pause, 1e-3)
+    if reported:
+        waits("")
 
 
 def end_as_one(main: Callable[[], int | None]) -> None:

@@ -19,8 +19,8 @@ from typing import NamedTuple
 import torch
 
 from distseg.comm.communicator import as_communicator
-from distseg.comm.watch import waits as report_wait
-from distseg.comm.watch import watched
+from distseg.comm.progress import waits as report_wait
+from distseg.comm.progress import watched
 
 
 class _Piece(NamedTuple):

@@ -15,52 +15,35 @@ HDF5 that holds Python's lock runs none of its threads.
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
 import json
 import mmap
 import os
 import signal
 import socket
-import struct
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from distseg.comm.guardian import DOING, ENDING, FOR_GOOD, LIMIT, MOVES, PAGE, PHASE, TEXT, WAITING
+from distseg.comm import progress
+from distseg.comm.alone import Alone
+from distseg.comm.communicator import Communicator
+from distseg.comm.guardian import FOR_GOOD, LEFT, PAGE, UNWATCHED
 from distseg.comm.launch import is_program
+from distseg.comm.progress import heartbeat as heartbeat
+from distseg.comm.progress import limit as limit
+from distseg.comm.progress import phase as phase
+from distseg.comm.progress import waits as waits
+from distseg.comm.progress import watched as watched
 
-_page: mmap.mmap | None = None  # shared with the guardian; None without a guardian
 _guardian: subprocess.Popen | None = None
-_moves = 0
-
-
-def phase(text: str) -> None:
-    """Report to the guardian that a part of the work starts, such as ``epoch 2, step 14``."""
-    if _page is not None:
-        _write(PHASE, text)
-        _write(DOING, "")
-        _move()
-
-
-def heartbeat(text: str) -> None:
-    """Report to the guardian the next operation of the current phase (:func:`phase`).
-
-    Args:
-        text: the operation, such as ``forward of stage 1, micro-batch 0``.
-    """
-    if _page is not None:
-        _write(DOING, text)
-        _move()
-
-
-def waits(text: str) -> None:
-    """Report to the guardian what this rank waits for; an empty text says that the wait is over."""
-    if _page is not None:
-        _write(WAITING, text)
-        if not text:
-            _move()
+_LEAVES_WITHIN = 0.01  # seconds between two looks whether all ranks leave
+_attended = False  # True after a call of attend()
+_joined = False  # True once the guardians of all ranks are connected
 
 
 class Imports:
@@ -75,38 +58,6 @@ class Imports:
         heartbeat(f"import of {name}")
 
 
-def limit(seconds: float) -> None:
-    """Set the longest time in seconds that a rank may make no progress; 0 stands for no limit."""
-    if _page is not None:
-        _page[LIMIT : LIMIT + 8] = struct.pack("d", seconds)
-
-
-def watched() -> bool:
-    """Return True if a guardian watches this process."""
-    return _page is not None
-
-
-def ending() -> None:
-    """Tell the guardian that this process ends by itself, so that it is not taken for lost.
-
-    If the process is no program of distseg (:func:`distseg.comm.launch.is_program`), only the
-    guardian's watch ends, and the process goes on.
-    """
-    if _page is not None:
-        _page[ENDING] = FOR_GOOD if is_program() else 1
-
-
-def _move() -> None:
-    global _moves
-    _moves += 1
-    _page[MOVES : MOVES + 8] = _moves.to_bytes(8, "little")
-
-
-def _write(at: int, text: str) -> None:
-    found = text.encode(errors="replace")[: TEXT - 1] + b"\0"
-    _page[at : at + len(found)] = found
-
-
 @contextmanager
 def guarded(rank: int = 0, seconds: float = 1800.0) -> Iterator[None]:
     """Start a guardian that ends this process if it makes no progress inside the context.
@@ -117,10 +68,15 @@ def guarded(rank: int = 0, seconds: float = 1800.0) -> Iterator[None]:
         rank: this process's rank, as the launcher gives it.
         seconds: the longest time without progress (:func:`limit`).
     """
-    if _page is not None or not sys.platform.startswith("linux"):
-        yield
+    if progress.shared() or not sys.platform.startswith("linux"):
+        before = progress.limit_now()
+        try:
+            yield
+        finally:
+            limit(before)
         return
     _start(rank)
+    sys.meta_path.insert(0, Imports)
     limit(seconds)
     try:
         yield
@@ -128,23 +84,72 @@ def guarded(rank: int = 0, seconds: float = 1800.0) -> Iterator[None]:
         _stop()
 
 
+def attend(comm: Communicator) -> None:
+    """Start guardians that end the job if a rank leaves while all other ranks wait for it.
+
+    A rank leaves when its process ends, as after ``sys.exit()``. Ranks may leave at different
+    times, and a rank may make no progress for any time, because the program around distseg may do
+    other work. All ranks of the job must call this function together. The second call, or a call
+    in a job that has guardians already, does nothing.
+
+    Args:
+        comm: the communicator of all ranks of the job.
+    """
+    global _attended
+    # No look at this rank's own guardian: a rank that could not start one must go on as the others.
+    if comm.size == 1 or _attended or _joined or not sys.platform.startswith("linux"):
+        return
+    _attended = True
+    _start(comm.rank)
+    phase("in the program's own code")
+    join(comm)
+    # Over torch.distributed, a process that ends closes connections that others may still use.
+    # MPI itself lets no process end before all others.
+    last = comm.Split(0, comm.rank) if comm.transport == "torch" else Alone()
+    atexit.register(_depart, os.getpid(), last)
+
+
+def _depart(pid: int, comm: Communicator) -> None:
+    """Tell the guardian that this rank leaves, and wait until all ranks of ``comm`` leave.
+
+    Args:
+        pid: the process of the rank. Its copies, made by fork, are no ranks.
+        comm: a communicator with which no other messages are sent.
+    """
+    if os.getpid() != pid:
+        return
+    phase("has left, because its program has ended")
+    waits("")
+    progress.ending(LEFT)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with suppress(ConnectionError):
+        everyone = comm.Ibarrier()
+        while not everyone.Test():
+            time.sleep(_LEAVES_WITHIN)
+
+
 def join(comm, folder: str | Path | None = None) -> None:
     """Connect the guardians of all ranks of ``comm``, which then decide together if the job hangs.
 
-    All ranks of ``comm`` must call this function together.
+    All ranks of ``comm`` must call this function together. The second call does nothing.
 
     Args:
         folder: the folder for the stacks of all ranks, if the job is ended. None to print only the
             stacks of rank 0.
     """
+    global _joined
+    if _joined:
+        return
     here = (
         None
-        if _page is None
+        if not progress.shared()
         else {"host": socket.gethostname()}
         if comm.size == 1
         else _ask_address()
     )
     every = comm.allgather(here)
+    _joined = here is not None
     if here is not None:
         hosts = [one["host"] if one else "?" for one in every]
         _send(
@@ -156,7 +161,7 @@ def join(comm, folder: str | Path | None = None) -> None:
 
 
 def _start(rank: int) -> None:
-    global _page, _guardian
+    global _guardian
     memory, stacks = os.memfd_create("distseg-watch"), os.memfd_create("distseg-stacks")
     os.ftruncate(memory, PAGE)
     program = Path(__file__).with_name("guardian.py")
@@ -176,8 +181,7 @@ def _start(rank: int) -> None:
             file=sys.stderr,
         )
         return
-    _page = mmap.mmap(memory, PAGE)
-    sys.meta_path.insert(0, Imports)
+    progress.share(mmap.mmap(memory, PAGE))
     faulthandler.register(signal.SIGQUIT, file=stacks, all_threads=True)
     os.close(memory)  # The mapping stays. `stacks` stays open for the fault handler.
 
@@ -194,13 +198,15 @@ def _send(**what) -> None:
 
 
 def _stop() -> None:
-    global _page, _guardian
-    if _page is None:
+    global _guardian, _joined
+    if not progress.shared():
         return
-    ending()
+    # If the process is no program of distseg, only the guardian's watch ends, and it goes on.
+    progress.ending(FOR_GOOD if is_program() else UNWATCHED)
     faulthandler.unregister(signal.SIGQUIT)
     sys.meta_path.remove(Imports)
-    _page = None
+    progress.share(None)
+    _joined = False
     _guardian.stdin.close()
     _guardian.stdout.close()
     # The guardian of a program runs on until the program has ended.

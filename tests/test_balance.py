@@ -1,12 +1,18 @@
 """The split whose slowest stage is fastest, against all splits there are."""
 
 import time
+from dataclasses import replace
 from itertools import combinations
 
 import numpy as np
 import pytest
+from test_exact import config
 
+from distseg.config.sizes import Size
+from distseg.layers.graph import receptive_field
 from distseg.planning.balance import even_split, fastest_split, starts_of, sums, torchgpipe_split
+from distseg.training.stages import StageCut
+from distseg.training.verify import prepare
 
 
 def all_splits(layers: int, stages: int):
@@ -143,3 +149,17 @@ def test_torchgpipes_split():
         [1.0, 2.0, 3.0, 4.0, 5.0, 6.0], 2
     )  # the case of torchgpipe's own tests: 1 2 3 4 | 5 6
     assert balance == [4, 2]
+
+
+@pytest.mark.parallel([1, 2])
+@pytest.mark.parametrize("placement", ["linear", "v-shaped"])
+def test_rank_0_alone_searches_the_balance_of_all(comm, monkeypatch, placement):
+    """The search imports torch.compile, which takes as long as PyTorch."""
+    found = prepare(config(stages=2, placement=placement), Size("32x48"))
+    cut = StageCut(found.config, found.model, found.size, receptive_field(found.model))
+    wanted = cut.partition()
+    if comm.rank:
+        monkeypatch.setattr(StageCut, "_balance", None)
+    assert cut.joint_partition(comm) == wanted
+    assert wanted.stages == {"linear": 2, "v-shaped": 3}[placement]
+    assert replace(cut, config=config(stages=1)).joint_partition(comm) is None

@@ -11,7 +11,7 @@ import pytest
 
 import distseg
 from distseg.comm import launch
-from distseg.comm.launch import JointFailure, end_as_one, raise_jointly, set_up
+from distseg.comm.launch import JointFailure, end_as_one, made_once, raise_jointly, set_up
 from distseg.comm.launchers import LAUNCHERS, Process, contradiction, identify
 
 SLURM = dict(
@@ -216,6 +216,24 @@ def test_set_up_gives_a_cpu_and_refuses_a_gpu_that_is_not_there(comm):
                 set_up(comm, "cuda")
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parallel([1, 2, 3])
+def test_what_rank_0_alone_makes(comm):
+    made = []
+
+    def make():
+        made.append(comm.rank)
+        return {"made by": comm.rank}
+
+    assert made_once(comm, make) == {"made by": 0}
+    assert made == [0] * (comm.rank == 0)
+    with pytest.raises(JointFailure, match="a mistake of rank 0"):
+        made_once(comm, lambda: _fails(f"a mistake of rank {comm.rank}"))
+
+
+def _fails(text: str):
+    raise ValueError(text)
 
 
 @pytest.mark.parallel(3)

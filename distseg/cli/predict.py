@@ -92,7 +92,8 @@ def load_predictor(
             answer_of(model, size)  # refuses networks that do not take this size
             check_module(model, size or [0] * len(config.predict.tile), modes=(False,))
         reach = used_reach(reach_for(model, cut=halo is not None), halo)
-        partition = StageCut(config, model, config.predict.tile, reach, device.type).partition()
+    cut = StageCut(config, model, config.predict.tile, reach, device.type)
+    partition = cut.joint_partition(world)
     mesh = Mesh(world, world.size // stages, config.mesh.tiles, stages)
     mesh.waits.timeout = config.run.timeout
     # Weights are loaded last, when the parameters have their final dtype and device.

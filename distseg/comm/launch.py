@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from distseg.comm.alone import Alone
 from distseg.comm.communicator import Communicator, as_communicator
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     import torch
 
 
+Made = TypeVar("Made")
 BORN = time.monotonic()  # approximate start of this process
 _TRANSPORTS = "OMPI_MCA_btl"  # Open MPI's parameter for the transports that a process may use
 _world: Communicator | None = None  # what world() returned
@@ -369,6 +370,19 @@ def raise_jointly(comm, member: str = "rank"):
     if failures:
         where, text = failures[0]
         raise JointFailure(text if len(failures) == comm.size else where + text) from error
+
+
+def made_once(comm, make: Callable[[], Made]) -> Made:
+    """Return on all ranks what ``make`` returns on rank 0, the only rank that calls it.
+
+    It is for work that takes long and whose result all ranks need. An error of ``make`` is raised
+    on all ranks. All ranks of ``comm`` must call this function together.
+    """
+    made = None
+    with raise_jointly(comm):
+        if comm.rank == 0:
+            made = make()
+    return comm.bcast(made)
 
 
 def gathered(comm) -> None:

@@ -138,7 +138,19 @@ class Engine(ParameterUpdate):
             self.context = _context(
                 mesh, config.approximate, config.spatial, config.train.seed, splits(schedule)
             )
-            self.partition = StageCut(config, model, image, self.reading, device.type).partition()
+        assert_consistent(
+            mesh.world,
+            weights,
+            "Make the same network on all ranks, with the same parameters frozen",
+        )
+        assert_consistent(
+            mesh.world,
+            {"what the network calls": fingerprint},
+            "Let its forward pass not follow the order of a set, the process, or the rank",
+        )
+        cut = StageCut(config, model, image, self.reading, device.type)
+        self.partition = cut.joint_partition(mesh.world)
+        with raise_jointly(mesh.world):
             self.model = own_part(
                 model,
                 self.partition,
@@ -151,16 +163,6 @@ class Engine(ParameterUpdate):
                 not config.is_cut,
             )
             place_stages(self.model, self.partition, self.devices, precision, channels_last)
-        assert_consistent(
-            mesh.world,
-            weights,
-            "Make the same network on all ranks, with the same parameters frozen",
-        )
-        assert_consistent(
-            mesh.world,
-            {"what the network calls": fingerprint},
-            "Let its forward pass not follow the order of a set, the process, or the rank",
-        )
         halved = config.approximate.gradients == "fp16"
         super().__init__(mesh, config.optim, config.mesh.reducer, halved, model, self.device)
         budget = (

@@ -7,10 +7,11 @@ finds the split whose slowest stage takes the least time for the windows that ra
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
+from distseg.comm.launch import made_once, raise_jointly
 from distseg.config.settings import Config, PipelineConfig
 from distseg.config.sizes import Size
 from distseg.layers.graph import graph_of
@@ -70,6 +71,31 @@ class StageCut:
             v_shaped = pipeline.placement == "v-shaped"
             balance = self._balance(Splitter(placement, v_shaped, self._policy()))
         return Partition.from_balance(calls, balance, placement)
+
+    def joint_partition(self, world) -> Partition | None:
+        """Return what :meth:`partition` returns, for which rank 0 alone searches the balance.
+
+        The search runs the network on the meta device, for which PyTorch imports torch.compile.
+        This takes as long as the import of PyTorch itself. All ranks must call this method
+        together.
+
+        Args:
+            world: the communicator of all ranks.
+
+        Raises:
+            JointFailure: the model cannot be cut, or the balance does not fit it.
+        """
+
+        def balance() -> list[int]:
+            found = self.partition()
+            return [len(layers) for layers in found.ranges]
+
+        config, pipeline = self.config, self.config.pipeline
+        if world.size > 1 and config.mesh.stages > 1 and not pipeline.balance:
+            pipeline = replace(pipeline, balance=made_once(world, balance))
+            config = replace(config, pipeline=pipeline)
+        with raise_jointly(world):
+            return replace(self, config=config).partition()
 
     def _balance(self, splitter: Splitter) -> list[int]:
         """Return the number of layers of each stage with which the slowest rank is fastest.

@@ -76,7 +76,8 @@ def guarded(rank: int = 0, seconds: float = 1800.0) -> Iterator[None]:
             limit(before)
         return
     _start(rank)
-    sys.meta_path.insert(0, Imports)
+    if progress.shared():
+        sys.meta_path.insert(0, Imports)
     limit(seconds)
     try:
         yield

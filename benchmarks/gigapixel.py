@@ -223,9 +223,9 @@ def _learn(options: argparse.Namespace) -> dict:
         engine.model, engine.mesh.replicas, engine.devices, engine.autocast, Size((1024, 1024))
     )
     dice = {
-        split: scores(evaluate(predictor, store, split, world()), store.classes)["classes"]["land"][
-            "dice"
-        ]
+        split: scores(evaluate(predictor, store, split, world()).matrix, store.classes)["classes"][
+            "land"
+        ]["dice"]
         for split in ("train", "test")
     }
     return {**dice, "losses": losses}

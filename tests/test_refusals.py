@@ -30,6 +30,7 @@ from distseg.config.settings import (
     PipelineConfig,
     SpatialConfig,
     StreamingConfig,
+    TrainConfig,
 )
 from distseg.config.sizes import Size
 from distseg.models.layers import VectorNorm
@@ -38,6 +39,7 @@ from distseg.training.conflicts import (
     check_auto,
     check_labels,
     check_norms,
+    check_patience,
     check_settings,
     with_store,
 )
@@ -125,6 +127,7 @@ def store(of_images: bool = False, classes: str = "lake road") -> SimpleNamespac
         classes=classes.split(),
         ignore=255,
         of_images=of_images,
+        splits={"train": ["a"]},
         split=lambda name: ["a"],
         size=lambda name: (32, 32),
     )
@@ -181,6 +184,11 @@ EXAMPLES = (
         repair={"train.init": "a.safetensors"},
     ),
     Example("DS201", {"streaming.scratch": "memory"}, repair=MEMORY),
+    Example(
+        "DS201",
+        {"train.patience": 5, "train.validate_every": 0},
+        repair={"train.validate_every": 1},
+    ),
     Example(
         "DS202",
         {"mesh.samples": 10, "train.accumulate": 1000, "data.images": 1000},
@@ -320,6 +328,11 @@ EXAMPLES = (
         "DS406",
         lambda: with_store(LossConfig(ignore_index=3), store()),
         "`loss.ignore_index: 3` and a store with the value 255",
+    ),
+    Example(
+        "DS407",
+        lambda: check_patience(store(), TrainConfig(patience=3)),
+        "`train.patience: 3` and a store without the split `val`",
     ),
 )
 NAMES = [f"{one.code} {one.shown()}" for one in EXAMPLES]

@@ -103,7 +103,7 @@ def run_evaluate(
         print(threads)
     if store.of_images:
         return _evaluate_images(predictor, store, split, world, run, output)
-    matrices = {"network": evaluate(predictor, store, split, world)}
+    matrices = {"network": evaluate(predictor, store, split, world).matrix}
     colour = all(store.has_labels(name) for name in store.split("train"))
     if colour:
         matrices["colour"] = baseline(store, split, world)

@@ -587,6 +587,10 @@ class TrainBase:
     """Steps between checks that all replicas hold the same weights; 0: no checks."""
     validate_every: int = 1
     """Epochs between validations; 0: no validation."""
+    patience: int = 0
+    """Early stopping: training ends if the score that chooses the best checkpoint (mean IoU;
+    accuracy or RMSE for labels of whole images) has not improved for this number of epochs. 0:
+    never."""
     output: str = "runs/default"
     """Folder of logs and checkpoints."""
     init: str | None = None
@@ -627,12 +631,20 @@ class TrainBase:
             0,
             "check_replicas",
             "validate_every",
+            "patience",
             "max_minutes",
             "job_minutes",
             "checkpoint_minutes",
         )
         _between(self, -_LARGEST, _LARGEST, "seed")
         _path(self, "output", "init")
+        check_effect(
+            self,
+            "patience",
+            self.validate_every > 0,
+            "train.validate_every is 0, so nothing is validated: set train.validate_every to 1, or "
+            "leave train.patience out",
+        )
         check_effect(
             self,
             "init_names",

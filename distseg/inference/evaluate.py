@@ -1,26 +1,58 @@
-"""Evaluation on whole images: one confusion matrix over all images, tiles and ranks."""
+"""Evaluation on whole images: confusion matrix, scores of each image, and the validation loss.
+
+The loss is that of the serial program in evaluation mode on all images of the split as one step.
+Its partial sums are computed from the logits that the confusion matrix is computed from, so no
+second forward pass is needed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
+import torch
 
 from distseg.data.store.store import Store
 from distseg.inference.image_source import store_image
 from distseg.inference.metrics import confusion, most_likely, scores
 from distseg.inference.predictor import Predictor
 from distseg.inference.rounds import in_rounds
+from distseg.layers.criterion import Criterion
+
+_SLAB = 1 << 18  # pixels whose logits are converted to float64 at once
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Result of an evaluation, the same on all ranks.
+
+    Attributes:
+        matrix: the confusion matrix over the pixels of all images, (classes, classes) int64. Rows
+            are true classes, columns predicted ones.
+        counts: for each image and class the number of right pixels, of true pixels and of predicted
+            pixels, (images, 3, classes) int64. The order of images is that of the split.
+        loss: the loss over all images; None if no loss was asked for.
+    """
+
+    matrix: np.ndarray
+    counts: np.ndarray
+    loss: float | None = None
 
 
 def evaluate(
-    predictor: Predictor, store: Store, split: str, world, stop: Callable[[], bool] = lambda: False
-) -> np.ndarray | None:
-    """Return the confusion matrix (classes, classes) int64 over the pixels of a split's images.
+    predictor: Predictor,
+    store: Store,
+    split: str,
+    world,
+    stop: Callable[[], bool] = lambda: False,
+    loss: Criterion | None = None,
+) -> Evaluation | None:
+    """Return the confusion matrix and the loss over the pixels of a split's images.
 
-    Rows are true classes, columns predicted ones. All ranks of ``world`` must call this function
-    together. All get the same matrix.
+    All ranks of ``world`` must call this function together. All get the same result.
 
     Args:
         predictor: the network, which is applied to whole images.
@@ -30,30 +62,68 @@ def evaluate(
         stop: function that is called after each round, in which each rank computes at most one
             image or its share of one. It returns the same value on all ranks. If this is True, the
             evaluation ends and None is returned.
+        loss: the loss to compute, in addition to the confusion matrix.
     """
-    classes = len(store.classes)
-    total = np.zeros((classes, classes))
-    names = store.split(split)
+    classes, names = len(store.classes), store.split(split)
+    matrix = np.zeros((classes, classes), np.int64)
+    counts = np.zeros((len(names), 3, classes), np.int64)
+    rows: list[tuple[int, np.ndarray]] = []  # the image and the partial sums of each slab
 
     def work(image: int, results) -> None:
-        nonlocal total
         for tile, logits in results:
-            total += confusion(
-                store.labels(names[image], tile), most_likely(logits), classes, store.ignore
-            )
+            labels = store.labels(names[image], tile)
+            found = confusion(labels, most_likely(logits), classes, store.ignore)
+            counts[image] += (np.diag(found), found.sum(1), found.sum(0))
+            matrix[...] += found
+            if loss is not None:
+                rows.extend((image, row) for row in _partial_sums(loss, logits, labels))
 
     sources = [partial(store_image, store, name) for name in names]
-    if not in_rounds(
-        predictor,
-        sources,
-        [store.size(name) for name in names],
-        world,
-        f"evaluate {split}",
-        work,
-        stop,
-    ):
+    sizes = [store.size(name) for name in names]
+    if not in_rounds(predictor, sources, sizes, world, f"evaluate {split}", work, stop):
         return None
-    return sum(world.allgather(total)).astype(np.int64)
+    matrix, counts = (sum(world.allgather(part)) for part in (matrix, counts))
+    if loss is None:
+        return Evaluation(matrix, counts)
+    every = [row for part in world.allgather(rows) for row in part]
+    return Evaluation(matrix, counts, loss.value(_table(every, len(names), loss.sums)).item())
+
+
+@torch.no_grad()
+def _partial_sums(loss: Criterion, logits: np.ndarray, labels: np.ndarray) -> Iterator[np.ndarray]:
+    """Yield the partial sums (K,) float64 of a loss over each slab of a tile.
+
+    Slabs have few pixels, so that the logits in float64 take little memory. In float64 the sums do
+    not depend on the number of threads, but for rounding of about 1e-16.
+
+    Args:
+        loss: the loss.
+        logits: the network's output on the tile, (C, *tile).
+        labels: the labels of the tile, (*tile).
+    """
+    thickness = max(1, _SLAB * len(labels) // labels.size)
+    for start in range(0, len(labels), thickness):
+        slab = slice(start, start + thickness)
+        z = torch.from_numpy(logits[:, slab]).double()
+        yield loss.rows(z[None], torch.from_numpy(labels[slab])[None])[0].numpy()
+
+
+def _table(rows: list[tuple[int, np.ndarray]], images: int, sums: int) -> torch.Tensor:
+    """Return the table S (images, sums) float64 of a loss.
+
+    The sum of each cell is rounded only once, so it does not depend on the order of ``rows``, which
+    differs between meshes.
+
+    Args:
+        rows: the number of an image and some of its partial sums, (sums,), for each slab.
+        images: the number of images.
+        sums: the number of partial sums of an image.
+    """
+    parts: list[list[np.ndarray]] = [[np.zeros(sums)] for _ in range(images)]
+    for image, row in rows:
+        parts[image].append(row)
+    exact = [[math.fsum(cell) for cell in zip(*part)] for part in parts]
+    return torch.tensor(exact, dtype=torch.float64).reshape(images, sums)
 
 
 def score_rows(matrices: dict[str, np.ndarray], classes: list[str]) -> list[dict]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
+import torch
 
 from distseg.data.store.store import Store
 from distseg.inference.image_source import ImageSource, store_image
 from distseg.inference.metrics import confusion, mean, quadratic_kappa, ratio
 from distseg.inference.predictor import Predictor
 from distseg.inference.rounds import in_rounds
+from distseg.layers.criterion import Criterion
 
 
 def vectors_of(
@@ -48,11 +50,18 @@ def vectors_of(
 
 
 def evaluate_images(
-    predictor: Predictor, store: Store, split: str, world, stop: Callable[[], bool] = lambda: False
+    predictor: Predictor,
+    store: Store,
+    split: str,
+    world,
+    stop: Callable[[], bool] = lambda: False,
+    loss: Criterion | None = None,
 ) -> dict | None:
     """Return the scores (:func:`scores_of_images`) over the images of ``split``.
 
-    All ranks of ``world`` must call it together. All get the same scores.
+    With ``loss``, the scores have the key ``loss``: the loss of the serial program in evaluation
+    mode on all images of the split as one step. All ranks of ``world`` must call it together. All
+    get the same scores.
 
     Args:
         predictor: the network.
@@ -62,6 +71,7 @@ def evaluate_images(
         stop: function that is called after each round, in which each rank computes its tiles of at
             most one image. It must return the same value on all ranks. If it returns True, the
             evaluation ends and the result is None.
+        loss: the loss to compute, in addition to the scores.
     """
     names = store.split(split)
     vectors = vectors_of(
@@ -72,13 +82,18 @@ def evaluate_images(
         f"evaluate {split}",
         stop,
     )
-    return (
-        None
-        if vectors is None
-        else scores_of_images(
-            vectors, np.array([store.label(name) for name in names]), store.classes
-        )
-    )
+    if vectors is None:
+        return None
+    labels = np.array([store.label(name) for name in names])
+    found = scores_of_images(vectors, labels, store.classes)
+    return found if loss is None else {"loss": _loss_of(loss, vectors, labels), **found}
+
+
+@torch.no_grad()
+def _loss_of(loss: Criterion, vectors: np.ndarray, labels: np.ndarray) -> float:
+    """Return the loss of output vectors (images, C) and labels (images,), computed in float64."""
+    z, y = torch.from_numpy(vectors).double(), torch.from_numpy(labels)
+    return loss.value(loss.rows(z[..., None], y[:, None])).item()
 
 
 def scores_of_images(vectors: np.ndarray, labels: np.ndarray, classes: Sequence[str]) -> dict:

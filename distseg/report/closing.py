@@ -42,6 +42,22 @@ def closing_of_training(
     return lines
 
 
+def closing_of_early_stop(best: int, last: int, scores: Mapping | None) -> str:
+    """Return the line that says why a run ended before its last epoch.
+
+    Args:
+        best: number of epochs that were finished when the score was best; 0 if no score was known.
+        last: number of epochs that were finished at the last validation.
+        scores: the scores of the last validation, by name.
+    """
+    ends = f"stopped early after epoch {last}"
+    if not best:
+        return f"{ends}: no validation had a score"
+    name = best_score(scores or {}).rpartition(" ")[0]
+    waited = _many(last - best, "epoch")
+    return f"{ends}: the {name} has not improved for {waited}, since epoch {best}"
+
+
 def closing_of_evaluation(
     run: str, scores: Mapping, beside: Mapping | None, output: str | None
 ) -> list[str]:

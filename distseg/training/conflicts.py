@@ -28,6 +28,7 @@ from distseg.config.settings import (
     PipelineConfig,
     SpatialConfig,
     StreamingConfig,
+    TrainBase,
 )
 from distseg.config.sizes import Size
 from distseg.data.sampler import crop_size
@@ -504,6 +505,21 @@ def check_labels(
             "DS405",
             f"loss.name is {loss.name}, but {store.path} has {has}: set loss.name to "
             f"{'mse or l1' if numbers else 'cross_entropy'}",
+        )
+
+
+def check_patience(store: Store, train: TrainBase) -> None:
+    """Refuse early stopping on a store without images for validation.
+
+    Raises:
+        ValueError: ``train.patience`` is set, but the store has no split ``val``.
+    """
+    if train.patience and not store.splits.get("val"):
+        raise SettingError(
+            "DS407",
+            f"train.patience is {train.patience}, but {store.path} has no images in the split "
+            "'val' whose score could improve: prepare the store with such a split, or leave "
+            "train.patience out",
         )
 
 

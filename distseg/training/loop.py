@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from distseg.comm.launch import JointFailure, ToBeContinued, gathered
 from distseg.comm.replicas import check_same
@@ -19,7 +19,7 @@ from distseg.config.units import si
 from distseg.inference.evaluate import evaluate
 from distseg.inference.images import evaluate_images
 from distseg.inference.metrics import score_of, scores
-from distseg.report.closing import closing_of_training
+from distseg.report.closing import closing_of_early_stop, closing_of_training
 from distseg.report.log import SilentLog, open_log
 from distseg.report.progress import progress
 from distseg.runtime.optimizer import learning_rate
@@ -44,11 +44,7 @@ def train(config: Config, world) -> dict | None:
     result = run.position.validation if run.first else None
     if run.finished:
         if run.first:
-            print(
-                f"{config.train.output} has its {run.position.epoch} epochs already, and "
-                f"train.epochs is {config.train.epochs}: raise it to go on",
-                flush=True,
-            )
+            print(_why_finished(run), flush=True)
         return result
     with (
         RunControl(run.mesh.world, config.train) as control,
@@ -103,7 +99,7 @@ class _Training:
     def __init__(self, run: Run, control: RunControl, log: SilentLog):
         self.run, self.control, self.log, self.config = run, control, log, run.config
         self.position, self.first_step = run.position, run.first_step
-        self.ended, self._start = False, time.monotonic()
+        self.ended, self.stopped_early, self._start = False, False, time.monotonic()
 
     @property
     def seconds(self) -> float:
@@ -112,7 +108,8 @@ class _Training:
     def epoch(self) -> None:
         """Run the remaining steps of the current epoch.
 
-        Then write a checkpoint and validate, each if it is due after this epoch.
+        Then write a checkpoint and validate, each if it is due after this epoch. The run ends
+        after the last epoch, when its time is over, or if the score no longer improves.
         """
         run, train, number = self.run, self.config.train, self.position.epoch
         run.engine.context.epoch = number
@@ -125,18 +122,19 @@ class _Training:
             and "val" in run.store.splits
         )
         # Save before validation, so that an error in validation loses no steps.
-        if saves and validates:
+        saved = saves and validates
+        if saved:
             self._save()
         if validates:
             self._validate(number)
         self.position, self.first_step = replace(self.position, epoch=number + 1, samples=0), 0
-        if saves and validates:
-            score = score_of(self.position.validation)
-            run.checkpoints.update(
-                score, epoch=number + 1, samples=0, validation=self.position.validation
-            )
-        elif saves:
+        self.stopped_early = not self.ended and run.stops_early(self.position)
+        saves |= self.stopped_early
+        if saves and not saved:
             self._save()
+        if saves and validates:
+            run.checkpoints.update(score_of(self.position.validation), **asdict(self.position))
+        self.ended |= self.stopped_early
         if self.ended:
             run.checkpoints.flush()
 
@@ -221,12 +219,14 @@ class _Training:
         phase(f"validation after epoch {number + 1}")
         of_images = run.store.of_images
         found = (evaluate_images if of_images else evaluate)(
-            run.predictor, run.store, "val", run.world, stop
+            run.predictor, run.store, "val", run.world, stop, run.validation_loss
         )
         if found is None:
             self._save()
             self._leave(decisions[-1].stop)
-        result = found if of_images else scores(found, run.store.classes)
+        result = (
+            found if of_images else {"loss": found.loss, **scores(found.matrix, run.store.classes)}
+        )
         if of_images:
             logged = {
                 kind: result[kind]
@@ -244,10 +244,11 @@ class _Training:
             words = "IoU " + ", ".join(
                 f"{n} {v:.3f}" if v is not None else f"{n} -" for n, v in iou.items()
             )
-        self.log.write("validation", self.position.step, number, **logged)
+        loss = result["loss"]
+        self.log.write("validation", self.position.step, number, loss=loss, **logged)
         if run.first:
-            print(f"epoch {number + 1}: validation {words}", flush=True)
-        self.position = replace(self.position, validation=result)
+            print(f"epoch {number + 1}: validation {words}; loss {loss:.4g}", flush=True)
+        self.position = self.position.with_validation(number + 1, result, score_of(result))
 
     def closing(self) -> list[str]:
         """Return the closing lines: the result, the run's folder and the next command."""
@@ -261,13 +262,28 @@ class _Training:
                 "epoch": manifest["epoch"],
                 "validation": manifest["validation"],
             }
-        return closing_of_training(
+        lines = closing_of_training(
             output, at.epoch, at.step, self.seconds, scored, list(self.run.store.splits)
         )
+        if self.stopped_early:
+            lines.insert(0, closing_of_early_stop(at.best_epoch, at.validated, at.validation))
+        return lines
 
     def _out_of_time(self) -> bool:
         limit = self.config.train.max_minutes
         return limit is not None and self.run.world.bcast(self.seconds > 60 * limit, root=0)
+
+
+def _why_finished(run: Run) -> str:
+    """Return the message of a run that goes on from a checkpoint but has nothing left to do."""
+    at, train = run.position, run.config.train
+    if at.epoch >= train.epochs:
+        return (
+            f"{train.output} has its {at.epoch} epochs already, and train.epochs is "
+            f"{train.epochs}: raise it to go on"
+        )
+    stopped = closing_of_early_stop(at.best_epoch, at.validated, at.validation)
+    return f"{train.output} {stopped}; train.patience is {train.patience}: raise it to go on"
 
 
 def _check_finite(loss: float, norm: float, step: int, output: str) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from distseg.comm.consistency import settings
@@ -34,12 +35,38 @@ class Position:
         epoch: number of finished epochs; an epoch ends with its validation.
         samples: number of samples of the current epoch that finished steps have used.
         validation: the scores of the last validation; None if there was none.
+        validated: number of epochs that were finished at the last validation; 0 if there was none.
+        best_epoch: the same number at the validation with the best score.
+        best_score: the best score of a validation; higher is better. None if there is none.
     """
 
     step: int = 0
     epoch: int = 0
     samples: int = 0
     validation: dict | None = None
+    validated: int = 0
+    best_epoch: int = 0
+    best_score: float | None = None
+
+    @property
+    def waited(self) -> int:
+        """Number of epochs since the best score, up to the last validation."""
+        return self.validated - self.best_epoch
+
+    def with_validation(self, epoch: int, validation: dict, score: float | None) -> Position:
+        """Return this position with the result of a validation.
+
+        An equal score is no improvement.
+
+        Args:
+            epoch: number of finished epochs at the validation.
+            validation: its scores.
+            score: the score that is compared, higher is better; None if it is unknown.
+        """
+        known = score is not None and math.isfinite(score)
+        better = known and (self.best_score is None or score > self.best_score)
+        best = {"best_epoch": epoch, "best_score": score} if better else {}
+        return replace(self, validation=validation, validated=epoch, **best)
 
 
 def chosen(output: str, resume: bool | str) -> Path | None:
@@ -61,12 +88,15 @@ def chosen(output: str, resume: bool | str) -> Path | None:
 def position_of(manifest: dict) -> Position:
     """Return the position of the run when a checkpoint was written.
 
+    A checkpoint of an older version does not say which validation was the best. Epochs without an
+    improvement are then counted from the checkpoint on.
+
     Args:
         manifest: the manifest of the checkpoint.
     """
-    return Position(
-        manifest["step"], manifest["epoch"], manifest.get("samples", 0), manifest.get("validation")
-    )
+    known = {f.name: manifest[f.name] for f in fields(Position) if f.name in manifest}
+    begun = {"validated": manifest["epoch"], "best_epoch": manifest["epoch"]}
+    return Position(**{**begun, **known})
 
 
 def first_step(samples: int, batch: int, steps: int) -> tuple[int, str | None]:

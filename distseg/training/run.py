@@ -18,12 +18,13 @@ from distseg.comm.launch import raise_jointly, set_up, transport_line
 from distseg.comm.mesh import Mesh, MeshShape
 from distseg.comm.watch import phase
 from distseg.config.patchgd import PatchConfig
-from distseg.config.settings import Config, DataBase, ModelBase, OptimConfig
+from distseg.config.settings import Config, DataBase, ModelBase, OptimConfig, output_weights
 from distseg.config.sizes import Size
 from distseg.data.loader import StepLoader
 from distseg.data.sampler import sample_sizes
 from distseg.data.store.store import Store
 from distseg.inference.predictor import check_images as check_validated
+from distseg.layers.loss import Loss
 from distseg.models.bands import channels_of, dims_of
 from distseg.models.network import check_calls, check_size
 from distseg.patchgd.network import PatchNetwork
@@ -51,6 +52,7 @@ from distseg.training.conflicts import (
     check_groups,
     check_labels,
     check_norms,
+    check_patience,
     check_settings,
     has_batch_norm,
     norms_of,
@@ -80,6 +82,7 @@ class Run:
     Attributes:
         position: the position from which the run goes on.
         lines: the lines that rank 0 prints before the first step.
+        validation_loss: the loss of the network's first output, the one that is predicted.
 
     Raises:
         ValueError, OSError: the config, data, checkpoint or mesh is wrong. It is raised on all
@@ -118,6 +121,7 @@ class Run:
                     config.mesh.samples,
                 )
             check_labels(self.store, self.model, config.data.crop, config.loss)
+            check_patience(self.store, config.train)
             self.parameters = sum(p.numel() for p in self.model.parameters())
             self.channels = channels_of(self.model)
             check_dims(first, dims_of(self.model))
@@ -183,6 +187,8 @@ class Run:
         if self.checkpoint or self.init:
             self._load()
         self.predictor = engine.predictor()
+        # In evaluation a network with several outputs computes the first one only.
+        self.validation_loss = Loss(config.loss, self.channels[1], output_weights(config.model)[:1])
         with raise_jointly(world):
             validated = self.store.splits.get("val", []) if config.train.validate_every else []
             check_validated(self.predictor, {self.store.size(name): name for name in validated})
@@ -195,8 +201,16 @@ class Run:
 
     @property
     def finished(self) -> bool:
-        """True if the checkpoint already has all epochs that ``train.epochs`` asks for."""
-        return self.position.epoch >= self.config.train.epochs
+        """True if the checkpoint has all epochs of ``train.epochs``, or the run stopped early."""
+        return self.position.epoch >= self.config.train.epochs or self.stops_early(self.position)
+
+    def stops_early(self, position: Position) -> bool:
+        """Return True if the score has not improved for ``train.patience`` epochs.
+
+        The number of epochs is known to all ranks alike, because it is a part of the position.
+        """
+        patience = self.config.train.patience
+        return patience > 0 and position.samples == 0 and position.waited >= patience
 
     @property
     def _batch(self) -> int:

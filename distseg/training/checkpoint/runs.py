@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 from distseg.training.checkpoint.files import FOLDER, find, names_of, read_run_manifest
+from distseg.training.resume import position_of
 
 
 def runs_in(folder: str | Path) -> list[Path]:
@@ -36,12 +37,15 @@ def describe(run: Path) -> dict:
         return {"run": str(run), "state": f"damaged: {e}"}
     mesh, versions = last["config"].get("mesh", {}), last.get("versions", {})
     done, wanted = last["epoch"], last["config"].get("train", {}).get("epochs")
+    patience = last["config"].get("train", {}).get("patience")
     return {
         "run": str(run),
         "state": "trains"
         if _trains(run)
         else "whole"
         if wanted and done >= wanted
+        else "stopped early"
+        if patience and position_of(last).waited >= patience
         else "to be continued",
         "epochs": f"{done}/{wanted}",
         "steps": last["step"],

@@ -9,7 +9,7 @@ import pytest
 import torch
 from made_store import random_store
 
-from distseg.comm.collective import Alone
+from distseg.comm.alone import Alone
 from distseg.config.settings import (
     Config,
     DataConfig,

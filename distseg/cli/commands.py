@@ -1,9 +1,8 @@
-"""Implementation of the subcommands evaluate, predict, plot, prepare, check and models."""
+"""Implementation of the subcommands predict, plot, prepare, check and models."""
 
 from __future__ import annotations
 
 import csv
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -13,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from torch import nn
 
-from distseg.cli.predict import load_predictor, predict
+from distseg.cli.predict import check_types, load_predictor, predict, store_for
 from distseg.comm.launch import raise_jointly, resident_memory, set_up
 from distseg.comm.watch import heartbeat
 from distseg.config.patchgd import PatchConfig
@@ -27,17 +26,8 @@ from distseg.data.picture import rgb
 from distseg.data.store import hdf5
 from distseg.data.store.check import check_store
 from distseg.data.store.store import Store
-from distseg.inference.evaluate import evaluate, score_rows
-from distseg.inference.image_source import (
-    ImageSource,
-    check_type,
-    file_image,
-    network_identity,
-    store_image,
-)
-from distseg.inference.images import evaluate_images, most_frequent, probabilities, vectors_of
-from distseg.inference.metrics import scores
-from distseg.inference.pixel_baseline import baseline
+from distseg.inference.image_source import ImageSource, file_image, network_identity, store_image
+from distseg.inference.images import probabilities, vectors_of
 from distseg.inference.predictor import Predictor, check_images
 from distseg.layers.graph import receptive_field
 from distseg.models.network import flat_layers, is_flat
@@ -45,142 +35,15 @@ from distseg.models.zoo import ZOO, outline_model
 from distseg.patchgd.filling import PatchPredictor
 from distseg.patchgd.heat import heat_of, picture
 from distseg.planning.tile_size import short_of_decoding
-from distseg.report.closing import (
-    closing_of_evaluation,
-    closing_of_prediction,
-    closing_of_preparation,
-    notes_on_places,
-)
+from distseg.report.closing import closing_of_prediction, closing_of_preparation, notes_on_places
 from distseg.report.cuts import middle_of_interest, three_cuts
 from distseg.report.disk import atomic_write
 from distseg.report.overlay import iou_text, plot_overlay
 from distseg.report.plots import plot_curves
 from distseg.report.style import class_colors
-from distseg.report.tables import table
 from distseg.tiling.tile import Box
-from distseg.training.checkpoint.files import FOLDER, find
+from distseg.training.checkpoint.files import find
 from distseg.training.run_config import load_named
-
-
-def run_evaluate(
-    run: str, config: Config | PatchConfig, world, split: str, output: str | None
-) -> int:
-    """Print the scores of a run on a split, beside those of the per-pixel baseline.
-
-    All ranks must call it together. Return the exit status of the command. The baseline is left out
-    for networks with one label per image, and if a training image has no labels.
-
-    Args:
-        run: the folder of a run or of a checkpoint.
-        config: the settings.
-        world: the communicator of all ranks.
-        split: the split of the store.
-        output: the JSON file for the scores; None to write no file.
-    """
-    device, threads = set_up(world, config.run.device, config.run.threads)
-    predictor, manifest = load_predictor(run, config, world, device)
-    with raise_jointly(world):
-        store = Store(config.data.store, _constants(manifest), config.data.shrink)
-        _check_classes(store, manifest, run)
-        _check_types(store, split, manifest)
-        if store.of_images != predictor.model.of_image:
-            raise ValueError(
-                f"{run} is a network for labels of "
-                f"{'images' if predictor.model.of_image else 'pixels'}, but {store.path} has the "
-                "other kind of labels: evaluate the run on a store with labels like those of its "
-                "training"
-            )
-        unlabelled = [
-            name for name in store.split(split) if not (store.has_labels(name) or store.of_images)
-        ]
-        if unlabelled:
-            raise ValueError(
-                f"image {unlabelled[0]!r} of {store.path} has no labels to evaluate on: choose "
-                f"another split than {split!r}, or prepare the store with masks"
-            )
-        check_images(predictor, {store.size(name): name for name in store.split(split)})
-    if world.rank == 0:
-        print(threads)
-    if store.of_images:
-        return _evaluate_images(predictor, store, split, world, run, output)
-    matrices = {"network": evaluate(predictor, store, split, world).matrix}
-    colour = all(store.has_labels(name) for name in store.split("train"))
-    if colour:
-        matrices["colour"] = baseline(store, split, world)
-    if world.rank == 0:
-        beside = "; colour: a classifier of single pixels" if colour else ""
-        print(
-            f"{split} split of {config.data.store}: {len(store.split(split))} images; network: "
-            f"{find(run)}{beside}"
-        )
-        print(table(score_rows(matrices, store.classes)))
-        if output:
-            Path(output).parent.mkdir(parents=True, exist_ok=True)
-            found = {name: scores(matrix, store.classes) for name, matrix in matrices.items()}
-            with atomic_write(Path(output)) as growing:
-                growing.write_text(json.dumps({"split": split, **found}, indent=1))
-        each = {name: scores(matrix, store.classes) for name, matrix in matrices.items()}
-        print(
-            *closing_of_evaluation(_folder_of(run), each["network"], each.get("colour"), output),
-            sep="\n",
-        )
-    return 0
-
-
-def _folder_of(run: str) -> str:
-    """Return the folder of the run to which a checkpoint belongs.
-
-    A checkpoint outside a run's folder is returned itself.
-
-    Args:
-        run: the folder of a run or of a checkpoint.
-    """
-    checkpoint = find(run)
-    return str(checkpoint.parents[1] if checkpoint.parent.name == FOLDER else checkpoint)
-
-
-def _evaluate_images(
-    predictor: Predictor, store: Store, split: str, world, run: str, output: str | None
-) -> int:
-    """Print the scores of a network that has one label per image, and return the exit status.
-
-    Args:
-        output: the JSON file for the scores; None to write no file.
-    """
-    found = evaluate_images(predictor, store, split, world)
-    if world.rank == 0:
-        print(
-            f"{split} split of {store.path}: {len(store.split(split))} images; network: {find(run)}"
-        )
-        if "classes" in found:
-            rows = [{"class": name, **row} for name, row in found["classes"].items()]
-            print(
-                table(
-                    [
-                        *rows,
-                        {
-                            "class": "all",
-                            "accuracy": found["accuracy"],
-                            "auc": found["auc"],
-                            "images": len(store.split(split)),
-                        },
-                    ]
-                )
-            )
-            print(
-                f"accuracy {found['accuracy']:.4f}; for comparison, always predicting the most "
-                f"frequent class of the training images: {most_frequent(store, split):.4f}"
-            )
-            if found["kappa"] is not None:
-                print(f"quadratic weighted kappa {found['kappa']:.4f}, for ordered classes")
-        else:
-            print(table([{"number": store.classes[0], **found}]))
-        if output:
-            Path(output).parent.mkdir(parents=True, exist_ok=True)
-            with atomic_write(Path(output)) as growing:
-                growing.write_text(json.dumps({"split": split, "network": found}, indent=1))
-        print(*closing_of_evaluation(_folder_of(run), found, None, output), sep="\n")
-    return 0
 
 
 def _draw_heat(
@@ -324,8 +187,8 @@ def run_predict(
                     f"folders"
                 )
         else:
-            store = Store(config.data.store, _constants(manifest), config.data.shrink)
-            _check_types(store, split, manifest)
+            store = store_for(config.data, manifest)
+            check_types(store, split, manifest)
             sources = {name: partial(store_image, store, name) for name in store.split(split)}
         sizes, decoding, notes = {}, {}, []
         for opened in (
@@ -513,28 +376,6 @@ def _box(text: str | None, size: tuple[int, ...]) -> Box:
             "give one range start:end inside the image for each dim"
         )
     return box
-
-
-def _constants(manifest: dict) -> tuple[list[float], list[float]]:
-    """Return the mean and the standard deviation of each band, by which a run normalises images.
-
-    Args:
-        manifest: the manifest of a checkpoint of the run.
-    """
-    return manifest["data"]["mean"], manifest["data"]["std"]
-
-
-def _check_classes(store: Store, manifest: dict, run: str) -> None:
-    if store.classes != manifest["data"]["classes"]:
-        raise ValueError(
-            f"{run} was trained on the classes {manifest['data']['classes']}, but this store has "
-            f"{store.classes}: evaluate on a store of the same classes"
-        )
-
-
-def _check_types(store: Store, split: str, manifest: dict) -> None:
-    for name in store.split(split):
-        check_type(f"image {name!r} of {store.path}", store.dtype(name), manifest["data"])
 
 
 def run_prepare(arguments) -> int:

@@ -54,7 +54,7 @@ training  init      write a commented config for a store and this machine
           plan      find the fastest layouts on N ranks, or stages of a model
           verify    compare steps on the mesh with the serial program in float64
           profile   measure where the time of a step goes, rank by rank
-results   evaluate  score a run on whole images, beside a per-pixel baseline
+results   evaluate  score a run on whole images, by class and by image
           predict   write class maps of whole images, in bounded memory
           trace     write objects of class maps as polygons or numbers
           export    write a network for use without distseg, such as ONNX
@@ -639,17 +639,28 @@ def _evaluate(arguments: list[str]) -> int:
     parser = _parser("evaluate RUN", None)
     parser.add_argument("--split", type=str, default="test", help="The split to evaluate.")
     parser.add_argument(
-        "--output", type=str | None, default=None, help="Write the scores to this JSON file."
+        "--output",
+        type=str | None,
+        default=None,
+        help="The JSON file for scores, confusion matrix and the table of images, which is also "
+        "written beside it as NAME.csv; by default evaluation/SPLIT.json in the run's folder.",
     )
 
     @_joint
     def settle() -> tuple[Config, dict]:
         config, flags = _parse_run(parser, arguments)
         _check_file(flags["output"], "--output")
+        if (flags["output"] or "").lower().endswith(".csv"):
+            raise ValueError(
+                f"--output is {flags['output']}, but the scores are written as JSON and the table "
+                "of images beside it as CSV: name a file that ends in .json"
+            )
+        if flags["output"]:
+            _check_file(str(Path(flags["output"]).with_suffix(".csv")), "--output")
         return config, flags
 
     with job(settle) as (config, flags, comm):
-        from distseg.cli.commands import run_evaluate
+        from distseg.cli.evaluate import run_evaluate
 
         _print_ignored(flags["left"], comm)
         return run_evaluate(flags["run"], config, comm, flags["split"], flags["output"])

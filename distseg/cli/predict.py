@@ -14,11 +14,19 @@ from distseg.comm.mesh import Mesh
 from distseg.comm.replicas import broadcast
 from distseg.comm.watch import heartbeat, phase
 from distseg.config.patchgd import PatchConfig, PatchgdConfig
-from distseg.config.settings import Config, MeshConfig, ModelBase, StreamingConfig, TrainBase
+from distseg.config.settings import (
+    Config,
+    DataBase,
+    MeshConfig,
+    ModelBase,
+    StreamingConfig,
+    TrainBase,
+)
 from distseg.config.sizes import Size
 from distseg.data.class_files import Classes, are_there
 from distseg.data.class_map import PartialMap, identity_of
-from distseg.inference.image_source import ImageSource
+from distseg.data.store.store import Store
+from distseg.inference.image_source import ImageSource, check_type
 from distseg.inference.metrics import most_likely
 from distseg.inference.predictor import Predictor
 from distseg.layers.context import Context
@@ -133,6 +141,29 @@ def load_predictor(
         budget,
     )
     return predictor, manifest
+
+
+def store_for(data: DataBase, manifest: dict) -> Store:
+    """Return the store of ``data.store``, normalised by mean and deviation of a run's training.
+
+    Args:
+        data: the settings of the section ``data``.
+        manifest: the manifest of a checkpoint of the run.
+    """
+    constants = manifest["data"]["mean"], manifest["data"]["std"]
+    return Store(data.store, constants, data.shrink)
+
+
+def check_types(store: Store, split: str, manifest: dict) -> None:
+    """Refuse images of another dtype than the training images.
+
+    Args:
+        store: the store.
+        split: the split whose images are to be predicted.
+        manifest: the manifest of a checkpoint of the run.
+    """
+    for name in store.split(split):
+        check_type(f"image {name!r} of {store.path}", store.dtype(name), manifest["data"])
 
 
 def _of_mesh(mesh: MeshConfig, trained: dict, ranks: int) -> list[str]:

@@ -8,7 +8,7 @@ second forward pass is needed.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -17,7 +17,7 @@ import torch
 
 from distseg.data.store.store import Store
 from distseg.inference.image_source import store_image
-from distseg.inference.metrics import confusion, most_likely, scores
+from distseg.inference.metrics import confusion, most_likely
 from distseg.inference.predictor import Predictor
 from distseg.inference.rounds import in_rounds
 from distseg.layers.criterion import Criterion
@@ -126,7 +126,7 @@ def _table(rows: list[tuple[int, np.ndarray]], images: int, sums: int) -> torch.
     return torch.tensor(exact, dtype=torch.float64).reshape(images, sums)
 
 
-def score_rows(matrices: dict[str, np.ndarray], classes: list[str]) -> list[dict]:
+def score_rows(found: Mapping[str, dict], classes: list[str]) -> list[dict]:
     """Return the rows of the table that compares a network with the per-pixel baseline.
 
     A row is a dict from the name of a column to the value. There is a row for
@@ -134,10 +134,10 @@ def score_rows(matrices: dict[str, np.ndarray], classes: list[str]) -> list[dict
     the mean IoU and Dice of all classes, and the accuracy over all pixels.
 
     Args:
-        matrices: the confusion matrix of each method, by its name, such as ``network``.
+        found: the scores of each method (:func:`distseg.inference.metrics.scores`), by the method's
+            name, such as ``network``.
         classes: names of the classes.
     """
-    found = {method: scores(matrix, classes) for method, matrix in matrices.items()}
     rows = []
     for c in classes:
         row = {"class": c, "pixels": next(iter(found.values()))["classes"][c]["pixels"]}

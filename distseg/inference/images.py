@@ -64,14 +64,32 @@ def evaluate_images(
     get the same scores.
 
     Args:
+        predictor, store, split, world, stop: see :func:`outputs_of_split`. The result is None if
+            ``stop`` ended the work.
+        loss: the loss to compute, in addition to the scores.
+    """
+    outputs = outputs_of_split(predictor, store, split, world, stop)
+    if outputs is None:
+        return None
+    found = scores_of_images(*outputs, store.classes)
+    return found if loss is None else {"loss": _loss_of(loss, *outputs), **found}
+
+
+def outputs_of_split(
+    predictor: Predictor, store: Store, split: str, world, stop: Callable[[], bool] = lambda: False
+) -> tuple[np.ndarray, np.ndarray] | None:
+    """Return the network's outputs (images, C') and the labels (images,) of a split.
+
+    All ranks of ``world`` must call it together. All get the same result.
+
+    Args:
         predictor: the network.
         store: the store with the images and their labels.
         split: the name of a split of the store.
         world: the communicator of all ranks.
         stop: function that is called after each round, in which each rank computes its tiles of at
             most one image. It must return the same value on all ranks. If it returns True, the
-            evaluation ends and the result is None.
-        loss: the loss to compute, in addition to the scores.
+            work ends and the result is None.
     """
     names = store.split(split)
     vectors = vectors_of(
@@ -82,11 +100,7 @@ def evaluate_images(
         f"evaluate {split}",
         stop,
     )
-    if vectors is None:
-        return None
-    labels = np.array([store.label(name) for name in names])
-    found = scores_of_images(vectors, labels, store.classes)
-    return found if loss is None else {"loss": _loss_of(loss, vectors, labels), **found}
+    return None if vectors is None else (vectors, np.array([store.label(name) for name in names]))
 
 
 @torch.no_grad()

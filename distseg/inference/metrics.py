@@ -27,11 +27,25 @@ def confusion(truth: np.ndarray, prediction: np.ndarray, classes: int, ignore: i
 def scores(matrix: np.ndarray, names: list[str]) -> dict:
     """Return the scores of a confusion matrix: for each class, the means, and the accuracy.
 
+    Args:
+        matrix: the pixel counts (classes, classes) of :func:`confusion`.
+        names: the names of the classes.
+
+    Returns:
+        The scores as :func:`scores_of_counts` returns them.
+    """
+    return scores_of_counts(np.stack((np.diag(matrix), matrix.sum(1), matrix.sum(0))), names)
+
+
+def scores_of_counts(counts: np.ndarray, names: list[str]) -> dict:
+    """Return the scores of counted pixels: for each class, the means, and the accuracy.
+
     For each class IoU = tp / (tp + fp + fn), Dice = 2 tp / (2 tp + fp + fn), accuracy = tp / (tp +
     fn). A score whose divisor is 0 is None.
 
     Args:
-        matrix: the pixel counts (classes, classes) of :func:`confusion`.
+        counts: for each class the number of right pixels (tp), of true pixels (tp + fn) and of
+            predicted pixels (tp + fp), (3, classes).
         names: the names of the classes.
 
     Returns:
@@ -40,8 +54,7 @@ def scores(matrix: np.ndarray, names: list[str]) -> dict:
             the means over the classes that have this score. ``accuracy``: the share of all pixels
             with the right class.
     """
-    hit = np.diag(matrix).astype(float)
-    truth, predicted = matrix.sum(1), matrix.sum(0)
+    hit, truth, predicted = counts.astype(float)
     union = truth + predicted - hit
     table = {
         name: {
@@ -56,7 +69,7 @@ def scores(matrix: np.ndarray, names: list[str]) -> dict:
         "classes": table,
         "mean_iou": mean(row["iou"] for row in table.values()),
         "mean_dice": mean(row["dice"] for row in table.values()),
-        "accuracy": ratio(hit.sum(), matrix.sum()),
+        "accuracy": ratio(hit.sum(), truth.sum()),
     }
 
 

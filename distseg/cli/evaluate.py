@@ -1,0 +1,209 @@
+"""Implementation of the subcommand evaluate: scores on screen, and a JSON and a CSV file."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from distseg.cli.predict import check_types, load_predictor, store_for
+from distseg.comm.launch import raise_jointly, set_up
+from distseg.config.patchgd import PatchConfig
+from distseg.config.settings import Config
+from distseg.data.store.store import Store
+from distseg.inference.evaluate import evaluate, score_rows
+from distseg.inference.image_scores import flat, rows_of_images, rows_of_maps
+from distseg.inference.images import most_frequent, outputs_of_split, scores_of_images
+from distseg.inference.metrics import scores
+from distseg.inference.pixel_baseline import baseline
+from distseg.inference.predictor import Predictor, check_images
+from distseg.report.closing import closing_of_evaluation
+from distseg.report.disk import atomic_write
+from distseg.report.log import plain
+from distseg.report.tables import table
+from distseg.training.checkpoint.files import FOLDER, find
+
+EVALUATIONS = "evaluation"  # subfolder of a run
+_WORST = 5  # images on the screen
+_CLASSES = 12  # a confusion matrix of more classes is only written to the file
+
+
+def run_evaluate(
+    run: str, config: Config | PatchConfig, world, split: str, output: str | None
+) -> int:
+    """Print and write the scores of a run on a split, beside those of the per-pixel baseline.
+
+    All ranks must call it together. Return the exit status of the command. The baseline is left out
+    for networks with one label per image, and if a training image has no labels.
+
+    Args:
+        run: the folder of a run or of a checkpoint.
+        config: the settings.
+        world: the communicator of all ranks.
+        split: the split of the store.
+        output: the JSON file for the scores; None for ``evaluation/SPLIT.json`` in the run's
+            folder. The table of images is written beside it, with the ending ``.csv``.
+    """
+    device, threads = set_up(world, config.run.device, config.run.threads)
+    predictor, manifest = load_predictor(run, config, world, device)
+    with raise_jointly(world):
+        store = store_for(config.data, manifest)
+        _check_store(store, split, manifest, predictor, run)
+        check_images(predictor, {store.size(name): name for name in store.split(split)})
+    if world.rank == 0:
+        print(threads)
+    evaluation = _of_images if store.of_images else _of_maps
+    found = evaluation(predictor, store, split, world)
+    if world.rank == 0:
+        origin = {"store": str(store.path), "checkpoint": find(run).name}
+        origin |= {key: manifest.get(key) for key in ("step", "digest")}
+        folder = folder_of(run)
+        path = Path(output) if output else _default_output(folder, split)
+        print(
+            f"{split} split of {store.path}: {len(store.split(split))} images; network: "
+            f"{find(run)}{'; colour: a classifier of single pixels' * ('colour' in found)}"
+        )
+        print(*_lines(found, store, split, path), sep="\n")
+        if path:
+            _write(path, {"split": split, **found, **origin})
+        written = None if path is None else str(path)
+        network, colour = found["network"], found.get("colour")
+        print(*closing_of_evaluation(folder, network, colour, written), sep="\n")
+    return 0
+
+
+def folder_of(run: str) -> str:
+    """Return the folder of the run to which a checkpoint belongs.
+
+    A checkpoint outside a run's folder is returned itself.
+
+    Args:
+        run: the folder of a run or of a checkpoint.
+    """
+    checkpoint = find(run)
+    return str(checkpoint.parents[1] if checkpoint.parent.name == FOLDER else checkpoint)
+
+
+def _check_store(store: Store, split: str, manifest: dict, predictor: Predictor, run: str) -> None:
+    """Refuse a store that does not fit the network, or images without labels."""
+    if store.classes != manifest["data"]["classes"]:
+        raise ValueError(
+            f"{run} was trained on the classes {manifest['data']['classes']}, but this store has "
+            f"{store.classes}: evaluate on a store of the same classes"
+        )
+    check_types(store, split, manifest)
+    if store.of_images != predictor.model.of_image:
+        raise ValueError(
+            f"{run} is a network for labels of "
+            f"{'images' if predictor.model.of_image else 'pixels'}, but {store.path} has the "
+            "other kind of labels: evaluate the run on a store with labels like those of its "
+            "training"
+        )
+    unlabelled = [
+        name for name in store.split(split) if not (store.has_labels(name) or store.of_images)
+    ]
+    if unlabelled:
+        raise ValueError(
+            f"image {unlabelled[0]!r} of {store.path} has no labels to evaluate on: choose "
+            f"another split than {split!r}, or prepare the store with masks"
+        )
+
+
+def _of_maps(predictor: Predictor, store: Store, split: str, world) -> dict:
+    """Return the result of a network that predicts class maps, as it is written to the file."""
+    evaluation = evaluate(predictor, store, split, world)
+    matrices = {"network": evaluation.matrix}
+    if all(store.has_labels(name) for name in store.split("train")):
+        matrices["colour"] = baseline(store, split, world)
+    return {
+        **{name: scores(matrix, store.classes) for name, matrix in matrices.items()},
+        "confusion": evaluation.matrix.tolist(),
+        "images": rows_of_maps(store.split(split), evaluation.counts, store.classes),
+    }
+
+
+def _of_images(predictor: Predictor, store: Store, split: str, world) -> dict:
+    """Return the result of a network with one output per image, as it is written to the file."""
+    outputs = outputs_of_split(predictor, store, split, world)
+    network = scores_of_images(*outputs, store.classes)
+    found = {
+        "network": network,
+        "images": rows_of_images(store.split(split), *outputs, store.classes),
+    }
+    return {**found, "confusion": network["confusion"]} if "confusion" in network else found
+
+
+def _lines(found: dict, store: Store, split: str, path: Path | None) -> list[str]:
+    """Return the lines for the screen: scores, confusion matrix and the worst images.
+
+    Args:
+        found: the result of the evaluation.
+        store: the store.
+        split: the split of the store.
+        path: the JSON file; None if no file is written.
+    """
+    lines = _lines_of_images(found["network"], store, split) if store.of_images else []
+    if not store.of_images:
+        methods = {name: found[name] for name in ("network", "colour") if name in found}
+        lines.append(table(score_rows(methods, store.classes)))
+    if "confusion" in found and len(store.classes) <= _CLASSES:
+        what = "images" if store.of_images else "pixels"
+        lines += ["", f"confusion matrix in {what}: true classes down, predicted classes across"]
+        lines.append(table(confusion_rows(found["confusion"], store.classes)))
+    lines += ["", f"worst {min(_WORST, len(found['images']))} of {len(found['images'])} images"]
+    if path:
+        lines[-1] += f"; all are in {path.with_suffix('.csv')}"
+    rows = found["images"][:_WORST]
+    return [*lines, table([{k: v for k, v in r.items() if k != "classes"} for r in rows]), ""]
+
+
+def confusion_rows(matrix: Sequence[Sequence[int]], classes: Sequence[str]) -> list[dict]:
+    """Return the rows of the table of a confusion matrix, one for each true class."""
+    return [{"true class": name, **dict(zip(classes, row))} for name, row in zip(classes, matrix)]
+
+
+def _lines_of_images(network: Mapping, store: Store, split: str) -> list[str]:
+    """Return the lines with the scores of a network that has one output per image."""
+    if "classes" not in network:
+        return [table([{"number": store.classes[0], **network}])]
+    rows = [{"class": name, **row} for name, row in network["classes"].items()]
+    whole = {key: network[key] for key in ("accuracy", "auc")}
+    rows.append({"class": "all", **whole, "images": len(store.split(split))})
+    lines = [
+        table(rows),
+        f"accuracy {network['accuracy']:.4f}; for comparison, always predicting the most "
+        f"frequent class of the training images: {most_frequent(store, split):.4f}",
+    ]
+    if network["kappa"] is not None:
+        lines.append(f"quadratic weighted kappa {network['kappa']:.4f}, for ordered classes")
+    return lines
+
+
+def _default_output(folder: str, split: str) -> Path | None:
+    """Return the JSON file of an evaluation in the folder of a run.
+
+    Return None if the folder is not that of a run, or if it is not writable.
+    """
+    run = Path(folder)
+    there = run / EVALUATIONS if (run / EVALUATIONS).exists() else run
+    if not (run / FOLDER).is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        return None
+    return run / EVALUATIONS / (re.sub(r"[^\w.-]", "_", split) + ".json")
+
+
+def _write(path: Path, found: dict) -> None:
+    """Write the result of an evaluation to ``path``, and its table of images beside it as CSV."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_write(path) as growing:
+        growing.write_text(json.dumps(plain(found), indent=1))
+    rows = [flat(row) for row in found["images"]]
+    with (
+        atomic_write(path.with_suffix(".csv")) as growing,
+        growing.open("w", newline="", encoding="utf-8") as f,
+    ):
+        lines = csv.DictWriter(f, rows[0] if rows else ["image"])
+        lines.writeheader()
+        lines.writerows(rows)

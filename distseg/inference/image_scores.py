@@ -1,0 +1,75 @@
+"""Table of an evaluation with one row for each image, the worst image first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from distseg.inference.images import probabilities
+from distseg.inference.metrics import scores_of_counts
+
+
+def rows_of_maps(names: Sequence[str], counts: np.ndarray, classes: list[str]) -> list[dict]:
+    """Return the rows for a network that predicts class maps, ordered by mean IoU.
+
+    Args:
+        names: the names of the images.
+        counts: the pixels of each image and class (:class:`distseg.inference.evaluate.Evaluation`).
+        classes: the names of the classes.
+
+    Returns:
+        Dicts with ``image``, ``pixels`` (those with a label), ``mean_iou``, ``mean_dice``,
+            ``accuracy`` and ``classes`` (:func:`distseg.inference.metrics.scores_of_counts`).
+            Images without a score come last.
+    """
+    rows = []
+    for name, count in zip(names, counts):
+        found = scores_of_counts(count, classes)
+        means = {kind: found[kind] for kind in ("mean_iou", "mean_dice", "accuracy")}
+        rows.append(
+            {"image": name, "pixels": int(count[1].sum()), **means, "classes": found["classes"]}
+        )
+    return sorted(rows, key=lambda row: 2.0 if row["mean_iou"] is None else row["mean_iou"])
+
+
+def rows_of_images(
+    names: Sequence[str], vectors: np.ndarray, labels: np.ndarray, classes: Sequence[str]
+) -> list[dict]:
+    """Return the rows for a network that predicts one label or number for each image.
+
+    Args:
+        names: the names of the images.
+        vectors: the network's outputs, (images, outputs).
+        labels: the true class numbers, or the true numbers, (images,).
+        classes: the names of the classes; a single name if the labels are numbers.
+
+    Returns:
+        Dicts with ``image``, ``label``, ``predicted``, and ``probability``, the predicted
+            probability of the true class. For numbers, ``error`` replaces the probability. The
+            lowest probability, or the largest error, comes first.
+    """
+    if len(classes) == 1:
+        rows = [
+            {"image": name, "label": float(y), "predicted": float(z), "error": float(z - y)}
+            for name, y, (z,) in zip(names, labels, vectors.astype(float))
+        ]
+        return sorted(rows, key=lambda row: -abs(row["error"]))
+    rows = [
+        {
+            "image": name,
+            "label": classes[y],
+            "predicted": classes[p.argmax()],
+            "probability": float(p[y]),
+        }
+        for name, y, p in zip(names, labels, probabilities(vectors))
+    ]
+    return sorted(rows, key=lambda row: row["probability"])
+
+
+def flat(row: dict) -> dict:
+    """Return a row without nested dicts: the IoU of the class lake gets the key ``iou lake``."""
+    plain = {key: value for key, value in row.items() if key != "classes"}
+    for name, score in row.get("classes", {}).items():
+        plain.update({f"{kind} {name}": score[kind] for kind in ("iou", "dice", "pixels")})
+    return plain

@@ -6,6 +6,7 @@ from distseg.cli.help import FIRST, field_documents, head
 from distseg.config.patchgd import PatchConfig
 from distseg.config.settings import Config
 from distseg.report.closing import (
+    closing_of_early_stop,
     closing_of_evaluation,
     closing_of_prediction,
     closing_of_preparation,
@@ -23,10 +24,12 @@ def test_training_ends_with_the_best_checkpoint_and_the_next_command():
         "trained 2 epochs, 1,080 steps in 1:15; best mean IoU 0.512 after epoch 1: "
         "r/checkpoints/step-4",
         "next: distseg evaluate r",
+        "report: distseg report r",
     ]
     assert closing_of_training("r", 1, 1, 0.2, None, ["train"]) == [
         "trained 1 epoch, 1 step in 0:00; checkpoints are in r/checkpoints",
         "next: distseg predict r --images FILE",
+        "report: distseg report r",
     ]
     assert closing_of_training("r", 1, 1, 0, None, ["train", "val"])[1].endswith("r --split val")
 
@@ -36,8 +39,20 @@ def test_evaluation_ends_with_the_score_beside_the_baseline():
     assert lines == [
         "mean IoU 0.500 (a classifier of single pixels: 0.250); all scores are in s.json",
         "next: distseg predict r --images FILE",
+        "report: distseg report r",
     ]
     assert closing_of_evaluation("r", {"rmse": 2.5}, None, None)[0] == "RMSE 2.500"
+
+
+def test_an_early_stop_says_how_long_the_score_has_not_improved():
+    found = closing_of_early_stop(4, 7, {"rmse": 2.5})
+    assert (
+        found
+        == "stopped early after epoch 7: the RMSE has not improved for 3 epochs, since epoch 4"
+    )
+    assert (
+        closing_of_early_stop(0, 2, {}) == "stopped early after epoch 2: no validation had a score"
+    )
 
 
 def test_prediction_ends_with_the_folder_and_how_to_draw_it():

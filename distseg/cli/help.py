@@ -26,6 +26,10 @@ EXAMPLES = {
         "distseg predict runs/mine --images a.tif b.tif",
         "mpirun -n 4 distseg predict runs/mine",
     ),
+    "report": (
+        "distseg report runs/mine",
+        "distseg report runs/mine --output mine.html --pictures 3",
+    ),
     "export": ("distseg export runs/mine --formats safetensors torch onnx",),
     "verify": ("mpirun -n 4 distseg verify --image 97x131 --mesh.tiles 2x2",),
     "profile": ("mpirun -n 4 distseg profile CONFIG.yaml --image 512x512 --mesh.stages 4",),

@@ -59,6 +59,7 @@ results   evaluate  score a run on whole images, by class and by image
           trace     write objects of class maps as polygons or numbers
           export    write a network for use without distseg, such as ONNX
           plot      draw loss curves, or predictions over their images
+          report    write one HTML page: curves, scores, pictures, settings
           runs      list the runs in a folder: progress, best checkpoint, mesh
 clusters  submit    write or submit batch jobs, sweeps and scaling studies
 
@@ -849,6 +850,40 @@ def _plot(arguments: list[str]) -> int:
 
 
 @_joint
+def _report(arguments: list[str]) -> int:
+    parser = _parser("report RUN", None)
+    parser.add_argument(
+        "--output",
+        type=str | None,
+        default=None,
+        help="The HTML file; by default report.html in the run's folder.",
+    )
+    parser.add_argument(
+        "--predictions",
+        type=str,
+        default="predictions",
+        help="Folder of class maps of distseg predict. Smaller images without one are predicted.",
+    )
+    parser.add_argument(
+        "--pictures",
+        type=int,
+        default=2,
+        help="Number of the worst images, and of the best images, to draw; 0: none.",
+    )
+    config, flags = _parse_run(parser, arguments)
+    _check_file(flags["output"], "--output")
+    if not 0 <= flags["pictures"] <= _MOST:
+        raise ValueError(
+            f"--pictures must be a whole number from 0 to {_MOST}, got {flags['pictures']}"
+        )
+    from distseg.cli.report import run_report
+
+    return run_report(
+        flags["run"], config, flags["output"], flags["predictions"], flags["pictures"]
+    )
+
+
+@_joint
 def _runs(arguments: list[str]) -> int:
     parser = _parser("runs", None)
     parser.add_argument("folder", help="A run, or a folder with runs in it.")
@@ -1280,6 +1315,7 @@ _COMMANDS = {
     "trace": _trace,
     "export": _export,
     "plot": _plot,
+    "report": _report,
     "models": _models,
     "plan": _plan,
     "verify": _verify,

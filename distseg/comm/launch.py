@@ -318,6 +318,22 @@ def resident_memory() -> int:
         )
 
 
+def peak_memory(device) -> int:
+    """Return the largest number of bytes that this process has used so far.
+
+    It counts the process's tensors on a GPU; for a CPU, the resident bytes of the process.
+
+    Args:
+        device: the GPU or CPU, as :class:`torch.device`.
+    """
+    if device.type == "cuda":
+        import torch
+
+        return torch.cuda.max_memory_allocated(device)
+    kilobytes = sys.platform != "darwin"
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << (10 if kilobytes else 0)
+
+
 _program = False
 
 

@@ -39,7 +39,7 @@ def closing_of_training(
         lines.append(f"next: distseg evaluate {run}" + f" --split {split}" * (split != "test"))
     else:
         lines.append(f"next: distseg predict {run} --images FILE")
-    return lines
+    return [*lines, f"report: distseg report {run}"]
 
 
 def closing_of_early_stop(best: int, last: int, scores: Mapping | None) -> str:
@@ -73,7 +73,8 @@ def closing_of_evaluation(
     if beside is not None:
         line += f" (a classifier of single pixels: {best_score(beside).rpartition(' ')[2]})"
     lines = [line + (f"; all scores are in {output}" if output else "")]
-    return [*lines, f"next: distseg predict {run} --images FILE"]
+    lines.append(f"next: distseg predict {run} --images FILE")
+    return [*lines, f"report: distseg report {run}"]
 
 
 def closing_of_prediction(folder: str, maps: Sequence[Path], store: str | None) -> list[str]:

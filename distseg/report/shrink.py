@@ -24,7 +24,7 @@ def block_size(shape: Sequence[int]) -> int:
     return -(-max(shape[:2]) // PANEL)
 
 
-def _block_sums(values: np.ndarray, block: int) -> np.ndarray:
+def block_sums(values: np.ndarray, block: int) -> np.ndarray:
     """Return the sums of ``values`` (H, W, ...) over blocks; the last blocks may be smaller."""
     for dim in (0, 1):
         values = np.add.reduceat(
@@ -36,23 +36,25 @@ def _block_sums(values: np.ndarray, block: int) -> np.ndarray:
 def shrink_image(image: np.ndarray) -> np.ndarray:
     """Return the mean of each block of ``image`` (H, W, 3) uint8, as uint8."""
     block = block_size(image.shape)
-    pixels = _block_sums(np.ones(image.shape[:2], np.uint8), block)
-    return (_block_sums(image, block) / pixels[..., None]).round().astype(np.uint8)
+    pixels = block_sums(np.ones(image.shape[:2], np.uint8), block)
+    return (block_sums(image, block) / pixels[..., None]).round().astype(np.uint8)
 
 
-def shrink_labels(labels: np.ndarray, counts: np.ndarray) -> np.ndarray:
+def shrink_labels(labels: np.ndarray, counts: np.ndarray, block: int | None = None) -> np.ndarray:
     """Return one class number for each block of ``labels``, so that rare classes stay visible.
 
     It is the class with the largest n / sqrt(N), where n is the number of its pixels in the block
-    and N that in the whole image. The size of a block is given by :func:`block_size`.
+    and N that in the whole image.
 
     Args:
         labels: (H, W) class numbers.
         counts: N, (K,), the number of pixels of each of the K classes in the whole image.
+        block: the side of a block; by default that of :func:`block_size`.
     """
+    block = block or block_size(labels.shape)
     best, winner = None, None
     for number, count in enumerate(counts):
-        score = _block_sums(labels == number, block_size(labels.shape)) / math.sqrt(max(count, 1))
+        score = block_sums(labels == number, block) / math.sqrt(max(count, 1))
         better = np.ones(score.shape, bool) if best is None else score > best
         best, winner = (
             np.where(better, score, 0 if best is None else best),

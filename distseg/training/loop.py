@@ -11,7 +11,7 @@ import time
 from contextlib import suppress
 from dataclasses import asdict, replace
 
-from distseg.comm.launch import JointFailure, ToBeContinued, gathered
+from distseg.comm.launch import JointFailure, ToBeContinued, gathered, peak_memory
 from distseg.comm.replicas import check_same
 from distseg.comm.watch import phase
 from distseg.config.settings import Config
@@ -74,12 +74,14 @@ def train(config: Config, world) -> dict | None:
             with suppress(Exception):
                 run.checkpoints.flush()
             raise
+        seconds = training.seconds
         log.write(
             "end",
             training.position.step,
             training.position.epoch - 1,
-            seconds=training.seconds,
+            seconds=seconds,
             bytes_read=run.loader.bytes_read,
+            peak_memory=world.allgather(peak_memory(run.engine.device)),
         )
         if run.first and run.loader.steps_read:
             print(

@@ -1,0 +1,239 @@
+"""Pictures of evaluated images for the report of a run: image, truth, prediction and errors.
+
+An image is read and shrunk strip by strip, so that memory does not grow with its size. The
+prediction comes from a file of ``distseg predict``, or the network computes it again. It is shown
+only if its scores are those of the evaluation, so a file of another run is never shown.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from distseg.data.nodata import missing
+from distseg.data.picture import rgb
+from distseg.data.store import hdf5
+from distseg.data.store.store import Store
+from distseg.inference.image_source import store_image
+from distseg.inference.metrics import confusion, most_likely, scores
+from distseg.inference.predictor import Predictor
+from distseg.report.cuts import middle_of_interest, three_cuts
+from distseg.report.page import Panel, Pictures, data_uri
+from distseg.report.shrink import block_sums, shrink_labels
+from distseg.report.style import ERROR, UNLABELLED, class_colors
+from distseg.tiling.tile import Box
+
+_SIDE = 560  # longest side of a picture in pixels, at most
+_STRIP = 1 << 20  # pixels that are read at once
+_COMPUTED = 1 << 24  # pixels of the largest image that is predicted again for its picture
+_GREYS = 24  # levels of grey below the errors
+
+Reader = Callable[[Box], np.ndarray]
+
+
+@dataclass(frozen=True)
+class Gallery:
+    """Maker of the pictures of a run.
+
+    Attributes:
+        store: the store of the evaluated images.
+        colours: the colours of the classes, (classes, 3) uint8.
+        folder: the folder with files of ``distseg predict``.
+        predictor: returns the run's network; it is called only if a file is missing.
+    """
+
+    store: Store
+    colours: np.ndarray
+    folder: Path
+    predictor: Callable[[], Predictor]
+
+    def pictures(self, rows: Sequence[Mapping], count: int) -> Iterator[Pictures | str]:
+        """Yield the pictures of the ``count`` worst and best images, or a note on a missing one.
+
+        Args:
+            rows: the table of images, the worst image first.
+            count: number of worst images, and of best images.
+        """
+        scored = [row for row in rows if row["mean_iou"] is not None]
+        worst, best = scored[:count], scored[count:][-count:]
+        for word, row in [("worst", row) for row in worst] + [("best", row) for row in best]:
+            yield self._picture(row, word)
+
+    def _picture(self, row: Mapping, word: str) -> Pictures | str:
+        name = row["image"]
+        for classes in (self._written, self._computed):
+            if (found := classes(name)) is not None:
+                panels = self._panels(name, row, found)
+                if panels:
+                    caption = f"one of the {word}: mean IoU {row['mean_iou']:.3f}, accuracy "
+                    return Pictures(name, caption + f"{row['accuracy']:.3f}", panels)
+        return (
+            f"{name} has no picture, because {self.folder} has no prediction of it by this "
+            "network: run distseg predict, then distseg report with --predictions FOLDER"
+        )
+
+    def _written(self, name: str) -> Reader | None:
+        """Return a function that reads the class map of an image from a file, if there is one."""
+        path = self.folder / f"{name}.h5"
+        if not path.is_file():
+            return None
+
+        def read(box: Box) -> np.ndarray:
+            with hdf5.opened(str(path), "class map", "'distseg predict' writes them") as f:
+                return hdf5.dataset(f, "classes").open()[box.slices]
+
+        with hdf5.opened(str(path), "class map", "'distseg predict' writes them") as f:
+            there = "classes" in f and hdf5.dataset(f, "classes").open().shape
+        return read if there == tuple(self.store.size(name)) else None
+
+    def _computed(self, name: str) -> Reader | None:
+        """Return a function that reads the class map of an image that the network computes."""
+        size = self.store.size(name)
+        if math.prod(size) > _COMPUTED:
+            return None
+        found = np.zeros(size, np.uint8)
+        for box, logits in self.predictor()(store_image(self.store, name)):
+            found[box.slices] = most_likely(logits)
+        return lambda box: found[box.slices]
+
+    def _panels(self, name: str, row: Mapping, classes: Reader) -> list[Panel]:
+        """Return the panels of an image; an empty list if the prediction has other scores."""
+        size, store = self.store.size(name), self.store
+        if len(size) > 2:
+            return self._panels_of_volume(name, row, classes)
+        block = max(1, -(-max(size) // _SIDE))
+        shrunk = _Shrunk(row, store.classes, store.ignore, block)
+        height = max(1, _STRIP // (block * size[1])) * block
+        for top in range(0, size[0], height):
+            box = Box((top, 0), (min(top + height, size[0]), size[1]))
+            shrunk.add(
+                store.read(name, box)[:3],
+                missing_in(store, name, box),
+                store.labels(name, box),
+                classes(box),
+            )
+        return self._drawn(name, shrunk) if shrunk.same_scores else []
+
+    def _panels_of_volume(self, name: str, row: Mapping, classes: Reader) -> list[Panel]:
+        """Return the panels of three cuts through a volume, as :meth:`_panels`."""
+        store, whole = self.store, Box.whole(self.store.size(name))
+        if whole.pixels > _COMPUTED:
+            return []
+        truth, found = store.labels(name, whole), classes(whole)
+        if not _same(confusion(truth, found, len(store.classes), store.ignore), row, store.classes):
+            return []
+        at = middle_of_interest(truth)
+        cut = [three_cuts(labels, at, store.ignore) for labels in (truth, found)]
+        absent = missing_in(store, name, whole)
+        absent = np.zeros(whole.size, bool) if absent is None else absent
+        pixels = three_cuts(store.read(name, whole)[:3], at, 0)
+        block = max(1, -(-max(pixels.shape[1:]) // _SIDE))
+        shrunk = _Shrunk(row, store.classes, store.ignore, block)
+        shrunk.add(pixels, three_cuts(absent, at, True), *cut)
+        return self._drawn(name, shrunk)
+
+    def _drawn(self, name: str, shrunk: _Shrunk) -> list[Panel]:
+        """Return the panels of a shrunk image."""
+        picture = rgb(*shrunk.pixels())
+        table = np.vstack([self.colours, class_colors([""], [UNLABELLED])])
+        truth, found, wrong = (
+            np.concatenate(parts).astype(np.uint8)
+            for parts in (shrunk.truth, shrunk.found, shrunk.wrong)
+        )
+        greys = np.linspace(150, 250, _GREYS).astype(np.uint8)[:, None].repeat(3, 1)
+        level = (picture.mean(-1) * _GREYS / 256).astype(np.uint8)
+        errors = np.where(wrong == 1, _GREYS, level).astype(np.uint8)
+        with_error = np.vstack([greys, class_colors([""], [ERROR])])
+        shown = [("image", data_uri(picture), "Image")]
+        shown += [("truth", data_uri(truth, table), "True classes")]
+        shown += [("prediction", data_uri(found, table), "Predicted classes")]
+        shown += [("errors", data_uri(errors, with_error), "Wrong pixels in magenta")]
+        return [Panel(title, source, f"{words} of {name}") for title, source, words in shown]
+
+
+def missing_in(store: Store, name: str, box: Box) -> np.ndarray | None:
+    """Return True for the pixels of a box that lack data in one of the first three bands.
+
+    The result is (*box.size) bool, or None if all pixels have data.
+    """
+    found = missing(store.read(name, box)[:3], store.nodata(name), store.valid(name, box))
+    return None if found is None else found.any(0)
+
+
+class _Shrunk:
+    """Image, labels and errors, shrunk by blocks of pixels while strips are added.
+
+    Args:
+        row: the row of the image in the table of images.
+        classes: the names of the classes.
+        ignore: the label of pixels that do not count.
+        block: the side of a block in pixels.
+    """
+
+    def __init__(self, row: Mapping, classes: Sequence[str], ignore: int, block: int):
+        self.row, self.classes, self.ignore, self.block = row, list(classes), ignore, block
+        counts = [row["classes"][name]["pixels"] for name in classes]
+        self._counts = np.array([*counts, max(1, sum(counts) // 10)])
+        errors = round(row["pixels"] * (1 - (row["accuracy"] or 0)))
+        self._errors = np.array([row["pixels"] - errors, errors])
+        self._matrix = np.zeros((len(classes), len(classes)), np.int64)
+        self._sums: list[np.ndarray] = []
+        self._known: list[np.ndarray] = []
+        self._dtype = np.dtype(np.uint8)
+        self.truth: list[np.ndarray] = []
+        self.found: list[np.ndarray] = []
+        self.wrong: list[np.ndarray] = []
+
+    def add(
+        self, pixels: np.ndarray, absent: np.ndarray | None, truth: np.ndarray, found: np.ndarray
+    ) -> None:
+        """Add the next strip, whose height is a multiple of the block except for the last strip.
+
+        Args:
+            pixels: (bands, H, W).
+            absent: True for pixels without data, (H, W); None if there are none.
+            truth: the labels, (H, W).
+            found: the predicted classes, (H, W).
+        """
+        there = np.ones(truth.shape, bool) if absent is None else ~absent
+        self._dtype = pixels.dtype
+        self._known.append(block_sums(there, self.block))
+        bands = [np.where(there, band, 0).astype(np.float64) for band in pixels]
+        self._sums.append(np.stack([_sums(band, self.block) for band in bands]))
+        number = len(self.classes)
+        self._matrix += confusion(truth, np.where(found < number, found, 0), number, self.ignore)
+        for labels, parts in ((truth, self.truth), (found, self.found)):
+            with_ignored = np.where(labels == self.ignore, number, labels)
+            parts.append(shrink_labels(with_ignored, self._counts, self.block))
+        wrong = (truth != self.ignore) & (truth != found)
+        self.wrong.append(shrink_labels(wrong, self._errors, self.block))
+
+    @property
+    def same_scores(self) -> bool:
+        """True if the predicted classes have the scores of the table's row."""
+        return _same(self._matrix, self.row, self.classes)
+
+    def pixels(self) -> tuple[np.ndarray, None, np.ndarray | None]:
+        """Return the mean of each block (bands, h, w), None, and the mask of blocks with data."""
+        sums, known = np.concatenate(self._sums, 1), np.concatenate(self._known)
+        means = sums / np.maximum(known, 1)
+        if self._dtype == np.uint8:
+            means = means.round().astype(np.uint8)
+        return means, None, None if known.all() else known > 0
+
+
+def _sums(band: np.ndarray, block: int) -> np.ndarray:
+    """Return the sums of a band (H, W) float64 over blocks."""
+    for dim in (0, 1):
+        band = np.add.reduceat(band, np.arange(0, band.shape[dim], block), axis=dim)
+    return band
+
+
+def _same(matrix: np.ndarray, row: Mapping, classes: Sequence[str]) -> bool:
+    """Return True if a confusion matrix has the scores of a row of the table of images."""
+    found = scores(matrix, list(classes))
+    return all(found[key] == row[key] for key in found)

@@ -1,0 +1,359 @@
+"""Implementation of the subcommand report: gather what a run's folder has, for one HTML page."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from distseg.cli.evaluate import EVALUATIONS, folder_of
+from distseg.cli.pictures import Gallery
+from distseg.cli.predict import load_predictor, store_for
+from distseg.comm.alone import Alone
+from distseg.comm.launch import set_up
+from distseg.config.patchgd import PatchConfig
+from distseg.config.settings import Config
+from distseg.config.units import duration, si
+from distseg.inference.evaluate import score_rows
+from distseg.inference.image_scores import flat
+from distseg.inference.predictor import Predictor
+from distseg.report.chart import Line, condensed, line_chart
+from distseg.report.closing import best_score
+from distseg.report.disk import atomic_write
+from distseg.report.log import FILE, read_log
+from distseg.report.page import Chart, Evaluated, Pictures, RunPage, run_page
+from distseg.report.plots import series
+from distseg.report.style import class_colors
+from distseg.training.checkpoint.files import FOLDER, find, read_manifest, read_run_manifest
+from distseg.training.resume import position_of
+
+_ROWS = 1000  # images in the table
+_CLASSES = 40  # of a confusion matrix
+_OF_IMAGES = ("accuracy", "mean_accuracy", "auc", "kappa", "mae", "rmse", "r2")
+
+
+def run_report(
+    run: str,
+    config: Config | PatchConfig,
+    output: str | None,
+    predictions: str = "predictions",
+    count: int = 2,
+) -> int:
+    """Write the report of a run, and return the exit status.
+
+    Args:
+        run: the folder of a run or of a checkpoint.
+        config: the settings of the run.
+        output: the HTML file; None for ``report.html`` in the run's folder.
+        predictions: the folder of predicted files, whose class maps are drawn.
+        count: number of the worst images, and of the best images, that are drawn; 0 for none.
+    """
+    folder = Path(folder_of(run))
+    path = Path(output) if output else folder / "report.html"
+    text = run_page(page_of(folder, run, config, Path(predictions), count))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_write(path) as growing:
+        growing.write_text(text, encoding="utf-8")
+    print(f"{path}: {si(len(text.encode()), 'B')}; open it in a browser, or send it as it is")
+    return 0
+
+
+def page_of(
+    folder: Path, run: str, config: Config | PatchConfig, predictions: Path, count: int
+) -> RunPage:
+    """Return what the page of a run shows.
+
+    Args:
+        folder: the folder of the run.
+        run: the folder of the run or of a checkpoint.
+        config: the settings of the run, with the user's flags.
+        predictions: the folder of predicted files.
+        count: number of the worst, and of the best images, that are drawn.
+    """
+    best = read_run_manifest(find(run))
+    last = read_run_manifest(find(folder, "last")) if (folder / FOLDER).is_dir() else best
+    log = read_log(folder) if (folder / FILE).exists() else []
+    evaluations = _evaluations(folder, best, config, predictions, count)
+    notes = [] if log else [f"The run has no {FILE}, so there are no curves."]
+    if not evaluations:
+        notes.append(f"Not evaluated yet: run distseg evaluate {folder}, then this command again.")
+    return RunPage(
+        folder.resolve().name,
+        _summary(best, last),
+        _figures(best, last, log),
+        _charts(log),
+        evaluations,
+        _facts(best, last, log),
+        _settings(best["config"], type(config)().as_plain()),
+        notes,
+    )
+
+
+def _summary(best: Mapping, last: Mapping) -> str:
+    wanted, done = best["config"]["train"]["epochs"], last["epoch"]
+    patience = last["config"]["train"].get("patience")
+    state = "complete" if done >= wanted else "to be continued"
+    if done < wanted and patience and position_of(last).waited >= patience:
+        state = f"stopped early: no better score for {position_of(last).waited} epochs"
+    when = time.strftime("%Y-%m-%d %H:%M", time.localtime(last["time"])) if "time" in last else ""
+    return (
+        f"{best['config']['model']['name']} on {best['config']['data']['store']}; {done} of "
+        f"{wanted} epochs, {state}" + (f"; last checkpoint of {when}" if when else "")
+    )
+
+
+def _figures(best: Mapping, last: Mapping, log: Sequence[Mapping]) -> list[tuple[str, str]]:
+    """Return label and value of the numbers at the head of the page."""
+    found = []
+    validation = best.get("validation") or {}
+    if best.get("score") is not None:
+        words, _, value = best_score(validation).rpartition(" ")
+        found += [(f"best {words}, validation", value), ("after epoch", str(best["epoch"]))]
+    if validation.get("loss") is not None:
+        found.append(("validation loss there", f"{validation['loss']:.4g}"))
+    found.append(("optimizer steps", f"{last['step']:,}"))
+    seconds = _seconds_of_steps(log)
+    if len(seconds):
+        found.append(("median time of a step", _brief(float(np.median(seconds)))))
+    if memory := _peak_memory(log):
+        found.append(("peak memory of a rank", si(max(memory), "B")))
+    return found
+
+
+def _facts(best: Mapping, last: Mapping, log: Sequence[Mapping]) -> list[tuple[str, str]]:
+    """Return label and value of the rows on mesh, versions, time and memory."""
+    config, mesh = best["config"], best["config"]["mesh"]
+    shape = f"{mesh['samples']} samples x ({mesh['tiles']}) tiles x {mesh.get('stages', 1)} stages"
+    found = [("mesh", shape), ("host", last.get("host", "unknown"))]
+    found += [(name, version) for name, version in (best.get("versions") or {}).items()]
+    found += [("precision", str(config["train"]["precision"]))]
+    found += [("classes", ", ".join(best["data"]["classes"]))]
+    seconds = _seconds_of_steps(log)
+    if len(seconds):
+        low, middle, high = (_brief(float(v)) for v in np.percentile(seconds, (5, 50, 95)))
+        found.append(("time of a step", f"{middle} (5 % to 95 %: {low} to {high})"))
+    ends = [line for line in log if line["kind"] == "end" and line.get("seconds")]
+    if ends:
+        found.append(("time of the last job", duration(ends[-1]["seconds"])))
+    if memory := _peak_memory(log):
+        found.append(("peak memory of each rank", ", ".join(si(m, "B") for m in memory)))
+    if limit := config.get("streaming", {}).get("memory"):
+        found.append(("memory limit of a rank (streaming.memory)", str(limit)))
+    return found
+
+
+def _brief(seconds: float) -> str:
+    """Return the time of a step as text, such as ``135 ms``."""
+    return f"{1000 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+
+
+def _peak_memory(log: Sequence[Mapping]) -> list[int]:
+    """Return the peak memory of each rank in bytes, in the last job that recorded it."""
+    known = [line["peak_memory"] for line in log if line.get("peak_memory")]
+    return known[-1] if known else []
+
+
+def _seconds_of_steps(log: Sequence[Mapping]) -> np.ndarray:
+    """Return the seconds between consecutive steps of one epoch and one job."""
+    steps = [line for line in log if line["kind"] == "step" and line.get("seconds") is not None]
+    return np.array(
+        [
+            b["seconds"] - a["seconds"]
+            for a, b in zip(steps, steps[1:])
+            if a["epoch"] == b["epoch"] and b["seconds"] > a["seconds"]
+        ]
+    )
+
+
+def _charts(log: list[dict]) -> list[Chart]:
+    """Return the charts of a log: loss, scores, learning rate and norm of the gradient."""
+    names = list(dict.fromkeys(key for line in log for key in (line.get("iou") or {})))
+    train = condensed("training", *series(log, "step", "loss"))
+    validation = Line("validation", *series(log, "validation", "loss"), style=1, points=True)
+    mean = Line("mean", *series(log, "validation", "mean_iou"), style=7, points=True)
+    classes = [
+        Line(name, *series(log, "validation", "iou", name), style=n % 7, points=True)
+        for n, name in enumerate(names)
+    ]
+    wanted = [("Loss", [train, validation], ".4g"), ("Validation IoU", [mean, *classes], ".3f")]
+    for kind in () if names else _OF_IMAGES:
+        line = Line(kind, *series(log, "validation", kind), style=1, points=True)
+        wanted.append((f"Validation: {kind.replace('_', ' ')}", [line], ".3f"))
+    rate = Line("learning rate", *series(log, "step", "lr"))
+    norm = condensed("norm", *series(log, "step", "gradient_norm"))
+    wanted += [("Learning rate", [rate], ".4g"), ("Norm of the gradient", [norm], ".4g")]
+    return [chart for each in wanted if (chart := _chart(*each)) is not None]
+
+
+def _chart(title: str, lines: Sequence[Line], form: str) -> Chart | None:
+    """Return a chart of the lines that have finite values, or None if there are none.
+
+    Args:
+        title: the title.
+        lines: the lines.
+        form: the format of the last value of each line.
+    """
+    known = [(line, line.y[np.isfinite(line.y)]) for line in lines]
+    known = [(line, values) for line, values in known if len(values)]
+    if not known:
+        return None
+    every = np.concatenate([values for _, values in known])
+    steep = bool(every.min() > 0 and every.max() > 20 * np.median(every))
+    legend = [(line.style, line.name, format(values[-1], form)) for line, values in known]
+    ends = ", ".join(f"{name} {last}" for _, name, last in legend)
+    description = f"{title} over optimizer steps. Last values: {ends}."
+    svg = line_chart([line for line, _ in known], description, "optimizer step", steep)
+    return Chart(title + (" (logarithmic)" if steep else ""), svg, legend)
+
+
+def _settings(config: Mapping, default: Mapping) -> dict[str, list[tuple[str, str, bool]]]:
+    """Return, for each section, the name and value of each setting, and True if it was changed.
+
+    Args:
+        config: the settings of the run, as in a manifest.
+        default: the default settings.
+    """
+
+    def text(value) -> str:
+        return "" if value is None else str(value)
+
+    return {
+        section: [
+            (name, text(value) or "–", text(value) != text(default.get(section, {}).get(name)))
+            for name, value in fields.items()
+        ]
+        for section, fields in config.items()
+        if isinstance(fields, Mapping)
+    }
+
+
+def _evaluations(
+    folder: Path, best: Mapping, config: Config | PatchConfig, predictions: Path, count: int
+) -> list[Evaluated]:
+    """Return what ``distseg evaluate`` wrote into the run's folder, with pictures."""
+    found = []
+    for path in sorted((folder / EVALUATIONS).glob("*.json")):
+        try:
+            record = json.loads(path.read_text(encoding="utf-8"))
+            found.append(_evaluated(record, folder, best, config, predictions, count))
+        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as e:
+            raise ValueError(
+                f"{path} is damaged, or was not written by distseg evaluate ({e!r}): remove it, or "
+                "evaluate again"
+            ) from None
+    return found
+
+
+def _evaluated(
+    record: Mapping,
+    folder: Path,
+    best: Mapping,
+    config: Config | PatchConfig,
+    predictions: Path,
+    count: int,
+) -> Evaluated:
+    """Return the part of the page about one evaluation.
+
+    Args:
+        record: the content of the file of the evaluation.
+        folder, best, config, predictions, count: see :func:`page_of`.
+    """
+    classes, rows = best["data"]["classes"], record["images"]
+    of_maps = bool(rows) and "mean_iou" in rows[0]
+    notes = (
+        []
+        if _is_current(record, folder)
+        else [
+            f"The checkpoint {record['checkpoint']} was written anew or removed after this "
+            "evaluation: evaluate again for scores of the run as it is."
+        ]
+    )
+    pictures: list[Pictures | str] = []
+    colours = class_colors(classes, best["data"].get("colours"))
+    if of_maps and count and not notes:
+        pictures = _pictures(record, folder, best, config, colours, predictions, count)
+    matrix = record.get("confusion") or []
+    if len(matrix) > _CLASSES:
+        notes.append(f"The confusion matrix of {len(matrix)} classes is in the JSON file only.")
+        matrix = []
+    return Evaluated(
+        record["split"],
+        f"{len(rows):,} images of {record['store']}, by the checkpoint {record['checkpoint']}.",
+        _score_table(record, classes, of_maps),
+        classes,
+        "pixels" if of_maps else "images",
+        matrix,
+        [flat(row) for row in rows[:_ROWS]],
+        max(0, len(rows) - _ROWS),
+        [one for one in pictures if isinstance(one, Pictures)],
+        [(name, "#" + bytes(colour).hex()) for name, colour in zip(classes, colours)]
+        + [("no label", "#9a9a9a"), ("error", "#d81b60")],
+        notes + [one for one in pictures if isinstance(one, str)],
+    )
+
+
+def _score_table(record: Mapping, classes: list[str], of_maps: bool) -> list[dict]:
+    """Return the rows of the table of scores."""
+    if of_maps:
+        methods = {name: record[name] for name in ("network", "colour") if name in record}
+        return score_rows(methods, classes)
+    network = record["network"]
+    if "classes" not in network:
+        return [{"number": classes[0], **network}]
+    rows = [{"class": name, **row} for name, row in network["classes"].items()]
+    whole = {key: network.get(key) for key in ("accuracy", "auc")}
+    total = sum(row["images"] for row in rows)
+    last = {"class": "all", "accuracy": whole["accuracy"], "precision": None, "auc": whole["auc"]}
+    return [*rows, {**last, "images": total}]
+
+
+def _is_current(record: Mapping, folder: Path) -> bool:
+    """Return True if the evaluated checkpoint is still in the run's folder, unchanged."""
+    checkpoint = folder / FOLDER / Path(record["checkpoint"]).name
+    try:
+        return read_manifest(checkpoint).get("digest") == record["digest"]
+    except (ValueError, OSError):
+        return False
+
+
+def _pictures(
+    record: Mapping,
+    folder: Path,
+    best: Mapping,
+    config: Config | PatchConfig,
+    colours: np.ndarray,
+    predictions: Path,
+    count: int,
+) -> list[Pictures | str]:
+    """Return the pictures of the worst and best images, and a note for each that is missing."""
+    there = record["store"] if Path(record["store"]).exists() else config.data.store
+    try:
+        store = store_for(replace(config.data, store=there), best)
+        for row in record["images"]:
+            store.size(row["image"])
+    except (ValueError, OSError, KeyError) as e:
+        return [f"There are no pictures, because the images cannot be read: {e}"]
+    checkpoint = str(folder / FOLDER / Path(record["checkpoint"]).name)
+    gallery = Gallery(store, colours, predictions, _once(lambda: _predictor(checkpoint, config)))
+    return list(gallery.pictures(record["images"], count))
+
+
+def _predictor(checkpoint: str, config: Config | PatchConfig) -> Predictor:
+    device, _ = set_up(Alone(), config.run.device, config.run.threads)
+    return load_predictor(checkpoint, config, Alone(), device)[0]
+
+
+def _once(make: Callable[[], Predictor]) -> Callable[[], Predictor]:
+    """Return a function that calls ``make`` once and then returns the same object again."""
+    made: list[Predictor] = []
+
+    def get() -> Predictor:
+        if not made:
+            made.append(make())
+        return made[0]
+
+    return get

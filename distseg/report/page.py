@@ -1,0 +1,169 @@
+"""Page about one run: a single HTML file that needs no network and no other file.
+
+The records of this module say what the page shows. :func:`run_page` fills the template
+``templates/run.html``, which escapes every text.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.resources import files
+
+import numpy as np
+
+from distseg.report.chart import symbol
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A chart with its title and legend.
+
+    Attributes:
+        title: the title.
+        svg: the chart (:func:`distseg.report.chart.line_chart`).
+        legend: for each line its style, its name and its last value as text.
+    """
+
+    title: str
+    svg: str
+    legend: Sequence[tuple[int, str, str]]
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A picture of an image: its pixels, labels, prediction or errors.
+
+    Attributes:
+        title: the title.
+        source: the picture as a data URI (:func:`data_uri`).
+        alt: the text for readers who cannot see the picture.
+    """
+
+    title: str
+    source: str
+    alt: str
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """The panels of one image, with a caption."""
+
+    name: str
+    caption: str
+    panels: Sequence[Panel]
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """The evaluation of one split.
+
+    Attributes:
+        split: the split.
+        about: a sentence that names the store and the checkpoint.
+        scores: the rows of the table of scores, dicts of text or numbers.
+        classes: the names of the classes.
+        unit: what the confusion matrix counts, ``pixels`` or ``images``.
+        confusion: the confusion matrix; empty if there is none.
+        images: the rows of the table of images.
+        omitted: number of images that the table leaves out.
+        pictures: the pictures of some images.
+        legend: the name and the colour, such as ``#0072b2``, of each class.
+        notes: sentences on what is missing.
+    """
+
+    split: str
+    about: str
+    scores: Sequence[Mapping]
+    classes: Sequence[str]
+    unit: str
+    confusion: Sequence[Sequence[int]]
+    images: Sequence[Mapping]
+    omitted: int = 0
+    pictures: Sequence[Pictures] = ()
+    legend: Sequence[tuple[str, str]] = ()
+    notes: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class RunPage:
+    """What the page of a run shows.
+
+    Attributes:
+        name: the name of the run.
+        summary: a sentence on the result.
+        figures: label and value of the most important numbers.
+        charts: the curves.
+        evaluations: an entry for each evaluated split.
+        facts: label and value of mesh, versions, memory and time.
+        settings: for each section its settings: name, value, and True if it is not the default.
+        notes: sentences on what is missing.
+    """
+
+    name: str
+    summary: str
+    figures: Sequence[tuple[str, str]]
+    charts: Sequence[Chart]
+    evaluations: Sequence[Evaluated]
+    facts: Sequence[tuple[str, str]]
+    settings: Mapping[str, Sequence[tuple[str, str, bool]]]
+    notes: Sequence[str] = field(default_factory=list)
+
+
+def run_page(page: RunPage) -> str:
+    """Return the page as HTML text."""
+    from jinja2 import Environment, StrictUndefined  # torch needs it too
+    from markupsafe import Markup
+
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters.update(svg=Markup, cell=cell, share=_share, symbol=_symbol, head=_head)
+    source = files("distseg.report").joinpath("templates", "run.html").read_text(encoding="utf-8")
+    return environment.from_string(source).render(page=page)
+
+
+def data_uri(pixels: np.ndarray, palette: np.ndarray | None = None) -> str:
+    """Return a picture as a data URI: JPEG for colours, PNG for a palette.
+
+    Args:
+        pixels: colours (H, W, 3) uint8, or numbers of the palette's colours (H, W) uint8.
+        palette: colours (n, 3) uint8; None if ``pixels`` are colours.
+    """
+    from PIL import Image
+
+    picture, kind = Image.fromarray(np.ascontiguousarray(pixels)), "jpeg"
+    if palette is not None:
+        picture, kind = Image.fromarray(pixels, "L").convert("P"), "png"
+        picture.putdata(pixels.ravel())
+        picture.putpalette(palette.tobytes())
+    written = io.BytesIO()
+    picture.save(written, kind, quality=88, optimize=True)
+    return f"data:image/{kind};base64,{base64.b64encode(written.getvalue()).decode('ascii')}"
+
+
+def cell(value: object) -> str:
+    """Return a value of a table as text: four decimals for scores, a dash for None."""
+    if value is None:
+        return "–"
+    if isinstance(value, float):
+        return f"{value:.4f}" if abs(value) < 1000 else f"{value:.6g}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _head(name: str) -> str:
+    """Return the name of a column as text: ``mean_iou`` is "mean IoU"."""
+    return re.sub(r"\biou\b", "IoU", re.sub(r"^(mean|network|colour)_", r"\1 ", name))
+
+
+def _symbol(style: int) -> str:
+    """Return the symbol of a line for the legend, an SVG element."""
+    return f'<g class="mark s{style % 8}">{symbol(style, 11, 6)}</g>'
+
+
+def _share(count: int, row: Sequence[int]) -> float:
+    """Return the share of ``count`` in the sum of its row, 0 for an empty row."""
+    return count / sum(row) if sum(row) else 0.0

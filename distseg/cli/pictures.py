@@ -1,8 +1,8 @@
 """Pictures of evaluated images for the report of a run: image, truth, prediction and errors.
 
 An image is read and shrunk strip by strip, so that memory does not grow with its size. The
-prediction comes from a file of ``distseg predict``, or the network computes it again. It is shown
-only if its scores are those of the evaluation, so a file of another run is never shown.
+prediction comes from a file of ``distseg predict``, or the network computes it again. A file is
+shown only if its scores are those of the evaluation, so a file of another run is never shown.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ _SIDE = 560  # longest side of a picture in pixels, at most
 _STRIP = 1 << 20  # pixels that are read at once
 _COMPUTED = 1 << 24  # pixels of the largest image that is predicted again for its picture
 _GREYS = 24  # levels of grey below the errors
+_ROUNDING = 0.01  # share of pixels whose class may differ between two devices
 
 Reader = Callable[[Box], np.ndarray]
 
@@ -65,9 +66,9 @@ class Gallery:
 
     def _picture(self, row: Mapping, word: str) -> Pictures | str:
         name = row["image"]
-        for classes in (self._written, self._computed):
+        for classes, tolerance in ((self._written, 0.0), (self._computed, _ROUNDING)):
             if (found := classes(name)) is not None:
-                panels = self._panels(name, row, found)
+                panels = self._panels(name, _Shrunk(row, self.store, tolerance), found)
                 if panels:
                     caption = f"one of the {word}: mean IoU {row['mean_iou']:.3f}, accuracy "
                     return Pictures(name, caption + f"{row['accuracy']:.3f}", panels)
@@ -100,39 +101,41 @@ class Gallery:
             found[box.slices] = most_likely(logits)
         return lambda box: found[box.slices]
 
-    def _panels(self, name: str, row: Mapping, classes: Reader) -> list[Panel]:
-        """Return the panels of an image; an empty list if the prediction has other scores."""
+    def _panels(self, name: str, shrunk: _Shrunk, classes: Reader) -> list[Panel]:
+        """Return the panels of an image; an empty list if the prediction has other scores.
+
+        Args:
+            name: the image.
+            shrunk: the object that shrinks the image.
+            classes: a function that reads the predicted classes of a box.
+        """
         size, store = self.store.size(name), self.store
         if len(size) > 2:
-            return self._panels_of_volume(name, row, classes)
-        block = max(1, -(-max(size) // _SIDE))
-        shrunk = _Shrunk(row, store.classes, store.ignore, block)
-        height = max(1, _STRIP // (block * size[1])) * block
+            return self._panels_of_volume(name, shrunk, classes)
+        shrunk.block = max(1, -(-max(size) // _SIDE))
+        height = max(1, _STRIP // (shrunk.block * size[1])) * shrunk.block
         for top in range(0, size[0], height):
             box = Box((top, 0), (min(top + height, size[0]), size[1]))
-            shrunk.add(
-                store.read(name, box)[:3],
-                missing_in(store, name, box),
-                store.labels(name, box),
-                classes(box),
-            )
+            truth, found = store.labels(name, box), classes(box)
+            shrunk.count(truth, found)
+            shrunk.add(store.read(name, box)[:3], missing_in(store, name, box), truth, found)
         return self._drawn(name, shrunk) if shrunk.same_scores else []
 
-    def _panels_of_volume(self, name: str, row: Mapping, classes: Reader) -> list[Panel]:
+    def _panels_of_volume(self, name: str, shrunk: _Shrunk, classes: Reader) -> list[Panel]:
         """Return the panels of three cuts through a volume, as :meth:`_panels`."""
         store, whole = self.store, Box.whole(self.store.size(name))
         if whole.pixels > _COMPUTED:
             return []
         truth, found = store.labels(name, whole), classes(whole)
-        if not _same(confusion(truth, found, len(store.classes), store.ignore), row, store.classes):
+        shrunk.count(truth, found)
+        if not shrunk.same_scores:
             return []
         at = middle_of_interest(truth)
         cut = [three_cuts(labels, at, store.ignore) for labels in (truth, found)]
         absent = missing_in(store, name, whole)
         absent = np.zeros(whole.size, bool) if absent is None else absent
         pixels = three_cuts(store.read(name, whole)[:3], at, 0)
-        block = max(1, -(-max(pixels.shape[1:]) // _SIDE))
-        shrunk = _Shrunk(row, store.classes, store.ignore, block)
+        shrunk.block = max(1, -(-max(pixels.shape[1:]) // _SIDE))
         shrunk.add(pixels, three_cuts(absent, at, True), *cut)
         return self._drawn(name, shrunk)
 
@@ -169,24 +172,50 @@ class _Shrunk:
 
     Args:
         row: the row of the image in the table of images.
-        classes: the names of the classes.
-        ignore: the label of pixels that do not count.
+        store: the store of the image.
+        tolerance: largest difference between the accuracy of the predicted classes and that of the
+            table.
+
+    Attributes:
         block: the side of a block in pixels.
     """
 
-    def __init__(self, row: Mapping, classes: Sequence[str], ignore: int, block: int):
-        self.row, self.classes, self.ignore, self.block = row, list(classes), ignore, block
-        counts = [row["classes"][name]["pixels"] for name in classes]
+    def __init__(self, row: Mapping, store: Store, tolerance: float):
+        self.row, self.classes, self.ignore = row, store.classes, store.ignore
+        self.tolerance, self.block = tolerance, 1
+        counts = [row["classes"][name]["pixels"] for name in self.classes]
         self._counts = np.array([*counts, max(1, sum(counts) // 10)])
         errors = round(row["pixels"] * (1 - (row["accuracy"] or 0)))
         self._errors = np.array([row["pixels"] - errors, errors])
-        self._matrix = np.zeros((len(classes), len(classes)), np.int64)
+        self._matrix = np.zeros((len(counts), len(counts)), np.int64)
         self._sums: list[np.ndarray] = []
         self._known: list[np.ndarray] = []
         self._dtype = np.dtype(np.uint8)
         self.truth: list[np.ndarray] = []
         self.found: list[np.ndarray] = []
         self.wrong: list[np.ndarray] = []
+
+    def count(self, truth: np.ndarray, found: np.ndarray) -> None:
+        """Count the pixels of each true and predicted class, for :attr:`same_scores`."""
+        number = len(self.classes)
+        known = np.where(found < number, found, 0)  # pixels without data have no class
+        self._matrix += confusion(truth, known, number, self.ignore)
+
+    @property
+    def same_scores(self) -> bool:
+        """True if the predicted classes have the scores of the table's row.
+
+        With a tolerance the accuracy may differ, but the labels must be those of the evaluation.
+        """
+        found, row = scores(self._matrix, self.classes), self.row
+        if not self.tolerance:
+            return all(found[key] == row[key] for key in found)
+        pixels = [
+            [table[name]["pixels"] for name in self.classes]
+            for table in (found["classes"], row["classes"])
+        ]
+        near = abs((found["accuracy"] or 0) - (row["accuracy"] or 0)) <= self.tolerance
+        return pixels[0] == pixels[1] and near
 
     def add(
         self, pixels: np.ndarray, absent: np.ndarray | None, truth: np.ndarray, found: np.ndarray
@@ -205,17 +234,11 @@ class _Shrunk:
         bands = [np.where(there, band, 0).astype(np.float64) for band in pixels]
         self._sums.append(np.stack([_sums(band, self.block) for band in bands]))
         number = len(self.classes)
-        self._matrix += confusion(truth, np.where(found < number, found, 0), number, self.ignore)
         for labels, parts in ((truth, self.truth), (found, self.found)):
             with_ignored = np.where(labels == self.ignore, number, labels)
             parts.append(shrink_labels(with_ignored, self._counts, self.block))
         wrong = (truth != self.ignore) & (truth != found)
         self.wrong.append(shrink_labels(wrong, self._errors, self.block))
-
-    @property
-    def same_scores(self) -> bool:
-        """True if the predicted classes have the scores of the table's row."""
-        return _same(self._matrix, self.row, self.classes)
 
     def pixels(self) -> tuple[np.ndarray, None, np.ndarray | None]:
         """Return the mean of each block (bands, h, w), None, and the mask of blocks with data."""
@@ -231,9 +254,3 @@ def _sums(band: np.ndarray, block: int) -> np.ndarray:
     for dim in (0, 1):
         band = np.add.reduceat(band, np.arange(0, band.shape[dim], block), axis=dim)
     return band
-
-
-def _same(matrix: np.ndarray, row: Mapping, classes: Sequence[str]) -> bool:
-    """Return True if a confusion matrix has the scores of a row of the table of images."""
-    found = scores(matrix, list(classes))
-    return all(found[key] == row[key] for key in found)

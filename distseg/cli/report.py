@@ -33,6 +33,7 @@ from distseg.training.resume import position_of
 
 _ROWS = 1000  # images in the table
 _CLASSES = 40  # of a confusion matrix
+_LINES = 12  # classes in a chart
 _OF_IMAGES = ("accuracy", "mean_accuracy", "auc", "kappa", "mae", "rmse", "r2")
 
 
@@ -179,7 +180,9 @@ def _charts(log: list[dict]) -> list[Chart]:
         Line(name, *series(log, "validation", "iou", name), style=n % 7, points=True)
         for n, name in enumerate(names)
     ]
-    wanted = [("Loss", [train, validation], ".4g"), ("Validation IoU", [mean, *classes], ".3f")]
+    some = "" if len(names) <= _LINES else f" (the first {_LINES} of {len(names)} classes)"
+    wanted = [("Loss", [train, validation], ".4g")]
+    wanted.append((f"Validation IoU{some}", [mean, *classes[:_LINES]], ".3f"))
     for kind in () if names else _OF_IMAGES:
         line = Line(kind, *series(log, "validation", kind), style=1, points=True)
         wanted.append((f"Validation: {kind.replace('_', ' ')}", [line], ".3f"))
@@ -240,7 +243,7 @@ def _evaluations(
         try:
             record = json.loads(path.read_text(encoding="utf-8"))
             found.append(_evaluated(record, folder, best, config, predictions, count))
-        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as e:
+        except (LookupError, TypeError, AttributeError, UnicodeError, json.JSONDecodeError) as e:
             raise ValueError(
                 f"{path} is damaged, or was not written by distseg evaluate ({e!r}): remove it, or "
                 "evaluate again"

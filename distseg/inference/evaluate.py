@@ -8,7 +8,7 @@ second forward pass is needed.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -22,7 +22,7 @@ from distseg.inference.predictor import Predictor
 from distseg.inference.rounds import in_rounds
 from distseg.layers.criterion import Criterion
 
-_SLAB = 1 << 18  # pixels whose logits are converted to float64 at once
+_SLAB = 1 << 18  # logits that are converted to float64 at once; they fit a CPU's cache
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def evaluate(
     classes, names = len(store.classes), store.split(split)
     matrix = np.zeros((classes, classes), np.int64)
     counts = np.zeros((len(names), 3, classes), np.int64)
-    rows: list[tuple[int, np.ndarray]] = []  # the image and the partial sums of each slab
+    rows: list[tuple[int, np.ndarray]] = []  # the image and the partial sums of each tile
 
     def work(image: int, results) -> None:
         for tile, logits in results:
@@ -76,7 +76,7 @@ def evaluate(
             counts[image] += (np.diag(found), found.sum(1), found.sum(0))
             matrix[...] += found
             if loss is not None:
-                rows.extend((image, row) for row in _partial_sums(loss, logits, labels))
+                rows.append((image, _partial_sums(loss, logits, labels)))
 
     sources = [partial(store_image, store, name) for name in names]
     sizes = [store.size(name) for name in names]
@@ -90,40 +90,46 @@ def evaluate(
 
 
 @torch.no_grad()
-def _partial_sums(loss: Criterion, logits: np.ndarray, labels: np.ndarray) -> Iterator[np.ndarray]:
-    """Yield the partial sums (K,) float64 of a loss over each slab of a tile.
+def _partial_sums(loss: Criterion, logits: np.ndarray, labels: np.ndarray) -> np.ndarray:
+    """Return the partial sums (K,) float64 of a loss over a tile.
 
-    Slabs have few pixels, so that the logits in float64 take little memory. In float64 the sums do
-    not depend on the number of threads, but for rounding of about 1e-16.
+    They are computed slab by slab, so that logits in float64 take little memory. In float64 the
+    sums do not depend on the number of threads, but for rounding of about 1e-16.
 
     Args:
         loss: the loss.
         logits: the network's output on the tile, (C, *tile).
         labels: the labels of the tile, (*tile).
     """
-    thickness = max(1, _SLAB * len(labels) // labels.size)
+    thickness = max(1, _SLAB * len(labels) // logits.size)
+    rows = []
     for start in range(0, len(labels), thickness):
         slab = slice(start, start + thickness)
         z = torch.from_numpy(logits[:, slab]).double()
-        yield loss.rows(z[None], torch.from_numpy(labels[slab])[None])[0].numpy()
+        rows.append(loss.rows(z[None], torch.from_numpy(labels[slab])[None])[0].numpy())
+    return _sum(rows)
 
 
 def _table(rows: list[tuple[int, np.ndarray]], images: int, sums: int) -> torch.Tensor:
     """Return the table S (images, sums) float64 of a loss.
 
-    The sum of each cell is rounded only once, so it does not depend on the order of ``rows``, which
-    differs between meshes.
-
     Args:
-        rows: the number of an image and some of its partial sums, (sums,), for each slab.
+        rows: the number of an image and its partial sums, (sums,), for each tile, in any order.
         images: the number of images.
         sums: the number of partial sums of an image.
     """
     parts: list[list[np.ndarray]] = [[np.zeros(sums)] for _ in range(images)]
     for image, row in rows:
         parts[image].append(row)
-    exact = [[math.fsum(cell) for cell in zip(*part)] for part in parts]
-    return torch.tensor(exact, dtype=torch.float64).reshape(images, sums)
+    return torch.from_numpy(np.stack([_sum(part) for part in parts]))
+
+
+def _sum(rows: list[np.ndarray]) -> np.ndarray:
+    """Return the sum of arrays (n,) float64, rounded only once.
+
+    So the sum does not depend on the order of the arrays, which differs between meshes.
+    """
+    return np.array([math.fsum(values) for values in zip(*rows)])
 
 
 def score_rows(found: Mapping[str, dict], classes: list[str]) -> list[dict]:

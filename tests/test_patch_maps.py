@@ -354,6 +354,9 @@ def test_the_command_line_trains_resumes_evaluates_and_predicts(comm, place):
         ]
     )
     done(["evaluate", str(place / "run")])
+    if comm.size == 1:
+        done(["report", str(place / "run"), "--predictions", str(place / "none")])
+        assert (place / "run/report.html").read_text().count("<img") >= 4
     done(
         [
             "predict",

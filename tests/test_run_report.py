@@ -312,12 +312,15 @@ def test_a_browser_sorts_the_table_and_meets_no_error(folder):
         "<script>const head = document.querySelectorAll('table.sortable th button')[3];"
         "head.click(); head.click();"
         "document.body.dataset.order = [...document.querySelectorAll('table.sortable tbody th')]"
-        ".map(cell => cell.textContent).join('|');</script></body>"
+        ".map(cell => cell.textContent).join('|');"
+        "const root = document.documentElement;"
+        "document.body.dataset.wide = root.scrollWidth > root.clientWidth;</script></body>"
     )
     Path("clicked.html").write_text(
         text.replace("<body>", "<body>" + click).replace("</body>", after)
     )
     flags = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder}/profile"]
+    flags.append("--window-size=500,900")  # as narrow as it goes, about a phone
     done = subprocess.run(
         [CHROMIUM, *flags, "--dump-dom", f"file://{folder}/clicked.html"],
         capture_output=True,
@@ -325,7 +328,7 @@ def test_a_browser_sorts_the_table_and_meets_no_error(folder):
         timeout=100,
     )
     (body,) = Page(done.stdout).tags("body")
-    assert "data-error" not in body
+    assert "data-error" not in body and body["data-wide"] == "false"
     rows = json.loads(Path("run/evaluation/test.json").read_text())["images"]
     dice = {row["image"]: row["mean_dice"] for row in rows}
     assert body["data-order"].split("|") == sorted(dice, key=lambda name: -dice[name])

@@ -69,6 +69,8 @@ def run_evaluate(
         print(*_lines(found, store, split, path), sep="\n")
         if path:
             _write(path, {"split": split, **found, **origin})
+        else:
+            print(f"note: nothing is written, as {folder} is no writable run: give --output FILE")
         written = None if path is None else str(path)
         network, colour = found["network"], found.get("colour")
         print(*closing_of_evaluation(folder, network, colour, written), sep="\n")

@@ -116,9 +116,9 @@ class Gallery:
         height = max(1, _STRIP // (shrunk.block * size[1])) * shrunk.block
         for top in range(0, size[0], height):
             box = Box((top, 0), (min(top + height, size[0]), size[1]))
-            truth, found = store.labels(name, box), classes(box)
+            truth, found, pixels = store.labels(name, box), classes(box), store.read(name, box)[:3]
             shrunk.count(truth, found)
-            shrunk.add(store.read(name, box)[:3], missing_in(store, name, box), truth, found)
+            shrunk.add(pixels, missing_in(store, name, box, pixels), truth, found)
         return self._drawn(name, shrunk) if shrunk.same_scores else []
 
     def _panels_of_volume(self, name: str, shrunk: _Shrunk, classes: Reader) -> list[Panel]:
@@ -132,9 +132,10 @@ class Gallery:
             return []
         at = middle_of_interest(truth)
         cut = [three_cuts(labels, at, store.ignore) for labels in (truth, found)]
-        absent = missing_in(store, name, whole)
+        pixels = store.read(name, whole)[:3]
+        absent = missing_in(store, name, whole, pixels)
         absent = np.zeros(whole.size, bool) if absent is None else absent
-        pixels = three_cuts(store.read(name, whole)[:3], at, 0)
+        pixels = three_cuts(pixels, at, 0)
         shrunk.block = max(1, -(-max(pixels.shape[1:]) // _SIDE))
         shrunk.add(pixels, three_cuts(absent, at, True), *cut)
         return self._drawn(name, shrunk)
@@ -158,12 +159,12 @@ class Gallery:
         return [Panel(title, source, f"{words} of {name}") for title, source, words in shown]
 
 
-def missing_in(store: Store, name: str, box: Box) -> np.ndarray | None:
-    """Return True for the pixels of a box that lack data in one of the first three bands.
+def missing_in(store: Store, name: str, box: Box, pixels: np.ndarray) -> np.ndarray | None:
+    """Return True for the pixels of a box that lack data in one of the given bands.
 
     The result is (*box.size) bool, or None if all pixels have data.
     """
-    found = missing(store.read(name, box)[:3], store.nodata(name), store.valid(name, box))
+    found = missing(pixels, store.nodata(name), store.valid(name, box))
     return None if found is None else found.any(0)
 
 

@@ -34,6 +34,8 @@ from distseg.training.resume import position_of
 _ROWS = 1000  # images in the table
 _CLASSES = 40  # of a confusion matrix
 _LINES = 12  # classes in a chart
+_POINTS = 200  # validations in a chart that are marked by symbols
+_KEYS = {"split": str, "store": str, "checkpoint": str, "network": dict, "images": list}
 _OF_IMAGES = ("accuracy", "mean_accuracy", "auc", "kappa", "mae", "rmse", "r2")
 
 
@@ -174,22 +176,27 @@ def _charts(log: list[dict]) -> list[Chart]:
     """Return the charts of a log: loss, scores, learning rate and norm of the gradient."""
     names = list(dict.fromkeys(key for line in log for key in (line.get("iou") or {})))
     train = condensed("training", *series(log, "step", "loss"))
-    validation = Line("validation", *series(log, "validation", "loss"), style=1, points=True)
-    mean = Line("mean", *series(log, "validation", "mean_iou"), style=7, points=True)
+    validation = _marked("validation", 1, *series(log, "validation", "loss"))
+    mean = _marked("mean", 7, *series(log, "validation", "mean_iou"))
     classes = [
-        Line(name, *series(log, "validation", "iou", name), style=n % 7, points=True)
+        _marked(name, n % 7, *series(log, "validation", "iou", name))
         for n, name in enumerate(names)
     ]
     some = "" if len(names) <= _LINES else f" (the first {_LINES} of {len(names)} classes)"
     wanted = [("Loss", [train, validation], ".4g")]
     wanted.append((f"Validation IoU{some}", [mean, *classes[:_LINES]], ".3f"))
     for kind in () if names else _OF_IMAGES:
-        line = Line(kind, *series(log, "validation", kind), style=1, points=True)
+        line = _marked(kind, 1, *series(log, "validation", kind))
         wanted.append((f"Validation: {kind.replace('_', ' ')}", [line], ".3f"))
-    rate = Line("learning rate", *series(log, "step", "lr"))
+    rate = condensed("learning rate", *series(log, "step", "lr"))
     norm = condensed("norm", *series(log, "step", "gradient_norm"))
     wanted += [("Learning rate", [rate], ".4g"), ("Norm of the gradient", [norm], ".4g")]
     return [chart for each in wanted if (chart := _chart(*each)) is not None]
+
+
+def _marked(name: str, style: int, steps: np.ndarray, values: np.ndarray) -> Line:
+    """Return a line whose points are marked by symbols, if there are not too many."""
+    return replace(condensed(name, steps, values, style), points=len(values) <= _POINTS)
 
 
 def _chart(title: str, lines: Sequence[Line], form: str) -> Chart | None:
@@ -238,17 +245,26 @@ def _evaluations(
     folder: Path, best: Mapping, config: Config | PatchConfig, predictions: Path, count: int
 ) -> list[Evaluated]:
     """Return what ``distseg evaluate`` wrote into the run's folder, with pictures."""
-    found = []
-    for path in sorted((folder / EVALUATIONS).glob("*.json")):
-        try:
-            record = json.loads(path.read_text(encoding="utf-8"))
-            found.append(_evaluated(record, folder, best, config, predictions, count))
-        except (LookupError, TypeError, AttributeError, UnicodeError, json.JSONDecodeError) as e:
-            raise ValueError(
-                f"{path} is damaged, or was not written by distseg evaluate ({e!r}): remove it, or "
-                "evaluate again"
-            ) from None
-    return found
+    records = [_record_in(path) for path in sorted((folder / EVALUATIONS).glob("*.json"))]
+    return [_evaluated(each, folder, best, config, predictions, count) for each in records]
+
+
+def _record_in(path: Path) -> dict:
+    """Return the content of a file of ``distseg evaluate``.
+
+    Raises:
+        ValueError: the file is damaged, or was written by something else.
+    """
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        record = None
+    if not isinstance(record, dict) or any(type(record.get(k)) is not t for k, t in _KEYS.items()):
+        raise ValueError(
+            f"{path} is damaged, or was not written by distseg evaluate: remove it, or evaluate "
+            "again"
+        )
+    return record
 
 
 def _evaluated(
@@ -318,7 +334,7 @@ def _is_current(record: Mapping, folder: Path) -> bool:
     """Return True if the evaluated checkpoint is still in the run's folder, unchanged."""
     checkpoint = folder / FOLDER / Path(record["checkpoint"]).name
     try:
-        return read_manifest(checkpoint).get("digest") == record["digest"]
+        return read_manifest(checkpoint).get("digest") == record.get("digest")
     except (ValueError, OSError):
         return False
 

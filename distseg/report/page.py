@@ -137,9 +137,8 @@ def data_uri(pixels: np.ndarray, palette: np.ndarray | None = None) -> str:
 
     picture, kind = Image.fromarray(np.ascontiguousarray(pixels)), "jpeg"
     if palette is not None:
-        picture, kind = Image.fromarray(pixels, "L").convert("P"), "png"
-        picture.putdata(pixels.ravel())
         picture.putpalette(palette.tobytes())
+        kind = "png"
     written = io.BytesIO()
     picture.save(written, kind, quality=88, optimize=True)
     return f"data:image/{kind};base64,{base64.b64encode(written.getvalue()).decode('ascii')}"

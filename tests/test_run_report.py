@@ -270,6 +270,7 @@ def test_what_is_missing_or_old_is_told(folder, refused):
     assert "name a file that ends in .json" in refused("evaluate", "run", "--output", "scores.csv")
 
 
+@pytest.mark.slow
 def test_a_volume_is_drawn_by_three_cuts(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     random_store(tmp_path / "s.h5", train=[(8, 12, 10)], val=[(8, 8, 12)], test=[(8, 12, 12)])
@@ -285,6 +286,7 @@ def test_a_volume_is_drawn_by_three_cuts(tmp_path, monkeypatch):
     ]
 
 
+@pytest.mark.covering(cases=1)
 @pytest.mark.parametrize("classes", [("dark", "bright"), ("height",)])
 def test_labels_of_whole_images_have_a_table_of_images(tmp_path, monkeypatch, classes):
     monkeypatch.chdir(tmp_path)

@@ -71,7 +71,7 @@ install_packages() {
     pinned -r "$here/requirements-build.txt" -r "$here/requirements.txt" # both: no package may change the tools
     return
   fi
-  install_tools && sed '/^rasterio/d; s/==.*//' "$here/requirements.txt" | pip_install -r /dev/stdin
+  install_tools && sed -E '/^(rasterio|pyogrio|shapely)/d; s/==.*//' "$here/requirements.txt" | pip_install -r /dev/stdin
 }
 
 "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || [ "$SYSTEM" = 1 ] ||

@@ -633,6 +633,22 @@ TABLE = {
         ["prepare", "images", "new.h5", "--classes", "a,b", "--values", "255=1"],
         "--values 255=1 is about masks, but no masks are given: give --masks",
     ),
+    "an attribute without masks": (
+        ["prepare", "images", "new.h5", "--classes", "a,b", "--attribute", "kind"],
+        "--attribute kind is about masks, but no masks are given: give --masks",
+    ),
+    "an attribute of masks without polygons": (
+        [*FOLDER, "--attribute", "kind"],
+        "--attribute is kind, .*is no vector file: leave --attribute out",
+    ),
+    "a raster file for all masks": (
+        ["prepare", "images", "new.h5", "--classes", "a,b", "--masks", "images/a.png"],
+        "--masks is the file images/a.png, but must be the folder of the masks, or one file of poly",
+    ),
+    "names of classes without an attribute": (
+        [*FOLDER, "--values=lake=1"],
+        "--values must be written as .*got 'lake=1'; names of classes .* need --attribute",
+    ),
     "values of no form": (
         [*FOLDER, "--values", "255"],
         r"--values must be written as 255=1,128=2 \(mask value=label\), got '255'",

@@ -453,15 +453,16 @@ def run_prepare(arguments) -> int:
             f"--instances {arguments.instances} is for masks with numbers of objects, but "
             "--classes names colours: leave one of them out"
         )
+    values, names = _values(arguments["values"], arguments.attribute)  # .values is a method
     prepare_folder(
         arguments.source,
         arguments.masks,
         arguments.output,
         classes=classes,
-        form=MaskForm(colours, arguments.instances),
+        form=MaskForm(colours, arguments.instances, arguments.attribute, names),
         dry=arguments.dry_run,
         ignore=arguments.ignore,
-        values=_values(arguments["values"]),  # the attribute is a method of the parser's
+        values=values,
         splits=_shares(arguments.split),
         seed=arguments.seed,
         overwrite=arguments.overwrite,
@@ -514,24 +515,44 @@ def run_check(path: str) -> int:
     return 2 if findings else 0
 
 
-def _values(text: str | None) -> dict[int, int] | None:
-    if text is None:
-        return None
+def _values(
+    text: str | None, attribute: str | None
+) -> tuple[dict[int, int], tuple[tuple[str, int], ...]]:
+    """Return the labels that ``--values`` gives to mask values, and to values of an attribute.
+
+    Args:
+        text: the text of the flag; None without it.
+        attribute: the attribute of polygons that holds their class. With it, the flag may give
+            labels to texts: ``forest=2,water=0``.
+
+    Returns:
+        A map from mask values to labels, and pairs (value of the attribute, label).
+
+    Raises:
+        ValueError: the text is not of this form, or a value has two labels.
+    """
+    pairs = [tuple(pair.split("=")) for pair in text.split(",")] if text is not None else []
     try:
-        pairs = [(int(a), int(b)) for a, b in (pair.split("=") for pair in text.split(","))]
+        labels = [(value, int(label)) for value, label in pairs]
+        if attribute is None:
+            labels = [(int(value), label) for value, label in labels]
     except ValueError:
         raise ValueError(
             f"--values must be written as 255=1,128=2 (mask value=label), got {text!r}"
+            + ("; names of classes in the place of mask values need --attribute")
+            * (attribute is None)
         ) from None
-    values: dict[int, int] = {}
-    for value, label in pairs:
+    values: dict[int | str, int] = {}
+    for value, label in labels:
         if value in values:
             raise ValueError(
                 f"--values {text} gives the mask value {value} two labels, {values[value]} and "
                 f"{label}: leave one of them out"
             )
         values[value] = label
-    return values
+    if attribute is not None:
+        return {}, tuple(values.items())
+    return values, ()
 
 
 def _shares(text: str) -> tuple[float, ...]:

@@ -951,7 +951,18 @@ def _prepare(arguments: list[str]) -> int:
     )
     parser.add_argument("output", help="The HDF5 store to write.")
     parser.add_argument(
-        "--masks", type=str | None, default=None, help="The folder of masks, paired by file names."
+        "--masks",
+        type=str | None,
+        default=None,
+        help="The folder of masks, paired by file names; or one file of polygons for all images "
+        "(GeoJSON, GeoPackage, shapefile).",
+    )
+    parser.add_argument(
+        "--attribute",
+        type=str | None,
+        default=None,
+        help="If masks are polygons of several classes: the attribute that holds the name or the "
+        "label of a polygon's class. By default all polygons are the second class.",
     )
     parser.add_argument(
         "--labels",
@@ -971,7 +982,8 @@ def _prepare(arguments: list[str]) -> int:
         "--values",
         type=str | None,
         default=None,
-        help="Mask values that stand for other labels: 255=1,128=2.",
+        help="Mask values that stand for other labels: 255=1,128=2. With --attribute also names: "
+        "forest=2,water=0.",
     )
     parser.add_argument(
         "--ignore", type=int, default=255, help="Label of pixels to ignore in losses and scores."
@@ -1069,6 +1081,7 @@ def _prepare(arguments: list[str]) -> int:
             "alpha",
             "pages",
             "instances",
+            "attribute",
             "dry_run",
             "split",
             *(["seed"] if parsed.source != "ultramnist" else []),
@@ -1087,14 +1100,15 @@ def _prepare(arguments: list[str]) -> int:
                 f"--{flag.replace('_', '-')} is for the source ultramnist, not for "
                 f"{parsed.source}: leave the flag out"
             )
-    of_masks = ("masks", "values", "ignore", "absent", "instances", "dry_run")
+    of_masks = ("masks", "values", "ignore", "absent", "instances", "attribute", "dry_run")
     for flag in of_masks if parsed.labels is not None else ():
         if parsed[flag] != parser.get_default(flag):
             raise ValueError(
                 f"--{flag.replace('_', '-')} is about masks, but --labels gives each image one "
                 "label: leave one of them out"
             )
-    for flag in ("values", "ignore", "instances") if parsed.masks is None else ():
+    of_masks = ("values", "ignore", "instances", "attribute")
+    for flag in of_masks if parsed.masks is None else ():
         if parsed[flag] != parser.get_default(flag):
             raise ValueError(
                 f"--{flag} {parsed[flag]} is about masks, but no masks are given: give --masks "

@@ -13,6 +13,7 @@ from pathlib import Path
 from distseg.data.formats.readers import SUFFIXES, stem_of, suffix_of
 from distseg.data.partners import partners
 from distseg.data.store.layout import check_name
+from distseg.data.vector.layer import VECTOR_SUFFIXES, is_vector
 
 SPLITS = ("train", "val", "test")
 _MEANT = {
@@ -42,11 +43,19 @@ def check_folders(images: Path, masks: Path | None) -> None:
 
     Args:
         images: the folder of images.
-        masks: the folder of masks; None if there is none.
+        masks: the folder of masks, or a vector file; None if there is none.
 
     Raises:
-        ValueError: there are such images; the message names the first images or their folder.
+        ValueError: there are such images, and the message names the first images or their folder;
+            or ``masks`` is a file, but no vector file.
     """
+    if masks is not None and masks.is_file():
+        if not is_vector(masks):
+            raise ValueError(
+                f"--masks is the file {masks}, but must be the folder of the masks, or one file of "
+                f"polygons for all images ({' '.join(VECTOR_SUFFIXES)} .json)"
+            )
+        masks = None
     if split_folders(images):
         for root in _roots(images, masks):
             _refuse_loose_files(root, split_folders(root))
@@ -57,18 +66,22 @@ def check_folders(images: Path, masks: Path | None) -> None:
 
 
 def unread(images: Path, masks: Path | None) -> list[str]:
-    """Return the paths of files whose endings name image formats that distseg does not read.
+    """Return the paths of image files that distseg does not read, and of vector files among masks.
+
+    Vector files in a folder of masks are only read if the folder holds no image files.
 
     Args:
         images: the folder of images.
-        masks: the folder of masks; None if there is none.
+        masks: the folder of masks, or a vector file; None if there is none.
     """
-    return [
-        entry.path
-        for place in _places(images, masks)
-        for entry in _listed(place)
-        if suffix_of(entry.name) in _OTHERS
-    ]
+    found = []
+    for place in _places(images, masks):
+        names = {entry.path: suffix_of(entry.name) for entry in _listed(place)}
+        of_masks = masks is not None and masks in (place, place.parent) and place != images
+        mixed = of_masks and not {*SUFFIXES}.isdisjoint(names.values())
+        others = _OTHERS | {*VECTOR_SUFFIXES} if mixed else _OTHERS
+        found += [path for path, suffix in names.items() if suffix in others]
+    return found
 
 
 def paired(images: Path, masks: Path | None) -> list[tuple[Path, Path | None]]:
@@ -79,16 +92,17 @@ def paired(images: Path, masks: Path | None) -> list[tuple[Path, Path | None]]:
 
     Args:
         images: the folder of images.
-        masks: the folder of masks; None pairs every image with None.
+        masks: the folder of masks, or a vector file with the polygons of all images, which is
+            paired with every image; None pairs every image with None.
 
     Raises:
         ValueError: a file has no partner, two names in a folder differ in their endings only, or
             there is no image.
     """
     left = image_files(images)
-    if masks is None:
-        return [(path, None) for path in left.values()]
-    right = image_files(masks)
+    if masks is None or masks.is_file():
+        return [(path, masks) for path in left.values()]
+    right = mask_files(masks)
     mask_of = partners(list(left), list(right))
     lonely = _lonely(left.keys() - mask_of.keys(), f"images of {images} have no mask") + _lonely(
         right.keys() - set(mask_of.values()), f"masks of {masks} have no image"
@@ -100,6 +114,11 @@ def paired(images: Path, masks: Path | None) -> list[tuple[Path, Path | None]]:
             "such as _mask"
         )
     return [(left[stem], right[mask_of[stem]]) for stem in left]
+
+
+def folder_of(masks: Path | None, split: str) -> Path | None:
+    """Return the folder of the masks of a split; a vector file holds the labels of all splits."""
+    return masks if masks is None or masks.is_file() else masks / split
 
 
 def some(names: Sequence[str], most: int = 10) -> str:
@@ -128,8 +147,26 @@ def _listed(folder: Path) -> list[os.DirEntry]:
         )
 
 
-def image_files(folder: Path) -> dict[str, Path]:
+def mask_files(folder: Path) -> dict[str, Path]:
+    """Return the masks of a folder as {name without ending: path}, sorted by name.
+
+    They are the image files or, in a folder without image files, the vector files.
+
+    Raises:
+        FileNotFoundError: the folder does not exist.
+        ValueError: two names differ in their endings only, or there is no mask.
+    """
+    there = {suffix_of(entry.name) for entry in _listed(folder)} if folder.is_dir() else set()
+    of_images = there & {*SUFFIXES} or not there & {*VECTOR_SUFFIXES}
+    return image_files(folder, SUFFIXES if of_images else VECTOR_SUFFIXES)
+
+
+def image_files(folder: Path, suffixes: Sequence[str] = SUFFIXES) -> dict[str, Path]:
     """Return the image files of a folder as {name without ending: path}, sorted by name.
+
+    Args:
+        folder: the folder.
+        suffixes: the endings of the files to return.
 
     Raises:
         FileNotFoundError: the folder does not exist.
@@ -141,7 +178,7 @@ def image_files(folder: Path) -> dict[str, Path]:
         )
     found: dict[str, Path] = {}
     for path in [
-        folder / entry.name for entry in _listed(folder) if suffix_of(entry.name) in SUFFIXES
+        folder / entry.name for entry in _listed(folder) if suffix_of(entry.name) in suffixes
     ]:
         stem = stem_of(path)
         check_name(stem, str(folder))
@@ -151,7 +188,7 @@ def image_files(folder: Path) -> dict[str, Path]:
     if not found:
         raise ValueError(
             f"the folder {folder} holds no image that distseg reads: put files there with the "
-            f"endings {' '.join(SUFFIXES)}, or name another folder"
+            f"endings {' '.join(suffixes)}, or name another folder"
         )
     return found
 

@@ -1,4 +1,4 @@
-"""Read masks that encode classes by labels, by colours, or by a number for each object."""
+"""Read masks that encode classes by labels, colours, a number for each object, or polygons."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ import numpy as np
 from distseg.data.formats.base import Reader
 from distseg.data.formats.readers import open_coloured, open_mask
 from distseg.data.store.image_writer import position
+from distseg.data.vector.burned import BurnedReader, ImageGrid
+from distseg.data.vector.layer import ValueRule, is_vector
 from distseg.tiling.tile import Box
 
 Instances = Literal["foreground", "border"]
@@ -26,28 +28,67 @@ class MaskForm:
         instances: how to turn numbers of objects into classes; None if numbers are labels. The
             number 0 is the background, class 0. ``foreground``: all objects are class 1.
             ``border``: in addition, the pixels at which two objects touch are class 2.
+        attribute: the attribute of polygons that holds the name or the label of their class. None:
+            all polygons are class 1.
+        names: pairs (value of this attribute, label).
     """
 
     colours: tuple[tuple[int, int, int], ...] | None = None
     instances: Instances | None = None
+    attribute: str | None = None
+    names: tuple[tuple[str, int], ...] = ()
 
-    def open(self, path: Path, dims: int) -> Reader:
+    @property
+    def rule(self) -> ValueRule:
+        """The rule for the values of polygons."""
+        return ValueRule(self.attribute, self.names, self.instances is not None)
+
+    def open(self, path: Path, dims: int, grid: ImageGrid | None = None) -> Reader:
         """Return a reader of the labels in a mask, which has one band of integers.
 
         Args:
             path: the file.
             dims: number of spatial dims.
+            grid: the pixels of the image, on which polygons are drawn; needed for vector files.
 
         Raises:
             FileNotFoundError: the file does not exist.
             ValueError: the file is no mask of this form.
         """
+        if grid is not None and is_vector(path):
+            return self._burned(path, grid)
+        if self.attribute is not None:
+            raise ValueError(
+                f"--attribute is {self.attribute}, the attribute of polygons that holds their "
+                f"class, but the mask {path} is no vector file: leave --attribute out"
+            )
         if self.colours is not None:
             return ColourReader(open_coloured(path, dims), self.colours)
         reader = open_mask(path, dims)
         if self.instances is not None:
             return InstanceReader(reader, self.instances == "border")
         return reader
+
+    def _burned(self, path: Path, grid: ImageGrid) -> Reader:
+        """Return a reader of the labels that polygons give to the pixels of an image.
+
+        Raises:
+            ValueError: the form does not fit polygons.
+        """
+        if self.colours is not None:
+            raise ValueError(
+                f"--classes gives colours to the classes, but {path} holds polygons, which have "
+                "none: leave the colours out"
+            )
+        if self.instances is not None and self.attribute is not None:
+            raise ValueError(
+                f"--attribute {self.attribute} says the class of each polygon, but --instances "
+                f"{self.instances} makes all polygons of {path} one class: leave one of them out"
+            )
+        burned = BurnedReader(path, grid, self.rule)
+        if self.instances is not None:
+            return InstanceReader(burned, self.instances == "border")
+        return burned
 
 
 PLAIN = MaskForm()
@@ -62,11 +103,17 @@ class _Labels(Reader):
         super().__init__(pixels.path)
         self.pixels, self.size = pixels, pixels.size
         self.notes, self.place, self.nodata = pixels.notes, pixels.place, None
+        self.polygons = pixels.polygons
 
     @property
     def masked(self) -> bool:
         """True if the file, or a file beside it, marks single pixels as having no data."""
         return self.pixels.masked
+
+    @property
+    def overlapping(self) -> int:
+        """Number of pixels that were read and that polygons of different values cover."""
+        return self.pixels.overlapping
 
     def read(self, box: Box) -> np.ndarray:
         """Return the labels of a box, (1, *box.size)."""

@@ -15,13 +15,13 @@ def notes_on(files: Iterable[tuple[Path | str, Iterable[str]]]) -> list[str]:
         files: pairs (path, notes on this file). A note is the rest of a sentence that begins with
             the path, such as ``has one more image``.
     """
-    with_note: dict[str, list[Path | str]] = {}
+    with_note: dict[str, dict[Path | str, None]] = {}  # a file may hold the labels of many images
     for path, notes in files:
         for note in notes:
-            with_note.setdefault(note, []).append(path)
+            with_note.setdefault(note, {})[path] = None
     return [
-        f"note: {paths[0]} {note}"
+        f"note: {next(iter(paths))} {note}"
         if len(paths) == 1
-        else f"note: {paths[0]} and {len(paths) - 1} more files: each {note}"
+        else f"note: {next(iter(paths))} and {len(paths) - 1} more files: each {note}"
         for note, paths in with_note.items()
     ]

@@ -9,13 +9,15 @@ from pathlib import Path
 import numpy as np
 
 from distseg.config.sizes import Size
-from distseg.data.folders import SPLITS, check_folders, paired, split_folders
+from distseg.data.folders import SPLITS, check_folders, folder_of, paired, split_folders
 from distseg.data.formats.alpha import MASK
 from distseg.data.formats.base import PageReader, Reader
-from distseg.data.formats.georeference import difference
+from distseg.data.formats.georeference import Georeference, difference
 from distseg.data.formats.readers import open_image, stem_of
 from distseg.data.masks import PLAIN, MaskForm
 from distseg.data.notes import notes_on
+from distseg.data.vector.burned import ImageGrid, extents
+from distseg.data.vector.layer import read_layer
 from distseg.tiling import rng
 
 # Number of spatial dims to read, by the meaning of a file's pages or of an array's first axis.
@@ -46,6 +48,13 @@ class Pair:
     palette: np.ndarray | None = field(default=None, compare=False)
     page: int | None = None  # index of the slice that is the image; None for the whole file
     form: MaskForm = PLAIN  # how the mask encodes the classes
+    place: Georeference | None = field(default=None, compare=False)  # the image's georeference
+    polygons: int | None = None  # polygons of a vector file that overlap the image
+
+    @property
+    def grid(self) -> ImageGrid:
+        """The pixels of the image, on which polygons are drawn."""
+        return ImageGrid(self.image, self.size, self.place)
 
     def open_image(self, dims: int | None, alpha: str) -> Reader:
         """Return a reader of the image file, or of its slice ``page`` if the pair has one.
@@ -59,7 +68,7 @@ class Pair:
     def open_mask(self) -> Reader:
         """Return a reader of the labels in the mask (:meth:`distseg.data.masks.MaskForm.open`)."""
         if self.page is None:
-            return self.form.open(self.mask, len(self.size))
+            return self.form.open(self.mask, len(self.size), self.grid)
         return PageReader(self.form.open(self.mask, 3), self.page)
 
 
@@ -79,7 +88,7 @@ def find_pairs(
 
     Args:
         images: the folder of images.
-        masks: the folder of masks; None if there is none.
+        masks: the folder of masks, or a vector file for all images; None if there is none.
         shares: shares of train, val and test.
         seed: seed of the assignment.
         pages: the meaning of the pages of a file, a key of :data:`DIMS`; None: the file decides.
@@ -96,7 +105,7 @@ def find_pairs(
         files = [
             (split, *pair)
             for split in folders
-            for pair in paired(images / split, masks and masks / split)
+            for pair in paired(images / split, folder_of(masks, split))
         ]
     else:
         found = paired(images, masks)
@@ -107,6 +116,7 @@ def find_pairs(
     if pages == "images":
         pairs = [page for pair in pairs for page in _pages_of(pair)]
     check_alike(pairs)
+    check_polygons(pairs)
     return pairs
 
 
@@ -208,7 +218,7 @@ def opened(
             "without names of its pages, or with the pages as slices (axes ZYX)"
         )
     if mask is not None:
-        labels = form.open(mask, len(reader.size))
+        labels = form.open(mask, len(reader.size), ImageGrid(image, reader.size, reader.place))
         if labels.size != reader.size:
             raise ValueError(
                 f"{image} has {Size(reader.size)} pixels, but its mask {mask} has "
@@ -234,6 +244,8 @@ def opened(
         labels.notes if labels else (),
         labels and labels.palette,
         form=form,
+        place=reader.place,
+        polygons=labels and labels.polygons,
     )
 
 
@@ -269,12 +281,45 @@ def check_alike(pairs: list[Pair]) -> None:
             )
 
 
+def check_polygons(pairs: Sequence[Pair]) -> None:
+    """Refuse a vector file whose polygons overlap none of its images.
+
+    A file without polygons is accepted for a single image if other images have polygons.
+
+    Raises:
+        ValueError: there is such a file; the message names its extent and the extent of an image.
+    """
+    of_file: dict[Path, list[Pair]] = {}
+    for pair in pairs:
+        if pair.mask is not None and pair.polygons is not None:
+            of_file.setdefault(pair.mask, []).append(pair)
+    for path, those in of_file.items():
+        if not any(pair.polygons for pair in those):
+            layer = read_layer(path, those[0].form.rule)
+            if not len(layer.polygons) and len(of_file) > 1:
+                continue
+            raise ValueError(
+                f"no polygon of {path} overlaps "
+                f"{'its image' if len(those) == 1 else f'any of the {len(those)} images'}: "
+                f"{extents(layer, those[0].grid)}. If the CRS of the polygons is wrong, name the "
+                "right one (ogr2ogr -a_srs EPSG:... new.gpkg FILE); else give the polygons of "
+                "these images"
+            )
+
+
 def notes_on_pairs(pairs: Sequence[Pair]) -> list[str]:
     """Return one line of text for each distinct note on the images and masks of the pairs."""
     return notes_on(
         [
             (path, notes)
             for pair in pairs
-            for path, notes in ((pair.image, pair.notes), (pair.mask, pair.mask_notes))
+            for path, notes in ((pair.image, _notes(pair)), (pair.mask, pair.mask_notes))
         ]
     )
+
+
+def _notes(pair: Pair) -> tuple[str, ...]:
+    """Return the notes on the image of a pair."""
+    if pair.polygons != 0:
+        return pair.notes
+    return (*pair.notes, "has no polygon: all its pixels have the value 0 in the mask")

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -58,9 +60,10 @@ def prepare_folder(
     Args:
         images_dir: the folder of images. If it holds folders ``train``, ``val`` and ``test``, each
             of them is a split.
-        masks_dir: the folder of masks. If the images lie in folders of splits, it has the same
-            folders. A mask has the name of its image, except for the ending and for a part at the
-            beginning or end that all masks, or all images, have. None makes a store for prediction.
+        masks_dir: the folder of masks, or one vector file with the polygons of all images. If the
+            images lie in folders of splits, a folder of masks has the same folders. A mask has the
+            name of its image, except for the ending and for a part at the beginning or end that all
+            masks, or all images, have. None makes a store for prediction.
         output: the store to write.
         classes: names in the order of their labels.
         splits: shares of train, val and test, if the images are not in folders of splits.
@@ -81,7 +84,8 @@ def prepare_folder(
         alpha: how to treat an alpha band. ``mask``: pixels with alpha 0 (fully transparent) have no
             data. ``band``: the alpha band is a band like the others. By default ``mask``, but an
             alpha band that looks like a measured band is an error.
-        form: how masks encode the classes: by labels, by colours, or by numbers of objects.
+        form: how masks encode the classes: by labels, colours, numbers of objects, or polygons. The
+            names of ``classes`` are added to ``form.names``.
         dry: True to check everything and print what was found, without writing a store.
 
     Returns:
@@ -94,6 +98,8 @@ def prepare_folder(
             for the rest of the store.
     """
     folders = Path(images_dir), None if masks_dir is None else Path(masks_dir)
+    others = form.names
+    form = replace(form, names=(*((name, k) for k, name in enumerate(classes)), *others))
     pairs = find_pairs(*folders, splits, seed, pages, alpha, form)
     _check_output(Path(output), pairs)
     _check_bands(bands, pairs[0])
@@ -108,6 +114,8 @@ def prepare_folder(
         "pages": pages,
         "colours": form.colours and [list(colour) for colour in form.colours],
         "instances": form.instances,
+        "attribute": form.attribute,
+        "names": dict(others),
     }
     expected = _bytes(pairs, labels=masks_dir is not None)
     colours, notes = class_colours(
@@ -135,13 +143,20 @@ def prepare_folder(
         ]
         print("\n".join([_found(pairs, seen, expected), *notes, f"nothing was written: {output}"]))
         return None
-    unused = set(values or {})
+    unused, overlapping = set(values or {}), 0
     with writer:
         with progress(len(pairs), "image", f"preparing {output}") as shown:
             for pair in pairs:
-                unused -= copy_image(
+                copied = copy_image(
                     pair, writer, shown, values or {}, DIMS[pages], nodata, alpha=alpha
                 )
+                unused -= copied.values
+                overlapping += copied.overlapping
+    if overlapping:
+        notes.append(
+            f"note: polygons overlap at {overlapping} pixels, where the polygon that comes last in "
+            "its file decides the label"
+        )
     store = Store(output)
     print(
         "\n".join(
@@ -278,6 +293,18 @@ def _check_masks(
         return Survey(pairs, classes, ignore, values, absent, shown).check()
 
 
+class Copied(NamedTuple):
+    """Facts about the mask of an image that was copied.
+
+    Attributes:
+        values: the keys of the map from mask values to labels that the mask contains.
+        overlapping: number of pixels that polygons of different classes cover.
+    """
+
+    values: set[int]
+    overlapping: int
+
+
 def copy_image(
     pair: Pair,
     writer: StoreWriter,
@@ -287,7 +314,7 @@ def copy_image(
     nodata: int | float | None = None,
     label: int | float | None = None,
     alpha: str | None = None,
-) -> set[int]:
+) -> Copied:
     """Copy an image into a store strip by strip, with its mask or with its ``label``.
 
     Args:
@@ -301,7 +328,7 @@ def copy_image(
         alpha: how to treat an alpha band (:func:`prepare_folder`).
 
     Returns:
-        The keys of ``values`` that the mask contains.
+        What was found in the mask.
 
     Raises:
         ValueError: ``alpha`` is None, and the alpha band of the image looks like a measured band.
@@ -335,7 +362,7 @@ def copy_image(
             "default): set --alpha band to keep it as a band, or --alpha mask if it is "
             "transparency"
         )
-    return held
+    return Copied(held, 0 if mask is None else mask.overlapping)
 
 
 def _labels(
@@ -444,7 +471,9 @@ def _notes_on_input(
         f"note: masks have other names than their images, such as {pair.mask.name} for "
         f"{pair.image.name}"
         for pair in pairs
-        if pair.mask is not None and stem_of(pair.mask) != stem_of(pair.image)
+        if pair.mask is not None
+        and pair.polygons is None
+        and stem_of(pair.mask) != stem_of(pair.image)
     ][:1]
     notes += [
         f"note: no mask holds the value {value}, for which --values gives a label"

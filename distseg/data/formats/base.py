@@ -34,6 +34,7 @@ class Reader:
     place: Georeference | None = None
     palette: np.ndarray | None = None  # (entries, 3) uint8: the colours of a label map's numbers
     stack = False  # True if its many bands might be slices of a volume, or images
+    polygons: int | None = None  # polygons that overlap the image; None if it is no vector file
     alpha: int | None = None  # index of the decoded band that is transparency; not in ``bands``
 
     def __init__(self, path: str | Path):
@@ -47,6 +48,11 @@ class Reader:
     def masked(self) -> bool:
         """True if the file, or a file beside it, marks single pixels without data."""
         return self.alpha is not None or bool(self._masks)
+
+    @property
+    def overlapping(self) -> int:
+        """Number of pixels that were read and that polygons of different values cover."""
+        return 0
 
     def add_mask(
         self, valid: Callable[[Box], np.ndarray], note: str, source: Path | None = None

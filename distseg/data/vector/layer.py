@@ -1,0 +1,405 @@
+"""Read polygons with their classes from a vector file: GeoJSON, GeoPackage, shapefile, FlatGeobuf.
+
+The polygons of a file are in memory as arrays of corners. Files are opened only if their first
+bytes are those of one of these formats. GDAL also knows formats that refer to other files and
+addresses, and a file from elsewhere must not make it read these.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from distseg.data.vector.world import imported_rasterio
+
+# Endings of vector files that a folder of masks may hold.
+VECTOR_SUFFIXES = (".geojson", ".gpkg", ".shp", ".fgb")
+_DRIVERS = ("GeoJSON", "GPKG", "ESRI Shapefile", "FlatGeobuf")
+_MAGIC = {".gpkg": b"SQLite format 3\0", ".shp": b"\0\0\x27\x0a", ".fgb": b"fgb"}
+_HEAD = 1024  # bytes of a GeoJSON file that may come before its first brace
+_POLYGON, _MULTIPOLYGON, _NOTHING = 3, 6, -1  # numbers of shapely's geometry types
+_MOST = np.iinfo(np.int32).max  # largest value that a polygon can give to its pixels
+
+
+@dataclass(frozen=True)
+class ValueRule:
+    """Rule that gives each polygon the value of its pixels. Other pixels have the value 0.
+
+    Attributes:
+        attribute: the attribute of the features that holds their class: a name in ``labels``, or a
+            number, which is the value itself. None gives every polygon the value 1.
+        labels: pairs (name, value). A name may have the digits of a number, such as ``12``.
+        numbered: True to give the polygons of each feature their own number: 1, 2 and so on.
+    """
+
+    attribute: str | None = None
+    labels: tuple[tuple[str, int], ...] = ()
+    numbered: bool = False
+
+
+@dataclass(frozen=True)
+class Polygons:
+    """Polygons as arrays of corners, in the order of the file.
+
+    Attributes:
+        corners: (corners, 2) float64, x and y.
+        rings: (rings + 1,) the index of the first corner of each ring. Rings are closed.
+        parts: (polygons + 1,) the index of the first ring of each polygon. Its first ring is the
+            outer ring, and the others are its holes.
+        bounds: (polygons, 4) smallest x and y, largest x and y of each polygon.
+        values: (polygons,) the value that each polygon gives to its pixels.
+        features: (polygons,) the number of each polygon's feature in the file.
+    """
+
+    corners: np.ndarray
+    rings: np.ndarray
+    parts: np.ndarray
+    bounds: np.ndarray
+    values: np.ndarray
+    features: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def chosen(self, which: np.ndarray) -> Polygons:
+        """Return some of the polygons.
+
+        Args:
+            which: (polygons,) bool, True for those to return.
+        """
+        of_ring = np.repeat(which, np.diff(self.parts))
+        of_corner = np.repeat(of_ring, np.diff(self.rings))
+        return Polygons(
+            self.corners[of_corner],
+            _starts(np.diff(self.rings)[of_ring]),
+            _starts(np.diff(self.parts)[which]),
+            self.bounds[which],
+            self.values[which],
+            self.features[which],
+        )
+
+    def moved(self, corners: np.ndarray) -> Polygons:
+        """Return the polygons with other ``corners``, (corners, 2) float64."""
+        first = self.rings[self.parts[:-1]]  # every polygon has rings, and every ring has corners
+        bounds = self.bounds
+        if len(self):
+            low, high = (op.reduceat(corners, first) for op in (np.minimum, np.maximum))
+            bounds = np.concatenate([low, high], 1)
+        return replace(self, corners=corners, bounds=bounds)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Polygons of a vector file.
+
+    Attributes:
+        path: the file.
+        polygons: the polygons, in the coordinates of ``crs``.
+        crs: rasterio's CRS of the corners; None if the file names none.
+        notes: phrases for messages that begin with the file's name.
+    """
+
+    path: Path
+    polygons: Polygons
+    crs: Any
+    notes: tuple[str, ...]
+
+    @property
+    def bounds(self) -> tuple[float, ...]:
+        """The smallest x and y and the largest x and y of all polygons."""
+        low, high = self.polygons.bounds[:, :2].min(0), self.polygons.bounds[:, 2:].max(0)
+        return tuple(float(n) for n in (*low, *high))
+
+
+def read_layer(path: Path, rule: ValueRule) -> Layer:
+    """Return the polygons of a vector file; the polygons of the last file are kept for a next call.
+
+    Args:
+        path: the file.
+        rule: the rule for the value of each polygon.
+
+    Raises:
+        ValueError: a package is missing, the file cannot be read, it holds other geometries than
+            polygons, or a feature has no class.
+    """
+    found = os.stat(path)
+    return _read(path, rule, found.st_size, found.st_mtime_ns)
+
+
+@lru_cache(maxsize=1)
+def _read(path: Path, rule: ValueRule, size: int, changed: int) -> Layer:
+    """Return the polygons of a file (:func:`read_layer`).
+
+    ``size`` and ``changed`` tell the cache when another file has the same name.
+    """
+    pyogrio, shapely = imported_packages(path)
+    _check_format(path)
+    try:
+        name = _layer_name(path, pyogrio)
+        about = pyogrio.read_info(path.resolve(), layer=name)
+        if about["driver"] not in _DRIVERS:
+            raise ValueError(f"{path} is a file of GDAL's format {about['driver']}")
+        _check_attribute(path, rule, [str(field) for field in about["fields"]])
+        meta, numbers, geometries, columns = pyogrio.raw.read(
+            path.resolve(),
+            layer=name,
+            columns=[] if rule.attribute is None else [rule.attribute],
+            force_2d=True,
+            return_fids=True,
+        )
+        shapes = shapely.from_wkb(geometries)
+    except (pyogrio.errors.DataSourceError, pyogrio.errors.DataLayerError) as e:
+        raise ValueError(f"{path} cannot be read as vectors ({e}): write it again") from e
+    except shapely.errors.ShapelyError as e:
+        raise ValueError(
+            f"{path} has a geometry that cannot be read ({e}): write it again, with straight edges"
+        ) from e
+    kinds = shapely.get_type_id(shapes)
+    there = (kinds != _NOTHING) & ~shapely.is_empty(shapes)
+    _check_kinds(path, shapes[there], kinds[there], numbers[there])
+    notes = _notes(shapes[there], numbers[there], int((~there).sum()), shapely)
+    column = columns[0][there] if columns else None
+    values = _values(path, rule, column, numbers[there])
+    polygons = _arrays(shapes[there], values, numbers[there], shapely)
+    _check_finite(path, polygons)
+    rasterio = imported_rasterio(str(path))
+    crs = None if meta["crs"] is None else rasterio.crs.CRS.from_user_input(meta["crs"])
+    return Layer(path, polygons, crs, notes)
+
+
+def imported_packages(path: Path) -> tuple[Any, Any]:
+    """Return the modules pyogrio and shapely, which are optional packages; check rasterio too.
+
+    Args:
+        path: the file that needs them, for the message.
+
+    Raises:
+        ValueError: one of the three is not installed; the message names the line that installs it.
+    """
+    try:
+        import pyogrio
+        import pyogrio.errors
+        import rasterio.features  # noqa: F401
+        import shapely
+        import shapely.errors
+    except ImportError as e:
+        raise ValueError(
+            f"{path}: vector labels are read by pyogrio and shapely and drawn by rasterio ({e}): "
+            "pip install 'distseg[geo]', or pip install rasterio pyogrio shapely"
+        ) from e
+    return pyogrio, shapely
+
+
+def is_vector(path: Path) -> bool:
+    """Return True if the ending of a file is one of a vector file, ``.json`` included."""
+    return path.suffix.lower() in (*VECTOR_SUFFIXES, ".json")
+
+
+def _check_format(path: Path) -> None:
+    """Refuse a file whose first bytes are not those of the format that its ending names.
+
+    Raises:
+        ValueError: the file has another format.
+    """
+    with open(path, "rb") as file:
+        head = file.read(_HEAD)
+    suffix = path.suffix.lower()
+    if suffix in _MAGIC:
+        fits = head.startswith(_MAGIC[suffix])
+    else:
+        fits = head.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"{")
+    if not fits:
+        raise ValueError(
+            f"{path} does not begin as a file with the ending {suffix} does: it is damaged or has "
+            "another format; write it again as GeoJSON or GeoPackage (ogr2ogr labels.gpkg FILE)"
+        )
+
+
+def _layer_name(path: Path, pyogrio: Any) -> str:
+    """Return the name of the only layer with geometries.
+
+    Raises:
+        ValueError: the file has several such layers, or none.
+    """
+    names = [str(name) for name, kind in pyogrio.list_layers(path.resolve()) if kind is not None]
+    if len(names) != 1:
+        has = f"the layers {', '.join(names)}" if names else "no layer with geometries"
+        raise ValueError(
+            f"{path} has {has}, but labels must be one layer: write this layer into a file of its "
+            f"own, such as with 'ogr2ogr labels.gpkg {path.name} LAYER'"
+        )
+    return names[0]
+
+
+def _check_attribute(path: Path, rule: ValueRule, fields: Sequence[str]) -> None:
+    """Refuse a rule that does not fit the attributes of the file.
+
+    Raises:
+        ValueError: the rule's attribute does not exist, or there are several classes of polygons
+            and no attribute to distinguish them.
+    """
+    known = f"its features have the attributes {', '.join(fields)}" if fields else "it has none"
+    if rule.attribute is not None and rule.attribute not in fields:
+        raise ValueError(
+            f"--attribute is {rule.attribute}, but {path} has no such attribute ({known}): name "
+            "one of its attributes, or leave --attribute out if there is one class of polygons"
+        )
+    if rule.attribute is None and not rule.numbered and len(rule.labels) > 2:
+        raise ValueError(
+            f"--classes names {len(rule.labels)} classes, but without --attribute all polygons of "
+            f"{path} are one class, {rule.labels[1][0]}: set --attribute to the attribute that "
+            f"holds the class ({known}), or give two classes"
+        )
+
+
+def _check_kinds(path: Path, shapes: np.ndarray, kinds: np.ndarray, numbers: np.ndarray) -> None:
+    """Refuse geometries that are no polygons.
+
+    Args:
+        path: the file, for the message.
+        shapes: shapely's geometries.
+        kinds: the number of each geometry's type.
+        numbers: the number of each feature.
+
+    Raises:
+        ValueError: there is such a geometry; the message names the first one.
+    """
+    others = ~np.isin(kinds, (_POLYGON, _MULTIPOLYGON))
+    if others.any():
+        first = int(np.flatnonzero(others)[0])
+        raise ValueError(
+            f"feature {numbers[first]} of {path} is a {shapes[first].geom_type} ({others.sum()} of "
+            f"{len(shapes)} features are no polygons), which covers no pixels: make polygons of "
+            "points and lines (buffer them by their width, such as with QGIS or geopandas' "
+            "'buffer'), or remove these features"
+        )
+
+
+def _notes(shapes: np.ndarray, numbers: np.ndarray, skipped: int, shapely: Any) -> tuple[str, ...]:
+    """Return notes on features without geometry, and on polygons that are not valid.
+
+    Args:
+        shapes: shapely's geometries.
+        numbers: the number of each feature.
+        skipped: number of features without geometry.
+        shapely: the module.
+    """
+    notes = []
+    if skipped:
+        notes.append(f"has {skipped} features without geometry, which cover no pixel")
+    wrong = ~shapely.is_valid(shapes)
+    if wrong.any():
+        named = [
+            f"{number} ({shapely.is_valid_reason(shape)})"
+            for number, shape in zip(numbers[wrong][:3], shapes[wrong][:3])
+        ]
+        more = f" and {wrong.sum() - 3} more" if wrong.sum() > 3 else ""
+        notes.append(
+            f"has polygons that are not valid, in the features {', '.join(named)}{more}: pixels "
+            "inside an even number of rings of a polygon are outside of it"
+        )
+    return tuple(notes)
+
+
+def _values(
+    path: Path, rule: ValueRule, column: np.ndarray | None, numbers: np.ndarray
+) -> np.ndarray:
+    """Return the value of each feature, (features,) int64.
+
+    Args:
+        path: the file, for the message.
+        rule: the rule for the values.
+        column: the features' attribute; None if the rule has none.
+        numbers: the number of each feature.
+
+    Raises:
+        ValueError: a feature has no class.
+    """
+    if rule.numbered:
+        return np.arange(1, len(numbers) + 1)
+    if column is None:
+        return np.ones(len(numbers), np.int64)
+    labels = dict(rule.labels)
+    found = [_value(text, labels) for text in column.tolist()]
+    wrong = [at for at, value in enumerate(found) if value is None]
+    if wrong:
+        strange = list(dict.fromkeys(repr(column.tolist()[at]) for at in wrong))
+        names = ", ".join(strange[:8]) + f" and {len(strange) - 8} more" * (len(strange) > 8)
+        raise ValueError(
+            f"feature {numbers[wrong[0]]} of {path} has the attribute {rule.attribute} "
+            f"{strange[0]}, which is no class of --classes ({', '.join(labels)}); {len(wrong)} "
+            f"features have such values: {names}. Name these classes in --classes, say which label "
+            f"they stand for (--values=NAME=0), or remove these features (ogr2ogr -where)"
+        )
+    return np.array(found, np.int64)
+
+
+def _value(given: Any, labels: dict[str, int]) -> int | None:
+    """Return the value that an attribute stands for; None if it stands for no class.
+
+    Args:
+        given: a text, a number or None, as the file holds it.
+        labels: the value of each name. A whole number without a name is a value itself.
+    """
+    if isinstance(given, str) and given in labels:
+        return labels[given]
+    try:
+        number = float(given)
+    except (TypeError, ValueError):
+        return None
+    if not number.is_integer() or abs(number) > _MOST:
+        return None
+    return labels.get(str(int(number)), int(number))
+
+
+def _arrays(shapes: np.ndarray, values: np.ndarray, numbers: np.ndarray, shapely: Any) -> Polygons:
+    """Return geometries as arrays; each polygon of a multipolygon becomes a polygon.
+
+    Args:
+        shapes: shapely's polygons and multipolygons.
+        values: (features,) the value of each feature.
+        numbers: (features,) the number of each feature.
+        shapely: the module.
+    """
+    polygons, of_feature = shapely.get_parts(shapes, return_index=True)
+    there = ~shapely.is_empty(polygons)
+    polygons, of_feature = polygons[there], of_feature[there]
+    if not len(polygons):
+        nothing = np.zeros((0, 2)), np.zeros(1, np.int64), np.zeros(1, np.int64)
+        return Polygons(*nothing, np.zeros((0, 4)), values[:0], numbers[:0])
+    _, corners, (rings, parts) = shapely.to_ragged_array(polygons)
+    return Polygons(
+        corners,
+        np.asarray(rings, np.int64),
+        np.asarray(parts, np.int64),
+        shapely.bounds(polygons),
+        values[of_feature],
+        numbers[of_feature],
+    )
+
+
+def _check_finite(path: Path, polygons: Polygons) -> None:
+    """Refuse corners whose coordinates are no finite numbers.
+
+    Raises:
+        ValueError: there is such a corner; the message names the first feature with one.
+    """
+    endless = ~np.isfinite(polygons.corners).all(1)
+    if endless.any():
+        ring = np.searchsorted(polygons.rings, np.flatnonzero(endless)[0], "right") - 1
+        part = np.searchsorted(polygons.parts, ring, "right") - 1
+        raise ValueError(
+            f"feature {polygons.features[part]} of {path} has a corner that is not a finite "
+            "number: correct or remove this feature"
+        )
+
+
+def _starts(lengths: np.ndarray) -> np.ndarray:
+    """Return the index of the first item of each run of these lengths, and the end of the last."""
+    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)

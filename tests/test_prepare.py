@@ -480,7 +480,7 @@ def test_files_that_look_like_images_and_are_not_read_are_told(tmp_path, capsys)
     prepare_folder(images, None, tmp_path / "s.h5", ["x", "y"])
     last = capsys.readouterr().out.splitlines()[-1]
     assert (
-        "note: not read, although their names are those of images: '" in last
+        "note: not read, although their names are those of images or labels: '" in last
         and "and 1 more (6 in all); distseg reads files with the endings .png" in last
     ), last
     assert last.count(".GIF'") == 5

@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from distseg.data.formats.gdal import RASTER_SUFFIXES
 from distseg.data.formats.readers import SUFFIXES, stem_of, suffix_of
 from distseg.data.partners import partners
 from distseg.data.store.layout import check_name
@@ -25,9 +26,9 @@ _MEANT = {
 }
 # Endings of image files that distseg cannot read.
 _OTHERS = frozenset(
-    ".apng .arw .avif .bil .cr2 .dcm .dng .ecw .exr .geotiff .gif .heic .heif .hdr .img .j2k "
-    ".jfif .jp2 .jpe .jpx .jxl .mat .mrc .nc .nef "
-    ".npz .pbm .pcx .pgm .pnm .ppm .psd .raw .sgi .sid .svg .tga .vrt .xcf .zarr".split()
+    ".apng .arw .avif .cr2 .dcm .dng .ecw .exr .geotiff .gif .hdr .heic .heif .jfif .jpe .jpx "
+    ".jxl .mat .mrc .nc .nef .npz .pbm .pcx .pgm .pnm .ppm .psd .raw .sgi .sid .svg .tga .xcf "
+    ".zarr".split()
 )
 
 
@@ -80,7 +81,8 @@ def unread(images: Path, masks: Path | None) -> list[str]:
         of_masks = masks is not None and masks in (place, place.parent) and place != images
         mixed = of_masks and not {*SUFFIXES}.isdisjoint(names.values())
         others = _OTHERS | {*VECTOR_SUFFIXES} if mixed else _OTHERS
-        found += [path for path, suffix in names.items() if suffix in others]
+        headers = {f"{path[: -len(s)]}.hdr" for path, s in names.items() if s in RASTER_SUFFIXES}
+        found += [p for p, suffix in names.items() if suffix in others and p not in headers]
     return found
 
 

@@ -482,8 +482,8 @@ def _notes_on_input(
     if files:
         names = some([repr(name) for name in files], most=5)
         notes.append(
-            f"note: not read, although their names are those of images: {names} ({len(files)} in "
-            f"all); distseg reads files with the endings {' '.join(SUFFIXES)}"
+            f"note: not read, although their names are those of images or labels: {names} "
+            f"({len(files)} in all); distseg reads files with the endings {' '.join(SUFFIXES)}"
         )
     return notes
 

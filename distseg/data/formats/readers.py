@@ -20,13 +20,18 @@ from distseg.config.sizes import Size
 from distseg.data.formats import marks, nifti, pam
 from distseg.data.formats.alpha import BAND, MASK
 from distseg.data.formats.base import Reader, note_of_alpha, plain, readable
+from distseg.data.formats.gdal import RASTER_SUFFIXES, GdalReader
 from distseg.data.formats.georeference import with_world_file
 from distseg.data.formats.mapped import copied, let_go, mapped_array
 from distseg.data.formats.plausible import MOST_PACKED, check_bytes, check_memory
 from distseg.data.nodata import declared
 from distseg.tiling.tile import Box
 
-SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff", ".npy", *nifti.SUFFIXES)
+SUFFIXES = (
+    *(".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff", ".npy"),
+    *nifti.SUFFIXES,
+    *RASTER_SUFFIXES,
+)
 _MOST_TRAILING_BANDS = 4
 _LARGE = 1 << 24  # bytes from which on freed memory is returned to the system, which takes 20 ms
 _STRIP = 1 << 22  # bytes of pixels that are copied from Pillow at a time
@@ -147,7 +152,20 @@ def _reader(path: Path, dims: int | None, scratch: str | None, alpha: str, label
             return _tiff().open_tiff(path, dims, scratch, alpha)
         if suffix in nifti.SUFFIXES:
             return nifti.NiftiReader(path, dims, scratch, labels)
+        if suffix in RASTER_SUFFIXES or suffix not in SUFFIXES and not _is_of_pillow(path):
+            return GdalReader(path, dims, alpha)
         return PillowReader(path, labels, scratch, alpha)
+
+
+def _is_of_pillow(path: Path) -> bool:
+    """Return True if Pillow recognises a file whose ending names no format."""
+    from PIL import UnidentifiedImageError
+
+    try:
+        with pillow(path):
+            return True
+    except UnidentifiedImageError:
+        return False
 
 
 def _tiff() -> ModuleType:

@@ -461,6 +461,7 @@ def run_prepare(arguments) -> int:
         classes=classes,
         form=MaskForm(colours, arguments.instances, arguments.attribute, names),
         dry=arguments.dry_run,
+        nested=arguments.recursive,
         ignore=arguments.ignore,
         values=values,
         splits=_shares(arguments.split),

@@ -1016,6 +1016,11 @@ def _prepare(arguments: list[str]) -> int:
         help="Check everything, print what was found, and write nothing.",
     )
     parser.add_argument(
+        "--recursive",
+        action="store_true",
+        help="Read the subfolders of the folders of images and masks too; both must have the same.",
+    )
+    parser.add_argument(
         "--pages",
         choices=["bands", "volume", "images"],
         default=None,
@@ -1083,6 +1088,7 @@ def _prepare(arguments: list[str]) -> int:
             "instances",
             "attribute",
             "dry_run",
+            "recursive",
             "split",
             *(["seed"] if parsed.source != "ultramnist" else []),
         )
@@ -1100,7 +1106,16 @@ def _prepare(arguments: list[str]) -> int:
                 f"--{flag.replace('_', '-')} is for the source ultramnist, not for "
                 f"{parsed.source}: leave the flag out"
             )
-    of_masks = ("masks", "values", "ignore", "absent", "instances", "attribute", "dry_run")
+    of_masks = (
+        "masks",
+        "values",
+        "ignore",
+        "absent",
+        "instances",
+        "attribute",
+        "dry_run",
+        "recursive",
+    )
     for flag in of_masks if parsed.labels is not None else ():
         if parsed[flag] != parser.get_default(flag):
             raise ValueError(

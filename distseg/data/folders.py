@@ -17,7 +17,8 @@ from distseg.data.store.layout import check_name
 from distseg.data.vector.layer import VECTOR_SUFFIXES, is_vector
 
 SPLITS = ("train", "val", "test")
-_MEANT = {
+# Names of folders, and the splits that they mean.
+MEANT = {
     "training": "train",
     "valid": "val",
     "validation": "val",
@@ -37,7 +38,7 @@ def split_folders(images: Path) -> list[str]:
     return [split for split in SPLITS if (images / split).is_dir()]
 
 
-def check_folders(images: Path, masks: Path | None) -> None:
+def check_folders(images: Path, masks: Path | None, nested: bool = False) -> None:
     """Refuse images that would not be read because of the folder in which they lie.
 
     They lie beside the folders train, val and test, or in a subfolder of another name.
@@ -45,6 +46,7 @@ def check_folders(images: Path, masks: Path | None) -> None:
     Args:
         images: the folder of images.
         masks: the folder of masks, or a vector file; None if there is none.
+        nested: True if subfolders are read too, in folders of splits if there are any.
 
     Raises:
         ValueError: there are such images, and the message names the first images or their folder;
@@ -62,11 +64,13 @@ def check_folders(images: Path, masks: Path | None) -> None:
             _refuse_loose_files(root, split_folders(root))
     places = _places(images, masks)
     read = {folder for place in places for folder in (place.resolve(), *place.resolve().parents)}
+    if nested:
+        places = _roots(images, masks) if split_folders(images) else []
     for place in places:
         _refuse_folders(place, read)
 
 
-def unread(images: Path, masks: Path | None) -> list[str]:
+def unread(images: Path, masks: Path | None, nested: bool = False) -> list[str]:
     """Return the paths of image files that distseg does not read, and of vector files among masks.
 
     Vector files in a folder of masks are only read if the folder holds no image files.
@@ -74,11 +78,12 @@ def unread(images: Path, masks: Path | None) -> list[str]:
     Args:
         images: the folder of images.
         masks: the folder of masks, or a vector file; None if there is none.
+        nested: True if subfolders are read too.
     """
     found = []
-    for place in _places(images, masks):
+    for place in _places(images, masks, nested):
         names = {entry.path: suffix_of(entry.name) for entry in _listed(place)}
-        of_masks = masks is not None and masks in (place, place.parent) and place != images
+        of_masks = masks is not None and masks in (place, *place.parents) and place != images
         mixed = of_masks and not {*SUFFIXES}.isdisjoint(names.values())
         others = _OTHERS | {*VECTOR_SUFFIXES} if mixed else _OTHERS
         headers = {f"{path[: -len(s)]}.hdr" for path, s in names.items() if s in RASTER_SUFFIXES}
@@ -132,8 +137,36 @@ def _roots(images: Path, masks: Path | None) -> list[Path]:
     return [images] if masks is None else [images, masks]
 
 
-def _places(images: Path, masks: Path | None) -> list[Path]:
+def subfolders(root: Path, apart: Path | None = None) -> list[Path]:
+    """Return a folder and all folders in it, as paths relative to it, sorted.
+
+    Hidden folders are left out. A folder that links lead to twice is returned once.
+
+    Args:
+        root: the folder.
+        apart: a folder in ``root`` to leave out; None for none.
+    """
+    found, seen = [], set() if apart is None else {os.path.realpath(apart)}
+    for folder, inner, _ in os.walk(root, followlinks=True):
+        inner[:] = sorted(name for name in inner if not name.startswith("."))
+        if (real := os.path.realpath(folder)) in seen:
+            inner.clear()
+            continue
+        seen.add(real)
+        found.append(Path(folder).relative_to(root))
+    return sorted(found)
+
+
+def holds_files(folder: Path, suffixes: Sequence[str]) -> bool:
+    """Return True if a folder exists and has a file with one of the endings; not in subfolders."""
+    return folder.is_dir() and any(suffix_of(e.name) in suffixes for e in _listed(folder))
+
+
+def _places(images: Path, masks: Path | None, nested: bool = False) -> list[Path]:
     """Return all existing folders that are searched for files, including folders of splits."""
+    if nested:
+        roots = [root for root in _roots(images, masks) if root.is_dir()]
+        return [root / folder for root in roots for folder in subfolders(root)]
     splits = split_folders(images)
     roots = _roots(images, masks)
     places = [*roots, *(root / split for root in roots for split in splits)]
@@ -225,12 +258,14 @@ def _refuse_folders(place: Path, read: set[Path]) -> None:
     """
     for entry in _listed(place):
         if entry.is_dir() and Path(entry.path).resolve() not in read and _holds_images(entry.path):
-            meant = _MEANT.get(entry.name.lower())
+            meant = MEANT.get(entry.name.lower())
             repair = (
                 f"rename it {meant}"
                 if meant not in (None, entry.name)
                 else "move its images into a folder that is read, or move the folder elsewhere"
             )
+            if meant is None and not split_folders(place):
+                repair += ", or set --recursive to read all subfolders"
             raise ValueError(
                 f"{entry.path} holds images, but would not be read, because only the folders "
                 f"{', '.join(SPLITS)} directly in the folder of images, and in the folder of "

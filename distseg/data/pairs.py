@@ -15,6 +15,7 @@ from distseg.data.formats.base import PageReader, Reader
 from distseg.data.formats.georeference import Georeference, difference
 from distseg.data.formats.readers import open_image, stem_of
 from distseg.data.masks import PLAIN, MaskForm
+from distseg.data.nested import Found, paired_below
 from distseg.data.notes import notes_on
 from distseg.data.vector.burned import ImageGrid, extents
 from distseg.data.vector.layer import read_layer
@@ -80,6 +81,7 @@ def find_pairs(
     pages: str | None = None,
     alpha: str | None = None,
     form: MaskForm = PLAIN,
+    nested: bool = False,
 ) -> list[Pair]:
     """Return the pairs of images and masks in two folders, each with its split.
 
@@ -94,30 +96,40 @@ def find_pairs(
         pages: the meaning of the pages of a file, a key of :data:`DIMS`; None: the file decides.
         alpha: how to treat an alpha band (:func:`distseg.data.formats.readers.open_image`).
         form: how masks encode the classes.
+        nested: True to read subfolders too (:func:`distseg.data.nested.paired_below`).
 
     Raises:
         ValueError: there is no image, no image is in the split train, a file has no partner or
             would not be read, an image has a name that a store cannot hold, or headers contradict
             each other.
     """
-    check_folders(images, masks)
+    check_folders(images, masks, nested)
+    search = paired_below if nested else _paired
     if folders := split_folders(images):
         files = [
-            (split, *pair)
+            (split, *found)
             for split in folders
-            for pair in paired(images / split, folder_of(masks, split))
+            for found in search(images / split, folder_of(masks, split))
         ]
     else:
-        found = paired(images, masks)
-        split_of = assign_splits([stem_of(image) for image, _ in found], shares, seed)
-        files = [(split_of[stem_of(image)], image, mask) for image, mask in found]
-    check_train([split for split, _, _ in files], images)
-    pairs = [opened(split, image, mask, DIMS[pages], alpha, form) for split, image, mask in files]
+        there = search(images, masks)
+        split_of = assign_splits([name for name, _, _ in there], shares, seed)
+        files = [(split_of[name], name, image, mask) for name, image, mask in there]
+    check_train([split for split, *_ in files], images)
+    pairs = [
+        replace(opened(split, image, mask, DIMS[pages], alpha, form), name=name)
+        for split, name, image, mask in files
+    ]
     if pages == "images":
         pairs = [page for pair in pairs for page in _pages_of(pair)]
     check_alike(pairs)
     check_polygons(pairs)
     return pairs
+
+
+def _paired(images: Path, masks: Path | None) -> list[Found]:
+    """Return (name, image, mask) for the files of two folders (:func:`paired`)."""
+    return [(stem_of(image), image, mask) for image, mask in paired(images, masks)]
 
 
 def _pages_of(pair: Pair) -> list[Pair]:

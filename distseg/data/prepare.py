@@ -54,6 +54,7 @@ def prepare_folder(
     alpha: str | None = None,
     form: MaskForm = PLAIN,
     dry: bool = False,
+    nested: bool = False,
 ) -> Store | None:
     """Write the images and masks of two folders into a store, and print a summary of the store.
 
@@ -87,6 +88,7 @@ def prepare_folder(
         form: how masks encode the classes: by labels, colours, numbers of objects, or polygons. The
             names of ``classes`` are added to ``form.names``.
         dry: True to check everything and print what was found, without writing a store.
+        nested: True to read the subfolders of both folders too, which must be the same.
 
     Returns:
         The new store; None if ``dry`` is True.
@@ -100,7 +102,7 @@ def prepare_folder(
     folders = Path(images_dir), None if masks_dir is None else Path(masks_dir)
     others = form.names
     form = replace(form, names=(*((name, k) for k, name in enumerate(classes)), *others))
-    pairs = find_pairs(*folders, splits, seed, pages, alpha, form)
+    pairs = find_pairs(*folders, splits, seed, pages, alpha, form, nested)
     _check_output(Path(output), pairs)
     _check_bands(bands, pairs[0])
     _check_nodata(nodata, pairs[0])
@@ -116,6 +118,7 @@ def prepare_folder(
         "instances": form.instances,
         "attribute": form.attribute,
         "names": dict(others),
+        "recursive": nested,
     }
     expected = _bytes(pairs, labels=masks_dir is not None)
     colours, notes = class_colours(
@@ -139,7 +142,7 @@ def prepare_folder(
         notes = [
             *notes_on_pairs(pairs),
             *notes,
-            *_notes_on_input(pairs, unread(*folders), set(), nodata),
+            *_notes_on_input(pairs, unread(*folders, nested), set(), nodata),
         ]
         print("\n".join([_found(pairs, seen, expected), *notes, f"nothing was written: {output}"]))
         return None
@@ -164,7 +167,7 @@ def prepare_folder(
                 summary(store),
                 *notes_on_pairs(pairs),
                 *notes,
-                *_notes_on_input(pairs, unread(*folders), unused, nodata),
+                *_notes_on_input(pairs, unread(*folders, nested), unused, nodata),
             ]
         )
     )

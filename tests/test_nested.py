@@ -72,6 +72,8 @@ def test_what_would_be_left_out_is_refused(tmp_path, names, lost, words, capsys)
     files(tmp_path, names)
     if lost:
         (tmp_path / lost).unlink()
+        if not any((folder := (tmp_path / lost).parent).iterdir()):
+            folder.rmdir()
     assert prepared(tmp_path) == 2
     assert re.search(words, capsys.readouterr().err)
     assert not (tmp_path / "s.h5").exists()

@@ -11,8 +11,9 @@ from test_masks import run
 from distseg.data.formats.readers import open_image
 from distseg.data.store.store import Store
 from distseg.data.vector import burned
-from distseg.data.vector.burned import BurnedReader, ImageGrid
+from distseg.data.vector.burned import BurnedReader
 from distseg.data.vector.layer import ValueRule
+from distseg.data.vector.placed import ImageGrid
 from distseg.tiling.tile import Box
 
 pyogrio, shapely = pytest.importorskip("pyogrio"), pytest.importorskip("shapely")

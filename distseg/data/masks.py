@@ -12,8 +12,9 @@ import numpy as np
 from distseg.data.formats.base import Reader
 from distseg.data.formats.readers import open_coloured, open_mask
 from distseg.data.store.image_writer import position
-from distseg.data.vector.burned import BurnedReader, ImageGrid
+from distseg.data.vector.burned import BurnedReader
 from distseg.data.vector.layer import ValueRule, is_vector
+from distseg.data.vector.placed import ImageGrid
 from distseg.tiling.tile import Box
 
 Instances = Literal["foreground", "border"]

@@ -17,8 +17,8 @@ from distseg.data.formats.readers import open_image, stem_of
 from distseg.data.masks import PLAIN, MaskForm
 from distseg.data.nested import Found, paired_below
 from distseg.data.notes import notes_on
-from distseg.data.vector.burned import ImageGrid, extents
 from distseg.data.vector.layer import read_layer
+from distseg.data.vector.placed import ImageGrid, extents
 from distseg.tiling import rng
 
 # Number of spatial dims to read, by the meaning of a file's pages or of an array's first axis.

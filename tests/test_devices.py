@@ -149,7 +149,9 @@ def test_training_validation_and_prediction(comm, shared_path, norm):
         run("three", on(3, recompute="except_last"), epochs=1),
         run("three", on(2), epochs=2, resume=True),
     )
-    assert train(plain, comm) == train(three, comm)
+    one, other = train(plain, comm), train(three, comm)
+    assert one.pop("loss") == pytest.approx(other.pop("loss"), rel=1e-12)  # sums of rounded parts
+    assert one == other
     cut, whole = (
         {name: w.double() for name, w in weights(shared_path / name).items()}
         for name in ("three", "plain")

@@ -23,16 +23,17 @@ from distseg.runtime.message_order import (
     in_batches,
 )
 from distseg.training.engine import Engine
+from distseg.training.programs import StepPrograms
 from distseg.training.step_messages import messages_of_all_ranks, prove_order
 from distseg.training.verify import own_pieces, prepare
 
 SMALL = dict(num_convs=1, base_channels=2, dropout=0.0)
 
 
-def planned(image: str, **settings):
-    """The arguments of ``prove_order`` for a job."""
+def planned(image: str, **settings) -> StepPrograms:
+    """The operations of all ranks of a job."""
     found = prepare(config(**SMALL, **settings), Size(image))
-    return found.config, as_network(found.model), found.size
+    return StepPrograms(found.config, as_network(found.model), found.size)
 
 
 # The rules, on steps written by hand
@@ -183,21 +184,21 @@ def drawn(seed: int) -> dict:
 def test_drawn_programs_have_no_deadlock(seed):
     settings = drawn(seed)
     job = planned("160x96", **settings)
-    programs = prove_order(*job)
+    programs = prove_order(job)
     shape = MeshShape(settings["samples"], Size(settings["tiles"]), settings["stages"])
     assert len(programs) == shape.size
     if "streamed" in settings and settings["stages"] > 1:
         with pytest.raises(ValueError, match=f"mesh.stages {settings['stages']}.* over NCCL"):
-            prove_order(*job, STREAM)
+            prove_order(job, STREAM)
     else:
-        prove_order(*job, STREAM)
+        prove_order(job, STREAM)
 
 
 PIPELINE = dict(tiles="1x2", stages=2, accumulate=4, schedule="1f1b", exchange_every="1")
 
 
 def test_two_messages_the_wrong_way_round_are_found_and_named():
-    programs = messages_of_all_ranks(*planned("64x64", **PIPELINE))
+    programs = messages_of_all_ranks(planned("64x64", **PIPELINE))
     check_order(programs)
     sends = [
         n
@@ -216,7 +217,7 @@ def test_two_messages_the_wrong_way_round_are_found_and_named():
 
 def test_a_wait_before_its_send_is_found_and_names_the_ranks():
     """Rank 0 waits for the gradient of micro-batch 0 before it sends what this gradient is computed from."""
-    programs = messages_of_all_ranks(*planned("64x64", **PIPELINE))
+    programs = messages_of_all_ranks(planned("64x64", **PIPELINE))
     steps = programs[0]
     gradient = next(
         step for step in steps if isinstance(step, Wait) and "gradient of x" in str(step)
@@ -235,7 +236,7 @@ def test_a_wait_before_its_send_is_found_and_names_the_ranks():
 
 
 def test_the_order_of_mpi_would_block_nccl():
-    programs = messages_of_all_ranks(*planned("64x64", **PIPELINE))
+    programs = messages_of_all_ranks(planned("64x64", **PIPELINE))
     with pytest.raises(ValueError, match="over NCCL these ranks wait for each other"):
         check_order(programs, STREAM)
 
@@ -312,7 +313,7 @@ def expected(steps, rank: int) -> list[tuple]:
 
 def check_run(comm, image: str, settings: dict) -> None:
     noted = [note[:4] for note in recorded(comm, image, settings)]
-    steps = messages_of_all_ranks(*planned(image, **settings))[comm.rank]
+    steps = messages_of_all_ranks(planned(image, **settings))[comm.rank]
     assert noted and noted == expected(steps, comm.rank)
 
 
@@ -364,7 +365,7 @@ def test_a_streamed_job_starts_the_messages_of_its_program(comm, settings):
     """Strips of rows depend on the time, so of these only the maps are counted."""
     settings = STREAMED | settings
     noted = recorded(comm, "64x64", settings)
-    steps = messages_of_all_ranks(*planned("64x64", **settings))[comm.rank]
+    steps = messages_of_all_ranks(planned("64x64", **settings))[comm.rank]
     wanted = expected(steps, comm.rank)
 
     def others(notes):

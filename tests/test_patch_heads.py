@@ -467,7 +467,7 @@ def test_the_command_line_trains_evaluates_and_predicts(tmp_path, refused, monke
 @pytest.mark.parametrize(
     "head, more, why",
     [
-        ("conv5", [], "package.module:function (DS123)"),
+        ("conv5", [], "package.module:function. Did you mean conv4? (DS123)"),
         (
             "attention",
             ["--patchgd.head_channels", "10"],

@@ -170,7 +170,7 @@ def first_config(
     batch = _batch(data.samples(crop), _MOST_IMAGES[key])
     ranks = _power_of_two(min(computer.useful_ranks, batch))
     room = _MEMORY_SHARE * computer.memory_of(ranks)
-    steps = _Steps(_config(model), data, computer, ranks)
+    steps = _Steps(model, data, computer, ranks)
     streaming: list[Choice] = []
     tried = _smaller(batch // ranks, crop, data, steps.stride)
     for images, crop in tried:
@@ -430,7 +430,7 @@ class _Steps:
     """Predictions for steps of one network, with different numbers and sizes of images.
 
     Args:
-        config: the settings of the network.
+        choices: the settings of the network.
         data: the training data.
         computer: the machine.
         ranks: number of ranks, which share only samples.
@@ -439,7 +439,10 @@ class _Steps:
         ValueError: the network is unknown, or does not fit the bands and classes of the data.
     """
 
-    def __init__(self, config: Config, data: TrainingData, computer: Computer, ranks: int):
+    def __init__(
+        self, choices: Sequence[Choice], data: TrainingData, computer: Computer, ranks: int
+    ):
+        config = _config(choices)
         mesh = replace(config.mesh, samples=ranks, tiles=Size((1,) * data.dims))
         config = replace(config, mesh=mesh)
         self.config = config.with_dims(data.dims, str(data.largest))

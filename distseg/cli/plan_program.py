@@ -51,7 +51,7 @@ class PipelineProgram:
         Raises:
             ValueError: ranks could wait for each other for ever. The message names them.
         """
-        messages = prove_order(self.config, self.model, self.image)
+        messages = prove_order(StepPrograms(self.config, self.model, self.image))
         if len(messages) == 1:
             return ""
         ranks = f"all {len(messages)} ranks"

@@ -55,9 +55,9 @@ def run_report(
         predictions: the folder of predicted files, whose class maps are drawn.
         count: number of the worst images, and of the best images, that are drawn; 0 for none.
     """
-    folder = Path(folder_of(run))
-    path = Path(output) if output else folder / "report.html"
-    text = run_page(page_of(folder, run, config, Path(predictions), count))
+    source = _Reported(run, config, Path(predictions), count)
+    path = Path(output) if output else source.folder / "report.html"
+    text = run_page(source.page())
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(path) as growing:
         growing.write_text(text, encoding="utf-8")
@@ -65,35 +65,106 @@ def run_report(
     return 0
 
 
-def page_of(
-    folder: Path, run: str, config: Config | PatchConfig, predictions: Path, count: int
-) -> RunPage:
-    """Return what the page of a run shows.
+class _Reported:
+    """Run of which a page shows what its folder has.
 
     Args:
-        folder: the folder of the run.
-        run: the folder of the run or of a checkpoint.
+        run: the folder of a run or of a checkpoint.
         config: the settings of the run, with the user's flags.
         predictions: the folder of predicted files.
         count: number of the worst, and of the best images, that are drawn.
     """
-    best = read_run_manifest(find(run))
-    last = read_run_manifest(find(folder, "last")) if (folder / FOLDER).is_dir() else best
-    log = read_log(folder) if (folder / FILE).exists() else []
-    evaluations = _evaluations(folder, best, config, predictions, count)
-    notes = [] if log else [f"The run has no {FILE}, so there are no curves."]
-    if not evaluations:
-        notes.append(f"Not evaluated yet: run distseg evaluate {folder}, then this command again.")
-    return RunPage(
-        folder.resolve().name,
-        _summary(best, last),
-        _figures(best, last, log),
-        _charts(log),
-        evaluations,
-        _facts(best, last, log),
-        _settings(best["config"], type(config)().as_plain()),
-        notes,
-    )
+
+    def __init__(
+        self, run: str, config: Config | PatchConfig, predictions: Path, count: int
+    ) -> None:
+        self.folder, self.config = Path(folder_of(run)), config
+        self.predictions, self.count = predictions, count
+        self.best = read_run_manifest(find(run))
+
+    def page(self) -> RunPage:
+        """Return what the page shows."""
+        folder, best = self.folder, self.best
+        last = read_run_manifest(find(folder, "last")) if (folder / FOLDER).is_dir() else best
+        log = read_log(folder) if (folder / FILE).exists() else []
+        evaluations = self._evaluations()
+        notes = [] if log else [f"The run has no {FILE}, so there are no curves."]
+        if not evaluations:
+            notes.append(
+                f"Not evaluated yet: run distseg evaluate {folder}, then this command again."
+            )
+        return RunPage(
+            folder.resolve().name,
+            _summary(best, last),
+            _figures(best, last, log),
+            _charts(log),
+            evaluations,
+            _facts(best, last, log),
+            _settings(best["config"], type(self.config)().as_plain()),
+            notes,
+        )
+
+    def _evaluations(self) -> list[Evaluated]:
+        """Return what ``distseg evaluate`` wrote into the run's folder, with pictures."""
+        records = [_record_in(path) for path in sorted((self.folder / EVALUATIONS).glob("*.json"))]
+        return [self._evaluated(each) for each in records]
+
+    def _evaluated(self, record: Mapping) -> Evaluated:
+        """Return the part of the page about one evaluation.
+
+        Args:
+            record: the content of the file of the evaluation.
+        """
+        classes, rows = self.best["data"]["classes"], record["images"]
+        of_maps = bool(rows) and "mean_iou" in rows[0]
+        notes = (
+            []
+            if _is_current(record, self.folder)
+            else [
+                f"The checkpoint {record['checkpoint']} was written anew or removed after this "
+                "evaluation: evaluate again for scores of the run as it is."
+            ]
+        )
+        pictures: list[Pictures | str] = []
+        colours = class_colors(classes, self.best["data"].get("colours"))
+        if of_maps and self.count and not notes:
+            pictures = self._pictures(record, colours)
+        matrix = record.get("confusion") or []
+        if len(matrix) > _CLASSES:
+            notes.append(f"The confusion matrix of {len(matrix)} classes is in the JSON file only.")
+            matrix = []
+        return Evaluated(
+            record["split"],
+            f"{len(rows):,} images of {record['store']}, by the checkpoint {record['checkpoint']}.",
+            _score_table(record, classes, of_maps),
+            classes,
+            "pixels" if of_maps else "images",
+            matrix,
+            [flat(row) for row in rows[:_ROWS]],
+            max(0, len(rows) - _ROWS),
+            [one for one in pictures if isinstance(one, Pictures)],
+            [(name, "#" + bytes(colour).hex()) for name, colour in zip(classes, colours)]
+            + [("no label", "#9a9a9a"), ("error", "#d81b60")],
+            notes + [one for one in pictures if isinstance(one, str)],
+        )
+
+    def _pictures(self, record: Mapping, colours: np.ndarray) -> list[Pictures | str]:
+        """Return the pictures of the worst and best images, and a note for each that is missing."""
+        there = record["store"] if Path(record["store"]).exists() else self.config.data.store
+        try:
+            store = store_for(replace(self.config.data, store=there), self.best)
+            for row in record["images"]:
+                store.size(row["image"])
+        except (ValueError, OSError, KeyError) as e:
+            return [f"There are no pictures, because the images cannot be read: {e}"]
+        checkpoint = str(self.folder / FOLDER / Path(record["checkpoint"]).name)
+        predictor = _once(lambda: self._predictor(checkpoint))
+        gallery = Gallery(store, colours, self.predictions, predictor)
+        return list(gallery.pictures(record["images"], self.count))
+
+    def _predictor(self, checkpoint: str) -> Predictor:
+        device, _ = set_up(Alone(), self.config.run.device, self.config.run.threads)
+        return load_predictor(checkpoint, self.config, Alone(), device)[0]
 
 
 def _summary(best: Mapping, last: Mapping) -> str:
@@ -241,14 +312,6 @@ def _settings(config: Mapping, default: Mapping) -> dict[str, list[tuple[str, st
     }
 
 
-def _evaluations(
-    folder: Path, best: Mapping, config: Config | PatchConfig, predictions: Path, count: int
-) -> list[Evaluated]:
-    """Return what ``distseg evaluate`` wrote into the run's folder, with pictures."""
-    records = [_record_in(path) for path in sorted((folder / EVALUATIONS).glob("*.json"))]
-    return [_evaluated(each, folder, best, config, predictions, count) for each in records]
-
-
 def _record_in(path: Path) -> dict:
     """Return the content of a file of ``distseg evaluate``.
 
@@ -265,54 +328,6 @@ def _record_in(path: Path) -> dict:
             "again"
         )
     return record
-
-
-def _evaluated(
-    record: Mapping,
-    folder: Path,
-    best: Mapping,
-    config: Config | PatchConfig,
-    predictions: Path,
-    count: int,
-) -> Evaluated:
-    """Return the part of the page about one evaluation.
-
-    Args:
-        record: the content of the file of the evaluation.
-        folder, best, config, predictions, count: see :func:`page_of`.
-    """
-    classes, rows = best["data"]["classes"], record["images"]
-    of_maps = bool(rows) and "mean_iou" in rows[0]
-    notes = (
-        []
-        if _is_current(record, folder)
-        else [
-            f"The checkpoint {record['checkpoint']} was written anew or removed after this "
-            "evaluation: evaluate again for scores of the run as it is."
-        ]
-    )
-    pictures: list[Pictures | str] = []
-    colours = class_colors(classes, best["data"].get("colours"))
-    if of_maps and count and not notes:
-        pictures = _pictures(record, folder, best, config, colours, predictions, count)
-    matrix = record.get("confusion") or []
-    if len(matrix) > _CLASSES:
-        notes.append(f"The confusion matrix of {len(matrix)} classes is in the JSON file only.")
-        matrix = []
-    return Evaluated(
-        record["split"],
-        f"{len(rows):,} images of {record['store']}, by the checkpoint {record['checkpoint']}.",
-        _score_table(record, classes, of_maps),
-        classes,
-        "pixels" if of_maps else "images",
-        matrix,
-        [flat(row) for row in rows[:_ROWS]],
-        max(0, len(rows) - _ROWS),
-        [one for one in pictures if isinstance(one, Pictures)],
-        [(name, "#" + bytes(colour).hex()) for name, colour in zip(classes, colours)]
-        + [("no label", "#9a9a9a"), ("error", "#d81b60")],
-        notes + [one for one in pictures if isinstance(one, str)],
-    )
 
 
 def _score_table(record: Mapping, classes: list[str], of_maps: bool) -> list[dict]:
@@ -337,33 +352,6 @@ def _is_current(record: Mapping, folder: Path) -> bool:
         return read_manifest(checkpoint).get("digest") == record.get("digest")
     except (ValueError, OSError):
         return False
-
-
-def _pictures(
-    record: Mapping,
-    folder: Path,
-    best: Mapping,
-    config: Config | PatchConfig,
-    colours: np.ndarray,
-    predictions: Path,
-    count: int,
-) -> list[Pictures | str]:
-    """Return the pictures of the worst and best images, and a note for each that is missing."""
-    there = record["store"] if Path(record["store"]).exists() else config.data.store
-    try:
-        store = store_for(replace(config.data, store=there), best)
-        for row in record["images"]:
-            store.size(row["image"])
-    except (ValueError, OSError, KeyError) as e:
-        return [f"There are no pictures, because the images cannot be read: {e}"]
-    checkpoint = str(folder / FOLDER / Path(record["checkpoint"]).name)
-    gallery = Gallery(store, colours, predictions, _once(lambda: _predictor(checkpoint, config)))
-    return list(gallery.pictures(record["images"], count))
-
-
-def _predictor(checkpoint: str, config: Config | PatchConfig) -> Predictor:
-    device, _ = set_up(Alone(), config.run.device, config.run.threads)
-    return load_predictor(checkpoint, config, Alone(), device)[0]
 
 
 def _once(make: Callable[[], Predictor]) -> Callable[[], Predictor]:

@@ -6,12 +6,9 @@ the passes and ends with the sums of gradients. No message is sent.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-
-from torch import nn
+from collections.abc import Iterator
 
 from distseg.comm.mesh import Members, MeshShape
-from distseg.config.settings import Config
 from distseg.layers.norm import kind_of, tracks
 from distseg.models.network import flat_layers
 from distseg.runtime.actions import Action, Backward, Forward
@@ -26,50 +23,40 @@ from distseg.training.programs import StepPrograms
 STEPS = 2  # In the first step, stages also send the shapes of their results.
 
 
-def prove_order(
-    config: Config, model: nn.Module, image: Sequence[int], rules: Rules = MESSAGES
-) -> list[list[Step]]:
+def prove_order(programs: StepPrograms, rules: Rules = MESSAGES) -> list[list[Step]]:
     """Return the messages of all ranks in the first steps, once they are proved free of deadlocks.
 
     Args:
-        config: the settings of the training.
-        model: the plain model, which may be on the meta device.
-        image: the size in pixels of all images of the step.
+        programs: the operations of all ranks.
         rules: what the transport does with messages.
 
     Raises:
         ValueError: the ranks could wait for each other for ever, or the transport cannot carry the
             messages. The message names the ranks and the messages.
     """
+    config = programs.config
     if not rules.background and config.streaming.active and config.mesh.stages > 1:
         raise ValueError(
             f"streaming is on with mesh.stages {config.mesh.stages}, whose stages send strips of "
             f"rows as they become final, but over {rules.transports} both ranks must know the "
             "length of each message: set run.transport to mpi or torch, or mesh.stages to 1"
         )
-    programs = messages_of_all_ranks(config, model, image)
+    messages = messages_of_all_ranks(programs)
     if not rules.background:
-        programs = [in_batches(steps, rank) for rank, steps in enumerate(programs)]
-    check_order(programs, rules)
-    return programs
+        messages = [in_batches(steps, rank) for rank, steps in enumerate(messages)]
+    check_order(messages, rules)
+    return messages
 
 
-def messages_of_all_ranks(
-    config: Config, model: nn.Module, image: Sequence[int]
-) -> list[list[Step]]:
+def messages_of_all_ranks(programs: StepPrograms) -> list[list[Step]]:
     """Return the messages of each rank of a job in its first steps.
 
     Args:
-        config: the settings of the training.
-        model: the plain model, which may be on the meta device.
-        image: the size in pixels of all images of the step.
-
-    Raises:
-        ValueError: the model cannot be trained with these settings.
+        programs: the operations of all ranks.
     """
-    step = StepPrograms(config, model, image)
-    shape = MeshShape(config.mesh.samples, config.mesh.tiles, config.mesh.stages)
-    return [list(_RankMessages(step, shape, rank).steps()) for rank in range(shape.size)]
+    mesh = programs.config.mesh
+    shape = MeshShape(mesh.samples, mesh.tiles, mesh.stages)
+    return [list(_RankMessages(programs, shape, rank).steps()) for rank in range(shape.size)]
 
 
 class _RankMessages:

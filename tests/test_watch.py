@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -308,11 +309,17 @@ def own_loop(tmp_path, mpirun):
     return run
 
 
+def ways_to_leave():
+    """By default one way is tried: Open MPI's mpirun itself hangs about once in forty times after a rank has left and the other was killed."""
+    for by, place, how in product(
+        ("torchrun", "mpirun"), ("step 0", "step 1", "prediction"), ("leaves", "fails")
+    ):
+        usual = (by, place, how) == ("torchrun", "step 0", "leaves")
+        yield pytest.param(by, place, how, marks=() if usual else pytest.mark.slow)
+
+
 @pytest.mark.timeout(120)
-@pytest.mark.covering(cases=1)
-@pytest.mark.parametrize("by", ["mpirun", "torchrun"])
-@pytest.mark.parametrize("place", ["step 0", "step 1", "prediction"])
-@pytest.mark.parametrize("how", ["leaves", "fails"])
+@pytest.mark.parametrize("by, place, how", ways_to_leave())
 def test_a_rank_that_leaves_between_two_calls_ends_the_job(own_loop, by, place, how):
     start = time.monotonic()
     done = own_loop(by, place, how)

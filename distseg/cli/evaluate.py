@@ -147,10 +147,9 @@ def _lines(found: dict, store: Store, split: str, path: Path | None) -> list[str
         split: the split of the store.
         path: the JSON file; None if no file is written.
     """
-    lines = _lines_of_images(found["network"], store, split) if store.of_images else []
-    if not store.of_images:
-        methods = {name: found[name] for name in ("network", "colour") if name in found}
-        lines.append(table(score_rows(methods, store.classes)))
+    lines = [table(score_table(found, store.classes, not store.of_images))]
+    if store.of_images:
+        lines += _besides(found["network"], store, split)
     if "confusion" in found and len(store.classes) <= _CLASSES:
         what = "images" if store.of_images else "pixels"
         lines += ["", f"confusion matrix in {what}: true classes down, predicted classes across"]
@@ -167,17 +166,33 @@ def confusion_rows(matrix: Sequence[Sequence[int]], classes: Sequence[str]) -> l
     return [{"true class": name, **dict(zip(classes, row))} for name, row in zip(classes, matrix)]
 
 
-def _lines_of_images(network: Mapping, store: Store, split: str) -> list[str]:
-    """Return the lines with the scores of a network that has one output per image."""
+def score_table(found: Mapping, classes: list[str], of_maps: bool) -> list[dict]:
+    """Return the rows of the table of scores.
+
+    Args:
+        found: the result of an evaluation.
+        classes: names of the classes.
+        of_maps: True for a network of labels of pixels, False for one output per image.
+    """
+    if of_maps:
+        methods = {name: found[name] for name in ("network", "colour") if name in found}
+        return score_rows(methods, classes)
+    network = found["network"]
     if "classes" not in network:
-        return [table([{"number": store.classes[0], **network}])]
+        return [{"number": classes[0], **network}]
     rows = [{"class": name, **row} for name, row in network["classes"].items()]
-    whole = {key: network[key] for key in ("accuracy", "auc")}
-    rows.append({"class": "all", **whole, "images": len(store.split(split))})
+    total = sum(row["images"] for row in rows)
+    whole = {"accuracy": network["accuracy"], "precision": None, "auc": network["auc"]}
+    return [*rows, {"class": "all", **whole, "images": total}]
+
+
+def _besides(network: Mapping, store: Store, split: str) -> list[str]:
+    """Return the lines below the table of scores of a network that has one output per image."""
+    if "classes" not in network:
+        return []
     lines = [
-        table(rows),
         f"accuracy {network['accuracy']:.4f}; for comparison, always predicting the most "
-        f"frequent class of the training images: {most_frequent(store, split):.4f}",
+        f"frequent class of the training images: {most_frequent(store, split):.4f}"
     ]
     if network["kappa"] is not None:
         lines.append(f"quadratic weighted kappa {network['kappa']:.4f}, for ordered classes")

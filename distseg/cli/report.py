@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 
-from distseg.cli.evaluate import EVALUATIONS, folder_of
+from distseg.cli.evaluate import EVALUATIONS, folder_of, score_table
 from distseg.cli.pictures import Gallery
 from distseg.cli.predict import load_predictor, store_for
 from distseg.comm.alone import Alone
@@ -18,7 +19,6 @@ from distseg.comm.launch import set_up
 from distseg.config.patchgd import PatchConfig
 from distseg.config.settings import Config
 from distseg.config.units import duration, si
-from distseg.inference.evaluate import score_rows
 from distseg.inference.image_scores import flat
 from distseg.inference.predictor import Predictor
 from distseg.report.chart import Line, condensed, line_chart
@@ -136,7 +136,7 @@ class _Reported:
         return Evaluated(
             record["split"],
             f"{len(rows):,} images of {record['store']}, by the checkpoint {record['checkpoint']}.",
-            _score_table(record, classes, of_maps),
+            score_table(record, classes, of_maps),
             classes,
             "pixels" if of_maps else "images",
             matrix,
@@ -158,7 +158,7 @@ class _Reported:
         except (ValueError, OSError, KeyError) as e:
             return [f"There are no pictures, because the images cannot be read: {e}"]
         checkpoint = str(self.folder / FOLDER / Path(record["checkpoint"]).name)
-        predictor = _once(lambda: self._predictor(checkpoint))
+        predictor = cache(lambda: self._predictor(checkpoint))
         gallery = Gallery(store, colours, self.predictions, predictor)
         return list(gallery.pictures(record["images"], self.count))
 
@@ -330,21 +330,6 @@ def _record_in(path: Path) -> dict:
     return record
 
 
-def _score_table(record: Mapping, classes: list[str], of_maps: bool) -> list[dict]:
-    """Return the rows of the table of scores."""
-    if of_maps:
-        methods = {name: record[name] for name in ("network", "colour") if name in record}
-        return score_rows(methods, classes)
-    network = record["network"]
-    if "classes" not in network:
-        return [{"number": classes[0], **network}]
-    rows = [{"class": name, **row} for name, row in network["classes"].items()]
-    whole = {key: network.get(key) for key in ("accuracy", "auc")}
-    total = sum(row["images"] for row in rows)
-    last = {"class": "all", "accuracy": whole["accuracy"], "precision": None, "auc": whole["auc"]}
-    return [*rows, {**last, "images": total}]
-
-
 def _is_current(record: Mapping, folder: Path) -> bool:
     """Return True if the evaluated checkpoint is still in the run's folder, unchanged."""
     checkpoint = folder / FOLDER / Path(record["checkpoint"]).name
@@ -352,15 +337,3 @@ def _is_current(record: Mapping, folder: Path) -> bool:
         return read_manifest(checkpoint).get("digest") == record.get("digest")
     except (ValueError, OSError):
         return False
-
-
-def _once(make: Callable[[], Predictor]) -> Callable[[], Predictor]:
-    """Return a function that calls ``make`` once and then returns the same object again."""
-    made: list[Predictor] = []
-
-    def get() -> Predictor:
-        if not made:
-            made.append(make())
-        return made[0]
-
-    return get

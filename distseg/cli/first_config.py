@@ -18,7 +18,7 @@ from distseg.cli.plan_layouts import PlannedTraining
 from distseg.config.settings import Config
 from distseg.config.sizes import Size
 from distseg.config.units import duration, si
-from distseg.data.sampler import crop_size
+from distseg.data.sampler import crop_size, number_of_crops
 from distseg.layers.graph import reach_for
 from distseg.models.capture.capture import as_network
 from distseg.models.network import check_size, is_flat
@@ -82,10 +82,7 @@ class TrainingData:
 
     def samples(self, crop: Size | None) -> int:
         """Return the number of samples of an epoch, as the sampler counts them."""
-        if crop is None:
-            return len(self.sizes)
-        parts = (math.prod(size) / math.prod(crop_size(size, crop)) for size in self.sizes)
-        return math.ceil(sum(parts))
+        return len(self.sizes) if crop is None else number_of_crops(self.sizes, crop)
 
 
 @dataclass(frozen=True)

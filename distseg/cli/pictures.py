@@ -233,7 +233,7 @@ class _Shrunk:
         self._dtype = pixels.dtype
         self._known.append(block_sums(there, self.block))
         bands = [np.where(there, band, 0).astype(np.float64) for band in pixels]
-        self._sums.append(np.stack([_sums(band, self.block) for band in bands]))
+        self._sums.append(np.stack([block_sums(band, self.block, np.float64) for band in bands]))
         number = len(self.classes)
         for labels, parts in ((truth, self.truth), (found, self.found)):
             with_ignored = np.where(labels == self.ignore, number, labels)
@@ -248,10 +248,3 @@ class _Shrunk:
         if self._dtype == np.uint8:
             means = means.round().astype(np.uint8)
         return means, None, None if known.all() else known > 0
-
-
-def _sums(band: np.ndarray, block: int) -> np.ndarray:
-    """Return the sums of a band (H, W) float64 over blocks."""
-    for dim in (0, 1):
-        band = np.add.reduceat(band, np.arange(0, band.shape[dim], block), axis=dim)
-    return band

@@ -8,7 +8,8 @@ run continues with the sample at which it stopped, on any mesh.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -220,25 +221,36 @@ class Epoch(Sequence):
 def _crops(store: Store, names: list[str], crop: Size) -> tuple[np.ndarray, int]:
     """Return the cumulative probabilities of the images, and the number of crops in an epoch.
 
-    The probability of an image is the probability that a crop is drawn from it. The number of crops
-    is (pixels of an image) / (pixels of its crop), summed over images and rounded up. An image
-    smaller than the crop counts as one crop.
+    The probability of an image is the probability that a crop is drawn from it. An image smaller
+    than the crop counts as one crop.
 
     Args:
         store: the store.
         names: the names of the images.
         crop: the crop size.
     """
-    pixels: dict[int, int] = {}  # total pixels of all images whose crops have this number of pixels
-    weights = []
-    for name in names:
-        size = store.size(name)
-        taken, volume = Size(crop_size(size, crop)).volume, Size(size).volume
-        pixels[taken] = pixels.get(taken, 0) + volume
-        weights.append(float(volume) * (crop.volume / taken))
+    sizes = [store.size(name) for name in names]
+    weights = [
+        float(Size(size).volume) * (crop.volume / Size(crop_size(size, crop)).volume)
+        for size in sizes
+    ]
     shares = np.cumsum(weights)
-    count = sum(Fraction(total, taken) for taken, total in pixels.items())
-    return shares / shares[-1], math.ceil(count)  # the last share is 1, above any random number
+    return shares / shares[-1], number_of_crops(sizes, crop)  # No random number reaches 1.
+
+
+def number_of_crops(sizes: Iterable[Sequence[int]], crop: Size) -> int:
+    """Return the number of crops in an epoch.
+
+    It is (pixels of an image) / (pixels of its crop), summed over images and rounded up.
+
+    Args:
+        sizes: the sizes of all images.
+        crop: the crop size.
+    """
+    pixels: Counter[int] = Counter()  # pixels of all images whose crops have this number of pixels
+    for size in sizes:
+        pixels[Size(crop_size(size, crop)).volume] += Size(size).volume
+    return math.ceil(sum(Fraction(total, taken) for taken, total in pixels.items()))
 
 
 def _origin(image, size, place, target) -> tuple[int, ...]:

@@ -24,12 +24,17 @@ def block_size(shape: Sequence[int]) -> int:
     return -(-max(shape[:2]) // PANEL)
 
 
-def block_sums(values: np.ndarray, block: int) -> np.ndarray:
-    """Return the sums of ``values`` (H, W, ...) over blocks; the last blocks may be smaller."""
+def block_sums(values: np.ndarray, block: int, dtype: type[np.number] = np.int64) -> np.ndarray:
+    """Return the sums of ``values`` (H, W, ...) over blocks; the last blocks may be smaller.
+
+    Args:
+        values: the values.
+        block: the side of a block.
+        dtype: the number type of the sums.
+    """
     for dim in (0, 1):
-        values = np.add.reduceat(
-            values, np.arange(0, values.shape[dim], block), axis=dim, dtype=np.int64
-        )
+        starts = np.arange(0, values.shape[dim], block)
+        values = np.add.reduceat(values, starts, axis=dim, dtype=dtype)
     return values
 
 

@@ -21,7 +21,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from heapq import heapify, heappop, heappush
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -227,19 +226,15 @@ class _Stages:
 
     Attributes:
         layout: the layout.
-        tile: the work of the slowest tile.
-        costs: the costs of the layers on this tile, messages included.
+        costs: the costs of the layers on the slowest tile, messages included.
         policy: schedule, recomputation and optimizer.
-        ranges: first layer and end of each stage.
         partition: the stages.
         memory: bytes that the rank with the highest peak takes.
     """
 
     layout: MeshLayout
-    tile: TileWork
     costs: Costs
     policy: Policy
-    ranges: list[tuple[int, int]]
     partition: Partition
     memory: float
 
@@ -253,8 +248,9 @@ class _Stages:
         """
         m, stages, least, before = self.layout.micro_batches, self.layout.stages, 0.0, 0.0
         goes_back = self.layout.schedule != "zb-h1"
-        for stage, (a, b) in enumerate(self.ranges):
-            forward, backward = sum(self.costs.forward[a:b]), sum(self.costs.backward[a:b])
+        for stage, layers in enumerate(self.partition.ranges):
+            forward = sum(self.costs.forward[layers.start : layers.stop])
+            backward = sum(self.costs.backward[layers.start : layers.stop])
             passes = self.policy.forward_passes(stage, stages)
             least = max(least, before + m * (passes * forward + backward))
             before += forward + goes_back * backward
@@ -591,15 +587,14 @@ class Planner:
                 held,
                 max(0.0, self.limit - self.machine.base),
             )
-        ends = list(accumulate(balance))
-        ranges = list(zip([0, *ends], ends))
-        memory = self.machine.base + max(held[s, a, b] for s, (a, b) in enumerate(ranges))
         partition = Partition.from_balance(calls_of(work.model), balance)
-        return _Stages(layout, tile, costs, policy, ranges, partition, float(memory))
+        most = max(held[s, part.start, part.stop] for s, part in enumerate(partition.ranges))
+        return _Stages(layout, costs, policy, partition, float(self.machine.base + most))
 
     def _predicted(self, found: _Stages) -> Prediction:
         """Return the prediction for a layout whose stages are known."""
-        work, machine, layout, tile = self.work, self.machine, found.layout, found.tile
+        work, machine, layout = self.work, self.machine, found.layout
+        tile = self.tile_work(layout.tiles, layout.exchange)
         neighbours = layout.tiles.volume * layout.stages
         span, busiest = self._pipeline(found)
         m, ideal = layout.micro_batches, (1 / layout.tiles.volume,) * len(tile.shares)
@@ -613,8 +608,8 @@ class Planner:
         )
         norms = 2 * m / layout.stages * self._norm_seconds(layout) * len(work.norms)
         weights = max(
-            WEIGHT_BYTES * sum(layer.parameters for layer in found.costs.layers[a:b])
-            for a, b in found.ranges
+            WEIGHT_BYTES * sum(found.costs.layers[n].parameters for n in part)
+            for part in found.partition.ranges
         )
         parts = {
             "computing": min(once, computed),
@@ -629,7 +624,7 @@ class Planner:
         parts["sum of gradients"] = machine.sum(layout.samples * layout.tiles.volume, weights)
         parts["update"] = weights * (3 + 2 * work.copies) / machine.traffic
         plain = {name: float(seconds) for name, seconds in parts.items()}
-        return Prediction(layout, plain, found.memory, tuple(b - a for a, b in found.ranges))
+        return Prediction(layout, plain, found.memory, tuple(map(len, found.partition.ranges)))
 
     def _norm_seconds(self, layout: MeshLayout) -> float:
         """Return the seconds that the message of one norm takes in a forward or backward pass.
@@ -660,7 +655,8 @@ class Planner:
             layout.recompute,
             1,
         )
-        neighbours, share = layout.tiles.volume * layout.stages, max(found.tile.shares)
+        neighbours = layout.tiles.volume * layout.stages
+        share = max(self.tile_work(layout.tiles, layout.exchange).shares)
         run = passes_of.simulated(
             1.0, lambda edge: self.machine.message(neighbours, share * self._bytes(edge.map), 1)
         )

@@ -313,9 +313,7 @@ def resident_memory() -> int:
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << (
-            0 if sys.platform == "darwin" else 10
-        )
+        return _largest_resident_memory()
 
 
 def peak_memory(device) -> int:
@@ -330,6 +328,11 @@ def peak_memory(device) -> int:
         import torch
 
         return torch.cuda.max_memory_allocated(device)
+    return _largest_resident_memory()
+
+
+def _largest_resident_memory() -> int:
+    """Return the largest number of resident bytes that this process has had so far."""
     kilobytes = sys.platform != "darwin"
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << (10 if kilobytes else 0)
 

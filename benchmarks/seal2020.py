@@ -83,7 +83,7 @@ def row(question: str, case: str, predicted: str, published: str = "") -> dict:
 
 
 def memory(quick: bool) -> Iterator[dict]:
-    """Which grids of windows, and which networks, fit the 16 GB of a V100."""
+    """Yield a row for each grid of windows and each network: does it fit the memory of a V100?"""
     machine = load_machine("summit-v100")
     for grid in (8,) if quick else (7, 8, 9):
         for halo in (HALO, EXACT_HALO):
@@ -128,7 +128,7 @@ def epoch(machine: Machine, gpus: int, window: float | None = None) -> float:
 
 
 def epochs() -> Iterator[dict]:
-    """The epoch on both machines: nothing fitted, then with one number fitted on the DGX-1."""
+    """Yield rows on the epoch of both machines: nothing fitted, then one number of the DGX-1."""
     found = {}
     for name, gpus in GPUS.items():
         found[name] = epoch(load_machine(name), gpus)
@@ -147,7 +147,7 @@ def epochs() -> Iterator[dict]:
 
 
 def sensitivity(quick: bool) -> Iterator[dict]:
-    """The predicted epoch on 1200 GPUs if a number of the profile is 30 % smaller or larger."""
+    """Yield the epoch on 1200 GPUs if a number of the profile is 30 % smaller or larger."""
     machine = load_machine("summit-v100")
     for name in GUESSES[:1] if quick else GUESSES:
         both = [epoch(machine.changed(name, factor), 1200) for factor in (0.7, 1.3)]
@@ -156,7 +156,7 @@ def sensitivity(quick: bool) -> Iterator[dict]:
 
 
 def layouts(quick: bool) -> Iterator[dict]:
-    """The fastest exact layout of a step of 18 images on 1152 GPUs, beside windows with the exact halo."""
+    """Yield the fastest exact layout of 18 images on 1152 GPUs, beside windows with the exact halo."""
     machine, images, ranks = load_machine("summit-v100"), 18, 1152
     if quick:
         images, ranks = 1, 64

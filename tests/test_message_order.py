@@ -272,7 +272,7 @@ class Recorder:
 
 
 def recorded(comm, image: str, settings: dict, steps: int = 2) -> list[tuple]:
-    """What a rank starts in the first steps of a job."""
+    """Return the messages that a rank starts in the first steps of a job."""
     prepared = prepare(config(**SMALL, **settings), Size(image))
     found, model, images = prepared.config, as_network(prepared.model), prepared.images()
     mesh = Mesh(comm, found.mesh.samples, found.mesh.tiles, found.mesh.stages)
@@ -296,7 +296,7 @@ def recorded(comm, image: str, settings: dict, steps: int = 2) -> list[tuple]:
 
 
 def expected(steps, rank: int) -> list[tuple]:
-    """What a rank's steps start, in the form of :class:`Recorder` without sizes."""
+    """Return the messages that a rank's steps start, in the form of :class:`Recorder` without sizes."""
     found: list[tuple] = []
     for step in steps:
         if isinstance(step, Collective):

@@ -38,7 +38,7 @@ CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 
 
 class Page(HTMLParser):
-    """What a test asks of a page: its tags are closed in order, and its texts and attributes are these."""
+    """Texts and attributes of a page; it fails if tags are not closed in order."""
 
     def __init__(self, text: str):
         super().__init__(convert_charrefs=True)

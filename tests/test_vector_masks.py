@@ -144,7 +144,7 @@ def test_a_long_coast_is_drawn_by_few_corners(tmp_path, monkeypatch):
 
 
 def test_edges_through_the_centres_of_pixels(tmp_path, monkeypatch):
-    """Which pixels such an edge has depends on the direction of its ring, which far corners decide."""
+    """Draw rings whose far corners decide their direction, on which the pixels of such edges depend."""
     monkeypatch.setattr(burned, "_BLOCK", (20, 20))
     grid = grid_of(tmp_path / "a.tif", *UTM)
     rows = [22.5] * 6 + [18.5, 21.5, 21.5]

@@ -310,7 +310,7 @@ def own_loop(tmp_path, mpirun):
 
 
 def ways_to_leave():
-    """By default one way is tried: Open MPI's mpirun itself hangs about once in forty times after a rank has left and the other was killed."""
+    """Yield the ways of a rank to leave a job. Only torchrun is tried by default, because Open MPI's mpirun hangs about once in forty times after the other rank was killed."""
     for by, place, how in product(
         ("torchrun", "mpirun"), ("step 0", "step 1", "prediction"), ("leaves", "fails")
     ):

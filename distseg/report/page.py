@@ -90,7 +90,7 @@ class Evaluated:
 
 @dataclass(frozen=True)
 class RunPage:
-    """What the page of a run shows.
+    """Content of the page of a run.
 
     Attributes:
         name: the name of the run.

@@ -97,7 +97,7 @@ Step = Start | Wait | Collective | Pass
 
 @dataclass(frozen=True)
 class Rules:
-    """What a transport does with messages.
+    """Rules by which a transport carries messages.
 
     Attributes:
         transports: the names of the transports, for errors.

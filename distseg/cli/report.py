@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import lru_cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +17,7 @@ from distseg.cli.predict import load_predictor, store_for
 from distseg.comm.alone import Alone
 from distseg.comm.launch import set_up
 from distseg.config.patchgd import PatchConfig
-from distseg.config.settings import Config
+from distseg.config.settings import Config, DataBase
 from distseg.config.units import duration, si
 from distseg.inference.image_scores import flat
 from distseg.inference.predictor import Predictor
@@ -55,9 +55,15 @@ def run_report(
         predictions: the folder of predicted files, whose class maps are drawn.
         count: number of the worst images, and of the best images, that are drawn; 0 for none.
     """
-    source = _Reported(run, config, Path(predictions), count)
+
+    @lru_cache(1)
+    def predictor(checkpoint: str) -> Predictor:
+        device, _ = set_up(Alone(), config.run.device, config.run.threads)
+        return load_predictor(checkpoint, config, Alone(), device)[0]
+
+    source = _Reported(run, config.data, predictor, Path(predictions), count)
     path = Path(output) if output else source.folder / "report.html"
-    text = run_page(source.page())
+    text = run_page(source.page(type(config)().as_plain()))
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(path) as growing:
         growing.write_text(text, encoding="utf-8")
@@ -70,20 +76,31 @@ class _Reported:
 
     Args:
         run: the folder of a run or of a checkpoint.
-        config: the settings of the run, with the user's flags.
+        data: the settings of the section ``data``, whose store has the images if the store of the
+            evaluation is gone.
+        predictor: a function that loads the network of a checkpoint.
         predictions: the folder of predicted files.
         count: number of the worst, and of the best images, that are drawn.
     """
 
     def __init__(
-        self, run: str, config: Config | PatchConfig, predictions: Path, count: int
+        self,
+        run: str,
+        data: DataBase,
+        predictor: Callable[[str], Predictor],
+        predictions: Path,
+        count: int,
     ) -> None:
-        self.folder, self.config = Path(folder_of(run)), config
+        self.folder, self.data, self.predictor = Path(folder_of(run)), data, predictor
         self.predictions, self.count = predictions, count
         self.best = read_run_manifest(find(run))
 
-    def page(self) -> RunPage:
-        """Return what the page shows."""
+    def page(self, default: Mapping) -> RunPage:
+        """Return what the page shows.
+
+        Args:
+            default: the default settings, beside which the page marks the changed ones.
+        """
         folder, best = self.folder, self.best
         last = read_run_manifest(find(folder, "last")) if (folder / FOLDER).is_dir() else best
         log = read_log(folder) if (folder / FILE).exists() else []
@@ -100,7 +117,7 @@ class _Reported:
             _charts(log),
             evaluations,
             _facts(best, last, log),
-            _settings(best["config"], type(self.config)().as_plain()),
+            _settings(best["config"], default),
             notes,
         )
 
@@ -150,21 +167,16 @@ class _Reported:
 
     def _pictures(self, record: Mapping, colours: np.ndarray) -> list[Pictures | str]:
         """Return the pictures of the worst and best images, and a note for each that is missing."""
-        there = record["store"] if Path(record["store"]).exists() else self.config.data.store
+        there = record["store"] if Path(record["store"]).exists() else self.data.store
         try:
-            store = store_for(replace(self.config.data, store=there), self.best)
+            store = store_for(replace(self.data, store=there), self.best)
             for row in record["images"]:
                 store.size(row["image"])
         except (ValueError, OSError, KeyError) as e:
             return [f"There are no pictures, because the images cannot be read: {e}"]
         checkpoint = str(self.folder / FOLDER / Path(record["checkpoint"]).name)
-        predictor = cache(lambda: self._predictor(checkpoint))
-        gallery = Gallery(store, colours, self.predictions, predictor)
+        gallery = Gallery(store, colours, self.predictions, partial(self.predictor, checkpoint))
         return list(gallery.pictures(record["images"], self.count))
-
-    def _predictor(self, checkpoint: str) -> Predictor:
-        device, _ = set_up(Alone(), self.config.run.device, self.config.run.threads)
-        return load_predictor(checkpoint, self.config, Alone(), device)[0]
 
 
 def _summary(best: Mapping, last: Mapping) -> str:

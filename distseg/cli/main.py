@@ -630,10 +630,12 @@ def _submit(arguments: list[str]) -> int:
     def parse(words):
         return _parse(_submit_parser(kind), words)
 
+    def read(words):
+        return _config(parse(words), kind)
+
     parsed = parse(arguments)
-    config = _config(parsed, kind)
-    _check_given(config.mesh, "distseg submit")
-    return submit(parsed, config, arguments, lambda words: _config(parse(words), kind))
+    _check_given(read(arguments).mesh, "distseg submit")
+    return submit(parsed, arguments, read)
 
 
 def _evaluate(arguments: list[str]) -> int:

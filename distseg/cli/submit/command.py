@@ -138,21 +138,15 @@ def add_flags(parser) -> None:
     )
 
 
-def submit(
-    asked,
-    config: Config | PatchConfig,
-    arguments: list[str],
-    read: Callable[[list[str]], Config | PatchConfig],
-) -> int:
+def submit(asked, arguments: list[str], read: Callable[[list[str]], Config | PatchConfig]) -> int:
     """Print, write or submit the scripts that ``asked`` describes; return the exit status.
 
     Args:
         asked: the parsed flags.
-        config: the settings of these flags and the config file.
         arguments: the flags as the user wrote them.
-        read: a function that parses other flags and returns their settings.
+        read: a function that parses flags and returns their settings.
     """
-    path = config_file(arguments)
+    path, config = config_file(arguments), read(arguments)
     jobs = _Request(asked, path, config, read, _command(arguments)).jobs()
     scripts = [(job, render(job)) for job in jobs]  # all are made before the first is written
     _note_missing_store(config.data.store)

@@ -860,6 +860,32 @@ class StepSettings:
     seed: int = TrainBase.seed
 
 
+@dataclass(frozen=True)
+class ExchangeSettings:
+    """Settings of the exchange that cuts images into tiles and passes halos between layers.
+
+    Attributes:
+        grid: number of ranks along each dim that share an image.
+        per_rank: number of tiles of each rank along each dim.
+        every: the value of ``spatial.exchange_every``.
+        fuse_below: the value of ``spatial.fuse_below``.
+        streamed: True if the rank streams tiles.
+        frozen_norm: the value of ``spatial.frozen_norm``.
+    """
+
+    grid: Size
+    per_rank: Size
+    every: int | str
+    fuse_below: int
+    streamed: bool
+    frozen_norm: bool
+
+    @property
+    def required(self) -> bool:
+        """True if the settings ask for halo exchanges or streamed tiles."""
+        return self.every != "all" or self.streamed
+
+
 _Kind = TypeVar("_Kind", bound="ConfigBase")
 
 
@@ -1023,6 +1049,26 @@ class Config(ConfigBase):
         if self.streaming.active:
             return Size((1,) * len(self.mesh.tiles))
         return self.spatial.tiles_per_rank
+
+    @property
+    def exchange(self) -> ExchangeSettings | None:
+        """The settings of the exchange; None if layers compute whole windows and need none.
+
+        It is None only if the settings ask neither for halo exchanges nor for streamed tiles. In
+        addition, there must be a single window, windows that count as separate images
+        (``approximate``), or stages on the devices of one rank.
+        """
+        found = ExchangeSettings(
+            self.mesh.tiles,
+            self.owned,
+            self.spatial.exchange_every,
+            self.spatial.fuse_below,
+            self.streaming.active,
+            self.spatial.frozen_norm,
+        )
+        by_devices = self.pipeline.placement == "devices"
+        windows = not self.is_cut or self.approximate.chosen is not None or by_devices
+        return None if windows and not found.required else found
 
     @property
     def step(self) -> StepSettings:

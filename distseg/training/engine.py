@@ -24,6 +24,7 @@ from distseg.comm.watch import heartbeat
 from distseg.config.settings import (
     ApproximateConfig,
     Config,
+    ExchangeSettings,
     SpatialConfig,
     StreamingConfig,
     output_weights,
@@ -124,7 +125,7 @@ class Engine(ParameterUpdate):
             self.exact = reach_for(model, config.approximate.halo is not None or config.is_cut)
             self.reach = used_reach(self.exact, config.approximate.halo)
             self.exchange = make_exchange(
-                config, model, self.reach, mesh.tiles, self.device, channels_last
+                config.exchange, model, self.reach, mesh.tiles, self.device, channels_last
             )
             self.loss = loss or Loss(
                 config.loss, channels_of(model)[1], output_weights(config.model)
@@ -566,17 +567,19 @@ def _context(
 
 
 def make_exchange(
-    config: Config, model: nn.Module, reach: ReceptiveField, comm, device, channels_last: bool
+    settings: ExchangeSettings | None,
+    model: nn.Module,
+    reach: ReceptiveField,
+    comm,
+    device,
+    channels_last: bool,
 ) -> Exchange | None:
     """Return the halo exchange of a plain model on the mesh's grid of tiles, or None.
 
-    None means that layers compute whole windows and need no exchange. It is returned only if the
-    settings ask neither for halo exchanges nor for streamed tiles. In addition, there must be a
-    single window, windows that count as separate images (``approximate``), stages on the devices of
-    one rank, or a model that is not captured as a graph.
+    None means that layers compute whole windows and need no exchange.
 
     Args:
-        config: the settings.
+        settings: the settings of the exchange; None for no exchange.
         model: the plain model, which may be on the meta device.
         reach: the receptive field of the model. Tile borders lie on multiples of its stride.
         comm: the communicator of the ranks that share an image.
@@ -584,36 +587,29 @@ def make_exchange(
         channels_last: True if these tensors have the channels_last memory format.
 
     Raises:
-        ValueError: the settings ask for exchanges or streamed tiles, but the model cannot be
-            computed in parts.
+        ValueError: the settings ask for exchanges or streamed tiles, but the model is not captured
+            as a graph, so it cannot be computed in parts.
     """
-    spatial, grid, per_rank = config.spatial, config.mesh.tiles, config.owned
-    if not (spatial.exchanges or config.streaming.active):
-        one_window = grid.volume * spatial.tiles_per_rank.volume == 1
-        if one_window or config.approximate.chosen or config.pipeline.placement == "devices":
-            return None
+    if settings is None:
+        return None
     try:
         graph = graph_of(model)
     except ValueError:
-        if spatial.exchanges or config.streaming.active:
+        if settings.required:
             raise
         return None
-    stored = (
-        active_norms((layer for _, layer in flat_layers(model)), config.spatial.frozen_norm)
-        if config.streaming.active
-        else ()
-    )
+    layers = (layer for _, layer in flat_layers(model))
     return Exchange(
         graph,
         reach.stride,
         comm,
-        grid,
-        per_rank,
-        spatial.exchange_every,
-        spatial.fuse_below,
+        settings.grid,
+        settings.per_rank,
+        settings.every,
+        settings.fuse_below,
         device,
         channels_last,
-        stored,
+        active_norms(layers, settings.frozen_norm) if settings.streamed else (),
     )
 
 

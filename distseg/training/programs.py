@@ -148,7 +148,8 @@ class StepPrograms:
 
     def _exchange(self, tile: int) -> Exchange | None:
         ranks = _Rank(tile, self.config.mesh.tiles.volume)
-        return make_exchange(self.config, self.model, self.reach, ranks, torch.device("cpu"), False)
+        settings, device = self.config.exchange, torch.device("cpu")
+        return make_exchange(settings, self.model, self.reach, ranks, device, False)
 
     def _places(self, tile: int) -> list[TilePlacement]:
         """Return the placements of the tiles of a rank."""

@@ -203,5 +203,5 @@ def test_lossy_masks_are_refused_in_a_vrt_too(tmp_path):
 def test_without_rasterio_the_line_that_installs_it_is_told(tmp_path, monkeypatch):
     _, path = in_format(tmp_path, ".img", "HFA", pixels_of())
     monkeypatch.setitem(sys.modules, "rasterio", None)
-    with pytest.raises(ValueError, match=r"a.img: .*pip install 'distseg\[geo\]'"):
+    with pytest.raises(ValueError, match=r"a.img: this needs rasterio.*'distseg\[geo\]'"):
         open_image(path)

@@ -18,9 +18,10 @@ from types import ModuleType
 import numpy as np
 
 from distseg.data.formats.georeference import Georeference
-from distseg.data.formats.nifti import check_nifti, identity_in_nifti, write_nifti
+from distseg.data.formats.nifti import identity_in_nifti, write_nifti
 from distseg.data.formats.readers import pillow
 from distseg.data.nodata import NODATA_TAG
+from distseg.data.packages import optional
 from distseg.data.store import hdf5
 from distseg.data.store.layout import check_name
 from distseg.data.vector.files import (
@@ -33,7 +34,6 @@ from distseg.data.vector.files import (
 )
 from distseg.data.vector.geojson import identity_in_geojson
 from distseg.data.vector.geopackage import identity_in_geopackage
-from distseg.data.vector.world import imported_rasterio
 from distseg.report.disk import atomic_write, require_disk_space
 from distseg.tiling.tile import Box, strips
 
@@ -158,9 +158,8 @@ def check_written(paths: Sequence[Path], place: Georeference | None, name: str) 
 
     Raises:
         FileExistsError: one of the paths exists and is not a class map of distseg.
-        ImportError: rasterio is needed and not installed.
-        ValueError: nibabel is needed and not installed, or polygons are to be written, but their
-            coordinates would be unknown.
+        ValueError: rasterio or nibabel is needed and not installed, or polygons are to be written,
+            but their coordinates would be unknown.
     """
     are_there(paths, "")
     for path in paths:
@@ -168,9 +167,9 @@ def check_written(paths: Sequence[Path], place: Georeference | None, name: str) 
         if form in ("gpkg", "geojson"):
             check_polygons(place, form, name)
         elif form == "cog":
-            imported_rasterio("class maps as COG")
+            optional("class maps as COG", "rasterio")
         elif form == "nifti":
-            check_nifti()
+            optional("class maps as NIfTI", "nibabel")
 
 
 def form_of(path: Path) -> str:
@@ -353,7 +352,7 @@ def _write_cog(
     A pixel of an overview has the most frequent class of the pixels that it covers. The arguments
     are those of :func:`write`.
     """
-    rasterio = imported_rasterio("class maps as COG")
+    rasterio = optional("class maps as COG", "rasterio", "shutil")
     plain = scratch / "plain.tif"
     _write_tiff(plain, arrays, classes, identity, advance)
     # GDAL first writes the overviews to a temporary file, at most a third of the plain file.

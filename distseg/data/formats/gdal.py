@@ -21,6 +21,7 @@ from distseg.data.formats.alpha import MASK
 from distseg.data.formats.base import Reader, note_of_alpha, plain
 from distseg.data.formats.georeference import Georeference, place_in
 from distseg.data.nodata import fitting
+from distseg.data.packages import optional
 from distseg.tiling.tile import Box
 
 # Endings of files that are taken for images in a folder.
@@ -50,7 +51,7 @@ class GdalReader(Reader):
 
     def __init__(self, path: Path, dims: int | None, alpha: str):
         super().__init__(path)
-        self._rasterio = _imported(path)
+        self._rasterio = optional(path, "rasterio", "errors", "io", "windows")
         if dims not in (None, 2):
             raise ValueError(
                 f"{path} is a raster of 2 dims, but an image of {dims} dims is needed: write "
@@ -155,25 +156,6 @@ def _open(path: Path, rasterio: Any, drivers: list[str]) -> Any:
     with warnings.catch_warnings():  # a file without a georeference is an image like others
         warnings.simplefilter("ignore", rasterio.errors.NotGeoreferencedWarning)
         return rasterio.io.DatasetReader(str(path.resolve()), driver=drivers)
-
-
-def _imported(path: Path) -> Any:
-    """Return the module rasterio, which is an optional package.
-
-    Raises:
-        ValueError: rasterio is not installed; the message names the line that installs it.
-    """
-    try:
-        import rasterio
-        import rasterio.errors
-        import rasterio.io
-        import rasterio.windows
-    except ImportError as e:
-        raise ValueError(
-            f"{path}: rasters of this format are read by rasterio ({e}): pip install "
-            "'distseg[geo]', or pip install rasterio"
-        ) from e
-    return rasterio
 
 
 def _checked_sources(path: Path, rasterio: Any, above: tuple[Path, ...] = ()) -> str | None:

@@ -12,7 +12,6 @@ import math
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -22,6 +21,7 @@ from distseg.data.formats.base import Reader, plain
 from distseg.data.formats.georeference import Georeference, matrix_of, of_matrix
 from distseg.data.formats.mapped import copied, let_go, mapped_array
 from distseg.data.formats.plausible import MOST_PACKED, check_bytes, check_memory
+from distseg.data.packages import optional
 from distseg.tiling.tile import Box
 
 SUFFIXES = (".nii", ".nii.gz")
@@ -48,7 +48,7 @@ class NiftiReader(Reader):
         self, path: Path, dims: int | None = None, scratch: str | None = None, labels: bool = False
     ):
         super().__init__(path)
-        image = _imported(path).load(path)
+        image = optional(path, "nibabel").load(path)
         stores = image.dataobj  # the header's own offset and scale are cleared after loading
         shape, stored = stores.shape, stores.dtype
         if stored.kind not in "iuf":
@@ -164,7 +164,7 @@ def write_nifti(
         identity: a text to store in the header, which :func:`identity_in_nifti` reads.
         advance: called after each slice with its number of voxels.
     """
-    header = _imported(path).Nifti1Header()
+    header = optional(path, "nibabel").Nifti1Header()
     header.set_data_dtype(np.uint8)
     header.set_data_shape(found.shape[::-1])
     affine = np.eye(4) if place is None else matrix_of(place)
@@ -183,33 +183,9 @@ def write_nifti(
 
 def identity_in_nifti(path: Path) -> str | None:
     """Return the identity that :func:`write_nifti` stored in a file; None for other files."""
-    text = bytes(_imported(path).load(path).header["descrip"]).rstrip(b"\0").decode("latin-1")
+    text = (
+        bytes(optional(path, "nibabel").load(path).header["descrip"])
+        .rstrip(b"\0")
+        .decode("latin-1")
+    )
     return text.removeprefix(_KEY) if text.startswith(_KEY) else None
-
-
-def check_nifti() -> None:
-    """Raise an error if nibabel, which writes class maps as NIfTI, is not installed.
-
-    Raises:
-        ValueError: nibabel is not installed; the message names the line that installs it.
-    """
-    _imported("class maps as NIfTI")
-
-
-def _imported(what: Path | str) -> Any:
-    """Return the module nibabel, which is an optional package.
-
-    Args:
-        what: the file, or the task, that needs nibabel, for the message.
-
-    Raises:
-        ValueError: nibabel is not installed; the message names the line that installs it.
-    """
-    try:
-        import nibabel
-    except ImportError as e:
-        raise ValueError(
-            f"{what}: NIfTI is read and written by nibabel ({e}): pip install 'distseg[medical]', "
-            "or pip install nibabel"
-        ) from e
-    return nibabel

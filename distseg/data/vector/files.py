@@ -57,9 +57,8 @@ def check_polygons(place: Georeference | None, form: str, name: str) -> None:
         name: the map's name, for messages.
 
     Raises:
-        ImportError: rasterio is needed and not installed.
-        ValueError: the georeference has no affine transform, its CRS cannot be read, or it has no
-            CRS and the format is geojson.
+        ValueError: the georeference has no affine transform, its CRS cannot be read, it has no CRS
+            and the format is geojson, or rasterio is needed and not installed.
     """
     world = world_of(place, name)
     if form == "geojson":

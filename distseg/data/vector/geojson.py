@@ -10,8 +10,9 @@ from pathlib import Path
 
 import numpy as np
 
+from distseg.data.packages import optional
 from distseg.data.vector.features import Feature
-from distseg.data.vector.world import World, imported_rasterio
+from distseg.data.vector.world import World
 
 _DIGITS = 8  # decimals of degrees; the last one is about a millimetre
 _BATCH = 4096  # objects whose corners are transformed at a time
@@ -89,7 +90,7 @@ def _in_degrees(features: Iterable[Feature], world: World) -> Iterator[tuple[Fea
         for found in features:
             yield found, _polygon([_numbers(ring) for ring in found.rings])
         return
-    warp = imported_rasterio("GeoJSON in WGS 84").warp
+    warp = optional("GeoJSON in WGS 84", "rasterio", "warp").warp
     rest = iter(features)
     while batch := list(islice(rest, _BATCH)):
         rings = [ring for found in batch for ring in found.rings]

@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from distseg.data.packages import optional
 from distseg.data.vector.corners import Polygons, polygons_of
-from distseg.data.vector.world import imported_rasterio
 
 # Endings of vector files that a folder of masks may hold.
 VECTOR_SUFFIXES = (".geojson", ".gpkg", ".shp", ".fgb")
@@ -118,7 +118,7 @@ def _read(path: Path, rule: ValueRule, size: int, changed: int) -> Layer:
     values = _values(path, rule, column, numbers[there])
     polygons = polygons_of(shapes[there], values, numbers[there], shapely)
     _check_finite(path, polygons)
-    rasterio = imported_rasterio(str(path))
+    rasterio = optional(path, "rasterio", "crs")
     crs = None if meta["crs"] is None else rasterio.crs.CRS.from_user_input(meta["crs"])
     return Layer(path, polygons, crs, notes)
 
@@ -132,18 +132,8 @@ def imported_packages(path: Path) -> tuple[Any, Any]:
     Raises:
         ValueError: one of the three is not installed; the message names the line that installs it.
     """
-    try:
-        import pyogrio
-        import pyogrio.errors
-        import rasterio.features  # noqa: F401
-        import shapely
-        import shapely.errors
-    except ImportError as e:
-        raise ValueError(
-            f"{path}: vector labels are read by pyogrio and shapely and drawn by rasterio ({e}): "
-            "pip install 'distseg[geo]', or pip install rasterio pyogrio shapely"
-        ) from e
-    return pyogrio, shapely
+    optional(path, "rasterio", "features")
+    return optional(path, "pyogrio", "errors"), optional(path, "shapely", "errors")
 
 
 def is_vector(path: Path) -> bool:

@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 
 from distseg.data.formats.georeference import Georeference
+from distseg.data.packages import optional
 from distseg.data.vector.corners import Polygons
 from distseg.data.vector.layer import Layer
-from distseg.data.vector.world import World, imported_rasterio, world_of
+from distseg.data.vector.world import World, world_of
 
 _ROUND = 360.0  # degrees of a full circle
 _EDGE_POINTS = 21  # points on each edge of an image that are reprojected to find its extent
@@ -107,7 +108,7 @@ def _extent(grid: ImageGrid, crs: Any) -> tuple[float, ...] | None:
     """
     found = grid.bounds
     if grid.world.crs != crs:
-        rasterio = imported_rasterio(str(grid.path))
+        rasterio = optional(grid.path, "rasterio", "errors", "warp")
         try:
             found = rasterio.warp.transform_bounds(
                 grid.world.crs, crs, *found, densify_pts=_EDGE_POINTS
@@ -161,7 +162,7 @@ def _reprojected(path: Path, polygons: Polygons, source: Any, target: Any) -> np
 
 def _transformed(corners: np.ndarray, source: Any, target: Any) -> np.ndarray | None:
     """Return corners in another CRS, (corners, 2); None if one of them has no place in it."""
-    rasterio = imported_rasterio("reprojecting polygons")
+    rasterio = optional("reprojecting polygons", "rasterio", "errors", "warp")
     try:
         found = rasterio.warp.transform(source, target, corners[:, 0], corners[:, 1])
     except _errors(rasterio):

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from distseg.data.formats.georeference import Georeference
+from distseg.data.packages import optional
 
 _ELLIPSOID = re.compile(r'(?:SPHEROID|ELLIPSOID)\["[^"]*",\s*([\d.]+),\s*([\d.]+)')
 _PIXELS = (1.0, 0.0, 0.0, 0.0, 1.0, 0.0)
@@ -103,8 +104,8 @@ def world_of(place: Georeference | None, name: str) -> World:
         name: the map's name, for messages.
 
     Raises:
-        ImportError: rasterio, which reads the georeference, is not installed.
-        ValueError: the georeference has no affine transform, or its CRS cannot be read.
+        ValueError: the georeference has no affine transform, its CRS cannot be read, or rasterio,
+            which reads it, is not installed.
     """
     if place is None:
         return World()
@@ -123,14 +124,14 @@ def _crs(place: Georeference, name: str) -> Any:
     GDAL reads the CRS from a file of one pixel with the tags of the georeference.
 
     Raises:
-        ImportError: rasterio is not installed.
-        ValueError: the CRS cannot be read; the message contains ``name``, the map's name.
+        ValueError: the CRS cannot be read, or rasterio is not installed. The message contains
+            ``name``, the map's name.
     """
     import io
 
     import tifffile
 
-    rasterio = imported_rasterio(f"the coordinates of {name}")
+    rasterio = optional(f"the coordinates of {name}", "rasterio", "errors", "io")
     file = io.BytesIO()
     tifffile.imwrite(file, np.zeros((1, 1), np.uint8), extratags=place.extra_tags, metadata=None)
     try:
@@ -141,26 +142,3 @@ def _crs(place: Georeference, name: str) -> Any:
             f"the CRS of {name} cannot be read ({e}): name it in the image anew (gdal_edit.py "
             "-a_srs EPSG:...)"
         ) from e
-
-
-def imported_rasterio(what: str):
-    """Return the module rasterio, which is an optional package.
-
-    Args:
-        what: what rasterio is needed for, for the message.
-
-    Raises:
-        ImportError: rasterio is not installed; the message names the line that installs it.
-    """
-    try:
-        import rasterio
-        import rasterio.errors
-        import rasterio.io
-        import rasterio.shutil
-        import rasterio.warp
-    except ImportError as e:
-        raise ImportError(
-            f"{what}: this needs rasterio ({e}): pip install 'distseg[geo]', or pip install "
-            "rasterio"
-        ) from e
-    return rasterio

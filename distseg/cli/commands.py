@@ -14,7 +14,7 @@ from torch import nn
 
 from distseg.cli.predict import check_types, load_predictor, predict, store_for
 from distseg.comm.launch import raise_jointly, resident_memory, set_up
-from distseg.comm.watch import heartbeat
+from distseg.comm.progress import heartbeat
 from distseg.config.patchgd import PatchConfig
 from distseg.config.settings import Config, ModelBase, ModelConfig
 from distseg.config.sizes import Size

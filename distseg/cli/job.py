@@ -9,7 +9,8 @@ from dataclasses import asdict
 
 from distseg.comm.consistency import assert_consistent, settings, versions
 from distseg.comm.launch import JointFailure, identify, is_program, leave, raise_jointly, world
-from distseg.comm.watch import guarded, join, limit, phase
+from distseg.comm.progress import limit, phase
+from distseg.comm.watch import guarded, join
 from distseg.config.patchgd import PatchConfig
 from distseg.config.settings import Config, RunConfig
 

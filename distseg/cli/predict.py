@@ -11,8 +11,8 @@ import torch
 
 from distseg.comm.launch import keep_freed_memory, memory_in_use, raise_jointly, ranks_on_node
 from distseg.comm.mesh import Mesh
+from distseg.comm.progress import heartbeat, phase
 from distseg.comm.replicas import broadcast
-from distseg.comm.watch import heartbeat, phase
 from distseg.config.patchgd import PatchConfig, PatchgdConfig
 from distseg.config.settings import (
     Config,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from distseg.comm.memory_format import as_bytes
-from distseg.comm.watch import heartbeat
+from distseg.comm.progress import heartbeat
 
 
 def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:

@@ -34,11 +34,7 @@ from distseg.comm.alone import Alone
 from distseg.comm.communicator import Communicator
 from distseg.comm.guardian import FOR_GOOD, LEFT, PAGE, UNWATCHED
 from distseg.comm.launch import is_program
-from distseg.comm.progress import heartbeat as heartbeat
-from distseg.comm.progress import limit as limit
-from distseg.comm.progress import phase as phase
-from distseg.comm.progress import waits as waits
-from distseg.comm.progress import watched as watched
+from distseg.comm.progress import heartbeat, limit, phase, waits
 
 _guardian: subprocess.Popen | None = None
 _LEAVES_WITHIN = 0.01  # seconds between two looks whether all ranks leave

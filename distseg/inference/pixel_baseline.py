@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from distseg.comm.watch import heartbeat
+from distseg.comm.progress import heartbeat
 from distseg.data.store.store import Store
 from distseg.inference.metrics import scores
 from distseg.tiling.tile import Box

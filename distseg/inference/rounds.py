@@ -11,7 +11,7 @@ from itertools import zip_longest
 
 import numpy as np
 
-from distseg.comm.watch import heartbeat
+from distseg.comm.progress import heartbeat
 from distseg.inference.image_source import ImageSource
 from distseg.inference.predictor import Predictor
 from distseg.report.progress import progress

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from distseg.comm.watch import heartbeat
+from distseg.comm.progress import heartbeat
 from distseg.runtime.actions import Forward
 from distseg.runtime.partition import Partition
 from distseg.runtime.pipeline import Pipeline

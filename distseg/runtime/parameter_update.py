@@ -6,9 +6,9 @@ import torch
 from torch import nn
 
 from distseg.comm.mesh import Mesh
+from distseg.comm.progress import heartbeat
 from distseg.comm.reducer import Gradients, make_reducer
 from distseg.comm.replicas import broadcast
-from distseg.comm.watch import heartbeat
 from distseg.config.settings import OptimConfig
 from distseg.models.network import user_names
 from distseg.runtime.optimizer import make_optimizer, set_learning_rate

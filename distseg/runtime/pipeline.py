@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from distseg.comm.mail import Form, Mail, Receipt
-from distseg.comm.watch import heartbeat
+from distseg.comm.progress import heartbeat
 from distseg.runtime.actions import Action, Backward, Forward, Weight
 from distseg.runtime.operations import EdgeOperation, Operation, Recompute, Recv, Send
 from distseg.runtime.partition import Edge, Partition

@@ -36,7 +36,7 @@ from torch import Tensor
 
 from distseg.comm.collective import Alone
 from distseg.comm.launch import GapTrimmer
-from distseg.comm.watch import heartbeat
+from distseg.comm.progress import heartbeat
 from distseg.layers.layer_table import cropped, run
 from distseg.layers.norm import Pending
 from distseg.models.layers import skip_store

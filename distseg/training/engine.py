@@ -19,8 +19,8 @@ from distseg.comm.collective import add
 from distseg.comm.consistency import assert_consistent
 from distseg.comm.launch import keep_freed_memory, memory_in_use, raise_jointly, ranks_on_node
 from distseg.comm.mesh import Mesh
+from distseg.comm.progress import heartbeat
 from distseg.comm.staging import upload
-from distseg.comm.watch import heartbeat
 from distseg.config.settings import (
     ApproximateConfig,
     Config,

@@ -12,8 +12,8 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 
 from distseg.comm.launch import JointFailure, ToBeContinued, gathered, peak_memory
+from distseg.comm.progress import phase
 from distseg.comm.replicas import check_same
-from distseg.comm.watch import phase
 from distseg.config.settings import Config
 from distseg.config.units import si
 from distseg.inference.evaluate import evaluate

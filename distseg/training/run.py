@@ -16,7 +16,7 @@ from torch import nn
 from distseg.comm.consistency import assert_consistent, versions
 from distseg.comm.launch import raise_jointly, set_up, transport_line
 from distseg.comm.mesh import Mesh, MeshShape
-from distseg.comm.watch import phase
+from distseg.comm.progress import phase
 from distseg.config.patchgd import PatchConfig
 from distseg.config.settings import Config, DataBase, ModelBase, OptimConfig, output_weights
 from distseg.config.sizes import Size

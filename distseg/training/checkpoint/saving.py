@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from distseg.comm.collective import Alone
 from distseg.comm.launch import raise_jointly
-from distseg.comm.watch import heartbeat, waits
+from distseg.comm.progress import heartbeat, waits
 from distseg.report.disk import require_disk_space, to_disk
 from distseg.training.checkpoint.files import (
     FOLDER,

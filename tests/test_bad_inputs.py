@@ -716,6 +716,10 @@ TABLE = {
         [*TRAIN[:5], "--model.name", "nets:two"],
         "model 'nets:two' returns 2 channels, but 3 are needed, one for each class: let it take the argument out_channels",
     ),
+    "a network of other classes without data": (
+        ["verify", "--image", "16x16", "--model.name", "nets:two", "--model.out_channels", "4"],
+        "model 'nets:two' returns 2 channels, but 4 are needed",
+    ),
     "a scratch folder nowhere": (
         [*TRAIN, "--memory", "4GB", "--streaming.scratch", "nowhere"],
         r"streaming\.scratch is nowhere, .*\(DS125\)",

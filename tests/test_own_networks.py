@@ -9,6 +9,7 @@ import pytest
 import torch
 from made_store import random_store
 from test_exact import TOLERANCE, config
+from torch import nn
 
 import distseg
 from distseg.cli.predict import load_predictor
@@ -24,9 +25,10 @@ from distseg.config.settings import (
 from distseg.config.sizes import Size
 from distseg.data.store.store import Store
 from distseg.inference.image_source import store_image
+from distseg.models.bands import channels_of
 from distseg.tiling.tile import Box
 from distseg.training.loop import train
-from distseg.training.verify import verify
+from distseg.training.verify import prepare, verify
 
 DOCS = Path(__file__).parents[1] / "docs/own_networks.md"
 SNIPPETS = re.findall(r"```python\n(.*?)```", DOCS.read_text(), re.DOTALL)
@@ -41,6 +43,15 @@ def mine(in_channels, out_channels):
 @pytest.mark.parametrize("snippet", SNIPPETS)
 def test_snippets_run(snippet, capsys):
     exec(snippet, {})
+
+
+def two_classes(**fields):
+    return nn.Sequential(nn.Conv2d(3, 2, 3, padding=1))
+
+
+def test_without_data_a_network_may_return_another_number_of_classes_than_the_guess():
+    plan = Config(model=ModelConfig(f"{__name__}:two_classes"))
+    assert channels_of(prepare(plan, Size("16x16")).model) == (3, 2)
 
 
 @pytest.mark.parallel(4)

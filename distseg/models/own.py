@@ -153,7 +153,6 @@ def built(
         ) from e
     if outputs is not None:
         _check_outputs(name, model)
-    _check_channels(name, model, wanted)
     return model
 
 
@@ -297,7 +296,7 @@ def _check_outputs(name: str, model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def _check_channels(name: str, model: nn.Module, arguments: dict) -> None:
+def check_channels(name: str, model: nn.Module, bands: int | None, classes: int | None) -> None:
     """Refuse a network that does not take or return the needed number of channels.
 
     Nothing is checked if the network's shapes cannot be computed on the meta device.
@@ -305,21 +304,20 @@ def _check_channels(name: str, model: nn.Module, arguments: dict) -> None:
     Args:
         name: ``package.module:function``, for error messages.
         model: the network.
-        arguments: the needed numbers of bands and classes, as ``in_channels`` and
-            ``out_channels``. Without ``in_channels`` nothing is checked, without ``out_channels``
-            only the number of bands.
+        bands: the needed number of bands; None if every number is right.
+        classes: the needed number of classes; None if every number is right.
 
     Raises:
         ValueError: the network takes another number of bands, or returns another number of classes.
     """
-    bands, classes = arguments.get("in_channels"), arguments.get("out_channels")
-    if bands is None:
+    if bands is None and classes is None:
         return
     try:
         with skip_store({}), OnMeta():
-            y = outline(model)(torch.empty(1, bands, *(256,) * dims_of(model), device="meta"))
+            given = bands or bands_of(model)
+            y = outline(model)(torch.empty(1, given, *(256,) * dims_of(model), device="meta"))
     except Exception as e:
-        other = fitting(model)
+        other = fitting(model) if bands else None
         if other is not None and other.bands != bands:
             raise ValueError(
                 f"model {name!r} does not take images of {bands} bands: it takes {other.bands} "

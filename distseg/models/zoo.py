@@ -14,7 +14,7 @@ from distseg.models.bands import record_images
 from distseg.models.capture.capture import as_network
 from distseg.models.gigapixel import gigapixel
 from distseg.models.layers import padded
-from distseg.models.own import built, own_builder
+from distseg.models.own import built, check_channels, own_builder
 from distseg.models.passes import seeded
 from distseg.models.unet import unet
 from distseg.models.weights import materialise
@@ -117,7 +117,10 @@ def outline_model(
 
 
 def plain_model(
-    config: ModelConfig, in_channels: int | None = None, out_channels: int | None = None
+    config: ModelConfig,
+    in_channels: int | None = None,
+    out_channels: int | None = None,
+    guess: int | None = None,
 ) -> nn.Module:
     """Return the module of a config, on the meta device unless a user's function makes it.
 
@@ -128,6 +131,8 @@ def plain_model(
         config: the section ``model``.
         in_channels, out_channels: the numbers of bands and classes of the data. They are used where
             the config does not set the number.
+        guess: the number of classes with which the module is built if neither the config nor the
+            data has it. A user's function may return another number.
 
     Raises:
         ValueError: the name is unknown, an argument is out of range, the channels differ from
@@ -140,6 +145,9 @@ def plain_model(
                 f"model.{field} is {arguments[field]}, but the data has {wanted}: "
                 f"leave model.{field} out, and the data's number is used"
             )
+    needed = arguments.get("in_channels"), arguments.get("out_channels")
+    if guess is not None:
+        arguments.setdefault("out_channels", guess)
     if ":" in config.name:
         with seeded(config.seed):
             bands = arguments.get("in_channels")
@@ -157,6 +165,7 @@ def plain_model(
                 config.inputs,
                 outputs,
             )
+            check_channels(config.name, model, *needed)
             return model if config.pad is None else padded(model, config.pad)
     builder = _builder(config.name)
     try:

@@ -388,8 +388,8 @@ def prepare(config: Config, image: Size | None) -> Prepared:
     config = config.with_dims(len(image), str(Size(image)))
     losses = {name for _, name in parse(config.loss.name)}
     takes_one = losses <= {"binary_cross_entropy", "dice", "focal", "mse", "l1"}
-    many = None if config.model.out_channels or takes_one else 3
-    return Prepared(config, plain_model(config.model, out_channels=many), image, None)
+    many = None if takes_one else 3
+    return Prepared(config, plain_model(config.model, guess=many), image, None)
 
 
 def _check_fits(image: Size, channels: int, count: int) -> None:

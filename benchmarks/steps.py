@@ -11,7 +11,6 @@ import argparse
 import json
 import math
 import os
-import resource
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -20,7 +19,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from distseg.comm.launch import keep_freed_memory, world
+from distseg.comm.launch import keep_freed_memory, peak_memory, world
 from distseg.comm.mesh import Mesh
 from distseg.config.settings import Config, DataConfig, MeshConfig, ModelConfig, SpatialConfig
 from distseg.config.sizes import Size
@@ -201,7 +200,7 @@ def _busy() -> float:
 
 def peak() -> int:
     """Bytes of this process's resident set at most so far."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+    return peak_memory(torch.device("cpu"))
 
 
 def main() -> None:

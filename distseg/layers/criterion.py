@@ -60,7 +60,8 @@ class Criterion:
     def counts(self, target: Tensor) -> Tensor:
         """Return the partial sums that follow from the target alone, such as counts of pixels.
 
-        The result is (B, K) float64, with 0 in place of the sums that also depend on logits.
+        The result is (B, K) float64, with 0 in place of the sums that also depend on logits. If the
+        criterion is not :attr:`linear`, all sums may be 0: its gradient needs logits in any case.
 
         Args:
             target: the target on a tile, as in :meth:`rows`.

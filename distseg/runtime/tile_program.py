@@ -175,7 +175,8 @@ def forward(plan: StagePlan, stage: int) -> Iterator[Operation]:
         if tensor_id not in plan.made and plan.stages_reading(tensor_id)[0] == stage:
             yield from [Measure(plan.number, tensor_id)] if tensor_id in plan.active else ()
             yield from _collectives_on(plan, tensor_id)
-    for segment, band in fronts.in_order(reversed(fronts.segments), fronts.can_go_forward):
+    every = reversed(fronts.segments)
+    for segment, band in fronts.in_order(every, lambda _, band: fronts.can_go_forward(band)):
         stop = plan.stop(segment)
         yield from (ForwardTile(plan.number, segment, band.block, box) for box in band.boxes)
         if plan.readers[stop]:
@@ -498,13 +499,12 @@ class _Fronts:
         """Return the segments of this object that read a feature map."""
         return self._readers.get(tensor_id, [])
 
-    def can_go_forward(self, segment: int, band: _Band) -> bool:
+    def can_go_forward(self, band: _Band) -> bool:
         """Return True if all rows that a row of tiles reads are computed.
 
         Rows that other segments than those of this object compute count as computed.
 
         Args:
-            segment: the segment of the tiles; not used.
             band: the row of tiles.
         """
         return all(

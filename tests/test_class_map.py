@@ -235,6 +235,50 @@ def test_a_folder_belongs_to_one_process(tmp_path):
     assert len(partial.missing) == 12
 
 
+def test_the_folder_of_a_finished_map_is_removed_while_it_is_locked(tmp_path, found, monkeypatch):
+    """Else another process might begin a new map in the folder, and lose its files."""
+    partial, removed = started(tmp_path), []
+    write(partial, range(12), found)
+
+    def remove(folder, **options):
+        with pytest.raises(BlockingIOError):
+            started(tmp_path)
+        removed.append(folder)
+        rmtree(folder, **options)
+
+    rmtree = shutil.rmtree
+    monkeypatch.setattr(shutil, "rmtree", remove)
+    packed(partial, "hdf5")
+    assert removed == [partial.folder] and not partial.folder.exists()
+
+
+def test_a_map_that_another_process_begins_in_the_folder_stays(tmp_path, found, monkeypatch):
+    partial, others = started(tmp_path), []
+    write(partial, range(12), found)
+
+    def remove(folder, **options):
+        rmtree(folder, **options)
+        others.append(started(tmp_path, "another"))
+
+    rmtree = shutil.rmtree
+    monkeypatch.setattr(shutil, "rmtree", remove)
+    packed(partial, "hdf5")
+    write(others[0], range(12), found)
+    monkeypatch.undo()
+    (path,) = packed(others[0], "hdf5")
+    assert path.exists()
+
+
+def test_a_folder_that_disappears_before_it_is_locked_is_made_again(tmp_path, monkeypatch):
+    def gone(path, what):
+        monkeypatch.undo()
+        what.rmdir()
+        return disk.locked(path, what)
+
+    monkeypatch.setattr(class_map, "locked", gone)
+    assert len(started(tmp_path).missing) == 12
+
+
 def test_a_full_disk_is_told_first(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")

@@ -17,7 +17,9 @@ import shutil
 import time
 import zlib
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 
@@ -45,6 +47,15 @@ def identity_of(about: dict, size: Sequence[int], tiles: Sequence[Box], likely: 
     return hashlib.sha256(
         json.dumps([about, size, cut, likely], sort_keys=True, default=int).encode()
     ).hexdigest()
+
+
+def _locked_folder(folder: Path) -> IO:
+    """Create a folder if it is missing, and return its open lock file (:func:`locked`)."""
+    while True:
+        folder.mkdir(exist_ok=True)
+        # Another process that finished its map may remove the folder between these two lines.
+        with suppress(FileNotFoundError):
+            return locked(folder / "lock", folder)
 
 
 class PartialMap:
@@ -91,8 +102,7 @@ class PartialMap:
                 f"the unfinished result: "
                 "remove it, or set another --output"
             )
-        folder.mkdir(exist_ok=True)
-        self._lock = locked(folder / "lock", folder)
+        self._lock = _locked_folder(folder)
         self.taken_up = self._is_same()
         if not self.taken_up:
             self._begin()
@@ -162,9 +172,12 @@ class PartialMap:
             class_files.write(path, self._arrays, classes, self.identity, packed, self.folder)
         self._clear()
         self._unmap()  # on network file systems, open files would stay in the folder
-        self._lock.close()
-        # Errors are ignored: another process may have begun a new map in the folder.
         shutil.rmtree(self.folder, ignore_errors=True)
+        self._lock.close()
+        # Such a file system removes the lock file only now. If another process has begun a new map
+        # in the folder, it is not empty and stays.
+        with suppress(OSError):
+            self.folder.rmdir()
 
     def close(self) -> None:
         """Flush and close the arrays; the folder stays for a later process."""

@@ -172,9 +172,21 @@ EXAMPLES = (
     Example("DS123", {"patchgd.head": "mlp"}, repair={"patchgd.head": "nets:mlp"}),
     Example("DS124", {"patchgd.sampled": 1.5}, repair={"patchgd.sampled": 2.0}),
     Example("DS125", {**MEMORY, "streaming.scratch": "nowhere"}),
+    Example(
+        "DS126", {"data.augment_scale": [1.25, 0.8]}, repair={"data.augment_scale": [0.8, 1.25]}
+    ),
+    Example("DS126", {"data.augment_noise": [0, float("nan")]}),
+    Example("DS126", {"data.augment_rotate": [15]}, repair={"data.augment_rotate": [-15, 15]}),
+    Example(
+        "DS127",
+        {"data.augment_elastic": [0, 16]},
+        repair={"data.augment_elastic": [0, 16], "data.augment_smoothness": 40.0},
+    ),
     # Settings that contradict each other.
     Example("DS201", {"spatial.fuse_below": 8}, repair={"spatial.exchange_every": "1"}),
     Example("DS201", {"data.focus_share": 0.9}, repair={"data.focus_class": "lake"}),
+    Example("DS201", {"data.augment_smoothness": 16.0}, repair={"data.augment_elastic": [0, 5]}),
+    Example("DS201", {"data.augment_share": 0.2}, repair={"data.augment_blur": [0, 1]}),
     Example("DS201", {"data.epoch_samples": 9}, repair={"data.crop": Size("8x8")}),
     Example("DS201", {"optim.decay_factor": 2.0}, repair={"optim.schedule": "linear"}),
     Example("DS201", {"optim.momentum": 0.5}, repair={"optim.name": "sgd"}),

@@ -78,6 +78,22 @@ def _between(section, least: float, most: float, *names: str) -> None:
             )
 
 
+def _range(section, least: float, most: float, name: str) -> None:
+    """Refuse the field ``name`` of a section unless it is a range of numbers within limits.
+
+    A range is a list of its least and its largest number. A field that is None is accepted.
+    """
+    value = getattr(section, name)
+    if value is None:
+        return
+    if len(value) != 2 or not least <= value[0] <= value[1] <= most:
+        raise SettingError(
+            "DS126",
+            f"{_name(section, name)} must be a range [from, to] with {least} <= from <= to <= "
+            f"{most}, got {value}",
+        )
+
+
 def _path(section, *names: str) -> None:
     """Refuse text that cannot be a path in the fields ``names`` of a section.
 
@@ -429,6 +445,19 @@ class LossConfig:
             )
 
 
+# The smallest and the largest value that a range may contain.
+AUGMENTATION_LIMITS: dict[str, tuple[float, float]] = {
+    "augment_scale": (0.1, 10),
+    "augment_rotate": (-180, 180),
+    "augment_elastic": (0, 1000),
+    "augment_blur": (0, 32),
+    "augment_gamma": (0.1, 10),
+    "augment_contrast": (0, 10),
+    "augment_brightness": (-10, 10),
+    "augment_noise": (0, 10),
+}
+
+
 @dataclass(frozen=True)
 class DataBase:
     """The training data: store, crops and augmentation.
@@ -453,6 +482,38 @@ class DataBase:
     augment: list[Literal["flip", "turn", "colour"]] = field(default_factory=list)
     """flip: mirror each dim with probability 1/2. turn: rotate by a random multiple of 90 degrees.
     colour: apply a random gain and offset to each band."""
+    augment_scale: list[float] | None = None
+    """Zoom: the range of the factor by which objects appear larger, such as ``[0.8, 1.25]``, within
+    0.1 to 10. The logarithm of the factor is drawn uniformly."""
+    augment_rotate: list[float] | None = None
+    """Rotation: the range of the angle in degrees, such as ``[-15, 15]``, within -180 to 180.
+    Volumes are rotated in their last two dims."""
+    augment_elastic: list[float] | None = None
+    """Elastic deformation: the range of the largest displacement along each dim in pixels, such as
+    ``[0, 8]``, within 0 to 1000. It may be at most 0.4 times ``augment_smoothness``, so that no
+    image folds."""
+    augment_smoothness: float = 32.0
+    """With ``augment_elastic``: distance in pixels, at least 1, between the random displacements
+    that a cubic B-spline joins."""
+    augment_blur: list[float] | None = None
+    """Gaussian blur: the range of the standard deviation of the filter in pixels, such as
+    ``[0, 1.5]``, within 0 to 32."""
+    augment_gamma: list[float] | None = None
+    """Gamma: the range of the exponent, such as ``[0.7, 1.5]``, within 0.1 to 10. It is applied to
+    the values within 3 standard deviations of the band's mean. The logarithm of the exponent is
+    drawn uniformly."""
+    augment_contrast: list[float] | None = None
+    """Contrast: the range of the factor of the distance from the band's mean, such as
+    ``[0.75, 1.25]``, within 0 to 10; one factor for all bands."""
+    augment_brightness: list[float] | None = None
+    """Brightness: the range of the offset in standard deviations of the band, such as
+    ``[-0.3, 0.3]``, within -10 to 10; one offset for all bands."""
+    augment_noise: list[float] | None = None
+    """Gaussian noise: the range of its standard deviation, in standard deviations of the band, such
+    as ``[0, 0.1]``, within 0 to 10."""
+    augment_share: float = 1.0
+    """With an ``augment_`` range: share of the samples that each of these ranges changes; each
+    range is drawn by itself."""
     epoch_samples: int | None = None
     """Number of crops per epoch, with ``crop`` only; by default the number that covers the
     training pixels once. Without ``crop``, an epoch has each image once."""
@@ -463,6 +524,7 @@ class DataBase:
         check_at_least(self, 1, "images", "epoch_samples", "shrink")
         _path(self, "store")
         _each_once(self, "augment")
+        self._check_augmentation()
         check_effect(
             self,
             "focus_share",
@@ -475,6 +537,34 @@ class DataBase:
             self.crop is not None,
             "whole images are trained on, each once an epoch: set data.crop, or leave "
             "data.epoch_samples out",
+        )
+
+    def _check_augmentation(self):
+        for name, (least, most) in AUGMENTATION_LIMITS.items():
+            _range(self, least, most, name)
+        _between(self, 0, 1, "augment_share")
+        _between(self, 1, _LARGEST, "augment_smoothness")
+        elastic = self.augment_elastic
+        if elastic is not None and elastic[1] > 0.4 * self.augment_smoothness:
+            raise SettingError(
+                "DS127",
+                f"data.augment_elastic is {elastic}, but with data.augment_smoothness "
+                f"{self.augment_smoothness:g} displacements above "
+                f"{0.4 * self.augment_smoothness:g} pixels can fold the image: give a smaller "
+                f"range, or set data.augment_smoothness to {math.ceil(elastic[1] / 0.4)} or more",
+            )
+        check_effect(
+            self,
+            "augment_smoothness",
+            elastic is not None,
+            "data.augment_elastic is not set: set it, or leave data.augment_smoothness out",
+        )
+        check_effect(
+            self,
+            "augment_share",
+            any(getattr(self, name) is not None for name in AUGMENTATION_LIMITS),
+            "no range of an augmentation is set: set one such as data.augment_scale, or leave "
+            "data.augment_share out",
         )
 
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-import numpy as np
 import torch
 
 from distseg.config.settings import DataConfig
 from distseg.config.sizes import Size
 from distseg.data.prefetch import prefetch
+from distseg.data.sample_reader import label_bytes, pixel_bytes, read_labels, read_pixels
 from distseg.data.sampler import Rows, Sample, crop_size, epoch_samples
 from distseg.data.store.store import Store
 from distseg.tiling.tile import Box, ReceptiveField, TilePlacement, check_grid, owned_tiles
-from distseg.tiling.tile_batch import LazyTileBatch, TileBatch, labels_of_images
+from distseg.tiling.tile_batch import LazyTileBatch, TileBatch
 
 
 def pieces(
@@ -71,11 +71,11 @@ def blocks(
 
     def block(those: list[Sample], place: TilePlacement) -> LazyTileBatch:
         def pixels(box: Box) -> torch.Tensor:
-            note_bytes(bytes_of(store, those, box.pixels, 0))
+            note_bytes(sum(pixel_bytes(store, s, box) for s in those))
             return torch.from_numpy(read_pixels(store, those, box))
 
         def labels(box: Box) -> torch.Tensor:
-            note_bytes(bytes_of(store, those, 0, box.pixels))
+            note_bytes(sum(label_bytes(store, s, box) for s in those))
             return read_labels(store, those, box)
 
         return LazyTileBatch(place, pixels, labels)
@@ -112,70 +112,6 @@ def _read(
         read_labels(store, samples, place.tile) if labels else None,
         place,
     )
-
-
-def read_pixels(store: Store, samples: list[Sample], box: Box) -> np.ndarray:
-    """Return the pixels of one box of each sample, (B, bands, *box.size) float32.
-
-    The pixels are normalised and augmented. ``box`` is in the coordinates of the augmented sample.
-    """
-    return np.stack(
-        [
-            _coloured(s, s.turn.apply(store.read_normalised(s.image, _source(s, box))))
-            for s in samples
-        ]
-    )
-
-
-def read_patches(store: Store, sample: Sample, boxes: list[Box]) -> np.ndarray:
-    """Return the pixels of several boxes of one sample, (boxes, bands, *size) float32.
-
-    The pixels are normalised and augmented. All boxes have the same size and are in the coordinates
-    of the augmented sample.
-    """
-    pixels = store.read_normalised_boxes(sample.image, [_source(sample, box) for box in boxes])
-    return _coloured(sample, sample.turn.apply(pixels)).swapaxes(0, 1)
-
-
-def read_labels(store: Store, samples: list[Sample], box: Box) -> torch.Tensor:
-    """Return the labels of one box of each sample.
-
-    ``box`` is in the coordinates of the augmented sample. Labels of pixels are (B, *box.size)
-    uint8. Labels of whole images are (B, 1, ..., 1), one 1 for each spatial dim, with classes as
-    int64 or numbers as float32. Only the box at the origin has them; in other boxes they are
-    ``store.ignore`` or NaN, so that each image counts once.
-    """
-    if store.of_images:
-        return labels_of_images(
-            torch.tensor([store.label(s.image) for s in samples]), box, store.ignore
-        )
-    return torch.from_numpy(
-        np.stack([s.turn.apply(store.labels(s.image, _source(s, box))) for s in samples])
-    )
-
-
-def bytes_of(store: Store, samples: list[Sample], pixels: int, labels: int) -> int:
-    """Return the number of bytes that a read takes from a store, before any compression.
-
-    Args:
-        store: the store.
-        samples: the samples that are read.
-        pixels: number of pixels that are read of each sample, in all bands.
-        labels: number of labels that are read of each sample, one byte each.
-    """
-    return (
-        sum(store.dtype(s.image).itemsize * store.bands for s in samples) * pixels
-        + len(samples) * labels
-    )
-
-
-def _coloured(sample: Sample, pixels: np.ndarray) -> np.ndarray:
-    return pixels if sample.colour is None else sample.colour.apply(pixels)
-
-
-def _source(sample: Sample, box: Box) -> Box:
-    """Return the box of the image from which ``box`` of the augmented sample is made."""
-    return sample.turn.source(box, sample.box.size).shifted(sample.box.start)
 
 
 class StepLoader:
@@ -280,15 +216,14 @@ class StepLoader:
             self.pixels,
             self.labels,
         )
-        return found, sum(
-            bytes_of(
-                self.store,
-                [samples[i] for i in p.place.images],
-                self.pixels * p.place.window.pixels,
-                self.labels * p.place.tile.pixels,
-            )
-            for p in found
-        )
+        count = 0
+        for piece in found:
+            for sample in (samples[i] for i in piece.place.images):
+                if self.pixels:
+                    count += pixel_bytes(self.store, sample, piece.place.window)
+                if self.labels:
+                    count += label_bytes(self.store, sample, piece.place.tile)
+        return found, count
 
     def _note_bytes(self, count: int) -> None:
         self.bytes_read += count

@@ -19,7 +19,9 @@ from distseg.config.settings import DataConfig
 from distseg.config.sizes import Size
 from distseg.data.augment import Colour, Turn
 from distseg.data.focus import Focus
+from distseg.data.intensity import Intensity
 from distseg.data.store.store import Store
+from distseg.data.warp import Elastic, Warp
 from distseg.tiling import rng
 from distseg.tiling.tile import Box
 
@@ -28,7 +30,16 @@ from distseg.tiling.tile import Box
 class Sample:
     """A box of an image, and the augmentation to apply to it.
 
-    ``number`` is the position of the sample in the epoch.
+    The box is warped, then its values are changed, and last it is turned.
+
+    Attributes:
+        image: the name of the image.
+        box: the box of the image.
+        turn: the turns and flips.
+        number: the position of the sample in the epoch.
+        colour: the change of the colours of each band; None for none.
+        warp: the zoom, rotation and elastic deformation; None for none.
+        intensity: the blur, and the changes of the values of all bands.
     """
 
     image: str
@@ -36,6 +47,8 @@ class Sample:
     turn: Turn
     number: int
     colour: Colour | None = None
+    warp: Warp | None = None
+    intensity: Intensity = Intensity()
 
     @property
     def size(self) -> tuple[int, ...]:
@@ -169,7 +182,7 @@ class Epoch(Sequence):
     def _whole(self, number: int) -> Sample:
         name = self._names[self._order[number % len(self._names)]]
         turn, size = self._turned(name, number)
-        return Sample(name, Box.whole(size), turn, number, self._coloured(number))
+        return self._sample(name, Box.whole(size), turn, number)
 
     def _crop(self, number: int) -> Sample:
         near, where, block, pixel, *place = rng.uniform(
@@ -180,13 +193,68 @@ class Epoch(Sequence):
         else:
             name, target = self._names[int(np.searchsorted(self._shares, where, "right"))], None
         turn, size = self._turned(name, number)
-        return Sample(
-            name,
-            Box.whole(size).shifted(_origin(self._store.size(name), size, place, target)),
-            turn,
-            number,
-            self._coloured(number),
+        origin = _origin(self._store.size(name), size, place, target)
+        return self._sample(name, Box.whole(size).shifted(origin), turn, number)
+
+    def _sample(self, name: str, box: Box, turn: Turn, number: int) -> Sample:
+        """Return the sample of a box with its random augmentation."""
+        intensity = self._intensity(number)
+        warp = self._warp(number, box.size, intensity.margin)
+        return Sample(name, box, turn, number, self._coloured(number), warp, intensity)
+
+    def _warp(self, number: int, size: tuple[int, ...], margin: int) -> Warp | None:
+        """Return a random warp, or None if no setting asks for one.
+
+        Args:
+            number: the number of the sample in the epoch, which determines the warp.
+            size: the size of the sample before the turn.
+            margin: the number of pixels around the sample that are warped too.
+        """
+        scale = self._drawn(number, "augment_scale", 1.0, logarithmic=True)
+        degrees = self._drawn(number, "augment_rotate", 0.0)
+        amplitude = self._drawn(number, "augment_elastic", 0.0)
+        if (scale, degrees, amplitude) == (1, 0, 0):
+            return None
+        elastic = None
+        if amplitude:
+            elastic = Elastic(
+                rng.key(*self._keys, number, "elastic"),
+                amplitude,
+                self._data.augment_smoothness,
+                tuple(-margin for _ in size),
+                tuple(n + margin for n in size),
+            )
+        return Warp(size, scale, degrees, elastic)
+
+    def _intensity(self, number: int) -> Intensity:
+        return Intensity(
+            blur=self._drawn(number, "augment_blur", 0.0),
+            gamma=self._drawn(number, "augment_gamma", 1.0, logarithmic=True),
+            contrast=self._drawn(number, "augment_contrast", 1.0),
+            brightness=self._drawn(number, "augment_brightness", 0.0),
+            noise=(noise := self._drawn(number, "augment_noise", 0.0)),
+            key=rng.key(*self._keys, number, "noise") if noise else 0,
         )
+
+    def _drawn(self, number: int, name: str, unchanged: float, logarithmic: bool = False) -> float:
+        """Return a random number from the range of a setting, or ``unchanged``.
+
+        Args:
+            number: the number of the sample in the epoch, which determines the result.
+            name: the setting.
+            unchanged: the result without the setting, and for samples outside of its share.
+            logarithmic: True to draw the logarithm of the number uniformly.
+        """
+        ends = getattr(self._data, name)
+        if ends is None:
+            return unchanged
+        taken, where = rng.uniform(rng.key(*self._keys, number, name), 2).tolist()
+        if taken >= self._data.augment_share:
+            return unchanged
+        least, most = ends
+        if logarithmic:
+            return float(least * (most / least) ** where)
+        return float(least + (most - least) * where)
 
     def _coloured(self, number: int) -> Colour | None:
         if "colour" not in self._data.augment:

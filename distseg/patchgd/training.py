@@ -42,8 +42,8 @@ from distseg.comm.mesh import Mesh
 from distseg.config.patchgd import PatchConfig, PatchgdConfig
 from distseg.config.settings import DataBase
 from distseg.config.sizes import Size
-from distseg.data.loader import bytes_of, read_labels, read_patches
 from distseg.data.prefetch import prefetch
+from distseg.data.sample_reader import label_bytes, pixel_bytes, read_labels, read_patches
 from distseg.data.sampler import Rows, Sample, crop_size, epoch_samples
 from distseg.data.store.store import Store
 from distseg.layers.context import Context
@@ -115,8 +115,9 @@ class Patches:
         """
         if self._held:
             return torch.stack([self._held[image][(..., *box.slices)] for box in boxes])
-        self.note(len(boxes) * bytes_of(self.store, [self.samples[image]], boxes[0].pixels, 0))
-        return torch.from_numpy(read_patches(self.store, self.samples[image], boxes))
+        sample = self.samples[image]
+        self.note(sum(pixel_bytes(self.store, sample, box) for box in boxes))
+        return torch.from_numpy(read_patches(self.store, sample, boxes))
 
     @cached_property
     def _orders(self) -> dict[int, tuple[int, np.ndarray]]:
@@ -145,7 +146,7 @@ class Patches:
             image: the index of the image in ``samples``.
             box: the pixels, in the coordinates of the sample.
         """
-        self.note(bytes_of(self.store, [self.samples[image]], 0, box.pixels))
+        self.note(label_bytes(self.store, self.samples[image], box))
         return read_labels(self.store, [self.samples[image]], box)[0]
 
 

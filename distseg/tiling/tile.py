@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 
+import numpy as np
+
 from distseg.config.sizes import Size
 
 
@@ -155,6 +157,24 @@ def boxes_of(box: Box, size) -> list[Box]:
         for start, stop, n in zip(box.start, box.stop, size)
     ]
     return [Box(*map(tuple, zip(*each))) for each in product(*spans)]
+
+
+def along(values: np.ndarray, dim: int, dims: int) -> np.ndarray:
+    """Return a vector as an array of ``dims`` dims that varies along ``dim`` only."""
+    return values.reshape([-1 if d == dim else 1 for d in range(dims)])
+
+
+def numbers(box: Box, size) -> np.ndarray:
+    """Return the number of each pixel of a box in the row-major order of all pixels.
+
+    Args:
+        box: the box.
+        size: the size of the image that contains it.
+    """
+    found = np.zeros((1,) * len(size), np.int64)
+    for dim, (a, b, n) in enumerate(zip(box.start, box.stop, size)):
+        found = found * n + along(np.arange(a, b), dim, len(size))
+    return found
 
 
 def check_dims(image, dims: int) -> None:

@@ -181,20 +181,29 @@ class Store:
 
         Values without data are 0.
         """
-        return normalised(
-            self.read(name, box), self.mean, self.std, self.nodata(name), self.valid(name, box)
-        )
+        return self.read_masked(name, box)[0]
 
-    def read_normalised_boxes(self, name: str, boxes: Sequence[Box]) -> np.ndarray:
-        """Return (pixels - mean) / std of boxes of the same size, (bands, boxes, *size) float32.
+    def read_masked(self, name: str, box: Box) -> tuple[np.ndarray, np.ndarray | None]:
+        """Return normalised pixels of a box, and True where they have no data.
 
-        Values without data are 0.
+        Both are (bands, *box.size), the pixels float32. Values without data are 0. Instead of the
+        mask, None means that all values have data.
         """
+        pixels = self.read(name, box)
+        absent = missing(pixels, self.nodata(name), self.valid(name, box))
+        return _standardised(pixels, self.mean, self.std, absent), absent
+
+    def read_masked_boxes(
+        self, name: str, boxes: Sequence[Box]
+    ) -> tuple[np.ndarray, np.ndarray | None]:
+        """Return normalised pixels of boxes of the same size, and True where they have no data.
+
+        Both are (bands, boxes, *size); otherwise the result is that of :meth:`read_masked`.
+        """
+        pixels = self.read_boxes(name, boxes)
         valid = [self.valid(name, box) for box in boxes]
-        valid = None if valid[0] is None else np.stack(valid)
-        return normalised(
-            self.read_boxes(name, boxes), self.mean, self.std, self.nodata(name), valid
-        )
+        absent = missing(pixels, self.nodata(name), None if valid[0] is None else np.stack(valid))
+        return _standardised(pixels, self.mean, self.std, absent), absent
 
     def valid(self, name: str, box: Box) -> np.ndarray | None:
         """Return the validity mask of a box, (*box.size) bool, True where there is data.
@@ -418,7 +427,16 @@ def normalised(
         nodata: the number for no data; None if there is none.
         valid: the validity mask, (*size) bool; None if all pixels have data.
     """
-    absent = missing(pixels, nodata, valid)
+    return _standardised(pixels, mean, std, missing(pixels, nodata, valid))
+
+
+def _standardised(
+    pixels: np.ndarray, mean: np.ndarray, std: np.ndarray, absent: np.ndarray | None
+) -> np.ndarray:
+    """Return (pixels - mean) / std as float32, with 0 where ``absent`` is True.
+
+    The arguments are those of :func:`normalised`.
+    """
     pixels = pixels.astype(np.result_type(pixels.dtype, np.float32))
     if absent is not None:
         pixels[absent] = 0  # the number for no data could overflow below

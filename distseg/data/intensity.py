@@ -1,0 +1,133 @@
+"""Random changes of pixel values: blur, gamma, contrast, brightness and noise.
+
+They are applied to normalised images, so 0 is the mean of a band and 1 its standard deviation.
+Every pixel is computed by the same operations in the same order, whatever the box is that a rank
+reads. So a box of the changed sample has the bits that it has in the whole changed sample.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from distseg.tiling import rng
+from distseg.tiling.tile import Box, numbers
+
+_GAMMA_RANGE = np.float32(3)  # standard deviations around the mean within which gamma acts
+
+
+@dataclass(frozen=True)
+class Intensity:
+    """Change of the pixel values of one sample.
+
+    Attributes:
+        blur: standard deviation of a Gaussian filter, in pixels; 0 for none.
+        gamma: exponent of the values; 1 for none.
+        contrast: factor of the distance from the mean; 1 for none.
+        brightness: offset in standard deviations of the band; 0 for none.
+        noise: standard deviation of Gaussian noise, in standard deviations of the band; 0 for none.
+        key: the key of the noise.
+    """
+
+    blur: float = 0.0
+    gamma: float = 1.0
+    contrast: float = 1.0
+    brightness: float = 0.0
+    noise: float = 0.0
+    key: int = 0
+
+    @property
+    def margin(self) -> int:
+        """The number of pixels around a box from which the blurred box is computed."""
+        return math.ceil(3 * self.blur)
+
+    def blurred(
+        self, pixels: np.ndarray, absent: np.ndarray | None
+    ) -> tuple[np.ndarray, np.ndarray | None]:
+        """Return blurred pixels without the margin, and where they have no data.
+
+        A pixel without data has no weight and stays without data; the weights of the other pixels
+        are scaled up. So the border of the image is neither dark nor bright.
+
+        Args:
+            pixels: (C, *size) float32 with the margin at all sides, 0 where they have no data.
+            absent: True where pixels have no data, (C or 1, *size); None for nowhere.
+        """
+        if not self.margin:
+            return pixels, absent
+        weights = _gaussian(self.blur, self.margin)
+        found = _filtered(pixels, weights)
+        if absent is None or not absent.any():
+            return found, None
+        cut = (slice(None), *(slice(self.margin, -self.margin) for _ in pixels.shape[1:]))
+        gone = np.ascontiguousarray(absent[cut])
+        lost = _filtered(absent.astype(np.float32), weights)
+        found /= np.where(gone, np.float32(1), 1 - lost)
+        np.copyto(found, np.float32(0), where=gone)
+        return found, gone
+
+    def changed(self, pixels: np.ndarray, box: Box, size: tuple[int, ...]) -> np.ndarray:
+        """Return pixels after gamma, contrast, brightness and noise, in this order.
+
+        Args:
+            pixels: the pixels of ``box``, (C, *box.size) float32, which may be changed in place.
+            box: the box of the sample.
+            size: the size of the sample, which gives the place of each pixel's noise.
+        """
+        if self.gamma != 1:
+            pixels = _with_gamma(pixels, self.gamma)
+        if self.contrast != 1:
+            pixels = pixels * np.float32(self.contrast)
+        if self.brightness:
+            pixels = pixels + np.float32(self.brightness)
+        if self.noise:
+            noise = rng.normal_of(self.key, numbers(box, size), len(pixels))
+            noise *= np.float32(self.noise)
+            pixels = np.add(noise, pixels, out=noise)
+        return pixels
+
+
+def _gaussian(sigma: float, margin: int) -> np.ndarray:
+    """Return the weights of a Gaussian filter, (2 * margin + 1,) float32, whose sum is 1."""
+    weights = np.exp(-0.5 * (np.arange(-margin, margin + 1) / sigma) ** 2)
+    return (weights / weights.sum()).astype(np.float32)
+
+
+def _filtered(values: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """Return the values filtered along each spatial dim, without a margin at the borders.
+
+    Args:
+        values: (C, *size) float32.
+        weights: (2 * margin + 1,) the symmetric weights of the filter.
+    """
+    margin = len(weights) // 2
+    for dim in range(1, values.ndim):
+        length = values.shape[dim] - 2 * margin
+
+        def cut(start: int) -> np.ndarray:
+            return values[(slice(None),) * dim + (slice(start, start + length),)]
+
+        total = cut(margin) * weights[margin]
+        for away in range(1, margin + 1):
+            pair = cut(margin - away) + cut(margin + away)
+            pair *= weights[margin + away]
+            total += pair
+        values = total
+    return values
+
+
+def _with_gamma(pixels: np.ndarray, gamma: float) -> np.ndarray:
+    """Return pixels whose values within 3 standard deviations of the mean have a new gamma.
+
+    A value is moved from -3 .. 3 to 0 .. 1, raised to the power ``gamma`` and moved back. Values
+    outside stay as they are.
+    """
+    inside = np.clip(pixels, -_GAMMA_RANGE, _GAMMA_RANGE)
+    raised = (inside + _GAMMA_RANGE) / (2 * _GAMMA_RANGE)
+    np.power(raised, np.float32(gamma), out=raised)
+    raised *= 2 * _GAMMA_RANGE
+    raised -= _GAMMA_RANGE
+    raised += pixels - inside
+    return raised

@@ -1,0 +1,164 @@
+"""Read boxes of samples: pixels, normalised and augmented, and labels.
+
+A box is in the coordinates of the augmented sample. Only the part of the image that the box needs
+is read, and the result has the bits that the box has in the whole augmented sample.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from distseg.data.sampler import Sample
+from distseg.data.store.store import Store
+from distseg.data.warp import Reading
+from distseg.tiling.tile import Box
+from distseg.tiling.tile_batch import labels_of_images
+
+
+def read_pixels(store: Store, samples: list[Sample], box: Box) -> np.ndarray:
+    """Return the pixels of one box of each sample, (B, bands, *box.size) float32.
+
+    Values without data, and values from outside the image, are 0.
+    """
+    return np.stack([_pixels(store, sample, box) for sample in samples])
+
+
+def read_patches(store: Store, sample: Sample, boxes: list[Box]) -> np.ndarray:
+    """Return the pixels of several boxes of one sample, (boxes, bands, *size) float32.
+
+    All boxes have the same size. Values without data, and values from outside the image, are 0.
+    """
+    if sample.warp is not None or sample.intensity.margin:
+        return np.stack([_pixels(store, sample, box) for box in boxes])
+    sources = [_unturned(sample, box) for box in boxes]
+    pixels, absent = store.read_masked_boxes(
+        sample.image, [source.shifted(sample.box.start) for source in sources]
+    )
+    return np.stack(
+        [
+            _finished(sample, pixels[:, k], None if absent is None else absent[:, k], source)
+            for k, source in enumerate(sources)
+        ]
+    )
+
+
+def read_labels(store: Store, samples: list[Sample], box: Box) -> torch.Tensor:
+    """Return the labels of one box of each sample.
+
+    Labels of pixels are (B, *box.size) uint8, and ``store.ignore`` where they come from outside the
+    image. Labels of whole images are (B, 1, ..., 1), one 1 for each spatial dim, with classes as
+    int64 or numbers as float32. Only the box at the origin has them; in other boxes they are
+    ``store.ignore`` or NaN, so that each image counts once.
+    """
+    if store.of_images:
+        return labels_of_images(
+            torch.tensor([store.label(s.image) for s in samples]), box, store.ignore
+        )
+    return torch.from_numpy(np.stack([_labels(store, sample, box) for sample in samples]))
+
+
+def pixel_bytes(store: Store, sample: Sample, box: Box) -> int:
+    """Return the number of bytes of pixels that ``box`` takes from the store."""
+    source = _pixel_source(store, sample, box)
+    return store.dtype(sample.image).itemsize * store.bands * _inside(store, sample, source).pixels
+
+
+def label_bytes(store: Store, sample: Sample, box: Box) -> int:
+    """Return the number of bytes of labels that ``box`` takes from the store."""
+    return _inside(store, sample, _label_source(store, sample, box)).pixels
+
+
+def _pixels(store: Store, sample: Sample, box: Box) -> np.ndarray:
+    """Return the pixels of a box of a sample, (bands, *box.size) float32."""
+    pixels, absent = _read_padded(store, sample, _pixel_source(store, sample, box))
+    if sample.warp is not None:
+        pixels, absent = _reading(store, sample, _with_margin(sample, box)).pixels(pixels, absent)
+    pixels, absent = sample.intensity.blurred(pixels, absent)
+    return _finished(sample, pixels, absent, _unturned(sample, box))
+
+
+def _labels(store: Store, sample: Sample, box: Box) -> np.ndarray:
+    """Return the labels of a box of a sample, (*box.size) uint8."""
+    source = _label_source(store, sample, box)
+    inside = _inside(store, sample, source)
+    if inside == source:
+        labels = store.labels(sample.image, source)
+    else:
+        labels = np.full(source.size, store.ignore, np.uint8)
+        if inside.pixels:
+            labels[inside.relative_to(source).slices] = store.labels(sample.image, inside)
+    if sample.warp is not None:
+        labels = _reading(store, sample, _unturned(sample, box)).labels(labels)
+    return sample.turn.apply(labels)
+
+
+def _finished(
+    sample: Sample, pixels: np.ndarray, absent: np.ndarray | None, box: Box
+) -> np.ndarray:
+    """Return pixels after the changes of single values, turned.
+
+    Args:
+        sample: the sample.
+        pixels: (C, *box.size) float32.
+        absent: True where pixels have no data, (C or 1, *box.size); None for nowhere.
+        box: the box of the sample before the turn.
+    """
+    pixels = sample.intensity.changed(pixels, box, sample.box.size)
+    if sample.colour is not None:
+        pixels = sample.colour.apply(pixels)
+    if absent is not None:
+        pixels = np.where(absent, np.float32(0), pixels)
+    return sample.turn.apply(pixels)
+
+
+def _read_padded(store: Store, sample: Sample, source: Box) -> tuple[np.ndarray, np.ndarray | None]:
+    """Return the pixels of a box that may extend beyond the image, and where they have no data."""
+    inside = _inside(store, sample, source)
+    if inside == source:
+        return store.read_masked(sample.image, source)
+    pixels = np.zeros((store.bands, *source.size), np.float32)
+    if not inside.pixels:
+        return pixels, np.ones((1, *source.size), bool)
+    place = (slice(None), *inside.relative_to(source).slices)
+    pixels[place], missing = store.read_masked(sample.image, inside)
+    absent = np.ones((1 if missing is None else store.bands, *source.size), bool)
+    absent[place] = False if missing is None else missing
+    return pixels, absent
+
+
+def _unturned(sample: Sample, box: Box) -> Box:
+    """Return the box of the sample before its turn, relative to the sample's box in the image."""
+    return sample.turn.source(box, sample.box.size)
+
+
+def _with_margin(sample: Sample, box: Box) -> Box:
+    """Return the box before the turn, with the pixels around it that its blurred pixels need."""
+    box, margin = _unturned(sample, box), sample.intensity.margin
+    return Box(tuple(a - margin for a in box.start), tuple(b + margin for b in box.stop))
+
+
+def _reading(store: Store, sample: Sample, box: Box) -> Reading:
+    """Return what a box of the sample before the turn is interpolated from."""
+    return Reading(sample.warp, box, sample.box.start, store.size(sample.image))
+
+
+def _pixel_source(store: Store, sample: Sample, box: Box) -> Box:
+    """Return the box of the image, or beyond it, from which the pixels of ``box`` are made."""
+    found = _with_margin(sample, box)
+    if sample.warp is None:
+        return found.shifted(sample.box.start)
+    return _reading(store, sample, found).source
+
+
+def _label_source(store: Store, sample: Sample, box: Box) -> Box:
+    """Return the box of the image, or beyond it, from which the labels of ``box`` are made."""
+    found = _unturned(sample, box)
+    if sample.warp is None:
+        return found.shifted(sample.box.start)
+    return _reading(store, sample, found).source
+
+
+def _inside(store: Store, sample: Sample, source: Box) -> Box:
+    """Return the part of ``source`` that lies in the image; a box without pixels for none."""
+    return Box.whole(store.size(sample.image)).intersection(source)

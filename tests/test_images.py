@@ -602,7 +602,7 @@ def test_folders_and_tables_of_labels(tmp_path, capsys):
     with pytest.raises(
         ValueError, match="has labels of whole images, so that no pixel belongs to a class"
     ):
-        Focus(store, "train", "age")
+        Focus(store, "train", {"age": 1.0}, "focus_class")
 
 
 def predictor_of(model: torch.nn.Module, **settings) -> Predictor:

@@ -182,6 +182,8 @@ EXAMPLES = (
         {"data.augment_elastic": [0, 16]},
         repair={"data.augment_elastic": [0, 16], "data.augment_smoothness": 40.0},
     ),
+    Example("DS128", {"data.focus_weights": {"lake": 0.0}}, repair={"data.focus_weights": "equal"}),
+    Example("DS128", {"data.focus_weights": {}}, repair={"data.focus_weights": None}),
     # Settings that contradict each other.
     Example("DS201", {"spatial.fuse_below": 8}, repair={"spatial.exchange_every": "1"}),
     Example("DS201", {"data.focus_share": 0.9}, repair={"data.focus_class": "lake"}),
@@ -223,6 +225,11 @@ EXAMPLES = (
     ),
     Example("DS211", {"model.groups": 4}, repair={"model.norm": "group"}),
     Example("DS211", {"model.name": "demo", "model.groups": 4}, repair={"model.norm": "group"}),
+    Example(
+        "DS212",
+        {"data.focus_class": "lake", "data.focus_weights": "equal"},
+        repair={"data.focus_class": None},
+    ),
     Example(
         "DS221",
         {"approximate.halo": 4, "spatial.exchange_every": "2"},

@@ -257,6 +257,48 @@ def test_only_the_share_is_focused(store):
     assert abs(np.mean(inside) - (0.25 + 0.75 * chance)) < 0.05
 
 
+def test_classes_are_drawn_by_their_weights(store):
+    def shares(weights):
+        data = DataConfig(
+            crop=Size("1x1"), focus_weights=weights, focus_share=1.0, epoch_samples=600
+        )
+        samples = every(epoch_samples(store, "train", data, 0, 0, 1))
+        found = Counter(int(store.labels(s.image, s.box).item()) for s in samples)
+        return [found[k] / 600 for k in range(3)]
+
+    assert np.allclose(shares("equal"), [1 / 3] * 3, atol=0.07)
+    assert np.allclose(shares({"lake": 3, "ocean": 1}), [0.25, 0, 0.75], atol=0.07)
+
+
+def test_equal_weights_leave_out_a_class_without_pixels(tmp_path):
+    store = made_store(tmp_path / "s.h5", {"a": ("train", *random_image((50, 50), lakes=False))})
+    data = DataConfig(crop=Size("1x1"), focus_weights="equal", focus_share=1.0, epoch_samples=300)
+    found = Counter(
+        int(store.labels(s.image, s.box).item())
+        for s in every(epoch_samples(store, "train", data, 0, 0, 1))
+    )
+    assert set(found) == {0, 1} and 100 < found[0] < 200
+
+
+def test_a_single_weight_is_the_focus_class(store):
+    one, weighted = (
+        DataConfig(crop=Size("8x8"), focus_share=0.5, epoch_samples=50, **focus)
+        for focus in (dict(focus_class="lake"), dict(focus_weights={"lake": 0.2}))
+    )
+    assert every(epoch_samples(store, "train", one, 0, 0, 1)) == every(
+        epoch_samples(store, "train", weighted, 0, 0, 1)
+    )
+
+
+def test_a_focused_sample_reads_the_labels_of_one_block(store, monkeypatch):
+    data = DataConfig(crop=Size("8x8"), focus_weights="equal", focus_share=1.0, epoch_samples=20)
+    steps = epoch_samples(store, "train", data, 0, 0, 1)
+    asked, labels = [], store.labels
+    monkeypatch.setattr(store, "labels", lambda name, box: asked.append(box) or labels(name, box))
+    assert len(every(steps)) == len(asked) == 20
+    assert all(max(box.size) <= store.block for box in asked)
+
+
 def test_blocks_are_found_with_the_square_root_of_their_pixels(tmp_path):
     """A lake of 7 pixels in a corner block and a pixel in another; in another image a pixel in each of two blocks."""
     images = {}
@@ -308,6 +350,12 @@ def test_focused_crops_are_centred_with_jitter(tmp_path):
         ("train", DataConfig(focus_class="lake"), "the samples are whole images: set data.crop"),
         (
             "train",
+            DataConfig(crop=Size("8x8"), focus_weights={"lake": 1, "{sea": 1}),
+            "data.focus_weights has '{sea', which is no class of .*: choose ocean, land, lake",
+        ),
+        ("train", DataConfig(focus_weights="equal"), "leave data.focus_weights out"),
+        (
+            "train",
             DataConfig(crop=Size("8x8x8")),
             "data.crop is 8x8x8, but image 'train0' has 2 dims",
         ),
@@ -326,8 +374,9 @@ def test_a_focus_class_without_pixels(tmp_path):
             "b": ("val", *random_image((50, 50))),
         },
     )
-    with pytest.raises(ValueError, match="'lake', but the split 'train' .* has no pixel"):
-        epoch_samples(store, "train", DataConfig(crop=Size("8x8"), focus_class="lake"), 0, 0, 1)
+    for focus in (dict(focus_class="lake"), dict(focus_weights={"land": 1, "lake": 1})):
+        with pytest.raises(ValueError, match="'lake', but the split 'train' .* has no pixel"):
+            epoch_samples(store, "train", DataConfig(crop=Size("8x8"), **focus), 0, 0, 1)
 
 
 def test_colours_differ_by_sample_and_lie_in_their_range(store):

@@ -476,9 +476,13 @@ class DataBase:
     each dim, in training, evaluation and prediction."""
     focus_class: str | None = None
     """A rare class near which some crops are placed."""
+    focus_weights: Literal["equal"] | dict[str, float] | None = None
+    """Instead of ``focus_class``: weights of several classes, such as ``{lake: 2, road: 1}``. The
+    class near which a crop is placed is drawn in proportion to them. equal: all classes that have a
+    pixel in the training images, with the same weight."""
     focus_share: float = 0.5
-    """Share of the crops that have a pixel of ``focus_class`` in their central half; with
-    ``focus_class`` only."""
+    """Share of the crops that have a pixel of the class of ``focus_class`` or ``focus_weights`` in
+    their central half, before augmentation; with one of these settings only."""
     augment: list[Literal["flip", "turn", "colour"]] = field(default_factory=list)
     """flip: mirror each dim with probability 1/2. turn: rotate by a random multiple of 90 degrees.
     colour: apply a random gain and offset to each band."""
@@ -524,19 +528,38 @@ class DataBase:
         check_at_least(self, 1, "images", "epoch_samples", "shrink")
         _path(self, "store")
         _each_once(self, "augment")
+        self._check_focus()
         self._check_augmentation()
-        check_effect(
-            self,
-            "focus_share",
-            self.focus_class is not None,
-            "data.focus_class is not set: name a class, or leave data.focus_share out",
-        )
         check_effect(
             self,
             "epoch_samples",
             self.crop is not None,
             "whole images are trained on, each once an epoch: set data.crop, or leave "
             "data.epoch_samples out",
+        )
+
+    def _check_focus(self):
+        weights = self.focus_weights
+        if isinstance(weights, dict) and not (
+            weights and all(0 < weight < math.inf for weight in weights.values())
+        ):
+            raise SettingError(
+                "DS128",
+                f"data.focus_weights is {weights}, but it must have at least one class, and "
+                "weights above 0: leave a class out so that no crop is placed near it",
+            )
+        if weights is not None and self.focus_class is not None:
+            raise SettingError(
+                "DS212",
+                f"data.focus_class is {self.focus_class!r}, but data.focus_weights is {weights}: "
+                "leave one of the two settings out",
+            )
+        check_effect(
+            self,
+            "focus_share",
+            self.focus_class is not None or weights is not None,
+            "data.focus_class and data.focus_weights are not set: name a class, or leave "
+            "data.focus_share out",
         )
 
     def _check_augmentation(self):

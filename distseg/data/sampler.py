@@ -18,7 +18,7 @@ import numpy as np
 from distseg.config.settings import DataConfig
 from distseg.config.sizes import Size
 from distseg.data.augment import Colour, Turn
-from distseg.data.focus import Focus
+from distseg.data.focus import focus_of
 from distseg.data.intensity import Intensity
 from distseg.data.store.store import Store
 from distseg.data.warp import Elastic, Warp
@@ -108,7 +108,8 @@ def epoch_samples(
     images in random order. The last step is filled with images from the beginning of this order.
     With ``data.crop``, crops are drawn independently. The image of a crop is drawn in proportion to
     its number of pixels, where an image smaller than the crop counts as one whole crop. The
-    position of the crop in the image is uniform, or near a pixel of ``data.focus_class``.
+    position of the crop in the image is uniform, or near a pixel of a class that the settings
+    ``data.focus_class`` or ``data.focus_weights`` choose.
 
     Args:
         store: the store.
@@ -120,7 +121,8 @@ def epoch_samples(
 
     Raises:
         ValueError: the split is unknown, the crop and an image differ in their number of dims, or
-            ``data.focus_class`` is set although the split has no pixel of it or there is no crop.
+            crops are to be placed near a class although the split has no pixel of it or there is no
+            crop.
     """
     return Epoch(store, split, data, seed, epoch, batch)
 
@@ -157,9 +159,7 @@ class Epoch(Sequence):
         self._store, self._data, self._batch, self._keys = store, data, batch, (seed, epoch)
         self._names = store.split(split)
         _check(store, self._names, data)
-        self._focus = (
-            Focus(store, split, data.focus_class) if data.focus_class is not None else None
-        )
+        self._focus = focus_of(store, split, data)
         self._order = rng.permutation(rng.key(seed, epoch, "order"), len(self._names))
         samples = len(self._names)
         if data.crop is not None:
@@ -189,7 +189,8 @@ class Epoch(Sequence):
             rng.key(*self._keys, number, "crop"), 4 + len(self._data.crop)
         )
         if self._focus is not None and near < self._data.focus_share:
-            name, target = self._focus.pixel(where, block, pixel)
+            (kind,) = rng.uniform(rng.key(*self._keys, number, "class"), 1)
+            name, target = self._focus.pixel(kind, where, block, pixel)
         else:
             name, target = self._names[int(np.searchsorted(self._shares, where, "right"))], None
         turn, size = self._turned(name, number)
@@ -340,11 +341,12 @@ def _origin(image, size, place, target) -> tuple[int, ...]:
 
 
 def _check(store: Store, names: list[str], data: DataConfig) -> None:
-    if data.crop is None and data.focus_class is not None:
-        raise ValueError(
-            f"data.focus_class is {data.focus_class!r}, but without data.crop the samples are "
-            "whole images: set data.crop, or leave data.focus_class out"
-        )
+    for setting in ("focus_class", "focus_weights"):
+        if data.crop is None and getattr(data, setting) is not None:
+            raise ValueError(
+                f"data.{setting} is {getattr(data, setting)!r}, but without data.crop the samples "
+                f"are whole images: set data.crop, or leave data.{setting} out"
+            )
     for name in names:
         if data.crop is not None and len(data.crop) != len(store.size(name)):
             raise ValueError(

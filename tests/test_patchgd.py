@@ -459,13 +459,14 @@ def test_patches_cover_an_image():
 
 
 def test_patches_of_held_images_are_those_that_are_read(tmp_path):
-    """Overlapping ones of odd sizes, turned and coloured; images are held only where a round computes a good part of them."""
+    """Overlapping ones of odd sizes, flipped, rotated, coloured and with noise; images are held only where a round computes a good part of them."""
 
     store, plan = (
         Store(write_store(tmp_path / "s.h5", size=(45, 61))),
         config(tmp_path, step=Size("11x13"), sampled=1),
     )
-    plan = replace(plan, data=replace(plan.data, augment=["flip", "colour"]))
+    changes = dict(augment=["flip", "colour"], augment_rotate=[-20, 20], augment_noise=[0, 0.1])
+    plan = replace(plan, data=replace(plan.data, **changes))
     mesh = Mesh(Alone())
     few, many = (
         PatchEngine(p, mesh, network_of(p.model, p.patchgd, store.bands, len(store.classes)))

@@ -263,8 +263,9 @@ def test_classes_are_drawn_by_their_weights(store):
             crop=Size("1x1"), focus_weights=weights, focus_share=1.0, epoch_samples=600
         )
         samples = every(epoch_samples(store, "train", data, 0, 0, 1))
-        found = Counter(int(store.labels(s.image, s.box).item()) for s in samples)
-        return [found[k] / 600 for k in range(3)]
+        found = [(int(store.labels(s.image, s.box).item()), s.image) for s in samples]
+        assert len({image for label, image in found if label == 2}) == 5  # all have a lake
+        return [sum(label == k for label, _ in found) / 600 for k in range(3)]
 
     assert np.allclose(shares("equal"), [1 / 3] * 3, atol=0.07)
     assert np.allclose(shares({"lake": 3, "ocean": 1}), [0.25, 0, 0.75], atol=0.07)

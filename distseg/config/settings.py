@@ -447,7 +447,7 @@ class LossConfig:
 
 # The smallest and the largest value that a range may contain.
 AUGMENTATION_LIMITS: dict[str, tuple[float, float]] = {
-    "augment_scale": (0.1, 10),
+    "augment_scale": (0.25, 4),
     "augment_rotate": (-180, 180),
     "augment_elastic": (0, 1000),
     "augment_blur": (0, 32),
@@ -488,7 +488,7 @@ class DataBase:
     colour: apply a random gain and offset to each band."""
     augment_scale: list[float] | None = None
     """Zoom: the range of the factor by which objects appear larger, such as ``[0.8, 1.25]``, within
-    0.1 to 10. The logarithm of the factor is drawn uniformly."""
+    0.25 to 4. The logarithm of the factor is drawn uniformly."""
     augment_rotate: list[float] | None = None
     """Rotation: the range of the angle in degrees, such as ``[-15, 15]``, within -180 to 180.
     Volumes are rotated in their last two dims."""

@@ -95,27 +95,30 @@ def _gaussian(sigma: float, margin: int) -> np.ndarray:
     return (weights / weights.sum()).astype(np.float32)
 
 
-def _filtered(values: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """Return the values filtered along each spatial dim, without a margin at the borders.
+def _filtered(bands: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """Return each band filtered along all its dims, without a margin at the borders.
 
     Args:
-        values: (C, *size) float32.
+        bands: (C, *size) float32.
         weights: (2 * margin + 1,) the symmetric weights of the filter.
     """
-    margin = len(weights) // 2
-    for dim in range(1, values.ndim):
-        length = values.shape[dim] - 2 * margin
+    margin, found = len(weights) // 2, []
+    for values in bands:  # a band alone may fit into the processor's cache
+        for dim in range(values.ndim):
+            length = values.shape[dim] - 2 * margin
+            before = (slice(None),) * dim
 
-        def cut(start: int) -> np.ndarray:
-            return values[(slice(None),) * dim + (slice(start, start + length),)]
+            def cut(start: int) -> np.ndarray:
+                return values[(*before, slice(start, start + length))]
 
-        total = cut(margin) * weights[margin]
-        for away in range(1, margin + 1):
-            pair = cut(margin - away) + cut(margin + away)
-            pair *= weights[margin + away]
-            total += pair
-        values = total
-    return values
+            total = cut(margin) * weights[margin]
+            for away in range(1, margin + 1):
+                pair = cut(margin - away) + cut(margin + away)
+                pair *= weights[margin + away]
+                total += pair
+            values = total
+        found.append(values)
+    return np.stack(found)
 
 
 def _with_gamma(pixels: np.ndarray, gamma: float) -> np.ndarray:

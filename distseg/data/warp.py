@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import product
 
 import numpy as np
@@ -49,26 +49,11 @@ class Elastic:
 
     def displacements(self, box: Box) -> np.ndarray:
         """Return the displacement of each pixel along each dim, (dims, *box.size) float32."""
-        cells, weights = zip(*(self._taps(np.arange(a, b)) for a, b in zip(box.start, box.stop)))
+        cells, weights = zip(*(_taps(self.spacing, *ends) for ends in zip(box.start, box.stop)))
         found = self._vectors([(int(k[0]), int(k[-1]) + 4) for k in cells])
         for dim, (first, weight) in enumerate(zip(cells, weights), start=1):
             found = _spline(found, first - first[0], weight, dim)
         return found
-
-    def _taps(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the first of four vectors that a position depends on, and the four weights.
-
-        Args:
-            positions: (n,) ascending positions along one dim.
-
-        Returns:
-            The index of the first vector in the grid, (n,), and the weights, (4, n) float32.
-        """
-        exact = positions / self.spacing
-        first = np.floor(exact)
-        t = exact - first
-        weights = (1 - t) ** 3, 3 * t**3 - 6 * t**2 + 4, 3 * (t + t**2 - t**3) + 1, t**3
-        return first.astype(np.int64) - 1, (np.stack(weights) / 6).astype(np.float32)
 
     def _vectors(self, ranges: list[tuple[int, int]]) -> np.ndarray:
         """Return the random vectors with indices in ``ranges``, (dims, *numbers) float32."""
@@ -140,7 +125,7 @@ class Warp:
                     position = position + along(factor * pixels, other, dims)
             for other, factor in enumerate(row):
                 if factor and moved is not None:
-                    position = position + factor * moved[other]
+                    position = position + np.float32(factor) * moved[other]
             found.append(position)
         return found
 
@@ -231,12 +216,15 @@ class Reading:
         lower = np.zeros((1,) * len(box.size), np.intp)
         shares, steps, step = [], [], math.prod(self.source.size)
         for dim, position in enumerate(self.warp.positions(box)):
-            origin, length = self.origin[dim], self.source.size[dim]
-            position = np.clip(position, -1 - origin, self.image[dim] - origin)
+            origin, first = self.origin[dim], self.source.start[dim]
+            step //= self.source.size[dim]
+            if first < 0 or self.source.stop[dim] > self.image[dim]:
+                np.clip(position, -1 - origin, self.image[dim] - origin, out=position)
             whole = np.floor(position)
-            step //= length
-            lower = lower + (whole.astype(np.intp) + (origin - self.source.start[dim])) * step
-            shares.append((position - whole).astype(np.float32))
+            shares.append(np.subtract(position, whole, out=position).astype(np.float32))
+            whole += origin - first
+            whole *= step
+            lower = lower + whole.astype(np.intp)
             steps.append(step)
         return _Neighbours(np.broadcast_to(lower, box.size), shares, steps)
 
@@ -283,6 +271,24 @@ def _between(a: np.ndarray, b: np.ndarray, share: np.ndarray) -> np.ndarray:
     np.subtract(b, a, out=b)
     np.multiply(b, share, out=b)
     return np.add(b, a, out=b)
+
+
+@lru_cache(64)  # all strips of a box have the same columns
+def _taps(spacing: float, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the first of the four vectors that a position depends on, and the four weights.
+
+    Args:
+        spacing: the distance between two vectors.
+        start, stop: the first position along one dim, and the position after the last.
+
+    Returns:
+        The index of the first vector in the grid, (n,), and the weights, (4, n) float32.
+    """
+    exact = np.arange(start, stop) / spacing
+    first = np.floor(exact)
+    t = exact - first
+    weights = (1 - t) ** 3, 3 * t**3 - 6 * t**2 + 4, 3 * (t + t**2 - t**3) + 1, t**3
+    return first.astype(np.int64) - 1, (np.stack(weights) / 6).astype(np.float32)
 
 
 def _spline(values: np.ndarray, first: np.ndarray, weights: np.ndarray, dim: int) -> np.ndarray:

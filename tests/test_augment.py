@@ -11,6 +11,7 @@ from made_store import CLASSES, made_store, random_image, random_store
 
 from distseg.config.settings import Config, DataConfig, MeshConfig, ModelConfig, TrainConfig
 from distseg.config.sizes import Size
+from distseg.data import sample_reader
 from distseg.data.augment import Turn
 from distseg.data.intensity import Intensity
 from distseg.data.loader import pieces
@@ -135,6 +136,27 @@ def test_the_gradient_is_exact_with_every_augmentation(comm, shared_path):
     )
     report = verify(found, comm)
     assert comm.bcast(report and report["max_error"]) <= 1e-12
+
+
+def test_a_large_warped_box_is_read_in_parts(store, monkeypatch):
+    (name,) = store.split("train")
+    size = store.size(name)
+    warp = Warp(
+        size, 0.5, 30.0, Elastic(1, 2.0, 8.0, (-3,) * len(size), tuple(n + 3 for n in size))
+    )
+    sample = plain(store, name, warp=warp, intensity=Intensity(blur=0.7))
+    whole, asked = Box.whole(size), []
+    pixels, labels = read_pixels(store, [sample], whole), read_labels(store, [sample], whole)
+    monkeypatch.setattr(sample_reader, "_AT_ONCE", 200)
+    for kind in ("read", "labels"):
+        read = getattr(store, kind)
+        monkeypatch.setattr(
+            store, kind, lambda name, box, read=read: asked.append(box) or read(name, box)
+        )
+    assert bits(read_pixels(store, [sample], whole)) == bits(pixels)
+    assert sum(box.pixels for box in asked) * 2 == pixel_bytes(store, sample, whole)
+    assert bits(read_labels(store, [sample], whole)) == bits(labels)
+    assert len(asked) > 4
 
 
 # warps

@@ -12,8 +12,10 @@ import torch
 from distseg.data.sampler import Sample
 from distseg.data.store.store import Store
 from distseg.data.warp import Reading
-from distseg.tiling.tile import Box
+from distseg.tiling.tile import Box, boxes_of
 from distseg.tiling.tile_batch import labels_of_images
+
+_AT_ONCE = 1 << 20  # pixels of a warped box that are read at once
 
 
 def read_pixels(store: Store, samples: list[Sample], box: Box) -> np.ndarray:
@@ -60,16 +62,52 @@ def read_labels(store: Store, samples: list[Sample], box: Box) -> torch.Tensor:
 
 def pixel_bytes(store: Store, sample: Sample, box: Box) -> int:
     """Return the number of bytes of pixels that ``box`` takes from the store."""
-    source = _pixel_source(store, sample, box)
-    return store.dtype(sample.image).itemsize * store.bands * _inside(store, sample, source).pixels
+    sources = [_pixel_source(store, sample, part) for part in _parts(sample, box)]
+    pixels = sum(_inside(store, sample, source).pixels for source in sources)
+    return store.dtype(sample.image).itemsize * store.bands * pixels
 
 
 def label_bytes(store: Store, sample: Sample, box: Box) -> int:
     """Return the number of bytes of labels that ``box`` takes from the store."""
-    return _inside(store, sample, _label_source(store, sample, box)).pixels
+    sources = [_label_source(store, sample, part) for part in _parts(sample, box)]
+    return sum(_inside(store, sample, source).pixels for source in sources)
+
+
+def _parts(sample: Sample, box: Box) -> list[Box]:
+    """Return boxes that cover ``box`` and are read one after another.
+
+    A warped box may need a much larger box of the image. Parts limit the memory that this takes.
+    """
+    if sample.warp is None or box.pixels <= _AT_ONCE:
+        return [box]
+    dims = len(box.size)
+    return boxes_of(box, (max(1, int(_AT_ONCE ** (1 / dims))),) * dims)
 
 
 def _pixels(store: Store, sample: Sample, box: Box) -> np.ndarray:
+    """Return the pixels of a box of a sample, (bands, *box.size) float32."""
+    parts = _parts(sample, box)
+    if len(parts) == 1:
+        return _pixels_at_once(store, sample, box)
+    found = np.empty((store.bands, *box.size), np.float32)
+    for part in parts:
+        place = (slice(None), *part.relative_to(box).slices)
+        found[place] = _pixels_at_once(store, sample, part)
+    return found
+
+
+def _labels(store: Store, sample: Sample, box: Box) -> np.ndarray:
+    """Return the labels of a box of a sample, (*box.size) uint8."""
+    parts = _parts(sample, box)
+    if len(parts) == 1:
+        return _labels_at_once(store, sample, box)
+    found = np.empty(box.size, np.uint8)
+    for part in parts:
+        found[part.relative_to(box).slices] = _labels_at_once(store, sample, part)
+    return found
+
+
+def _pixels_at_once(store: Store, sample: Sample, box: Box) -> np.ndarray:
     """Return the pixels of a box of a sample, (bands, *box.size) float32."""
     pixels, absent = _read_padded(store, sample, _pixel_source(store, sample, box))
     if sample.warp is not None:
@@ -78,7 +116,7 @@ def _pixels(store: Store, sample: Sample, box: Box) -> np.ndarray:
     return _finished(sample, pixels, absent, _unturned(sample, box))
 
 
-def _labels(store: Store, sample: Sample, box: Box) -> np.ndarray:
+def _labels_at_once(store: Store, sample: Sample, box: Box) -> np.ndarray:
     """Return the labels of a box of a sample, (*box.size) uint8."""
     source = _label_source(store, sample, box)
     inside = _inside(store, sample, source)

@@ -79,10 +79,12 @@ def bits(array):
 def test_a_box_has_the_bits_that_it_has_in_the_whole_sample(store, cropped):
     (name,) = store.split("train")
     crop = Size(tuple(n * 2 // 3 for n in store.size(name))) if cropped else None
+    tilt = [-30, 30] if len(store.size(name)) == 3 else None
+    data = DataConfig(crop=crop, augment_tilt=tilt, **EVERYTHING)
     samples = [
         sample
         for epoch in range(10)
-        for step in epoch_samples(store, "train", DataConfig(crop=crop, **EVERYTHING), 0, epoch, 1)
+        for step in epoch_samples(store, "train", data, 0, epoch, 1)
         for sample in step
     ][:8]
     assert {s.warp is None for s in samples} | {s.intensity.margin > 0 for s in samples} == {
@@ -166,6 +168,20 @@ def test_a_quarter_turn_is_rot90():
     image = np.random.default_rng(0).standard_normal((2, 9, 9)).astype(np.float32)
     found, gone = warped(Warp((9, 9), degrees=90), image, (0, 0))
     assert np.allclose(found, np.rot90(image, axes=(1, 2)), atol=1e-5) and gone is None
+
+
+@pytest.mark.parametrize("tilts, dims", [((90, 0), (0, 1)), ((0, 90), (0, 2))])
+def test_a_tilt_by_a_quarter_turn_is_rot90_in_its_plane(tilts, dims):
+    volume = np.random.default_rng(0).standard_normal((2, 5, 5, 5)).astype(np.float32)
+    found, _ = warped(Warp((5, 5, 5), tilts=tilts), volume, (0, 0, 0))
+    assert np.allclose(found, np.rot90(volume, axes=(dims[0] + 1, dims[1] + 1)), atol=1e-5)
+
+
+def test_a_volume_is_rotated_and_then_tilted():
+    volume = np.random.default_rng(0).standard_normal((1, 5, 5, 5)).astype(np.float32)
+    found, _ = warped(Warp((5, 5, 5), degrees=90, tilts=(90, 90)), volume, (0, 0, 0))
+    expected = np.rot90(np.rot90(np.rot90(volume, axes=(2, 3)), axes=(1, 3)), axes=(1, 2))
+    assert np.allclose(found, expected, atol=1e-5)
 
 
 def test_zoom_by_two_shows_the_middle_at_half_steps():

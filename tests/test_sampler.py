@@ -357,6 +357,11 @@ def test_focused_crops_are_centred_with_jitter(tmp_path):
         ("train", DataConfig(focus_weights="equal"), "leave data.focus_weights out"),
         (
             "train",
+            DataConfig(augment_tilt=[-9, 9]),
+            r"data.augment_tilt is \[-9, 9\], but image 'train0' has 2 dims .* only volumes",
+        ),
+        (
+            "train",
             DataConfig(crop=Size("8x8x8")),
             "data.crop is 8x8x8, but image 'train0' has 2 dims",
         ),

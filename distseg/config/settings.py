@@ -449,6 +449,7 @@ class LossConfig:
 AUGMENTATION_LIMITS: dict[str, tuple[float, float]] = {
     "augment_scale": (0.25, 4),
     "augment_rotate": (-180, 180),
+    "augment_tilt": (-180, 180),
     "augment_elastic": (0, 1000),
     "augment_blur": (0, 32),
     "augment_gamma": (0.1, 10),
@@ -491,7 +492,11 @@ class DataBase:
     0.25 to 4. The logarithm of the factor is drawn uniformly."""
     augment_rotate: list[float] | None = None
     """Rotation: the range of the angle in degrees, such as ``[-15, 15]``, within -180 to 180.
-    Volumes are rotated in their last two dims."""
+    Volumes are rotated in the plane of their last two dims."""
+    augment_tilt: list[float] | None = None
+    """For volumes: the range of the angles in degrees by which they are also rotated in the planes
+    of the first dim and one of the others, such as ``[-10, 10]``, within -180 to 180. For volumes
+    with the same spacing along all dims."""
     augment_elastic: list[float] | None = None
     """Elastic deformation: the range of the largest displacement along each dim in pixels, such as
     ``[0, 8]``, within 0 to 1000. It may be at most 0.4 times ``augment_smoothness``, so that no

@@ -213,8 +213,9 @@ class Epoch(Sequence):
         """
         scale = self._drawn(number, "augment_scale", 1.0, logarithmic=True)
         degrees = self._drawn(number, "augment_rotate", 0.0)
+        tilts = tuple(self._drawn(number, "augment_tilt", 0.0, part=f"dim {d}") for d in (1, 2))
         amplitude = self._drawn(number, "augment_elastic", 0.0)
-        if (scale, degrees, amplitude) == (1, 0, 0):
+        if (scale, degrees, *tilts, amplitude) == (1, 0, 0, 0, 0):
             return None
         elastic = None
         if amplitude:
@@ -225,7 +226,7 @@ class Epoch(Sequence):
                 tuple(-margin for _ in size),
                 tuple(n + margin for n in size),
             )
-        return Warp(size, scale, degrees, elastic)
+        return Warp(size, scale, degrees, elastic, tilts)
 
     def _intensity(self, number: int) -> Intensity:
         return Intensity(
@@ -237,7 +238,9 @@ class Epoch(Sequence):
             key=rng.key(*self._keys, number, "noise") if noise else 0,
         )
 
-    def _drawn(self, number: int, name: str, unchanged: float, logarithmic: bool = False) -> float:
+    def _drawn(
+        self, number: int, name: str, unchanged: float, logarithmic: bool = False, part: str = ""
+    ) -> float:
         """Return a random number from the range of a setting, or ``unchanged``.
 
         Args:
@@ -245,11 +248,12 @@ class Epoch(Sequence):
             name: the setting.
             unchanged: the result without the setting, and for samples outside of its share.
             logarithmic: True to draw the logarithm of the number uniformly.
+            part: the purpose of the number, if a sample needs several from the same range.
         """
         ends = getattr(self._data, name)
         if ends is None:
             return unchanged
-        taken, where = rng.uniform(rng.key(*self._keys, number, name), 2).tolist()
+        taken, where = rng.uniform(rng.key(*self._keys, number, name + part), 2).tolist()
         if taken >= self._data.augment_share:
             return unchanged
         least, most = ends
@@ -348,6 +352,12 @@ def _check(store: Store, names: list[str], data: DataConfig) -> None:
                 f"are whole images: set data.crop, or leave data.{setting} out"
             )
     for name in names:
+        if data.augment_tilt is not None and len(store.size(name)) != 3:
+            raise ValueError(
+                f"data.augment_tilt is {data.augment_tilt}, but image {name!r} has "
+                f"{len(store.size(name))} dims ({Size(store.size(name))}), and only volumes can be "
+                "tilted: leave data.augment_tilt out"
+            )
         if data.crop is not None and len(data.crop) != len(store.size(name)):
             raise ValueError(
                 f"data.crop is {data.crop}, but image {name!r} has {len(store.size(name))} dims "

@@ -70,12 +70,15 @@ class Warp:
     """Map from pixels of a sample to positions in the image, relative to the sample's box.
 
     With the centre c of the sample, the pixel p shows the position
-    ``c + R (p - c + elastic(p)) / scale``. The rotation R acts in the last two dims.
+    ``c + R (p - c + elastic(p)) / scale``.
 
     Attributes:
         size: the size of the sample in pixels.
         scale: factor by which objects appear larger.
-        degrees: angle by which the image is rotated, in the direction of ``np.rot90``.
+        degrees: angle of the rotation in the plane of the last two dims, in the direction of
+            ``np.rot90``.
+        tilts: for volumes, the angles in degrees in the planes of dims 0 and 1, and of dims 0 and
+            2. R first turns a position by these angles, in this order.
         elastic: the elastic deformation; None for none.
     """
 
@@ -83,14 +86,21 @@ class Warp:
     scale: float = 1.0
     degrees: float = 0.0
     elastic: Elastic | None = None
+    tilts: tuple[float, float] = (0.0, 0.0)
 
     @cached_property
     def _matrix(self) -> list[list[float]]:
         """The matrix R / scale, by rows."""
-        dims, angle = len(self.size), math.radians(self.degrees)
+        dims = len(self.size)
         rows = [[float(i == j) / self.scale for j in range(dims)] for i in range(dims)]
-        cosine, sine = math.cos(angle) / self.scale, math.sin(angle) / self.scale
-        rows[-2][-2:], rows[-1][-2:] = [cosine, sine], [-sine, cosine]
+        planes = [(0, 1), (0, 2)] if any(self.tilts) else []
+        angles = [*self.tilts[: len(planes)], self.degrees]
+        for (i, j), angle in zip([*planes, (dims - 2, dims - 1)], angles):
+            cosine, sine = math.cos(math.radians(angle)), math.sin(math.radians(angle))
+            rows[i], rows[j] = (
+                [cosine * x + sine * y for x, y in zip(rows[i], rows[j])],
+                [cosine * y - sine * x for x, y in zip(rows[i], rows[j])],
+            )
         return rows
 
     def source(self, box: Box) -> Box:

@@ -86,7 +86,7 @@ def test_a_box_has_the_bits_that_it_has_in_the_whole_sample(store, cropped):
         for epoch in range(10)
         for step in epoch_samples(store, "train", data, 0, epoch, 1)
         for sample in step
-    ][:8]
+    ][:6]
     assert {s.warp is None for s in samples} | {s.intensity.margin > 0 for s in samples} == {
         False,
         True,
@@ -125,13 +125,13 @@ def test_the_tiles_of_ranks_are_the_whole_sample(tmp_path):
     assert seen == sum(math.prod(sample.size) for sample in samples)
 
 
-@pytest.mark.parallel(4)
+@pytest.mark.parallel(2)
 def test_the_gradient_is_exact_with_every_augmentation(comm, shared_path):
     if comm.rank == 0:
         random_store(shared_path / "store.h5", train=[(29, 43), (40, 36)])
     comm.Barrier()
     found = Config(
-        mesh=MeshConfig(tiles=Size("2x2")),
+        mesh=MeshConfig(tiles=Size("1x2")),
         model=ModelConfig(in_channels=2, out_channels=3, depth=1, num_convs=1, base_channels=2),
         data=DataConfig(store=str(shared_path / "store.h5"), crop=Size("24x28"), **EVERYTHING),
         train=TrainConfig(seed=1),

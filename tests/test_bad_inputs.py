@@ -465,7 +465,7 @@ TABLE = {
     ),
     "different functions for different image sizes": (
         verify(**own("turned"), streaming__tiles="1x2"),
-        "it calls different functions for different image sizes",
+        "the network calls different functions for different image sizes",
     ),
     "a warmup of more than all": (verify(optim__warmup="2"), r"optim\.warmup .*got 2.* \(DS107\)"),
     "more crops than all": (
@@ -488,7 +488,7 @@ TABLE = {
     ),
     "pooling of the whole image": (
         verify(**own("pooling"), spatial__tiles_per_rank="1x2"),
-        "its result has the shape 2x3x29x43 for images of 192x320 pixels, but a segmentation network keeps the size, .*split samples only",
+        "the network's result has the shape 2x3x29x43 for images of 192x320 pixels, but a segmentation network keeps the size, .*split samples only",
     ),
     "circular padding": (
         verify(**own("circular"), spatial__tiles_per_rank="1x2"),

@@ -238,7 +238,7 @@ def test_a_softmax_over_pixels_is_no_pointwise_layer(layer):
         (nn.Sequential(conv(3, 4, padding=0)), "keeps the size"),
         (
             nn.Sequential(nn.Conv2d(3, 4, 3, padding=1, padding_mode="circular")),
-            "circular padding joins opposite borders",
+            "circular padding, which joins opposite borders",
         ),
         (
             nn.Sequential(nn.ReLU()),

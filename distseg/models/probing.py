@@ -299,8 +299,8 @@ def _replacement(layer: nn.Module, narrow: bool) -> nn.Module | None:
     if unmodified(layer, _CONVS):
         if layer.padding_mode == "circular":
             raise ValueError(
-                "a convolution with circular padding joins opposite borders of the image, "
-                "so it cannot be computed from windows: use zeros (padding_mode='zeros')"
+                f"{layer} has circular padding, which joins opposite borders of the image and "
+                "cannot be computed from windows: use zeros (padding_mode='zeros')"
             )
         return _OnesConv(layer, 1 if narrow else layer.out_channels)
     return None

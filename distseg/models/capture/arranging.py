@@ -56,8 +56,9 @@ def spread(reader: Reader, x: Value, **settings) -> Value:
 
     Args:
         x: the vector or line.
-        settings: keyword arguments of ``F.interpolate``. If they are given, ``x`` is a grid of
-            fixed size, such as the output of an adaptive pooling, and the call resizes the grid.
+        settings: keyword arguments of ``F.interpolate``, or nothing for other calls. With them,
+            ``x`` is a grid of fixed size, such as the output of an adaptive pooling, which the call
+            resizes.
     """
     if x.line:
         axes = axes_of(
@@ -126,9 +127,9 @@ class _Expanded:
 
 
 def expanded(reader: Reader, x: Value) -> Value:
-    """Return the result of the current call, which expands dims of ``x``, as ``x.expand`` does.
+    """Return the result of the current call, which expands dims of ``x`` as ``x.expand`` does.
 
-    The dims of length 1 are expanded to a number of channels, or to all positions of a map.
+    A dim of length 1 may be expanded to a number of channels, or to the positions of a map.
     """
     axes = reader.made(reader.value(x)) if not x.vector or not _follows(reader) else None
     if axes == x.axes:
@@ -181,11 +182,11 @@ def over_channels(
     dim: Any,
     why: str = "runs over positions of the image; supported: over channels",
 ) -> Value:
-    """Return the result of the current call, such as ``cumsum``, which works along a dim of ``x``.
+    """Return the result of the current call, such as ``cumsum``, which runs along channels.
 
     Args:
         args: all arguments of the call.
-        dim: an integer or a tuple of them; None means all dims.
+        dim: the call's argument: an integer or a tuple of them; None means all dims.
         why: text of the error for a dim of positions.
 
     Raises:
@@ -230,8 +231,8 @@ def indexed(reader: Reader, x: Value, index: tuple, *values: Any) -> Value:
 def _entries(reader: Reader, x: Value, index: tuple) -> list | None:
     """Return the index as a list with one entry for each dim of ``x``, and None for each new dim.
 
-    Full slices stand for an ellipsis and for dims that the index leaves out. Return None instead of
-    a list if an entry is neither a slice, an integer, a tuple of integers nor a tensor.
+    An ellipsis, and dims that the index leaves out, become full slices. Return None instead of a
+    list if an entry is neither a slice, an integer, a tuple of integers nor a tensor.
     """
 
     def single(i):
@@ -288,9 +289,10 @@ def cut_to(reader: Reader, x: Value, index: Sequence) -> Value | None:
 
 
 def _whole_index(index: tuple, rank: int) -> list | None:
-    """Return the index with one entry for each of ``rank`` dims, filled up with full slices.
+    """Return the index as a list of ``rank`` entries, one for each dim of the indexed tensor.
 
-    Return None if the index contains more than slices, integers and one ellipsis.
+    An ellipsis, and dims that the index leaves out, become full slices. Return None if the index
+    has other entries than slices, integers and one ellipsis.
     """
     if sum(i is Ellipsis for i in index) > 1 or not all(
         i is Ellipsis or isinstance(i, (slice, int)) for i in index
@@ -334,7 +336,11 @@ _LARGEST_MULTIPLE = 256
 
 
 def whole(reader: Reader, kernel: Any, x: Value) -> bool:
-    """Return True if the kernel size ``kernel`` is the size of the map ``x`` in all traces."""
+    """Return True if a pooling kernel covers the whole map ``x`` for each traced image size.
+
+    Args:
+        kernel: the kernel size, a number or a tuple.
+    """
     return all(reader.each(of_trace(kernel, n)) == size for n, size in enumerate(x.sizes))
 
 

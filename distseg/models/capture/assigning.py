@@ -24,7 +24,7 @@ _WHAT = "assigns to a part of"
 
 
 def assigns_to_places(x: Value, index: tuple, traces: int) -> bool:
-    """Return True if ``x[index] = ...`` assigns to a part of the image's positions, not to all.
+    """Return True if ``x[index] = ...`` assigns to some positions of the image, not to all.
 
     Return False for an index that adds dims.
 
@@ -39,7 +39,7 @@ def assigns_to_places(x: Value, index: tuple, traces: int) -> bool:
 
 
 def _entries(x: Value, index: tuple) -> list[tuple[int, Any]] | None:
-    """Return a pair (dim of ``x``, entry) for each entry of the index, without an ellipsis.
+    """Return a pair (dim of ``x``, entry) for each entry of the index except an ellipsis.
 
     For example, the index ``[..., 2:, 0]`` of a map (N, C, H, W) gives [(2, 2:), (3, 0)]. Return
     None if the index adds dims.
@@ -115,7 +115,7 @@ def _as_slice(reader: Reader, entry: Any) -> slice:
 
 
 def _part(reader: Reader, x: Value, index: tuple) -> Value:
-    """Return the part ``x[index]`` of the channels of ``x``.
+    """Return the channels of ``x`` that an index selects, at all positions.
 
     Args:
         index: a slice for each dim of the user's tensor, full slices for images and positions.
@@ -130,10 +130,10 @@ def _part(reader: Reader, x: Value, index: tuple) -> Value:
 def _put(
     reader: Reader, x: Value, part: Value, wanted: dict[int, Sequence[slice]], value: Value
 ) -> Value:
-    """Return a map of the size of ``x``, with ``value`` at the positions to which it is assigned.
+    """Return ``value`` as a map of the size of ``x``, moved to the assigned positions.
 
     The numbers at other positions are not defined, and the caller does not use them. If ``value``
-    is a vector, return a vector, which is the same at all positions.
+    is a vector, return a vector, because it is the same at all positions.
 
     Args:
         x: the map to which user code assigns.

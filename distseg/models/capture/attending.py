@@ -79,10 +79,12 @@ def attention(
 
 
 def _common(reader: Reader, each: Sequence[Axes]) -> Axes:
-    """Return the axes to which the leading dims of queries, keys and values are broadcast.
+    """Return the meaning of the leading dims, such as images and heads, of an attention's result.
+
+    Leading dims are all but the last two. Those of queries, keys and values are broadcast.
 
     Args:
-        each: the axes of queries, keys and values without their last two dims.
+        each: the axes of the leading dims of queries, keys and values.
 
     Raises:
         CanNotCapture: the leading dims cannot be broadcast to each other.

@@ -1,6 +1,7 @@
 """Search for numbers in user code that depend on a tensor's type.
 
-An example is ``torch.finfo(x.dtype).eps``. The search compares traces in several types.
+An example is ``torch.finfo(x.dtype).eps``. The search compares traces (the recorded calls of a
+forward pass) in several types.
 """
 
 from __future__ import annotations
@@ -27,13 +28,14 @@ A :class:`ByType` stands for each number in them that depends on a tensor's type
 
 
 def numbers_by_type(traces: Mapping[torch.dtype, Trace]) -> Numbers:
-    """Find the arguments of calls that are numbers and depend on the dtype, such as ``finfo.eps``.
+    """Return the arguments of calls that are numbers and depend on the dtype: ``finfo.eps``.
 
     Args:
-        traces: a trace for each dtype, of images of one size; :data:`WIDE` is one of the dtypes.
+        traces: a trace (the recorded calls of a forward pass) for each dtype, of images of one
+            size; :data:`WIDE` is one of the dtypes.
 
     Returns:
-        a dict from the index of a call in the trace to its (args, kwargs). In them, a
+        a dict from the index of a call in the trace to its (args, kwargs), in which a
             :class:`ByType` replaces each number that depends on the dtype. Calls without such a
             number are left out.
 
@@ -59,8 +61,8 @@ def numbers_by_type(traces: Mapping[torch.dtype, Trace]) -> Numbers:
             found[number] = merged
     if any(trace.result != traces[WIDE].result for trace in traces.values()):
         raise CanNotCapture(
-            "its result comes from different calls for different dtypes of a tensor: return the "
-            "result of the same call for every dtype"
+            "the network's result comes from different calls for different dtypes of a tensor: "
+            "return the result of the same call for every dtype"
         )
     return found
 
@@ -96,7 +98,8 @@ def with_numbers(trace: Trace, numbers: Numbers) -> Trace:
 
     Args:
         trace: a trace in float64 (:data:`WIDE`), of images of any size.
-        numbers: the result of :func:`numbers_by_type`, which tells where these numbers are.
+        numbers: the result of :func:`numbers_by_type`: for each call with such numbers, its
+            arguments.
 
     Raises:
         CanNotCapture: a number depends on both the dtype and the image's size.

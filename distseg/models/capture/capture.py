@@ -42,7 +42,7 @@ _SIDE = (256, 64, 64)
 
 
 def as_network(model: nn.Module) -> nn.Module:
-    """Return ``model`` itself if it is a network of supported layers, else its capture.
+    """Return ``model`` itself if it is a network of supported layers, else its captured network.
 
     If the capture fails, return ``model`` unchanged, and store the error message under ``model`` in
     the dict :data:`distseg.models.network.refusals`.
@@ -102,11 +102,11 @@ def _is_supported(layer: nn.Module) -> bool:
 
 
 def _is_made_of_functions(kind: type) -> bool:
-    """Return True if ``kind`` is a class of ``torch.nn.modules.activation`` or LocalResponseNorm.
+    """Return True if modules of a class call PyTorch functions, of which a capture makes layers.
 
-    The forward of these modules calls functions, such as ``F.softmax``, from which a capture makes
-    other layers. Pointwise activations are among these classes, but they work on a part of an image
-    as they are.
+    Such classes are those of ``torch.nn.modules.activation`` and LocalResponseNorm, which call for
+    example ``F.softmax``. Pointwise activations are among them, although they also work on a part
+    of an image as they are.
     """
     return kind.__module__ == nn.modules.activation.__name__ or kind is nn.LocalResponseNorm
 
@@ -208,7 +208,7 @@ def _captured(model: nn.Module, in_channels: int | None) -> Network:
     except Exception as e:
         # A module's own __deepcopy__ may raise anything.
         raise CanNotCapture(
-            f"it cannot be copied: make copy.deepcopy(model) work, which fails with "
+            f"the network cannot be copied: make copy.deepcopy(model) work, which fails with "
             f"{' '.join(str(e).split())[:300]}"
         ) from e
     check_copy(model, empty)
@@ -240,12 +240,16 @@ def _captured(model: nn.Module, in_channels: int | None) -> Network:
     channels, whole = _first_trace(empty, likeliest, sizes[0])
 
     def look(size: tuple[int, ...], batch: int) -> None:
-        """Refuse the model if tracing changed its tensors, or state that later passes notice.
+        """Refuse the model if a forward pass changes its tensors, or state that later passes read.
 
-        To find out, fresh copies trace ``batch`` images of ``size``, alone and after other traces.
+        Passes in fresh copies of the model are compared with passes that other passes precede.
+
+        Args:
+            size, batch: the image size and the number of images of the compared passes.
 
         Raises:
-            Hidden: a tensor has changed, or the traces differ or leave another state.
+            Hidden: a tensor changes, or a pass has another result or leaves another state after
+                others.
         """
         others = [
             partial(trace, channels=channels, size=other, batch=batch) for other in (sizes[1], size)
@@ -348,7 +352,9 @@ def _channels_to_try(model: nn.Module) -> list[int]:
 def _first_trace(
     empty: nn.Module, likeliest: Sequence[int], size: Sequence[int]
 ) -> tuple[int, Trace]:
-    """Try numbers of image channels in turn; return the first that works, and its trace.
+    """Trace the network with several numbers of image channels; return the first that works.
+
+    Return (number of channels, trace).
 
     Args:
         empty: a copy of the network on the meta device.

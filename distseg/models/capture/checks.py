@@ -104,8 +104,8 @@ def check_left(
     Args:
         made: function that makes a copy of the module in which no pass has run.
         before, after: the state of a copy before and after one pass.
-        last: function that runs a pass of a given copy. It runs twice in a fresh copy, and after
-            each of ``others`` in a second copy; all its results must be equal.
+        last: the checked pass, a function of a copy of the module. It runs twice in a fresh copy,
+            and after each of ``others`` in a second copy. All its results must be equal.
         others: functions that run passes over other images.
         alike: function that returns True if the results of two passes are equal.
 
@@ -201,9 +201,10 @@ def check_real(model: nn.Module) -> None:
 
 
 def check_seen(model: nn.Module) -> None:
-    """Refuse a network that cannot be trained exactly, as the attempt to capture it has found.
+    """Raise the error that the capture of a network has stored, if it rules out exact training.
 
-    A network with complex parameters or buffers is refused too (:func:`check_real`). No pass runs.
+    A network with complex parameters or buffers is refused too (:func:`check_real`). No forward
+    pass runs.
 
     Raises:
         ValueError: the message names the function, the module and the line.
@@ -269,8 +270,9 @@ def check_module(
             _checked.setdefault(model, set()).add((at, tuple(modes)))
             return _check_at(model, tuple(size), modes)
     raise Hidden(
-        f"its forward pass fails on an image of {'x'.join(map(str, size))} pixels, the size "
-        f"in training, with {user_error(failed)}: forward must accept images of this size"
+        f"the forward pass of {type(model).__name__} fails on an image of "
+        f"{'x'.join(map(str, size))} pixels, the size in training, with {user_error(failed)}: "
+        f"forward must accept images of this size"
     ) from failed
 
 
@@ -301,9 +303,9 @@ def check_apart(model: nn.Module, size: Sequence[int]) -> None:
 def joins_images(model: nn.Module, size: Sequence[int], training: bool) -> bool:
     """Return True if the images of a batch influence each other's results.
 
-    In training, batch norms are ignored. In evaluation, a batch norm without running statistics
-    joins images. Captured modules have no other layers that join images, so only uncaptured modules
-    are tried out. Return False if the module accepts none of the images that are tried.
+    Batch norms are ignored in training. In evaluation, a batch norm without running statistics
+    counts. Captured modules have no other layers that join images, so only uncaptured modules are
+    run. Return False if the module accepts none of the images that are tried.
 
     Args:
         size: image size in training.
@@ -330,8 +332,8 @@ def joins_images(model: nn.Module, size: Sequence[int], training: bool) -> bool:
 def _is_apart(model: nn.Module, size: Sequence[int]) -> bool:
     """Return True if a random image has the same result alone and in batches with other images.
 
-    The image is the first of two batches, of two and of three images. Results may differ by
-    rounding.
+    The image is passed alone, as the first of two images, and as the first of three. The results
+    may differ by rounding.
 
     Args:
         size: the size of the image.
@@ -356,7 +358,7 @@ def _check_modes(
 
 
 def _check_at(model: nn.Module, size: tuple[int, ...], modes: Sequence[bool]) -> None:
-    """Refuse a module that passed the checks at one image size but fails them at the run's size.
+    """Refuse a module that passed the checks on small images but fails them at the training size.
 
     One image is passed. If the forward pass itself raises an error, return without a refusal.
 
@@ -378,6 +380,8 @@ def _check_at(model: nn.Module, size: tuple[int, ...], modes: Sequence[bool]) ->
 
 def _check_mode(model: nn.Module, size: Sequence[int], training: bool, images: int = 2) -> None:
     """Refuse a module whose passes in one mode do more than return one tensor.
+
+    Passes must not draw random numbers, change the module's state or read running statistics.
 
     Args:
         training: True for training mode, False for evaluation.

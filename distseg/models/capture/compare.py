@@ -31,10 +31,12 @@ A larger difference is accepted if rounding errors explain it.
 # bits of the image change.
 _TIMES = 10
 _DIFFERS = {
-    False: "it computes something different in evaluation than in training; only norms and dropout "
-    "may differ (stochastic depth is supported if its mask is divided, as in y * (mask / keep))",
-    True: "in training without dropout its result differs from that of the layers found in it: it "
-    "may depend on the image's values, or on state that its code keeps",
+    False: "the network computes something different in evaluation than in training; only norms "
+    "and dropout may differ (stochastic depth is supported if its mask is divided, as in "
+    "y * (mask / keep))",
+    True: "in training without dropout, the network's result differs from that of the layers that "
+    "distseg found in it: the result may depend on the image's values, or on state that the "
+    "network's code keeps",
 }
 
 
@@ -43,9 +45,9 @@ class TooSmall(CanNotCapture):
 
 
 class _Wide(TorchFunctionMode):
-    """``TorchFunctionMode`` in which user code computes in float64, in training without dropout.
+    """``TorchFunctionMode`` for the comparison: user code computes in float64 and without dropout.
 
-    Casts to float32 are ignored, and stochastic depth keeps every image.
+    Casts to float32 are ignored. In training mode, dropout and stochastic depth keep everything.
 
     Args:
         training: True if the module is in training mode.
@@ -162,8 +164,8 @@ def _evaluated(model: nn.Module, copied: nn.Module, image: Tensor) -> Any:
         # User code may raise anything.
         size = "x".join(map(str, image.shape[2:]))
         raise TooSmall(
-            f"in evaluation mode, without gradients, its forward pass fails on an image of {size} "
-            f"pixels with {user_error(e)}"
+            f"in evaluation mode, without gradients, the forward pass of {type(copied).__name__} "
+            f"fails on an image of {size} pixels with {user_error(e)}"
         ) from e
     check_left(lambda: doubled(model).eval(), before, picture(copied), last, others, equal)
     return made
@@ -183,12 +185,12 @@ def _result(image: Tensor, module: nn.Module) -> Any:
 def _check_mode(copied: nn.Module, network: Network, image: Tensor, wanted: Any = None) -> None:
     """Refuse a network whose result for ``image`` differs from that of the module ``copied``.
 
-    Both run in the mode that they are in: training or evaluation.
+    Both are called in the mode, training or evaluation, in which they are.
 
     Args:
         copied: the module, whose weights the network shares.
         image: the images (2, C, *size) on which both run.
-        wanted: the module's result if it is already known.
+        wanted: the module's result if it is already known; None to compute it.
     """
     wanted, found = _result(image, copied) if wanted is None else wanted, _result(image, network)
     same = (
@@ -214,7 +216,7 @@ def _check_mode(copied: nn.Module, network: Network, image: Tensor, wanted: Any 
 def _close(wanted: Tensor, found: Tensor, tolerance: float) -> bool:
     """Return True if ``found`` differs from ``wanted`` by at most a tolerance.
 
-    Return True too if ``wanted`` has infinities or NaN.
+    Return True too if ``wanted`` has infinities or NaN, which cannot be compared.
 
     Args:
         tolerance: the largest difference, divided by the largest absolute number in ``wanted``.

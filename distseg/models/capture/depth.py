@@ -1,8 +1,8 @@
 """Maps (N, C, D, H, W) of images (H, W), with a dim D of fixed length between C and the image.
 
-Examples of D are the bands of a spectrum and the dates of a series. A convolution over D becomes a
-convolution of maps (N, C * D, H, W). The weight of the new convolution holds the user's kernel once
-for each output position of D, and zeros elsewhere.
+D is no dim of the image: it holds for example the bands of a spectrum or the dates of a series. A
+convolution over D becomes a convolution of maps (N, C * D, H, W). The weight of the new convolution
+holds the user's kernel once for each output position of D, and zeros elsewhere.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 class Depth:
     """Length and kernel settings of a convolution along the dim D of maps (N, C, D, *size).
 
-    D has a fixed length and is no dim of the image. A layer computes such a map as (N, C * D,
-    *size).
+    D has a fixed length and is no dim of the image. A layer of the captured network computes such a
+    map as (N, C * D, *size).
 
     Attributes:
         before: length of D in the input.
@@ -54,30 +54,37 @@ class Depth:
         return self.after
 
     def of_layer(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """Return the arguments of a convolution layer for maps (N, C * D, *size).
+        """Return the arguments of a layer for maps (N, C * D, *size), from the user's convolution.
+
+        The user's convolution takes maps (N, C, D, *size), where D is a dim of fixed length.
 
         Args:
-            args, kwargs: arguments of the layer's class, such as ``nn.Conv2d``: the user's numbers
-                of input and output channels, the kernel size with a first entry for D, and settings
-                without an entry for D.
+            args: (input channels, output channels, kernel size, ...) of the user's convolution. The
+                kernel size has a first entry for D; other settings have none.
+            kwargs: further settings, without an entry for D.
 
         Returns:
-            (args, kwargs) with the channels times the lengths of D, and without D in the kernel.
+            (args, kwargs) of the layer's class, such as ``nn.Conv2d``. The input channels are
+                multiplied by :attr:`before`, the output channels by :attr:`after`, and the kernel
+                size has no entry for D.
         """
         first, second, kernel, *rest = args
         return (first * self.before, second * self.after, tuple(kernel)[1:], *rest), kwargs
 
     def of_weight(self, steps: tuple[Step, ...], kernel: bool) -> tuple[Step, ...]:
-        """Return the steps that compute the weight or bias of a layer for maps (N, C * D, *size).
+        """Return the steps that turn the user's weight or bias into that of the layer.
+
+        The user's convolution takes maps (N, C, D, *size), the layer takes maps (N, C * D, *size).
 
         Args:
-            steps: function calls, of which the last one returns the user's weight (O, I, length,
-                *kernel) or bias (O,). All positions along D share them.
+            steps: function calls, of which the last one returns the user's weight
+                (O, I, length, *kernel) or bias (O,). ``length`` is the kernel's length along D.
             kernel: True for a weight, False for a bias.
 
         Returns:
-            ``steps`` and one more, which returns the layer's weight (O * after, I * before,
-                *kernel) or bias (O * after,).
+            ``steps`` and one more, which returns the layer's weight
+                (O * after, I * before, *kernel) or bias (O * after,). All positions along D share
+                the user's numbers.
         """
         last = Map(len(steps) - 1)
         return (
@@ -89,9 +96,9 @@ class Depth:
 
 
 def _of_all_places(weight: Tensor, depth: Depth) -> Tensor:
-    """Return the weight (O * after, I * before, *kernel) for the user's weight.
+    """Return the layer's weight (O * after, I * before, *kernel), made of the user's weight.
 
-    The result holds the user's kernel once for each output position along D, and zeros elsewhere.
+    It holds the user's kernel once for each output position along D, and zeros elsewhere.
 
     Args:
         weight: the user's weight (O, I, length, *kernel), where ``length`` is the kernel's length
@@ -110,16 +117,18 @@ def _of_all_places(weight: Tensor, depth: Depth) -> Tensor:
 
 
 def through(
-    reader: Reader, rule: Callable[..., Any], found: Deep, args: tuple, kwargs: dict
+    reader: Reader, rule: Callable[..., Any], raised: Deep, args: tuple, kwargs: dict
 ) -> Value:
-    """Apply a rule for maps (N, C, *size) to a map (N, C, D, *size), and return the result.
+    """Add layers for a call that takes a map (N, C, D, *size), and return its result.
+
+    The map is rearranged to (N, C * D, *size), and the rule of the call is applied to it.
 
     Args:
         rule: the function that turns the current call into layers.
-        found: the exception that the rule raised. It holds the map.
+        raised: the exception that the rule raised because of the map, which it holds.
         args, kwargs: the arguments of the user's call.
     """
-    x, calls = found.value, reader.current
+    x, calls = raised.value, reader.current
     name, before = calls[0].name, x.axes[2].cell
     if name == "batch_norm":
         return over_depth(reader, rule, x, args, kwargs)

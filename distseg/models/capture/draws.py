@@ -73,7 +73,7 @@ _GENERATOR = "the global generator"
 
 
 def is_generator(slot: Slot) -> bool:
-    """Return True if the value in a slot is a random generator."""
+    """Return True if the value that a slot of a snapshot holds is a random generator."""
     return isinstance(slot.value(), GENERATORS)
 
 

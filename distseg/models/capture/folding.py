@@ -3,9 +3,11 @@
 The user's layer treats each frame as an image. The captured network holds the T frames of an image
 as T groups of channels instead. So a call on (N * T, C, *size) becomes a layer of maps
 (N, T * C, *size), whose weights are repeated T times. If positions are in the batch dim, as in
-(N * D, C, H, W), the layer's kernel has length 1 along D. Batches that user code joins,
-``torch.cat((x, y))``, are handled like groups, but must not be mixed until user code splits them
-again.
+(N * D, C, H, W), the layer's kernel has length 1 along D. A :class:`Folding` describes such a batch
+dim.
+
+Batches that user code joins, ``torch.cat((x, y))``, are handled like groups, but must not be mixed
+until user code splits them again.
 """
 
 from __future__ import annotations
@@ -27,10 +29,10 @@ if TYPE_CHECKING:
 
 
 class Folded(Exception):
-    """Exception by which a rule asks for a map (N, C, *size) if the batch dim has more than images.
+    """Exception that a rule raises if a map's batch dim holds more than images: (N * T, C, *size).
 
-    ``value`` is the map, ``folding`` the content of its batch dim. :func:`unfolded` then rearranges
-    the map and calls the rule again.
+    :func:`unfolded` catches it, rearranges the map ``value`` to (N, T * C, *size) and applies the
+    rule to it. ``folding`` describes the batch dim.
     """
 
     def __init__(self, value: Value, folding: Folding):
@@ -39,10 +41,10 @@ class Folded(Exception):
 
 
 class Deep(Exception):
-    """Exception by which a rule asks for a map (N, C, *size) if the map is (N, C, D, *size).
+    """Exception that a rule raises for a map (N, C, D, *size) instead of (N, C, *size).
 
-    ``value`` is the map. :func:`distseg.models.capture.depth.through` then rearranges the map and
-    calls the rule again.
+    :func:`distseg.models.capture.depth.through` catches it, rearranges the map ``value`` to
+    (N, C * D, *size) and applies the rule to it.
     """
 
     def __init__(self, value: Value):
@@ -67,8 +69,9 @@ def is_deep(x: Value, name: str) -> bool:
 def is_alone(x: Value, name: str) -> bool:
     """Return True if a call on (N * H * W, C, T) computes each pixel separately.
 
-    The batch dim must hold each pixel as an image of its own, and the function ``name`` must not
-    mix images. The call is then pointwise for the map (N, C, T, H, W), where T has a fixed length.
+    This is so if each pixel is an image of its own in the batch dim, and the function ``name`` does
+    not mix images. The call is then pointwise for the map (N, C, T, H, W), where T has a fixed
+    length.
     """
     return (
         x.axes[0] == Axis(True, 1, tuple(range(x.dims)))
@@ -137,7 +140,7 @@ class Folding:
     def plain(self, shape: Sequence[int], batch: int, size: Sequence[int]) -> tuple[int, ...]:
         """Return the shape (N, T * C, *size) that a call's result has in the captured network.
 
-        T is ``times``.
+        T is :attr:`times`, the number of frames in the batch dim.
 
         Args:
             shape: the shape of the result in user code, such as (N * T, C, *size).
@@ -149,12 +152,13 @@ class Folding:
         return (batch, self.times * shape[1], *(along[d] for d in range(self.dims)))
 
     def folded(self, x: Value) -> Value:
-        """Return the value ``x`` with its axes replaced by those in user code, (N * T, C, *size).
+        """Return a layer's output marked with its dims in user code, (N * T, C, *size).
 
-        This is the reverse of :meth:`plain`. No layer is added. T is ``times``.
+        Only its axes are replaced, so no layer is added. T is :attr:`times`, the number of frames
+        in the batch dim. This is the reverse of :meth:`plain`.
 
         Args:
-            x: a layer's output: a map (N, T * C, *size) or a vector (N, T * C, ...).
+            x: the layer's output: a map (N, T * C, *size) or a vector (N, T * C, ...).
 
         Raises:
             ValueError: ``x`` has another form.
@@ -271,7 +275,7 @@ _WITHOUT_PLACES = {
 
 
 def knows(name: str, folding: Folding) -> bool:
-    """Return True if :func:`unfolded` supports the function ``name`` on a map with this folding.
+    """Return True if :func:`unfolded` supports a function on a map with such a batch dim.
 
     Args:
         name: name of a PyTorch function, such as ``conv2d``.
@@ -281,16 +285,19 @@ def knows(name: str, folding: Folding) -> bool:
 
 
 def unfolded(
-    reader: Reader, rule: Callable[..., Any], found: Folded, args: tuple, kwargs: dict
+    reader: Reader, rule: Callable[..., Any], raised: Folded, args: tuple, kwargs: dict
 ) -> Value:
-    """Apply a rule to a map whose batch dim holds more than images, and return the result.
+    """Add layers for a call on a map whose batch dim holds frames or positions; return its result.
+
+    The map is rearranged so that its batch dim holds images only, and the rule of the call is
+    applied to it. An example is (N * T, C, *size), which becomes (N, T * C, *size).
 
     Args:
         rule: the function that turns the current call into layers.
-        found: the exception that the rule raised. It holds the map.
+        raised: the exception that the rule raised because of the map, which it holds.
         args, kwargs: the arguments of the user's call.
     """
-    x, folding, calls = found.value, found.folding, reader.current
+    x, folding, calls = raised.value, raised.folding, reader.current
     given = inspect.signature(rule).bind(reader, *args, **kwargs).arguments
     given = {
         name: x.as_plain
@@ -322,8 +329,8 @@ def unfolded(
 def joined_batches(reader: Reader, maps: Sequence[Value]) -> Value | None:
     """Add a layer for ``torch.cat(maps)`` along dim 0, which joins batches; return its output.
 
-    The layer concatenates the channels of the maps instead, so each batch is a group of channels.
-    Return None if the shapes of the maps differ, or if they are not (N, C, *size).
+    The layer concatenates the maps along channels instead, so that each batch becomes a group of
+    channels. Return None if the shapes of the maps differ, or if they are not (N, C, *size).
     """
     first = maps[0]
     if not first.plain or any((x.plain, x.shapes) != (True, first.shapes) for x in maps):
@@ -334,10 +341,10 @@ def joined_batches(reader: Reader, maps: Sequence[Value]) -> Value | None:
 
 
 def of_joined(reader: Reader, rule: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
-    """Apply a rule to batches that user code joined by ``torch.cat`` along dim 0.
+    """Add layers for a call on batches that user code joined by ``torch.cat`` along dim 0.
 
-    Return the result. If the call splits the batches again, the result is one batch or a tuple of
-    batches; otherwise it consists of joined batches too.
+    Return its result: one batch or a tuple of batches if the call splits the batches again,
+    otherwise joined batches.
 
     Args:
         rule: the function that turns the current call into layers.

@@ -58,9 +58,9 @@ def guarded(
 
 
 def moving_norms(model: nn.Module) -> Iterator[str]:
-    """Yield the names of the norms in training mode whose forward :func:`guarded` replaced.
+    """Yield the names of the norms that would update their running statistics in a pass.
 
-    Each of them would update its running statistics in a pass.
+    These are the norms in training mode whose forward :func:`guarded` replaced.
     """
     return (
         name
@@ -126,9 +126,10 @@ def _handed_on(layer: nn.Module, name: str, images: int, x: Tensor) -> Tensor:
 
 
 def begin_pass(model: nn.Module) -> None:
-    """Forget which norms of ``model`` the last pass called in training mode; call it before a pass.
+    """Forget which norms were called in training mode; call this before each forward pass.
 
-    A pass that calls a norm in training mode, and then in evaluation mode, is refused.
+    They are remembered because a pass that calls a norm in training mode, and then in evaluation
+    mode, is refused.
     """
     for layer in model.modules():
         _called.discard(layer)

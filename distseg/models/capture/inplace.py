@@ -19,8 +19,8 @@ def _property(name: str, x: Tensor, *_) -> Tensor:
 def out_of_place(function: Callable) -> Callable:
     """Return the function that computes the same as an in-place function, but in a new tensor.
 
-    For example, return ``Tensor.add`` for ``Tensor.add_``. For the getter of a property, return a
-    function that reads the property. Return any other function unchanged.
+    For example, return ``Tensor.add`` for ``Tensor.add_``. Return any other function unchanged,
+    except that the getter of a property becomes a function that reads the property.
     """
     name = getattr(function, "__name__", "")
     if name == "__get__":  # a property's getter cannot be copied

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 
 def places_along_dims(x: Value, over: Sequence[int]) -> tuple[int, ...]:
-    """Return the spatial dims of the image whose positions some dims of the user's tensor hold.
+    """Return the spatial dims of the image (0 for the first) that dims of the user's tensor hold.
 
-    The first spatial dim is 0. For example, dims 2 and 3 of a tensor (N, C, H, W) give (0, 1).
+    For example, dims 2 and 3 of a tensor (N, C, H, W) hold the spatial dims (0, 1).
 
     Args:
         over: the dims of the user's tensor.
@@ -34,9 +34,12 @@ def places_along_dims(x: Value, over: Sequence[int]) -> tuple[int, ...]:
 
 
 def takes_lines(x: Value, over: Sequence[int]) -> bool:
-    """Return True if a statistic of ``x`` over dims ``over`` keeps some but not all spatial dims.
+    """Return True if a statistic of ``x`` is taken over some spatial dims, but not over all.
 
-    Such a statistic is a line, for example row means.
+    Its result is a line, such as row means: a vector whose length follows the image's size.
+
+    Args:
+        over: dims of the user's tensor over which the statistic is taken.
     """
     return not x.vector and 0 < len(places_along_dims(x, over)) < x.dims
 
@@ -103,11 +106,11 @@ class Turned:
 
 
 def lines_spread(reader: Reader, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """Return the arguments of a pointwise function, in which lines are repeated to maps.
+    """Return the arguments of a pointwise function, with lines repeated to the size of a map.
 
     A line is a vector whose length follows the size of the image, such as row means. It is repeated
-    to the size of a map among the arguments. Without such a map, lines that cover all spatial dims
-    are repeated to the map that they span together.
+    to a map among the arguments. Without such a map, lines that together have all spatial dims are
+    repeated to the map that they span.
     """
     values = list(dict.fromkeys(found_in((args, kwargs), Value)))
     if not any(x.line for x in values):
@@ -143,7 +146,9 @@ def _across(values: Sequence[Value]) -> Axes | None:
 
 
 def line_at(reader: Reader, x: Value, like: Value, target: Axes) -> Value:
-    """Add a layer that repeats the line ``x`` over all positions of ``like``; return its output.
+    """Add a layer that repeats the line ``x`` over all positions of a map, and return its output.
+
+    A line is a vector whose length follows the size of the image, such as row means.
 
     Args:
         like: a map of the size to which the line is repeated. Its numbers are not used.
@@ -179,8 +184,8 @@ def line_at(reader: Reader, x: Value, like: Value, target: Axes) -> Value:
 def _fits(axis: Axis, beside: Axis) -> bool:
     """Return True if a dim of a line can be broadcast to the same dim of a map.
 
-    Along positions of the map, the line's dim must have length 1, or be as long as the image along
-    the one spatial dim that the map's dim holds. Other dims must not follow the image's size.
+    If the map's dim has positions, the line's dim must have length 1, or run along the same single
+    spatial dim. Otherwise the length of the line's dim must not follow the image's size.
 
     Args:
         axis: the meaning of the line's dim.
@@ -212,7 +217,7 @@ def expanded_line(reader: Reader, x: Value, target: Axes) -> Value:
 
 
 def rows_pooled(reader: Reader, x: Value) -> tuple[int, ...]:
-    """Return the dims that the current call, a pooling, reduces to length 1 while others stay.
+    """Return the dims that the current call, a pooling, reduces to length 1; it keeps the others.
 
     The dims are those of the user's tensor (N, C, *size), so the first spatial dim is 2. Return an
     empty tuple if the pooling changes the length of another dim, or reduces all or none.
@@ -273,7 +278,7 @@ def number_by_size(each: Sequence[Any], sizes: Sequence[Sequence[int]]) -> Any:
 
 
 def of_trace(tree: Any, number: int) -> Any:
-    """Return a setting as it is in one trace: its entry for this trace replaces each ``Sizes``.
+    """Return a setting as it is in one trace, with plain numbers in place of each ``Sizes``.
 
     Args:
         tree: a setting or nested tuples of settings, such as a kernel size or an index.

@@ -79,7 +79,7 @@ def _fitted(
         numbers: the number in each trace.
         sizes: the size of the map in each trace.
         like: a rule that has all fields of the result but ``factor`` and ``plus``.
-        plain: True to fit the factor only; False to fit ``plus`` too.
+        plain: True to fit ``factor`` only; False to fit ``plus`` too.
     """
     bases = [math.prod(size[d] for d in like.dims) ** like.inner for size in sizes]
     try:
@@ -124,8 +124,9 @@ def _near(a: float, b: float) -> bool:
 def measured(reader: Reader, args: tuple) -> tuple:
     """Return a pointwise call's arguments, with vectors in place of numbers that follow a size.
 
-    For example, h * w in ``x / (h * w)`` differs between traces. A layer is added that computes it
-    from the size of a map; its output is the vector. A number that follows no rule stays.
+    For example, h * w in ``x / (h * w)`` differs between traces. A layer is added that computes
+    this number from the size of a map; its output is the vector. A number that follows no rule
+    stays.
 
     Args:
         args: the arguments of the call, such as (x, number).
@@ -141,10 +142,10 @@ def measured(reader: Reader, args: tuple) -> tuple:
 
 
 def _numbers(reader: Reader, x: Any) -> Sizes | None:
-    """Return the values of the number ``x`` in all traces.
+    """Return the number ``x`` with its value in each trace; None if ``x`` is no such number.
 
-    A tensor without dims, computed from numbers only, counts as a number. Return None if ``x`` is
-    no number, or has the same value in all traces.
+    A tensor without dims, computed from numbers only, counts as a number. A number with the same
+    value in all traces does not count.
     """
     if isinstance(x, Sizes):
         return x if all(isinstance(n, (int, float)) for n in x.each) else None

@@ -51,7 +51,7 @@ def dim_of_place(reader: Reader, x: Value, dim: int, what: str) -> int | None:
 
 
 def cut(reader: Reader, x: Value, wanted: dict[int, Sequence[slice]]) -> Value:
-    """Return the part of the map ``x`` that slices select; add the layers that take it.
+    """Add the layers that take a part of the map ``x`` by slices, and return their output.
 
     Args:
         wanted: for each spatial dim that is sliced, the slice in each trace.
@@ -176,7 +176,7 @@ def fitted(
 
 
 def _front(reader: Reader, pairs: Sequence[tuple[int, int]]) -> str | int:
-    """Return the rule by which the cells that one dim gains are divided between start and end.
+    """Return the rule that divides the cells added along one dim between its start and its end.
 
     The result is the ``side`` of :func:`distseg.tiling.resize.in_front`: a word such as "half", or
     a fixed number of cells at the start.
@@ -236,8 +236,8 @@ def padded(reader: Reader, x: Value, pad: tuple, mode: str, value: float) -> Val
 def places_taken(reader: Reader, x: Value, index: tuple) -> tuple[Value, tuple]:
     """Apply those slices of the index of ``x[index]`` that belong to spatial dims.
 
-    Return (sliced map, rest of the index). In the rest, ``:`` replaces each slice that was applied.
-    For example, the rest of ``x[:, 0, 2:]`` is (:, 0, :).
+    Return (sliced map, rest of the index). The rest has ``:`` in place of the applied slices. For
+    example, the rest of ``x[:, 0, 2:]`` is (:, 0, :).
     """
     rest, wanted, dim = list(index), {}, 0
     for at, entry in enumerate(index):

@@ -1,6 +1,8 @@
 """Search for tensors that user code computes from the image's size and parameters alone.
 
-The captured network computes them as maps and vectors (:mod:`distseg.models.capture.positions`).
+An example is a map of coordinates. For such a tensor, a *plan*
+(:class:`distseg.models.capture.positions.Plan`) lists the recorded calls that compute it. A layer
+:class:`distseg.models.capture.positions.Positions` of the captured network repeats these calls.
 """
 
 from __future__ import annotations
@@ -53,15 +55,15 @@ _JOINING = {"cat", "concat", "concatenate", "stack"}
 
 
 def plan_of(reader: Reader, x: Made, sizes: Sequence[tuple[int, ...]]) -> Plan | None:
-    """Return the plan that computes a tensor from the image's size and parameters.
+    """Return the calls to repeat (a plan) for a tensor that depends on the image's size alone.
 
-    Return None if the tensor depends on the image's values or on random numbers, or does not depend
-    on the image's size.
+    The tensor may also depend on parameters. Return None if it depends on the image's values or on
+    random numbers, or if it does not depend on the image's size.
 
     Args:
         x: reference to the tensor.
-        sizes: in each trace, the size of the map whose positions the tensor has; empty if only the
-            existence of a plan matters.
+        sizes: in each trace, the size of the map whose positions the tensor has; empty if the
+            caller only asks if there is a plan.
     """
     numbers: set[int] = set()
     if not _collect(reader, x, numbers) or not any(_follows(reader, n) for n in numbers):
@@ -125,9 +127,10 @@ def _labels(reader: Reader, number: int, part: int, sizes: Sequence[tuple[int, .
 
 
 def _label(lengths: Sequence[int], sizes: Sequence[tuple[int, ...]]) -> int | None:
-    """Return the spatial dim that a dim of a tensor holds; -1 for all spatial dims flattened.
+    """Return the spatial dim that a dim of a tensor runs along; -1 if it runs along all, flattened.
 
-    Return None if the dim's length is neither the size along a spatial dim nor their product.
+    The dim is recognized by its length, which equals the map's size along one spatial dim, or the
+    product of all. Return None if it equals neither.
 
     Args:
         lengths: the length of the dim in each trace.
@@ -157,9 +160,11 @@ def _product(size: Sequence[int]) -> int:
 def _is_cellwise(reader: Reader, number: int, labels: dict[Made, Labels]) -> bool:
     """Return True if a part of a call's result depends only on the same part of its arguments.
 
+    A tile can run such a call, for example a pointwise one, on its part alone.
+
     Args:
         number: index of the call in the traces.
-        labels: for each tensor, the spatial dims that its dims hold.
+        labels: for each tensor, the spatial dims that its dims run along.
     """
     call, mine = reader.traces[0].calls[number], labels[Made(number)]
     if not _looked_at(call) or len(call.shapes) != 1:
@@ -179,10 +184,10 @@ def _is_cellwise(reader: Reader, number: int, labels: dict[Made, Labels]) -> boo
 
 
 def with_positions(reader: Reader, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """Return (args, kwargs) of a pointwise call, with values for what follows the image's size.
+    """Replace the arguments of a pointwise call that depend on the image's size alone.
 
-    For each argument that depends on the image's size alone, such as a map of coordinates, add a
-    layer that computes it. The layer's output replaces the argument.
+    For each of them, such as a map of coordinates, add a layer that computes it. Return (args,
+    kwargs) with the outputs of these layers in their place.
     """
     maps = found_in((args, kwargs), Value)
     if not maps or reader.source is None:
@@ -203,10 +208,10 @@ def with_positions(reader: Reader, args: tuple, kwargs: dict) -> tuple[tuple, di
 
 
 def joined_positions(reader: Reader, tensors: tuple) -> tuple:
-    """Return the tensors of a concatenation, with values for those that follow the image's size.
+    """Replace the tensors of a concatenation that depend on the image's size alone.
 
-    For each tensor that depends on the image's size alone, such as a map of coordinates, add a
-    layer that computes it. The layer's output replaces the tensor.
+    For each of them, such as a map of coordinates, add a layer that computes it. Return the tensors
+    with the outputs of these layers in their place.
     """
     maps = [x for x in tensors if isinstance(x, Value)]
     if not maps or reader.source is None:
@@ -222,8 +227,8 @@ def _placed(reader: Reader, x: Any, beside: Value, way: tuple) -> Any:
     Args:
         x: the argument.
         beside: the map or vector with which the call combines the argument.
-        way: the position of the argument in the current call: ("args", index) or ("kwargs", name).
-            If it is empty, a number is returned unchanged.
+        way: where the argument is in the current call: ("args", index) or ("kwargs", name). If it
+            is empty, a number is returned unchanged.
     """
     if (
         isinstance(x, Sizes)
@@ -250,9 +255,9 @@ def _placed(reader: Reader, x: Any, beside: Value, way: tuple) -> Any:
 def _likes(reader: Reader, beside: Value) -> list[Value]:
     """Return candidates for the map whose positions a tensor has: one map of each size.
 
-    The candidate for the size of ``beside`` is ``beside`` itself, unless it is a vector. The
-    candidate for another size is the last map of that size so far. The sizes are tried in the order
-    of the list: a size whose first map is later in the network comes first.
+    A tensor that depends on the image's size alone may have the positions of any of these maps. The
+    map of a size is ``beside`` if it has this size and is no vector, else the newest map of the
+    size. Sizes that first occur late in the network come first.
 
     Args:
         beside: the map or vector with which a call combines the tensor.
@@ -262,12 +267,13 @@ def _likes(reader: Reader, beside: Value) -> list[Value]:
 
 
 def _aligned(reader: Reader, labels: Labels, x: Made, beside: Value) -> tuple[Axis, ...] | None:
-    """Return the meaning of each dim of a tensor that is broadcast with ``beside``.
+    """Return what the dims of a tensor mean if it is broadcast with ``beside``.
 
-    The result has an :class:`Axis` for each dim of ``beside``. Return None if the two do not match.
+    The result has an :class:`Axis` for each dim of ``beside``. Return None if the dims of the two
+    cannot be matched.
 
     Args:
-        labels: for each dim of the tensor, the spatial dim that it holds.
+        labels: for each dim of the tensor, the spatial dim that it runs along.
         x: reference to the tensor.
         beside: the map or vector with which the call combines the tensor.
     """
@@ -310,7 +316,11 @@ def _aligned(reader: Reader, labels: Labels, x: Made, beside: Value) -> tuple[Ax
 
 
 def _check_batch(reader: Reader, plan: Plan) -> None:
-    """Raise an error if the values of a plan depend on the number of images in the batch."""
+    """Raise an error if a tensor depends on the number of images in the batch.
+
+    Args:
+        plan: the calls that compute the tensor.
+    """
     for trace, size in zip(reader.traces, reader.sizes):
         alone = reader.source(size)
         if alone.batch == trace.batch or len(alone.calls) != len(trace.calls):
@@ -333,12 +343,13 @@ def _check_batch(reader: Reader, plan: Plan) -> None:
 
 
 def emitted(reader: Reader, plan: Plan, like: Value, axes: tuple[Axis, ...]) -> Value:
-    """Add the layer that computes the tensor of a plan, and return the layer's output.
+    """Add a layer that computes a tensor from the image's size and parameters; return its output.
 
-    Plans for the same tensor, sizes and axes share one layer.
+    If the network already has a layer for the same tensor, size and axes, return its output.
 
     Args:
-        like: map at whose positions the plan is computed.
+        plan: the tensor, and the recorded calls that compute it.
+        like: map at whose positions the tensor has its values.
         axes: the meaning of each dim of the output.
     """
     key = plan.wanted, like.sizes, axes
@@ -363,9 +374,9 @@ def emitted(reader: Reader, plan: Plan, like: Value, axes: tuple[Axis, ...]) -> 
 
 
 class _Calls:
-    """Callable that returns the recorded calls of a forward pass for an image size.
+    """Callable that returns the recorded calls of a forward pass over images of a given size.
 
-    It is not copied: a deep copy of a layer holds the same callable.
+    A deep copy of a layer holds the same callable, because the callable itself is not copied.
     """
 
     def __init__(self, source):

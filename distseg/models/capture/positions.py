@@ -77,16 +77,17 @@ class Marked(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """Recipe for a tensor that is computed from the image's size and parameters.
+    """Recipe for a tensor that depends on the image's size and parameters, but not on its values.
 
-    Calls are given by their indices in the trace.
+    It lists the user's calls that compute the tensor, by their indices in the trace.
 
     Attributes:
         wanted: reference to the tensor, number or mask to compute.
-        calls: the calls that it depends on, in order.
-        labels: for each result of these calls, the spatial dims that its dims hold
+        calls: the calls on which it depends, in order.
+        labels: for each result of these calls, the spatial dim that each of its dims runs along
             (:data:`Labels`).
-        cellwise: the calls of which a tile needs only its part of the arguments.
+        cellwise: the calls that a tile can run on its own part of the arguments, such as pointwise
+            calls.
     """
 
     wanted: Made | Number | Marked
@@ -162,9 +163,9 @@ class Positions(LooksAtSize):
             if axis.batch and y.shape[dim] > 1:
                 if not bool((y == y.narrow(dim, 0, 1)).all()):
                     raise ValueError(
-                        "the network computes a separate value for each position and each image "
-                        "from the image's index in the batch, but a micro-batch counts its images "
-                        "anew: remove the dependence on the index"
+                        "the network computes values at each position from the index of the image "
+                        "in the batch, but an image has another index in a micro-batch than in the "
+                        "whole batch: compute the same values for all images"
                     )
                 y = y.narrow(dim, 0, 1)
         lengths = []
@@ -190,14 +191,14 @@ class Positions(LooksAtSize):
 class _Values:
     """Results of the calls of a layer's plan, for one image size and the positions of one tile.
 
-    A call is computed for the whole map only if the plan does not allow to compute a part.
+    A call runs on the tile's part if the plan allows it, otherwise on the whole map.
 
     Args:
         layer: the layer with the plan and the parameters.
         calls: the calls of the user's forward pass for this size.
         like: a tensor on the device of the results.
         size: the size of the whole map.
-        places: for each spatial dim, the range of the wanted positions.
+        places: for each spatial dim, the range of the tile's positions.
     """
 
     def __init__(
@@ -214,9 +215,10 @@ class _Values:
         self._cut: dict[int, list[Tensor]] = {}
 
     def _mask(self, marked: Marked) -> Tensor:
-        """Return a mask that is True at those wanted positions that an assignment's index selects.
+        """Return a mask that is True at those positions of the tile that an assignment selects.
 
-        It has a dim for each of the layer's ``axes``, of length 1 where the dim has no positions.
+        The mask has a dim for each of the layer's ``axes``, of length 1 where the dim has no
+        positions.
         """
         found = torch.ones((1,) * len(self.layer.axes), dtype=torch.bool)
         for dim, axis in enumerate(self.layer.axes):
@@ -230,7 +232,7 @@ class _Values:
         return found.to(self.like.device)
 
     def cut(self, x: Made | Number | Marked) -> Tensor:
-        """Return the part of a tensor or mask at the wanted positions, or a number as a tensor.
+        """Return the tile's part of a tensor or mask, or a number as a tensor.
 
         Args:
             x: reference to the tensor, mask or number.

@@ -29,7 +29,7 @@ BETWEEN_PLACES = (
 
 
 def matmul(reader: Reader, a: Any, b: Any) -> Value:
-    """Add layers that compute ``a @ b``, and return the value of the result.
+    """Add layers that compute ``a @ b``, and return its value.
 
     Args:
         a, b: maps, vectors or parameters; at least one is computed from the image.
@@ -49,10 +49,10 @@ def _sum(product: torch.Tensor, x: torch.Tensor, beta: float, alpha: float) -> t
 
 
 def _summed(reader: Reader, a: Any, b: Any) -> Value | None:
-    """Return the value of ``a @ b`` if the product sums over all positions.
+    """Add layers for ``a @ b`` if the product sums over all positions, and return its value.
 
-    Return None if it sums over channels: a layer can then compute it at each position. Refuse other
-    products, such as those of each position with all others.
+    Return None if it sums over channels: the caller then adds a layer that computes it at each
+    position. Refuse other products, such as those of each position with all others.
     """
     x = a if isinstance(a, Value) else reader.value(b)
     if not isinstance(a, Value) or not isinstance(b, Value):
@@ -128,11 +128,11 @@ def einsum(reader: Reader, equation: str, operands: Sequence[Any]) -> Value:
 
 
 def distances(reader: Reader, a: Any, b: Any, p: float, mode: str) -> Value:
-    """Add a layer for the distances between two sets of vectors, as ``torch.cdist`` does.
+    """Add a layer for the distances between two sets of vectors, as ``torch.cdist`` computes them.
 
-    One of the two sets may be the channels of a map at all positions. PyTorch chooses the formula
-    by the number of vectors, which differs between an image and a tile. So for positions of the
-    image, the default mode is replaced by the formula for many vectors.
+    One of the two sets may be the channels of a map at all positions. PyTorch chooses its formula
+    by the number of vectors, which differs between an image and a tile. So if positions are among
+    the vectors, the layer always uses the formula for many vectors in the default mode.
 
     Args:
         a, b: the vectors, (..., vectors, channels).
@@ -198,8 +198,8 @@ def _axes_of_labels(
             twice = [axis for label, axis in zip(letters, x.axes) if letters.count(label) > 1]
             if len(letters) != x.rank or not all(axis.of_channels for axis in twice):
                 raise reader.refusal(
-                    f"has the letters {letters} for {x!r}: use one letter per dim, and no letter "
-                    f"twice for images or positions"
+                    f"has the letters {letters} for {x!r}: use one letter for each of its {x.rank} "
+                    f"dims, and different letters for dims that hold images or positions"
                 )
             for label, axis in zip(letters, x.axes):
                 if found.get(label, Axis()) == Axis():  # of length 1, so it is broadcast

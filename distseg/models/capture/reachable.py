@@ -164,9 +164,10 @@ class _Search:
             self._in_object(value)
 
     def _in_object(self, value: Any) -> None:
-        """Queue the items of a container of at most 100 items; queue class and attributes.
+        """Queue an object's class and attributes, and the items of a container of up to 100 items.
 
-        Class and attributes are left out for objects of libraries other than ``nn.Module``.
+        For objects of libraries, only those of ``nn.Module`` have their class and attributes
+        queued.
         """
         kind = type(value)
         if isinstance(value, _CONTAINERS) and len(value) <= _FEW:
@@ -207,10 +208,10 @@ class _Search:
                 self._note(file, function.__globals__, name, function.__globals__[name])
 
     def _in_class(self, kind: type) -> None:
-        """Queue those values of a class and its bases that code may read.
+        """Queue the values of a class and its bases that user code may read.
 
-        These are the values whose name occurs in code found so far, ``forward``, and special
-        methods. Names of values that may change are recorded in ``homes``.
+        These are ``forward``, special methods, and values whose name occurs in code found so far.
+        Names of values that may change are recorded in ``homes``.
         """
         for base in kind.__mro__:
             if _is_library_class(base):

@@ -1,8 +1,17 @@
 """Reader of traces, which turns the recorded calls one after another into layers of a network.
 
-A rule of :mod:`distseg.models.capture.rules` decides which layers a call becomes. :class:`Reader`
-provides what a rule needs: checks of arguments, new layers, and error messages that name the call.
-:mod:`distseg.models.capture.arranging` has functions for rules that reshape,
+The words of this module:
+
+- A *trace* is the record of one forward pass over images of one size. Traces of several sizes are
+  read together, so "in each trace" means: for each of these image sizes.
+- The *current call* is the call that is being turned into layers. A *rule*, a function of
+  :mod:`distseg.models.capture.rules`, does so.
+- A *value* (:class:`Value`) is the output of a layer. It is a *map* (N, C, *size) or a *vector*,
+  which has numbers for each image, but no positions. A *line* is a vector whose length follows the
+  image's size, such as the mean of each row.
+
+:class:`Reader` provides what a rule needs: checks of arguments, new layers, and error messages that
+name the call. :mod:`distseg.models.capture.arranging` has functions for rules that reshape,
 :mod:`distseg.models.capture.reducing` has functions for statistics over the image.
 """
 
@@ -77,8 +86,9 @@ class Differ(Exception):
 class Reader:
     """Reader that turns several traces of one network into layers.
 
-    It reads call after call. The *current call* is the one that ``rule`` is turning into layers.
-    Methods that refuse a call raise ``CanNotCapture`` with a message that names the call.
+    A trace is the record of one forward pass. The reader goes through it call by call. The *current
+    call* is the one that ``rule`` is turning into layers. Methods that refuse a call raise
+    ``CanNotCapture`` with a message that names the call.
 
     Args:
         shapes: shapes of the network's parameters and buffers, by name.
@@ -165,8 +175,8 @@ class Reader:
         self._check_draws(needed)
         if not calls[traces[0].result.call].graded:
             raise CanNotCapture(
-                f"its result, made by {calls[traces[0].result.call]}, is computed without "
-                f"gradients (torch.no_grad): remove torch.no_grad, as evaluation turns "
+                f"the network's result, made by {calls[traces[0].result.call]}, is computed "
+                f"without gradients (torch.no_grad): remove torch.no_grad, as evaluation turns "
                 f"gradients off itself"
             )
         result = self.values.get(traces[0].result)
@@ -176,10 +186,10 @@ class Reader:
                 map(str, traces[0].calls[traces[0].result.call].shapes[traces[0].result.part])
             )
             raise CanNotCapture(
-                f"its result has the shape {made} for images of {'x'.join(map(str, sizes[0]))} "
-                "pixels, but a segmentation network keeps the size, and a network for whole "
-                "images returns a vector for each image: resize the result to the image, or "
-                "return (N, classes)"
+                f"the network's result has the shape {made} for images of "
+                f"{'x'.join(map(str, sizes[0]))} pixels, but a segmentation network keeps the "
+                "size, and a network for whole images returns a vector for each image: resize the "
+                "result to the image, or return (N, classes)"
             )
         self._drop_unread(result)
         # The last layer must be the one whose output is the network's result.
@@ -187,7 +197,7 @@ class Reader:
             self._add("result", lambda tensor: nn.Identity(), [result])
 
     def _check_draws(self, needed: Sequence[int]) -> None:
-        """Raise an error if the result depends on random numbers that no dropout layer draws.
+        """Raise an error if the result depends on random numbers that dropout layers do not draw.
 
         Args:
             needed: indices of the calls that the result depends on.
@@ -224,7 +234,7 @@ class Reader:
     def _drop_unread(self, result: Value) -> None:
         """Remove the layers that the result does not depend on.
 
-        User code may use only the size of a layer's output, or one of several results.
+        Such layers exist if user code reads only the size of a tensor, or one of several results.
         """
         needed = {result.name}
         for name, (_, reads) in reversed(self.layers.items()):
@@ -241,7 +251,8 @@ class Reader:
     def differs(self, other: Reader) -> str | None:
         """Return the name of the first layer that differs in ``other``; None if all are equal.
 
-        Layers differ if they have other inputs, or if their sizes follow other rules.
+        Two layers differ if they read the outputs of other layers, or if their output sizes are
+        computed from the input sizes by other formulas.
 
         Args:
             other: a reader of the same network that has read traces of more image sizes.
@@ -281,10 +292,13 @@ class Reader:
         # Precision is a setting of the run.
         if kwargs.get("dtype", 0) in (None, torch.float32, torch.float64):
             del kwargs["dtype"]
-        if self.call.name not in FACTORIES and any(
-            name in kwargs and kwargs[name] is not None for name in ("dtype", "out")
-        ):
-            raise self.refusal("has dtype= or out=: remove it, as train.precision sets the dtype")
+        if self.call.name not in FACTORIES:
+            if (dtype := kwargs.get("dtype")) is not None:
+                raise self.refusal(
+                    f"has dtype={dtype}: remove it, as train.precision sets the dtype"
+                )
+            if kwargs.get("out") is not None:
+                raise self.refusal("has out=: remove it, and use the result that the call returns")
         try:
             made = self._rule(self, args, kwargs)
         except CanNotCapture:
@@ -304,18 +318,22 @@ class Reader:
                 self.values[Made(self.number, part)] = self._typed(value, part)
 
     def _typed(self, value: Value, part: int) -> Value:
-        """Return ``value`` with the dtype that result ``part`` of the current call has.
+        """Return ``value`` marked with the integer or bool dtype of a result of the current call.
 
-        If that is a floating point type, return ``value`` unchanged: the run sets the precision.
+        Return it unchanged if the dtype is a floating point type, whose precision the run sets.
+
+        Args:
+            part: index of the result.
         """
         dtype = self.call.dtypes[part]
         return value if dtype.is_floating_point else replace(value, dtype=dtype)
 
     def _merged(self, each: Sequence[Any]) -> Any:
-        """Merge what a call takes in each trace into one argument, and return it.
+        """Merge an argument of the current call, which each trace has recorded, into one argument.
 
-        Tensors that depend on the image become values. A setting that differs between traces
-        becomes :class:`Sizes`. For example, (4, 8) in two traces becomes ``Sizes((4, 8))``.
+        A tensor that depends on the image becomes a :class:`Value`. A setting that differs between
+        traces becomes :class:`Sizes`. For example, 4 in one trace and 8 in the other become
+        ``Sizes((4, 8))``.
 
         Args:
             each: the argument, or a tuple or dict of arguments, in each trace.
@@ -338,9 +356,13 @@ class Reader:
         return first if alike else Sizes(tuple(each))
 
     def _given(self, made: Made) -> Value | Made:
-        """Return the value of a tensor that the current call takes; ``made`` if it has no value.
+        """Return the layer output that stands for a tensor; return ``made`` if no layer makes it.
 
-        A value computed under ``torch.no_grad`` is detached if the current call has gradients.
+        If the tensor was computed under ``torch.no_grad`` and the current call is not, detach the
+        output.
+
+        Args:
+            made: reference to a tensor that the current call takes.
         """
         value = self.values.get(made)
         if (
@@ -376,10 +398,10 @@ class Reader:
         return x
 
     def unfold(self, x: Value) -> None:
-        """Raise ``Folded`` or ``Deep`` if the map ``x`` can be rearranged to (N, C, *size).
+        """Restart the current call with ``x`` rearranged to (N, C, *size), if this is possible.
 
-        The rule of the current call is then called again, with the rearranged map. Otherwise return
-        None.
+        For this, raise an exception that holds ``x``; its receiver rearranges ``x`` and calls the
+        rule again. Return None if ``x`` cannot be rearranged.
 
         Raises:
             Folded: the batch dim has channels or positions besides the images.
@@ -445,13 +467,13 @@ class Reader:
         return tuple(d % x.rank for d in given)
 
     def of_channels(self, dim: Any, x: Value) -> bool:
-        """Return True if ``dim`` names only dims of channels of the value ``x``.
+        """Return True if each dim of ``x`` that ``dim`` names holds channels only.
 
         Args:
             dim: an integer or a tuple; None or () means all dims.
 
         Raises:
-            CanNotCapture: the batch dim is among them.
+            CanNotCapture: the batch dim is among the named dims.
         """
         given = self.dims_of(dim, x)
         if any(x.axes[d].batch for d in given):
@@ -484,7 +506,7 @@ class Reader:
     def axes_of(self, x: Any) -> Axes:
         """Return the meaning of each dim of a value or a parameter (:class:`Axis`).
 
-        Each dim of a parameter counts as channels.
+        All dims of a parameter are taken for channels.
         """
         return x.axes if isinstance(x, Value) else tuple(Axis(cell=n) for n in self.shape_of(x))
 
@@ -504,8 +526,8 @@ class Reader:
     def made(self, like: Value, part: int = 0) -> Axes:
         """Return the meaning of each dim of the current call's result (:class:`Axis`).
 
-        It is found by comparing the result's shape in the traces with the image size there. The
-        result must be a map of the size of ``like``, or a vector.
+        The meaning is found by comparing the result's shape with the image's size in each trace.
+        The result must be a map of the size of ``like``, or a vector.
 
         Args:
             like: a map or vector that the call takes.
@@ -600,13 +622,14 @@ class Reader:
         return Value(name, shapes, axes)
 
     def followed(self, x: Value, sizes: tuple[tuple[int, ...], ...]) -> tuple[Value, list[Follow]]:
-        """Find a map from whose size a rule computes ``sizes`` in all traces.
+        """Find a map whose size determines the output size ``sizes`` of the current call.
 
-        Return (map, rules), with one rule for each spatial dim, such as half the size.
+        Return (map, rules). The rules, one for each spatial dim, compute ``sizes`` from the map's
+        size; an example is half the size.
 
         Args:
             x: the map that is preferred among maps with equally simple rules.
-            sizes: the size to compute, in each trace.
+            sizes: the output size in each trace.
 
         Raises:
             CanNotCapture: no rule fits.
@@ -629,11 +652,11 @@ class Reader:
         more: tuple = (),
         **settings,
     ) -> Value:
-        """Add a layer whose output size follows the size of the map ``like``; return the output.
+        """Add a layer whose output size follows from the size of a map; return the layer's output.
 
         Args:
             make: function that makes the layer.
-            x: first input of the layer; ``like`` is the second one.
+            x: first input of the layer; the map ``like`` is the second one.
             rules: for each spatial dim, how the output's size follows from the size of ``like``.
             more: further settings of the layer that were found by comparing the sizes of traces.
                 :meth:`differs` compares them and ``rules``.
@@ -652,7 +675,7 @@ class Reader:
     ) -> Value:
         """Add a layer that computes ``function(*operands)`` at each position; return its output.
 
-        A rule uses it if the user's call becomes several layers.
+        A rule uses it if one call of user code becomes several layers.
 
         Args:
             function: function of tensors, whose dims are in the order of user code. So that the
@@ -699,7 +722,7 @@ class Reader:
 
         Args:
             steps: function calls. Each may use the layer's inputs and the results of earlier steps.
-            given: the form in which the steps take each input.
+            given: for each input, the order of dims and the dtype in which the steps take it.
             part: index of the layer's output, if the last step returns several results.
             axes: the meaning of each dim of the output.
             maps: inputs of the layer, which are maps or vectors.
@@ -714,12 +737,12 @@ class Reader:
         )
 
     def map_of_lines(self, lines: Sequence[Value], axes: Axes = ()) -> Value:
-        """Return a map of the network whose size gives the length of the lines.
+        """Return a map whose size tells a layer that computes with lines how long the lines are.
 
         A line is a vector whose length follows the size of the image, such as row means.
 
         Args:
-            lines: inputs of a call, among which only lines and other vectors are supported.
+            lines: inputs of the current call. Maps among them are refused.
             axes: the meaning of each dim of the call's result.
         """
         if not all(x.vector for x in lines):
@@ -750,10 +773,10 @@ class Reader:
         self.lines[name] = self.call.line
 
     def _name(self) -> str:
-        """Return a free name for the current call's layer, such as ``block.conv``.
+        """Return a free name for the layer that the current call becomes, such as ``block.conv``.
 
-        It is the name of the calling module, if this is the only call that uses the module's
-        weights, or the module's only call. Otherwise the name of the function is added to it.
+        The name is that of the calling module, if no other call uses the module's weights, or if
+        the module makes no other call. Otherwise the name of the called function is added to it.
         """
         module, function = self.call.module, self.call.name.strip("_")
         if module in self._homes:
@@ -763,10 +786,9 @@ class Reader:
         return self._unique(self._allowed(name))
 
     def _allowed(self, name: str) -> str:
-        """Return a layer name that hides no attribute of a network.
+        """Return a layer name none of whose parts is the name of an attribute of ``Network``.
 
-        To each part of the name that is such an attribute, ``_`` is added. For example,
-        ``block.forward`` becomes ``block.forward_``.
+        ``_`` is added to a part that is. For example, ``block.forward`` becomes ``block.forward_``.
         """
         theirs = {part for module in self._modules for part in module.split(".")}
         parts = name.split(".")
@@ -983,10 +1005,10 @@ class Reader:
         return self._emit_formula(steps, given, part, axes, maps, own)
 
     def _with_resized_vectors(self, args: tuple, kwargs: dict) -> tuple[tuple, dict, list[Value]]:
-        """Return (args, kwargs, all maps and vectors among them), with vectors of the maps' size.
+        """Return (args, kwargs, maps and vectors in them) of a call, vectors fitted to its maps.
 
-        A vector belongs to a size of maps (:attr:`Value.shapes`). Vectors of another size are
-        replaced by the outputs of new layers (:meth:`meeting`).
+        A vector can be combined with maps of one size (:attr:`Value.shapes`). A vector for another
+        size is replaced by the output of a new layer (:meth:`meeting`).
         """
         maps = list(dict.fromkeys(found_in((args, kwargs), Value)))
         if len({x.sizes for x in maps if not x.vector}) > 1:
@@ -1118,8 +1140,9 @@ class Reader:
         """Add a dropout layer and return its output; return ``x`` itself in evaluation mode.
 
         Args:
-            kind: class of the layer, such as ``nn.Dropout2d``; for a vector it is not used.
-            x: the map or vector that the call drops from.
+            kind: class of the layer, such as ``nn.Dropout2d``. A vector gets a layer of its own
+                class instead.
+            x: the map or vector to which the call applies dropout.
             p: the dropout probability.
             training: False in evaluation mode.
         """
@@ -1150,10 +1173,10 @@ class Reader:
         return made
 
     def dropped_images(self, x: Value, factor: Made) -> Value | None:
-        """Add a layer of stochastic depth for a product of a map and a random factor.
+        """Add a layer for stochastic depth: a product of a map and a random 0 or 1 for each image.
 
-        Return the layer's output. Return None if the factor is not a random 0 or 1 for each image,
-        which may be divided by the probability with which it is 1.
+        The factor may also be 0 or 1 / keep, where keep is the probability of 1. Return the layer's
+        output. Return None if the factor is of another kind.
 
         Args:
             x: the map.
@@ -1197,7 +1220,7 @@ class Reader:
         return made
 
     def _claim(self, number: int, made: Value, last: bool) -> None:
-        """Record that a layer of the network draws the random numbers of a call in its place.
+        """Record that a new layer draws the random numbers that a call of user code draws.
 
         Args:
             number: index of the call in the traces.
@@ -1208,15 +1231,22 @@ class Reader:
         self.dropouts[self._draws[number]] = Dropped(made.name, last)
 
     def same_places(self, sizes: tuple[tuple[int, ...], ...]) -> Value | None:
-        """Return the newest map that has the size ``sizes[n]`` in trace n; None if none has it."""
+        """Return the newest map of a given size; None if the network has no map of this size.
+
+        Args:
+            sizes: the size of the map in each trace.
+        """
         return next(
             (v for v in reversed(self.values.values()) if not v.vector and v.sizes == sizes), None
         )
 
     def like(self, sizes: tuple[tuple[int, ...], ...]) -> Value:
-        """Return a map that has the size ``sizes[n]`` in trace n; only its size matters.
+        """Return a map of a given size for a caller that uses only its size, not its numbers.
 
-        If the network has no such map, add a layer that pools a larger map to this size.
+        If the network has no map of this size, add a layer that pools a larger map to it.
+
+        Args:
+            sizes: the size of the map in each trace.
         """
         if found := self.same_places(sizes):
             return found
@@ -1242,10 +1272,11 @@ class Reader:
         )
 
     def resized(self, x: Value, sizes: tuple[tuple[int, ...], ...]) -> Value:
-        """Return a vector with the numbers of ``x`` that belongs to maps of the given sizes.
+        """Return the vector ``x`` in a form that can be combined with maps of the size ``sizes``.
 
-        A vector belongs to a size of maps, with which it can be combined (:attr:`Value.shapes`). If
-        that of ``x`` is another one, add a layer that only changes it. Refuse a line then.
+        A vector can be combined with maps of one size (:attr:`Value.shapes`). If that of ``x`` is
+        another one, add a layer that keeps the numbers and changes this size. A line is then
+        refused.
 
         Args:
             sizes: size of the maps in each trace.
@@ -1266,11 +1297,11 @@ class Reader:
         )
 
     def meeting(self, maps: Sequence[Value]) -> list[Value]:
-        """Return maps and vectors that a call combines, with all vectors of the maps' size.
+        """Return the maps and vectors that a call combines, vectors fitted to the maps' size.
 
-        A vector belongs to a size of maps, with which it can be combined (:attr:`Value.shapes`).
-        Vectors of another size are replaced by the outputs of new layers (:meth:`resized`). Without
-        a map, the size is that of a line among the vectors, or else the smallest one.
+        A vector can be combined with maps of one size (:attr:`Value.shapes`). A vector for another
+        size is replaced by the output of a new layer (:meth:`resized`). If there is no map, the
+        vectors are fitted to the size of a line among them, or else to the smallest of their sizes.
 
         Args:
             maps: the maps, all of one size, and the vectors.
@@ -1310,8 +1341,8 @@ class Reader:
 
 
 DIFFERENT = (
-    "it calls different functions for different image sizes: the calls of a network must not "
-    "depend on the image's size"
+    "the network calls different functions for different image sizes: the functions that forward "
+    "calls must not depend on the image's size"
 )
 POSITIONS = (
     "a separate value for each position of the image is not supported here; use one value for each "
@@ -1368,9 +1399,9 @@ def _is_result(x: Value, sizes: Sequence[Sequence[int]]) -> bool:
 
 
 def _is_sum(axes: Axes) -> bool:
-    """Return True if one dim of a line follows the image's size, by a sum such as H or H + W.
+    """Return True if one dim of a line has as length a sum of image sizes, such as H or H + W.
 
-    Return False if several dims do, or if the length has a product such as H * W.
+    Return False if several dims follow the image's size, or if a length is a product such as H * W.
 
     Args:
         axes: the meaning of each dim of the line.
@@ -1382,7 +1413,9 @@ def _is_sum(axes: Axes) -> bool:
 
 
 def _own_name(kept: Kept, own: dict[str, Kept]) -> str:
-    """Return the name of a parameter or buffer in a layer; choose and add one if it is new.
+    """Return the name that a layer gives to one of the user's parameters or buffers.
+
+    If ``own`` does not have the parameter or buffer yet, choose a name and add it.
 
     Args:
         kept: reference to the user's parameter or buffer.
@@ -1407,7 +1440,7 @@ def _read_as(x: Value) -> Read:
 
 
 def _signature_error(e: TypeError) -> str:
-    """Return the message of a TypeError without the function's name, which is one of distseg."""
+    """Return the message of a TypeError without the name of the function, which is distseg's."""
     return str(e).partition("() ")[2] or str(e)
 
 
@@ -1428,7 +1461,7 @@ def _with_tensors(layer: nn.Module, found: dict[str, Tensor]) -> nn.Module:
 def _whole_times(
     large: Sequence[tuple[int, ...]], small: Sequence[tuple[int, ...]]
 ) -> tuple[int, ...] | None:
-    """Return for each spatial dim the integer k with ``large // k == small`` in all traces.
+    """Return for each spatial dim the integer k with ``large // k == small`` in each trace.
 
     Return None if a dim has no such integer.
 
@@ -1479,7 +1512,7 @@ def _needed(found: Trace) -> list[int]:
 
 
 def _image_calls(traces: Sequence[Trace], needed: Sequence[int]) -> list[int]:
-    """Return the indices of those calls that depend on the image or on its size, ascending.
+    """Return, in ascending order, the indices of the calls that depend on the image or on its size.
 
     Args:
         needed: indices of the calls to choose from.

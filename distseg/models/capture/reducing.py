@@ -89,7 +89,7 @@ def over_places(
 
 
 def all_places(reader: Reader, x: Value, dim: Any, what: str) -> tuple[int, ...]:
-    """Return the dims that ``dim`` names; refuse the statistic if it leaves out a spatial dim.
+    """Return the dims that ``dim`` names; refuse a statistic that leaves out a spatial dim.
 
     Args:
         x: the map that the call reduces.
@@ -118,14 +118,14 @@ def of_image(reader: Reader, x: Value, make: Callable[[], nn.Module], what: str 
 
 
 def _alone(axes: Axes, dims: Sequence[int]) -> Axes:
-    """Return ``axes`` after a reduction over the dims of channels ``dims``, which get length 1."""
+    """Return ``axes`` after the dims of channels that ``dims`` lists are reduced to length 1."""
     return tuple(axis._replace(cell=1) if d in dims else axis for d, axis in enumerate(axes))
 
 
 def formed(reader: Reader, vector: Value, part: int = 0) -> Value:
-    """Return ``vector`` with the dims that the call's result has, as ``keepdim`` says.
+    """Return ``vector`` with dims of length 1 added or removed, as in the current call's result.
 
-    Refuse a result that differs from the vector in more than dims of length 1.
+    The result has these dims with ``keepdim=True`` only. Refuse a result that differs otherwise.
 
     Args:
         vector: a vector or line with length 1 along the reduced dims.
@@ -215,7 +215,7 @@ def softmax(reader: Reader, x: Value, dim: int, log: bool) -> Value:
 
 
 def beside(reader: Reader, *values: Value) -> tuple:
-    """Return the arguments of a pointwise function, with lines repeated to the size of the maps.
+    """Return values that can be combined pointwise: lines are repeated to the size of the maps.
 
     A line is a vector whose length follows the size of the image, such as row means.
     """
@@ -297,12 +297,12 @@ class _Root(_Power):
 def _then(
     reader: Reader, vector: Value, function: Callable[..., Tensor] | None, rest: tuple[int, ...]
 ) -> Value:
-    """Return a norm that was taken over positions, after the reduction over channels too.
+    """Reduce a norm that was taken over positions over channels too, and return the result.
 
     Args:
         vector: the norm over positions, with a number for each channel.
         function: reduction with arguments ``dim`` and ``keepdim``, such as ``torch.sum``.
-        rest: dims of channels; () to return ``vector`` unchanged.
+        rest: dims of channels to reduce; () to return ``vector`` unchanged.
 
     Raises:
         CanNotCapture: ``rest`` is not empty, and ``function`` is None.

@@ -1,8 +1,10 @@
 """Reshapes between positions and channels: space to depth and back.
 
-In memory order, a tensor's dims are a list of pieces: images, channels and spatial dims. A reshape
-keeps their order. If it splits a spatial dim into blocks of length k, the k positions in a block
-become channels. If it joins a spatial dim with the channels after it, these become positions::
+A dim may hold several things at once: (N, C * H, W) has channels and rows in dim 1. Each of these
+factors is a *piece*: the images of the batch, channels, or positions along a spatial dim. A reshape
+keeps the order of the pieces in memory, but may split and join them. If it splits a spatial dim
+into blocks of length k, the k positions in a block become channels. If it joins a spatial dim with
+the channels after it, these become positions::
 
     (N, C, H, W) -> (N, C, H / 2, 2, W / 2, 2)      blocks of 2 x 2 positions as channels (2, 2)
     (N, C, H, 2, W, 2) -> (N, C, H * 2, W * 2)      the reverse
@@ -32,7 +34,7 @@ class _Piece:
     For example, a dim of length C * H has two pieces.
 
     Attributes:
-        lengths: length in each trace.
+        lengths: length in each trace, that is for each traced image size.
         batch: True for images of the batch.
         place: the spatial dim; None for images and channels.
         inner: True for the positions within a block, which become channels.
@@ -45,7 +47,10 @@ class _Piece:
 
 
 def reshaped(reader: Reader, x: Value) -> Value:
-    """Return the value of the current call, which reshapes ``x``; add layers if it moves numbers.
+    """Return the result of the current call, which reshapes ``x``; add layers if it moves numbers.
+
+    Numbers move if the captured network holds them in another order than before, as after a split
+    of positions into blocks.
 
     Raises:
         CanNotCapture: the reshape is not supported (:func:`not_reshaped`).
@@ -73,11 +78,11 @@ def reshaped(reader: Reader, x: Value) -> Value:
 
 
 def _in_order(axes: Sequence[Axis]) -> tuple[Axis, ...] | None:
-    """Return what must stay equal in a reshape of a line: the dims before its batch dim.
+    """Return the dims before the batch dim of a line, without dims of length 1.
 
-    Dims of length 1 are left out. A line is a vector whose length follows the size of the image,
-    such as row means. If a reshape keeps the returned dims, the memory order is unchanged: the dims
-    after the batch dim keep their order, whatever their lengths.
+    A line is a vector whose length follows the size of the image, such as row means. A reshape that
+    keeps these dims keeps the order in memory: the dims after the batch dim can only be split or
+    joined in their order.
     """
     dims = [axis for axis in axes if axis != Axis()]
     return tuple(dims[: next((n for n, axis in enumerate(dims) if axis.batch), len(dims))])
@@ -110,14 +115,16 @@ def _pieces(reader: Reader, x: Value) -> list[_Piece]:
 
 
 def _grouped(pieces: Sequence[_Piece], wanted: Sequence[Lengths]) -> list[list[_Piece]] | None:
-    """Return for each dim of the reshape's result the pieces that it consists of.
+    """Distribute the pieces of a reshaped map over the dims of the reshape's result.
 
-    Return None if the pieces cannot be split and joined to the lengths ``wanted``, or if a block
-    of a spatial dim would not have the same length in all traces.
+    A piece is one factor of a dim: images, channels, or positions along a spatial dim. It is split
+    if only a part of it fits into a dim. Return the list of pieces of each dim. Return None if the
+    pieces cannot give the lengths ``wanted``, or if a block of a spatial dim would not have the
+    same length in all traces.
 
     Args:
         pieces: the pieces of the reshaped map, in memory order.
-        wanted: the lengths of each dim of the result.
+        wanted: for each dim of the result, its length in each trace.
     """
     left, groups = list(reversed(pieces)), []
     for lengths in wanted:
@@ -204,11 +211,11 @@ def _axis(piece: _Piece) -> Axis:
 
 
 def _joined(reader: Reader, x: Value, groups: Sequence[Sequence[_Piece]]) -> Value | None:
-    """Return the map ``x`` after its pieces are joined to the dims of a reshape's result.
+    """Return the map ``x`` with its pieces joined to the dims of a reshape's result.
 
-    Channels that follow a spatial dim within a dim of the result become positions, for example
-    (N, C, H, 2, W, 2) -> (N, C, H * 2, W * 2). Return None if images are not the first piece of
-    their dim.
+    A piece is one factor of a dim. Channels that follow a spatial dim within a dim of the result
+    become positions, for example (N, C, H, 2, W, 2) -> (N, C, H * 2, W * 2). Return None if images
+    are not the first piece of their dim.
 
     Args:
         x: a map with one dim for each piece (:func:`_cut`).

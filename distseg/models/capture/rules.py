@@ -47,7 +47,9 @@ from distseg.models.resize import ResizeTo
 
 
 def made(reader: Reader, args: tuple, kwargs: dict) -> Any:
-    """Add layers for the current call; return the value, or tuple of values, of its result.
+    """Add layers for the current call, and return the value, or tuple of values, of its result.
+
+    A value stands for a tensor that is computed from the image.
 
     Args:
         args, kwargs: the call's arguments, in which values stand for tensors computed from the
@@ -83,10 +85,10 @@ def _made(reader: Reader, args: tuple, kwargs: dict) -> Any:
     if rule := _RULES.get(name):
         try:
             return rule(reader, *args, **kwargs)
-        except Folded as found:
-            return unfolded(reader, rule, found, args, kwargs)
-        except Deep as found:
-            return through(reader, rule, found, args, kwargs)
+        except Folded as raised:
+            return unfolded(reader, rule, raised, args, kwargs)
+        except Deep as raised:
+            return through(reader, rule, raised, args, kwargs)
     if name in POINTWISE_FUNCTIONS:
         return reader.pointwise(args, kwargs)
     raise reader.refusal(

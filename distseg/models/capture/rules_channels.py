@@ -99,8 +99,9 @@ class Channels:
             or not self.call.dtypes[0].is_floating_point
         ):
             raise self.refusal(
-                f"copies {x!r} to a tensor with other dims or another dtype: give both tensors the "
-                f"same shape, and a floating-point dtype"
+                f"copies {x!r} of {_numbers(x.dtype)} numbers to a tensor of shape "
+                f"{self.call.shapes[0]} of {_numbers(self.call.dtypes[0])} numbers: give both "
+                f"tensors the same shape, and a floating-point dtype"
             )
         return x
 
@@ -218,7 +219,7 @@ class Channels:
     # channels that are changed
 
     def changed(self: Reader, input, index, value):
-        """Add layers that make the tensor ``input`` after ``input[index] = value``; return it."""
+        """Add layers for the assignment ``input[index] = value``; return ``input`` after it."""
         x = self.value(input)
         if isinstance(index, Value):
             if index.axes != x.axes or isinstance(value, (Value, Kept, Made)):
@@ -339,12 +340,19 @@ class Channels:
     new_empty = empty_like
 
 
-def _cast(reader: Reader, x: Any) -> Value | None:
-    """Return the value of ``x`` after the current call, which casts it.
+def _numbers(dtype: torch.dtype | None) -> str:
+    """Return a dtype in words; None is that of a feature map, which is floating point."""
+    if dtype is None or dtype.is_floating_point:
+        return "floating-point"
+    return str(dtype).removeprefix("torch.")
 
-    A call such as ``x.float()`` is recorded as a cast to float64. It adds no layer, because maps
-    keep the precision and the device of the run. Integers and bool are supported too. Return None
-    if ``x`` is not computed from the image.
+
+def _cast(reader: Reader, x: Any) -> Value | None:
+    """Return the value of ``x`` after the current call, which casts it to another dtype.
+
+    No layer is added, because the run sets the precision of maps, and a call such as ``x.float()``
+    is recorded as a cast to float64. Casts to integers and bool are supported too. Return None if
+    ``x`` is not computed from the image.
 
     Raises:
         CanNotCapture: the call casts to another floating-point type, such as float16.
@@ -363,11 +371,14 @@ def _cast(reader: Reader, x: Any) -> Value | None:
 
 
 def _alike(reader: Reader, value: Any) -> Value | None:
-    """Add a layer for the current call, such as ``torch.zeros``, and return its output.
+    """Add a layer for a call that fills a new tensor with one number; return the layer's output.
 
-    The call fills a new tensor with the number ``value``. The output is a map or vector of the same
-    shape. Return None if this shape does not follow the image's size, so that the tensor is a
-    constant and needs no layer.
+    An example is ``torch.zeros(n, 1, h, w)``. The output is a map, or a vector of the image. Return
+    None if the tensor's shape does not follow the image's size: it is then a constant and needs no
+    layer.
+
+    Args:
+        value: the number.
     """
     if not follows_size(reader.current):
         return None

@@ -111,7 +111,7 @@ def _by_factor(
 
 
 def _ratio(reader: Reader, x: Value, sizes: Sequence[tuple[int, ...]], factors: Any) -> str:
-    """Check that the user's scale factors are new size divided by old size; return ``RATIO``.
+    """Return ``RATIO`` if the user's scale factors are new size divided by old size; else refuse.
 
     :data:`RATIO` tells the layer to compute the factors in this way, for any size.
 

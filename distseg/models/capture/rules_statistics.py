@@ -296,10 +296,10 @@ def _truth(x: torch.Tensor) -> torch.Tensor:
 
 
 def _of_truth(reader: Reader, x: Any, dim: Any, keepdim: bool, every: bool) -> Value:
-    """Add layers for ``torch.any``, or for ``torch.all`` if ``every`` is True.
+    """Add layers for ``torch.any``, or for ``torch.all`` if ``every`` is True; return their value.
 
-    Return their value, which is 1 for True and 0 for False: whether any, or all, of the numbers
-    along ``dim`` are not 0.
+    It is 1 for True and 0 for False. True means that some number along ``dim`` is not 0 (any), or
+    that no number is 0 (all).
     """
     x = reader.value(x)
     if reader.of_channels(dim, x):
@@ -339,12 +339,13 @@ def _least(reader: Reader, x: Value, dim: Any, largest: Max) -> Value:
 def _correction(reader: Reader, given: tuple, correction: Any) -> tuple[Value, Any, float, bool]:
     """Return (input, dim, correction, keepdim) of a call of a variance or standard deviation.
 
-    PyTorch has two signatures: ``x.var(dim, correction=1)``, and an older one with ``unbiased``
-    instead, which may stand at the position of ``dim``, as in ``x.var(True)``.
+    PyTorch has two signatures: ``x.var(dim, correction=1)``, and an older one with a bool
+    ``unbiased`` instead of ``correction``. In the older one, ``unbiased`` may come first, as in
+    ``x.var(True)``.
 
     Args:
         given: the call's arguments (input, dim, unbiased, keepdim).
-        correction: the call's argument of this name. If it is None, the result is 1, or 0 for
+        correction: the call's argument of this name. If it is None, return 1, or 0 for
             ``unbiased=False``.
     """
     x, dim, unbiased, keepdim = given

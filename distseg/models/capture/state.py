@@ -94,8 +94,10 @@ GENERATORS = (
 class TensorPrint(NamedTuple):
     """Fingerprint (*print*) of a tensor; equal tensors have equal prints (:func:`print_of`).
 
-    ``content`` is a digest of the numbers, or for a large tensor their sum, id and version. For a
-    tensor on the meta device it is the id and version. Loose prints have no id and version.
+    Attributes:
+        content: a digest of the tensor's numbers. For a large tensor it is the sum of its bytes,
+            its id and its version; for a tensor on the meta device its id and version. In loose
+            prints, id and version are None.
     """
 
     shape: tuple[int, ...]
@@ -375,10 +377,10 @@ class Printer:
 
 
 def _content_of(x: Any) -> Any:
-    """Return what shows a change of an object of the standard library; None if nothing does.
+    """Return data that changes whenever a standard library object changes; None without such data.
 
-    It is the first of these that the object offers: its memory, its pickled state, the number of
-    items that an iterator has left, or the position in a file.
+    Four kinds of data are tried, and the first that the object offers is returned: its memory, its
+    pickled state, the number of items that an iterator has left, the position in a file.
     """
     for ask in (_memory_of, _reduced, _remaining, _position):
         # An object may raise anything if it cannot answer.

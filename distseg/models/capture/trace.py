@@ -53,9 +53,10 @@ class CanNotCapture(ValueError):
 
 
 class Hidden(CanNotCapture):
-    """Error for a network that cannot be computed exactly, not even with whole images on each rank.
+    """Error for a network that cannot be trained exactly, even if each rank holds whole images.
 
-    An example is a forward pass that changes a buffer: the ranks would then hold different buffers.
+    An example is a forward pass that changes a buffer: each rank runs other passes, so the buffers
+    of the ranks would differ.
     """
 
 
@@ -129,7 +130,7 @@ class Trace:
 
     @property
     def fingerprint(self) -> str:
-        """Digest of all calls; processes whose passes make the same calls have the same digest."""
+        """Digest of all recorded calls, by which ranks check that they recorded the same calls."""
         text = repr([(c.module, c.name, c.shapes, c.args, c.kwargs) for c in self.calls])
         return hashlib.sha256(re.sub(r"0x[0-9a-f]+", "", text).encode()).hexdigest()[:12]
 
@@ -164,8 +165,8 @@ def trace(model: nn.Module, channels: int, size: Sequence[int], batch: int = 2) 
         raise
     except Exception as e:
         raise CanNotCapture(
-            f"its forward pass fails on an image of {'x'.join(map(str, size))} pixels with "
-            f"{user_error(e)}"
+            f"the forward pass of {type(model).__name__} fails on an image of "
+            f"{'x'.join(map(str, size))} pixels with {user_error(e)}"
         ) from e
     check_statistics(recorder.calls)
     if not isinstance(result, Tensor):
@@ -173,7 +174,8 @@ def trace(model: nn.Module, channels: int, size: Sequence[int], batch: int = 2) 
     value = recorder.value_of(result, "the network's result")
     if not isinstance(value, Made):
         raise CanNotCapture(
-            "its result does not depend on the image: return a tensor that forward computes from it"
+            "the network's result does not depend on the image: return a tensor that forward "
+            "computes from the image"
         )
     parameters = frozenset(name for name, _ in model.named_parameters(remove_duplicate=False))
     return Trace(recorder.calls, value, batch, channels, parameters)
@@ -192,9 +194,10 @@ def _print_of_call(call: Called) -> tuple:
 
 
 def returned(result: Any, line: str | None = None) -> str:
-    """Return the error message for a result that is not one tensor.
+    """Return the error message for a network whose ``result`` is not one tensor.
 
     Args:
+        result: what the network's forward pass returned.
         line: the line of code that returns the result, if known.
     """
     names: list = []
@@ -209,8 +212,8 @@ def returned(result: Any, line: str | None = None) -> str:
         kind, example = f"{kind} of {count}", f", such as {{{weights}}}"
     where = f" ({line})" if line else ""
     return (
-        f"it returns {kind}{where}, but a network returns one tensor: name in model.outputs the "
-        f"outputs to train and the weights of their losses{example}, or write a module around "
+        f"the network returns {kind}{where}, but it must return one tensor: name in model.outputs "
+        f"the outputs to train and the weights of their losses{example}, or write a module around "
         f"the network whose forward returns one tensor"
     )
 
@@ -218,9 +221,12 @@ def returned(result: Any, line: str | None = None) -> str:
 def check_statistics(calls: Sequence[Called]) -> None:
     """Raise an error if a pass reads running statistics that a norm of the same pass updates.
 
-    Running statistics are updated once a step, but a step has several passes. One exception is
-    accepted: a norm called in evaluation mode before its call in training mode. The first call then
-    reads the statistics of the last step.
+    An optimizer step updates running statistics once, but runs several passes, one for each tile or
+    micro-batch. One exception is accepted: a norm that is called in evaluation mode before its call
+    in training mode. The first call then reads the statistics of the last step.
+
+    Args:
+        calls: the calls of one forward pass.
 
     Raises:
         Hidden: a call reads statistics that another call updates. The message names the call.
@@ -266,7 +272,7 @@ _OF_BATCH_NORM = (
 
 @contextmanager
 def _gradients_enabled(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Set ``requires_grad`` of frozen parameters to True inside the context, then to False."""
+    """Let frozen parameters require gradients inside the context; freeze them again after it."""
     for p in parameters:
         p.requires_grad_(True)
     try:
@@ -280,7 +286,8 @@ def _gradients_enabled(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
 def _recording(model: nn.Module, recorder: _Recorder) -> Iterator[None]:
     """Record in ``recorder`` the calls of a forward pass of ``model`` inside the context.
 
-    ``torch.utils.checkpoint`` and ``torch.compile`` have no effect there. Random draws are noted.
+    Inside, ``torch.utils.checkpoint`` and ``torch.compile`` have no effect, and draws of random
+    numbers are recorded too.
     """
     with ExitStack() as stack:
         for context in (
@@ -304,7 +311,8 @@ def _recording(model: nn.Module, recorder: _Recorder) -> Iterator[None]:
 def saved_tensors_noted(note: Callable[[], None]) -> Iterator[None]:
     """Call ``note`` when code inside the context installs ``saved_tensors_hooks``.
 
-    ``save_on_cpu`` is ignored, because it does not change the saved numbers.
+    Such hooks may change the numbers that autograd saves for the backward pass. ``save_on_cpu``
+    installs them too, but does not change the numbers, so it is ignored.
     """
     hooks = torch.autograd.graph.saved_tensors_hooks
     enter = hooks.__enter__
@@ -322,7 +330,7 @@ def saved_tensors_noted(note: Callable[[], None]) -> Iterator[None]:
 def calling(model: nn.Module, inside: list[str]) -> Iterator[None]:
     """Keep in ``inside`` the names of the modules of ``model`` whose forward is running.
 
-    The list changes with each call of a module: the outermost module is first, the innermost last.
+    The list is updated when a module is entered or left. The outermost module comes first.
     """
     # A module with several names is recorded by the first one.
     names = {
@@ -400,20 +408,21 @@ class _Recorder(TorchFunctionMode):
 
     @property
     def _where(self) -> str:
-        """The calling module and the line of user code, for error messages."""
+        """Calling module and line of user code, such as "block.conv (net.py, line 12)"."""
         return f"{self.inside and self.inside[-1] or 'the model'} ({user_line()})"
 
     def note_draw(self, name: str, made: Any) -> None:
-        """Mark the current call as one that draws random numbers.
+        """Note that the recorded call draws random numbers; refuse a draw outside of calls.
 
         Args:
             name: name of the function that draws.
             made: result of this function.
 
         Raises:
-            CanNotCapture: no call of a PyTorch function is being recorded, and the drawn numbers
-                are on the meta device, so user code cannot read them.
-            Hidden: no call is being recorded, and user code can read the drawn numbers.
+            Hidden: no call of a PyTorch function is being recorded, and user code can read the
+                numbers.
+            CanNotCapture: no call is being recorded, but the numbers are on the meta device, so
+                user code cannot read them.
         """
         seen = any(not x.is_meta for x in found_in(made, Tensor))
         if self._drawn is None:
@@ -528,13 +537,13 @@ class _Recorder(TorchFunctionMode):
         return result
 
     def _looked_at(self, given: Sequence[Tensor]) -> str:
-        """Return the end of the error message for a function that reads a tensor's numbers.
+        """Return the end of the error message for a call that reads a tensor's numbers in Python.
 
         Examples are ``float(x)`` and ``x.tolist()``, which fail on the meta device.
 
         Args:
-            given: tensors that the function takes. The message names the first parameter or buffer
-                among them.
+            given: the tensors among the call's arguments. The message names the first parameter or
+                buffer among them.
 
         Raises:
             Hidden: one of the tensors is a running statistic.
@@ -761,12 +770,14 @@ class _Recorder(TorchFunctionMode):
             self._know(x, value)
 
     def _look_for_changes(self, called: Called, changed: set[int], made: set[int]) -> None:
-        """Mark tensors as unknown in content if they share memory with one that was overwritten.
+        """Forget what is recorded about tensors that share memory with an overwritten tensor.
+
+        Their content is then unknown, and a later call that takes one of them is refused.
 
         Args:
-            called: the call that overwrote the tensors.
+            called: the call that overwrote tensors.
             changed: ids of the tensors that the call overwrote.
-            made: ids of the tensors whose new value is recorded already, so that it stays known.
+            made: ids of the tensors whose new value is recorded already. They stay known.
 
         Raises:
             Hidden: the call changes a parameter or buffer that is not a norm's running statistic.
@@ -792,10 +803,12 @@ class _Recorder(TorchFunctionMode):
                 known.value = None
 
     def _sharing_with(self, changed: set[int]) -> list[tuple[int, _Known]]:
-        """Return the tensors that share memory with some tensors, themselves included.
+        """Return all recorded tensors that share memory with one of the tensors ``changed``.
+
+        The tensors ``changed`` themselves are among them.
 
         Args:
-            changed: ids of these tensors; unknown ids are left out.
+            changed: ids of tensors; ids of tensors that are not recorded are ignored.
 
         Returns:
             pairs (id, :class:`_Known`).
@@ -991,9 +1004,10 @@ _NORMS = ("batch_norm", "instance_norm", "group_norm", "layer_norm")
 
 
 def _updates_norm(called: Called, name: str) -> bool:
-    """Return True if a call is allowed to change the buffer ``name``.
+    """Return True if a call may change the buffer ``name`` because it is a norm's statistic.
 
-    A batch or instance norm may change any buffer. Every call may change ``num_batches_tracked``.
+    Batch and instance norms may change any buffer. Every call may change the counter
+    ``num_batches_tracked``.
     """
     return called.name in ("batch_norm", "instance_norm") or name.endswith("num_batches_tracked")
 
@@ -1006,7 +1020,7 @@ def changed(x: Tensor, index: Any, value: Any) -> Tensor:
 
 
 def itself(x: Tensor) -> Tensor:
-    """Return the argument; as the function of a recorded call, it makes a constant."""
+    """Return ``x``. A constant tensor is recorded as a call of this function without arguments."""
     return x
 
 

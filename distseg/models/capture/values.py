@@ -1,6 +1,9 @@
-"""Stand-ins for the tensors and numbers of user code while a trace is read.
+"""Stand-ins for the tensors and numbers of user code while traces are read.
 
-Their ``repr`` is used in error messages, so it is written in the user's terms.
+A trace is the record of one forward pass over images of one size. Several traces of different sizes
+are read together: a number that differs between them follows the image's size.
+
+The ``repr`` of the stand-ins is used in error messages, so it is written in the user's terms.
 """
 
 from __future__ import annotations
@@ -33,10 +36,12 @@ class Sizes:
 class Value:
     """The output of the layer ``name``: a feature map, or a vector for each image.
 
+    A value stands for a tensor that user code computes from the image.
+
     Attributes:
         shapes: (N, C, *size) in each trace. For a vector, ``size`` is the size of a map that it can
             be combined with.
-        axes: the meaning of each dim that the tensor has in user code. Its dims there may be in
+        axes: the meaning of each dim that the tensor has in user code. There the dims may be in
             another order or split, for example (N, H, W, C).
         dtype: the type of the user's tensor if it is not a floating point type, else None.
         joined: True if ``torch.cat`` along dim 0 has joined several batches. The batch dim then
@@ -84,7 +89,7 @@ class Value:
 
     @property
     def grid(self) -> tuple[int, ...] | None:
-        """Size of the grid (N, C, *grid) that an adaptive pooling makes; None for another value."""
+        """Size of an adaptive pooling's output (N, C, *grid), or None for other values."""
         there = (
             self.vector
             and not self.line

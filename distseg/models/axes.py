@@ -54,14 +54,15 @@ class Axis(NamedTuple):
 
     @property
     def mixed(self) -> bool:
-        """True if the dim has several channels and also holds images or positions."""
+        """True if the dim holds several channels and, besides them, images or positions."""
         return self.cell != 1 and not self.of_channels
 
     @property
     def lone(self) -> bool:
-        """True if ``cell`` is 1 and ``whole`` is empty, as for a dim of length 1.
+        """True if the dim holds no channels and no positions of a line.
 
-        A dim that holds only images or positions is lone too.
+        Such a dim has length 1, or holds only images or positions of a map: ``cell`` is 1 and
+        ``whole`` is empty.
         """
         return self.cell == 1 and not self.whole
 
@@ -108,9 +109,9 @@ def length_of(extent: Extent, size: Sequence[int]) -> int:
 
 
 def of_size(axes: Axes, size: Sequence[int]) -> Axes:
-    """Return the axes of a line as those of a vector, with its lengths for one size of the map.
+    """Return the axes of a line for one known image size, so that its lengths are plain numbers.
 
-    For example, the axis of a line with one value per row becomes an axis of H channels.
+    For example, the axis of a line with one value for each row becomes an axis of H channels.
 
     Args:
         axes: the axes of the line.
@@ -257,13 +258,13 @@ _MOST_TIMES = 4  # largest factor of a size in a sum of sizes
 
 
 def order_of(axes: Axes) -> tuple:
-    """Return the order in which a tensor runs through images, channels and spatial dims.
+    """Return the order in which a tensor runs through images, channels and spatial dims in memory.
 
-    A reshape keeps this order, so two tensors can be reshapes of each other only if their results
-    are equal. The items of the result at even indices are numbers of channels, 1 where the tensor
-    has none. The items at odd indices are ``"batch"`` for the images and d for spatial dim d. A
-    tensor (N, C, H, W) gives (1, "batch", C, 0, 1, 1, 1): C channels lie between the images and
-    spatial dim 0, and none after spatial dims 0 and 1.
+    A reshape keeps this order, so two tensors can be reshapes of each other only if their orders
+    are equal. The tuple alternates between a number of channels (1 for none) and what follows them:
+    ``"batch"`` for the images, d for the positions along spatial dim d. For example, a tensor
+    (N, C, H, W) gives (1, "batch", C, 0, 1, 1, 1): no channels before the images, C channels
+    between the images and spatial dim 0, none after spatial dims 0 and 1.
     """
     found, cells = [], 1
     for axis in axes:
@@ -278,7 +279,7 @@ def order_of(axes: Axes) -> tuple:
 
 
 def opened(x: Tensor, axes: Axes) -> Tensor:
-    """Return a feature map or a vector in the shape that user code has, such as (N, H * W, C).
+    """Return a feature map or a vector in the form that it has in user code, such as (N, H * W, C).
 
     Args:
         x: the map (N, C, *size) or the vector (N, C, 1, ...).
@@ -300,9 +301,10 @@ def opened(x: Tensor, axes: Axes) -> Tensor:
 
 
 def closed(y: Tensor, axes: Axes, size: Sequence[int]) -> Tensor:
-    """Return a tensor of user code as a map (N, C, *size) or a vector (N, C, 1, ...).
+    """Return a tensor of user code in the form of layers: (N, C, *size), or (N, C, 1, ...).
 
-    This is the reverse of :func:`opened`.
+    This is the reverse of :func:`opened`. A tensor with positions becomes a map (N, C, *size),
+    another one becomes a vector of the image (N, C, 1, ...).
 
     Args:
         y: the tensor, such as (N, H * W, C).
@@ -329,11 +331,11 @@ def closed(y: Tensor, axes: Axes, size: Sequence[int]) -> Tensor:
 
 
 def _atoms(axis: Axis, number: int, axes: int) -> list[int]:
-    """Return which dims of the split tensor are joined to form one axis, in order.
+    """Return which dims of the split tensor are joined, in this order, to form one axis.
 
     The split tensor has a dim of images, then a dim of channels for each axis, then the spatial
-    dims: (N, cell of axis 0, cell of axis 1, ..., *size). For example, an axis 0 that holds images
-    and channels is formed by its dims [0, 1].
+    dims: (N, cell of axis 0, cell of axis 1, ..., *size). For example, if axis 0 holds images and
+    channels, it is formed by the dims [0, 1] of the split tensor.
 
     Args:
         axis: the axis.

@@ -77,15 +77,16 @@ def record_like(model: nn.Module, other: nn.Module) -> nn.Module:
 
 
 def is_recorded(model: nn.Module) -> bool:
-    """Return True if the number of bands was recorded or found by trial; False for a mere guess."""
+    """Return True if a network's number of bands was recorded or found by trial, not guessed."""
     return _recorded_images(model).bands is not None
 
 
 def bands_of(model: nn.Module) -> int:
     """Return the number of bands of a network's images.
 
-    It is the recorded number, else the first number with which the network runs. Else it is the
-    first guess or, without guesses, the number of input channels of the first convolution.
+    This is the recorded number or, if there is none, the first number with which a trial forward
+    pass succeeds. If none succeeds, it is the first guess or, without guesses, the number of input
+    channels of the first convolution.
 
     Raises:
         ValueError: no number is recorded, none fits, and the network has no convolution.
@@ -97,10 +98,10 @@ def bands_of(model: nn.Module) -> int:
 
 
 def dims_of(model: nn.Module) -> int:
-    """Return the number of spatial dims of a network's images.
+    """Return the number of spatial dims of a network's images, recorded or found by trial.
 
     Raises:
-        ValueError: the number is not recorded, none fits, and the network has no convolution.
+        ValueError: no number is recorded, none fits, and the network has no convolution.
     """
     options = _dims(model)
     if len(options) == 1:

@@ -95,10 +95,10 @@ def _start(named: _Named) -> int:
 
 
 def _meet(x: Tensor, y: Tensor) -> bool:
-    """Return True if two tensors share a number in memory, given that their ranges overlap.
+    """Return True if two tensors whose ranges of memory overlap have a number in common.
 
-    Ranges can overlap without a shared number, as those of even and odd columns of a matrix. If the
-    storages or the dtypes differ, return True without a check.
+    Ranges may overlap without a common number, as those of the even and the odd columns of a
+    matrix. If the storages or the dtypes differ, return True without a check.
     """
     if x.untyped_storage().data_ptr() != y.untyped_storage().data_ptr() or x.dtype != y.dtype:
         return True

@@ -29,15 +29,15 @@ def joined(
     """Make a module of several inputs or outputs take one image and return one result.
 
     Shapes are (N, C, *size) -> (N, outputs * C', *size) in training, (N, C', *size) in evaluation.
-    ``model`` is changed and returned: its class is replaced by a subclass. Weights and their
-    names do not change. A module that is adapted already stays as it is.
+    ``model`` is changed and returned: its class is replaced by a subclass. Weights and their names
+    do not change. A module that is adapted already stays as it is.
 
     Args:
         model: the module.
-        inputs: the number of bands of each argument of its forward pass, to which the bands of the
-            image are dealt in order; None if it takes one image.
+        inputs: for each argument of the module's forward pass, the number of bands that it gets, in
+            the order of the image's bands; None if the module takes one image.
         outputs: names or numbers of the outputs to train; the first one is used in evaluation. None
-            if it returns one tensor.
+            if the module returns one tensor.
     """
     if inputs is None and outputs is None or hasattr(model, "distseg_outputs"):
         return model
@@ -83,7 +83,7 @@ def _dealt(x: Tensor, inputs: Sequence[int] | None) -> Sequence[Tensor]:
 
 
 def _one(made: Any, names: Sequence[str], x: Tensor, training: bool) -> Tensor:
-    """Return all named outputs in training, concatenated along channels; else the first of them.
+    """Return all named outputs, concatenated along channels, in training; else the first one.
 
     Args:
         made: the result of the user's module.

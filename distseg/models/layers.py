@@ -124,7 +124,8 @@ class Add(Pop):
 class Join(nn.Module):
     """Base class of layers that join several maps.
 
-    The last map is the smallest. The other maps are cut to its size.
+    The maps may differ in size. All are cut to the size of the last one, which must be the
+    smallest.
     """
 
     def forward(self, *maps: Tensor) -> Tensor:
@@ -148,7 +149,10 @@ class Sum(Join):
 
 
 class Fill(nn.Module):
-    """Zero-padding at the end of each dim, up to a multiple: (N, C, *size) -> (N, C, *larger)."""
+    """Zero-padding at the end of each spatial dim, to a size that is a multiple of ``multiple``.
+
+    Shapes are (N, C, *size) -> (N, C, *larger).
+    """
 
     def __init__(self, multiple: int):
         super().__init__()
@@ -290,7 +294,7 @@ class Spread(nn.Module):
         """Return the weights (k, n) with which a resize computes n cells from k along one dim.
 
         Entry (i, j) is the weight of input cell i in output cell j. A resize is linear, so row i is
-        what it makes of k cells of which cell i is 1 and all others are 0.
+        the result for an input in which cell i is 1 and all others are 0.
         """
         mode = {"linear": "bilinear", "trilinear": "bilinear"}.get(
             self.settings["mode"], self.settings["mode"]
@@ -312,8 +316,8 @@ class VectorNorm(nn.modules.batchnorm._BatchNorm):
     Args:
         channels: C.
         parts: the number of values that the vector has for each channel, such as the number of
-            cells of a grid (:class:`Mean`). They share their statistics. 0 if this number depends
-            on the image's size, as for the means of all rows.
+            cells of a grid (:class:`Mean`). The values of a channel share their statistics. 0 if
+            this number depends on the image's size, as for the means of all rows.
     """
 
     def __init__(self, channels: int, *args, parts: int = 1, **kwargs):
@@ -419,7 +423,7 @@ class MainOutput(nn.Module):
 
 
 class Step(NamedTuple):
-    """A function and its arguments.
+    """One function call of a layer such as :class:`Formula`: a function and its arguments.
 
     In the arguments, ``Own(name)`` stands for a parameter or buffer of the layer. ``Map(i)`` stands
     for tensor i of a list, which has the inputs of the layer and then the result of each step.
@@ -431,7 +435,7 @@ class Step(NamedTuple):
 
 
 class Read(NamedTuple):
-    """The form in which the functions of a layer take a map.
+    """Form in which the functions of a layer take one of the layer's inputs.
 
     Attributes:
         axes: the axes of the tensor that the functions take, such as those of (N, H * W, C); None
@@ -576,7 +580,7 @@ class Derived(nn.Module):
 
 @cache
 def taken() -> frozenset[str]:
-    """Return the names that ``Formula`` and ``Derived`` use, so no tensor in them can have one."""
+    """Return the names of attributes of ``Formula`` and ``Derived``, which no tensor may have."""
     return frozenset((*dir(Formula((), ())), *dir(Derived(nn.Identity(), {}, {}))))
 
 
@@ -690,8 +694,9 @@ def _filled(layer: nn.Module, tree, maps: Sequence[Tensor], like: Tensor):
 def _beside(x: Tensor, other: Tensor) -> Tensor:
     """Return the constant ``x`` on the device of ``other``.
 
-    A float64 constant is also cast to the dtype of ``other`` if that is floating-point, because a
-    capture keeps constants that have the network's dtype in float64. Other dtypes do not change.
+    A float64 constant is also cast to the dtype of ``other`` if that is floating point: a capture
+    runs in float64, so a constant of the network's dtype is stored in float64. Constants of other
+    dtypes keep their dtype.
     """
     return x.to(
         other.device,
@@ -771,7 +776,7 @@ def _weightless(x: Tensor) -> Tensor:
 
 
 def _joined(join: Callable, *maps: Tensor) -> Tensor:
-    """Return a meta tensor with the shape of ``join(*maps)``, without a call of ``join``.
+    """Return a meta tensor of the shape that ``join(*maps)`` has, without calling ``join``.
 
     Args:
         join: the method ``joined`` of a :class:`Pop` or :class:`Join` layer.

@@ -11,9 +11,9 @@ from torch.overrides import TorchFunctionMode
 
 
 class OnMeta(TorchFunctionMode):
-    """A context in which PyTorch functions may take CPU tensors together with meta tensors.
+    """Context in which PyTorch functions may take CPU tensors together with meta tensors.
 
-    PyTorch refuses calls that mix devices. So the CPU tensors are moved to the meta device.
+    PyTorch refuses calls that mix devices, so the context moves the CPU tensors to the meta device.
     """
 
     def __torch_function__(self, function, types, args=(), kwargs=None):

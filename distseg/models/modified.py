@@ -19,10 +19,10 @@ _CALLING = {"__call__", "__iter__", "__len__", "__getitem__", "__getattr__", "__
 
 
 def modification_of(layer: nn.Module) -> str | None:
-    """Return why a layer is modified: it computes something other than its PyTorch class does.
+    """Return the reason why a layer computes something other than its PyTorch class does.
 
-    Return None if it is not modified. The reason completes a sentence about the layer, such as "has
-    hooks". A subclass is compared with the PyTorch class from which it is derived.
+    Return None if it computes the same. The reason completes a sentence about the layer, such as
+    "has hooks". A subclass is compared with the PyTorch class from which it is derived.
     """
     if parametrize.is_parametrized(layer):
         return f"has a parametrization of its {', '.join(layer.parametrizations)}"

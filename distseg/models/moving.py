@@ -140,14 +140,14 @@ class Overlaid(nn.Module):
         return y[(..., *(slice(p, n - p + e) for p, e, n in each))]
 
     def folded(self, x: Tensor) -> Tensor:
-        """Return the sums of the windows with the padding, which ``forward`` then cuts off.
+        """Return the sums of the windows before ``forward`` cuts off the padding.
 
         Args:
             x: the windows (N, C * window, *size).
 
         Returns:
             The sums (N, C, *more). Along each dim they begin ``padding`` cells before the layer's
-            result, and end with it or after it.
+                result, and end with it or after it.
         """
         each = zip(x.shape[2:], self.stride, self.kernel, self.dilation)
         size = [(n - 1) * s + (k - 1) * d + 1 for n, s, k, d in each]

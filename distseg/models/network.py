@@ -137,8 +137,8 @@ class Network(nn.Module):
     def cells_read(self, name: str) -> tuple[str, ...]:
         """Return the names of the layers whose results the layer ``name`` reads.
 
-        ``image`` stands for the network's input. A result of which the layer reads only the size,
-        such as the target of a resize, is left out.
+        ``image`` stands for the network's input. A layer is left out if only the size of its result
+        is read, as for the target of a resize.
         """
         reads = self.reads[name]
         return reads[:-1] if isinstance(self.get_submodule(name), LooksAtSize) else reads
@@ -183,11 +183,11 @@ def reserved() -> frozenset[str]:
 
 @dataclass(frozen=True)
 class Dropped:
-    """The layer of a dropout call in the user's code.
+    """Layer of a captured network that does what a dropout call in the user's code does.
 
     Attributes:
         layer: the name of the layer.
-        last: True if the call takes a tensor whose last dim is the channels.
+        last: True if channels are the last dim of the tensor that the call takes.
     """
 
     layer: str
@@ -235,9 +235,10 @@ def is_flat(model: nn.Module) -> bool:
 
 
 def children_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return (name, layer) for each call of ``model``, in order, if ``model`` is a list of calls.
+    """Return (name, layer) for each layer of an ``nn.Sequential`` or :class:`Network`, in order.
 
-    A layer that is itself such a list gives one entry. In :func:`flat_layers` it gives several.
+    A layer that is itself an ``nn.Sequential`` or a :class:`Network` gives one entry, whereas
+    :func:`flat_layers` replaces it by its layers.
     """
     if isinstance(model, Network):
         return [(name, model.get_submodule(name)) for name in model.reads]

@@ -189,7 +189,7 @@ def _called(builder: Callable, arguments: dict, own: dict) -> dict:
 
 
 def _bands_given(builder: Callable, arguments: dict) -> list[int]:
-    """Return the numbers of bands that a user's function is given, or has as default arguments.
+    """Return the numbers of bands among the arguments of a user's function or their defaults.
 
     They are the positive integers among its arguments ``in_channels``, ``in_chans`` and so on. They
     are guesses, since the layer that reads the image may take another number.
@@ -251,7 +251,7 @@ def _check_leaves(name: str, model: nn.Module) -> None:
     A model with such weights cannot be copied.
 
     Raises:
-        ValueError: a layer has such a weight. The message names both.
+        ValueError: a layer has such a weight. The message names the layer and the weight.
     """
     for place, layer in model.named_modules():
         made = next(

@@ -48,7 +48,7 @@ def run(model: nn.Module, image: Tensor):
 
 
 def user_frame(frame: FrameType | None) -> FrameType | None:
-    """Return the innermost frame of user code inside :func:`run`; None if there is none.
+    """Return the innermost frame of user code inside :func:`run`; None if no user code runs.
 
     Args:
         frame: the frame from which the search goes outwards.

@@ -118,8 +118,8 @@ def _along(probe: nn.Module, dim: int, dims: int, channels: int) -> tuple[int, i
 def _smallest(reaches: Callable[[int], bool], least: int, bound: int) -> int:
     """Return the smallest h in ``least`` .. ``bound`` for which ``reaches(h)`` is false.
 
-    ``reaches`` must be true for all smaller h and false for all larger h. ``least`` is tried first,
-    and ``bound`` is returned untried if ``reaches`` is true for all numbers below it.
+    ``reaches`` must change from true to false once as h grows. ``least`` is tried first. If
+    ``reaches`` is true for all numbers below ``bound``, ``bound`` is returned untried.
     """
     if not reaches(least):
         return least
@@ -159,9 +159,9 @@ def _strip(
 ) -> tuple[Callable, Callable]:
     """Return two functions that show which input rows of a strip influence which output rows.
 
-    The functions complement each other. Gradients also show an influence through a factor (squeeze
-    and excite), which an input of zeros hides. But of the inputs of a maximum they show only the
-    largest one.
+    Each finds influences that the other misses. ``respond`` misses a factor computed from the image
+    (squeeze and excite), because its input of zeros hides the factor. ``reached`` uses gradients,
+    and a maximum passes its gradient to its largest input only.
 
     Args:
         probe: the network, simplified for probing (:func:`_simplified`).
@@ -172,9 +172,9 @@ def _strip(
 
     Returns:
         ``respond(a, b)``, which returns the change of each output row, (length,), when the input
-        rows a .. b-1 are one instead of zero. And ``reached(border)``, which uses gradients and
-        returns two masks of the input rows, (length,) each: the rows before the border that
-        influence output rows after it, and the rows after it that influence output rows before it.
+            rows a .. b-1 are one instead of zero. And ``reached(border)``, which returns two masks
+            of the input rows, (length,) each: the rows before the border that influence output rows
+            after it, and the rows after it that influence output rows before it.
 
     Raises:
         _CannotProbe: the network fails on strips of every width.

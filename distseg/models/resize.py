@@ -18,17 +18,18 @@ RATIO = "ratio"
 
 
 class LooksAtSize(nn.Module):
-    """Base class of layers that read the size of their last input, but not its cells."""
+    """Base class of layers that read only the size of their last input, not its values."""
 
 
 class Follows(LooksAtSize):
-    """A layer whose result follows the size of another map.
+    """Base class of layers whose result has a size that follows from the size of another map.
 
-    Shapes are (N, C, *size), (N, ?, *other) -> (N, C, *made).
+    Shapes are (N, C, *size), (N, ?, *other) -> (N, C, *made). The second input is the other map, of
+    which only the size is read.
 
     Args:
-        rules: for each dim, the rule that computes the size ``made`` of the result from the size
-            ``other`` of the second input.
+        rules: for each spatial dim, the rule that computes the size ``made`` of the result from the
+            size ``other``, such as half of it.
     """
 
     def __init__(self, rules: Sequence[Follow]):
@@ -48,14 +49,14 @@ class Follows(LooksAtSize):
 
 
 class ResizeTo(Follows):
-    """``F.interpolate`` to the size of another map.
+    """Resize of a map by ``F.interpolate`` to a size that follows from the size of another map.
 
     Args:
-        rules: for each dim, the rule that computes the size from the size of the other map.
+        rules: for each spatial dim, the rule that computes the new size from the other map's size.
         mode, align_corners, antialias: as in ``F.interpolate``.
-        factors: a scale factor for each dim, given to ``F.interpolate`` as ``scale_factor``; None
-            to give it ``size`` instead. ``RATIO`` stands for the factors new size / old size. They
-            may round the nearest positions differently than ``size`` does.
+        factors: the argument ``scale_factor`` of ``F.interpolate``, one number for each spatial
+            dim. ``RATIO`` means new size / old size. None means that ``F.interpolate`` gets
+            ``size`` instead, which may choose other nearest positions than scale factors.
     """
 
     def __init__(
@@ -106,10 +107,10 @@ def kernel_of(mode: str, antialias: bool = False) -> str:
 
 
 class FitTo(Follows):
-    """``F.pad`` to the size of another map, or a crop if the other map is smaller.
+    """Padding of a map by ``F.pad`` or a crop, to a size that follows from the size of another map.
 
     Args:
-        rules: for each dim, the rule that computes the size from the size of the other map.
+        rules: for each spatial dim, the rule that computes the new size from the other map's size.
         sides: for each dim, how many of the added cells lie in front of the map: a name such as
             ``half``, or a number (:class:`distseg.tiling.resize.Fit`).
         mode, value: as in ``F.pad``.
@@ -142,10 +143,11 @@ class FitTo(Follows):
 
 
 class VectorAt(Follows):
-    """A layer that returns its first input, a vector of the image, unchanged.
+    """Layer that returns its first input, a vector of the image, unchanged.
 
-    It marks the place where a vector of a map of one size is combined with maps of another size.
-    As in :class:`Follows`, the ``rules`` compute this other size from the size of the second input.
+    distseg keeps for each vector the size of the maps with which it can be combined. This layer
+    changes that size. As in :class:`Follows`, ``rules`` compute the new size from the size of the
+    second input.
     """
 
     def forward(self, x: Tensor, like: Tensor | None = None) -> Tensor:

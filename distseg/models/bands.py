@@ -26,7 +26,9 @@ from distseg.models.passes import eager
 _CONV = nn.modules.conv._ConvNd
 _SIDE = 256  # pixels along each dim of the images that are tried
 _USUAL = range(1, 17)  # numbers of bands that are tried if the channels of convolutions do not fit
-_SUMMED = 6  # numbers of channels of which sums of 2 and 3 are tried, for several streams
+# Number of channel numbers whose sums of 2 and 3 are tried: a network may split the bands among
+# several streams.
+_SUMMED = 6
 
 
 @dataclass(frozen=True)
@@ -154,7 +156,7 @@ def answer_of(model: nn.Module, size: Sequence[int] | None = None) -> tuple[int,
     made = found.answer if size is None else None
     if made is None:
         with suppress(Exception):
-            # User code may need another size, or the numbers of a real tensor.
+            # User code may need another size, or a tensor with values, which meta tensors lack.
             made = _tried(outline(model), bands_of(model), size or (_SIDE,) * dims_of(model))
     if made is not None and len(made) < 2:
         raise ValueError(
@@ -245,7 +247,7 @@ def _numbers(model: nn.Module) -> Iterator[int]:
     yield from sorted(set(convs))[:4]
     yield from _USUAL
     weights = [p for p in _made(model) if 3 <= p.dim() <= 5]
-    # Weights of F.conv are (outputs, bands, ...); of a depthwise one (bands, 1, ...).
+    # A weight of F.conv2d has the shape (outputs, bands, ...), or (bands, 1, ...) if depthwise.
     yield from (p.shape[p.shape[1] > 1] for p in weights[:2])
     yield from (m.in_features for m in model.modules() if isinstance(m, nn.Linear))
     some = sorted(set(convs))[:_SUMMED]

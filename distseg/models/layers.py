@@ -566,7 +566,7 @@ class Derived(nn.Module):
                 device of ``x``, otherwise on that of the parameters.
         """
         like = next(self.parameters(), None)
-        if like is None:  # autocast's 16 bits are not the type of constants
+        if like is None:  # under autocast x may have 16 bits; constants have 32 or more
             like = x.new_empty(0, dtype=torch.promote_types(x.dtype, torch.float32))
         layer = copy.copy(self.inner)
         layer.__dict__["_parameters"] = dict.fromkeys(self.inner._parameters) | {

@@ -292,7 +292,7 @@ def _check_outputs(name: str, model: nn.Module) -> None:
         except WrongEnds as e:
             raise ValueError(f"model {name!r}: {e}") from None
         except Exception:
-            return  # perhaps the network only does not take this size; other errors show later
+            return  # the network may need another size; other errors are reported later
 
 
 @torch.no_grad()
@@ -323,7 +323,7 @@ def check_channels(name: str, model: nn.Module, bands: int | None, classes: int 
                 f"model {name!r} does not take images of {bands} bands: it takes {other.bands} "
                 f"({user_error(e)}): let it take the argument in_channels"
             ) from e
-        return  # perhaps the network only does not take this size; other errors show later
+        return  # the network may need another size; other errors are reported later
     if classes is not None and isinstance(y, Tensor) and y.dim() > 1 and y.shape[1] != classes:
         raise ValueError(
             f"model {name!r} returns {y.shape[1]} channels, but {classes} are needed, one for each "

@@ -21,9 +21,9 @@ WIDE = torch.float64
 _CASTS = {"to", "type", "float", "double"}
 
 Numbers = dict[int, tuple[tuple, dict]]
-"""By number of a call, its (args, kwargs).
+"""Arguments (args, kwargs) of calls, by the index of the call in the trace.
 
-A :class:`ByType` stands for each number in them that depends on a tensor's type.
+In them, a :class:`ByType` stands for each number that depends on a tensor's type.
 """
 
 

@@ -373,7 +373,8 @@ def _check_at(model: nn.Module, size: tuple[int, ...], modes: Sequence[bool]) ->
     except Hidden:
         raise
     except Exception:
-        # For example, a norm of vectors needs two images. The training step reports its own errors.
+        # For example, a batch norm of vectors refuses a single image in training. The training step
+        # reports errors of the forward pass itself.
         return
     _checked[model].add((size, tuple(modes)))
 

@@ -99,17 +99,18 @@ def check_same(
     copied = doubled(model)
     network = network_of(copied)
     generator = torch.Generator().manual_seed(0)
-    # Norms of vectors need two images.
+    # In training, a batch norm of vectors needs at least two images.
     image = torch.randn(2, channels, *size, generator=generator, dtype=torch.float64).to(
         next(copied.parameters()).device
     )
-    # Large numbers reveal clamps.
+    # Clamps show in large numbers only.
     wide = image * 10 ** (2 * torch.rand(image.shape, generator=generator, dtype=torch.float64)).to(
         image
     )
     _check_mode(copied.eval(), network.eval(), image, _evaluated(model, copied, image))
     _check_mode(copied, network, wide)
-    # Deep norms may need larger images in training. A run refuses too small images itself.
+    # In training, norms in deep layers may need larger images than these. A run refuses images that
+    # are too small itself.
     with suppress(RuntimeError):
         _check_mode(copied.train(), network.train(), image)
         _check_mode(copied, network, wide)

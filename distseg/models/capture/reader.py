@@ -113,33 +113,33 @@ class Reader:
         self.shapes, self.traces, self.source = shapes, traces, source
         self.dims, self.sizes = len(sizes[0]), tuple(sizes)
         self._rule = rule
-        # By layer name, the rules by which its size follows other sizes.
+        # Rules by which the size of a layer follows other sizes, by the name of the layer.
         self.size_rules: dict[str, Any] = {}
         # Values computed from the image's size alone, by (what is computed, sizes, axes).
         self.positions: dict[tuple, Value] = {}
-        # By layer name, in order: a function that makes the layer, given a function from names to
-        # the model's tensors; and the names of the layer's inputs.
+        # Layers by name, in order. For each: a function that makes the layer, given a function from
+        # names to the model's tensors; and the names of the layer's inputs.
         self.layers: dict[
             str, tuple[Callable[[Callable[[str], Tensor]], nn.Module], tuple[str, ...]]
         ] = {}
-        # By name of a tensor in the network, its name in the user's model.
+        # Names of tensors in the user's model, by their names in the network.
         self.names: dict[str, str] = {}
-        # By layer name, the line of user code.
+        # Lines of user code, by the name of the layer that they became.
         self.lines: dict[str, str] = {}
-        self.folding: Folding | None = None  # of the current call's map
+        self.folding: Folding | None = None  # describes the current call's map
         # Detached versions of values that were computed under torch.no_grad.
         self._detached: dict[Made, Value] = {}
-        # By name of a running mean, the module whose calls update it.
+        # Modules whose calls update a running mean, by the name of the mean.
         self.keepers: dict[str, str] = {}
-        # By number of a random call among all random calls, the layer that draws it.
+        # Dropout layers, by the number of the user's dropout call among all such calls.
         self.dropouts: dict[int, Dropped] = {}
         # Numbers of the calls whose random numbers a dropout layer draws.
         self._claimed: set[int] = set()
-        # By name of a layer that divides a map by a number, the number.
+        # Numbers by which layers divide a map, by the name of the layer.
         self.divisors: dict[str, float] = {}
-        # By name of a layer that returns the positions of maxima, its window.
+        # Windows of the layers that return positions of maxima, by the name of the layer.
         self.maxima: dict[str, tuple[int, ...]] = {}
-        # By name of a layer that stacks maps along a new first dim, the maps.
+        # Maps that a layer stacks along a new first dim, by the name of the layer.
         self.stacks: dict[str, tuple[Value, ...]] = {}
         calls = traces[0].calls
         if len({(len(t.calls), t.result) for t in traces}) > 1:

@@ -180,7 +180,8 @@ def _cut(reader: Reader, x: Value, groups: Sequence[Sequence[_Piece]]) -> Value:
     if math.prod(inner) > 1:
         sizes = tuple(tuple(n // k for n, k in zip(size, inner)) for size in x.sizes)
         of_channels = [p for p in pieces if p.place is None and not p.batch]
-        # The layer Windows puts the places of blocks after all channels, ordered by dim.
+        # The layer Windows returns channels in this order: the map's channels, then the positions
+        # inside blocks, by spatial dim.
         of_blocks = sorted((p for p in pieces if p.inner), key=lambda p: p.place)
         order = [
             *(p for p in pieces if p.batch),

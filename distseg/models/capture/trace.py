@@ -380,12 +380,12 @@ class _Recorder(TorchFunctionMode):
         self._model = model
         self._wide = image.dtype == torch.float64
         self._known: dict[int, _Known] = {}
-        # By id of a view that indexing made: the indexed tensor, and the index.
+        # For the id of each view that indexing made: the indexed tensor, and the index.
         self._views: dict[int, tuple[Tensor, Any]] = {}
-        # Known tensors by their storage.
+        # Known tensors by their storage, then by their id.
         self._sharing: dict[int, dict[int, _Known]] = {}
-        # By storage: the ids of tensors that code read as x.data, each with the line of code. A
-        # change of such a tensor does not raise the version of the other views.
+        # For each storage: the ids of tensors that user code read as x.data, with the line of code.
+        # A change of such a tensor does not raise the version of x.
         self._apart: dict[int, dict[int, str]] = {}
         self.inside: list[str] = []
         norms = {

@@ -102,7 +102,7 @@ REFUSED = {
     ),
     "overlapping maxima": (
         lambda m, x: F.max_pool2d(x, 3, 1, 1, return_indices=True)[0],
-        "returns the positions of the maxima of windows that overlap",
+        "returns the positions of the maxima with kernel_size=.*, stride=",
     ),
     "changed places": (
         lambda m, x: (lambda y, i: F.max_unpool2d(y, i + 1, 2))(

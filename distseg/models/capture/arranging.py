@@ -211,8 +211,8 @@ def indexed(reader: Reader, x: Value, index: tuple, *values: Any) -> Value:
     entries = _entries(reader, x, index)
     if entries is None:
         raise reader.refusal(
-            "indexes with an unsupported index; supported for channels: slices, integers, lists of "
-            "integers, and buffers of integers"
+            f"indexes {x!r} with an unsupported index; supported for channels: slices, integers, "
+            f"lists of integers, and buffers of integers"
         )
     for axis, entry in zip(x.axes, (e for e in entries if e is not None)):
         if axis.batch and entry != slice(None):

@@ -157,10 +157,14 @@ def scaled_dot_product(
     """
     if dropout_p:
         raise reader.refusal(IN_ATTENTION)
-    if is_causal or enable_gqa:
+    if is_causal:
         raise reader.refusal(
-            "is causal (is_causal=True), or shares keys among heads (enable_gqa=True); supported: "
-            "attention with both options False"
+            "is causal (is_causal=True); supported: attention with is_causal=False"
+        )
+    if enable_gqa:
+        raise reader.refusal(
+            "shares keys among heads (enable_gqa=True); supported: keys and values for each head, "
+            "with enable_gqa=False"
         )
     made, _ = attention(reader, query, key, value, attn_mask, scale, False)
     return made
@@ -201,12 +205,16 @@ def multi_head(
     """
     if dropout_p and training:
         raise reader.refusal(IN_ATTENTION)
-    others = (bias_k, bias_v, key_padding_mask, static_k, static_v)
-    if any(x is not None for x in others) or add_zero_attn or is_causal:
-        raise reader.refusal(
-            "uses add_bias_kv, add_zero_attn, static_k, static_v, key_padding_mask or is_causal; "
-            "supported: attention without these options"
-        )
+    options = {
+        "add_bias_kv": bias_k is not None or bias_v is not None,
+        "add_zero_attn": add_zero_attn,
+        "static_k": static_k is not None,
+        "static_v": static_v is not None,
+        "key_padding_mask": key_padding_mask is not None,
+        "is_causal": is_causal,
+    }
+    if used := " and ".join(name for name, is_used in options.items() if is_used):
+        raise reader.refusal(f"uses {used}; supported: attention without {used}")
     if len(reader.axes_of(query)) != 3:
         raise reader.refusal(
             "is called without a batch dim; supported: queries of shape (N, queries, channels)"

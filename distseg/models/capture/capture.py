@@ -88,7 +88,7 @@ def hook_on_gradients(model: nn.Module) -> str | None:
 def _is_supported(layer: nn.Module) -> bool:
     """Return True if a layer can be computed on parts of an image as it is, without a capture.
 
-    The layer must be unmodified.
+    Return False for a modified layer, such as one with hooks.
     """
     kind = known(type(layer))
     return (

@@ -737,7 +737,7 @@ class Reader:
         )
 
     def map_of_lines(self, lines: Sequence[Value], axes: Axes = ()) -> Value:
-        """Return a map whose size tells a layer that computes with lines how long the lines are.
+        """Return a map from whose size a layer can compute the lengths of lines.
 
         A line is a vector whose length follows the size of the image, such as row means.
 
@@ -786,9 +786,9 @@ class Reader:
         return self._unique(self._allowed(name))
 
     def _allowed(self, name: str) -> str:
-        """Return a layer name none of whose parts is the name of an attribute of ``Network``.
+        """Return a layer name that has no part in common with the attributes of ``Network``.
 
-        ``_`` is added to a part that is. For example, ``block.forward`` becomes ``block.forward_``.
+        Such a part gets an underscore: ``block.forward`` becomes ``block.forward_``.
         """
         theirs = {part for module in self._modules for part in module.split(".")}
         parts = name.split(".")
@@ -1005,10 +1005,13 @@ class Reader:
         return self._emit_formula(steps, given, part, axes, maps, own)
 
     def _with_resized_vectors(self, args: tuple, kwargs: dict) -> tuple[tuple, dict, list[Value]]:
-        """Return (args, kwargs, maps and vectors in them) of a call, vectors fitted to its maps.
+        """Return the arguments of a call with all vectors fitted to the size of its maps.
 
         A vector can be combined with maps of one size (:attr:`Value.shapes`). A vector for another
         size is replaced by the output of a new layer (:meth:`meeting`).
+
+        Returns:
+            (args, kwargs, the maps and vectors in them).
         """
         maps = list(dict.fromkeys(found_in((args, kwargs), Value)))
         if len({x.sizes for x in maps if not x.vector}) > 1:

@@ -100,6 +100,10 @@ def _made(reader: Reader, args: tuple, kwargs: dict) -> Any:
 _ARITHMETIC = set(
     "add mul multiply div true_divide __add__ __radd__ __mul__ __rmul__ __truediv__".split()
 )
+_OF_MAXIMA = (
+    "returns the positions of the maxima (return_indices=True), which would be positions in a "
+    "tile, not in the image: set return_indices=False"
+)
 
 
 class Rules:
@@ -449,10 +453,7 @@ class Rules:
         return_indices=False,
     ):
         if return_indices:
-            raise self.refusal(
-                "returns the positions of the maxima, which would be positions in a tile, not in "
-                "the image: set return_indices=False"
-            )
+            raise self.refusal(_OF_MAXIMA)
         settings = dict(
             kernel_size=kernel_size,
             stride=stride or kernel_size,
@@ -543,11 +544,12 @@ class Rules:
         sizes = {c.shapes[0][2:] for c in self.current}
         if not return_indices and (over := rows_pooled(self, x)):
             return of_lines(self, x, over, lambda: Max(first=True))
-        if return_indices or len(sizes) > 1:
+        if return_indices:
+            raise self.refusal(_OF_MAXIMA)
+        if len(sizes) > 1:
             raise self.refusal(
-                f"pools to {output_size} with an output size that depends on the image's size, or "
-                "with return_indices=True; supported: a grid of fixed size, such as (2, 2), "
-                "without indices"
+                f"pools to {output_size}, a grid that depends on the image's size; supported: a "
+                "grid of fixed size, such as (2, 2)"
             )
         if sizes == {(1,) * self.dims}:
             return of_image(self, x, lambda: Max(first=True))

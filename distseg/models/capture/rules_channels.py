@@ -169,10 +169,15 @@ class Channels:
         scale_grad_by_freq=False,
         sparse=False,
     ):
-        if max_norm is not None or scale_grad_by_freq or sparse:
+        options = {
+            "max_norm": max_norm is not None,
+            "scale_grad_by_freq": scale_grad_by_freq,
+            "sparse": sparse,
+        }
+        if used := " and ".join(name for name, is_used in options.items() if is_used):
             raise self.refusal(
-                "has max_norm, scale_grad_by_freq or sparse, which change its weights or their "
-                "gradients in a way that is not supported: remove this argument"
+                f"changes its weights or their gradients by {used}, which is not supported: leave "
+                f"out {used}"
             )
         return self.formula((input, weight, padding_idx), {})
 
@@ -266,9 +271,8 @@ class Channels:
             return made
         if not all(self.of_channels(dim, x) for x in maps) or len({x.rank for x in maps}) > 1:
             raise self.refusal(
-                "concatenates feature maps along positions of the image, or feature maps with "
-                "different numbers of dims; supported: along channels, with the same number of "
-                "dims"
+                f"concatenates {' and '.join(map(repr, dict.fromkeys(maps)))} along dim {dim}; "
+                f"supported: feature maps with the same number of dims, along channels"
             )
         if all(x.vector for x in maps):
             maps = self.meeting(maps)

@@ -134,9 +134,10 @@ class Moving:
         )
         if not known:
             raise self.refusal(
-                "returns the positions of the maxima of windows that overlap, have padding or "
-                "dilation, or round up (ceil_mode); supported: windows with stride = kernel_size "
-                "and none of these"
+                f"returns the positions of the maxima with kernel_size={kernel_size}, "
+                f"stride={stride}, padding={padding}, dilation={dilation} and "
+                f"ceil_mode={ceil_mode}; supported: a stride equal to kernel_size, and no padding, "
+                "dilation or ceil_mode"
             )
         pool = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)[self.dims - 1]
         largest = self.layer(pool, x, kernel_size=kernel)

@@ -53,10 +53,10 @@ class CanNotCapture(ValueError):
 
 
 class Hidden(CanNotCapture):
-    """Error for a network that cannot be trained exactly, even if each rank holds whole images.
+    """Error for hidden state or randomness, with which a network cannot be trained exactly.
 
-    An example is a forward pass that changes a buffer: each rank runs other passes, so the buffers
-    of the ranks would differ.
+    Not even whole images on each rank would help. For example, if a forward pass changes a buffer,
+    the buffers of the ranks differ, because each rank runs other passes.
     """
 
 
@@ -606,7 +606,7 @@ class _Recorder(TorchFunctionMode):
             )
 
     def _check_types(self, name: str) -> None:
-        """Raise an error if user code runs an autocast, or reads ``x.grad`` or ``x.data_ptr``.
+        """Raise an error if user code uses its own autocast, or reads ``x.grad`` or ``x.data_ptr``.
 
         The counter ``x._version`` is refused too.
 
@@ -979,7 +979,8 @@ def _name_of(function: Callable) -> str:
 def is_in_place(name: str) -> bool:
     """Return True if a function works in place, judged by its name.
 
-    A tensor's version counter does not show every in-place function, for example ``detach_``.
+    The name decides, because some in-place functions, such as ``detach_``, do not change a tensor's
+    version counter.
     """
     name = name.rpartition(".")[2]
     return (
@@ -1025,9 +1026,10 @@ def itself(x: Tensor) -> Tensor:
 
 
 def _index_of(name: str, args: tuple, kwargs: dict) -> tuple | None:
-    """Return (index,) if a call makes the view ``x[index]`` of its first argument ``x``.
+    """Return (index,) if a call makes the view ``x[index]`` of its first argument ``x``; else None.
 
-    For example, ``x.select(1, 0)`` has the index ``(slice(None), 0)``. Return None for other calls.
+    For example, ``x.select(1, 0)`` has the index ``(slice(None), 0)``. The tuple is needed because
+    an index may be None.
 
     Args:
         name: bare name of the function (:func:`_plain`).

@@ -580,7 +580,7 @@ class Derived(nn.Module):
 
 @cache
 def taken() -> frozenset[str]:
-    """Return the names of attributes of ``Formula`` and ``Derived``, which no tensor may have."""
+    """Return the attribute names of ``Formula`` and ``Derived``, which no tensor can be given."""
     return frozenset((*dir(Formula((), ())), *dir(Derived(nn.Identity(), {}, {}))))
 
 

@@ -55,7 +55,7 @@ def unmodified(layer: nn.Module, kinds: type | tuple[type, ...]) -> bool:
 
 
 def known(kind: type) -> type:
-    """Return the class of PyTorch or distseg from which ``kind`` is derived; it may be ``kind``."""
+    """Return the class of PyTorch or distseg from which ``kind`` is derived, or ``kind`` itself."""
     return next(k for k in kind.__mro__ if k.__module__.partition(".")[0] in ("torch", "distseg"))
 
 

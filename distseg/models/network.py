@@ -183,7 +183,7 @@ def reserved() -> frozenset[str]:
 
 @dataclass(frozen=True)
 class Dropped:
-    """Layer of a captured network that does what a dropout call in the user's code does.
+    """Record of which layer of a captured network does what a dropout call in the user's code does.
 
     Attributes:
         layer: the name of the layer.
@@ -277,7 +277,7 @@ def is_followed(model: nn.Module) -> bool:
 
 
 def not_flat(model: nn.Module) -> str:
-    """Return the reason why a model is no list of layer calls, and how to fix it."""
+    """Return the reason why distseg does not know a model's layer calls, and how to fix it."""
     if reason := refusals.get(model):
         return f"what it computes cannot be followed: {reason}"
     return (
@@ -287,9 +287,9 @@ def not_flat(model: nn.Module) -> str:
 
 
 def calls_of(model: nn.Module) -> list[Call]:
-    """Return the layer calls of a network that is a list of calls, in order of execution.
+    """Return the layer calls of an ``nn.Sequential`` or :class:`Network`, in order of execution.
 
-    A layer that is such a list itself is replaced by its calls.
+    A layer that is itself an ``nn.Sequential`` or a :class:`Network` is replaced by its calls.
 
     Raises:
         ValueError: the model is not a list of layer calls, so it cannot be cut. Or a skip is popped
@@ -477,9 +477,9 @@ def check_size(model: nn.Module, size: Sequence[int], what: str = "an image") ->
 
 
 def flat_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the name and the layer of each call of a network that is a list of calls.
+    """Return (name, layer) for each layer call of an ``nn.Sequential`` or :class:`Network`.
 
-    A layer that is such a list itself is replaced by its calls.
+    A layer that is itself an ``nn.Sequential`` or a :class:`Network` is replaced by its layers.
 
     Raises:
         ValueError: the model is not a list of layer calls.
@@ -513,7 +513,7 @@ def of_image(model: nn.Module, size: Sequence[int] | None = None) -> bool:
 
 @torch.no_grad()
 def channels_of_maps(model: nn.Module) -> list[int]:
-    """Return the number of channels of each feature map of a network that is a list of calls.
+    """Return the number of channels of each map of an ``nn.Sequential`` or :class:`Network`.
 
     The number is 0 for a vector of the image, since a vector takes almost no memory.
     """

@@ -168,7 +168,10 @@ def replaced(holder: object, names: Mapping[str, object]) -> Iterator[None]:
 
 
 class _NoCheckpoint:
-    """Replacement for PyTorch's reentrant activation checkpoint: it keeps the function's graph."""
+    """Replacement for PyTorch's reentrant activation checkpoint that calls the function once.
+
+    It keeps the function's autograd graph, so nothing is computed again in the backward pass.
+    """
 
     @staticmethod
     def apply(function, preserve, *args):
@@ -176,7 +179,7 @@ class _NoCheckpoint:
 
 
 def _unchecked(*args, **kwargs) -> Iterator[None]:
-    """Stand in for PyTorch's non-reentrant activation checkpoint, and recompute nothing.
+    """Stand in for PyTorch's non-reentrant activation checkpoint, without any recomputation.
 
     Like that checkpoint, it is a generator that runs around the call of the function.
     """

@@ -114,7 +114,8 @@ def _is_made_of_functions(kind: type) -> bool:
 def _repeats_layers(model: nn.Module) -> bool:
     """Return True if a network calls the same norm or dropout object several times.
 
-    Running statistics and masks belong to one call. Only a capture makes a layer for each call.
+    Distributed layers hold the statistics and masks of one call only. So such a network is
+    captured: a capture makes a layer for each call.
     """
     layers = [layer for _, layer in flat_layers(model) if isinstance(layer, _OF_A_PLACE)]
     return len(set(layers)) < len(layers)
@@ -242,14 +243,15 @@ def _captured(model: nn.Module, in_channels: int | None) -> Network:
     def look(size: tuple[int, ...], batch: int) -> None:
         """Refuse the model if a forward pass changes its tensors, or state that later passes read.
 
-        Passes in fresh copies of the model are compared with passes that other passes precede.
+        A first pass of a fresh copy is compared with the same pass of a copy that has run other
+        passes.
 
         Args:
             size, batch: the image size and the number of images of the compared passes.
 
         Raises:
             Hidden: a tensor changes, or a pass has another result or leaves another state after
-                others.
+                other passes.
         """
         others = [
             partial(trace, channels=channels, size=other, batch=batch) for other in (sizes[1], size)

@@ -97,18 +97,18 @@ class Plan:
 
 
 class Positions(LooksAtSize):
-    """Layer that computes values for each position of a map. They are equal for all images.
+    """Layer that computes values for each position of a map. The values are equal for all images.
 
     It maps (N, ?, *size) and the image (N, ?, *image) to (N, C, *size), or to a vector if the
-    values do not differ between positions. Here ? is any number of channels. The values of the
-    inputs are not used.
+    values do not differ between positions. Here ? is any number of channels. Of the inputs, only
+    the sizes are used.
 
     Args:
         source: function that returns the calls of the user's forward pass for an image size.
         plan: which of these calls the layer computes, and what it returns.
         axes: the meaning of each dim of the result (:class:`distseg.models.axes.Axis`). The user's
             tensor has length 1 along dims in which it is constant.
-        names: by name of a parameter or buffer in this layer, its name in the user's module.
+        names: names of parameters and buffers in the user's module, by their names in this layer.
         tensors: parameters and buffers, by their names in this layer.
     """
 

@@ -1143,8 +1143,8 @@ class Reader:
         """Add a dropout layer and return its output; return ``x`` itself in evaluation mode.
 
         Args:
-            kind: class of the layer, such as ``nn.Dropout2d``. A vector gets a layer of its own
-                class instead.
+            kind: class of the layer for a map, such as ``nn.Dropout2d``. A vector gets a
+                :class:`VectorDropout`.
             x: the map or vector to which the call applies dropout.
             p: the dropout probability.
             training: False in evaluation mode.

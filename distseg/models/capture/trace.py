@@ -114,7 +114,7 @@ class Called:
 
 @dataclass
 class Trace:
-    """All calls of one forward pass.
+    """All calls of PyTorch functions in one forward pass over images of one size.
 
     Attributes:
         result: reference to the network's output.

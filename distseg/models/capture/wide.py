@@ -16,7 +16,7 @@ from distseg.models.meta import found_in
 
 
 def unnarrowed(function: Callable, args: tuple, kwargs: dict) -> tuple[Callable, tuple, dict]:
-    """Return (function, args, kwargs) of a user's call, which asks for float64 instead of float32.
+    """Return a user's call, as (function, args, kwargs), with float64 in place of float32.
 
     For example, ``x.float()`` becomes ``x.to(torch.float64)``. Tensors are left as they are.
     """

@@ -116,7 +116,7 @@ def test_ranks_that_stand_at_one_place_share_a_line():
 
 PROGRAM = """
 import os, signal, sys, time
-from distseg.comm import watch
+from distseg.comm import progress, watch
 from distseg.comm.launch import end_as_one, identify, world
 
 def stop(rank, how):
@@ -126,13 +126,13 @@ def stop(rank, how):
 
 def main():
     with watch.guarded(identify().rank, {limit}):
-        watch.phase("before MPI")
+        progress.phase("before MPI")
         {before}
         comm = world()
         watch.join(comm, {folder!r})
-        watch.phase("at work")
+        progress.phase("at work")
         {body}
-        watch.phase("at the end")
+        progress.phase("at the end")
         comm.Barrier()
     print("through")
 
@@ -160,7 +160,7 @@ def test_a_lone_process_that_hangs_is_ended_with_its_stack(tmp_path, how, said):
     script = program(
         tmp_path / "program.py",
         2,
-        f"watch.heartbeat('the last operation'); stop(0, {how!r})",
+        f"progress.heartbeat('the last operation'); stop(0, {how!r})",
         folder=str(tmp_path / "run"),
     )
     environment = {
@@ -227,22 +227,22 @@ def test_a_job_that_hangs_in_its_end_is_ended(mpirun, tmp_path):
 @pytest.mark.timeout(60)
 def test_ranks_that_wait_for_one_that_works_are_left_alone(mpirun, tmp_path):
     busy = (
-        "[(time.sleep(0.3), watch.heartbeat(str(k))) for k in range(9)] if comm.rank == 1 else None"
+        "[(time.sleep(0.3), progress.heartbeat(str(k))) for k in range(9)] if comm.rank == 1 else None"
     )
     done = mpirun(3, program(tmp_path / "program.py", 2, busy), env={"PYTHONPATH": str(ROOT)})
     assert done.returncode == 0 and done.stdout.count("through") == 3, str(done)
 
 
 def test_no_guardian_is_left_behind():
-    from distseg.comm import watch
+    from distseg.comm import progress, watch
 
     with watch.guarded(0, 100.0):
-        assert watch.watched()
+        assert progress.watched()
         guardian = watch._guardian
-        watch.phase("a" * 5000)
-        watch.heartbeat("naïve")
-        watch.waits("")
-    assert guardian is not None and guardian.poll() == 0 and not watch.watched()
+        progress.phase("a" * 5000)
+        progress.heartbeat("naïve")
+        progress.waits("")
+    assert guardian is not None and guardian.poll() == 0 and not progress.watched()
     with watch.guarded(0, 0):  # 0: for ever
         pass
 

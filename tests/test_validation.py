@@ -27,7 +27,7 @@ from distseg.inference import evaluate as evaluation
 from distseg.inference.image_source import store_image
 from distseg.tiling.tile import Box
 from distseg.training import loop
-from distseg.training.checkpoint.files import find, load_weights, read_manifest
+from distseg.training.checkpoint.files import find, load_weights, names_of, read_manifest
 from distseg.training.checkpoint.runs import describe
 from distseg.training.loop import train
 from distseg.training.resume import Position, position_of
@@ -210,6 +210,32 @@ def test_a_run_without_progress_ends_early_and_so_does_a_resumed_one(
         repair = f"{stopped}; train.patience is 2: raise it to go on"
         assert repair in capfd.readouterr().out
         assert describe(folder / "run")["state"] == "stopped early"
+
+
+def test_the_best_score_has_its_weights_although_no_checkpoint_is_due(tmp_path, monkeypatch):
+    """An equal score is no improvement, so the fourth validation writes no checkpoint."""
+    random_store(tmp_path / "s.h5", train=[(16, 16)], val=[(16, 20)])
+    told, seen, evaluate, scores = iter([0.5, 0.6, 0.4, 0.6, 0.3]), [], loop.evaluate, loop.scores
+
+    def noted(predictor, *others):
+        seen.append(float(sum(p.detach().double().sum() for p in predictor.model.parameters())))
+        return evaluate(predictor, *others)
+
+    monkeypatch.setattr(loop, "evaluate", noted)
+    monkeypatch.setattr(loop, "scores", lambda *a: scores(*a) | {"mean_iou": next(told)})
+    plan = config(tmp_path, epochs=5, checkpoint_every=5, keep=9, norm="none")
+    train(plan, Alone())
+    written = [
+        read_manifest(tmp_path / "run/checkpoints" / name) for name in names_of(tmp_path / "run")
+    ]
+    assert [(m["epoch"], m["score"]) for m in written] == [(1, 0.5), (2, 0.6), (5, 0.3)]
+    best = find(tmp_path / "run")
+    model = network_of(plan.model, None, *read_manifest(best)["channels"])
+    load_weights(best, model.to_empty(device="cpu").double())
+    assert read_manifest(best)["epoch"] == 2 and len(set(seen)) == 5
+    assert float(sum(p.detach().double().sum() for p in model.parameters())) == pytest.approx(
+        seen[1], 1e-12
+    )
 
 
 def test_the_last_state_is_saved_although_no_checkpoint_is_due(tmp_path):

@@ -725,7 +725,7 @@ class TrainBase:
     keep: int = 2
     """Number of latest checkpoints that are kept, in addition to the best one."""
     checkpoint_every: int = 1
-    """Epochs between checkpoints."""
+    """Epochs between checkpoints. A validation with the best score so far writes one, too."""
     checkpoint_minutes: float | None = 10.0
     """Minutes between checkpoints within an epoch, which are written while training goes on.
     null: no such checkpoints."""

@@ -110,8 +110,9 @@ class _Training:
     def epoch(self) -> None:
         """Run the remaining steps of the current epoch.
 
-        Then write a checkpoint and validate, each if it is due after this epoch. The run ends
-        after the last epoch, when its time is over, or if the score no longer improves.
+        Then write a checkpoint and validate, each if it is due after this epoch. A validation with
+        the best score so far also writes one, so that the weights of this score are not lost. The
+        run ends after the last epoch, when its time is over, or if the score no longer improves.
         """
         run, train, number = self.run, self.config.train, self.position.epoch
         run.engine.context.epoch = number
@@ -131,11 +132,11 @@ class _Training:
             self._validate(number)
         self.position, self.first_step = replace(self.position, epoch=number + 1, samples=0), 0
         self.stopped_early = not self.ended and run.stops_early(self.position)
-        saves |= self.stopped_early
-        if saves and not saved:
-            self._save()
-        if saves and validates:
-            run.checkpoints.update(score_of(self.position.validation), **asdict(self.position))
+        score = score_of(self.position.validation) if validates else None
+        if saved:
+            run.checkpoints.update(score, **asdict(self.position))
+        elif saves or self.stopped_early or self.position.best_epoch == number + 1:
+            self._save(score)
         self.ended |= self.stopped_early
         if self.ended:
             run.checkpoints.flush()
@@ -188,9 +189,14 @@ class _Training:
         if decision.stop:
             self._leave(decision.stop)
 
-    def _save(self) -> None:
+    def _save(self, score: float | None = None) -> None:
+        """Begin to write a checkpoint.
+
+        Args:
+            score: the score of the last validation, if it was of these weights; None if not known.
+        """
         run = self.run
-        run.checkpoints.save(run.model, run.engine.optimizer, run.manifest(self.position))
+        run.checkpoints.save(run.model, run.engine.optimizer, run.manifest(self.position), score)
         self.control.saved(run.checkpoints.seconds)
 
     def _leave(self, why: str) -> None:

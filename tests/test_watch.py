@@ -114,25 +114,34 @@ def test_ranks_that_stand_at_one_place_share_a_line():
     )
 
 
+# The limit is short only once all ranks are at work: on a busy machine a single import may take seconds.
 PROGRAM = """
 import os, signal, sys, time
+from pathlib import Path
 from distseg.comm import progress, watch
 from distseg.comm.launch import end_as_one, identify, world
 
-def stop(rank, how):
+def stop(rank, how, last=False):
     if identify().rank == rank:
+        while last and len(list(Path(__file__).parent.glob("end-*"))) < identify().size - 1:
+            progress.heartbeat("until the others wait")
+            time.sleep(0.05)
+        progress.limit({limit})
         {{"stopped": lambda: os.kill(os.getpid(), signal.SIGSTOP), "sleeps": lambda: time.sleep(1000), "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
           "spins": lambda: [None for _ in iter(int, 1)]}}[how]()
 
 def main():
-    with watch.guarded(identify().rank, {limit}):
+    with watch.guarded(identify().rank, 100):
         progress.phase("before MPI")
         {before}
         comm = world()
         watch.join(comm, {folder!r})
         progress.phase("at work")
+        comm.Barrier()
+        progress.limit({limit})
         {body}
         progress.phase("at the end")
+        Path(__file__).with_name(f"end-{{comm.rank}}").touch()
         comm.Barrier()
     print("through")
 
@@ -191,21 +200,27 @@ def test_a_lone_process_that_hangs_is_ended_with_its_stack(tmp_path, how, said):
 @pytest.mark.timeout(60)
 @pytest.mark.covering(cases=1)
 def test_a_job_with_a_rank_that_hangs_is_ended(mpirun, tmp_path, where, how, said):
-    script = program(
-        tmp_path / "program.py", 2, **{where: f"stop(1, {how!r})"}, folder=str(tmp_path / "run")
-    )
+    stop = f"stop(1, {how!r}, last={where == 'body'})"
+    script = program(tmp_path / "program.py", 2, **{where: stop}, folder=str(tmp_path / "run"))
     done = mpirun(3, script, env={"PYTHONPATH": str(ROOT)})
     assert done.returncode != 0 and "through" not in done.stdout, str(done)
     assert any(one in done.stderr for one in said.split("|")), str(done)
     assert done.stderr.count("distseg: error") <= 3
     if where == "body" and how != "killed":
-        assert (
-            "rank 1 on" in done.stderr
-            and "at work" in done.stderr
-            and "ranks 0, 2 on" in done.stderr
-            and "at the end" in done.stderr
-        ), str(done)
-        assert len(list((tmp_path / "run").glob("hang-*/rank-*.txt"))) == 3
+        at = {
+            rank: text
+            for ranks, text in re.findall(r"^  ranks? ([\d, ]+) on \S+: (.*)", done.stderr, re.M)
+            for rank in ranks.split(", ")
+        }
+        assert "at work" in at["1"] and "at the end" in at["0"] and "at the end" in at["2"], str(
+            done
+        )
+        # A process of its own writes each file, and may outlive the job on a busy machine.
+        stacks, deadline = [], time.monotonic() + 20
+        while len(stacks) < 3 and time.monotonic() < deadline:
+            stacks = list((tmp_path / "run").glob("hang-*/rank-*.txt"))
+            time.sleep(0.05)
+        assert len(stacks) == 3
 
 
 @pytest.mark.slow
@@ -226,9 +241,7 @@ def test_a_job_that_hangs_in_its_end_is_ended(mpirun, tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(60)
 def test_ranks_that_wait_for_one_that_works_are_left_alone(mpirun, tmp_path):
-    busy = (
-        "[(time.sleep(0.3), progress.heartbeat(str(k))) for k in range(9)] if comm.rank == 1 else None"
-    )
+    busy = "[(time.sleep(0.3), progress.heartbeat(str(k))) for k in range(9)] if comm.rank == 1 else None"
     done = mpirun(3, program(tmp_path / "program.py", 2, busy), env={"PYTHONPATH": str(ROOT)})
     assert done.returncode == 0 and done.stdout.count("through") == 3, str(done)
 

@@ -369,17 +369,25 @@ def test_an_interrupt_is_not_lost_in_the_end_of_a_weak_reference(taking_interrup
     """Where Python prints and forgets what is raised."""
     seen, interrupts = weakref.WeakValueDictionary(), 0
     deadline = time.process_time() + 20  # of the processor: beside other work the clock runs on
+
+    def interrupt(expected: threading.Event) -> None:
+        expected.wait()  # on a busy machine the main thread may come late to its try statement
+        time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
     with interruptible():
         for _ in range(20):
-            timer = threading.Timer(0.01, os.kill, (os.getpid(), signal.SIGINT))
-            timer.start()
+            expected = threading.Event()
+            thread = threading.Thread(target=interrupt, args=(expected,))
+            thread.start()
             try:
+                expected.set()
                 while time.process_time() < deadline:
                     for k in range(1000):
                         seen[k] = Thing()
             except KeyboardInterrupt:
                 interrupts += 1
-            timer.join()
+            thread.join()
     assert interrupts == 20 and capsys.readouterr().err == ""
 
 

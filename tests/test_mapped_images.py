@@ -7,6 +7,7 @@ import pytest
 import tifffile
 from PIL import Image
 
+from distseg.comm.launch import release_freed_memory
 from distseg.data.formats import mapped
 from distseg.data.formats.readers import open_image
 from distseg.data.formats.tiff_segments import Segments
@@ -28,7 +29,11 @@ WRITE = {
 
 
 def taken() -> int:
-    """Bytes of this process, those of files included."""
+    """Bytes of this process, those of files included, without freed memory that malloc keeps.
+
+    How much malloc keeps depends on earlier tests and on the turns of threads, up to a third of the pixels.
+    """
+    release_freed_memory()
     with open("/proc/self/status") as f:
         return sum(
             int(line.split()[1]) * 1024 for line in f if line.startswith(("RssAnon", "RssFile"))
@@ -44,7 +49,8 @@ def written(tmp_path, name: str):
 
 
 @pytest.mark.parametrize("name", WRITE)
-def test_pixels_that_were_read_leave_the_process(tmp_path, name):
+def test_pixels_that_were_read_leave_the_process(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(mapped, "_SMALL", 0)  # else the mask, 8 MB, would be kept in memory
     path, pixels = written(tmp_path, name)
     open_image(path).read(Box((0, 0), (1, 1)))  # loads the decoder
     before = taken()
@@ -54,7 +60,7 @@ def test_pixels_that_were_read_leave_the_process(tmp_path, name):
             reader.read(Box((row, 0), (row + 500, 2000))), pixels[:, row : row + 500]
         )
         assert not reader.masked or reader.read_valid(Box((row, 0), (row + 500, 2000)))[1].all()
-    assert taken() - before < pixels.nbytes / 3
+    assert taken() - before < pixels.nbytes / 12
 
 
 @pytest.mark.parametrize("name", WRITE)

@@ -11,7 +11,7 @@ import math
 import os
 import threading
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -47,24 +47,28 @@ class Sums:
     digest: str
 
 
-class ChunkWriter:
-    """Writer of boxes into a chunked dataset of a file that is being written.
+class ChunkSums:
+    """Checksums of the chunks of an array that arrives in boxes and is not stored.
 
-    A chunk is written to the file when :meth:`write` has received all its pixels. ``sums`` (chunks
-    along each dim) uint64 holds the checksums of the written chunks.
+    A chunk is complete when :meth:`write` has received all its pixels. ``sums`` (chunks along each
+    dim) uint64 holds the checksums of the complete chunks.
+
+    Args:
+        shape: the shape of the array.
+        chunk: the size of a chunk.
+        dtype: dtype of the array.
     """
 
-    def __init__(self, dataset: h5py.Dataset):
-        self._dataset, self._chunk, self._shape = dataset, dataset.chunks, dataset.shape
-        self._packed = dataset.compression == "gzip"
-        self.sums = np.zeros(_grid(self._shape, self._chunk), np.uint64)
+    def __init__(self, shape: Sequence[int], chunk: Sequence[int], dtype: np.dtype):
+        self._shape, self._chunk, self._dtype = tuple(shape), tuple(chunk), dtype
+        self.sums = np.zeros(_grid(shape, chunk), np.uint64)
         # Incomplete chunks, and the number of their missing pixels.
         self._pending: dict[tuple[int, ...], tuple[np.ndarray, int]] = {}
 
     def write(self, box: Box, array: np.ndarray) -> None:
-        """Write ``array`` (*box.size) into a box; every pixel must be written exactly once.
+        """Take the pixels ``array`` (*box.size) of a box; every pixel must be given exactly once.
 
-        The box has one range for each dim of the dataset, the bands included.
+        The box has one range for each dim of the array, the bands included.
         """
         for index, outside, inside in _touched(box, self._chunk):
             part = array[outside]
@@ -77,7 +81,22 @@ class ChunkWriter:
 
     def _begun(self, index: tuple[int, ...]) -> tuple[np.ndarray, int]:
         pixels = _extent(index, self._chunk, self._shape).pixels
-        return np.zeros(self._chunk, self._dataset.dtype), pixels
+        return np.zeros(self._chunk, self._dtype), pixels
+
+    def _finish(self, index: tuple[int, ...], chunk: np.ndarray) -> None:
+        self.sums[index] = chunk_sum(chunk)
+
+
+class ChunkWriter(ChunkSums):
+    """Writer of boxes into a chunked dataset of a file that is being written.
+
+    A complete chunk is written to the file. ``sums`` holds the checksums of the chunks as they are
+    stored.
+    """
+
+    def __init__(self, dataset: h5py.Dataset):
+        super().__init__(dataset.shape, dataset.chunks, dataset.dtype)
+        self._dataset, self._packed = dataset, dataset.compression == "gzip"
 
     def _finish(self, index: tuple[int, ...], chunk: np.ndarray) -> None:
         data = zlib.compress(chunk, 1) if self._packed else chunk.tobytes()
@@ -85,45 +104,33 @@ class ChunkWriter:
         self._dataset.id.write_direct_chunk(tuple(i * c for i, c in zip(index, self._chunk)), data)
 
 
-class ChunkReader:
-    """Reader of boxes of a chunked dataset.
+class Chunked:
+    """Base class of readers of an array in chunks that have checksums.
 
-    A box has one range for each dim of the dataset, the bands included. The index of a chunk is its
+    A box has one range for each dim of the array, the bands included. The index of a chunk is its
     number along each dim.
 
     Args:
-        handle: file descriptor of the open file.
-        dataset: the dataset to read.
-        path: the file, for messages.
+        shape: the shape of the array.
+        chunk: the size of a chunk.
+        dtype: dtype of the array.
+        path: the store, for messages.
         what: the content in words, for messages, such as ``pixels of image 'a'``.
-        sums: the checksums of the chunks; None if the store has none.
         leading: number of dims before the spatial ones, for messages: 1 if there are bands, else 0.
-
-    Raises:
-        Damage: a chunk is missing, lies outside the file, or has an impossible size.
     """
 
     def __init__(
         self,
-        handle: int,
-        dataset: Data,
+        shape: Sequence[int],
+        chunk: Sequence[int],
+        dtype: np.dtype,
         path: str,
         what: str,
-        sums: Sums | None = None,
-        leading: int = 0,
+        leading: int,
     ):
-        self.shape, self.dtype, self.chunk = dataset.shape, dataset.dtype, dataset.chunk
-        self._handle, self._path, self._what, self._leading = handle, path, what, leading
-        if self.chunk is None or "fletcher32" in dataset.filters:
-            raise Damage(
-                f"{path} is damaged: the {what} are not stored as distseg stores them: {AGAIN}"
-            )
-        self._packed = dataset.filters == ("gzip",)
-        self._bytes = math.prod(self.chunk) * self.dtype.itemsize  # of an uncompressed chunk
-        self.grid = _grid(self.shape, self.chunk)
-        self._check_size(os.fstat(handle).st_size)
-        self._at, self._sizes, self._masks = self._places(dataset)
-        self._sums = None if sums is None else self._read_sums(sums)
+        self.shape, self.chunk, self.dtype = tuple(shape), tuple(chunk), dtype
+        self._path, self._what, self._leading = path, what, leading
+        self.grid = _grid(shape, chunk)
 
     @property
     def chunks(self) -> int:
@@ -153,31 +160,31 @@ class ChunkReader:
         for number, box in enumerate(boxes):
             for index, outside, inside in _touched(box, self.chunk):
                 wanted.setdefault(index, []).append(((number, *outside), inside))
-        for index, parts in wanted.items():
-            chunk = self.load(index)
-            for outside, inside in parts:
+        for index, chunk in self.loaded(wanted):
+            for outside, inside in wanted[index]:
                 out[outside] = chunk[inside]
         return out
 
-    def load(self, index: tuple[int, ...]) -> np.ndarray:
-        """Return the chunk with this index, in its full size even where it exceeds the dataset.
+    def loaded(
+        self, indices: Iterable[tuple[int, ...]]
+    ) -> Iterator[tuple[tuple[int, ...], np.ndarray]]:
+        """Yield the index and the content of each chunk, as :meth:`load` returns it."""
+        for index in indices:
+            yield index, self.load(index)
 
-        If the chunk is stored uncompressed, the next load of any reader in this thread overwrites
-        the result.
+    def load(self, index: tuple[int, ...]) -> np.ndarray:
+        """Return the chunk with this index, in its full size even where it exceeds the array.
+
+        The next load of any reader in this thread may overwrite the result.
 
         Raises:
             Damage: the chunk is damaged.
             OSError: the disk cannot be read.
         """
-        data = self._stored(index)
-        if self._sums is not None and chunk_sum(data) != self._sums[index]:
-            raise self.damage(index, "differ from what was written (wrong checksum)")
-        if self._packed and not self._masks[index] & _SKIPPED:
-            data = self._unpacked(index, data)
-        return np.frombuffer(data, self.dtype).reshape(self.chunk)
+        raise NotImplementedError
 
     def place(self, index: tuple[int, ...]) -> Box:
-        """Return the box of the pixels of the chunk with this index, clipped to the dataset."""
+        """Return the box of the pixels of the chunk with this index, clipped to the array."""
         return _extent(index, self.chunk, self.shape)
 
     def damage(self, index: tuple[int, ...], how: str) -> Damage:
@@ -198,14 +205,76 @@ class ChunkReader:
         space = Box(box.start[self._leading :], box.stop[self._leading :])
         return f"the {self._what} at {space}{bands}"
 
-    def _read_sums(self, sums: Sums) -> np.ndarray:
-        data = os.pread(self._handle, 8 * self.chunks, sums.at)
+    def _read_sums(self, handle: int, sums: Sums) -> np.ndarray:
+        """Return the checksums of the chunks, (chunks along each dim) uint64.
+
+        Args:
+            handle: file descriptor of the open store.
+            sums: the position of the checksums in the store.
+
+        Raises:
+            Damage: the checksums are damaged.
+        """
+        data = os.pread(handle, 8 * self.chunks, sums.at)
         if digest(data) != sums.digest:
             raise Damage(
                 f"{self._path} is damaged: the checksums of the {self._what} differ from what was "
                 f"written: {AGAIN}"
             )
         return np.frombuffer(data, "<u8").reshape(self.grid)
+
+
+class ChunkReader(Chunked):
+    """Reader of boxes of a chunked dataset.
+
+    Args:
+        handle: file descriptor of the open file.
+        dataset: the dataset to read.
+        path: the file, for messages.
+        what: the content in words, for messages, such as ``pixels of image 'a'``.
+        sums: the checksums of the chunks; None if the store has none.
+        leading: number of dims before the spatial ones, for messages: 1 if there are bands, else 0.
+
+    Raises:
+        Damage: a chunk is missing, lies outside the file, or has an impossible size.
+    """
+
+    def __init__(
+        self,
+        handle: int,
+        dataset: Data,
+        path: str,
+        what: str,
+        sums: Sums | None = None,
+        leading: int = 0,
+    ):
+        if dataset.chunk is None or "fletcher32" in dataset.filters:
+            raise Damage(
+                f"{path} is damaged: the {what} are not stored as distseg stores them: {AGAIN}"
+            )
+        super().__init__(dataset.shape, dataset.chunk, dataset.dtype, path, what, leading)
+        self._handle, self._packed = handle, dataset.filters == ("gzip",)
+        self._bytes = math.prod(self.chunk) * self.dtype.itemsize  # of an uncompressed chunk
+        self._check_size(os.fstat(handle).st_size)
+        self._at, self._sizes, self._masks = self._places(dataset)
+        self._sums = None if sums is None else self._read_sums(handle, sums)
+
+    def load(self, index: tuple[int, ...]) -> np.ndarray:
+        """Return the chunk with this index, in its full size even where it exceeds the dataset.
+
+        If the chunk is stored uncompressed, the next load of any reader in this thread overwrites
+        the result.
+
+        Raises:
+            Damage: the chunk is damaged.
+            OSError: the disk cannot be read.
+        """
+        data = self._stored(index)
+        if self._sums is not None and chunk_sum(data) != self._sums[index]:
+            raise self.damage(index, "differ from what was written (wrong checksum)")
+        if self._packed and not self._masks[index] & _SKIPPED:
+            data = self._unpacked(index, data)
+        return np.frombuffer(data, self.dtype).reshape(self.chunk)
 
     def _stored(self, index: tuple[int, ...]) -> memoryview:
         size, at, done = int(self._sizes[index]), int(self._at[index]), 0

@@ -365,7 +365,7 @@ def test_a_newer_version(tmp_path):
     with h5py.File(tmp_path / "s.h5", "r+") as f:
         f.attrs["version"] = 99
     with pytest.raises(
-        ValueError, match="version 99, but this distseg reads versions up to 3: update"
+        ValueError, match="version 99, but this distseg reads versions up to 4: update"
     ):
         Store(tmp_path / "s.h5")
 

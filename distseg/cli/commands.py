@@ -13,7 +13,7 @@ import numpy as np
 from torch import nn
 
 from distseg.cli.predict import check_types, load_predictor, predict, store_for
-from distseg.comm.launch import raise_jointly, resident_memory, set_up
+from distseg.comm.launch import first_on_node, raise_jointly, resident_memory, set_up
 from distseg.comm.progress import heartbeat
 from distseg.config.patchgd import PatchConfig
 from distseg.config.settings import Config, ModelBase, ModelConfig
@@ -158,6 +158,7 @@ def run_predict(
             Path(output), source.name, settings.formats, source.size, settings.probabilities
         )
 
+    checks = first_on_node(world)
     with raise_jointly(world):
         classes = replace(classes, traced=numbers_of(names, settings.trace, "predict.trace"))
         checkpoint = find(run)
@@ -188,6 +189,8 @@ def run_predict(
                 )
         else:
             store = store_for(config.data, manifest)
+            if checks:
+                store.check_files()
             check_types(store, split, manifest)
             sources = {name: partial(store_image, store, name) for name in store.split(split)}
         sizes, decoding, notes = {}, {}, []
@@ -436,6 +439,7 @@ def run_prepare(arguments) -> int:
             nodata,
             arguments.alpha,
             arguments.pages,
+            arguments.reference,
         )
         print(closing_of_preparation(arguments.output))
         return 0
@@ -471,6 +475,7 @@ def run_prepare(arguments) -> int:
         absent=arguments.absent.split(",") if arguments.absent else (),
         alpha=arguments.alpha,
         pages=arguments.pages,
+        reference=arguments.reference,
     )
     if not arguments.dry_run:
         print(closing_of_preparation(arguments.output))

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from distseg.cli.predict import check_types, load_predictor, store_for
-from distseg.comm.launch import raise_jointly, set_up
+from distseg.comm.launch import first_on_node, raise_jointly, set_up
 from distseg.config.patchgd import PatchConfig
 from distseg.config.settings import Config
 from distseg.data.store.store import Store
@@ -49,8 +49,11 @@ def run_evaluate(
     """
     device, threads = set_up(world, config.run.device, config.run.threads)
     predictor, manifest = load_predictor(run, config, world, device)
+    checks = first_on_node(world)
     with raise_jointly(world):
         store = store_for(config.data, manifest)
+        if checks:
+            store.check_files()
         _check_store(store, split, manifest, predictor, run)
         check_images(predictor, {store.size(name): name for name in store.split(split)})
     if world.rank == 0:

@@ -1023,6 +1023,12 @@ def _prepare(arguments: list[str]) -> int:
         help="Read the subfolders of the folders of images and masks too; both must have the same.",
     )
     parser.add_argument(
+        "--reference",
+        action="store_true",
+        help="Refer to the image files instead of copying their pixels into the store. Labels are "
+        "still stored. The files must stay as they are, at the same place relative to the store.",
+    )
+    parser.add_argument(
         "--pages",
         choices=["bands", "volume", "images"],
         default=None,
@@ -1091,6 +1097,7 @@ def _prepare(arguments: list[str]) -> int:
             "attribute",
             "dry_run",
             "recursive",
+            "reference",
             "split",
             *(["seed"] if parsed.source != "ultramnist" else []),
         )

@@ -170,6 +170,7 @@ class _Reported:
         there = record["store"] if Path(record["store"]).exists() else self.data.store
         try:
             store = store_for(replace(self.data, store=there), self.best)
+            store.check_files()
             for row in record["images"]:
                 store.size(row["image"])
         except (ValueError, OSError, KeyError) as e:

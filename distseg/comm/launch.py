@@ -172,6 +172,17 @@ def ranks_on_node(comm) -> int:
     return size
 
 
+def first_on_node(comm) -> bool:
+    """Return True on one rank of each node, for checks that no other rank need repeat.
+
+    All ranks of ``comm`` must call it together.
+    """
+    node = as_communicator(comm).split_by_node()
+    first = node.rank == 0
+    node.Free()
+    return first
+
+
 class Resources(NamedTuple):
     """Device and CPU threads of a rank."""
 

@@ -12,9 +12,10 @@ from pathlib import Path
 from distseg.data.folders import SPLITS, image_files
 from distseg.data.formats.readers import stem_of
 from distseg.data.pairs import DIMS, assign_splits, check_alike, check_train, notes_on_pairs, opened
-from distseg.data.prepare import copy_image, summary
+from distseg.data.prepare import copy_image, stored_bytes, summary
+from distseg.data.referring import check_referable
 from distseg.data.store.store import Store
-from distseg.data.store.writer import StoreWriter, bytes_of
+from distseg.data.store.writer import StoreWriter
 from distseg.report.disk import require_disk_space
 from distseg.report.progress import progress
 
@@ -32,6 +33,7 @@ def prepare_labelled(
     nodata: int | float | None = None,
     alpha: str | None = None,
     pages: str | None = None,
+    reference: bool = False,
 ) -> Store:
     """Write images with one label each into a store, and print a summary of the store.
 
@@ -49,6 +51,7 @@ def prepare_labelled(
         nodata: the number that stands for no data; by default the number that each file declares.
         alpha: how to treat an alpha band (:func:`distseg.data.prepare.prepare_folder`).
         pages: ``bands`` or ``volume`` (:func:`distseg.data.prepare.prepare_folder`).
+        reference: True to refer to the image files (:func:`distseg.data.prepare.prepare_folder`).
 
     Raises:
         ValueError: a file or line is wrong; the message names it. No store is left behind.
@@ -86,7 +89,9 @@ def prepare_labelled(
         name = f"{label}-{stem_of(path)}" if table is None else stem_of(path)
         pairs.append(replace(opened(split, path, None, DIMS[pages], alpha), name=name))
     check_alike(pairs)
-    needed = sum(bytes_of(pair.size, pair.bands, pair.dtype, pair.masked) for pair in pairs)
+    needed, notes = stored_bytes(pairs, labels=False, reference=reference), []
+    if reference:
+        notes = check_referable(pairs)
     writer = StoreWriter(
         output,
         names,
@@ -105,9 +110,19 @@ def prepare_labelled(
     require_disk_space(Path(output), needed, "the pixels of the store")
     with writer, progress(len(pairs), "image", f"preparing {output}") as shown:
         for pair, label in zip(pairs, labels):
-            copy_image(pair, writer, shown, {}, DIMS[pages], nodata, label=label, alpha=alpha)
+            copy_image(
+                pair,
+                writer,
+                shown,
+                {},
+                DIMS[pages],
+                nodata,
+                label=label,
+                alpha=alpha,
+                reference=reference,
+            )
     store = Store(output)
-    print("\n".join([summary(store), *notes_on_pairs(pairs)]))
+    print("\n".join([summary(store), *notes_on_pairs(pairs), *notes]))
     if table is not None and not classes and all(_number(name) < math.inf for name in names):
         print(
             f"note: the labels of {table} are numbers, and were taken as {len(names)} classes: if "

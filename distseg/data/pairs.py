@@ -51,6 +51,7 @@ class Pair:
     form: MaskForm = PLAIN  # how the mask encodes the classes
     place: Georeference | None = field(default=None, compare=False)  # the image's georeference
     polygons: int | None = None  # polygons of a vector file that overlap the image
+    kept: int = 0  # bytes of decoded pixels that a reader of the image keeps
 
     @property
     def grid(self) -> ImageGrid:
@@ -258,6 +259,7 @@ def opened(
         form=form,
         place=reader.place,
         polygons=labels and labels.polygons,
+        kept=reader.kept,
     )
 
 

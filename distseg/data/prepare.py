@@ -23,6 +23,7 @@ from distseg.data.formats.readers import SUFFIXES, stem_of
 from distseg.data.masks import PLAIN, MaskForm
 from distseg.data.nodata import fitting, to_json
 from distseg.data.pairs import DIMS, Pair, find_pairs, notes_on_pairs
+from distseg.data.referring import check_referable, source_of
 from distseg.data.store.layout import chunk_edge
 from distseg.data.store.store import Store
 from distseg.data.store.writer import StoreWriter, bytes_of
@@ -55,6 +56,7 @@ def prepare_folder(
     form: MaskForm = PLAIN,
     dry: bool = False,
     nested: bool = False,
+    reference: bool = False,
 ) -> Store | None:
     """Write the images and masks of two folders into a store, and print a summary of the store.
 
@@ -89,6 +91,8 @@ def prepare_folder(
             names of ``classes`` are added to ``form.names``.
         dry: True to check everything and print what was found, without writing a store.
         nested: True to read the subfolders of both folders too, which must be the same.
+        reference: True to refer to the image files instead of copying their pixels. The files must
+            then stay as they are, at the same place relative to the store.
 
     Returns:
         The new store; None if ``dry`` is True.
@@ -120,10 +124,12 @@ def prepare_folder(
         "names": dict(others),
         "recursive": nested,
     }
-    expected = _bytes(pairs, labels=masks_dir is not None)
+    expected = stored_bytes(pairs, masks_dir is not None, reference)
     colours, notes = class_colours(
         [(pair.mask, pair.palette) for pair in pairs], len(classes), values or {}
     )
+    if reference:
+        notes += check_referable(pairs)
     if form.colours is not None:
         colours = np.array(form.colours, np.uint8)
     writer = StoreWriter(
@@ -136,7 +142,9 @@ def prepare_folder(
         expected,
         colours=colours,
     )
-    require_disk_space(Path(output), _bytes(pairs, labels=False), "the pixels of the store")
+    require_disk_space(
+        Path(output), stored_bytes(pairs, False, reference), "the pixels of the store"
+    )
     seen = _check_masks(pairs, classes, ignore, values or {}, absent)
     if dry:
         notes = [
@@ -151,7 +159,14 @@ def prepare_folder(
         with progress(len(pairs), "image", f"preparing {output}") as shown:
             for pair in pairs:
                 copied = copy_image(
-                    pair, writer, shown, values or {}, DIMS[pages], nodata, alpha=alpha
+                    pair,
+                    writer,
+                    shown,
+                    values or {},
+                    DIMS[pages],
+                    nodata,
+                    alpha=alpha,
+                    reference=reference,
                 )
                 unused -= copied.values
                 overlapping += copied.overlapping
@@ -230,14 +245,18 @@ def _found(pairs: Sequence[Pair], seen: set[int], expected: int) -> str:
     return table(rows) + f"\nthe store would take up to {si(expected, 'B')}" + values * bool(seen)
 
 
-def _bytes(pairs: Sequence[Pair], labels: bool) -> int:
+def stored_bytes(pairs: Sequence[Pair], labels: bool, reference: bool) -> int:
     """Return an upper bound of the bytes that images take in a store, with their validity masks.
 
     Args:
         pairs: the images.
         labels: True to include labels, one byte per pixel.
+        reference: True to leave out the pixels, because the store refers to the image files.
     """
-    return sum(bytes_of(pair.size, pair.bands, pair.dtype, labels + pair.masked) for pair in pairs)
+    return sum(
+        bytes_of(pair.size, 0 if reference else pair.bands, pair.dtype, labels + pair.masked)
+        for pair in pairs
+    )
 
 
 def _check_output(output: Path, pairs: Sequence[Pair]) -> None:
@@ -317,6 +336,7 @@ def copy_image(
     nodata: int | float | None = None,
     label: int | float | None = None,
     alpha: str | None = None,
+    reference: bool = False,
 ) -> Copied:
     """Copy an image into a store strip by strip, with its mask or with its ``label``.
 
@@ -329,6 +349,7 @@ def copy_image(
         nodata: the number that stands for no data; None to take the number that the file declares.
         label: the label of the whole image; None if it has none.
         alpha: how to treat an alpha band (:func:`prepare_folder`).
+        reference: True to refer to the image file instead of copying its pixels.
 
     Returns:
         What was found in the mask.
@@ -348,6 +369,7 @@ def copy_image(
         label=label,
         masked=image.masked,
         place=image.place,
+        source=source_of(pair, image, writer.path, dims, alpha or MASK) if reference else None,
     )
     held: set[int] = set()
     for box in chunk_strips(pair.size, pair.bands * pair.dtype.itemsize):

@@ -14,7 +14,7 @@ from typing import IO
 from torch import nn
 
 from distseg.comm.consistency import assert_consistent, versions
-from distseg.comm.launch import raise_jointly, set_up, transport_line
+from distseg.comm.launch import first_on_node, raise_jointly, set_up, transport_line
 from distseg.comm.mesh import Mesh, MeshShape
 from distseg.comm.progress import phase
 from distseg.config.patchgd import PatchConfig
@@ -93,8 +93,11 @@ class Run:
         self.world, self.first = world, world.rank == 0
         phase("opening the store and the run's folder")
         self.device, self.threads = set_up(world, config.run.device, config.run.threads)
+        checks = first_on_node(world)
         with raise_jointly(world):
             self.store = _open_store(config.data)
+            if checks:
+                self.store.check_files()
             first = self.store.size(self.store.split("train")[0])
             config = replace(config, loss=with_store(config.loss, self.store))
             config = config.with_dims(len(first), str(Size(first)))

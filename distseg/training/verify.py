@@ -350,10 +350,12 @@ class Prepared(NamedTuple):
         """Return the source of the images of the first step.
 
         Raises:
-            ValueError: random images do not fit into the machine's memory.
+            ValueError: random images do not fit into the machine's memory, or the store refers to
+                image files that have changed.
         """
         config = self.config
         if self.store is not None:
+            self.store.check_files()
             return StoreImages(self.store, config.data, config.train.seed, config.step_images)
         vectors, (bands, classes) = of_image(self.model, self.size), channels_of(self.model)
         _check_fits(self.size, bands, config.step_images)

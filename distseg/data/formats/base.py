@@ -31,6 +31,7 @@ class Reader:
     lossy: str | None = None  # the lossy compression of the file, if any
     notes: tuple[str, ...] = ()  # phrases after the file's name in messages: what is not read, ...
     decoding = 0  # bytes of memory that the first read takes, if it decodes the whole file
+    kept = 0  # bytes of decoded pixels that the reader keeps; 0 if it decodes each box anew
     place: Georeference | None = None
     palette: np.ndarray | None = None  # (entries, 3) uint8: the colours of a label map's numbers
     stack = False  # True if its many bands might be slices of a volume, or images
@@ -118,7 +119,17 @@ class PageReader(Reader):
 
     def __init__(self, volume: Reader, page: int):
         super().__init__(volume.path)
-        for name in ("bands", "dtype", "coded", "nodata", "colours", "notes", "palette", "lossy"):
+        for name in (
+            "bands",
+            "dtype",
+            "coded",
+            "nodata",
+            "colours",
+            "notes",
+            "palette",
+            "lossy",
+            "kept",
+        ):
             setattr(self, name, getattr(volume, name))
         self.size = volume.size[1:]
         self._volume, self._page = volume, page

@@ -74,6 +74,7 @@ class NiftiReader(Reader):
         else:
             self.dtype = plain(stored) if self._scale is None else np.dtype(np.float32)
         self._check_length()
+        self.kept = self._bytes if self._packed else 0
         self.place = of_matrix(image.affine)
 
     @property

@@ -382,6 +382,7 @@ class PillowReader(Reader):
             )
             self.orientation, self.lossy = marks.orientation(path, image), marks.lossy(path, image)
             self.decoding = math.prod(self.size) * _decoding(image)
+            self.kept = math.prod(self.size) * len(sample) * self.dtype.itemsize
         check_memory(path, f"its {Size(self.size)} pixels are", self.decoding)
 
     def _read(self, box: Box) -> np.ndarray:

@@ -133,11 +133,12 @@ class TiffReader(Reader):
             self.notes += (note_of_alpha(band),)
         self.size, self.dtype = self._pixels.size, self._pixels.dtype
         self.bands = self._pixels.bands - (self.alpha is not None)
-        self.decoding = self._pixels.decoding
+        self.decoding, self.kept = self._pixels.decoding, self._pixels.kept
         self.stack = dims is None and self._pixels.stack
         if pages.mask is not None:
             mask = Segments(path, file, pages.mask, None, None, scratch)
             self.decoding = max(self.decoding, mask.decoding)
+            self.kept += mask.kept
             self.add_mask(
                 Mask(path, file, mask, self.size),
                 "has a validity mask: pixels where the mask is 0 have no data",

@@ -279,6 +279,14 @@ class Segments:
                 if self._at_once:
                     release_freed_memory()
 
+    @property
+    def kept(self) -> int:
+        """Bytes of decoded pixels that the reader keeps; 0 if it decodes each box anew."""
+        layout = self._layout
+        if self._map is not None or (layout.is_tiled and self._segment_bytes <= _CHEAP):
+            return 0
+        return len(self._series.pages) * math.prod(layout.shaped) * self.dtype.itemsize
+
     @cached_property
     def _kept(self) -> np.ndarray | None:
         """Array for the decoded pixels of all pages, in a scratch file unless it is small.
@@ -287,7 +295,7 @@ class Segments:
         box, or there is no room for the scratch file.
         """
         layout, pages = self._layout, self._series.pages
-        if layout.is_tiled and self._segment_bytes <= _CHEAP:
+        if not self.kept:
             return None
         self._done = np.zeros((len(pages), len(pages[0].dataoffsets)), bool)
         return mapped_array((len(pages), *layout.shaped), self.dtype, self._scratch)

@@ -9,7 +9,7 @@ import numpy as np
 
 from distseg.data.nodata import missing
 from distseg.data.store.band_statistics import ClassCounts
-from distseg.data.store.chunks import ChunkReader, Damage
+from distseg.data.store.chunks import Chunked, Damage
 from distseg.data.store.image_writer import first_bad, position
 from distseg.data.store.store import Store
 from distseg.report.progress import SilentProgress
@@ -95,7 +95,7 @@ def _each(
     store: Store,
     name: str,
     what: str,
-    wrong: Callable[[ChunkReader, tuple, np.ndarray], str | None],
+    wrong: Callable[[Chunked, tuple, np.ndarray], str | None],
     shown: SilentProgress,
 ) -> Iterator[str]:
     """Yield a line for each damaged chunk of one dataset of an image.
@@ -125,7 +125,7 @@ def _each(
 
 
 def _wrong_pixels(
-    store: Store, name: str, reader: ChunkReader, index: tuple[int, ...], pixels: np.ndarray
+    store: Store, name: str, reader: Chunked, index: tuple[int, ...], pixels: np.ndarray
 ) -> str | None:
     """Return in words what is wrong with a chunk of pixels; None if every value is valid.
 
@@ -149,11 +149,7 @@ def _wrong_pixels(
 
 
 def _wrong_labels(
-    store: Store,
-    reader: ChunkReader,
-    index: tuple[int, ...],
-    labels: np.ndarray,
-    counts: ClassCounts,
+    store: Store, reader: Chunked, index: tuple[int, ...], labels: np.ndarray, counts: ClassCounts
 ) -> str | None:
     """Return in words what is wrong with a chunk of labels; None if every label is valid.
 

@@ -16,6 +16,7 @@ import numpy as np
 from distseg.data.formats.georeference import Georeference
 from distseg.data.nodata import from_json, to_json
 from distseg.data.store import hdf5, layout
+from distseg.data.store.source import Source
 
 _MOST_DIMS = 8
 _WRONG = (
@@ -53,15 +54,18 @@ class Entry:
     label: int | float | None = None
     valid: bool = False  # True if the image has a validity mask
     place: Georeference | None = None  # the georeference of the image
+    source: Source | None = None  # the file that holds the pixels; None if the store holds them
 
     def to_json(self) -> dict:
         """Return the entry in types that JSON can hold."""
-        return {
+        found = {
             **vars(self),
             "dtype": self.dtype.str,
             "nodata": to_json(self.nodata),
             "place": self.place and self.place.to_json(),
         }
+        source = found.pop("source")
+        return found if source is None else {**found, "source": source.to_json()}
 
     @classmethod
     def from_json(cls, entry: dict, version: int) -> Entry:
@@ -93,7 +97,15 @@ class Entry:
             entry.get("label"),
             entry.get("valid", False),
             Georeference.from_json(entry.get("place")),
+            Source.from_json(entry.get("source")),
         )
+
+    @property
+    def version(self) -> int:
+        """The lowest version of a store that can hold this image."""
+        if self.source is not None:
+            return layout.REFERRING
+        return layout.MASKED if self.valid else layout.VERSION
 
     def check(self, classes: int, version: int) -> None:
         """Refuse an index entry with a value that no valid store has.
@@ -135,6 +147,7 @@ class Entry:
             _must(fine and not self.labels, f"the label {self.label} of {name!r}")
         _must(_count(self.missing, pixels), f"the pixels without data of {name!r}")
         _must(type(self.valid) is bool, f"the validity mask of {name!r}")
+        _must(self.source is None or self.source.valid, f"the files of {name!r}")
         chunked = {"pixels"} | {what for what in ("labels", "valid") if getattr(self, what)}
         if version > 1:
             _must(
@@ -234,9 +247,7 @@ def write(
     for name, texts in dict(classes=classes, bands=bands).items():
         attributes.create(name, hdf5.strings(texts))
     attributes.create("layout", np.bytes_(layout.LAYOUT))
-    attributes["version"] = (
-        layout.MASKED if any(image.valid for image in images) else layout.VERSION
-    )
+    attributes["version"] = max(image.version for image in images)
     attributes.update(ignore=ignore, block=layout.BLOCK, mean=mean, std=std, complete=True)
     if colours is not None:
         attributes["colours"] = np.asarray(colours, np.uint8)
@@ -282,10 +293,10 @@ def _read(path: str, file: h5py.File) -> Header:
             "images"
         )
     version = _plain(known["version"])
-    if version > layout.MASKED:
+    if version > layout.REFERRING:
         raise _Told(
             f"{path} is a store of version {version}, but this distseg reads versions up to "
-            f"{layout.MASKED}: update distseg"
+            f"{layout.REFERRING}: update distseg"
         )
     if not ("complete" in known and bool(_plain(known["complete"]))):
         raise _Told(f"{path} is unfinished, because its writer was stopped: prepare it anew")

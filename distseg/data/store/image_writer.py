@@ -12,8 +12,9 @@ from distseg.data.formats.georeference import Georeference
 from distseg.data.nodata import missing as missing_of
 from distseg.data.store import layout
 from distseg.data.store.band_statistics import ClassCounts, Moments
-from distseg.data.store.chunks import ChunkWriter
+from distseg.data.store.chunks import ChunkSums, ChunkWriter
 from distseg.data.store.header import Entry
+from distseg.data.store.source import Source
 from distseg.tiling.tile import Box
 
 # Larger values usually stand for no data, and would ruin mean and standard deviation.
@@ -42,6 +43,7 @@ class ImageWriter:
             class; None without one.
         masked: True if the image has a validity mask.
         place: the georeference of the image; None without one.
+        source: the file that holds the pixels. They are then checked and summed, but not written.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class ImageWriter:
         label: int | float | None = None,
         masked: bool = False,
         place: Georeference | None = None,
+        source: Source | None = None,
     ):
         self._check_disk = check
         self.name, self.split, self.size, self.dtype = name, split, size, dtype
@@ -69,11 +72,8 @@ class ImageWriter:
         self.missing = Box.whole(size).pixels  # pixels that were not written yet
         self.counts = ClassCounts(len(classes), size) if labels else None
         self.without_data = 0  # number of pixels without data in all bands
-        shape = (len(bands), *size)
-        pixels = group.create_dataset(
-            "pixels", shape, dtype, chunks=layout.pixel_chunk(shape[0], size, dtype.itemsize)
-        )
-        self._chunks = {"pixels": ChunkWriter(pixels)}
+        self.source = source
+        self._chunks = {"pixels": self._pixel_chunks((len(bands), *size))}
         packed = dict(chunks=layout.label_chunk(size), compression="gzip", compression_opts=1)
         for what, there in (("labels", labels), ("valid", masked)):
             if there:
@@ -154,8 +154,20 @@ class ImageWriter:
             self.label,
             self.masked,
             self.place,
+            self.source,
         )
         return entry, np.concatenate([sums.ravel() for sums in self._sums.values()])
+
+    def _pixel_chunks(self, shape: tuple[int, ...]) -> ChunkSums:
+        """Return the writer of the pixels, or, if a file holds them, of their checksums.
+
+        Args:
+            shape: (bands, *size).
+        """
+        if self.source is not None:
+            return ChunkSums(shape, layout.file_chunk(shape), self.dtype)
+        chunk = layout.pixel_chunk(shape[0], shape[1:], self.dtype.itemsize)
+        return ChunkWriter(self.group.create_dataset("pixels", shape, self.dtype, chunks=chunk))
 
     def _finish(self) -> None:
         for what, chunks in self._chunks.items():

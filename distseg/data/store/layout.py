@@ -15,6 +15,8 @@
                             missing   number of pixels that have no data in any band
                             valid     true if it has a validity mask
                             place     its georeference as TIFF tags, or null
+                            source    the files from which its pixels are read, with fingerprints,
+                                      if the store refers to them; its ``pixels`` are then missing
                             sums      indices in ``sums`` of its first checksums, by content
                             digests   digests of its checksums and counts
     provenance            JSON: where the data come from
@@ -26,7 +28,8 @@
     images/NAME/counts    (classes, *blocks) uint32: pixels of each class in blocks of ``block``
                           pixels a side
     sums                  (all chunks) uint64: XXH3 of each chunk as it is stored, image by
-                          image: first its pixels, then its labels, then its mask
+                          image: first its pixels, then its labels, then its mask. Pixels in
+                          files have sums too, as if they were stored in chunks of all bands
 
 Everything has a checksum. ``sums`` holds one per chunk, so that a chunk in the wrong place is found
 too. The index entry of an image (``digests``) covers its part of ``sums`` and its counts. The
@@ -35,16 +38,20 @@ different content. Digests are 128-bit XXH3: they detect damage, but not a forge
 structures have checksums too.
 
 Version 1 has no checksums, no ``nodata`` and no ``missing``. Version 3 is written if an image has a
-validity mask, which older programs would ignore; all other stores have version 2.
+validity mask, which older programs would ignore. Version 4 is written if pixels are read from
+files. All other stores have version 2.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 import xxhash
 
 FORMAT = "distseg store"
-VERSION, MASKED = 2, 3  # versions that are written: without and with validity masks
+# Versions that are written: plain ones, with validity masks, and with pixels in files.
+VERSION, MASKED, REFERRING = 2, 3, 4
 BLOCK = 64
 LAYOUT = (
     "channels first: images/NAME/pixels (bands, *size), images/NAME/labels (*size), "
@@ -79,6 +86,15 @@ def pixel_chunk(bands: int, size, itemsize: int) -> tuple[int, ...]:
         itemsize: bytes of a value.
     """
     return (max(1, min(bands, _CHUNK_BYTES // (_CHUNK_PIXELS * itemsize))), *label_chunk(size))
+
+
+def file_chunk(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the size of a chunk of the pixels in an image file: all bands of a box of pixels.
+
+    Args:
+        shape: (bands, *size).
+    """
+    return (shape[0], *label_chunk(shape[1:]))
 
 
 def blocks(size) -> tuple[int, ...]:

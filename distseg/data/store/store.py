@@ -1,5 +1,7 @@
 """Read a store: one HDF5 file with all images, their labels, and statistics for training.
 
+A store may refer to image files instead of holding their pixels (``source.py``).
+
 Each rank opens the file itself and reads the windows it needs. The file is finished
 (``writer.py``), so it is read without locks, which parallel file systems handle poorly.
 ``layout.py`` describes its content. Damaged data raise an error that names the image and the
@@ -22,7 +24,10 @@ from distseg.config.spelling import did_you_mean
 from distseg.data.formats.georeference import Georeference
 from distseg.data.nodata import missing
 from distseg.data.store import hdf5, header, layout
-from distseg.data.store.chunks import AGAIN, ChunkReader, Damage, Sums
+from distseg.data.store.chunks import AGAIN, Chunked, ChunkReader, Damage, Sums
+from distseg.data.store.file_pixels import FilePixels
+from distseg.data.store.open_files import OpenFiles
+from distseg.data.store.source import Source, check_unchanged, folder_of
 from distseg.data.store.writer import StoreWriter  # noqa: F401  (part of this interface)
 from distseg.tiling.tile import Box
 
@@ -61,6 +66,7 @@ class Store:
         shrink: int = 1,
     ):
         self.path, self._constants, self.shrink = str(path), constants, shrink
+        self._files: list[OpenFiles] = []  # this process's last, after those of its parents
         self._open()
         found = header.read(self.path, self._handle)
         self.version, self.digest = found.version, found.digest
@@ -247,12 +253,21 @@ class Store:
             )
         return table.astype(np.int64)
 
+    def check_files(self) -> None:
+        """Refuse image files that have changed or are gone, if the store refers to files.
+
+        Raises:
+            ValueError: there are such files; the message names them.
+        """
+        sources = [entry.source for entry in self._images.values() if entry.source is not None]
+        check_unchanged(sources, folder_of(self.path), self.path)
+
     def class_counts(self, name: str) -> list[int]:
         """Return the number of pixels of each class in the image."""
         self._check_labelled(name)
         return self._entry(name).counts
 
-    def reader(self, name: str, what: str) -> ChunkReader:
+    def reader(self, name: str, what: str) -> Chunked:
         """Return the reader of an image's ``pixels``, ``labels``, ``valid`` or ``counts``.
 
         Raises:
@@ -266,7 +281,7 @@ class Store:
             self._keep((name, what), found)
         return found
 
-    def _keep(self, key: tuple[str, str], reader: ChunkReader) -> None:
+    def _keep(self, key: tuple[str, str], reader: Chunked) -> None:
         """Cache a reader under ``key`` (image, dataset); drop the oldest if the cache is full."""
         with self._lock:
             if key in self._readers:  # another thread has made the same reader
@@ -281,12 +296,15 @@ class Store:
     def _open(self) -> None:
         self._handle, self._process = hdf5.opened(self.path, "store", _MADE_BY), os.getpid()
         self._descriptor = os.dup(self._handle.id.get_vfd_handle())
-        self._readers: dict[tuple[str, str], ChunkReader] = {}
+        self._readers: dict[tuple[str, str], Chunked] = {}
+        self._files.append(OpenFiles(folder_of(self.path)))
         self._lock, self._chunks_kept = threading.Lock(), 0
         weakref.finalize(self, os.close, self._descriptor)
 
-    def _new_reader(self, name: str, what: str) -> ChunkReader:
+    def _new_reader(self, name: str, what: str) -> Chunked:
         entry, words = self._entry(name), f"{what} of image {name!r}"
+        if what == "pixels" and entry.source is not None:
+            return self._file_pixels(entry, entry.source, words)
         try:
             found = hdf5.dataset(self._handle, f"images/{name}/{what}")
             shape, dtype = self._expected(entry, what)
@@ -295,11 +313,7 @@ class Store:
                     f"{self.path} is damaged: the {words} are {found.shape} of {found.dtype}, "
                     f"but the index says {shape} of {dtype}: {AGAIN}"
                 )
-            sums = (
-                Sums(self._sums_at + 8 * entry.sums[what], entry.digests[what])
-                if what in entry.sums
-                else None
-            )
+            sums = self._sums(entry, what) if what in entry.sums else None
             return ChunkReader(
                 self._descriptor, found, self.path, words, sums, leading=int(what == "pixels")
             )
@@ -307,6 +321,18 @@ class Store:
             raise Damage(
                 f"{self.path} is damaged: the {words} cannot be found ({e}): {AGAIN}"
             ) from e
+
+    def _file_pixels(self, entry: header.Entry, source: Source, words: str) -> FilePixels:
+        """Return the reader of pixels in a file; ``words`` names them for messages."""
+        shape, dtype = self._expected(entry, "pixels")
+        sums = self._sums(entry, "pixels")
+        return FilePixels(
+            shape, dtype, self.path, words, source, self._files[-1], self._descriptor, sums
+        )
+
+    def _sums(self, entry: header.Entry, what: str) -> Sums:
+        """Return the position of the checksums of a dataset of an image."""
+        return Sums(self._sums_at + 8 * entry.sums[what], entry.digests[what])
 
     def _expected(self, entry: header.Entry, what: str) -> tuple[tuple[int, ...], np.dtype]:
         """Return the shape and dtype that a dataset of an image must have.
@@ -352,6 +378,7 @@ class Store:
         needed = sum(
             entry.dtype.itemsize * self.bands * Size(entry.size).volume
             for entry in self._images.values()
+            if entry.source is None
         )
         if needed > (size := os.fstat(self._descriptor).st_size):
             words = f"its images take {needed} bytes, but the file has {size}"

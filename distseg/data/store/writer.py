@@ -20,6 +20,7 @@ from distseg.data.nodata import fitting
 from distseg.data.store import hdf5, header, layout
 from distseg.data.store.band_statistics import Moments
 from distseg.data.store.image_writer import ImageWriter
+from distseg.data.store.source import Source
 from distseg.report.disk import check_replaceable, disk_full_errors, locked, to_disk
 
 
@@ -28,7 +29,7 @@ def bytes_of(size: Sequence[int], bands: int, dtype: np.dtype, planes: int) -> i
 
     Args:
         size: the size of the image.
-        bands: number of bands.
+        bands: number of bands that are stored.
         dtype: dtype of the pixels.
         planes: number of arrays with one byte per pixel that the image has besides its pixels:
             labels and validity mask.
@@ -147,6 +148,7 @@ class StoreWriter:
         label: int | float | None = None,
         masked: bool = False,
         place: Georeference | None = None,
+        source: Source | None = None,
     ) -> ImageWriter:
         """Add an image and return its writer. The blocks written by it must cover the image.
 
@@ -161,6 +163,7 @@ class StoreWriter:
                 class; None without one.
             masked: True if a validity mask is written with the pixels.
             place: the georeference of the image, which its class maps get too; None without one.
+            source: the file that holds the pixels, to which the store refers; None to store them.
 
         Raises:
             ValueError: the name, size, dtype or label is not valid, or the name is already used.
@@ -183,7 +186,8 @@ class StoreWriter:
         size, dtype = tuple(int(n) for n in size), np.dtype(dtype)
         moments = self.moments if split == "train" else None
         value = fitting(nodata, dtype)
-        self._added += bytes_of(size, len(self.bands), dtype, labels + masked)
+        stored = len(self.bands) if source is None else 0
+        self._added += bytes_of(size, stored, dtype, labels + masked)
         image = ImageWriter(
             group,
             name,
@@ -200,6 +204,7 @@ class StoreWriter:
             label,
             masked,
             place,
+            source,
         )
         self._images[name] = image
         return image

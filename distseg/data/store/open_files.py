@@ -1,0 +1,51 @@
+"""Image files that a process holds open, to read the pixels of a store that refers to files.
+
+PNG, JPEG and other files can only be decoded as a whole. So the decoded pixels of the files that
+were read last are kept, up to a fixed number of bytes.
+"""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+from distseg.data.formats.base import Reader
+from distseg.data.store.source import Source
+
+MOST_KEPT = 256 << 20  # bytes of decoded pixels of all files that are held open
+_MOST_OPEN = 64  # files
+
+
+class OpenFiles:
+    """Open files of one store in one process. The file that was used longest ago is closed first.
+
+    Several threads may use one object. A forked process needs its own object, and must keep the
+    object of its parent alive, because handles of GDAL cannot be closed after a fork.
+
+    Args:
+        folder: the folder of the store, to which paths are relative.
+    """
+
+    def __init__(self, folder: Path):
+        self._folder, self._lock = folder, threading.Lock()
+        self._readers: dict[tuple, Reader] = {}  # the one that was used last comes last
+
+    def reader(self, source: Source) -> Reader:
+        """Return the reader of an image, and open its file unless it is open.
+
+        Raises:
+            ValueError: a file has changed or is gone, or cannot be read.
+        """
+        with self._lock:
+            found = self._readers.pop(source.key, None)
+            if found is None:
+                found = source.open(self._folder)
+            self._readers[source.key] = found
+            while len(self._readers) > 1 and not self._fits():
+                self._readers.pop(next(iter(self._readers)))
+        return source.image(found)
+
+    def _fits(self) -> bool:
+        """Return True if the open files are no more than allowed, and keep few enough bytes."""
+        kept = sum(reader.kept for reader in self._readers.values())
+        return kept <= MOST_KEPT and len(self._readers) <= _MOST_OPEN

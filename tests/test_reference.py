@@ -1,6 +1,7 @@
 """A store that refers to image files gives the same pixels as one that holds them, bit for bit, and names files that changed."""
 
 import multiprocessing
+import os
 import shutil
 import threading
 
@@ -10,7 +11,9 @@ import tifffile
 from PIL import Image
 from test_georeference import geotiff
 from test_masks import palette, run
+from test_train import config
 
+from distseg.comm.launch import JointFailure
 from distseg.config.settings import DataConfig
 from distseg.data import referring
 from distseg.data.loader import StepLoader
@@ -19,8 +22,10 @@ from distseg.data.store.check import check_store
 from distseg.data.store.file_pixels import merged
 from distseg.data.store.header import Entry
 from distseg.data.store.layout import REFERRING
+from distseg.data.store.source import Source
 from distseg.data.store.store import Store
 from distseg.tiling.tile import Box, ReceptiveField, boxes_of
+from distseg.training.run import Run
 
 SIZE = (300, 530)  # more than one chunk a side, and none of them full
 RANDOM = np.random.default_rng(0)
@@ -250,8 +255,22 @@ def test_files_that_changed_are_named_before_work(tmp_path, how, words, file):
     with pytest.raises(ValueError, match=words) as error:
         refers.check_files()
     assert str(tmp_path / file) in str(error.value) and "prepare the store anew" in str(error.value)
+    (found,) = check_store(refers.path)
+    assert words in found and str(tmp_path / file) in found
     with pytest.raises(ValueError, match=words):  # and by who reads without looking first
         refers.read("a", Box.whole(SIZE))
+
+
+@pytest.mark.parallel(2)
+def test_all_ranks_refuse_a_file_that_is_gone_before_training(comm, shared_path):
+    if comm.rank == 0:
+        folders(shared_path, "a.npy", npy)
+        refers = both(shared_path)[1]
+        os.rename(refers.path, shared_path / "store.h5")
+        (shared_path / "i/a.npy").unlink()
+    comm.Barrier()
+    with pytest.raises(JointFailure, match="a.npy is gone"):
+        Run(config(shared_path, 2), comm)
 
 
 def test_a_change_that_the_fingerprint_misses_is_found_by_the_checksum(tmp_path):
@@ -312,10 +331,8 @@ def test_open_files_are_bounded(tmp_path, monkeypatch):
     assert run("prepare", tmp_path / "i", tmp_path / "s.h5", "--classes", "a,b", "--reference") == 0
     store = Store(tmp_path / "s.h5")
     opened = []
-    whole = open_files.Source.open
-    monkeypatch.setattr(
-        open_files.Source, "open", lambda s, f: opened.append(s.files[0].path) or whole(s, f)
-    )
+    whole = Source.open
+    monkeypatch.setattr(Source, "open", lambda s, f: opened.append(s.files[0].path) or whole(s, f))
 
     def read(numbers):
         opened.clear()
@@ -335,7 +352,10 @@ def test_open_files_are_bounded(tmp_path, monkeypatch):
 
 
 def in_child(store, name, expected, queue):
-    queue.put(np.array_equal(store.read(name, Box.whole(SIZE)), expected))
+    """Say whether the pixels are right, and how often the child opened the file."""
+    opened, whole = [], Source.open
+    Source.open = lambda self, path: opened.append(path) or whole(self, path)
+    queue.put((np.array_equal(store.read(name, Box.whole(SIZE)), expected), len(opened)))
 
 
 @pytest.mark.parametrize("kind", ["tiles", "erdas", "png"])
@@ -347,7 +367,8 @@ def test_a_forked_process_opens_the_files_itself(tmp_path, kind):
     queue = context.Queue()
     child = context.Process(target=in_child, args=(refers, "a", expected, queue))
     child.start()
-    assert queue.get(timeout=60) and refers.read("a", Box.whole(SIZE)) is not None
+    assert queue.get(timeout=60) == (True, 1)
+    assert refers.read("a", Box.whole(SIZE)) is not None
     child.join(60)
     assert child.exitcode == 0
 

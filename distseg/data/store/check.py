@@ -9,13 +9,14 @@ import numpy as np
 
 from distseg.data.nodata import missing
 from distseg.data.store.band_statistics import ClassCounts
-from distseg.data.store.chunks import Chunked, Damage
+from distseg.data.store.chunks import Chunked
 from distseg.data.store.image_writer import first_bad, position
 from distseg.data.store.store import Store
 from distseg.report.progress import SilentProgress
 from distseg.report.progress import progress as _progress
 from distseg.tiling.tile import Box
 
+_BACK = "put the file back as it was, or prepare the store anew"
 _MOST = 20  # number of findings of an image that are listed one by one
 
 
@@ -61,6 +62,9 @@ def _findings(store: Store, name: str, shown: SilentProgress) -> Iterator[str]:
         name: the name of the image.
         shown: the progress display to advance.
     """
+    if changed := store.changed_files(name):
+        yield from (f"{change}, but {store.path} refers to it: {_BACK}" for change in changed)
+        return
     yield from _each(
         store,
         name,
@@ -119,7 +123,7 @@ def _each(
             chunk = reader.load(index)[tuple(slice(0, n) for n in box.size)]
             if (found := wrong(reader, index, chunk)) is not None:
                 yield str(reader.damage(index, found))
-        except (Damage, OSError) as e:
+        except (ValueError, OSError) as e:
             yield str(e)
         shown.advance(0, pixels=box.pixels)
 

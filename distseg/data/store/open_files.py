@@ -7,7 +7,6 @@ were read last are kept, up to a fixed number of bytes.
 from __future__ import annotations
 
 import threading
-from pathlib import Path
 
 from distseg.data.formats.base import Reader
 from distseg.data.store.source import Source
@@ -23,11 +22,11 @@ class OpenFiles:
     object of its parent alive, because handles of GDAL cannot be closed after a fork.
 
     Args:
-        folder: the folder of the store, to which paths are relative.
+        store: the store.
     """
 
-    def __init__(self, folder: Path):
-        self._folder, self._lock = folder, threading.Lock()
+    def __init__(self, store: str):
+        self._store, self._lock = store, threading.Lock()
         self._readers: dict[tuple, Reader] = {}  # the one that was used last comes last
 
     def reader(self, source: Source) -> Reader:
@@ -39,7 +38,7 @@ class OpenFiles:
         with self._lock:
             found = self._readers.pop(source.key, None)
             if found is None:
-                found = source.open(self._folder)
+                found = source.open(self._store)
             self._readers[source.key] = found
             while len(self._readers) > 1 and not self._fits():
                 self._readers.pop(next(iter(self._readers)))

@@ -107,18 +107,18 @@ class Source:
         """What distinguishes the open file from others; slices of one file share it."""
         return self.files[0].path, self.dims, self.alpha
 
-    def open(self, folder: Path) -> Reader:
+    def open(self, store: str) -> Reader:
         """Return a reader of the image file; of a volume if the image is a slice.
 
         Args:
-            folder: the folder of the store.
+            store: the store that refers to the file.
 
         Raises:
             ValueError: a file has changed or is gone, or cannot be read.
         """
-        check_unchanged([self], folder, "the store")
+        check_unchanged([self], store)
         dims = self.dims if self.page is None else 3
-        return open_image(self.files[0].at(folder), dims, alpha=self.alpha)
+        return open_image(self.files[0].at(folder_of(store)), dims, alpha=self.alpha)
 
     def image(self, reader: Reader) -> Reader:
         """Return the reader of the image: of the slice ``page``, or ``reader`` itself."""
@@ -155,28 +155,43 @@ def fingerprint(path: Path) -> tuple[int, str]:
         return size, digest(b"".join(os.pread(file.fileno(), _PIECE, at) for at in starts))
 
 
-def check_unchanged(sources: Sequence[Source], folder: Path, store: str) -> None:
-    """Refuse files that have changed, or that are gone, since a store was written.
+def changes(sources: Sequence[Source], folder: Path) -> list[str]:
+    """Return in words what changed in files since a store was written, one text for each file.
 
     Args:
         sources: the sources of the images.
         folder: the folder of the store.
-        store: the store, for the message.
-
-    Raises:
-        ValueError: there are such files; the message names the first of them.
     """
-    files = list(dict.fromkeys(file for source in sources for file in source.files))
+    files = _files(sources)
     if len(files) < _THREADS:
         found = [file.change(folder) for file in files]
     else:
         with ThreadPoolExecutor(_THREADS) as pool:
             found = list(pool.map(lambda file: file.change(folder), files))
-    if changes := [change for change in found if change is not None]:
+    return [change for change in found if change is not None]
+
+
+def check_unchanged(sources: Sequence[Source], store: str) -> None:
+    """Refuse files that have changed, or that are gone, since a store was written.
+
+    Args:
+        sources: the sources of the images.
+        store: the store.
+
+    Raises:
+        ValueError: there are such files; the message names the first of them.
+    """
+    if found := changes(sources, folder_of(store)):
         raise ValueError(
-            f"{store} refers to {len(files)} files, of which {len(changes)} changed since: "
-            f"{some(changes, 5)}; put the files back as they were, or prepare the store anew"
+            f"{store} refers to {len(_files(sources))} files, of which {len(found)} changed since "
+            f"it was prepared: {some(found, 5)}; put the files back as they were, or prepare the "
+            "store anew"
         )
+
+
+def _files(sources: Sequence[Source]) -> list[SourceFile]:
+    """Return the files of the sources, each once."""
+    return list(dict.fromkeys(file for source in sources for file in source.files))
 
 
 def _relative(path: Path, folder: Path) -> str:

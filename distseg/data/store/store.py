@@ -27,7 +27,7 @@ from distseg.data.store import hdf5, header, layout
 from distseg.data.store.chunks import AGAIN, Chunked, ChunkReader, Damage, Sums
 from distseg.data.store.file_pixels import FilePixels
 from distseg.data.store.open_files import OpenFiles
-from distseg.data.store.source import Source, check_unchanged, folder_of
+from distseg.data.store.source import Source, changes, check_unchanged, folder_of
 from distseg.data.store.writer import StoreWriter  # noqa: F401  (part of this interface)
 from distseg.tiling.tile import Box
 
@@ -260,7 +260,12 @@ class Store:
             ValueError: there are such files; the message names them.
         """
         sources = [entry.source for entry in self._images.values() if entry.source is not None]
-        check_unchanged(sources, folder_of(self.path), self.path)
+        check_unchanged(sources, self.path)
+
+    def changed_files(self, name: str) -> list[str]:
+        """Return in words what changed in the files to which an image refers, one text a file."""
+        source = self._entry(name).source
+        return [] if source is None else changes([source], folder_of(self.path))
 
     def class_counts(self, name: str) -> list[int]:
         """Return the number of pixels of each class in the image."""
@@ -297,7 +302,7 @@ class Store:
         self._handle, self._process = hdf5.opened(self.path, "store", _MADE_BY), os.getpid()
         self._descriptor = os.dup(self._handle.id.get_vfd_handle())
         self._readers: dict[tuple[str, str], Chunked] = {}
-        self._files.append(OpenFiles(folder_of(self.path)))
+        self._files.append(OpenFiles(self.path))
         self._lock, self._chunks_kept = threading.Lock(), 0
         weakref.finalize(self, os.close, self._descriptor)
 

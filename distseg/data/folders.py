@@ -218,7 +218,10 @@ def image_files(folder: Path, suffixes: Sequence[str] = SUFFIXES) -> dict[str, P
         stem = stem_of(path)
         check_name(stem, str(folder))
         if stem in found:
-            raise ValueError(f"{found[stem]} and {path} differ in their endings only: remove one")
+            raise ValueError(
+                f"{found[stem]} and {path} differ in their endings only (or in how Unicode writes "
+                "the same letters, NFC and NFD): remove one"
+            )
         found[stem] = path
     if not found:
         raise ValueError(

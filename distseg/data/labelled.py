@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import math
+import unicodedata
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -181,7 +182,7 @@ def _from_table(root: Path, table: Path) -> list[tuple[Path, str, str | None]]:
             f"there is no table of labels {table}: give the path of a CSV file "
             "with the columns image and label"
         )
-    files = {path.name: path for path in image_files(root).values()}
+    files = {unicodedata.normalize("NFC", p.name): p for p in image_files(root).values()}
     files |= {stem_of(path): path for path in files.values()}
     try:
         text = table.read_text(encoding="utf-8-sig")
@@ -201,6 +202,7 @@ def _from_table(root: Path, table: Path) -> list[tuple[Path, str, str | None]]:
         found, seen = [], set()
         for number, line in enumerate(lines, 2):
             name, label, split = ((line.get(column) or "").strip() or None for column in _COLUMNS)
+            name = name and unicodedata.normalize("NFC", name)
             if name not in files:
                 raise ValueError(
                     f"{table}, line {number}: there is no image {name!r} in {root}: "

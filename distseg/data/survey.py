@@ -164,7 +164,8 @@ class Survey:
     def _repair(self, missing: list[int], seen: set[int]) -> str:
         """Return advice for a message: to map values to labels, or to allow classes without pixels.
 
-        The advice names the flags --values and --absent, with the values to give.
+        The advice names the flags --values and --absent, with the values to give. If there are more
+        values than classes, it names --instances too.
 
         Args:
             missing: labels of the classes that have no pixel.
@@ -180,7 +181,11 @@ class Survey:
         example = ", ".join(f"{k} for {self.classes[k]}" for k in missing[:3])
         stray = self._stray(seen) or ["VALUE"]
         flag = f"--values={stray[-1]}={missing[0]}"
-        return f"Say which label a value stands for, such as {flag} ({example}); {insist}"
+        objects = "if masks hold a number for each object, set --instances foreground; "
+        return (
+            f"Say which label a value stands for, such as {flag} ({example}); "
+            f"{objects * (len(seen) > len(self.classes))}{insist}"
+        )
 
 
 def _values_of(pairs: Sequence[Pair], shown: SilentProgress) -> Iterator[set[int]]:

@@ -161,6 +161,26 @@ def plain(dtype) -> np.dtype:
     return np.dtype(np.uint8) if np.dtype(dtype) == np.bool_ else np.dtype(dtype).newbyteorder("=")
 
 
+def whole_numbers(path: Path, numbers: np.ndarray) -> np.ndarray:
+    """Return the labels of a mask that stores them as floats, still as floats.
+
+    Args:
+        path: the file, for the message.
+        numbers: floats of any shape.
+
+    Raises:
+        ValueError: one of them is not a whole number.
+    """
+    found = np.rint(numbers)
+    wrong = (found != numbers) | ~np.isfinite(numbers)
+    if wrong.any():
+        raise ValueError(
+            f"{path} is a mask, but it holds {numbers[wrong][0]}, which is not a whole number: "
+            "write the numbers of the classes, and 255 where there is no label"
+        )
+    return found
+
+
 @contextmanager
 def readable(path: Path) -> Iterator[None]:
     """Convert errors of a decoder inside the context to a ValueError that names the file.

@@ -17,7 +17,7 @@ import numpy as np
 
 from distseg.config.sizes import Size
 from distseg.config.units import si
-from distseg.data.formats.base import Reader, plain
+from distseg.data.formats.base import Reader, plain, whole_numbers
 from distseg.data.formats.georeference import Georeference, matrix_of, of_matrix
 from distseg.data.formats.mapped import copied, let_go, mapped_array
 from distseg.data.formats.plausible import MOST_PACKED, check_bytes, check_memory
@@ -108,13 +108,7 @@ class NiftiReader(Reader):
         if self._scale is not None:
             found = found * self._scale[0] + self._scale[1]
         if self._labels:
-            whole = np.rint(found)
-            if not np.array_equal(whole, found):
-                raise ValueError(
-                    f"{self.path} is a mask, but it holds {found[whole != found][0]}, which is not "
-                    "a whole number: write the numbers of the classes"
-                )
-            found = whole
+            found = whole_numbers(self.path, found)
         return found.astype(self.dtype)
 
     def _mapped(self) -> np.ndarray:

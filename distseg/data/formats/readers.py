@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+import unicodedata
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -19,7 +20,7 @@ from distseg.comm.launch import release_freed_memory
 from distseg.config.sizes import Size
 from distseg.data.formats import marks, nifti, pam
 from distseg.data.formats.alpha import BAND, MASK
-from distseg.data.formats.base import Reader, note_of_alpha, plain, readable
+from distseg.data.formats.base import Reader, note_of_alpha, plain, readable, whole_numbers
 from distseg.data.formats.gdal import RASTER_SUFFIXES, GdalReader
 from distseg.data.formats.georeference import with_world_file
 from distseg.data.formats.mapped import copied, let_go, mapped_array
@@ -53,9 +54,12 @@ def suffix_of(path: str | Path) -> str:
 
 
 def stem_of(path: str | Path) -> str:
-    """Return the name of a file without its ending, which becomes the name of the image."""
+    """Return the name of a file without its ending, which becomes the name of the image.
+
+    It is in Unicode's form NFC, because some systems write the same letter as two characters.
+    """
     name = os.path.basename(path)
-    return name[: len(name) - len(suffix_of(name))]
+    return unicodedata.normalize("NFC", name[: len(name) - len(suffix_of(name))])
 
 
 def open_image(
@@ -190,7 +194,7 @@ def _tiff() -> ModuleType:
 
 
 def open_mask(path: str | Path, dims: int = 2) -> Reader:
-    """Open a label map: one band of integers.
+    """Open a label map: one band of integers, or of floats that hold whole numbers.
 
     The integers of a palette image are the indices into its palette.
 
@@ -209,17 +213,14 @@ def open_mask(path: str | Path, dims: int = 2) -> Reader:
             f"{path} is a mask in {reader.lossy}, which changes labels: write the masks as PNG, or "
             f"as TIFF without this compression"
         )
-    if reader.bands != 1 or reader.dtype.kind not in "iu":
-        repair = (
-            "convert colours to the numbers of the classes"
-            if reader.bands > 1
-            else "convert it to whole numbers, such as with 'gdal_translate -ot Byte'"
-        )
+    if reader.bands != 1:
         raise ValueError(
             f"{path} has {reader.bands} bands of {reader.dtype}, but a mask must be one band of "
-            f"whole numbers, the labels: {repair}"
+            "whole numbers, the labels: if its bands are colours that stand for classes, name them "
+            "(--classes background=#000000,road=#ff0000); if there is a band for each class "
+            "(one-hot), write the number of the class instead (numpy: mask.argmax(0))"
         )
-    return reader
+    return reader if reader.dtype.kind in "iu" else _Whole(reader)
 
 
 def open_coloured(path: str | Path, dims: int = 2) -> Reader:
@@ -251,6 +252,44 @@ def open_coloured(path: str | Path, dims: int = 2) -> Reader:
             "leave the colours out of --classes if masks hold numbers"
         )
     return reader
+
+
+class _Whole(Reader):
+    """Reader that converts whole numbers that a mask stores as floats to integers.
+
+    Args:
+        floats: the reader of the mask.
+    """
+
+    bands, dtype = 1, np.dtype(np.int64)
+
+    def __init__(self, floats: Reader):
+        super().__init__(floats.path)
+        self._floats = floats
+        self.size, self.notes, self.place = floats.size, floats.notes, floats.place
+        self.nodata = floats.nodata
+
+    @property
+    def masked(self) -> bool:
+        """True if the file, or a file beside it, marks single pixels without data."""
+        return self._floats.masked
+
+    def read_valid(self, box: Box) -> tuple[np.ndarray, np.ndarray | None]:
+        """Return the labels of a box, (1, *box.size) int64, and its validity mask.
+
+        The mask is (*box.size) bool, True where there is data; None if the image has none.
+
+        Raises:
+            ValueError: a value is not a whole number.
+        """
+        numbers, valid = self._floats.read_valid(box)
+        if valid is not None:
+            numbers[:, ~valid] = 0
+        return whole_numbers(self.path, numbers).astype(self.dtype), valid
+
+    def read(self, box: Box) -> np.ndarray:
+        """Return the labels of a box, (1, *box.size) int64."""
+        return self.read_valid(box)[0]
 
 
 class _Unpacked(Reader):

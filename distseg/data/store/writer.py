@@ -94,9 +94,14 @@ class StoreWriter:
             )
 
     def _check(self) -> None:
+        if len(self.classes) > 255:
+            raise ValueError(
+                f"--classes names {len(self.classes)} classes, but labels are stored as bytes, so "
+                "a store has at most 255: give several mask values one label "
+                "(--values=VALUE=LABEL,...), and name fewer classes"
+            )
         if (
             self.numbers != (len(self.classes) == 1)
-            or len(self.classes) > 255
             or len(set(self.classes)) < len(self.classes)
             or not all(self.classes)
         ):

@@ -957,7 +957,7 @@ def _prepare(arguments: list[str]) -> int:
         type=str | None,
         default=None,
         help="The folder of masks, paired by file names; or one file of polygons for all images "
-        "(GeoJSON, GeoPackage, shapefile).",
+        "(GeoJSON, GeoPackage, shapefile, COCO).",
     )
     parser.add_argument(
         "--attribute",

@@ -14,6 +14,7 @@ from distseg.data.formats.gdal import RASTER_SUFFIXES
 from distseg.data.formats.readers import SUFFIXES, stem_of, suffix_of
 from distseg.data.partners import partners
 from distseg.data.store.layout import check_name
+from distseg.data.vector.annotated import YOLO_SUFFIX
 from distseg.data.vector.layer import VECTOR_SUFFIXES, is_vector
 
 SPLITS = ("train", "val", "test")
@@ -185,15 +186,18 @@ def _listed(folder: Path) -> list[os.DirEntry]:
 def mask_files(folder: Path) -> dict[str, Path]:
     """Return the masks of a folder as {name without ending: path}, sorted by name.
 
-    They are the image files or, in a folder without image files, the vector files.
+    They are the image files or, in a folder without image files, the vector files, or without
+    these the text files of YOLO.
 
     Raises:
         FileNotFoundError: the folder does not exist.
         ValueError: two names differ in their endings only, or there is no mask.
     """
     there = {suffix_of(entry.name) for entry in _listed(folder)} if folder.is_dir() else set()
-    of_images = there & {*SUFFIXES} or not there & {*VECTOR_SUFFIXES}
-    return image_files(folder, SUFFIXES if of_images else VECTOR_SUFFIXES)
+    for suffixes in (SUFFIXES, VECTOR_SUFFIXES, (YOLO_SUFFIX,)):
+        if there & {*suffixes}:
+            return image_files(folder, suffixes)
+    return image_files(folder, (*SUFFIXES, *VECTOR_SUFFIXES, YOLO_SUFFIX))
 
 
 def image_files(folder: Path, suffixes: Sequence[str] = SUFFIXES) -> dict[str, Path]:

@@ -12,6 +12,7 @@ import numpy as np
 from distseg.data.formats.base import Reader
 from distseg.data.formats.readers import open_coloured, open_mask
 from distseg.data.store.image_writer import position
+from distseg.data.vector.annotated import YOLO_SUFFIX
 from distseg.data.vector.burned import BurnedReader
 from distseg.data.vector.layer import ValueRule, is_vector
 from distseg.data.vector.placed import ImageGrid
@@ -56,7 +57,7 @@ class MaskForm:
             FileNotFoundError: the file does not exist.
             ValueError: the file is no mask of this form.
         """
-        if grid is not None and is_vector(path):
+        if grid is not None and (is_vector(path) or path.suffix.lower() == YOLO_SUFFIX):
             return self._burned(path, grid)
         if self.attribute is not None:
             raise ValueError(

@@ -17,6 +17,7 @@ from distseg.data.formats.readers import open_image, stem_of
 from distseg.data.masks import PLAIN, MaskForm
 from distseg.data.nested import Found, paired_below
 from distseg.data.notes import notes_on
+from distseg.data.vector.annotated import is_annotated
 from distseg.data.vector.layer import read_layer
 from distseg.data.vector.placed import ImageGrid, extents
 from distseg.tiling import rng
@@ -308,17 +309,39 @@ def check_polygons(pairs: Sequence[Pair]) -> None:
         if pair.mask is not None and pair.polygons is not None:
             of_file.setdefault(pair.mask, []).append(pair)
     for path, those in of_file.items():
-        if not any(pair.polygons for pair in those):
-            layer = read_layer(path, those[0].form.rule)
-            if not len(layer.polygons) and len(of_file) > 1:
-                continue
-            raise ValueError(
-                f"no polygon of {path} overlaps "
-                f"{'its image' if len(those) == 1 else f'any of the {len(those)} images'}: "
-                f"{extents(layer, those[0].grid)}. If the CRS of the polygons is wrong, name the "
-                "right one (ogr2ogr -a_srs EPSG:... new.gpkg FILE); else give the polygons of "
-                "these images"
-            )
+        if any(pair.polygons for pair in those):
+            continue
+        if is_annotated(path):
+            _check_annotated(path, len(those), len(of_file))
+            continue
+        layer = read_layer(path, those[0].form.rule)
+        if not len(layer.polygons) and len(of_file) > 1:
+            continue
+        raise ValueError(
+            f"no polygon of {path} overlaps "
+            f"{'its image' if len(those) == 1 else f'any of the {len(those)} images'}: "
+            f"{extents(layer, those[0].grid)}. If the CRS of the polygons is wrong, name the "
+            "right one (ogr2ogr -a_srs EPSG:... new.gpkg FILE); else give the polygons of "
+            "these images"
+        )
+
+
+def _check_annotated(path: Path, images: int, files: int) -> None:
+    """Refuse a file of annotations in pixels that has none for its images, if it is the only file.
+
+    Args:
+        path: the file.
+        images: number of its images.
+        files: number of files with polygons.
+
+    Raises:
+        ValueError: the file is refused.
+    """
+    if files == 1:
+        raise ValueError(
+            f"{path} has no polygon in any of its {images} images: give the annotations of these "
+            "images"
+        )
 
 
 def notes_on_pairs(pairs: Sequence[Pair]) -> list[str]:

@@ -12,9 +12,10 @@ from pathlib import Path
 import numpy as np
 
 from distseg.data.formats.base import Reader
+from distseg.data.vector.annotated import is_annotated, read_annotated
 from distseg.data.vector.corners import Polygons
 from distseg.data.vector.layer import ValueRule, imported_packages, read_layer
-from distseg.data.vector.placed import ImageGrid, on_pixels
+from distseg.data.vector.placed import ImageGrid, inside, on_pixels
 from distseg.tiling.tile import Box, boxes_of
 
 _BLOCK = (256, 4096)  # rows and columns of the blocks in which polygons are drawn
@@ -48,10 +49,14 @@ class BurnedReader(Reader):
                 "give a mask of voxels for each volume"
             )
         self.size, self.place, self._overlapping = grid.size, grid.place, 0
-        self._grid, self._layer = grid, read_layer(path, rule)
-        self._drawn = on_pixels(self._layer, grid)
-        self.polygons, self.notes = len(self._drawn), self._layer.notes
-        values = self._layer.polygons.values
+        if is_annotated(path):
+            layer = read_annotated(path, rule, grid)
+            self._drawn, self._turned = inside(layer.polygons, grid.size), np.array([1, 1])
+        else:
+            layer = read_layer(path, rule)
+            self._drawn, self._turned = on_pixels(layer, grid), _directions(grid)
+        self.polygons, self.notes = len(self._drawn), layer.notes
+        values = layer.polygons.values
         small = not len(values) or (values.min() >= 0 and values.max() <= 255)
         self.dtype = np.dtype(np.uint8 if small else np.int32)
 
@@ -100,10 +105,7 @@ class BurnedReader(Reader):
         """
         import rasterio.features
 
-        # GDAL gives all rings one direction on the map, and the pixels on a horizontal edge depend
-        # on it. So x and y must grow here in the directions in which they grow on the map.
-        a, b, _, d, e, _ = self._grid.world.transform
-        turned = np.sign([a, e] if b == d == 0 else [1, a * e - b * d]).astype(int)
+        turned = self._turned
         geometries = [
             (
                 {"type": "Polygon", "coordinates": [(ring * turned).tolist() for ring in rings]},
@@ -119,6 +121,16 @@ class BurnedReader(Reader):
         return rasterio.features.rasterize(
             geometries, block.size, transform=moved, dtype=self.dtype.name
         )
+
+
+def _directions(grid: ImageGrid) -> np.ndarray:
+    """Return the signs with which columns and rows are drawn.
+
+    GDAL gives all rings one direction on the map, and the pixels on a horizontal edge depend on it.
+    So x and y must grow in the directions in which they grow on the map.
+    """
+    a, b, _, d, e, _ = grid.world.transform
+    return np.sign([a, e] if b == d == 0 else [1, a * e - b * d]).astype(int)
 
 
 def _rings_near(polygons: Polygons, at: int, block: Box) -> list[np.ndarray]:

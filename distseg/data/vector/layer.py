@@ -95,7 +95,7 @@ def _read(path: Path, rule: ValueRule, size: int, changed: int) -> Layer:
         about = pyogrio.read_info(path.resolve(), layer=name)
         if about["driver"] not in _DRIVERS:
             raise ValueError(f"{path} is a file of GDAL's format {about['driver']}")
-        _check_attribute(path, rule, [str(field) for field in about["fields"]])
+        check_attribute(path, rule, [str(field) for field in about["fields"]])
         meta, numbers, geometries, columns = pyogrio.raw.read(
             path.resolve(),
             layer=name,
@@ -110,16 +110,41 @@ def _read(path: Path, rule: ValueRule, size: int, changed: int) -> Layer:
         raise ValueError(
             f"{path} has a geometry that cannot be read ({e}): write it again, with straight edges"
         ) from e
+    rasterio = optional(path, "rasterio", "crs")
+    crs = None if meta["crs"] is None else rasterio.crs.CRS.from_user_input(meta["crs"])
+    return layer_of(path, rule, shapes, numbers, columns[0] if columns else None, crs)
+
+
+def layer_of(
+    path: Path,
+    rule: ValueRule,
+    shapes: np.ndarray,
+    numbers: np.ndarray,
+    column: np.ndarray | None,
+    crs: Any,
+) -> Layer:
+    """Return the polygons of features.
+
+    Args:
+        path: the file.
+        rule: the rule for the value of each polygon.
+        shapes: shapely's geometries, (features,).
+        numbers: the number of each feature.
+        column: the attribute of each feature; None if the rule has none.
+        crs: rasterio's CRS of the corners; None without one.
+
+    Raises:
+        ValueError: a geometry is no polygon, or a feature has no class.
+    """
+    _, shapely = imported_packages(path)
     kinds = shapely.get_type_id(shapes)
     there = (kinds != _NOTHING) & ~shapely.is_empty(shapes)
     _check_kinds(path, shapes[there], kinds[there], numbers[there])
     notes = _notes(shapes[there], numbers[there], int((~there).sum()), shapely)
-    column = columns[0][there] if columns else None
+    column = None if column is None else column[there]
     values = _values(path, rule, column, numbers[there])
     polygons = polygons_of(shapes[there], values, numbers[there], shapely)
     _check_finite(path, polygons)
-    rasterio = optional(path, "rasterio", "crs")
-    crs = None if meta["crs"] is None else rasterio.crs.CRS.from_user_input(meta["crs"])
     return Layer(path, polygons, crs, notes)
 
 
@@ -177,7 +202,7 @@ def _layer_name(path: Path, pyogrio: Any) -> str:
     return names[0]
 
 
-def _check_attribute(path: Path, rule: ValueRule, fields: Sequence[str]) -> None:
+def check_attribute(path: Path, rule: ValueRule, fields: Sequence[str]) -> None:
     """Refuse a rule that does not fit the attributes of the file.
 
     Raises:

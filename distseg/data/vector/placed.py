@@ -80,8 +80,17 @@ def on_pixels(layer: Layer, grid: ImageGrid) -> Polygons:
         polygons = polygons.chosen(_overlapping(polygons.bounds, extent, around))
     if world.crs != layer.crs:
         polygons = polygons.moved(_reprojected(layer.path, polygons, layer.crs, world.crs))
-    polygons = polygons.moved(_columns_and_rows(polygons.corners, world.transform))
-    height, width = grid.size
+    return inside(polygons.moved(_columns_and_rows(polygons.corners, world.transform)), grid.size)
+
+
+def inside(polygons: Polygons, size: tuple[int, ...]) -> Polygons:
+    """Return the polygons, in columns and rows, whose bounding box overlaps an image.
+
+    Args:
+        polygons: the polygons.
+        size: (height, width) of the image.
+    """
+    height, width = size
     low, high = polygons.bounds[:, :2], polygons.bounds[:, 2:]
     return polygons.chosen((high > 0).all(1) & (low < (width, height)).all(1))
 

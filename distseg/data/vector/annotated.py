@@ -1,0 +1,319 @@
+"""Read polygons in pixel coordinates, as tools for annotation write them: COCO and YOLO.
+
+Column 0 and row 0 are the upper left corner of the image, so the centre of its first pixel is at
+(0.5, 0.5). The class of a polygon is its attribute ``category``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import unicodedata
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import yaml
+
+from distseg.data.packages import optional
+from distseg.data.vector.layer import Layer, ValueRule, check_attribute, layer_of
+from distseg.data.vector.placed import ImageGrid
+
+YOLO_SUFFIX = ".txt"
+ATTRIBUTE = "category"
+_NAMES_FILE, _LEVELS = "data.yaml", 4  # YOLO's names of classes lie in one of the folders above
+_FARTHEST = 1.0  # distance of a corner from the middle, as a share; some lie outside by rounding
+_REPAIR = "export the annotations again"
+
+
+@dataclass(frozen=True)
+class Coco:
+    """Content of a COCO file.
+
+    Attributes:
+        images: the entries of the images, by file name without folders.
+        annotations: the annotations of each image, by the image's id.
+        categories: the names of the categories, by their ids.
+    """
+
+    images: dict[str, list[dict]]
+    annotations: dict[Any, list[dict]]
+    categories: dict[Any, str]
+
+
+def is_coco(path: Path) -> bool:
+    """Return True if a file is JSON with the lists ``images`` and ``annotations``."""
+    return path.suffix.lower() == ".json" and _coco(path) is not None
+
+
+def is_annotated(path: Path) -> bool:
+    """Return True if a file holds polygons in pixel coordinates."""
+    return path.suffix.lower() == YOLO_SUFFIX or is_coco(path)
+
+
+def read_annotated(path: Path, rule: ValueRule, grid: ImageGrid) -> Layer:
+    """Return the polygons of an image, in columns and rows.
+
+    Args:
+        path: a COCO file, or the YOLO file of the image.
+        rule: the rule for the value of each polygon.
+        grid: the pixels of the image.
+
+    Raises:
+        ValueError: the file is not of its format, does not fit the image, or holds other
+            annotations than polygons and masks.
+    """
+    check_attribute(path, rule, [ATTRIBUTE])
+    read = _of_yolo if path.suffix.lower() == YOLO_SUFFIX else _of_coco
+    found = read(path, rule, grid)
+    shapes = np.empty(len(found.shapes), object)
+    shapes[:] = found.shapes
+    column = None if rule.attribute is None else np.array(found.names, object)
+    layer = layer_of(path, rule, shapes, np.array(found.numbers, np.int64), column, None)
+    return replace(layer, notes=(*found.notes, *layer.notes))
+
+
+class _Annotations(NamedTuple):
+    """Annotations of an image.
+
+    Attributes:
+        shapes: shapely's geometry of each annotation, in columns and rows.
+        numbers: its id in a COCO file, or its line in a YOLO file.
+        names: the name of its class.
+        notes: phrases for messages that begin with the file's name.
+    """
+
+    shapes: list[Any]
+    numbers: list[int]
+    names: list[Any]
+    notes: tuple[str, ...]
+
+
+def _of_coco(path: Path, rule: ValueRule, grid: ImageGrid) -> _Annotations:
+    """Return the annotations of an image in a COCO file."""
+    coco = _coco(path)
+    assert coco is not None
+    image = _image(path, coco, grid)
+    found = coco.annotations.get(image["id"], [])
+    shapes = [_shape(path, one, grid) for one in found]
+    names = [coco.categories.get(one.get("category_id"), one.get("category_id")) for one in found]
+    crowds = sum(bool(one.get("iscrowd")) for one in found)
+    notes = ("has crowd regions (iscrowd), which are read as their category",) * bool(crowds)
+    return _Annotations(shapes, [one["id"] for one in found], names, notes)
+
+
+def _coco(path: Path) -> Coco | None:
+    """Return the content of a JSON file in the format of COCO; None if it has another format.
+
+    The content of the last file is kept for a next call.
+    """
+    found = os.stat(path)
+    return _read_coco(path, found.st_size, found.st_mtime_ns)
+
+
+@lru_cache(maxsize=1)
+def _read_coco(path: Path, size: int, changed: int) -> Coco | None:
+    """Return the content of a file (:func:`_coco`); ``size`` and ``changed`` are for the cache."""
+    try:
+        found = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as e:
+        raise ValueError(f"{path} cannot be read as JSON ({e}): {_REPAIR}") from e
+    if not isinstance(found, dict) or not {"images", "annotations"} <= found.keys():
+        return None
+    try:
+        images: dict[str, list[dict]] = {}
+        for image in found["images"]:
+            images.setdefault(_plain(image["file_name"]), []).append(image)
+        annotations: dict[Any, list[dict]] = {}
+        for one in found["annotations"]:
+            annotations.setdefault(one["image_id"], []).append(one)
+            one["id"] = int(one["id"])
+        categories = {one["id"]: str(one["name"]) for one in found.get("categories", [])}
+    except (KeyError, TypeError, ValueError) as e:
+        raise ValueError(
+            f"{path} is no COCO file: an image, annotation or category has no {e}: {_REPAIR}"
+        ) from e
+    return Coco(images, annotations, categories)
+
+
+def _image(path: Path, coco: Coco, grid: ImageGrid) -> dict:
+    """Return the entry of an image in a COCO file.
+
+    Raises:
+        ValueError: there is none, there are several, or its size is another one.
+    """
+    found = coco.images.get(_plain(grid.path.name), [])
+    if len(found) != 1:
+        known = ", ".join(list(coco.images)[:3]) or "none"
+        raise ValueError(
+            f"{path} lists {len(found)} images with the file name {grid.path.name}, but must list "
+            f"each image once (it lists {len(coco.images)}, such as {known}): add the image, even "
+            "if it has no annotation, or move it out of the folder of images"
+        )
+    size = (found[0].get("height"), found[0].get("width"))
+    if size != tuple(grid.size):
+        raise ValueError(
+            f"{path} says that {grid.path.name} has {size[0]}x{size[1]} pixels (height x width), "
+            f"but it has {grid.size[0]}x{grid.size[1]}: {_REPAIR} for these images"
+        )
+    return found[0]
+
+
+def _shape(path: Path, annotation: dict, grid: ImageGrid) -> Any:
+    """Return the segmentation of an annotation as shapely's geometry.
+
+    Raises:
+        ValueError: it is neither polygons nor a run-length encoding that can be read.
+    """
+    what = f"annotation {annotation['id']} of {path}"
+    parts = annotation.get("segmentation")
+    if isinstance(parts, dict):
+        return _outline(_unpacked(what, parts, grid), path)
+    if not isinstance(parts, list) or not parts:
+        raise ValueError(
+            f"{what} has no segmentation, so its pixels are unknown (a box is not enough): "
+            "annotate its outline, or remove it"
+        )
+    return _polygons(what, parts, path)
+
+
+def _polygons(what: str, parts: Sequence[Sequence[float]], path: Path) -> Any:
+    """Return polygons that are given as lists x1, y1, x2, y2 and so on, as one geometry.
+
+    Raises:
+        ValueError: a list has fewer than three corners, or an odd number of numbers.
+    """
+    shapely = optional(path, "shapely")
+    try:
+        rings = [np.array(part, float).reshape(-1, 2) for part in parts]
+    except (TypeError, ValueError) as e:
+        raise ValueError(f"{what} has a polygon that is no list of x and y ({e}): {_REPAIR}") from e
+    if few := [len(ring) for ring in rings if len(ring) < 3]:
+        raise ValueError(
+            f"{what} has a polygon of {few[0]} corners, which covers no pixel: correct or remove it"
+        )
+    return shapely.MultiPolygon([shapely.Polygon(ring) for ring in rings])
+
+
+def _unpacked(what: str, packed: dict, grid: ImageGrid) -> np.ndarray:
+    """Return the mask (height, width) bool of a run-length encoding, which runs down the columns.
+
+    Raises:
+        ValueError: it is compressed, or its numbers do not fit the image.
+    """
+    counts, size = packed.get("counts"), packed.get("size")
+    if isinstance(counts, str):
+        raise ValueError(
+            f"{what} is a compressed run-length encoding, which is not read: decode it "
+            "(pycocotools.mask.decode), and write the masks of each image as one PNG of numbers"
+        )
+    try:
+        runs = np.array(counts, np.int64)
+    except (TypeError, ValueError):
+        runs = np.zeros(0, np.int64)
+    height, width = grid.size
+    if size != [height, width] or runs.ndim != 1 or runs.sum() != height * width or runs.min() < 0:
+        raise ValueError(
+            f"{what} is a run-length encoding of {runs.sum()} pixels of the size {size}, but the "
+            f"image has {height}x{width}: {_REPAIR}"
+        )
+    return np.repeat(np.arange(len(runs)) % 2 == 1, runs).reshape(width, height).T
+
+
+def _outline(mask: np.ndarray, path: Path) -> Any:
+    """Return the outline of the True pixels of a mask as shapely's geometry."""
+    rasterio, shapely = (
+        optional(path, "rasterio", "features"),
+        optional(path, "shapely", "geometry"),
+    )
+    found = rasterio.features.shapes(mask.astype(np.uint8), mask=mask)
+    return shapely.MultiPolygon([shapely.geometry.shape(shape) for shape, _ in found])
+
+
+def _of_yolo(path: Path, rule: ValueRule, grid: ImageGrid) -> _Annotations:
+    """Return the annotations in a YOLO file.
+
+    Each line is the number of a class, from 0, and the corners of a polygon as shares of width and
+    height.
+
+    Raises:
+        ValueError: a line is not of this form, or its class has no name.
+    """
+    known, note = _yolo_names(path, rule)
+    found = _Annotations([], [], [], note if rule.attribute is not None else ())
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        what, parts = f"line {number} of {path}", line.split()
+        if not parts:
+            continue
+        if len(parts) == 5:
+            raise ValueError(
+                f"{what} is a box (5 numbers), so its pixels are unknown: export polygons (YOLO "
+                "segmentation)"
+            )
+        name = known.get(int(parts[0])) if parts[0].isdecimal() else None
+        if name is None and rule.attribute is not None:
+            raise ValueError(
+                f"{what} has the class {parts[0]}, but there are the classes "
+                f"{', '.join(f'{k} {name}' for k, name in known.items())}: name the class in "
+                f"{_NAMES_FILE} or --classes, or correct the line"
+            )
+        found.shapes.append(_polygons(what, [_scaled(what, parts[1:], grid)], path))
+        found.numbers.append(number), found.names.append(name)
+    return found
+
+
+def _scaled(what: str, parts: Sequence[str], grid: ImageGrid) -> list[float]:
+    """Return corners in columns and rows, x1, y1, x2, y2 and so on, from shares of the size."""
+    try:
+        shares = [float(part) for part in parts]
+    except ValueError as e:
+        raise ValueError(f"{what} is no polygon ({e}): {_REPAIR}") from e
+    if not all(abs(share - 0.5) < _FARTHEST for share in shares):
+        raise ValueError(
+            f"{what} has {max(shares, key=abs):g}, but corners are shares of width and height, "
+            f"from 0 to 1: {_REPAIR}"
+        )
+    height, width = grid.size
+    return [share * (height if at % 2 else width) for at, share in enumerate(shares)]
+
+
+def _yolo_names(path: Path, rule: ValueRule) -> tuple[dict[int, str], tuple[str, ...]]:
+    """Return the names of YOLO's classes by their numbers, and notes.
+
+    They are in ``data.yaml`` in one of the folders above. Without it, class 0 is the second class
+    of ``--classes``, because the first one is the background.
+    """
+    for folder in list(path.resolve().parents)[:_LEVELS]:
+        if (file := folder / _NAMES_FILE).is_file():
+            return _names_in(file), ()
+    labels: dict[int, str] = {}
+    for name, label in rule.labels:
+        labels.setdefault(label - 1, name)
+    labels.pop(-1, None)
+    listed = ", ".join(f"{k} is {name}" for k, name in labels.items())
+    return labels, (f"has numbers of classes without a {_NAMES_FILE} above it: {listed}",)
+
+
+def _names_in(file: Path) -> dict[int, str]:
+    """Return the names of classes in YOLO's ``data.yaml``: a list, or a map from their numbers.
+
+    Raises:
+        ValueError: there are none.
+    """
+    try:
+        names = yaml.safe_load(file.read_text(encoding="utf-8"))["names"]
+        pairs = names.items() if isinstance(names, dict) else enumerate(list(names))
+        return {int(k): str(name) for k, name in pairs}
+    except (yaml.YAMLError, KeyError, TypeError, ValueError) as e:
+        raise ValueError(
+            f"{file} gives no names of classes ({e}): write names: [car, person], in the order of "
+            "their numbers"
+        ) from e
+
+
+def _plain(name: str) -> str:
+    """Return the name of a file without folders, in Unicode's form NFC."""
+    return unicodedata.normalize("NFC", os.path.basename(name.replace("\\", "/")))

@@ -1,0 +1,232 @@
+"""Polygons in pixels, as COCO and YOLO hold them, are drawn as rasterio draws them; what has no outline is refused."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+from PIL import Image
+from test_masks import run
+from test_vector_masks import SIZE, polygons_of
+
+from distseg.data.store.store import Store
+from distseg.tiling.tile import Box
+
+shapely, features = pytest.importorskip("shapely"), pytest.importorskip("rasterio.features")
+NAMES = ["a", "b"]
+CATEGORIES = [dict(id=3, name="car"), dict(id=8, name="person")]
+CLASSES = "ground,car,person"
+
+
+def images_in(folder):
+    folder.mkdir(parents=True)
+    for number, name in enumerate(NAMES):
+        pixels = np.random.default_rng(number).integers(0, 256, (*SIZE, 3), np.uint8)
+        Image.fromarray(pixels).save(folder / f"{name}.png")
+
+
+def outlines(number):
+    """Return the outer rings of some polygons, each a list of one or two rings."""
+    found = [shapely.get_parts(shape) for shape in polygons_of(number)]
+    return [[np.array(part.exterior.coords) for part in parts] for parts in found]
+
+
+def drawn(number, values):
+    """Return rasterio's drawing of the outlines, the last one on top."""
+    shapes = [
+        (shapely.Polygon(ring), value)
+        for rings, value in zip(outlines(number), values)
+        for ring in rings
+    ]
+    return features.rasterize(shapes, SIZE, dtype="uint8")
+
+
+def coco(**changes):
+    """Return a COCO file of the images, with polygons of both categories in turns."""
+    height, width = SIZE
+    images = [
+        dict(id=k, file_name=f"photos/{name}.png", height=height, width=width)
+        for k, name in enumerate(NAMES)
+    ]
+    annotations = [
+        dict(
+            id=100 * image + k,
+            image_id=image,
+            category_id=CATEGORIES[k % 2]["id"],
+            segmentation=[ring.ravel().tolist() for ring in rings],
+        )
+        for image in range(2)
+        for k, rings in enumerate(outlines(image))
+    ]
+    return {"images": images, "annotations": annotations, "categories": CATEGORIES, **changes}
+
+
+def prepared(folder, masks, *flags, classes=CLASSES):
+    where = folder / "i", folder / "s.h5", "--masks", masks, "--overwrite"
+    return run("prepare", *where, "--classes", classes, *flags)
+
+
+def labels(folder, name):
+    return Store(folder / "s.h5").labels(name, Box.whole(SIZE))
+
+
+def run_length(mask):
+    """Return COCO's uncompressed run-length encoding of a mask."""
+    flat = mask.T.ravel()
+    ends = np.concatenate([np.flatnonzero(np.diff(flat)) + 1, [flat.size]])
+    counts = np.diff([0, *ends]).tolist()
+    return dict(size=list(mask.shape), counts=[0, *counts] if flat[0] else counts)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    images_in(tmp_path / "i")
+    return tmp_path
+
+
+def written(folder, content):
+    (folder / "m.json").write_text(json.dumps(content))
+    return folder / "m.json"
+
+
+def test_coco_is_drawn_as_rasterio_draws_it(folder):
+    assert prepared(folder, written(folder, coco()), "--attribute", "category") == 0
+    for number, name in enumerate(NAMES):
+        expected = drawn(number, [1 + k % 2 for k in range(12)])
+        assert np.array_equal(labels(folder, name), expected) and expected.any()
+    flags = ("--attribute", "category", "--values=person=1")
+    assert prepared(folder, folder / "m.json", *flags, classes="ground,car") == 0
+    assert np.array_equal(labels(folder, "b"), drawn(1, [1] * 12))
+    assert prepared(folder, folder / "m.json", classes="ground,any") == 0
+    assert np.array_equal(labels(folder, "b"), drawn(1, [1] * 12))
+    border = ("--instances", "border")
+    assert prepared(folder, folder / "m.json", *border, classes="ground,any,border") == 0
+    found = labels(folder, "b")
+    assert np.array_equal(found > 0, drawn(1, [1] * 12) > 0) and (found == 2).any()
+
+
+def test_run_lengths_are_masks_bit_for_bit(folder, capsys):
+    masks = [np.random.default_rng(k).random(SIZE) < 0.4 for k in range(2)]
+    masks[1][0, 0] = True
+    ones = [
+        dict(id=k, image_id=k, category_id=3, iscrowd=1, segmentation=run_length(mask))
+        for k, mask in enumerate(masks)
+    ]
+    path = written(folder, coco(annotations=ones))
+    assert prepared(folder, path, classes="ground,car") == 0
+    for mask, name in zip(masks, NAMES):
+        assert np.array_equal(labels(folder, name), mask)
+    assert "crowd" in capsys.readouterr().out
+
+
+def one(**changes):
+    triangle = [[1, 1, 30, 1, 30, 30]]
+    return [dict(id=7, image_id=0, category_id=3, segmentation=triangle) | changes]
+
+
+WRONG_COCO = {
+    "classes without a category": (coco(), (), "set --attribute .*category"),
+    "a category of no class": (
+        coco(categories=[dict(id=3, name="car"), dict(id=8, name="cat")]),
+        ("--attribute", "category"),
+        "attribute category 'cat', which is no class",
+    ),
+    "an image is missing": (coco(images=coco()["images"][:1]), (), "lists 0 images .* b.png"),
+    "an image is listed twice": (coco(images=coco()["images"] * 2), (), "lists 2 images"),
+    "another size": (
+        coco(images=[image | dict(width=84) for image in coco()["images"]]),
+        (),
+        r"says that a.png has 61x84 pixels .* but it has 61x83",
+    ),
+    "a box": (coco(annotations=one(segmentation=[])), (), "annotation 7 .* no segmentation"),
+    "two corners": (coco(annotations=one(segmentation=[[1, 2, 3, 4]])), (), "polygon of 2 corners"),
+    "odd": (coco(annotations=one(segmentation=[[1, 2, 3]])), (), "no list of x and y"),
+    "packed": (
+        coco(annotations=one(segmentation=dict(size=[*SIZE], counts="abc"))),
+        (),
+        "annotation 7 .* compressed run-length .*pycocotools",
+    ),
+    "short": (
+        coco(annotations=one(segmentation=dict(size=[*SIZE], counts=[5, 5]))),
+        (),
+        "of 10 pixels",
+    ),
+    "nothing": (coco(annotations=[]), (), "no polygon in any of its 2 images"),
+    "no file name": (coco(images=[dict(id=0)]), (), "is no COCO file: .* no 'file_name'"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_COCO)
+def test_coco_that_is_refused(folder, case, capsys):
+    content, flags, words = WRONG_COCO[case]
+    classes = CLASSES if "class" in words else "ground,car"
+    classes = CLASSES if "category" in case else classes
+    assert prepared(folder, written(folder, content), *flags, classes=classes) == 2
+    message = capsys.readouterr().err
+    assert re.search(words, message), message
+
+
+# YOLO
+
+
+def yolo(folder, change=str, names=None):
+    """Write a text file of polygons for each image, of the classes 0 and 1 in turns."""
+    (folder / "m").mkdir()
+    height, width = SIZE
+    for number, name in enumerate(NAMES):
+        lines = []
+        for k, rings in enumerate(outlines(number)):
+            inside = rings[0].clip(0, (width, height)) / (width, height)
+            lines.append(" ".join(map(repr, [k % 2, *inside.ravel().tolist()])))
+        (folder / f"m/{name}.txt").write_text(change("\n".join(lines) + "\n\n"))
+    if names is not None:
+        (folder / "data.yaml").write_text(json.dumps(dict(names=names)))
+    return folder / "m"
+
+
+def near(number, values):
+    """Return the drawing of the first rings, clipped to the image."""
+    height, width = SIZE
+    rings = [rings[0].clip(0, (width, height)) for rings in outlines(number)]
+    shapes = [(shapely.Polygon(ring), value) for ring, value in zip(rings, values)]
+    return features.rasterize(shapes, SIZE, dtype="uint8")
+
+
+@pytest.mark.parametrize(
+    "names, values",
+    [(None, (1, 2)), (["car", "person"], (1, 2)), ({"0": "person", "1": "car"}, (2, 1))],
+)
+def test_yolo_is_drawn(folder, names, values, capsys):
+    masks = yolo(folder, names=names)
+    assert prepared(folder, masks, "--attribute", "category") == 0
+    for number, name in enumerate(NAMES):
+        expected = near(number, values * 6)
+        # shares are rounded, so that a pixel whose centre lies on an edge may differ
+        assert (labels(folder, name) != expected).mean() < 0.005 and expected.any()
+    assert ("0 is car, 1 is person" in capsys.readouterr().out) == (names is None)
+
+
+def test_an_image_of_an_empty_file_is_background(folder):
+    masks = yolo(folder)
+    (masks / "a.txt").write_text("")
+    assert prepared(folder, masks, "--split", "1,0,0", classes="ground,any") == 0
+    assert not labels(folder, "a").any() and labels(folder, "b").any()
+
+
+WRONG_YOLO = {
+    "a box": (lambda text: "0 0.5 0.5 0.2 0.2\n", None, "line 1 .*a.txt is a box"),
+    "pixels": (lambda text: "0 1 1 30 1 30 30\n", None, "shares of width and height"),
+    "a word": (lambda text: "0 1 1 x 1 1 1\n", None, "is no polygon .*'x'"),
+    "an unknown class": (lambda text: "5 0 0 1 0 1 1\n", None, "class 5, but there are .* 0 car"),
+    "a name": (lambda text: "car 0 0 1 0 1 1\n", None, "has the class car"),
+    "no names": (str, 3, "data.yaml gives no names"),
+    "other names": (str, ["car", "cat"], "attribute category 'cat'"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_YOLO)
+def test_yolo_that_is_refused(folder, case, capsys):
+    change, names, words = WRONG_YOLO[case]
+    assert prepared(folder, yolo(folder, change, names), "--attribute", "category") == 2
+    message = capsys.readouterr().err
+    assert re.search(words, message), message

@@ -616,6 +616,10 @@ TABLE = {
     ),
     "no schedule": (["plan", "--schedule", "chaos"], "invalid choice: 'chaos'"),
     # prepare
+    "reference to an example": (
+        ["prepare", "blue-marble", "new.h5", "--reference"],
+        "--reference is for folders of images, but the source is blue-marble",
+    ),
     "no classes": (FOLDER[:5], "prepare needs --classes, the names in the order of their labels"),
     "classes for another source": (
         ["prepare", "blue-marble", "new.h5", "--classes", "a,b"],

@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import shutil
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -273,6 +274,15 @@ def test_all_ranks_refuse_a_file_that_is_gone_before_training(comm, shared_path)
         Run(config(shared_path, 2), comm)
 
 
+def test_only_plain_files_are_opened(tmp_path):
+    folders(tmp_path, "a.npy", npy)
+    _, refers = both(tmp_path)
+    (tmp_path / "i/a.npy").unlink()
+    os.mkfifo(tmp_path / "i/a.npy")  # whoever opened it would wait for ever
+    with pytest.raises(ValueError, match="a.npy is no plain file"):
+        refers.read("a", Box.whole(SIZE))
+
+
 def test_a_change_that_the_fingerprint_misses_is_found_by_the_checksum(tmp_path):
     folders(tmp_path, "a.npy", npy)
     _, refers = both(tmp_path)
@@ -285,6 +295,28 @@ def test_a_change_that_the_fingerprint_misses_is_found_by_the_checksum(tmp_path)
     with pytest.raises(ValueError, match=r"pixels of image 'a' at \[256:300, 0:256\] differ"):
         refers.read("a", Box((250, 0), (300, 9)))
     assert len(check_store(refers.path)) == 1
+
+
+def test_a_slice_that_is_not_there(tmp_path):
+    folders(tmp_path, "a.npy", lambda path: np.save(path, VOLUME), lambda path: None)
+    assert (
+        run(
+            "prepare",
+            tmp_path / "i",
+            tmp_path / "s.h5",
+            "--classes",
+            "a,b",
+            "--reference",
+            "--pages",
+            "images",
+        )
+        == 0
+    )
+    store = Store(tmp_path / "s.h5")
+    entry = store._images["a_0042"]
+    store._images["a_0042"] = replace(entry, source=replace(entry.source, page=43))
+    with pytest.raises(ValueError, match="has 43 slices, but the store refers to slice 43"):
+        store.read("a_0042", Box.whole(VOLUME.shape[1:]))
 
 
 def test_store_and_files_may_move_together(tmp_path):

@@ -43,6 +43,8 @@ class SourceFile:
             folder: the folder of the store.
         """
         path = self.at(folder)
+        if path.exists() and not path.is_file():
+            return f"{path} is no plain file"
         try:
             size, content = fingerprint(path)
         except FileNotFoundError:
@@ -121,7 +123,16 @@ class Source:
         return open_image(self.files[0].at(folder_of(store)), dims, alpha=self.alpha)
 
     def image(self, reader: Reader) -> Reader:
-        """Return the reader of the image: of the slice ``page``, or ``reader`` itself."""
+        """Return the reader of the image: of the slice ``page``, or ``reader`` itself.
+
+        Raises:
+            ValueError: the file has too few slices.
+        """
+        if self.page is not None and self.page >= reader.size[0]:
+            raise ValueError(
+                f"{reader.path} has {reader.size[0]} slices, but the store refers to slice "
+                f"{self.page} (from 0): prepare the store anew"
+            )
         return reader if self.page is None else PageReader(reader, self.page)
 
 

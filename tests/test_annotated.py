@@ -106,7 +106,8 @@ def test_coco_is_drawn_as_rasterio_draws_it(folder):
 
 
 def test_run_lengths_are_masks_bit_for_bit(folder, capsys):
-    masks = [np.random.default_rng(k).random(SIZE) < 0.4 for k in range(2)]
+    blocks = [np.random.default_rng(k).random((16, 21)) < 0.4 for k in range(2)]
+    masks = [np.kron(some, np.ones((4, 4), bool))[: SIZE[0], : SIZE[1]] for some in blocks]
     masks[1][0, 0] = True
     ones = [
         dict(id=k, image_id=k, category_id=3, iscrowd=1, segmentation=run_length(mask))
@@ -156,6 +157,7 @@ WRONG_COCO = {
 }
 
 
+@pytest.mark.covering(cases=4)
 @pytest.mark.parametrize("case", WRONG_COCO)
 def test_coco_that_is_refused(folder, case, capsys):
     content, flags, words = WRONG_COCO[case]
@@ -192,6 +194,7 @@ def near(number, values):
     return features.rasterize(shapes, SIZE, dtype="uint8")
 
 
+@pytest.mark.covering(cases=1)
 @pytest.mark.parametrize(
     "names, values",
     [(None, (1, 2)), (["car", "person"], (1, 2)), ({"0": "person", "1": "car"}, (2, 1))],
@@ -224,6 +227,7 @@ WRONG_YOLO = {
 }
 
 
+@pytest.mark.covering(cases=3)
 @pytest.mark.parametrize("case", WRONG_YOLO)
 def test_yolo_that_is_refused(folder, case, capsys):
     change, names, words = WRONG_YOLO[case]

@@ -120,6 +120,7 @@ def assert_labels(store, names=NAMES):
 
 
 @pytest.mark.filterwarnings("ignore:'mode' parameter")
+@pytest.mark.covering(cases=7)
 @pytest.mark.parametrize("kind", KINDS)
 def test_kinds(tmp_path, capsys, kind):
     write, words, flags = KINDS[kind]
@@ -181,6 +182,7 @@ def nfd(name):
     return unicodedata.normalize("NFD", name)
 
 
+@pytest.mark.covering(cases=2)
 @pytest.mark.parametrize("suffix", ["", "_mask"])
 @pytest.mark.parametrize("of_images, of_masks", [(str, nfd), (nfd, str), (nfd, nfd)])
 def test_both_forms_of_a_letter_are_one_name(tmp_path, capsys, of_images, of_masks, suffix):

@@ -127,7 +127,7 @@ def test_a_batch_of_nccl_has_at_most_256_messages():
         if count == 256:
             check_order([[Start(batch)], [Start(batch)]], STREAM)
         else:
-            with pytest.raises(ValueError, match="rank 0 starts 257 messages in one batch"):
+            with pytest.raises(ValueError, match="rank 0 starts 257 messages at once"):
                 check_order([[Start(batch)], [Start(batch)]], STREAM)
 
 

@@ -158,7 +158,7 @@ class DevicePipeline:
             units: the micro-batches of the step.
 
         Raises:
-            ValueError: a micro-batch has several tiles, or micro-batches have different sizes.
+            ValueError: if a micro-batch has several tiles, or micro-batches have different sizes.
         """
         _check_alike(units)
         self._units = units
@@ -254,10 +254,10 @@ def as_layer(stage: Stage, current: Callable[[], MicroBatch]) -> nn.Module:
 
 
 class _Beside(torch.autograd.Function):
-    """Function that returns its first tensor, and gives all other tensors a gradient of zeros.
+    """Autograd function that returns its first tensor and gives the others a gradient of zeros.
 
-    torchgpipe needs a gradient of every tensor that travels between stages. A stage that reads only
-    the size of a feature map would give it none.
+    torchgpipe needs a gradient of every tensor that travels between stages. But a tensor of which a
+    stage reads only the size gets no gradient from autograd.
     """
 
     @staticmethod
@@ -271,10 +271,10 @@ class _Beside(torch.autograd.Function):
 
 
 def _handed_on(edges: Sequence[Edge]) -> Edge | None:
-    """Return the edge from the previous stage, or the edge to the next stage.
+    """Return the edge that joins two neighbouring stages, out of a stage's edges.
 
     torchgpipe passes the feature map of this edge as the stage's input or output. All other edges
-    are skips. Return None if there are no edges, as at the ends of the network.
+    are skips for torchgpipe. Return None if ``edges`` is empty, as at both ends of the network.
 
     Args:
         edges: the incoming edges of a stage, or its outgoing edges.

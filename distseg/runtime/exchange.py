@@ -5,6 +5,12 @@ No pixel is read or computed a second time for a neighbouring tile. The layout
 This module exchanges the halos of tensors accordingly. All tiles of an image go through a layer
 together, on all ranks. With ``every="all"`` nothing is exchanged: a tile is read with its whole
 halo, and each layer computes only the part that later layers read.
+
+Words of this module:
+
+- *strip*: the part of a tile's feature map that another tile needs as halo.
+- *position*, *number*: the index of a layer in the list of layer calls.
+- *cell*: as an argument, the position of a tile in the grid of tiles.
 """
 
 from __future__ import annotations
@@ -37,8 +43,8 @@ Cell = tuple[int, ...]
 class TrueReach(ReceptiveField):
     """Receptive field of a network in which the halo of a tile depends on the size of the image.
 
-    ``halo`` is enough for tiles of some images only. :meth:`window` computes the exact window of a
-    tile for an image of any size.
+    The attribute ``halo`` may therefore be too small for some images. Use :meth:`window` instead,
+    which computes the exact window of a tile for an image of any size.
     """
 
     exchange: Exchange
@@ -52,8 +58,8 @@ class TrueReach(ReceptiveField):
 class HeldReach(TrueReach):
     """Receptive field of tiles that exchange halos.
 
-    A tile reads the pixels that it owns. It also reads the pixels around them that its layers need
-    before the first exchange.
+    A tile reads the pixels that it owns, and the pixels around them that the layers before the
+    first exchange need.
     """
 
     def window(self, tile: Box, image: Sequence[int]) -> Box:
@@ -62,13 +68,15 @@ class HeldReach(TrueReach):
 
 
 class ExchangeStrips(NamedTuple):
-    """Parts of a rank's tensors that move in a halo exchange before a layer.
+    """Strips that one rank sends, receives and copies in the halo exchange before a layer.
+
+    A rank has one tensor for each of its tiles. Boxes are in cells of the whole feature map.
 
     Attributes:
-        sends, receives: for each other rank, the parts in their order in the message, as (index of
-            the tensor, box in the coordinates of the feature map).
-        here: copies between tensors of this rank, as (index of the source, index of the target,
-            box).
+        sends, receives: for each other rank, the strips of the message in order, each as (index of
+            this rank's tensor, box).
+        here: the strips that are copied between two tensors of this rank, as (index of the source,
+            index of the target, box).
     """
 
     sends: dict[int, list[tuple[int, Box]]]
@@ -273,8 +281,8 @@ class Exchange:
             position: the number of the layer.
             layer: the layer.
             concerned: the indices of this rank's tiles that take part.
-            frames: for each of these tiles, the box of the layer's input after the exchange.
-            xs: for each of these tiles, the layer's input before the exchange.
+            frames: for each tile that takes part, the box of the layer's input after the exchange.
+            xs: for each tile that takes part, the layer's input before the exchange.
             parts, layouts, cells: for each tile of this rank, as in :meth:`_layer`.
         """
         around = [
@@ -306,7 +314,7 @@ class Exchange:
         Args:
             position: the number of the layer.
             layouts: for each tile of this rank that takes part, the layout of its image.
-            cells: for each of these tiles, its position in the grid of tiles.
+            cells: for each tile that takes part, its position in the grid of tiles.
         """
         group = _numbered(layouts)
         number = {(group[k], cell): k for k, cell in enumerate(cells)}
@@ -347,9 +355,9 @@ def _autocast(layer: nn.Module, x: Tensor) -> Tensor:
 
 
 def _numbered(layouts: list[Layout]) -> list[int]:
-    """Return, for each tile, the index of its image size; equal sizes have equal indices.
+    """Return a number for each tile, equal for tiles of images of equal size.
 
-    Sizes are numbered in order of appearance, so the indices are equal on all ranks.
+    The sizes are numbered 0, 1, ... in order of appearance, so all ranks get the same numbers.
 
     Args:
         layouts: for each tile, the layout of its image. There is one layout object per image size.

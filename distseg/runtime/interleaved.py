@@ -12,6 +12,15 @@ A stage therefore holds the graphs of a few tiles, and computes no tile twice. T
 from the rows that tiles read. All ranks know these rows, so every rank computes the turns of all
 ranks. No active norm and no exchange may lie between the stages' layers, because all tiles would
 wait for each other there.
+
+Words of this module:
+
+- *plan*: the segments, feature maps and tiles of one rank for one micro-batch
+  (:class:`distseg.runtime.tile_program.StagePlan`).
+- *row*: the cells of a feature map with one index along its first spatial dim. Maps travel between
+  ranks row by row.
+- *group*: the pass of one tile and the operations that follow it (:class:`_Group`).
+- *turn*: a unit of simulated time, in which each rank runs at most one group.
 """
 
 from __future__ import annotations
@@ -49,14 +58,16 @@ _Awaited = tuple[tuple, int, int]
 class _Group:
     """Pass of one tile, and the sends and drops that follow it.
 
-    ``operations`` begins with the pass. ``awaited`` lists the rows that must have arrived from
-    other ranks before the group can run.
+    Attributes:
+        operations: the pass, then the sends and drops.
+        awaited: the rows that must have arrived from other ranks before the group can run.
+        kept: the tiles of which the group runs the backward pass. Their forward passes must have
+            run before.
     """
 
     operations: Sequence[Operation]
     awaited: Sequence[_Awaited]
     kept: Sequence[tuple]
-    """Tiles whose forward pass must have run before this group."""
 
 
 def can_interleave(plans: Sequence[StagePlan]) -> bool:
@@ -104,13 +115,13 @@ def interleaved(plans: Sequence[Sequence[StagePlan]]) -> list[list[Operation]]:
 
 
 class _Turns:
-    """Simulation of ranks that take turns; in a turn each rank computes at most one tile.
+    """Simulation of all ranks, turn by turn, which gives the order of their groups.
 
     Args:
         plans: the plan of each rank for each micro-batch, ``plans[rank][micro_batch]``.
         streams: for each rank, its forward groups and its backward groups (:func:`_streams`).
-        limits: for each rank, the number of tiles that may wait for their backward pass. A limit
-            is raised if otherwise no rank could go on.
+        limits: for each rank, how many of its tiles may wait for their backward pass at once. If
+            no rank could go on otherwise, the simulation raises a limit.
     """
 
     def __init__(
@@ -186,8 +197,8 @@ class _Turns:
 def _streams(plans: Sequence[StagePlan]) -> tuple[list[_Group], list[_Group]]:
     """Return the forward groups and the backward groups of a rank, in order.
 
-    The last rank runs the backward pass of an output tile right after its forward pass. Its first
-    list has all groups, and its second list is empty.
+    The last rank runs the backward pass of an output tile right after its forward pass. So the last
+    rank gets one list with all groups, and an empty second list.
 
     Args:
         plans: the rank's plan for each micro-batch.
@@ -208,8 +219,8 @@ def _streams(plans: Sequence[StagePlan]) -> tuple[list[_Group], list[_Group]]:
 def _groups(operations: Iterable[Operation], plan: StagePlan) -> list[_Group]:
     """Return the operations of one micro-batch, grouped by tile.
 
-    Operations before the first tile are moved after the last tile. These operations drop feature
-    maps that only other ranks read, which is possible once all rows are sent.
+    Operations before the first tile are moved behind the last tile. They drop feature maps that
+    only other ranks read, and a map can be dropped once all of its rows are sent.
 
     Args:
         operations: the operations, in order.
@@ -235,11 +246,11 @@ def _group(operations: Sequence[Operation], plan: StagePlan) -> _Group:
 
 
 def _tiles_per_band(there: Sequence[_Group]) -> int:
-    """Return the mean number of tiles that a rank computes per row of tiles, rounded up.
+    """Return the number of tiles of a rank divided by its number of rows of tiles, rounded up.
 
-    This is the number of tiles of all segments, divided by the number of rows of the segment with
-    the most rows. :func:`interleaved` lets a multiple of it more tiles wait for their backward
-    pass, so that no stage waits for the next stage's gradients.
+    Tiles of all segments are counted, and the rows of tiles of the segment that has the most rows.
+    :func:`interleaved` raises the limits of waiting tiles by multiples of this number, so that no
+    stage waits for the gradients of the next stage.
 
     Args:
         there: the forward groups of a rank.

@@ -1,7 +1,8 @@
 """Proves that the messages of all ranks of a job cannot deadlock.
 
-Each rank has a list of steps: it computes, starts messages, waits for messages, or takes part in
-a collective. The proof assumes that nothing is buffered: a message is complete once both of its
+Each rank has a list of steps. In a step the rank computes, starts messages, waits for messages, or
+takes part in a collective. The messages of one step start together; they are called a *group* here.
+The proof assumes that nothing is buffered: a message is complete once both of its
 ranks have started it (a rendezvous). Every message has one sender and one receiver, so it does not
 matter which rank runs first: if one run of the steps comes to its end, every run does.
 
@@ -9,8 +10,9 @@ Two sets of rules say what a transport does with the steps:
 
 - ``MESSAGES``, for MPI and gloo: messages travel in the background, and tags tell them apart.
 - ``STREAM``, for NCCL: a rank runs its steps one after another on one stream, so messages that it
-  starts must be complete before its next step. Messages have no tags: those from one rank to
-  another are matched in the order in which both start them. One batch has at most 256 messages.
+  starts must be complete before its next step. Messages have no tags: messages from one rank to
+  another are matched in the order in which both ranks start them. One group has at most 256
+  messages.
 """
 
 from __future__ import annotations
@@ -22,13 +24,16 @@ from typing import NamedTuple
 
 
 class Message(NamedTuple):
-    """Message from one rank to another; both ranks describe it by equal values.
+    """Message from one rank to another.
+
+    Sender and receiver each have the message in their steps, with equal attributes.
 
     Attributes:
         comm: the name of the communicator.
-        source, target: the numbers of the two ranks in the job.
-        tag: the tag, which tells messages between the same two ranks apart.
-        what: a text that no other message has which these ranks exchange in the same step.
+        source, target: the numbers of the sending and the receiving rank in the job.
+        tag: the tag of the message.
+        what: a text that says what is sent. It must differ for all messages from this source to
+            this target, because both sides recognise the message by it.
     """
 
     comm: str
@@ -43,7 +48,7 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True)
 class Start:
-    """Step that starts messages, sends and receives, as one batch."""
+    """Step that starts a group of sends and receives together."""
 
     messages: tuple[Message, ...]
 
@@ -53,7 +58,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Wait:
-    """Step that waits until messages are complete, which this rank has started."""
+    """Step that waits until some of the messages that this rank has started are complete."""
 
     messages: tuple[Message, ...]
 
@@ -84,7 +89,7 @@ class Pass:
     """Step in which a rank computes and waits for nobody.
 
     Attributes:
-        what: a text for the pass.
+        what: a text that names the pass in errors.
         reads: True if the pass reads tensors that other ranks of the pipeline have sent.
     """
 
@@ -103,7 +108,7 @@ class Rules:
         transports: the names of the transports, for errors.
         tags: True if messages of different tags may overtake each other.
         background: True if a rank goes on while its messages travel.
-        most: the largest number of messages in one batch; None for no limit.
+        most: the largest number of messages in one group (:class:`Start`); None for no limit.
     """
 
     transports: str
@@ -124,8 +129,9 @@ def check_order(programs: Sequence[Sequence[Step]], rules: Rules = MESSAGES) -> 
         rules: what the transport does with messages.
 
     Raises:
-        ValueError: if collectives come in different orders, if messages are not matched or not in
-            the order of their receives, if a batch is too large, or if ranks deadlock. The message
+        ValueError: if ranks have different orders of collectives, if a message is sent but not
+            received (or the reverse), if messages are sent in another order than they are received,
+            if one step starts too many messages for the transport, or if ranks deadlock. The error
             names the ranks and what each of them waits for.
     """
     _check_collectives(programs)
@@ -151,7 +157,7 @@ def _check_collectives(programs: Sequence[Sequence[Step]]) -> None:
 
 
 def _check_matches(programs: Sequence[Sequence[Step]], rules: Rules) -> None:
-    """Refuse messages that are not sent in the order in which they are received."""
+    """Refuse messages that are not received in the order in which they are sent, or not at all."""
     sent: dict[tuple, list[str]] = defaultdict(list)
     received: dict[tuple, list[str]] = defaultdict(list)
     for rank, program in enumerate(programs):
@@ -170,7 +176,12 @@ def _check_matches(programs: Sequence[Sequence[Step]], rules: Rules) -> None:
 
 
 def _check_alike(one: Sequence[str], other: Sequence[str], text: str) -> None:
-    """Refuse two lists that differ. ``text`` has places for the position and both entries."""
+    """Refuse two lists that differ.
+
+    Args:
+        one, other: the lists, of which the shorter one is continued by ``nothing``.
+        text: the error, with three ``{}`` for the position (from 1) and the two differing entries.
+    """
     for place in range(max(len(one), len(other))):
         a, b = (each[place] if place < len(each) else "nothing" for each in (one, other))
         if a != b:
@@ -184,7 +195,7 @@ def _check_batches(programs: Sequence[Sequence[Step]], rules: Rules) -> None:
         for step in program:
             if isinstance(step, Start) and rules.most and len(step.messages) > rules.most:
                 raise ValueError(
-                    f"rank {rank} starts {len(step.messages)} messages in one batch "
+                    f"rank {rank} starts {len(step.messages)} messages at once "
                     f"({step.messages[0]}, ...), but {rules.transports} takes at most "
                     f"{rules.most}: use fewer tiles for each image"
                 )
@@ -201,11 +212,12 @@ class _Run:
     def __init__(self, programs: Sequence[Sequence[Step]], rules: Rules):
         self.programs, self.rules = programs, rules
         self._at = [0] * len(programs)
-        self._begun = [-1] * len(programs)  # The step of each rank that has begun last.
+        self._begun = [-1] * len(programs)  # The last step of each rank that has begun.
         self._ends: Counter[Message] = Counter()  # How many of a message's ranks have started it.
-        # How many ranks have begun each collective of a group, by its number.
+        # How many ranks have begun the n-th collective of a communicator, by (communicator, n).
         self._present: Counter[tuple] = Counter()
-        self._collectives: Counter[tuple] = Counter()  # By (rank, group): those begun so far.
+        # How many collectives a rank has begun, by (rank, communicator).
+        self._collectives: Counter[tuple] = Counter()
 
     def to_the_end(self) -> None:
         """Run all steps.
@@ -231,7 +243,7 @@ class _Run:
             )
 
     def _advance(self, rank: int) -> bool:
-        """Run the steps of a rank up to one that has to wait; return True if any step began."""
+        """Run the steps of a rank up to the first that must wait; return True if one began."""
         moved, program = False, self.programs[rank]
         while self._at[rank] < len(program):
             step = program[self._at[rank]]
@@ -253,7 +265,10 @@ class _Run:
             self._present[group, self._collectives[rank, group]] += 1
 
     def _lacks(self, rank: int, step: Step) -> Iterator[tuple[int, str]]:
-        """Yield what a step that has begun waits for, as (other rank, text)."""
+        """Yield (awaited rank, text of the message or collective) for all that a step waits for.
+
+        Nothing is yielded if the step is complete.
+        """
         if isinstance(step, Collective):
             group = step.comm, step.ranks
             number = self._collectives[rank, group]
@@ -281,12 +296,12 @@ class _Run:
 
 
 def in_batches(steps: Sequence[Step], rank: int) -> list[Step]:
-    """Return a rank's steps with all messages of a pipeline between two passes in one batch.
+    """Return a rank's steps with all pipeline messages between two passes started together.
 
-    NCCL needs this order. A rank sends the results of a pass together with the receive of what its
-    next pass reads, as ``send_forward_recv_backward`` of Megatron-LM does: two ranks that send to
-    each other one after another would wait for each other. A receive starts only when it is needed.
-    Passes that read nothing from other ranks (repeated passes, weight gradients) follow the batch.
+    NCCL needs this order: if two ranks first send to each other and receive only then, they
+    deadlock. So a rank starts the sends of a pass together with the receives of its next pass, as
+    ``send_forward_recv_backward`` of Megatron-LM does. Passes that read nothing from other ranks
+    (repeated passes, weight gradients) run after these messages.
 
     Args:
         steps: the steps of the rank over MPI or gloo.

@@ -6,11 +6,11 @@ Windows are read and written row by row instead of through mmap. A full disk the
 with a message; with mmap it would send a signal. The operating system's cache of the file does not
 count as memory of this process.
 
-A file stores the channels of a cell side by side, so a row of a window is one run of bytes.
-Transposing a window in memory takes less time than one system call per row and channel. If windows
-are whole rows and memory is channels-first, the file is channels-first too. A window is then one
-run per channel and needs no transposition. If no folder is given, feature maps stay in the host's
-memory.
+A file usually stores the channels of a cell side by side (channels-last), so a row of a window is
+one run of bytes. Transposing a window in memory takes less time than one system call per row and
+channel. But if windows are whole rows and memory is channels-first, the file is channels-first too.
+A window is then one run per channel and needs no transposition. If no folder is given, feature maps
+stay in the host's memory.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Map:
         like: a tensor of any part of the map. It sets batch size, number of channels, dtype, device
             and memory format.
         folder: the folder of the file; None stores the map in memory.
-        zero: True to fill a map in memory with zeros, so that parts can be added to it (a file is
-            always filled with zeros). The process then occupies all of the map's memory at once.
+        zero: True to fill a map in memory with zeros, so that parts can be added to it. This makes
+            the process occupy all of the map's memory at once. A file always begins with zeros.
         rows: True if nearly all parts that are read or written are whole rows. The file of a
             channels-first map is then channels-first too.
 
@@ -106,17 +106,17 @@ class Map:
             self._shape(box), dtype=self.dtype, pin_memory=self.device.type == "cuda"
         )
 
-    def within(self, buffer_for: Tensor, box: Box) -> Tensor:
-        """Return the first values of a buffer as a view with the shape of a smaller part.
+    def within(self, buffer: Tensor, box: Box) -> Tensor:
+        """Return the beginning of a buffer as a view that has the shape for the part ``box``.
 
-        A message may have fewer rows than the buffer that receives it.
+        It is used for messages, which may have fewer rows than the buffer that receives them.
 
         Args:
-            buffer_for: the buffer, from :meth:`buffer_for`.
+            buffer: a tensor from :meth:`buffer_for`.
             box: a part with at most as many cells as the buffer.
         """
         shape = self._shape(box)
-        return buffer_for.flatten()[: math.prod(shape)].view(shape)
+        return buffer.flatten()[: math.prod(shape)].view(shape)
 
     def take(self, box: Box) -> Tensor:
         """Return a copy of the part ``box`` on the host, with the shape of :meth:`buffer_for`."""
@@ -154,7 +154,7 @@ class Map:
 
     @property
     def _as_in_memory(self) -> bool:
-        """True if the file has its dims in the same order as the tensor in memory."""
+        """True if file and memory have the same order of dims, so that nothing is transposed."""
         return self.last or self.rows
 
     def _shape(self, box: Box) -> tuple[int, ...]:
@@ -187,7 +187,7 @@ class Map:
         return Box((box.start[0], *held.start[1:]), (box.stop[0], *held.stop[1:]))
 
     def _fetched(self, box: Box) -> Tensor:
-        """Return the part ``box`` as it lies in the file.
+        """Read the part ``box`` and return it with the dims in the file's order.
 
         The shape is (B, C, *box.size) if the file is channels-first, otherwise (B, *box.size, C).
         """
@@ -238,14 +238,13 @@ _NEARLY = 1.125
 class VectorMap:
     """Stored vector of the image, such as its channel means, used in place of a :class:`Map`.
 
-    Every tile reads the same vector, so boxes are ignored.
+    Every tile reads the same vector, so the methods ignore their argument ``box``.
 
     Args:
         box: the box that a :class:`Map` would store.
         like: a tensor that sets shape, dtype and device.
-        gradient: True for a gradient. Stored parts are then added, and a read returns their sum and
-            resets it to 0. Each part is therefore used once, although every tile reads the
-            gradient.
+        gradient: True for a gradient. What is stored is then added up. A read returns the sum and
+            resets it to 0, so that the sum is used once although every tile reads it.
     """
 
     in_memory = bytes = 0  # A vector is too small to count.
@@ -289,11 +288,11 @@ class VectorMap:
 
 
 def _runs(arrays: int, box: Box, size: tuple[int, ...], cell: int):
-    """Yield (offset, length) in bytes of each run of bytes that belongs to a box in the file.
+    """Yield (offset, length) in bytes of each contiguous part of the file that a box consists of.
 
     Args:
-        arrays: the number of arrays in the file, which lie one after another. The box is taken from
-            every array.
+        arrays: the number of arrays in the file, one after another, such as one for each image. The
+            box is taken from every array.
         box: the box, in coordinates of an array.
         size: the size of each array in cells.
         cell: the number of bytes of a cell.

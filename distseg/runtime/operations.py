@@ -8,6 +8,9 @@ mean:
     tensor_id  the number of a feature map: 0 for the pixels, n + 1 for the result of layer n
     block      the number of a tile batch within the micro-batch
     box        the tile, a box of the segment's result
+
+A *row* of a feature map is all cells with one index along its first spatial dim. Rows are *final*
+once no later pass of the sender changes them.
 """
 
 from __future__ import annotations
@@ -252,7 +255,7 @@ class ApplyStatisticsGrad(MapOperation):
 
 @dataclass(frozen=True)
 class SendRows(MapOperation):
-    """Permission to send the rows before ``final`` of a feature map to the ranks that read them.
+    """Permission to send all rows of a feature map before row ``final`` to the ranks that read it.
 
     Args:
         block: the number of the tile batch.
@@ -268,7 +271,9 @@ class SendRows(MapOperation):
 
 
 class SendGradRows(SendRows):
-    """Permission to send the gradient of the rows before ``final`` to the rank that computed them.
+    """Permission to send the gradient of all rows before row ``final`` to the map's maker.
+
+    The maker is the rank that computed the feature map.
 
     Args:
         block: the number of the tile batch.

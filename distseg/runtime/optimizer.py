@@ -20,8 +20,8 @@ T = TypeVar("T")
 def of_part(settings: Mapping[str, T] | None, name: str, default: T) -> T:
     """Return the value that ``optim.rates`` or ``optim.thaw`` sets for a parameter.
 
-    If several parts in the settings contain the parameter, the last of them counts. If none does,
-    return ``default``.
+    If several parts contain the parameter, the part that comes last in the settings counts. If no
+    part contains it, return ``default``.
 
     Args:
         settings: the value of each part of the network; a part is a name or a pattern such as

@@ -19,7 +19,7 @@ class PassMessages:
 
     Args:
         rank: the number of the rank in the job.
-        members: the ranks of its communicators.
+        members: for each of its communicators, the numbers of the ranks in the job.
         names: the names of the network's layers.
         exchange: the halo exchange between layers; None without an exchange.
         tiles: for each tile of this rank, the layout of its image and its position in the grid.
@@ -44,7 +44,7 @@ class PassMessages:
         self.statistics, self.first_trained = statistics, first_trained
 
     def forward(self, layers: Sequence[int], name: str) -> Iterator[Step]:
-        """Yield the messages of a forward pass, also of a repeated one.
+        """Yield the messages of a forward pass, which are those of a repeated pass too.
 
         Args:
             layers: the numbers of the layers.
@@ -70,7 +70,13 @@ class PassMessages:
             )
 
     def _halo(self, number: int, back: bool, name: str) -> Iterator[Step]:
-        """Yield the halo exchange before a layer, or the way of its gradients if ``back``."""
+        """Yield the messages of the halo exchange before a layer.
+
+        Args:
+            number: the number of the layer.
+            back: True for the messages that return the halo's gradient.
+            name: the name of the pass.
+        """
         concerned = [each for each in self.tiles if number in each[0].points]
         if self.exchange is None or not concerned:
             return
@@ -93,14 +99,14 @@ def neighbours(
     tag: int,
     what: str,
 ) -> Iterator[Step]:
-    """Yield the steps of a halo exchange: all messages start together, then the receives end.
+    """Yield the steps of a halo exchange: start all messages, then wait for the receives.
 
     Args:
         rank: the number of this rank in the job.
         members: the ranks that share the image.
         sends, receives: the other ranks, as numbers among ``members``.
         tag: the tag of the messages.
-        what: a text that only this exchange has.
+        what: the text of the messages, which no other exchange may have.
     """
     coming = tuple(Message("tiles", members[r], rank, tag, what) for r in receives)
     going = tuple(Message("tiles", rank, members[r], tag, what) for r in sends)

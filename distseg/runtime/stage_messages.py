@@ -1,7 +1,8 @@
 """Lists the messages of ranks whose stages keep their graphs, from their operations.
 
 The order is that of the executor (:mod:`distseg.runtime.pipeline`), which posts the receives of the
-next passes early. A first message along each edge tells the receiver the shapes of all later ones.
+next passes early. Before the first tensor of each shape along an edge, a message announces that
+shape to the receiver.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ class Unit(NamedTuple):
     """Shapes of a micro-batch.
 
     Attributes:
-        signature: a key; micro-batches with equal keys have tensors of equal shapes.
+        signature: a key that is equal for micro-batches whose tensors have equal shapes.
         tensors: the number of tensors that an edge carries, one for each tile batch.
     """
 
@@ -33,9 +34,9 @@ class StageMessages:
 
     Args:
         rank: the number of the rank in its pipeline.
-        members: the numbers in the job of the pipeline's ranks.
+        members: for each rank of the pipeline, its number in the job.
         partition: the stages.
-        inside: returns the messages within a pass, given the operation.
+        inside: returns the messages that layers exchange during a pass, given the operation.
     """
 
     def __init__(
@@ -58,7 +59,8 @@ class StageMessages:
         Args:
             program: the operations of the rank.
             units: the shapes of each micro-batch.
-            prefix: a text that no other list of steps has, such as ``step 2, ``.
+            prefix: the beginning of the messages' texts, such as ``step 2, ``. It must differ
+                from the prefix of any other step of the job.
         """
         run = _Run(self, units, prefix)
         found = [step for place in range(len(program)) for step in run.step(program, place)]
@@ -124,7 +126,10 @@ class _Run:
         return (op.edge, self.units[op.micro_batch].signature) in self.of._forms
 
     def _form(self, op: EdgeOperation) -> Message:
-        """Return the message with the shapes of an edge's tensors, which are then known."""
+        """Return the message that announces the shapes of an edge's tensors to the receiver.
+
+        The shapes are recorded as known, so this message is sent only once.
+        """
         self.of._forms.add((op.edge, self.units[op.micro_batch].signature))
         what = f"shapes of {op.edge}, micro-batch {op.micro_batch}"
         return self._message(op, 3 * self.of._numbers[op.edge] + 2, what)

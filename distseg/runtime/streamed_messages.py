@@ -4,6 +4,13 @@ A feature map travels in strips of rows (:mod:`distseg.runtime.transfer`). How m
 depends on the time at which it starts. Here a strip has the rows that become final together, which
 is the least that a rank can send at that time. All strips of a map are received in the background
 from the moment at which the receiver registers the map.
+
+Words of this module:
+
+- *row*: the cells of a feature map with one index along its first spatial dim.
+- *strip*: the rows of one message. It is named by its end, the row that follows its last row.
+- *way*: the transfer of one feature map, or of its gradient, from one rank to another
+  (:class:`_Map`).
 """
 
 from __future__ import annotations
@@ -45,7 +52,7 @@ class _Map(NamedTuple):
     Attributes:
         micro_batch, block, tensor_id: as in :mod:`distseg.runtime.operations`.
         back: True for a gradient.
-        source, target: the numbers of the two ranks in the pipeline.
+        source, target: the numbers of the sending and the receiving rank in the pipeline.
     """
 
     micro_batch: int
@@ -57,7 +64,7 @@ class _Map(NamedTuple):
 
     @property
     def channel(self) -> tuple[int, int]:
-        """Receiving rank and tag; maps of one channel travel one after another."""
+        """Pair (receiving rank, tag). Maps with the same pair are sent one after another."""
         return self.target, 2 * self.tensor_id + self.back
 
 
@@ -66,7 +73,7 @@ class StreamedMessages:
 
     Args:
         rank: the number of the rank in its pipeline.
-        members: the ranks of its communicators.
+        members: for each of its communicators, the numbers of the ranks in the job.
         plans: the plans of all ranks of the pipeline, ``plans[rank][micro_batch]``.
         halos: the exchange of the halos of stored feature maps.
         norms: for each feature map, the active norms of this rank that read it, as (name,
@@ -91,15 +98,16 @@ class StreamedMessages:
 
         Args:
             programs: the operations of all ranks of the pipeline.
-            prefix: a text that no other list of steps has, such as ``step 2, ``.
-            loss: the messages that find the loss gradient.
+            prefix: the beginning of the messages' texts, such as ``step 2, ``. It must differ
+                from the prefix of any other step of the job.
+            loss: the messages by which ranks compute the loss gradient.
         """
         run = _Run(self, self._strips(programs), prefix, loss)
         found = [step for op in programs[self.rank] for step in run.step(op)]
         return [*found, Wait(tuple(run.sent))]
 
     def _strips(self, programs: Sequence[Program]) -> dict[_Map, list[int]]:
-        """Return, for each travelling map, the row before which the rows of each strip lie."""
+        """Return, for each map that travels, the end of each of its strips in order."""
         found: dict[_Map, list[int]] = {}
         for sender, program in enumerate(programs):
             for op in program:
@@ -111,7 +119,12 @@ class StreamedMessages:
         return found
 
     def ways(self, op: SendRows, sender: int) -> list[_Map]:
-        """Return the ways that the rows of a send travel, one for each receiving rank."""
+        """Return a way for each rank that receives the rows of a send operation.
+
+        Args:
+            op: the send of rows of a feature map or of its gradient.
+            sender: the number of the sending rank in the pipeline.
+        """
         plan, back = self.plans[sender][op.micro_batch], isinstance(op, SendGradRows)
         targets = [plan.makers[op.tensor_id]] if back else plan.readers[op.tensor_id]
         return [
@@ -123,8 +136,8 @@ class _Run:
     """Messages of one list of operations on one rank.
 
     Args:
-        of: the rank.
-        strips: for each travelling map, the row before which the rows of each strip lie.
+        of: the rank whose messages these are.
+        strips: for each map that travels, the end of each of its strips in order.
         prefix, loss: as in :meth:`StreamedMessages.steps`.
     """
 
@@ -218,7 +231,9 @@ class _Run:
     def _wait_for(
         self, op: Operation, block: int, tensor_id: int, row: int | None, reader: int | None = None
     ) -> Iterator[Step]:
-        """Yield the wait for the rows of a map before ``row``, or for all of its rows.
+        """Yield the wait for the strips of a map that hold rows before ``row``.
+
+        Yield nothing if this rank or no rank sends the map.
 
         Args:
             op: the operation that reads the rows.
@@ -270,7 +285,10 @@ class _Run:
             self._queues.setdefault(way.channel, deque()).append(way)
 
     def _started(self, queue: deque[_Map]) -> Iterator[Step]:
-        """Yield the sends that can start: strips that are final, one map after another."""
+        """Yield the sends of all strips that are final, one map after another.
+
+        Stop at the first strip that is not final, because strips are sent in order.
+        """
         while queue:
             way = queue[0]
             finals, sent = self.strips[way], self._sent[way]

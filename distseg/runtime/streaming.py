@@ -95,7 +95,7 @@ class Sizes(Protocol):
         """
 
     def weigh(self, boxes: TilePlan, images: int) -> Weighed:
-        """Return what :meth:`kept` returns, and the peak bytes of the tile's passes.
+        """Return the bytes that :meth:`kept` returns together with the peak of the tile's passes.
 
         Args:
             boxes: the boxes of the tile in each layer.
@@ -197,7 +197,7 @@ class StreamingExecutor:
         return f"the feature map after {self.graph[tensor_id - 1].name}"
 
     def label_tiles(self, block: LazyTileBatch) -> Iterator[Box]:
-        """Return the strips of the owned tile in which the labels of a tile batch are read."""
+        """Return the boxes, strips of the owned tile, in which a batch's labels are read."""
         return strips(block.place.tile, _LABELS)
 
     def plan(
@@ -415,18 +415,20 @@ def _sizes(places: Sequence[TilePlacement]) -> tuple:
 
 
 class LayoutTiles:
-    """Boxes of a micro-batch's tile batches in each feature map.
+    """Boxes of a rank's tiles in each feature map, computed from the layouts of the images.
 
-    The methods take the index of a tile batch (``block``), of a segment and of a feature map
-    (``tensor_id``).
+    A micro-batch has one or more tile batches: images of equal size, of which the rank has the same
+    tile. The methods take the index of a tile batch (``block``), the index of a segment, and the
+    number of a feature map (``tensor_id``). This class implements
+    :class:`distseg.runtime.tile_program.TileGrid`.
 
     Args:
         graph: the graph of the network's layers.
         segments: all segments of the network.
-        layouts: the layout of each tile batch's image.
-        places: the placement of each tile batch.
-        tiling: returns the tile size of a segment's result.
-        boxes: the tiles of the network's result to compute, for each tile batch; by default all.
+        layouts: for each tile batch, the layout of its images.
+        places: for each tile batch, its placement.
+        tiling: returns the size of the streamed tiles into which a segment's result is cut.
+        boxes: for each tile batch, the tiles of the network's result to compute; by default all.
     """
 
     def __init__(
@@ -453,9 +455,9 @@ class LayoutTiles:
         return len(self.layouts)
 
     def computed(self, block: int, tensor_id: int) -> Box:
-        """Return the box of a feature map that a rank computes for a tile batch.
+        """Return the box of a feature map that this rank computes for a tile batch.
 
-        The box excludes cells that come from other tiles by an exchange.
+        Cells that other ranks send in a halo exchange are not part of the box.
         """
         return self.layouts[block].computed(tensor_id, self.cells[block])
 
@@ -490,9 +492,9 @@ class LayoutTiles:
         )
 
     def _in_rows(self, block: int, tensor_id: int) -> bool:
-        """Return True if each tile that computes or reads a feature map consists of whole rows.
+        """Return True if all streamed tiles that compute or read a feature map are whole rows.
 
-        Return False if a row of the image is divided between tiles of the mesh.
+        Always return False if the mesh divides the rows of the image between ranks.
         """
         if any(g > 1 for g in self.layouts[block].grid[1:]):
             return False
@@ -647,8 +649,8 @@ class MicroBatchRun:
     def _gradient(self, i: int, tensor_id: int, box: Box) -> Tensor:
         """Return the gradient of the part ``box`` of a feature map.
 
-        It is the sum of the gradients from this rank's segments and from all ranks that read the
-        feature map, always in the same order.
+        It is the sum of the gradients from this rank's segments and from all other ranks that read
+        the feature map. The order of the summands is fixed, so that rounding is reproducible.
 
         Args:
             i: the index of the tile batch.
@@ -738,14 +740,14 @@ class MicroBatchRun:
             return run(layer, x, have, part, others)
 
     def _share(self, number: int, op: TileOperation) -> float:
-        """Return the share of the image for which a tile counts in norm ``number``.
+        """Return the weight, from 0 to 1, of a tile in the statistics of norm ``number``.
 
-        A norm of feature maps does not use the share, and the result is 1. Other norms read a
-        vector of the image, such as the means of its channels or rows, and every tile has the whole
-        vector. A tile then counts for the share of the image's cells that it owns. If several
-        segments compute the norm, only the tiles of the first segment have a share other than 0.
+        The weight matters only if the norm reads a vector of the image, such as the means of its
+        channels: every tile has the whole vector, which must count once in all. The weight is then
+        the fraction of the image's cells that the tile owns. If several segments compute the norm,
+        tiles of all segments but the first have weight 0. For a norm of feature maps it is 1.
         """
-        if self.norms[number].norm.parts is None:  # A norm of maps does not use its share.
+        if self.norms[number].norm.parts is None:  # A norm of feature maps.
             return 1.0
         if self._first_with[number] != op.segment:
             return 0.0
@@ -823,9 +825,9 @@ class MicroBatchRun:
         return g
 
     def _at(self, tensor_id: int, i: int, box: Box) -> Box:
-        """Return the part of ``box`` that tile batch ``i`` owns, relative to ``box``.
+        """Return the part of ``box`` that tile batch ``i`` owns, counted from the start of ``box``.
 
-        Set ``self.context`` to this tile batch and box too, for the layers that run next.
+        Also set ``self.context`` to this tile batch and box, for the layers that run next.
 
         Args:
             tensor_id: the number of the feature map.
@@ -968,7 +970,8 @@ class MicroBatchRun:
             box: the part.
             i: the index of the tile batch.
             tensor_id: the number of the feature map.
-            like: a tensor of any part, which sets channels, dtype, device and memory format.
+            like: a tensor of any part of the map, from which the number of channels, dtype, device
+                and memory format are taken.
             gradient: True for the gradient.
         """
         if tensor_id in self.executor.model.vectors:

@@ -66,8 +66,8 @@ class TiledModel(nn.Module):
     so that a norm gets all windows at once. Any other module computes one window after another. It
     accepts only one window if it has active norms.
 
-    With an ``exchange``, halos are exchanged between layers, and a layer computes only the part of
-    a window that later layers read. This part may be no larger than the tile.
+    With an ``exchange``, halos are exchanged between layers, and a layer computes only the cells
+    that later layers read, which may be the tile without any halo.
 
     Args:
         model: the model with its distributed counterparts.
@@ -276,9 +276,9 @@ class TiledModel(nn.Module):
         return compute
 
     def _frees_of(self, part: range, leaving: frozenset[int]) -> dict[int, list[int]]:
-        """Return, for each layer in ``part``, the feature maps to release after this layer.
+        """Return, for each layer in ``part``, the feature maps to release once it has run.
 
-        No later layer in ``part`` reads them, and they are not in ``leaving``.
+        These are the maps that no later layer in ``part`` reads and that are not in ``leaving``.
         """
         if (part, leaving) not in self._frees:
             self._frees[part, leaving] = last_readings(self.inputs, part, leaving)
@@ -662,8 +662,8 @@ def _image_of(model: nn.Module, size: Sequence[int], device: str | None = None) 
 def _positional_layers(model: nn.Module) -> list[str]:
     """Return the names of the layers that must know the position of their input in the image.
 
-    They are norms and other layers with statistics, dropouts, and layers that read lines or vectors
-    of the image.
+    These layers are norms and others with statistics, dropouts, and layers that read lines or
+    vectors of the image.
     """
     return [
         name

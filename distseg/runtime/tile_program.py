@@ -13,6 +13,16 @@ tiles::
 
 The backward passes run in the reverse order. The backward pass of a tile runs once all segments
 that read its rows have run their backward passes on these rows.
+
+Words of this module:
+
+- *segment*: a run of layers between two feature maps that exist as a whole.
+- *block*: the index of a tile batch, which is a tile of one or more images of equal size.
+- *row*: the cells of a feature map with one index along its first spatial dim. A *row of tiles* is
+  the tiles that begin and end at the same rows of cells.
+- *final*: rows of cells, or their gradients, are final once no later pass changes them.
+- *barrier*: a feature map of which all cells must be computed before any cell is read, because an
+  active norm or a halo exchange follows.
 """
 
 from __future__ import annotations
@@ -50,24 +60,30 @@ from distseg.tiling.tile import Box
 
 
 class TileGrid(Protocol):
-    """Interface to the boxes of a micro-batch's tiles.
+    """Interface that tells where the tiles of one rank lie, for one micro-batch.
 
-    The methods take the index of a tile batch (``block``), of a segment and of a feature map
-    (``tensor_id``). ``blocks`` is the number of tile batches.
+    The methods take the index of a tile batch (``block``), the index of a segment, and the number
+    of a feature map (``tensor_id``).
+
+    Attributes:
+        blocks: the number of tile batches.
     """
 
     blocks: int
 
     def tiles(self, block: int, segment: int) -> Sequence[Box]:
-        """Return the tiles of the segment's result that this rank computes, row by row."""
+        """Return the boxes of the tiles of a segment's result, one row of tiles after another."""
 
     def rows(self, block: int, segment: int, rows: Span) -> dict[int, Span]:
-        """Return, for each feature map that a segment reads, the rows that it reads.
+        """Return which rows of its input feature maps a segment reads to compute some rows.
 
         Args:
             block: the index of the tile batch.
             segment: the index of the segment.
             rows: the rows (start, stop) of the segment's result to compute.
+
+        Returns:
+            For the number of each feature map that the segment reads, its rows (start, stop).
         """
 
     def computed(self, block: int, tensor_id: int) -> Box:
@@ -82,8 +98,8 @@ class StagePlan:
         segments: all segments of the network.
         mine: the numbers of the segments that this rank runs.
         active: the numbers of the feature maps that this rank's active norms read.
-        points: the numbers of the feature maps that this rank reads and whose halo comes from other
-            ranks that share the image.
+        points: the numbers of the feature maps before a halo exchange: this rank reads their halo
+            from other ranks that share the image.
         makers: for each feature map, the rank of the pipeline that computes it.
         readers: for each feature map, the other ranks of the pipeline that read it.
         grid: the tiles of the micro-batch.
@@ -107,7 +123,10 @@ class StagePlan:
         return self.grid.blocks
 
     def is_barrier(self, tensor_id: int) -> bool:
-        """Return True if all cells of a feature map must be computed before any cell is read."""
+        """Return True if an active norm or a halo exchange follows a feature map.
+
+        All of its cells must then be computed before any cell is read.
+        """
         return tensor_id in self.active or tensor_id in self.points
 
     def of_stage(self, stage: int) -> list[int]:
@@ -120,7 +139,10 @@ class StagePlan:
 
     @cached_property
     def made(self) -> dict[int, int]:
-        """The segment that computes each feature map of this rank, by the number of the map."""
+        """Index of the segment that computes a feature map, by the number of the map.
+
+        It has only the feature maps that this rank computes.
+        """
         return {self.segments[s].result: s for s in self.mine}
 
     @cached_property
@@ -129,7 +151,7 @@ class StagePlan:
         return sorted({p for s in self.mine for p in self.sources(s)} - set(self.made) - {0})
 
     def sources(self, segment: int) -> Sequence[int]:
-        """Return the feature maps that a segment reads."""
+        """Return the numbers of the feature maps that a segment reads."""
         return self.segments[segment].sources
 
     def stop(self, segment: int) -> int:
@@ -409,9 +431,9 @@ def _final_gradient_rows(
 def _after_all_readers(plan: StagePlan, stage: int, tensor_id: int) -> Iterator[Operation]:
     """Yield the operations on a feature map that follow all backward passes of its readers.
 
-    They complete the map's gradient (statistics of norms and halo), send it if another rank
-    computed the map, and drop the map. Yield nothing if an earlier stage of this rank reads the map
-    too, because the backward passes of that stage still add to the gradient.
+    These operations complete the map's gradient (statistics of norms and halo), send it if another
+    rank computed the map, and drop the map. Yield nothing if an earlier stage of this rank reads
+    the map too, because the backward passes of that stage still add to the gradient.
 
     Args:
         plan: the plan of the micro-batch.
@@ -474,9 +496,9 @@ class _Fronts:
     def in_order(
         self, preferred: Iterable[int], ready: Callable[[int, _Band], bool]
     ) -> Iterator[tuple[int, _Band]]:
-        """Yield all rows of tiles of some segments as (segment, row), in an order that can run.
+        """Yield all rows of tiles of some segments as (segment, row of tiles), in a valid order.
 
-        Each time, the row comes from the first segment in ``preferred`` whose next row is ready.
+        The next row of tiles is that of the first segment in ``preferred`` that has a ready one.
 
         Args:
             preferred: the segments, most preferred first.
@@ -496,13 +518,13 @@ class _Fronts:
         return self._at[segment] == len(self.bands[segment])
 
     def readers(self, tensor_id: int) -> list[int]:
-        """Return the segments of this object that read a feature map."""
+        """Return the segments in ``self.segments`` that read a feature map."""
         return self._readers.get(tensor_id, [])
 
     def can_go_forward(self, band: _Band) -> bool:
-        """Return True if all rows that a row of tiles reads are computed.
+        """Return True if all rows of cells that a row of tiles reads are computed.
 
-        Rows that other segments than those of this object compute count as computed.
+        Rows that segments outside this object (``self.segments``) compute count as computed.
 
         Args:
             band: the row of tiles.
@@ -524,8 +546,8 @@ class _Fronts:
     def can_go_back(self, segment: int, band: _Band) -> bool:
         """Return True if the gradient of a row of tiles is final.
 
-        The backward passes of these tiles can then run. The gradient is final if the segments of
-        this object have run all backward passes that read these tiles.
+        The backward passes of these tiles can then run. The gradient is final once all segments in
+        ``self.segments`` have run the backward passes of the tiles that read this row of tiles.
 
         Args:
             segment: the segment whose result the tiles are part of.
@@ -539,8 +561,8 @@ class _Fronts:
     def _final(self, tensor_id: int, block: int) -> float:
         """Return the first row of a feature map whose gradient is not final yet.
 
-        This is the first row that a tile reads whose backward pass :meth:`in_order` has not yielded
-        yet. The result is infinity if the tile batch has no such tile.
+        A row is not final if a tile reads it whose backward pass :meth:`in_order` has not yielded
+        yet. The result is infinity if all rows are final.
         """
         return min(
             (self._reads_from(s, tensor_id, block) for s in self.readers(tensor_id)),
@@ -558,18 +580,18 @@ class _Fronts:
         )
 
     def grown(self, tensor_id: int, block: int) -> int | None:
-        """Return the first row of a feature map whose gradient is not final yet.
+        """Return the first row of a feature map whose gradient is not final, if rows were added.
 
-        The gradient of all rows before it is final, so those rows can be sent.
+        The gradients of all rows before it are final and can be sent.
 
         Args:
             tensor_id: the number of the feature map.
             block: the index of the tile batch.
 
         Returns:
-            The row. None if no further row has become final since the last call with these
-            arguments. Also None if all rows are final: the last rows are sent after the backward
-            passes of all tiles.
+            The row, or None in two cases: no further row has become final since the last call with
+            these arguments, or all rows are final. The last rows are sent elsewhere, after the
+            backward passes of all tiles (:func:`_after_all_readers`).
         """
         final = self._final(tensor_id, block)
         if final == math.inf or final <= self._sent.get(
@@ -591,14 +613,17 @@ def _bands(plan: StagePlan, segment: int) -> list[_Band]:
 
 
 def _lowest(bands: Sequence[_Band]) -> list[dict[int, int]]:
-    """Return, for each row of tiles, the lowest row of cells that is still read of each map.
+    """Return the smallest index of a row of cells that each row of tiles or a later one reads.
 
-    Each dict maps the number of a feature map to the lowest row of its cells that this row of tiles
-    reads, or a later row of tiles in the same tile batch. A later row of tiles may read lower rows
-    of cells than the one before it, because reflection padding repeats cells near the border.
+    Gradients of rows with smaller indices are final, because backward passes follow the order of
+    ``bands``. A later row of tiles may read smaller indices than the one before it, because
+    reflection padding repeats cells near the border. Later rows of other tile batches do not count.
 
     Args:
         bands: all rows of tiles of a segment, in order.
+
+    Returns:
+        For each row of tiles a dict from the number of a feature map to this smallest index.
     """
     found: list[dict[int, int]] = []
     following: _Band | None = None

@@ -99,8 +99,8 @@ class Receiving:
     Args:
         box: the part to receive.
         make: creates the map that stores the received part. It is called once, with an empty tensor
-            that has the numbers of images and channels, the dtype and the memory format of the
-            sender's map. The created map may be larger than the part.
+            that has the number of images, the number of channels, the dtype and the memory format
+            of the sender's map. The created map may be larger than the part.
 
     Attributes:
         stored: the created map; None until the first message has arrived.
@@ -121,8 +121,8 @@ class Receiving:
                 than the tensor.
         """
         while True:
-            while len(self._under_way) < _UNDER_WAY and (buffer_for := self._wanted()) is not None:
-                self._under_way.append(start(buffer_for))
+            while len(self._under_way) < _UNDER_WAY and (buffer := self._wanted()) is not None:
+                self._under_way.append(start(buffer))
             if not self._under_way:
                 return True
             if (size := self._under_way[0].came) is None:
@@ -153,11 +153,11 @@ class Receiving:
         if not self.box.pixels:
             self.there = self.box.stop[0]
 
-    def _put(self, buffer_for: Tensor, size: int) -> None:
+    def _put(self, buffer: Tensor, size: int) -> None:
         """Store the rows of one message.
 
         Args:
-            buffer_for: the buffer that received the message.
+            buffer: the buffer that received the message.
             size: the length of the message in bytes, at most the size of the buffer.
         """
         whole = isinstance(self.stored, VectorMap)
@@ -167,7 +167,7 @@ class Receiving:
             else size // self.stored.bytes_of(_strip(self.box, self.there, self.there + 1))
         )
         strip = _strip(self.box, self.there, self.there + rows)
-        self.stored.put(strip, buffer_for if whole else self.stored.within(buffer_for, strip))
+        self.stored.put(strip, buffer if whole else self.stored.within(buffer, strip))
         self.there = strip.stop[0]
 
 

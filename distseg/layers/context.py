@@ -117,10 +117,10 @@ class Context:
         )
 
     def owns_all(self, size: tuple[int, ...]) -> bool:
-        """Return True if the first window has no halo in the feature map that a layer reads.
+        """Return True if this rank owns all cells that its first window holds.
 
-        If ``regions`` is set, the window's owned box there must have ``size``. If ``regions`` is
-        None, the window's tile must be the whole image.
+        That is: the owned box in ``regions`` has the size ``size``, or, if ``regions`` is None, the
+        tile is the whole image.
 
         Args:
             size: number of cells of the map that the window holds, along each dim.

@@ -209,9 +209,9 @@ class WeightsApart(TorchFunctionMode):
     """Torch function mode in which convolutions compute their weight gradients later.
 
     In the backward pass, the gradients of weight and bias are left to the wait policy, which
-    computes them while the rank waits for others, and adds them to ``grad`` without autograd. So
-    this is not done if a weight is computed instead of being a parameter, or if a parameter has
-    hooks. Autograd then computes these gradients as usual.
+    computes them while the rank waits for others, and adds them to ``grad`` without autograd.
+    Autograd computes them as usual if the weight is not a parameter itself (but computed from
+    one), or if a parameter has hooks.
 
     Args:
         waits: the wait policy that does the deferred work.
@@ -315,8 +315,8 @@ def _each(weight: Tensor) -> Callable[[int | Sequence[int]], list[int]]:
 def _can_wait(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Return True if the gradients of weight and bias may be computed later, without autograd.
 
-    This holds if the weight needs a gradient, and if autograd would only add the gradients to
-    ``grad``, without calling hooks. ``x`` must be a batch.
+    This holds if the weight needs a gradient, if weight and bias are parameters without hooks (so
+    that autograd would only add the gradients to ``grad``), and if ``x`` has a batch dim.
     """
     return (
         x.dim() == weight.dim()

@@ -27,16 +27,17 @@ def cropped(x: Tensor, have: Box, wanted: Box) -> Tensor:
 
 
 def fitted(x: Tensor, have: Box, wanted: Box) -> tuple[Tensor, list[tuple[int, int]]]:
-    """Return the part of ``x`` inside ``wanted``, and how many cells of ``wanted`` it lacks.
-
-    The lacking cells are a pair for each dim: their number before and after the part. This is the
-    argument ``pads`` of :func:`padded`. If ``x`` has no cell of ``wanted`` along a dim, all count
-    as lacking before the part.
+    """Return the part of ``x`` inside ``wanted``, and the padding that extends it to ``wanted``.
 
     Args:
         x: (B, C, *have.size).
         have: the box of ``x`` in its feature map.
         wanted: a box that may extend beyond ``have``.
+
+    Returns:
+        The part of ``x``. For each dim, the number of cells to add (before, after) the part, as
+        :func:`padded` takes them; if ``x`` has no cell of ``wanted`` along the dim, all of them
+        count as before.
     """
     common = have.intersection(wanted)
     pads = [
@@ -47,9 +48,9 @@ def fitted(x: Tensor, have: Box, wanted: Box) -> tuple[Tensor, list[tuple[int, i
 
 
 def mirrored(x: Tensor, have: Box, part: LayerView, mode: str) -> tuple[Tensor, Box]:
-    """Return what a layer reads of a feature map, with padding added, and the box of the result.
+    """Return the padded input of a layer that pads with values of the map, and the result's box.
 
-    The padding is made of the map's values, as by reflection.
+    Such padding is reflection or replication.
 
     Args:
         x: (B, C, *have.size), with the cells of ``part.input``.

@@ -1,7 +1,10 @@
 """Distributed counterparts of the layers of :mod:`distseg.models.image_statistics`.
 
-Each class is a :class:`distseg.layers.mean.DistributedMean` with its own moments. ``f`` is a
-statistic and ``g`` its gradient, summed over all windows of all ranks::
+Each class computes a vector of the whole image from the windows of all ranks, as
+:class:`distseg.layers.mean.DistributedMean` does. A window's contribution is stored as
+:class:`Moments`, whose fields may hold other numbers than count, mean and squared deviations; each
+class says which. In the formulas ``f`` is a statistic and ``g`` its gradient, summed over all
+windows of all ranks::
 
     variance      f = sum (x - mean)^2 / (N - correction)
                   dx = g * 2 (x - mean) / (N - correction)
@@ -38,7 +41,8 @@ class _OfImage(DistributedMean):
     """Base class of distributed layers that compute one vector from all cells of an image.
 
     Args:
-        layer: the layer of :mod:`distseg.models.image_statistics` that computes it of whole images.
+        layer: the layer of :mod:`distseg.models.image_statistics` that computes the same vector
+            from whole images.
     """
 
     def __init__(self, layer: nn.Module, *args):
@@ -68,9 +72,9 @@ class _OfImage(DistributedMean):
         return dx
 
     def gradient(self, x: Tensor, g: Tensor, statistics: Moments, row: int) -> Tensor:
-        """Return the gradient of the loss by a window's owned cells of one image.
+        """Return the gradient of the loss by one image's cells that a window owns.
 
-        It has as many values as ``x``, in any shape.
+        The result has as many values as ``x``, in any shape.
 
         Args:
             x: the owned cells, (C, *size).
@@ -267,7 +271,7 @@ class DistributedLargest(_OfImage):
         return found
 
     def _largest(self, parts: Moments) -> Moments:
-        """Choose the k largest values of each channel among those of several parts of an image.
+        """Return the k largest values of each channel of an image, from those of its parts.
 
         Args:
             parts: for each part its k largest values (in ``mean``) and their indices in the whole
@@ -317,9 +321,9 @@ class DistributedLargest(_OfImage):
 class DistributedMeasure(_OfImage):
     """Distributed counterpart of :class:`distseg.models.image_statistics.Measure`.
 
-    It returns a number that a rule computes from the size of the whole feature map, such as its
-    number of pixels. So its gradient is 0. Its statistics are :class:`Moments` whose ``mean`` holds
-    this number, and whose ``m2`` is empty.
+    The layer returns a number that follows from the size of the whole feature map alone, such as
+    its number of pixels. So the gradient is 0. Its statistics are :class:`Moments` whose ``mean``
+    holds this number, and whose ``m2`` is empty.
     """
 
     def moments(self, x: Tensor, index: int, mask: Tensor | None = None) -> list[Contribution]:

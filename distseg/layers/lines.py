@@ -1,10 +1,14 @@
 """Distributed counterparts of :class:`distseg.models.lines.AlongLines` and ``OfLines``.
 
-These layers take statistics over some dims of an image and keep the others. The positions along the
-kept dims form a line of length L. Each window contributes to the positions that it owns, and the
-contributions of all ranks are combined as moments. In the statistics, each image has a row of shape
-(L, C). If images differ in size, L is the length of the longest line. ``f`` is a statistic and
-``g`` its gradient at the position of a cell, summed over all windows of all ranks::
+These layers take statistics over some dims of an image and keep the others. The result is a *line*:
+a value of each channel for each *position*, which is an index along the kept dims. L is the number
+of positions. The means of the rows of an image are a line whose positions are the rows; the cells
+of a position are the cells of its row.
+
+Each window contributes to the positions of the cells that it owns, and the contributions of all
+ranks are combined as :class:`Moments`. Each image has moments of shape (L, C). If images differ in
+size, L is the length of the longest line. In the formulas ``f`` is a statistic and ``g`` its
+gradient at the position of a cell, summed over all windows of all ranks::
 
     mean          dx = g / N
     sum           dx = g
@@ -36,11 +40,11 @@ from distseg.tiling.tile import Box
 
 
 class Where(NamedTuple):
-    """Boxes of the cells that a window owns, in two coordinate systems.
+    """Box of the cells that a window owns, in two coordinate systems.
 
     Attributes:
-        own: box of these cells, counted from the first cell of the window.
-        place: box of these cells, in the whole feature map.
+        own: the box, counted from the first cell of the window.
+        place: the box, in cells of the whole feature map.
         size: size of the whole feature map.
     """
 
@@ -53,8 +57,8 @@ class Part(NamedTuple):
     """Contribution of one image of a window to the image's line.
 
     Attributes:
-        moments: the moments of the window's owned cells at each position of the line that these
-            cells cover, with ``mean`` (positions, C). None if the window owns no cells.
+        moments: the moments at each position of which the window owns cells, with ``mean``
+            (positions, C). None if the window owns no cells.
         at: the indices of these positions in the line, (positions,).
         length: the length of the whole line.
         channels: number of channels of the feature map.
@@ -69,8 +73,8 @@ class Part(NamedTuple):
 class DistributedLines(DistributedMean):
     """Distributed counterpart of :class:`distseg.models.lines.AlongLines`.
 
-    It maps each window to the whole line of its image, (B, C * L, 1, ...). An example of a line are
-    the means of all L rows of the image, each taken over the cells of all tiles.
+    It maps each window to the line of the whole image, (B, C * L, 1, ...), such as the means of all
+    L rows, each taken over the cells of all tiles.
     """
 
     def __init__(self, layer: AlongLines, *args):
@@ -94,12 +98,16 @@ class DistributedLines(DistributedMean):
         length, at = places_along(self.kept, size), self._numbers(place, size).to(x.device)
         found = []
         for image, row in zip(x[(..., *own.slices)], self.rows(index)):
-            part = self.statistic.moments(*self._opened(image, place, size)) if own.pixels else None
+            part = (
+                self.statistic.moments(*self._by_position(image, place, size))
+                if own.pixels
+                else None
+            )
             found.append(Contribution(row, Part(part, at, length, x.shape[1]), own.pixels))
         return found
 
-    def _opened(self, image: Tensor, place: Box, size: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Group an image's owned cells by their position in the line.
+    def _by_position(self, image: Tensor, place: Box, size: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Group the cells of an image that a window owns by their position in the line.
 
         Args:
             image: the owned cells, (C, *place.size).
@@ -107,9 +115,9 @@ class DistributedLines(DistributedMean):
             size: the size of the feature map.
 
         Returns:
-            The cells, (positions, C, cells of a position), and an index for each cell of a
-                position, (cells of a position,). The index counts all cells that the whole image
-                has at a position. For the means of rows, it is the cell's column.
+            The cells, (positions, C, cells of a position). The index of each cell among all cells
+                that the whole image has at its position, (cells of a position,): for the means of
+                rows, the number of the cell's column.
         """
         others = [d for d in range(len(size)) if d not in self.kept]
         numbers = numbers_of(_picked(place, others), [size[d] for d in others]).to(image.device)
@@ -144,9 +152,9 @@ class DistributedLines(DistributedMean):
         )
 
     def _line(self, parts: list[Part], length: int) -> Moments:
-        """Combine this rank's parts of an image to moments at all positions, ``mean`` (length, C).
+        """Return an image's moments from the windows of this rank, with ``mean`` (length, C).
 
-        Positions to which no part contributes get the moments of zero cells.
+        Positions of which this rank owns no cells get the moments of zero cells.
 
         Args:
             parts: the contributions of this rank's windows to the image.
@@ -189,19 +197,19 @@ class DistributedLines(DistributedMean):
             return dx
         at = self._numbers(place, size).to(x.device)
         for image, of_image, i in zip(x[(..., *own.slices)], dx[(..., *own.slices)], rows):
-            cells, numbers = self._opened(image, place, size)
+            cells, numbers = self._by_position(image, place, size)
             there = Moments(*(t[i, at] for t in statistics))
-            of_image += self._closed(
+            of_image += self._as_image(
                 self.statistic.gradient(cells, numbers, total[i, at], there), of_image
             ).to(x.dtype)
         return dx
 
-    def _closed(self, cells: Tensor, like: Tensor) -> Tensor:
-        """Put cells that :meth:`_opened` has grouped by position back into the shape of an image.
+    def _as_image(self, cells: Tensor, like: Tensor) -> Tensor:
+        """Undo :meth:`_by_position`: return grouped cells in the shape of the image, (C, *size).
 
         Args:
             cells: the cells, or their gradients, (positions, C, cells of a position).
-            like: a tensor of the wanted shape (C, *size). Its values are not used.
+            like: a tensor (C, *size), of which only the shape is used.
         """
         size = like.shape[1:]
         others = [d for d in range(len(size)) if d not in self.kept]
@@ -214,10 +222,10 @@ class DistributedLines(DistributedMean):
 class _Mean:
     """Mean or sum of the cells at each position of a line, and base class of other statistics.
 
-    Its methods take ``cells``, (L, C, cells of a position), and ``numbers``, the index of each cell
-    of a position, (cells of a position,). :meth:`DistributedLines._opened` returns both. L is the
-    number of positions in ``cells``. In the moments, ``count`` is (..., L), ``mean`` and ``m2`` are
-    (..., L, C).
+    Its methods take the results of :meth:`DistributedLines._by_position`: ``cells``, (L, C, cells
+    of a position), and ``numbers``, the index of each cell of a position, (cells of a position,).
+    Here L is the number of positions in ``cells``. In the moments, ``count`` is (..., L), ``mean``
+    and ``m2`` are (..., L, C).
 
     Args:
         layer: the layer that defines the statistic. ``layer.total`` is True for sums.
@@ -270,7 +278,7 @@ class _Mean:
             cells: cells of one image, (L, C, cells of a position).
             numbers: the index of each cell of a position, which only the maximum uses.
             g: gradient of the loss by the statistic at each position, (L, C).
-            there: the moments at these L positions, combined over all ranks.
+            there: the moments at the same L positions, combined over all ranks.
         """
         g = g if self.layer.total else g / there.count.unsqueeze(-1)
         return g.to(cells.dtype).unsqueeze(-1).expand_as(cells)
@@ -390,5 +398,5 @@ def distributed_class(layer: nn.Module) -> type[nn.Module]:
 
 
 def _picked(box: Box, dims: Sequence[int]) -> Box:
-    """Return the box that ``box`` is along the listed dims, without its other dims."""
+    """Return a box with only the listed dims of ``box``."""
     return Box(tuple(box.start[d] for d in dims), tuple(box.stop[d] for d in dims))

@@ -455,10 +455,10 @@ def _targets(labels: Tensor, classes: int, like: Tensor) -> Tensor:
 
 
 def _beside_a_sum(count: Tensor) -> Tensor:
-    """Return (0, count) as a float64 tensor (2,), the partial sums of a mean without its logits.
+    """Return the partial sums of a mean as far as labels determine them: (0, count), float64.
 
-    A mean has two partial sums: the sum of values over pixels, and the count by which it is
-    divided. The first one depends on logits, which are not known here, so it is 0.
+    A mean has two partial sums: the sum of values over pixels, and the count by which that sum is
+    divided. The first one depends on logits, so it is 0 here.
 
     Args:
         count: the number of valid pixels, or the sum of their class weights, ().

@@ -1,9 +1,10 @@
 """Distributed counterparts of :class:`distseg.models.layers.Mean`, ``Max`` and ``Spread``.
 
-They work as norms without the normalisation (:mod:`distseg.layers.norm`): statistics are taken of
-each window and combined over the tile group. The result is a vector of the image, equal on all
-ranks. The layers after the vector are computed for each window, so the vector's gradient is summed
-over all windows.
+These layers work as norms without the normalisation (:mod:`distseg.layers.norm`): statistics are
+taken of each window and combined over the ranks that share the image. The result is a vector of the
+image, equal on all ranks. The layers after the vector are computed for each window, so the vector's
+gradient is summed over all windows. A *row* is one entry of the statistics: each part of each image
+has a row.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ from distseg.tiling.tile import Box
 class DistributedMean(DistributedNorm):
     """Distributed counterpart of :class:`distseg.models.layers.Mean`.
 
-    It maps each window to the vector of the whole image, (B, C * parts, 1, ...), which has the
-    means over all tiles. Here parts is the number of grid cells, or 1 without a grid. In the
-    statistics, each part of each image has its own row. In the backward pass, the owned pixels of a
-    part share the gradient of the part's mean.
+    It maps each window to the means over the whole image, (B, C * parts, 1, ...). With a grid, as
+    in ``F.adaptive_avg_pool2d``, each cell of the grid is a part of the image with its own mean;
+    without a grid there is one part. In the backward pass, all pixels of a part get the gradient of
+    the part's mean, divided by their number.
     """
 
     def __init__(self, mean: Mean, *args):
@@ -126,11 +127,10 @@ class DistributedMean(DistributedNorm):
             total[i * self.number : (i + 1) * self.number] += of_image.view(-1, self.number).t()
 
     def shares(self, total: Tensor, statistics: Moments) -> Tensor:
-        """Return the gradient of a cell in each part of each image, (rows, C).
+        """Return the gradient that each cell gets, for each part of each image, (rows, C).
 
-        All cells of a part have the same gradient. It is the gradient of the part's mean divided by
-        the number of cells; for a sum it is not divided. All ranks that share statistics must call
-        this method together.
+        It is the gradient of the part's mean divided by the number of cells; for a sum it is not
+        divided. All ranks that share statistics must call this method together.
 
         Args:
             total: this rank's sums of the vectors' gradients (:meth:`collect`), (rows, C).
@@ -143,7 +143,7 @@ class DistributedMean(DistributedNorm):
         """Return the gradient of a window's cells, which is zero outside the owned cells.
 
         Args:
-            shares: the gradient of a cell in each part, as :meth:`shares` returns it.
+            shares: the gradient that each cell of a part gets, as :meth:`shares` returns it.
             x: the feature map of the window. The result has its shape.
             rows: for each image of the window, its position in the micro-batch.
             where: the owned cells, as :meth:`where` returns them.
@@ -214,10 +214,10 @@ class DistributedMax(DistributedMean):
         return own, region.owned.intersection(region.available), region.size
 
     def _parts(self, own: Box, place: Box, size: Sequence[int]) -> list[tuple[Box, Box]]:
-        """Return, for each part of the image, the box of the cells that the window owns in it.
+        """Return the box of the cells that the window owns in each part of the image.
 
         A part is the area of one cell of the grid, or the image without a grid. Each box is given
-        twice: counted from the first cell of the window, and in the whole feature map.
+        twice: counted from the first cell of the window, and in cells of the whole feature map.
 
         Args:
             own, place, size: the three results of :meth:`where`.
@@ -412,8 +412,8 @@ class PendingMean(Pending):
     """Mean, maximum or other statistic of images whose windows are computed one after another.
 
     It has the methods of :class:`distseg.layers.norm.Pending`. The statistics of all windows are
-    known when it is created. So a call with any window of an image returns the vector of the whole
-    image.
+    known when the object is created. So a call with any window of an image returns the vector of
+    the whole image.
     """
 
     def __init__(self, norm: DistributedMean, statistics: Moments):

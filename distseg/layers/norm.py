@@ -64,8 +64,8 @@ class DistributedNorm(nn.Module):
     """Distributed counterpart of a norm layer, with the same parameter and buffer names.
 
     :meth:`joint` normalises all windows of this rank together, :meth:`forward` a single window.
-    The statistics are :class:`Moments` with one row for each image of the micro-batch. In batch
-    norm all images share one row.
+    The statistics are :class:`Moments` of several sets of pixels. A *row* is the index of one set:
+    each image of the micro-batch has a row of its own, but in batch norm all images share row 0.
 
     Args:
         norm: the user's layer.
@@ -189,7 +189,7 @@ class DistributedNorm(nn.Module):
         return self.closed(_normalised(opened, [_coefficients(*of).affine] * len(opened)), x)
 
     def opened(self, x: Tensor) -> Tensor:
-        """Return ``x`` reshaped so that dim 1 has the channels whose statistics are taken.
+        """Reshape the layer's input so that dim 1 holds the channels whose statistics are taken.
 
         If a vector has several values per channel, these become cells along a spatial dim:
         (N, C * parts, 1, ...) -> (N, C, parts, 1, ...). Images that are stacked in the channels
@@ -203,10 +203,10 @@ class DistributedNorm(nn.Module):
         )
 
     def closed(self, y: Tensor, x: Tensor) -> Tensor:
-        """Undo :meth:`opened`: return the result ``y`` for ``opened(x)`` in the shape of ``x``.
+        """Undo :meth:`opened`: return the norm's result ``y`` for ``opened(x)`` in x's shape.
 
-        If both shapes are equal, ``y`` itself is returned instead of a view. A view of a single
-        image would lose the memory format, and later layers would copy the image.
+        If :meth:`opened` changes nothing, ``y`` itself is returned instead of a view. A view of a
+        single image would lose the memory format, and later layers would copy the image.
         """
         return y if self.parts is None and self.frames == 1 else y.view_as(x)
 
@@ -313,11 +313,11 @@ class DistributedNorm(nn.Module):
         )
 
     def times(self, index: int) -> float:
-        """Return the weight with which each value of window ``index`` counts in the statistics.
+        """Return the weight of window ``index`` in the statistics: 1 if the input is a feature map.
 
-        The weight is 1 for feature maps. A vector of the image is held whole by every window of the
-        image. So its weight in a window is the window's owned fraction of the image. Over all
-        windows these weights add up to 1, and the vector counts once.
+        If the input is a vector of the image, every window holds the whole vector, which must count
+        once in all. The weight of a window is then the fraction of the image that it owns. Over
+        all windows of the image these weights add up to 1.
         """
         if self.parts is None or self.context.per_window:
             return 1
@@ -348,9 +348,9 @@ class DistributedNorm(nn.Module):
     def rows_of(self, x: Tensor, index: int) -> list[int]:
         """Return the row in the statistics of each entry x[b] of the batch ``x``.
 
-        Usually an entry is an image, with the row that :meth:`rows` returns. A user's module that
-        is no list of layer calls may also stack other things in the batch, such as parts of images.
-        Then entry b has row b, or row 0 in batch norm.
+        Usually an entry is an image, with the row that :meth:`rows` returns. But a user's module
+        that always reads whole images may stack other things in the batch, such as parts of images.
+        Entry b of such a batch has row b, or row 0 in batch norm.
 
         Args:
             x: the feature map of window ``index``, (B, C, *size).
@@ -359,11 +359,10 @@ class DistributedNorm(nn.Module):
             return self.rows(index)
         return [0] * len(x) if self.kind == "batch" else list(range(len(x)))
 
-    def whole(self, x: Tensor) -> compiled.Norm:
-        """Return this norm's settings in the form that the kernel for whole images takes.
+    def kernel_settings(self) -> compiled.Norm:
+        """Return this norm's settings as the compiled kernel for whole images takes them.
 
-        Args:
-            x: the images (B, C, *size). They are not read.
+        They include the keys of the dropout masks of the images in this rank's first window.
         """
         keys, p = None, 0.0
         if self.training and self.dropout:
@@ -440,10 +439,10 @@ class DistributedNorm(nn.Module):
         return everyone
 
     def _least(self, by_row: dict[int, list[Contribution]], statistics: Moments) -> float:
-        """Return the smallest number of values over which any of the statistics is taken.
+        """Return the number of values in the smallest set of which a mean and variance are taken.
 
         This is the number of pixels of the row with the fewest pixels, times the number of channels
-        that share a statistic: those of a group in group norm, otherwise 1.
+        that share a statistic: the channels of a group in group norm, otherwise 1.
 
         Args:
             by_row: for the number of each row of the statistics, the contributions to it.
@@ -479,7 +478,8 @@ class DistributedNorm(nn.Module):
     def known(self) -> Moments:
         """Return the running statistics as moments with one row: ``mean`` and ``m2`` (1, C).
 
-        A norm that is not active uses them. Their ``count`` is 1, so that ``m2`` is the variance.
+        A norm that is not active normalises with these moments. Their ``count`` is 1, so that
+        ``m2`` is the variance.
         """
         mean, var = self.running.running_mean, self.running.running_var
         return Moments(
@@ -570,9 +570,9 @@ class Contribution(NamedTuple):
     Attributes:
         row: the row of the statistics to which the moments belong (:meth:`DistributedNorm.rows`).
         moments: the moments of the image's channels over the pixels that the window owns.
-        pixels: the number of these pixels. Every window holds a vector of the image whole. So for a
-            vector this is its number of values per channel times the fraction of the image that the
-            window owns. All windows together then count the vector once.
+        pixels: the number of pixels that count. For a feature map, the pixels that the window owns.
+            For a vector of the image, the number of its values per channel times the window's
+            weight (:meth:`DistributedNorm.times`).
     """
 
     row: int
@@ -620,7 +620,7 @@ class _WholeNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, norm: DistributedNorm, weight, bias, x):
-        found = norm.whole(x)
+        found = norm.kernel_settings()
         count = (
             x.shape[2:].numel()
             * (len(x) if found.joint else 1)
@@ -724,10 +724,10 @@ class _JointNorm(torch.autograd.Function):
 class Pending:
     """Active norm of windows that are computed one after another, as streamed tiles are.
 
-    Call the object with each window to normalise it. The windows' backward passes treat the
-    statistics as constants, and add up in this object what the gradient of the statistics needs.
-    After all of them, call :meth:`finalize` once. Then :meth:`with_statistics_grad` adds the
-    missing gradient to that of each window.
+    The order of calls: call the object with each window to normalise it. Run the windows' backward
+    passes, which treat the statistics as constants, and add up in this object the sums from which
+    the gradient of the statistics follows. Call :meth:`finalize` once. Then call
+    :meth:`with_statistics_grad` for each window, to add the missing part of its gradient.
 
     Args:
         norm: the layer.
@@ -881,9 +881,9 @@ def _collect(dweight: Tensor, dbias: Tensor, g: Tensor, x: Tensor, c: Coefficien
 def _centre(x: Tensor, c: Coefficients, times: float) -> Tensor:
     """Return the sum of an image's normalised values xhat, multiplied by ``times``, (C,).
 
-    Over all images, these sums add up to s0, which would be 0 if the mean were not rounded. But the
-    vectors of a batch can differ so little that the rounding error is large compared with xhat. If
-    s0 were taken for 0, the error would change a gradient whose terms nearly cancel.
+    Over all images, these sums add up to s0. It would be 0 if the mean were not rounded, but the
+    vectors of a batch can differ so little that the rounding error matters: with s0 = 0 it would
+    change a gradient whose terms nearly cancel.
 
     Args:
         x: the norm's input, (1, C, *size).
@@ -937,7 +937,7 @@ def _shares(
 def _nowhere(x: Tensor) -> Box:
     """Return an empty box with the number of spatial dims of ``x``.
 
-    If a kernel gets it as the box of owned pixels, it adds no gradient through the statistics.
+    A kernel that gets this box as the box of owned pixels adds no gradient through the statistics.
     """
     return Box.whole((0,) * (x.dim() - 2))
 
@@ -1017,13 +1017,13 @@ def _kind(norm: nn.Module, name: str) -> str:
 
 
 def commit(norms: list[DistributedNorm], groups_comm, unbiased: bool = False) -> None:
-    """Update the running statistics from all statistics of this optimizer step.
+    """Update the running statistics, once for this optimizer step.
 
-    :meth:`DistributedNorm.note` has stored them. This is deferred batch norm, as in torchgpipe. The
-    mean and variance of all images of the step, over micro-batches and sample groups, enter the
-    running averages once. A layer that is called several times in a pass updates them once per
-    call. All ranks of ``groups_comm`` must call this function together. They exchange one message
-    for all layers.
+    The new values are the mean and variance of all images of the step, over micro-batches and
+    sample groups, from the statistics that :meth:`DistributedNorm.note` has stored. (This is the
+    deferred batch norm of torchgpipe.) A layer that is called several times in a pass makes one
+    update for each call. All ranks of ``groups_comm`` must call this function together. They
+    exchange one message for all layers.
 
     Args:
         norms: the counterparts of all norm layers.

@@ -367,8 +367,8 @@ def _values_of(call: Callable[[], Tensor], kind: str) -> Tensor:
         kind: ``PixelLoss`` or ``SumLoss``, for error messages.
 
     Raises:
-        ValueError: the function fails, returns no tensor, or uses tensors with requires_grad. (The
-            example logits have none.)
+        ValueError: the function fails, returns no tensor, or uses tensors with requires_grad (the
+            example logits do not require a gradient).
     """
     try:
         with torch.enable_grad():
@@ -434,7 +434,8 @@ def _weight_of(function: Callable) -> Callable[[Tensor], Tensor] | None:
 def _ignored_by(function: Callable) -> int | None:
     """Return the ``ignore_index`` that a loss function has, or None if it has none.
 
-    It is an attribute, as in ``nn.CrossEntropyLoss``, or a keyword given to ``functools.partial``.
+    A function has it as an attribute, like ``nn.CrossEntropyLoss``, or as a keyword argument of
+    ``functools.partial``.
     """
     found = getattr(function, "keywords", {}).get("ignore_index")
     return getattr(function, "ignore_index", None) if found is None else found

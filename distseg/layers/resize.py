@@ -60,7 +60,7 @@ class PlacedPositions(Positions):
     """Distributed counterpart of :class:`distseg.models.capture.positions.Positions`.
 
     The layer computes values for the positions of a feature map, such as their coordinates in the
-    image. They depend on the size of the whole image, which the context has.
+    image. The values depend on the size of the whole image, which the context knows.
 
     Args:
         inner: the ``Positions`` layer. Both layers share their parameters and buffers.

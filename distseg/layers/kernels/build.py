@@ -127,7 +127,8 @@ def _owners(status: os.stat_result) -> bool:
 def _root() -> set[int]:
     """Return the user ids that files of root may have: 0, and in a container the overflow id.
 
-    In a user namespace, files of unmapped users, such as root, appear to belong to this id.
+    In a container (a user namespace), files of users that do not exist inside it, such as root,
+    appear to belong to the overflow id.
     """
     with suppress(OSError, ValueError):
         if Path("/proc/self/uid_map").read_text().split() != ["0", "0", str(2**32 - 1)]:

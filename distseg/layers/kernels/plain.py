@@ -1,10 +1,10 @@
 """The functions of :mod:`distseg.layers.kernels.norm`, computed by PyTorch's kernels.
 
-They are used on CUDA, and on CPUs without a compiler. On a CPU they are slower than the compiled
-kernels, as each function passes over memory several times. Only operations that CPU and CUDA share
-are used. Forward pass and sums use batch norm with fixed statistics, which is one kernel each on a
-GPU. The gradient uses products and sums, because batch norm's own kernels for tilt and shift need
-divisors that may be 0.
+distseg uses this module on CUDA, and on CPUs without a compiler. On a CPU it is slower than the
+compiled kernels, as each function passes over memory several times. It uses only operations that
+CPU and CUDA share. Forward pass and sums use batch norm with fixed statistics, which is one kernel
+each on a GPU. The gradient uses products and sums, because batch norm's own kernels for tilt and
+shift need divisors that may be 0.
 
 CUDA's backward kernel also needs the fixed statistics as its saved statistics, and asserts that
 these are not None (aten/src/ATen/native/cuda/Normalization.cu). The CPU's kernel ignores them. All
@@ -132,10 +132,10 @@ def _before_activation(g: Tensor, x: Tensor, affine: Affine) -> Tensor:
 
 
 def _parameters(x: Tensor, affine: Affine) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return weight, bias, mean and variance of a batch norm that computes an affine map.
+    """Return weight, bias, mean and variance with which a batch norm computes an affine map.
 
-    They are the map's scale, bias and pivot, and a variance of 1. All are (C,), in float64 if ``x``
-    is, else in float32.
+    Weight, bias and mean are the map's scale, bias and pivot; the variance is 1. All are vectors
+    (C,), in float64 if ``x`` is float64, else in float32.
     """
     dtype = torch.promote_types(x.dtype, torch.float32)
     scale, bias, pivot = (v.to(x.device, dtype) for v in (affine.scale, affine.bias, affine.pivot))

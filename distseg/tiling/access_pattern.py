@@ -1,7 +1,8 @@
 """Access patterns: the input cells that each output cell of a layer reads, along one dim.
 
-A span ``a, b`` stands for the cells a <= c < b of a feature map. An input span may extend beyond
-the map, into the padding. Four kinds of access pattern cover the layers of a U-Net:
+"Input" and "output" are short for a cell of the layer's input and of its output; "map" is short for
+feature map. A span ``a, b`` stands for the cells a <= c < b of a map. An input span may extend
+beyond the map, into the padding. Four kinds of access pattern cover the layers of a U-Net:
 
 * gather: output j reads inputs j s - p, j s - p + d, ... (convolutions, poolings, padding);
 * scatter: input i contributes to outputs i s - p, i s - p + d, ... (transposed convolutions,
@@ -29,12 +30,12 @@ class AccessPattern:
     """Interface of all access patterns.
 
     Attributes:
-        sized: True if the cells that an output reads depend on the sizes of input and output.
-        alike: True if all input cells have the same value, so that a tile never needs cells of
-            other tiles.
-        beyond: True if the cells that an output reads may lie in the padding.
+        sized: True if the cells that an output reads depend on the sizes of the two maps.
+        alike: True if all input cells have the same value, as in an expanded vector of the image. A
+            tile then needs no cells of other tiles.
+        beyond: True if an output may read cells outside the map, in the padding.
         mirrored: True if the padding repeats cells of the map (reflection). An output that reads
-            the padding then needs these cells.
+            the padding then needs the repeated cells.
     """
 
     sized: ClassVar[bool] = False
@@ -54,7 +55,10 @@ class AccessPattern:
         raise NotImplementedError
 
     def cut(self, c: int) -> int:
-        """Return the position in the output of the tile border at position ``c`` of the input."""
+        """Return the tile border in the output map that belongs to tile border ``c`` in the input.
+
+        A border is the number of cells before it.
+        """
         raise NotImplementedError
 
     def needs(self, a: int, b: int) -> Span:
@@ -104,7 +108,7 @@ class Gather(AccessPattern):
         return m - 1 if (m - 1) * self.stride >= n + self.before else m
 
     def cut(self, c: int) -> int:
-        """Return the position in the output of the tile border at position ``c`` of the input.
+        """Return the tile border in the output map that belongs to tile border ``c`` in the input.
 
         An output belongs to the tile that owns the middle of the inputs that the output reads.
         """
@@ -120,14 +124,11 @@ class Gather(AccessPattern):
 
 @dataclass(frozen=True)
 class Shift(Gather):
-    """The access pattern of padding, or of a crop where ``before`` or ``after`` is negative."""
+    """The access pattern of padding; a negative ``before`` or ``after`` means a crop."""
 
     @property
     def sized(self) -> bool:
-        """True for a crop, where the cells that remain depend on the size of the feature map.
-
-        A crop of a window would therefore remove other cells than the crop of the whole image.
-        """
+        """True for a crop, which removes other cells of a window than of the whole image."""
         return min(self.before, self.after) < 0
 
 

@@ -1,6 +1,7 @@
 """A network as a graph: layer calls in an order in which they can run, and the maps between them.
 
-Map 0 is the image, and node n computes map n + 1. A node may read any earlier maps::
+A *node* is a layer call, a *map* is a feature map. Map 0 is the image, and node n computes map
+n + 1. A node may read any earlier maps::
 
     node     0 conv   1 relu   2 conv   3 add
     reads    0        1        2        3, 1          a skip is an edge like any other
@@ -24,11 +25,11 @@ class Node:
     Attributes:
         name: the name of the layer.
         inputs: numbers of the feature maps that the layer reads.
-        footprints: for each dim, the access pattern of the layer on its first input. If empty, an
-            output cell reads one cell of the first input. Of each other input, an output cell
-            always reads one cell.
-        like: number of the map that sets the size of the result, as in resizing to the size of
-            another map. The layer reads only the size of this map. None if the first input sets it.
+        footprints: for each dim, the access pattern of the layer on its first input. Empty if an
+            output cell reads only the cell at its own position of the first input. Of each other
+            input, an output cell always reads only the cell at its own position.
+        like: number of the map whose size the result takes, as in resizing to the size of another
+            map. The layer reads only the size of this map. None if the inputs determine the size.
         placed: True if the value of a cell also depends on its position in the image and on the
             image's size.
     """
@@ -45,7 +46,7 @@ class Node:
 
     @property
     def joins(self) -> bool:
-        """True if the node joins several maps.
+        """True if the node has several inputs, as a sum or a concatenation has.
 
         The result has the size of the last input. Larger inputs are cut to that size.
         """
@@ -77,9 +78,10 @@ class Node:
 
     @property
     def sized(self) -> bool:
-        """True if the node's result depends on the sizes of maps.
+        """True if the size of a map decides which cells the node reads, or changes its values.
 
-        The sizes then decide which cells the node reads, or enter the values of the result.
+        If a window is taken as an image of its own, the node's result may then differ from its
+        result on that part of the whole image.
         """
         return self.placed or any(footprint.sized for footprint in self.footprints)
 
@@ -128,7 +130,7 @@ class Graph(Sequence[Node]):
 
     @property
     def sized(self) -> bool:
-        """True if the cells or values of some node depend on the sizes of maps (`Node.sized`)."""
+        """True if the network has a node whose result depends on sizes of maps (`Node.sized`)."""
         return any(node.sized for node in self.nodes)
 
     def sizes(self, image: Sequence[int]) -> list[tuple[int, ...]]:
@@ -169,7 +171,7 @@ def last_readings(
 ) -> dict[int, list[int]]:
     """Return, for each node in ``numbers``, the maps that can be released after the node.
 
-    No later node in ``numbers`` reads these maps.
+    A map can be released after the last node in ``numbers`` that reads it.
 
     Args:
         inputs: for each node of the network, the numbers of the maps that it reads.
@@ -184,11 +186,11 @@ def last_readings(
 
 
 class Skip(NamedTuple):
-    """A skip connection: a map that another node reads than the next one.
+    """A skip connection: a map that is read by a node other than the one right after it.
 
     Attributes:
-        stash: number of the map, which is also the number of the next node.
-        pop: number of the node that reads the map later.
+        stash: number of the map, which is also the number of the node right after it.
+        pop: number of the later node that reads the map.
     """
 
     stash: int

@@ -1,8 +1,9 @@
 """The cells of each feature map that a part of a later feature map depends on.
 
-They are found by one recurrence over the graph, from the last node backwards. It is used both for
-tiles that exchange halos or windows (:mod:`distseg.tiling.layout`) and for streamed tiles
-(:mod:`distseg.tiling.segment`).
+One recurrence over the graph, from the last node backwards, finds these cells. It serves both tiles
+that exchange halos or windows (:mod:`distseg.tiling.layout`) and streamed tiles
+(:mod:`distseg.tiling.segment`). A *node* is a layer call, a *map* is a feature map
+(:mod:`distseg.tiling.graph`), and a *span* (start, stop) is a range of cells along one dim.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ class LayerSpans:
 
     Attributes:
         available: the cells of the first input that the tile holds.
-        input: the cells of the first input from which the result is computed, inside the map.
-        padded_input: the span that the node reads, which may extend beyond the map into the
-            padding.
+        input: the cells of the first input, inside the map, from which the result is computed.
+        padded_input: the span of the first input that the node reads, which may extend beyond the
+            map into the padding.
         output: the cells of the result.
     """
 
@@ -82,21 +83,22 @@ def needs_along(
     owned: Sequence[list[Span]] | None = None,
     points: Container[int] = (),
 ) -> tuple[list[LayerSpans], dict[int, list[Span]]]:
-    """Return the spans along a dim that several tiles need at some nodes.
+    """Return the spans along a dim that several tiles need, to compute a part of the last result.
 
     Args:
         graph: all nodes of the network.
-        numbers: the numbers of these nodes, in order.
+        numbers: the numbers of the nodes that tiles compute, in order.
         dim: the dim.
         sizes: size of each map along the dim.
-        wanted: for each tile the wanted span of the last node's result.
-        owned: for each map the span that each tile has in any case.
+        wanted: for each tile, the span of the result of the last node in ``numbers`` to compute.
+        owned: for each map, the span that each tile gets even if it needs less; None for no such
+            span.
         points: the nodes before which tiles exchange. Of the first input of such a node, a tile
             needs only the cells that it owns, because the exchange brings all others.
 
     Returns:
-        A list with the spans of each of these nodes. A dict that has, for the number of each map
-        that they read or compute, a list with the span that each tile must have.
+        For each node in ``numbers``, the spans of all tiles. For the number of each map that these
+        nodes read or compute, the span that each tile must have.
     """
     needed = _needed(graph, numbers, dim, sizes, wanted, owned, points)
     has = {source: needed[source] for source in needed.keys() - {number + 1 for number in numbers}}
@@ -154,7 +156,7 @@ def _needed(
 
 
 def input_of(node: Node, dim: int, output: Span, n: int, m: int) -> tuple[Span, Span]:
-    """Return the spans of its first input from which a node computes a span of its result.
+    """Return the spans of a node's first input from which a span of its result is computed.
 
     Args:
         node: the node.

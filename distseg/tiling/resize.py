@@ -29,9 +29,9 @@ _NEAR = 2.0**-20  # relative error of a nearest position, which PyTorch may roun
 
 @dataclass(frozen=True)
 class Follow:
-    """A rule that computes one size from another size n.
+    """A rule by which the size of one map follows from the size n of another, along one dim.
 
-    The result is ``(times * n + plus) // over * unit`` or, with a factor, ``int(n * factor)``.
+    The size is ``(times * n + plus) // over * unit`` or, with a factor, ``int(n * factor)``.
     """
 
     times: int = 1
@@ -49,8 +49,8 @@ class Follow:
     def pixels(self, before: Fraction) -> Fraction:
         """Return the number of image pixels per cell of the map whose size the rule computes.
 
-        ``before`` is the number of image pixels per cell of the map from which the rule takes size
-        n. If the rule gives a fixed size, the result is 1.
+        ``before`` is the number of image pixels per cell of the map whose size is n. If the rule
+        gives a fixed size, the result is 1.
         """
         if self.factor is not None:
             return before / Fraction(self.factor).limit_denominator(_FINEST)
@@ -165,10 +165,10 @@ class Shifted(AccessPattern):
 
 @dataclass(frozen=True)
 class Share(AccessPattern):
-    """The access pattern of a change of size of a map whose cells all have the same value.
+    """The access pattern of resizing a map whose cells all have the same value.
 
-    A vector of the image is such a map. Outputs a..b-1 and the inputs that they read cover the same
-    part of the image. Because all cells are equal, a window gives the same values as the image, and
+    A vector of the image is such a map. Outputs a..b-1 read the inputs that cover the same part of
+    the image. Because all cells are equal, a window gives the same values as the whole image, so
     ``sized`` is False.
     """
 
@@ -238,7 +238,7 @@ class Taps(AccessPattern):
         return self._inside(self.first[a]), self._inside(self.last[b - 1]) + 1
 
     def _inside(self, place: np.integer) -> int:
-        """Return the input cell at position ``place``, moved into the map if it lies beyond."""
+        """Return the cell at position ``place``; beyond the map, return the outermost cell."""
         return min(max(int(place), 0), self.n - 1)
 
     def shares(self, a: int, b: int) -> tuple[np.ndarray, np.ndarray]:

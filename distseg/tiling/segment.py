@@ -82,10 +82,11 @@ def segments_of(graph: Graph, cuts: Iterable[int], stages: Sequence[range] = ())
 
 
 def _costly(graph: Graph, runs: Iterable[list[int]], stored: set[int]) -> set[int]:
-    """Return maps that several segments need and that are too expensive to recompute.
+    """Return the maps to store because several segments would otherwise compute them again.
 
-    A map is too expensive if its computation from stored maps takes a layer that is not pointwise.
-    If the same segments need several consecutive maps, only the last of these maps is returned.
+    Maps that pointwise layers compute from one stored map are left out, because computing them
+    again is cheap. If the same segments need several consecutive maps, only the last of these maps
+    is returned.
 
     Args:
         graph: the network.

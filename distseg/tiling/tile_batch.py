@@ -55,9 +55,9 @@ class TileBatch:
     In a pipeline only the first stage has pixels and only the last stage has labels.
 
     Attributes:
-        pixels: normalised pixels (B, C, *window) float32, or None.
+        pixels: normalised pixels (B, C, *window) float32; None on later stages of a pipeline.
         labels: labels of the owned tile (B, *tile) uint8 or int64, or labels of whole images
-            (B, 1, ...) (:func:`labels_of_images`), or None.
+            (B, 1, ...) (:func:`labels_of_images`); None if they are unknown or not needed here.
         place: the position of the window in the images.
     """
 
@@ -80,10 +80,7 @@ class MicroBatch:
 
     @property
     def signature(self) -> tuple:
-        """A key that determines all tensor shapes.
-
-        Micro-batches with equal signatures have tensors of equal shapes in every layer.
-        """
+        """A key: micro-batches with equal keys have tensors of equal shapes in every layer."""
         return tuple(
             (len(p.place.images), p.place.image, p.place.tile, p.place.window) for p in self.pieces
         )

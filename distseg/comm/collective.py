@@ -18,7 +18,7 @@ from distseg.comm.waits import waits_of
 
 
 def gather(x: Tensor, comm, home: torch.device | None = None) -> Tensor:
-    """Return every rank's ``x`` in rank order: (*shape) -> (ranks, *shape), float64.
+    """Return the tensors ``x`` of all ranks in rank order: (*shape) -> (ranks, *shape), float64.
 
     All ranks of ``comm`` must call it together, with tensors of one shape. Because the order is
     fixed, what a rank computes from the result is bitwise equal on all ranks.

@@ -59,7 +59,8 @@ class Communicator(Protocol):
     Attributes:
         rank: number of this rank in the group.
         size: number of ranks of the group.
-        transport: what carries the messages; ``alone`` for a single rank, which sends none.
+        transport: what carries the messages: ``mpi``, ``torch`` (torch.distributed), or ``alone``
+            for a single rank, which sends none.
         takes_gpu_memory: True if messages may be in GPU memory. Otherwise callers copy them to host
             memory first (:mod:`distseg.comm.staging`).
     """
@@ -76,10 +77,10 @@ class Communicator(Protocol):
         """Return the sum of every rank's object, added by ``+`` in the order of the ranks."""
 
     def gather(self, what: Any, root: int = 0) -> list | None:
-        """Return every rank's object on rank ``root``, and None on the others."""
+        """Return every rank's object on rank ``root``, and None on all other ranks."""
 
     def bcast(self, what: Any, root: int = 0) -> Any:
-        """Return the object of rank ``root`` on all ranks; ``what`` is ignored on the others."""
+        """Return the object of rank ``root`` on all ranks; other ranks' ``what`` is ignored."""
 
     def Bcast(self, memory: np.ndarray, root: int = 0) -> None:
         """Copy the array of rank ``root`` into the arrays of all other ranks."""

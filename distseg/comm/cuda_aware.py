@@ -28,9 +28,9 @@ def cuda_aware() -> bool:
 
 
 def says(library, version: str, environment: Mapping[str, str]) -> bool:
-    """Return True if MPI is CUDA-aware by ``DISTSEG_CUDA_AWARE``, else by the MPI library.
+    """Return True if ``DISTSEG_CUDA_AWARE`` or the MPI library says that MPI is CUDA-aware.
 
-    If the variable is not set, the function calls the library's own query function. A library
+    The variable counts if it is set. Otherwise the library's own query function counts. A library
     without a query function is not CUDA-aware, except Cray MPICH if its environment variable
     enables CUDA. MVAPICH is not CUDA-aware unless its environment variable enables CUDA.
 

@@ -256,9 +256,9 @@ class _PartMessage:
     """Receive of a message that begins with its length; the content is copied to ``memory``.
 
     Args:
-        message: the receive into ``whole``.
+        message: the receive into ``whole``, which is under way.
         whole: memory for the length and the content.
-        memory: memory for the content, of its largest length.
+        memory: the caller's memory, which is as long as the longest possible content.
     """
 
     def __init__(self, message: _Message, whole: Tensor, memory: Tensor):
@@ -280,7 +280,7 @@ class _ObjectMessage:
     """Receive of a pickled object under way.
 
     Args:
-        message: the receive into ``memory``.
+        message: the receive into ``memory``, which is under way.
         memory: memory that the pickle is received into. The pickle may be shorter than the memory.
     """
 
@@ -343,7 +343,7 @@ def end_with_messages(code: int = 1) -> None:
 
 
 def _wait(request) -> None:
-    """Wait for a request. Python handles signals meanwhile, which gloo's own wait prevents."""
+    """Wait for a request, so that Python can handle signals meanwhile; gloo's own wait cannot."""
     pause = 5e-5  # seconds
     while not request.Test():
         time.sleep(pause)

@@ -60,7 +60,7 @@ class Rank:
         pid: id of the process.
 
     Attributes:
-        still: seconds for which the process has made no progress.
+        still: seconds since the process last made progress.
     """
 
     def __init__(self, page: mmap.mmap, stacks: int, pid: int):
@@ -90,7 +90,7 @@ class Rank:
 
     @property
     def ending(self) -> bool:
-        """True if the process has announced that it ends, or that it is no longer watched."""
+        """True if the process has announced that it ends, or that the watch ends."""
         return self.page[ENDING] > 0
 
     @property
@@ -100,7 +100,7 @@ class Rank:
 
     @property
     def has_left(self) -> bool:
-        """True if the program of the rank has ended, though its process may wait for others."""
+        """True if the rank's program has ended; its process may still wait for other ranks."""
         return self.page[ENDING] == LEFT
 
     @property
@@ -158,9 +158,8 @@ class Rank:
 def _to_main_thread(pid: int, number: int) -> None:
     """Send a signal to the main thread of a process.
 
-    The thread that takes the signal writes the stacks, while the other threads go on. If one of
-    MPI's threads took it, that thread would read freed memory from the frames of a working main
-    thread.
+    The thread that handles the signal writes the stacks of all threads. If one of MPI's threads
+    handled it, the main thread would go on meanwhile, and its stack would be read while it changes.
     """
     try:
         import ctypes
@@ -179,7 +178,7 @@ class Member:
 
     Attributes:
         rank, host: number of the rank, and name of its node.
-        still: seconds for which the rank has made no progress.
+        still: seconds since the rank last made progress.
         unheard: seconds since the last report of its guardian.
         where, state: what the rank is doing, and its kernel state (:class:`Rank`).
         connected: True once its guardian has sent a report.
@@ -248,7 +247,8 @@ def _left_alone(members: list[Member], timeout: float) -> str | None:
 
     Args:
         members: the states of all ranks.
-        timeout: as for :func:`verdict`. Without it, a process that is gone counts as left.
+        timeout: ``run.timeout`` in seconds; 0 for no limit. If it is 0, a rank whose guardian
+            vanished without a word counts as left; otherwise :func:`verdict` handles this case.
     """
     gone = [m for m in members if m.has_left or m.lost and m.unheard > GONE_AFTER and not timeout]
     others = [m for m in members if m not in gone]
@@ -393,7 +393,11 @@ class Guardian:
                     self._end(None)
 
     def _obey(self, line: str) -> None:
-        """Carry out a command of the rank; an empty line says that the rank sends no more."""
+        """Carry out a command of the watched rank.
+
+        Args:
+            line: the command as a JSON object, or an empty text once the rank's pipe is closed.
+        """
         if not line and self.rank.has_left:
             self.rank_pipe = []  # The process may still wait for others in MPI_Finalize.
         elif not line:
@@ -403,7 +407,7 @@ class Guardian:
             self._join(message) if "join" in message else self._open()
 
     def _let_in(self, lines: Lines) -> None:
-        """Accept a guardian that sends its rank and this job's secret; reject all others."""
+        """Read from a new connection; close it unless it sends a rank and this job's secret."""
         message = lines.receive()
         if message == []:
             return  # The line is not complete yet.
@@ -464,7 +468,7 @@ class Guardian:
             passed += SEEN_OFF_EVERY
 
     def _open(self) -> None:
-        """Listen for other guardians, and print this guardian's address for its rank to read."""
+        """Listen for other guardians, and print this guardian's address, which its rank reads."""
         self.listener = socket.create_server(("", 0), backlog=4096)
         print(
             json.dumps(
@@ -534,9 +538,11 @@ class Guardian:
             self._end(reason)
 
     def _end(self, reason: str | None) -> None:
-        """Save this rank's stacks and kill it.
+        """Save the stacks of the watched rank and kill it.
 
-        If ``reason`` is not None, print the report first and end all other ranks too.
+        Args:
+            reason: the reason to end the job. The report is then printed first, and all other
+                guardians are told to end their ranks. None if another guardian has told this one.
         """
         members = self.members
         if reason:
@@ -566,8 +572,8 @@ class Guardian:
     def _keep(self, stacks: str) -> None:
         """Write the rank's stacks into the folder for stacks.
 
-        Without a folder, the stacks of one rank are printed: that of the guardian that decided to
-        end the job, or of the lowest rank that has not left.
+        Without a folder, only the stacks of rank ``self.shown`` are printed. This is the rank whose
+        guardian decided to end the job, or, if it has left, the first rank that has not left.
         """
         if self.folder is None:
             if self.number == self.shown:
@@ -583,8 +589,8 @@ def _connected(member: dict, deadline: float) -> Lines | None:
 
     Args:
         member: what the guardian printed: its host, addresses and port.
-        deadline: the value of ``time.monotonic()`` after which each address gets only 0.1 s to
-            answer. Before, it gets at most 5 s.
+        deadline: a value of ``time.monotonic()``. Each address has up to 5 s to answer, but not
+            beyond the deadline; an address that is tried after the deadline has 0.1 s.
     """
     for address in ["127.0.0.1"] * (member["host"] == socket.gethostname()) + member["addresses"]:
         try:

@@ -1,9 +1,10 @@
 """Halo exchange: tiles receive cells that other tiles own, and return the gradients of these cells.
 
 The forward pass copies a tile's cells to all tiles that need them. Its adjoint adds the gradients
-that these tiles return. A layer sends one message to each neighbour, whatever the number of tiles
-and images. Boxes are intersected, so corners, halos wider than a tile and several tiles per rank
-need no special code. Messages follow the rules of :mod:`distseg.comm.staging`.
+that these tiles return. A *strip* is the part of one tensor that goes to one other tile. A layer
+sends one message to each neighbouring rank, which holds the strips of all tiles and images. Strips
+are intersections of boxes, so corners, halos wider than a tile and several tiles per rank need no
+special code. Messages follow the rules of :mod:`distseg.comm.staging`.
 """
 
 from __future__ import annotations
@@ -120,11 +121,11 @@ class HaloExchange:
     Args:
         mail: sends and receives the messages.
         frames: the boxes of each tensor (B, C, *available.size) of this rank.
-        sends: for each rank, the strips to send, as (index of the tensor, box in the coordinates of
-            the feature map). Both ranks use the same order.
-        receives: for each rank, the strips to receive, in the same form.
-        here: copies between tensors of this rank, as (index of the source, index of the target,
-            box).
+        sends: for each other rank, the strips to send, as (index of this rank's tensor, box in
+            cells of the whole feature map). Sender and receiver list them in the same order.
+        receives: for each other rank, the strips to receive, in the same form.
+        here: the strips that are copied between tensors of this rank, as (index of the source,
+            index of the target, box).
         like: a tensor with the number of channels and the dtype of all tensors.
         batches: number of images of each tensor.
         fill: value of the cells beyond the feature map.
@@ -202,9 +203,11 @@ class HaloExchange:
         return ys
 
     def adjoint(self, gs: Sequence[Tensor]) -> list[Tensor]:
-        """Return the gradients of the tensors before the exchange, given those after it.
+        """Return the gradients of the tensors before the exchange.
 
-        Each gradient (B, C, *exchanged.size) becomes (B, C, *available.size).
+        Args:
+            gs: for each tensor, its gradient after the exchange, (B, C, *exchanged.size). The
+                result has a gradient (B, C, *available.size) for each.
         """
         return self.finish_adjoint(gs, self.start_adjoint(gs))
 
@@ -215,7 +218,8 @@ class HaloExchange:
             gs: for each tensor, its gradient after the exchange, (B, C, *exchanged.size).
 
         Returns:
-            For each rank, the receive under way of its gradients. :meth:`finish_adjoint` takes it.
+            For each rank that sends gradients back to this rank, the receive that is under way.
+            :meth:`finish_adjoint` takes this dict.
         """
         return self._start(gs, self.receives, self.sends, self.tag + 1)
 
@@ -227,8 +231,8 @@ class HaloExchange:
         The result has one gradient (B, C, *available.size) for each tensor.
 
         Args:
-            gs: what :meth:`start_adjoint` was given.
-            arriving: what :meth:`start_adjoint` returned.
+            gs: the argument of :meth:`start_adjoint`.
+            arriving: the result of :meth:`start_adjoint`.
             in_place: True if ``gs`` may be changed and the results may be views of ``gs``.
         """
         dxs = [self._own_part(g, frame, in_place) for g, frame in zip(gs, self.frames)]

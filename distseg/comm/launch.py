@@ -84,8 +84,8 @@ def _torch_world() -> Communicator:
 def leave() -> None:
     """Wait until all ranks have finished their work, if torch.distributed connects them.
 
-    All ranks must call it together. So no rank closes its connections while another rank still
-    reads from them. With any other transport it does nothing.
+    The wait prevents that a rank closes its connections while another rank still reads from them.
+    With any other transport the function does nothing. All ranks must call it together.
     """
     if _world is not None and _world.transport == "torch":
         _world.Barrier()
@@ -109,10 +109,10 @@ def _mpi_world() -> Communicator:
 
 
 def check_launcher() -> None:
-    """Refuse a process that is alone although its launcher started several.
+    """Refuse a process that finds no other processes although its launcher started several.
 
-    A script that makes its own communicators does not call :func:`world`. Without this check, each
-    process of torchrun would run the serial program.
+    Scripts that make their own communicators do not call :func:`world`, which checks this too.
+    Without the check, each process of torchrun would run the serial program.
 
     Raises:
         ValueError: the launcher and MPI contradict each other. The message names the launcher, both
@@ -146,10 +146,10 @@ def _mpi():
 
 @contextmanager
 def _alone_in_open_mpi():
-    """Keep Open MPI from using shared memory inside the context, for a process without a launcher.
+    """Switch off Open MPI's shared memory inside the context, for a process without a launcher.
 
-    Otherwise Open MPI would leave a file of shared memory on disk. The setting, an environment
-    variable, is removed afterwards, so that an mpirun started by this process does not inherit it.
+    Otherwise Open MPI would leave a file of shared memory on disk. The context sets an environment
+    variable, and removes it at its end, so that jobs started by this process do not inherit it.
     """
     if _TRANSPORTS in os.environ:
         yield
@@ -276,10 +276,11 @@ def release_freed_memory() -> None:
 class GapTrimmer:
     """Limit on the memory that a process keeps in gaps while it computes tile after tile.
 
-    A gap is free memory into which no tensor of the next tile fits. Free memory is returned to the
-    system at the start. It is returned again when resident memory minus live tensors is 16 MB
-    larger than after the first tile since the last return. It is not returned after every tile,
-    because the next tile would then need new pages.
+    A gap is free memory of the process into which no tensor of the next tile fits. The trimmer
+    returns free memory to the system at the start, and again whenever the gaps have grown by more
+    than 16 MB. It does not do so after every tile, because the next tile would then need new pages.
+    The growth is measured as resident memory minus live tensors, compared with its value after the
+    first tile since the last return.
     """
 
     def __init__(self):
@@ -380,8 +381,8 @@ def raise_jointly(comm, member: str = "rank"):
 
     All ranks of ``comm`` must enter the context together. The body must not communicate, because
     the other ranks would wait for a rank whose body has failed. One exception: the body may contain
-    contexts of :func:`raise_jointly` for subgroups of ``comm``. The message is that of the lowest
-    rank that failed.
+    contexts of :func:`raise_jointly` for subgroups of ``comm``. If several ranks fail, the message
+    is that of the first of them in the order of ranks.
 
     Args:
         comm: the communicator.
@@ -405,7 +406,7 @@ def raise_jointly(comm, member: str = "rank"):
 def made_once(comm, make: Callable[[], Made]) -> Made:
     """Return on all ranks what ``make`` returns on rank 0, the only rank that calls it.
 
-    It is for work that takes long and whose result all ranks need. An error of ``make`` is raised
+    Use it for work that takes long and whose result all ranks need. An error of ``make`` is raised
     on all ranks. All ranks of ``comm`` must call this function together.
     """
     made = None

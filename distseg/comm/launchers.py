@@ -128,9 +128,10 @@ LAUNCHERS = (
 def identify(environment: Mapping[str, str] = os.environ) -> Process:
     """Return this process as described by its launcher; without a launcher, as rank 0 of 1.
 
-    The launcher is the first entry of ``LAUNCHERS`` whose variables for rank and size are set,
-    otherwise the first one whose variable for the rank is set. A rank 0 whose size is missing does
-    not count if the launcher has a variable for the size.
+    The launcher is the first entry of ``LAUNCHERS`` whose variables for rank and size are both set.
+    If there is none, it is the first entry whose variable for the rank is set. A rank of 0 does not
+    count then if the launcher has a variable for the size: this process is a batch script, which
+    the launcher did not start.
     """
     return found(environment)[1]
 
@@ -140,12 +141,12 @@ def contradiction(
 ) -> str | None:
     """Return an error message if the launcher contradicts MPI, else None.
 
-    Without a launcher, MPI is trusted. A contradiction means that the processes of a job do not
-    find each other in MPI. Two cases are found:
+    Without a launcher there is nothing to compare, and the result is None. A contradiction means
+    that the processes of a job do not find each other in MPI. Two cases are recognised:
 
     - The launcher gives a size above 1 that differs from MPI's.
     - The launcher gives no size and a rank above 0, but MPI takes this process for the only one.
-      Rank 0 of such a job cannot notice it.
+      (Rank 0 of such a job cannot recognise this case.)
 
     Args:
         ranks: the size of MPI's communicator of all ranks.

@@ -101,8 +101,8 @@ class Message(NamedTuple):
 
     Attributes:
         request: the request of the send or receive.
-        values: the tensor to send, or the buffer to receive into. Until the message is complete,
-            nobody may write to it, nor read the buffer.
+        values: the tensor to send, which must not change before the message is complete, or the
+            buffer to receive into, which must not be touched before.
     """
 
     request: PartRequest
@@ -120,7 +120,7 @@ class Message(NamedTuple):
 class _Sent(NamedTuple):
     """Send under way, and the memory that must stay until it is complete.
 
-    ``buffer`` is the buffer of the pool in which the memory lies; None if it lies in none.
+    ``buffer`` is the buffer of the pool that holds the memory; None for memory outside the pool.
     """
 
     request: object
@@ -154,7 +154,7 @@ class Mail:
     def buffer(self, size: int) -> Tensor:
         """Return a flat uint8 tensor of ``size`` bytes, to pack a message into.
 
-        It is then sent by :meth:`send` or :meth:`send_all` with ``packed`` True.
+        Send the packed tensor by :meth:`send` or :meth:`send_all` with ``packed`` True.
         """
         return (
             torch.empty(size, dtype=torch.uint8, device=self.device)

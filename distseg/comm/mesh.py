@@ -23,9 +23,10 @@ from distseg.config.sizes import Size
 
 
 class Members(NamedTuple):
-    """Ranks of the communicators of one rank, as numbers in the job, in the communicators' order.
+    """Members of each communicator to which one rank belongs.
 
-    :class:`Mesh` says what the ranks of each communicator have in common.
+    A field lists the ranks of the communicator by their numbers in the job. :class:`Mesh` explains
+    the communicators.
     """
 
     pipeline: tuple[int, ...]
@@ -90,7 +91,7 @@ class MeshShape:
         return rank, tuple(tile), stage
 
     def members(self, rank: int) -> Members:
-        """Return the numbers in the job of the ranks with which a rank shares each communicator."""
+        """Return the members of each communicator to which a rank belongs."""
         whole, stages = self.tiles.volume * self.stages, self.stages
         first, stage = rank - rank % stages, rank % stages
         image, tile = rank - rank % whole, rank % whole

@@ -19,7 +19,7 @@ class MpiCommunicator:
     """Communicator of mpi4py with distseg's names.
 
     Args:
-        comm: a communicator of mpi4py. Its methods serve where this class does not define one.
+        comm: a communicator of mpi4py. Methods that this class does not define are taken from it.
     """
 
     transport = "mpi"

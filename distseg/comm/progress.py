@@ -16,13 +16,13 @@ _moves = 0
 
 
 def share(page: mmap.mmap | None) -> None:
-    """Report the progress on this page from now on; None to report it no more."""
+    """Report the progress on this page of memory from now on; None to stop the reports."""
     global _page
     _page = page
 
 
 def phase(text: str) -> None:
-    """Report to the guardian that a part of the work starts, such as ``epoch 2, step 14``."""
+    """Report to the guardian that a phase of the work starts, such as ``epoch 2, step 14``."""
     if _page is not None:
         _write(PHASE, text)
         _write(DOING, "")
@@ -69,10 +69,10 @@ def watched() -> bool:
 
 
 def ending(how: int) -> None:
-    """Tell the guardian that this process ends by itself, so that it is not taken for lost.
+    """Tell the guardian that this process or its watch ends, so that it does not count as lost.
 
     Args:
-        how: a value of the field ENDING of :mod:`distseg.comm.guardian`.
+        how: one of the values that :mod:`distseg.comm.guardian` defines for the field ENDING.
     """
     if _page is not None:
         _page[ENDING] = how

@@ -1,10 +1,12 @@
 """Sum of the gradients of all replicas, once per optimizer step.
 
-Horovod adds them, or the transport that carries all other messages (MPI or torch.distributed).
+*Replicas* are the ranks that hold the same weights. Horovod adds their gradients, or the transport
+that carries all other messages (MPI or torch.distributed).
 
 With several replicas the gradients live in a few flat buckets, and each parameter's ``grad`` is a
 view of a bucket. So messages are contiguous, nothing is copied, and the global norm is one
 reduction.
+
 Every rank computes the gradient of its part of the loss, which is already divided by global counts.
 So the reduction is a plain sum, and the result is the gradient of the serial program.
 """

@@ -31,7 +31,7 @@ class CpuLimits:
     """The cores that a process may run on, and the CPU quotas of the control groups it is in.
 
     Attributes:
-        cores: numbers of the cores of its affinity mask.
+        cores: numbers of the cores in the process's affinity mask.
         quotas: the CPU quota of each control group, in cores. The processes of a group share it.
     """
 

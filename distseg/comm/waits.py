@@ -24,9 +24,10 @@ from distseg.comm.progress import watched
 
 
 class _Piece(NamedTuple):
-    """Deferred work, and the action of the schedule at which it must be done.
+    """Deferred work and its deadline.
 
-    Without such an action (None), it must be done when the next work is deferred.
+    The deadline is the name of an action of the schedule. None means that the work must be done
+    when the next work is deferred.
     """
 
     action: str | None

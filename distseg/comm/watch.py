@@ -1,10 +1,10 @@
 """Report of this process's progress to its guardian, which ends a job that hangs.
 
 The program reports its progress by :func:`phase` and :func:`heartbeat`, which cost about a
-microsecond. A small process beside it, the *guardian* (:mod:`distseg.comm.guardian`), reads this
-and compares it with other ranks. It ends a job in which nothing has moved for ``run.timeout``. A
-thread could not do this: a rank that is stopped, waits for a disk, or is inside a call of MPI or
-HDF5 that holds Python's lock runs none of its threads.
+microsecond. A small process beside it, the *guardian* (:mod:`distseg.comm.guardian`), reads these
+reports and compares them with the reports of other ranks. The guardian ends a job in which nothing
+has moved for ``run.timeout``. A thread could not do this: a rank that is stopped, waits for a disk,
+or is inside a call of MPI or HDF5 that holds Python's lock runs none of its threads.
 
 ::
 
@@ -56,13 +56,15 @@ class Imports:
 
 @contextmanager
 def guarded(rank: int = 0, seconds: float = 1800.0) -> Iterator[None]:
-    """Start a guardian that ends this process if it makes no progress inside the context.
+    """Watch this process inside the context: a guardian ends it if it makes no progress.
 
-    Nothing is started if the process has a guardian already, or if the system is not Linux.
+    If the process has a guardian already, no other one is started, and the end of the context
+    restores the previous limit. On other systems than Linux nothing is watched.
 
     Args:
         rank: this process's rank, as the launcher gives it.
-        seconds: the longest time without progress (:func:`limit`).
+        seconds: the longest time without progress, in seconds; 0 for no limit. Inside the context,
+            :func:`limit` can change it.
     """
     if progress.shared() or not sys.platform.startswith("linux"):
         before = progress.limit_now()
@@ -109,9 +111,12 @@ def attend(comm: Communicator) -> None:
 def _depart(pid: int, comm: Communicator) -> None:
     """Tell the guardian that this rank leaves, and wait until all ranks of ``comm`` leave.
 
+    This is the last function that the process runs.
+
     Args:
-        pid: the process of the rank. Its copies, made by fork, are no ranks.
-        comm: a communicator with which no other messages are sent.
+        pid: the id of the process that registered this function. In its copies, made by fork, the
+            function does nothing.
+        comm: a communicator that no other messages use.
     """
     if os.getpid() != pid:
         return

@@ -53,7 +53,7 @@ class Images(Protocol):
 
 
 def by_image(pairs: list[tuple[int, int]]) -> dict[int, list[int]]:
-    """Return the patch numbers of each image, given (image, patch) pairs."""
+    """Group (image, patch) pairs: return the list of patch numbers of each image."""
     found: dict[int, list[int]] = {}
     for i, p in pairs:
         found.setdefault(i, []).append(p)
@@ -260,11 +260,11 @@ def place_of(size: Sequence[int], images: Sequence[int], samples: Sequence[int])
 def shared(mine: Tensor | None, count: int, comm, device) -> Tensor:
     """Gather rows, such as the features of patches, and return all of them on every rank.
 
-    The result is (count, s). All ranks of ``comm`` must call it together.
+    The result is (count, s). All ranks of ``comm`` must call this function together.
 
     Args:
-        mine: this rank's rows, (n, s): every ``comm.size``-th row, beginning with row
-            ``comm.rank``. None if this rank has no row.
+        mine: this rank's rows, (n, s), which are rows ``comm.rank``, ``comm.rank + comm.size``, ...
+            of the result. None if this rank has no row.
         count: the number of rows of all ranks together.
         comm: the ranks that share the rows.
         device: the device of the result.

@@ -217,8 +217,8 @@ class _OfPooled:
                 out.
             more: further layers by name, in order. The first one reads the result of ``last``, and
                 each other one reads the result of the layer before it.
-            reads: the exceptions: for a layer of ``more``, the names of the layers that it reads
-                instead.
+            reads: the layers that a layer of ``more`` reads, by its name, if they differ from the
+                rule for ``more``.
         """
         wanted = {last}
         for name in reversed(list(self.network.reads)):

@@ -14,10 +14,14 @@ Patches are drawn without replacement until every patch of an image was drawn on
 authors' program. Batch norms take the statistics of the patches that are computed together, also
 while Z is filled.
 
-The ranks of a tile group share the patches of their sample group's images. Each rank holds all of Z
-and computes the head. Only one rank's gradient of the head's weights is used. All ranks then have
-dL/dZ. The rank that computed a patch runs the backward pass of the backbone with the patch's part
-of dL/dZ.
+The ranks of a *tile group* (the ranks that share images) divide the patches of these images among
+themselves. Each rank holds all of Z and computes the head. Only one rank's gradient of the head's
+weights is used. All ranks then have dL/dZ. The rank that computed a patch runs the backward pass of
+the backbone with the patch's part of dL/dZ.
+
+Words of this module: a *pair* is (index of an image in the sample group, number of a patch in the
+image). A *draw* is the choice of k patches of each image, for an inner iteration or for a *round*
+of filling. The *rounds* of an image are the draws after which each of its patches was drawn.
 
 The draws are keyed by seed, epoch, image and j, so they do not depend on the number of ranks.
 PatchGD approximates the gradient; streamed tiles give the exact one.
@@ -327,10 +331,10 @@ class PatchEngine(ParameterUpdate):
         return features
 
     def _first(self, images: Patches, pairs: list[tuple[int, int]], j: int) -> list[int]:
-        """Return which pairs of round ``j`` are new, as indices into ``pairs``.
+        """Return the pairs that round ``j`` of filling computes for the first time.
 
-        The pairs of an image that needs at most ``j`` rounds are not new: all its patches were
-        filled before.
+        The result are indices into ``pairs``. If an image needs at most ``j`` rounds, all its
+        patches were computed before, and its pairs are left out.
 
         Args:
             images: the images of this sample group.
@@ -367,7 +371,7 @@ class PatchEngine(ParameterUpdate):
 
     @property
     def _at_once(self) -> bool:
-        """True if each forward pass updates running statistics, not each optimizer step."""
+        """True if running statistics are updated in each forward pass, False if in each step."""
         return self.config.patchgd.statistics == "pass"
 
     def _update_statistics(self) -> None:
@@ -391,9 +395,9 @@ class PatchEngine(ParameterUpdate):
         return math.ceil(count / self._drawn_of(count))
 
     def _most_rounds(self, images: Patches) -> int:
-        """Return the largest number of rounds that an image of the step needs in any sample group.
+        """Return the largest number of rounds that an image of the step needs.
 
-        A round computes a few patches of each image.
+        The images of all sample groups count.
         """
         return max(self._rounds(sample.size) for sample in images.step)
 
@@ -426,10 +430,11 @@ class PatchEngine(ParameterUpdate):
         return pairs[self.mesh.tiles.rank :: self.mesh.tiles.size]
 
     def _read(self, images: Patches, pairs: list[tuple[int, int]]) -> Tensor:
-        """Return the patches that this rank computes, (patches, C, *patch).
+        """Read and return the patches that this rank computes, (patches, C, *patch).
 
-        They are this rank's share of ``pairs``, the (image, patch) pairs that the tile group
-        computes together.
+        Args:
+            images: the images of this sample group.
+            pairs: the pairs that the tile group computes together. This rank computes its share.
         """
         self._hold(images, pairs)
         mine = by_image(self._mine(pairs))
@@ -508,34 +513,37 @@ class PatchEngine(ParameterUpdate):
     def _loss_and_backward(
         self,
         images: Patches,
-        those: list[int],
-        found: Tensor,
+        image_of_row: list[int],
+        partial_sums: Tensor,
         counts: bool = True,
-        besides: Tensor | None = None,
+        constant_sums: Tensor | None = None,
     ) -> float:
-        """Return the loss over all sample groups, and run the backward pass from ``found``.
+        """Compute the loss from partial sums of all ranks, run the backward pass, and return it.
 
-        All ranks must call it together.
+        All ranks must call this method together. The loss is a function of a table with the sums of
+        each image; rows of the same image are added up.
 
         Args:
             images: the images of this sample group.
-            those: for each row of ``found``, the index of its image.
-            found: this rank's partial sums of the loss, (n, sums), with their autograd graph.
-            counts: False if another rank adds the same rows to the loss.
-            besides: for each image, the partial sums of patches that are not in ``found``,
-                (images, sums). They count in the loss, but have no gradient.
+            image_of_row: for each row of ``partial_sums``, the index of its image.
+            partial_sums: this rank's part of the sums, (n, sums), with an autograd graph. The
+                backward pass begins here.
+            counts: False if another rank has the same rows and adds them to the table. The backward
+                pass runs all the same.
+            constant_sums: for each image, sums that are added to the table but have no gradient,
+                (images, sums); None to add nothing.
         """
         rows = Rows(self.mesh.shape.samples, self.mesh.sample, 1, len(images.numbers))
-        at = torch.tensor([rows.row(0, i) for i in those])
+        at = torch.tensor([rows.row(0, i) for i in image_of_row])
         table = torch.zeros(rows.total, self.loss.sums, dtype=torch.float64)
         if counts:
-            table.index_add_(0, at, found.detach().double().cpu())
-        if besides is not None:
+            table.index_add_(0, at, partial_sums.detach().double().cpu())
+        if constant_sums is not None:
             table.index_add_(
-                0, torch.tensor([rows.row(0, i) for i in range(len(besides))]), besides
+                0, torch.tensor([rows.row(0, i) for i in range(len(constant_sums))]), constant_sums
             )
         value, loss_grad = self.loss.loss_grad(add(table, self.mesh.replicas))
-        found.backward(loss_grad[at].to(found))
+        partial_sums.backward(loss_grad[at].to(partial_sums))
         return value
 
     def _update(self, rate: float, iterations: int) -> float:
@@ -609,7 +617,7 @@ def check_images(store: Store, data: DataBase, settings: PatchgdConfig, tiles: S
 
 
 def put(features: list[Tensor], pairs: list[tuple[int, int]], rows: Tensor) -> None:
-    """Write the features of some patches into the tables of all patches, in place.
+    """Write the features of some patches into tables that have a row for each patch, in place.
 
     Args:
         features: a table for each image, (patches, s).

@@ -3,7 +3,7 @@
 The network is :class:`distseg.patchgd.unet.PatchUNet`. The head's output for a patch depends on all
 patches, so the backward pass of an inner iteration has four parts::
 
-    skips, z = encoder(patch), Z[those] <- z         each rank its patches, all of Z on all ranks
+    skips, z = encoder(patch), Z[patch] <- z         each rank its patches, all of Z on all ranks
     correction = head(Z)                                   the same on all ranks
     loss(decoder(skips, z + correction[patch]))            each rank its patches
     backward pass of the decoder, to skips, z and correction
@@ -32,7 +32,7 @@ from distseg.patchgd.training import PatchEngine, Patches, put
 class MapEngine(PatchEngine):
     """U-Net of patches, ready to train by PatchGD.
 
-    Its arguments are those of :class:`PatchEngine`.
+    It takes the arguments of :class:`PatchEngine`.
     """
 
     _answers: list[Tensor] | None = None
@@ -112,7 +112,7 @@ class MapEngine(PatchEngine):
             found.append(labels)
         return torch.stack(found).to(self.device)
 
-    def _besides(self, pairs: list[tuple[int, int]]) -> Tensor | None:
+    def _sums_of_undrawn(self, pairs: list[tuple[int, int]]) -> Tensor | None:
         """Return, for each image, the loss sums of its patches that are not drawn, (images, sums).
 
         Args:
@@ -162,7 +162,7 @@ class MapEngine(PatchEngine):
             )
         rows = self.loss.rows(logits, self._labels(images, pairs))
         loss = self._loss_and_backward(
-            images, [i for i, _ in mine], rows, besides=self._besides(pairs)
+            images, [i for i, _ in mine], rows, constant_sums=self._sums_of_undrawn(pairs)
         )
         if self._answers is not None:
             put(self._answers, pairs, self._sums(rows, pairs))

@@ -368,7 +368,7 @@ class Guardian:
             self._listen(ready)
             now = time.monotonic()
             if now - last >= tick:
-                # A longer time means that this guardian itself did not run.
+                # If more time has passed, this guardian itself did not run, and it does not count.
                 self._tick(min(now - last, 2 * tick))
                 last = now
 
@@ -616,7 +616,8 @@ def _addresses() -> list[str]:
 
 
 def main() -> None:
-    # The rank's pid is an argument: if the rank ended at once, getppid() would be another process.
+    # The rank's pid is an argument, because getppid() would be another process if the rank ended
+    # at once.
     memory, stacks, number, watched = map(int, sys.argv[1:])
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
         signal.signal(ignored, signal.SIG_IGN)  # These signals are meant for the rank.

@@ -103,7 +103,7 @@ def _mpi_world() -> Communicator:
     if ours:
         os.environ.pop(name, None)  # Jobs that this process starts must not inherit it.
     if wrong := contradiction(MPI.COMM_WORLD.size, MPI.Get_library_version()):
-        # If the launcher gives the size, all ranks find the error. Otherwise perhaps only this one.
+        # If the launcher gives the size, all ranks find the error; otherwise perhaps this one only.
         raise (ValueError if process.size is None else JointFailure)(wrong)
     return as_communicator(MPI.COMM_WORLD)
 

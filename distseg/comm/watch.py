@@ -95,7 +95,8 @@ def attend(comm: Communicator) -> None:
         comm: the communicator of all ranks of the job.
     """
     global _attended
-    # No look at this rank's own guardian: a rank that could not start one must go on as the others.
+    # Do not ask here whether this rank has a guardian: a rank that could not start one must make
+    # the same calls as all other ranks.
     if comm.size == 1 or _attended or _joined or not sys.platform.startswith("linux"):
         return
     _attended = True
@@ -203,7 +204,7 @@ def _stop() -> None:
     global _guardian, _joined
     if not progress.shared():
         return
-    # If the process is no program of distseg, only the guardian's watch ends, and it goes on.
+    # If the process is no program of distseg, only the watch ends, and the process goes on.
     progress.ending(FOR_GOOD if is_program() else UNWATCHED)
     faulthandler.unregister(signal.SIGQUIT)
     sys.meta_path.remove(Imports)

@@ -37,7 +37,7 @@ class Criterion:
 
     Attributes:
         sums: the number K.
-        linear: True if the gradient dL/dS needs no logits but only the targets, for all sums that
+        linear: True if dL/dS can be computed from the targets alone, for all those sums S that
             depend on logits. The backward pass of a tile then need not wait for the forward passes
             of other tiles.
         ignore_index: integer target of invalid pixels, or None.

@@ -47,7 +47,7 @@ class _OfImage(DistributedMean):
 
     def __init__(self, layer: nn.Module, *args):
         super().__init__(layer, *args)
-        # Stored past `nn.Module.__setattr__`: this layer without state is no child.
+        # `nn.Module.__setattr__` would make the layer, which has no state, a submodule.
         self.__dict__["of_whole"] = layer
 
     def plain(self, x: Tensor) -> Tensor:

@@ -79,7 +79,7 @@ class DistributedLines(DistributedMean):
 
     def __init__(self, layer: AlongLines, *args):
         super().__init__(layer, *args)
-        # Stored past `nn.Module.__setattr__`: this layer without state is no child.
+        # `nn.Module.__setattr__` would make the layer, which has no state, a submodule.
         self.__dict__["of_whole"] = layer
         self.kept, self.statistic = layer.kept, _STATISTICS[type(layer.statistic)](layer.statistic)
 

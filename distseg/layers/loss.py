@@ -266,8 +266,8 @@ class Loss(Criterion):
 
     Attributes:
         sums: number K of partial sums of each image.
-        linear: True if the gradient dL/dS needs no logits but only the labels, for all sums that
-            depend on logits. It is then known before any forward pass.
+        linear: True if the gradient dL/dS can be computed from the labels alone, for all those sums
+            S that depend on logits. This gradient is then known before any forward pass.
 
     Args:
         config: the settings of the loss.

@@ -92,11 +92,12 @@ class DistributedNorm(nn.Module):
         self.frames = getattr(norm, "frames", 1)
         self.channels = getattr(norm, "num_features", 0)
         self.frozen = False
-        # At most one: the counterpart that stands for an earlier call of the same user layer. It
-        # keeps the running statistics of all calls. The list hides it from `modules()`.
+        # The counterpart of the first call of the same user layer, which keeps the running
+        # statistics of all calls; empty if this is the first call. A list, because a module that is
+        # stored as an attribute would become a submodule.
         self.keeper: list[DistributedNorm] = []
         self.slope = 1.0
-        # At most one. A list hides it from `modules()`: it is no child of this layer.
+        # The dropout that this norm computes too, or empty. A list, so that it is no submodule.
         self.dropout: list[KeyedDropout] = []
         # Statistics of each call; the key is the number of earlier calls in the same forward pass.
         self.seen: dict[int, list[Moments]] = {}

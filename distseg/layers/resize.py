@@ -46,7 +46,7 @@ class Placed(nn.Module):
         self, inner: Follows, context: Context, sizes: Callable[[Sequence[int]], Sequence[int]]
     ):
         super().__init__()
-        # Stored past `nn.Module.__setattr__`: `inner` has no weights and is no child.
+        # `nn.Module.__setattr__` would make `inner`, which has no weights, a submodule.
         self.__dict__.update(inner=inner, context=context, sizes=sizes)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -233,7 +233,8 @@ def nearest_places(
         dtype, device: the dtype and the device type of the tensor, as text.
         last: True if channels come last in memory.
     """
-    # The kernel resizes each position's digits to base 128, which bfloat16 holds exactly too.
+    # The kernel resizes a map that holds each cell's own number. The number is written as digits in
+    # base 128, because bfloat16 cannot hold large numbers exactly.
     digits = (
         torch.arange(n, device=device).view(n, 1)
         // torch.tensor([1, _BASE, _BASE**2, _BASE**3], device=device)

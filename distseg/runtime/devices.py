@@ -222,7 +222,8 @@ def as_layer(stage: Stage, current: Callable[[], MicroBatch]) -> nn.Module:
     from torchgpipe.skip import pop, skippable, stash
 
     before, behind = _handed_on(stage.incoming), _handed_on(stage.outgoing)
-    # The key is the whole edge: names may repeat, but torchgpipe refuses a name after its pop.
+    # The key of a skip is the text of the whole edge. Several edges may have one name, and
+    # torchgpipe refuses a key again after its pop.
     incoming, outgoing = (
         {str(e): e.map for e in edges if e not in (before, behind)}
         for edges in (stage.incoming, stage.outgoing)

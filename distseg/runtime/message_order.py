@@ -227,7 +227,7 @@ class _Run:
         """
         moved = True
         while moved:
-            # No comprehension: every rank must be tried in each round.
+            # Not `any(...)`, which would stop at the first rank that moved: try every rank.
             moved = False
             for rank in range(len(self.programs)):
                 moved = self._advance(rank) or moved

@@ -1,9 +1,9 @@
 """Exchanges halos of stored feature maps between the ranks that share an image.
 
-A rank computes the cells of a feature map that it owns, and stores them with a halo. The ranks
-that own the halo's cells send them. The halo's gradient is sent back to these ranks, which add
-it to their gradient. Each neighbour gets one message per feature map. Only messages under way are
-in memory.
+Streaming stores feature maps as a whole. A rank computes the cells of a feature map that it owns,
+and stores them together with a halo, whose cells other ranks own and send. The halo's gradient is
+sent back to these ranks, which add it to their gradient. Each neighbour gets one message per
+feature map. If maps are stored in files, only the messages under way are in memory.
 """
 
 from __future__ import annotations

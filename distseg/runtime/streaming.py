@@ -284,7 +284,8 @@ class StreamingExecutor:
     def stored(self, places: Sequence[TilePlacement]) -> int:
         """Return the largest number of bytes of feature maps that a micro-batch stores at once.
 
-        ``places`` are the placements of its tile batches.
+        Args:
+            places: the placement of each tile batch of the micro-batch.
         """
         key = _sizes(places)
         if key not in self._stored:
@@ -600,9 +601,9 @@ class MicroBatchRun:
         )
 
     def _bytes_of_graph(self, op: TileOperation) -> float:
-        """Return the bytes of a tile's kept graph, or 0 if memory is not trimmed.
+        """Return the bytes of a tile's kept graph.
 
-        Only the trimming of memory uses this number.
+        Only the trimming of memory uses this number, so it is 0 if memory is not trimmed.
         """
         return (
             self.executor.sizes.kept(self.grid.tile_plan(op), self.grid.images[op.block])

@@ -172,12 +172,12 @@ class StagePlan:
 
 
 def receives(plan: StagePlan) -> list[Operation]:
-    """Return the operations that receive all feature maps which this rank reads from others."""
+    """Return the operations that receive the feature maps which other ranks compute."""
     return [RecvRows(plan.number, tensor_id) for tensor_id in plan.elsewhere]
 
 
 def gradient_receives(plan: StagePlan, stage: int) -> list[Operation]:
-    """Return the receives of the gradients of the feature maps that a stage of this rank sent."""
+    """Return the operations that receive gradients, for the feature maps that a stage has sent."""
     made = [plan.stop(s) for s in plan.of_stage(stage) if not plan.is_last(s)]
     return [
         RecvGradRows(plan.number, tensor_id, reader)

@@ -17,7 +17,7 @@ def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 @torch.no_grad()
 def broadcast(model: nn.Module, comm) -> None:
-    """Copy the weights and buffers of the first rank of ``comm`` to all its ranks.
+    """Copy the weights and buffers of the first rank of ``comm`` to its other ranks.
 
     All ranks of ``comm`` must call it together.
     """

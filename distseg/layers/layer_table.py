@@ -174,7 +174,7 @@ def node_of(call: Call, dims: int) -> Node:
 def check_plain(name: str, layer: nn.Module) -> None:
     """Refuse a norm or dropout that a hook, subclass or parametrization modifies.
 
-    Its distributed counterpart would not have the modification.
+    The distributed counterpart that replaces the layer would not have the modification.
 
     Args:
         name: the layer's name in the message.

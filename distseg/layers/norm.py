@@ -251,7 +251,7 @@ class DistributedNorm(nn.Module):
     def has_all(self, x: Tensor) -> bool:
         """Return True if all cells of this rank's only window enter the statistics.
 
-        This holds if the window has no halo, or if statistics include halos.
+        This holds if the window has no halo, or if each window counts as an image of its own.
 
         Args:
             x: the feature map of this window, (B, C, *size).

@@ -244,10 +244,10 @@ class Transfers:
 
 
 def _rows(stored: Map | VectorMap, box: Box) -> int:
-    """Return the largest number of rows in a message about the part ``box`` of a stored map.
+    """Return the largest number of rows in a message, for the part ``box`` of a stored map.
 
-    The rows of a message have at most ``_STRIP`` bytes, but there is at least one. A vector of the
-    image has all its rows in one message.
+    The rows of a message have at most ``_STRIP`` bytes together, but a message has at least one
+    row. A vector of the image is sent whole in one message.
     """
     if isinstance(stored, VectorMap):
         return max(1, box.size[0])

@@ -344,15 +344,15 @@ class DistributedModel(nn.Module):
         ]
 
     def _rows(self, images: int, micro_batches: int) -> tuple[Rows, int]:
-        """Begin a step: return where its images lie, and add their number to ``images_seen``.
+        """Count the images of a new step in ``images_seen``, and return their numbers.
 
         Args:
             images: number of images of a sample group in a micro-batch.
             micro_batches: number of micro-batches in the step.
 
         Returns:
-            The positions of this group's images in the list of all images of the step. And the
-            number in the epoch of the first image of that list.
+            (rows, first): ``rows`` has the positions of this sample group's images among the images
+            of the step. ``first`` is the number, in the epoch, of the first image of the step.
         """
         rows = Rows(self.mesh.shape.samples, self.mesh.sample, micro_batches, images)
         first, self.images_seen = self.images_seen, self.images_seen + rows.total
@@ -485,21 +485,21 @@ class DistributedModel(nn.Module):
             )
 
     def _tile_batches(
-        self, images: Arrays | Stacked, targets, those: Sequence[int], first: int, rows: list[int]
+        self, images: Arrays | Stacked, targets, chosen: Sequence[int], first: int, rows: list[int]
     ) -> list[TileBatch | LazyTileBatch]:
         """Return this rank's tile batches of a micro-batch.
 
         Args:
-            images: the images of this group in the step.
-            targets: the targets of these images, or None.
-            those: the indices in ``images`` of the images of the micro-batch.
-            first: the number of the step's first image in the epoch.
-            rows: the position in the step of each image of the micro-batch.
+            images: the images of this sample group in the step.
+            targets: the targets of ``images``, or None.
+            chosen: the indices in ``images`` of the micro-batch's images.
+            first: the number, in the epoch, of the first image of the step.
+            rows: for each image of the micro-batch, its position among the images of the step.
         """
         engine = self.engine
         found = []
-        for size, group in images.by_size(those):
-            at = tuple(image - those[0] for image in group)
+        for size, group in images.by_size(chosen):
+            at = tuple(image - chosen[0] for image in group)
             samples = tuple(first + rows[n] for n in at)
             for tile, window in owned_tiles(
                 size,
@@ -550,9 +550,10 @@ class DistributedModel(nn.Module):
     # added to the gradients of earlier calls.
 
     def _begin(self) -> None:
-        """Set aside the gradients that earlier backward passes left, and empty ``grad``.
+        """Move the gradients of earlier backward passes out of ``grad``, and empty ``grad``.
 
-        The backward pass that begins now adds this rank's part to the empty ``grad``.
+        So ``grad`` gets only this rank's part from the backward pass that begins now.
+        :meth:`_finish` adds the earlier gradients again.
         """
         gradients, self._carried = self.engine.gradients, {}
         late = self._taken_local()
@@ -565,9 +566,10 @@ class DistributedModel(nn.Module):
         gradients.detach() if self._probes else gradients.zero()
 
     def _taken_local(self) -> dict[int, Tensor]:
-        """Return and forget the parts of gradients that are not summed yet, by parameter number.
+        """Return and forget this rank's gradient parts that :meth:`no_sync` left unsummed.
 
-        Parts whose gradients the user has changed are left out.
+        The result is a dict from the number of a parameter to its part. It lacks parameters whose
+        ``grad`` the user has changed since, for example set to None.
         """
         late = {}
         for number, (part, _, _) in self._local.items():
@@ -606,9 +608,9 @@ class DistributedModel(nn.Module):
     def _finish(self, scale: float) -> None:
         """End a backward pass: sum its gradients over the replicas, then add earlier gradients.
 
-        The sum includes the gradients that a :meth:`no_sync` block postponed. The earlier gradients
-        are the others that ``grad`` had before this pass. Inside :meth:`no_sync` nothing is summed.
-        All ranks must call the method together.
+        The sum includes this rank's parts from passes in a :meth:`no_sync` block. The earlier
+        gradients are whole already, so they are added after the sum. Inside :meth:`no_sync` nothing
+        is summed. All ranks must call the method together.
 
         Args:
             scale: factor of the gradients of this backward pass.
@@ -902,14 +904,17 @@ class _Seen(torch.autograd.Function):
 
 
 def _check_only_use(gradient: Tensor, seen: list[Tensor]) -> None:
-    """Refuse a gradient of the output that is not the sum of the criteria's gradients.
+    """Refuse a loss that depends on the model's output in other ways than through a criterion.
+
+    The output is that of one tile, so such a term of the loss would miss the rest of the image. It
+    is noticed because the output's gradient then differs from the sum of the criteria's gradients.
 
     Args:
         gradient: the gradient of the output.
-        seen: the gradients that criteria sent back.
+        seen: the gradients that criteria sent back to the output.
 
     Raises:
-        ValueError: the loss has other terms that were computed from the output of one tile.
+        ValueError: the gradients differ.
     """
     wanted = sum(seen) if seen else torch.zeros_like(gradient)
     seen.clear()

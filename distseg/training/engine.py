@@ -1,5 +1,6 @@
 """Build what a rank needs for optimizer steps from a config, a mesh and a plain model.
 
+The plain model is the whole network before distseg replaces its layers by distributed ones.
 :class:`Engine` checks the settings and the model, keeps this rank's layers, and computes steps. The
 other functions of this file derive the receptive field, the halo exchange and the streaming
 executor from a config.
@@ -309,9 +310,10 @@ class Engine(ParameterUpdate):
 
     @property
     def reading(self) -> ReceptiveField:
-        """Halo that is read from the image around a tile, with the network's total stride.
+        """The receptive field by which windows are read from an image (:func:`read_around`).
 
-        The halo is 0 if ranks exchange halos between layers instead.
+        Its halo is the width of the window around a tile, and 0 if ranks exchange halos between
+        layers instead. Tile borders lie on multiples of its stride.
         """
         return read_around(self.reach, self.exchange, self.config.streaming.active)
 
@@ -353,7 +355,7 @@ class Engine(ParameterUpdate):
         return TileBatch(pixels, labels, piece.place)
 
     def to_blocks(self, piece: TileBatch | LazyTileBatch) -> LazyTileBatch:
-        """Return a lazy tile batch that moves what is read from it to this rank's devices.
+        """Return a lazy tile batch whose pixels and labels are moved to this rank's devices.
 
         Args:
             piece: a tile batch, in memory or lazy.
@@ -490,8 +492,8 @@ def check_trainable(model: nn.Module) -> None:
 def check_parts(model: nn.Module, approximate: ApproximateConfig) -> None:
     """Refuse to cut images into tiles for a model that is not captured as a graph of known layers.
 
-    A probe could miss pixels on which the result of such a model depends. Then results would be
-    silently wrong.
+    The halo of such a model can only be measured by probing: change a pixel, and see which outputs
+    change. A probe could miss pixels, and results would then be silently wrong.
 
     Args:
         model: the plain model.

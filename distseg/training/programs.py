@@ -1,4 +1,9 @@
-"""Makes the operations of all ranks of a step without running them, for texts and for proofs."""
+"""Lists the operations of all ranks in a step, without running them.
+
+``distseg plan`` prints the lists, and :mod:`distseg.training.step_messages` proves from them that
+ranks cannot wait for each other for ever. The *plain model* is the whole network before distseg
+replaces its layers by distributed ones.
+"""
 
 from __future__ import annotations
 
@@ -43,9 +48,9 @@ from distseg.training.step import StreamingRunner, forwards_first
 
 @dataclass(frozen=True)
 class _Rank:
-    """Object with the rank and size of a communicator. It cannot send messages.
+    """Stand-in for a communicator: it has a rank and a size, but cannot send messages.
 
-    It takes the place of a communicator where a program is planned but not run.
+    It suffices here, because the operations are listed but not run.
     """
 
     rank: int
@@ -72,7 +77,10 @@ class StepPrograms:
     """Operations of all ranks of a mesh in one step.
 
     A rank's operations depend on its tile and on its rank in the pipeline, which the methods take.
-    Tiles are numbered in row-major order. All sample groups have the same operations.
+    Tiles are numbered in row-major order. All sample groups have the same operations. The
+    operations with streamed tiles are those of :meth:`streamed`. Without streaming,
+    :meth:`kept` returns them, and :attr:`orders`, :attr:`together` and
+    :attr:`needs_loss_grad_first` describe them.
 
     Args:
         config: the settings of the training.
@@ -112,7 +120,7 @@ class StepPrograms:
 
     @cached_property
     def active(self) -> list[int]:
-        """Numbers of the active norms; none if the model is no list of layer calls."""
+        """Layer numbers of the active norms; empty if the model is not captured as layer calls."""
         if not self.flat:
             return []
         layers = (layer for _, layer in flat_layers(self.model))
@@ -120,12 +128,12 @@ class StepPrograms:
 
     @property
     def together(self) -> bool:
-        """True if the tile batches of a micro-batch run together, in programs without streaming."""
+        """True if all tile batches of a micro-batch run together; False if one after another."""
         return self.config.spatial.exchanges or bool(self.active)
 
     @cached_property
     def orders(self) -> list[list[Action]]:
-        """The actions of each rank of a pipeline, without streaming."""
+        """For each rank of a pipeline, the order of its forward and backward passes."""
         config = self.config
         units = config.train.accumulate * (1 if self.together else len(self.places(0)))
         schedule = schedule_of(config.pipeline, config.mesh.stages, self.loss.linear)
@@ -133,11 +141,13 @@ class StepPrograms:
 
     @property
     def needs_loss_grad_first(self) -> bool:
-        """True if the loss gradient must be known before the passes begin, without streaming."""
+        """True if the loss gradient must be known before the first pass of the step begins."""
         return not forwards_first(self.orders[self.stages.placement[-1]])
 
     def kept(self, rank: int, only_forward: bool = False) -> list[Operation]:
-        """Return the operations of a rank whose stages keep their graphs.
+        """Return the operations of a rank without streaming.
+
+        Its stages keep autograd graphs in memory from the forward to the backward pass.
 
         Args:
             rank: the number of the rank in its pipeline.
@@ -152,7 +162,11 @@ class StepPrograms:
         return make_exchange(settings, self.model, self.reach, ranks, device, False)
 
     def _places(self, tile: int) -> list[TilePlacement]:
-        """Return the placements of the tiles of a rank."""
+        """Return the placements of the tiles of a rank.
+
+        Args:
+            tile: the number of the rank's part among the parts of an image.
+        """
         config = self.config
         coordinates: list[int] = []
         for count in reversed(config.mesh.tiles):
@@ -174,7 +188,12 @@ class StepPrograms:
         return budget_of(config.streaming.memory, base, "weights and what the optimizer keeps")
 
     def _streamed(self, tile: int, rank: int) -> StreamedProgram:
-        """Return the operations of a rank that streams tiles."""
+        """Return the operations of a rank that streams tiles.
+
+        Args:
+            tile: the number of the rank's part among the parts of an image.
+            rank: the number of the rank in its pipeline.
+        """
         config, exchange = self.config, self.exchange(tile)
         assert exchange is not None  # Streamed tiles always have one.
         activations = activations_of(

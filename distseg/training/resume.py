@@ -36,7 +36,7 @@ class Position:
         samples: number of samples of the current epoch that finished steps have used.
         validation: the scores of the last validation; None if there was none.
         validated: number of epochs that were finished at the last validation; 0 if there was none.
-        best_epoch: the same number at the validation with the best score.
+        best_epoch: number of epochs that were finished at the validation with the best score.
         best_score: the best score of a validation; higher is better. None if there is none.
     """
 

@@ -459,8 +459,8 @@ def _open_store(data: DataBase) -> Store:
 def _outputs(model: ModelBase, store: Store) -> int | None:
     """Return the number of outputs that the network needs for the labels of a store.
 
-    It is one output for each class. A store whose labels are numbers has one class. Two classes
-    have one output together (sigmoid) if ``model.out_channels`` is 1.
+    The number of outputs is the number of classes, and 1 if labels are numbers instead of classes.
+    If ``model.out_channels`` is 1, two classes share one output (sigmoid).
     """
     return 1 if model.out_channels == 1 and len(store.classes) == 2 else len(store.classes)
 

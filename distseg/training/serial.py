@@ -99,7 +99,8 @@ class SerialProgram:
     Args:
         model: the plain model, which is copied.
         settings: the settings of the step.
-        dropouts: the layer of each call of a dropout function, as for :func:`serial_step`.
+        dropouts: for each dropout call, the layer whose masks it uses, as for
+            :func:`serial_step`.
 
     Attributes:
         model: the copy, with the weights after the latest step.
@@ -213,7 +214,8 @@ def rounding_of_gradients(
         settings: the settings of the step.
         wanted: the gradient of the loss by the parameter's name.
         epoch: the epoch, on which dropout masks depend.
-        dropouts: the layer of each call of a dropout function, as for :func:`serial_step`.
+        dropouts: for each dropout call, the layer whose masks it uses, as for
+            :func:`serial_step`.
     """
     model = copy.deepcopy(model).train()
     parameters = dict(model.named_parameters())
@@ -277,10 +279,12 @@ class _Rounding(TorchFunctionMode):
 def _forward(
     model: nn.Module, images: list[Image], settings: StepSettings, epoch: int, dropouts: Dropouts
 ) -> tuple[Tensor, _Whole]:
-    """Run the forward passes of a step; return the loss with its autograd graph, and the mode.
+    """Run the forward passes of a step.
 
-    The mode has recorded the inputs of batch norms. :meth:`_Whole.commit` updates their running
-    statistics with them.
+    Returns:
+        The loss with its autograd graph, and the :class:`_Whole` in which the passes ran. It has
+        recorded the inputs of batch norms, with which its method ``commit`` updates their running
+        statistics.
     """
     logits = {}
     whole = _Whole(model, settings.frozen_norm, settings.seed, epoch, dropouts)
@@ -348,7 +352,8 @@ class _Whole(TorchFunctionMode):
         frozen: the value of ``spatial.frozen_norm``.
         seed: the value of ``train.seed``.
         epoch: the epoch.
-        dropouts: the layer of each call of a dropout function, as for :func:`serial_step`.
+        dropouts: for each dropout call, the layer whose masks it uses, as for
+            :func:`serial_step`.
     """
 
     def __init__(self, model: nn.Module, frozen: bool, seed: int, epoch: int, dropouts: Dropouts):
@@ -363,10 +368,13 @@ class _Whole(TorchFunctionMode):
 
     @contextmanager
     def for_batch(self, batch: list[Image]):
-        """Return a context manager for one forward pass of the model with these images.
+        """Return a context manager in which the model runs one forward pass.
 
-        Inside it the mode replaces norms and dropout. Dropout calls are counted from 0, and masks
-        follow from the numbers of these images.
+        Inside the context, PyTorch's functions for norms and dropout are replaced. Dropout masks
+        depend on the number of each image and on the number of the dropout call, counted from 0.
+
+        Args:
+            batch: the images that go through the model in this pass.
         """
         self.numbers, self.calls, self.inside = [image.number for image in batch], 0, []
         self.times: Counter[int] = Counter()
@@ -463,9 +471,10 @@ class _Whole(TorchFunctionMode):
         return input.copy_(kept.view(-1, *(1 for _ in input.shape[1:])).expand_as(input))
 
     def _known(self) -> Dropped | None:
-        """Count a call of a dropout function, and return the layer whose masks the call uses.
+        """Return the layer of ``dropouts`` whose masks the current dropout call uses.
 
-        Return None if ``dropouts`` is None or has no layer for the call.
+        Return None if ``dropouts`` is None or has no layer for this call. Each dropout call of a
+        forward pass calls this method once, which counts the calls.
         """
         number, self.calls = self.calls, self.calls + 1
         return None if self.dropouts is None else self.dropouts.get(number)

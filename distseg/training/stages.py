@@ -98,10 +98,10 @@ class StageCut:
             return replace(self, config=config).partition()
 
     def _balance(self, splitter: Splitter) -> list[int]:
-        """Return the number of layers of each stage with which the slowest rank is fastest.
+        """Return the number of layers of each stage, for the least time of the slowest rank.
 
         Args:
-            splitter: the search for these numbers.
+            splitter: the object that searches for these numbers.
         """
         config, model, image, reach = self.config, self.model, self.image, self.reach
         images, modelled_on = config.data.images, modelled_device(self.device)
@@ -125,9 +125,9 @@ class StageCut:
         return splitter.fastest_streaming(costs, layout, active, GridTiling(config.streaming.tiles))
 
     def _policy(self) -> Policy:
-        """Return the settings of the pipeline for which the planner estimates the time of stages.
+        """Return the pipeline settings with which the planner estimates the time of stages.
 
-        These are the number of micro-batches, the schedule and what is recomputed.
+        They are the number of micro-batches, the schedule and which activations are recomputed.
         """
         config, pipeline = self.config, self.config.pipeline
         if not config.streaming.active:
@@ -163,11 +163,11 @@ def _placement(pipeline: PipelineConfig, stages: int) -> tuple[int, ...]:
 
 
 def schedule_of(pipeline: PipelineConfig, stages: int, linear: bool = True) -> str:
-    """Return the schedule to run: gpipe, 1f1b or zb-h1.
+    """Return the schedule without streaming that the settings ask for: gpipe, 1f1b or zb-h1.
 
-    ``auto`` becomes gpipe for several stages with a loss that is not linear
-    (:class:`distseg.layers.loss.Loss`), else 1f1b. Stages on several devices of one rank always run
-    with gpipe, because torchgpipe knows no other schedule.
+    ``pipeline.schedule: auto`` means 1f1b. It means gpipe if there are several stages and the loss
+    is not linear, because 1f1b would then need an extra forward pass. With
+    ``pipeline.placement: devices`` the schedule is always gpipe, the only one of torchgpipe.
 
     Args:
         pipeline: the settings of the pipeline.

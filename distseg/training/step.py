@@ -8,6 +8,11 @@ known before the first backward pass. There are three ways to know it:
 - the labels alone determine it (cross-entropy and other linear losses);
 - all forward passes are done before (GPipe, or a single micro-batch);
 - an extra forward pass without gradients computes it (Dice under 1F1B and ZB-H1).
+
+Words of this module: a *tile batch* is one window of several images of one size, in memory or, with
+streamed tiles, read when it is needed (*lazy tile batch*). Its *placement* says where the tile lies
+in the images. With streamed tiles, a *stage plan* lists the segments of the network and the feature
+maps that a rank handles for one micro-batch (:class:`distseg.runtime.tile_program.StagePlan`).
 """
 
 from __future__ import annotations

@@ -2,6 +2,9 @@
 
 The lists follow :mod:`distseg.training.step`, in which a step begins with the loss gradient, runs
 the passes and ends with the sums of gradients. No message is sent.
+
+Messages have names, by which errors tell them apart. Arguments ``prefix`` are the beginning of such
+a name: ``step 1, `` in the second step, and empty in the first.
 """
 
 from __future__ import annotations
@@ -93,12 +96,23 @@ class _RankMessages:
             yield from self._running_statistics(prefix)
 
     def sum_of_loss(self, what: str, prefix: str) -> Iterator[Step]:
-        """Yield the sum of the tables of partial sums, on a rank with the last stage."""
+        """Yield the allreduce that adds the tables of partial sums of the loss over the replicas.
+
+        Only ranks with the last stage have such a table; other ranks yield nothing.
+
+        Args:
+            what: the name of the message.
+            prefix: the step of the message, for its name.
+        """
         if self.has_loss:
             yield from collective("replicas", self.members.replicas, f"{prefix}{what}")
 
     def statistics(self) -> dict[int, str]:
-        """Return the communicator over which each active norm takes its statistics."""
+        """Return the name of each active norm's communicator, by the number of its layer.
+
+        Over this communicator the ranks sum the statistics of the norm. The dict is empty if each
+        window has statistics of its own (``approximate.norms: window``).
+        """
         config = self.programs.config
         if config.approximate.norms == "window":
             return {}
@@ -109,7 +123,7 @@ class _RankMessages:
         }
 
     def _running_statistics(self, prefix: str) -> Iterator[Step]:
-        """Yield the message that updates running statistics from those of all sample groups."""
+        """Yield the allreduce that joins running statistics of several ranks, if one is needed."""
         config, stages = self.programs.config, self.programs.stages
         mine = range(len(self._layers)) if len(stages.ranges) == 1 else stages.layers_of(self.stage)
         tracked = any(
@@ -122,7 +136,7 @@ class _RankMessages:
             yield from collective("groups", self.members.groups, f"{prefix}running statistics")
 
     def pass_messages(self) -> PassMessages:
-        """Return the messages of this rank's layers."""
+        """Return an object that lists the messages of this rank's layers in a pass."""
         exchange, image = self.programs.exchange(self.tile), self.programs.image
         tiles = []
         if exchange is not None:
@@ -162,7 +176,10 @@ class _RankMessages:
 
 
 class _Kept:
-    """Messages of the passes of a rank whose stages keep their graphs."""
+    """Messages of the passes of a rank that does not stream tiles.
+
+    Its stages keep autograd graphs in memory from the forward to the backward pass.
+    """
 
     def __init__(self, of: _RankMessages):
         self.of, programs = of, of.programs

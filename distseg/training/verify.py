@@ -446,7 +446,8 @@ class Comparison:
         engine: the engine that runs the steps on the mesh. The report names its device, halo and
             transport.
         initial: the plain module before the first step, in float64.
-        dropouts: the layer of each call of a dropout function, as for :func:`serial_step`.
+        dropouts: for each dropout call, the layer whose masks it uses, as for
+            :func:`serial_step`.
     """
 
     def __init__(self, engine: Engine, initial: nn.Module, dropouts: Dropouts):
@@ -597,7 +598,8 @@ def zero_gradients(
         found: the results of the distributed step.
         settings: the settings of the step.
         epoch: the epoch of the step.
-        dropouts: the layer of each call of a dropout function, as for :func:`serial_step`.
+        dropouts: for each dropout call, the layer whose masks it uses, as for
+            :func:`serial_step`.
     """
     norms = {name: gradient.norm().item() for name, gradient in serial.gradients.items()}
     tiny = [

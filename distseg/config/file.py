@@ -276,10 +276,11 @@ def suggestion(name: str, known, kind: type = Config) -> str:
 
 
 def _fields_named(bare: str, flags: Container[str] | None, kind: type) -> list[str]:
-    """Return the settings of all sections whose field is the last part of a name.
+    """Return the settings that a user may have meant by an unknown name.
 
-    So ``epochs`` and ``model.epochs`` give ``train.epochs``. If no field is equal to the last part,
-    a name without a section may also be similar to a field.
+    They are the settings ``section.field`` whose field is the last part of the name. So ``epochs``
+    and ``model.epochs`` give ``train.epochs``. If no field is equal to it and the name has no
+    section, the most similar field is taken. The list is empty if there is none.
 
     Args:
         bare: the unknown name, without dashes.

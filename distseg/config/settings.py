@@ -304,7 +304,7 @@ class PipelineConfig:
     """gpipe: all forward passes, then all backward passes. 1f1b: forward and backward passes
     alternate, which holds fewer activations. zb-h1: 1f1b, with weight gradients computed while a
     stage would otherwise wait. auto: 1f1b in most cases. auto is gpipe if there are stages and a
-    loss such as Dice, which 1f1b would have to compute beforehand. It is gpipe too for streamed
+    loss such as Dice, for which 1f1b would need an extra forward pass. It is gpipe too for streamed
     tiles with active norms, whose feature maps are offloaded."""
     balance: list[int] | None = None
     """Number of layers of each stage; by default the split whose slowest stage is fastest
@@ -945,10 +945,10 @@ class ApproximateConfig(ApproximateBase):
 
     @property
     def chosen(self) -> str | None:
-        """The setting that is not exact because each window is treated as a whole image.
+        """The setting that treats each window as a whole image, with its value, for messages.
 
-        It is a text with the setting's value, such as ``approximate.halo is 8``; None if neither
-        ``halo`` nor ``norms`` is set.
+        An example is ``approximate.halo is 8``. It is ``halo``, else ``norms``; None if neither is
+        set.
         """
         if self.halo is not None:
             return f"approximate.halo is {self.halo}"
@@ -1170,11 +1170,11 @@ class Config(ConfigBase):
 
     @property
     def exchange(self) -> ExchangeSettings | None:
-        """The settings of the exchange; None if layers compute whole windows and need none.
+        """The settings of the halo exchange; None if layers compute whole windows without one.
 
-        It is None only if the settings ask neither for halo exchanges nor for streamed tiles. In
-        addition, there must be a single window, windows that count as separate images
-        (``approximate``), or stages on the devices of one rank.
+        It is None if two conditions hold. First, the settings ask neither for halo exchanges nor
+        for streamed tiles. Second, the image is one window, or windows count as separate images
+        (``approximate``), or the stages are on the devices of one rank.
         """
         found = ExchangeSettings(
             self.mesh.tiles,

@@ -270,8 +270,8 @@ def run_predict(
 def _network_of_heat(predictor: Predictor, checkpoint: Path, model: ModelBase) -> nn.Module:
     """Return the network whose heat maps are drawn, as a plain module that is not distributed.
 
-    A network of patches is the predictor's own. Any other network is loaded again, because the
-    predictor has only its distributed counterpart.
+    A predictor of PatchGD holds its network as such a module. Other predictors hold distributed
+    layers, so the network is loaded once more from the checkpoint.
     """
     return (
         predictor.filler.network

@@ -56,7 +56,10 @@ def add_completers(parser: argparse.ArgumentParser) -> None:
 
 
 def values_of(kind: Any) -> list[str]:
-    """Return the values that a type allows, as a user writes them; empty if they are not few."""
+    """Return all values that a type allows, as a user writes them.
+
+    The list is empty if the values cannot be listed, as those of int or str.
+    """
     if get_origin(kind) is Literal:
         return [str(value) for value in get_args(kind)]
     if kind is bool:
@@ -67,7 +70,10 @@ def values_of(kind: Any) -> list[str]:
 
 
 def _command_in(typed: str) -> str | None:
-    """Return the command of a line that goes on after it; None while the command is typed."""
+    """Return the command of an unfinished line such as ``distseg train --mo``, here ``train``.
+
+    Return None while the user still types the command itself, as in ``distseg tra``.
+    """
     try:
         words = shlex.split(typed)
     except ValueError:  # an open quote

@@ -101,11 +101,10 @@ def _check_store(store: Store, split: str, manifest: dict, predictor: Predictor,
         )
     check_types(store, split, manifest)
     if store.of_images != predictor.model.of_image:
+        makes, has = ("images", "pixels") if predictor.model.of_image else ("pixels", "images")
         raise ValueError(
-            f"{run} is a network for labels of "
-            f"{'images' if predictor.model.of_image else 'pixels'}, but {store.path} has the "
-            "other kind of labels: evaluate the run on a store with labels like those of its "
-            "training"
+            f"{run} is a network for labels of {makes}, but {store.path} has labels of {has}: "
+            f"evaluate the run on a store with labels of {makes}"
         )
     unlabelled = [
         name for name in store.split(split) if not (store.has_labels(name) or store.of_images)

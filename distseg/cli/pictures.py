@@ -122,7 +122,16 @@ class Gallery:
         return self._drawn(name, shrunk) if shrunk.same_scores else []
 
     def _panels_of_volume(self, name: str, shrunk: _Shrunk, classes: Reader) -> list[Panel]:
-        """Return the panels of three cuts through a volume, as :meth:`_panels`."""
+        """Return the panels of three cuts through a volume.
+
+        The list is empty if the prediction has other scores than the evaluation, or if the volume
+        is too large to be read at once.
+
+        Args:
+            name: the volume.
+            shrunk: the object that counts and shrinks the labels.
+            classes: a function that reads the predicted classes of a box.
+        """
         store, whole = self.store, Box.whole(self.store.size(name))
         if whole.pixels > _COMPUTED:
             return []
@@ -160,9 +169,16 @@ class Gallery:
 
 
 def missing_in(store: Store, name: str, box: Box, pixels: np.ndarray) -> np.ndarray | None:
-    """Return True for the pixels of a box that lack data in one of the given bands.
+    """Return a mask of the pixels without data in at least one band, or None if there are none.
 
-    The result is (*box.size) bool, or None if all pixels have data.
+    Args:
+        store: the store of the image.
+        name: the name of the image.
+        box: the box of the pixels.
+        pixels: some bands of the box, (bands, *box.size).
+
+    Returns:
+        (*box.size) bool.
     """
     found = missing(pixels, store.nodata(name), store.valid(name, box))
     return None if found is None else found.any(0)
@@ -197,16 +213,24 @@ class _Shrunk:
         self.wrong: list[np.ndarray] = []
 
     def count(self, truth: np.ndarray, found: np.ndarray) -> None:
-        """Count the pixels of each true and predicted class, for :attr:`same_scores`."""
+        """Count the pixels of each pair of a true and a predicted class.
+
+        :attr:`same_scores` computes the scores from these counts.
+
+        Args:
+            truth: the labels, (*size).
+            found: the predicted classes, (*size).
+        """
         number = len(self.classes)
         known = np.where(found < number, found, 0)  # pixels without data have no class
         self._matrix += confusion(truth, known, number, self.ignore)
 
     @property
     def same_scores(self) -> bool:
-        """True if the predicted classes have the scores of the table's row.
+        """True if the counted pixels give the scores in the image's row of the table.
 
-        With a tolerance the accuracy may differ, but the labels must be those of the evaluation.
+        If ``tolerance`` is above 0, the accuracy may differ by it, but the number of pixels of each
+        true class must be equal.
         """
         found, row = scores(self._matrix, self.classes), self.row
         if not self.tolerance:
@@ -242,7 +266,11 @@ class _Shrunk:
         self.wrong.append(shrink_labels(wrong, self._errors, self.block))
 
     def pixels(self) -> tuple[np.ndarray, None, np.ndarray | None]:
-        """Return the mean of each block (bands, h, w), None, and the mask of blocks with data."""
+        """Return (means, None, mask), the arguments of :func:`distseg.data.picture.rgb`.
+
+        ``means`` is the mean of each block, (bands, h, w). ``mask`` is True for blocks with data,
+        (h, w); it is None if no block lacks data. None stands for the number for no data.
+        """
         sums, known = np.concatenate(self._sums, 1), np.concatenate(self._known)
         means = sums / np.maximum(known, 1)
         if self._dtype == np.uint8:

@@ -218,7 +218,9 @@ class _Request:
         return [replace(job, entries=tuple(entries))]
 
     def _job(self, flags: tuple[str, ...]) -> Job:
-        """Return the job of one training with the mesh of the config, before its nodes are counted.
+        """Return the job of one training with the mesh of the config.
+
+        Its ``nodes`` are one node of the site; how many nodes the mesh needs is computed later.
 
         Args:
             flags: the flags of the settings that differ from the config file, as names and values

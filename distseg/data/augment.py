@@ -31,7 +31,8 @@ class Turn:
     def size(self, size) -> tuple[int, ...]:
         """Return the size that a crop of ``size`` has after the turn.
 
-        The same turn maps the size after it back to the size before it.
+        A turn by 90 or 270 degrees swaps the last two dims. So the method also returns the size
+        before the turn, if ``size`` is that after the turn.
         """
         size = tuple(size)
         return (*size[:-2], size[-1], size[-2]) if self.quarters % 2 else size

@@ -47,7 +47,8 @@ def check_folders(images: Path, masks: Path | None, nested: bool = False) -> Non
     Args:
         images: the folder of images.
         masks: the folder of masks, or a vector file; None if there is none.
-        nested: True if subfolders are read too, in folders of splits if there are any.
+        nested: True if subfolders are read too. If there are folders of splits (train, val, test),
+            only subfolders in these are read.
 
     Raises:
         ValueError: there are such images, and the message names the first images or their folder;

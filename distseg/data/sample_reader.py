@@ -134,11 +134,14 @@ def _labels_at_once(store: Store, sample: Sample, box: Box) -> np.ndarray:
 def _finished(
     sample: Sample, pixels: np.ndarray, absent: np.ndarray | None, box: Box
 ) -> np.ndarray:
-    """Return pixels after the changes of single values, turned.
+    """Return the pixels after the last steps of the augmentation.
+
+    The last steps are the changes of values and colours, and then the turn. Pixels without data
+    become 0.
 
     Args:
         sample: the sample.
-        pixels: (C, *box.size) float32.
+        pixels: the warped and blurred pixels, (C, *box.size) float32.
         absent: True where pixels have no data, (C or 1, *box.size); None for nowhere.
         box: the box of the sample before the turn.
     """
@@ -177,7 +180,13 @@ def _with_margin(sample: Sample, box: Box) -> Box:
 
 
 def _reading(store: Store, sample: Sample, box: Box) -> Reading:
-    """Return what a box of the sample before the turn is interpolated from."""
+    """Return the object that interpolates a box of a warped sample from pixels of the image.
+
+    Args:
+        store: the store of the image.
+        sample: the sample.
+        box: the box of the sample before the turn.
+    """
     return Reading(sample.warp, box, sample.box.start, store.size(sample.image))
 
 

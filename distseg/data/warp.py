@@ -140,7 +140,10 @@ class Warp:
         return found
 
     def _offset(self, dim: int) -> float:
-        """Return the position along ``dim`` that the sample's pixel 0 shows without elastic."""
+        """Return the position along ``dim`` that the sample's first pixel shows.
+
+        The elastic deformation is left out.
+        """
         centre = [(n - 1) / 2 for n in self.size]
         return centre[dim] - sum(m * c for m, c in zip(self._matrix[dim], centre))
 

@@ -136,12 +136,12 @@ def _directions(grid: ImageGrid) -> np.ndarray:
 def _rings_near(polygons: Polygons, at: int, block: Box) -> list[np.ndarray]:
     """Return the rings of a polygon, without corners that do not matter in a block.
 
-    Consecutive corners above the block are replaced by the first and the last of them, and those
-    below, left and right alike. An edge between two corners above crosses no row of the block. A
-    path left of the block crosses each row as often as the edge between its ends, up to an even
-    number. So the pixels of the block stay the same, and a coast of a million corners is fast.
-    A ring with a horizontal edge on pixel centres keeps all corners, because the pixels on this
-    edge depend on the direction of the whole ring.
+    A sequence of corners on one side of the block (above, below, left or right) is replaced by its
+    first and its last corner. The pixels of the block stay the same: above and below, edges cross
+    no row of the block. On the left and right, a pixel is inside if a row crosses an odd number of
+    edges, and replacing a path by the straight edge between its ends keeps odd numbers odd. So a
+    coast of a million corners is fast. A ring with a horizontal edge on pixel centres keeps all
+    corners, because the pixels on this edge depend on the direction of the whole ring.
 
     Args:
         polygons: the polygons, in columns and rows of the image.
@@ -171,7 +171,10 @@ def _on_centres(corners: np.ndarray) -> bool:
 
 
 def _sides(corners: np.ndarray, block: Box) -> np.ndarray:
-    """Return on which side of a block each corner lies, by more than a pixel; (corners,) int."""
+    """Return the side of a block on which each corner lies, such as ``_ABOVE``, (corners,) int.
+
+    Corners at most a pixel outside the block count as ``_INSIDE``.
+    """
     x, y = corners.T
     (top, left), (bottom, right) = block.start, block.stop
     return np.select(

@@ -126,8 +126,8 @@ def _eastward(ring: np.ndarray, found: Feature) -> np.ndarray:
     if around or (east > _HALF_CIRCLE + _EPSILON and west < _HALF_CIRCLE - _EPSILON):
         what = "goes around a pole" if around else f"has longitudes from {west:g} to {east:g}"
         raise ValueError(
-            f"object {found.number} {what}, which GeoJSON cannot hold, as its longitudes end at "
-            "180 degrees: write gpkg, which uses the CRS of the image"
+            f"object {found.number} {what}, which GeoJSON cannot hold, because longitudes in "
+            "GeoJSON end at 180 degrees: write gpkg, which uses the CRS of the image"
         )
     return ring - [360.0, 0.0] if east > _HALF_CIRCLE + _EPSILON else ring
 

@@ -821,7 +821,7 @@ TABLE = {
     ),
     "stages for which there are no processes": (
         ["predict", "run", "--mesh.stages", "2", "--output", "new"],
-        "mesh.stages is 2, which does not divide 1 process: start a multiple of 2, or leave mesh.stages out",
+        "mesh.stages is 2, which does not divide 1 process: start a multiple of 2 processes, or leave mesh.stages out",
     ),
     "scratch that is not there": (
         ["predict", "run", "--predict.scratch", "nowhere", "--output", "new"],

@@ -736,7 +736,7 @@ def pictures(masks: dict) -> dict:
             (0, 0),
             "back,road",
             {},
-            "no pixel of any mask is road .label 1.: all masks hold the one value 0.*--absent road",
+            "no pixel of any mask is road .label 1.: all masks hold only the value 0.*--absent road",
         ),
         (
             (255, 255),

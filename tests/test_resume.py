@@ -232,7 +232,7 @@ def test_what_has_changed_is_told(comm, tmp_path, capsys):
     assert "optim.lr was 0.01, is 0.02" in out and "train.epochs was 2, is 3" in out
     assert (
         "the schedule (cosine) goes on at step 12 of 18 with a learning rate of 0.0" in out
-        and "with the settings before it had come to its end" in out
+        and "with the checkpoint's settings the schedule had come to its end" in out
     )
 
 
@@ -295,7 +295,7 @@ def _layout(samples, accumulate, images, scope="step", norms=None, tiles="1x1") 
             _layout(2, 1, 1),
             _layout(1, 2, 1),
             True,
-            "batch norm takes statistics of other images together, so the loss curve changes",
+            "batch norm took its statistics over 2 images and now takes them over 1, so the loss curve changes",
         ),
         (_layout(2, 1, 1), _layout(1, 1, 2), True, "the gradient is the same"),
         (_layout(2, 2, 1), _layout(1, 2, 2), True, "the gradient is the same"),
@@ -304,7 +304,7 @@ def _layout(samples, accumulate, images, scope="step", norms=None, tiles="1x1") 
             _layout(2, 1, 1, "group"),
             _layout(1, 1, 2, "group"),
             True,
-            "batch norm takes statistics of other images together, so the loss curve changes",
+            "batch norm took its statistics over 1 images and now takes them over 2, so the loss curve changes",
         ),
         (_layout(2, 1, 1), _layout(2, 1, 1, tiles="1x2"), True, "the gradient is the same"),
         (

@@ -73,7 +73,10 @@ def run_evaluate(
         if path:
             _write(path, {"split": split, **found, **origin})
         else:
-            print(f"note: nothing is written, as {folder} is no writable run: give --output FILE")
+            print(
+                f"note: nothing is written, because {folder} is not the folder of a run, or you "
+                "may not write to it: give --output FILE"
+            )
         written = None if path is None else str(path)
         network, colour = found["network"], found.get("colour")
         print(*closing_of_evaluation(folder, network, colour, written), sep="\n")

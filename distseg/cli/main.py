@@ -864,7 +864,8 @@ def _report(arguments: list[str]) -> int:
         "--predictions",
         type=str,
         default="predictions",
-        help="Folder of class maps of distseg predict. Smaller images without one are predicted.",
+        help="Folder of class maps of distseg predict. Images of up to 16 megapixels without a "
+        "class map there are predicted.",
     )
     parser.add_argument(
         "--pictures",

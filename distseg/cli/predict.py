@@ -182,8 +182,8 @@ def _of_mesh(mesh: MeshConfig, trained: dict, ranks: int) -> list[str]:
         if mesh.stages != trained.get("mesh", {}).get("stages"):
             raise ValueError(
                 f"mesh.stages is {mesh.stages}, which does not divide {ranks} "
-                f"process{'es' * (ranks > 1)}: start a multiple of {mesh.stages}, or leave "
-                "mesh.stages out"
+                f"process{'es' * (ranks > 1)}: start a multiple of {mesh.stages} processes, or "
+                "leave mesh.stages out"
             )
         found.append(
             f"note: the {mesh.stages} stages of the training do not divide {ranks} "

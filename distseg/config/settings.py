@@ -343,7 +343,7 @@ class PipelineConfig:
             raise SettingError(
                 "DS206",
                 "pipeline.placement is devices, but no devices are given: give pipeline.devices, "
-                "such as [cuda:0, cuda:1], or pipeline.balance, each number of which takes a GPU",
+                "such as [cuda:0, cuda:1], or pipeline.balance, with which each stage takes a GPU",
             )
         elif self.devices and self.balance and len(self.devices) != len(self.balance):
             raise SettingError(

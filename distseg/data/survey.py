@@ -100,7 +100,7 @@ class Survey:
                 f"{self._no_pixel(missing)}; {self._meaning(seen)}. {self._repair(missing, seen)}"
             )
         if missing and len(seen) == 1:
-            words = f"{self._no_pixel(missing)}: all masks hold the one value {min(seen)}"
+            words = f"{self._no_pixel(missing)}: all masks hold only the value {min(seen)}"
             raise ValueError(f"{words}. {self._repair(missing, seen)}")
         for split in self._splits:
             for k in wanted:

@@ -148,7 +148,8 @@ class Engine(ParameterUpdate):
         assert_consistent(
             mesh.world,
             {"what the network calls": fingerprint},
-            "Let its forward pass not follow the order of a set, the process, or the rank",
+            "Change the network's forward pass, so that its calls do not depend on the order of a "
+            "set, on the process or on the rank",
         )
         cut = StageCut(config, model, image, self.reading, device.type)
         self.partition = cut.joint_partition(mesh.world)

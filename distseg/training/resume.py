@@ -160,7 +160,10 @@ def mesh_change(before: Mapping, now: Mapping, batch_norm: bool) -> list[str]:
     elif _of_windows(now.get("approximate", {})):
         what = "the approximation (approximate.halo, approximate.norms) depends on the mesh"
     elif batch_norm and _together(before) != _together(now):
-        what = "batch norm takes statistics of other images together, so the loss curve changes"
+        what = (
+            f"batch norm took its statistics over {_together(before)} images and now takes them "
+            f"over {_together(now)}, so the loss curve changes"
+        )
     else:
         what = "the gradient is the same"
     return [f"the mesh was {_shape(before['mesh'])}, is {_shape(now['mesh'])}: {what}"]
@@ -209,8 +212,11 @@ def schedule_change(
     would = learning_rate(before, *at_before) if at_before[0] < at_before[1] else None
     if (at, now) == (at_before, before) or rate == would:
         return []
-    was = "it had come to its end" if would is None else f"the rate would have been {would:.3g}"
+    if would is None:
+        was = "the schedule had come to its end"
+    else:
+        was = f"the rate would have been {would:.3g}"
     return [
         f"the schedule ({now.schedule}) goes on at step {at[0]} of {at[1]} with a learning rate of "
-        f"{rate:.3g}; with the settings before {was}"
+        f"{rate:.3g}; with the checkpoint's settings {was}"
     ]

@@ -137,11 +137,12 @@ def _rings_near(polygons: Polygons, at: int, block: Box) -> list[np.ndarray]:
     """Return the rings of a polygon, without corners that do not matter in a block.
 
     A sequence of corners on one side of the block (above, below, left or right) is replaced by its
-    first and its last corner. The pixels of the block stay the same: above and below, edges cross
-    no row of the block. On the left and right, a pixel is inside if a row crosses an odd number of
-    edges, and replacing a path by the straight edge between its ends keeps odd numbers odd. So a
-    coast of a million corners is fast. A ring with a horizontal edge on pixel centres keeps all
-    corners, because the pixels on this edge depend on the direction of the whole ring.
+    first and its last corner, so a coast of a million corners is fast. The pixels of the block stay
+    the same. Edges above and below cross no row of the block. On the left or right, a pixel is
+    inside if its row crosses an odd number of edges on this side, and the straight edge between the
+    ends of a path is crossed an odd number of times if the path is. A ring with a horizontal edge
+    on pixel centres keeps all corners, because the pixels on this edge depend on the direction of
+    the whole ring.
 
     Args:
         polygons: the polygons, in columns and rows of the image.

@@ -144,8 +144,8 @@ def run_predict(
         images: image files; None for the images of ``split`` in the store.
         split: the split of the store.
         output: the folder for the results.
-        nodata: the number that stands for no data in image files, as text; None to use what each
-            file says of itself.
+        nodata: the number that stands for no data in image files, as text; None to use the number
+            that each file declares.
     """
     device, threads = set_up(world, config.run.device, config.run.threads)
     predictor, manifest = load_predictor(run, config, world, device)
@@ -289,7 +289,7 @@ def run_plot(
         what: ``curves`` or ``overlay``.
         paths: for curves, folders of runs or their logs; for overlays, the predicted files NAME.h5.
         store: the store with the images (overlays only).
-        box: the part of the image to draw (:func:`_box`); None for the whole image.
+        box: the part of the image to draw, such as ``100:900,0:675``; None for the whole image.
         output: the picture; None for a name beside the run or prediction.
     """
     if what == "curves":

@@ -1,7 +1,7 @@
 """Complete command lines in the shell, by argcomplete (extra ``completion``, docs/install.md).
 
 The shell runs ``distseg`` with the variable ``_ARGCOMPLETE`` and the line that the user has typed.
-Argcomplete then prints what may follow, and ends the process.
+Argcomplete then prints the words with which the line may go on, and ends the process.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def completing() -> bool:
 
 
 def complete(commands: Mapping[str, Callable[[list[str]], object]]) -> None:
-    """Print what may follow on the user's line, and end the process.
+    """Print the words with which the user's line may go on, and end the process.
 
     Args:
         commands: the function of each command. Called without arguments it makes the parser of its

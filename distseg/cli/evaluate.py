@@ -154,7 +154,7 @@ def _lines(found: dict, store: Store, split: str, path: Path | None) -> list[str
     """
     lines = [table(score_table(found, store.classes, not store.of_images))]
     if store.of_images:
-        lines += _besides(found["network"], store, split)
+        lines += _lines_below(found["network"], store, split)
     if "confusion" in found and len(store.classes) <= _CLASSES:
         what = "images" if store.of_images else "pixels"
         lines += ["", f"confusion matrix in {what}: true classes down, predicted classes across"]
@@ -191,7 +191,7 @@ def score_table(found: Mapping, classes: list[str], of_maps: bool) -> list[dict]
     return [*rows, {"class": "all", **whole, "images": total}]
 
 
-def _besides(network: Mapping, store: Store, split: str) -> list[str]:
+def _lines_below(network: Mapping, store: Store, split: str) -> list[str]:
     """Return the lines below the table of scores of a network that has one output per image."""
     if "classes" not in network:
         return []

@@ -72,7 +72,7 @@ def run_report(
 
 
 class _Reported:
-    """Run of which a page shows what its folder has.
+    """A run, for whose page the files in its folder are gathered.
 
     Args:
         run: the folder of a run or of a checkpoint.
@@ -96,7 +96,7 @@ class _Reported:
         self.best = read_run_manifest(find(run))
 
     def page(self, default: Mapping) -> RunPage:
-        """Return what the page shows.
+        """Return the content of the page.
 
         Args:
             default: the default settings, beside which the page marks the changed ones.
@@ -122,7 +122,10 @@ class _Reported:
         )
 
     def _evaluations(self) -> list[Evaluated]:
-        """Return what ``distseg evaluate`` wrote into the run's folder, with pictures."""
+        """Return the evaluations that ``distseg evaluate`` wrote into the run's folder.
+
+        Each is returned with pictures of its worst and best images.
+        """
         records = [_record_in(path) for path in sorted((self.folder / EVALUATIONS).glob("*.json"))]
         return [self._evaluated(each) for each in records]
 

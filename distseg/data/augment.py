@@ -91,7 +91,13 @@ class Colour:
 
 
 def _mirrored(box: Box, size, flips) -> Box:
-    """Return the box that has the same pixels as ``box`` after an image of ``size`` is flipped."""
+    """Return the box to which a flip of an image moves the pixels of ``box``.
+
+    Args:
+        box: the box.
+        size: the size of the image.
+        flips: for each dim, True if the image is flipped along it.
+    """
     ranges = [
         (n - b, n - a) if flip else (a, b)
         for a, b, n, flip in zip(box.start, box.stop, size, flips)

@@ -42,7 +42,7 @@ def split_folders(images: Path) -> list[str]:
 def check_folders(images: Path, masks: Path | None, nested: bool = False) -> None:
     """Refuse images that would not be read because of the folder in which they lie.
 
-    They lie beside the folders train, val and test, or in a subfolder of another name.
+    Such images lie beside the folders train, val and test, or in a subfolder of another name.
 
     Args:
         images: the folder of images.

@@ -46,10 +46,11 @@ class Intensity:
     def blurred(
         self, pixels: np.ndarray, absent: np.ndarray | None
     ) -> tuple[np.ndarray, np.ndarray | None]:
-        """Return blurred pixels without the margin, and where they have no data.
+        """Return the blurred pixels without the margin, and a mask of the pixels without data.
 
         A pixel without data has no weight and stays without data; the weights of the other pixels
-        are scaled up. So the border of the image is neither dark nor bright.
+        are scaled up. So the border of the image is neither dark nor bright. The mask is None if
+        all pixels have data.
 
         Args:
             pixels: (C, *size) float32 with the margin at all sides, 0 where they have no data.

@@ -74,10 +74,10 @@ def fitting(value: int | float | None, dtype: np.dtype) -> int | float | None:
 
 
 def absent(pixels: np.ndarray, value: int | float | None) -> np.ndarray | None:
-    """Return where pixels equal the number for no data, as bool; None if no pixel does.
+    """Return a mask of the pixels that have the number for no data; None if no pixel has it.
 
     Args:
-        pixels: an array of any shape; the result has the same shape.
+        pixels: an array of any shape; the mask is bool and has the same shape.
         value: the number for no data; None for none.
     """
     if value is None:
@@ -89,7 +89,7 @@ def absent(pixels: np.ndarray, value: int | float | None) -> np.ndarray | None:
 def missing(
     pixels: np.ndarray, value: int | float | None, valid: np.ndarray | None = None
 ) -> np.ndarray | None:
-    """Return where pixels have no data, as bool (bands, *size); None if they have data everywhere.
+    """Return a mask of the values without data, bool (bands, *size); None if all have data.
 
     Args:
         pixels: (bands, *size).

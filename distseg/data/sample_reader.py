@@ -85,7 +85,7 @@ def _parts(sample: Sample, box: Box) -> list[Box]:
 
 
 def _pixels(store: Store, sample: Sample, box: Box) -> np.ndarray:
-    """Return the pixels of a box of a sample, (bands, *box.size) float32."""
+    """Return the pixels of a box of a sample, read in parts, (bands, *box.size) float32."""
     parts = _parts(sample, box)
     if len(parts) == 1:
         return _pixels_at_once(store, sample, box)
@@ -97,7 +97,7 @@ def _pixels(store: Store, sample: Sample, box: Box) -> np.ndarray:
 
 
 def _labels(store: Store, sample: Sample, box: Box) -> np.ndarray:
-    """Return the labels of a box of a sample, (*box.size) uint8."""
+    """Return the labels of a box of a sample, read in parts, (*box.size) uint8."""
     parts = _parts(sample, box)
     if len(parts) == 1:
         return _labels_at_once(store, sample, box)
@@ -108,7 +108,7 @@ def _labels(store: Store, sample: Sample, box: Box) -> np.ndarray:
 
 
 def _pixels_at_once(store: Store, sample: Sample, box: Box) -> np.ndarray:
-    """Return the pixels of a box of a sample, (bands, *box.size) float32."""
+    """Return the pixels of a box of a sample, read at once, (bands, *box.size) float32."""
     pixels, absent = _read_padded(store, sample, _pixel_source(store, sample, box))
     if sample.warp is not None:
         pixels, absent = _reading(store, sample, _with_margin(sample, box)).pixels(pixels, absent)
@@ -117,7 +117,7 @@ def _pixels_at_once(store: Store, sample: Sample, box: Box) -> np.ndarray:
 
 
 def _labels_at_once(store: Store, sample: Sample, box: Box) -> np.ndarray:
-    """Return the labels of a box of a sample, (*box.size) uint8."""
+    """Return the labels of a box of a sample, read at once, (*box.size) uint8."""
     source = _label_source(store, sample, box)
     inside = _inside(store, sample, source)
     if inside == source:
@@ -154,7 +154,17 @@ def _finished(
 
 
 def _read_padded(store: Store, sample: Sample, source: Box) -> tuple[np.ndarray, np.ndarray | None]:
-    """Return the pixels of a box that may extend beyond the image, and where they have no data."""
+    """Return the pixels of a box that may extend beyond the image, and a mask of missing data.
+
+    Args:
+        store: the store of the image.
+        sample: the sample, which names the image.
+        source: the box of the image.
+
+    Returns:
+        Pixels (bands, *source.size) float32, and (bands or 1, *source.size) bool, True for values
+        without data and outside the image. The mask is None if all values have data.
+    """
     inside = _inside(store, sample, source)
     if inside == source:
         return store.read_masked(sample.image, source)

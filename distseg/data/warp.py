@@ -179,7 +179,7 @@ class Reading:
     def pixels(
         self, pixels: np.ndarray, absent: np.ndarray | None
     ) -> tuple[np.ndarray, np.ndarray | None]:
-        """Return the interpolated pixels of the box, and where they have no data.
+        """Return the interpolated pixels of the box, and a mask of the pixels without data.
 
         Args:
             pixels: the pixels of ``source``, (C, *source.size) float32, 0 where they have no data.

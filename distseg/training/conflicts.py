@@ -1,7 +1,7 @@
 """Refuse settings that cannot be combined; ``RULES`` is the table of them.
 
-Two settings may contradict each other, or one of them may have no effect beside the other, which
-its user may not know. :func:`check_settings` refuses both cases before any work. A setting may also
+Two settings may contradict each other, or one of them may have no effect if the other is set.
+:func:`check_settings` refuses both cases before any work. A setting may also
 have no effect only because of the mesh or the model, for example when a config for many ranks is
 tried on one rank. Such a setting is not refused, but mentioned in a note (:meth:`Facts.notes`).
 Settings of the loss are checked by :class:`distseg.layers.loss.Loss`.
@@ -479,7 +479,7 @@ def check_labels(
         loss: the settings of the loss.
 
     Raises:
-        ValueError: the network or the loss does not fit. The message names what the network makes
+        ValueError: the network or the loss does not fit. The message names the network's result
             or the loss, the kind of labels, and how to fix it.
     """
     numbers = len(store.classes) == 1

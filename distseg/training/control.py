@@ -1,9 +1,9 @@
 """Let signals and clocks make a run write a checkpoint, or write one and end.
 
-Signals and clocks reach ranks at different moments. So at the beginning of each step the ranks
-start a small allreduce of what each rank has received, and at the end of the step they read the
-result. In this way all ranks act after the same step. The message travels while the step is
-computed.
+A signal reaches the ranks at different moments, and their clocks differ. So at the beginning of
+each step the ranks start an allreduce of the signals and times that each rank has seen, and at the
+end of the step they read the result. In this way all ranks act after the same step. The message
+travels while the step is computed.
 
 ====================  ============================================================================
 SIGUSR1               write a checkpoint and go on

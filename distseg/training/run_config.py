@@ -114,10 +114,10 @@ def _folder(run: str | Path) -> Path:
 
 
 def left_behind(config: dict, defaults: dict) -> list[str]:
-    """Return the settings of training that evaluation and prediction do not take over.
+    """Return the settings of training that evaluation and prediction do not take over, as texts.
 
-    They belong to the machine that trained. Each is a text such as ``run.threads 4``. A setting
-    with its default value is left out.
+    Such a setting concerns the machine that trained. Its text is such as ``run.threads 4``. A
+    setting with its default value is left out.
 
     Args:
         config: the manifest's config.

@@ -73,11 +73,11 @@ class StageCut:
         return Partition.from_balance(calls, balance, placement)
 
     def joint_partition(self, world) -> Partition | None:
-        """Return what :meth:`partition` returns, for which rank 0 alone searches the balance.
+        """Return the partition of :meth:`partition`, which only rank 0 computes, on all ranks.
 
-        The search runs the network on the meta device, for which PyTorch imports torch.compile.
-        This takes as long as the import of PyTorch itself. All ranks must call this method
-        together.
+        The search for a balance runs the network on the meta device, for which PyTorch imports
+        torch.compile. This import takes as long as that of PyTorch itself, so the other ranks
+        avoid it. All ranks must call this method together.
 
         Args:
             world: the communicator of all ranks.

@@ -31,7 +31,7 @@ def prove_order(programs: StepPrograms, rules: Rules = MESSAGES) -> list[list[St
 
     Args:
         programs: the operations of all ranks.
-        rules: what the transport does with messages.
+        rules: the rules by which the transport carries messages.
 
     Raises:
         ValueError: the ranks could wait for each other for ever, or the transport cannot carry the

@@ -335,7 +335,7 @@ class Prepared(NamedTuple):
     """Settings, model and data from which the images of optimizer steps are made.
 
     Attributes:
-        config: the settings, completed by those that follow from the images.
+        config: the settings, including those that follow from the images.
         model: the plain model.
         size: the size of a sample in pixels.
         store: the store of the images; None for random images.
@@ -363,9 +363,9 @@ class Prepared(NamedTuple):
 
 
 def prepare(config: Config, image: Size | None) -> Prepared:
-    """Complete the settings by those that follow from the images, and build the model.
+    """Return the settings with those that follow from the images, and the model that they describe.
 
-    Such a setting is the number of dims.
+    A setting that follows from the images is the number of dims.
 
     Args:
         config: the settings.

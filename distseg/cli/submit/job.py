@@ -1,4 +1,4 @@
-"""One job: what the user asks for, checked against the config's mesh and the site's nodes."""
+"""One job of a batch system, checked against the config's mesh and the site's nodes."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ def _in_degrees(features: Iterable[Feature], world: World) -> Iterator[tuple[Fea
 
 
 def _eastward(ring: np.ndarray, found: Feature) -> np.ndarray:
-    """Return a ring with longitudes up to 180; 360 is subtracted if they are above.
+    """Return a ring with longitudes up to 180: if its longitudes are above, subtract 360.
 
     Args:
         ring: (corners, 2) longitude and latitude in degrees.

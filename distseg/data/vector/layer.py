@@ -86,7 +86,8 @@ def read_layer(path: Path, rule: ValueRule) -> Layer:
 def _read(path: Path, rule: ValueRule, size: int, changed: int) -> Layer:
     """Return the polygons of a file (:func:`read_layer`).
 
-    ``size`` and ``changed`` tell the cache when another file has the same name.
+    The result is cached. ``size`` and ``changed``, the file's size and time of change, are part of
+    the key of the cache, so a file that replaces another under the same name is read.
     """
     pyogrio, shapely = imported_packages(path)
     _check_format(path)

@@ -170,7 +170,7 @@ def _reprojected(path: Path, polygons: Polygons, source: Any, target: Any) -> np
 
 
 def _transformed(corners: np.ndarray, source: Any, target: Any) -> np.ndarray | None:
-    """Return corners in another CRS, (corners, 2); None if one of them has no place in it."""
+    """Return corners in another CRS, (corners, 2); None if it cannot represent a corner."""
     rasterio = optional("reprojecting polygons", "rasterio", "errors", "warp")
     try:
         found = rasterio.warp.transform(source, target, corners[:, 0], corners[:, 1])
@@ -181,7 +181,10 @@ def _transformed(corners: np.ndarray, source: Any, target: Any) -> np.ndarray | 
 
 
 def _errors(rasterio: Any) -> tuple[type[Exception], ...]:
-    """Return the errors of reprojections; rasterio passes some of GDAL's errors on as they are."""
+    """Return the classes of the errors that a reprojection by rasterio may raise.
+
+    The second class is that of GDAL's errors, of which rasterio converts only some.
+    """
     return rasterio.errors.RasterioError, rasterio._err.CPLE_BaseError
 
 

@@ -184,7 +184,7 @@ def _check_kinds(checkpoint: Path, saved: list, optimizers: list[torch.optim.Opt
 
     Args:
         checkpoint: the folder of the checkpoint, for the message.
-        saved: for each saved optimizer, what :func:`_plain_groups` returned.
+        saved: class and settings of each saved optimizer, as from :func:`_plain_groups`.
         optimizers: the optimizers to be filled.
 
     Raises:
@@ -229,7 +229,7 @@ def _plain(value, name: str):
 
     Args:
         value: the value.
-        name: what the value is, for the message.
+        name: the name of the value, for the message.
 
     Raises:
         ValueError: JSON cannot represent the value.

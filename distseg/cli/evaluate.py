@@ -96,7 +96,12 @@ def folder_of(run: str) -> str:
 
 
 def _check_store(store: Store, split: str, manifest: dict, predictor: Predictor, run: str) -> None:
-    """Refuse a store that does not fit the network, or images without labels."""
+    """Refuse a store that does not fit the network, or images without labels.
+
+    Raises:
+        ValueError: classes, dtype or kind of labels differ from those of the training, or an image
+            of the split has no labels.
+    """
     if store.classes != manifest["data"]["classes"]:
         raise ValueError(
             f"{run} was trained on the classes {manifest['data']['classes']}, but this store has "
@@ -120,7 +125,12 @@ def _check_store(store: Store, split: str, manifest: dict, predictor: Predictor,
 
 
 def _of_maps(predictor: Predictor, store: Store, split: str, world) -> dict:
-    """Return the result of a network that predicts class maps, as it is written to the file."""
+    """Return the scores of a network that predicts class maps, as written to the JSON file.
+
+    All ranks must call it together. The dict has the scores of the network (``network``) and, if
+    all training images have labels, of the per-pixel baseline (``colour``), the confusion matrix
+    and the table of images.
+    """
     evaluation = evaluate(predictor, store, split, world)
     matrices = {"network": evaluation.matrix}
     if all(store.has_labels(name) for name in store.split("train")):
@@ -133,7 +143,11 @@ def _of_maps(predictor: Predictor, store: Store, split: str, world) -> dict:
 
 
 def _of_images(predictor: Predictor, store: Store, split: str, world) -> dict:
-    """Return the result of a network with one output per image, as it is written to the file."""
+    """Return the scores of a network with one output per image, as written to the JSON file.
+
+    All ranks must call it together. The dict has the scores (``network``), the table of images
+    and, for classes, the confusion matrix.
+    """
     outputs = outputs_of_split(predictor, store, split, world)
     network = scores_of_images(*outputs, store.classes)
     found = {
@@ -192,7 +206,15 @@ def score_table(found: Mapping, classes: list[str], of_maps: bool) -> list[dict]
 
 
 def _lines_below(network: Mapping, store: Store, split: str) -> list[str]:
-    """Return the lines below the table of scores of a network that has one output per image."""
+    """Return the lines below the table of scores of a network that has one output per image.
+
+    The list is empty for a network whose output is a number.
+
+    Args:
+        network: the scores of the network.
+        store: the store.
+        split: the split of the store.
+    """
     if "classes" not in network:
         return []
     lines = [

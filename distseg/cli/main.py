@@ -287,7 +287,12 @@ def _check_given(mesh: MeshBase, command: str) -> None:
 
 
 def _own(parsed: Namespace, kind: type = Config) -> dict:
-    """Return the values of the flags that are not settings of the config, by name."""
+    """Return the values of a command's own flags, which are no settings, by name.
+
+    Args:
+        parsed: the values of all flags.
+        kind: the class of the config, which has the settings.
+    """
     return {
         name: value
         for name, value in vars(parsed).items()

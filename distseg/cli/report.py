@@ -197,14 +197,20 @@ def _summary(best: Mapping, last: Mapping) -> str:
 
 
 def _figures(best: Mapping, last: Mapping, log: Sequence[Mapping]) -> list[tuple[str, str]]:
-    """Return label and value of the numbers at the head of the page."""
+    """Return (label, value) for each number at the head of the page.
+
+    Args:
+        best: the manifest of the best checkpoint.
+        last: the manifest of the last checkpoint.
+        log: the lines of the run's log.
+    """
     found = []
     validation = best.get("validation") or {}
     if best.get("score") is not None:
         words, _, value = best_score(validation).rpartition(" ")
         found += [(f"best {words}, validation", value), ("after epoch", str(best["epoch"]))]
     if validation.get("loss") is not None:
-        found.append(("validation loss there", f"{validation['loss']:.4g}"))
+        found.append(("validation loss after that epoch", f"{validation['loss']:.4g}"))
     found.append(("optimizer steps", f"{last['step']:,}"))
     seconds = _seconds_of_steps(log)
     if len(seconds):
@@ -215,7 +221,10 @@ def _figures(best: Mapping, last: Mapping, log: Sequence[Mapping]) -> list[tuple
 
 
 def _facts(best: Mapping, last: Mapping, log: Sequence[Mapping]) -> list[tuple[str, str]]:
-    """Return label and value of the rows on mesh, versions, time and memory."""
+    """Return (label, value) for each row of the table on mesh, versions, time and memory.
+
+    The arguments are those of :func:`_figures`.
+    """
     config, mesh = best["config"], best["config"]["mesh"]
     shape = f"{mesh['samples']} samples x ({mesh['tiles']}) tiles x {mesh.get('stages', 1)} stages"
     found = [("mesh", shape), ("host", last.get("host", "unknown"))]
@@ -282,7 +291,14 @@ def _charts(log: list[dict]) -> list[Chart]:
 
 
 def _marked(name: str, style: int, steps: np.ndarray, values: np.ndarray) -> Line:
-    """Return a line whose points are marked by symbols, if there are not too many."""
+    """Return the line of a chart; its points are marked by symbols if they are few.
+
+    Args:
+        name: the name of the line.
+        style: the number of the line's colour and symbol.
+        steps: the optimizer step of each point.
+        values: the value of each point.
+    """
     return replace(condensed(name, steps, values, style), points=len(values) <= _POINTS)
 
 

@@ -201,7 +201,10 @@ def _reading(store: Store, sample: Sample, box: Box) -> Reading:
 
 
 def _pixel_source(store: Store, sample: Sample, box: Box) -> Box:
-    """Return the box of the image, or beyond it, from which the pixels of ``box`` are made."""
+    """Return the box of the image from which the pixels of ``box`` are made.
+
+    The result may extend beyond the image.
+    """
     found = _with_margin(sample, box)
     if sample.warp is None:
         return found.shifted(sample.box.start)
@@ -209,7 +212,10 @@ def _pixel_source(store: Store, sample: Sample, box: Box) -> Box:
 
 
 def _label_source(store: Store, sample: Sample, box: Box) -> Box:
-    """Return the box of the image, or beyond it, from which the labels of ``box`` are made."""
+    """Return the box of the image from which the labels of ``box`` are made.
+
+    The result may extend beyond the image.
+    """
     found = _unturned(sample, box)
     if sample.warp is None:
         return found.shifted(sample.box.start)
@@ -217,5 +223,8 @@ def _label_source(store: Store, sample: Sample, box: Box) -> Box:
 
 
 def _inside(store: Store, sample: Sample, source: Box) -> Box:
-    """Return the part of ``source`` that lies in the image; a box without pixels for none."""
+    """Return the part of ``source`` that lies in the image.
+
+    If no part of it does, the result is a box without pixels.
+    """
     return Box.whole(store.size(sample.image)).intersection(source)

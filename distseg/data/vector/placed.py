@@ -110,8 +110,9 @@ def extents(layer: Layer, grid: ImageGrid) -> str:
 
 
 def _extent(grid: ImageGrid, crs: Any) -> tuple[float, ...] | None:
-    """Return the smallest x and y and largest x and y of an image in another CRS, a bit enlarged.
+    """Return the smallest x and y and largest x and y of an image in another CRS.
 
+    The extent is enlarged by a small margin, because only some points of the edges are reprojected.
     In degrees, the smallest x is above the largest if the image crosses the antimeridian. The
     result is None if the image is too large for the CRS.
     """

@@ -227,7 +227,10 @@ class Checkpoints(SilentCheckpoints):
         write_json(partial / _part(part, parts), sums)
 
     def _complete(self, partial: Path, final: Path, manifest: dict) -> None:
-        """Write the manifest of a checkpoint whose parts are all written, and put it in place."""
+        """Complete a checkpoint whose parts are all written.
+
+        Write the manifest, rename the folder ``partial`` to ``final``, and update the index.
+        """
         sums: dict = {}
         for number in range(1, self.stages.size + 1):
             listed = partial / _part(number, self.stages.size)

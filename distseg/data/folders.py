@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from distseg.data.formats.gdal import RASTER_SUFFIXES
+from distseg.data.formats.ome_zarr import SUFFIXES as IMAGE_FOLDERS
 from distseg.data.formats.readers import SUFFIXES, stem_of, suffix_of
 from distseg.data.partners import partners
 from distseg.data.store.layout import check_name
@@ -29,8 +30,8 @@ MEANT = {
 # Endings of image files that distseg cannot read.
 _OTHERS = frozenset(
     ".apng .arw .avif .cr2 .dcm .dng .ecw .exr .geotiff .gif .hdr .heic .heif .jfif .jpe .jpx "
-    ".jxl .mat .mrc .nc .nef .npz .pbm .pcx .pgm .pnm .ppm .psd .raw .sgi .sid .svg .tga .xcf "
-    ".zarr".split()
+    ".jxl .mat .mrc .nc .nef .npz .pbm .pcx .pgm .pnm .ppm .psd .raw .sgi .sid .svg .tga "
+    ".xcf".split()
 )
 
 
@@ -142,7 +143,8 @@ def _roots(images: Path, masks: Path | None) -> list[Path]:
 def subfolders(root: Path, apart: Path | None = None) -> list[Path]:
     """Return a folder and all folders in it, as paths relative to it, sorted.
 
-    Hidden folders are left out. A folder that links lead to twice is returned once.
+    Hidden folders, and folders that are images (OME-Zarr), are left out. A folder that links lead
+    to twice is returned once.
 
     Args:
         root: the folder.
@@ -150,7 +152,11 @@ def subfolders(root: Path, apart: Path | None = None) -> list[Path]:
     """
     found, seen = [], set() if apart is None else {os.path.realpath(apart)}
     for folder, inner, _ in os.walk(root, followlinks=True):
-        inner[:] = sorted(name for name in inner if not name.startswith("."))
+        inner[:] = sorted(
+            name
+            for name in inner
+            if not name.startswith(".") and suffix_of(name) not in IMAGE_FOLDERS
+        )
         if (real := os.path.realpath(folder)) in seen:
             inner.clear()
             continue
@@ -265,6 +271,8 @@ def _refuse_folders(place: Path, read: set[Path]) -> None:
         ValueError: there is such a subfolder; the message names the repair.
     """
     for entry in _listed(place):
+        if suffix_of(entry.name) in IMAGE_FOLDERS:
+            continue
         if entry.is_dir() and Path(entry.path).resolve() not in read and _holds_images(entry.path):
             meant = MEANT.get(entry.name.lower())
             repair = (
@@ -284,6 +292,8 @@ def _refuse_folders(place: Path, read: set[Path]) -> None:
 def _holds_images(folder: str) -> bool:
     for _, folders, files in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        if any(suffix_of(name) in SUFFIXES for name in files if not name.startswith(".")):
+        images = [name for name in folders if suffix_of(name) in IMAGE_FOLDERS]
+        images += [name for name in files if suffix_of(name) in SUFFIXES]
+        if any(not name.startswith(".") for name in images):
             return True
     return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Callable, Sequence
@@ -199,6 +200,16 @@ def network_identity(checkpoint: Path, manifest: dict, settings: Sequence) -> st
 
 
 def _file_identity(path: str | Path) -> str:
-    """Return a text with the path, size and modification time of a file."""
+    """Return a text with the path, size and modification time of a file.
+
+    For a folder, such as an OME-Zarr image, it is a digest of these facts of all files in it.
+    """
     found = os.stat(path)
-    return f"{Path(path).resolve()}, {found.st_size} bytes, {found.st_mtime_ns}"
+    if not Path(path).is_dir():
+        return f"{Path(path).resolve()}, {found.st_size} bytes, {found.st_mtime_ns}"
+    digest = hashlib.sha256()
+    for folder, inner, files in os.walk(path):
+        inner.sort()
+        for name in sorted(files):
+            digest.update(_file_identity(os.path.join(folder, name)).encode())
+    return f"{Path(path).resolve()}, {digest.hexdigest()}"

@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import Any
 
 # Tags: scale, tie points, matrix; GeoKeys, the GeoKeys' numbers and texts; GDAL's polynomials.
-_SCALE, _TIE, _MATRIX, _KEYS = 33550, 33922, 34264, 34735
-_TYPES = {_SCALE: 12, _TIE: 12, _MATRIX: 12, _KEYS: 3, 34736: 12, 34737: 2, 50844: 12}
+_SCALE, _TIE, _MATRIX, _KEYS, _NUMBERS = 33550, 33922, 34264, 34735, 34736
+_TYPES = {_SCALE: 12, _TIE: 12, _MATRIX: 12, _KEYS: 3, _NUMBERS: 12, 34737: 2, 50844: 12}
 _RASTER_TYPE, _POINT = 1025, 2  # GTRasterTypeGeoKey, and its value RasterPixelIsPoint
 _CRS_KEYS = 3072, 2048  # ProjectedCSTypeGeoKey, GeographicTypeGeoKey: EPSG codes
-_UNNAMED = 32767  # a CRS without a code
+_UNNAMED = 32767  # a CRS, or a unit of length, without a code
+_UNIT, _UNIT_SIZE = 3076, 3077  # ProjLinearUnitsGeoKey, ProjLinearUnitSizeGeoKey
+MILLIMETER = 1e-3  # metres
 _TEXT = 2  # type of a tag that holds text
 _MOST = 1 << 16  # most numbers or letters that a tag may hold
 _MOST_WORLD = 1 << 12  # bytes of a world file that are read
@@ -81,15 +83,28 @@ class Georeference:
         return a, b, c - half * (a + b), d, e, f - half * (d + e)
 
     @property
+    def of_voxels(self) -> bool:
+        """True if it is the affine of a volume or of a microscope's image (:func:`of_matrix`)."""
+        return len(dict(self.tags).get(_MATRIX, ())) == 16 and self._points
+
+    @property
+    def unit(self) -> float | None:
+        """Metres in the unit to which the affine of a volume maps; None if it is unknown."""
+        key = self._key(_UNIT)
+        if key is None:
+            return MILLIMETER
+        sizes = dict(self.tags).get(_NUMBERS, ())
+        return float(sizes[0]) if key == _UNNAMED and len(sizes) == 1 else None
+
+    @property
     def _matrix(self) -> list[list[float]] | None:
         """The affine matrix (4, 4) from pixels to the world; None if the tags define none.
 
         It maps the middles of pixels if the tags hold a matrix for these, else their upper left
         corners.
         """
-        found = dict(self.tags).get(_MATRIX, ())
-        if len(found) == 16 and self._points:
-            return matrix_of(self)
+        if self.of_voxels:
+            return matrix_in_millimeters(self)
         if (flat := self.transform) is None:
             return None
         a, b, c, d, e, f = flat
@@ -110,29 +125,51 @@ class Georeference:
         return any(keys[at : at + 4 : 3] == (_RASTER_TYPE, _POINT) for at in range(0, len(keys), 4))
 
 
-def of_matrix(matrix: Sequence[Sequence[float]]) -> Georeference:
-    """Return the georeference of a volume with this affine.
+def of_matrix(matrix: Sequence[Sequence[float]], unit: float | None = MILLIMETER) -> Georeference:
+    """Return the georeference of a volume, or of a microscope's image, with this affine.
 
     Args:
         matrix: (4, 4), from (x, y, z) of a voxel's middle to the world, such as a NIfTI file has.
+        unit: metres in the world's unit of length; None if it is unknown.
     """
     numbers = tuple(float(n) for row in matrix for n in row)
-    return Georeference(((_MATRIX, numbers), (_KEYS, (1, 1, 0, 1, _RASTER_TYPE, 0, 1, _POINT))))
+    points, tags = (_RASTER_TYPE, 0, 1, _POINT), [(_MATRIX, numbers)]
+    if unit == MILLIMETER:
+        return Georeference((*tags, (_KEYS, (1, 1, 0, 1, *points))))
+    if unit is None:
+        return Georeference((*tags, (_KEYS, (1, 1, 0, 2, *points, _UNIT, 0, 1, 0))))
+    sizes = (_UNIT, 0, 1, _UNNAMED, _UNIT_SIZE, _NUMBERS, 1, 0)
+    return Georeference((*tags, (_KEYS, (1, 1, 0, 3, *points, *sizes)), (_NUMBERS, (float(unit),))))
 
 
 def matrix_of(place: Georeference) -> list[list[float]]:
     """Return the affine (4, 4) of a volume from a georeference that :func:`of_matrix` made.
 
+    It maps to the georeference's own unit (:attr:`Georeference.unit`).
+
     Raises:
         ValueError: the georeference has no affine of a volume.
     """
-    found = dict(place.tags).get(_MATRIX, ())
-    if len(found) != 16 or not place._points:
+    if not place.of_voxels:
         raise ValueError(
-            "the georeference has no 3D affine matrix, which NIfTI files need: take "
-            "nifti out of predict.formats"
+            "the georeference has no 3D affine matrix, which NIfTI and NRRD files need: take "
+            "nifti and nrrd out of predict.formats"
         )
+    found = dict(place.tags)[_MATRIX]
     return [list(found[row : row + 4]) for row in range(0, 16, 4)]
+
+
+def matrix_in_millimeters(place: Georeference) -> list[list[float]]:
+    """Return the affine (4, 4) of a volume, which maps to millimetres if its unit is known.
+
+    Raises:
+        ValueError: the georeference has no affine of a volume.
+    """
+    matrix = matrix_of(place)
+    if place.unit in (None, MILLIMETER):
+        return matrix
+    factor = place.unit / MILLIMETER
+    return [[factor * n for n in row] for row in matrix[:3]] + matrix[3:]
 
 
 def difference(a: Georeference | None, b: Georeference | None, size: Sequence[int]) -> str | None:
@@ -153,6 +190,8 @@ def difference(a: Georeference | None, b: Georeference | None, size: Sequence[in
             return f"their CRS are EPSG:{one} and EPSG:{other}"
     ours, theirs = a._matrix, b._matrix
     if ours is None or theirs is None:
+        return None
+    if a.of_voxels and b.of_voxels and (a.unit is None) != (b.unit is None):
         return None
     for corner in ((0,) * len(size), tuple(n - 1 for n in size)):
         here, there = (_at(matrix, corner) for matrix in (ours, theirs))

@@ -18,7 +18,7 @@ import numpy as np
 from distseg.config.sizes import Size
 from distseg.config.units import si
 from distseg.data.formats.base import Reader, plain, whole_numbers
-from distseg.data.formats.georeference import Georeference, matrix_of, of_matrix
+from distseg.data.formats.georeference import Georeference, matrix_in_millimeters, of_matrix
 from distseg.data.formats.mapped import copied, let_go, mapped_array
 from distseg.data.formats.plausible import MOST_PACKED, check_bytes, check_memory
 from distseg.data.packages import optional
@@ -162,10 +162,10 @@ def write_nifti(
     header = optional(path, "nibabel").Nifti1Header()
     header.set_data_dtype(np.uint8)
     header.set_data_shape(found.shape[::-1])
-    affine = np.eye(4) if place is None else matrix_of(place)
+    affine = np.eye(4) if place is None else matrix_in_millimeters(place)
     header.set_sform(affine, "scanner")
     header.set_qform(affine, "scanner", strip_shears=True)
-    header.set_xyzt_units("mm")
+    header.set_xyzt_units("mm" if place is None or place.unit else "unknown")
     header.set_data_offset(352)
     header["descrip"] = (_KEY + identity).encode()
     # No name and no time in the packed file, so that equal results are equal files.

@@ -1,8 +1,8 @@
 """Open image files of all common formats: ``open_image(path).read(box)``.
 
-TIFF and npy files are read box by box. PNG, JPEG and other files can only be decoded as a whole.
-The first read decodes them, and the decoded image stays in a scratch file until the reader is
-dropped. A size in a header is accepted only if the file has enough bytes for it.
+TIFF, npy and OME-Zarr images are read box by box. PNG, JPEG and other files can only be decoded as
+a whole. The first read decodes them, and the decoded image stays in a scratch file until the reader
+is dropped. A size in a header is accepted only if the file has enough bytes for it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 
 from distseg.comm.launch import release_freed_memory
 from distseg.config.sizes import Size
-from distseg.data.formats import marks, nifti, pam
+from distseg.data.formats import marks, nifti, ome_zarr, pam
 from distseg.data.formats.alpha import BAND, MASK
 from distseg.data.formats.base import Reader, note_of_alpha, plain, readable, whole_numbers
 from distseg.data.formats.gdal import RASTER_SUFFIXES, GdalReader
@@ -31,8 +31,10 @@ from distseg.tiling.tile import Box
 SUFFIXES = (
     *(".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff", ".npy"),
     *nifti.SUFFIXES,
+    *ome_zarr.SUFFIXES,
     *RASTER_SUFFIXES,
 )
+_DOUBLE = (".nii.gz", ".ome.zarr")
 _MOST_TRAILING_BANDS = 4
 _LARGE = 1 << 24  # bytes from which on freed memory is returned to the system, which takes 20 ms
 _STRIP = 1 << 22  # bytes of pixels that are copied from Pillow at a time
@@ -48,9 +50,10 @@ _HEADERS = {
 
 
 def suffix_of(path: str | Path) -> str:
-    """Return the ending of a file's name in small letters: ``.nii.gz`` for packed NIfTI files."""
+    """Return the ending of a file's name in small letters, such as ``.tif`` or ``.nii.gz``."""
     name = os.path.basename(path).lower()
-    return ".nii.gz" if name.endswith(".nii.gz") else os.path.splitext(name)[1]
+    double = next((suffix for suffix in _DOUBLE if name.endswith(suffix)), None)
+    return double or os.path.splitext(name)[1]
 
 
 def stem_of(path: str | Path) -> str:
@@ -68,7 +71,7 @@ def open_image(
     """Open an image or a volume.
 
     Args:
-        path: the file.
+        path: the file, or the folder of an OME-Zarr image.
         dims: number of spatial dims. If None, an npy array of three axes, or a stack of unnamed
             TIFF pages, is an image with bands.
         scratch: folder for images that are decoded as a whole; None for the system's folder for
@@ -105,7 +108,7 @@ def _opened(
     alpha: str = BAND,
     labels: bool = False,
 ) -> Reader:
-    if not path.is_file():
+    if not path.is_file() and not ome_zarr.is_zarr_folder(path):
         raise FileNotFoundError(f"there is no image file {path}: correct the path")
     reader = _reader(path, dims, scratch, alpha, labels)
     marks.check_upright(path, reader.orientation)
@@ -150,6 +153,8 @@ def _take_nodata_beside(reader: Reader) -> None:
 def _reader(path: Path, dims: int | None, scratch: str | None, alpha: str, labels: bool) -> Reader:
     suffix = suffix_of(path)
     with readable(path):
+        if path.is_dir() or suffix in ome_zarr.SUFFIXES:
+            return ome_zarr.OmeZarrReader(path, dims)
         if suffix == ".npy":
             return NpyReader(path, dims)
         if suffix in (".tif", ".tiff"):

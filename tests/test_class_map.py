@@ -170,7 +170,7 @@ def test_a_result_is_told_from_others_and_from_files_of_other_origin(tmp_path, f
             ["png", "tiff"],
             (4, 5),
             True,
-            "probabilities are written to HDF5 only, but predict.formats is png, tiff: add hdf5",
+            "probabilities are written to HDF5 and OME-Zarr only, but predict.formats is png, tiff: add hdf5",
         ),
     ],
 )

@@ -236,7 +236,7 @@ def test_what_would_be_lost_or_wrong_is_refused_before_anything_is_computed(
             "bands.npy has 1 bands, but the network was trained on 2", "a/scene.npy", "bands.npy"
         )
         refused(
-            "probabilities are written to HDF5 only, but predict.formats is tiff",
+            "probabilities are written to HDF5 and OME-Zarr only, but predict.formats is tiff",
             "a/scene.npy",
             formats=["tiff"],
             probabilities=True,

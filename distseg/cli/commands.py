@@ -238,13 +238,14 @@ def run_predict(
         if heat:
             _draw_heat(heat, manifest["data"], sources, world, Path(output))
         return 0
-    maps, placed, volumes = [], {}, False
+    maps, placed, volumes, voxels = [], {}, False, False
     for opened in sources.values():
         source = opened()
         paths = files(source)
         maps.append(paths[0])
         placed[source.name] = source.place is not None
         volumes = len(source.size) == 3
+        voxels = voxels or source.place is not None and source.place.of_voxels
         anew = predict(
             predictor,
             source,
@@ -260,7 +261,7 @@ def run_predict(
             )
     if world.rank == 0:
         print(
-            *notes_on_places(placed, settings.formats, volumes),
+            *notes_on_places(placed, settings.formats, volumes, voxels),
             *closing_of_prediction(output, maps, None if images else config.data.store),
             sep="\n",
         )

@@ -792,15 +792,18 @@ class PredictBase:
     """
 
     probabilities: bool = False
-    """Also write the probability of each class (float16), into NAME.h5."""
+    """Also write the probability of each class (float16), into NAME.h5 or NAME.ome.zarr."""
     formats: list[
-        Literal["hdf5", "h5", "tiff", "tif", "png", "nifti", "cog", "gpkg", "geojson", "objects"]
+        Literal[
+            "hdf5", "h5", "tiff", "tif", "png", "nifti", "zarr", "cog", "gpkg", "geojson", "objects"
+        ]
     ] = field(default_factory=lambda: ["hdf5", "png"])
     """File formats of class maps. hdf5: NAME.h5. tiff: tiled NAME.tif with the image's
     georeference, without probabilities. png: NAME.png in the classes' colours, for images up to
     16384x16384. cog: NAME.cog.tif, a cloud-optimised GeoTIFF. nifti: NAME.nii.gz, for
-    volumes. gpkg, geojson: polygons of the connected objects of each class. objects:
-    NAME.objects.tif, in which each pixel has the number of its object (docs/results.md)."""
+    volumes. zarr: NAME.ome.zarr, an OME-Zarr folder with a pyramid, for images and volumes. gpkg,
+    geojson: polygons of the connected objects of each class. objects: NAME.objects.tif, in which
+    each pixel has the number of its object (docs/results.md)."""
     trace: list[str] | None = None
     """Names of the classes whose objects are written as polygons or numbers; by default all."""
     heat: bool = False

@@ -1,4 +1,4 @@
-"""Write class maps as HDF5, TIFF, COG, NIfTI or PNG, and their objects as polygons or numbers.
+"""Write class maps as HDF5, TIFF, COG, NIfTI, OME-Zarr or PNG, and objects as polygons or numbers.
 
 Each file of a map holds the class numbers, the classes' colours, the number for pixels without data
 and, if its format can, the georeference. It also holds an identity: a digest of everything that the
@@ -19,7 +19,9 @@ import numpy as np
 
 from distseg.data.formats.georeference import Georeference
 from distseg.data.formats.nifti import identity_in_nifti, write_nifti
+from distseg.data.formats.ome_zarr_writer import Meaning, identity_in_ome_zarr, write_ome_zarr
 from distseg.data.formats.readers import pillow
+from distseg.data.formats.zarr_arrays import imported_zarr
 from distseg.data.nodata import NODATA_TAG
 from distseg.data.packages import optional
 from distseg.data.store import hdf5
@@ -34,7 +36,7 @@ from distseg.data.vector.files import (
 )
 from distseg.data.vector.geojson import identity_in_geojson
 from distseg.data.vector.geopackage import identity_in_geopackage
-from distseg.report.disk import atomic_write, require_disk_space
+from distseg.report.disk import atomic_folder, atomic_write, require_disk_space
 from distseg.tiling.tile import Box, strips
 
 _LARGEST_PNG = 1 << 28  # pixels; Pillow needs all of them in memory
@@ -119,13 +121,14 @@ def paths_of(
         ValueError: a format cannot hold the result, or the name would lead out of the folder.
     """
     check_name(name, "a class map is named after its image")
-    if probabilities and "hdf5" not in formats:
+    if probabilities and not {"hdf5", "zarr"} & set(formats):
         raise ValueError(
-            f"predict.probabilities are written to HDF5 only, but predict.formats is "
-            f"{', '.join(formats)}: add hdf5 to predict.formats, or leave predict.probabilities out"
+            f"predict.probabilities are written to HDF5 and OME-Zarr only, but predict.formats is "
+            f"{', '.join(formats)}: add hdf5 or zarr to predict.formats, or leave "
+            "predict.probabilities out"
         )
-    flat = [form for form in formats if form not in ("hdf5", "png", "nifti")]
-    unfit = flat if len(size) != 2 else [form for form in formats if form == "nifti"]
+    fit = {2: {*FORMS} - {"nifti"}, 3: {"hdf5", "png", "nifti", "zarr"}}
+    unfit = [form for form in formats if form not in fit.get(len(size), {"hdf5", "png"})]
     if unfit:
         raise ValueError(
             f"class maps of {len(size)} dims are not written as {' or '.join(unfit)}: take "
@@ -158,8 +161,8 @@ def check_written(paths: Sequence[Path], place: Georeference | None, name: str) 
 
     Raises:
         FileExistsError: one of the paths exists and is not a class map of distseg.
-        ValueError: rasterio or nibabel is needed and not installed, or polygons are to be written,
-            but their coordinates would be unknown.
+        ValueError: rasterio, nibabel or zarr is needed and not installed, or polygons are to be
+            written, but their coordinates would be unknown.
     """
     are_there(paths, "")
     for path in paths:
@@ -170,6 +173,8 @@ def check_written(paths: Sequence[Path], place: Georeference | None, name: str) 
             optional("class maps as COG", "rasterio")
         elif form == "nifti":
             optional("class maps as NIfTI", "nibabel")
+        elif form == "zarr":
+            imported_zarr("class maps as OME-Zarr")
 
 
 def form_of(path: Path) -> str:
@@ -200,7 +205,7 @@ def write(
         scratch: a folder for temporary files, on the disk of ``path``.
     """
     form = form_of(path)
-    with atomic_write(path) as growing:
+    with atomic_folder(path) if form == "zarr" else atomic_write(path) as growing:
         if form in _WRITE:
             _WRITE[form](growing, arrays, classes, identity, advance)
         elif form == "cog":
@@ -226,7 +231,9 @@ def are_there(paths: Sequence[Path], identity: str) -> bool:
 
 def _identity_in(path: Path) -> str:
     try:
-        found = _READ[form_of(path)](path) if path.is_file() else None
+        form = form_of(path)
+        whole = path.is_dir() and not path.is_symlink() if form == "zarr" else path.is_file()
+        found = _READ[form](path) if whole else None
     except Exception:  # a decoder may raise anything: then the file is not ours
         found = None
     if not isinstance(found, str):
@@ -375,6 +382,13 @@ def _write_nifti(
     write_nifti(path, arrays["classes"], classes.place, identity, advance)
 
 
+def _write_zarr(
+    path: Path, arrays: Mapping[str, np.ndarray], classes: Classes, identity: str, advance
+) -> None:
+    meaning = Meaning(classes.names, classes.palette, classes.nodata, classes.place, identity)
+    write_ome_zarr(path, arrays["classes"], arrays.get("probabilities"), meaning, advance)
+
+
 def _labels_of(found: np.ndarray, classes: Classes, advance: Callable[[int], None]) -> LabelMap:
     def read(rows: slice) -> np.ndarray:
         labels = np.array(found[rows])
@@ -442,17 +456,25 @@ FORMS = {
     "tiff": ".tif",
     "png": ".png",
     "nifti": ".nii.gz",
+    "zarr": ".ome.zarr",
     "cog": ".cog.tif",
     "gpkg": ".gpkg",
     "geojson": ".geojson",
     "objects": ".objects.tif",
 }
-_WRITE = {"hdf5": _write_hdf5, "tiff": _write_tiff, "png": _write_png, "nifti": _write_nifti}
+_WRITE = {
+    "hdf5": _write_hdf5,
+    "tiff": _write_tiff,
+    "png": _write_png,
+    "nifti": _write_nifti,
+    "zarr": _write_zarr,
+}
 _READ = {
     "hdf5": _read_hdf5,
     "tiff": _read_tiff,
     "png": _read_png,
     "nifti": identity_in_nifti,
+    "zarr": identity_in_ome_zarr,
     "cog": _read_tiff,
     "gpkg": identity_in_geopackage,
     "geojson": identity_in_geojson,

@@ -93,7 +93,7 @@ def closing_of_prediction(folder: str, maps: Sequence[Path], store: str | None) 
 
 
 def notes_on_places(
-    placed: Mapping[str, bool], formats: Sequence[str], volumes: bool = False
+    placed: Mapping[str, bool], formats: Sequence[str], volumes: bool = False, voxels: bool = False
 ) -> list[str]:
     """Return a note if some class maps lack the georeference (CRS, transform) of their image.
 
@@ -101,6 +101,7 @@ def notes_on_places(
         placed: for each image name, True if the image file has a georeference.
         formats: the formats of the class maps, ``predict.formats``.
         volumes: True if the images are volumes.
+        voxels: True if the georeferences are affines or spacings, such as NIfTI and OME-Zarr have.
 
     Returns:
         One note, or an empty list if no image has a georeference or no class map lacks one.
@@ -109,17 +110,22 @@ def notes_on_places(
     elsewhere = [name for name, known in placed.items() if not known]
     if not there:
         return []
-    if volumes and "nifti" not in formats:
+    if volumes and not {"nifti", "zarr"} & set(formats):
         return [
             f"note: {there[0]} says where its voxels lie (affine), which only class maps in NIfTI "
-            "files keep for other programs: add nifti to predict.formats"
+            "and OME-Zarr files keep for other programs: add nifti or zarr to predict.formats"
         ]
-    if not {"tiff", "cog", "gpkg", "geojson", "nifti"} & set(formats):
+    if voxels and not volumes and not {"zarr", "tiff", "cog", "gpkg"} & set(formats):
+        return [
+            f"note: {there[0]} says how large its pixels are, which these class maps do not keep "
+            "for other programs: add zarr to predict.formats"
+        ]
+    if not voxels and not volumes and not {"tiff", "cog", "gpkg", "geojson"} & set(formats):
         return [
             f"note: {there[0]} says where on earth it lies (CRS, transform), which these class "
             "maps do not keep for other programs: add tiff to predict.formats"
         ]
-    if not elsewhere:
+    if not elsewhere or voxels:
         return []
     return [
         f"note: {elsewhere[0]} does not say where on earth it lies (CRS, transform), but "

@@ -1,4 +1,4 @@
-"""Atomic writes of files, lock files, and clear messages for a full disk.
+"""Atomic writes of files and folders, lock files, and clear messages for a full disk.
 
 A file is written under a temporary name in the same folder, flushed to the disk, and renamed. So a
 reader finds either the complete file or no file.
@@ -14,6 +14,7 @@ import fcntl
 import os
 import re
 import secrets
+import shutil
 import stat
 import time
 import zlib
@@ -159,6 +160,43 @@ def atomic_write(path: Path) -> Iterator[Path]:
         growing.unlink(missing_ok=True)
 
 
+@contextmanager
+def atomic_folder(path: Path) -> Iterator[Path]:
+    """Yield a temporary folder; rename it to ``path`` if the block ends without an error.
+
+    An existing folder ``path`` is replaced: it is renamed first, and removed at the end. So
+    ``path`` is always a complete folder, or for a moment none.
+
+    Raises:
+        DiskFull: the disk is full; the temporary folder is removed, and an existing ``path`` is
+            unchanged.
+        FileExistsError: ``path`` exists and is not a folder.
+    """
+    path = Path(path)
+    if path.is_symlink() or path.exists() and not path.is_dir():
+        raise FileExistsError(
+            f"{path} is a link or a file, where distseg writes a folder: choose another output"
+        )
+    _clear_stale(path.parent)
+    growing, old = _temporary(path), _temporary(path)
+    try:
+        with disk_full_errors(path):
+            growing.mkdir()
+            yield growing
+            for folder, _, files in os.walk(growing):
+                for name in files:
+                    to_disk(Path(folder, name))
+                to_disk(Path(folder))
+            with _held(path.parent) as parent:
+                if path.exists():
+                    os.replace(path, old)
+                os.replace(growing, path)
+                os.fsync(parent)
+    finally:
+        for folder in (growing, old):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
 def opened_plain(path: Path, flags: int = os.O_RDWR) -> int:
     """Open the plain file ``path`` without following links, and return its file descriptor.
 
@@ -222,21 +260,26 @@ def _begun(path: Path) -> tuple[Path, int]:
 
     The permissions are those that the umask gives to a new file.
     """
-    name = path.name
-    if len(os.fsencode(name)) >= 200:  # the temporary name must stay below 255 bytes
-        name = f"{zlib.crc32(os.fsencode(name)):08x}{path.suffix}"
-    growing = path.with_name(f".{name}.{_HOST}-{os.getpid()}-{secrets.token_hex(4)}.writing")
+    growing = _temporary(path)
     handle = os.open(growing, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW, 0o666)
     mode = stat.S_IMODE(os.fstat(handle).st_mode)
     os.close(handle)
     return growing, mode
 
 
+def _temporary(path: Path) -> Path:
+    """Return a new, random name in the folder of ``path``, which :func:`_is_stale` knows."""
+    name = path.name
+    if len(os.fsencode(name)) >= 200:  # the temporary name must stay below 255 bytes
+        name = f"{zlib.crc32(os.fsencode(name)):08x}{path.suffix}"
+    return path.with_name(f".{name}.{_HOST}-{os.getpid()}-{secrets.token_hex(4)}.writing")
+
+
 _cleared: set[Path] = set()
 
 
 def _clear_stale(folder: Path) -> None:
-    """Remove temporary files that killed jobs left in ``folder``.
+    """Remove temporary files and folders that killed jobs left in ``folder``.
 
     Each process does this only once per folder, because it takes long if a folder has many files.
     """
@@ -246,20 +289,27 @@ def _clear_stale(folder: Path) -> None:
     with suppress(OSError), os.scandir(folder) as entries:
         for path in [Path(entry.path) for entry in entries if entry.name.endswith(".writing")]:
             with suppress(OSError):
-                if _is_stale(path):
+                if not _is_stale(path):
+                    continue
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path)
+                else:
                     path.unlink()
 
 
 def _is_stale(path: Path) -> bool:
-    """Return True if a temporary file is abandoned.
+    """Return True if a temporary file or folder is abandoned.
 
-    A file is abandoned if it has not changed for an hour. If the process that wrote it ran on this
+    It is abandoned if it has not changed for an hour. If the process that wrote it ran on this
     machine and has ended, one minute without a change is enough.
     """
     found = _GROWING.fullmatch(path.name)
     if not found:
         return False
-    age = time.time() - path.lstat().st_mtime
+    changed = [path.lstat().st_mtime]
+    for folder, _, files in os.walk(path):
+        changed += [os.lstat(os.path.join(folder, name)).st_mtime for name in files]
+    age = time.time() - max(changed)
     return age > _HOUR or (age > _MINUTE and found[1] == _HOST and not _is_alive(int(found[2])))
 
 

@@ -24,18 +24,46 @@ def block_size(shape: Sequence[int]) -> int:
     return -(-max(shape[:2]) // PANEL)
 
 
-def block_sums(values: np.ndarray, block: int, dtype: type[np.number] = np.int64) -> np.ndarray:
-    """Return the sums of ``values`` (H, W, ...) over blocks; the last blocks may be smaller.
+def block_sums(
+    values: np.ndarray, block: int | Sequence[int], dtype: type[np.number] = np.int64
+) -> np.ndarray:
+    """Return the sums of ``values`` over blocks; the last blocks may be smaller.
 
     Args:
-        values: the values.
-        block: the side of a block.
+        values: the values, (H, W, ...).
+        block: the side of a block along H and W; or its size along each of the first dims.
         dtype: the number type of the sums.
     """
-    for dim in (0, 1):
-        starts = np.arange(0, values.shape[dim], block)
+    for dim, side in enumerate((block, block) if isinstance(block, int) else block):
+        starts = np.arange(0, values.shape[dim], side)
         values = np.add.reduceat(values, starts, axis=dim, dtype=dtype)
     return values
+
+
+def most_frequent(labels: np.ndarray, block: Sequence[int], nodata: int) -> np.ndarray:
+    """Return the most frequent label of each block of a map; of equally frequent ones the smallest.
+
+    A block has the label ``nodata`` only if all its pixels have.
+
+    Args:
+        labels: the map, unsigned whole numbers.
+        block: the size of a block along each dim, in all at most 65535 pixels; the last blocks may
+            be smaller.
+        nodata: the label of pixels without data.
+    """
+    most, found = None, None
+    for label in np.unique(labels):
+        if label == nodata:
+            continue
+        count = block_sums(labels == label, block, np.uint16)
+        better = count > (0 if most is None else most)
+        most = np.where(better, count, 0 if most is None else most)
+        found = np.where(better, label, labels.dtype.type(nodata) if found is None else found)
+    if found is None:
+        return np.full(
+            [-(-n // side) for n, side in zip(labels.shape, block)], nodata, labels.dtype
+        )
+    return found
 
 
 def shrink_image(image: np.ndarray) -> np.ndarray:

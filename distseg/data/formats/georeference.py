@@ -17,6 +17,7 @@ from typing import Any
 _SCALE, _TIE, _MATRIX, _KEYS, _NUMBERS = 33550, 33922, 34264, 34735, 34736
 _TYPES = {_SCALE: 12, _TIE: 12, _MATRIX: 12, _KEYS: 3, _NUMBERS: 12, 34737: 2, 50844: 12}
 _RASTER_TYPE, _POINT = 1025, 2  # GTRasterTypeGeoKey, and its value RasterPixelIsPoint
+_MODEL_TYPE = 1024  # GTModelTypeGeoKey, which each file with a CRS has
 _CRS_KEYS = 3072, 2048  # ProjectedCSTypeGeoKey, GeographicTypeGeoKey: EPSG codes
 _UNNAMED = 32767  # a CRS, or a unit of length, without a code
 _UNIT, _UNIT_SIZE = 3076, 3077  # ProjLinearUnitsGeoKey, ProjLinearUnitSizeGeoKey
@@ -85,6 +86,11 @@ class Georeference:
     @property
     def of_voxels(self) -> bool:
         """True if it is the affine of a volume or of a microscope's image (:func:`of_matrix`)."""
+        return self._has_affine and self._key(_MODEL_TYPE) is None
+
+    @property
+    def _has_affine(self) -> bool:
+        """True if the tags hold a matrix for the middles of pixels."""
         return len(dict(self.tags).get(_MATRIX, ())) == 16 and self._points
 
     @property
@@ -103,8 +109,8 @@ class Georeference:
         It maps the middles of pixels if the tags hold a matrix for these, else their upper left
         corners.
         """
-        if self.of_voxels:
-            return matrix_in_millimeters(self)
+        if self._has_affine:
+            return matrix_in_millimeters(self) if self.of_voxels else matrix_of(self)
         if (flat := self.transform) is None:
             return None
         a, b, c, d, e, f = flat
@@ -150,10 +156,10 @@ def matrix_of(place: Georeference) -> list[list[float]]:
     Raises:
         ValueError: the georeference has no affine of a volume.
     """
-    if not place.of_voxels:
+    if not place._has_affine:
         raise ValueError(
-            "the georeference has no 3D affine matrix, which NIfTI and NRRD files need: take "
-            "nifti and nrrd out of predict.formats"
+            "the georeference has no 3D affine matrix, which NIfTI files need: take "
+            "nifti out of predict.formats"
         )
     found = dict(place.tags)[_MATRIX]
     return [list(found[row : row + 4]) for row in range(0, 16, 4)]

@@ -115,7 +115,7 @@ def world_of(place: Georeference | None, name: str) -> World:
             "rational polynomials), so its pixels have no coordinates on a map: warp the image "
             "first (gdalwarp), or write class maps as tiff and warp these"
         )
-    return World(place.transform, True, _crs(place, name))
+    return World(place.transform, True, None if place.of_voxels else _crs(place, name))
 
 
 def _crs(place: Georeference, name: str) -> Any:

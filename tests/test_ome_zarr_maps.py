@@ -1,5 +1,6 @@
 """Class maps as OME-Zarr: as zarr reads them, with a pyramid of most frequent classes; whole or not there; the same bytes whoever writes them."""
 
+import json
 import os
 from pathlib import Path
 
@@ -155,7 +156,7 @@ def test_polygons_and_rasters_of_a_microscope_s_image_are_in_its_unit(tmp_path):
     found = np.zeros((20, 30), np.uint8)
     found[3:9, 4:15] = 1
     meaning = Classes(["a", "b"], COLOURS, 255, place, (1,))
-    for name in ("v.gpkg", "v.tif"):
+    for name in ("v.gpkg", "v.tif", "v.geojson"):
         class_files.check_written([tmp_path / name], place, "v")
         class_files.write(
             tmp_path / name, {"classes": found}, meaning, "a", lambda pixels: None, tmp_path
@@ -165,6 +166,9 @@ def test_polygons_and_rasters_of_a_microscope_s_image_are_in_its_unit(tmp_path):
         assert 'UNIT["unknown",1E-06]' in file.crs.to_wkt()
     bounds = pytest.importorskip("pyogrio").read_info(tmp_path / "v.gpkg")["total_bounds"]
     assert bounds == pytest.approx((12.275, 21.625, 19.425, 25.525))
+    (feature,) = json.loads((tmp_path / "v.geojson").read_text())["features"]
+    ring = np.array(feature["geometry"]["coordinates"][0])
+    assert (*ring.min(0), *ring.max(0)) == (4, 3, 15, 9)  # in pixels
 
 
 def test_notes_on_pixel_sizes():

@@ -18,7 +18,7 @@ import numpy as np
 
 from distseg.comm.launch import release_freed_memory
 from distseg.config.sizes import Size
-from distseg.data.formats import marks, nifti, ome_zarr, pam
+from distseg.data.formats import marks, nifti, ome_zarr, pam, slides
 from distseg.data.formats.alpha import BAND, MASK
 from distseg.data.formats.base import Reader, note_of_alpha, plain, readable, whole_numbers
 from distseg.data.formats.gdal import RASTER_SUFFIXES, GdalReader
@@ -32,6 +32,7 @@ SUFFIXES = (
     *(".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff", ".npy"),
     *nifti.SUFFIXES,
     *ome_zarr.SUFFIXES,
+    *slides.SUFFIXES,
     *RASTER_SUFFIXES,
 )
 _DOUBLE = (".nii.gz", ".ome.zarr")
@@ -157,7 +158,7 @@ def _reader(path: Path, dims: int | None, scratch: str | None, alpha: str, label
             return ome_zarr.OmeZarrReader(path, dims)
         if suffix == ".npy":
             return NpyReader(path, dims)
-        if suffix in (".tif", ".tiff"):
+        if suffix in (".tif", ".tiff", *slides.SUFFIXES):
             return _tiff().open_tiff(path, dims, scratch, alpha)
         if suffix in nifti.SUFFIXES:
             return nifti.NiftiReader(path, dims, scratch, labels)

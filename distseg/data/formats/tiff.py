@@ -17,6 +17,7 @@ from distseg.data.formats import marks
 from distseg.data.formats.alpha import MASK
 from distseg.data.formats.base import Reader, note_of_alpha
 from distseg.data.formats.georeference import place_in
+from distseg.data.formats.slides import place_of_slide
 from distseg.data.formats.tiff_chain import page_kinds
 from distseg.data.formats.tiff_pages import Pages, choose
 from distseg.data.formats.tiff_segments import Segments
@@ -149,7 +150,8 @@ class TiffReader(Reader):
         self.lossy = (
             "LERC with an error" if self._pixels.lossy_lerc else marks.lossy_tiff(page.compression)
         )
-        self.place, self.palette = place_in(page), marks.tiff_palette(page) if self.coded else None
+        self.place = place_in(page) or place_of_slide(page.description)
+        self.palette = marks.tiff_palette(page) if self.coded else None
         nodata = page.tags.valueof(NODATA_TAG)
         self.nodata = None if nodata is None else declared(path, str(nodata), self.dtype)
         self.notes += marks.unread_nodata(page) + marks.unread_scale(page)

@@ -13,7 +13,7 @@ from distseg.data.vector.components import Numbers
 from distseg.data.vector.features import features
 from distseg.data.vector.geojson import check_geojson, write_geojson
 from distseg.data.vector.geopackage import write_geopackage
-from distseg.data.vector.world import world_of
+from distseg.data.vector.world import World, world_of
 
 _STRIP = 1 << 18  # pixels that are traced at a time
 _MOST_OBJECTS = (1 << 32) - 1  # most objects that a raster of uint32 can number
@@ -60,9 +60,19 @@ def check_polygons(place: Georeference | None, form: str, name: str) -> None:
         ValueError: the georeference has no affine transform, its CRS cannot be read, it has no CRS
             and the format is geojson, or rasterio is needed and not installed.
     """
-    world = world_of(place, name)
+    world = _world(place, form, name)
     if form == "geojson":
         check_geojson(world, name)
+
+
+def _world(place: Georeference | None, form: str, name: str) -> World:
+    """Return the coordinates in which polygons of a map are written.
+
+    They are pixels in GeoJSON files of microscopes' images, as programs for slides read them.
+    Otherwise they are those of the georeference.
+    """
+    pixels = form == "geojson" and place is not None and place.of_voxels
+    return world_of(None if pixels else place, name)
 
 
 def write_polygons(path: Path, labels: LabelMap, form: str, identity: str) -> int:
@@ -74,7 +84,7 @@ def write_polygons(path: Path, labels: LabelMap, form: str, identity: str) -> in
         form: gpkg or geojson.
         identity: a text to store in the file, which tells later runs what the file was made from.
     """
-    world = world_of(labels.place, path.name)
+    world = _world(labels.place, form, path.name)
     found = features(
         labels.strips, labels.size, labels.name_of, world, labels.skipped, labels.least
     )

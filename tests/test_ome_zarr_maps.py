@@ -175,7 +175,9 @@ def test_notes_on_pixel_sizes():
     placed = {"a": True, "b": False}
     assert notes_on_places(placed, ["zarr"], voxels=True) == []
     assert "how large its pixels are" in notes_on_places(placed, ["hdf5"], voxels=True)[0]
-    assert "add nifti or zarr" in notes_on_places(placed, ["hdf5"], volumes=True, voxels=True)[0]
+    assert (
+        "add nifti, nrrd or zarr" in notes_on_places(placed, ["hdf5"], volumes=True, voxels=True)[0]
+    )
     assert "where on earth" in notes_on_places(placed, ["zarr"])[0]
 
 

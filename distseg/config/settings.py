@@ -801,9 +801,9 @@ class PredictBase:
     """File formats of class maps. hdf5: NAME.h5. tiff: tiled NAME.tif with the image's
     georeference, without probabilities. png: NAME.png in the classes' colours, for images up to
     16384x16384. cog: NAME.cog.tif, a cloud-optimised GeoTIFF. nifti: NAME.nii.gz, for
-    volumes. zarr: NAME.ome.zarr, an OME-Zarr folder with a pyramid, for images and volumes. gpkg,
-    geojson: polygons of the connected objects of each class. objects: NAME.objects.tif, in which
-    each pixel has the number of its object (docs/results.md)."""
+    volumes. nrrd: NAME.nrrd, for volumes. zarr: NAME.ome.zarr, an OME-Zarr folder with a pyramid,
+    for images and volumes. gpkg, geojson: polygons of the connected objects of each class. objects:
+    NAME.objects.tif, in which each pixel has the number of its object (docs/results.md)."""
     trace: list[str] | None = None
     """Names of the classes whose objects are written as polygons or numbers; by default all."""
     heat: bool = False

@@ -1,4 +1,4 @@
-"""Write class maps as HDF5, TIFF, COG, NIfTI, OME-Zarr or PNG, and objects as polygons or numbers.
+"""Write class maps as HDF5, TIFF, COG, NIfTI, NRRD, OME-Zarr, PNG; objects as polygons, numbers.
 
 Each file of a map holds the class numbers, the classes' colours, the number for pixels without data
 and, if its format can, the georeference. It also holds an identity: a digest of everything that the
@@ -19,6 +19,7 @@ import numpy as np
 
 from distseg.data.formats.georeference import Georeference
 from distseg.data.formats.nifti import identity_in_nifti, write_nifti
+from distseg.data.formats.nrrd import check_nrrd, identity_in_nrrd, write_nrrd
 from distseg.data.formats.ome_zarr_writer import Meaning, identity_in_ome_zarr, write_ome_zarr
 from distseg.data.formats.readers import pillow
 from distseg.data.formats.zarr_arrays import imported_zarr
@@ -127,7 +128,7 @@ def paths_of(
             f"{', '.join(formats)}: add hdf5 or zarr to predict.formats, or leave "
             "predict.probabilities out"
         )
-    fit = {2: {*FORMS} - {"nifti"}, 3: {"hdf5", "png", "nifti", "zarr"}}
+    fit = {2: {*FORMS} - {"nifti", "nrrd"}, 3: {"hdf5", "png", "nifti", "nrrd", "zarr"}}
     unfit = [form for form in formats if form not in fit.get(len(size), {"hdf5", "png"})]
     if unfit:
         raise ValueError(
@@ -161,8 +162,8 @@ def check_written(paths: Sequence[Path], place: Georeference | None, name: str) 
 
     Raises:
         FileExistsError: one of the paths exists and is not a class map of distseg.
-        ValueError: rasterio, nibabel or zarr is needed and not installed, or polygons are to be
-            written, but their coordinates would be unknown.
+        ValueError: rasterio, nibabel, pynrrd or zarr is needed and not installed, or polygons are
+            to be written, but their coordinates would be unknown.
     """
     are_there(paths, "")
     for path in paths:
@@ -173,6 +174,8 @@ def check_written(paths: Sequence[Path], place: Georeference | None, name: str) 
             optional("class maps as COG", "rasterio")
         elif form == "nifti":
             optional("class maps as NIfTI", "nibabel")
+        elif form == "nrrd":
+            check_nrrd()
         elif form == "zarr":
             imported_zarr("class maps as OME-Zarr")
 
@@ -382,6 +385,12 @@ def _write_nifti(
     write_nifti(path, arrays["classes"], classes.place, identity, advance)
 
 
+def _write_nrrd(
+    path: Path, arrays: Mapping[str, np.ndarray], classes: Classes, identity: str, advance
+) -> None:
+    write_nrrd(path, arrays["classes"], classes.place, identity, advance)
+
+
 def _write_zarr(
     path: Path, arrays: Mapping[str, np.ndarray], classes: Classes, identity: str, advance
 ) -> None:
@@ -456,6 +465,7 @@ FORMS = {
     "tiff": ".tif",
     "png": ".png",
     "nifti": ".nii.gz",
+    "nrrd": ".nrrd",
     "zarr": ".ome.zarr",
     "cog": ".cog.tif",
     "gpkg": ".gpkg",
@@ -467,6 +477,7 @@ _WRITE = {
     "tiff": _write_tiff,
     "png": _write_png,
     "nifti": _write_nifti,
+    "nrrd": _write_nrrd,
     "zarr": _write_zarr,
 }
 _READ = {
@@ -474,6 +485,7 @@ _READ = {
     "tiff": _read_tiff,
     "png": _read_png,
     "nifti": identity_in_nifti,
+    "nrrd": identity_in_nrrd,
     "zarr": identity_in_ome_zarr,
     "cog": _read_tiff,
     "gpkg": identity_in_geopackage,

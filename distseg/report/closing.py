@@ -101,7 +101,7 @@ def notes_on_places(
         placed: for each image name, True if the image file has a georeference.
         formats: the formats of the class maps, ``predict.formats``.
         volumes: True if the images are volumes.
-        voxels: True if the georeferences are affines or spacings, such as NIfTI and OME-Zarr have.
+        voxels: True if the georeferences are affines or spacings, such as in NIfTI.
 
     Returns:
         One note, or an empty list if no image has a georeference or no class map lacks one.
@@ -110,10 +110,10 @@ def notes_on_places(
     elsewhere = [name for name, known in placed.items() if not known]
     if not there:
         return []
-    if volumes and not {"nifti", "zarr"} & set(formats):
+    if volumes and not {"nifti", "nrrd", "zarr"} & set(formats):
         return [
-            f"note: {there[0]} says where its voxels lie (affine), which only class maps in NIfTI "
-            "and OME-Zarr files keep for other programs: add nifti or zarr to predict.formats"
+            f"note: {there[0]} says where its voxels lie (affine), which only class maps in NIfTI, "
+            "NRRD and OME-Zarr keep for other programs: add nifti, nrrd or zarr to predict.formats"
         ]
     if voxels and not volumes and not {"zarr", "tiff", "cog", "gpkg"} & set(formats):
         return [

@@ -158,8 +158,8 @@ def matrix_of(place: Georeference) -> list[list[float]]:
     """
     if not place._has_affine:
         raise ValueError(
-            "the georeference has no 3D affine matrix, which NIfTI files need: take "
-            "nifti out of predict.formats"
+            "the georeference has no 3D affine matrix, which NIfTI and NRRD files need: "
+            "take nifti and nrrd out of predict.formats"
         )
     found = dict(place.tags)[_MATRIX]
     return [list(found[row : row + 4]) for row in range(0, 16, 4)]

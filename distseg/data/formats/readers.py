@@ -18,7 +18,7 @@ import numpy as np
 
 from distseg.comm.launch import release_freed_memory
 from distseg.config.sizes import Size
-from distseg.data.formats import marks, nifti, ome_zarr, pam, slides
+from distseg.data.formats import marks, nifti, nrrd, ome_zarr, pam, slides
 from distseg.data.formats.alpha import BAND, MASK
 from distseg.data.formats.base import Reader, note_of_alpha, plain, readable, whole_numbers
 from distseg.data.formats.gdal import RASTER_SUFFIXES, GdalReader
@@ -31,6 +31,7 @@ from distseg.tiling.tile import Box
 SUFFIXES = (
     *(".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff", ".npy"),
     *nifti.SUFFIXES,
+    *nrrd.SUFFIXES,
     *ome_zarr.SUFFIXES,
     *slides.SUFFIXES,
     *RASTER_SUFFIXES,
@@ -162,6 +163,8 @@ def _reader(path: Path, dims: int | None, scratch: str | None, alpha: str, label
             return _tiff().open_tiff(path, dims, scratch, alpha)
         if suffix in nifti.SUFFIXES:
             return nifti.NiftiReader(path, dims, scratch, labels)
+        if suffix in nrrd.SUFFIXES:
+            return nrrd.NrrdReader(path, dims, scratch, labels)
         if suffix in RASTER_SUFFIXES or suffix not in SUFFIXES and not _is_of_pillow(path):
             return GdalReader(path, dims, alpha)
         return PillowReader(path, labels, scratch, alpha)

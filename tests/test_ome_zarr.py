@@ -186,6 +186,12 @@ def test_recursive_search_does_not_look_into_images(tmp_path):
     assert sorted(Store(tmp_path / "s.h5").split("train")) == ["north-a", "south-b"]
 
 
+def test_an_image_is_no_folder_of_images(tmp_path, capsys):
+    path = made_image(tmp_path / "i/a.zarr", noise((24, 24)), "yx")
+    assert run("prepare", path, tmp_path / "s.h5", "--classes", "a,b") == 2
+    assert "a.zarr is itself an image (OME-Zarr)" in capsys.readouterr().err
+
+
 def test_a_mask_with_a_pixel_size_of_its_own_is_refused(tmp_path):
     made_image(tmp_path / "i/a.zarr", noise((24, 24)), "yx")
     made_image(tmp_path / "m/a.zarr", noise((24, 24), "uint8") // 100, "yx", shift={"x": 1.0})

@@ -107,6 +107,8 @@ def test_every_level_holds_the_most_frequent_classes(tmp_path, size):
     assert max(group[dataset["path"]].shape) <= side
     assert {colour["label-value"]: colour["rgba"][:3] for colour in about["image-label"]["colors"]} == {
         **{k: COLOURS[k].tolist() for k in range(3)}, 255: [154] * 3}  # fmt: skip
+    names = {each["label-value"]: each["class"] for each in about["image-label"]["properties"]}
+    assert names == {0: "a", 1: "b", 2: "c", 255: "no data"}
     assert np.array_equal(group["probabilities/0"][...], likely)
     reader = open_mask(path, len(size))
     assert np.array_equal(reader.read(Box.whole(size))[0], found) and not reader.notes
@@ -132,6 +134,7 @@ def test_spacing_and_place_are_kept(tmp_path, matrix, unit):
     image = zarr.open_group(path, mode="r").attrs["ome"]["multiscales"][0]
     steps = image["datasets"][0]["coordinateTransformations"]
     straight = matrix is STRAIGHT
+    assert ome_zarr_writer.keeps_place(place) == straight
     assert steps[0]["scale"] == pytest.approx(
         [2.5, 0.7, 0.65] if straight else [2.5, 0.8, 0.7], rel=1e-15
     )
@@ -175,9 +178,7 @@ def test_notes_on_pixel_sizes():
     placed = {"a": True, "b": False}
     assert notes_on_places(placed, ["zarr"], voxels=True) == []
     assert "how large its pixels are" in notes_on_places(placed, ["hdf5"], voxels=True)[0]
-    assert (
-        "add nifti, nrrd or zarr" in notes_on_places(placed, ["hdf5"], volumes=True, voxels=True)[0]
-    )
+    assert "add nifti or nrrd" in notes_on_places(placed, ["hdf5"], volumes=True, voxels=True)[0]
     assert "where on earth" in notes_on_places(placed, ["zarr"])[0]
 
 

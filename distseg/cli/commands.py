@@ -19,6 +19,7 @@ from distseg.config.patchgd import PatchConfig
 from distseg.config.settings import Config, ModelBase, ModelConfig
 from distseg.config.sizes import Size
 from distseg.data.class_files import Classes, check_written, numbers_of, paths_of
+from distseg.data.formats.ome_zarr_writer import keeps_place
 from distseg.data.formats.readers import stem_of
 from distseg.data.nodata import parse
 from distseg.data.notes import notes_on
@@ -238,14 +239,16 @@ def run_predict(
         if heat:
             _draw_heat(heat, manifest["data"], sources, world, Path(output))
         return 0
-    maps, placed, volumes, voxels = [], {}, False, False
+    maps, placed, volumes, voxels, whole = [], {}, False, False, True
     for opened in sources.values():
         source = opened()
         paths = files(source)
         maps.append(paths[0])
         placed[source.name] = source.place is not None
         volumes = len(source.size) == 3
-        voxels = voxels or source.place is not None and source.place.of_voxels
+        if source.place is not None:
+            voxels = voxels or source.place.of_voxels
+            whole = whole and keeps_place(source.place)
         anew = predict(
             predictor,
             source,
@@ -260,8 +263,9 @@ def run_predict(
                 f"pixels{'' if anew else ', is there already'}"
             )
     if world.rank == 0:
+        holding = [form for form in settings.formats if form != "zarr" or whole]
         print(
-            *notes_on_places(placed, settings.formats, volumes, voxels),
+            *notes_on_places(placed, holding, volumes, voxels),
             *closing_of_prediction(output, maps, None if images else config.data.store),
             sep="\n",
         )

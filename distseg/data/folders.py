@@ -12,6 +12,7 @@ from pathlib import Path
 
 from distseg.data.formats.gdal import RASTER_SUFFIXES
 from distseg.data.formats.ome_zarr import SUFFIXES as IMAGE_FOLDERS
+from distseg.data.formats.ome_zarr import is_zarr_folder
 from distseg.data.formats.readers import SUFFIXES, stem_of, suffix_of
 from distseg.data.partners import partners
 from distseg.data.store.layout import check_name
@@ -43,7 +44,8 @@ def split_folders(images: Path) -> list[str]:
 def check_folders(images: Path, masks: Path | None, nested: bool = False) -> None:
     """Refuse images that would not be read because of the folder in which they lie.
 
-    Such images lie beside the folders train, val and test, or in a subfolder of another name.
+    Such images lie beside the folders train, val and test, or in a subfolder of another name, or a
+    folder of images is itself an image.
 
     Args:
         images: the folder of images.
@@ -62,6 +64,12 @@ def check_folders(images: Path, masks: Path | None, nested: bool = False) -> Non
                 f"polygons for all images ({' '.join(VECTOR_SUFFIXES)} .json)"
             )
         masks = None
+    for root in _roots(images, masks):
+        if is_zarr_folder(root):
+            raise ValueError(
+                f"{root} is itself an image (OME-Zarr), but must be a folder of images: give the "
+                "folder that holds it"
+            )
     if split_folders(images):
         for root in _roots(images, masks):
             _refuse_loose_files(root, split_folders(root))

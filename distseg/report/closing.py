@@ -99,7 +99,7 @@ def notes_on_places(
 
     Args:
         placed: for each image name, True if the image file has a georeference.
-        formats: the formats of the class maps, ``predict.formats``.
+        formats: the formats of the class maps, ``predict.formats``, that can hold it.
         volumes: True if the images are volumes.
         voxels: True if the georeferences are affines or spacings, such as in NIfTI.
 
@@ -112,8 +112,9 @@ def notes_on_places(
         return []
     if volumes and not {"nifti", "nrrd", "zarr"} & set(formats):
         return [
-            f"note: {there[0]} says where its voxels lie (affine), which only class maps in NIfTI, "
-            "NRRD and OME-Zarr keep for other programs: add nifti, nrrd or zarr to predict.formats"
+            f"note: {there[0]} says where its voxels lie (affine), which only class maps in NIfTI "
+            "and NRRD keep for other programs, and OME-Zarr if the affine neither turns nor "
+            "mirrors: add nifti or nrrd to predict.formats"
         ]
     if voxels and not volumes and not {"zarr", "tiff", "cog", "gpkg"} & set(formats):
         return [

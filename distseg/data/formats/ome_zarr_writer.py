@@ -176,6 +176,17 @@ def _parts(shape: Sequence[int], sides: Sequence[int]) -> Iterator[tuple[slice, 
         yield tuple(slice(a, min(a + side, n)) for a, side, n in zip(start, sides, shape))
 
 
+def keeps_place(place: Georeference) -> bool:
+    """Return True if OME-NGFF 0.5 has a place for a georeference: it is a scale and a translation.
+
+    It has none for an affine that turns or mirrors axes, nor for a CRS.
+    """
+    if not place.of_voxels:
+        return False
+    steps = np.array(matrix_of(place))[:3, :3]
+    return np.array_equal(steps, np.diag(np.abs(np.diag(steps))))
+
+
 def _placed(
     place: Georeference | None, dims: int
 ) -> tuple[list[dict[str, str]], tuple[float, ...], tuple[float, ...]]:
@@ -188,13 +199,11 @@ def _placed(
     axes = [{"name": name, "type": "space"} for name in "zyx"[-dims:]]
     scale, translation = np.ones(dims), np.zeros(dims)
     if place is not None and place.of_voxels:
-        matrix = np.array(matrix_of(place))[:3]
-        steps, first = matrix[:, :3], matrix[:, 3]
-        straight = np.array_equal(steps, np.diag(np.abs(np.diag(steps))))
-        lengths = np.diag(steps) if straight else np.sqrt((steps**2).sum(0))
-        scale = lengths[::-1][-dims:]
-        if straight:
-            translation = first[::-1][-dims:]
+        matrix = np.array(matrix_of(place))[:3, ::-1]  # columns: first voxel, z, y, x
+        scale = np.sqrt((matrix[:, 1:] ** 2).sum(0))[-dims:]
+        if keeps_place(place):
+            scale = np.diag(matrix[::-1, 1:])[-dims:]
+            translation = matrix[::-1, 0][-dims:]
         names = [name for name, size in UNITS.items() if size == place.unit]
         axes = [{**axis, "unit": names[0]} for axis in axes] if names else axes
     return axes, tuple(map(float, scale)), tuple(map(float, translation))
@@ -215,15 +224,19 @@ def _image(axes: Sequence[dict[str, str]], levels: Sequence[_Level]) -> dict[str
 
 
 def _labels(meaning: Meaning) -> dict[str, Any]:
-    """Return the OME-NGFF metadata of a label image: colours and names of the classes."""
-    colours = {
-        number: [*map(int, meaning.palette[number]), 255] for number in range(len(meaning.names))
-    }
-    colours[meaning.nodata] = [*map(int, meaning.palette[meaning.nodata]), 0]  # transparent
+    """Return the OME-NGFF metadata of a label image: colours and names of the classes.
+
+    Pixels without data are transparent.
+    """
+    names = {**dict(enumerate(meaning.names)), meaning.nodata: "no data"}
     return {
         "version": VERSIONS[-1],
-        "colors": [{"label-value": number, "rgba": rgba} for number, rgba in colours.items()],
-        "properties": [
-            {"label-value": number, "class": name} for number, name in enumerate(meaning.names)
+        "colors": [
+            {
+                "label-value": number,
+                "rgba": [*map(int, meaning.palette[number]), 255 * (number != meaning.nodata)],
+            }
+            for number in names
         ],
+        "properties": [{"label-value": number, "class": name} for number, name in names.items()],
     }

@@ -51,6 +51,7 @@ FORMS = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
     "names, shape", [("yx", (13, 29)), ("cyx", (3, 13, 29)), ("czyx", (2, 8, 13, 9)), ("tczyx", (1, 2, 8, 13, 9))]

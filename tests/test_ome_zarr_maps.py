@@ -249,18 +249,9 @@ def test_sizes_of_other_dims_and_probabilities(tmp_path):
         paths_of(tmp_path, "v", ["zarr"], (4, 5, 6, 7), False)
 
 
-@pytest.mark.parallel(2)
-def test_from_images_to_maps_on_two_ranks(comm, shared_path, monkeypatch):
-    check_images_to_maps(comm, shared_path, monkeypatch)
-
-
 @pytest.mark.slow
-@pytest.mark.parallel(1)
-def test_from_images_to_maps_on_one_rank(comm, shared_path, monkeypatch):
-    check_images_to_maps(comm, shared_path, monkeypatch)
-
-
-def check_images_to_maps(comm, shared_path, monkeypatch):
+@pytest.mark.parallel([1, 2])
+def test_from_images_to_maps(comm, shared_path, monkeypatch):
     """Training on OME-Zarr volumes and prediction of one: the map equals HDF5's, with the scale of the input."""
     import h5py
 

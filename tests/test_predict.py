@@ -7,6 +7,7 @@ import h5py
 import numpy as np
 import pytest
 import torch
+from made_ome_zarr import made_image
 from PIL import Image
 from test_train import config, write_store
 
@@ -17,6 +18,7 @@ from distseg.comm.alone import Alone
 from distseg.comm.launch import JointFailure
 from distseg.config.settings import ApproximateConfig
 from distseg.config.sizes import Size
+from distseg.data.formats.readers import open_image
 from distseg.data.store.store import Store
 from distseg.data.store.writer import StoreWriter
 from distseg.inference.image_source import network_identity
@@ -198,6 +200,28 @@ def test_image_files_by_the_command_line(comm, folder, capsys):
             }
             with Image.open(folder / "found/scene.png") as picture:
                 assert picture.mode == "P" and np.array_equal(np.asarray(picture), a["classes"])
+
+
+@pytest.mark.parallel([1, 2])
+def test_ome_zarr_in_and_out(comm, folder):
+    """The class map of an OME-Zarr image equals that of the same pixels in the store, whoever computes its tiles."""
+    zarr = pytest.importorskip("zarr")
+    train(config(folder, norm="batch", epochs=1, samples=comm.size), comm)
+    if comm.rank == 0:
+        pixels = Store(folder / "store.h5").read("image3", Box.whole((33, 47)))
+        made_image(folder / "scene.ome.zarr", pixels, "cyx")
+    comm.Barrier()
+    words = ["--output", str(folder / "found"), "--predict.tile", "16x16", "--predict.formats"]
+    for flags in (["[hdf5]"], ["[zarr]", "--images", str(folder / "scene.ome.zarr")]):
+        with pytest.raises(SystemExit) as end:
+            main(["predict", str(folder / "run"), *words, *flags])
+        assert not end.value.code
+        comm.Barrier()
+    if comm.rank == 0:
+        found = zarr.open_group(folder / "found/scene.ome.zarr", mode="r")
+        with h5py.File(folder / "found/image3.h5") as known:
+            assert np.array_equal(found["0"][...], known["classes"][...])
+        assert open_image(folder / "found/scene.ome.zarr").place == open_image(folder / "scene.ome.zarr").place  # fmt: skip
 
 
 @pytest.mark.parallel(1)

@@ -19,7 +19,7 @@ import numpy as np
 
 from distseg.data.formats.georeference import Georeference
 from distseg.data.formats.nifti import identity_in_nifti, write_nifti
-from distseg.data.formats.nrrd import check_nrrd, identity_in_nrrd, write_nrrd
+from distseg.data.formats.nrrd import identity_in_nrrd, write_nrrd
 from distseg.data.formats.ome_zarr_writer import Meaning, identity_in_ome_zarr, write_ome_zarr
 from distseg.data.formats.readers import pillow
 from distseg.data.formats.zarr_arrays import imported_zarr
@@ -175,7 +175,7 @@ def check_written(paths: Sequence[Path], place: Georeference | None, name: str) 
         elif form == "nifti":
             optional("class maps as NIfTI", "nibabel")
         elif form == "nrrd":
-            check_nrrd()
+            optional("class maps as NRRD", "nrrd")
         elif form == "zarr":
             imported_zarr("class maps as OME-Zarr")
 

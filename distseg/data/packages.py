@@ -5,7 +5,15 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-_EXTRAS = {"nibabel": "medical", "pyogrio": "geo", "rasterio": "geo", "shapely": "geo"}
+_EXTRAS = {
+    "nibabel": "medical",
+    "nrrd": "medical",
+    "pyogrio": "geo",
+    "rasterio": "geo",
+    "shapely": "geo",
+    "zarr": "microscopy",
+}
+_INSTALLED_AS = {"nrrd": "pynrrd", "zarr": "'zarr>=3'"}  # where pip needs another name
 
 
 def optional(what: object, package: str, *submodules: str) -> Any:
@@ -26,5 +34,5 @@ def optional(what: object, package: str, *submodules: str) -> Any:
     except ImportError as e:
         raise ValueError(
             f"{what}: this needs {package}, which cannot be imported ({e}): pip install "
-            f"'distseg[{_EXTRAS[package]}]', or pip install {package}"
+            f"'distseg[{_EXTRAS[package]}]', or pip install {_INSTALLED_AS.get(package, package)}"
         ) from e

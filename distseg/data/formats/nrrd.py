@@ -8,7 +8,6 @@ signs of x and y change.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from distseg.data.formats.georeference import (
     of_matrix,
 )
 from distseg.data.formats.voxels import VoxelReader, volume_size, write_packed
+from distseg.data.packages import optional
 
 SUFFIXES = (".nrrd", ".nhdr")
 _MOST_HEADER = 1 << 20  # bytes of a header that are read
@@ -117,7 +117,7 @@ def _header(path: Path) -> tuple[Mapping[str, Any], int]:
     if not start.startswith(b"NRRD") or (not blank and len(start) == _MOST_HEADER):
         raise ValueError("it has no header of NRRD")
     lines = text.decode("utf-8", "replace").splitlines()
-    return _imported(path).read_header(lines), len(text) + len(blank)
+    return optional(path, "nrrd").read_header(lines), len(text) + len(blank)
 
 
 def _check(path: Path, header: Mapping[str, Any]) -> None:
@@ -261,31 +261,3 @@ def write_nrrd(
 def identity_in_nrrd(path: Path) -> str | None:
     """Return the identity that :func:`write_nrrd` stored in a file; None for other files."""
     return _header(path)[0].get(_KEY)
-
-
-def check_nrrd() -> None:
-    """Raise an error if pynrrd, which reads class maps in NRRD again, is not installed.
-
-    Raises:
-        ValueError: pynrrd is not installed; the message names the line that installs it.
-    """
-    _imported("class maps as NRRD")
-
-
-def _imported(what: os.PathLike | str) -> Any:
-    """Return the module nrrd, which is an optional package.
-
-    Args:
-        what: the file, or the task, that needs pynrrd, for the message.
-
-    Raises:
-        ValueError: pynrrd is not installed; the message names the line that installs it.
-    """
-    try:
-        import nrrd
-    except ImportError as e:
-        raise ValueError(
-            f"{what}: NRRD is read by pynrrd ({e}): pip install 'distseg[medical]', or pip install "
-            "pynrrd"
-        ) from e
-    return nrrd

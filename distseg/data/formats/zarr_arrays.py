@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from distseg.data.formats.plausible import check_memory
+from distseg.data.packages import optional
 
 _METADATA = ("zarr.json", ".zarray", ".zgroup", ".zattrs", ".zmetadata")
 _MOST_JSON = 1 << 26  # bytes of metadata that are read
@@ -347,17 +348,6 @@ def imported_zarr(what: Path | str) -> Any:
         what: the file, or the task, that needs zarr, for the message.
 
     Raises:
-        ValueError: zarr is not installed or too old; the message names the line that installs it.
+        ValueError: zarr is not installed, or older than 3.
     """
-    try:
-        import zarr
-        import zarr.storage
-
-        if int(zarr.__version__.split(".")[0]) < 3:
-            raise ImportError(f"zarr {zarr.__version__} is older than 3")
-    except ImportError as e:
-        raise ValueError(
-            f"{what}: OME-Zarr is read and written by zarr ({e}): pip install "
-            "'distseg[microscopy]', or pip install 'zarr>=3'"
-        ) from e
-    return zarr
+    return optional(what, "zarr", "abc", "storage")  # zarr 2 has no zarr.abc

@@ -46,8 +46,8 @@ NETWORK = [
 COMMON = [
     "--optim.lr",
     "0.001",
-    "--train.tensorboard",
-    "false",
+    "--train.loggers",
+    "[]",
     "--train.keep",
     "1000",
     "--run.threads",

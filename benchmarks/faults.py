@@ -81,7 +81,7 @@ model: {depth: 2, num_convs: 1, base_channels: 4, norm: batch, dropout: 0.1}
 spatial: {norm_scope: step}
 data: {store: store.h5, crop: 32x32, epoch_samples: 12, images: 2, augment: [flip]}
 optim: {lr: 0.01}
-train: {epochs: 2, checkpoint_minutes: 0.01, check_replicas: 2, tensorboard: false, precision: fp64}
+train: {epochs: 2, checkpoint_minutes: 0.01, check_replicas: 2, loggers: [], precision: fp64}
 run: {threads: 1}
 """
 

@@ -225,8 +225,8 @@ TABLE = {
     ),
     "a flag without a value": (["train", "--model.depth"], "--model.depth: expected one argument"),
     "no boolean": (
-        ["train", "--train.tensorboard", "maybe"],
-        "--train.tensorboard takes true or false, got 'maybe'",
+        ["train", "--spatial.frozen_norm", "maybe"],
+        "--spatial.frozen_norm takes true or false, got 'maybe'",
     ),
     "no size": (["train", "--data.crop", "axb"], r"--data\.crop: .*'axb' \(DS103\)"),
     "a value of thousands of digits": (
@@ -890,7 +890,7 @@ def place(tmp_path_factory):
     config = Config(
         model=ModelConfig(depth=1, num_convs=1, base_channels=4),
         data=DataConfig(store="store.h5", crop=Size("8x8"), epoch_samples=1),
-        train=TrainConfig(epochs=1, validate_every=0, tensorboard=False, output="run"),
+        train=TrainConfig(epochs=1, validate_every=0, loggers=[], output="run"),
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)

@@ -46,7 +46,7 @@ data:
     - flip
     - "turn"
 train:
-  tensorboard: no
+  channels_last: no
   output: runs/ünï
 streaming:
   memory: 4GB
@@ -63,7 +63,7 @@ streaming:
     flags += [
         "--data.store=a, b [c].h5",
         "--data.augment=[flip,turn]",
-        "--train.tensorboard=false",
+        "--train.channels_last=false",
         "--train.output=runs/ünï",
         "--memory=4GB",
     ]

@@ -101,7 +101,7 @@ def test_another_folder_or_store_on_one_rank(mpirun, tmp_path):
     random_store(tmp_path / "s.h5", train=[(40, 48)])
     random_store(tmp_path / "t.h5", train=[(40, 48), (40, 48)])
     (tmp_path / "c.yaml").write_text(
-        "model: {depth: 2, num_convs: 1, base_channels: 4}\ndata: {store: s.h5, crop: 32x32, epoch_samples: 2}\ntrain: {epochs: 1, output: run, tensorboard: false}\n"
+        "model: {depth: 2, num_convs: 1, base_channels: 4}\ndata: {store: s.h5, crop: 32x32, epoch_samples: 2}\ntrain: {epochs: 1, output: run, loggers: []}\n"
     )
     assert apart(mpirun, tmp_path, TRAIN).returncode == 0
     elsewhere = "os.makedirs('other', exist_ok=True); os.path.exists('other/s.h5') or os.symlink(os.path.abspath({0!r}), 'other/s.h5'); os.chdir('other'); open('c.yaml', 'w').write(open('../c.yaml').read())"

@@ -146,8 +146,8 @@ def test_networks_for_one_size_are_trained_on_whole_images(comm, shared_path):
         str(shared_path / "run"),
         "--model.name",
         "made_classifiers:fixed",
-        "--train.tensorboard",
-        "false",
+        "--train.loggers",
+        "[]",
     ]
     done(
         [

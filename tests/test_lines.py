@@ -118,7 +118,7 @@ def test_streamed_images_of_different_sizes_count_by_their_lines(comm, shared_pa
             epochs=1,
             validate_every=0,
             precision="fp64",
-            tensorboard=False,
+            loggers=[],
             output=str(shared_path / way),
             **spatial,
         )

@@ -62,11 +62,7 @@ def published(place, ranks, **patchgd) -> PatchConfig:
         mesh=replace(found.mesh, tiles=Size((1, ranks))),
         data=replace(found.data, store=str(place / "s.h5"), images=4),
         train=replace(
-            found.train,
-            precision="fp64",
-            tensorboard=False,
-            epochs=EPOCHS,
-            output=str(place / "run"),
+            found.train, precision="fp64", loggers=[], epochs=EPOCHS, output=str(place / "run")
         ),
         optim=replace(found.optim, warmup=0.5),
         patchgd=replace(found.patchgd, **{"patch": Size("16x16"), "head_channels": 16, **patchgd}),

@@ -76,7 +76,7 @@ def config(
         mesh=MeshBase(samples=samples, tiles=Size(tiles)),
         data=DataBase(store=str(place / "s.h5"), images=2),
         optim=OptimConfig(name="sgd", lr=RATE, schedule="constant", warmup=0.0),
-        train=TrainBase(precision="fp64", tensorboard=False, output=str(place / "run")),
+        train=TrainBase(precision="fp64", loggers=[], output=str(place / "run")),
         loss=LossConfig(name=loss, ignore_index=255),
         patchgd=PatchgdConfig(**{**settings, **patchgd}),
     )

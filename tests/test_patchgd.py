@@ -51,7 +51,7 @@ def config(
         mesh=MeshBase(samples=samples, tiles=Size(tiles)),
         data=DataBase(store=str(place / "s.h5"), images=images),
         optim=OptimConfig(name=name, lr=RATE, schedule="constant", warmup=0.0),
-        train=TrainBase(precision="fp64", tensorboard=False, output=str(place / "run")),
+        train=TrainBase(precision="fp64", loggers=[], output=str(place / "run")),
         loss=LossConfig(),
         patchgd=PatchgdConfig(**{**settings, **patchgd}),
     )

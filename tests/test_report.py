@@ -98,7 +98,7 @@ def test_duration():
 
 
 def test_lines_are_whole_before_the_log_is_closed(tmp_path):
-    log = RunLog(tmp_path, tensorboard=False)
+    log = RunLog(tmp_path)
     log.write("step", 1, 0, loss=torch.tensor(0.5), tile=Size("2x3"), sizes=np.array([1, 2]))
     line = json.loads((tmp_path / "log.jsonl").read_text())
     assert line.pop("time") > 1e9
@@ -114,7 +114,7 @@ def test_lines_are_whole_before_the_log_is_closed(tmp_path):
 
 
 def test_nan_is_null_at_any_depth(tmp_path):
-    with RunLog(tmp_path, tensorboard=False) as log:
+    with RunLog(tmp_path) as log:
         log.write(
             "validation", 1, 0, loss=math.inf, iou={"land": 0.5, "lake": torch.tensor(math.nan)}
         )
@@ -128,12 +128,12 @@ def steps(path) -> list[int]:
 
 
 def test_a_resumed_run_drops_later_lines_and_a_cut_one(tmp_path):
-    with RunLog(tmp_path, tensorboard=False) as log:
+    with RunLog(tmp_path) as log:
         for step in range(1, 6):
             log.write("step", step, 0)
     with open(tmp_path / "log.jsonl", "a") as file:
         file.write('{"kind": "step", "st')
-    with RunLog(tmp_path, tensorboard=False, resumed_step=3) as log:
+    with RunLog(tmp_path, resumed_step=3) as log:
         assert steps(tmp_path) == [1, 2, 3]
         log.write("step", 4, 1)
     assert steps(tmp_path) == [1, 2, 3, 4] and read_log(tmp_path)[-1]["epoch"] == 1
@@ -141,13 +141,13 @@ def test_a_resumed_run_drops_later_lines_and_a_cut_one(tmp_path):
 
 
 def test_what_a_resumed_runs_log_lacks_is_told_and_a_damaged_one_kept(tmp_path, capsys):
-    with RunLog(tmp_path, tensorboard=False) as log:
+    with RunLog(tmp_path) as log:
         for step in range(1, 6):
             log.write("step", step, 0)
     file = tmp_path / "log.jsonl"
     damaged = file.read_bytes().replace(b'"step": 2', b'"step"\0 2')
     file.write_bytes(damaged)
-    RunLog(tmp_path, tensorboard=False, resumed_step=5).close()
+    RunLog(tmp_path, resumed_step=5).close()
     told = capsys.readouterr().err
     assert (
         "is damaged in line 2, which is left out; the file as it was is log.1.jsonl" in told
@@ -155,7 +155,7 @@ def test_what_a_resumed_runs_log_lacks_is_told_and_a_damaged_one_kept(tmp_path, 
     )
     assert steps(tmp_path) == [1, 3, 4, 5] and (tmp_path / "log.1.jsonl").read_bytes() == damaged
     file.unlink()
-    RunLog(tmp_path, tensorboard=False, resumed_step=5).close()
+    RunLog(tmp_path, resumed_step=5).close()
     assert (
         "has no entry for 5 of the first 5 steps, beginning with step 1" in capsys.readouterr().err
     )
@@ -163,7 +163,7 @@ def test_what_a_resumed_runs_log_lacks_is_told_and_a_damaged_one_kept(tmp_path, 
 
 def test_a_new_run_keeps_the_old_log_aside(tmp_path):
     for step in (1, 2, 3):
-        with RunLog(tmp_path, tensorboard=False) as log:
+        with RunLog(tmp_path) as log:
             log.write("step", step, 0)
     assert [steps(tmp_path / name) for name in ("log.1.jsonl", "log.2.jsonl", "log.jsonl")] == [
         [1],
@@ -183,36 +183,20 @@ def test_reading_tolerates_only_a_cut_last_line(tmp_path):
         read_log(tmp_path / "nowhere")
 
 
-def test_tensorboard_gets_the_numbers_and_a_resume_hides_the_later_ones(tmp_path):
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-
-    def events():
-        return accumulator.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-
-    with RunLog(tmp_path) as log:
-        for step in (1, 2, 3):
-            log.write("step", step, 0, loss=float(step))
-        log.write("validation", 2, 0, iou={"lake": 0.25, "none": None}, ok=True)
-    assert events().Tags()["scalars"] == ["step/loss", "validation/iou/lake"]
-    with RunLog(tmp_path, resumed_step=2) as log:
-        log.write("step", 3, 0, loss=30.0)
-    assert [(e.step, e.value) for e in events().Scalars("step/loss")] == [
-        (1, 1.0),
-        (2, 2.0),
-        (3, 30.0),
+def test_a_new_run_keeps_tables_and_events_aside(tmp_path):
+    RunLog(tmp_path).close()
+    (tmp_path / "steps.csv").touch()
+    (tmp_path / "tensorboard").mkdir()
+    RunLog(tmp_path).close()
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        *("log.1.jsonl", "log.jsonl", "steps.1.csv", "tensorboard.1")
     ]
 
 
-def test_without_tensorboard_one_line_says_so(tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with RunLog(tmp_path, tensorboard=True) as log:
-        log.write("step", 1, 0, loss=1.0)
-    assert capsys.readouterr().err.count("\n") == 1 and steps(tmp_path) == [1]
-
-
 def test_other_ranks_write_nothing(tmp_path):
-    with open_log(tmp_path / "run", True, enabled=False) as log:
+    with open_log(tmp_path / "run", ["tensorboard", "csv"], enabled=False) as log:
         log.write("step", 1, 0, loss=1.0)
+        log.picture(1, "a", np.zeros((2, 2, 3), np.uint8))
     assert type(log) is SilentLog and not list(tmp_path.iterdir())
 
 
@@ -368,7 +352,7 @@ def test_smoothing_starts_at_the_first_value_and_skips_nan():
 
 
 def training_log(folder) -> None:
-    with RunLog(folder, tensorboard=False) as log:
+    with RunLog(folder) as log:
         for step in range(1, 101):
             log.write("step", step, step // 50, loss=math.nan if step == 7 else 1 / step, lr=1e-3)
             if step % 50 == 0:
@@ -399,7 +383,7 @@ def test_curves_of_two_runs_are_written_and_an_empty_log_is_refused(tmp_path):
         training_log(tmp_path / name)
     plot_curves([tmp_path / "a", tmp_path / "b" / "log.jsonl"], tmp_path / "curves.png")
     assert png(tmp_path / "curves.png").std() > 5
-    with RunLog(tmp_path / "c", tensorboard=False) as log:
+    with RunLog(tmp_path / "c") as log:
         log.write("start", 0, 0)
     with pytest.raises(ValueError, match="c holds no line of kind 'step'"):
         plot_curves([tmp_path / "c"], tmp_path / "no.png")

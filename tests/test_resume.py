@@ -50,7 +50,7 @@ def config(folder, output="run", epochs=2, **mesh) -> Config:
         train=TrainConfig(
             epochs=epochs,
             output=str(folder / output),
-            tensorboard=False,
+            loggers=[],
             precision="fp64",
             validate_every=2,
         ),

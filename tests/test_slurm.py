@@ -154,7 +154,7 @@ model: {{depth: 2, num_convs: 1, base_channels: 8, norm: batch, dropout: 0.1}}
 mesh: {{tiles: 1x2}}
 data: {{store: store.h5, crop: 32x32, augment: [flip, turn], epoch_samples: {steps}}}
 optim: {{lr: 3.0e-3, clip: 1.0}}
-train: {{epochs: 3, checkpoint_minutes: null, tensorboard: false, output: {output}}}
+train: {{epochs: 3, checkpoint_minutes: null, loggers: [], output: {output}}}
 run: {{threads: 1}}
 """
 

@@ -235,11 +235,11 @@ def test_a_site_that_can_not_be(folder, text, told):
 def test_only_what_differs_from_the_config_file_is_a_flag(capsys, folder):
     text = script(
         capsys, *PERLMUTTER, "--optim.lr=0.02", "--data.augment", "[flip,turn]", "--data.crop", "64x64", "--optim.clip", "1", "--mesh.tiles", "2x2",
-        "--memory", "4GB", "--train.tensorboard", "false",
+        "--memory", "4GB", "--train.loggers", "[]",
     )  # fmt: skip
     flags = shlex.split(command(text).partition("train c.yaml")[2])
     assert flags == shlex.split(
-        """--streaming.memory 4000000000 --data.crop 64x64 --data.augment '["flip", "turn"]' --optim.lr 0.02 --optim.clip 1.0 --train.tensorboard false --train.resume true"""
+        """--streaming.memory 4000000000 --data.crop 64x64 --data.augment '["flip", "turn"]' --optim.lr 0.02 --optim.clip 1.0 --train.loggers [] --train.resume true"""
     )
     Path("c.yaml").write_text("optim: {clip: 1.0}\nmesh: {samples: 4}\n")
     code, text, err = run(capsys, *PERLMUTTER, "--optim.clip", "null")

@@ -74,7 +74,7 @@ def config(folder: Path, samples=1, tiles="1x1", images=1, stages=1, **more) -> 
             **{
                 "epochs": 2,
                 "precision": "fp64",
-                "tensorboard": False,
+                "loggers": [],
                 "output": str(folder / "run"),
                 **fields,
             }
@@ -435,7 +435,7 @@ def test_a_rank_that_dies_in_the_middle_ends_the_job(mpirun, tmp_path, how, mess
     (tmp_path / "dying.py").write_text(DYING.format(calls=5, how=how))
     done = mpirun(
         2, "-m", "distseg", "train", "--data.store", "store.h5", "--data.crop", "32x32", "--mesh.tiles", "1x2", "--model.name", "dying:net",
-        "--train.tensorboard", "false", "--train.epochs", "50", cwd=tmp_path, env={"PYTHONPATH": f"{tmp_path}:{Path.cwd()}"}, timeout=50,
+        "--train.loggers", "[]", "--train.epochs", "50", cwd=tmp_path, env={"PYTHONPATH": f"{tmp_path}:{Path.cwd()}"}, timeout=50,
     )  # fmt: skip
     assert done.returncode != 0 and message in done.stderr, str(done)
     assert done.stderr.count("distseg: error") <= 1
@@ -463,7 +463,7 @@ def test_a_rank_that_dies_or_is_late_in_an_exchange_ends_the_job(mpirun, tmp_pat
     (tmp_path / "dying.py").write_text(source)
     done = mpirun(
         2, "-m", "distseg", "train", "--data.store", "store.h5", "--data.crop", "32x32", "--mesh.tiles", "1x2", "--model.name", "dying:net",
-        "--spatial.exchange_every", "1", "--run.timeout", "3", "--train.tensorboard", "false", "--train.epochs", "50",
+        "--spatial.exchange_every", "1", "--run.timeout", "3", "--train.loggers", "[]", "--train.epochs", "50",
         cwd=tmp_path, env={"PYTHONPATH": f"{tmp_path}:{Path.cwd()}"}, timeout=50,
     )  # fmt: skip
     assert done.returncode != 0 and message in done.stderr, str(done)
@@ -517,7 +517,7 @@ def test_a_stage_that_fails_in_the_middle_of_a_schedule_ends_the_job(
     (tmp_path / "failing.py").write_text(source)
     done = mpirun(
         2, "-m", "distseg", "train", "--data.store", "store.h5", "--data.crop", "32x32", *STAGES, "--model.name", "failing:net",
-        "--train.tensorboard", "false", "--train.epochs", "50", "--train.precision", "fp32", cwd=tmp_path, env={"PYTHONPATH": f"{tmp_path}:{Path.cwd()}"}, timeout=50,
+        "--train.loggers", "[]", "--train.epochs", "50", "--train.precision", "fp32", cwd=tmp_path, env={"PYTHONPATH": f"{tmp_path}:{Path.cwd()}"}, timeout=50,
     )  # fmt: skip
     assert (
         done.returncode != 0 and message in done.stderr and "1/50" in done.stderr + done.stdout

@@ -54,7 +54,7 @@ def config(folder: Path, loss: dict = LOSSES[0], mesh: dict = MESHES[1], **field
             **{
                 "epochs": 1,
                 "output": str(folder / "run"),
-                "tensorboard": False,
+                "loggers": [],
                 "precision": "fp64",
                 **fields,
             }

@@ -110,7 +110,7 @@ def test_from_files_to_maps(tmp_path, capsys, monkeypatch):
     """The network has the dims of the data; the class map has the affine of its volume."""
     monkeypatch.chdir(tmp_path)
     assert run(*written(tmp_path, "nii")) == 0
-    net = ["--model.depth", 1, "--model.base_channels", 4, "--train.tensorboard", "false"]
+    net = ["--model.depth", 1, "--model.base_channels", 4, "--train.loggers", "[]"]
     crops = ["--data.crop", "12x12x16", "--data.augment", "[flip, turn]", "--train.epochs", 2]
     assert run("train", "--data.store", "s.h5", "--train.output", "run", *net, *crops) == 0
     assert run("evaluate", "run") == 0

@@ -225,6 +225,7 @@ _RENAMED = {
     "spatial.scratch": "streaming.scratch",
     "spatial.halo": "approximate.halo",
     "mesh.compression": "approximate.gradients",
+    "train.tensorboard": "train.loggers ([tensorboard], or [] for false)",
 }
 _RENAMED_VALUES = {
     ("pipeline.placement", "line"): "linear",

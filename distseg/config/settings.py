@@ -729,8 +729,12 @@ class TrainBase:
     checkpoint_minutes: float | None = 10.0
     """Minutes between checkpoints within an epoch, which are written while training goes on.
     null: no such checkpoints."""
-    tensorboard: bool = True
-    """Also write TensorBoard event files, if tensorboard is installed."""
+    loggers: list[Literal["tensorboard", "csv", "wandb", "mlflow"]] = field(
+        default_factory=lambda: ["tensorboard"]
+    )
+    """Where a run is shown, in addition to ``log.jsonl``: TensorBoard event files (if tensorboard
+    is installed), tables ``steps.csv`` and ``validation.csv``, Weights & Biases, MLflow
+    (docs/report.md). []: nowhere."""
 
     accumulate: ClassVar[int] = 1  # a setting of exact training
 
@@ -756,6 +760,7 @@ class TrainBase:
         )
         _between(self, -_LARGEST, _LARGEST, "seed")
         _path(self, "output", "init")
+        _each_once(self, "loggers")
         check_effect(
             self,
             "patience",

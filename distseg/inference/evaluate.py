@@ -21,6 +21,7 @@ from distseg.inference.metrics import confusion, most_likely
 from distseg.inference.predictor import Predictor
 from distseg.inference.rounds import in_rounds
 from distseg.layers.criterion import Criterion
+from distseg.tiling.tile import Box
 
 _SLAB = 1 << 18  # logits that are converted to float64 at once; they fit a CPU's cache
 
@@ -49,6 +50,7 @@ def evaluate(
     world,
     stop: Callable[[], bool] = lambda: False,
     loss: Criterion | None = None,
+    watch: Callable[[int, Box, np.ndarray], None] = lambda image, tile, classes: None,
 ) -> Evaluation | None:
     """Return the confusion matrix and the loss over the pixels of a split's images.
 
@@ -63,6 +65,8 @@ def evaluate(
             image or its share of one. It returns the same value on all ranks. If this is True, the
             evaluation ends and None is returned.
         loss: the loss to compute, in addition to the confusion matrix.
+        watch: function that is called on this rank with the number of an image in the split, a tile
+            and its predicted classes.
     """
     classes, names = len(store.classes), store.split(split)
     matrix = np.zeros((classes, classes), np.int64)
@@ -72,7 +76,9 @@ def evaluate(
     def work(image: int, results) -> None:
         for tile, logits in results:
             labels = store.labels(names[image], tile)
-            found = confusion(labels, most_likely(logits), classes, store.ignore)
+            predicted = most_likely(logits)
+            watch(image, tile, predicted)
+            found = confusion(labels, predicted, classes, store.ignore)
             counts[image] += (np.diag(found), found.sum(1), found.sum(0))
             matrix[...] += found
             if loss is not None:

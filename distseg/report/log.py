@@ -8,7 +8,8 @@ A killed run leaves complete lines, and any tool can read them::
 ``step`` is the number of completed optimizer steps, and ``time`` is Unix time in seconds. A number
 that is not finite is written as null. A run that resumes at step n removes the lines of later
 steps, so that the file reads as if the run had never stopped. ``distseg plot`` draws its curves
-from the fields ``loss``, ``lr`` and ``iou``.
+from the fields ``loss``, ``lr`` and ``iou``. The log passes its numbers on to the loggers of
+``train.loggers`` (:mod:`distseg.report.loggers`).
 """
 
 from __future__ import annotations
@@ -19,17 +20,23 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from distseg.config.sizes import Size
 from distseg.report.disk import atomic_write
+from distseg.report.loggers.csv_tables import FILES as TABLES
+from distseg.report.loggers.interface import LoggedRun, named_values
+from distseg.report.loggers.opening import opened_loggers
+from distseg.report.loggers.tensorboard_events import FOLDER as EVENTS
 
 KINDS = ("start", "step", "validation", "end")
 FILE = "log.jsonl"
-EVENTS = "tensorboard"
+_NAMES = (FILE, EVENTS, *TABLES.values())  # of a run
 
 
 class SilentLog:
@@ -46,36 +53,50 @@ class SilentLog:
                 Tensors and arrays are converted to numbers and lists.
         """
 
-    def close(self) -> None:
-        """Close the files of the log."""
-        pass
+    def picture(self, step: int, name: str, pixels: np.ndarray) -> None:
+        """Pass a picture on to the loggers.
+
+        Args:
+            step: the number of completed optimizer steps.
+            name: the name of the picture.
+            pixels: (H, W, 3) uint8.
+        """
+
+    def close(self, complete: bool = True) -> None:
+        """Close the files of the log, and end the loggers.
+
+        Args:
+            complete: False if an error, a signal or a time limit ended the run.
+        """
 
     def __enter__(self) -> SilentLog:
         return self
 
-    def __exit__(self, *error) -> None:
-        self.close()
+    def __exit__(self, kind, *_) -> None:
+        self.close(complete=kind is None)
 
 
 class RunLog(SilentLog):
-    """Log that writes ``log.jsonl`` and, if tensorboard is installed, TensorBoard event files.
+    """Log that writes ``log.jsonl`` and passes numbers and pictures on to loggers.
 
     Args:
         folder: the folder of the run, created if missing.
-        tensorboard: True to also write event files, in the subfolder ``tensorboard``.
+        loggers: names of loggers, as in ``train.loggers``.
         resumed_step: the number of optimizer steps of the resumed checkpoint. Lines of later steps
             are removed. None for a new run, which renames an earlier log in the folder to
             ``log.1.jsonl``, ``log.2.jsonl``, ...
         revalidates: True if the run validates again at ``resumed_step``, because the checkpoint was
             written before that validation. The old line of the validation is then removed.
+        alive: function that is called several times a second while the log waits for its loggers.
     """
 
     def __init__(
         self,
         folder: str | Path,
-        tensorboard: bool = True,
+        loggers: Sequence[str] = (),
         resumed_step: int | None = None,
         revalidates: bool = False,
+        alive: Callable[[], None] = lambda: None,
     ):
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
@@ -85,7 +106,8 @@ class RunLog(SilentLog):
         else:
             _truncate(self.path, resumed_step, revalidates)
         self._file = open(self.path, "a", buffering=1, encoding="utf-8")
-        self._events = _event_writer(folder / EVENTS, resumed_step) if tensorboard else None
+        run = LoggedRun(folder, resumed_step, revalidates)
+        self._loggers = opened_loggers(loggers, run, alive)
 
     def write(self, kind: str, step: int, epoch: int, **fields: Any) -> None:
         assert kind in KINDS and "time" not in fields, (kind, KINDS, sorted(fields))
@@ -98,28 +120,38 @@ class RunLog(SilentLog):
             **fields,
         }
         self._file.write(json.dumps(line, allow_nan=False) + "\n")
-        if self._events and kind in ("step", "validation"):
-            for tag, value in scalars(kind, fields):
-                self._events.add_scalar(tag, value, step)
+        numbers = _numbers(fields)
+        for logger in self._loggers:
+            if kind == "start":
+                logger.start(fields.get("config", {}))
+            elif kind != "end":
+                logger.scalars(kind, step, epoch, numbers)
 
-    def close(self) -> None:
+    def picture(self, step: int, name: str, pixels: np.ndarray) -> None:
+        for logger in self._loggers:
+            logger.picture(step, name, pixels)
+
+    def close(self, complete: bool = True) -> None:
         self._file.close()
-        if self._events:
-            self._events.close()
+        for logger in self._loggers:
+            logger.end(complete)
 
 
 def open_log(
     folder: str | Path,
-    tensorboard: bool,
+    loggers: Sequence[str],
     enabled: bool,
     resumed_step: int | None = None,
     revalidates: bool = False,
+    alive: Callable[[], None] = lambda: None,
 ) -> SilentLog:
     """Return a :class:`RunLog` if ``enabled``, else a :class:`SilentLog`.
 
     ``enabled`` should be True on one rank only. The other arguments are those of :class:`RunLog`.
     """
-    return RunLog(folder, tensorboard, resumed_step, revalidates) if enabled else SilentLog()
+    if not enabled:
+        return SilentLog()
+    return RunLog(folder, loggers, resumed_step, revalidates, alive)
 
 
 def read_log(path: str | Path) -> list[dict]:
@@ -192,7 +224,7 @@ def _keep_damaged(path: Path, lines: list[int]) -> None:
         lines: the numbers of the damaged lines. If there are none, nothing is done.
     """
     if lines:
-        kept_as = _free(path.parent)[0]
+        kept_as = _numbered(path, _free(path.parent))
         shutil.copyfile(path, kept_as)
         print(
             f"distseg: {path} is damaged in line {', '.join(map(str, lines[:5]))}, which is left "
@@ -218,37 +250,25 @@ def _tell_gaps(path: Path, step: int, there: set[int]) -> None:
 
 
 def _set_aside(folder: Path) -> None:
-    """Rename the log and the event files of an earlier run to names with the first free number."""
+    """Rename the log, tables and event files of an earlier run to names with a free number."""
     if not (folder / FILE).exists():
         return
-    log, events = _free(folder)
-    os.replace(folder / FILE, log)
-    if (folder / EVENTS).exists():
-        os.replace(folder / EVENTS, events)
+    number = _free(folder)
+    for path in (folder / name for name in _NAMES):
+        if path.exists():
+            os.replace(path, _numbered(path, number))
 
 
-def _free(folder: Path) -> tuple[Path, Path]:
-    """Return the first unused path ``log.N.jsonl``, and the folder with number N for event files.
-
-    Neither of the two paths exists. N counts from 1.
-    """
-    pairs = ((folder / f"log.{n}.jsonl", folder / f"{EVENTS}.{n}") for n in count(1))
-    return next(pair for pair in pairs if not any(path.exists() for path in pair))
-
-
-def _event_writer(folder: Path, resumed_step: int | None):
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        print(
-            f"tensorboard is not installed (pip install tensorboard): {FILE} is written, event "
-            "files are not",
-            file=sys.stderr,
-        )
-        return None
-    return SummaryWriter(
-        str(folder), purge_step=None if resumed_step is None else resumed_step + 1, flush_secs=10
+def _free(folder: Path) -> int:
+    """Return the first number N from 1 for which no file such as ``log.N.jsonl`` exists."""
+    return next(
+        n for n in count(1) if not any(_numbered(folder / name, n).exists() for name in _NAMES)
     )
+
+
+def _numbered(path: Path, number: int) -> Path:
+    """Return the name with a number, ``log.2.jsonl`` or ``tensorboard.2``."""
+    return path.with_name(f"{path.stem}.{number}{path.suffix}")
 
 
 def plain(value: Any) -> Any:
@@ -267,15 +287,10 @@ def plain(value: Any) -> Any:
     return value if value is None or isinstance(value, (str, int)) else str(value)
 
 
-def scalars(tag: str, value: Any) -> Iterator[tuple[str, float]]:
-    """Yield (tag, value) for every number in nested dicts, as ``('validation/iou/lake', 0.7)``.
-
-    Args:
-        tag: the first part of the tags, such as ``validation``.
-        value: a dict, or a number. Other values are skipped.
-    """
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            yield from scalars(f"{tag}/{key}", inner)
-    elif isinstance(value, (int, float)) and not isinstance(value, bool):
-        yield tag, value
+def _numbers(fields: dict) -> dict[str, float]:
+    """Return the numbers in nested dicts by name, as ``{"iou/lake": 0.7}``."""
+    return {
+        name: value
+        for name, value in named_values(fields, "/")
+        if isinstance(value, (int, float)) and not isinstance(value, bool)
+    }

@@ -10,17 +10,20 @@ import math
 import time
 from contextlib import suppress
 from dataclasses import asdict, replace
+from functools import partial
 
 from distseg.comm.launch import JointFailure, ToBeContinued, gathered, peak_memory
-from distseg.comm.progress import phase
+from distseg.comm.progress import heartbeat, phase
 from distseg.comm.replicas import check_same
 from distseg.config.settings import Config
 from distseg.config.units import si
 from distseg.inference.evaluate import evaluate
 from distseg.inference.images import evaluate_images
 from distseg.inference.metrics import score_of, scores
+from distseg.inference.validation_pictures import ValidationPictures
 from distseg.report.closing import closing_of_early_stop, closing_of_training
 from distseg.report.log import SilentLog, open_log
+from distseg.report.loggers.opening import WITH_PICTURES
 from distseg.report.progress import progress
 from distseg.runtime.optimizer import learning_rate
 from distseg.training.checkpoint.files import find, read_run_manifest
@@ -50,10 +53,11 @@ def train(config: Config, world) -> dict | None:
         RunControl(run.mesh.world, config.train) as control,
         open_log(
             config.train.output,
-            config.train.tensorboard,
+            config.train.loggers,
             run.first,
             run.resumed.get("step"),
             revalidates=run.position.samples > 0,
+            alive=partial(heartbeat, "end of the loggers"),
         ) as log,
     ):
         for line in run.lines if run.first else []:
@@ -226,9 +230,15 @@ class _Training:
 
         phase(f"validation after epoch {number + 1}")
         of_images = run.store.of_images
-        found = (evaluate_images if of_images else evaluate)(
-            run.predictor, run.store, "val", run.world, stop, run.validation_loss
-        )
+        common = (run.predictor, run.store, "val", run.world, stop, run.validation_loss)
+        pictures = None
+        if of_images:
+            found = evaluate_images(*common)
+        elif set(WITH_PICTURES) & set(self.config.train.loggers):
+            pictures = ValidationPictures(run.store, "val")
+            found = evaluate(*common, pictures.add)
+        else:
+            found = evaluate(*common)
         if found is None:
             self._save()
             self._leave(decisions[-1].stop)
@@ -254,6 +264,8 @@ class _Training:
             )
         loss = result["loss"]
         self.log.write("validation", self.position.step, number, loss=loss, **logged)
+        for name, pixels in pictures.gathered(run.world) if pictures else ():
+            self.log.picture(self.position.step, name, pixels)
         if run.first:
             print(f"epoch {number + 1}: validation {words}; loss {loss:.4g}", flush=True)
         self.position = self.position.with_validation(number + 1, result, score_of(result))

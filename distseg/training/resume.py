@@ -19,7 +19,7 @@ _FREE = (
     "train.job_minutes",
     "train.max_minutes",
     "train.checkpoint_minutes",
-    "train.tensorboard",
+    "train.loggers",
     "run.",
     "streaming.",
     "mesh.",

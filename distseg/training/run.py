@@ -34,6 +34,7 @@ from distseg.patchgd.unet import PatchUNet
 from distseg.patchgd.zoo import check_grids, with_grid
 from distseg.planning.tile_size import memory_warnings
 from distseg.report.disk import locked
+from distseg.report.loggers.opening import check_loggers
 from distseg.runtime.optimizer import state_copies
 from distseg.runtime.precision import choose, gpu_lines
 from distseg.tiling.tile import check_dims, owned_tiles
@@ -125,6 +126,8 @@ class Run:
                 )
             check_labels(self.store, self.model, config.data.crop, config.loss)
             check_patience(self.store, config.train)
+            if self.first:
+                check_loggers(config.train.loggers)
             self.parameters = sum(p.numel() for p in self.model.parameters())
             self.channels = channels_of(self.model)
             check_dims(first, dims_of(self.model))

@@ -1,0 +1,119 @@
+"""Pictures of validation images for loggers: image, truth, prediction and errors side by side.
+
+A picture shows the middle of an image at full resolution; of a volume, the middle slice. The
+predicted classes come from the validation itself, so nothing is computed twice.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from distseg.data.picture import rgb
+from distseg.data.store.store import Store
+from distseg.report.style import ERROR, UNLABELLED, class_colors
+from distseg.tiling.tile import Box
+
+_IMAGES = 2  # the first images of the split
+_SIDE = 384  # longest side of a panel, in pixels
+_GAP = 4  # pixels between two panels
+
+
+class ValidationPictures:
+    """Collector of predicted classes, each on the rank that computes it.
+
+    Args:
+        store: the store of the images.
+        split: the name of the split.
+    """
+
+    def __init__(self, store: Store, split: str):
+        self._store = store
+        self._names = store.split(split)[:_IMAGES]
+        self._boxes = [_middle(store.size(name)) for name in self._names]
+        self._pieces: list[tuple[int, Box, np.ndarray]] = []
+
+    def add(self, image: int, tile: Box, classes: np.ndarray) -> None:
+        """Keep the part of a tile's predicted classes that a picture shows.
+
+        Args:
+            image: the number of the image in the split.
+            tile: the tile.
+            classes: the predicted classes of the tile.
+        """
+        if image < len(self._boxes):
+            shown = tile.intersection(self._boxes[image])
+            if shown.pixels:
+                part = classes[shown.relative_to(tile).slices]
+                self._pieces.append((image, shown, part.astype(np.uint8)))
+
+    def gathered(self, world) -> list[tuple[str, np.ndarray]]:
+        """Return the name and pixels (H, W, 3) uint8 of each picture on rank 0, else nothing.
+
+        All ranks of ``world`` must call it together.
+        """
+        every = world.gather(self._pieces, root=0)
+        if every is None:
+            return []
+        pieces = [piece for part in every for piece in part]
+        return [
+            (name, self._drawn(name, box, [piece[1:] for piece in pieces if piece[0] == image]))
+            for image, (name, box) in enumerate(zip(self._names, self._boxes))
+        ]
+
+    def _drawn(self, name: str, box: Box, pieces: list[tuple[Box, np.ndarray]]) -> np.ndarray:
+        """Return the picture of an image, whose predicted classes in a box are given in pieces."""
+        store, flat = self._store, box.size[-2:]
+        found = np.zeros(box.size, np.uint8)
+        for part, classes in pieces:
+            found[part.relative_to(box).slices] = classes
+        truth = store.labels(name, box).reshape(flat)
+        image = store.read(name, box)[:3]
+        valid = store.valid(name, box)
+        valid = None if valid is None else valid.reshape(flat)
+        return panels(
+            rgb(image.reshape(len(image), *flat), store.nodata(name), valid),
+            truth,
+            found.reshape(flat),
+            class_colors(store.classes, _colours(store)),
+            store.ignore,
+        )
+
+
+def panels(
+    image: np.ndarray, truth: np.ndarray, found: np.ndarray, colours: np.ndarray, ignore: int
+) -> np.ndarray:
+    """Return image, true classes, predicted classes and errors side by side, (H, W, 3) uint8.
+
+    Args:
+        image: (H, W', 3) uint8.
+        truth: the labels, (H, W').
+        found: the predicted classes, (H, W').
+        colours: the colours of the classes, (classes, 3) uint8.
+        ignore: the label of pixels that count nowhere; they are grey and never errors.
+    """
+    grey, error = class_colors(["", ""], [UNLABELLED, ERROR])
+    labelled = truth != ignore
+    table = np.vstack([colours, grey])
+    pale = (160 + 0.35 * image.mean(-1, keepdims=True)).astype(np.uint8).repeat(3, -1)
+    wrong = labelled & (truth != found)
+    shown = [
+        image,
+        table[np.where(labelled, truth, len(colours))],
+        table[found],
+        np.where(wrong[..., None], error, pale),
+    ]
+    gap = np.full((len(image), _GAP, 3), 255, np.uint8)
+    return np.concatenate([part for panel in shown for part in (panel, gap)][:-1], axis=1)
+
+
+def _middle(size: tuple[int, ...]) -> Box:
+    """Return the box in the middle of an image that a picture shows; one slice of a volume."""
+    sides = (*(1 for _ in size[:-2]), *(min(n, _SIDE) for n in size[-2:]))
+    start = tuple((n - side) // 2 for n, side in zip(size, sides))
+    return Box(start, tuple(a + side for a, side in zip(start, sides)))
+
+
+def _colours(store: Store) -> list | None:
+    """Return the colours of the classes that a store has; None if it has none."""
+    found = getattr(store, "colours", None)
+    return None if found is None else found.tolist()

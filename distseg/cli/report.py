@@ -27,7 +27,7 @@ from distseg.report.disk import atomic_write
 from distseg.report.log import FILE, read_log
 from distseg.report.page import Chart, Evaluated, Pictures, RunPage, run_page
 from distseg.report.plots import series
-from distseg.report.style import class_colors
+from distseg.report.style import ERROR, UNLABELLED, class_colors
 from distseg.training.checkpoint.files import FOLDER, find, read_manifest, read_run_manifest
 from distseg.training.resume import position_of
 
@@ -164,7 +164,7 @@ class _Reported:
             max(0, len(rows) - _ROWS),
             [one for one in pictures if isinstance(one, Pictures)],
             [(name, "#" + bytes(colour).hex()) for name, colour in zip(classes, colours)]
-            + [("no label", "#9a9a9a"), ("error", "#d81b60")],
+            + [("no label", UNLABELLED), ("error", ERROR)],
             notes + [one for one in pictures if isinstance(one, str)],
         )
 

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import numpy as np
 
-# Palette of Okabe and Ito, which colour-blind readers can distinguish too.
-PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#6A3D9A", "#333333")
+# Palette of Okabe and Ito, which colour-blind readers can distinguish too. A dark brown replaces
+# its yellow, which is too pale for lines on white.
+PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#661100", "#333333")
 
 # Colours of classes that have a natural colour. Their lightness differs, so they can be told apart
 # in a grey print too.
@@ -23,11 +24,11 @@ NATURAL = {
     "land": "#DCD0A0", "soil": "#B08D57", "forest": "#2E6B3E",
     "grass": "#A9C46C", "crop": "#D9B23D",
     "snow": "#F4F7FA", "ice": "#DDEBF2", "cloud": "#FFFFFF",
-    "road": "#555555", "building": "#B5533C", "urban": "#B5533C", "background": "#D9D9D9",
+    "road": "#555555", "building": "#8C2D1B", "urban": "#8C2D1B", "background": "#D9D9D9",
 }  # fmt: skip
 
 ERROR = "#D81B60"
-UNLABELLED = "#9A9A9A"
+UNLABELLED = "#7A7A7A"
 INK = "#222222"
 FAINT = "#777777"
 

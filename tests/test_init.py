@@ -114,6 +114,15 @@ def test_settings_follow_the_data():
     assert one.step_images == 1 and one.spatial.norm_scope == "group"
 
 
+def test_one_large_image_gives_work_to_all_ranks():
+    """An epoch has crops at random places, more than fit side by side."""
+    found = first_config(replace(SMALL, sizes=((320, 512),)), CORES, minutes=3)
+    config = found.config
+    assert (config.data.epoch_samples, config.step_images, config.mesh.samples) == (64, 8, 2)
+    steps = 8 * config.train.epochs
+    assert 150 < steps * found.estimate.seconds <= 180
+
+
 def test_settings_follow_the_machine():
     gpu = Computer("4 GPUs", 4, 80e9, load_machine("a100"), gpu=True)
     large = replace(SMALL, sizes=((3000, 3000),) * 20)

@@ -826,8 +826,17 @@ def test_a_split_that_lacks_a_class_is_noted(tmp_path, capsys):
     out = capsys.readouterr().out
     assert (
         "note: no pixel of test is back: it cannot be measured there" in out
+        and "no image for" not in out
         and "note: no pixel of val is road: it cannot be measured there" in out
     )
+
+
+def test_too_few_images_for_all_splits_are_noted(tmp_path, capsys):
+    given = in_splits(tmp_path, {"train": masks_of(a=(0, 1))})
+    for dry in (True, False):
+        prepare_folder(*given, dry=dry)
+        out = capsys.readouterr().out
+        assert "note: no image for val and test, so the network cannot be measured there" in out
 
 
 def test_masks_are_looked_at_no_longer_than_it_takes(tmp_path, monkeypatch):

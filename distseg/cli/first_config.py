@@ -30,6 +30,7 @@ from distseg.training.conflicts import check_norms
 _LEAST_CELLS = 6  # per dim of the feature map at the bottom of a U-Net
 _MEMORY_SHARE = 0.5  # of a rank's memory; the rest is for reading, evaluation and other programs
 _EPOCHS, _LEAST_EPOCHS = 100, 5
+_LEAST_CROPS = 64  # in an epoch
 _VALIDATIONS = 10
 _RARE = 0.02  # share of pixels below which crops are placed near a class
 _UNEVEN = 3  # ratio of the counts of two classes from which classes get weights
@@ -164,7 +165,7 @@ def first_config(
     if not data.of_images and any(n > most for n, most in zip(data.largest, limit)):
         crop = Size(min(n, most) for n, most in zip(data.largest, limit))
     model = _model(data, computer, network, crop)
-    batch = _batch(data.samples(crop), _MOST_IMAGES[key])
+    batch = _batch(_samples_of_epoch(data, crop), _MOST_IMAGES[key])
     ranks = _power_of_two(min(computer.useful_ranks, batch))
     room = _MEMORY_SHARE * computer.memory_of(ranks)
     steps = _Steps(model, data, computer, ranks)
@@ -216,6 +217,14 @@ def _config(choices: Sequence[Choice]) -> Config:
 def _power_of_two(number: int) -> int:
     """Return the largest power of two up to ``number``, at least 1."""
     return 1 << max(0, number.bit_length() - 1)
+
+
+def _samples_of_epoch(data: TrainingData, crop: Size | None) -> int:
+    """Return the number of samples of an epoch: all, but a least number of crops.
+
+    Crops lie at random places, so a few large images give more crops than they have room for.
+    """
+    return data.samples(crop) if crop is None else max(_LEAST_CROPS, data.samples(crop))
 
 
 def _batch(samples: int, most: int) -> int:
@@ -324,7 +333,7 @@ def _samples(
     memory = "" if found is None else f"; a step takes up to {si(found.memory, 'B')} a rank"
     choices = [
         Choice("data.store", data.path, "the training data"),
-        Choice("data.images", images, f"{images * ranks} images a step in all{memory}"),
+        Choice("data.images", images, f"{_images(images * ranks)} a step in all{memory}"),
     ]
     if crop is not None:
         why = f"random parts of images of up to {data.largest}"
@@ -340,6 +349,10 @@ def _samples(
         why = "mirrored and turned images; empty it if direction matters"
         choices.append(Choice("data.augment", ["flip", "turn"], why))
     return choices
+
+
+def _images(number: int) -> str:
+    return "1 image" if number == 1 else f"{number} images"
 
 
 def _rare_class(data: TrainingData) -> str | None:
@@ -373,19 +386,23 @@ def _length(
     computer: Computer,
 ) -> list[Choice]:
     """Return the settings that determine how long the training takes."""
-    an_epoch = -(-data.samples(crop) // batch)
+    an_epoch = -(-_samples_of_epoch(data, crop) // batch)
     if found is None:
         epochs, choices = 10, []
         why = "a first guess: distseg cannot follow the layers of this network to predict its time"
     else:
         steps = max(_LEAST_EPOCHS, int(60 * minutes / found.seconds))
         choices = []
+        room = data.samples(crop)
         if steps < _LEAST_EPOCHS * an_epoch:
             an_epoch = steps // _LEAST_EPOCHS
             if crop is None:
                 # Only an epoch of crops can be shortened. A crop as large as the images is whole.
                 choices.append(Choice("data.crop", data.largest, "whole images, drawn at random"))
             why = f"{an_epoch} steps an epoch; leave it out to see all pixels in an epoch"
+            choices.append(Choice("data.epoch_samples", an_epoch * batch, why))
+        elif an_epoch * batch > room and crop is not None:
+            why = f"crops of an epoch, at random places; {room} side by side fill the images"
             choices.append(Choice("data.epoch_samples", an_epoch * batch, why))
         epochs = max(1, min(_EPOCHS, steps // an_epoch))
         total = epochs * an_epoch

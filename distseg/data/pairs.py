@@ -345,14 +345,25 @@ def _check_annotated(path: Path, images: int, files: int) -> None:
 
 
 def notes_on_pairs(pairs: Sequence[Pair]) -> list[str]:
-    """Return one line of text for each distinct note on the images and masks of the pairs."""
-    return notes_on(
+    """Return one line for each distinct note on the images, the masks and the splits of the pairs.
+
+    If there are too few images for all splits, a line says what that means.
+    """
+    notes = notes_on(
         [
             (path, notes)
             for pair in pairs
             for path, notes in ((pair.image, _notes(pair)), (pair.mask, pair.mask_notes))
         ]
     )
+    missing = [split for split in SPLITS if split not in {pair.split for pair in pairs}]
+    if missing and len(pairs) < len(SPLITS):
+        notes.append(
+            f"note: no image for {' and '.join(missing)}, so the network cannot be measured there: "
+            f"give at least {len(SPLITS)} images, or cut a large one into parts, in folders named "
+            f"{', '.join(SPLITS[:-1])} and {SPLITS[-1]}"
+        )
+    return notes
 
 
 def _notes(pair: Pair) -> tuple[str, ...]:

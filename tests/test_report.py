@@ -297,6 +297,13 @@ def test_overlay_shows_the_scores_and_the_pixels_without_a_label(tmp_path, monke
     assert title == "here     IoU:  ocean 0.982 · land 1.000 · lake 0.500 · mean 0.827"
 
 
+def test_a_long_title_stays_in_a_narrow_picture(tmp_path):
+    image, truth, prediction = world()
+    classes = [f"class {k} of a rather long list" for k in range(9)]
+    plot_overlay(image[:16], truth[:16], prediction[:16], classes, None, tmp_path / "x.png")
+    assert (png(tmp_path / "x.png")[:40, -8:] == 255).all()
+
+
 def test_overlay_without_truth_has_two_panels(tmp_path):
     image, _, prediction = world()
     plot_overlay(

@@ -200,6 +200,7 @@ def _draw(
             fontsize=1.25 * points,
             fontweight="bold",
             va="center",
+            wrap=True,
         )
         figure.text(
             right,

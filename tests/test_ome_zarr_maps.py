@@ -265,7 +265,7 @@ def test_from_images_to_maps(comm, shared_path, monkeypatch):
         words = ["prepare", "i", "s.h5", "--masks", "m", "--classes", "a,b", "--split", "1,0,0"]
         assert run(*words) == 0
     comm.Barrier()
-    words = ["--model.depth", "1", "--model.base_channels", "4", "--train.tensorboard", "false"]
+    words = ["--model.depth", "1", "--model.base_channels", "4", "--train.loggers", "[]"]
     words += [
         "--train.epochs",
         "1",

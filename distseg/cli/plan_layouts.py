@@ -11,7 +11,7 @@ import copy
 import math
 import os
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -41,7 +41,6 @@ from distseg.planning.roofline import CORE, fastest, this_cpu
 from distseg.report.tables import table
 from distseg.runtime.optimizer import state_copies
 from distseg.runtime.precision import choose
-from distseg.tiling.tile import check_grid
 from distseg.tiling.tile_batch import TileBatch
 from distseg.training.conflicts import check_auto
 from distseg.training.engine import Engine
@@ -366,16 +365,14 @@ def choose_layout(planner: Planner, ranks: int, sizes: Collection[tuple[int, ...
     Raises:
         ValueError: no layout can cut all images.
     """
-    stride = planner.work.reach.stride
-    best = next((p for p in _best(planner, ranks) if _cuts(p.layout.tiles, sizes, stride)), None)
+    best = next(iter(planner.best(ranks, sizes)), None)
     if best is not None and best.memory <= planner.limit:
         memory = f"{best.memory / 1e9:.3g} GB a rank"
         return Choice(best.layout, f"predicted: {best.seconds:.3g} s a step, {memory}")
     streamed = [
         replace(one, schedule="auto")
-        for one in planner.candidates(ranks)
+        for one in planner.candidates(ranks, sizes)
         if (one.stages, one.recompute, one.exchange) == (1, "never", "all")
-        and _cuts(one.tiles, sizes, stride)
     ]
     if not streamed:
         raise ValueError(
@@ -391,16 +388,6 @@ def _say(world, line: str) -> None:
     """Print a line on rank 0, to stderr, because a command may print JSON to stdout."""
     if world.rank == 0:
         print(line, file=sys.stderr, flush=True)
-
-
-def _cuts(grid: Size, sizes: Collection[tuple[int, ...]], stride: Sequence[int]) -> bool:
-    """Return True if images of all these sizes can be cut into a grid of tiles."""
-    try:
-        for size in sizes:
-            check_grid(size, grid, stride)
-    except ValueError:
-        return False
-    return True
 
 
 def _best(planner: Planner, ranks: int) -> list[Prediction]:

@@ -78,9 +78,8 @@ def _cheapest(cost: np.ndarray, combine: Callable) -> tuple[float, list[int]]:
 def sums(costs: Sequence[float]) -> np.ndarray:
     """Return an (n + 1, n + 1) table with the sum of costs[a:b] in [a, b], and 0 where a >= b."""
     table = np.zeros((len(costs) + 1, len(costs) + 1))
-    for a in range(len(costs)):
-        table[a, a + 1 :] = np.cumsum(costs[a:])
-    return table
+    table[:-1, 1:] = np.triu(np.broadcast_to(costs, (len(costs), len(costs))))
+    return np.cumsum(table, axis=1)
 
 
 def even_split(layers: int, stages: int) -> list[int]:

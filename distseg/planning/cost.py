@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -51,6 +52,13 @@ class LayerCost:
     kept: frozenset[int]
     result: int
     puts_off: bool = False
+
+
+class Seconds(NamedTuple):
+    """Seconds of a forward and of a backward pass of each layer."""
+
+    forward: Sequence[float]
+    backward: Sequence[float]
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,10 @@ out the reading of images, and assumes that communication never overlaps with co
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from heapq import heapify, heappop, heappush
 from typing import Any
 
@@ -30,22 +31,21 @@ from distseg.config.sizes import Size
 from distseg.layers.graph import graph_of
 from distseg.models.network import calls_of
 from distseg.planning.balance import fastest_split
-from distseg.planning.cost import Costs
+from distseg.planning.cost import Costs, Seconds
 from distseg.planning.machine import Machine
 from distseg.planning.pass_times import Modelled, StagePasses
 from distseg.planning.stage_memory import (
     WEIGHT_BYTES,
     Policy,
     Ranges,
-    largest_holdings,
-    peaks,
+    activation_peaks,
     ranges_of,
     stage_seconds,
 )
-from distseg.runtime.partition import Partition
-from distseg.runtime.schedule import orders
-from distseg.tiling.layout import Layout
-from distseg.tiling.tile import ReceptiveField, check_grid, factorings, split, tiles, window
+from distseg.runtime.partition import Partition, Partitioner
+from distseg.runtime.schedule import orders, splits
+from distseg.tiling.layout import Layout, TileBorders
+from distseg.tiling.tile import Box, ReceptiveField, factorings, split, window
 
 EXCHANGES = ("all", "level", "1")
 # How many grids with the same number of tiles are tried. The first ones have the smallest windows.
@@ -205,6 +205,10 @@ class Work:
     def parameters(self) -> int:
         return sum(layer.parameters for layer in self.costs.layers)
 
+    @cached_property
+    def partitioner(self) -> Partitioner:
+        return Partitioner(calls_of(self.model))
+
 
 @dataclass(frozen=True)
 class TileWork:
@@ -226,35 +230,86 @@ class _Stages:
 
     Attributes:
         layout: the layout.
-        costs: the costs of the layers on the slowest tile, messages included.
+        costs: the costs of the layers on whole images.
+        seconds: the seconds of the layers on the slowest tile, messages included.
         policy: schedule, recomputation and optimizer.
         partition: the stages.
+        travels: seconds that a micro-batch's feature map travels, for each edge of the partition.
         memory: bytes that the rank with the highest peak takes.
     """
 
     layout: MeshLayout
     costs: Costs
+    seconds: Seconds
     policy: Policy
     partition: Partition
+    travels: tuple[float, ...]
     memory: float
+
+    @cached_property
+    def weights(self) -> int:
+        """Bytes of the weights of the stage that has the most."""
+        return max(
+            WEIGHT_BYTES * sum(self.costs.layers[n].parameters for n in part)
+            for part in self.partition.ranges
+        )
 
     @property
     def least_seconds(self) -> float:
-        """Lower bound of the seconds of a step with these stages.
+        """Lower bound of the seconds from the first pass of these stages to the last one.
 
         A stage computes all micro-batches. Before its first pass, a micro-batch goes forward
-        through all earlier stages. After its last pass, a micro-batch goes back through them,
-        except with zb-h1, where the last pass may compute gradients of weights.
+        through all earlier stages. After its last backward pass, a micro-batch goes back through
+        them. With zb-h1, stage s computes the weight gradients of the last s + 1 micro-batches
+        after its last backward pass. The messages of all micro-batches from one stage to another
+        travel one after another.
         """
-        m, stages, least, before = self.layout.micro_batches, self.layout.stages, 0.0, 0.0
-        goes_back = self.layout.schedule != "zb-h1"
-        for stage, layers in enumerate(self.partition.ranges):
-            forward = sum(self.costs.forward[layers.start : layers.stop])
-            backward = sum(self.costs.backward[layers.start : layers.stop])
-            passes = self.policy.forward_passes(stage, stages)
-            least = max(least, before + m * (passes * forward + backward))
-            before += forward + goes_back * backward
+        m, stages = self.layout.micro_batches, self.layout.stages
+        links: Counter[tuple[int, int]] = Counter()
+        for edge, seconds in zip(self.partition.edges, self.travels):
+            links[edge.source, edge.target] += seconds
+            if edge.gradient:
+                links[edge.target, edge.source] += seconds
+        least = there = back = 0.0  # seconds before the first pass, and after the last one
+        arrived, returned = [], []  # seconds until the first pass ends, and from the last one on
+        for stage in range(stages):
+            forward, backward, weight = self._passes(stage)
+            work = m * (self.policy.forward_passes(stage, stages) * forward + backward)
+            put_off = min(m, stage + 1) * weight  # computed after the last backward pass
+            least = max(
+                least, there + work + m * weight, there + work + m * weight - put_off + back
+            )
+            there += forward
+            back = max(put_off, backward + back)
+            arrived.append(there)
+            returned.append(back)
+            there += links[stage, stage + 1]
+            back += links[stage + 1, stage]
+        for (source, target), seconds in links.items():
+            stage = min(source, target)
+            least = max(least, arrived[stage] + m * seconds + returned[stage])
         return least
+
+    def _passes(self, stage: int) -> tuple[float, float, float]:
+        """Return the seconds of a stage's forward, backward and weight pass."""
+        layers = self.partition.ranges[stage]
+        backward, weight = sum(self.seconds.backward[layers.start : layers.stop]), 0.0
+        if self.layout.stages > 1 and splits(self.layout.schedule):
+            weight = sum(
+                self.seconds.backward[n] / 2 for n in layers if self.costs.layers[n].puts_off
+            )
+        return sum(self.seconds.forward[layers.start : layers.stop]), backward - weight, weight
+
+    def tile_costs(self) -> Costs:
+        """Return the costs of the layers with the seconds on the slowest tile.
+
+        The bytes remain the bytes of whole images.
+        """
+        layers = [
+            replace(layer, forward=forward, backward=backward)
+            for layer, forward, backward in zip(self.costs.layers, *self.seconds)
+        ]
+        return replace(self.costs, layers=tuple(layers))
 
 
 @dataclass(order=True)
@@ -263,20 +318,62 @@ class _Candidate:
 
     Attributes:
         least: lower bound of the seconds of a step.
-        again: True if activations are computed again, which is tried last.
+        place: the place of the layout in the order of :meth:`Planner.candidates`.
         layout: the layout.
-        of_tile: True if ``least`` follows from the slowest tile of the layout's grid.
+        share: the cells of the slowest tile of the layout's grid as a fraction of the image's, if
+            ``least`` follows from this tile.
         stages: the stages, if ``least`` follows from them.
     """
 
     least: float
-    again: bool = field(init=False)
+    place: int
     layout: MeshLayout = field(compare=False)
-    of_tile: bool = field(default=False, compare=False)
+    share: float | None = field(default=None, compare=False)
     stages: _Stages | None = field(default=None, compare=False)
 
-    def __post_init__(self) -> None:
-        self.again = self.layout.recompute == "always"
+
+class _Found:
+    """Layouts that a search found, and those that it still wants.
+
+    Attributes:
+        by_family: for each family, (prediction, place of its layout), the fastest first.
+        smallest: for each family, (bytes, seconds, place, stages) of the layout that takes the
+            least memory, among the layouts that do not fit. The seconds are a lower bound.
+    """
+
+    def __init__(self):
+        self.by_family: dict[str, list[tuple[Prediction, int]]] = {}
+        self.smallest: dict[str, tuple[float, float, int, _Stages]] = {}
+        self._fastest = math.inf
+
+    def wants(self, family: str, least: float) -> bool:
+        """Return True if a layout that takes at least ``least`` seconds may be in the result."""
+        known = self.by_family.get(family, [])
+        wanted = 1 if least > _SLOW * self._fastest else _KEPT
+        return len(known) < wanted or least <= known[wanted - 1][0].seconds
+
+    def add(self, prediction: Prediction, place: int) -> None:
+        """Add a layout that fits the memory limit."""
+        known = self.by_family.setdefault(prediction.layout.family, [])
+        known.append((prediction, place))
+        known.sort(key=lambda each: (each[0].seconds, each[0].memory, each[1]))
+        self._fastest = min(self._fastest, prediction.seconds)
+
+    def add_too_large(self, stages: _Stages, least: float, place: int) -> None:
+        """Add a layout that does not fit the memory limit and takes at least ``least`` seconds."""
+        family, one = stages.layout.family, (stages.memory, least, place, stages)
+        self.smallest[family] = min(one, self.smallest.get(family, one), key=lambda f: f[:3])
+
+    def fastest(self) -> list[Prediction]:
+        """Return the fastest layouts of each family, the fastest of all first."""
+        found = [
+            each
+            for known in self.by_family.values()
+            for number, each in enumerate(known[:_KEPT])
+            if number == 0 or each[0].seconds <= _SLOW * self._fastest
+        ]
+        found.sort(key=lambda each: (each[0].seconds, each[0].memory, each[1]))
+        return [prediction for prediction, _ in found]
 
 
 def least_of_pipeline(
@@ -319,7 +416,11 @@ class Planner:
         self.work, self.machine = work, machine
         self.limit = machine.memory if limit is None else limit
         self.tile_work = lru_cache(None)(self._tile_work)
-        self._peaks_of = lru_cache(None)(lambda stages, policy: peaks(work.ranges, stages, policy))
+        self._longest_window = lru_cache(None)(self._find_longest_window)
+        self._borders = lru_cache(None)(self._find_borders)
+        self._least_part = lru_cache(None)(self._find_least_part)
+        self._stage_seconds = lru_cache(_MESHES)(self._find_stage_seconds)
+        self._peaks_of = lru_cache(_MESHES)(partial(activation_peaks, work.ranges))
 
     def on(self, machine: Machine, costs: Costs, limit: float | None = None) -> Planner:
         """Return a planner of the same step on another machine.
@@ -333,62 +434,78 @@ class Planner:
         """
         other = Planner(replace(self.work, costs=costs), machine, limit)
         other.tile_work, other._peaks_of = self.tile_work, self._peaks_of
+        other._longest_window, other._borders = self._longest_window, self._borders
+        other._least_part = self._least_part
         return other
 
-    def best(self, ranks: int) -> list[Prediction]:
+    def best(self, ranks: int, sizes: Collection[tuple[int, ...]] = ()) -> list[Prediction]:
         """Return predictions for layouts of ``ranks`` ranks, the fastest first.
 
         A family is a set of mesh axes that are split (:attr:`MeshLayout.family`). The result has
-        the fastest layouts of each family that fit the memory limit. A family that takes more than
-        25 % longer than the fastest layout contributes only one. A layout that recomputes
-        activations is considered only if the same layout does not fit without that. If no layout
-        fits, the result has the layout of each family that takes the least memory.
+        the three fastest layouts of each family that fit the memory limit. Of layouts that take
+        more than 25 % longer than the fastest layout of all, it has only the fastest of a family.
+        A layout that recomputes activations is considered only if the same layout does not fit
+        without that. If no layout fits, the result has the layout of each family that takes the
+        least memory.
+
+        Args:
+            ranks: the number of ranks.
+            sizes: other sizes of images, which the grid of tiles must be able to cut too.
         """
         # A candidate returns to the queue with a better bound each time it is looked at: first the
         # bound of any tile of its size, then of its tile, then of its stages.
-        fitting: dict[str, list[Prediction]] = {}
-        too_large: dict[str, _Stages] = {}
-        fits: set[MeshLayout] = set()
-        fastest = math.inf
-        queue = [_Candidate(self._least_of_any(one), one) for one in self.candidates(ranks)]
+        found = _Found()
+        queue = [
+            _Candidate(self._least_of_any(layout), place, layout)
+            for place, layout in enumerate(self.candidates(ranks, sizes))
+            if layout.recompute == "never"
+        ]
         heapify(queue)
-        while queue:
-            candidate = heappop(queue)
-            least, layout = candidate.least, candidate.layout
-            known = fitting.setdefault(layout.family, [])
-            wanted = 1 if least > 1.25 * fastest else _KEPT
-            if len(known) >= wanted and least > known[wanted - 1].seconds:
-                continue
-            if layout.recompute == "always" and replace(layout, recompute="never") in fits:
-                continue
-            if layout.stages > 1 and self._least_memory(layout) > self.limit:
-                continue
-            if not candidate.of_tile:
-                heappush(queue, _Candidate(self.least_seconds(layout), layout, True))
-                continue
-            if candidate.stages is None:
-                try:
-                    found = self._cut(layout)
-                except ValueError:
-                    continue  # no split into stages fits, or stages would share a weight
-                if found.memory <= self.limit:
-                    fits.add(layout)
-                    least = max(least, found.least_seconds)
-                    heappush(queue, _Candidate(least, layout, True, found))
-                elif (
-                    layout.family not in too_large or found.memory < too_large[layout.family].memory
-                ):
-                    too_large[layout.family] = found
-                continue
-            known.append(self._predicted(candidate.stages))
-            known.sort(key=lambda p: p.seconds)
-            fastest = min(fastest, known[0].seconds)
-        every = [p for known in fitting.values() for p in known]
-        every = every or [self._predicted(found) for found in too_large.values()]
-        return sorted(every, key=lambda p: (p.seconds, p.memory))
 
-    def candidates(self, ranks: int) -> Iterator[MeshLayout]:
-        """Yield all layouts of ``ranks`` ranks in which the step could be computed."""
+        def add_again(one: _Candidate) -> None:
+            if one.layout.recompute == "never":
+                again = replace(one.layout, recompute="always")
+                heappush(queue, _Candidate(self._least_of_any(again), one.place + 1, again))
+
+        while queue:
+            one = heappop(queue)
+            layout = one.layout
+            if not found.wants(layout.family, one.least):
+                continue
+            if one.stages is not None:
+                found.add(self._predicted(one.stages), one.place)
+            elif layout.stages > 1 and self._least_memory(layout, one.share) > self.limit:
+                add_again(one)
+            elif one.share is None:
+                share = max(self.tile_work(layout.tiles, layout.exchange).shares)
+                heappush(queue, replace(one, least=self.least_seconds(layout), share=share))
+            else:
+                try:
+                    stages = self._cut(layout)
+                except ValueError:
+                    add_again(one)  # no split into stages fits, or stages would share a weight
+                    continue
+                if stages.memory <= self.limit:
+                    heappush(queue, replace(one, least=self._least_of(stages), stages=stages))
+                else:
+                    found.add_too_large(stages, self._least_of(stages), one.place)
+                    add_again(one)
+        return found.fastest() or sorted(
+            (self._predicted(stages) for *_, stages in found.smallest.values()),
+            key=lambda p: (p.seconds, p.memory),
+        )
+
+    def candidates(
+        self, ranks: int, sizes: Collection[tuple[int, ...]] = ()
+    ) -> Iterator[MeshLayout]:
+        """Yield all layouts of ``ranks`` ranks in which the step could be computed.
+
+        A layout that recomputes activations comes right after the same layout without that.
+
+        Args:
+            ranks: the number of ranks.
+            sizes: other sizes of images, which the grid of tiles must be able to cut too.
+        """
         work, micro = self.work, self.work.batch // self.work.images
         for samples in _divisors(math.gcd(ranks, micro)):
             if work.samples not in (None, samples):
@@ -396,7 +513,7 @@ class Planner:
             for stages in _divisors(ranks // samples):
                 if stages > len(work.costs.layers):
                     continue
-                for grid in self._grids(ranks // samples // stages):
+                for grid in self._grids(ranks // samples // stages, sizes):
                     for exchange in EXCHANGES if grid.volume > 1 else EXCHANGES[:1]:
                         for schedule in self._schedules(stages):
                             for recompute in ("never", "always"):
@@ -415,20 +532,37 @@ class Planner:
             return ("1f1b",)
         return ("gpipe", "1f1b", "zb-h1") if self.work.linear else ("gpipe",)
 
-    def _grids(self, count: int) -> list[Size]:
-        """Return the few best grids of ``count`` tiles that fit the image, best first.
+    def _grids(self, count: int, sizes: Collection[tuple[int, ...]]) -> list[Size]:
+        """Return the few best grids of ``count`` tiles that fit all images, best first.
 
         The best grid is the one whose largest window has the fewest cells.
         """
-        found = []
-        for grid in factorings(count, len(self.work.image)):
-            try:
-                check_grid(self.work.image, grid, self.work.reach.stride)
-            except ValueError:
-                continue
-            found.append(Size(grid))
-        found.sort(key=lambda grid: self.tile_work(grid, "all").shares[0])
+        images = (self.work.image, *sizes)
+        most = [
+            min(-(-n // s) for n in along) for *along, s in zip(*images, self.work.reach.stride)
+        ]
+        found = [
+            Size(grid)
+            for grid in factorings(count, len(most))
+            if all(g <= cells for g, cells in zip(grid, most))
+        ]
+        found.sort(key=self._largest_window)
         return found[:_GRIDS]
+
+    def _largest_window(self, grid: Size) -> int:
+        """Return the number of pixels of the largest window of a grid.
+
+        The window of a tile is the product of its windows along each dim.
+        """
+        return math.prod(self._longest_window(dim, parts) for dim, parts in enumerate(grid))
+
+    def _find_longest_window(self, dim: int, parts: int) -> int:
+        """Return the pixels of the longest window along a dim with ``parts`` tiles."""
+        n, reach = self.work.image[dim], self.work.reach
+        along = ReceptiveField((reach.halo[dim],), (reach.stride[dim],))
+        return max(
+            window(Box((a,), (b,)), (n,), along).pixels for a, b in split(n, parts, *along.stride)
+        )
 
     def _tile_work(self, grid: Size, exchange: str) -> TileWork:
         work, layers = self.work, len(self.work.costs.layers)
@@ -436,17 +570,11 @@ class Planner:
         if grid.volume == 1:
             return TileWork((1.0,) * layers, none)
         if exchange == "all":
-            largest = max(
-                window(tile, work.image, work.reach).pixels
-                for tile in _some_tiles(work.image, grid, work.reach.stride)
-            )
-            return TileWork((largest / math.prod(work.image),) * layers, none)
-        borders = [
-            (0, *(b for _, b in split(n, g, s)))
-            for n, g, s in zip(work.image, grid, work.reach.stride)
-        ]
-        layout = Layout(work.graph, work.image, borders, exchange)
-        cell = tuple(_largest(b) for b in borders)
+            share = self._largest_window(grid) / math.prod(work.image)
+            return TileWork((share,) * layers, none)
+        along = [self._borders(dim, parts) for dim, parts in enumerate(grid)]
+        slowest = [_largest(borders.maps[0][1]) for borders in along]
+        layout, cell = Layout.of_tile(work.graph, along, exchange, slowest), (0,) * len(grid)
         shares, halos = [], list(none)
         for number in range(layers):
             view = layout.part(number, cell)
@@ -459,25 +587,25 @@ class Planner:
                 halos[number] = (size, math.prod(min(3, g) for g in grid) - 1)
         return TileWork(tuple(shares), tuple(halos))
 
+    def _find_borders(self, dim: int, parts: int) -> TileBorders:
+        """Return the borders of all feature maps along a dim with ``parts`` tiles."""
+        n, stride = self.work.image[dim], self.work.reach.stride[dim]
+        ends = [b for _, b in split(n, parts, stride)]
+        return TileBorders.of_image(self.work.graph, dim, n, [0, *ends])
+
     def _bytes(self, source: int) -> float:
         """Return the bytes of a micro-batch's feature map number ``source``; map 0 is the image."""
         costs = self.work.costs
         return costs.layers[source - 1].output if source else costs.sizes[0]
 
-    def _costs_on(self, layout: MeshLayout) -> Costs:
-        """Return the costs of the layers on the slowest tile, including the time of messages.
-
-        Only the seconds belong to the tile. The bytes remain the bytes of whole images.
-        """
-        tile = self.tile_work(layout.tiles, layout.exchange)
+    def _seconds_on(self, layout: MeshLayout) -> Seconds:
+        """Return the seconds of the layers on the slowest tile, including the time of messages."""
+        tile, costs = self.tile_work(layout.tiles, layout.exchange), self.work.costs
         besides = self._messages(layout, tile)
-        layers = [
-            replace(
-                layer, forward=share * layer.forward + more, backward=share * layer.backward + more
-            )
-            for layer, share, more in zip(self.work.costs.layers, tile.shares, besides)
-        ]
-        return replace(self.work.costs, layers=tuple(layers))
+        return Seconds(
+            [share * s + more for share, s, more in zip(tile.shares, costs.forward, besides)],
+            [share * s + more for share, s, more in zip(tile.shares, costs.backward, besides)],
+        )
 
     def _messages(self, layout: MeshLayout, tile: TileWork) -> list[float]:
         """Return the seconds that a pass of each layer takes besides its computation.
@@ -497,29 +625,77 @@ class Planner:
 
         The bound holds for every cut into stages (:func:`least_of_pipeline`).
         """
-        tile = self.tile_work(layout.tiles, layout.exchange)
-        return self._least(layout, tile.shares, self._messages(layout, tile))
-
-    def _least_of_any(self, layout: MeshLayout) -> float:
-        """Return a lower bound of the seconds of a step that takes no time to compute.
-
-        It assumes that the slowest tile of the grid is as small as the smallest tile can be, and
-        that messages take no time.
-        """
-        layers = len(self.work.costs.layers)
-        share = self._least_share(layout.tiles)
-        return self._least(layout, (share,) * layers, (self.machine.call,) * layers)
-
-    def _least(
-        self, layout: MeshLayout, shares: Sequence[float], besides: Sequence[float]
-    ) -> float:
-        again = 1 if layout.recompute == "always" and layout.stages == 1 else 0
+        tile, again = self.tile_work(layout.tiles, layout.exchange), _again(layout)
         seconds = [
             share * ((1 + again) * layer.forward + layer.backward) + (2 + again) * more
-            for layer, share, more in zip(self.work.costs.layers, shares, besides)
+            for layer, share, more in zip(
+                self.work.costs.layers, tile.shares, self._messages(layout, tile)
+            )
         ]
-        return least_of_pipeline(
-            sum(seconds), max(seconds), layout.stages, layout.micro_batches, layout.schedule
+        return self._least(layout, sum(seconds), max(seconds))
+
+    def _least_of_any(self, layout: MeshLayout) -> float:
+        """Return a lower bound of the seconds of a step, without looking at the layout's tiles.
+
+        It assumes that the slowest tile of the grid is as small as the smallest tile can be, and
+        that halos take no time to send.
+        """
+        again, share = _again(layout), self._least_share(layout.tiles)
+        if layout.exchange == "all":
+            share = self._largest_window(layout.tiles) / math.prod(self.work.image)
+        whole, longest = self._totals[again]
+        calls = (2 + again) * len(self.work.costs.layers) * self.machine.call
+        norms = (2 + again) * len(self.work.norms) * self._norm_seconds(layout)
+        return self._least(layout, share * whole + calls + norms, share * longest)
+
+    @cached_property
+    def _totals(self) -> list[tuple[float, float]]:
+        """Seconds of all layers and of the slowest layer on a whole image.
+
+        Both are given without recomputation and with it.
+        """
+        found = []
+        for again in (0, 1):
+            seconds = [
+                (1 + again) * layer.forward + layer.backward for layer in self.work.costs.layers
+            ]
+            found.append((sum(seconds), max(seconds)))
+        return found
+
+    def _least(self, layout: MeshLayout, layers: float, longest: float) -> float:
+        """Return a lower bound of the seconds of a step.
+
+        Args:
+            layout: the layout.
+            layers: seconds of all layers for a micro-batch, forward and backward.
+            longest: seconds of the slowest layer.
+        """
+        most = max(self.work.parameters / layout.stages, self._most_parameters)
+        pipeline = least_of_pipeline(
+            layers, longest, layout.stages, layout.micro_batches, layout.schedule
+        )
+        return _ROUNDED * (pipeline + sum(self._after(layout, WEIGHT_BYTES * most)))
+
+    def _least_of(self, stages: _Stages) -> float:
+        """Return a lower bound of the seconds of a step whose stages are known."""
+        after = sum(self._after(stages.layout, stages.weights))
+        return _ROUNDED * (stages.least_seconds + after)
+
+    @cached_property
+    def _most_parameters(self) -> int:
+        """Number of parameters of the layer that has the most."""
+        return max(layer.parameters for layer in self.work.costs.layers)
+
+    def _after(self, layout: MeshLayout, weights: float) -> tuple[float, float]:
+        """Return the seconds of the sum of gradients and of the update of the weights.
+
+        Args:
+            layout: the layout.
+            weights: bytes of the weights of a stage.
+        """
+        return (
+            self.machine.sum(layout.samples * layout.tiles.volume, weights),
+            weights * (3 + 2 * self.work.copies) / self.machine.traffic,
         )
 
     def _least_share(self, grid: Size) -> float:
@@ -527,24 +703,49 @@ class Planner:
 
         The bound holds for the feature maps of all layers.
         """
-        share = 1.0
-        for n, g, s in zip(self.work.image, grid, self.work.reach.stride):
-            share *= 1.0 if g == 1 else -(-n // s) // g * s / (n + s)
-        return share
+        return math.prod(self._least_part(dim, parts) for dim, parts in enumerate(grid))
 
-    def _least_memory(self, layout: MeshLayout) -> float:
+    def _find_least_part(self, dim: int, parts: int) -> float:
+        """Return the share of :meth:`_least_share` along one dim."""
+        if parts == 1:
+            return 1.0
+        n, stride = self.work.image[dim], self.work.reach.stride[dim]
+        ranges = split(n, parts, stride)
+        a, b = ranges[_largest([0, *(b for _, b in ranges)])]
+        return (b - a) // stride * stride / (n + stride)
+
+    def _least_memory(self, layout: MeshLayout, share: float | None = None) -> float:
         """Return a lower bound of the bytes of the rank with the highest peak.
 
         Let stage s hold all activations of h_s micro-batches at once. If no stage takes more than
         M bytes, stage s has at most M / h_s bytes of activations for a micro-batch. All stages
-        together have A bytes, so M is at least A / (1/h_0 + ... + 1/h_{S-1}).
+        together have A bytes, so M is at least A / (1/h_0 + ... + 1/h_{S-1}). Another bound is what
+        a stage takes that has only one layer, in a backward pass.
+
+        Args:
+            layout: the layout.
+            share: the cells of the slowest tile as a fraction of the image's; a lower bound by
+                default.
         """
-        held = [
-            max(held.full for held in largest_holdings(stage, layout.stages, self._policy(layout)))
-            for stage in range(layout.stages)
-        ]
-        whole = self._least_share(layout.tiles) * self.work.ranges.full[0, -1]
-        return self.machine.base + whole / sum(1 / max(1, h) for h in held)
+        stages, held = layout.stages, layout.micro_batches
+        if layout.recompute == "always":
+            parts = float(stages)
+        elif layout.schedule == "gpipe":
+            parts = stages / held
+        else:
+            parts = sum(1 / min(held, stages - stage) for stage in range(stages))
+        share = self._least_share(layout.tiles) if share is None else share
+        weights, activations = self._one_layer
+        one = (weights + share * activations).max()
+        whole = share * self.work.ranges.full[0, -1] / parts
+        return self.machine.base + _ROUNDED * max(whole, one)
+
+    @cached_property
+    def _one_layer(self) -> tuple[np.ndarray, np.ndarray]:
+        """Bytes that a stage of one layer takes: lasting ones, and those of a backward pass."""
+        ranges, where = self.work.ranges, np.arange(len(self.work.costs.layers))
+        lasting = (2 + self.work.copies) * WEIGHT_BYTES * ranges.parameters
+        return lasting[where, where + 1], (ranges.full + ranges.working)[where, where + 1]
 
     def _policy(self, layout: MeshLayout) -> Policy:
         return Policy(layout.micro_batches, layout.schedule, layout.recompute, self.work.copies)
@@ -574,22 +775,35 @@ class Planner:
         Raises:
             ValueError: the network cannot be cut into the stages of the layout.
         """
-        work, costs = self.work, self._costs_on(layout)
+        work, layers = self.work, len(self.work.costs.layers)
         tile = self.tile_work(layout.tiles, layout.exchange)
         policy = self._policy(layout)
         held = self._peaks(layout.stages, policy, tile)
+        seconds, of_stages = self._stage_seconds(replace(layout, schedule="1f1b"))
         if layout.stages == 1:
-            balance = [len(costs.layers)]
+            balance = [layers]
         else:
             balance = fastest_split(
-                stage_seconds(costs, work.ranges, policy, layout.stages),
-                layout.stages,
-                held,
-                max(0.0, self.limit - self.machine.base),
+                of_stages, layout.stages, held, max(0.0, self.limit - self.machine.base)
             )
-        partition = Partition.from_balance(calls_of(work.model), balance)
+        partition = work.partitioner.cut(balance)
         most = max(held[s, part.start, part.stop] for s, part in enumerate(partition.ranges))
-        return _Stages(layout, costs, policy, partition, float(self.machine.base + most))
+        neighbours, share = layout.tiles.volume * layout.stages, max(tile.shares)
+        travels = tuple(
+            self.machine.message(neighbours, share * self._bytes(edge.map))
+            for edge in partition.edges
+        )
+        memory = float(self.machine.base + most)
+        return _Stages(layout, work.costs, seconds, policy, partition, travels, memory)
+
+    def _find_stage_seconds(self, layout: MeshLayout) -> tuple[Seconds, np.ndarray]:
+        """Return the seconds of the layers and of all possible stages (:func:`stage_seconds`).
+
+        They are the same for all schedules, because the search has no layout that recomputes some
+        micro-batches only.
+        """
+        seconds, policy = self._seconds_on(layout), self._policy(layout)
+        return seconds, stage_seconds(seconds, self.work.ranges, policy, layout.stages)
 
     def _predicted(self, found: _Stages) -> Prediction:
         """Return the prediction for a layout whose stages are known."""
@@ -607,10 +821,6 @@ class Planner:
             * sum(machine.message(neighbours, size, n) for size, n in tile.halos if n)
         )
         norms = 2 * m / layout.stages * self._norm_seconds(layout) * len(work.norms)
-        weights = max(
-            WEIGHT_BYTES * sum(found.costs.layers[n].parameters for n in part)
-            for part in found.partition.ranges
-        )
         parts = {
             "computing": min(once, computed),
             "cells computed twice": max(0.0, computed - once),
@@ -621,8 +831,7 @@ class Planner:
             else 0.0,
         }
         parts["stages wait"] = max(0.0, span - sum(parts.values()))
-        parts["sum of gradients"] = machine.sum(layout.samples * layout.tiles.volume, weights)
-        parts["update"] = weights * (3 + 2 * work.copies) / machine.traffic
+        parts["sum of gradients"], parts["update"] = self._after(layout, found.weights)
         plain = {name: float(seconds) for name, seconds in parts.items()}
         return Prediction(layout, plain, found.memory, tuple(map(len, found.partition.ranges)))
 
@@ -643,56 +852,41 @@ class Planner:
             The seconds from the start of the first pass to the end of the last one, and the seconds
             that the busiest rank computes.
         """
-        layout, costs = found.layout, found.costs
+        layout, seconds = found.layout, found.seconds
         if layout.stages == 1:
             passes = found.policy.forward_passes(0, 1)
-            busy = layout.micro_batches * (passes * sum(costs.forward) + sum(costs.backward))
+            busy = layout.micro_batches * (passes * sum(seconds.forward) + sum(seconds.backward))
             return busy, busy
         passes_of = StagePasses(
-            Modelled(costs, 1),
+            Modelled(found.tile_costs(), 1),
             found.partition,
             orders(layout.schedule, found.partition.placement, layout.micro_batches),
             layout.recompute,
             1,
         )
-        neighbours = layout.tiles.volume * layout.stages
-        share = max(self.tile_work(layout.tiles, layout.exchange).shares)
-        run = passes_of.simulated(
-            1.0, lambda edge: self.machine.message(neighbours, share * self._bytes(edge.map), 1)
-        )
+        run = passes_of.simulated(1.0, dict(zip(found.partition.edges, found.travels)).__getitem__)
         return run.makespan, run.makespan * (1 - min(run.idle))
 
     def _peaks(self, stages: int, policy: Policy, tile: TileWork) -> np.ndarray:
-        whole = self._peaks_of(stages, policy)
         held = (2 + policy.optimizer_copies) * WEIGHT_BYTES * self.work.ranges.parameters
-        return held + max(tile.shares) * (whole - held)
+        return held + max(tile.shares) * self._peaks_of(stages, policy)
 
 
+_MESHES = 64  # number of meshes whose tables of stages are kept
 _KEPT = 3  # number of layouts of each family that are returned
+# Layouts that take longer than the fastest one by this factor are slow: one of a family is enough.
+_SLOW = 1.25
+# A bound is made smaller by this factor, so that rounding does not make it larger than the seconds.
+_ROUNDED = 1 - 1e-9
+
+
+def _again(layout: MeshLayout) -> int:
+    """Return 1 if a layout without stages computes each forward pass twice, else 0."""
+    return int(layout.recompute == "always" and layout.stages == 1)
 
 
 def _divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
-
-
-def _some_tiles(image: Sequence[int], grid: Size, stride: Sequence[int]):
-    """Return the tiles of a grid, or of a smaller grid if it has more than 64 tiles.
-
-    The smaller grid has at most three tiles along each dim, all about as large as the largest tile
-    of the grid. It still has tiles at corners and borders, and inner ones.
-
-    Args:
-        image: the size of the image.
-        grid: the number of tiles along each dim.
-        stride: the total stride of the network along each dim.
-    """
-    if grid.volume <= 64:
-        return tiles(image, grid, stride)
-    fewer = Size(min(g, 3) for g in grid)
-    parts = [split(n, g, s) for n, g, s in zip(image, grid, stride)]
-    longest = [max(b - a for a, b in those) for those in parts]
-    size = [min(n, length * g) for n, length, g in zip(image, longest, fewer)]
-    return tiles(size, fewer, stride)
 
 
 def _largest(borders: Sequence[int]) -> int:

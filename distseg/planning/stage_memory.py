@@ -12,14 +12,15 @@ benchmarks/stage_memory.py compares this model with measured memory.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import Literal, NamedTuple
 
 import numpy as np
 
 from distseg.planning.balance import sums
-from distseg.planning.cost import Costs
+from distseg.planning.cost import Costs, Seconds
 from distseg.runtime.actions import Action, Backward, Forward, Weight
 from distseg.runtime.schedule import SCHEDULES, splits
 from distseg.runtime.stage_program import AHEAD, recomputed, soon
@@ -71,6 +72,8 @@ class Policy:
             stage: the number of the stage.
             stages: the number of stages.
         """
+        if self.recompute != "except_last":
+            return 2 if self.recompute == "always" else 1
         return 1 + len(recomputed(self.actions(stage, stages), self.recompute)) / self.micro_batches
 
 
@@ -147,7 +150,6 @@ def holdings(stage: int, stages: int, policy: Policy) -> set[Held]:
     return found
 
 
-@lru_cache(1 << 14)
 def largest_holdings(stage: int, stages: int, policy: Policy) -> frozenset[Held]:
     """Return those of :func:`holdings` that can have the peak memory.
 
@@ -158,9 +160,23 @@ def largest_holdings(stage: int, stages: int, policy: Policy) -> frozenset[Held]
         stages: the number of stages.
         policy: the schedule and recomputation.
     """
-    if policy.schedule != "gpipe":
-        # After as many micro-batches as there are stages, the same passes repeat.
-        policy = replace(policy, micro_batches=min(policy.micro_batches, 2 * stages + AHEAD + 2))
+    if policy.schedule != "zb-h1":
+        # Only the number of stages after this stage matters.
+        stage, stages = 0, stages - stage
+    # With more micro-batches than these, the same passes repeat.
+    few = min(policy.micro_batches, 2 * stages + AHEAD + 2)
+    found = _largest_holdings(stage, stages, Policy(few, policy.schedule, policy.recompute))
+    if policy.schedule != "gpipe" or few == policy.micro_batches:
+        return found
+    # GPipe holds all micro-batches before its first backward pass.
+    more = policy.micro_batches - few
+    if policy.recompute == "never":
+        return frozenset(held._replace(full=held.full + more) for held in found)
+    return frozenset(held._replace(inputs=held.inputs + more) for held in found)
+
+
+@lru_cache(1 << 14)
+def _largest_holdings(stage: int, stages: int, policy: Policy) -> frozenset[Held]:
     found: list[Held] = []
     for one in sorted(holdings(stage, stages, policy), reverse=True):
         if not any(all(a >= b for a, b in zip(other, one)) for other in found):
@@ -199,6 +215,41 @@ class Ranges:
     working_apart: np.ndarray
     received: np.ndarray
     sent: np.ndarray
+
+    @cached_property
+    def load(self) -> Callable[[frozenset[Held], bool], np.ndarray]:
+        """Function that returns the bytes of activations and of the backward pass at the peak.
+
+        Its arguments are what a stage may hold at once, and True for a schedule that computes
+        weight gradients later. The last results are kept.
+        """
+        return lru_cache(_LOADS)(self._load)
+
+    def _load(self, held: frozenset[Held], apart: bool) -> np.ndarray:
+        working = self.working_apart if apart else self.working
+        tables = (self.full, self.inputs, self.received, self.sent, self.put_off, working)
+        found = None
+        for one in held:
+            load = sum(
+                number * table
+                for number, table in zip(
+                    (
+                        one.full,
+                        one.inputs,
+                        one.arriving,
+                        one.returning + one.leaving,
+                        one.put_off,
+                        one.backward,
+                    ),
+                    tables,
+                )
+                if number
+            )
+            found = load if found is None else np.maximum(found, load)
+        return found
+
+
+_LOADS = 512  # tables that Ranges.load keeps
 
 
 def ranges_of(costs: Costs) -> Ranges:
@@ -287,26 +338,10 @@ def stage_memory(ranges: Ranges, where, stage: int, stages: int, policy: Policy)
         policy: the schedule, recomputation and optimizer.
     """
     weights = WEIGHT_BYTES * ranges.parameters[where]
-    full, inputs, received, sent, put_off = (
-        getattr(ranges, name)[where] for name in ("full", "inputs", "received", "sent", "put_off")
-    )
-    working = (ranges.working_apart if splits(policy.schedule) else ranges.working)[where]
-    loads = [
-        held.full * full
-        + held.inputs * inputs
-        + held.arriving * received
-        + (held.returning + held.leaving) * sent
-        + held.put_off * put_off
-        + held.backward * working
-        for held in largest_holdings(stage, stages, policy)
-    ]
-    return StageMemory(
-        weights,
-        weights,
-        policy.optimizer_copies * weights,
-        np.maximum.reduce(loads) - working,
-        working,
-    )
+    apart = splits(policy.schedule)
+    working = (ranges.working_apart if apart else ranges.working)[where]
+    load = ranges.load(largest_holdings(stage, stages, policy), apart)[where]
+    return StageMemory(weights, weights, policy.optimizer_copies * weights, load - working, working)
 
 
 def peaks(ranges: Ranges, stages: int, policy: Policy) -> np.ndarray:
@@ -320,18 +355,24 @@ def peaks(ranges: Ranges, stages: int, policy: Policy) -> np.ndarray:
         stages: the number of stages.
         policy: the schedule, recomputation and optimizer.
     """
-    tables: dict[frozenset[Held], np.ndarray] = {}
-    found = []
-    for stage in range(stages):
-        held = largest_holdings(stage, stages, policy)
-        if held not in tables:
-            tables[held] = stage_memory(ranges, ..., stage, stages, policy).total
-        found.append(tables[held])
-    return np.stack(found)
+    weights = (2 + policy.optimizer_copies) * WEIGHT_BYTES * ranges.parameters
+    return weights + activation_peaks(ranges, stages, policy)
+
+
+def activation_peaks(ranges: Ranges, stages: int, policy: Policy) -> np.ndarray:
+    """Return the part of :func:`peaks` besides weights, gradients and optimizer."""
+    apart = splits(policy.schedule)
+    return np.stack(
+        [ranges.load(largest_holdings(stage, stages, policy), apart) for stage in range(stages)]
+    )
 
 
 def stage_seconds(
-    costs: Costs, ranges: Ranges, policy: Policy, stages: int, bytes_per_second: float | None = None
+    costs: Costs | Seconds,
+    ranges: Ranges,
+    policy: Policy,
+    stages: int,
+    bytes_per_second: float | None = None,
 ) -> np.ndarray:
     """Return the seconds of layers a..b-1 as stage s, in entry [s, a, b] of (S, n + 1, n + 1).
 
@@ -339,7 +380,7 @@ def stage_seconds(
     forward, backward, recomputation and messages.
 
     Args:
-        costs: the costs of the layers.
+        costs: the costs of the layers, or their seconds.
         ranges: the memory tables of the network, which give the bytes of messages.
         policy: the schedule and recomputation.
         stages: the number of stages.
@@ -347,7 +388,11 @@ def stage_seconds(
             the link once each, and both stages wait. None if messages cost nothing.
     """
     passes = np.array([policy.forward_passes(stage, stages) for stage in range(stages)])
-    seconds = passes[:, None, None] * sums(costs.forward) + sums(costs.backward)
+    if len(set(passes)) == 1:
+        seconds = passes[0] * sums(costs.forward) + sums(costs.backward)
+        seconds = np.broadcast_to(seconds, (stages, *seconds.shape))
+    else:
+        seconds = passes[:, None, None] * sums(costs.forward) + sums(costs.backward)
     return (
         seconds
         if bytes_per_second is None

@@ -145,27 +145,7 @@ class Partition:
             ValueError: if the balance does not fit the model, or if stages would share a weight or
                 running statistics.
         """
-        ranges = stage_ranges(balance, len(calls))
-        owner: dict[Tensor, tuple[int, int]] = {}  # Stage and layer.
-        for stage, position in (
-            (stage, position) for stage, positions in enumerate(ranges) for position in positions
-        ):
-            for tensor in _kept(calls[position].layer):
-                first, layer = owner.setdefault(tensor, (stage, position))
-                if first != stage:
-                    shared = (
-                        "a weight" if isinstance(tensor, nn.Parameter) else "running statistics"
-                    )
-                    raise ValueError(
-                        f"layers {layer} and {position} share "
-                        f"{shared}, but lie in the stages {first} and {stage}, which would train "
-                        f"separate copies: set pipeline.balance so that one stage has both "
-                        f"layers, or give each layer its own"
-                    )
-        edges = edges_between(
-            ranges, [call.reads for call in calls], _names(calls), _trained(calls)
-        )
-        return cls(tuple(ranges), tuple(edges), tuple(placement or range(len(ranges))))
+        return Partitioner(calls).cut(balance, placement)
 
     @property
     def stages(self) -> int:
@@ -189,16 +169,50 @@ class Partition:
         return [edge for edge in self.edges if edge.source == stage]
 
 
-def _kept(layer: nn.Module) -> list[Tensor]:
+class Partitioner:
+    """Cuts the same list of layer calls again and again.
+
+    Args:
+        calls: the layer calls of the model.
+    """
+
+    def __init__(self, calls: Sequence[Call]):
+        self._kept = [_kept(call.layer) for call in calls]
+        self._reads = [call.reads for call in calls]
+        self._names, self._trained = _names(calls), _trained(calls)
+
+    def cut(self, balance: Sequence[int], placement: Sequence[int] | None = None) -> Partition:
+        """Return the partition with these numbers of layers (:meth:`Partition.from_balance`)."""
+        ranges = stage_ranges(balance, len(self._reads))
+        owner: dict[Tensor, tuple[int, int]] = {}  # Stage and layer.
+        for stage, position in (
+            (stage, position) for stage, positions in enumerate(ranges) for position in positions
+        ):
+            for tensor, shared in self._kept[position]:
+                first, layer = owner.setdefault(tensor, (stage, position))
+                if first != stage:
+                    raise ValueError(
+                        f"layers {layer} and {position} share "
+                        f"{shared}, but lie in the stages {first} and {stage}, which would train "
+                        f"separate copies: set pipeline.balance so that one stage has both "
+                        f"layers, or give each layer its own"
+                    )
+        edges = edges_between(ranges, self._reads, self._names, self._trained)
+        return Partition(tuple(ranges), tuple(edges), tuple(placement or range(len(ranges))))
+
+
+def _kept(layer: nn.Module) -> list[tuple[Tensor, str]]:
     """Return the tensors by which two layers are recognised to share weights or statistics.
 
-    They are the layer's parameters and, if it has running statistics, its running mean. If a model
-    calls a norm several times, the counterpart of the first call may hold the running statistics of
-    all calls. The running mean of that counterpart is then returned.
+    Each tensor comes with the words for what is shared. The tensors are the layer's parameters and,
+    if it has running statistics, its running mean. If a model calls a norm several times, the
+    counterpart of the first call may hold the running statistics of all calls. The running mean of
+    that counterpart is then returned.
     """
     keeper = getattr(layer, "running", layer)
     running = (keeper if isinstance(keeper, nn.Module) else layer)._buffers.get("running_mean")
-    return [*layer.parameters(), *([] if running is None else [running])]
+    weights = [(parameter, "a weight") for parameter in layer.parameters()]
+    return [*weights, *([] if running is None else [(running, "running statistics")])]
 
 
 def _names(calls: Sequence[Call]) -> list[str]:

@@ -39,6 +39,7 @@ skip, so that no skip ever travels.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cache
 
 from distseg.runtime.actions import Action, Backward, Forward, Weight
 from distseg.runtime.list_scheduling import LISTED
@@ -105,6 +106,7 @@ def zb_h1(stage: int, stages: int, micro_batches: int) -> Iterator[Action]:
 SCHEDULES = {"gpipe": gpipe, "1f1b": one_f_one_b, "zb-h1": zb_h1}
 
 
+@cache
 def splits(name: str) -> bool:
     """Return True if the schedule ``name`` has separate actions for weight gradients."""
     return any(isinstance(action, Weight) for action in SCHEDULES[name](0, 1, 1))

@@ -14,6 +14,7 @@ so that the gradients travel in the meantime.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
@@ -37,28 +38,26 @@ def operations(
             backward pass of the same micro-batch in the same stage.
     """
     again = recomputed(order, recompute)
-    return [
-        op
-        for action in order
-        for op in _around(action, edges, (action.stage, action.micro_batch) in again)
-    ]
-
-
-def _around(action: Action, edges: Sequence[Edge], again: bool) -> Iterator[Operation]:
-    if isinstance(action, Weight):
-        yield action
-        return
-    back, m = isinstance(action, Backward), action.micro_batch
-    messages = [(edge, back) for edge in edges if edge.gradient or not back]
-    if back and again:
-        yield Recompute(m, action.stage)
-    yield from (
-        op for op in (Recv(m, *message) for message in messages) if op.receiver == action.stage
-    )
-    yield action
-    yield from (
-        op for op in (Send(m, *message) for message in messages) if op.sender == action.stage
-    )
+    # The edges of a stage's messages, by (stage, True for gradients).
+    received, sent = defaultdict(list), defaultdict(list)
+    for edge in edges:
+        received[edge.target, False].append(edge)
+        sent[edge.source, False].append(edge)
+        if edge.gradient:
+            received[edge.source, True].append(edge)
+            sent[edge.target, True].append(edge)
+    found: list[Operation] = []
+    for action in order:
+        if isinstance(action, Weight):
+            found.append(action)
+            continue
+        back, m = isinstance(action, Backward), action.micro_batch
+        if back and (action.stage, m) in again:
+            found.append(Recompute(m, action.stage))
+        found += [Recv(m, edge, back) for edge in received[action.stage, back]]
+        found.append(action)
+        found += [Send(m, edge, back) for edge in sent[action.stage, back]]
+    return found
 
 
 def recomputed(order: Sequence[Action], recompute: str) -> set[tuple[int, int]]:
@@ -96,8 +95,8 @@ def soon(order: Sequence[Action], place: int) -> list[Action]:
     included. ``AHEAD`` is a constant of this module. Weight gradients are left out, because they
     receive nothing.
     """
-    receiving = (a for a in islice(order, place, None) if not isinstance(a, Weight))
-    return list(islice(receiving, 1 + AHEAD))
+    following = (order[n] for n in range(place, len(order)))
+    return list(islice((a for a in following if not isinstance(a, Weight)), 1 + AHEAD))
 
 
 def receives_ahead(program: Sequence[Operation], place: int) -> Iterator[Recv]:

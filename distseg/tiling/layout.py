@@ -103,20 +103,46 @@ class Layout:
         fuse_below: int = 0,
         stored: Container[int] = (),
     ):
-        self.graph, self.image = graph, tuple(image)
-        self.grid = tuple(len(b) - 1 for b in borders)
-        maps = [_maps(graph, dim, n, tuple(b)) for dim, (n, b) in enumerate(zip(image, borders))]
-        points = _exchange_points(graph, maps, exchange_every, fuse_below)
-        self.points = frozenset(_earlier(graph, point, stored) for point in points)
-        self.exchanged = frozenset(graph[point].first for point in self.points)
+        along = [
+            TileBorders.of_image(graph, dim, n, borders)
+            for dim, (n, borders) in enumerate(zip(image, borders))
+        ]
+        points = _exchange_points(graph, along, exchange_every, fuse_below)
+        self._fill(graph, along, frozenset(_earlier(graph, point, stored) for point in points))
+
+    def _fill(self, graph: Graph, along: Sequence[TileBorders], points: frozenset[int]) -> None:
+        maps = [borders.maps for borders in along]
+        self.graph, self.image = graph, tuple(m[0][0] for m in maps)
+        self.grid = tuple(len(m[0][1]) - 1 for m in maps)
+        self.points = points
+        self.exchanged = frozenset(graph[point].first for point in points)
         self._maps = maps
-        self._needs = [_needs(graph, dim, m, self.points) for dim, m in enumerate(maps)]
+        self._needs = [borders.needs(points) for borders in along]
         self.sizes = [tuple(m[source][0] for m in maps) for source in range(graph.result + 1)]
         self.result = self.sizes[-1]
         self.result_cuts = tuple(m[-1][1] for m in maps)
-        self._starts = [{start: k for k, start in enumerate(b)} for b in borders]
+        self._starts = [{start: k for k, start in enumerate(m[0][1])} for m in maps]
         self._parts: dict[tuple, LayerView] = {}
         self.along = lru_cache(_SPANS)(self._along)
+
+    @classmethod
+    def of_tile(
+        cls, graph: Graph, along: Sequence[TileBorders], exchange_every: str, cell: Sequence[int]
+    ) -> Layout:
+        """Return a layout that has only one of the tiles, at position (0, ..., 0).
+
+        It takes less time than the layout of all tiles, in which this tile has the same boxes.
+
+        Args:
+            graph: the network.
+            along: the borders of all tiles along each dim.
+            exchange_every: how often tiles exchange (:class:`Layout`).
+            cell: the position of the tile in the grid.
+        """
+        layout = cls.__new__(cls)
+        points = frozenset(_exchange_points(graph, along, exchange_every, 0))
+        layout._fill(graph, [borders.only(c) for borders, c in zip(along, cell)], points)
+        return layout
 
     def check_result(self, borders: Sequence[Sequence[int]]) -> Layout:
         """Check that the result of the model has the image's size, and return this layout.
@@ -237,6 +263,69 @@ _SPANS = 512  # results that the cache of Layout.along keeps
 _Map = tuple[int, tuple[int, ...]]  # size and cuts of a feature map along one dim
 
 
+class TileBorders:
+    """Tile borders of every feature map along one dim, and the cells that tiles need between them.
+
+    Args:
+        graph: the network.
+        dim: the dim.
+        maps: the size and the tile borders of each feature map along the dim, the image first.
+    """
+
+    def __init__(self, graph: Graph, dim: int, maps: list[_Map]):
+        self.graph, self.dim, self.maps = graph, dim, maps
+        self.reads_beyond = lru_cache(None)(self._reads_beyond)
+        self.needs = lru_cache(None)(self._needs)
+        self.only = lru_cache(None)(self._only)
+
+    @classmethod
+    def of_image(cls, graph: Graph, dim: int, n: int, borders: Sequence[int]) -> TileBorders:
+        """Return the borders of all feature maps of an image.
+
+        Args:
+            graph: the network.
+            dim: the dim.
+            n: the size of the image along the dim.
+            borders: the positions of tile borders, from 0 to ``n``.
+        """
+        return cls(graph, dim, _maps(graph, dim, n, tuple(borders)))
+
+    def _only(self, tile: int) -> TileBorders:
+        """Return the borders of one tile only."""
+        maps = [(n, cuts[tile : tile + 2]) for n, cuts in self.maps]
+        return TileBorders(self.graph, self.dim, maps)
+
+    def shortest(self, source: int) -> int:
+        """Return the number of cells of map ``source`` that the shortest tile owns."""
+        return min(b - a for a, b in pairwise(self.maps[source][1]))
+
+    def _reads_beyond(self, number: int) -> bool:
+        """Return True if some tile needs cells of other tiles for its part of a node's result."""
+        node, dim = self.graph[number], self.dim
+        pattern = node.along(dim)
+        if pattern is not None and pattern.alike:
+            return False
+        (n, before), (m, after) = self.maps[node.first], self.maps[number + 1]
+        for own, (c, d) in zip(pairwise(after), pairwise(before)):
+            a, b = input_of(node, dim, own, n, m)[0]
+            if a < b and (a < c or d < b):
+                return True
+        return False
+
+    def _needs(self, points: frozenset[int]) -> list[LayerSpans]:
+        """Return, for each node, the spans that tiles hold, read and compute along the dim.
+
+        Each tile holds at least the cells that it owns.
+
+        Args:
+            points: the nodes before which tiles exchange.
+        """
+        owned = [list(pairwise(cuts)) for _, cuts in self.maps]
+        sizes = [n for n, _ in self.maps]
+        numbers = range(len(self.graph))
+        return needs_along(self.graph, numbers, self.dim, sizes, owned[-1], owned, points)[0]
+
+
 def _maps(graph: Graph, dim: int, n: int, borders: tuple[int, ...]) -> list[_Map]:
     """Return the size and the tile borders of all feature maps along a dim, the image first.
 
@@ -329,39 +418,6 @@ def _mapped(node: Node, n: int, m: int, tiles: int, inner: Iterable[int]) -> _Ma
     return m, (0, *(min(max(c, k), m - tiles + k) for k, c in enumerate(inner, 1)), m)
 
 
-def _eats(node: Node, dim: int, before: _Map, after: _Map) -> bool:
-    """Return True if some tile needs cells of other tiles for its part of a node's result.
-
-    Args:
-        node: the node.
-        dim: the dim.
-        before: size and tile borders of the node's first input along the dim.
-        after: size and tile borders of the node's result along the dim.
-    """
-    pattern = node.along(dim)
-    if pattern is not None and pattern.alike:
-        return False
-    spans = [input_of(node, dim, own, before[0], after[0])[0] for own in pairwise(after[1])]
-    return any(a < b and (a < c or d < b) for (a, b), (c, d) in zip(spans, pairwise(before[1])))
-
-
-def _needs(graph: Graph, dim: int, maps: list[_Map], points: frozenset[int]) -> list[LayerSpans]:
-    """Return, for each node, the spans that tiles hold, read and compute along a dim.
-
-    Each tile holds at least the cells that it owns.
-
-    Args:
-        graph: the network.
-        dim: the dim.
-        maps: the size and the tile borders of each feature map along the dim.
-        points: the nodes before which tiles exchange.
-    """
-    owned = [list(pairwise(cuts)) for _, cuts in maps]
-    return needs_along(
-        graph, range(len(graph)), dim, [n for n, _ in maps], owned[-1], owned, points
-    )[0]
-
-
 @dataclass(frozen=True)
 class _Since:
     """State of :func:`_exchange_points` at a map, from the layers that compute the map.
@@ -384,7 +440,7 @@ class _Since:
 
 
 def _exchange_points(
-    graph: Graph, maps: Sequence[list[_Map]], every: str, fuse_below: int
+    graph: Graph, along: Sequence[TileBorders], every: str, fuse_below: int
 ) -> list[int]:
     """Return the numbers of the nodes before which tiles exchange.
 
@@ -394,7 +450,7 @@ def _exchange_points(
 
     Args:
         graph: the network.
-        maps: for each dim, the size and the tile borders of each feature map.
+        along: the tile borders of all feature maps, for each dim.
         every: the value of ``exchange_every`` (:class:`Layout`).
         fuse_below: the least number of cells of a tile that needs its own exchange
             (:class:`Layout`).
@@ -407,8 +463,10 @@ def _exchange_points(
         bare = any(source.bare for source in sources)
         bare = bare or behind and not all(source.behind for source in sources)
         eaten, fused = sources[0].eaten, sources[0].fused
-        if any(_eats(node, dim, m[node.first], m[number + 1]) for dim, m in enumerate(maps)):
-            small = min(b - a for m in maps for a, b in pairwise(m[node.first][1])) < fuse_below
+        if any(borders.reads_beyond(number) for borders in along):
+            small = fuse_below > 0 and any(
+                borders.shortest(node.first) < fuse_below for borders in along
+            )
             if every == "level":
                 due = eaten == 0
             else:

@@ -180,6 +180,31 @@ def test_parts_add_up_and_splits_without_messages_divide_the_work():
     assert again.memory <= one.memory
 
 
+@pytest.mark.parametrize("tiles, stages", [("1x1", 1), ("1x2", 1), ("1x1", 2)])
+def test_activations_take_more_memory_than_their_tensors(tiles, stages):
+    one = layout(tiles=tiles, stages=stages)
+    plain, spread = (planner(at=machine(base=7.0, spread=s)) for s in (1.0, 1.5))
+    weights = 4 * 4 * sum(layer.parameters for layer in plain.work.costs.layers)
+    least, most = plain.predict(one), spread.predict(one)
+    assert most.seconds == least.seconds
+    if stages == 1:
+        assert most.memory - 7 - weights == pytest.approx(1.5 * (least.memory - 7 - weights))
+    assert least.memory < most.memory < 1.5 * least.memory
+
+
+def test_the_spread_is_that_of_a_timed_step():
+    config = Config(model=ModelConfig(**UNET), data=DataConfig(images=1))
+    training = PlannedTraining(config, as_network(plain_model(config.model)), Size("1024x1024"))
+    costs = training.work(machine()).costs
+    whole = planner(size="1024x1024", batch=1).predict(layout(m=1)).memory
+    weights = 4 * 2 * sum(layer.parameters for layer in costs.layers)
+    activations = whole - 2 * weights
+    assert training._spread(costs, activations * 1.25 + weights) == pytest.approx(1.25)
+    assert training._spread(costs, 0.5 * activations) == 1
+    small = replace(training, size=Size("64x64"))
+    assert small._spread(small.work(machine()).costs, 1e9) == 2
+
+
 def test_windows_cost_their_pixels_and_exchange_spares_them():
     plan = planner()
     largest = max(
@@ -251,6 +276,14 @@ def test_wrong_profiles_are_refused(tmp_path, change, message):
     (tmp_path / "p.yaml").write_text(yaml.safe_dump(entries))
     with pytest.raises(ValueError, match=message):
         load_machine(str(tmp_path / "p.yaml"))
+
+
+def test_a_profile_may_leave_the_spread_out(tmp_path):
+    entries = yaml.safe_load(as_profile(load_machine("a100")))
+    del entries["spread"]
+    (tmp_path / "p.yaml").write_text(yaml.safe_dump(entries))
+    found = load_machine(str(tmp_path / "p.yaml"))
+    assert found.spread == 1 and found.kinds["spread"] == "guess"
 
 
 def test_no_such_profile_names_those_there_are(tmp_path):

@@ -8,6 +8,7 @@ another machine (:mod:`distseg.planning.machine`). The layouts are those of
 from __future__ import annotations
 
 import copy
+import gc
 import math
 import os
 import sys
@@ -21,7 +22,13 @@ from torch import nn
 
 from distseg.comm.alone import Alone
 from distseg.comm.collective import add
-from distseg.comm.launch import memory_in_use, raise_jointly, set_up
+from distseg.comm.launch import (
+    memory_in_use,
+    peak_memory,
+    raise_jointly,
+    release_freed_memory,
+    set_up,
+)
 from distseg.comm.mesh import Mesh
 from distseg.config.patchgd import PatchConfig
 from distseg.config.settings import Config, MeshConfig, PipelineConfig, SpatialConfig
@@ -34,10 +41,11 @@ from distseg.layers.norm import active_norms, kind_of
 from distseg.models.bands import channels_of
 from distseg.models.capture.capture import as_network
 from distseg.models.network import flat_layers, is_flat, of_image
-from distseg.planning.cost import modelled
+from distseg.planning.cost import Costs, modelled
 from distseg.planning.machine import Machine, as_profile, load_machine
 from distseg.planning.mesh_search import MeshLayout, Planner, Prediction, Work
 from distseg.planning.roofline import CORE, fastest, this_cpu
+from distseg.planning.stage_memory import Policy, ranges_of, stage_memory
 from distseg.report.tables import table
 from distseg.runtime.optimizer import state_copies
 from distseg.runtime.precision import choose
@@ -48,6 +56,9 @@ from distseg.training.verify import RandomImages, own_pieces, prepare
 
 HERE = "here"
 _SECONDS = 2.0  # of a timed step
+# A step with fewer bytes of activations does not show how much of the memory lies in gaps.
+_ENOUGH = 32e6
+_SPREAD = 2.0  # bytes taken for a byte of activations, if not measured
 _SHOWN = 10
 _STREAMED = 0.9  # of a rank's memory is given to streaming, if no layout fits without it
 _LIMITS = "reading images is not counted, and no message overlaps with computation"
@@ -244,15 +255,12 @@ class PlannedTraining:
         device = set_up(world, config.run.device, config.run.threads).device
         throughput = this_cpu() if device.type == "cpu" else CORE
         sizes = self._timed_sizes()
-        alone = MeshLayout(1, Size((1,) * len(self.size)), 1, "all", 1, "auto", "never")
         rows = []
         for size in sizes:
-            world.Barrier()
-            engine, own = replace(self, size=size).step(alone, Alone(), device)
-            mine = fastest(partial(engine.backward, own), 3, device)
-            seconds = max(world.allgather(mine))
+            seconds, base, rise = self._timed(size, world, device)
             costs = modelled(self.model, size, config.data.images, throughput)
             rows.append((seconds, sum(costs.forward) + sum(costs.backward), 2 * len(costs.layers)))
+        spread = self._spread(costs, rise)
         (small, less, calls), (large, more, _) = rows
         factor = (large - small) / (more - less) if more > less and large > small else large / more
         # Images may be so small that calls take nearly all the time; some is left for the
@@ -267,7 +275,8 @@ class PlannedTraining:
             memory = torch.cuda.get_device_properties(device).total_memory
         else:
             memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / ranks
-        measured = dict.fromkeys(("arithmetic", "traffic", "call", "memory", "base"), "measured")
+        numbers = ("arithmetic", "traffic", "call", "memory", "base", "spread")
+        measured = dict.fromkeys(numbers, "measured")
         guessed = "measured" if known else "guess"
         return Machine(
             "this machine",
@@ -278,16 +287,56 @@ class PlannedTraining:
             link,
             link,
             float(memory),
-            float(memory_in_use(device)),
+            float(base),
             ranks,
+            spread,
             kinds=measured
             | {"latency": guessed, "link": guessed, "network": "guess", "ranks": guessed},
-            sources=dict.fromkeys(("arithmetic", "traffic", "call", "base"), source)
+            sources=dict.fromkeys(("arithmetic", "traffic", "call", "base", "spread"), source)
             | dict.fromkeys(
                 ("latency", "link"), f"sums over {world.size} ranks" if known else "none"
             )
             | {"network": "as link", "memory": "of the machine", "ranks": "of this run"},
         )
+
+    def _timed(self, size: Size, world, device: torch.device) -> tuple[float, int, int]:
+        """Time steps that each rank computes alone.
+
+        Args:
+            size: the size of the images.
+            world: the communicator of the ranks, which all compute at the same time.
+            device: the device of this rank.
+
+        Returns:
+            The seconds of a step; the bytes that the process takes besides the step, such as
+            libraries; and the bytes that it takes more in the step. Each is the largest of all
+            ranks.
+        """
+        gc.collect()
+        release_freed_memory()
+        base, earlier = memory_in_use(device), peak_memory(device)
+        world.Barrier()
+        layout = MeshLayout(1, Size((1,) * len(self.size)), 1, "all", 1, "auto", "never")
+        engine, own = replace(self, size=size).step(layout, Alone(), device)
+        seconds = fastest(partial(engine.backward, own), 3, device)
+        # A process keeps freed memory (keep_freed_memory), so it still takes as much as before.
+        peak = peak_memory(device)
+        peak = peak if peak > earlier else memory_in_use(device)
+        return tuple(map(max, zip(*world.allgather((seconds, base, peak - base)))))
+
+    def _spread(self, costs: Costs, rise: int) -> float:
+        """Return the bytes that a process takes for a byte of activations (`Machine.spread`).
+
+        Args:
+            costs: the costs of a step.
+            rise: the bytes that the process takes more in this step, weights included.
+        """
+        policy = Policy(optimizer_copies=state_copies(self.config.optim))
+        memory = stage_memory(ranges_of(costs), (0, len(costs.layers)), 0, 1, policy)
+        activations = float(memory.activations + memory.working)
+        if activations < _ENOUGH:
+            return _SPREAD
+        return max(1.0, (rise - float(memory.weights + memory.gradients)) / activations)
 
     def _timed_sizes(self) -> tuple[Size, Size]:
         """Return two image sizes for timed steps, the smaller one first.
@@ -433,7 +482,7 @@ def sensitivity(planner: Planner, memory: float | None, ranks: int, best: Predic
     """
     found, work = [], planner.work
     for name in planner.machine.guesses:
-        if name in ("memory", "ranks", "base"):
+        if name in ("memory", "ranks", "base", "spread"):
             continue
         for factor in (0.7, 1.3):
             changed, costs = planner.machine.changed(name, factor), work.costs

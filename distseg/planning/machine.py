@@ -37,6 +37,8 @@ class Machine:
         base: bytes that a process takes besides its tensors, for libraries, workspaces and
             communicators.
         ranks: number of ranks of a node.
+        spread: bytes that a process takes for a byte of activations. It is above 1, because kernels
+            need scratch memory and freed blocks leave gaps.
         kinds: for each number by name, how it is known: one of ``KINDS``.
         sources: for each number by name, where it is from.
     """
@@ -51,6 +53,7 @@ class Machine:
     memory: float
     base: float
     ranks: int
+    spread: float = 1.0
     kinds: Mapping[str, str] = field(default_factory=dict)
     sources: Mapping[str, str] = field(default_factory=dict)
 
@@ -101,7 +104,10 @@ _UNITS = {
     "memory": "B",
     "base": "B",
     "ranks": "ranks a node",
+    "spread": "B/B",
 }
+# Numbers that a profile may leave out; they then have the default of Machine.
+_OPTIONAL = ("spread",)
 
 
 def profile_names() -> list[str]:
@@ -136,7 +142,7 @@ def load_machine(name: str) -> Machine:
     if not isinstance(given, dict):
         raise ValueError(f"profile {path} has no entries: give it name and {', '.join(NUMBERS)}")
     unknown = sorted(set(given) - {"name", *NUMBERS})
-    missing = [key for key in ("name", *NUMBERS) if key not in given]
+    missing = [key for key in ("name", *NUMBERS) if key not in given and key not in _OPTIONAL]
     if unknown or missing:
         raise ValueError(
             f"profile {path} {'lacks ' + missing[0] if missing else 'has ' + str(unknown[0])}: "
@@ -144,6 +150,9 @@ def load_machine(name: str) -> Machine:
         )
     values, kinds, sources = {}, {}, {}
     for key in NUMBERS:
+        if key not in given:
+            kinds[key], sources[key] = "guess", "not stated"
+            continue
         entry = given[key]
         if not isinstance(entry, dict) or set(entry) != {"value", "unit", "kind", "source"}:
             raise ValueError(

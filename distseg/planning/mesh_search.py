@@ -735,6 +735,7 @@ class Planner:
         else:
             parts = sum(1 / min(held, stages - stage) for stage in range(stages))
         share = self._least_share(layout.tiles) if share is None else share
+        share *= self.machine.spread
         weights, activations = self._one_layer
         one = (weights + share * activations).max()
         whole = share * self.work.ranges.full[0, -1] / parts
@@ -869,7 +870,7 @@ class Planner:
 
     def _peaks(self, stages: int, policy: Policy, tile: TileWork) -> np.ndarray:
         held = (2 + policy.optimizer_copies) * WEIGHT_BYTES * self.work.ranges.parameters
-        return held + max(tile.shares) * self._peaks_of(stages, policy)
+        return held + self.machine.spread * max(tile.shares) * self._peaks_of(stages, policy)
 
 
 _MESHES = 64  # number of meshes whose tables of stages are kept

@@ -11,7 +11,13 @@ import yaml
 from torch import nn
 
 from distseg.cli.main import _config, _parse, _parser, main
-from distseg.cli.plan_layouts import PlannedTraining, choose_layout, text, with_best_layout
+from distseg.cli.plan_layouts import (
+    PlannedTraining,
+    choose_layout,
+    notes_on,
+    text,
+    with_best_layout,
+)
 from distseg.config.settings import (
     Config,
     DataConfig,
@@ -205,6 +211,36 @@ def test_the_spread_is_that_of_a_timed_step():
     assert small._spread(small.work(machine()).costs, 1e9) == 2
 
 
+def test_the_number_type_counts_in_memory_and_messages():
+    size = Size("96x128")
+    config = Config(model=ModelConfig(**UNET), data=DataConfig(images=1))
+    found = {}
+    for precision in ("fp64", "fp32", "bf16"):
+        train = TrainConfig(accumulate=4, precision=precision)
+        training = PlannedTraining(
+            replace(config, train=train), as_network(plain_model(config.model)), size
+        )
+        found[precision] = Planner(training.work(machine()), machine())
+    double, single, half = found.values()
+    weights = double.work.parameters
+    assert [p.work.costs.weight_bytes for p in found.values()] == [8, 4, 4]
+    exchanged, alone = layout(tiles="1x2", exchange="1"), layout()
+
+    def messages(plan: Planner) -> float:
+        return sum(size for size, _ in plan.tile_work(exchanged.tiles, "1").halos)
+
+    assert messages(double) == 2 * messages(single) == 4 * messages(half) > 0
+    memory = [p.predict(alone).memory for p in (double, single, half)]
+    assert memory[0] == pytest.approx(2 * memory[1], rel=3e-2)  # indices of poolings stay int64
+    # Weights, gradients and the optimizer remain fp32; each weight has a copy in bf16.
+    assert memory[2] - 18 * weights == pytest.approx((memory[1] - 16 * weights) / 2, rel=0.1)
+    assert notes_on(single.work, machine()) == []
+    assert "no FLOP/s of bf16: those of fp32" in notes_on(half.work, machine())[0]
+    auto = PlannedTraining(config, as_network(plain_model(config.model)), size)
+    assert auto.work(machine()).precision == "fp32"
+    assert auto.work(machine(precision="bf16")).precision == "bf16"
+
+
 def test_windows_cost_their_pixels_and_exchange_spares_them():
     plan = planner()
     largest = max(
@@ -267,6 +303,7 @@ def test_profiles_say_where_their_numbers_are_from(name, tmp_path):
         (lambda p: p["link"].update(value=-1), "link has the value -1: give a number above 0"),
         (lambda p: p["link"].update(value="nan"), "link has the value 'nan'"),
         (lambda p: p["link"].update(unit="GB/s"), "link must be in B/s"),
+        (lambda p: p.update(precision="fp8"), "has the precision 'fp8': give fp64, fp32, bf16"),
         (lambda p: p["link"].update(kind="rumour"), "of the kind measured, data sheet, guess"),
     ],
 )
@@ -496,7 +533,17 @@ def test_the_table_names_what_is_lost():
         }
         for p in best
     ]  # fmt: skip
-    facts = dict(ranks=4, batch=4, image="96x128", machine="m", limit=1e12, fits=True, steps=10)
+    facts = dict(
+        precision="fp32",
+        notes=[],
+        ranks=4,
+        batch=4,
+        image="96x128",
+        machine="m",
+        limit=1e12,
+        fits=True,
+        steps=10,
+    )
     said = text({**facts, "layouts": rows, "hangs_on": []}, "c.yaml")
     for family in {p.layout.family for p in best} - {best[0].layout.family}:
         assert f"{family}: its best layout takes" in said

@@ -116,6 +116,8 @@ def plan_layouts(
         "image": str(Size(training.size)),
         "batch": work.batch,
         "machine": found.name,
+        "precision": work.precision,
+        "notes": notes_on(work, found),
         "limit": planner.limit,
         "fits": best[0].memory <= planner.limit,
         "steps": None if samples is None else max(1, samples // work.batch),
@@ -207,13 +209,16 @@ class PlannedTraining:
                 f"a step of {batch} images does not divide into micro-batches of {images} "
                 "(data.images): give another --batch"
             )
+        precision = self.config.train.precision
+        if precision == "auto":
+            precision = machine.precision
         layers = [layer for _, layer in flat_layers(self.model)]
         norms = active_norms(layers, config.spatial.frozen_norm)
         whole_step = config.spatial.norm_scope == "step"
         joins = whole_step and any(kind_of(layers[n]) == "batch" for n in norms)
         return Work(
             self.model,
-            modelled(self.model, self.size, images, machine.device),
+            modelled(self.model, self.size, images, machine.device, precision),
             tuple(self.size),
             images,
             batch,
@@ -223,6 +228,7 @@ class PlannedTraining:
             is_linear(config.loss.name),
             whole_step,
             config.mesh.samples if joins else None,
+            precision,
         )
 
     def samples_only(self, ranks: int) -> MeshLayout:
@@ -254,11 +260,12 @@ class PlannedTraining:
         config = self.config
         device = set_up(world, config.run.device, config.run.threads).device
         throughput = this_cpu() if device.type == "cpu" else CORE
+        precision, _ = choose(config.train, device, world)
         sizes = self._timed_sizes()
         rows = []
         for size in sizes:
             seconds, base, rise = self._timed(size, world, device)
-            costs = modelled(self.model, size, config.data.images, throughput)
+            costs = modelled(self.model, size, config.data.images, throughput, precision)
             rows.append((seconds, sum(costs.forward) + sum(costs.backward), 2 * len(costs.layers)))
         spread = self._spread(costs, rise)
         (small, less, calls), (large, more, _) = rows
@@ -290,6 +297,7 @@ class PlannedTraining:
             float(base),
             ranks,
             spread,
+            precision,
             kinds=measured
             | {"latency": guessed, "link": guessed, "network": "guess", "ranks": guessed},
             sources=dict.fromkeys(("arithmetic", "traffic", "call", "base", "spread"), source)
@@ -468,6 +476,22 @@ def _plain(found: Prediction) -> dict:
     }
 
 
+def notes_on(work: Work, machine: Machine) -> list[str]:
+    """Return texts on what the rates of a machine do not cover of a step."""
+    found, precision = [], work.precision
+    if precision != machine.precision and not machine.rates.has("convolution", precision):
+        found.append(
+            f"the profile has no FLOP/s of {precision}: those of {machine.precision} are taken; "
+            "only bytes of memory and messages are those of the number type"
+        )
+    if work.costs.outside:
+        found.append(
+            f"{100 * work.costs.outside:.0f} % of the FLOPs lie outside the measured shapes: the "
+            "rates of the nearest shapes are taken"
+        )
+    return found
+
+
 def sensitivity(planner: Planner, memory: float | None, ranks: int, best: Prediction) -> list[str]:
     """Return a text for each change of a guessed number that makes another layout the best.
 
@@ -487,7 +511,9 @@ def sensitivity(planner: Planner, memory: float | None, ranks: int, best: Predic
         for factor in (0.7, 1.3):
             changed, costs = planner.machine.changed(name, factor), work.costs
             if changed.device != planner.machine.device:
-                costs = modelled(work.model, work.image, work.images, changed.device)
+                costs = modelled(
+                    work.model, work.image, work.images, changed.device, work.precision
+                )
             other = planner.on(changed, costs, memory).best(ranks)[0]
             if other.layout != best.layout:
                 found.append(
@@ -526,7 +552,7 @@ def text(found: dict, config_path: str) -> str:
     best = layouts[0]
     lines = [
         f"{found['ranks']} ranks, a step of {found['batch']} images of {found['image']}, "
-        f"{found['machine']}, {found['limit'] / 1e9:.3g} GB a rank",
+        f"{found['precision']}, {found['machine']}, {found['limit'] / 1e9:.3g} GB a rank",
         "",
         table(rows),
         "",
@@ -544,6 +570,7 @@ def text(found: dict, config_path: str) -> str:
                 f"{family}: its best layout takes {row['seconds'] / best['seconds']:.2f} times as "
                 f"long as the first layout; most is lost by {row['largest_loss']}"
             )
+    lines += found["notes"]
     lines += [f"the best layout depends on a guess: {s}" for s in found["hangs_on"]]
     if found["steps"]:
         lines.append(

@@ -25,6 +25,8 @@ from distseg.planning.layerwise import Numbers, alone, copied, random_input
 from distseg.planning.roofline import V100, Device, counted, seconds_of
 from distseg.tiling.graph import Skip, skips_of
 
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
+
 
 @dataclass(frozen=True)
 class LayerCost:
@@ -70,12 +72,18 @@ class Costs:
         sizes: the bytes of each tensor, by its number. Number 0 is the model's input.
         inputs: for each layer, the tensor ids of the feature maps that it reads.
         source: a description of where the seconds come from, such as "modelled for v100".
+        weight_bytes: bytes of a weight, a gradient, or a value of the optimizer.
+        cast_bytes: bytes of a weight's copy in the number type of the layers; 0 without copies.
+        outside: FLOPs whose shapes lie outside the measured ones, as a share of all FLOPs.
     """
 
     layers: tuple[LayerCost, ...]
     sizes: tuple[int, ...]
     inputs: tuple[tuple[int, ...], ...]
     source: str
+    weight_bytes: int = 4
+    cast_bytes: int = 0
+    outside: float = 0.0
 
     @cached_property
     def skips(self) -> list[Skip]:
@@ -91,7 +99,13 @@ class Costs:
         return [layer.backward for layer in self.layers]
 
 
-def modelled(model: nn.Module, size: Sequence[int], batch: int = 1, device: Device = V100) -> Costs:
+def modelled(
+    model: nn.Module,
+    size: Sequence[int],
+    batch: int = 1,
+    device: Device = V100,
+    precision: str | None = None,
+) -> Costs:
     """Return the costs of a model, estimated from its arithmetic and memory traffic on ``device``.
 
     Args:
@@ -100,12 +114,22 @@ def modelled(model: nn.Module, size: Sequence[int], batch: int = 1, device: Devi
         size: the size of a window in pixels.
         batch: images of a micro-batch.
         device: the throughput of the device to model.
+        precision: the number type in which the network computes: fp64, fp32 or bf16; by default
+            that of its weights. With bf16, the weights are still fp32, and the tensors that layers
+            exchange are bf16.
 
     Raises:
         ValueError: the model is not a list of layer calls, or the start or the end of a skip is
             missing.
     """
-    model = copied(model, lambda t: torch.empty_like(t, device="meta"))
+    dtype = DTYPES[precision] if precision else None
+
+    def outline(t: Tensor) -> Tensor:
+        wanted = dtype if t.is_floating_point() else None
+        return torch.empty_like(t, device="meta", dtype=wanted)
+
+    model = copied(model, outline)
+    kind, flops, outside = precision or "fp32", 0, 0
     numbers = Numbers(model)
     x = random_input(model, size, batch, "meta")
     numbers.number(x)
@@ -118,12 +142,14 @@ def modelled(model: nn.Module, size: Sequence[int], batch: int = 1, device: Devi
         keeps = frozenset(numbers.number(t) for t in kept if not numbers.is_weight(t))
         parameters = sum(p.numel() for p in call.layer.parameters())
         result = numbers.number(output)
+        flops += forward.flops + backward.flops
+        outside += device.outside(forward, kind) + device.outside(backward, kind)
         convolves = any(isinstance(m, nn.modules.conv._ConvNd) for m in call.layer.modules())
         found.append(
             LayerCost(
                 name,
-                device.seconds(forward),
-                device.seconds(backward),
+                device.seconds(forward, kind),
+                device.seconds(backward, kind),
                 parameters,
                 0,
                 output.nbytes,
@@ -138,6 +164,9 @@ def modelled(model: nn.Module, size: Sequence[int], batch: int = 1, device: Devi
         tuple(numbers.sizes),
         inputs,
         f"modelled for {device.name}",
+        8 if x.dtype == torch.float64 else 4,
+        2 if x.dtype == torch.bfloat16 else 0,
+        outside / flops if flops else 0.0,
     )
 
 

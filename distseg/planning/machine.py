@@ -3,22 +3,29 @@
 A profile is a YAML file of these numbers. Each number has its unit, its source, and a kind that
 says how reliable it is: ``measured``, ``data sheet`` or ``guess``. The folder ``profiles`` has
 profiles of some machines. ``distseg plan --save FILE`` writes a profile of the current machine.
+The entries ``arithmetic``, ``traffic`` and ``link`` may have a table besides their number, as
+``distseg calibrate`` measures them: rates of operations by kind, number type and shape, or seconds
+of messages by size (:mod:`distseg.planning.rates`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cached_property
 from pathlib import Path
 
 import yaml
 
 from distseg.config.spelling import did_you_mean
+from distseg.planning.rates import ARITHMETIC, TIMINGS, TRAFFIC, Curve, Rate, Rates, Timing
+from distseg.planning.rates import PRECISIONS as RATED
 from distseg.planning.roofline import Device
 
 PROFILES = Path(__file__).parent / "profiles"
 KINDS = ("measured", "data sheet", "guess")
+PRECISIONS = ("fp64", "fp32", "bf16")
 
 
 @dataclass(frozen=True)
@@ -39,6 +46,10 @@ class Machine:
         ranks: number of ranks of a node.
         spread: bytes that a process takes for a byte of activations. It is above 1, because kernels
             need scratch memory and freed blocks leave gaps.
+        precision: the number type of ``arithmetic``, and of training with ``train.precision`` auto.
+        rates: measured rates of operations; empty if there is only ``arithmetic``.
+        timings: measured seconds of messages in a node; empty if there are only ``latency`` and
+            ``link``.
         kinds: for each number by name, how it is known: one of ``KINDS``.
         sources: for each number by name, where it is from.
     """
@@ -54,13 +65,24 @@ class Machine:
     base: float
     ranks: int
     spread: float = 1.0
+    precision: str = "fp32"
+    rates: Rates = Rates()
+    timings: tuple[Timing, ...] = ()
     kinds: Mapping[str, str] = field(default_factory=dict)
     sources: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def device(self) -> Device:
         """Throughput of one rank's device."""
-        return Device(self.name, self.arithmetic, self.traffic)
+        return Device(self.name, self.arithmetic, self.traffic, self.rates)
+
+    @cached_property
+    def _curves(self) -> dict[tuple[str, int], Curve]:
+        """Measured seconds by size, for each kind of message and number of ranks."""
+        points: dict[tuple[str, int], list[tuple[float, float]]] = {}
+        for one in self.timings:
+            points.setdefault((one.kind, one.ranks), []).append((one.bytes, one.seconds))
+        return {key: Curve(found) for key, found in points.items()}
 
     @property
     def guesses(self) -> list[str]:
@@ -81,19 +103,32 @@ class Machine:
             size: bytes of all messages together.
             count: number of messages.
         """
+        measured = [n for kind, n in self._curves if kind == "message"]
+        if ranks <= self.ranks and measured:
+            nearest = min(measured, key=lambda n: abs(n - ranks))
+            return count * self._curves["message", nearest].seconds(size / max(1, count))
         speed = self.link if ranks <= self.ranks else self.network / self.ranks
         return count * self.latency + size / speed
 
     def sum(self, ranks: int, size: float) -> float:
-        """Return the seconds of a ring all-reduce of ``size`` bytes over ``ranks`` ranks."""
+        """Return the seconds of the sum of ``size`` bytes over ``ranks`` ranks.
+
+        They are measured ones for a measured number of ranks, else those of a ring all-reduce.
+        """
         if ranks == 1:
             return 0.0
+        if measured := self._curves.get(("sum", ranks)):
+            return measured.seconds(size)
         speed = self.link if ranks <= self.ranks else min(self.link, self.network)
         rounds = math.ceil(math.log2(ranks))
         return 2 * (ranks - 1) / ranks * size / speed + 2 * rounds * self.latency
 
 
-NUMBERS = tuple(f.name for f in fields(Machine) if f.name not in ("name", "kinds", "sources"))
+_WORDS = ("name", "precision", "rates", "timings", "kinds", "sources")
+VERSION = 2
+# The kinds of rows that the table of a number may have.
+_TABLES = {"arithmetic": ARITHMETIC, "traffic": TRAFFIC, "link": TIMINGS}
+NUMBERS = tuple(f.name for f in fields(Machine) if f.name not in _WORDS)
 _UNITS = {
     "arithmetic": "FLOP/s",
     "traffic": "B/s",
@@ -141,19 +176,34 @@ def load_machine(name: str) -> Machine:
         ) from None
     if not isinstance(given, dict):
         raise ValueError(f"profile {path} has no entries: give it name and {', '.join(NUMBERS)}")
-    unknown = sorted(set(given) - {"name", *NUMBERS})
+    version = given.get("version", 1)
+    if version not in range(1, VERSION + 1):
+        raise ValueError(
+            f"profile {path} has the version {version!r}, but this distseg reads versions up to "
+            f"{VERSION}: write the profile again with distseg calibrate, or update distseg"
+        )
+    unknown = sorted(set(given) - {"version", "name", "precision", *NUMBERS})
     missing = [key for key in ("name", *NUMBERS) if key not in given and key not in _OPTIONAL]
     if unknown or missing:
         raise ValueError(
             f"profile {path} {'lacks ' + missing[0] if missing else 'has ' + str(unknown[0])}: "
             f"it must have the entries name, {', '.join(NUMBERS)}"
         )
-    values, kinds, sources = {}, {}, {}
+    precision = given.get("precision", "fp32")
+    if precision not in PRECISIONS:
+        raise ValueError(
+            f"profile {path} has the precision {precision!r}: give {', '.join(PRECISIONS)}, the "
+            "number type of arithmetic"
+        )
+    values, kinds, sources, rows = {}, {}, {}, []
     for key in NUMBERS:
         if key not in given:
             kinds[key], sources[key] = "guess", "not stated"
             continue
         entry = given[key]
+        if isinstance(entry, dict) and key in _TABLES and "table" in entry:
+            entry = dict(entry)
+            rows += _rows(path, key, entry.pop("table"))
         if not isinstance(entry, dict) or set(entry) != {"value", "unit", "kind", "source"}:
             raise ValueError(
                 f"profile {path}: {key} must have the fields value, unit, kind and source, got "
@@ -174,7 +224,44 @@ def load_machine(name: str) -> Machine:
             )
         values[key], kinds[key], sources[key] = value, entry["kind"], str(entry["source"])
     values["ranks"] = max(1, int(values["ranks"]))
-    return Machine(str(given["name"]), **values, kinds=kinds, sources=sources)
+    rates = Rates(row for row in rows if isinstance(row, Rate))
+    timings = tuple(row for row in rows if isinstance(row, Timing))
+    words = dict(precision=precision, rates=rates, timings=timings)
+    return Machine(str(given["name"]), **values, **words, kinds=kinds, sources=sources)
+
+
+def _rows(path: Path, key: str, table) -> list[Rate | Timing]:
+    """Return the rows of the table of a number.
+
+    Raises:
+        ValueError: a row is wrong.
+    """
+    form, kinds, found = (Timing if key == "link" else Rate), _TABLES[key], []
+    names = [f.name for f in fields(form)]
+    for number, row in enumerate(table if isinstance(table, list) else [table]):
+        if not isinstance(row, dict) or set(row) != set(names):
+            raise ValueError(
+                f"profile {path}: row {number + 1} of the table of {key} must have the fields "
+                f"{', '.join(names)}, got {row!r}"
+            )
+        if row["kind"] not in kinds or row.get("precision", "fp32") not in RATED:
+            raise ValueError(
+                f"profile {path}: row {number + 1} of the table of {key} must be of a kind of "
+                f"{', '.join(kinds)}"
+                + f" and a precision of {', '.join(RATED)}" * (form is Rate)
+                + f", got {row!r}"
+            )
+        for name in names:
+            if name in ("kind", "precision"):
+                continue
+            value = row[name]
+            if not isinstance(value, (int, float)) or not (math.isfinite(value) and value > 0):
+                raise ValueError(
+                    f"profile {path}: row {number + 1} of the table of {key} has {name} "
+                    f"{value!r}: give a number above 0"
+                )
+        found.append(form(**row))
+    return found
 
 
 def as_profile(machine: Machine) -> str:
@@ -188,4 +275,9 @@ def as_profile(machine: Machine) -> str:
         }
         for name in NUMBERS
     }
-    return yaml.safe_dump({"name": machine.name, **entries}, sort_keys=False, width=100)
+    for name, kinds in _TABLES.items():
+        rows = [asdict(row) for row in (*machine.rates.rows, *machine.timings) if row.kind in kinds]
+        if rows:
+            entries[name]["table"] = rows
+    words = {"version": VERSION, "name": machine.name, "precision": machine.precision}
+    return yaml.safe_dump({**words, **entries}, sort_keys=False, width=100)

@@ -34,14 +34,7 @@ from distseg.planning.balance import fastest_split
 from distseg.planning.cost import Costs, Seconds
 from distseg.planning.machine import Machine
 from distseg.planning.pass_times import Modelled, StagePasses
-from distseg.planning.stage_memory import (
-    WEIGHT_BYTES,
-    Policy,
-    Ranges,
-    activation_peaks,
-    ranges_of,
-    stage_seconds,
-)
+from distseg.planning.stage_memory import Policy, Ranges, activation_peaks, ranges_of, stage_seconds
 from distseg.runtime.partition import Partition, Partitioner
 from distseg.runtime.schedule import orders, splits
 from distseg.tiling.layout import Layout, TileBorders
@@ -179,6 +172,7 @@ class Work:
             (:attr:`distseg.layers.loss.Loss.linear`), so that backward passes need not wait.
         step_norms: True if batch norm takes its statistics over the images of all sample groups.
         samples: number of sample groups if another number would change the result; else None.
+        precision: the number type: fp64, fp32 or bf16.
     """
 
     model: nn.Module
@@ -192,6 +186,7 @@ class Work:
     linear: bool
     step_norms: bool = False
     samples: int | None = None
+    precision: str = "fp32"
 
     @cached_property
     def graph(self):
@@ -250,7 +245,7 @@ class _Stages:
     def weights(self) -> int:
         """Bytes of the weights of the stage that has the most."""
         return max(
-            WEIGHT_BYTES * sum(self.costs.layers[n].parameters for n in part)
+            self.costs.weight_bytes * sum(self.costs.layers[n].parameters for n in part)
             for part in self.partition.ranges
         )
 
@@ -674,7 +669,7 @@ class Planner:
         pipeline = least_of_pipeline(
             layers, longest, layout.stages, layout.micro_batches, layout.schedule
         )
-        return _ROUNDED * (pipeline + sum(self._after(layout, WEIGHT_BYTES * most)))
+        return _ROUNDED * (pipeline + sum(self._after(layout, self.work.costs.weight_bytes * most)))
 
     def _least_of(self, stages: _Stages) -> float:
         """Return a lower bound of the seconds of a step whose stages are known."""
@@ -745,7 +740,7 @@ class Planner:
     def _one_layer(self) -> tuple[np.ndarray, np.ndarray]:
         """Bytes that a stage of one layer takes: lasting ones, and those of a backward pass."""
         ranges, where = self.work.ranges, np.arange(len(self.work.costs.layers))
-        lasting = (2 + self.work.copies) * WEIGHT_BYTES * ranges.parameters
+        lasting = ranges.lasting(self.work.copies)
         return lasting[where, where + 1], (ranges.full + ranges.working)[where, where + 1]
 
     def _policy(self, layout: MeshLayout) -> Policy:
@@ -869,7 +864,8 @@ class Planner:
         return run.makespan, run.makespan * (1 - min(run.idle))
 
     def _peaks(self, stages: int, policy: Policy, tile: TileWork) -> np.ndarray:
-        held = (2 + policy.optimizer_copies) * WEIGHT_BYTES * self.work.ranges.parameters
+        ranges = self.work.ranges
+        held = ranges.lasting(policy.optimizer_copies)
         return held + self.machine.spread * max(tile.shares) * self._peaks_of(stages, policy)
 
 

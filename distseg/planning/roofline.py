@@ -1,22 +1,26 @@
 """Estimate the seconds of PyTorch code by the roofline model (Williams et al. 2009).
 
 A device is two numbers, arithmetic throughput and memory bandwidth. A kernel takes the longer of
-its arithmetic and its memory traffic. Work is counted for each kernel that PyTorch runs on the meta
-device, where a tensor has a shape but no memory. So counting takes about a second, even
-for a network of a billion weights and a window of any size.
+its arithmetic and its memory traffic. A device may also have a table of rates
+(:mod:`distseg.planning.rates`), by kind and shape of a kernel. Work is counted for each kernel that
+PyTorch runs on the meta device, where a tensor has a shape but no memory. So counting takes about a
+second, even for a network of a billion weights and a window of any size.
 """
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
+
+from distseg.planning.rates import ARITHMETIC, Rates, Shape
 
 
 @dataclass(frozen=True)
@@ -27,26 +31,66 @@ class Device:
         name: the device's name.
         flops_per_second: FLOP/s of convolutions.
         bytes_per_second: bytes/s of copies, bytes read and bytes written together.
+        rates: rates by kind, number type and shape of a kernel; empty if not measured.
     """
 
     name: str
     flops_per_second: float
     bytes_per_second: float
+    rates: Rates = Rates()
 
-    def seconds(self, work: Work) -> float:
+    def seconds(self, work: Work, precision: str = "fp32") -> float:
         """Return the seconds that some work takes on this device.
 
-        They are the seconds of its arithmetic or of its memory traffic, whichever take longer.
+        They are the seconds of its arithmetic or of its memory traffic, whichever take longer. If
+        the device has a table of rates, they are the sum over all kernels instead.
+
+        Args:
+            work: the work.
+            precision: the number type; without a table of rates it makes no difference.
         """
-        return max(work.flops / self.flops_per_second, work.bytes / self.bytes_per_second)
+        if not self.rates:
+            return max(work.flops / self.flops_per_second, work.bytes / self.bytes_per_second)
+        return sum(shape.work / self._rate(shape, precision)[0] for shape in work.shapes)
+
+    def outside(self, work: Work, precision: str = "fp32") -> int:
+        """Return the FLOPs of kernels whose shapes lie outside the measured ones.
+
+        Without a table of rates nothing lies outside.
+
+        Args:
+            work: the work.
+            precision: the number type.
+        """
+        if not self.rates:
+            return 0
+        return sum(
+            shape.work
+            for shape in work.shapes
+            if shape.kind in ARITHMETIC and not self._rate(shape, precision)[1]
+        )
+
+    def _rate(self, shape: Shape, precision: str) -> tuple[float, bool]:
+        """Return a kernel's rate, and True if its shape lies within the measured ones."""
+        if found := self.rates.rate(shape, precision):
+            return found
+        single = self.flops_per_second if shape.kind in ARITHMETIC else self.bytes_per_second
+        return single, False
 
 
 @dataclass(frozen=True)
 class Work:
-    """Number of floating-point operations (a multiply-add is two) and of bytes moved."""
+    """Work of some kernels.
+
+    Attributes:
+        flops: number of floating-point operations; a multiply-add is two.
+        bytes: number of bytes moved.
+        shapes: kind and shape of each kernel.
+    """
 
     flops: int
     bytes: int
+    shapes: tuple[Shape, ...] = ()
 
 
 # The data sheet gives 15.7 TFLOP/s (float32) and 900 GB/s; 70 % and 80 % of them are sustained.
@@ -101,7 +145,7 @@ def counted(call: Callable) -> tuple[object, Work]:
     """Return the result of ``call`` and the work of the kernels that it runs."""
     with _Traffic() as traffic, FlopCounterMode(display=False) as arithmetic:
         result = call()
-    return result, Work(arithmetic.get_total_flops(), traffic.bytes)
+    return result, Work(arithmetic.get_total_flops(), traffic.bytes, tuple(traffic.shapes))
 
 
 class _Traffic(TorchDispatchMode):
@@ -112,18 +156,50 @@ class _Traffic(TorchDispatchMode):
 
     Attributes:
         bytes: the sum so far.
+        shapes: kind and shape of each kernel so far.
     """
 
     def __init__(self):
         super().__init__()
         self.bytes = 0
+        self.shapes: list[Shape] = []
 
     def __torch_dispatch__(self, kernel, types, args=(), kwargs=None):
         result = kernel(*args, **(kwargs or {}))
         if not kernel.is_view and "empty" not in kernel.__name__:
             read = _bytes((args, kwargs))
-            self.bytes += (2 if "norm" in kernel.__name__ else 1) * read + _bytes(result)
+            moved = (2 if "norm" in kernel.__name__ else 1) * read + _bytes(result)
+            self.bytes += moved
+            self.shapes += _shapes(kernel, args, kwargs or {}, result, moved)
         return result
+
+
+def _shapes(kernel, args: tuple, kwargs: dict, result, moved: int) -> Iterator[Shape]:
+    """Yield kind and shape of a kernel, unless it moves and computes nothing.
+
+    Args:
+        kernel: the kernel.
+        args, kwargs: its arguments.
+        result: its result.
+        moved: the bytes that it reads and writes.
+    """
+    name = kernel.__name__
+    if "convolution" in name:
+        backward = "backward" in name
+        out = args[0] if backward else result
+        weight, transposed = (args[2], args[7]) if backward else (args[1], args[6])
+        flops = flop_registry[kernel.overloadpacket](*args, **kwargs, out_val=result)
+        channels = round(math.sqrt(weight.shape[0] * weight.shape[1]))
+        kind = "transposed" if transposed else "convolution"
+        yield Shape(kind, channels, out.numel() // max(1, out.shape[1]), flops)
+        return
+    tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+    if moved and tensors:
+        out = max(tensors, key=torch.Tensor.numel)
+        channels = out.shape[1] if out.dim() > 1 else 1
+        copies = any(word in name for word in ("copy", "cat", "clone"))
+        kind = "norm" if "norm" in name else "copy" if copies else "elementwise"
+        yield Shape(kind, channels, out.numel() // max(1, channels), moved)
 
 
 def _bytes(nested) -> int:

@@ -25,8 +25,6 @@ from distseg.runtime.actions import Action, Backward, Forward, Weight
 from distseg.runtime.schedule import SCHEDULES, splits
 from distseg.runtime.stage_program import AHEAD, recomputed, soon
 
-WEIGHT_BYTES = 4  # float32
-
 
 @dataclass(frozen=True)
 class Policy:
@@ -205,6 +203,8 @@ class Ranges:
             (ZB-H1).
         received: tensors that the stage receives from earlier stages in the forward pass.
         sent: tensors that the stage sends to later stages in the forward pass.
+        weight_bytes: bytes of a weight, a gradient, or a value of the optimizer.
+        cast_bytes: bytes of a weight's copy in the number type of the layers; 0 without copies.
     """
 
     parameters: np.ndarray
@@ -215,6 +215,16 @@ class Ranges:
     working_apart: np.ndarray
     received: np.ndarray
     sent: np.ndarray
+    weight_bytes: int = 4
+    cast_bytes: int = 0
+
+    def lasting(self, copies: int) -> np.ndarray:
+        """Return the bytes of weights, their copies, gradients and the optimizer.
+
+        Args:
+            copies: values that the optimizer keeps per weight.
+        """
+        return ((2 + copies) * self.weight_bytes + self.cast_bytes) * self.parameters
 
     @cached_property
     def load(self) -> Callable[[frozenset[Held], bool], np.ndarray]:
@@ -274,7 +284,7 @@ def ranges_of(costs: Costs) -> Ranges:
                 activations
                 + size[results[b - 1]]
                 + size[results[b]]
-                + WEIGHT_BYTES * layer.parameters
+                + costs.weight_bytes * layer.parameters
             )
             rise = max(rise, in_work)
             if layer.puts_off:
@@ -298,6 +308,8 @@ def ranges_of(costs: Costs) -> Ranges:
         working_apart,
         received,
         sent,
+        costs.weight_bytes,
+        costs.cast_bytes,
     )
 
 
@@ -309,7 +321,7 @@ class StageMemory:
     the bytes in entry [a, b].
 
     Attributes:
-        weights: bytes of the parameters.
+        weights: bytes of the parameters, and of their copies in another number type.
         gradients: bytes of the parameters' gradients.
         optimizer: bytes of the optimizer's state.
         activations: bytes of activations and of buffers for messages: the rest of the peak.
@@ -337,7 +349,7 @@ def stage_memory(ranges: Ranges, where, stage: int, stages: int, policy: Policy)
         stages: the number of stages.
         policy: the schedule, recomputation and optimizer.
     """
-    weights = WEIGHT_BYTES * ranges.parameters[where]
+    weights = ranges.weight_bytes * ranges.parameters[where]
     apart = splits(policy.schedule)
     working = (ranges.working_apart if apart else ranges.working)[where]
     load = ranges.load(largest_holdings(stage, stages, policy), apart)[where]
@@ -355,8 +367,7 @@ def peaks(ranges: Ranges, stages: int, policy: Policy) -> np.ndarray:
         stages: the number of stages.
         policy: the schedule, recomputation and optimizer.
     """
-    weights = (2 + policy.optimizer_copies) * WEIGHT_BYTES * ranges.parameters
-    return weights + activation_peaks(ranges, stages, policy)
+    return ranges.lasting(policy.optimizer_copies) + activation_peaks(ranges, stages, policy)
 
 
 def activation_peaks(ranges: Ranges, stages: int, policy: Policy) -> np.ndarray:

@@ -1,0 +1,160 @@
+"""Look up measured rates: of operations by kind, number type and shape, of messages by size.
+
+A table of operations has a rate for each measured shape. Between shapes, rates are interpolated
+along the logarithms of cells and of channels. Beyond the measured shapes, the rate of the nearest
+one is taken, and the lookup says so.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+# Kinds of operations: those with arithmetic have rates in FLOP/s, the others in bytes/s.
+ARITHMETIC = ("convolution", "transposed")
+TRAFFIC = ("norm", "elementwise", "copy")
+PRECISIONS = ("fp32", "bf16")
+
+
+class Shape(NamedTuple):
+    """Kind and size of an operation, on which its rate depends.
+
+    Attributes:
+        kind: one of ``ARITHMETIC`` or ``TRAFFIC``.
+        channels: channels of the operation's result.
+        cells: cells of one channel, over all images.
+        work: FLOPs of an operation with arithmetic, else bytes.
+    """
+
+    kind: str
+    channels: int
+    cells: int
+    work: int
+
+
+@dataclass(frozen=True)
+class Rate:
+    """Measured rate of one operation.
+
+    Attributes:
+        kind: the kind of operation.
+        precision: the number type, fp32 or bf16.
+        channels, cells: the shape (:class:`Shape`).
+        rate: FLOP/s, or bytes/s for kinds of ``TRAFFIC``.
+    """
+
+    kind: str
+    precision: str
+    channels: int
+    cells: int
+    rate: float
+
+
+class Rates:
+    """Table of rates.
+
+    Args:
+        rows: the measured rates.
+    """
+
+    def __init__(self, rows: Iterable[Rate] = ()):
+        self.rows = tuple(rows)
+        self._curves = lru_cache(None)(self._find_curves)
+
+    def __bool__(self) -> bool:
+        return bool(self.rows)
+
+    def __eq__(self, other) -> bool:
+        return isinstance(other, Rates) and self.rows == other.rows
+
+    def __hash__(self) -> int:
+        return hash(self.rows)
+
+    def has(self, kind: str, precision: str) -> bool:
+        """Return True if some shape of this kind was measured in this number type."""
+        return any((row.kind, row.precision) == (kind, precision) for row in self.rows)
+
+    def rate(self, shape: Shape, precision: str) -> tuple[float, bool] | None:
+        """Return the rate of an operation, and True if its shape lies within the measured ones.
+
+        A kind that was not measured in this number type has the rates of fp32, and lies outside.
+        The result is None if the kind was not measured at all.
+
+        Args:
+            shape: the operation.
+            precision: the number type.
+        """
+        own = self.has(shape.kind, precision)
+        curves = self._curves(shape.kind, precision if own else "fp32")
+        if not curves:
+            return None
+        cells, channels = math.log(max(1, shape.cells)), math.log(max(1, shape.channels))
+        each = [np.interp(cells, xs, ys) for _, xs, ys in curves]
+        widths = [width for width, _, _ in curves]
+        # The curves of the next smaller and the next larger number of channels.
+        above = min(bisect_left(widths, channels), len(widths) - 1)
+        below = min(max(0, bisect_right(widths, channels) - 1), len(widths) - 1)
+        inside = widths[0] <= channels <= widths[-1] and all(
+            curves[k][1][0] <= cells <= curves[k][1][-1] for k in (below, above)
+        )
+        return math.exp(np.interp(channels, widths, each)), own and inside
+
+    def _find_curves(self, kind: str, precision: str) -> list[tuple[float, list, list]]:
+        """Return (log of channels, logs of cells, logs of rates), for each number of channels."""
+        found: dict[int, list[tuple[float, float]]] = {}
+        for row in self.rows:
+            if (row.kind, row.precision) == (kind, precision):
+                found.setdefault(row.channels, []).append((math.log(row.cells), math.log(row.rate)))
+        return [
+            (math.log(channels), *map(list, zip(*sorted(points))))
+            for channels, points in sorted(found.items())
+        ]
+
+
+class Curve:
+    """Measured seconds of a message or of a sum over ranks, by size.
+
+    Between sizes, seconds are interpolated along logarithms. A size below the smallest one takes as
+    long as that one. Above the largest one, seconds grow with the size.
+
+    Args:
+        points: (bytes, seconds). A larger size never takes less time than a smaller one: what was
+            measured otherwise is replaced by the longer time.
+    """
+
+    def __init__(self, points: Iterable[tuple[float, float]]):
+        sizes, seconds = zip(*sorted(points))
+        self._sizes = np.log(sizes)
+        self._seconds = np.log(np.maximum.accumulate(seconds))
+
+    def seconds(self, size: float) -> float:
+        """Return the seconds of a message of ``size`` bytes."""
+        where = math.log(max(1.0, size))
+        beyond = max(0.0, where - self._sizes[-1])
+        return math.exp(np.interp(where, self._sizes, self._seconds) + beyond)
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Measured duration of messages that all ranks exchange at the same time.
+
+    Attributes:
+        kind: ``message`` from each rank to the next one, or ``sum`` over all ranks.
+        ranks: number of ranks.
+        bytes: bytes of a message, or of the numbers that are summed.
+        seconds: the duration.
+    """
+
+    kind: str
+    ranks: int
+    bytes: float
+    seconds: float
+
+
+TIMINGS = ("message", "sum")

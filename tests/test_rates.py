@@ -1,0 +1,131 @@
+"""Tables of measured rates: what lies between the measured shapes, what beyond, and who uses them."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import yaml
+from torch import nn
+
+from distseg.planning.cost import modelled
+from distseg.planning.machine import as_profile, load_machine
+from distseg.planning.rates import Curve, Rate, Rates, Shape, Timing
+from distseg.planning.roofline import ARITHMETIC, Device
+
+TABLE = [
+    Rate("convolution", "fp32", 4, 100, 1.0),
+    Rate("convolution", "fp32", 4, 10_000, 100.0),
+    Rate("convolution", "fp32", 16, 100, 4.0),
+    Rate("norm", "fp32", 8, 1000, 5.0),
+]
+
+
+@pytest.mark.parametrize(
+    "channels, cells, rate, inside",
+    [
+        (4, 100, 1, True),
+        (4, 1000, 10, True),
+        (8, 100, 2, True),
+        (4, 10, 1, False),
+        (4, 10**6, 100, False),
+        (2, 1000, 10, False),
+        (16, 100, 4, True),
+        (16, 200, 4, False),
+        (64, 100, 4, False),
+    ],
+)
+def test_rates_lie_between_the_measured_ones(channels, cells, rate, inside):
+    found = Rates(TABLE).rate(Shape("convolution", channels, cells, 1), "fp32")
+    assert found == (pytest.approx(rate), inside)
+
+
+def test_kinds_and_number_types_that_were_not_measured():
+    rates = Rates(TABLE)
+    norm = Shape("norm", 8, 1000, 1)
+    assert rates.rate(norm, "fp32") == (pytest.approx(5), True)
+    assert rates.rate(norm, "bf16") == (pytest.approx(5), False)
+    assert rates.rate(norm._replace(kind="copy"), "fp32") is None
+    device = Device("", 7.0, 3.0, rates)
+    assert device._rate(Shape("transposed", 4, 100, 1), "fp32") == (7.0, False)
+    assert device._rate(Shape("copy", 4, 100, 1), "fp32") == (3.0, False)
+
+
+def test_a_table_of_one_rate_is_that_rate():
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 16, 3, padding=1))
+    rates = Rates([Rate("convolution", "fp32", 8, 1000, 2e9)])
+    single = modelled(model, (32, 48), 1, Device("", 2e9, 1e30))
+    table = modelled(model, (32, 48), 1, Device("", 1.0, 1e30, rates))
+    assert table.forward == pytest.approx(single.forward)
+    assert table.backward == pytest.approx(single.backward)
+    assert (single.outside, table.outside) == (0, 1)
+
+
+def test_the_share_of_the_flops_outside():
+    model = nn.Sequential(nn.Conv2d(4, 4, 1, bias=False), nn.Conv2d(4, 16, 1, bias=False))
+    rates = Rates([Rate("convolution", "fp32", 4, cells, 1e9) for cells in (100, 10_000)])
+    found = modelled(model, (20, 20), 1, Device("", 1.0, 1e30, rates))
+    # The second layer has the geometric mean of 8 channels; the first one has no input gradient.
+    assert found.outside == pytest.approx(3 * 4 / (3 * 4 + 2))
+
+
+def test_transposed_convolutions_have_their_own_rate():
+    model = nn.Sequential(nn.Conv2d(4, 4, 1), nn.ConvTranspose2d(4, 4, 2, stride=2))
+    rates = [Rate(kind, "fp32", 4, 400, speed) for kind, speed in zip(ARITHMETIC, (1.0, 10.0))]
+    conv, up = modelled(model, (20, 20), 1, Device("", 1.0, 1e30, Rates(rates))).layers
+    assert conv.forward == pytest.approx(2 * 16 * 400, rel=1e-6)
+    assert up.forward == pytest.approx(2 * 16 * 4 * 400 / 10, rel=1e-6)
+
+
+def test_messages_take_the_measured_time():
+    curve = Curve([(10, 1.0), (1000, 100.0), (100, 20.0), (200, 5.0)])
+    assert [curve.seconds(n) for n in (1, 10, 100, 200)] == pytest.approx([1, 1, 20, 20])
+    assert curve.seconds(4000) == pytest.approx(400)
+    times = [curve.seconds(n) for n in range(1, 5000, 7)]
+    assert all(a <= b * (1 + 1e-12) for a, b in pairwise(times))
+    machine = load_machine("a100")
+    timings = (Timing("sum", 4, 10, 1.0), Timing("sum", 4, 1000, 2.0), Timing("message", 4, 8, 3.0))
+    measured = replace(machine, timings=timings)
+    assert measured.sum(4, 10) == pytest.approx(1) and measured.sum(4, 1000) == pytest.approx(2)
+    assert measured.sum(8, 10) == machine.sum(8, 10) and measured.sum(1, 10) == 0
+    assert measured.message(2, 24, 3) == pytest.approx(9)
+    assert measured.message(machine.ranks + 1, 24) == machine.message(machine.ranks + 1, 24)
+
+
+def filled():
+    timings = (Timing("sum", 4, 8, 1e-5), Timing("message", 4, 8, 1e-5))
+    return replace(load_machine("a100"), rates=Rates(TABLE), timings=timings, precision="bf16")
+
+
+def test_a_profile_keeps_its_tables(tmp_path):
+    (tmp_path / "p.yaml").write_text(as_profile(filled()))
+    assert load_machine(str(tmp_path / "p.yaml")) == filled()
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (
+            lambda p: p.update(version=3),
+            "has the version 3, but this distseg reads versions up to 2",
+        ),
+        (lambda p: p["latency"].update(table=[]), "latency must have the fields value, unit"),
+        (
+            lambda p: p["link"].update(table=3),
+            "row 1 of the table of link must have the fields kind",
+        ),
+        (lambda p: p["link"]["table"][1].pop("ranks"), "row 2 of the table of link must have"),
+        (
+            lambda p: p["arithmetic"]["table"][0].update(kind="norm"),
+            "row 1 of the table of arithmetic must be of a kind of convolution, transposed and a pr",
+        ),
+        (lambda p: p["traffic"]["table"][0].update(precision="int8"), "a precision of fp32, bf16"),
+        (lambda p: p["traffic"]["table"][0].update(rate=-1), "has rate -1: give a number above 0"),
+        (lambda p: p["traffic"]["table"][0].update(cells="x"), "has cells 'x': give a number"),
+    ],
+)
+def test_wrong_tables_are_refused(tmp_path, change, message):
+    entries = yaml.safe_load(as_profile(filled()))
+    change(entries)
+    (tmp_path / "p.yaml").write_text(yaml.safe_dump(entries))
+    with pytest.raises(ValueError, match=message):
+        load_machine(str(tmp_path / "p.yaml"))

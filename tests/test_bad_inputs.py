@@ -858,6 +858,10 @@ TABLE = {
         ["profile", "--image", "9x11", "--output", "words.txt", *SMALL],
         "--output is words.txt, but words.txt is a file",
     ),
+    "a calibration of no time": (
+        ["calibrate", "--seconds", "0"],
+        "--seconds must be a number above 0, such as 60, got 0.0",
+    ),
     "a profile of no images": (["profile", *SMALL], "there are no images: give --image"),
 }
 

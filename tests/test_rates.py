@@ -7,6 +7,10 @@ import pytest
 import yaml
 from torch import nn
 
+from distseg.cli.calibrate import calibrate, text
+from distseg.cli.main import main
+from distseg.config.settings import RunConfig
+from distseg.planning import calibration
 from distseg.planning.cost import modelled
 from distseg.planning.machine import as_profile, load_machine
 from distseg.planning.rates import Curve, Rate, Rates, Shape, Timing
@@ -35,12 +39,12 @@ TABLE = [
     ],
 )
 def test_rates_lie_between_the_measured_ones(channels, cells, rate, inside):
-    found = Rates(TABLE).rate(Shape("convolution", channels, cells, 1), "fp32")
+    found = Rates(tuple(TABLE)).rate(Shape("convolution", channels, cells, 1), "fp32")
     assert found == (pytest.approx(rate), inside)
 
 
 def test_kinds_and_number_types_that_were_not_measured():
-    rates = Rates(TABLE)
+    rates = Rates(tuple(TABLE))
     norm = Shape("norm", 8, 1000, 1)
     assert rates.rate(norm, "fp32") == (pytest.approx(5), True)
     assert rates.rate(norm, "bf16") == (pytest.approx(5), False)
@@ -52,7 +56,7 @@ def test_kinds_and_number_types_that_were_not_measured():
 
 def test_a_table_of_one_rate_is_that_rate():
     model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 16, 3, padding=1))
-    rates = Rates([Rate("convolution", "fp32", 8, 1000, 2e9)])
+    rates = Rates((Rate("convolution", "fp32", 8, 1000, 2e9),))
     single = modelled(model, (32, 48), 1, Device("", 2e9, 1e30))
     table = modelled(model, (32, 48), 1, Device("", 1.0, 1e30, rates))
     assert table.forward == pytest.approx(single.forward)
@@ -62,7 +66,7 @@ def test_a_table_of_one_rate_is_that_rate():
 
 def test_the_share_of_the_flops_outside():
     model = nn.Sequential(nn.Conv2d(4, 4, 1, bias=False), nn.Conv2d(4, 16, 1, bias=False))
-    rates = Rates([Rate("convolution", "fp32", 4, cells, 1e9) for cells in (100, 10_000)])
+    rates = Rates(tuple(Rate("convolution", "fp32", 4, n, 1e9) for n in (100, 10_000)))
     found = modelled(model, (20, 20), 1, Device("", 1.0, 1e30, rates))
     # The second layer has the geometric mean of 8 channels; the first one has no input gradient.
     assert found.outside == pytest.approx(3 * 4 / (3 * 4 + 2))
@@ -70,7 +74,8 @@ def test_the_share_of_the_flops_outside():
 
 def test_transposed_convolutions_have_their_own_rate():
     model = nn.Sequential(nn.Conv2d(4, 4, 1), nn.ConvTranspose2d(4, 4, 2, stride=2))
-    rates = [Rate(kind, "fp32", 4, 400, speed) for kind, speed in zip(ARITHMETIC, (1.0, 10.0))]
+    speeds = zip(ARITHMETIC, (1.0, 10.0))
+    rates = tuple(Rate(kind, "fp32", 4, 400, speed) for kind, speed in speeds)
     conv, up = modelled(model, (20, 20), 1, Device("", 1.0, 1e30, Rates(rates))).layers
     assert conv.forward == pytest.approx(2 * 16 * 400, rel=1e-6)
     assert up.forward == pytest.approx(2 * 16 * 4 * 400 / 10, rel=1e-6)
@@ -93,7 +98,9 @@ def test_messages_take_the_measured_time():
 
 def filled():
     timings = (Timing("sum", 4, 8, 1e-5), Timing("message", 4, 8, 1e-5))
-    return replace(load_machine("a100"), rates=Rates(TABLE), timings=timings, precision="bf16")
+    return replace(
+        load_machine("a100"), rates=Rates(tuple(TABLE)), timings=timings, precision="bf16"
+    )
 
 
 def test_a_profile_keeps_its_tables(tmp_path):
@@ -129,3 +136,65 @@ def test_wrong_tables_are_refused(tmp_path, change, message):
     (tmp_path / "p.yaml").write_text(yaml.safe_dump(entries))
     with pytest.raises(ValueError, match=message):
         load_machine(str(tmp_path / "p.yaml"))
+
+
+def run(words) -> int:
+    """Run the command line in this process and return its exit code."""
+    try:
+        return main(words) or 0
+    except SystemExit as e:
+        return e.code or 0
+
+
+@pytest.fixture
+def few(monkeypatch):
+    shapes = {"convolution": [(2, 8), (4, 8)], "transposed": [(2, 8)], "norm": [(2, 8)]}
+    shapes |= {"copy": [(2, 8)], "elementwise": [(2, 8)]}
+    monkeypatch.setattr(calibration, "_SHAPES", shapes)
+    monkeypatch.setattr(calibration, "_BYTES", (8, 4096))
+
+
+def test_the_command_measures_this_machine(few, tmp_path, capsys):
+    path = str(tmp_path / "here.yaml")
+    assert not run(["calibrate", "--save", path, "--run.threads", "1"])
+    said, found = capsys.readouterr().out, load_machine(path)
+    measured = {(row.kind, row.precision, row.channels, row.cells) for row in found.rates.rows}
+    assert {
+        ("convolution", "fp32", 2, 64),
+        ("convolution", "fp32", 4, 64),
+        ("transposed", "fp32", 2, 256),
+        *((kind, "fp32", 2, 64) for kind in ("norm", "copy", "elementwise")),
+    } <= measured
+    assert not found.timings and found.kinds["link"] == "guess"
+    assert "convolution" in said and "network, ranks" in said
+    (tmp_path / "c.yaml").write_text("model: {name: unet, depth: 1, base_channels: 4}")
+    words = [
+        str(tmp_path / "c.yaml"),
+        "--ranks",
+        "2",
+        "--image",
+        "64x64",
+        "--train.accumulate",
+        "2",
+    ]
+    assert not run(["plan", *words, "--machine", path])
+    assert "% of the FLOPs lie outside the measured shapes" in capsys.readouterr().out
+
+
+def test_too_little_time_is_told(few, monkeypatch, refused):
+    clock = iter(range(1000))
+    monkeypatch.setattr(calibration.time, "perf_counter", lambda: float(next(clock)))
+    said = refused("calibrate", "--seconds", "1e-6")
+    assert "before any convolution was measured, after" in said and "--seconds" in said
+
+
+@pytest.mark.parallel([2, 3])
+@pytest.mark.covering(cases=1)
+def test_ranks_measure_their_messages(few, comm):
+    found = calibrate(RunConfig(device="cpu", threads=1), comm, 30.0)
+    assert {(one.kind, one.ranks, one.bytes) for one in found.timings} == {
+        (kind, comm.size, size) for kind in ("message", "sum") for size in (8, 4096)
+    }
+    assert found.kinds["link"] == "measured" and found.ranks == comm.size
+    assert found.sum(comm.size, 8) > 0 and "exchange" in text(found)
+    assert len(set(comm.allgather(found.rates))) == 1

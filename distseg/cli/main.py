@@ -52,6 +52,7 @@ training  init      write a commented config for a store and this machine
           patchgd   train by patch gradient descent, an approximation
           models    list networks by name: parameters, layers, stride, halo
           plan      find the fastest layouts on N ranks, or stages of a model
+          calibrate measure this machine, for plan --machine FILE
           verify    compare steps on the mesh with the serial program in float64
           profile   measure where the time of a step goes, rank by rank
 results   evaluate  score a run on whole images, by class and by image
@@ -480,6 +481,39 @@ def _layouts(arguments: list[str]) -> int:
                     growing.write_text(found["profile"])
             path = next((a for a in arguments if a.endswith((".yaml", ".yml"))), "CONFIG")
             print(json.dumps(found, indent=1) if flags["json"] else text(found, path), flush=True)
+    return 0
+
+
+def _calibrate(arguments: list[str]) -> int:
+    """Measure this machine on all ranks of the job; return the exit status."""
+    parser = _parser("calibrate")
+    parser.add_argument(
+        "--save", type=str | None, default=None, help="Write the machine's profile to this file."
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=60.0, help="About how long the measurement may take."
+    )
+
+    @_joint
+    def settle() -> tuple[Config, dict]:
+        parsed = _parse(parser, arguments)
+        if not 0 < parsed.seconds < math.inf:
+            raise ValueError(
+                f"--seconds must be a number above 0, such as 60, got {parsed.seconds}"
+            )
+        _check_file(parsed.save, "--save")
+        return _config(parsed), _own(parsed)
+
+    with job(settle) as (config, flags, comm):
+        from distseg.cli.calibrate import calibrate, text
+        from distseg.planning.machine import as_profile
+
+        found = calibrate(config.run, comm, flags["seconds"])
+        if comm.rank == 0:
+            if flags["save"]:
+                with atomic_write(flags["save"]) as growing:
+                    growing.write_text(as_profile(found))
+            print(text(found), flush=True)
     return 0
 
 
@@ -1362,6 +1396,7 @@ _COMMANDS = {
     "report": _report,
     "models": _models,
     "plan": _plan,
+    "calibrate": _calibrate,
     "verify": _verify,
     "profile": _profile,
     "runs": _runs,

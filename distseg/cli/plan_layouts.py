@@ -278,12 +278,7 @@ class PlannedTraining:
         factor = (large - calls * call) / more
         latency, link, known = _messages(world)
         source = f"steps on {' and '.join(map(str, sizes))}, {world.size} ranks at the same time"
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        ranks = world.size if world.size > 1 else max(1, (cores or 1) // torch.get_num_threads())
-        if device.type == "cuda":
-            memory = torch.cuda.get_device_properties(device).total_memory
-        else:
-            memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / ranks
+        memory, ranks = memory_of_a_rank(world, device)
         numbers = ("arithmetic", "traffic", "call", "memory", "base", "spread")
         measured = dict.fromkeys(numbers, "measured")
         guessed = "measured" if known else "guess"
@@ -295,7 +290,7 @@ class PlannedTraining:
             latency,
             link,
             link,
-            float(memory),
+            memory,
             base + _SLACK,
             ranks,
             spread,
@@ -400,6 +395,22 @@ class PlannedTraining:
         precision, last = choose(config.train, device, comm)
         engine = Engine(config, mesh, copy.deepcopy(self.model), self.size, device, precision, last)
         return engine, own_pieces(engine, images)
+
+
+def memory_of_a_rank(world, device: torch.device) -> tuple[float, int]:
+    """Return the bytes of memory that a rank has, and the number of ranks of a node.
+
+    A single rank is taken for one of as many as the cores suffice for.
+
+    Args:
+        world: the communicator of the ranks, all of them on this node.
+        device: the device of this rank.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    ranks = world.size if world.size > 1 else max(1, (cores or 1) // torch.get_num_threads())
+    if device.type == "cuda":
+        return float(torch.cuda.get_device_properties(device).total_memory), ranks
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / ranks, ranks
 
 
 class Choice(NamedTuple):

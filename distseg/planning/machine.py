@@ -224,7 +224,7 @@ def load_machine(name: str) -> Machine:
             )
         values[key], kinds[key], sources[key] = value, entry["kind"], str(entry["source"])
     values["ranks"] = max(1, int(values["ranks"]))
-    rates = Rates(row for row in rows if isinstance(row, Rate))
+    rates = Rates(tuple(row for row in rows if isinstance(row, Rate)))
     timings = tuple(row for row in rows if isinstance(row, Timing))
     words = dict(precision=precision, rates=rates, timings=timings)
     return Machine(str(given["name"]), **values, **words, kinds=kinds, sources=sources)

@@ -11,7 +11,7 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -56,29 +56,22 @@ class Rate:
     rate: float
 
 
+@dataclass(frozen=True)
 class Rates:
     """Table of rates.
 
-    Args:
+    Attributes:
         rows: the measured rates.
     """
 
-    def __init__(self, rows: Iterable[Rate] = ()):
-        self.rows = tuple(rows)
-        self._curves = lru_cache(None)(self._find_curves)
+    rows: tuple[Rate, ...] = ()
 
     def __bool__(self) -> bool:
         return bool(self.rows)
 
-    def __eq__(self, other) -> bool:
-        return isinstance(other, Rates) and self.rows == other.rows
-
-    def __hash__(self) -> int:
-        return hash(self.rows)
-
     def has(self, kind: str, precision: str) -> bool:
         """Return True if some shape of this kind was measured in this number type."""
-        return any((row.kind, row.precision) == (kind, precision) for row in self.rows)
+        return (kind, precision) in self._curves
 
     def rate(self, shape: Shape, precision: str) -> tuple[float, bool] | None:
         """Return the rate of an operation, and True if its shape lies within the measured ones.
@@ -91,8 +84,8 @@ class Rates:
             precision: the number type.
         """
         own = self.has(shape.kind, precision)
-        curves = self._curves(shape.kind, precision if own else "fp32")
-        if not curves:
+        curves = self._curves.get((shape.kind, precision if own else "fp32"))
+        if curves is None:
             return None
         cells, channels = math.log(max(1, shape.cells)), math.log(max(1, shape.channels))
         each = [np.interp(cells, xs, ys) for _, xs, ys in curves]
@@ -105,16 +98,20 @@ class Rates:
         )
         return math.exp(np.interp(channels, widths, each)), own and inside
 
-    def _find_curves(self, kind: str, precision: str) -> list[tuple[float, list, list]]:
-        """Return (log of channels, logs of cells, logs of rates), for each number of channels."""
-        found: dict[int, list[tuple[float, float]]] = {}
+    @cached_property
+    def _curves(self) -> dict[tuple[str, str], list[tuple[float, list, list]]]:
+        """For each kind and number type, (log of channels, logs of cells, logs of rates)."""
+        points: dict = {}
         for row in self.rows:
-            if (row.kind, row.precision) == (kind, precision):
-                found.setdefault(row.channels, []).append((math.log(row.cells), math.log(row.rate)))
-        return [
-            (math.log(channels), *map(list, zip(*sorted(points))))
-            for channels, points in sorted(found.items())
-        ]
+            of_kind = points.setdefault((row.kind, row.precision), {})
+            of_kind.setdefault(row.channels, []).append((math.log(row.cells), math.log(row.rate)))
+        return {
+            key: [
+                (math.log(channels), *map(list, zip(*sorted(found))))
+                for channels, found in sorted(of_kind.items())
+            ]
+            for key, of_kind in points.items()
+        }
 
 
 class Curve:

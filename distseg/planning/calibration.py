@@ -1,0 +1,180 @@
+"""Measure the rates of a machine, for a profile that predicts the steps of any network on it.
+
+All ranks of the job measure at the same time, and the slowest one counts: they share the memory
+and the caches of a node, as they will in training.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from distseg.comm.collective import add
+from distseg.comm.communicator import as_communicator
+from distseg.comm.waits import waits_of
+from distseg.planning.cost import DTYPES
+from distseg.planning.rates import ARITHMETIC, TRAFFIC, Rate, Rates, Shape, Timing
+from distseg.planning.roofline import counted, fastest
+
+# (channels, side of the image) of the operations that are measured, by kind.
+_SHAPES = {
+    "convolution": [(c, side) for c in (8, 32, 128) for side in (32, 128, 384)],
+    "transposed": [(c, side) for c in (16, 64) for side in (32, 128)],
+    "norm": [(32, side) for side in (32, 128, 512)],
+    "elementwise": [(32, side) for side in (32, 128, 512)],
+    "copy": [(32, side) for side in (32, 128, 512)],
+}
+# The operations whose rates stand for all shapes where a profile has room for one number.
+TYPICAL = {
+    "arithmetic": Shape("convolution", 64, 128**2, 0),
+    "traffic": Shape("copy", 64, 512**2, 0),
+}
+_BYTES = (8, 2**10, 2**15, 2**18, 2**20, 2**23)  # sizes of the messages that are measured
+
+
+def operation_rates(
+    world, device: torch.device, precisions: Sequence[str], seconds: float
+) -> tuple[Rates, int]:
+    """Measure operations, the cheapest first, until the time is over.
+
+    All ranks of ``world`` must call it together.
+
+    Args:
+        world: the communicator of the ranks.
+        device: the device of this rank.
+        precisions: the number types to measure.
+        seconds: after about as many seconds, no further operation is measured.
+
+    Returns:
+        The rates, and the number of operations that were left out for lack of time.
+    """
+    cases = [
+        (channels * side * (channels if kind in ARITHMETIC else 1), kind, precision, channels, side)
+        for kind, shapes in _SHAPES.items()
+        for channels, side in shapes
+        for precision in precisions
+    ]
+    cases.sort()
+    began, found = time.perf_counter(), []
+    for number, (_, kind, precision, channels, side) in enumerate(cases):
+        if max(world.allgather(time.perf_counter() - began)) > seconds:
+            return Rates(tuple(found)), len(cases) - number
+        call = _operation(kind, channels, side, DTYPES[precision], device)
+        _, work = counted(call)
+        shapes = [shape for shape in work.shapes if shape.kind == kind]
+        world.Barrier()
+        slowest = max(world.allgather(fastest(call, 2, device)))
+        rate = sum(shape.work for shape in shapes) / slowest
+        found.append(Rate(kind, precision, channels, max(s.cells for s in shapes), rate))
+    return Rates(tuple(found)), 0
+
+
+def _operation(
+    kind: str, channels: int, side: int, dtype: torch.dtype, device: torch.device
+) -> Callable[[], object]:
+    """Return a function that runs an operation once: convolutions forward and backward."""
+    x = torch.randn(1, channels, side, side, device=device, dtype=dtype)
+    if kind in TRAFFIC:
+        calls = {
+            "norm": partial(F.instance_norm, x),
+            "elementwise": partial(F.leaky_relu, x, 0.01),
+            "copy": x.clone,
+        }
+        return calls[kind]
+    width = 2 if kind == "transposed" else 3
+    weight = torch.randn(channels, channels, width, width, device=device, dtype=dtype)
+    for tensor in (x, weight):
+        tensor.requires_grad_()
+    if kind == "transposed":
+        forward = partial(F.conv_transpose2d, x, weight, stride=2)
+    else:
+        forward = partial(F.conv2d, x, weight, padding=1)
+
+    def both() -> None:
+        y = forward()
+        torch.autograd.grad(y, (x, weight), y.detach())
+
+    return both
+
+
+def call_seconds(device: torch.device) -> float:
+    """Return the seconds of a layer that has nearly nothing to compute."""
+    layer = torch.nn.Conv2d(1, 1, 1).to(device)
+    x = torch.ones(1, 1, 1, 1, device=device)
+
+    def many() -> None:
+        with torch.no_grad():
+            for _ in range(100):
+                layer(x)
+
+    return fastest(many, 3, device) / 100
+
+
+def message_timings(world) -> tuple[Timing, ...]:
+    """Measure messages and sums of several sizes; one rank has none.
+
+    All ranks of ``world`` must call it together. In a message test each rank sends to the next one.
+
+    Args:
+        world: the communicator of the ranks.
+    """
+    return tuple(_timed(world)) if world.size > 1 else ()
+
+
+def _timed(world) -> Iterator[Timing]:
+    for size in _BYTES:
+        times = max(1, min(50, 2**20 // size))
+        for kind, call in (
+            ("message", partial(_to_the_next, world, torch.zeros(size, dtype=torch.uint8))),
+            ("sum", partial(add, torch.zeros(size // 8, dtype=torch.float64), world)),
+        ):
+            mine = fastest(partial(_repeat, call, times), 2) / times
+            yield Timing(kind, world.size, size, max(world.allgather(mine)))
+
+
+def _repeat(call: Callable[[], object], times: int) -> None:
+    for _ in range(times):
+        call()
+
+
+def _to_the_next(world, message: Tensor) -> None:
+    comm, waits = as_communicator(world), waits_of(world)
+    received = torch.empty_like(message)
+    source, dest = (world.rank - 1) % world.size, (world.rank + 1) % world.size
+    requests = [comm.Irecv(received, source, _TAG), comm.Isend(message, dest, _TAG)]
+    for request in requests:
+        waits.wait(request, f"a message of {message.nbytes} bytes")
+
+
+_TAG = 7
+
+
+def latency_and_link(timings: Sequence[Timing]) -> tuple[float, float]:
+    """Return the latency of the measured messages in seconds, and their bytes/s."""
+    messages = [one for one in timings if one.kind == "message"]
+    small, large = min(messages, key=_size), max(messages, key=_size)
+    return small.seconds, large.bytes / max(1e-9, large.seconds - small.seconds)
+
+
+def _size(timing: Timing) -> float:
+    return timing.bytes
+
+
+def typical(rates: Rates, name: str, precision: str) -> float:
+    """Return the one rate that stands for a table: of ``arithmetic`` or ``traffic``.
+
+    Raises:
+        ValueError: no operation of this kind was measured.
+    """
+    found = rates.rate(TYPICAL[name], precision)
+    if found is None:
+        raise ValueError(
+            f"the time was over before any {TYPICAL[name].kind} was measured, after "
+            f"{len(rates.rows)} operations: give --seconds a larger number, such as 60"
+        )
+    return found[0]

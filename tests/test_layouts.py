@@ -30,7 +30,8 @@ from distseg.config.sizes import Size
 from distseg.models.capture.capture import as_network
 from distseg.models.zoo import plain_model
 from distseg.planning.machine import NUMBERS, as_profile, load_machine, profile_names
-from distseg.planning.mesh_search import MeshLayout, Planner, Prediction
+from distseg.planning.mesh_search import MeshLayout, Planner, Prediction, _held_at_once
+from distseg.planning.stage_memory import Policy, largest_holdings
 from distseg.tiling.tile import tiles, window
 from distseg.training.verify import verify
 
@@ -239,6 +240,31 @@ def test_the_number_type_counts_in_memory_and_messages():
     auto = PlannedTraining(config, as_network(plain_model(config.model)), size)
     assert auto.work(machine()).precision == "fp32"
     assert auto.work(machine(precision="bf16")).precision == "bf16"
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
+@pytest.mark.parametrize("recompute", ["never", "always"])
+def test_micro_batches_held_at_once(schedule, recompute):
+    for stages in (1, 2, 5):
+        for m in (1, 3, 12):
+            policy = Policy(m, schedule, recompute)
+            assert _held_at_once(stages, policy) == [
+                max(held.full for held in largest_holdings(stage, stages, policy))
+                for stage in range(stages)
+            ]
+
+
+def test_a_map_with_its_halo_is_a_copy():
+    plan = planner(batch=2)
+    read, exchanged = (plan.tile_work(Size("1x2"), exchange) for exchange in ("level", "1"))
+    policy = Policy(2, "1f1b", "never", plan.work.copies)
+    share = max(exchanged.shares)
+    without = replace(exchanged, halos=((0.0, 0),) * len(exchanged.halos))
+    more = plan._peaks(1, policy, exchanged) - plan._peaks(1, policy, without)
+    points = [n for n, (_, count) in enumerate(exchanged.halos) if count]
+    maps = sum(plan._bytes(plan.work.graph[n].first) for n in points)
+    assert more[0, 0, -1] == pytest.approx(share * maps)
+    assert len(points) > sum(count > 0 for _, count in read.halos) > 0
 
 
 def test_windows_cost_their_pixels_and_exchange_spares_them():

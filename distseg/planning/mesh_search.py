@@ -30,7 +30,7 @@ from torch import nn
 from distseg.config.sizes import Size
 from distseg.layers.graph import graph_of
 from distseg.models.network import calls_of
-from distseg.planning.balance import fastest_split
+from distseg.planning.balance import fastest_split, sums
 from distseg.planning.cost import Costs, Seconds
 from distseg.planning.machine import Machine
 from distseg.planning.pass_times import Modelled, StagePasses
@@ -722,13 +722,7 @@ class Planner:
             share: the cells of the slowest tile as a fraction of the image's; a lower bound by
                 default.
         """
-        stages, held = layout.stages, layout.micro_batches
-        if layout.recompute == "always":
-            parts = float(stages)
-        elif layout.schedule == "gpipe":
-            parts = stages / held
-        else:
-            parts = sum(1 / min(held, stages - stage) for stage in range(stages))
+        parts = sum(1 / held for held in _held_at_once(layout.stages, self._policy(layout)))
         share = self._least_share(layout.tiles) if share is None else share
         share *= self.machine.spread
         weights, activations = self._one_layer
@@ -864,9 +858,30 @@ class Planner:
         return run.makespan, run.makespan * (1 - min(run.idle))
 
     def _peaks(self, stages: int, policy: Policy, tile: TileWork) -> np.ndarray:
-        ranges = self.work.ranges
-        held = ranges.lasting(policy.optimizer_copies)
-        return held + self.machine.spread * max(tile.shares) * self._peaks_of(stages, policy)
+        """Return the peak bytes of all possible stages on a tile, (S, n + 1, n + 1).
+
+        A map that arrives with its halo is a copy of the map that the tile computed.
+        """
+        activations = self._peaks_of(stages, policy)
+        copied = [
+            self._bytes(node.first) if count else 0
+            for node, (_, count) in zip(self.work.graph, tile.halos)
+        ]
+        if any(copied):
+            held = np.array(_held_at_once(stages, policy))
+            activations = activations + held[:, None, None] * sums(copied)
+        lasting = self.work.ranges.lasting(policy.optimizer_copies)
+        return lasting + self.machine.spread * max(tile.shares) * activations
+
+
+def _held_at_once(stages: int, policy: Policy) -> list[int]:
+    """Return the micro-batches of which each stage holds all activations at once, at most."""
+    m = policy.micro_batches
+    if policy.recompute == "always":
+        return [1] * stages
+    if policy.schedule == "gpipe":
+        return [m] * stages
+    return [min(m, stages - stage) for stage in range(stages)]
 
 
 _MESHES = 64  # number of meshes whose tables of stages are kept

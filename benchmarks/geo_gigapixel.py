@@ -1,0 +1,431 @@
+"""A georeferenced gigapixel from file to file: ``distseg predict`` on a tiled GeoTIFF, with class map and polygons as GIS programs read them.
+
+The image is drawn: smooth hills with noise, in three bands, in a CRS of UTM. A small U-Net learns water, grass and rock from crops of the same kind. Four questions:
+what the process takes beyond PyTorch itself (``import torch`` and one convolution, a process of its own) as images grow; how fast it is beside a plain loop over
+windows with the same network, halo, tile, precision and threads; whether a prediction that is interrupted and killed writes the same bytes as one that is not; and
+whether rasterio, pyogrio (or geopandas) and, where it is installed, rio-cogeo read the results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+import torch
+
+from benchmarks.harness import parent, repeats_of, report
+from benchmarks.ranks import job_environment, last_json
+from benchmarks.rows import Rows
+from distseg.config.sizes import Size
+from distseg.data.store.store import StoreWriter
+from distseg.layers.graph import receptive_field
+from distseg.models.unet import unet
+from distseg.tiling.tile import Box, tiles, window
+from distseg.training.run_config import load
+
+QUESTION = "In what memory and how fast does a georeferenced gigapixel become a class map and polygons that GIS programs read?"
+CLASSES = ("water", "grass", "rock")
+NETWORK = {"depth": 2, "num_convs": 1, "base_channels": 8, "norm": "batch"}
+PLACE = {"crs": "EPSG:32633", "transform": (10.0, 0.0, 4e5, 0.0, -10.0, 5.4e6)}
+EDGE = 512  # of the image's TIFF tiles
+_WAVES = 12  # that the hills are a sum of
+_NOISE = 16  # levels of noise in a band
+# The largest resident memory of the process itself: what exec found before it does not count in VmHWM.
+_PEAK = "next(int(line.split()[1]) << 10 for line in open('/proc/self/status') if line.startswith('VmHWM'))"
+_TORCH = f"""
+import json, torch
+torch.set_num_threads({{threads}})
+with torch.no_grad():
+    torch.nn.Conv2d(3, 8, 3)(torch.zeros(1, 3, 64, 64))
+print(json.dumps({{{{"peak": {_PEAK}}}}}))
+"""
+_DISTSEG = f"""
+import atexit, json, sys
+atexit.register(lambda: print(json.dumps({{"peak": {_PEAK}}}), flush=True))
+from distseg.__main__ import main
+main()
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=QUESTION, parents=[parent(3)])
+    parser.add_argument(
+        "--sides",
+        type=int,
+        nargs="*",
+        default=[4096, 16384, 32768],
+        help="of the images whose peaks are compared (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--side",
+        type=int,
+        default=8192,
+        help="of the image for the plain loop and the interruptions (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--parts", nargs="*", choices=("peak", "plain", "stop"), default=["peak", "plain", "stop"]
+    )
+    parser.add_argument("--memory", default="450MB", help="of the command (default: %(default)s)")
+    parser.add_argument(
+        "--tile", type=int, default=512, help="of the plain loop and of what is compared with it"
+    )
+    parser.add_argument(
+        "--trace",
+        nargs="*",
+        default=["water", "rock"],
+        choices=CLASSES,
+        help="classes of the polygons: grass is one object across the image (default: %(default)s)",
+    )
+    parser.add_argument("--kills", type=int, default=5, help="interruptions (default: %(default)s)")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument(
+        "--scratch", type=Path, help="folder for images and results, 5 GB a gigapixel"
+    )
+    parser.add_argument("--job", type=json.loads, help="internal: what the plain loop does")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(options.threads)
+    if options.job:
+        print(json.dumps(_plain(**options.job)))
+        return
+    if options.quick:
+        options.sides, options.side, options.tile, options.kills = [128], 128, 64, 1
+    with tempfile.TemporaryDirectory(dir=options.scratch, prefix="distseg-geo-") as folder:
+        bench = Bench(Path(folder), options)
+        rows = [bench.peak_of(side) for side in options.sides if "peak" in options.parts]
+        rows += [bench.beside_plain(repeats_of(options))] if "plain" in options.parts else []
+        rows += [bench.interrupted(random.Random(0))] if "stop" in options.parts else []
+    notes = (
+        f"U-Net of depth {NETWORK['depth']}, {NETWORK['base_channels']} channels, batch norm; uint8 x 3 in deflated tiles of {EDGE}x{EDGE}; formats cog and gpkg, polygons of {' and '.join(options.trace)}; "
+        f"--memory {options.memory}; {options.threads} thread(s)\n"
+        f"beyond: peak of the whole command less {bench.torch / 1e6:.0f} MB of PyTorch alone; Mpx/s: of the whole command, start, COG and polygons included\n"
+        f"/ plain: seconds of the whole command, fp32, tiles of {options.tile}x{options.tile}, over those of a loop over the same windows that writes a plain GeoTIFF, neighbours in time; differ: pixels of the two class maps"
+    )
+    parameters = {
+        "sides": options.sides, "side": options.side, "tile": options.tile, "memory": options.memory,
+        "trace": options.trace, "kills": options.kills, "threads": options.threads, "torch": bench.torch,
+    }  # fmt: skip
+    report("geo_gigapixel", QUESTION, Rows(rows), options, parameters, notes)
+    if not all(row.get("same bytes", True) for row in rows):
+        sys.exit(1)
+
+
+class Bench:
+    """A folder with a trained network, images and results."""
+
+    def __init__(self, folder: Path, options: argparse.Namespace):
+        self.folder, self.options = folder, options
+        self.run = folder / "run"
+        self._train()
+        self.torch = self._peak(["-c", _TORCH.format(threads=options.threads)])
+
+    def peak_of(self, side: int) -> dict:
+        """Predict one image; return its row, after GIS programs have read the results."""
+        image = self.image(side)
+        output = self.folder / "out"
+        start = time.perf_counter()
+        peak = self._peak(self._predict(image, output))
+        seconds = time.perf_counter() - start
+        found = checked(image, output)
+        shutil.rmtree(output)
+        if side != self.options.side:
+            image.unlink()
+        return self._said(
+            {
+                "case": f"{side}x{side}",
+                "Mpx/s": side * side / seconds / 1e6,
+                "peak [MB]": peak / 1e6,
+                "beyond [MB]": (peak - self.torch) / 1e6,
+                **found,
+            }
+        )
+
+    def beside_plain(self, repeats: int) -> dict:
+        """Predict a plain GeoTIFF, and a COG with polygons, in turns with a plain loop."""
+        image, side = self.image(self.options.side), self.options.side
+        output, plain = self.folder / "out", self.folder / "plain.tif"
+        loop = {"run": str(self.run), "image": str(image), "tile": self.options.tile}
+        job = ["-m", "benchmarks.geo_gigapixel", "--threads", str(self.options.threads)]
+        job += ["--job", json.dumps({**loop, "output": str(plain)})]
+        tile = f"{self.options.tile}x{self.options.tile}"
+        flags = ["--predict.tile", tile, "--train.precision", "fp32"]
+        ratios: dict[str, list[float]] = {"tiff": [], "cog,gpkg": []}
+        differ = 0
+        for _ in range(repeats):
+            base = self._seconds(job)
+            for formats, found in ratios.items():
+                seconds = self._seconds(self._predict(image, output, formats, flags))
+                found.append(seconds / base)
+                if formats == "tiff":
+                    differ += _different(plain, output / "image.tif")
+                shutil.rmtree(output)
+        return self._said(
+            {
+                "case": f"{side}x{side}, tiff",
+                "/ plain": median(ratios["tiff"]),
+                "from": min(ratios["tiff"]),
+                "to": max(ratios["tiff"]),
+                "with cog, gpkg": median(ratios["cog,gpkg"]),
+                "differ": differ,
+            }
+        )
+
+    def interrupted(self, chance: random.Random) -> dict:
+        """Stop a prediction at random moments, by SIGINT and SIGKILL, and compare its bytes.
+
+        A moment is drawn from the time that the command still needs, after its start-up.
+        """
+        image, side = self.image(self.options.side), self.options.side
+        whole, parts = self.folder / "whole", self.folder / "parts"
+        seconds = self._seconds(self._predict(image, whole))
+        start = self._seconds(self._predict(image, whole))  # everything is there already
+        left, stopped = seconds - start, []
+        for number in range(self.options.kills):
+            sign = (signal.SIGINT, signal.SIGKILL)[number % 2]
+            moment = chance.uniform(0.1, 0.6) * left
+            if self._stopped(self._predict(image, parts), start + moment, sign):
+                stopped.append(f"{sign.name} after {start + moment:.1f} s")
+            left -= moment
+        self._seconds(self._predict(image, parts))
+        same = _digests(whole) == _digests(parts)
+        case = f"{side}x{side}, stopped {len(stopped)} times"
+        return self._said({"case": case, "same bytes": same, "stopped": ", ".join(stopped)})
+
+    def _stopped(self, arguments: list[str], seconds: float, sign: signal.Signals) -> bool:
+        """Send a signal to Python after some seconds; return False if it had ended before."""
+        job = subprocess.Popen(
+            [sys.executable, *arguments],
+            env=job_environment(self.options.threads),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        try:
+            job.wait(seconds)
+            return False
+        except subprocess.TimeoutExpired:
+            job.send_signal(sign)
+            job.wait()
+            return True
+
+    def image(self, side: int) -> Path:
+        """Return the image of this side, which is drawn if it is not there."""
+        path = self.folder / str(side) / "image.tif"
+        if not path.exists():
+            path.parent.mkdir()
+            draw_image(path, side)
+        return path
+
+    def _predict(
+        self,
+        image: Path,
+        output: Path,
+        formats: str = "cog,gpkg",
+        flags: Sequence[str] | None = None,
+    ) -> list[str]:
+        """Return the arguments of Python for ``distseg predict``."""
+        trace = (
+            ["--predict.trace", f"[{','.join(self.options.trace)}]"] if "gpkg" in formats else []
+        )
+        flags = ["--memory", self.options.memory] if flags is None else flags
+        return [
+            "-c", _DISTSEG, "predict", str(self.run), "--images", str(image), "--output", str(output),
+            "--predict.formats", f"[{formats}]", *trace, *flags, "--run.threads", str(self.options.threads),
+        ]  # fmt: skip
+
+    def _train(self) -> None:
+        side = 64 if self.options.quick else 512
+        with StoreWriter(self.folder / "store.h5", CLASSES, ("red", "green", "blue")) as writer:
+            for split, corner in (("train", 0), ("val", side)):
+                pixels, labels = drawn(Box((corner, corner), (corner + side, corner + side)))
+                target = writer.add_image(split, (side, side), np.uint8, split, labels=True)
+                target.write(Box.whole((side, side)), pixels, labels)
+        flags = [f"--model.{name}={value}" for name, value in NETWORK.items()]
+        self._peak([
+            "-c", _DISTSEG, "train", "--data.store", str(self.folder / "store.h5"), *flags, "--data.crop", f"{side // 4}x{side // 4}",
+            "--train.epochs", "1" if self.options.quick else "20", "--optim.lr", "0.01", "--train.output", str(self.run),
+            "--run.threads", str(self.options.threads),
+        ])  # fmt: skip
+
+    def _peak(self, arguments: list[str]) -> int:
+        """Run Python to its end; return the peak that it prints."""
+        done = subprocess.run(
+            [sys.executable, *arguments],
+            env=job_environment(self.options.threads),
+            capture_output=True,
+            text=True,
+        )
+        if done.returncode:
+            raise RuntimeError(
+                f"{arguments[1:]} ended with {done.returncode}:\n{done.stderr}{done.stdout}"
+            )
+        return last_json(done.stdout)["peak"]
+
+    def _seconds(self, arguments: list[str]) -> float:
+        start = time.perf_counter()
+        self._peak(arguments)
+        return time.perf_counter() - start
+
+    def _said(self, row: dict) -> dict:
+        print(row, file=sys.stderr, flush=True)
+        return row
+
+
+def drawn(box: Box) -> tuple[np.ndarray, np.ndarray]:
+    """Return pixels (3, *size) uint8 and labels (*size) uint8 of a box of the endless image."""
+    random_ = np.random.default_rng(0)
+    lengths = random_.uniform(60, 900, (2, _WAVES))  # pixels of a wave
+    phases = random_.uniform(0, 2 * np.pi, (2, _WAVES))
+    y, x = (
+        np.sin(2 * np.pi * np.arange(a, b)[:, None] / length + phase).astype(np.float32)
+        for a, b, length, phase in zip(box.start, box.stop, lengths, phases)
+    )
+    hills = y @ x.T / np.sqrt(_WAVES)  # about -1 to 1
+    labels = (hills > -0.2).astype(np.uint8) + (hills > 0.4)
+    noise = np.random.default_rng(box.start).integers(0, _NOISE, (3, *box.size), np.uint8)
+    bands = [np.clip(128 + slope * hills, 0, 255 - _NOISE) for slope in (60, -40, 90)]
+    return np.stack(bands).astype(np.uint8) + noise, labels
+
+
+def draw_image(path: Path, side: int) -> None:
+    """Write a tiled GeoTIFF, rows of tiles at a time."""
+    import rasterio
+
+    with rasterio.Env(GDAL_CACHEMAX=64), rasterio.open(
+        path, "w", driver="GTiff", width=side, height=side, count=3, dtype="uint8", tiled=True, blockxsize=EDGE, blockysize=EDGE,
+        compress="deflate", zlevel=1, interleave="pixel", bigtiff="if_safer", crs=PLACE["crs"], transform=rasterio.Affine(*PLACE["transform"]),
+    ) as file:  # fmt: skip
+        for box in _cells(side, EDGE * 4):
+            (top, left), (bottom, right) = box.start, box.stop
+            pixels, _ = drawn(box)
+            file.write(
+                pixels, window=rasterio.windows.Window(left, top, right - left, bottom - top)
+            )
+
+
+def _cells(side: int, edge: int) -> Iterator[Box]:
+    for top in range(0, side, edge):
+        for left in range(0, side, edge):
+            yield Box((top, left), (min(top + edge, side), min(left + edge, side)))
+
+
+def checked(image: Path, output: Path) -> dict:
+    """Compare the georeference of the results with the image's, and validate them.
+
+    Raises:
+        ValueError: a transform or CRS differs, polygons lie outside of the image, or the COG is not one.
+    """
+    import rasterio
+
+    found = {}
+    with rasterio.open(image) as given, rasterio.open(output / "image.cog.tif") as cog:
+        if (given.transform, given.crs, given.shape) != (cog.transform, cog.crs, cog.shape):
+            raise ValueError(
+                f"the COG has {cog.transform} in {cog.crs}, but the image {given.transform} in {given.crs}"
+            )
+        bounds, crs = given.bounds, given.crs
+    try:
+        from rio_cogeo import cog_validate
+    except ImportError:
+        found["rio cogeo"] = "not installed"
+    else:
+        valid, errors, warnings = cog_validate(output / "image.cog.tif", quiet=True)
+        if not valid or warnings:
+            raise ValueError(f"rio cogeo validate: {errors} {warnings}")
+        found["rio cogeo"] = "valid"
+    reader, count, covered, its_crs = _vector(output / "image.gpkg")
+    inside = (
+        bounds.left <= covered[0] < covered[2] <= bounds.right
+        and bounds.bottom <= covered[1] < covered[3] <= bounds.top
+    )
+    if rasterio.crs.CRS.from_user_input(its_crs) != crs or not inside:
+        raise ValueError(
+            f"{reader}: polygons cover {covered} in {its_crs}, but the image {bounds} in {crs}"
+        )
+    found["objects"], found["read by"] = count, f"rasterio, {reader}"
+    return found
+
+
+def _vector(path: Path) -> tuple[str, int, np.ndarray, str]:
+    """Return the reader's name, the number of objects, their bounds and their CRS."""
+    try:
+        import geopandas
+    except ImportError:
+        import pyogrio
+
+        about = pyogrio.read_info(path, layer="objects")
+        return "pyogrio", about["features"], np.array(about["total_bounds"]), about["crs"]
+    frame = geopandas.read_file(path, layer="objects")
+    return "geopandas", len(frame), frame.total_bounds, frame.crs.to_wkt()
+
+
+def _plain(run: str, image: str, tile: int, output: str) -> dict:
+    """Predict as a user would by hand: windows with the exact halo, read and written by rasterio."""
+    import rasterio
+    from rasterio.windows import Window
+
+    network = load(run)
+    reach = receptive_field(unet(in_channels=3, out_channels=len(CLASSES), **NETWORK))
+    with rasterio.open(image) as given, torch.no_grad():
+        size = given.shape
+        grid = Size(-(-n // tile) for n in size)
+        profile = {**given.profile, "count": 1, "compress": "deflate", "interleave": "band"}
+        with rasterio.open(output, "w", **profile) as target:
+            for own in tiles(size, grid, reach.stride):
+                seen = window(own, size, reach)
+                (top, left), (bottom, right) = seen.start, seen.stop
+                pixels = given.read(window=Window(left, top, right - left, bottom - top))
+                logits = network(torch.from_numpy(pixels)[None].float())[0]
+                inner = tuple(
+                    slice(a - b, c - b) for a, b, c in zip(own.start, seen.start, own.stop)
+                )
+                (top, left), (height, width) = own.start, own.size
+                target.write(
+                    logits[(slice(None), *inner)].argmax(0).byte().numpy(),
+                    1,
+                    window=Window(left, top, width, height),
+                )
+    return {"peak": 0}
+
+
+def _different(one: Path, other: Path) -> int:
+    """Return in how many pixels two class maps differ."""
+    import rasterio
+
+    with closing(rasterio.open(one)) as a, closing(rasterio.open(other)) as b:
+        return sum(
+            int((a.read(1, window=window_) != b.read(1, window=window_)).sum())
+            for _, window_ in a.block_windows(1)
+        )
+
+
+def _digests(folder: Path) -> dict[str, str]:
+    """Return the digest of each file in a folder.
+
+    Hidden files are left out: a killed command may leave one, which a later command removes.
+    """
+    found = {}
+    for path in sorted(p for p in folder.rglob("*") if p.is_file() and p.name[0] != "."):
+        digest = hashlib.sha256()
+        with path.open("rb") as file:
+            for block in iter(partial(file.read, 1 << 20), b""):
+                digest.update(block)
+        found[os.path.relpath(path, folder)] = digest.hexdigest()
+    return found
+
+
+if __name__ == "__main__":
+    main()

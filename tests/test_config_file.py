@@ -172,6 +172,23 @@ def test_formats_of_class_maps_may_be_named_after_endings(tmp_path):
             config_of(f"predict:\n  formats: {formats}", tmp_path)
 
 
+def test_lists_of_names_need_no_brackets(tmp_path):
+    found = config_of(
+        "predict: {formats: gpkg, trace: deep water}\ndata: {augment: flip}", tmp_path
+    )
+    assert (found.predict.formats, found.predict.trace) == (["gpkg"], ["deep water"])
+    assert found.data.augment == ["flip"]
+    for value, formats in (("cog, gpkg", ["cog", "gpkg"]), ("[cog,gpkg]", ["cog", "gpkg"])):
+        for flag in (["--predict.formats", value], [f"--predict.formats={value}"]):
+            assert config_of("model:", tmp_path, *flag).predict.formats == formats
+    assert (
+        config_of("predict: {trace: lake}", tmp_path, "--predict.trace=null").predict.trace is None
+    )
+    assert config_of("model:", tmp_path, "--predict.trace", "no,on").predict.trace == ["no", "on"]
+    with pytest.raises(ValueError, match="takes one of 'hdf5', .*, got 'gpk'. Did you mean gpkg?"):
+        config_of("model:", tmp_path, "--predict.formats", "gpk")
+
+
 def test_flags_stand_over_files_and_later_files_over_earlier_ones(tmp_path):
     (tmp_path / "more.yaml").write_text("model: {depth: 3, num_convs: 3}\n")
     found = config_of(

@@ -12,6 +12,7 @@ import pytest
 import tifffile
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from made_store import random_store
 
 from distseg.cli.main import main
 from distseg.data import class_files
@@ -323,6 +324,8 @@ def test_areas_are_square_metres_in_feet_and_none_where_unknown():
     assert World((10.0, 0.0, 0.0, 0.0, -10.0, 0.0), True, None).row_areas(3) is None
     turned = World((0.1, 0.1, 0.0, 0.1, -0.1, 0.0), True, rasterio.CRS.from_epsg(4326))
     assert turned.row_areas(3) is None
+    local = rasterio.CRS.from_wkt('LOCAL_CS["site",UNIT["metre",1]]')
+    assert World((10.0, 0.0, 0.0, 0.0, -10.0, 0.0), True, local).row_areas(3) is None
 
 
 def test_rings_that_cross_the_antimeridian_are_cut(tmp_path):
@@ -425,6 +428,13 @@ def test_command_traces_maps_of_others_and_of_predict(tmp_path, labels, capsys, 
         assert {row[1:] for row in chosen} == {row for row in known if row[3] >= 100}
 
 
+def test_no_data_of_a_picture_is_no_object(tmp_path, labels, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert not run("trace", written(tmp_path, labels, "png", None))
+    known = {row[1:3] for row in rows_of(written(tmp_path, labels, "gpkg", None))}
+    assert {row[1:3] for row in rows_of("objects/map.gpkg")} == known
+
+
 def test_labels_of_any_number_are_traced_or_refused(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     tifffile.imwrite("a.tif", np.array([[-1, -1, 2], [3, -1, 2], [-5, -5, -5]], np.int16))
@@ -459,7 +469,13 @@ def test_a_full_disk_is_named(tmp_path, labels, monkeypatch):
 def test_command_says_what_is_wrong(tmp_path, labels, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     geotiff("labels.tif", labels, nodata=255, **UTM)
+    random_store("store.H5", train=[(8, 8)])
+    Path("maps").mkdir()
+    Path("a.nii.gz").touch()
     for arguments, words in (
+        (["store.H5"], "store.H5 is a store of images, not a class map: trace the class maps"),
+        (["maps"], "maps is a folder, but objects are traced in files: name the class maps"),
+        (["a.nii.gz"], "a.nii.gz is a NIfTI file, a volume, but objects are traced only in maps"),
         (["nothing.tif"], "there is no image file nothing.tif"),
         (["labels.tif", "--classes", "lake"], "the classes of labels.tif are known by number only"),
         (["labels.tif", "labels.tif"], "several maps are named labels"),

@@ -56,6 +56,32 @@ def written(folder, form, count=5):
     return ["prepare", folder / "i", folder / "s.h5", *masks]
 
 
+@pytest.mark.parametrize(
+    "stored, dtype",
+    [("i2", "f4"), ("u2", "f4"), ("f4", "f4"), ("i4", "f8"), ("u4", "f8"), ("f8", "f8")],
+)
+def test_scaled_voxels_keep_their_precision(tmp_path, stored, dtype):
+    """Whole numbers above 2^24 are not rounded to float32."""
+    largest = 2**24 + 3 if np.dtype(stored).itemsize > 2 else 2**14 + 3
+    array = np.arange(largest, largest + 24).reshape(2, 3, 4).astype(stored)
+    header = nibabel.Nifti1Header()
+    header.set_data_dtype(stored)
+    header.set_slope_inter(0.5, 1)
+    image = nibabel.Nifti1Image(array, None, header)
+    image.to_filename(tmp_path / "a.nii")
+    with open(tmp_path / "a.nii", "r+b") as file:  # the scale alone: nibabel would undo it
+        raw = nibabel.Nifti1Header.from_fileobj(file)
+        raw["scl_slope"], raw["scl_inter"] = 0.5, 1
+        file.seek(0)
+        file.write(raw.binaryblock)
+        file.seek(int(raw["vox_offset"]))
+        file.write(array.T.tobytes("C"))
+    reader = open_image(tmp_path / "a.nii")
+    assert reader.dtype == dtype
+    found = reader.read(Box.whole(reader.size))
+    assert np.array_equal(found[0], array.T * 0.5 + 1)
+
+
 @pytest.mark.parametrize("form", ["npy", "tif", "nii"])
 def test_prepare_keeps_every_voxel(tmp_path, form, capsys):
     arguments = written(tmp_path, form)

@@ -28,6 +28,7 @@ from distseg.comm.signals import listening
 from distseg.config.file import (
     Setting,
     check_value,
+    listed,
     read_settings,
     renamed_value,
     sections,
@@ -1317,9 +1318,21 @@ def _parse_plain(
         flag, equals, value = argument.partition("=")
         check_value(*(flag, value) if equals and flag.startswith("--") else (before, argument))
     try:
-        return parser.parse_args(arguments)
+        return parser.parse_args(_with_brackets(arguments))
     except (ArgumentError, ValueError, TypeError, KeyError, RecursionError, OSError) as e:
         raise ValueError(_with_flag_hint(e, parser, places)) from e
+
+
+def _with_brackets(arguments: list[str]) -> list[str]:
+    """Return the arguments with brackets around lists of names that have none."""
+    found = []
+    for before, argument in zip(["", *arguments], arguments):
+        flag, equals, value = argument.partition("=")
+        if equals and flag.startswith("--"):
+            found.append(f"{flag}={listed(flag[2:], value)}")
+        else:
+            found.append(listed(before[2:], argument) if before.startswith("--") else argument)
+    return found
 
 
 def _with_flag_hint(error: Exception, parser: _Parser, places: Mapping[str, str]) -> str:

@@ -16,8 +16,10 @@ import numpy as np
 
 from distseg.data import class_files
 from distseg.data.formats.georeference import Georeference
-from distseg.data.formats.readers import open_mask
+from distseg.data.formats.nifti import SUFFIXES as NIFTI
+from distseg.data.formats.readers import open_mask, stem_of, suffix_of
 from distseg.data.store import hdf5
+from distseg.data.store.layout import FORMAT
 from distseg.data.vector.files import LabelMap
 from distseg.report.disk import atomic_write
 from distseg.tiling.tile import Box
@@ -62,7 +64,7 @@ def trace_maps(
         ValueError: a map cannot be read, does not have 2 dims or does not fit a format; two maps
             have one name, or a class is unknown.
     """
-    stems = [_stem(path) for path in maps]
+    stems = [stem_of(path) for path in maps]
     for stem in stems:
         if stems.count(stem) > 1:
             raise ValueError(
@@ -70,7 +72,7 @@ def trace_maps(
                 "different --output folders"
             )
     targets = {
-        path: [Path(output) / f"{_stem(path)}{class_files.FORMS[form]}" for form in formats]
+        path: [Path(output) / f"{stem_of(path)}{class_files.FORMS[form]}" for form in formats]
         for path in maps
     }
     for path, files in targets.items():
@@ -91,10 +93,6 @@ def trace_maps(
                 yield f"{file}: {count:,} objects"
 
 
-def _stem(path: str) -> str:
-    return Path(path).stem
-
-
 @contextmanager
 def _opened(path: str) -> Iterator[_Source]:
     """Yield a class map of distseg (HDF5) or a label map (image file), open inside the context.
@@ -102,7 +100,17 @@ def _opened(path: str) -> Iterator[_Source]:
     Raises:
         ValueError: the file is not a class map or label map, or the map does not have 2 dims.
     """
-    if Path(path).suffix == ".h5":
+    if Path(path).is_dir():
+        raise ValueError(
+            f"{path} is a folder, but objects are traced in files: name the class maps in it, such "
+            f"as {path.rstrip('/')}/*.h5"
+        )
+    if suffix_of(path) in NIFTI:
+        raise ValueError(
+            f"{path} is a NIfTI file, a volume, but objects are traced only in maps of 2 dims: "
+            "write its slices as TIFF, PNG or npy"
+        )
+    if suffix_of(path) == ".h5":
         with hdf5.opened(path, "class map", "distseg predict writes class maps") as file:
             yield _of_hdf5(file, path)
     else:
@@ -110,6 +118,12 @@ def _opened(path: str) -> Iterator[_Source]:
 
 
 def _of_hdf5(file, path: str) -> _Source:
+    kind = file.attrs.get("format", b"")
+    if "classes" not in file and kind in (FORMAT, FORMAT.encode()):
+        raise ValueError(
+            f"{path} is a store of images, not a class map: trace the class maps that 'distseg "
+            f"predict RUN --data.store {path}' writes, or the masks that it was prepared from"
+        )
     found = hdf5.dataset(file, "classes").open()
     if found.ndim != 2:
         raise ValueError(
@@ -144,7 +158,8 @@ def _of_mask(path: str) -> _Source:
         labels = pixels[0].astype(np.int64)
         return labels if valid is None else np.where(valid, labels, _NO_DATA)
 
-    skipped = {_NO_DATA} if reader.nodata is None else {_NO_DATA, int(reader.nodata)}
+    marks = (reader.nodata, class_files.nodata_in(Path(path)))
+    skipped = {_NO_DATA, *(int(mark) for mark in marks if mark is not None)}
     labels = LabelMap((height, width), read, str, tuple(skipped), reader.place)
     return _Source(labels, class_files.names_in(Path(path)))
 

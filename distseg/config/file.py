@@ -31,6 +31,7 @@ _TAGS = {
     for kind in ("null", "bool", "int", "float", "str", "timestamp", "seq", "map", "merge", "value")
 }
 _WORD = re.compile(r"[\w.+-]+")  # text that needs no quotes in a list
+_NAMES = re.compile(r"[^\W\d][\w .:+-]*(,\s*[^\W\d][\w .:+-]*)*")  # names between commas
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,29 @@ def is_mapping(name: str) -> bool:
         part.name: part.default_factory for kind in (PatchConfig, Config) for part in fields(kind)
     }
     return "dict[" in made[section].__dataclass_fields__[field].type
+
+
+def listed(name: str, value: str) -> str:
+    """Return the value of a setting in brackets if the setting is a list of names without them.
+
+    So ``cog,gpkg`` is read as ``["cog", "gpkg"]``, and ``gpkg`` as ``["gpkg"]``. The value of any
+    other setting is returned as it is.
+
+    Args:
+        name: the flag without dashes, such as ``predict.formats``; it may be no setting.
+        value: the value that the user wrote.
+    """
+    section, _, field = name.partition(".")
+    kinds = {
+        part.default_factory.__dataclass_fields__[field].type
+        for kind in (PatchConfig, Config)
+        for part in fields(kind)
+        if part.name == section and field in part.default_factory.__dataclass_fields__
+    }
+    of_names = any(kind.startswith(("list[str", "list[Literal")) for kind in kinds)
+    if not of_names or value == "null" or not _NAMES.fullmatch(value):
+        return value
+    return json.dumps([part.strip() for part in value.split(",")], ensure_ascii=False)
 
 
 def read_settings(path: str, kind: type = Config) -> list[Setting]:

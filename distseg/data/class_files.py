@@ -349,6 +349,18 @@ def names_in(path: Path) -> list[str] | None:
     return [str(name) for name in found] if isinstance(found, list) else None
 
 
+def nodata_in(path: Path) -> int | None:
+    """Return the label for no data in a PNG class map that distseg wrote; None for other files.
+
+    Other formats declare this label in a way that their readers know.
+    """
+    if path.suffix.lower() != ".png":
+        return None
+    with pillow(path) as picture:
+        about = picture.info
+    return int(about["nodata"]) if _KEY in about and about.get("nodata", "").isdecimal() else None
+
+
 def _write_cog(
     path: Path,
     arrays: Mapping[str, np.ndarray],

@@ -69,7 +69,7 @@ class VoxelReader(Reader):
         if self._labels:
             self.dtype = np.dtype(np.int64)
         else:
-            self.dtype = plain(stored) if scale is None else np.dtype(np.float32)
+            self.dtype = plain(stored) if scale is None else _scaled(stored)
         self._check_length()
         self.kept = 0 if packed is None else self._bytes
 
@@ -191,3 +191,8 @@ def write_packed(
             for part in found:
                 file.write(np.ascontiguousarray(part).tobytes())
                 advance(part.size)
+
+
+def _scaled(stored: np.dtype) -> np.dtype:
+    """Return the dtype of voxels after scale and offset: float32 if it holds each stored number."""
+    return np.dtype(np.float32 if np.can_cast(stored, np.float32) else np.float64)

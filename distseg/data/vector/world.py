@@ -64,10 +64,11 @@ class World:
         """Return the area of a pixel of each row in square metres, (height,) float64.
 
         In a projected CRS it is the area on the map. In degrees it is the area on the ellipsoid
-        (Snyder 1987, Map Projections, equation 3-12). The result is None without a CRS, and in
-        degrees if the transform is rotated or the ellipsoid is unknown.
+        (Snyder 1987, Map Projections, equation 3-12). The result is None without a CRS, in a CRS
+        that is neither (a local one), and in degrees if the transform is rotated or the ellipsoid
+        is unknown.
         """
-        if self.crs is None:
+        if self.crs is None or not (self.crs.is_geographic or self.crs.is_projected):
             return None
         a, b, _, d, e, f = self.transform
         if not self.crs.is_geographic:

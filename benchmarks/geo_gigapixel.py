@@ -256,7 +256,7 @@ class Bench:
         flags = [f"--model.{name}={value}" for name, value in NETWORK.items()]
         self._peak([
             "-c", _DISTSEG, "train", "--data.store", str(self.folder / "store.h5"), *flags, "--data.crop", f"{side // 4}x{side // 4}",
-            "--train.epochs", "1" if self.options.quick else "20", "--optim.lr", "0.01", "--train.output", str(self.run),
+            "--train.epochs", "1" if self.options.quick else "30", "--data.images", "4", "--optim.lr", "0.01", "--train.output", str(self.run),
             "--run.threads", str(self.options.threads),
         ])  # fmt: skip
 

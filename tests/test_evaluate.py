@@ -14,6 +14,7 @@ from distseg.cli.evaluate import run_evaluate
 from distseg.cli.predict import load_predictor
 from distseg.comm.alone import Alone
 from distseg.data.store.store import Store
+from distseg.inference.boundary import boundary_counts, with_boundaries
 from distseg.inference.image_scores import flat, rows_of_images, rows_of_maps
 from distseg.inference.image_source import store_image
 from distseg.inference.metrics import confusion, most_likely, scores
@@ -66,23 +67,28 @@ def test_the_table_is_that_of_whole_images_on_any_number_of_ranks(comm, shared_p
     found = json.loads((folder / "run/evaluation/test.json").read_text())
     store = Store(plan.data.store)
     predictor, manifest = load_predictor(str(folder / "run"), plan, Alone(), torch.device("cpu"))
-    whole = {}
+    whole, lines = {}, {}
     for name in store.split("test"):
         truth, source = store.labels(name, Box.whole(store.size(name))), store_image(store, name)
         classes = np.zeros(truth.shape, np.uint8)
         for box, logits in predictor(source):
             classes[box.slices] = most_likely(logits)
         whole[name] = confusion(truth, classes, 3, store.ignore)
+        lines[name] = boundary_counts(truth, classes, 3, store.ignore, 3)
     assert found["confusion"] == sum(whole.values()).tolist()
     assert found["digest"] == manifest["digest"]
     for row in found["images"]:
         wanted = scores(whole[row["image"]], CLASSES)
+        wanted = with_boundaries(wanted, lines[row["image"]], CLASSES)
         assert {key: row[key] for key in wanted} == wanted
+    wanted = with_boundaries(scores(sum(whole.values()), CLASSES), sum(lines.values()), CLASSES)
+    assert (found["network"], found["tolerance"]) == (wanted, 3)
     ious = [row["mean_iou"] for row in found["images"]]
     assert ious == sorted(ious) and len(ious) == 3
     with open(folder / "run/evaluation/test.csv", newline="") as f:
-        lines = list(csv.DictReader(f))
-    assert [line["image"] for line in lines] == [row["image"] for row in found["images"]]
-    assert float(lines[0]["iou lake"]) == found["images"][0]["classes"]["lake"]["iou"]
+        table = list(csv.DictReader(f))
+    assert {"boundary iou lake", "boundary f1 lake", "mean_boundary_iou"} < set(table[0])
+    assert [line["image"] for line in table] == [row["image"] for row in found["images"]]
+    assert float(table[0]["iou lake"]) == found["images"][0]["classes"]["lake"]["iou"]
     told = capfd.readouterr().out
     assert "true classes down, predicted classes across" in told and "worst 3 of 3 images" in told

@@ -14,6 +14,7 @@ from distseg.comm.launch import first_on_node, raise_jointly, set_up
 from distseg.config.patchgd import PatchConfig
 from distseg.config.settings import Config
 from distseg.data.store.store import Store
+from distseg.inference.boundary import with_boundaries
 from distseg.inference.evaluate import evaluate, score_rows
 from distseg.inference.image_scores import flat, rows_of_images, rows_of_maps
 from distseg.inference.images import most_frequent, outputs_of_split, scores_of_images
@@ -27,12 +28,18 @@ from distseg.report.tables import table
 from distseg.training.checkpoint.files import FOLDER, find
 
 EVALUATIONS = "evaluation"  # subfolder of a run
+TOLERANCE = 3  # pixels between boundaries that agree
 _WORST = 5  # images on the screen
 _CLASSES = 12  # a confusion matrix of more classes is only written to the file
 
 
 def run_evaluate(
-    run: str, config: Config | PatchConfig, world, split: str, output: str | None
+    run: str,
+    config: Config | PatchConfig,
+    world,
+    split: str,
+    output: str | None,
+    tolerance: int = TOLERANCE,
 ) -> int:
     """Print and write the scores of a run on a split, beside those of the per-pixel baseline.
 
@@ -46,6 +53,7 @@ def run_evaluate(
         split: the split of the store.
         output: the JSON file for the scores; None for ``evaluation/SPLIT.json`` in the run's
             folder. The table of images is written beside it, with the ending ``.csv``.
+        tolerance: the tolerance of the scores of boundaries in pixels; 0 for no such scores.
     """
     device, threads = set_up(world, config.run.device, config.run.threads)
     predictor, manifest = load_predictor(run, config, world, device)
@@ -58,8 +66,10 @@ def run_evaluate(
         check_images(predictor, {store.size(name): name for name in store.split(split)})
     if world.rank == 0:
         print(threads)
-    evaluation = _of_images if store.of_images else _of_maps
-    found = evaluation(predictor, store, split, world)
+    if store.of_images:
+        found = _of_images(predictor, store, split, world)
+    else:
+        found = _of_maps(predictor, store, split, world, tolerance)
     if world.rank == 0:
         origin = {"store": str(store.path), "checkpoint": find(run).name}
         origin |= {key: manifest.get(key) for key in ("step", "digest")}
@@ -124,21 +134,27 @@ def _check_store(store: Store, split: str, manifest: dict, predictor: Predictor,
         )
 
 
-def _of_maps(predictor: Predictor, store: Store, split: str, world) -> dict:
+def _of_maps(predictor: Predictor, store: Store, split: str, world, tolerance: int) -> dict:
     """Return the scores of a network that predicts class maps, as written to the JSON file.
 
     All ranks must call it together. The dict has the scores of the network (``network``) and, if
     all training images have labels, of the per-pixel baseline (``colour``), the confusion matrix
-    and the table of images.
+    and the table of images. With a tolerance above 0, there are also scores of boundaries and the
+    tolerance.
     """
-    evaluation = evaluate(predictor, store, split, world)
+    evaluation = evaluate(predictor, store, split, world, tolerance=tolerance)
     matrices = {"network": evaluation.matrix}
     if all(store.has_labels(name) for name in store.split("train")):
         matrices["colour"] = baseline(store, split, world)
+    classes, counts, boundaries = store.classes, evaluation.counts, evaluation.boundaries
+    found = {name: scores(matrix, classes) for name, matrix in matrices.items()}
+    if boundaries is not None:
+        found["network"] = with_boundaries(found["network"], boundaries.sum(0), classes)
+        found["tolerance"] = tolerance
     return {
-        **{name: scores(matrix, store.classes) for name, matrix in matrices.items()},
+        **found,
         "confusion": evaluation.matrix.tolist(),
-        "images": rows_of_maps(store.split(split), evaluation.counts, store.classes),
+        "images": rows_of_maps(store.split(split), counts, classes, boundaries),
     }
 
 
@@ -169,6 +185,8 @@ def _lines(found: dict, store: Store, split: str, path: Path | None) -> list[str
     lines = [table(score_table(found, store.classes, not store.of_images))]
     if store.of_images:
         lines += _lines_below(found["network"], store, split)
+    if "tolerance" in found:
+        lines.append(f"boundaries with a tolerance of {found['tolerance']} pixels")
     if "confusion" in found and len(store.classes) <= _CLASSES:
         what = "images" if store.of_images else "pixels"
         lines += ["", f"confusion matrix in {what}: true classes down, predicted classes across"]

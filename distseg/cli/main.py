@@ -69,6 +69,7 @@ distseg COMMAND --help lists a command's flags."""
 
 
 _HELP = {"-h", "--help"}
+_MOST = 10**6  # of flags that count
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -688,11 +689,19 @@ def _evaluate(arguments: list[str]) -> int:
         help="The JSON file for scores, confusion matrix and the table of images, which is also "
         "written beside it as NAME.csv; by default evaluation/SPLIT.json in the run's folder.",
     )
+    parser.add_argument(
+        "--tolerance",
+        type=int,
+        default=3,
+        help="Pixels by which boundaries may differ in the scores boundary IoU and boundary F1; 0 "
+        "leaves these scores out.",
+    )
 
     @_joint
     def settle() -> tuple[Config, dict]:
         config, flags = _parse_run(parser, arguments)
         _check_file(flags["output"], "--output")
+        _check_count("--tolerance", flags["tolerance"], 0, 1000)
         if (flags["output"] or "").lower().endswith(".csv"):
             raise ValueError(
                 f"--output is {flags['output']}, but the scores are written as JSON and the table "
@@ -706,7 +715,9 @@ def _evaluate(arguments: list[str]) -> int:
         from distseg.cli.evaluate import run_evaluate
 
         _print_ignored(flags["left"], comm)
-        return run_evaluate(flags["run"], config, comm, flags["split"], flags["output"])
+        return run_evaluate(
+            flags["run"], config, comm, flags["split"], flags["output"], flags["tolerance"]
+        )
 
 
 def _predict(arguments: list[str]) -> int:
@@ -1242,12 +1253,9 @@ def _print_ignored(left: list[str], comm) -> None:
         )
 
 
-def _check_count(flag: str, value: int) -> None:
-    if not 1 <= value <= _MOST:
-        raise ValueError(f"{flag} must be a whole number from 1 to {_MOST}, got {value}")
-
-
-_MOST = 10**6
+def _check_count(flag: str, value: int, least: int = 1, most: int = _MOST) -> None:
+    if not least <= value <= most:
+        raise ValueError(f"{flag} must be a whole number from {least} to {most}, got {value}")
 
 
 def _check_file(path: str | None, what: str) -> None:

@@ -8,14 +8,17 @@ second forward pass is needed.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 import torch
 
+from distseg.comm.watch import heartbeat
 from distseg.data.store.store import Store
+from distseg.inference.boundary import KINDS as BOUNDARY
+from distseg.inference.boundary import ROWS, BoundaryCounter
 from distseg.inference.image_source import store_image
 from distseg.inference.metrics import confusion, most_likely
 from distseg.inference.predictor import Predictor
@@ -36,11 +39,14 @@ class Evaluation:
         counts: for each image and class the number of right pixels, of true pixels and of predicted
             pixels, (images, 3, classes) int64. The order of images is that of the split.
         loss: the loss over all images; None if no loss was asked for.
+        boundaries: for each image the counts of :func:`distseg.inference.boundary.boundary_counts`,
+            (images, ROWS, classes) int64; None if no tolerance was given.
     """
 
     matrix: np.ndarray
     counts: np.ndarray
     loss: float | None = None
+    boundaries: np.ndarray | None = None
 
 
 def evaluate(
@@ -51,6 +57,7 @@ def evaluate(
     stop: Callable[[], bool] = lambda: False,
     loss: Criterion | None = None,
     watch: Callable[[int, Box, np.ndarray], None] = lambda image, tile, classes: None,
+    tolerance: int = 0,
 ) -> Evaluation | None:
     """Return the confusion matrix and the loss over the pixels of a split's images.
 
@@ -67,32 +74,84 @@ def evaluate(
         loss: the loss to compute, in addition to the confusion matrix.
         watch: function that is called on this rank with the number of an image in the split, a tile
             and its predicted classes.
+        tolerance: the tolerance in pixels of the boundaries to count; 0 to count none.
     """
     classes, names = len(store.classes), store.split(split)
     matrix = np.zeros((classes, classes), np.int64)
     counts = np.zeros((len(names), 3, classes), np.int64)
     rows: list[tuple[int, np.ndarray]] = []  # the image and the partial sums of each tile
+    counters = _Counters(store, names, tolerance)
 
     def work(image: int, results) -> None:
         for tile, logits in results:
             labels = store.labels(names[image], tile)
-            predicted = most_likely(logits)
-            watch(image, tile, predicted)
-            found = confusion(labels, predicted, classes, store.ignore)
+            prediction = most_likely(logits)
+            watch(image, tile, prediction)
+            found = confusion(labels, prediction, classes, store.ignore)
             counts[image] += (np.diag(found), found.sum(1), found.sum(0))
             matrix[...] += found
             if loss is not None:
                 rows.append((image, _partial_sums(loss, logits, labels)))
+            if tolerance:
+                counters.add(image, tile, labels, prediction)
 
     sources = [partial(store_image, store, name) for name in names]
     sizes = [store.size(name) for name in names]
     if not in_rounds(predictor, sources, sizes, world, f"evaluate {split}", work, stop):
         return None
     matrix, counts = (sum(world.allgather(part)) for part in (matrix, counts))
+    boundaries = counters.counts(world) if tolerance else None
     if loss is None:
-        return Evaluation(matrix, counts)
+        return Evaluation(matrix, counts, None, boundaries)
     every = [row for part in world.allgather(rows) for row in part]
-    return Evaluation(matrix, counts, loss.value(_table(every, len(names), loss.sums)).item())
+    value = loss.value(_table(every, len(names), loss.sums)).item()
+    return Evaluation(matrix, counts, value, boundaries)
+
+
+class _Counters:
+    """Counters of the class boundaries of all images of a split, on one rank.
+
+    Args:
+        store: the store of the images.
+        names: the names of the images.
+        tolerance: the tolerance in pixels.
+    """
+
+    def __init__(self, store: Store, names: Sequence[str], tolerance: int):
+        self._store, self._names, self._tolerance = store, names, tolerance
+        self._counts = np.zeros((len(names), ROWS, len(store.classes)), np.int64)
+        self._growing: dict[int, BoundaryCounter] = {}  # images without all of their tiles
+
+    def add(self, image: int, tile: Box, truth: np.ndarray, prediction: np.ndarray) -> None:
+        """Add a tile of an image, with its true labels and its predicted classes (*tile.size)."""
+        store, name = self._store, self._names[image]
+        if image not in self._growing:
+            labels = partial(store.labels, name)
+            classes, ignore = len(store.classes), store.ignore
+            self._growing[image] = BoundaryCounter(
+                store.size(name), labels, classes, ignore, self._tolerance
+            )
+        counter = self._growing[image]
+        counter.add(tile, truth, prediction)
+        if counter.complete:
+            self._counts[image] += counter.finish(counter.pieces)
+            del self._growing[image]
+
+    def counts(self, world) -> np.ndarray:
+        """Return the counts of all images and ranks, (images, ROWS, classes) int64.
+
+        All ranks of ``world`` must call it together, after the last tile. Images whose tiles are
+        on several ranks are finished one after the other, for which ranks exchange the frames of
+        their tiles.
+        """
+        shared = sorted({image for part in world.allgather(list(self._growing)) for image in part})
+        for image in shared:
+            heartbeat(f"boundaries of image {self._names[image]}")
+            counter = self._growing.pop(image, None)
+            every = world.allgather(counter.pieces if counter else [])
+            if counter:
+                self._counts[image] += counter.finish([piece for part in every for piece in part])
+        return sum(world.allgather(self._counts))
 
 
 @torch.no_grad()
@@ -156,8 +215,9 @@ def score_rows(found: Mapping[str, dict], classes: list[str]) -> list[dict]:
         for method, score in found.items():
             row.update(
                 {
-                    f"{method} {kind}": score["classes"][c][kind]
-                    for kind in ("iou", "dice", "accuracy")
+                    f"{method} {kind.replace('_', ' ')}": score["classes"][c][kind]
+                    for kind in ("iou", "dice", "accuracy", *BOUNDARY)
+                    if kind in score["classes"][c]
                 }
             )
         rows.append(row)
@@ -168,6 +228,11 @@ def score_rows(found: Mapping[str, dict], classes: list[str]) -> list[dict]:
                 f"{method} iou": score["mean_iou"],
                 f"{method} dice": score["mean_dice"],
                 f"{method} accuracy": score["accuracy"],
+                **{
+                    f"{method} {kind.replace('_', ' ')}": score[f"mean_{kind}"]
+                    for kind in BOUNDARY
+                    if f"mean_{kind}" in score
+                },
             }
         )
     return [*rows, mean]

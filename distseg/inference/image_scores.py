@@ -6,27 +6,37 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from distseg.inference.boundary import KINDS, with_boundaries
 from distseg.inference.images import probabilities
 from distseg.inference.metrics import scores_of_counts
 
 
-def rows_of_maps(names: Sequence[str], counts: np.ndarray, classes: list[str]) -> list[dict]:
+def rows_of_maps(
+    names: Sequence[str],
+    counts: np.ndarray,
+    classes: list[str],
+    boundaries: np.ndarray | None = None,
+) -> list[dict]:
     """Return the rows for a network that predicts class maps, ordered by mean IoU.
 
     Args:
         names: the names of the images.
         counts: the pixels of each image and class (:class:`distseg.inference.evaluate.Evaluation`).
         classes: the names of the classes.
+        boundaries: the counts of each image's boundaries; None without them.
 
     Returns:
         Dicts with ``image``, ``pixels`` (those with a label), ``mean_iou``, ``mean_dice``,
-            ``accuracy`` and ``classes`` (:func:`distseg.inference.metrics.scores_of_counts`).
+            ``accuracy`` and ``classes`` (:func:`distseg.inference.metrics.scores_of_counts`); with
+            ``boundaries`` also the scores of :func:`distseg.inference.boundary.boundary_scores`.
             Images without a score come last.
     """
     rows = []
-    for name, count in zip(names, counts):
+    for number, (name, count) in enumerate(zip(names, counts)):
         found = scores_of_counts(count, classes)
-        means = {kind: found[kind] for kind in ("mean_iou", "mean_dice", "accuracy")}
+        if boundaries is not None:
+            found = with_boundaries(found, boundaries[number], classes)
+        means = {kind: value for kind, value in found.items() if kind != "classes"}
         rows.append(
             {"image": name, "pixels": int(count[1].sum()), **means, "classes": found["classes"]}
         )
@@ -71,5 +81,6 @@ def flat(row: dict) -> dict:
     """Return a row without nested dicts: the IoU of the class lake gets the key ``iou lake``."""
     plain = {key: value for key, value in row.items() if key != "classes"}
     for name, score in row.get("classes", {}).items():
-        plain.update({f"{kind} {name}": score[kind] for kind in ("iou", "dice", "pixels")})
+        shown = (kind for kind in ("iou", "dice", *KINDS, "pixels") if kind in score)
+        plain.update({f"{kind.replace('_', ' ')} {name}": score[kind] for kind in shown})
     return plain

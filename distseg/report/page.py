@@ -155,7 +155,8 @@ def cell(value: object) -> str:
 
 def _head(name: str) -> str:
     """Return the name of a column as text: ``mean_iou`` is "mean IoU"."""
-    return re.sub(r"\biou\b", "IoU", re.sub(r"^(mean|network|colour)_", r"\1 ", name))
+    spaced = re.sub(r"^(mean|network|colour)_(boundary(?=_))?_?", r"\1 \2 ", name)
+    return re.sub(r"\biou\b", "IoU", re.sub(r"\bf1\b", "F1", " ".join(spaced.split())))
 
 
 def _symbol(style: int) -> str:

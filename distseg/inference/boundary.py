@@ -1,0 +1,285 @@
+"""Scores of class boundaries on whole images: Boundary IoU and boundary F1.
+
+Let X be a class map (the truth or the prediction), c a class and d the tolerance in pixels. The
+distance of two pixels is the larger one of the distances along the dims. A pixel is known if it
+lies in the image and its true label is not the ignored one. Then
+
+- the contour of c in X has the known pixels of class c with a known pixel of another class at a
+  distance of 1;
+- the boundary region of c in X has the known pixels of class c with a known pixel of another class
+  at a distance of at most d;
+- Boundary IoU is the IoU of the two boundary regions of c (Cheng et al. 2021, Boundary IoU, with
+  their d as a number of pixels). Their program also counts the border of the image as a contour;
+- precision is the share of the predicted contour with a pixel of the true contour of c at a
+  distance of at most d, recall the share of the true contour near the predicted one, and F1 =
+  2 precision recall / (precision + recall).
+
+Ignored pixels are neither counted nor do they make a contour, since their class is not known.
+
+All scores follow from counts of pixels. A pixel's contribution depends on the pixels at a distance
+of at most d + 1, so tiles are counted with that margin. The margins come from other tiles, which
+may belong to other ranks. The counts equal those of the whole image.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from distseg.inference.metrics import mean, ratio
+from distseg.tiling.tile import Box, strips
+
+# Rows of the counts of a class.
+_BOTH, _TRUE, _FOUND, _TRUE_LINE, _TRUE_NEAR, _FOUND_LINE, _FOUND_NEAR = range(7)
+ROWS = 7
+KINDS = ("boundary_iou", "boundary_f1")  # the scores
+_STRIP = 1 << 18  # pixels that are counted at once
+_BELOW, _ABOVE = -1, 1 << 14  # less and more than every class number
+
+
+def boundary_counts(
+    truth: np.ndarray,
+    prediction: np.ndarray,
+    classes: int,
+    ignore: int,
+    tolerance: int,
+    counted: tuple[slice, ...] = (...,),
+) -> np.ndarray:
+    """Return the counts (ROWS, classes) int64 of a window of two class maps.
+
+    The rows are the pixels in both boundary regions, in the true one and in the predicted one; the
+    pixels of the true contour and how many of them are near the predicted one; and the pixels of
+    the predicted contour and how many of them are near the true one.
+
+    Args:
+        truth: the true class numbers of the window.
+        prediction: the predicted class numbers, an array of the same shape.
+        classes: the number of classes.
+        ignore: the true label of ignored pixels.
+        tolerance: d in pixels, at least 1.
+        counted: the part of the window whose pixels are counted. Around it, the window must have a
+            margin of d + 1 pixels, except where the image ends.
+    """
+    known = truth != ignore
+    true, found = truth.astype(np.int16), prediction.astype(np.int16)
+    true[~known] = found[~known] = _BELOW
+    regions = [_at_another(x, known, tolerance)[counted] for x in (true, found)]
+    lines = [_at_another(x, known, 1) for x in (true, found)]
+
+    def of_classes(labels: np.ndarray, mask: np.ndarray) -> np.ndarray:
+        return np.bincount(labels[mask], minlength=classes)
+
+    counts = np.zeros((ROWS, classes), np.int64)
+    inner = true[counted], found[counted]
+    counts[_BOTH] = of_classes(inner[0], regions[0] & regions[1] & (inner[0] == inner[1]))
+    counts[_TRUE], counts[_FOUND] = map(of_classes, inner, regions)
+    inner_lines = [line[counted] for line in lines]
+    counts[_TRUE_LINE], counts[_FOUND_LINE] = map(of_classes, inner, inner_lines)
+    for c in np.flatnonzero(counts[_TRUE_LINE] + counts[_FOUND_LINE]):
+        own = [line & (x == c) for line, x in zip(lines, (true, found))]
+        near = [_extreme(x, tolerance, np.logical_or, False)[counted] for x in own]
+        counts[_TRUE_NEAR, c] = (own[0][counted] & near[1]).sum()
+        counts[_FOUND_NEAR, c] = (own[1][counted] & near[0]).sum()
+    return counts
+
+
+def _at_another(labels: np.ndarray, known: np.ndarray, radius: int) -> np.ndarray:
+    """Return True for known pixels with a known pixel of another class within ``radius``."""
+    largest = _extreme(labels, radius, np.maximum, _BELOW)
+    smallest = _extreme(np.where(known, labels, _ABOVE), radius, np.minimum, _ABOVE)
+    return known & ((largest != labels) | (smallest != labels))
+
+
+def _extreme(values: np.ndarray, radius: int, larger: Callable, outside) -> np.ndarray:
+    """Return the extreme value within ``radius`` of each element, along all dims.
+
+    Args:
+        values: an array.
+        radius: the largest distance; distances are taken along each dim.
+        larger: the NumPy function that returns the extreme of two arrays.
+        outside: the value outside of the array.
+    """
+    wanted = 2 * radius + 1
+    for axis in range(values.ndim):
+        margin = [(radius, radius) if a == axis else (0, 0) for a in range(values.ndim)]
+        rows = np.moveaxis(np.pad(values, margin, constant_values=outside), axis, 0)
+        covered = 1
+        while covered < wanted:
+            step = min(covered, wanted - covered)
+            rows = larger(rows[:-step], rows[step:])
+            covered += step
+        values = np.moveaxis(rows, 0, axis)
+    return values
+
+
+def boundary_scores(counts: np.ndarray, names: Sequence[str]) -> dict:
+    """Return Boundary IoU and boundary F1 of each class, and their means.
+
+    A score is None if neither map has a boundary of the class. F1 is 0 if only one has a contour.
+
+    Args:
+        counts: the counts (ROWS, classes) of :func:`boundary_counts`, summed over windows.
+        names: the names of the classes.
+
+    Returns:
+        A dict with ``classes``, for each class name a dict with ``boundary_iou`` and
+            ``boundary_f1``; and ``mean_boundary_iou`` and ``mean_boundary_f1``, the means over the
+            classes that have this score.
+    """
+    table = {
+        name: {
+            "boundary_iou": ratio(n[_BOTH], n[_TRUE] + n[_FOUND] - n[_BOTH]),
+            "boundary_f1": _f1(n),
+        }
+        for name, n in zip(names, counts.T)
+    }
+    means = {f"mean_{kind}": mean(row[kind] for row in table.values()) for kind in KINDS}
+    return {"classes": table, **means}
+
+
+def _f1(counts: np.ndarray) -> float | None:
+    """Return the F1 of one class, whose counts are (ROWS,); None without any contour."""
+    if not counts[_TRUE_LINE] + counts[_FOUND_LINE]:
+        return None
+    recall = ratio(counts[_TRUE_NEAR], counts[_TRUE_LINE]) or 0.0
+    precision = ratio(counts[_FOUND_NEAR], counts[_FOUND_LINE]) or 0.0
+    return ratio(2 * precision * recall, precision + recall) or 0.0
+
+
+def with_boundaries(scores: dict, counts: np.ndarray, names: Sequence[str]) -> dict:
+    """Return scores with those of boundaries, in the dict of each class and as means.
+
+    Args:
+        scores: the scores (:func:`distseg.inference.metrics.scores_of_counts`).
+        counts: the counts (ROWS, classes) of :func:`boundary_counts`, summed over windows.
+        names: the names of the classes.
+    """
+    found = boundary_scores(counts, names)
+    classes = {name: {**row, **found["classes"][name]} for name, row in scores["classes"].items()}
+    return {**scores, **found, "classes": classes}
+
+
+@dataclass
+class BoundaryCounter:
+    """Counter of one image, which is given the image's predicted tiles in any order.
+
+    The inner part of a tile is counted at once. Its frame is kept until the frames of the tiles
+    beside it are known.
+
+    Args:
+        size: the size of the image in pixels.
+        labels: function that returns the true labels of a box.
+        classes: the number of classes.
+        ignore: the true label of ignored pixels.
+        tolerance: d in pixels, at least 1.
+
+    Attributes:
+        counts: (ROWS, classes) int64, of the pixels that were counted until now.
+        pieces: boxes along the sides of the tiles, with their predicted classes.
+        tiles: the tiles that were added.
+    """
+
+    size: Sequence[int]
+    labels: Callable[[Box], np.ndarray]
+    classes: int
+    ignore: int
+    tolerance: int
+    counts: np.ndarray = field(init=False)
+    pieces: list[tuple[Box, np.ndarray]] = field(default_factory=list)
+    tiles: list[Box] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.counts = np.zeros((ROWS, self.classes), np.int64)
+        self._added = 0  # pixels
+
+    @property
+    def complete(self) -> bool:
+        """True if the tiles that were added cover the image."""
+        return self._added == Box.whole(self.size).pixels
+
+    def add(self, tile: Box, truth: np.ndarray, prediction: np.ndarray) -> None:
+        """Add a tile.
+
+        Args:
+            tile: the tile's box.
+            truth: its true labels, (*tile.size).
+            prediction: its predicted classes, (*tile.size).
+        """
+        self.tiles.append(tile)
+        self._added += tile.pixels
+        inner = self._inner(tile, self.tolerance + 1)
+        for strip in () if inner is None else strips(inner, _STRIP):
+            window = self._with_margin(strip).intersection(tile)
+            part = window.relative_to(tile).slices
+            self._count(strip, window, truth[part], prediction[part])
+        # The frame reaches as far as margins of the tile's own outer pixels do.
+        for box in _around(tile, self._inner(tile, 2 * self.tolerance + 2)):
+            self.pieces.append((box, prediction[box.relative_to(tile).slices].copy()))
+
+    def finish(self, pieces: Sequence[tuple[Box, np.ndarray]]) -> np.ndarray:
+        """Count the outer pixels of the tiles that were added; return the counts of these tiles.
+
+        Args:
+            pieces: the pieces of all tiles of the image, also of those that other ranks computed.
+        """
+        starts, stops = (np.array([edge(box) for box, _ in pieces]) for edge in (_start, _stop))
+        for tile in self.tiles:
+            for box in _around(tile, self._inner(tile, self.tolerance + 1)):
+                window = self._with_margin(box)
+                prediction = np.empty(window.size, np.uint8)
+                covered = 0
+                beside = (starts < window.stop) & (stops > window.start)
+                for number in np.flatnonzero(beside.all(1)):
+                    there, found = pieces[number]
+                    both = there.intersection(window)
+                    into, part = (both.relative_to(of).slices for of in (window, there))
+                    prediction[into] = found[part]
+                    covered += both.pixels
+                assert covered == window.pixels
+                self._count(box, window, self.labels(window), prediction)
+        return self.counts
+
+    def _count(self, box: Box, window: Box, truth: np.ndarray, prediction: np.ndarray) -> None:
+        counted = box.relative_to(window).slices
+        self.counts += boundary_counts(
+            truth, prediction, self.classes, self.ignore, self.tolerance, counted
+        )
+
+    def _with_margin(self, box: Box) -> Box:
+        margin = self.tolerance + 1
+        return Box(
+            tuple(max(0, a - margin) for a in box.start),
+            tuple(min(n, b + margin) for b, n in zip(box.stop, self.size)),
+        )
+
+    def _inner(self, tile: Box, margin: int) -> Box | None:
+        """Return the part of a tile at least ``margin`` pixels from other tiles; None if empty."""
+        start = tuple(a + margin * (a > 0) for a in tile.start)
+        stop = tuple(b - margin * (b < n) for b, n in zip(tile.stop, self.size))
+        return Box(start, stop) if all(a < b for a, b in zip(start, stop)) else None
+
+
+def _start(box: Box) -> tuple[int, ...]:
+    return box.start
+
+
+def _stop(box: Box) -> tuple[int, ...]:
+    return box.stop
+
+
+def _around(outer: Box, inner: Box | None) -> Iterator[Box]:
+    """Yield disjoint boxes that cover ``outer`` except ``inner``, a box inside of it."""
+    if inner is None:
+        yield outer
+        return
+    start, stop = list(outer.start), list(outer.stop)
+    for axis, (a, b) in enumerate(zip(inner.start, inner.stop)):
+        for low, high in ((start[axis], a), (b, stop[axis])):
+            if low < high:
+                yield Box(
+                    (*start[:axis], low, *start[axis + 1 :]),
+                    (*stop[:axis], high, *stop[axis + 1 :]),
+                )
+        start[axis], stop[axis] = a, b

@@ -9,13 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from distseg.comm.launch import (
-    keep_freed_memory,
-    memory_in_use,
-    raise_jointly,
-    ranks_on_node,
-    release_freed_memory,
-)
+from distseg.comm.launch import keep_freed_memory, memory_in_use, raise_jointly, ranks_on_node
 from distseg.comm.mesh import Mesh
 from distseg.comm.progress import heartbeat, phase
 from distseg.comm.replicas import broadcast
@@ -326,7 +320,6 @@ def predict(
                 bar.advance(pixels=sum(part[0].pixels for part in filter(None, parts or [])))
             next(mine, None)  # ends the generator, which then leaves evaluation mode
         if first:
-            release_freed_memory()  # feature maps' memory, which the writers' blocks would not fit
             partial.pack(paths, classes)
     finally:
         if first:

@@ -23,6 +23,7 @@ from typing import IO
 
 import numpy as np
 
+from distseg.comm.launch import release_freed_memory
 from distseg.data import class_files
 from distseg.data.formats.mapped import let_go
 from distseg.report.disk import DiskFull, disk_full_errors, locked, opened_plain, require_disk_space
@@ -169,6 +170,7 @@ class PartialMap:
             advance(pixels)
 
         for path in paths:
+            release_freed_memory()  # of feature maps, and of the file before
             class_files.write(path, self._arrays, classes, self.identity, packed, self.folder)
         self._clear()
         self._unmap()  # on network file systems, open files would stay in the folder

@@ -17,12 +17,14 @@ from made_store import random_store
 from distseg.cli.main import main
 from distseg.data import class_files
 from distseg.data.class_files import Classes
+from distseg.data.class_map import PartialMap
 from distseg.data.formats.georeference import Georeference
 from distseg.data.formats.readers import open_image
 from distseg.data.vector import features, files
 from distseg.data.vector.components import Numbers
 from distseg.data.vector.polygons import trace
 from distseg.data.vector.world import World, world_of
+from distseg.tiling.tile import Box
 
 rasterio = pytest.importorskip("rasterio")
 pytest.importorskip("rasterio.features")
@@ -124,6 +126,7 @@ PICTURES = {
     "an object that touches itself in a corner": ["###.", "#.#.", "##.#", "#..#", "####"],
     "two holes that touch in a corner": ["#####", "#.###", "##.##", "#####"],
     "arms that meet far below": ["#.#.#", "#.#.#", "#.#.#", "#####"],
+    "an arch whose left leg meets an object": ["#......", "#.#####", "#.#...#", "###...#"],
     "a spiral": ["#######", "#.....#", "#.###.#", "#.#...#", "#.#####", "#......"],
     "a single pixel": ["#"],
     "a single column": ["#", ".", "#", "#"],
@@ -197,6 +200,60 @@ def written(folder, labels, form, place, **about):
     )
     assert class_files.are_there([path], "abc123") and not class_files.are_there([path], "abc")
     return path
+
+
+def odd_tiles(random, size):
+    """Return boxes that cover a map in any order, some of one pixel's width."""
+    spans = []
+    for n in size:
+        inside = random.choice(np.arange(1, n), min(n - 1, 5), False) if n > 1 else []
+        borders = [0, *sorted({*map(int, inside), *([1, int(n) - 1] if n > 2 else [])}), int(n)]
+        spans.append(list(zip(borders, borders[1:])))
+    boxes = [Box((a, c), (b, d)) for a, b in spans[0] for c, d in spans[1]]
+    return [boxes[k] for k in random.permutation(len(boxes))]
+
+
+def flooded(labels, nodata):
+    """Return each pixel's object number, by a flood fill from each first pixel; 0 for no data."""
+    numbers, count = np.zeros(labels.shape, np.uint32), 0
+    for first in np.ndindex(labels.shape):
+        if numbers[first] or labels[first] == nodata:
+            continue
+        count, reached = count + 1, [first]
+        numbers[first] = count
+        while reached:
+            row, column = reached.pop()
+            for down, right in ((-1, 0), (1, 0), (0, -1), (0, 1)):
+                y, x = row + down, column + right
+                inside = 0 <= y < labels.shape[0] and 0 <= x < labels.shape[1]
+                if inside and not numbers[y, x] and labels[y, x] == labels[first]:
+                    numbers[y, x] = count
+                    reached.append((y, x))
+    return numbers
+
+
+@pytest.mark.parametrize("maps", [25, pytest.param(500, marks=pytest.mark.slow)])
+def test_maps_that_grow_in_odd_tiles_have_the_objects_of_the_whole_map(tmp_path, maps, monkeypatch):
+    """Polygons equal those of GDAL, numbers those of a flood fill; tiles may have one pixel."""
+    classes = Classes([str(n) for n in range(5)], np.zeros((5, 3), np.uint8), 255)
+    paths = [tmp_path / "map.gpkg", tmp_path / "map.objects.tif"]
+    for seed in range(maps):
+        random, labels = np.random.default_rng(seed), drawn_map(5000 + seed)
+        if seed % 5 == 0:  # one object through all tiles, with holes across borders of tiles
+            labels[::3], labels[:, ::4] = 0, 0
+        monkeypatch.setattr(files, "_STRIP", int(random.integers(1, 100)))
+        boxes = odd_tiles(random, labels.shape)
+        partial = PartialMap(tmp_path / "map.partial", "id", labels.shape, boxes)
+        for number, box in enumerate(boxes):
+            partial.write(number, labels[box.slices])
+        partial.pack(paths, classes)
+        rows = rows_of(paths[0])
+        ours = sorted((row[2], tuple(sorted(map(normal, row[0])))) for row in rows)
+        assert ours == by_gdal(labels, (255,)), seed
+        numbers = flooded(labels, 255)
+        assert np.array_equal(tifffile.imread(paths[1]), numbers), seed
+        counted = np.bincount(numbers.ravel())
+        assert {row[1]: row[4] for row in rows} == dict(enumerate(counted[1:].tolist(), 1)), seed
 
 
 @pytest.fixture

@@ -540,7 +540,7 @@ def test_the_command_line_trains_evaluates_predicts_and_plots(mpirun, tmp_path, 
     trained = python(2, "train", "run.yaml", "--mesh.samples", "2")
     assert trained.returncode == 0 and "validation IoU" in trained.stdout, str(trained)
     scored = python(2, "evaluate", "run", "--output", "scores.json")
-    assert scored.returncode == 0 and "colour iou" in scored.stdout, str(scored)
+    assert scored.returncode == 0 and "baseline iou" in scored.stdout, str(scored)
     written = json.loads((tmp_path / "scores.json").read_text())
     assert {"split", "network", "colour", "confusion", "images"} <= set(written)
     predicted = python(2, "predict", "run", "--output", "found")

@@ -76,8 +76,8 @@ def run_evaluate(
         folder = folder_of(run)
         path = Path(output) if output else _default_output(folder, split)
         print(
-            f"{split} split of {store.path}: {len(store.split(split))} images; network: "
-            f"{find(run)}{'; colour: a classifier of single pixels' * ('colour' in found)}"
+            f"{split} split of {store.path}: {_images(len(store.split(split)))}; network: "
+            f"{find(run)}{'; baseline: a classifier of single pixels' * ('colour' in found)}"
         )
         print(*_lines(found, store, split, path), sep="\n")
         if path:
@@ -191,7 +191,7 @@ def _lines(found: dict, store: Store, split: str, path: Path | None) -> list[str
         what = "images" if store.of_images else "pixels"
         lines += ["", f"confusion matrix in {what}: true classes down, predicted classes across"]
         lines.append(table(confusion_rows(found["confusion"], store.classes)))
-    lines += ["", f"worst {min(_WORST, len(found['images']))} of {len(found['images'])} images"]
+    lines += ["", f"worst {min(_WORST, len(found['images']))} of {_images(len(found['images']))}"]
     if path:
         lines[-1] += f"; all are in {path.with_suffix('.csv')}"
     rows = found["images"][:_WORST]
@@ -212,7 +212,8 @@ def score_table(found: Mapping, classes: list[str], of_maps: bool) -> list[dict]
         of_maps: True for a network of labels of pixels, False for one output per image.
     """
     if of_maps:
-        methods = {name: found[name] for name in ("network", "colour") if name in found}
+        names = {"network": "network", "colour": "baseline"}
+        methods = {name: found[key] for key, name in names.items() if key in found}
         return score_rows(methods, classes)
     network = found["network"]
     if "classes" not in network:
@@ -223,10 +224,16 @@ def score_table(found: Mapping, classes: list[str], of_maps: bool) -> list[dict]
     return [*rows, {"class": "all", **whole, "images": total}]
 
 
-def _lines_below(network: Mapping, store: Store, split: str) -> list[str]:
-    """Return the lines below the table of scores of a network that has one output per image.
+def _images(count: int) -> str:
+    """Return a number of images in words, such as ``1 image``."""
+    return f"{count} image{'s' * (count != 1)}"
 
-    The list is empty for a network whose output is a number.
+
+def _lines_below(network: Mapping, store: Store, split: str) -> list[str]:
+    """Return lines with the accuracy and kappa of a network that gives each image a class.
+
+    They stand below the table of scores. The list is empty for a network that gives each image a
+    number instead.
 
     Args:
         network: the scores of the network.

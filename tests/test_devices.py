@@ -286,8 +286,7 @@ def test_micro_batches_of_different_sizes(comm):
         [1], Size("1x1"), Size("1x1"), (0, 0), engine.reach
     )
     with pytest.raises(
-        ValueError,
-        match=r"one size, but these have \(images x window\) 1 x 33x47, 1 x 41x47: set data.crop",
+        ValueError, match=r"sizes \(images x window\) are 1 x 33x47, 1 x 41x47: set data.crop"
     ):
         engine.backward([micro_batches[0], other])
     assert engine.backward(micro_batches) > 0, "nothing is left behind of a step that failed"

@@ -158,11 +158,11 @@ class Waits:
                 deadline of the first one.
         """
         if self._pieces:
-            first = self._pieces[0].action or "the next one is deferred"
+            action = self._pieces[0].action
+            until = f"the action {action}" if action else "the next gradient is deferred"
             raise RuntimeError(
-                f"{len(self._pieces)} gradients of weights are not computed yet (the first is "
-                f"deferred until {first}): "
-                "update the weights only after the backward pass has ended"
+                f"gradients of weights are not computed yet ({len(self._pieces)}; the oldest waits "
+                f"until {until}): update the weights only after the backward pass has ended"
             )
 
     def finish(self, action: str) -> None:

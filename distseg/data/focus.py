@@ -80,7 +80,7 @@ class Focus:
                 )
         if not any(there):
             raise ValueError(
-                f"data.{setting} is equal, but the split {split!r} of {store.path} has no pixel "
+                f"data.{setting} is 'equal', but the split {split!r} of {store.path} has no pixel "
                 f"of any class: prepare the store with masks, or leave data.{setting} out"
             )
         self._kinds = np.cumsum(there if weights is None else list(weights.values()))

@@ -123,8 +123,9 @@ def _check_call(head: nn.Module, name: str, z: Tensor, outputs: int) -> None:
     if not isinstance(y, Tensor) or y.dim() < 2 or y.flatten(1).shape != wanted:
         shape = tuple(y.shape) if isinstance(y, Tensor) else type(y).__name__
         raise ValueError(
-            f"patchgd.head {name} returns {shape} for Z, but must return {wanted}, "
-            "one number for each class: let the head use the parameter outputs"
+            f"patchgd.head {name} returns {shape} for Z of shape {tuple(z.shape)}, but must return "
+            f"{wanted}, for each image as many numbers as the network has outputs: make the head's "
+            f"last layer return {outputs} numbers, the value of its argument outputs"
         )
 
 

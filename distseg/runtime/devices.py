@@ -297,8 +297,11 @@ def _check_alike(units: Sequence[MicroBatch]) -> None:
     sizes = {(len(p.place.images), p.place.window.size) for unit in units for p in unit.pieces}
     if len(sizes) > 1 or len(units[0].pieces) > 1:
         found = sorted(f"{images} x {'x'.join(map(str, size))}" for images, size in sizes)
+        tiles = max(len(unit.pieces) for unit in units)
         raise ValueError(
-            "with pipeline.placement devices each micro-batch must be one tile, and all of a step "
-            f"must have one size, but these have (images x window) {', '.join(found)}: "
+            "with pipeline.placement devices each micro-batch must be one tile, and all "
+            "micro-batches of a step must have the same number of images and the same window, but "
+            f"here a micro-batch has {tiles} tile{'s' * (tiles != 1)}, and the sizes "
+            f"(images x window) are {', '.join(found)}: "
             "set data.crop, or pipeline.placement to linear"
         )

@@ -64,7 +64,8 @@ class TiledModel(nn.Module):
 
     A flat network (a list of layer calls) computes each layer on all windows before the next layer,
     so that a norm gets all windows at once. Any other module computes one window after another. It
-    accepts only one window if it has active norms.
+    accepts only one window if it has active norms, which compute their statistics from the current
+    images.
 
     With an ``exchange``, halos are exchanged between layers, and a layer computes only the cells
     that later layers read, which may be the tile without any halo.
@@ -510,9 +511,9 @@ def _place(model: nn.Module, graph: Graph | None, context: Context) -> None:
             if graph is None:
                 raise ValueError(
                     f"layer {name} ({type(layer).__name__}) takes the size of another feature map, "
-                    f"but not all layers of this network are known, so this size cannot be "
-                    f"computed: write the network as a list of layer calls (an nn.Sequential or a "
-                    f"distseg.Network)"
+                    f"but this network is not a list of layer calls, so distseg does not know "
+                    f"which layers compute that map, nor its size: write the network as an "
+                    f"nn.Sequential or a distseg.Network"
                 )
             _put(model, name, Placed(layer, context, partial(_size_of, graph, name)))
 

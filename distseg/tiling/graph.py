@@ -101,11 +101,14 @@ class Graph(Sequence[Node]):
     def __init__(self, nodes: Iterable[Node], of_image: bool = False):
         self.nodes, self.of_image = tuple(nodes), of_image
         for number, node in enumerate(self.nodes):
-            if not all(0 <= source <= number for source in (*node.inputs, node.follows)):
-                raise ValueError(
-                    f"layer {node.name} reads the output of a later layer: list each layer after "
-                    f"the layers whose outputs it reads"
-                )
+            for source in (*node.inputs, node.follows):
+                if not 0 <= source <= number:
+                    there = 0 < source <= len(self.nodes)
+                    later = self.nodes[source - 1].name if there else f"number {source}"
+                    raise ValueError(
+                        f"layer {node.name} reads the output of layer {later}, which does not come "
+                        "before it: list each layer after the layers whose outputs it reads"
+                    )
         followed = {node.like for node in self.nodes}
         unread = [
             node.name

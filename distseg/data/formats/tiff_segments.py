@@ -372,8 +372,8 @@ class Segments:
                 data, self._segment_bytes
             ):
                 raise ValueError(
-                    f"a strip or tile should unpack to {self._segment_bytes} bytes, but unpacks to "
-                    "more, so it is damaged"
+                    f"strip or tile {index} should unpack to {self._segment_bytes} bytes, but "
+                    "unpacks to more, so it is damaged"
                 ) from e
             raise
 
@@ -434,8 +434,8 @@ class Segments:
         )
         if not packed.fits(compression, self._packed(inside), count):
             raise ValueError(
-                f"a strip or tile with {inside} bytes of pixels has {count} bytes in the file, "
-                "which is too few or too many for its compression, so it is damaged"
+                f"strip or tile {index} has {count} bytes in the file, which is too few or too "
+                f"many for its {inside} bytes of pixels and its compression, so it is damaged"
             )
 
     def _packed(self, pixels: int) -> int:

@@ -59,12 +59,19 @@ def numbers_by_type(traces: Mapping[torch.dtype, Trace]) -> Numbers:
         merged = _merged({dtype: (c.args, c.kwargs) for dtype, c in of_types.items()})
         if merged != (call.args, call.kwargs):
             found[number] = merged
-    if any(trace.result != traces[WIDE].result for trace in traces.values()):
-        raise CanNotCapture(
-            "the network's result comes from different calls for different dtypes of a tensor: "
-            "return the result of the same call for every dtype"
-        )
+    for dtype, trace in traces.items():
+        if trace.result != traces[WIDE].result:
+            raise CanNotCapture(
+                f"the network returns the result of {_returned(traces[WIDE])} for images of "
+                f"{WIDE}, but that of {_returned(trace)} for images of {dtype}: return the result "
+                "of the same call for every dtype"
+            )
     return found
+
+
+def _returned(trace: Trace) -> str:
+    """Return the name of the call whose result the network returns, for messages."""
+    return str(trace.calls[trace.result.call]) if trace.result.call >= 0 else "no call"
 
 
 def _same_function(a: Called, b: Called) -> bool:

@@ -47,10 +47,10 @@ def takes_lines(x: Value, over: Sequence[int]) -> bool:
 def of_lines(
     reader: Reader, x: Value, over: Sequence[int], make: Callable[[], Mean], what: str = ""
 ) -> Value:
-    """Add a layer for a statistic over some spatial dims; return its output, which is a line.
+    """Add a layer for a statistic of a map over some spatial dims, such as a mean of each column.
 
-    The statistic is taken for each channel. In the result, the dims over which it is taken have
-    length 1, as with keepdim=True.
+    Return the layer's output. It is a line: its length is 1 along the spatial dims over which the
+    statistic is taken, as with keepdim=True, and the map's length along the others.
 
     Args:
         over: dims of the user's tensor over which the statistic is taken.
@@ -169,7 +169,8 @@ def line_at(reader: Reader, x: Value, like: Value, target: Axes) -> Value:
     ):
         raise reader.refusal(
             f"combines {like!r} with {x!r}, but their dims do not match: bring them into the same "
-            "order (permute or reshape), with length 1 where one has no positions"
+            "order (permute or reshape), with length 1 in each dim that one of them lacks, such as "
+            "(N, C, H, 1) beside (N, C, H, W)"
         )
     order = sorted(range(len(axes)), key=lambda d: bool(axes[d].whole))
     first = turned_line(reader, replace(x, axes=axes), order)

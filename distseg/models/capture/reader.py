@@ -955,7 +955,7 @@ class Reader:
                 raise self.refusal(
                     f"combines {' and '.join(map(repr, dict.fromkeys(maps)))}, but their dims do "
                     "not match: bring them into the same order (permute or reshape), with length "
-                    "1 where one has no positions"
+                    "1 in each dim that one of them lacks, such as (N, C, 1, 1) beside (N, C, H, W)"
                 )
             places = any(axis.batch or axis.places or axis.whole for axis in there)
             for _x, shape in others:

@@ -368,22 +368,24 @@ class Rules:
     lstm = rnn_tanh = rnn_relu = gru
 
     def gru_cell(self: Reader, input, hx, *weights):
-        if not self.of_channels(-1, self.value(input)):
+        x = self.value(input)
+        if not self.of_channels(-1, x):
             raise self.refusal(
-                "multiplies its input with a separate weight for each position of the image, but "
-                "a tile has only some positions: permute the input so that channels are the last "
-                "dim"
+                f"multiplies the last dim of {x!r}, which is not channels, so each position has "
+                "its own weight, which is not supported: permute the input so that channels are "
+                "the last dim, as in (N, H, W, C)"
             )
         return self.formula((input, hx, *weights), {})
 
     rnn_tanh_cell = rnn_relu_cell = gru_cell
 
     def lstm_cell(self: Reader, input, hx, *weights):
-        if not self.of_channels(-1, self.value(input)):
+        x = self.value(input)
+        if not self.of_channels(-1, x):
             raise self.refusal(
-                "multiplies its input with a separate weight for each position of the image, but "
-                "a tile has only some positions: permute the input so that channels are the last "
-                "dim"
+                f"multiplies the last dim of {x!r}, which is not channels, so each position has "
+                "its own weight, which is not supported: permute the input so that channels are "
+                "the last dim, as in (N, H, W, C)"
             )
         return tuple(self.formula((input, hx, *weights), {}, part) for part in range(2))
 

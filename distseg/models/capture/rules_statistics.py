@@ -179,9 +179,9 @@ class Statistics:
         maps = [self.value(x) for x in (input1, input2)]
         if not all(self.of_channels(-1, x) for x in maps):
             raise self.refusal(
-                "multiplies its input with a separate weight for each position of the image, but "
-                "a tile has only some positions: permute the input so that channels are the last "
-                "dim"
+                f"multiplies the last dims of {' and '.join(map(repr, maps))}, which are not both "
+                "channels, so each position has its own weight, which is not supported: permute "
+                "the inputs so that channels are the last dim, as in (N, H, W, C)"
             )
         return self.formula((*maps, weight, bias), {})
 

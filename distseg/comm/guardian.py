@@ -337,7 +337,10 @@ class Lines:
 
 
 class Guardian:
-    """Guardian of one rank. The guardians of ranks 0 and 1 also watch all other ranks.
+    """Guardian: reads the progress of its rank, and kills the rank when the job has to be ended.
+
+    It sends the progress to the guardians of ranks 0 and 1. These two decide when the job is ended,
+    and tell the other guardians (the rules are in the module's docstring).
 
     Args:
         rank: the process that this guardian watches, as a :class:`Rank`.

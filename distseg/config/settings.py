@@ -305,7 +305,8 @@ class PipelineConfig:
     alternate, which holds fewer activations. zb-h1: 1f1b, with weight gradients computed while a
     stage would otherwise wait. auto: 1f1b in most cases. auto is gpipe if there are stages and a
     loss such as Dice, for which 1f1b would need an extra forward pass. It is gpipe too for streamed
-    tiles with active norms, whose feature maps are offloaded."""
+    tiles with active norms (norms that compute their statistics from the current images), whose
+    feature maps are offloaded."""
     balance: list[int] | None = None
     """Number of layers of each stage; by default the split whose slowest stage is fastest
     (``distseg plan`` shows it)."""

@@ -3,8 +3,9 @@
 It runs the executor of streamed tiles (:mod:`distseg.runtime.streaming`), forward only. If every
 norm is frozen, a tile depends on its own window alone, so each tile may go to any rank.
 
-An active norm (instance, group) needs all of a feature map first. Each rank then computes a block
-of the image, and feature maps wait in memory or in a scratch folder between one norm and the next.
+An active norm (instance, group) computes its statistics from the current image, so it needs all of
+a feature map first. Each rank then computes a block of the image, and feature maps wait in memory
+or in a scratch folder between one norm and the next.
 A network that cannot be computed in parts is computed window by window
 (:mod:`distseg.inference.windows`).
 """

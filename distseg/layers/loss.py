@@ -455,10 +455,10 @@ def _targets(labels: Tensor, classes: int, like: Tensor) -> Tensor:
 
 
 def _beside_a_sum(count: Tensor) -> Tensor:
-    """Return the partial sums of a mean as far as labels determine them: (0, count), float64.
+    """Return the two partial sums of a mean with its first one left at 0: (0, count), float64.
 
-    A mean has two partial sums: the sum of values over pixels, and the count by which that sum is
-    divided. The first one depends on logits, so it is 0 here.
+    A mean has the partial sums (sum of values over pixels, count of pixels). The count is known
+    from the labels. The sum of values is not, because it needs the logits, so 0 stands for it.
 
     Args:
         count: the number of valid pixels, or the sum of their class weights, ().

@@ -126,7 +126,7 @@ class DistributedNorm(nn.Module):
 
     @property
     def active(self) -> bool:
-        """True if the norm uses statistics of the images that it normalises.
+        """True if the norm computes its statistics from the current images (an active norm).
 
         False if it uses its running statistics, as batch norm does in evaluation or if it is
         frozen.
@@ -479,8 +479,8 @@ class DistributedNorm(nn.Module):
     def known(self) -> Moments:
         """Return the running statistics as moments with one row: ``mean`` and ``m2`` (1, C).
 
-        A norm that is not active normalises with these moments. Their ``count`` is 1, so that
-        ``m2`` is the variance.
+        A frozen norm (one that is not active) normalises with these moments. Their ``count`` is 1,
+        so that ``m2`` is the variance.
         """
         mean, var = self.running.running_mean, self.running.running_var
         return Moments(

@@ -82,9 +82,11 @@ class PlacedPositions(Positions):
         return self.on_box(x, x.shape[2:], Box.whole(x.shape[2:]))
 
     def on_box(self, x: Tensor, size: Sequence[int], box: Box) -> Tensor:
-        """Return the part of the layer's output inside ``box``, (B, C, *box.size) or a vector.
+        """Return the part of the layer's output inside ``box``, (B, C, *box.size).
 
-        The layer computes its output from positions, not from the values of its input.
+        The layer computes its output from positions, not from the values of its input. If the
+        output has no dim of positions, such as the mean of all row numbers, it is a vector
+        (B, C, 1, ...), and the same for each box.
 
         Args:
             x: the input. Only its dtype, device and number of images are used.

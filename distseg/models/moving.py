@@ -60,7 +60,10 @@ class Windows(nn.Module):
         return self.unfolded(F.pad(x, pads) if any(pads) else x)
 
     def unfolded(self, x: Tensor) -> Tensor:
-        """Return the windows (N, C * window, *made) of ``x``, a map that is padded already."""
+        """Return the windows of ``x`` (N, C, *size), a map that is padded already.
+
+        The result is (N, C * cells of a window, *number of windows along each spatial dim).
+        """
         dims = len(self.kernel)
         for dim, (k, s, d) in enumerate(zip(self.kernel, self.stride, self.dilation), 2):
             x = x.unfold(dim, (k - 1) * d + 1, s)[..., ::d]

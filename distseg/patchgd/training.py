@@ -375,10 +375,10 @@ class PatchEngine(ParameterUpdate):
         return self.config.patchgd.statistics == "pass"
 
     def _update_statistics(self) -> None:
-        """Update the running statistics of backbone and head if ``patchgd.statistics`` is pass.
+        """Update the norms' running statistics after a forward pass.
 
-        Otherwise do nothing: the optimizer step updates them. All sample groups must call it
-        together.
+        Do so only with ``patchgd.statistics: pass``; otherwise the optimizer step updates them. All
+        sample groups must call it together.
         """
         if self._at_once:
             self.filler.commit_statistics(unbiased=True)
@@ -395,9 +395,9 @@ class PatchEngine(ParameterUpdate):
         return math.ceil(count / self._drawn_of(count))
 
     def _most_rounds(self, images: Patches) -> int:
-        """Return the largest number of rounds that an image of the step needs.
+        """Return how many rounds the largest image of the step needs, in any sample group.
 
-        The images of all sample groups count.
+        A round computes a few patches of each image (:meth:`fill`).
         """
         return max(self._rounds(sample.size) for sample in images.step)
 

@@ -682,7 +682,10 @@ class Planner:
         return max(layer.parameters for layer in self.work.costs.layers)
 
     def _after(self, layout: MeshLayout, weights: float) -> tuple[float, float]:
-        """Return the seconds of the sum of gradients and of the update of the weights.
+        """Return the seconds of the work at the end of a step, after the last backward pass.
+
+        These are two numbers: the seconds in which gradients are summed over all ranks that hold
+        the same weights, and the seconds in which the optimizer updates the weights.
 
         Args:
             layout: the layout.

@@ -66,7 +66,8 @@ class Splitter:
         Args:
             costs: the costs of the layers on a rank's part of the image, without overlap.
             layout: the layers on that part.
-            active: the feature maps that active norms read.
+            active: the feature maps that active norms read (norms that compute their statistics
+                from the current images).
             tiling: the grid of streamed tiles.
         """
         split, tried = self.fastest(costs), {}

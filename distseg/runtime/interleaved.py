@@ -10,8 +10,8 @@ is final only after the backward passes of the tiles below it, because their win
 
 A stage therefore holds the graphs of a few tiles, and computes no tile twice. The order follows
 from the rows that tiles read. All ranks know these rows, so every rank computes the turns of all
-ranks. No active norm and no exchange may lie between the stages' layers, because all tiles would
-wait for each other there.
+ranks. No active norm (a norm that computes its statistics from the current images) and no exchange
+may lie between the stages' layers, because all tiles would wait for each other there.
 
 Words of this module:
 

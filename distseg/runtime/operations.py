@@ -139,8 +139,9 @@ class KeptTile(TileOperation):
 class ForwardTile(KeptTile):
     """Forward pass of a tile, whose result is stored.
 
-    The pass reads windows of the segment's input feature maps. If an active norm follows the
-    segment, the pass also collects the moments of the tile's result for this norm.
+    The pass reads windows of the segment's input feature maps. If an active norm (a norm that
+    computes its statistics from the current images) follows the segment, the pass also collects the
+    moments of the tile's result for this norm.
     """
 
     verb = "forward"

@@ -32,9 +32,11 @@ def own_part(
     exchange: Exchange | None = None,
     whole: bool = False,
 ) -> TiledModel:
-    """Return the part of a model that ``rank`` runs, with distributed counterparts in its layers.
+    """Return the layers of ``model`` that ``rank`` runs, ready to run on tiles.
 
-    Layers on the meta device get memory and initial weights. ``model`` is changed in place.
+    Each layer that reads beyond a tile, or needs all of an image, is replaced by its distributed
+    counterpart, a layer that computes its part on a tile. The rank's layers on the meta device get
+    memory and initial weights. ``model`` is changed in place.
 
     Args:
         model: the whole model.

@@ -1,7 +1,8 @@
 """Lists the messages that layers exchange with other tiles and sample groups during a pass.
 
-These messages are the halos of layers that exchange them, and the statistics of active norms. A
-backward pass has the same messages in the reverse order: autograd runs the layers backwards.
+These messages are the halos of layers that exchange them, and the statistics of active norms (norms
+that compute their statistics from the current images). A backward pass has the same messages in the
+reverse order: autograd runs the layers backwards.
 """
 
 from __future__ import annotations

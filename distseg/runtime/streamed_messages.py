@@ -76,8 +76,8 @@ class StreamedMessages:
         members: for each of its communicators, the numbers of the ranks in the job.
         plans: the plans of all ranks of the pipeline, ``plans[rank][micro_batch]``.
         halos: the exchange of the halos of stored feature maps.
-        norms: for each feature map, the active norms of this rank that read it, as (name,
-            communicator).
+        norms: for each feature map, this rank's active norms that read it, as (name,
+            communicator). An active norm computes its statistics from the current images.
     """
 
     def __init__(

@@ -1,8 +1,9 @@
 """Streams tiles: a rank computes its part of an image tile by tile, in the memory of one tile.
 
 The gradient is exactly the gradient of the whole part. Segments (:mod:`distseg.tiling.segment`) lie
-between the layers that need all of a feature map, which are the active norms. The feature maps
-between segments are stored in a scratch folder or in the host's memory.
+between the layers that need all of a feature map. These are the active norms, which compute their
+statistics from the current images. The feature maps between segments are stored in a scratch folder
+or in the host's memory.
 
 In the forward pass a segment runs on windows of the preceding feature map and computes one tile of
 its result at a time. Each tile adds to the statistics of the next norm. In the backward pass the

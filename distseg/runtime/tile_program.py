@@ -5,8 +5,8 @@ and the feature maps that each segment reads.
 
 A tile can run once the rows that it reads are final. If tiles of several segments can run, a tile
 of the last of these segments runs first. A later stage therefore begins with its first tiles long
-before this stage ends. In the picture ``|`` is the statistic of an active norm, which waits for all
-tiles::
+before this stage ends. An active norm computes its statistics from the current images, so it waits
+for all tiles. In the picture ``|`` is this wait::
 
     segments 0, 1, 2, no active norms, three rows of tiles      0  0 1  0 1 2  1 2  2
     an active norm before segment 1                             0  0  0 | 1  1 2  1 2  2

@@ -53,7 +53,9 @@ class MapView:
 
 @dataclass(frozen=True)
 class LayerView(MapView):
-    """Boxes of one tile at one node, in cells of the node's first input and of its result.
+    """Boxes of one tile at one node (a layer call): what the tile reads, and what it computes.
+
+    ``size``, ``owned`` and ``available`` are those of the node's first input.
 
     Attributes:
         input: the box of the first input that the node reads, without padding. Of each other input
@@ -420,7 +422,9 @@ def _mapped(node: Node, n: int, m: int, tiles: int, inner: Iterable[int]) -> _Ma
 
 @dataclass(frozen=True)
 class _Since:
-    """State of :func:`_exchange_points` at a map, from the layers that compute the map.
+    """What :func:`_exchange_points` notes about a map: what has happened since the last exchange.
+
+    A layer reads beyond its tile if a tile of its result needs cells of neighbouring tiles.
 
     Attributes:
         eaten: number of layers before the map that read beyond their tile. The count begins anew at
@@ -483,10 +487,15 @@ def _exchange_points(
 
 
 def _earlier(graph: Graph, point: int, stored: Container[int]) -> int:
-    """Return the node before which tiles exchange instead of before node ``point``.
+    """Return the node before which tiles exchange in place of node ``point``.
 
-    It is the last node in ``stored`` from which only pointwise layers lead to ``point``. If there
-    is no such node, it is ``point`` itself.
+    The exchange moves back over pointwise layers, which need no halo, to a node whose input is
+    stored in any case. If there is none, the exchange stays before ``point``.
+
+    Args:
+        graph: the network.
+        point: the number of the node before which an exchange is needed.
+        stored: the numbers of the nodes whose first input is stored.
     """
     number = point
     while number not in stored:

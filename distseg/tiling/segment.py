@@ -1,7 +1,8 @@
 """Segments: the layer calls between stored feature maps, and the boxes that a tile depends on.
 
 Streaming computes one tile at a time. So a feature map is stored wherever a later layer needs all
-of it, such as before each active norm. A segment is the nodes (layer calls) that compute a stored
+of it, such as before each active norm (a norm that computes its statistics from the current
+images). A segment is the nodes (layer calls) that compute a stored
 map from earlier stored maps. A tile of the segment's result is computed from a window of each of
 those earlier maps. In this example the last segment pops a skip that begins after ``norm act`` of
 the segment before it. So it computes ``norm act`` again, on a window of the stored map B::

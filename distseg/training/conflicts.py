@@ -75,7 +75,10 @@ class Facts:
 
     @property
     def active(self) -> str | None:
-        """Name and kind of the first active norm, such as ``bn1 (batch norm)``, or None."""
+        """Name and kind of the first active norm, such as ``bn1 (batch norm)``, or None.
+
+        An active norm computes its statistics from the current images.
+        """
         return self._first(self._is_active)
 
     @property

@@ -691,9 +691,9 @@ def streaming_order(schedule: str, linear: bool, active: bool) -> str:
         linear: True if the labels alone determine the loss gradient of the partial sums
             (:class:`distseg.layers.criterion.Criterion`). If False, auto avoids 1F1B, which would
             compute all forward passes twice.
-        active: True if there are active norms, for which all tiles of an image wait. Then auto
-            chooses gpipe: feature maps are stored on the disk, so the forward passes of all
-            micro-batches can come first.
+        active: True if there are active norms: norms that compute their statistics from the current
+            images, so that they wait for all tiles of an image. Then auto chooses gpipe: feature
+            maps are stored on the disk, so the forward passes of all micro-batches can come first.
     """
     if schedule != "auto":
         return schedule

@@ -120,7 +120,10 @@ class StepPrograms:
 
     @cached_property
     def active(self) -> list[int]:
-        """Layer numbers of the active norms; empty if the model is not captured as layer calls."""
+        """Layer numbers of the active norms; empty if the model is not captured as layer calls.
+
+        An active norm computes its statistics from the current images.
+        """
         if not self.flat:
             return []
         layers = (layer for _, layer in flat_layers(self.model))

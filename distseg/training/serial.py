@@ -497,8 +497,8 @@ class _Whole(TorchFunctionMode):
     ) -> Tensor:
         """Compute F.batch_norm by its formula.
 
-        An active norm uses the statistics of ``input``, and the values are kept for :meth:`commit`.
-        A frozen norm uses its running statistics.
+        An active norm computes its statistics from the current ``input``, and these are kept for
+        :meth:`commit`. A frozen norm uses its running statistics.
         """
         channel = _by_channel(input)
         if running_mean is not None and (self.frozen or not training):

@@ -140,7 +140,8 @@ class StageCut:
             and pipeline.schedule in ("auto", "1f1b")
             and not config.spatial.exchanges
         )
-        # Without active norms the last stage computes its tiles forward only once, except for Dice.
+        # Without active norms (norms that compute their statistics from the current images), the
+        # last stage computes its tiles forward only once, except for Dice.
         return Policy(_MANY, "1f1b", "never" if in_turn else "except_last")
 
 

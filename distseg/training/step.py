@@ -261,8 +261,9 @@ class StageRunner:
     Args:
         pipeline: this rank's stages.
         schedule: gpipe, 1f1b or zb-h1.
-        together: True if the tile batches of a micro-batch run together, which active norms need.
-            If False, they run one by one, and activations of only one are in memory at a time.
+        together: True if the tile batches of a micro-batch run together. Active norms (norms that
+            compute their statistics from the current images) need this. If False, they run one by
+            one, and activations of only one are in memory at a time.
     """
 
     def __init__(self, pipeline: Pipeline, schedule: str, together: bool):
@@ -318,7 +319,11 @@ class DeviceRunner:
         self.pipeline, self.run = pipeline, pipeline.run
 
     def prepare(self, micro_batches: list[list[TileBatch]]) -> list[MicroBatch]:
-        """Return the micro-batches that the pipeline runs in a step, one for each tile batch."""
+        """Return the pipeline's micro-batches of a step: each tile batch becomes one of its own.
+
+        Args:
+            micro_batches: for each micro-batch of the config, its tile batches.
+        """
         return micro_batches_of(micro_batches, together=False)
 
     def needs_loss_grad_first(self, units: list[MicroBatch]) -> bool:
@@ -425,7 +430,8 @@ class StreamingRunner:
     def extra_forward(self, plans: list[StagePlan]) -> list[Operation]:
         """Return the operations of an extra forward pass, or an empty list if none is needed.
 
-        It is needed with 1f1b for a loss that is not linear, such as Dice.
+        With 1f1b, backward passes begin before all forward passes have ended. A loss such as Dice
+        then needs the extra pass, because its loss gradient depends on all outputs of the step.
 
         Args:
             plans: for each micro-batch, this rank's stage plan.

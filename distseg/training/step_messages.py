@@ -110,7 +110,8 @@ class _RankMessages:
     def statistics(self) -> dict[int, str]:
         """Return the name of each active norm's communicator, by the number of its layer.
 
-        Over this communicator the ranks sum the statistics of the norm. The dict is empty if each
+        An active norm computes its statistics from the current images. Over this communicator the
+        ranks sum the statistics of the norm. The dict is empty if each
         window has statistics of its own (``approximate.norms: window``).
         """
         config = self.programs.config

@@ -178,7 +178,9 @@ class Header:
     sums_at: int = 0  # byte of the file at which the chunks' checksums begin
 
     def check(self) -> None:
-        """Refuse a header with a value that no valid store has, in itself or in an index entry.
+        """Refuse a header that no valid store has, such as one with 300 classes.
+
+        The values of the header and those of all index entries are checked.
 
         Raises:
             ValueError: a value is impossible; the message names it.

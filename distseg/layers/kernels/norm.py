@@ -127,7 +127,9 @@ def gradient(
 
 
 class Norm(NamedTuple):
-    """Settings of an active norm of whole images.
+    """Settings of a norm that computes its statistics from the given images (an active norm).
+
+    The images must be whole, not tiles.
 
     Attributes:
         groups: number of groups in group norm; 0 if each channel has its own statistics.

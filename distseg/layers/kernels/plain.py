@@ -41,8 +41,9 @@ def forward(x: Tensor, affine: Affine, out: Tensor) -> Tensor:
 def sums(g: Tensor, x: Tensor, affine: Affine) -> tuple[Tensor, Tensor]:
     """Return the sums of g' and of g' * (x - pivot) over all pixels, (C,) float64 each.
 
-    g' is the gradient before the activation. Arguments as for
-    :func:`distseg.layers.kernels.norm.sums`.
+    g' is the gradient before the activation. pivot is the vector (C,) that the affine map
+    subtracts from x, such as the mean (:class:`distseg.layers.kernels.norm.Affine`). Arguments as
+    for :func:`distseg.layers.kernels.norm.sums`.
     """
     scale, _, pivot, one = _parameters(x, affine)
     fixed = scale, pivot, one, pivot, one, False, 0.0, [False, True, True]

@@ -241,10 +241,10 @@ def _captured(model: nn.Module, in_channels: int | None) -> Network:
     channels, whole = _first_trace(empty, likeliest, sizes[0])
 
     def look(size: tuple[int, ...], batch: int) -> None:
-        """Refuse the model if a forward pass changes its tensors, or state that later passes read.
+        """Refuse the model if its forward pass depends on the passes that ran before it.
 
-        A first pass of a fresh copy is compared with the same pass of a copy that has run other
-        passes.
+        Run the same pass in a fresh copy of the model, and in a copy that has already run other
+        passes. The two must agree in the result, and neither may change the model's tensors.
 
         Args:
             size, batch: the image size and the number of images of the compared passes.

@@ -119,7 +119,8 @@ class Folding:
     def from_value(cls, x: Value) -> Folding | None:
         """Return the description of the batch dim of the map ``x``.
 
-        Return None if the batch dim has only images, or if the map has an unsupported form.
+        Return None if the batch dim holds only images, or if the tensor is not a supported map:
+        (batch, C, *size) with at least one spatial dim, each a dim of its own and in their order.
         """
         if (
             x.rank < 3
@@ -294,7 +295,8 @@ def unfolded(
 
     Args:
         rule: the function that turns the current call into layers.
-        raised: the exception that the rule raised because of the map, which it holds.
+        raised: the exception that the rule raised. It holds the map, ``raised.value``, and the
+            description of its batch dim, ``raised.folding``.
         args, kwargs: the arguments of the user's call.
     """
     x, folding, calls = raised.value, raised.folding, reader.current

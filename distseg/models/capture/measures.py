@@ -100,7 +100,7 @@ def _fitted(
 
 
 def _at(rule: Rule, size: Sequence[int]) -> float:
-    """Return the value of a rule for a size; NaN if the formula is undefined."""
+    """Return a rule's number for a size; NaN if there is none, as for a division by 0."""
     try:
         found = rule(size)
     except (ArithmeticError, ValueError):

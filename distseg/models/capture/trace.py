@@ -1021,7 +1021,11 @@ def changed(x: Tensor, index: Any, value: Any) -> Tensor:
 
 
 def itself(x: Tensor) -> Tensor:
-    """Return ``x``. A constant tensor is recorded as a call of this function without arguments."""
+    """Return ``x``.
+
+    A trace holds only calls. So a tensor that no recorded call made is recorded as a call of
+    ``partial(itself, tensor)``, which returns the tensor and takes no arguments.
+    """
     return x
 
 

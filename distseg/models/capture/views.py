@@ -76,9 +76,10 @@ def check_copy(model: nn.Module, copied: nn.Module) -> None:
 
 
 class _Origins(Printer):
-    """Search in an attribute of a copied model for layers and tensors of the original model.
+    """Search in the value of a copied model's attribute for parts of the original model.
 
-    Calling the object with the attribute's value adds the names that it finds to ``found``.
+    Such a part is a layer, parameter or buffer that was not copied. Call the object with the value:
+    the names of the parts that it finds are added to the list ``found``.
 
     Args:
         names: for each layer, parameter and buffer of the original, its name by its ``id``.

@@ -18,7 +18,8 @@ FILES = {"step": "steps.csv", "validation": "validation.csv"}
 class CsvLogger:
     """Writer of a table of steps and a table of validations. Pictures are left out.
 
-    A resumed run removes the rows of later steps than its checkpoint.
+    A run that is resumed from a checkpoint first removes the rows of all steps after the
+    checkpoint, because it runs these steps again.
 
     Args:
         run: the run.

@@ -108,7 +108,9 @@ class Checkpoints(SilentCheckpoints):
 
         Raises:
             OSError: this or the previous checkpoint could not be written. The message names the
-                file. With several stages, a failure before :meth:`save` returns is a joint failure.
+                file.
+            JointFailure: the same, with several stages, on all ranks of the pipeline
+                (:func:`distseg.comm.launch.raise_jointly`).
         """
         self.flush()
         self._began = time.monotonic()

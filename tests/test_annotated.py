@@ -66,8 +66,8 @@ def prepared(folder, masks, *flags, classes=CLASSES):
     return run("prepare", *where, "--classes", classes, *flags)
 
 
-def labels(folder, name):
-    return Store(folder / "s.h5").labels(name, Box.whole(SIZE))
+def labels(folder, name, size=SIZE):
+    return Store(folder / "s.h5").labels(name, Box.whole(size))
 
 
 def run_length(mask):
@@ -132,7 +132,11 @@ WRONG_COCO = {
         ("--attribute", "category"),
         "attribute category 'cat', which is no class",
     ),
-    "an image is missing": (coco(images=coco()["images"][:1]), (), "lists 0 images .* b.png"),
+    "an image is missing": (
+        coco(images=coco()["images"][:1], annotations=one()),
+        (),
+        "lists 0 images .* b.png",
+    ),
     "an image is listed twice": (coco(images=coco()["images"] * 2), (), "lists 2 images"),
     "another size": (
         coco(images=[image | dict(width=84) for image in coco()["images"]]),
@@ -153,6 +157,36 @@ WRONG_COCO = {
         "of 10 pixels",
     ),
     "nothing": (coco(annotations=[]), (), "no polygon in any of its 2 images"),
+    "one id for two images": (
+        coco(images=[image | dict(id=0) for image in coco()["images"]]),
+        (),
+        "gives the id 0 to two images, .*a.png and .*b.png",
+    ),
+    "an unknown image": (
+        coco(annotations=one(image_id="0")),
+        (),
+        "has 1 annotations whose image_id no entry has .* annotation 7 with '0'",
+    ),
+    "an unknown category of an annotation": (
+        coco(annotations=one(category_id=99)),
+        (),
+        "whose category_id no entry has .* annotation 7 with 99",
+    ),
+    "outside": (
+        coco(annotations=one(segmentation=[[200, 5, 210, 5, 210, 9]])),
+        (),
+        "annotation 7 .* lies outside of its image a.png: its columns are 200 to 210",
+    ),
+    "no number": (
+        coco(annotations=one(segmentation=[[1, 2, float("nan"), 4, 5, 6]])),
+        (),
+        "annotation 7 .* not a finite number",
+    ),
+    "too far": (
+        coco(annotations=one(segmentation=[[-1e12, 2, 1e12, 2, 1e12, 10]])),
+        (),
+        "feature 7 .* not a finite number up to 1e.09",
+    ),
     "no file name": (coco(images=[dict(id=0)]), (), "is no COCO file: .* no 'file_name'"),
 }
 
@@ -216,11 +250,39 @@ def test_an_image_of_an_empty_file_is_background(folder):
     assert not labels(folder, "a").any() and labels(folder, "b").any()
 
 
+def test_yolo_with_a_byte_order_mark_is_read_and_other_encodings_are_refused(folder, capsys):
+    masks = yolo(folder)
+    (masks / "a.txt").write_bytes(b"\xef\xbb\xbf" + (masks / "a.txt").read_bytes())
+    assert prepared(folder, masks, "--split", "1,0,0", classes="ground,any") == 0
+    (masks / "a.txt").write_text("0 0 0 1 0 1 1\n", encoding="utf-16")
+    assert prepared(folder, masks, "--split", "1,0,0", classes="ground,any") == 2
+    assert "a.txt is no text in UTF-8" in capsys.readouterr().err
+
+
+def test_images_of_one_name_are_told_apart_by_their_folders(tmp_path):
+    """With --recursive; the folders in the COCO file may be only the last ones."""
+    images, annotations = [], []
+    for number, city in enumerate("AB"):
+        (tmp_path / f"i/{city}").mkdir(parents=True)
+        Image.fromarray(np.zeros((9, 11), np.uint8)).save(tmp_path / f"i/{city}/x.png")
+        images.append(dict(id=number, file_name=f"{city}/x.png", width=11, height=9))
+        square = [number, 0, number + 2, 0, number + 2, 3, number, 3]
+        annotations.append(dict(id=number, image_id=number, category_id=1, segmentation=[square]))
+    about = dict(images=images, annotations=annotations, categories=[dict(id=1, name="car")])
+    (tmp_path / "c.json").write_text(json.dumps(about))
+    flags = ("--recursive", "--split", "1,0,0")
+    assert prepared(tmp_path, tmp_path / "c.json", *flags, classes="ground,car") == 0
+    for number, city in enumerate("AB"):
+        found = np.argwhere(labels(tmp_path, f"{city}-x", (9, 11)))
+        assert found[:, 1].min() == number and len(found) == 6
+
+
 WRONG_YOLO = {
     "a box": (lambda text: "0 0.5 0.5 0.2 0.2\n", None, "line 1 .*a.txt is a box"),
     "pixels": (lambda text: "0 1 1 30 1 30 30\n", None, "shares of width and height"),
     "a word": (lambda text: "0 1 1 x 1 1 1\n", None, "is no polygon .*'x'"),
     "an unknown class": (lambda text: "5 0 0 1 0 1 1\n", None, "class 5, but there are .* 0 car"),
+    "no number": (lambda text: "0 .1 .1 nan .1 .5 .5\n", None, "has nan, but corners are shares"),
     "a name": (lambda text: "car 0 0 1 0 1 1\n", None, "has the class car"),
     "no names": (str, 3, "data.yaml gives no names"),
     "other names": (str, ["car", "cat"], "attribute category 'cat'"),

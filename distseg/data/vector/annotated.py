@@ -127,16 +127,43 @@ def _read_coco(path: Path, size: int, changed: int) -> Coco | None:
         images: dict[str, list[dict]] = {}
         for image in found["images"]:
             images.setdefault(_plain(image["file_name"]), []).append(image)
+            hash(image["id"])
         annotations: dict[Any, list[dict]] = {}
         for one in found["annotations"]:
             annotations.setdefault(one["image_id"], []).append(one)
             one["id"] = int(one["id"])
+            hash(one.get("category_id"))
         categories = {one["id"]: str(one["name"]) for one in found.get("categories", [])}
     except (KeyError, TypeError, ValueError) as e:
         raise ValueError(
             f"{path} is no COCO file: an image, annotation or category has no {e}: {_REPAIR}"
         ) from e
+    _check_ids(path, found["images"], found["annotations"], categories)
     return Coco(images, annotations, categories)
+
+
+def _check_ids(
+    path: Path, images: list[dict], annotations: list[dict], categories: dict[Any, str]
+) -> None:
+    """Refuse images that share an id, and annotations of unknown images or categories.
+
+    Raises:
+        ValueError: there is one; the message names it.
+    """
+    names: dict[Any, str] = {}
+    for image in images:
+        if (other := names.setdefault(image["id"], image["file_name"])) != image["file_name"]:
+            raise ValueError(
+                f"{path} gives the id {image['id']!r} to two images, {other} and "
+                f"{image['file_name']}, so their annotations cannot be told apart: {_REPAIR}"
+            )
+    for field, known in (("image_id", names), ("category_id", categories)):
+        lost = [one for one in annotations if one.get(field) not in known]
+        if lost and known:
+            raise ValueError(
+                f"{path} has {len(lost)} annotations whose {field} no entry has as its id, such as "
+                f"annotation {lost[0]['id']} with {lost[0].get(field)!r}: {_REPAIR}"
+            )
 
 
 def _image(path: Path, coco: Coco, grid: ImageGrid) -> dict:
@@ -146,6 +173,16 @@ def _image(path: Path, coco: Coco, grid: ImageGrid) -> dict:
         ValueError: there is none, there are several, or its size is another one.
     """
     found = coco.images.get(_plain(grid.path.name), [])
+    if len(found) > 1:  # images of several folders
+        ends = unicodedata.normalize("NFC", f"/{grid.path.as_posix()}")
+        fit = [one for one in found if ends.endswith("/" + _slashed(one["file_name"]))]
+        if len(fit) != 1:
+            raise ValueError(
+                f"{path} lists {len(found)} images with the file name {grid.path.name}, and the "
+                f"folders in their names do not say which one is {grid.path}: write file names "
+                "with the folders in which the images lie"
+            )
+        found = fit
     if len(found) != 1:
         known = ", ".join(list(coco.images)[:3]) or "none"
         raise ValueError(
@@ -177,7 +214,16 @@ def _shape(path: Path, annotation: dict, grid: ImageGrid) -> Any:
             f"{what} has no segmentation, so its pixels are unknown (a box is not enough): "
             "annotate its outline, or remove it"
         )
-    return _polygons(what, parts, path)
+    found = _polygons(what, parts, path)
+    left, top, right, bottom = found.bounds
+    height, width = grid.size
+    if right <= 0 or bottom <= 0 or left >= width or top >= height:
+        raise ValueError(
+            f"{what} lies outside of its image {grid.path.name}: its columns are {left:g} to "
+            f"{right:g} and its rows {top:g} to {bottom:g}, but the image has {width} columns and "
+            f"{height} rows: {_REPAIR}"
+        )
+    return found
 
 
 def _polygons(what: str, parts: Sequence[Sequence[float]], path: Path) -> Any:
@@ -195,6 +241,8 @@ def _polygons(what: str, parts: Sequence[Sequence[float]], path: Path) -> Any:
         raise ValueError(
             f"{what} has a polygon of {few[0]} corners, which covers no pixel: correct or remove it"
         )
+    if not all(np.isfinite(ring).all() for ring in rings):
+        raise ValueError(f"{what} has a corner that is not a finite number: {_REPAIR}")
     return shapely.MultiPolygon([shapely.Polygon(ring) for ring in rings])
 
 
@@ -244,7 +292,11 @@ def _of_yolo(path: Path, rule: ValueRule, grid: ImageGrid) -> _Annotations:
     """
     known, note = _yolo_names(path, rule)
     found = _Annotations([], [], [], note if rule.attribute is not None else ())
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as e:
+        raise ValueError(f"{path} is no text in UTF-8 ({e}): save it as UTF-8") from e
+    for number, line in enumerate(text.splitlines(), 1):
         what, parts = f"line {number} of {path}", line.split()
         if not parts:
             continue
@@ -271,9 +323,10 @@ def _scaled(what: str, parts: Sequence[str], grid: ImageGrid) -> list[float]:
         shares = [float(part) for part in parts]
     except ValueError as e:
         raise ValueError(f"{what} is no polygon ({e}): {_REPAIR}") from e
-    if not all(abs(share - 0.5) < _FARTHEST for share in shares):
+    far = [share for share in shares if not abs(share - 0.5) < _FARTHEST]  # or not a number
+    if far:
         raise ValueError(
-            f"{what} has {max(shares, key=abs):g}, but corners are shares of width and height, "
+            f"{what} has {far[0]:g}, but corners are shares of width and height, "
             f"from 0 to 1: {_REPAIR}"
         )
     height, width = grid.size
@@ -316,4 +369,9 @@ def _names_in(file: Path) -> dict[int, str]:
 
 def _plain(name: str) -> str:
     """Return the name of a file without folders, in Unicode's form NFC."""
-    return unicodedata.normalize("NFC", os.path.basename(name.replace("\\", "/")))
+    return os.path.basename(_slashed(name))
+
+
+def _slashed(name: str) -> str:
+    """Return the name of a file in Unicode's form NFC, with a slash after each folder."""
+    return unicodedata.normalize("NFC", name.replace("\\", "/"))

@@ -21,6 +21,7 @@ from distseg.data.vector.corners import Polygons, polygons_of
 
 # Endings of vector files that a folder of masks may hold.
 VECTOR_SUFFIXES = (".geojson", ".gpkg", ".shp", ".fgb")
+_FARTHEST = 1e9  # largest coordinate; farther corners would be drawn wrong
 _DRIVERS = ("GeoJSON", "GPKG", "ESRI Shapefile", "FlatGeobuf")
 _MAGIC = {".gpkg": b"SQLite format 3\0", ".shp": b"\0\0\x27\x0a", ".fgb": b"fgb"}
 _HEAD = 1024  # bytes of a GeoJSON file that may come before its first brace
@@ -268,7 +269,8 @@ def _notes(shapes: np.ndarray, numbers: np.ndarray, skipped: int, shapely: Any) 
         more = f" and {wrong.sum() - 3} more" if wrong.sum() > 3 else ""
         notes.append(
             f"has polygons that are not valid, in the features {', '.join(named)}{more}: pixels "
-            "inside an even number of rings of a polygon are outside of it"
+            "inside an even number of rings of a polygon are outside of it, and polygons of one "
+            "feature that overlap are joined"
         )
     return tuple(notes)
 
@@ -325,16 +327,16 @@ def _value(given: Any, labels: dict[str, int]) -> int | None:
 
 
 def _check_finite(path: Path, polygons: Polygons) -> None:
-    """Refuse corners whose coordinates are no finite numbers.
+    """Refuse corners whose coordinates are no finite numbers, or too large to be drawn.
 
     Raises:
         ValueError: there is such a corner; the message names the first feature with one.
     """
-    endless = ~np.isfinite(polygons.corners).all(1)
+    endless = ~(np.abs(polygons.corners) <= _FARTHEST).all(1)
     if endless.any():
         ring = np.searchsorted(polygons.rings, np.flatnonzero(endless)[0], "right") - 1
         part = np.searchsorted(polygons.parts, ring, "right") - 1
         raise ValueError(
-            f"feature {polygons.features[part]} of {path} has a corner that is not a finite "
-            "number: correct or remove this feature"
+            f"feature {polygons.features[part]} of {path} has a corner that is not a "
+            f"finite number up to {_FARTHEST:g}: correct or remove this feature"
         )

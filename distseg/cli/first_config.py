@@ -152,7 +152,7 @@ def first_config(
         data: facts about the store.
         computer: the machine.
         network: the value of ``model.name``; None to choose one.
-        minutes: the predicted training time at which the number of epochs is aimed.
+        minutes: the time that training should take; the number of epochs is chosen for it.
         output: the folder of the run.
 
     Raises:

@@ -37,7 +37,7 @@ def init(store: str, output: str, network: str | None, minutes: float) -> list[s
         store: the path of the store.
         output: the config file to write.
         network: the value of ``model.name``; None to choose one.
-        minutes: the predicted training time at which the number of epochs is aimed.
+        minutes: the time that training should take; the number of epochs is chosen for it.
 
     Raises:
         ValueError, OSError: there is no store, its training images have no labels, no network fits

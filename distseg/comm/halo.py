@@ -203,7 +203,7 @@ class HaloExchange:
         return ys
 
     def adjoint(self, gs: Sequence[Tensor]) -> list[Tensor]:
-        """Return the gradients of the tensors before the exchange.
+        """Return the gradients of the tensors as they were before the exchange of halos.
 
         Args:
             gs: for each tensor, its gradient after the exchange, (B, C, *exchanged.size). The

@@ -316,10 +316,10 @@ def _check_masks(
 
 
 class Copied(NamedTuple):
-    """Facts about the mask of an image that was copied.
+    """What was found in the mask of an image while it was copied.
 
     Attributes:
-        values: the keys of the map from mask values to labels that the mask contains.
+        values: those values of ``--values`` that occur in the mask.
         overlapping: number of pixels that polygons of different classes cover.
     """
 

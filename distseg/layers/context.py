@@ -72,7 +72,7 @@ class Context:
     def places(self) -> list[TilePlacement]:
         """Placements of the windows of this forward pass, one for each window of this rank.
 
-        An assignment begins a new pass, and sets ``regions`` to None.
+        To assign them begins a new pass, whose ``regions`` are not known yet (None).
         """
         return self._pass.places
 

@@ -387,9 +387,10 @@ class DistributedNorm(nn.Module):
         ]
 
     def moments(self, x: Tensor, index: int, mask: Tensor | None = None) -> list[Contribution]:
-        """Return the moments of each channel over the owned cells of window ``index``.
+        """Return count, mean and squared deviations (moments) of each channel, for each image.
 
-        The list has one contribution for each image of the window.
+        They are taken over the cells of window number ``index`` that belong to its tile, without
+        the halo.
 
         Args:
             x: the feature map of the window.
@@ -492,7 +493,7 @@ class DistributedNorm(nn.Module):
     def normalise(
         self, x: Tensor, index: int, statistics: Moments, mask: Tensor | None = None
     ) -> Tensor:
-        """Normalise window ``index``, with the dropout and activation folded into the norm.
+        """Return window number ``index`` after the norm, and the dropout and activation behind it.
 
         Args:
             x: the feature map of the window.
@@ -507,7 +508,7 @@ class DistributedNorm(nn.Module):
     def coefficients(
         self, x: Tensor, index: int, statistics: Moments, mask: Tensor | None
     ) -> list[Coefficients]:
-        """Return the coefficients with which each image of window ``index`` is normalised.
+        """Return the factors and offsets that normalise each image of window number ``index``.
 
         Args:
             x: the feature map of the window.

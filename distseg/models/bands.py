@@ -171,9 +171,9 @@ def answer_of(model: nn.Module, size: Sequence[int] | None = None) -> tuple[int,
 def fitting(model: nn.Module) -> Images | None:
     """Find by trial a number of bands and of spatial dims with which a network runs.
 
-    A recorded number of bands is ignored; a recorded number of dims is kept. The most likely
-    numbers of bands come first. Return None if no combination runs, or if the network cannot run on
-    the meta device.
+    A number of dims that is recorded in the model is kept, but not a number of bands. The most
+    likely numbers of bands come first. Return None if no combination runs, or if the network cannot
+    run on the meta device.
     """
     return _searched(model, _likely(model), _dims(model))
 

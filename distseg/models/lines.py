@@ -95,7 +95,7 @@ class OfLines(Formula):
 
 
 def _with_sizes(tree: Any, size: Sequence[int]) -> Any:
-    """Return a step's arguments with the length, an int, in place of each :class:`Along`.
+    """Return the arguments of a call, with a length (an int) in place of each :class:`Along`.
 
     Args:
         tree: the arguments: a value, or a nested tuple, dict or slice of values.

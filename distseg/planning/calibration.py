@@ -40,7 +40,9 @@ _BYTES = (8, 2**10, 2**15, 2**18, 2**20, 2**23)  # sizes of the messages that ar
 def operation_rates(
     world, device: torch.device, precisions: Sequence[str], seconds: float
 ) -> tuple[Rates, int]:
-    """Measure operations, the cheapest first, until the time is over.
+    """Measure how fast convolutions, norms and copies run, until the time is over.
+
+    The cheapest are measured first.
 
     All ranks of ``world`` must call it together.
 

@@ -155,11 +155,11 @@ def of_tiles(
 ) -> Passes:
     """Return the predicted seconds of a rank's passes on streamed tiles, by kind and segment.
 
-    A layer's cost on a tile is in proportion to the cells that the layer computes on the tile. A
-    key of the result is (kind, segment), such as ("forward", the name of the segment).
+    A layer's cost on a tile is in proportion to the cells that the layer computes on the tile. The
+    keys of the result are (kind, segment), such as ("forward", the name of the segment).
 
     Args:
-        found: the modelled costs of whole images.
+        found: the predicted costs of the layers on whole images.
         executor: the executor that runs the tiles.
         image: the size of an image in pixels.
         program: the operations of the rank in a step.

@@ -205,9 +205,9 @@ def _kept(layer: nn.Module) -> list[tuple[Tensor, str]]:
     """Return the tensors by which two layers are recognised to share weights or statistics.
 
     Each tensor comes with the words for what is shared. The tensors are the layer's parameters and,
-    if it has running statistics, its running mean. If a model calls a norm several times, the
-    counterpart of the first call may hold the running statistics of all calls. The running mean of
-    that counterpart is then returned.
+    if it has running statistics, its running mean. If a model calls one norm
+    several times, each call is a layer of its own here, and the layer of the first call may hold
+    the running statistics for all of them. Its running mean is then returned for each.
     """
     keeper = getattr(layer, "running", layer)
     running = (keeper if isinstance(keeper, nn.Module) else layer)._buffers.get("running_mean")

@@ -512,7 +512,9 @@ class LayoutTiles:
         )
 
     def rows(self, block: int, segment: int, rows: Span) -> dict[int, Span]:
-        """Return, for each feature map that a segment reads, the rows that it reads.
+        """Return the rows of each feature map that a segment reads to compute rows of its result.
+
+        The keys of the result are numbers of feature maps.
 
         Args:
             block: the index of the tile batch.

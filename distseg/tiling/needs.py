@@ -165,8 +165,9 @@ def input_of(node: Node, dim: int, output: Span, n: int, m: int) -> tuple[Span, 
         n, m: sizes of the whole input and of the whole result.
 
     Returns:
-        The span inside the map, including cells that the padding repeats; and the span that the
-        node reads, which may extend beyond the map into the padding.
+        Two spans. The first has the cells of the map that are needed, including those that the
+        padding repeats. The second is what the node reads, in which padding counts as cells before
+        0 and from ``n`` on.
     """
     footprint = node.along(dim)
     if footprint is None:

@@ -118,7 +118,7 @@ class Fit(AccessPattern):
         return self.follow.pixels(before)
 
     def before(self, n: int, m: int) -> int:
-        """Return the number of cells that are added in front of a map to change its size.
+        """Return the number of cells of padding before the first cell of a map, along one dim.
 
         The number is negative if cells are cropped.
 

@@ -430,7 +430,7 @@ def own_pieces(engine: Engine, images: RandomImages | StoreImages) -> list[list[
 
 
 def _rows(mesh: MeshConfig, train: TrainConfig, data: DataConfig, group: int) -> Rows:
-    """Return the positions of a sample group's images in a step, as in the data loader.
+    """Return which images of a step a sample group computes, in the order of the data loader.
 
     Args:
         mesh, train, data: the settings of these sections.

@@ -329,7 +329,10 @@ class ChunkedArray:
         return found
 
     def _pieces(self, part: Sequence[slice]) -> Iterator[tuple[tuple[int, ...], tuple[slice, ...]]]:
-        """Yield the index of each chunk that a part touches, and the part inside of the chunk."""
+        """Yield the index of each chunk that a part touches, and its share of the part.
+
+        The share has a slice of the whole array for each axis.
+        """
         ranges = [range(at.start // n, -(-at.stop // n)) for at, n in zip(part, self._stored.chunk)]
         for index in product(*ranges):
             yield (

@@ -95,7 +95,8 @@ def write_polygons(path: Path, labels: LabelMap, form: str, identity: str) -> in
 def write_numbers(path: Path, labels: LabelMap, about: str) -> int:
     """Write the number of each pixel's object as a tiled uint32 TIFF, 0 outside all objects.
 
-    Polygons have the same numbers in their attribute ``object``. Return how many objects there are.
+    Files of polygons (GeoPackage, GeoJSON) have the same numbers, in the attribute ``object``.
+    Return how many objects there are.
 
     Args:
         path: an empty file.

@@ -155,7 +155,10 @@ class _Lengthened:
 
 
 def _follows(reader: Reader) -> bool:
-    """Return True if the shape of the call's result, apart from dim 0, differs between traces."""
+    """Return True if the shape of the current call's result differs between traces.
+
+    Dim 0, the batch, does not count.
+    """
     return any(
         len(set(lengths)) > 1 for lengths in list(zip(*(c.shapes[0] for c in reader.current)))[1:]
     )

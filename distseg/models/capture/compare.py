@@ -139,7 +139,9 @@ def _double(x: Tensor) -> Tensor:
 
 
 def _evaluated(model: nn.Module, copied: nn.Module, image: Tensor) -> Any:
-    """Return the result of ``copied`` for ``image`` in evaluation; refuse a change of state.
+    """Run a copy of a network in evaluation mode, and return its result.
+
+    Refuse a network whose forward pass changes its own state.
 
     Args:
         model: the user's module, of which fresh copies are made for the check of its state.
@@ -148,7 +150,7 @@ def _evaluated(model: nn.Module, copied: nn.Module, image: Tensor) -> Any:
 
     Raises:
         Hidden: the pass draws random numbers or changes the module's state.
-        TooSmall: the pass fails.
+        TooSmall: the pass fails, most likely because the images are too small.
     """
     before = picture(copied.eval())
     last, *others = (partial(_result, image * scale) for scale in (1.0, 0.5, 2.0))

@@ -267,7 +267,7 @@ def _likes(reader: Reader, beside: Value) -> list[Value]:
 
 
 def _aligned(reader: Reader, labels: Labels, x: Made, beside: Value) -> tuple[Axis, ...] | None:
-    """Return what the dims of a tensor mean if it is broadcast with ``beside``.
+    """Return which dim of ``beside`` each dim of a tensor is broadcast with.
 
     The result has an :class:`Axis` for each dim of ``beside``. Return None if the dims of the two
     cannot be matched.

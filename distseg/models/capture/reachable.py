@@ -230,9 +230,10 @@ class _Search:
             self._note(module.__name__, vars(module), name, vars(module)[name])
 
     def _in_library(self, owner: str, holder: type | types.ModuleType) -> None:
-        """Record the numbers, strings and containers of a library whose names occur in user code.
+        """Record the numbers, strings and containers of a library that user code mentions by name.
 
-        A forward pass may change them. The library's own code is not searched.
+        They are recorded, because a forward pass of the user's network may change them. The code of
+        the library itself is not searched.
 
         Args:
             owner: name of ``holder`` in messages.

@@ -416,7 +416,7 @@ class Reader:
     def value(self, x: Any) -> Value:
         """Return the argument ``x`` if it is a feature map or a vector; refuse anything else.
 
-        Its dims may be in any order.
+        The dims of the map need not be in the order (N, C, *size).
         """
         if not isinstance(x, Value):
             what = (

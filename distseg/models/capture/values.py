@@ -18,7 +18,7 @@ from distseg.models.axes import Axes, Axis, is_line, length_of, places_of, plain
 
 @dataclass(frozen=True)
 class Sizes:
-    """A setting that differs between traces because it follows the image's size or the batch size.
+    """An argument that traces differ in, as it follows the image's size or the batch size.
 
     An example is the number ``n // 2`` in user code, where ``n`` is the height of a map.
 

@@ -165,7 +165,7 @@ WRONG_COCO = {
     "an unknown image": (
         coco(annotations=one(image_id="0")),
         (),
-        "has 1 annotations whose image_id no entry has .* annotation 7 with '0'",
+        r"image_id no entry has as its id \(1 of 1, such as annotation 7 with '0'\)",
     ),
     "an unknown category of an annotation": (
         coco(annotations=one(category_id=99)),
@@ -259,7 +259,7 @@ def test_yolo_with_a_byte_order_mark_is_read_and_other_encodings_are_refused(fol
     assert "a.txt is no text in UTF-8" in capsys.readouterr().err
 
 
-def test_images_of_one_name_are_told_apart_by_their_folders(tmp_path):
+def test_images_of_one_name_are_told_apart_by_their_folders(tmp_path, capsys):
     """With --recursive; the folders in the COCO file may be only the last ones."""
     images, annotations = [], []
     for number, city in enumerate("AB"):
@@ -275,6 +275,13 @@ def test_images_of_one_name_are_told_apart_by_their_folders(tmp_path):
     for number, city in enumerate("AB"):
         found = np.argwhere(labels(tmp_path, f"{city}-x", (9, 11)))
         assert found[:, 1].min() == number and len(found) == 6
+    images[0]["file_name"] = "x.png"  # the longest fitting name counts, so only A/x.png has it
+    (tmp_path / "c.json").write_text(json.dumps(about))
+    assert prepared(tmp_path, tmp_path / "c.json", *flags, classes="ground,car") == 0
+    del images[1], annotations[1]
+    (tmp_path / "c.json").write_text(json.dumps(about))
+    assert prepared(tmp_path, tmp_path / "c.json", *flags, classes="ground,car") == 2
+    assert "lists 1 images with the file name x.png, but there are 2" in capsys.readouterr().err
 
 
 WRONG_YOLO = {

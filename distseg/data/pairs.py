@@ -17,7 +17,7 @@ from distseg.data.formats.readers import open_image, stem_of
 from distseg.data.masks import PLAIN, MaskForm
 from distseg.data.nested import Found, paired_below
 from distseg.data.notes import notes_on
-from distseg.data.vector.annotated import is_annotated
+from distseg.data.vector.annotated import check_listed, is_annotated
 from distseg.data.vector.layer import read_layer
 from distseg.data.vector.placed import ImageGrid, extents
 from distseg.tiling import rng
@@ -297,7 +297,7 @@ def check_alike(pairs: list[Pair]) -> None:
 
 
 def check_polygons(pairs: Sequence[Pair]) -> None:
-    """Refuse a vector file whose polygons overlap none of its images.
+    """Refuse a vector file whose polygons overlap none of its images, or do not tell them apart.
 
     A file without polygons is accepted for a single image if other images have polygons.
 
@@ -309,6 +309,8 @@ def check_polygons(pairs: Sequence[Pair]) -> None:
         if pair.mask is not None and pair.polygons is not None:
             of_file.setdefault(pair.mask, []).append(pair)
     for path, those in of_file.items():
+        if is_annotated(path):
+            check_listed(path, [pair.image for pair in those])
         if any(pair.polygons for pair in those):
             continue
         if is_annotated(path):

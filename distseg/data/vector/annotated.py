@@ -161,8 +161,9 @@ def _check_ids(
         lost = [one for one in annotations if one.get(field) not in known]
         if lost and known:
             raise ValueError(
-                f"{path} has {len(lost)} annotations whose {field} no entry has as its id, such as "
-                f"annotation {lost[0]['id']} with {lost[0].get(field)!r}: {_REPAIR}"
+                f"{path} has annotations whose {field} no entry has as its id ({len(lost)} of "
+                f"{len(annotations)}, such as annotation {lost[0]['id']} with "
+                f"{lost[0].get(field)!r}): {_REPAIR}"
             )
 
 
@@ -175,14 +176,16 @@ def _image(path: Path, coco: Coco, grid: ImageGrid) -> dict:
     found = coco.images.get(_plain(grid.path.name), [])
     if len(found) > 1:  # images of several folders
         ends = unicodedata.normalize("NFC", f"/{grid.path.as_posix()}")
-        fit = [one for one in found if ends.endswith("/" + _slashed(one["file_name"]))]
-        if len(fit) != 1:
+        names = [_slashed(one["file_name"]) for one in found]
+        fit = [name for name in names if ends.endswith("/" + name)]
+        best = max(fit, key=len, default=None)
+        if fit.count(best) != 1:
             raise ValueError(
                 f"{path} lists {len(found)} images with the file name {grid.path.name}, and the "
-                f"folders in their names do not say which one is {grid.path}: write file names "
-                "with the folders in which the images lie"
+                f"folders in their names ({', '.join(names[:3])}) do not say which one is "
+                f"{grid.path}: list each image once, with the folders in which it lies"
             )
-        found = fit
+        found = [found[names.index(best)]]
     if len(found) != 1:
         known = ", ".join(list(coco.images)[:3]) or "none"
         raise ValueError(
@@ -197,6 +200,30 @@ def _image(path: Path, coco: Coco, grid: ImageGrid) -> dict:
             f"but it has {grid.size[0]}x{grid.size[1]}: {_REPAIR} for these images"
         )
     return found[0]
+
+
+def check_listed(path: Path, images: Sequence[Path]) -> None:
+    """Refuse a COCO file that lists fewer images of a file name than there are.
+
+    Args:
+        path: a file of annotations; other files than COCO files are accepted.
+        images: the image files.
+
+    Raises:
+        ValueError: several images would get the annotations of one entry.
+    """
+    if path.suffix.lower() == YOLO_SUFFIX or (coco := _coco(path)) is None:
+        return
+    those: dict[str, list[Path]] = {}
+    for image in images:
+        those.setdefault(_plain(image.name), []).append(image)
+    for name, files in those.items():
+        if len(files) > len(listed := coco.images.get(name, [])):
+            raise ValueError(
+                f"{path} lists {len(listed)} images with the file name {name}, but there are "
+                f"{len(files)}, such as {files[0]} and {files[-1]}: list each of them, with the "
+                "folders in which it lies"
+            )
 
 
 def _shape(path: Path, annotation: dict, grid: ImageGrid) -> Any:

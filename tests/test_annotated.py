@@ -290,6 +290,7 @@ WRONG_YOLO = {
     "a word": (lambda text: "0 1 1 x 1 1 1\n", None, "is no polygon .*'x'"),
     "an unknown class": (lambda text: "5 0 0 1 0 1 1\n", None, "class 5, but there are .* 0 car"),
     "no number": (lambda text: "0 .1 .1 nan .1 .5 .5\n", None, "has nan, but corners are shares"),
+    "outside": (lambda text: "0 1.1 .1 1.4 .1 1.4 .5\n", None, "line 1 .* lies outside of its im"),
     "a name": (lambda text: "car 0 0 1 0 1 1\n", None, "has the class car"),
     "no names": (str, 3, "data.yaml gives no names"),
     "other names": (str, ["car", "cat"], "attribute category 'cat'"),

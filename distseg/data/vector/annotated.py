@@ -242,15 +242,24 @@ def _shape(path: Path, annotation: dict, grid: ImageGrid) -> Any:
             "annotate its outline, or remove it"
         )
     found = _polygons(what, parts, path)
+    _check_inside(what, found, grid)
+    return found
+
+
+def _check_inside(what: str, found: Any, grid: ImageGrid) -> None:
+    """Refuse polygons that lie outside of their image and do not touch its border.
+
+    Raises:
+        ValueError: no pixel of the image can be in them.
+    """
     left, top, right, bottom = found.bounds
     height, width = grid.size
-    if right <= 0 or bottom <= 0 or left >= width or top >= height:
+    if right < 0 or bottom < 0 or left > width or top > height:
         raise ValueError(
             f"{what} lies outside of its image {grid.path.name}: its columns are {left:g} to "
             f"{right:g} and its rows {top:g} to {bottom:g}, but the image has {width} columns and "
             f"{height} rows: {_REPAIR}"
         )
-    return found
 
 
 def _polygons(what: str, parts: Sequence[Sequence[float]], path: Path) -> Any:
@@ -340,6 +349,7 @@ def _of_yolo(path: Path, rule: ValueRule, grid: ImageGrid) -> _Annotations:
                 f"{_NAMES_FILE} or --classes, or correct the line"
             )
         found.shapes.append(_polygons(what, [_scaled(what, parts[1:], grid)], path))
+        _check_inside(what, found.shapes[-1], grid)
         found.numbers.append(number), found.names.append(name)
     return found
 

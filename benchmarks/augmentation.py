@@ -1,4 +1,4 @@
-"""What each augmentation costs beside reading the same crops: pixels and labels of one rank, as a training step reads them.
+"""Cost of each augmentation beside reading the same crops: pixels and labels of one rank, as a training step reads them.
 
 The store lies in the system's page cache. With `data.prefetch`, a thread reads crops while the step before computes.
 """

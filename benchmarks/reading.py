@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.quick:
         options.size, options.window, options.windows = Size((300, 300)), Size((70, 70)), 3
     bands, dtype = KINDS[options.kind]
-    boxes = _boxes(options.size, options.window, options.windows)
+    boxes = random_boxes(options.size, options.window, options.windows)
     with tempfile.TemporaryDirectory() as folder:
         store = _store(Path(folder) / "s.h5", bands, dtype, options.size)
         cases = _cases(store, _plain(Path(folder), store), boxes)
@@ -98,7 +98,8 @@ def _all(case: Callable[[Box], np.ndarray], boxes: list[Box]) -> Callable[[], No
     return run
 
 
-def _boxes(size: Size, window: Size, count: int) -> list[Box]:
+def random_boxes(size: Size, window: Size, count: int) -> list[Box]:
+    """Return ``count`` boxes of the size ``window`` at random places of an image, always the same."""
     random = np.random.default_rng(0)
     starts = [
         [int(random.integers(0, n - w + 1)) for n, w in zip(size, window)] for _ in range(count)

@@ -1,4 +1,4 @@
-"""What a store that refers to image files costs and saves beside one that holds the pixels: time of ``distseg prepare``, and of reading crops.
+"""Costs and savings of a store that refers to image files, beside one that holds the pixels: time of ``distseg prepare``, and of reading crops.
 
 The files lie in the system's page cache, so that decoding is timed and not the disk. A store of packed files reads fewer bytes
 from a disk than a copy does.
@@ -18,6 +18,7 @@ import tifffile
 from PIL import Image
 
 from benchmarks.harness import measure, parent, repeats_of, report
+from benchmarks.reading import random_boxes
 from distseg.config.sizes import Size
 from distseg.data.prepare import prepare_folder
 from distseg.data.store.store import Store
@@ -72,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         options.size, options.crop, options.crops = Size((300, 300)), Size((70, 70)), 2
     with tempfile.TemporaryDirectory() as folder:
         folders = _written(Path(folder), _pixels(options.size))
-        boxes = _boxes(options.size, options.crop, options.crops)
+        boxes = random_boxes(options.size, options.crop, options.crops)
         cases = _preparing(folders) if options.prepare else _reading(folders, boxes)
         results = measure(cases, repeats_of(options))
     what = "prepare" if options.prepare else f"{options.crops} crops of {options.crop}"
@@ -136,14 +137,6 @@ def _all(store: Store, boxes: list[Box], anew: bool = False) -> Callable[[], Non
             store.read_normalised("a", box)
 
     return run
-
-
-def _boxes(size: Size, crop: Size, count: int) -> list[Box]:
-    random = np.random.default_rng(0)
-    starts = [
-        [int(random.integers(0, n - c + 1)) for n, c in zip(size, crop)] for _ in range(count)
-    ]
-    return [Box(tuple(start), tuple(a + c for a, c in zip(start, crop))) for start in starts]
 
 
 if __name__ == "__main__":

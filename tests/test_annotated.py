@@ -260,7 +260,7 @@ def test_yolo_with_a_byte_order_mark_is_read_and_other_encodings_are_refused(fol
 
 
 def test_images_of_one_name_are_told_apart_by_their_folders(tmp_path, capsys):
-    """With --recursive; the folders in the COCO file may be only the last ones."""
+    """The folders come from --recursive; the COCO file may name only the last ones."""
     images, annotations = [], []
     for number, city in enumerate("AB"):
         (tmp_path / f"i/{city}").mkdir(parents=True)

@@ -316,7 +316,7 @@ def _check_masks(
 
 
 class Copied(NamedTuple):
-    """What was found in the mask of an image while it was copied.
+    """Finds in the mask of an image while it was copied.
 
     Attributes:
         values: those values of ``--values`` that occur in the mask.

@@ -62,15 +62,18 @@ def read_labels(store: Store, samples: list[Sample], box: Box) -> torch.Tensor:
 
 def pixel_bytes(store: Store, sample: Sample, box: Box) -> int:
     """Return the number of bytes of pixels that ``box`` takes from the store."""
-    sources = [_pixel_source(store, sample, part) for part in _parts(sample, box)]
-    pixels = sum(_inside(store, sample, source).pixels for source in sources)
-    return store.dtype(sample.image).itemsize * store.bands * pixels
+    boxes = [_with_margin(sample, part) for part in _parts(sample, box)]
+    return store.dtype(sample.image).itemsize * store.bands * _pixels_in(store, sample, boxes)
 
 
 def label_bytes(store: Store, sample: Sample, box: Box) -> int:
     """Return the number of bytes of labels that ``box`` takes from the store."""
-    sources = [_label_source(store, sample, part) for part in _parts(sample, box)]
-    return sum(_inside(store, sample, source).pixels for source in sources)
+    return _pixels_in(store, sample, [_unturned(sample, part) for part in _parts(sample, box)])
+
+
+def _pixels_in(store: Store, sample: Sample, boxes: list[Box]) -> int:
+    """Return how many pixels of the image boxes of the sample before the turn are made from."""
+    return sum(_inside(store, sample, _source(store, sample, box)).pixels for box in boxes)
 
 
 def _parts(sample: Sample, box: Box) -> list[Box]:
@@ -109,16 +112,18 @@ def _labels(store: Store, sample: Sample, box: Box) -> np.ndarray:
 
 def _pixels_at_once(store: Store, sample: Sample, box: Box) -> np.ndarray:
     """Return the pixels of a box of a sample, read at once, (bands, *box.size) float32."""
-    pixels, absent = _read_padded(store, sample, _pixel_source(store, sample, box))
+    margined = _with_margin(sample, box)
+    pixels, absent = _read_padded(store, sample, _source(store, sample, margined))
     if sample.warp is not None:
-        pixels, absent = _reading(store, sample, _with_margin(sample, box)).pixels(pixels, absent)
+        pixels, absent = _reading(store, sample, margined).pixels(pixels, absent)
     pixels, absent = sample.intensity.blurred(pixels, absent)
     return _finished(sample, pixels, absent, _unturned(sample, box))
 
 
 def _labels_at_once(store: Store, sample: Sample, box: Box) -> np.ndarray:
     """Return the labels of a box of a sample, read at once, (*box.size) uint8."""
-    source = _label_source(store, sample, box)
+    unturned = _unturned(sample, box)
+    source = _source(store, sample, unturned)
     inside = _inside(store, sample, source)
     if inside == source:
         labels = store.labels(sample.image, source)
@@ -127,7 +132,7 @@ def _labels_at_once(store: Store, sample: Sample, box: Box) -> np.ndarray:
         if inside.pixels:
             labels[inside.relative_to(source).slices] = store.labels(sample.image, inside)
     if sample.warp is not None:
-        labels = _reading(store, sample, _unturned(sample, box)).labels(labels)
+        labels = _reading(store, sample, unturned).labels(labels)
     return sample.turn.apply(labels)
 
 
@@ -200,26 +205,14 @@ def _reading(store: Store, sample: Sample, box: Box) -> Reading:
     return Reading(sample.warp, box, sample.box.start, store.size(sample.image))
 
 
-def _pixel_source(store: Store, sample: Sample, box: Box) -> Box:
-    """Return the box of the image from which the pixels of ``box`` are made.
+def _source(store: Store, sample: Sample, box: Box) -> Box:
+    """Return the box of the image from which a box of the sample before the turn is made.
 
     The result may extend beyond the image.
     """
-    found = _with_margin(sample, box)
     if sample.warp is None:
-        return found.shifted(sample.box.start)
-    return _reading(store, sample, found).source
-
-
-def _label_source(store: Store, sample: Sample, box: Box) -> Box:
-    """Return the box of the image from which the labels of ``box`` are made.
-
-    The result may extend beyond the image.
-    """
-    found = _unturned(sample, box)
-    if sample.warp is None:
-        return found.shifted(sample.box.start)
-    return _reading(store, sample, found).source
+        return box.shifted(sample.box.start)
+    return _reading(store, sample, box).source
 
 
 def _inside(store: Store, sample: Sample, source: Box) -> Box:

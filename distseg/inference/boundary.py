@@ -224,7 +224,8 @@ class BoundaryCounter:
         Args:
             pieces: the pieces of all tiles of the image, also of those that other ranks computed.
         """
-        starts, stops = (np.array([edge(box) for box, _ in pieces]) for edge in (_start, _stop))
+        starts = np.array([box.start for box, _ in pieces])
+        stops = np.array([box.stop for box, _ in pieces])
         for tile in self.tiles:
             for box in _around(tile, self._inner(tile, self.tolerance + 1)):
                 window = self._with_margin(box)
@@ -259,14 +260,6 @@ class BoundaryCounter:
         start = tuple(a + margin * (a > 0) for a in tile.start)
         stop = tuple(b - margin * (b < n) for b, n in zip(tile.stop, self.size))
         return Box(start, stop) if all(a < b for a, b in zip(start, stop)) else None
-
-
-def _start(box: Box) -> tuple[int, ...]:
-    return box.start
-
-
-def _stop(box: Box) -> tuple[int, ...]:
-    return box.stop
 
 
 def _around(outer: Box, inner: Box | None) -> Iterator[Box]:

@@ -422,7 +422,7 @@ def _mapped(node: Node, n: int, m: int, tiles: int, inner: Iterable[int]) -> _Ma
 
 @dataclass(frozen=True)
 class _Since:
-    """What :func:`_exchange_points` notes about a map: what has happened since the last exchange.
+    """Notes of :func:`_exchange_points` on a map: what has happened since the last exchange.
 
     A layer reads beyond its tile if a tile of its result needs cells of neighbouring tiles.
 

@@ -106,7 +106,7 @@ class Source:
 
     @property
     def key(self) -> tuple:
-        """What distinguishes the open file from others; slices of one file share it."""
+        """The key of the open file among others; slices of one file share it."""
         return self.files[0].path, self.dims, self.alpha
 
     def open(self, store: str) -> Reader:

@@ -17,8 +17,8 @@ from mpirunner.marks import ranks_of
 
 Case = Mapping[str, Hashable]
 
-# Each number of ranks starts as many processes, for seconds each. The default suite has 1, 2, 3, 4 and 8 ranks; tests of other numbers alone stay in it.
-SELDOM = (6, 9)
+# Each number of ranks starts as many processes, for seconds each. The default suite has 1 to 4 ranks, and the tests that need one other number.
+SELDOM = (6, 8, 9)
 
 
 def pytest_configure(config):

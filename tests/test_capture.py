@@ -322,7 +322,7 @@ SAME = {
     "leaves": lambda m, x: (
         x * x.detach().requires_grad_(False) + x.detach().requires_grad_() * m.scale
     ),
-    "TorchScript": lambda m, x: scripted(x) + compiled(x),
+    "TorchScript": lambda m, x: scripted(x) + x.tanh() * 2,
     "spread over frames": lambda m, x: (
         x.flatten(0, 1)
         .unsqueeze(1)
@@ -385,6 +385,11 @@ def test_a_function_is_what_it_was(name, images):
     torch.manual_seed(0)
     network = same(Called(SAME[name]), (12, 20), images)
     assert network.multiple == {"pool": 2}.get(name, 1)
+
+
+@pytest.mark.slow
+def test_a_compiled_function_is_what_it_was():
+    same(Called(lambda m, x: scripted(x) + compiled(x)), (12, 20), 5)
 
 
 @pytest.mark.parametrize(

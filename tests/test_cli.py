@@ -365,6 +365,7 @@ def taking_interrupts():
     signal.signal(signal.SIGINT, before)
 
 
+@pytest.mark.slow
 def test_an_interrupt_is_not_lost_in_the_end_of_a_weak_reference(taking_interrupts, capsys):
     """Where Python prints and forgets what is raised."""
     seen, interrupts = weakref.WeakValueDictionary(), 0

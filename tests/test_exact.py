@@ -265,7 +265,7 @@ def test_tiles_that_exchange_borders(comm, norm, every):
 
 
 @pytest.mark.parallel(8)
-@pytest.mark.covering(cases=2)
+@pytest.mark.covering(cases=1)
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize(
     "every, recompute", [("1", "always"), ("2", "never"), ("level", "except_last")]

@@ -444,6 +444,7 @@ def test_scores_are_their_textbook_formulas():
     )
 
 
+@pytest.mark.slow
 def test_ultramnist_is_digits_that_add_up(tmp_path, capsys):
     """The label is the sum of the digits that were drawn; images do not depend on others, nor on how they are written."""
     pool = mnist()

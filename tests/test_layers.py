@@ -126,6 +126,7 @@ def test_an_outline_has_the_sizes_of_its_model(model, size):
     assert (found.shape, found.dtype, found.is_meta) == (wanted.shape, wanted.dtype, True)
 
 
+@pytest.mark.slow
 def test_a_step_keeps_compilers_out_of_the_process():
     program = """
 import sys

@@ -90,7 +90,7 @@ def test_the_union_of_samples_tiles_and_stages(comm, number, norm):
 
 
 @pytest.mark.parallel(8)
-@pytest.mark.covering(1)
+@pytest.mark.covering(cases=1)
 @pytest.mark.parametrize("scope", ["group", "step"])
 @pytest.mark.parametrize("loss", ["dice", "focal"])
 def test_the_union_with_batch_norm_of_the_step(comm, scope, loss):

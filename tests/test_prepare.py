@@ -1010,6 +1010,7 @@ def test_an_output_that_is_no_file(tmp_path):
     ]
 
 
+@pytest.mark.slow
 def test_gigapixel_is_the_earth_beside_its_mirror_image(tmp_path, monkeypatch):
     """At a small size; in strips as at any other."""
     monkeypatch.setattr(prepare, "_STRIP_BYTES", 1)

@@ -421,7 +421,7 @@ def net(in_channels, out_channels):
 """
 
 
-@pytest.mark.covering(cases=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "how,message",
     [

@@ -364,12 +364,29 @@ TINY = ["--model.depth", 1, "--model.base_channels", 2, "--mesh.tiles", "1x2"]
 
 @pytest.mark.last
 @pytest.mark.timeout(240)
-def test_a_job_without_mpi_trains_and_predicts(tmp_path):
-    random_store(tmp_path / "store.h5", train=[(33, 46)] * 2, val=[(33, 46)], test=[(33, 46)])
+def test_a_job_without_mpi_is_exact():
+    exchange = ["--image", "41x52", "--spatial.exchange_every", 1, "--model.norm", "batch"]
+    said = torchrun(2, "-m", "distseg", "verify", *TINY, *exchange).stdout
+    assert "gradients summed by torch" in said
+    assert "exact: largest relative error" in said
+
+
+@pytest.mark.last
+@pytest.mark.timeout(240)
+def test_a_job_without_mpi_trains(tmp_path):
+    random_store(tmp_path / "store.h5", train=[(33, 46)] * 2, val=[(33, 46)])
     given = ["--data.store", tmp_path / "store.h5", "--train.output", tmp_path / "run"]
     said = torchrun(2, "-m", "distseg", "train", *TINY, *given, "--train.epochs", 1).stdout
     assert "transport: torch.distributed (gloo), started by torchrun" in said
     assert "gradients summed by torch" in said
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_a_job_without_mpi_predicts(tmp_path):
+    random_store(tmp_path / "store.h5", train=[(33, 46)] * 2, test=[(33, 46)])
+    given = ["--data.store", tmp_path / "store.h5", "--train.output", tmp_path / "run"]
+    torchrun(2, "-m", "distseg", "train", *TINY, *given, "--train.epochs", 1)
     torchrun(2, "-m", "distseg", "predict", tmp_path / "run", "--output", tmp_path / "maps")
     assert [path.name for path in (tmp_path / "maps").glob("*.h5")] == ["test0.h5"]
 
@@ -459,8 +476,9 @@ def suite(*arguments, timeout: float, **environment: str) -> None:
 
 
 @pytest.mark.last
+@pytest.mark.slow
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_a_sample_of_the_exact_tests_without_mpi(ranks):
     names = [f"tests/test_{name}" for name in SAMPLE]
     suite(*names, "-m", "parallel and not slow", timeout=170, DISTSEG_TEST_RANKS=str(ranks))

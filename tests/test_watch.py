@@ -323,16 +323,18 @@ def own_loop(tmp_path, mpirun):
 
 
 def ways_to_leave():
-    """Yield the ways of a rank to leave a job. Only torchrun is tried by default, because Open MPI's mpirun hangs about once in forty times after the other rank was killed."""
-    for by, place, how in product(
+    """Yield the ways of a rank to leave a job.
+
+    Open MPI's mpirun hangs about once in forty times after the other rank was killed.
+    """
+    yield from product(
         ("torchrun", "mpirun"), ("step 0", "step 1", "prediction"), ("leaves", "fails")
-    ):
-        usual = (by, place, how) == ("torchrun", "step 0", "leaves")
-        yield pytest.param(by, place, how, marks=() if usual else pytest.mark.slow)
+    )
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("by, place, how", ways_to_leave())
+@pytest.mark.parametrize("by, place, how", list(ways_to_leave()))
 def test_a_rank_that_leaves_between_two_calls_ends_the_job(own_loop, by, place, how):
     start = time.monotonic()
     done = own_loop(by, place, how)

@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import torch
@@ -29,7 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from distseg.comm import launch
 from distseg.comm.communicator import as_communicator
 from distseg.comm.mesh import Mesh
-from distseg.comm.watch import attend
+from distseg.comm.watch import attend, connecting
 from distseg.config.settings import (
     Config,
     DataConfig,
@@ -72,6 +73,7 @@ def init_mesh(
     comm=None,
     device: str = "auto",
     threads: int | None = None,
+    timeout: float = 1800.0,
 ) -> Mesh:
     """Return the mesh of all ranks of this job, and choose this rank's device.
 
@@ -94,6 +96,8 @@ def init_mesh(
         device: cpu, cuda, or auto. auto takes a GPU if there is one, else the CPU.
         threads: CPU threads of a rank; by default the node's cores shared among its ranks. A
             process that was started alone keeps PyTorch's number.
+        timeout: seconds that a rank waits until all ranks have made this call; 0 to wait for ever.
+            Later calls wait as long, until :func:`distribute` gives another number.
 
     Raises:
         ValueError: the mesh does not fit the number of ranks; the message names both numbers.
@@ -102,25 +106,47 @@ def init_mesh(
         raise ValueError(
             f"tiles must be a grid with a number for each dim, such as (1, 2), got {tiles}"
         )
-    if isinstance(comm, DeviceMesh):
-        if samples is not None or stages != 1 or math.prod(tiles) != 1:
-            raise ValueError("a DeviceMesh has its own sizes: leave samples, tiles and stages out")
-        comm, (samples, tiles, stages) = _ranks_of(comm), _axes_of(comm)
-    world = launch.world() if comm is None else comm
-    if samples is None:
-        samples = 1 if -1 in (*tiles, stages) else -1
-    samples, *tiles, stages = _filled([samples, *tiles, stages], world.size)
-    own_threads = torch.get_num_threads()
-    chosen, _ = launch.set_up(world, device, threads)
-    if world.size == 1 and threads is None:
-        torch.set_num_threads(own_threads)
-    if world.size > 1:
-        _end_together(world)
-    if comm is None or world.size == launch.identify().size:
-        attend(as_communicator(world))
-    mesh = Mesh(world, samples, tiles, stages)
+    if timeout < 0:
+        raise ValueError(
+            f"timeout is {timeout}: give seconds of at least 0, where 0 means to wait for ever"
+        )
+    with _guardian(comm, timeout):
+        if isinstance(comm, DeviceMesh):
+            if samples is not None or stages != 1 or math.prod(tiles) != 1:
+                raise ValueError(
+                    "a DeviceMesh has its own sizes: leave samples, tiles and stages out"
+                )
+            comm, (samples, tiles, stages) = _ranks_of(comm), _axes_of(comm)
+        world = launch.world() if comm is None else comm
+        if samples is None:
+            samples = 1 if -1 in (*tiles, stages) else -1
+        samples, *tiles, stages = _filled([samples, *tiles, stages], world.size)
+        own_threads = torch.get_num_threads()
+        chosen, _ = launch.set_up(world, device, threads)
+        if world.size == 1 and threads is None:
+            torch.set_num_threads(own_threads)
+        if world.size > 1:
+            _end_together(world)
+        if comm is None or world.size == launch.identify().size:
+            attend(as_communicator(world))
+        mesh = Mesh(world, samples, tiles, stages, timeout)
     mesh.device = chosen
     return mesh
+
+
+def _guardian(comm, timeout: float) -> AbstractContextManager:
+    """Return a context in which a guardian watches that all ranks of the job call init_mesh.
+
+    The context does nothing if ``comm`` has only some ranks of the job, or the process is alone.
+
+    Args:
+        comm, timeout: the arguments of :func:`init_mesh`.
+    """
+    process = launch.identify()
+    all_ranks = comm is None or isinstance(comm, DeviceMesh) or comm.size == process.size
+    if process.size is None or process.size == 1 or not all_ranks:
+        return nullcontext()
+    return connecting(process.rank, timeout)
 
 
 def distribute(
@@ -185,13 +211,16 @@ def distribute(
         in_channels: number of bands of an image, if the module does not determine it.
         seed: seed of the masks of dropout.
         reducer: what sums gradients over ranks: auto, horovod, mpi or torch (torch.distributed).
-        timeout: seconds that a rank waits for another rank; 0 to wait for ever.
+        timeout: seconds that a rank waits for another rank; 0 to wait for ever. If a rank waits
+            longer while no rank makes progress, the job is ended by a message that says where each
+            rank is.
 
     Raises:
         ValueError: the module cannot be distributed exactly in this way. The message names the
             layer and the line of the module's code. It is raised on all ranks before any work.
     """
-    mesh = init_mesh() if mesh is None else mesh
+    mesh = init_mesh(timeout=timeout) if mesh is None else mesh
+    mesh.waits.timeout = timeout
     with launch.raise_jointly(mesh.world):
         _check_modes(module)
         order = list(module.state_dict())

@@ -1,5 +1,6 @@
 """A job that hangs is ended, wherever it hangs, and says where each of its ranks stood."""
 
+import mmap
 import os
 import re
 import signal
@@ -14,7 +15,10 @@ import pytest
 from test_transport import torchrun
 
 import distseg
-from distseg.comm.guardian import ALONE_AFTER, GONE_AFTER, Member, report, verdict
+from distseg.comm import progress
+from distseg.comm.alone import Alone
+from distseg.comm.guardian import ALONE_AFTER, GONE_AFTER, PAGE, Member, Rank, report, verdict
+from distseg.comm.waits import Ranks, Waits
 
 ROOT = Path(distseg.__file__).parents[1]
 
@@ -88,6 +92,61 @@ def test_ranks_that_have_just_begun_to_wait_go_on():
     ranks = standing("left", "waits", "waits")
     ranks[2].still = 1.0
     assert verdict(ranks, 0.0) is None
+
+
+@pytest.mark.parametrize(
+    "still, patience, found",
+    [
+        ((36, 36), (30, 0), "rank 0 waits for other ranks, and nothing has moved for 30 s"),
+        ((36, 36), (30, 40), "ranks 0, 1 wait for other ranks, and nothing has moved for 30 s"),
+        ((36, 0), (30, 0), None),  # the other rank makes progress
+        ((34, 34), (30, 0), None),  # the waiting rank may raise an error by itself
+        ((1e4, 1e4), (0, 0), None),  # both are in the program's own code, or may wait for ever
+    ],
+)
+def test_when_a_program_has_to_be_ended_because_ranks_wait(still, patience, found):
+    ranks = members(*[(seconds, "S") for seconds in still])
+    for member, seconds in zip(ranks, patience):
+        member.patience = seconds
+    said = verdict(ranks, 0.0)
+    assert said is None if found is None else said.startswith(found)
+    if found:
+        text = report(said, ranks, None)
+        assert "give init_mesh and distribute a larger timeout" in text
+        assert "run.timeout" not in text
+
+
+def test_a_silent_node_makes_no_progress():
+    ranks = members((40, "S"), (0, "R"))
+    ranks[0].patience, ranks[1].unheard = 30.0, 36.0
+    assert verdict(ranks, 0.0).startswith("rank 0 waits for other ranks")
+
+
+def test_calls_that_block_are_reported_with_their_timeout(monkeypatch):
+    page = mmap.mmap(-1, PAGE)
+    rank, found = Rank(page, 0, 0), []
+
+    class Comm(Alone):
+        def look(self, what=None, root=0):
+            found.append((rank.where, rank.patience))
+
+        allgather = allreduce = gather = bcast = Bcast = Barrier = Split = split_by_node = look
+
+    monkeypatch.setattr(progress, "_page", page)
+    ranks = Ranks(Comm(), Waits(7.0))
+    ranks.Bcast(None, root=0)
+    ranks.Barrier()
+    for name in ("allgather", "allreduce", "gather", "bcast", "split_by_node"):
+        getattr(ranks, name)(1)
+    with pytest.raises(ZeroDivisionError), ranks.waits.reported("a sum"):
+        raise ZeroDivisionError
+    assert found == [("starting, waits for all ranks to make the same call", 7.0)] * 7
+    assert rank.where == "starting" and rank.patience == 0 and not rank.waits
+
+
+def test_a_timeout_below_zero_is_refused():
+    with pytest.raises(ValueError, match="timeout is -1: give seconds of at least 0"):
+        distseg.init_mesh(timeout=-1)
 
 
 def test_a_report_of_a_rank_that_has_left_says_what_to_do():
@@ -283,16 +342,23 @@ import sys, time
 import torch
 import distseg
 
+from distseg.comm.launch import identify
+
 place, how = sys.argv[1:3]
-mesh = distseg.init_mesh(tiles=(1, -1))
+timeout = float(sys.argv[3]) if len(sys.argv) > 3 else 1800.0
 
 def at(now):
-    if now == place and mesh.rank == 1:
+    if now == place and identify().rank == 1:
         if how == "raises":
             raise RuntimeError("a mistake")
+        if how == "sleeps":
+            time.sleep(1000)
         sys.exit(0 if how == "leaves" else 3)
 
-model = distseg.distribute(torch.nn.Conv2d(3, 2, 3, padding=1), mesh)
+at("start")
+mesh = distseg.init_mesh(tiles=(1, -1), timeout=timeout)
+at("distribution")
+model = distseg.distribute(torch.nn.Conv2d(3, 2, 3, padding=1), mesh, timeout=timeout)
 criterion = distseg.PixelLoss(lambda x, y: torch.nn.functional.cross_entropy(x, y, reduction="none"))
 image, target = torch.zeros(1, 3, 16, 24), torch.zeros(1, 16, 24).long()
 for number in range(2):
@@ -341,6 +407,23 @@ def test_a_rank_that_leaves_between_two_calls_ends_the_job(own_loop, by, place, 
     assert done.returncode != 0 and "through" not in done.stdout, str(done)
     assert re.search(LEFT, done.stderr), str(done)
     assert time.monotonic() < start + 100
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("by", ["mpirun", "torchrun"])
+@pytest.mark.parametrize(
+    "place, how", [("start", "sleeps"), ("start", "leaves"), ("distribution", "sleeps")]
+)
+def test_a_rank_that_never_makes_a_call_ends_the_job(own_loop, by, place, how):
+    """These calls wait inside the transport, where only the guardian can end the rank."""
+    done = own_loop(by, place, how, 2.0)
+    assert done.returncode != 0 and "through" not in done.stdout, str(done)
+    if (by, how) == ("mpirun", "leaves"):  # Open MPI ends such a job by itself, at once
+        return
+    assert "rank 0 waits for other ranks, and nothing has moved for 2 s" in done.stderr, str(done)
+    where = "all ranks to call init_mesh" if place == "start" else "all ranks to make the same call"
+    assert f"waits for {where}" in done.stderr, str(done)
 
 
 @pytest.mark.slow

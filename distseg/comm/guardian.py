@@ -11,7 +11,8 @@ ranks. A job is ended if
 - a rank has left the job, and all other ranks wait for messages.
 
 The time limit is 0 in programs that call distseg from their own loops, because these may do other
-work for any time. Then only the last rule holds.
+work for any time. Then two rules hold: the last one, and that no rank has made progress while one
+of them waits for others for longer than this wait may take.
 
 Time is counted in the guardian's own ticks. So a job that is suspended as a whole, or waits for a
 busy machine, is not taken for one that hangs. Each guardian kills its own rank, without the help of
@@ -34,6 +35,7 @@ import time
 PAGE, TEXT = 4096, 500
 # Offsets of the fields in the shared page.
 MOVES, LIMIT, ENDING, PHASE, DOING, WAITING = (0, 8, 16, 24, 24 + TEXT, 24 + 2 * TEXT)
+PATIENCE = 24 + 3 * TEXT
 # Times in seconds.
 DEPUTY_WAITS = 1.0  # rank 1's guardian leaves the decision to rank 0's guardian for this long
 GONE_AFTER = 5.0  # a launcher may take this long to notice the end of a process
@@ -49,6 +51,7 @@ ALONE_AFTER = 5.0  # all other ranks wait for a rank that has left for this long
 # Values of the field ENDING: only the watch ends, the process ends, the rank has left its job.
 UNWATCHED, FOR_GOOD, LEFT = 1, 2, 3
 _LONGEST_LINE = 1 << 16
+_OWN_TIMEOUT = "timeout of init_mesh and distribute"  # the limit of waits in a program's own loop
 
 
 class Rank:
@@ -87,6 +90,14 @@ class Rank:
     def limit(self) -> float:
         """Longest time without progress that is allowed, in seconds; 0 stands for no limit."""
         return struct.unpack("d", self.page[LIMIT : LIMIT + 8])[0]
+
+    @property
+    def patience(self) -> float:
+        """Longest time in seconds that the current wait for other ranks may take; 0 for no limit.
+
+        It is 0 too while the process does not wait.
+        """
+        return struct.unpack("d", self.page[PATIENCE : PATIENCE + 8])[0] if self.waits else 0.0
 
     @property
     def ending(self) -> bool:
@@ -183,6 +194,7 @@ class Member:
         where, state: what the rank is doing, and its kernel state (:class:`Rank`).
         connected: True once its guardian has sent a report.
         waits: True while the rank waits for a message.
+        patience: seconds that its current wait may take (:class:`Rank`).
         has_left: True once the rank's program has ended (:class:`Rank`).
         said_bye: True once its guardian has announced the end of the rank or of the watch.
         lost: True if its guardian's connection broke without such an announcement.
@@ -190,7 +202,7 @@ class Member:
 
     def __init__(self, rank: int, host: str):
         self.rank, self.host = rank, host
-        self.still = self.unheard = 0.0
+        self.still = self.unheard = self.patience = 0.0
         self.where, self.state = "starting", "?"
         self.waits = self.has_left = False
         self.connected = self.said_bye = self.lost = False
@@ -204,6 +216,7 @@ class Member:
             str(message["state"]),
         )
         self.waits, self.has_left = bool(message.get("waits")), bool(message.get("left"))
+        self.patience = float(message.get("patience", 0.0))
 
     def line(self) -> str:
         """Return the rank's state in words, for the report to the user."""
@@ -226,9 +239,9 @@ def verdict(members: list[Member], timeout: float) -> str | None:
     """
     if left := _left_alone(members, timeout):
         return left
-    if not timeout:
-        return None
     at_work = [m for m in members if m.connected and not m.said_bye]
+    if not timeout:
+        return _waits_too_long(at_work)
     if gone := [m.rank for m in at_work if m.lost and m.unheard > GONE_AFTER]:
         return f"{_ranks(gone)} ended without an error message"
     if silent := [m.rank for m in at_work if m.unheard > timeout]:
@@ -263,6 +276,28 @@ def _left_alone(members: list[Member], timeout: float) -> str | None:
     return None
 
 
+def _waits_too_long(members: list[Member]) -> str | None:
+    """Return the reason to end a job without a time limit in which ranks wait in vain, or None.
+
+    Such a job is ended if no rank has made progress for longer than one of the waits may take, and
+    5 s more, in which the waiting rank itself may raise an error.
+
+    Args:
+        members: the states of all ranks.
+    """
+    waiting = [m for m in members if m.patience]
+    if not waiting:
+        return None
+    limit = min(m.patience for m in waiting)
+    if min(max(m.still, m.unheard) for m in members) <= limit + ALONE_AFTER:
+        return None
+    waits = "waits" if len(waiting) == 1 else "wait"
+    return (
+        f"{_ranks([m.rank for m in waiting])} {waits} for other ranks, and nothing has moved for "
+        f"{limit:g} s ({_OWN_TIMEOUT})"
+    )
+
+
 def report(reason: str, members: list[Member], folder: str | None) -> str:
     """Return the message to the user that the job is ended, with the state of each rank.
 
@@ -281,13 +316,21 @@ def report(reason: str, members: list[Member], folder: str | None) -> str:
     lines = [f"distseg: error: {reason}, so the job is ended. What its ranks were doing:"]
     lines += [f"  {_ranks(ranks)} on {host}: {line}" for (line, host), ranks in places.items()]
     lines.append(f"  stacks of all ranks: {folder}" if folder else "  stacks: below")
-    lines.append(
-        "  All ranks must make the same calls of distseg: let none of them end before the others, "
-        "as by sys.exit() on one rank."
-        if any(m.has_left for m in members)
-        else "  If the job was only busy, set run.timeout higher. A training run continues with "
-        "--train.resume true."
-    )
+    same_calls = "  All ranks must make the same calls of distseg"
+    if any(m.has_left for m in members):
+        lines.append(
+            f"{same_calls}: let none of them end before the others, as by sys.exit() on one rank."
+        )
+    elif _OWN_TIMEOUT in reason:
+        lines.append(
+            f"{same_calls}. If a rank was only busy, give init_mesh and distribute a larger "
+            "timeout."
+        )
+    else:
+        lines.append(
+            "  If the job was only busy, set run.timeout higher. A training run continues with "
+            "--train.resume true."
+        )
     return "\n".join(lines)
 
 
@@ -516,6 +559,7 @@ class Guardian:
             "where": self.rank.where,
             "state": self.rank.state,
             "waits": self.rank.waits,
+            "patience": self.rank.patience,
             "left": self.rank.has_left,
         }
 
@@ -525,11 +569,25 @@ class Guardian:
         self.rank.tick(seconds)
         message = self._message()
         self.monitors = [lines for lines in self.monitors if lines.send(message)]
-        limit = self.rank.limit
         if self.members and self.number < 2:
             self._judge(seconds, message)
-        elif limit and not self.monitors and self.rank.still > limit:
-            self._end(f"nothing has moved for {limit:g} s (run.timeout)")
+        elif not self.monitors and (reason := self._verdict_alone()):
+            self._end(reason)
+
+    def _verdict_alone(self) -> str | None:
+        """Return the reason to end this rank, if no other guardian decides, or None."""
+        limit = self.rank.limit
+        if not limit:
+            return _waits_too_long(self._alone())
+        if self.rank.still > limit:
+            return f"nothing has moved for {limit:g} s (run.timeout)"
+        return None
+
+    def _alone(self) -> list[Member]:
+        """Return the state of this guardian's own rank, as the only one of a list."""
+        own = Member(self.number, socket.gethostname())
+        own.hear(self._message())
+        return [own]
 
     def _judge(self, seconds: float, own: dict) -> None:
         for m in self.members:
@@ -550,8 +608,7 @@ class Guardian:
         members = self.members
         if reason:
             if self.number > 1 or not members:
-                members = [Member(self.number, socket.gethostname())]
-                members[0].hear(self._message())
+                members = self._alone()
             self.folder = self.folder and os.path.join(
                 self.folder, time.strftime("hang-%Y%m%d-%H%M%S")
             )

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 from distseg.comm.alone import Alone
 from distseg.comm.communicator import Communicator, as_communicator
 from distseg.comm.launchers import LONE, contradiction, identify
-from distseg.comm.progress import waits
+from distseg.comm.progress import SAME_CALL, waits
 from distseg.comm.threads import Threads, choose_threads, own_limits
 from distseg.comm.transports import Choice, address, choose, mpi_installed
 
@@ -428,7 +428,7 @@ def gathered(comm) -> None:
     while not here.Test():
         if pause == 1e-3 and not reported:
             reported = True
-            waits("all ranks to make the same call")
+            waits(SAME_CALL, comm.waits.timeout if hasattr(comm, "waits") else 0.0)
         time.sleep(pause)
         pause = min(2 * pause, 1e-3)
     if reported:

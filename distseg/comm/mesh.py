@@ -115,6 +115,11 @@ class Mesh:
 
     The mesh has D sample groups, Q tiles and S stages.
 
+    Args:
+        world: the communicator of all ranks.
+        samples, tiles, stages: the sizes of the axes.
+        timeout: seconds that a rank waits for another; 0 for no limit.
+
     Attributes:
         sample, tile, stage: this rank's coordinates; ``tile`` has one index per spatial dim.
         world: all ranks.
@@ -128,11 +133,13 @@ class Mesh:
 
     device = torch.device("cpu")
 
-    def __init__(self, world, samples: int = 1, tiles=(1, 1), stages: int = 1):
+    def __init__(
+        self, world, samples: int = 1, tiles=(1, 1), stages: int = 1, timeout: float = 0.0
+    ):
         self.shape = MeshShape(samples, Size(tiles), stages)
         check_launcher()
         self.shape.check(world.size)
-        self.waits = Waits()
+        self.waits = Waits(timeout)
         self.world = Ranks(world, self.waits)
         self.sample, self.tile, self.stage = self.shape.place(world.rank)
         # Ranks with the same number along the other axes share a communicator.

@@ -9,8 +9,9 @@ from __future__ import annotations
 import mmap
 import struct
 
-from distseg.comm.guardian import DOING, ENDING, LIMIT, MOVES, PHASE, TEXT, WAITING
+from distseg.comm.guardian import DOING, ENDING, LIMIT, MOVES, PATIENCE, PHASE, TEXT, WAITING
 
+SAME_CALL = "all ranks to make the same call"  # what a rank waits for in a collective
 _page: mmap.mmap | None = None  # shared with the guardian; None without a guardian
 _moves = 0
 
@@ -40,9 +41,16 @@ def heartbeat(text: str) -> None:
         _move()
 
 
-def waits(text: str) -> None:
-    """Report to the guardian what this rank waits for; an empty text says that the wait is over."""
+def waits(text: str, patience: float = 0.0) -> None:
+    """Report to the guardian what this rank waits for; an empty text says that the wait is over.
+
+    Args:
+        text: what other ranks have to do or send.
+        patience: seconds after which the guardian ends the job if no rank moves meanwhile; 0 for
+            no limit. It matters only where :func:`limit` has set no limit.
+    """
     if _page is not None:
+        _page[PATIENCE : PATIENCE + 8] = struct.pack("d", patience)
         _write(WAITING, text)
         _move()
 

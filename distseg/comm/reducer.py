@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from distseg.comm.communicator import as_communicator
 from distseg.comm.memory_format import like_layout
 from distseg.comm.staging import Buffers, wait_for_device
-from distseg.comm.waits import waits_of
+from distseg.comm.waits import Waits, waits_of
 
 _SETS: dict[tuple[int, ...], object] = {}  # Horovod's process sets of this process, by their ranks
 _STALL = "HOROVOD_STALL_CHECK_TIME_SECONDS", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
@@ -207,13 +207,14 @@ class HorovodReducer:
 
     Args:
         process_set: Horovod's process set of the replicas.
+        waits: the wait policy of the mesh.
         fp16: True to compress gradients to fp16 for the sum.
     """
 
     name = "horovod"
 
-    def __init__(self, process_set, fp16: bool = False):
-        self.process_set, self.fp16 = process_set, fp16
+    def __init__(self, process_set, waits: Waits, fp16: bool = False):
+        self.process_set, self.waits, self.fp16 = process_set, waits, fp16
 
     def sum(self, buckets: list[Tensor]) -> None:
         import horovod.torch as hvd
@@ -221,10 +222,11 @@ class HorovodReducer:
         # The list is empty for a pipeline stage without weights.
         wires = [b.to(torch.float16) if self.fp16 else _wire(b) for b in buckets]
         # Horovod reduces the tensors of one device in one operation.
-        for number, (_, group) in enumerate(groupby(wires, key=lambda wire: wire.device)):
-            hvd.grouped_allreduce_(
-                list(group), op=hvd.Sum, name=f"gradients{number}", process_set=self.process_set
-            )
+        with self.waits.reported("the sum of the gradients over the replicas"):
+            for number, (_, group) in enumerate(groupby(wires, key=lambda wire: wire.device)):
+                hvd.grouped_allreduce_(
+                    list(group), op=hvd.Sum, name=f"gradients{number}", process_set=self.process_set
+                )
         for bucket, wire in zip(buckets, wires):
             if wire is not bucket:
                 bucket.copy_(wire)
@@ -267,7 +269,7 @@ def make_reducer(kind: str, mesh, fp16: bool = False, device: str = "cpu"):
     if mesh.replicas.size == 1:
         return LoneReducer()
     if asked and not lacks:
-        return HorovodReducer(_process_set(mesh, device), fp16)
+        return HorovodReducer(_process_set(mesh, device), mesh.waits, fp16)
     if lacks and mesh.world.rank == 0:
         print(f"distseg: {lacks}, gradients are summed by MPI (mesh.reducer: mpi)", flush=True)
     return TransportReducer(mesh.replicas, fp16)

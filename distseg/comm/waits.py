@@ -14,13 +14,19 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import wraps
 from typing import NamedTuple
 
 import torch
 
 from distseg.comm.communicator import as_communicator
+from distseg.comm.progress import SAME_CALL, watched
 from distseg.comm.progress import waits as report_wait
-from distseg.comm.progress import watched
+
+# Calls of a communicator that return only after other ranks have made the same call.
+_BLOCKING = frozenset(
+    ("allgather", "allreduce", "gather", "bcast", "Bcast", "Barrier", "split_by_node")
+)
 
 
 class _Piece(NamedTuple):
@@ -69,23 +75,41 @@ class Waits:
     def _wait(self, request, what: str) -> None:
         start = time.perf_counter()
         patience, pause, reported = start + 1e-4, 5e-5, False
-        while not request.Test():
-            self._move()
-            if self.do_next():
-                continue
-            now = time.perf_counter()
-            if self.timeout and now > start + self.timeout and not watched():
-                raise TimeoutError(
-                    f"{what} did not come within {self.timeout:g} s: another rank hangs or is very "
-                    "late; if that rank was only busy, set run.timeout higher"
-                )
-            if now > patience:
-                if not reported:
-                    reported = True
-                    report_wait(what)
-                time.sleep(pause)
-                pause = min(2 * pause, 2e-4)
-        if reported:
+        try:
+            while not request.Test():
+                self._move()
+                if self.do_next():
+                    continue
+                now = time.perf_counter()
+                if self.timeout and now > start + self.timeout and not watched():
+                    raise TimeoutError(
+                        f"{what} did not come within {self.timeout:g} s: another rank hangs or is "
+                        "very late; if that rank was only busy, set run.timeout higher"
+                    )
+                if now > patience:
+                    if not reported:
+                        reported = True
+                        report_wait(what, self.timeout)
+                    time.sleep(pause)
+                    pause = min(2 * pause, 2e-4)
+        finally:
+            if reported:
+                report_wait("")
+
+    @contextmanager
+    def reported(self, what: str):
+        """Tell the guardian that this rank waits for other ranks inside the context.
+
+        Use it around calls that block, such as a collective of MPI, so that the guardian can end a
+        job in which they never return.
+
+        Args:
+            what: description of what is awaited.
+        """
+        report_wait(what, self.timeout)
+        try:
+            yield
+        finally:
             report_wait("")
 
     @contextmanager
@@ -202,14 +226,25 @@ class Ranks:
         # Copying makes an object without `comm`, where this method would call itself for ever.
         if name == "comm":
             raise AttributeError(name)
-        return getattr(self.comm, name)
+        found = getattr(self.comm, name)
+        return self._reported(found) if name in _BLOCKING else found
+
+    def _reported(self, call: Callable) -> Callable:
+        """Return ``call`` with a report to the guardian that this rank waits during the call."""
+
+        @wraps(call)
+        def reported(*args, **kwargs):
+            with self.waits.reported(SAME_CALL):
+                return call(*args, **kwargs)
+
+        return reported
 
     def __deepcopy__(self, memo) -> Ranks:
         """Return the same object, so that a copy of its owner uses the same connections."""
         return self
 
     def Split(self, color: int = 0, key: int = 0) -> Ranks:
-        return Ranks(self.comm.Split(color, key), self.waits)
+        return Ranks(self._reported(self.comm.Split)(color, key), self.waits)
 
 
 def waits_of(comm) -> Waits:

@@ -39,6 +39,7 @@ from distseg.comm.progress import heartbeat, limit, phase, waits
 _guardian: subprocess.Popen | None = None
 _LEAVES_WITHIN = 0.01  # seconds between two looks whether all ranks leave
 _attended = False  # True after a call of attend()
+_begun = False  # True once connecting() has tried to start a guardian
 _joined = False  # True once the guardians of all ranks are connected
 
 
@@ -83,6 +84,31 @@ def guarded(rank: int = 0, seconds: float = 1800.0) -> Iterator[None]:
         _stop()
 
 
+@contextmanager
+def connecting(rank: int, seconds: float) -> Iterator[None]:
+    """Start a guardian for a program's own loop, and end this rank if it connects to no other rank.
+
+    Inside the context the ranks of the job connect to each other. If another rank never takes part,
+    for instance because its program has ended, the guardian ends this rank after ``seconds``. The
+    guardian stays after the context, for :func:`attend`. A process that has a guardian keeps it. On
+    other systems than Linux nothing is watched.
+
+    Args:
+        rank: this process's rank, as the launcher gives it.
+        seconds: the longest time for the body of the context; 0 for no limit.
+    """
+    global _begun
+    if not (_begun or _attended or progress.shared()) and sys.platform.startswith("linux"):
+        _begun = True
+        _start(rank)
+        phase("connecting the ranks")
+    waits("all ranks to call init_mesh", seconds)
+    try:
+        yield
+    finally:
+        waits("")
+
+
 def attend(comm: Communicator) -> None:
     """Start guardians that end the job if a rank leaves while all other ranks wait for it.
 
@@ -100,7 +126,8 @@ def attend(comm: Communicator) -> None:
     if comm.size == 1 or _attended or _joined or not sys.platform.startswith("linux"):
         return
     _attended = True
-    _start(comm.rank)
+    if not _begun:
+        _start(comm.rank)
     phase("in the program's own code")
     join(comm)
     # Over torch.distributed, a process that ends closes connections that others may still use.

@@ -369,6 +369,36 @@ def test_a_file_of_several_images_is_refused(tmp_path, written, words):
         open_image(tmp_path / "a.tif")
 
 
+@pytest.mark.parametrize("form", [{}, {"compression": "zlib"}], ids=["plain", "deflate"])
+@pytest.mark.parametrize("bands", [1, 3])
+def test_pages_that_tifffile_wrote_one_by_one(tmp_path, form, bands):
+    """Its default metadata make each page an image of its own."""
+    stack = numbers("u1", 5)[:, None] + np.arange(bands, dtype="u1")[:, None, None]
+    with tifffile.TiffWriter(tmp_path / "a.tif") as file:
+        for page in stack:
+            file.write(
+                page[0] if bands == 1 else np.moveaxis(page, 0, -1),
+                photometric="minisblack" if bands == 1 else "rgb",
+                **form,
+            )
+    volume = open_image(tmp_path / "a.tif", dims=3)
+    assert np.array_equal(volume.read(Box.whole(volume.size)), stack.swapaxes(0, 1))
+    if bands == 1:
+        assert open_image(tmp_path / "a.tif").stack
+        assert wrong(tmp_path / "a.tif", stack[:, 0]) is None
+    else:
+        with pytest.raises(ValueError, match="set --pages images or --pages volume"):
+            open_image(tmp_path / "a.tif")
+
+
+def test_a_page_of_another_form_ends_the_pages_that_were_written_one_by_one(tmp_path):
+    with tifffile.TiffWriter(tmp_path / "a.tif") as file:
+        for page in (PAGE[..., 0], PAGE[..., 1], PAGE[:9, :9, 2]):
+            file.write(page)
+    assert wrong(tmp_path / "a.tif", np.moveaxis(PAGE[..., :2], -1, 0)) is None
+    assert "one more image, which is not read: 9x9" in open_image(tmp_path / "a.tif").notes[0]
+
+
 def test_images_that_are_not_read_are_told(tmp_path, capsys):
     """As pages that do not say what they are, and are taken as bands."""
     (tmp_path / "i").mkdir()

@@ -14,6 +14,7 @@ from tifffile import TiffFile, TiffPageSeries
 from distseg.config.sizes import Size
 from distseg.data.formats.tiff_chain import MASK, REDUCED
 
+_PER_CALL = "shaped"  # series that a call of tifffile's writer makes
 _BY_LIKENESS = ("generic", "uniform")  # series of pages that only share their shape and dtype
 
 
@@ -42,7 +43,7 @@ def choose(path: Path, file: TiffFile, kinds: Mapping[int, int]) -> Pages:
     """
     parts = [part for series in file.series for part in _by_kind(path, series, kinds)]
     full = [series for kind, series in parts if not kind & (REDUCED | MASK)] or [file.series[0]]
-    image, others = full[0], full[1:]
+    image, *others = _joined(full)
     for other in others:
         if _pixels(other) > _pixels(image):
             raise ValueError(
@@ -90,19 +91,43 @@ def _by_kind(
             "one image: write each kind into a file of its own"
         )
     for kind, pages in there.items():
-        form = series.keyframe
-        spread = len(pages) > 1
-        yield (
-            kind,
-            TiffPageSeries(
-                pages,
-                (len(pages), *form.shape) if spread else form.shape,
-                form.dtype,
-                "I" * spread + form.axes,
-                parent=series.parent,
-                kind=series.kind,
-            ),
-        )
+        yield kind, _series_of(pages, series)
+
+
+def _joined(images: list[TiffPageSeries]) -> list[TiffPageSeries]:
+    """Join pages of the same form at the beginning, if each was written by a call of its own.
+
+    tifffile's writer adds its metadata to each call's pages, which makes each page a series. A
+    file of the same pages without these metadata is one series (kind ``generic``).
+
+    Args:
+        images: the images of full size in the file.
+    """
+    first = images[0]
+    same = 0
+    for series in images:
+        if series.kind != _PER_CALL or len(series.pages) != 1:
+            break
+        if series.keyframe.hash != first.keyframe.hash:
+            break
+        same += 1
+    if same < 2:
+        return images
+    return [_series_of([series.keyframe for series in images[:same]], first), *images[same:]]
+
+
+def _series_of(pages: list, like: TiffPageSeries) -> TiffPageSeries:
+    """Return pages of the same form as one series of the kind of ``like``."""
+    form = pages[0].keyframe
+    spread = len(pages) > 1
+    return TiffPageSeries(
+        pages,
+        (len(pages), *form.shape) if spread else form.shape,
+        form.dtype,
+        "I" * spread + form.axes,
+        parent=like.parent,
+        kind=like.kind,
+    )
 
 
 def _pixels(series: TiffPageSeries) -> int:

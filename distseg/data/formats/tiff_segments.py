@@ -469,10 +469,12 @@ def named_axes(path: Path, series: TiffPageSeries, dims: int | None) -> tuple[st
         kept = [("Z" if a in UNNAMED else a, n) for a, n in kept]
     axes = "".join(a for a, _ in kept)
     if set(axes) - set(BANDS + "ZYX") or sum(a in BANDS for a in axes) > 1:
+        repair = "write one file for each entry of the other axes"
+        if any(a in UNNAMED for a in axes):
+            repair += ", or set --pages images or --pages volume, if that is what its pages are"
         raise ValueError(
             f"{path} has the axes {series.axes} of {tuple(series.shape)}, but an image has only "
-            f"spatial axes and one axis of bands: "
-            "write one file for each entry of the other axes"
+            f"spatial axes and one axis of bands: {repair}"
         )
     return axes, [n for _, n in kept]
 

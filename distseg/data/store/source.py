@@ -53,7 +53,9 @@ class SourceFile:
             return f"{path} cannot be read ({e.strerror})"
         if size != self.bytes:
             return f"{path} has {size} bytes instead of {self.bytes}"
-        return None if content == self.hash else f"{path} has other content"
+        if content != self.hash:
+            return f"{path} has other content, of the hash {content} instead of {self.hash}"
+        return None
 
     def at(self, folder: Path) -> Path:
         """Return the path of the file, if the store lies in ``folder``."""

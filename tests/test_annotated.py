@@ -10,6 +10,7 @@ from test_masks import run
 from test_vector_masks import SIZE, polygons_of
 
 from distseg.data.store.store import Store
+from distseg.data.vector.annotated import is_coco, run_lengths
 from distseg.tiling.tile import Box
 
 shapely, features = pytest.importorskip("shapely"), pytest.importorskip("rasterio.features")
@@ -120,6 +121,72 @@ def test_run_lengths_are_masks_bit_for_bit(folder, capsys):
     assert "crowd" in capsys.readouterr().out
 
 
+def compressed(runs):
+    """Return COCO's compressed form of run lengths; written as maskApi.c describes it."""
+    text = ""
+    for at, length in enumerate(runs):
+        number, more = length - (runs[at - 2] if at > 2 else 0), True
+        while more:
+            low, number = number % 32, number // 32
+            more = number != (-1 if low & 16 else 0)
+            text += chr(48 + low + 32 * more)
+    return text
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_compressed_run_lengths_are_unpacked(seed):
+    random = np.random.default_rng(seed)
+    runs = random.integers(0, 10 ** random.integers(1, 7, 50)).tolist()
+    assert run_lengths("it", compressed(runs)) == runs
+
+
+def test_compressed_run_lengths_of_pycocotools():
+    """The texts are those that pycocotools 2.0.11 gives for these masks."""
+    small = np.zeros((9, 11), bool)
+    small[2:6, 3:8] = small[7, 9] = True
+    large = np.zeros((61, 83), bool)
+    large[:, 40:] = large[0, 0] = large[3:50, 5:30] = True
+    for mask, text in ((small, "m0450000000>MG"), (large, "01c9^1kF" + 47 * "0" + "ob0``2")):
+        assert run_lengths("it", text) == run_length(mask)["counts"]
+
+
+def test_compressed_run_lengths_are_masks_bit_for_bit(folder):
+    mask = np.random.default_rng(0).random(SIZE) < 0.4
+    found = run_length(mask)
+    shape = dict(size=found["size"], counts=compressed(found["counts"]))
+    path = written(folder, coco(annotations=one(segmentation=shape)))
+    assert prepared(folder, path, "--split", "1,0,0", classes="ground,car") == 0
+    assert np.array_equal(labels(folder, "a"), mask) and not labels(folder, "b").any()
+
+
+def square(low, high):
+    return [low, low, high, low, high, high, low, high]
+
+
+@pytest.mark.parametrize(
+    "rings, expected, words",
+    [
+        ([square(1, 5), square(3, 9)], 48, "overlap others of the same feature.* they are joined"),
+        ([square(1, 9), square(3, 5)], 64, "overlap others of the same feature.* they are joined"),
+        ([[1, 1, 9, 1, 1, 9, 9, 9]], 32, "not valid.* inside an even number of rings"),
+    ],
+    ids=["overlapping", "one in another", "crossing itself"],
+)
+def test_polygons_of_one_annotation_that_overlap_are_joined(folder, rings, expected, words, capsys):
+    path = written(folder, coco(annotations=one(segmentation=rings)))
+    assert prepared(folder, path, "--split", "1,0,0", classes="ground,car") == 0
+    assert abs(int(labels(folder, "a").sum()) - expected) <= 4
+    out = capsys.readouterr().out
+    assert re.search(words, out), out
+    assert ("joined" in out) != ("even number" in out)
+
+
+def test_a_geojson_file_is_told_from_coco_without_parsing_it(folder, monkeypatch):
+    content = written(folder, dict(type="FeatureCollection", features=[], images="none"))
+    monkeypatch.setattr(json, "loads", pytest.fail)
+    assert not is_coco(content)
+
+
 def one(**changes):
     triangle = [[1, 1, 30, 1, 30, 30]]
     return [dict(id=7, image_id=0, category_id=3, segmentation=triangle) | changes]
@@ -146,10 +213,30 @@ WRONG_COCO = {
     "a box": (coco(annotations=one(segmentation=[])), (), "annotation 7 .* no segmentation"),
     "two corners": (coco(annotations=one(segmentation=[[1, 2, 3, 4]])), (), "polygon of 2 corners"),
     "odd": (coco(annotations=one(segmentation=[[1, 2, 3]])), (), "no list of x and y"),
-    "packed": (
-        coco(annotations=one(segmentation=dict(size=[*SIZE], counts="abc"))),
+    "a damaged text": (
+        coco(annotations=one(segmentation=dict(size=[*SIZE], counts="01 1"))),
         (),
-        "annotation 7 .* compressed run-length .*pycocotools",
+        "annotation 7 .* compressed run-length .* damaged at character 3 of 4: export",
+    ),
+    "a text that is cut off": (
+        coco(annotations=one(segmentation=dict(size=[*SIZE], counts="01o"))),
+        (),
+        "annotation 7 .* text of 3 characters is cut off within a number: export",
+    ),
+    "a number without end": (
+        coco(annotations=one(segmentation=dict(size=[*SIZE], counts="o" * 99))),
+        (),
+        "damaged at character 14 of 99",
+    ),
+    "a text of another image": (
+        coco(annotations=one(segmentation=dict(size=[*SIZE], counts="m0450000000>MG"))),
+        (),
+        "of 99 pixels of the size .61, 83., but the image has 61x83",
+    ),
+    "parts of numbers": (
+        coco(annotations=one(segmentation=dict(size=[*SIZE], counts=[5, 5.5]))),
+        (),
+        r"counts are neither a list of whole numbers nor a text, but \[5, 5.5\]",
     ),
     "short": (
         coco(annotations=one(segmentation=dict(size=[*SIZE], counts=[5, 5]))),

@@ -190,7 +190,7 @@ def test_one_file_of_named_classes_for_all_images(tmp_path, capsys):
         expected = whole([*shapes, bow], values, transform)
         assert np.array_equal(store.labels(f"s{k}", Box.whole(SIZE)), expected)
     assert "has 1 features without geometry" in out and "s2.tif has no polygon" in out
-    assert re.search(r"polygons that are not valid, in the features \d+ \(Self-intersection", out)
+    assert re.search(r"polygons that are not valid, in features? \d+ \(Self-intersection", out)
     assert re.search(r"note: polygons overlap at \d+ pixels", out)
     assert out.count("labels.gpkg") == 2  # one note each, though three images have the file
 

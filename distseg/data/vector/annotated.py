@@ -24,8 +24,10 @@ from distseg.data.vector.placed import ImageGrid
 
 YOLO_SUFFIX = ".txt"
 ATTRIBUTE = "category"
+_LISTS = {"images", "annotations"}  # keys of a COCO file
 _NAMES_FILE, _LEVELS = "data.yaml", 4  # YOLO's names of classes lie in one of the folders above
 _FARTHEST = 1.0  # distance of a corner from the middle, as a share; some lie outside by rounding
+_MOST_DIGITS = 13  # characters of a number of 64 bits in a compressed run-length encoding
 _REPAIR = "export the annotations again"
 
 
@@ -118,10 +120,13 @@ def _coco(path: Path) -> Coco | None:
 def _read_coco(path: Path, size: int, changed: int) -> Coco | None:
     """Return the content of a file (:func:`_coco`); ``size`` and ``changed`` are for the cache."""
     try:
-        found = json.loads(path.read_bytes())
+        content = path.read_bytes()
+        if _is_plainly_other(content):
+            return None
+        found = json.loads(content)
     except (ValueError, RecursionError) as e:
         raise ValueError(f"{path} cannot be read as JSON ({e}): {_REPAIR}") from e
-    if not isinstance(found, dict) or not {"images", "annotations"} <= found.keys():
+    if not isinstance(found, dict) or not _LISTS <= found.keys():
         return None
     try:
         images: dict[str, list[dict]] = {}
@@ -140,6 +145,15 @@ def _read_coco(path: Path, size: int, changed: int) -> Coco | None:
         ) from e
     _check_ids(path, found["images"], found["annotations"], categories)
     return Coco(images, annotations, categories)
+
+
+def _is_plainly_other(content: bytes) -> bool:
+    """Return True if a JSON file cannot be a COCO file, because it does not name COCO's lists.
+
+    A GeoJSON file of many polygons is so recognised without parsing it.
+    """
+    in_utf_8 = json.detect_encoding(content) in ("utf-8", "utf-8-sig")
+    return in_utf_8 and not all(f'"{name}"'.encode() in content for name in _LISTS)
 
 
 def _check_ids(
@@ -286,25 +300,62 @@ def _unpacked(what: str, packed: dict, grid: ImageGrid) -> np.ndarray:
     """Return the mask (height, width) bool of a run-length encoding, which runs down the columns.
 
     Raises:
-        ValueError: it is compressed, or its numbers do not fit the image.
+        ValueError: its numbers do not fit the image, or its text is damaged.
     """
     counts, size = packed.get("counts"), packed.get("size")
-    if isinstance(counts, str):
+    runs = run_lengths(what, counts) if isinstance(counts, str) else counts
+    if not isinstance(runs, list) or any(type(run) is not int for run in runs):
         raise ValueError(
-            f"{what} is a compressed run-length encoding, which is not read: decode it "
-            "(pycocotools.mask.decode), and write the masks of each image as one PNG of numbers"
+            f"{what} is a run-length encoding whose counts are neither a list of whole numbers nor "
+            f"a text, but {str(counts)[:40]}: {_REPAIR}"
         )
-    try:
-        runs = np.array(counts, np.int64)
-    except (TypeError, ValueError):
-        runs = np.zeros(0, np.int64)
     height, width = grid.size
-    if size != [height, width] or runs.ndim != 1 or runs.sum() != height * width or runs.min() < 0:
+    if size != [height, width] or sum(runs) != height * width or min(runs) < 0:
         raise ValueError(
-            f"{what} is a run-length encoding of {runs.sum()} pixels of the size {size}, but the "
+            f"{what} is a run-length encoding of {sum(runs)} pixels of the size {size}, but the "
             f"image has {height}x{width}: {_REPAIR}"
         )
     return np.repeat(np.arange(len(runs)) % 2 == 1, runs).reshape(width, height).T
+
+
+def run_lengths(what: str, text: str) -> list[int]:
+    """Return the run lengths of COCO's compressed run-length encoding.
+
+    A number is a sequence of characters with the codes 48 to 111. A code less 48 holds five bits of
+    the number, the lowest first, and a sixth bit that is 1 if more follow. The highest bit of the
+    last character is the number's sign. From the fourth number on, each number is the difference
+    to the run length two places before.
+
+    Source: ``rleFrString`` in maskApi.c of the COCO API (Dollar and Lin, 2014).
+
+    Args:
+        what: the annotation, for messages.
+        text: the encoding.
+
+    Raises:
+        ValueError: a character has another code, or a number is cut off or too long.
+    """
+    runs: list[int] = []
+    number = digits = 0
+    for at, code in enumerate(ord(character) - 48 for character in text):
+        if not 0 <= code < 64 or digits == _MOST_DIGITS:
+            raise ValueError(
+                f"{what} is a compressed run-length encoding, but its text is damaged at character "
+                f"{at + 1} of {len(text)}: {_REPAIR}"
+            )
+        number |= (code & 31) << 5 * digits
+        digits += 1
+        if not code & 32:
+            if code & 16:
+                number -= 1 << 5 * digits
+            runs.append(number + (runs[-2] if len(runs) > 2 else 0))
+            number = digits = 0
+    if digits:
+        raise ValueError(
+            f"{what} is a compressed run-length encoding, but its text of {len(text)} characters "
+            f"is cut off within a number: {_REPAIR}"
+        )
+    return runs
 
 
 def _outline(mask: np.ndarray, path: Path) -> Any:

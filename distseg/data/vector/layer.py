@@ -249,7 +249,7 @@ def _check_kinds(path: Path, shapes: np.ndarray, kinds: np.ndarray, numbers: np.
 
 
 def _notes(shapes: np.ndarray, numbers: np.ndarray, skipped: int, shapely: Any) -> tuple[str, ...]:
-    """Return notes on features without geometry, and on polygons that are not valid.
+    """Return notes on features without geometry, and with polygons that are not valid or overlap.
 
     Args:
         shapes: shapely's geometries.
@@ -260,19 +260,39 @@ def _notes(shapes: np.ndarray, numbers: np.ndarray, skipped: int, shapely: Any) 
     notes = []
     if skipped:
         notes.append(f"has {skipped} features without geometry, which cover no pixel")
-    wrong = ~shapely.is_valid(shapes)
-    if wrong.any():
-        named = [
-            f"{number} ({shapely.is_valid_reason(shape)})"
-            for number, shape in zip(numbers[wrong][:3], shapes[wrong][:3])
-        ]
-        more = f" and {wrong.sum() - 3} more" if wrong.sum() > 3 else ""
+    polygons, of_feature = shapely.get_parts(shapes, return_index=True)
+    crossed = np.zeros(len(shapes), bool)
+    crossed[of_feature[~shapely.is_valid(polygons)]] = True
+    if crossed.any():
         notes.append(
-            f"has polygons that are not valid, in the features {', '.join(named)}{more}: pixels "
-            "inside an even number of rings of a polygon are outside of it, and polygons of one "
-            "feature that overlap are joined"
+            f"has polygons that are not valid, in {_listed(shapes, numbers, crossed, shapely)}: "
+            "pixels inside an even number of rings of a polygon are outside of it"
+        )
+    joined = ~shapely.is_valid(shapes) & ~crossed
+    if joined.any():
+        notes.append(
+            "has polygons that overlap others of the same feature, in "
+            f"{_listed(shapes, numbers, joined, shapely)}: they are joined, and one inside another "
+            "is no hole"
         )
     return tuple(notes)
+
+
+def _listed(shapes: np.ndarray, numbers: np.ndarray, wrong: np.ndarray, shapely: Any) -> str:
+    """Return a text that lists the first wrong features with their faults, and counts the others.
+
+    Args:
+        shapes: shapely's geometries.
+        numbers: the number of each feature.
+        wrong: (features,) bool, True for the features to list.
+        shapely: the module.
+    """
+    named = [
+        f"{number} ({shapely.is_valid_reason(shape)})"
+        for number, shape in zip(numbers[wrong][:3], shapes[wrong][:3])
+    ]
+    more = f" and {wrong.sum() - 3} more" if wrong.sum() > 3 else ""
+    return f"feature{'s' * (len(named) > 1)} {', '.join(named)}{more}"
 
 
 def _values(

@@ -260,7 +260,7 @@ def test_a_picture_has_image_truth_prediction_and_errors():
     a, b, grey, error = map(
         tuple, class_colors([*"abcd"], ["#ff0000", "#0000ff", UNLABELLED, ERROR])
     )
-    white, black, pale = (255,) * 3, (0,) * 3, (160,) * 3
+    white, black, pale = (255,) * 3, (0,) * 3, (175,) * 3
     drawn = panels(image, truth, found, np.array([a, b], np.uint8), 255)
     assert [tuple(map(int, pixel)) for pixel in drawn[0]] == [
         *[black] * 3, *[white] * 4,

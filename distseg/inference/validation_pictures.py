@@ -10,7 +10,8 @@ import numpy as np
 
 from distseg.data.picture import rgb
 from distseg.data.store.store import Store
-from distseg.report.style import ERROR, UNLABELLED, class_colors
+from distseg.report.overlay import errors_over_grey
+from distseg.report.style import UNLABELLED, class_colors
 from distseg.tiling.tile import Box
 
 _IMAGES = 2  # the first images of the split
@@ -91,16 +92,13 @@ def panels(
         colours: the colours of the classes, (classes, 3) uint8.
         ignore: the label of pixels that count nowhere; they are grey and never errors.
     """
-    grey, error = class_colors(["", ""], [UNLABELLED, ERROR])
     labelled = truth != ignore
-    table = np.vstack([colours, grey])
-    pale = (160 + 0.35 * image.mean(-1, keepdims=True)).astype(np.uint8).repeat(3, -1)
-    wrong = labelled & (truth != found)
+    table = np.vstack([colours, class_colors([""], [UNLABELLED])])
     shown = [
         image,
         table[np.where(labelled, truth, len(colours))],
         table[found],
-        np.where(wrong[..., None], error, pale),
+        errors_over_grey(image, labelled & (truth != found)),
     ]
     gap = np.full((len(image), _GAP, 3), 255, np.uint8)
     return np.concatenate([part for panel in shown for part in (panel, gap)][:-1], axis=1)

@@ -139,9 +139,19 @@ def _error_panel(
     valid = (truth != ignore) & (prediction != ignore)
     wrong = valid & (truth != prediction)
     drawn = shrink_labels(wrong, np.array([wrong.size - wrong.sum(), wrong.sum()])) == 1
-    grey = (175 + 0.3 * small.mean(-1, keepdims=True)).repeat(3, -1)
     share = wrong.sum() / max(1, valid.sum())
-    return f"errors: {share:.2%}", np.where(drawn[..., None], _rgb(ERROR), grey).astype(np.uint8)
+    return f"errors: {share:.2%}", errors_over_grey(small, drawn)
+
+
+def errors_over_grey(image: np.ndarray, wrong: np.ndarray) -> np.ndarray:
+    """Return an image in pale grey, (H, W, 3) uint8, with its wrong pixels in the colour of errors.
+
+    Args:
+        image: (H, W, 3) uint8.
+        wrong: (H, W) bool.
+    """
+    grey = (175 + 0.3 * image.mean(-1, keepdims=True)).repeat(3, -1)
+    return np.where(wrong[..., None], _rgb(ERROR), grey).astype(np.uint8)
 
 
 def _columns(panels: int, aspect: float) -> int:

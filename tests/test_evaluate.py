@@ -61,7 +61,7 @@ def test_the_table_is_that_of_whole_images_on_any_number_of_ranks(comm, shared_p
         random_store(folder / "s.h5", train=[(32, 40)], test=sizes, val=sizes[:1])
         train(plan, Alone())
     comm.Barrier()
-    run_evaluate(str(folder / "run"), plan, comm, "test", None)
+    run_evaluate(str(folder / "run"), plan, comm, "test", None, 3)
     if comm.rank:
         return
     found = json.loads((folder / "run/evaluation/test.json").read_text())

@@ -290,7 +290,7 @@ def test_another_store_is_normalised_as_the_training_images_were(comm, folder):
     for store in ("store", "other"):
         other = replace(plan, data=replace(plan.data, store=str(folder / f"{store}.h5")))
         run_predict(str(folder / "run"), other, comm, None, "test", str(folder / store))
-        run_evaluate(str(folder / "run"), other, comm, "test", str(folder / f"{store}.json"))
+        run_evaluate(str(folder / "run"), other, comm, "test", str(folder / f"{store}.json"), 3)
     with h5py.File(folder / "store/image3.h5") as a, h5py.File(folder / "other/image3.h5") as b:
         assert np.array_equal(a["classes"], b["classes"])
     found, other = (

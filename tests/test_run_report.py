@@ -161,7 +161,7 @@ def trained(tmp_path_factory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         train(PLAN, Alone())
-        run_evaluate("run", PLAN, Alone(), "test", None)
+        run_evaluate("run", PLAN, Alone(), "test", None, 3)
     return folder
 
 
@@ -276,7 +276,7 @@ def test_a_volume_is_drawn_by_three_cuts(tmp_path, monkeypatch):
     random_store(tmp_path / "s.h5", train=[(8, 12, 10)], val=[(8, 8, 12)], test=[(8, 12, 12)])
     plan = replace(PLAN, predict=PredictConfig(tile=Size("8x8x8")))
     train(plan, Alone())
-    run_evaluate("run", plan, Alone(), "test", None)
+    run_evaluate("run", plan, Alone(), "test", None, 3)
     report("run")
     assert [
         picture["alt"] for picture in check_page(Path("run/report.html").read_text()).tags("img")
@@ -294,7 +294,7 @@ def test_labels_of_whole_images_have_a_table_of_images(tmp_path, monkeypatch, cl
     plan = replace(PLAN, model=ModelConfig("test_validation:classifier"))
     plan = replace(plan, loss=LossConfig("mse" if len(classes) == 1 else "cross_entropy"))
     train(plan, Alone())
-    run_evaluate("run", plan, Alone(), "test", None)
+    run_evaluate("run", plan, Alone(), "test", None, 3)
     report("run")
     page = check_page(Path("run/report.html").read_text())
     rows = json.loads(Path("run/evaluation/test.json").read_text())["images"]

@@ -28,18 +28,12 @@ from distseg.report.tables import table
 from distseg.training.checkpoint.files import FOLDER, find
 
 EVALUATIONS = "evaluation"  # subfolder of a run
-TOLERANCE = 3  # pixels between boundaries that agree
 _WORST = 5  # images on the screen
 _CLASSES = 12  # a confusion matrix of more classes is only written to the file
 
 
 def run_evaluate(
-    run: str,
-    config: Config | PatchConfig,
-    world,
-    split: str,
-    output: str | None,
-    tolerance: int = TOLERANCE,
+    run: str, config: Config | PatchConfig, world, split: str, output: str | None, tolerance: int
 ) -> int:
     """Print and write the scores of a run on a split, beside those of the per-pixel baseline.
 

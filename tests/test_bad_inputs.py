@@ -219,6 +219,14 @@ TABLE = {
         ["train", "--data.augment", "1"],
         r"--data.augment takes a list such as \[a, b\], got '1'",
     ),
+    "a number for a range": (
+        ["train", "--data.augment_scale", "1.2"],
+        r"--data.augment_scale takes a range of two numbers \[from, to\] or null, got '1.2'",
+    ),
+    "a word in a range": (
+        ["train", "--data.augment_scale", "[a, 2]"],
+        r"--data.augment_scale takes a range of two numbers \[from, to\] or null, got .*'a', 2",
+    ),
     "a word that is no choice": (
         ["train", "--data.augment", "[flop]"],
         "--data.augment takes one of 'flip', 'turn', 'colour', got 'flop'",

@@ -176,6 +176,8 @@ EXAMPLES = (
         "DS126", {"data.augment_scale": [1.25, 0.8]}, repair={"data.augment_scale": [0.8, 1.25]}
     ),
     Example("DS126", {"data.augment_noise": [0, float("nan")]}),
+    Example("DS126", {"data.augment_noise": 0.1}, repair={"data.augment_noise": [0, 0.1]}),
+    Example("DS126", {"data.augment_noise": ["0", 1]}, repair={"data.augment_noise": (0, 1)}),
     Example("DS126", {"data.augment_rotate": [15]}, repair={"data.augment_rotate": [-15, 15]}),
     Example(
         "DS127",

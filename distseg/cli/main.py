@@ -37,7 +37,7 @@ from distseg.config.file import (
     suggestion,
 )
 from distseg.config.patchgd import PatchConfig
-from distseg.config.settings import Config, MeshBase, ModelConfig
+from distseg.config.settings import AUGMENTATION_LIMITS, Config, MeshBase, ModelConfig
 from distseg.config.sizes import Size, parse_bytes
 from distseg.config.spelling import did_you_mean
 from distseg.report.disk import atomic_write, check_replaceable
@@ -1377,6 +1377,8 @@ def _in_a_line(error: Exception) -> str:
     words = dict.fromkeys(
         _KINDS.get(kind) or kind.replace("Literal[", "one of ").rstrip("]") for kind in kinds
     )
+    if key[1].removeprefix("data.") in AUGMENTATION_LIMITS:
+        words = dict.fromkeys(("a range of two numbers [from, to]", "null"))
     value = given[1].strip() if given else ""
     end = renamed_value(key[1], value) or did_you_mean(
         value, re.findall(r"'([^']*)'", "".join(words))

@@ -13,6 +13,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
+from numbers import Real
 from typing import Any, ClassVar, Literal, TypeVar
 
 from distseg.config.refusal import SettingError
@@ -79,18 +80,20 @@ def _between(section, least: float, most: float, *names: str) -> None:
 
 
 def _range(section, least: float, most: float, name: str) -> None:
-    """Refuse the field ``name`` of a section unless it is a range of numbers within limits.
+    """Refuse the field ``name`` of a section unless it is a range of two numbers within limits.
 
     A range is a list of its least and its largest number. A field that is None is accepted.
     """
     value = getattr(section, name)
     if value is None:
         return
-    if len(value) != 2 or not least <= value[0] <= value[1] <= most:
+    numbers = value if isinstance(value, (list, tuple)) else ()
+    real = all(isinstance(n, Real) and not isinstance(n, bool) for n in numbers)
+    if len(numbers) != 2 or not real or not least <= numbers[0] <= numbers[1] <= most:
         raise SettingError(
             "DS126",
             f"{_name(section, name)} must be a range [from, to] with {least} <= from <= to <= "
-            f"{most}, got {value}",
+            f"{most}, got {value!r}",
         )
 
 

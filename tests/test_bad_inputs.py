@@ -510,6 +510,10 @@ TABLE = {
         verify(image=None),
         "there are no images: give --image 97x131 for random ones, or --data.store PATH",
     ),
+    "a tilt of plane images": (
+        verify(data__augment_tilt="[-5, 5]"),
+        r"data.augment_tilt is \[-5.0, 5.0\], but random images of --image have 2 dims .* leave",
+    ),
     "a store that is not there": (verify(image=None, data__store="/nowhere.h5"), "/nowhere.h5"),
     "no learning": (verify(optim__lr="-1"), r"optim\.lr .*got -1.* \(DS105\)"),
     "no tolerance": (

@@ -344,6 +344,24 @@ def _origin(image, size, place, target) -> tuple[int, ...]:
     )
 
 
+def check_tilt(data: DataConfig, size: Sequence[int], image: str) -> None:
+    """Refuse ``augment_tilt`` for images that are no volumes.
+
+    Args:
+        data: the settings.
+        size: the size of an image.
+        image: the image with a verb, such as ``images have``, for the message.
+
+    Raises:
+        ValueError: the setting is refused.
+    """
+    if data.augment_tilt is not None and len(size) != 3:
+        raise ValueError(
+            f"data.augment_tilt is {data.augment_tilt}, but {image} {len(size)} dims "
+            f"({Size(size)}), and only volumes can be tilted: leave data.augment_tilt out"
+        )
+
+
 def _check(store: Store, names: list[str], data: DataConfig) -> None:
     for setting in ("focus_class", "focus_weights"):
         if data.crop is None and getattr(data, setting) is not None:
@@ -352,12 +370,7 @@ def _check(store: Store, names: list[str], data: DataConfig) -> None:
                 f"are whole images: set data.crop, or leave data.{setting} out"
             )
     for name in names:
-        if data.augment_tilt is not None and len(store.size(name)) != 3:
-            raise ValueError(
-                f"data.augment_tilt is {data.augment_tilt}, but image {name!r} has "
-                f"{len(store.size(name))} dims ({Size(store.size(name))}), and only volumes can be "
-                "tilted: leave data.augment_tilt out"
-            )
+        check_tilt(data, store.size(name), f"image {name!r} has")
         if data.crop is not None and len(data.crop) != len(store.size(name)):
             raise ValueError(
                 f"data.crop is {data.crop}, but image {name!r} has {len(store.size(name))} dims "

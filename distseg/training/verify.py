@@ -39,7 +39,7 @@ from distseg.config.settings import (
 )
 from distseg.config.sizes import Size
 from distseg.data.loader import pieces
-from distseg.data.sampler import Rows, crop_size, epoch_samples
+from distseg.data.sampler import Rows, check_tilt, crop_size, epoch_samples
 from distseg.data.store.store import Store
 from distseg.layers.loss import of_numbers, parse
 from distseg.models.bands import channels_of
@@ -372,7 +372,7 @@ def prepare(config: Config, image: Size | None) -> Prepared:
         image: the size of random images; None to use the images of ``data.store``.
 
     Raises:
-        ValueError: there is neither a size nor a store.
+        ValueError: there is neither a size nor a store, or a setting does not fit the images.
     """
     if config.data.store and image is None:
         store = Store(config.data.store, shrink=config.data.shrink)
@@ -388,6 +388,7 @@ def prepare(config: Config, image: Size | None) -> Prepared:
             "there are no images: give --image 97x131 for random ones, or --data.store PATH"
         )
     config = config.with_dims(len(image), str(Size(image)))
+    check_tilt(config.data, image, "random images of --image have")
     losses = {name for _, name in parse(config.loss.name)}
     takes_one = losses <= {"binary_cross_entropy", "dice", "focal", "mse", "l1"}
     many = None if takes_one else 3

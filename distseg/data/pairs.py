@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -27,6 +28,7 @@ from distseg.tiling import rng
 DIMS: dict[str | None, int | None] = {None: None, "bands": 2, "volume": 3, "images": 3}
 
 
+_MANY = 12  # images from which on validation and test get two, which leaves 8 for training
 _MOST_BANDS = 4  # at most this number of pages of unknown meaning are taken for bands
 
 
@@ -167,7 +169,9 @@ def assign_splits(names: Sequence[str], shares: Sequence[float], seed: int) -> d
 
     Names are sorted by a random number that depends only on the seed and the name. The sorted list
     is then cut in proportion to the shares of train, val and test. A split with a share above 0
-    gets at least one name if there are enough names.
+    gets at least one name if there are enough names. Of at least 12 names, a split whose share is
+    more than one name gets at least two, because the score of one image says nothing about how
+    much scores differ between images.
 
     Args:
         names: the names, all different.
@@ -187,10 +191,11 @@ def assign_splits(names: Sequence[str], shares: Sequence[float], seed: int) -> d
     while sum(counts) < len(names):
         lacking = [share * len(names) - count for share, count in zip(shares, counts)]
         counts[int(np.argmax(lacking))] += 1
-    for needy in (k for k, share in enumerate(shares) if share and not counts[k]):
-        if max(counts) > 1:
+    for needy, share in enumerate(shares):
+        least = min(2 if len(names) >= _MANY else 1, math.ceil(share * len(names) - 1e-9))
+        while counts[needy] < least and max(counts) > least:
             counts[counts.index(max(counts))] -= 1
-            counts[needy] = 1
+            counts[needy] += 1
     order = sorted(names, key=lambda name: (rng.key(seed, "split", name), name))
     return dict(zip(order, np.repeat(SPLITS, counts).tolist()))
 

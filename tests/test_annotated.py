@@ -187,6 +187,14 @@ def test_a_geojson_file_is_told_from_coco_without_parsing_it(folder, monkeypatch
     assert not is_coco(content)
 
 
+def test_polygons_on_parts_of_images(folder):
+    assert prepared(folder, written(folder, coco()), classes="ground,any") == 0
+    whole = labels(folder, "b")
+    assert prepared(folder, folder / "m.json", "--parts", "1x2", classes="ground,any") == 0
+    halves = [labels(folder, f"b_r0c{k}", (61, n)) for k, n in enumerate((41, 42))]
+    assert np.array_equal(np.concatenate(halves, 1), whole)
+
+
 def one(**changes):
     triangle = [[1, 1, 30, 1, 30, 30]]
     return [dict(id=7, image_id=0, category_id=3, segmentation=triangle) | changes]

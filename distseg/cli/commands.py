@@ -481,6 +481,7 @@ def run_prepare(arguments) -> int:
         alpha=arguments.alpha,
         pages=arguments.pages,
         reference=arguments.reference,
+        parts=arguments.parts and Size(arguments.parts),
     )
     if not arguments.dry_run:
         print(closing_of_preparation(arguments.output))

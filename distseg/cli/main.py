@@ -1088,6 +1088,13 @@ def _prepare(arguments: list[str]) -> int:
         "image, slices of a volume, or separate images.",
     )
     parser.add_argument(
+        "--parts",
+        type=Size | None,
+        default=None,
+        help="Cut each image into parts that share no pixel, such as 4x4 (rows x columns), which "
+        "are assigned to the splits. So one large image is enough for train, val and test.",
+    )
+    parser.add_argument(
         "--absent",
         type=str | None,
         default=None,
@@ -1150,6 +1157,7 @@ def _prepare(arguments: list[str]) -> int:
             "dry_run",
             "recursive",
             "reference",
+            "parts",
             "split",
             *(["seed"] if parsed.source != "ultramnist" else []),
         )
@@ -1176,6 +1184,7 @@ def _prepare(arguments: list[str]) -> int:
         "attribute",
         "dry_run",
         "recursive",
+        "parts",
     )
     for flag in of_masks if parsed.labels is not None else ():
         if parsed[flag] != parser.get_default(flag):

@@ -12,7 +12,7 @@ import numpy as np
 from distseg.config.sizes import Size
 from distseg.data.folders import SPLITS, check_folders, folder_of, paired, split_folders
 from distseg.data.formats.alpha import MASK
-from distseg.data.formats.base import PageReader, Reader
+from distseg.data.formats.base import PageReader, PartReader, Reader
 from distseg.data.formats.georeference import Georeference, difference
 from distseg.data.formats.readers import open_image, stem_of
 from distseg.data.masks import PLAIN, MaskForm
@@ -22,6 +22,7 @@ from distseg.data.vector.annotated import check_listed, is_annotated
 from distseg.data.vector.layer import read_layer
 from distseg.data.vector.placed import ImageGrid, extents
 from distseg.tiling import rng
+from distseg.tiling.tile import Box
 
 # Number of spatial dims to read, by the meaning of a file's pages or of an array's first axis.
 # None: the file decides.
@@ -50,6 +51,8 @@ class Pair:
     mask_notes: tuple[str, ...] = ()  # notes on the mask
     # The mask's palette, (entries, 3) uint8.
     palette: np.ndarray | None = field(default=None, compare=False)
+    part: Box | None = None  # the part of the file's image that is the image; None for all of it
+    whole: tuple[int, ...] | None = None  # the size of the file's image, if this is a part of it
     page: int | None = None  # index of the slice that is the image; None for the whole file
     form: MaskForm = PLAIN  # how the mask encodes the classes
     place: Georeference | None = field(default=None, compare=False)  # the image's georeference
@@ -59,22 +62,27 @@ class Pair:
     @property
     def grid(self) -> ImageGrid:
         """The pixels of the image, on which polygons are drawn."""
-        return ImageGrid(self.image, self.size, self.place)
+        return ImageGrid(self.image, self.whole or self.size, self.place)
 
     def open_image(self, dims: int | None, alpha: str) -> Reader:
-        """Return a reader of the image file, or of its slice ``page`` if the pair has one.
+        """Return a reader of the image: of the whole file, or of its ``part`` or slice ``page``.
 
         The arguments are those of :func:`distseg.data.formats.readers.open_image`.
         """
         if self.page is None:
-            return open_image(self.image, dims, alpha=alpha)
+            return _part_of(open_image(self.image, dims, alpha=alpha), self.part)
         return PageReader(open_image(self.image, 3, alpha=alpha), self.page)
 
     def open_mask(self) -> Reader:
         """Return a reader of the labels in the mask (:meth:`distseg.data.masks.MaskForm.open`)."""
         if self.page is None:
-            return self.form.open(self.mask, len(self.size), self.grid)
+            return _part_of(self.form.open(self.mask, len(self.size), self.grid), self.part)
         return PageReader(self.form.open(self.mask, 3), self.page)
+
+
+def _part_of(reader: Reader, part: Box | None) -> Reader:
+    """Return a reader of a part of an image; the image's own reader if ``part`` is None."""
+    return reader if part is None else PartReader(reader, part)
 
 
 def find_pairs(
@@ -367,8 +375,7 @@ def notes_on_pairs(pairs: Sequence[Pair]) -> list[str]:
     if missing and len(pairs) < len(SPLITS):
         notes.append(
             f"note: no image for {' and '.join(missing)}, so the network cannot be measured there: "
-            f"give at least {len(SPLITS)} images, or cut a large one into parts, in folders named "
-            f"{', '.join(SPLITS[:-1])} and {SPLITS[-1]}"
+            f"give at least {len(SPLITS)} images, or cut a large one into parts (--parts 4x4)"
         )
     return notes
 

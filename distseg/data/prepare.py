@@ -15,7 +15,7 @@ import numpy as np
 
 from distseg.config.sizes import Size
 from distseg.config.units import si
-from distseg.data.folders import SPLITS, some, unread
+from distseg.data.folders import SPLITS, some, split_folders, unread
 from distseg.data.formats.alpha import MASK
 from distseg.data.formats.base import Reader
 from distseg.data.formats.palettes import class_colours
@@ -23,6 +23,7 @@ from distseg.data.formats.readers import SUFFIXES, stem_of
 from distseg.data.masks import PLAIN, MaskForm
 from distseg.data.nodata import fitting, to_json
 from distseg.data.pairs import DIMS, Pair, find_pairs, notes_on_pairs
+from distseg.data.parts import cut, note_on_parts
 from distseg.data.referring import check_referable, source_of
 from distseg.data.store.layout import chunk_edge
 from distseg.data.store.store import Store
@@ -57,6 +58,7 @@ def prepare_folder(
     dry: bool = False,
     nested: bool = False,
     reference: bool = False,
+    parts: Size | None = None,
 ) -> Store | None:
     """Write the images and masks of two folders into a store, and print a summary of the store.
 
@@ -93,6 +95,9 @@ def prepare_folder(
         nested: True to read the subfolders of both folders too, which must be the same.
         reference: True to refer to the image files instead of copying their pixels. The files must
             then stay as they are, at the same place relative to the store.
+        parts: number of parts along each dim into which each image is cut; each part becomes an
+            image of the store. If the images are not in folders of splits, parts are assigned to
+            splits by the shares. None to keep images whole.
 
     Returns:
         The new store; None if ``dry`` is True.
@@ -107,6 +112,13 @@ def prepare_folder(
     others = form.names
     form = replace(form, names=(*((name, k) for k, name in enumerate(classes)), *others))
     pairs = find_pairs(*folders, splits, seed, pages, alpha, form, nested)
+    if parts is not None:
+        if pages == "images":
+            raise ValueError(
+                f"--parts is {parts}, but --pages images already makes several images of each "
+                "file: leave one of them out"
+            )
+        pairs = cut(pairs, parts, None if split_folders(folders[0]) else splits, seed)
     _check_output(Path(output), pairs)
     _check_bands(bands, pairs[0])
     _check_nodata(nodata, pairs[0])
@@ -123,6 +135,7 @@ def prepare_folder(
         "attribute": form.attribute,
         "names": dict(others),
         "recursive": nested,
+        "parts": None if parts is None else str(parts),
     }
     expected = stored_bytes(pairs, masks_dir is not None, reference)
     colours, notes = class_colours(
@@ -130,6 +143,8 @@ def prepare_folder(
     )
     if reference:
         notes += check_referable(pairs)
+    if parts is not None:
+        notes.append(note_on_parts(pairs, parts))
     if form.colours is not None:
         colours = np.array(form.colours, np.uint8)
     writer = StoreWriter(

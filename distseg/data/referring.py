@@ -24,7 +24,7 @@ def source_of(pair: Pair, image: Reader, store: Path, dims: int | None, alpha: s
     """
     masks = [] if pair.mask is None else [pair.mask]
     files = source_files([pair.image, *image.sources, *masks], store)
-    return Source(files, dims, alpha, pair.page)
+    return Source(files, dims, alpha, pair.page, pair.part)
 
 
 def check_referable(pairs: Sequence[Pair]) -> list[str]:
@@ -38,10 +38,10 @@ def check_referable(pairs: Sequence[Pair]) -> list[str]:
         if pair.kept > MOST_KEPT:
             raise ValueError(
                 f"--reference reads crops from the image files, but {pair.image} can only be "
-                f"decoded as a whole: its {Size(pair.size)} pixels are {si(pair.kept, 'B')} "
-                f"decoded, and at most {si(MOST_KEPT, 'B')} are kept. Convert it into tiles "
-                "(gdal_translate -co TILED=YES -co COMPRESS=DEFLATE IMAGE IMAGE.tif), or leave "
-                "--reference out, so that the store holds the pixels"
+                f"decoded as a whole: its {Size(pair.whole or pair.size)} pixels are "
+                f"{si(pair.kept, 'B')} decoded, and at most {si(MOST_KEPT, 'B')} are kept. Convert "
+                "it into tiles (gdal_translate -co TILED=YES -co COMPRESS=DEFLATE IMAGE "
+                "IMAGE.tif), or leave --reference out, so that the store holds the pixels"
             )
     if not slow:
         return []

@@ -129,6 +129,7 @@ class PageReader(Reader):
             "palette",
             "lossy",
             "kept",
+            "sources",
         ):
             setattr(self, name, getattr(volume, name))
         self.size = volume.size[1:]
@@ -151,6 +152,57 @@ class PageReader(Reader):
     def read(self, box: Box) -> np.ndarray:
         """Return the pixels of a box of the slice, (bands, *box.size), as a copy."""
         return self.read_valid(box)[0]
+
+
+class PartReader(Reader):
+    """Reader of a part of an image as an image.
+
+    Args:
+        whole: the reader of the image.
+        part: the box of the part in the image.
+    """
+
+    def __init__(self, whole: Reader, part: Box):
+        super().__init__(whole.path)
+        for name in (
+            "bands",
+            "dtype",
+            "coded",
+            "nodata",
+            "colours",
+            "notes",
+            "palette",
+            "lossy",
+            "kept",
+            "sources",
+            "opacity",
+            "alpha",
+        ):
+            setattr(self, name, getattr(whole, name))
+        self.size = part.size
+        self.place = None if whole.place is None else whole.place.of_part(part.start)
+        self._whole, self._start = whole, part.start
+
+    @property
+    def masked(self) -> bool:
+        """True if the file, or a file beside it, marks single pixels without data."""
+        return self._whole.masked
+
+    @property
+    def overlapping(self) -> int:
+        """Number of pixels that were read and that polygons of different values cover."""
+        return self._whole.overlapping
+
+    def read_valid(self, box: Box) -> tuple[np.ndarray, np.ndarray | None]:
+        """Return the pixels of a box of the part, and its validity mask.
+
+        The results are those of :meth:`Reader.read_valid`.
+        """
+        return self._whole.read_valid(box.shifted(self._start))
+
+    def read(self, box: Box) -> np.ndarray:
+        """Return the pixels of a box of the part, (bands, *box.size), as a copy."""
+        return self._whole.read(box.shifted(self._start))
 
 
 def plain(dtype) -> np.dtype:

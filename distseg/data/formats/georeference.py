@@ -15,7 +15,9 @@ from typing import Any
 
 # Tags: scale, tie points, matrix; GeoKeys, the GeoKeys' numbers and texts; GDAL's polynomials.
 _SCALE, _TIE, _MATRIX, _KEYS, _NUMBERS = 33550, 33922, 34264, 34735, 34736
-_TYPES = {_SCALE: 12, _TIE: 12, _MATRIX: 12, _KEYS: 3, _NUMBERS: 12, 34737: 2, 50844: 12}
+_POLYNOMIALS = 50844
+_TYPES = {_SCALE: 12, _TIE: 12, _MATRIX: 12, _KEYS: 3, _NUMBERS: 12, 34737: 2, _POLYNOMIALS: 12}
+_LINE, _SAMPLE = 2, 3  # indices of the offsets of row and column among GDAL's polynomials
 _RASTER_TYPE, _POINT = 1025, 2  # GTRasterTypeGeoKey, and its value RasterPixelIsPoint
 _MODEL_TYPE = 1024  # GTModelTypeGeoKey, which each file with a CRS has
 _CRS_KEYS = 3072, 2048  # ProjectedCSTypeGeoKey, GeographicTypeGeoKey: EPSG codes
@@ -83,6 +85,15 @@ class Georeference:
         half = 0.5 if self._points else 0.0
         return a, b, c - half * (a + b), d, e, f - half * (d + e)
 
+    def of_part(self, start: Sequence[int]) -> Georeference:
+        """Return the georeference of a part of the image.
+
+        Args:
+            start: the position of the part's first pixel in the image, the slowest dim first.
+        """
+        first = [float(n) for n in (*reversed(start), 0, 0)][:3]  # column, row, slice
+        return Georeference(tuple((code, _of_part(code, tag, first)) for code, tag in self.tags))
+
     @property
     def of_voxels(self) -> bool:
         """True if it is the affine of a volume or of a microscope's image (:func:`of_matrix`)."""
@@ -129,6 +140,33 @@ class Georeference:
         """True if the tags map pixel centres (GTRasterTypeGeoKey is RasterPixelIsPoint)."""
         keys = dict(self.tags).get(_KEYS, ())
         return any(keys[at : at + 4 : 3] == (_RASTER_TYPE, _POINT) for at in range(0, len(keys), 4))
+
+
+def _of_part(
+    code: int, value: str | tuple[float, ...], first: Sequence[float]
+) -> str | tuple[float, ...]:
+    """Return the value of a tag for the part of an image that begins at a pixel.
+
+    Args:
+        code: the tag's number.
+        value: the tag's value for the whole image.
+        first: column, row and slice of the pixel.
+    """
+    if isinstance(value, str):
+        return value
+    if code == _TIE:  # sextuples: column, row, slice and the point where they lie
+        return tuple(n - first[k % 6] if k % 6 < 3 else n for k, n in enumerate(value))
+    if code == _MATRIX and len(value) == 16:
+        found = list(value)
+        for row in range(0, 12, 4):
+            found[row + 3] += sum(found[row + k] * first[k] for k in range(3))
+        return tuple(found)
+    if code == _POLYNOMIALS and len(value) > _SAMPLE:
+        found = list(value)
+        found[_LINE] -= first[1]
+        found[_SAMPLE] -= first[0]
+        return tuple(found)
+    return value
 
 
 def of_matrix(matrix: Sequence[Sequence[float]], unit: float | None = MILLIMETER) -> Georeference:

@@ -13,10 +13,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from distseg.config.sizes import Size
 from distseg.data.folders import some
-from distseg.data.formats.base import PageReader, Reader
+from distseg.data.formats.base import PageReader, PartReader, Reader
 from distseg.data.formats.readers import open_image
 from distseg.data.store.layout import digest
+from distseg.tiling.tile import Box
 
 _PIECES, _PIECE = 16, 4096  # a hash covers this number of pieces of so many bytes
 _THREADS = 16  # parallel file systems answer many requests at once
@@ -71,17 +73,20 @@ class Source:
             it, sources of a VRT, its mask.
         dims, alpha: how the file is opened (:func:`distseg.data.formats.readers.open_image`).
         page: index of the slice that is the image; None for the whole file.
+        part: the part of the file's image that is the image; None for all of it.
     """
 
     files: tuple[SourceFile, ...]
     dims: int | None
     alpha: str
     page: int | None
+    part: Box | None = None
 
     def to_json(self) -> dict:
         """Return the source in types that JSON can hold."""
         files = [[file.path, file.bytes, file.hash] for file in self.files]
-        return {**vars(self), "files": files}
+        part = None if self.part is None else [list(self.part.start), list(self.part.stop)]
+        return {**vars(self), "files": files, "part": part}
 
     @classmethod
     def from_json(cls, found: dict | None) -> Source | None:
@@ -93,26 +98,31 @@ class Source:
         if found is None:
             return None
         files = tuple(SourceFile(path, size, text) for path, size, text in found["files"])
-        return cls(files, found["dims"], found["alpha"], found["page"])
+        part = found.get("part")
+        box = None if part is None else Box(*(tuple(corner) for corner in part))
+        return cls(files, found["dims"], found["alpha"], found["page"], box)
 
     @property
     def valid(self) -> bool:
         """True if each value is one that a store may have."""
-        numbers = (self.dims, self.page, *(file.bytes for file in self.files))
+        corners = () if self.part is None else (*self.part.start, *self.part.stop)
+        numbers = (self.dims, self.page, *corners, *(file.bytes for file in self.files))
+        corners_fit = self.part is None or len(self.part.start) == len(self.part.stop)
         texts = (self.alpha, *(text for file in self.files for text in (file.path, file.hash)))
         return (
             bool(self.files)
+            and corners_fit
             and all(n is None or (type(n) is int and n >= 0) for n in numbers)
             and all(isinstance(text, str) and "\0" not in text for text in texts)
         )
 
     @property
     def key(self) -> tuple:
-        """The key of the open file among others; slices of one file share it."""
+        """The key of the open file among others; slices and parts of one file share it."""
         return self.files[0].path, self.dims, self.alpha
 
     def open(self, store: str) -> Reader:
-        """Return a reader of the image file; of a volume if the image is a slice.
+        """Return a reader of the whole image file; of a volume if the image is a slice.
 
         Args:
             store: the store that refers to the file.
@@ -125,11 +135,18 @@ class Source:
         return open_image(self.files[0].at(folder_of(store)), dims, alpha=self.alpha)
 
     def image(self, reader: Reader) -> Reader:
-        """Return the reader of the image: of the slice ``page``, or ``reader`` itself.
+        """Return the reader of the image: of ``part`` or of the slice ``page``, or ``reader``.
 
         Raises:
-            ValueError: the file has too few slices.
+            ValueError: the file has too few slices or pixels.
         """
+        if self.part is not None:
+            if not Box.whole(reader.size).contains(self.part):
+                raise ValueError(
+                    f"{reader.path} has {Size(reader.size)} pixels, but the store refers to its "
+                    f"part from {self.part.start} to {self.part.stop}: prepare the store anew"
+                )
+            return PartReader(reader, self.part)
         if self.page is not None and self.page >= reader.size[0]:
             raise ValueError(
                 f"{reader.path} has {reader.size[0]} slices, but the store refers to slice "

@@ -215,6 +215,8 @@ def test_displacements_by_the_definition_of_the_spline(dims):
     counts = [range(-2, 5)] * dims
     vectors = elastic._vectors([(-2, 5)] * dims)
     assert abs(vectors).max() <= 3 and abs(found).max() <= 3
+    related = np.corrcoef(vectors.reshape(dims, -1)) - np.eye(dims)
+    assert abs(related).max() < 0.4, "the coordinates of a vector are drawn independently"
     for index in np.ndindex(*box.size):
         position = [a + i for a, i in zip(box.start, index)]
         weights = [[spline(p / 4.5 - k) for k in ks] for p, ks in zip(position, counts)]

@@ -24,7 +24,7 @@ from distseg.data.store.check import check_store
 from distseg.data.store.file_pixels import merged
 from distseg.data.store.header import Entry
 from distseg.data.store.layout import REFERRING
-from distseg.data.store.source import Source
+from distseg.data.store.source import Source, changes, source_files
 from distseg.data.store.store import Store
 from distseg.tiling.tile import Box, ReceptiveField, boxes_of
 from distseg.training.run import Run
@@ -272,6 +272,18 @@ def test_files_that_changed_are_named_before_work(tmp_path, how, words, file):
         refers.read("a", Box.whole(SIZE))
 
 
+def test_every_file_of_an_image_is_checked(tmp_path):
+    paths = [tmp_path / name for name in ("image", "beside", "mask")]
+    for path in paths:
+        path.write_bytes(b"as it was")
+    source = Source(source_files(paths, tmp_path / "s.h5"), 2, "band", None)
+    assert changes([source], tmp_path) == []
+    for number, path in enumerate(paths, start=1):
+        path.write_bytes(b"as it is!")
+        found = changes([source, source], tmp_path)
+        assert found == [f"{changed} has other content" for changed in paths[:number]]
+
+
 @pytest.mark.parallel(2)
 def test_all_ranks_refuse_a_file_that_is_gone_before_training(comm, shared_path):
     if comm.rank == 0:
@@ -307,7 +319,7 @@ def test_a_change_that_the_fingerprint_misses_is_found_by_the_checksum(tmp_path)
     assert len(check_store(refers.path)) == 1
 
 
-def test_a_slice_that_is_not_there(tmp_path):
+def test_slices_share_their_file_and_one_is_not_there(tmp_path, monkeypatch):
     folders(tmp_path, "a.npy", lambda path: np.save(path, VOLUME), lambda path: None)
     assert (
         run(
@@ -322,7 +334,12 @@ def test_a_slice_that_is_not_there(tmp_path):
         )
         == 0
     )
-    store = Store(tmp_path / "s.h5")
+    store, opened, whole = Store(tmp_path / "s.h5"), [], Source.open
+    monkeypatch.setattr(Source, "open", lambda s, f: opened.append(s.page) or whole(s, f))
+    for number in (7, 8):
+        found = store.read(f"a_{number:04}", Box.whole(VOLUME.shape[1:]))
+        assert np.array_equal(found[0], VOLUME[number])
+    assert opened == [7], "the second slice is read from the open file"
     entry = store._images["a_0042"]
     store._images["a_0042"] = replace(entry, source=replace(entry.source, page=43))
     with pytest.raises(ValueError, match="has 43 slices, but the store refers to slice 43"):
@@ -387,8 +404,9 @@ def test_open_files_are_bounded(tmp_path, monkeypatch):
     assert read("01230123") == "0123"
     monkeypatch.setattr(open_files, "MOST_KEPT", 2 * PIXELS.size)
     assert read("3201323") == "0132"
+    assert read("01020") == "012", "the file that was used longest ago is closed first"
     monkeypatch.setattr(open_files, "MOST_KEPT", 1)
-    assert read("0011") == "01"
+    assert read("1100") == "10"
     monkeypatch.setattr(open_files, "MOST_KEPT", 1 << 30)
     monkeypatch.setattr(open_files, "_MOST_OPEN", 1)
     assert read("2233") == "23"

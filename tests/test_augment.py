@@ -384,6 +384,25 @@ def test_noise_has_its_deviation_and_bands_differ():
 # draws
 
 
+def test_no_two_pixels_of_a_turned_sample_share_their_noise(tmp_path):
+    image = np.full((2, 24, 40), 100, np.uint8), np.zeros((24, 40), np.uint8)
+    store = made_store(tmp_path / "s.h5", {"a": ("train", *image)})
+    noise = Intensity(noise=0.5, key=3)
+    sample = replace(plain(store, "a", intensity=noise), turn=Turn((False, False), 1))
+    (noisy,) = read_pixels(store, [sample], Box.whole(sample.size))
+    assert noisy.shape == (2, 40, 24) and len(np.unique(noisy.reshape(2, -1), axis=1).T) == 960
+
+
+def test_the_margin_for_blur_has_elastic_vectors_of_its_own(tmp_path):
+    store = random_store(tmp_path / "s.h5", train=[(60, 70)])
+    data = DataConfig(augment_elastic=[1, 2], augment_smoothness=5.0, augment_blur=[4, 4])
+    (sample,) = epoch_samples(store, "train", data, 0, 0, 1)[0]
+    assert sample.intensity.margin == 12
+    ranges = [((-12) // 5 - 1, (n + 11) // 5 + 3) for n in (60, 70)]
+    every = sample.warp.elastic._vectors(ranges)
+    assert len(np.unique(every)) > 0.99 * every.size
+
+
 def test_draws_fill_their_ranges_and_the_share(tmp_path):
     store = random_store(tmp_path / "s.h5", train=[(40, 40)])
     data = DataConfig(

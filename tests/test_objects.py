@@ -144,7 +144,7 @@ def test_pictures(name, heights):
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 10**6), st.integers(1, 7))
-def test_numbers_follow_the_first_pixels(seed, height):
+def test_numbers_follow_the_first_pixels_and_areas_the_rows(seed, height):
     labels = drawn_map(seed)
     cut = list(strips_of(labels, (height,)))
     numbers = Numbers(cut, labels.shape[1], (255,))
@@ -152,8 +152,12 @@ def test_numbers_follow_the_first_pixels(seed, height):
     whole = traced(labels, skipped=(255,))
     assert numbers.count == len(whole) == drawn.max(initial=0)
     assert ((drawn == 0) == (labels == 255)).all()
+    of_rows, areas = np.arange(1.0, len(labels) + 1), {}
+    for objects in trace(cut, labels.shape[1], (255,), of_rows, fewest=1):
+        areas |= dict(zip(objects.firsts.tolist(), objects.areas.tolist()))
     for number, (first, label, pixels, _) in enumerate(whole, 1):
         assert drawn.ravel()[first] == number
+        assert areas[first] == (of_rows @ (drawn == number)).sum()
         assert (drawn == number).sum() == pixels and (labels[drawn == number] == label).all()
         assert numbers.of_firsts(np.array([first])) == number
 

@@ -7,6 +7,7 @@ import tifffile
 from PIL import Image
 
 from distseg.data.formats.readers import open_image
+from distseg.data.nodata import missing
 from distseg.data.prepare import prepare_folder
 from distseg.data.store.check import check_store
 from distseg.data.store.store import Store
@@ -235,6 +236,18 @@ def test_numbers_that_are_none_may_lie_under_a_mask(tmp_path):
     tifffile.imwrite(tmp_path / "i/a.tif.msk", VALID)
     store = prepared(tmp_path)
     assert np.isfinite(store.read_normalised("a", WHOLE)).all() and check_store(store.path) == []
+
+
+def test_a_number_and_a_mask_hide_pixels_together():
+    pixels, valid = (
+        np.array([[[0, 7, 0, 7]], [[7, 7, 0, 7]]]),
+        np.array([[True, True, True, False]]),
+    )
+    found = missing(pixels, 0, valid)
+    assert found.tolist() == [[[True, False, True, True]], [[False, False, True, True]]]
+    assert missing(pixels, 0)[:, 0, 3].tolist() == [False, False]
+    assert missing(pixels, None, valid)[:, 0].tolist() == [[False, False, False, True]] * 2
+    assert missing(pixels, 9, valid | True) is None
 
 
 def test_damage_of_a_mask_is_told(tmp_path):

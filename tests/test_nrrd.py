@@ -49,6 +49,15 @@ def test_boxes_are_those_of_pynrrd(tmp_path, encoding, dtype):
     assert matrix_of(reader.place) == AFFINE
 
 
+def test_lines_of_a_header_may_end_as_on_windows(tmp_path):
+    header, blank, voxels = (
+        made(tmp_path / "a.nrrd", encoding="raw", **LPS).read_bytes().partition(b"\n\n")
+    )
+    (tmp_path / "b.nrrd").write_bytes((header + blank).replace(b"\n", b"\r\n") + voxels)
+    reader = open_image(tmp_path / "b.nrrd")
+    assert np.array_equal(reader.read(Box.whole(reader.size))[0], VOLUME)
+
+
 def test_the_place_is_that_of_nifti(tmp_path):
     nibabel = pytest.importorskip("nibabel")
     nibabel.save(nibabel.Nifti1Image(VOLUME.T, np.array(AFFINE)), tmp_path / "a.nii")

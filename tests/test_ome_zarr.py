@@ -12,6 +12,7 @@ from made_ome_zarr import SCALES, made_image, noise
 from distseg.cli.main import main
 from distseg.data.formats import plausible
 from distseg.data.formats.georeference import Georeference, matrix_in_millimeters, matrix_of
+from distseg.data.formats.ngff import multiscale_in
 from distseg.data.formats.readers import open_image, open_mask, stem_of
 from distseg.data.store.store import Store
 from distseg.tiling.tile import Box
@@ -130,6 +131,17 @@ def test_transformations_of_all_levels_follow_and_units_may_differ(tmp_path):
     (path / ".zattrs").write_text(json.dumps(about))
     reader = open_image(path)
     assert reader.place.unit is None and "unknown unit of length (furlong" in reader.notes[0]
+
+
+def test_a_scale_after_a_translation_scales_it_too():
+    steps = [
+        {"type": "translation", "translation": [1.0, 2.0]},
+        {"type": "scale", "scale": [3.0, 4.0]},
+    ]
+    levels = [{"path": "0", "coordinateTransformations": steps}]
+    image = {"version": "0.4", "axes": [{"name": "y"}, {"name": "x"}], "datasets": levels}
+    found = multiscale_in({"multiscales": [image]}, 2, Path("a"))
+    assert (found.scale, found.translation) == ((3.0, 4.0), (3.0, 8.0))
 
 
 def test_missing_chunks_are_the_fill_value_and_told(tmp_path):

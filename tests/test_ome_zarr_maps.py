@@ -145,6 +145,13 @@ def test_spacing_and_place_are_kept(tmp_path, matrix, unit):
     assert open_image(path).place == place
 
 
+def test_a_slice_of_a_turned_volume_has_the_spacing_of_its_own_dims(tmp_path):
+    path = written(tmp_path, made_map((9, 20)), place=of_matrix(TURNED, 1e-3))
+    image = zarr.open_group(path, mode="r").attrs["ome"]["multiscales"][0]
+    (step,) = image["datasets"][0]["coordinateTransformations"]
+    assert step["scale"] == pytest.approx([0.8, 0.7], rel=1e-15)
+
+
 def test_a_place_on_earth_is_kept_as_an_attribute(tmp_path):
     place = Georeference(((33550, (10.0, 10.0, 0.0)), (33922, (0.0, 0.0, 0.0, 5e5, 4e6, 0.0))))
     path = written(tmp_path, made_map((20, 21)), place=place)

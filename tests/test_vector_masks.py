@@ -1,6 +1,7 @@
 """Masks as polygons (GeoJSON, GeoPackage, shapefile) equal rasterio's drawing of the whole image."""
 
 import json
+import os
 import re
 
 import numpy as np
@@ -10,9 +11,9 @@ from test_masks import run
 
 from distseg.data.formats.readers import open_image
 from distseg.data.store.store import Store
-from distseg.data.vector import burned
+from distseg.data.vector import burned, placed
 from distseg.data.vector.burned import BurnedReader
-from distseg.data.vector.layer import ValueRule
+from distseg.data.vector.layer import ValueRule, read_layer
 from distseg.data.vector.placed import ImageGrid
 from distseg.tiling.tile import Box
 
@@ -118,6 +119,37 @@ def test_labels_equal_the_drawing_of_the_whole_image(
         assert np.array_equal(reader.read(Box.whole(SIZE))[0], expected)
         for box in (Box((0, 0), (1, 83)), Box((15, 6), (17, 22)), Box((60, 82), (61, 83))):
             assert np.array_equal(reader.read(box)[0], expected[box.slices])
+
+
+@pytest.mark.parametrize(
+    "longitudes, extent, around, expected",
+    [
+        ((10, 20), (15, 30), True, True),
+        ((10, 20), (21, 30), True, False),
+        ((-179, -175), (178, -176), True, True),  # the extent crosses the antimeridian
+        ((176, 177), (178, -176), True, False),
+        ((183, 185), (-178, -170), True, True),  # 183 and -177 are one meridian
+        ((-183, -185), (174, 178), True, True),
+        ((183, 185), (-178, -170), False, False),  # metres
+    ],
+)
+def test_polygons_near_the_antimeridian_overlap(longitudes, extent, around, expected):
+    bounds = np.array([[min(longitudes), 0, max(longitudes), 5]])
+    found = placed._overlapping(bounds, (extent[0], 4, extent[1], 9), around)
+    assert found.tolist() == [expected]
+    beside = placed._overlapping(bounds, (extent[0], 6, extent[1], 9), around)
+    assert beside.tolist() == [False]
+
+
+def test_a_file_that_was_written_again_is_read_again(tmp_path):
+    path = tmp_path / "a.geojson"
+    for number, place in enumerate((1, 2)):
+        ring = [[0, 0], [place, 0], [place, 3], [0, 0]]
+        shape = {"type": "Polygon", "coordinates": [ring]}
+        feature = {"type": "Feature", "properties": {}, "geometry": shape}
+        path.write_text(json.dumps({"type": "FeatureCollection", "features": [feature]}))
+        os.utime(path, ns=(number, number))
+        assert read_layer(path, ValueRule()).bounds == (0, 0, place, 3)
 
 
 def test_a_long_coast_is_drawn_by_few_corners(tmp_path, monkeypatch):

@@ -384,6 +384,16 @@ def test_the_label_that_a_loss_of_pytorch_ignores_is_taken_over():
     assert distseg.PixelLoss(loss, ignore_index=1).ignore_index == 1
 
 
+def test_losses_of_a_sum_ignore_one_label_if_an_image_has_one_vector():
+    first, other = (distseg.PixelLoss(partial(CE, ignore_index=n)) for n in (3, -100))
+    assert (first + first).ignore_index == 3 and (first + other).ignore_index is None
+    vectors, target = Outputs(4, 2, whole=True), torch.tensor([0, 2])[:, None, None]
+    (first + 2 * first).check(vectors, target)
+    (first + other).check(Outputs(4, 2), images(0, 1)[1].clamp(min=0))
+    with pytest.raises(ValueError, match="have the ignore_index 3 and -100, but .* one vector"):
+        (first + other).check(vectors, target)
+
+
 @pytest.mark.parallel(2)
 @pytest.mark.parametrize("axis", ["samples", "tiles"])
 def test_gradients_add_up_in_any_order_of_calls(comm, axis):

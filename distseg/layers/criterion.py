@@ -172,6 +172,14 @@ class WeightedSum(Criterion):
     def check(self, outputs: Outputs, target: Tensor) -> None:
         for _, part in self.parts:
             part.check(outputs, target)
+        ignored = [part.ignore_index for _, part in self.parts]
+        if outputs.whole and len(set(ignored)) > 1 and not target.is_floating_point():
+            raise ValueError(
+                f"the losses of the sum have the ignore_index {' and '.join(map(str, ignored))}, "
+                "but this network returns one vector for each image, and only one tile counts an "
+                "image's target: the other tiles get the ignore_index as target. Give all losses "
+                "one ignore_index that no target has, such as -100"
+            )
 
 
 class OfOutputs(WeightedSum):

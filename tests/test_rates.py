@@ -96,6 +96,22 @@ def test_messages_take_the_measured_time():
     assert measured.message(machine.ranks + 1, 24) == machine.message(machine.ranks + 1, 24)
 
 
+def test_messages_without_a_table_share_links_and_the_network():
+    """Let a node have 2 ranks: 10 B/s between them, and 4 B/s of a node to the other nodes."""
+    machine = replace(load_machine("a100"), latency=1.0, link=10.0, network=4.0, ranks=2)
+    assert machine.message(2, 20, 3) == 3 + 20 / 10
+    assert machine.message(4, 20, 3) == 3 + 20 / (4 / 2)
+    assert machine.sum(2, 20) == 2 * 1 / 2 * 20 / 10 + 2 * 1  # a ring all-reduce
+    assert machine.sum(4, 20) == 2 * 3 / 4 * 20 / 4 + 2 * 2
+
+
+def test_latency_is_that_of_the_smallest_message_and_not_in_the_link():
+    sizes = ((512, 3.0), (8, 1.0), (1008, 11.0))
+    timings = [Timing("message", 2, size, seconds) for size, seconds in sizes]
+    other = Timing("sum", 2, 4096, 0.1)
+    assert calibration.latency_and_link([*timings, other]) == (1.0, 1008 / 10)
+
+
 def filled():
     timings = (Timing("sum", 4, 8, 1e-5), Timing("message", 4, 8, 1e-5))
     return replace(

@@ -9,7 +9,7 @@ from distseg.models.capture.following import followed
 from distseg.models.resize import FitTo, ResizeTo, kernel_of
 from distseg.tiling.access_pattern import inside
 from distseg.tiling.layout import LayerView
-from distseg.tiling.resize import Fit, Follow, Resize, Shifted, in_front, taps
+from distseg.tiling.resize import Fit, Follow, Proportional, Resize, Shifted, in_front, taps
 from distseg.tiling.tile import Box
 
 SIZES = [(5, 9), (9, 5), (7, 7), (1, 6), (6, 1), (16, 32), (33, 17), (3, 40)]
@@ -173,3 +173,15 @@ def test_how_sizes_follow_others(wanted, like, rules):
         assert found[0] is maps[like] and [r.size(n) for r, n in zip(found[1], (100, 200))] == [
             r.size(n) for r, n in zip(rules, (100, 200))
         ]
+
+
+@pytest.mark.parametrize("n, m", [(3, 5), (5, 3), (1, 7), (7, 1), (4, 4)])
+def test_cells_that_are_all_equal_are_read_where_they_lie_in_the_image(n, m):
+    pattern = Proportional(n, m)
+    for a in range(m):
+        for b in range(a + 1, m + 1):
+            first, stop = pattern.needs(a, b)
+            assert first <= a * n / m < first + 1 and stop - 1 < b * n / m <= stop
+    for c in range(n + 1):
+        for one in (pattern, taps("linear", False, None, n, m)):
+            assert abs(one.cut(c) - c * m / n) <= 0.5, "the nearest border"

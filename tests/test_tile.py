@@ -10,8 +10,11 @@ from distseg.tiling.tile import (
     TilePlacement,
     boxes_of,
     check_grid,
+    factorings,
+    most_even_grid,
     owned_tiles,
     split,
+    strips,
     tiles,
     window,
 )
@@ -145,3 +148,32 @@ def test_boxes_of_a_size():
     assert found == "\n".join(
         ["...........", "aaaabbbbcc.", "aaaabbbbcc.", "aaaabbbbcc.", "ddddeeeeff."]
     )
+
+
+@pytest.mark.parametrize(
+    "cells, rows, starts",
+    [(15, 1, [2, 5, 8, 11]), (15, 2, [2, 4, 6, 8, 10]), (21, 2, [2, 6, 10]), (0, 4, [2, 6, 10])],
+)
+def test_strips_have_at_most_as_many_cells_and_a_multiple_of_the_rows(cells, rows, starts):
+    found = list(strips(Box((2, 0), (12, 5)), cells, rows))
+    assert found == [Box((a, 0), (b, 5)) for a, b in zip(starts, [*starts[1:], 12])]
+
+
+def test_the_most_even_grid_has_the_least_border():
+    draw = random.Random(1)
+    for _ in range(100):
+        dims = draw.choice([2, 3])
+        image = tuple(draw.randint(4, 90) for _ in range(dims))
+        found = most_even_grid(image, (1,) * dims, draw.randint(1, 16))
+
+        def border(grid):
+            """Return the area of all sides of all tiles but those of the image."""
+            volume = Box.whole(image).pixels
+            return sum((g - 1) * volume // n for g, n in zip(grid, image))
+
+        fitting = [
+            grid
+            for grid in factorings(found.volume, dims)
+            if all(g <= n for g, n in zip(grid, image))
+        ]
+        assert border(found) <= min(map(border, fitting)) + dims

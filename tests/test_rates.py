@@ -207,7 +207,7 @@ def test_too_little_time_is_told(few, monkeypatch, refused):
 @pytest.mark.parallel([2, 3])
 @pytest.mark.covering(cases=1)
 def test_ranks_measure_their_messages(few, comm):
-    found = calibrate(RunConfig(device="cpu", threads=1), comm, 30.0)
+    found = calibrate(RunConfig(device="cpu", threads=1), comm, 600.0)
     assert {(one.kind, one.ranks, one.bytes) for one in found.timings} == {
         (kind, comm.size, size) for kind in ("message", "sum") for size in (8, 4096)
     }

@@ -281,7 +281,8 @@ def test_every_file_of_an_image_is_checked(tmp_path):
     for number, path in enumerate(paths, start=1):
         path.write_bytes(b"as it is!")
         found = changes([source, source], tmp_path)
-        assert found == [f"{changed} has other content" for changed in paths[:number]]
+        said = [text.partition(",")[0] for text in found]
+        assert said == [f"{changed} has other content" for changed in paths[:number]]
 
 
 @pytest.mark.parallel(2)

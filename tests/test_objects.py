@@ -20,8 +20,9 @@ from distseg.data.class_files import Classes
 from distseg.data.class_map import PartialMap
 from distseg.data.formats.georeference import Georeference
 from distseg.data.formats.readers import open_image
-from distseg.data.vector import features, files
+from distseg.data.vector import features, files, geojson, geopackage, outlines
 from distseg.data.vector.components import Numbers
+from distseg.data.vector.outlines import StoredRings
 from distseg.data.vector.polygons import trace
 from distseg.data.vector.world import World, world_of
 from distseg.tiling.tile import Box
@@ -42,28 +43,33 @@ def strips_of(labels, heights):
         top, number = top + height, number + 1
 
 
-def traced(labels, heights=(1000,), skipped=(), fewest=1):
-    """Return (first pixel, label, pixels, rings) of each object."""
+def traced(labels, heights=(1000,), skipped=(), fewest=1 << 18, left=False):
+    """Return (number, label, pixels, rings) of each object."""
+    width = labels.shape[1]
+    numbers = Numbers(strips_of(labels, heights), width, skipped)
+    strips = numbers.numbered(strips_of(labels, heights))
     found = []
-    for objects in trace(
-        strips_of(labels, heights), labels.shape[1], skipped, row_areas=None, fewest=fewest
-    ):
-        rings = objects.rings
-        for index in range(len(objects)):
-            corners = [
-                list(zip(rings.x[a:b].tolist(), rings.y[a:b].tolist()))
-                for a, b in zip(rings.begins[:-1], rings.begins[1:])
-            ]
-            own = [corners[ring] for ring in np.flatnonzero(rings.ids == index)]
-            found.append(
-                (
-                    int(objects.firsts[index]),
-                    int(objects.labels[index]),
-                    int(objects.pixels[index]),
-                    own,
-                )
-            )
+    for objects in trace(strips, width, left=left, fewest=fewest):
+        sums = objects.sums
+        rows = zip(sums.numbers.tolist(), sums.labels.tolist(), sums.pixels.tolist(), strict=True)
+        for index, row in enumerate(rows):
+            found.append((*row, corners_of(objects.rings, index)))
     return sorted(found)
+
+
+def corners_of(rings, index):
+    """Return the corners of each ring of an object, whose rings are in memory or in a file."""
+    if isinstance(rings, StoredRings):
+        found = []
+        for count, corners in rings:
+            x, y = (np.concatenate(parts).tolist() for parts in zip(*corners))
+            assert count == len(x) - 1 and (x[0], y[0]) == (x[-1], y[-1])
+            found.append(list(zip(x, y))[:-1])
+        assert (len(found), sum(map(len, found))) == (rings.rings, rings.corners)
+        return found
+    corners = list(zip(rings.x.tolist(), rings.y.tolist()))
+    borders = zip(rings.begins[:-1], rings.begins[1:], strict=True)
+    return [corners[a:b] for id, (a, b) in zip(rings.ids, borders, strict=True) if id == index]
 
 
 def area(ring):
@@ -113,6 +119,10 @@ def test_strips_trace_what_gdal_traces_in_the_whole_map(group):
         assert traced(labels, (1,), skipped) == whole, seed
         ours = sorted((label, tuple(sorted(map(normal, rings)))) for _, label, _, rings in whole)
         assert ours == by_gdal(labels, skipped), seed
+        turned = traced(labels, heights, skipped, 1, left=True)
+        for (*about, rings), (*same, backwards) in zip(whole, turned, strict=True):
+            assert about == same
+            assert backwards == [[ring[0], *ring[:0:-1]] for ring in rings], seed
         for _, _, pixels, rings in whole:
             assert area(rings[0]) > 0 and all(area(ring) < 0 for ring in rings[1:])
             assert sum(map(area, rings)) == pixels
@@ -151,15 +161,13 @@ def test_numbers_follow_the_first_pixels_and_areas_the_rows(seed, height):
     drawn = np.concatenate(list(numbers.drawn(cut)))
     whole = traced(labels, skipped=(255,))
     assert numbers.count == len(whole) == drawn.max(initial=0)
-    assert ((drawn == 0) == (labels == 255)).all()
+    assert np.array_equal(drawn, flooded(labels, 255))
     of_rows, areas = np.arange(1.0, len(labels) + 1), {}
-    for objects in trace(cut, labels.shape[1], (255,), of_rows, fewest=1):
-        areas |= dict(zip(objects.firsts.tolist(), objects.areas.tolist()))
-    for number, (first, label, pixels, _) in enumerate(whole, 1):
-        assert drawn.ravel()[first] == number
-        assert areas[first] == (of_rows @ (drawn == number)).sum()
+    for objects in trace(numbers.numbered(cut), labels.shape[1], of_rows, fewest=1):
+        areas |= dict(zip(objects.sums.numbers.tolist(), objects.sums.areas.tolist()))
+    for number, label, pixels, _ in whole:
+        assert areas[number] == (of_rows @ (drawn == number)).sum()
         assert (drawn == number).sum() == pixels and (labels[drawn == number] == label).all()
-        assert numbers.of_firsts(np.array([first])) == number
 
 
 def geotiff(path, labels, **about):
@@ -309,7 +317,7 @@ def test_without_georeference_coordinates_are_pixels(tmp_path, labels):
     found = json.loads(written(tmp_path, labels, "geojson", None).read_text())
     assert found["coordinates"] == "pixels: column, row"
     first = found["features"][0]["geometry"]["coordinates"][0]
-    assert first[0] == [0, 0] and all(type(n) is int for corner in first for n in corner)
+    assert [0, 0] in first and all(type(n) is int for corner in first for n in corner)
     rows = rows_of(written(tmp_path, labels, "gpkg", None))
     assert all(row[5] is None for row in rows)
     assert sum(row[4] for row in rows) == (labels != 255).sum()
@@ -336,6 +344,40 @@ def test_polygons_do_not_depend_on_strips(tmp_path, labels, monkeypatch):
     for ours, theirs in zip(sorted(parts, key=lambda row: row[1]), whole, strict=True):
         assert ours[1:] == theirs[1:]
         assert all(np.array_equal(a, b) for a, b in zip(ours[0], theirs[0], strict=True))
+
+
+def test_long_outlines_are_written_in_parts(tmp_path, labels, monkeypatch):
+    """Files with outlines that pass through a scratch file equal those of objects in memory."""
+    place = open_image(geotiff(tmp_path / "image.tif", labels, **UTM)).place
+
+    def found():
+        layers = [rows_of(written(tmp_path, labels, "gpkg", p)) for p in (place, None)]
+        texts = [written(tmp_path, labels, "geojson", p).read_text() for p in (place, None)]
+        features = [json.loads(text)["features"] for text in texts]
+        return [
+            *([(*row[1:], [ring.tolist() for ring in row[0]]) for row in rows] for rows in layers),
+            *features,
+        ]
+
+    whole = found()
+    monkeypatch.setattr(files, "_STRIP", 7 * labels.shape[1])
+    monkeypatch.setattr(features, "trace", partial(trace, fewest=1))
+    for module, name in ((geopackage, "_BATCH"), (geojson, "_BATCH"), (outlines, "_MANY")):
+        monkeypatch.setattr(module, name, 8)
+    monkeypatch.setattr(outlines, "_FEW", 2)
+
+    def number_of(row):
+        return row["id"] if isinstance(row, dict) else row[0]
+
+    for ours, theirs in zip(found(), whole, strict=True):
+        assert ours != theirs and sorted(ours, key=number_of) == sorted(theirs, key=number_of)
+
+
+def test_outlines_that_a_geopackage_cannot_hold_are_refused(tmp_path, labels, monkeypatch):
+    monkeypatch.setattr(geopackage, "_LARGEST", 300)
+    with pytest.raises(ValueError, match=r"object \d+ \(\w+, .*most 300 bytes.*write geojson"):
+        written(tmp_path, labels, "gpkg", None)
+    assert not list(tmp_path.glob("*.gpkg"))
 
 
 def test_only_chosen_classes_are_traced(tmp_path, labels):

@@ -10,10 +10,15 @@ depend on the height of the strips.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
+from distseg.data.vector.scratch import ScratchNumbers
+
 NONE = -1  # id of pixels that belong to no object
+_MOST_IDS = 1 << 16  # ids that a labeller holds before it drops those of complete objects
 
 
 def joined(count: int, a: np.ndarray, b: np.ndarray) -> np.ndarray:
@@ -63,7 +68,9 @@ class Labeller:
     Attributes:
         parents: (ids,) the parent of each id, or the id itself if it has not been joined.
         labels: (ids,) the label of each id.
-        firsts: (ids,) the position of each id's first pixel, row * width + column.
+        serials: (ids,) the number of ids that were new before each id, in the whole map. Serials
+            rise with the ids and in the order of the ids' first pixels.
+        created: number of ids that have been new, in the whole map.
         row: the labels of the last row that was added; None at first.
         row_ids: the ids of the pixels of that row, each the smallest id of its object.
     """
@@ -72,10 +79,11 @@ class Labeller:
         self.width, self.skipped = width, np.array(skipped, np.int64)
         self.parents = np.zeros(0, np.int64)
         self.labels = np.zeros(0, np.int64)
-        self.firsts = np.zeros(0, np.int64)
+        self.serials = np.zeros(0, np.int64)
+        self.created = 0
         self.row: np.ndarray | None = None
         self.row_ids = np.full(width, NONE, np.int64)
-        self._rows = 0
+        self._most = _MOST_IDS
 
     def add(self, strip: np.ndarray) -> np.ndarray:
         """Add the next strip of labels (rows, width); return the ids (rows, width) of its pixels.
@@ -97,7 +105,6 @@ class Labeller:
         ids = self._ids_of(roots, runs, above)
         of_pixels = np.repeat(ids, runs.lengths).reshape(labels.shape)
         self.row, self.row_ids = strip[-1].copy(), of_pixels[-1].copy()
-        self._rows += len(strip)
         return of_pixels[above:]
 
     def _ids_of(self, roots: np.ndarray, runs: _Runs, above: int) -> np.ndarray:
@@ -125,10 +132,11 @@ class Labeller:
             new &= ~np.isin(runs.labels, self.skipped)
         new = np.flatnonzero(new)
         ids[new] = len(self.parents) + np.arange(len(new))
-        first = runs.starts[new] + (self._rows - above) * self.width
+        serials = self.created + np.arange(len(new))
+        self.created += len(new)
         self.parents = np.concatenate([self.parents, ids[new]])
         self.labels = np.concatenate([self.labels, runs.labels[new].astype(np.int64)])
-        self.firsts = np.concatenate([self.firsts, first])
+        self.serials = np.concatenate([self.serials, serials])
         return ids[roots]
 
     def roots(self) -> np.ndarray:
@@ -136,29 +144,23 @@ class Labeller:
         self.parents = compressed(self.parents)
         return self.parents
 
-    def joined_ids(self, ids: np.ndarray) -> np.ndarray:
-        """Return ``ids`` with each id replaced by the one to which the last strip joined it.
+    @property
+    def full(self) -> bool:
+        """True if so many ids are held that :meth:`forget` should be called."""
+        return len(self.parents) > self._most
 
-        Args:
-            ids: ids that were not joined to a smaller id before the last strip was added. ``NONE``
-                stays as it is.
+    def forget(self) -> np.ndarray:
+        """Drop all ids except those of the objects in the last row; return the kept ids.
+
+        An object in the last row keeps its smallest id. The kept ids become 0, 1, ... in the same
+        order.
         """
-        found = ids.copy()
-        inside = ids != NONE
-        found[inside] = self.parents[ids[inside]]
-        return found
-
-    def forget(self, kept: np.ndarray) -> None:
-        """Drop all ids except ``kept``, and give these the new ids 0, 1, ... in the same order.
-
-        Args:
-            kept: ids in rising order, none of them joined to a smaller id. All ids in ``row_ids``
-                must be among them.
-        """
-        inside = self.row_ids != NONE
-        self.row_ids[inside] = np.searchsorted(kept, self.row_ids[inside])
+        roots, inside = self.roots(), self.row_ids != NONE
+        kept, self.row_ids[inside] = np.unique(roots[self.row_ids[inside]], return_inverse=True)
         self.parents = np.arange(len(kept))
-        self.labels, self.firsts = self.labels[kept], self.firsts[kept]
+        self.labels, self.serials = self.labels[kept], self.serials[kept]
+        self._most = max(_MOST_IDS, 2 * len(kept))
+        return kept
 
 
 class _Runs:
@@ -194,32 +196,93 @@ class _Runs:
         return upper[same], lower[same]
 
 
+@dataclass(frozen=True)
+class NumberedStrip:
+    """Strip of a label map whose objects have their final numbers.
+
+    Attributes:
+        ids: the id of each pixel, (rows, width); NONE outside all objects. An id is an index into
+            the other arrays; several ids may stand for one object.
+        numbers: (ids,) the number of each id's object.
+        labels: (ids,) the label of each id.
+    """
+
+    ids: np.ndarray
+    numbers: np.ndarray
+    labels: np.ndarray
+
+    def drawn(self, outside: int) -> np.ndarray:
+        """Return the number of each pixel's object, (rows, width); ``outside`` for no object."""
+        return np.append(self.numbers, outside)[self.ids]  # NONE is the index of the last entry
+
+
 class Numbers:
     """Numbers of all objects of a map, counted from 1 in the order of their first pixels.
+
+    An id that was new in one strip may be joined to a smaller id by a later strip. So the map is
+    read twice: the first time, the ids that were joined are collected in a scratch file; the second
+    time (:meth:`numbered`), each new id gets the number of its object at once. Memory holds the ids
+    of one strip and of the objects in its last row.
 
     Args:
         strips: strips of labels (rows, width), from top to bottom.
         width: number of columns of the map.
         skipped: labels whose pixels belong to no object.
+        folder: the folder of the scratch file; None for the system's folder for temporary files.
 
     Attributes:
         count: number of objects.
     """
 
-    def __init__(self, strips: Iterable[np.ndarray], width: int, skipped: tuple[int, ...] = ()):
+    def __init__(
+        self,
+        strips: Iterable[np.ndarray],
+        width: int,
+        skipped: tuple[int, ...] = (),
+        folder: Path | None = None,
+    ):
+        self.count = 0
         self._labeller = (width, skipped)
+        # At the position of an id's serial: the serial of a smaller id of the same object, or its
+        # own serial if the id is the smallest one of its object.
+        self._parents = ScratchNumbers(folder)
         labeller = Labeller(width, skipped)
         for strip in strips:
             labeller.add(strip)
-        roots = labeller.roots()
-        own = np.flatnonzero(roots == np.arange(len(roots)))
-        self._firsts = labeller.firsts[own]  # rising, as ids and their first pixels do
-        self.count = len(own)
-        self._of_ids = np.searchsorted(own, roots) + 1
+            if labeller.full:
+                self._collect(labeller)
+        self._collect(labeller)
 
-    def of_firsts(self, firsts: np.ndarray) -> np.ndarray:
-        """Return the numbers of the objects with these first pixels (row * width + column)."""
-        return np.searchsorted(self._firsts, firsts) + 1
+    def _collect(self, labeller: Labeller) -> None:
+        """Write to the scratch file which ids have been joined, and drop complete objects."""
+        parents = labeller.serials[labeller.roots()]
+        joined = parents != labeller.serials
+        old = int(np.searchsorted(labeller.serials, self._parents.count))  # collected before
+        self._parents.append(parents[old:])
+        later = np.flatnonzero(joined[:old])
+        self._parents.change(labeller.serials[later], parents[later])
+        self.count += int((~joined[old:]).sum()) - len(later)
+        labeller.forget()
+
+    def numbered(self, strips: Iterable[np.ndarray]) -> Iterator[NumberedStrip]:
+        """Yield the strips of the map with the numbers of their objects.
+
+        Args:
+            strips: the strips that were given to :class:`Numbers`, again with the same heights.
+        """
+        labeller, numbers, count = Labeller(*self._labeller), np.zeros(0, np.int64), 0
+        for strip in strips:
+            known, before = len(numbers), labeller.created
+            ids = labeller.add(strip)
+            parents = self._parents.read(before, labeller.created - before)
+            own = parents == labeller.serials[known:]
+            # An id's parent is a smaller id of this strip, or of an object that reaches this strip.
+            at = np.concatenate([np.arange(known), np.searchsorted(labeller.serials, parents)])
+            numbers = np.concatenate([numbers, count + np.cumsum(own)])[compressed(at)]
+            count += int(own.sum())
+            yield NumberedStrip(ids, numbers, labeller.labels)
+            if labeller.full:
+                numbers = numbers[labeller.forget()]
 
     def drawn(self, strips: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
         """Yield the number of each pixel's object in strips (rows, width), 0 outside all objects.
@@ -227,7 +290,5 @@ class Numbers:
         Args:
             strips: the strips that were given to :class:`Numbers`, again with the same heights.
         """
-        labeller = Labeller(*self._labeller)
-        table = np.append(self._of_ids, 0).astype(np.uint32)  # the last entry is for NONE, -1
-        for strip in strips:
-            yield table[labeller.add(strip)]
+        for strip in self.numbered(strips):
+            yield strip.drawn(0).astype(np.uint32)

@@ -4,12 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
 from distseg.data.vector.components import Numbers
-from distseg.data.vector.polygons import Objects, trace
+from distseg.data.vector.outlines import StoredCorners, StoredRings
+from distseg.data.vector.polygons import trace
+from distseg.data.vector.rings import Rings
 from distseg.data.vector.world import World
+
+
+@dataclass(frozen=True)
+class Ring:
+    """Closed ring of a polygon.
+
+    Attributes:
+        corners: number of corners; the first corner counts twice, because it is also the last one.
+        parts: an iterable of the corners in order, some at a time, (corners, 2) float64 of x and y.
+            It may be iterated several times.
+    """
+
+    corners: int
+    parts: Iterable[np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -22,8 +39,9 @@ class Feature:
         name: the name of its class.
         pixels: number of its pixels.
         area: its area in square metres; None if that is unknown.
-        rings: closed rings, arrays (corners, 2) float64 of x and y: first the outer ring,
-            counter-clockwise, then the holes, clockwise.
+        rings: an iterable of the rings: first the outer ring, counter-clockwise, then the holes,
+            clockwise. It may be iterated several times, and may read a scratch file.
+        counts: number of rings, and number of corners of all rings.
     """
 
     number: int
@@ -31,7 +49,8 @@ class Feature:
     name: str
     pixels: int
     area: float | None
-    rings: list[np.ndarray]
+    rings: Iterable[Ring]
+    counts: tuple[int, int]
 
 
 def features(
@@ -41,6 +60,7 @@ def features(
     world: World,
     skipped: tuple[int, ...] = (),
     least: int = 1,
+    folder: Path | None = None,
 ) -> Iterator[Feature]:
     """Yield the objects of a label map as polygons.
 
@@ -52,38 +72,70 @@ def features(
         world: the coordinates on earth of the map's pixels.
         skipped: labels whose pixels belong to no object.
         least: objects of fewer pixels are left out; the other objects keep their numbers.
+        folder: the folder of scratch files; None for the system's folder for temporary files.
     """
     height, width = size
-    numbers = Numbers(strips(), width, skipped)
+    numbers = Numbers(strips(), width, skipped, folder)
     areas = world.row_areas(height)
-    for objects in trace(strips(), width, skipped, areas):
-        yield from _features(objects, numbers, names, world, areas is not None, least)
+    traced = trace(numbers.numbered(strips()), width, areas, left=world.mirrored, folder=folder)
+    for objects in traced:
+        sums = objects.sums
+        large = np.flatnonzero(sums.pixels >= least)
+        of_object = _in_scratch if isinstance(objects.rings, StoredRings) else _in_memory
+        for index, (rings, counts) in zip(large, of_object(objects.rings, large, world)):
+            label = int(sums.labels[index])
+            yield Feature(
+                int(sums.numbers[index]),
+                label,
+                names(label),
+                int(sums.pixels[index]),
+                float(sums.areas[index]) if areas is not None else None,
+                rings,
+                counts,
+            )
 
 
-def _features(
-    objects: Objects,
-    numbers: Numbers,
-    names: Callable[[int], str],
-    world: World,
-    measured: bool,
-    least: int,
-) -> Iterator[Feature]:
-    rings = objects.rings
+def _in_memory(
+    rings: Rings, chosen: np.ndarray, world: World
+) -> Iterator[tuple[list[Ring], tuple[int, int]]]:
+    """Yield the rings of each chosen object, their number, and the number of their corners."""
     points = np.stack(world.xy(rings.x, rings.y), 1)
-    first = np.searchsorted(rings.ids, np.arange(len(objects) + 1))  # ring of each object
-    number_of = numbers.of_firsts(objects.firsts)
-    for index in np.flatnonzero(objects.pixels >= least):
-        outlines = []
-        for ring in range(first[index], first[index + 1]):
-            begin, end = rings.begins[ring], rings.begins[ring + 1]
-            corners = np.concatenate([points[begin:end], points[begin : begin + 1]])
-            outlines.append(corners[::-1] if world.mirrored else corners)
-        label = int(objects.labels[index])
-        yield Feature(
-            int(number_of[index]),
-            label,
-            names(label),
-            int(objects.pixels[index]),
-            float(objects.areas[index]) if measured else None,
-            outlines,
-        )
+    begins, ends = (np.searchsorted(rings.ids, chosen, side) for side in ("left", "right"))
+    for begin, end in zip(begins, ends):
+        found = []
+        for first, stop in zip(rings.begins[begin:end], rings.begins[begin + 1 : end + 1]):
+            corners = np.concatenate([points[first:stop], points[first : first + 1]])
+            found.append(Ring(len(corners), (corners,)))
+        yield found, (len(found), sum(ring.corners for ring in found))
+
+
+def _in_scratch(
+    rings: StoredRings, chosen: np.ndarray, world: World
+) -> Iterator[tuple[_StoredPolygon, tuple[int, int]]]:
+    """Yield the rings of an object, if it is chosen, their number, and the number of corners."""
+    if len(chosen):
+        yield _StoredPolygon(rings, world), (rings.rings, rings.corners + rings.rings)
+
+
+@dataclass(frozen=True)
+class _StoredPolygon:
+    """Rings of an object in a scratch file, as an iterable."""
+
+    rings: StoredRings
+    world: World
+
+    def __iter__(self) -> Iterator[Ring]:
+        for corners, stored in self.rings:
+            yield Ring(corners + 1, _StoredPoints(stored, self.world))
+
+
+@dataclass(frozen=True)
+class _StoredPoints:
+    """Corners of a ring in a scratch file, as an iterable of arrays (corners, 2) of x and y."""
+
+    corners: StoredCorners
+    world: World
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        for columns, rows in self.corners:
+            yield np.stack(self.world.xy(columns, rows), 1)

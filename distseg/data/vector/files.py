@@ -86,7 +86,7 @@ def write_polygons(path: Path, labels: LabelMap, form: str, identity: str) -> in
     """
     world = _world(labels.place, form, path.name)
     found = features(
-        labels.strips, labels.size, labels.name_of, world, labels.skipped, labels.least
+        labels.strips, labels.size, labels.name_of, world, labels.skipped, labels.least, path.parent
     )
     write = write_geojson if form == "geojson" else write_geopackage
     return write(path, found, world, identity)
@@ -109,7 +109,7 @@ def write_numbers(path: Path, labels: LabelMap, about: str) -> int:
     import tifffile
 
     height, width = labels.size
-    numbers = Numbers(labels.strips(), width, labels.skipped)
+    numbers = Numbers(labels.strips(), width, labels.skipped, path.parent)
     if numbers.count > _MOST_OBJECTS:
         raise ValueError(
             f"{path} can hold numbers for at most {_MOST_OBJECTS} objects, but there are more: "

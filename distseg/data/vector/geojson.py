@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator
-from itertools import islice
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 
 from distseg.data.packages import optional
-from distseg.data.vector.features import Feature
+from distseg.data.vector.features import Feature, Ring
 from distseg.data.vector.world import World
 
 _DIGITS = 8  # decimals of degrees; the last one is about a millimetre
-_BATCH = 4096  # objects whose corners are transformed at a time
+_BATCH = 1 << 16  # corners that are transformed at a time, and most corners of a batch's object
 _HALF_CIRCLE = 180.0  # degrees; a longer edge crosses the antimeridian
 _EPSILON = 1e-9  # degrees
 _IDENTITY = re.compile(rb'"distseg_identity": "([0-9a-f]*)"')
@@ -57,7 +57,7 @@ def write_geojson(path: Path, features: Iterable[Feature], world: World, identit
     count = 0
     with open(path, "w", encoding="ascii") as file:
         file.write(json.dumps(head)[:-1] + ', "features": [')
-        for found, geometry in _in_degrees(features, world):
+        for found, geometry in _geometries(features, world):
             about = {
                 "object": found.number,
                 "class": found.label,
@@ -65,13 +65,10 @@ def write_geojson(path: Path, features: Iterable[Feature], world: World, identit
                 "pixels": found.pixels,
                 "area_m2": found.area,
             }
-            feature = {
-                "type": "Feature",
-                "id": found.number,
-                "properties": about,
-                "geometry": geometry,
-            }
-            file.write(("," if count else "") + "\n" + json.dumps(feature))
+            feature = {"type": "Feature", "id": found.number, "properties": about}
+            file.write(("," if count else "") + "\n" + json.dumps(feature)[:-1] + ', "geometry": ')
+            file.writelines(geometry)
+            file.write("}")
             count += 1
         file.write("\n]}\n")
     return count
@@ -84,52 +81,133 @@ def identity_in_geojson(path: Path) -> str | None:
     return found[1].decode() if found else None
 
 
-def _in_degrees(features: Iterable[Feature], world: World) -> Iterator[tuple[Feature, dict]]:
-    """Yield each object and its GeoJSON geometry, in degrees, or in pixels without a CRS."""
+def _geometries(
+    features: Iterable[Feature], world: World
+) -> Iterator[tuple[Feature, Iterable[str]]]:
+    """Yield each object and the parts of its geometry's text.
+
+    The geometry is in degrees, or in pixels without a CRS.
+    """
     if world.crs is None:
         for found in features:
-            yield found, _polygon([_numbers(ring) for ring in found.rings])
+            yield found, _polygon_text((ring.parts for ring in found.rings), _whole)
         return
     warp = optional("GeoJSON in WGS 84", "rasterio", "warp").warp
-    rest = iter(features)
-    while batch := list(islice(rest, _BATCH)):
-        rings = [ring for found in batch for ring in found.rings]
-        corners = np.concatenate(rings)
-        degrees = np.stack(warp.transform(world.crs, "EPSG:4326", corners[:, 0], corners[:, 1]), 1)
-        parts = iter(np.split(degrees, np.cumsum([len(ring) for ring in rings])[:-1]))
-        for found in batch:
-            turned = [_eastward(next(parts), found) for _ in found.rings]
-            if np.abs(np.diff(turned[0][:, 0])).max() > _HALF_CIRCLE:
-                plain = _polygon([ring.tolist() for ring in found.rings])
-                cut = warp.transform_geom(
-                    world.crs, "EPSG:4326", plain, antimeridian_cutting=True, precision=_DIGITS
-                )
-                yield found, _turned(cut, found)
-            else:
-                yield found, _polygon([ring.round(_DIGITS).tolist() for ring in turned])
+    for batch in _batches(features):
+        if batch[0].counts[1] > _BATCH:
+            yield from _large_in_degrees(batch[0], world, warp)
+        else:
+            yield from _in_degrees(batch, world, warp)
 
 
-def _eastward(ring: np.ndarray, found: Feature) -> np.ndarray:
-    """Return a ring with longitudes up to 180: if its longitudes are above, subtract 360.
+def _batches(features: Iterable[Feature]) -> Iterator[list[Feature]]:
+    """Yield objects in batches of a limited number of corners.
+
+    An object with more corners than ``_BATCH`` is a batch of its own.
+    """
+    batch: list[Feature] = []
+    corners = 0
+    for found in features:
+        if batch and corners + found.counts[1] > _BATCH:
+            yield batch
+            batch, corners = [], 0
+        batch.append(found)
+        corners += found.counts[1]
+    if batch:
+        yield batch
+
+
+def _in_degrees(
+    batch: list[Feature], world: World, warp: ModuleType
+) -> Iterator[tuple[Feature, Iterable[str]]]:
+    """Yield each object of a batch and the parts of its geometry's text, in degrees."""
+    rings = [[np.concatenate([*ring.parts]) for ring in found.rings] for found in batch]
+    every = [ring for own in rings for ring in own]
+    degrees = _degrees(np.concatenate(every), world, warp)
+    parts = iter(np.split(degrees, np.cumsum([len(ring) for ring in every])[:-1]))
+    for found, own in zip(batch, rings):
+        turned = [next(parts) for _ in own]
+        spans = [_Span([ring]) for ring in turned]
+        shifts = [span.shift(found) for span in spans]
+        if spans[0].crosses:
+            plain = {"type": "Polygon", "coordinates": [ring.tolist() for ring in own]}
+            cut = warp.transform_geom(
+                world.crs, "EPSG:4326", plain, antimeridian_cutting=True, precision=_DIGITS
+            )
+            yield found, [json.dumps(_turned(cut, found))]
+        else:
+            eastward = [ring + shift for ring, shift in zip(turned, shifts)]
+            yield found, _polygon_text([[ring] for ring in eastward], _rounded)
+
+
+def _large_in_degrees(
+    found: Feature, world: World, warp: ModuleType
+) -> Iterator[tuple[Feature, Iterable[str]]]:
+    """Yield an object and the parts of its geometry's text, in degrees.
+
+    A part of the object is in memory, but all of it if it crosses the antimeridian.
+    """
+
+    def degrees(ring: Ring) -> Iterator[np.ndarray]:
+        return (_degrees(part, world, warp) for part in ring.parts)
+
+    def eastward(ring: Ring) -> Iterator[np.ndarray]:
+        shift = _Span(degrees(ring)).shift(found)
+        return (part + shift for part in degrees(ring))
+
+    if _Span(degrees(next(iter(found.rings)))).crosses:
+        yield from _in_degrees([found], world, warp)
+    else:
+        yield found, _polygon_text(map(eastward, found.rings), _rounded)
+
+
+def _degrees(corners: np.ndarray, world: World, warp: ModuleType) -> np.ndarray:
+    """Return longitude and latitude of corners (corners, 2) in degrees, of the same shape."""
+    x, y = corners.T
+    return np.stack(warp.transform(world.crs, "EPSG:4326", x, y), 1)
+
+
+class _Span:
+    """Longitudes of a ring.
 
     Args:
-        ring: (corners, 2) longitude and latitude in degrees.
-        found: the object, for the message.
+        parts: the ring, some corners at a time, (corners, 2) longitude and latitude in degrees.
 
-    Raises:
-        ValueError: GeoJSON cannot hold the ring, because it goes around a pole, or because some of
-            its longitudes are below 180 and some above.
+    Attributes:
+        crosses: True if an edge is longer than 180 degrees, because it crosses the antimeridian.
     """
-    steps = np.diff(ring[:, 0])
-    around = abs((steps - 360 * np.rint(steps / 360)).sum()) > _HALF_CIRCLE
-    east, west = ring[:, 0].max(), ring[:, 0].min()
-    if around or (east > _HALF_CIRCLE + _EPSILON and west < _HALF_CIRCLE - _EPSILON):
-        what = "goes around a pole" if around else f"has longitudes from {west:g} to {east:g}"
-        raise ValueError(
-            f"object {found.number} {what}, which GeoJSON cannot hold, because longitudes in "
-            "GeoJSON end at 180 degrees: write gpkg, which uses the CRS of the image"
-        )
-    return ring - [360.0, 0.0] if east > _HALF_CIRCLE + _EPSILON else ring
+
+    def __init__(self, parts: Iterable[np.ndarray]):
+        self._turn, self._west, self._east = 0.0, np.inf, -np.inf
+        longest, last = 0.0, np.zeros(0)
+        for part in parts:
+            longitudes = np.append(last, part[:, 0])
+            steps = np.diff(longitudes)
+            self._turn += (steps - 360 * np.rint(steps / 360)).sum()
+            self._west = min(self._west, longitudes.min())
+            self._east = max(self._east, longitudes.max())
+            longest = max(longest, np.abs(steps).max(initial=0.0))
+            last = longitudes[-1:]
+        self.crosses = longest > _HALF_CIRCLE
+
+    def shift(self, found: Feature) -> np.ndarray:
+        """Return what must be added to longitude and latitude so that longitudes end at 180, (2,).
+
+        Args:
+            found: the ring's object, for the message.
+
+        Raises:
+            ValueError: GeoJSON cannot hold the ring, because it goes around a pole, or because some
+                of its longitudes are below 180 and some above.
+        """
+        around, east, west = abs(self._turn) > _HALF_CIRCLE, self._east, self._west
+        if around or (east > _HALF_CIRCLE + _EPSILON and west < _HALF_CIRCLE - _EPSILON):
+            what = "goes around a pole" if around else f"has longitudes from {west:g} to {east:g}"
+            raise ValueError(
+                f"object {found.number} {what}, which GeoJSON cannot hold, because longitudes in "
+                "GeoJSON end at 180 degrees: write gpkg, which uses the CRS of the image"
+            )
+        return np.array([-360.0 if east > _HALF_CIRCLE + _EPSILON else 0.0, 0.0])
 
 
 def _turned(geometry: dict, found: Feature) -> dict:
@@ -168,10 +246,30 @@ def _wound(ring: list, sign: int) -> list:
     return [list(c) for c in (corners if area * sign >= 0 else corners[::-1])]
 
 
-def _numbers(ring: np.ndarray) -> list:
-    whole = ring.astype(np.int64)
-    return (whole if (whole == ring).all() else ring).tolist()
+def _polygon_text(
+    rings: Iterable[Iterable[np.ndarray]], numbers: Callable[[np.ndarray], list]
+) -> Iterator[str]:
+    """Yield the text of a polygon in GeoJSON, in parts.
+
+    Args:
+        rings: the closed rings, each some corners at a time, (corners, 2).
+        numbers: a function from such corners to the numbers that are written.
+    """
+    yield '{"type": "Polygon", "coordinates": '
+    begin = "[["
+    for ring in rings:
+        for part in ring:
+            yield begin + json.dumps(numbers(part))[1:-1]
+            begin = ", "
+        begin = "], ["
+    yield "]]}"
 
 
-def _polygon(rings: list) -> dict:
-    return {"type": "Polygon", "coordinates": rings}
+def _whole(corners: np.ndarray) -> list:
+    """Return corners as whole numbers, or unchanged if they are no whole numbers."""
+    whole = corners.astype(np.int64)
+    return (whole if (whole == corners).all() else corners).tolist()
+
+
+def _rounded(corners: np.ndarray) -> list:
+    return corners.round(_DIGITS).tolist()

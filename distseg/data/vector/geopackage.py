@@ -10,17 +10,20 @@ import sqlite3
 import struct
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
 
-from distseg.data.vector.features import Feature
+from distseg.data.vector.features import Feature, Ring
 from distseg.data.vector.world import World
 
 _APPLICATION, _VERSION = 0x47504B47, 10301  # "GPKG", 1.3.1
 _OWN_CRS = 100_000  # srs_id of a CRS without an EPSG code
 _CHANGED = "1970-01-01T00:00:00.000Z"  # a fixed time, so that equal results are equal files
-_BATCH = 1000  # rows that are inserted at a time
+_BATCH = 1 << 20  # bytes of rows that are inserted at a time, and of a geometry's part in memory
+_ROW = 100  # bytes of a row beside its geometry, roughly
+_LARGEST = 1_000_000_000  # bytes of a value that SQLite can hold
 _IDENTITY = "distseg_identity "
 
 _TABLES = """
@@ -37,8 +40,8 @@ CREATE TABLE gpkg_geometry_columns (table_name TEXT NOT NULL, column_name TEXT N
     CONSTRAINT uk_gc_table_name UNIQUE (table_name),
     CONSTRAINT fk_gc_tn FOREIGN KEY (table_name) REFERENCES gpkg_contents(table_name),
     CONSTRAINT fk_gc_srs FOREIGN KEY (srs_id) REFERENCES gpkg_spatial_ref_sys (srs_id));
-CREATE TABLE objects (fid INTEGER PRIMARY KEY AUTOINCREMENT NOT NULL, geom POLYGON,
-    object INTEGER, class INTEGER, name TEXT, pixels INTEGER, area_m2 REAL);
+CREATE TABLE objects (fid INTEGER PRIMARY KEY AUTOINCREMENT NOT NULL,
+    object INTEGER, class INTEGER, name TEXT, pixels INTEGER, area_m2 REAL, geom POLYGON);
 """
 _WGS84 = (
     'GEOGCS["WGS 84",DATUM["WGS_1984",SPHEROID["WGS 84",6378137,298.257223563,'
@@ -46,6 +49,8 @@ _WGS84 = (
     'AUTHORITY["EPSG","8901"]],UNIT["degree",0.0174532925199433,AUTHORITY["EPSG","9122"]],'
     'AUTHORITY["EPSG","4326"]]'
 )
+# The geometry is the last column, so that SQLite can reserve its bytes without holding them.
+_INSERT = "INSERT INTO objects (object,class,name,pixels,area_m2,geom) VALUES (?,?,?,?,?,{})"
 _REQUIRED_CRS = [
     ("Undefined cartesian SRS", -1, "NONE", -1, "undefined", None),
     ("Undefined geographic SRS", 0, "NONE", 0, "undefined", None),
@@ -132,28 +137,77 @@ def _insert(
 ) -> tuple[int, tuple[float | None, ...]]:
     """Insert the objects; return their number, and (min x, min y, max x, max y) over all.
 
-    The four bounds are None if there are no objects. ``crs`` is the srs_id of the layer.
+    The four bounds are None if there are no objects.
+
+    Args:
+        file: the GeoPackage.
+        features: the objects.
+        crs: the srs_id of the layer.
     """
     count, low, high = 0, np.full(2, np.inf), np.full(2, -np.inf)
-    rows: list[tuple] = []
-
-    def flush() -> None:
-        file.executemany(
-            "INSERT INTO objects (geom,object,class,name,pixels,area_m2) VALUES (?,?,?,?,?,?)", rows
-        )
-        rows.clear()
-
+    rows = _Rows(file)
     for found in features:
-        outer = found.rings[0]
-        at, to = outer.min(0), outer.max(0)
+        at, to = _bounds(next(iter(found.rings)))
         low, high = np.minimum(low, at), np.maximum(high, to)
-        geometry = _header(crs, at, to) + polygon_bytes(found.rings)
-        rows.append((geometry, found.number, found.label, found.name, found.pixels, found.area))
+        rows.add(found, _header(crs, at, to))
         count += 1
-        if len(rows) == _BATCH:
-            flush()
-    flush()
+    rows.flush()
     return count, (*low, *high) if count else (None,) * 4
+
+
+class _Rows:
+    """Rows of the layer, which are inserted some at a time.
+
+    Args:
+        file: the GeoPackage.
+    """
+
+    def __init__(self, file: sqlite3.Connection):
+        self._file = file
+        self._rows: list[tuple] = []
+        self._bytes = 0  # of the geometries of the rows
+
+    def add(self, found: Feature, header: bytes) -> None:
+        """Add an object, whose geometry begins with ``header``.
+
+        A large geometry is written in parts, so that it need not fit into memory. Python 3.10
+        cannot do this and holds it as a whole.
+
+        Raises:
+            ValueError: the geometry has more bytes than SQLite can hold.
+        """
+        size = len(header) + _polygon_size(found)
+        if size > _LARGEST:
+            raise ValueError(
+                f"object {found.number} ({found.name}, {found.pixels:,} pixels) has an outline of "
+                f"{found.counts[1]:,} corners, {size:,} bytes, but a GeoPackage holds at "
+                f"most {_LARGEST:,} bytes an object: write geojson, or leave out its class "
+                "(predict.trace of 'distseg predict', --classes of 'distseg trace')"
+            )
+        about = (found.number, found.label, found.name, found.pixels, found.area)
+        if size > _BATCH and hasattr(self._file, "blobopen"):
+            self.flush()
+            row = self._file.execute(_INSERT.format("zeroblob(?)"), (*about, size)).lastrowid
+            with self._file.blobopen("objects", "geom", row) as geometry:
+                for part in chain([header], _polygon_parts(found)):
+                    geometry.write(part)
+            return
+        self._rows.append((*about, header + b"".join(_polygon_parts(found))))
+        self._bytes += size + _ROW
+        if self._bytes > _BATCH:
+            self.flush()
+
+    def flush(self) -> None:
+        """Insert the rows that were added."""
+        self._file.executemany(_INSERT.format("?"), self._rows)
+        self._rows.clear()
+        self._bytes = 0
+
+
+def _bounds(ring: Ring) -> tuple[np.ndarray, np.ndarray]:
+    """Return (smallest x, smallest y) and (largest x, largest y) of a ring."""
+    ends = [(part.min(0), part.max(0)) for part in ring.parts]
+    return np.min([low for low, _ in ends], 0), np.max([high for _, high in ends], 0)
 
 
 def _header(crs: int, low: np.ndarray, high: np.ndarray) -> bytes:
@@ -167,9 +221,16 @@ def _header(crs: int, low: np.ndarray, high: np.ndarray) -> bytes:
     return struct.pack("<2sBBi4d", b"GP", 0, 0b11, crs, low[0], high[0], low[1], high[1])
 
 
-def polygon_bytes(rings: list[np.ndarray]) -> bytes:
-    """Return a polygon, given by closed rings (corners, 2), as little-endian well-known binary."""
-    parts = [struct.pack("<BII", 1, 3, len(rings))]
-    for ring in rings:
-        parts += [struct.pack("<I", len(ring)), np.ascontiguousarray(ring, "<f8").tobytes()]
-    return b"".join(parts)
+def _polygon_size(found: Feature) -> int:
+    """Return the number of bytes of an object's polygon as well-known binary."""
+    rings, corners = found.counts
+    return 9 + 4 * rings + 16 * corners
+
+
+def _polygon_parts(found: Feature) -> Iterator[bytes]:
+    """Yield an object's polygon as little-endian well-known binary, in parts."""
+    yield struct.pack("<BII", 1, 3, found.counts[0])
+    for ring in found.rings:
+        yield struct.pack("<I", ring.corners)
+        for part in ring.parts:
+            yield np.ascontiguousarray(part, "<f8").tobytes()

@@ -1,153 +1,189 @@
 """Trace the objects of a label map as polygons.
 
-Only one strip of the map and the objects that later rows may continue are in memory.
+Only one strip of the map, the edges of some rows, and where the outlines of open objects cross the
+last row are in memory. The outlines themselves are in a scratch file until their objects are
+complete.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
-from distseg.data.vector.components import NONE, Labeller
+from distseg.data.vector.components import NONE, NumberedStrip
+from distseg.data.vector.outlines import Outlines, StoredRings
 from distseg.data.vector.rings import Edges, Rings, horizontal, linked, vertical
 
 _FEWEST = 1 << 18  # number of edges to collect before a search for complete objects
+_MOST_STRIPS = 256  # strips after which complete objects are searched, however few edges they have
+
+
+@dataclass
+class Sums:
+    """Objects of a label map with their numbers of pixels, sorted by their numbers.
+
+    Attributes:
+        numbers: (objects,) number of each object.
+        labels: (objects,) label.
+        pixels: (objects,) number of pixels.
+        areas: (objects,) sum of the areas of the pixels, in the unit of ``row_areas`` of
+            :func:`trace`.
+    """
+
+    numbers: np.ndarray
+    labels: np.ndarray
+    pixels: np.ndarray
+    areas: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def take(self, chosen: np.ndarray) -> Sums:
+        """Return the chosen objects; ``chosen`` is a mask or an array of indices."""
+        return Sums(
+            self.numbers[chosen], self.labels[chosen], self.pixels[chosen], self.areas[chosen]
+        )
+
+    @classmethod
+    def of_strip(cls, strip: NumberedStrip, row_areas: np.ndarray) -> Sums:
+        """Return the sums of a strip; an object may occur several times.
+
+        Args:
+            strip: the strip.
+            row_areas: the area of a pixel in each row, (rows,).
+        """
+        inside = strip.ids != NONE
+        ids = strip.ids[inside]
+        of_pixels = np.broadcast_to(row_areas[:, None], strip.ids.shape)[inside]
+        pixels = np.bincount(ids, minlength=len(strip.numbers))
+        areas = np.bincount(ids, of_pixels, minlength=len(strip.numbers)).astype(float)
+        there = np.flatnonzero(pixels)
+        return cls(strip.numbers[there], strip.labels[there], pixels[there], areas[there])
+
+    @classmethod
+    def added(cls, parts: list[Sums]) -> Sums:
+        """Return the sums of all ``parts``, each object once."""
+        numbers = np.concatenate([part.numbers for part in parts])
+        numbers, first, of = np.unique(numbers, return_index=True, return_inverse=True)
+        labels = np.concatenate([part.labels for part in parts])[first]
+        pixels, areas = np.zeros(len(numbers), np.int64), np.zeros(len(numbers))
+        np.add.at(pixels, of, np.concatenate([part.pixels for part in parts]))
+        np.add.at(areas, of, np.concatenate([part.areas for part in parts]))
+        return cls(numbers, labels, pixels, areas)
 
 
 @dataclass
 class Objects:
-    """Some complete objects of a label map, sorted by the position of their first pixel.
+    """Some complete objects of a label map.
 
     Attributes:
-        labels: (objects,) label.
-        firsts: (objects,) position of the first pixel in reading order, row * width + column.
-        pixels: (objects,) number of pixels.
-        areas: (objects,) sum of the areas of the pixels, in the unit of ``row_areas`` of
-            :func:`trace`.
-        rings: the rings of the objects; ``rings.ids`` are indices into the other arrays.
+        sums: the objects, sorted by their numbers.
+        rings: the rings of the objects. If they are in memory, ``rings.ids`` are indices into the
+            arrays of ``sums``. If they are in a scratch file, there is only one object.
     """
 
-    labels: np.ndarray
-    firsts: np.ndarray
-    pixels: np.ndarray
-    areas: np.ndarray
-    rings: Rings
-
-    def __len__(self) -> int:
-        return len(self.labels)
+    sums: Sums
+    rings: Rings | StoredRings
 
 
 def trace(
-    strips: Iterable[np.ndarray],
+    strips: Iterable[NumberedStrip],
     width: int,
-    skipped: tuple[int, ...] = (),
     row_areas: np.ndarray | None = None,
+    left: bool = False,
     fewest: int = _FEWEST,
+    folder: Path | None = None,
 ) -> Iterator[Objects]:
     """Yield the objects of a label map in groups, while the map is read from top to bottom.
 
-    An object is yielded after the last row that can contain its pixels. The objects, their rings
-    and areas do not depend on the height of the strips.
+    An object is yielded after the last row that can contain its pixels. The objects and their rings
+    do not depend on the height of the strips.
 
     Args:
-        strips: strips of labels (rows, width), from top to bottom.
+        strips: strips of the map, from top to bottom.
         width: number of columns of the map.
-        skipped: labels whose pixels belong to no object.
         row_areas: (height,) the area of a pixel of each row; by default 1.
+        left: True for rings with the object on the left-hand side; by default on the right-hand
+            side (:mod:`distseg.data.vector.rings`).
         fewest: number of edges to collect before a search for complete objects.
+        folder: the folder of the scratch file; None for the system's folder for temporary files.
     """
-    labeller = Labeller(width, skipped)
-    sums = _Sums()
-    waiting: list[Edges] = []
-    count, limit, top = 0, fewest, 0
+    tracer = _Tracer(width, left, folder)
     outside = np.full((1, width), NONE, np.int64)
-    above = outside
+    above, top = outside, 0
     for strip in strips:
-        ids = labeller.add(strip)
-        areas = np.ones(len(strip)) if row_areas is None else row_areas[top : top + len(strip)]
-        sums.add(ids, areas, len(labeller.parents))
-        above = labeller.joined_ids(above)
-        upper = np.concatenate([above, ids[:-1]])
-        for found in (horizontal(upper, ids, top), vertical(ids, top)):
-            waiting.append(found)
-            count += len(found)
-        top += len(strip)
-        above = ids[-1:]
-        if count > limit:
-            objects, edges = _complete(labeller, sums, Edges.concatenated(waiting))
-            if len(objects):
-                yield objects
-            waiting, count, limit = [edges], len(edges), max(fewest, 2 * len(edges))
-            above = labeller.row_ids[None]
-    waiting.append(horizontal(above, outside, top))
-    labeller.row_ids[:] = NONE
-    objects, _ = _complete(labeller, sums, Edges.concatenated(waiting))
-    if len(objects):
-        yield objects
+        numbers, rows = strip.drawn(NONE), len(strip.ids)
+        areas = np.ones(rows) if row_areas is None else row_areas[top : top + rows]
+        tracer.add_sums(Sums.of_strip(strip, areas))
+        upper = np.concatenate([above, numbers[:-1]])
+        tracer.add_edges(horizontal(upper, numbers, top))
+        tracer.add_edges(vertical(numbers, top))
+        top, above = top + rows, numbers[-1:]
+        if tracer.edges > fewest or tracer.strips > _MOST_STRIPS:
+            yield from tracer.complete(top, above)
+    tracer.add_edges(horizontal(above, outside, top))
+    yield from tracer.complete(top + 1, outside)
 
 
-class _Sums:
-    """Number and area of the pixels of each id."""
+class _Tracer:
+    """Objects whose pixels and edges are being collected.
 
-    def __init__(self) -> None:
-        self.pixels = np.zeros(0, np.int64)
-        self.areas = np.zeros(0)
+    Args:
+        width: number of columns of the map.
+        left: True if edges are turned, so that they have their objects on the left-hand side.
+        folder: the folder of the scratch file.
 
-    def add(self, ids: np.ndarray, row_areas: np.ndarray, count: int) -> None:
-        """Add the pixels of a strip to the sums of their ids.
+    Attributes:
+        strips: number of strips whose sums were added after the last call of :meth:`complete`.
+        edges: number of edges that were added after that call.
+    """
+
+    def __init__(self, width: int, left: bool, folder: Path | None):
+        self._width, self._left = width, left
+        self._outlines = Outlines(width, left, folder)
+        self._open = np.zeros(0, np.int64)  # numbers of the objects that have outlines
+        none = np.zeros(0, np.int64)
+        self._sums = [Sums(none, none, none, np.zeros(0))]  # of open objects, then of strips
+        self._waiting: list[Edges] = []
+        self.strips = self.edges = 0
+
+    def add_sums(self, sums: Sums) -> None:
+        """Add the sums of a strip."""
+        self._sums.append(sums)
+        self.strips += 1
+
+    def add_edges(self, edges: Edges) -> None:
+        """Add the edges of some pixels; their ids are the numbers of the objects."""
+        self._waiting.append(edges.turned() if self._left else edges)
+        self.edges += len(edges)
+
+    def complete(self, rows: int, last: np.ndarray) -> Iterator[Objects]:
+        """Yield and forget the complete objects.
+
+        An object is open if it has pixels in the last row that was read, because the next row may
+        continue it. All other objects are complete.
 
         Args:
-            ids: the id of each pixel, (rows, width); NONE outside all objects.
-            row_areas: the area of a pixel in each row, (rows,).
-            count: the number of ids, including those that are new in this strip.
+            rows: number of rows that were read.
+            last: the numbers of the objects of the last row's pixels; NONE outside all objects.
         """
-        inside = ids != NONE
-        of_pixels = np.broadcast_to(row_areas[:, None], ids.shape)[inside]
-        pixels = np.bincount(ids[inside], minlength=count)
-        areas = np.bincount(ids[inside], of_pixels, minlength=count).astype(float)
-        pixels[: len(self.pixels)] += self.pixels
-        areas[: len(self.areas)] += self.areas
-        self.pixels, self.areas = pixels, areas
-
-
-def _complete(labeller: Labeller, sums: _Sums, edges: Edges) -> tuple[Objects, Edges]:
-    """Return the complete objects, and the edges of the open objects.
-
-    An object is open if it has pixels in the last row that was read, because the next row may
-    continue it. All other objects are complete. They are removed from ``labeller`` and ``sums``.
-    The open objects get new ids in ``labeller``, in ``sums`` and in the returned edges.
-
-    Args:
-        labeller: the labeller to which all strips read until now were added.
-        sums: the sums over the same strips.
-        edges: the edges of all objects that an earlier call did not return as complete. The call
-            changes ``edges.ids``.
-    """
-    width, roots = labeller.width, labeller.roots()
-    own = roots == np.arange(len(roots))
-    open_ids = np.unique(roots[labeller.row_ids[labeller.row_ids != NONE]])
-    is_open = np.zeros(len(roots), bool)
-    is_open[open_ids] = True
-    pixels = np.bincount(roots, sums.pixels, minlength=len(roots)).astype(np.int64)
-    areas = np.bincount(roots, sums.areas, minlength=len(roots)).astype(float)
-    done = np.flatnonzero(own & ~is_open)
-    done = done[np.argsort(labeller.firsts[done], kind="stable")]
-    number = np.zeros(len(roots), np.int64)
-    number[done] = np.arange(len(done))
-    number[open_ids] = np.arange(len(open_ids))
-    edges.ids = roots[edges.ids]
-    waits = is_open[edges.ids]
-    finished, rest = edges.take(~waits), edges.take(waits)
-    finished.ids, rest.ids = number[finished.ids], number[rest.ids]
-    objects = Objects(
-        labeller.labels[done],
-        labeller.firsts[done],
-        pixels[done],
-        areas[done],
-        linked(finished, width),
-    )
-    sums.pixels, sums.areas = pixels[open_ids], areas[open_ids]
-    labeller.forget(open_ids)
-    return objects, rest
+        sums, edges = Sums.added(self._sums), Edges.concatenated(self._waiting)
+        self._waiting, self.strips, self.edges = [], 0, 0
+        is_open = np.isin(sums.numbers, last)
+        stored = np.isin(sums.numbers, self._open)
+        of = np.searchsorted(sums.numbers, edges.ids)
+        new = ~is_open & ~stored  # objects that began and ended in the rows since the last call
+        short = edges.take(new[of])
+        self._outlines.add(edges.take(~new[of]), rows)
+        self._sums = [sums.take(is_open)]
+        self._open = sums.numbers[is_open]
+        if new.any():
+            short.ids = (np.cumsum(new) - 1)[of[new[of]]]
+            yield Objects(sums.take(new), linked(short, self._width, self._left))
+        for at in np.flatnonzero(stored & ~is_open):
+            number = int(sums.numbers[at])
+            yield Objects(sums.take([at]), self._outlines.rings_of(number))
+        self._outlines.keep(self._open)

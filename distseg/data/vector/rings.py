@@ -14,6 +14,9 @@ edges arrive and two leave::
 
 Following the outside keeps every ring simple: an outer ring and a hole, or two holes, may touch in
 a corner, but no ring touches itself.
+
+All edges may also be turned around, so that the object is on their left-hand side and outer rings
+run counter-clockwise on the screen.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ _OUTSIDE = -1  # id outside the map
 # Order of the edges that arrive at (or leave) a corner where pixels of an object meet diagonally.
 _ARRIVES = np.array([0, 0, 1, 1])  # right before left; down before up
 _LEAVES = np.array([0, 1, 1, 0])  # up before down; right before left
+_BACK = np.array([LEFT, UP, RIGHT, DOWN], np.int8)  # the opposite of each direction
 
 
 @dataclass
@@ -60,6 +64,10 @@ class Edges:
             return cls(none, none, none.astype(np.int8), none)
         names = ("start", "stop", "way", "ids")
         return cls(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
+
+    def turned(self) -> Edges:
+        """Return the edges in the opposite direction, with their objects on the left-hand side."""
+        return Edges(self.stop, self.start, _BACK[self.way], self.ids)
 
 
 def horizontal(above: np.ndarray, below: np.ndarray, top: int) -> Edges:
@@ -156,32 +164,87 @@ class Rings:
     ids: np.ndarray
 
 
-def linked(edges: Edges, width: int) -> Rings:
+def linked(edges: Edges, width: int, left: bool = False) -> Rings:
     """Link all edges of some objects into rings. Only corners where a ring turns are kept.
 
-    A ring begins with its uppermost corner; of several uppermost corners, with the leftmost one.
+    A ring begins with its last corner in reading order. The rings of an object are sorted by this
+    corner, the last one first, so the outer ring is the first one.
 
     Args:
         edges: all edges of the objects.
         width: number of columns of the map.
+        left: True if the edges have their objects on the left-hand side.
     """
-    leaving = np.lexsort((edges.start * 2 + _LEAVES[edges.way], edges.ids))
-    edges = edges.take(leaving)
-    arriving = np.lexsort((edges.stop * 2 + _ARRIVES[edges.way], edges.ids))
-    # The i-th edge that arrives at a corner goes on as the i-th edge that leaves it.
-    after = np.empty(len(edges), np.int64)
-    after[arriving] = np.arange(len(edges))
-    first = _smallest_on_cycle(after)
-    order = np.lexsort((-_steps_to_end(after, first), first))
-    edges, first = edges.take(order), first[order]
-    begins = np.flatnonzero(np.diff(first, prepend=-1))
-    lengths = np.diff(begins, append=len(first))
-    before = np.arange(len(first)) - 1
-    before[begins] += lengths
-    turns = edges.way != edges.way[before]
+    order, begins = chained((edges.start, edges.way), (edges.stop, edges.way), edges.ids, left)
+    edges = edges.take(order)
+    turns = edges.way != edges.way[before(begins, len(edges))]
     y, x = np.divmod(edges.start[turns], width + 1)
     counts = np.add.reduceat(turns, begins, dtype=np.int64) if len(begins) else begins
     return Rings(x, y, np.concatenate([[0], np.cumsum(counts)]), edges.ids[begins])
+
+
+def chained(
+    starts: tuple[np.ndarray, np.ndarray],
+    stops: tuple[np.ndarray, np.ndarray],
+    ids: np.ndarray,
+    left: bool = False,
+    line: int | None = None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Order chains of edges so that each one is followed by the one that goes on where it stops.
+
+    A chain is one edge, or several edges that were linked before.
+
+    Args:
+        starts: (chains,) corner where each chain starts, y * (width + 1) + x, and the direction of
+            its first edge.
+        stops: (chains,) corner where each chain stops, and the direction of its last edge.
+        ids: (chains,) the object of each chain.
+        left: True if the chains have their objects on the left-hand side.
+        line: number of the first corner on the lower border of the rows that were read. Chains are
+            not linked at this border, because edges below it are not known. None if all edges are
+            known.
+
+    Returns:
+        The order, (chains,) indices; and the positions in the order where a longer chain begins,
+        (longer chains,). A longer chain that starts above ``line`` is a closed ring, and begins
+        with its last corner in reading order. Rings are sorted by object, and those of one object
+        by this corner, the last one first.
+    """
+    leaves = _LEAVES[starts[1]] ^ int(left)
+    leaving = np.lexsort((-(starts[0] * 2 + leaves), ids))
+    arriving = np.lexsort((-(stops[0] * 2 + _ARRIVES[stops[1]]), ids))
+    number = np.empty(len(ids), np.int64)
+    number[leaving] = np.arange(len(ids))
+    # The i-th chain that arrives at a corner goes on as the i-th chain that leaves it.
+    goes_on, follows = arriving, leaving
+    heads = np.zeros(len(ids), bool)
+    if line is not None:
+        inside, open_ = stops[0][arriving] < line, starts[0][leaving] >= line
+        heads = open_
+        # Chains that stop at the border go on, for now, as any of those that start there. A cycle
+        # that contains such a link is cut below at the chains that start at the border.
+        goes_on = np.concatenate([arriving[inside], arriving[~inside]])
+        follows = np.concatenate([leaving[~open_], leaving[open_]])
+    after = np.empty(len(ids), np.int64)
+    after[number[goes_on]] = number[follows]
+    # The smallest number of a cycle belongs to a chain that starts at the border, if it has one.
+    first = _smallest_on_cycle(after)
+    order = np.lexsort((-_steps_to_end(after, first), first))
+    first = first[order]
+    begins = np.flatnonzero((np.diff(first, prepend=-1) != 0) | heads[order])
+    return leaving[order], begins
+
+
+def before(begins: np.ndarray, count: int) -> np.ndarray:
+    """Return, for each element of some rings, the index of the element before it in its ring.
+
+    Args:
+        begins: (rings,) index of the first element of each ring.
+        count: number of elements of all rings.
+    """
+    found = np.arange(count) - 1
+    found[begins] += np.diff(begins, append=count)
+    return found
 
 
 def _smallest_on_cycle(after: np.ndarray) -> np.ndarray:

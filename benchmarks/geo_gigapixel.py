@@ -45,6 +45,7 @@ PLACE = {"crs": "EPSG:32633", "transform": (10.0, 0.0, 4e5, 0.0, -10.0, 5.4e6)}
 EDGE = 512  # of the image's TIFF tiles
 _WAVES = 12  # that the hills are a sum of
 _NOISE = 16  # levels of noise in a band
+_MOST_ENDED = 20  # predictions that may end before they are stopped
 # The largest resident memory of the process itself: what exec found before it does not count in VmHWM.
 _PEAK = "next(int(line.split()[1]) << 10 for line in open('/proc/self/status') if line.startswith('VmHWM'))"
 _TORCH = f"""
@@ -91,7 +92,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         choices=CLASSES,
         help="classes of the polygons: grass is one object across the image (default: %(default)s)",
     )
-    parser.add_argument("--kills", type=int, default=5, help="interruptions (default: %(default)s)")
+    parser.add_argument(
+        "--kills", type=int, default=5, help="predictions that are stopped (default: %(default)s)"
+    )
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument(
         "--scratch", type=Path, help="folder for images and results, 5 GB a gigapixel"
@@ -187,26 +190,44 @@ class Bench:
     def interrupted(self, chance: random.Random) -> dict:
         """Stop a prediction at random moments, by SIGINT and SIGKILL, and compare its bytes.
 
-        A moment is drawn from the time that the command still needs, after its start-up.
+        A moment is drawn from the time that the command still needs, after its start-up. A command
+        that ends before its moment is no stop: its bytes are compared, and the prediction begins
+        anew, with earlier moments, until ``--kills`` commands were stopped.
+
+        Raises:
+            RuntimeError: almost all commands end before their moments.
         """
         image, side = self.image(self.options.side), self.options.side
         whole, parts = self.folder / "whole", self.folder / "parts"
         seconds = self._seconds(self._predict(image, whole))
         start = self._seconds(self._predict(image, whole))  # everything is there already
-        left, stopped = seconds - start, []
-        for number in range(self.options.kills):
-            sign = (signal.SIGINT, signal.SIGKILL)[number % 2]
+        needed, ended, stopped, same = max(seconds - start, 0.1), 0, [], True
+        left = needed
+        while len(stopped) < self.options.kills:
+            sign = (signal.SIGINT, signal.SIGKILL)[len(stopped) % 2]
             moment = chance.uniform(0.1, 0.6) * left
             if self._stopped(self._predict(image, parts), start + moment, sign):
                 stopped.append(f"{sign.name} after {start + moment:.1f} s")
-            left -= moment
+                left -= moment
+                continue
+            same = same and _digests(whole) == _digests(parts)
+            shutil.rmtree(parts)
+            ended += 1
+            left = needed / 2**ended
+            if ended == _MOST_ENDED:
+                raise RuntimeError(
+                    f"{ended} predictions ended before they could be stopped, and only "
+                    f"{len(stopped)} of {self.options.kills} were stopped: choose a larger --side"
+                )
         self._seconds(self._predict(image, parts))
-        same = _digests(whole) == _digests(parts)
+        same = same and _digests(whole) == _digests(parts)
         case = f"{side}x{side}, stopped {len(stopped)} times"
-        return self._said({"case": case, "same bytes": same, "stopped": ", ".join(stopped)})
+        return self._said(
+            {"case": case, "same bytes": same, "stopped": ", ".join(stopped), "ended before": ended}
+        )
 
     def _stopped(self, arguments: list[str], seconds: float, sign: signal.Signals) -> bool:
-        """Send a signal to Python after some seconds; return False if it had ended before."""
+        """Send a signal to Python after some seconds; return False if it ended by itself."""
         job = subprocess.Popen(
             [sys.executable, *arguments],
             env=job_environment(self.options.threads),
@@ -218,8 +239,7 @@ class Bench:
             return False
         except subprocess.TimeoutExpired:
             job.send_signal(sign)
-            job.wait()
-            return True
+            return job.wait() != 0
 
     def image(self, side: int) -> Path:
         """Return the image of this side, which is drawn if it is not there."""

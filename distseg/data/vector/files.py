@@ -16,6 +16,7 @@ from distseg.data.vector.geopackage import write_geopackage
 from distseg.data.vector.world import World, world_of
 
 _STRIP = 1 << 18  # pixels that are traced at a time
+_READ = 1 << 21  # pixels that are read at a time, so that tiles of a file are decoded less often
 _MOST_OBJECTS = (1 << 32) - 1  # most objects that a raster of uint32 can number
 EDGE = 256  # pixels along each side of a TIFF tile
 
@@ -44,8 +45,11 @@ class LabelMap:
         """Yield the labels from top to bottom, a few rows at a time."""
         height, width = self.size
         rows = max(1, _STRIP // width)
-        for top in range(0, height, rows):
-            yield self.read(slice(top, min(top + rows, height)))
+        band = max(rows, _READ // width // rows * rows)
+        for top in range(0, height, band):
+            labels = self.read(slice(top, min(top + band, height)))
+            for row in range(0, len(labels), rows):
+                yield labels[row : row + rows]
 
 
 def check_polygons(place: Georeference | None, form: str, name: str) -> None:

@@ -538,6 +538,16 @@ def test_no_data_of_a_picture_is_no_object(tmp_path, labels, monkeypatch):
     assert {row[1:3] for row in rows_of("objects/map.gpkg")} == known
 
 
+def test_maps_are_not_replaced_by_results(tmp_path, labels, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    geotiff("a.tif", labels, **UTM)
+    assert not run("trace", "a.tif", "--formats", "objects", "--output", ".")
+    numbers = Path("a.objects.tif").read_bytes()
+    assert run("trace", "a.tif", "a.objects.tif", "--formats", "objects", "--output", ".") == 2
+    said = "the result a.objects.tif would replace a.objects.tif, which this command reads: set"
+    assert said in capsys.readouterr().err and Path("a.objects.tif").read_bytes() == numbers
+
+
 def test_labels_of_any_number_are_traced_or_refused(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     tifffile.imwrite("a.tif", np.array([[-1, -1, 2], [3, -1, 2], [-5, -5, -5]], np.int16))

@@ -6,6 +6,7 @@ from dataclasses import replace
 import h5py
 import numpy as np
 import pytest
+import tifffile
 import torch
 from made_ome_zarr import made_image
 from PIL import Image
@@ -235,6 +236,10 @@ def test_what_would_be_lost_or_wrong_is_refused_before_anything_is_computed(
         (folder / name).parent.mkdir(exist_ok=True)
         np.save(folder / name, pixels[:1] if name == "bands.npy" else pixels)
     Image.fromarray(np.zeros((33, 47), np.uint8)).save(folder / "a/scene.png")
+    # An image in a file that looks as if distseg had written it.
+    (folder / "c").mkdir()
+    about = json.dumps({"distseg_identity": "abc"})
+    tifffile.imwrite(folder / "c/scene.tif", pixels, description=about, metadata=None)
 
     def refused(words: str, *images: str, output="found", **predict):
         paths = [str(folder / name) for name in images]
@@ -254,6 +259,12 @@ def test_what_would_be_lost_or_wrong_is_refused_before_anything_is_computed(
             "a/scene.png exists and is not a class map that distseg wrote: move it",
             "a/scene.npy",
             output="a",
+        )
+        refused(
+            "the result .*c/scene.tif would replace .*c/scene.tif, which this command reads",
+            "c/scene.tif",
+            output="c",
+            formats=["tiff"],
         )
         refused("several images are named scene", "a/scene.npy", "b/scene.npy")
         refused(

@@ -18,7 +18,7 @@ from distseg.comm.progress import heartbeat
 from distseg.config.patchgd import PatchConfig
 from distseg.config.settings import Config, ModelBase, ModelConfig
 from distseg.config.sizes import Size
-from distseg.data.class_files import Classes, check_written, numbers_of, paths_of
+from distseg.data.class_files import Classes, check_not_read, check_written, numbers_of, paths_of
 from distseg.data.formats.ome_zarr_writer import keeps_place
 from distseg.data.formats.readers import stem_of
 from distseg.data.nodata import parse
@@ -177,6 +177,7 @@ def run_predict(
                 )
                 for path in images
             }
+            inputs = [Path(path) for path in images]
             if len(sources) < len(images):
                 twice = next(
                     path
@@ -194,7 +195,8 @@ def run_predict(
                 store.check_files()
             check_types(store, split, manifest)
             sources = {name: partial(store_image, store, name) for name in store.split(split)}
-        sizes, decoding, notes = {}, {}, []
+            inputs = store.files if world.rank == 0 else []
+        sizes, decoding, notes, results = {}, {}, [], []
         for opened in (
             sources.values() if world.rank == 0 else ()
         ):  # all of them, before the first is computed
@@ -209,11 +211,13 @@ def run_predict(
                         "image depends on, but this network returns a map: leave predict.heat out"
                     )
                 check_written(files(source), source.place, source.name)
+                results += files(source)
             elif settings.heat and len(source.size) != 2:
                 raise ValueError(
                     f"predict.heat draws pictures of images with 2 dims, but {source.name} has "
                     f"{len(source.size)} dims: leave predict.heat out"
                 )
+        check_not_read(results, inputs)
     sizes = world.bcast(sizes, root=0)
     with raise_jointly(world):
         check_images(predictor, sizes)

@@ -61,6 +61,7 @@ def trace_maps(
         least: objects with fewer pixels than this get no polygon. The format ``objects`` has them.
 
     Raises:
+        FileExistsError: a result would replace one of the maps, or a file of another program.
         ValueError: a map cannot be read, does not have 2 dims or does not fit a format; two maps
             have one name, or a class is unknown.
     """
@@ -79,6 +80,9 @@ def trace_maps(
         with _opened(path) as source:
             _chosen(source, classes, path)
             class_files.check_written(files, source.labels.place, path)
+    class_files.check_not_read(
+        [file for files in targets.values() for file in files], map(Path, maps)
+    )
     Path(output).mkdir(parents=True, exist_ok=True)
     for path, files in targets.items():
         with _opened(path) as source:

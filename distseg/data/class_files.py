@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -178,6 +178,29 @@ def check_written(paths: Sequence[Path], place: Georeference | None, name: str) 
             optional("class maps as NRRD", "nrrd")
         elif form == "zarr":
             imported_zarr("class maps as OME-Zarr")
+
+
+def check_not_read(paths: Iterable[Path], inputs: Iterable[Path]) -> None:
+    """Check that no result replaces a file from which results are computed.
+
+    Args:
+        paths: the files of the results.
+        inputs: the files that are read.
+
+    Raises:
+        FileExistsError: a result would replace an input, or a link to an input.
+    """
+    read = {}
+    for path in inputs:
+        for found in (os.lstat(path), os.stat(path)):
+            read[found.st_dev, found.st_ino] = path
+    for path in filter(os.path.lexists, paths):
+        found = os.lstat(path)
+        if given := read.get((found.st_dev, found.st_ino)):
+            raise FileExistsError(
+                f"the result {path} would replace {given}, which this command reads: set another "
+                "--output"
+            )
 
 
 def form_of(path: Path) -> str:

@@ -262,6 +262,13 @@ class Store:
         sources = [entry.source for entry in self._images.values() if entry.source is not None]
         check_unchanged(sources, self.path)
 
+    @property
+    def files(self) -> list[Path]:
+        """The image files, masks and other files to which the store refers."""
+        folder = folder_of(self.path)
+        sources = [entry.source for entry in self._images.values() if entry.source is not None]
+        return [file.at(folder) for source in sources for file in source.files]
+
     def changed_files(self, name: str) -> list[str]:
         """Return in words what changed in the files to which an image refers, one text a file."""
         source = self._entry(name).source

@@ -1,7 +1,9 @@
 """OME-Zarr images are read as zarr reads them, with their scale; damaged or hostile folders are refused by name."""
 
+import gzip
 import json
 import os
+import struct
 import sys
 from pathlib import Path
 
@@ -10,7 +12,7 @@ import pytest
 from made_ome_zarr import SCALES, made_image, noise
 
 from distseg.cli.main import main
-from distseg.data.formats import plausible
+from distseg.data.formats import plausible, zarr_packed
 from distseg.data.formats.georeference import Georeference, matrix_in_millimeters, matrix_of
 from distseg.data.formats.ngff import multiscale_in
 from distseg.data.formats.readers import open_image, open_mask, stem_of
@@ -19,6 +21,7 @@ from distseg.tiling.tile import Box
 
 zarr = pytest.importorskip("zarr")
 numcodecs = pytest.importorskip("numcodecs")
+google_crc32c = pytest.importorskip("google_crc32c")  # zarr needs it too
 
 
 def run(*arguments):
@@ -329,6 +332,100 @@ def test_a_damaged_chunk_is_named(tmp_path, case, form):
     damage(path / name)
     with pytest.raises(ValueError, match="damaged chunk, .*0/c/0/0 .*copy it again"):
         open_image(path).read(Box((0, 0), (5, 5)))
+
+
+def compressor(name):
+    """Return a compressor of zarr v2."""
+    return numcodecs.get_codec({"id": name})
+
+
+PACKERS = ["blosc", "lz4", "zstd", "gzip", "zlib", "bz2", "lzma"]
+
+
+@pytest.mark.parametrize("name", PACKERS)
+def test_chunks_of_all_compressors_are_read(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(zarr_packed, "_HARMLESS", 0)
+    about = dict(version=2, chunks=(1, 300, 290), filters=[numcodecs.Delta("u2")])
+    array = noise((2, 300, 300))
+    array[1] = 7
+    path = made_image(tmp_path / "a.zarr", array, "cyx", compressors=compressor(name), **about)
+    assert np.array_equal(open_image(path).read(Box((0, 0), (300, 300))), array)
+
+
+@pytest.mark.parametrize("form", [*PACKERS, "none", "shards", "two streams", "a checksum"])
+def test_a_chunk_that_would_fill_the_memory_is_refused(tmp_path, monkeypatch, form):
+    """Chunks of 98 bytes are replaced by some that unpack to 1 MB."""
+    monkeypatch.setattr(zarr_packed, "_HARMLESS", 0)
+    more = np.zeros(1 << 20, np.uint8)
+    about, bomb = dict(version=2), {"none": bytes(more)}
+    if form in PACKERS:
+        about |= dict(compressors=compressor(form))
+        bomb[form] = bytes(compressor(form).encode(more))
+    elif form == "none":
+        about |= dict(compressors=None)
+    elif form == "two streams":
+        about |= dict(compressors=compressor("gzip"))
+        bomb[form] = gzip.compress(b"a") + 9 * b"\0" + gzip.compress(bytes(more))
+    elif form == "a checksum":
+        about |= dict(filters=[], compressors=None)
+        bomb[form] = b"abcd" + bytes(compressor("zstd").encode(more))
+    else:
+        packed = bytes(compressor("zstd").encode(more))
+        index = struct.pack("<8Q", 0, len(packed), *3 * (2**64 - 1, 2**64 - 1))
+        about = dict(shards=(14, 14))
+        bomb[form] = packed + index + struct.pack("<I", google_crc32c.value(index))
+    path = made_image(tmp_path / "a.zarr", noise((20, 20)), "yx", chunks=(7, 7), **about)
+    if form == "a checksum":
+        edit_v2("filters", to=[{"id": "zstd"}, {"id": "crc32"}])(path)
+    chunk = path / ("0/c/0/0" if form == "shards" else "0/0.0")
+    chunk.write_bytes(bomb[form])
+    monkeypatch.setattr(zarr.Array, "__getitem__", pytest.fail)
+    with pytest.raises(ValueError, match=r"a chunk, .*0.0, that holds far more than its 7x7 numb"):
+        open_image(path).read(Box((0, 0), (5, 5)))
+
+
+@pytest.mark.parametrize("blocks, more", [(1, False), (2, False), (9, True)])
+def test_frames_of_zstd_that_do_not_say_their_size_are_bounded_by_their_blocks(blocks, more):
+    """A block of a repeated byte takes 4 bytes, and unpacks to 128 KiB."""
+    block = (1 << 17) << 3 | 1 << 1
+    headers = [block] * (blocks - 1) + [block | 1]
+    frame = b"\x28\xb5\x2f\xfd\x00\x58" + b"".join(h.to_bytes(3, "little") + b"x" for h in headers)
+    found = zarr_packed.unpacks_to_more(memoryview(frame), zarr_packed.Packing("zstd"), 49)
+    assert found == more
+
+
+@pytest.mark.parametrize(
+    "codecs",
+    [
+        [{"id": "zlib"}, {"id": "zstd"}],
+        [{"id": "zstd"}, {"id": "shuffle"}],
+        [{"id": "lzma", "format": 3}],
+    ],
+    ids=["two", "changed later", "no header"],
+)
+def test_packings_that_cannot_be_checked_are_refused(tmp_path, codecs):
+    path = made_image(tmp_path / "a.zarr", noise((20, 20)), "yx", 2)
+    edit_v2("filters", to=codecs[:-1])(path)
+    edit_v2("compressor", to=codecs[-1])(path)
+    with pytest.raises(ValueError, match="one compressor as the last codec, such as zstd"):
+        open_image(path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        edit_level("codecs", 0, "configuration", "index_codecs", 0, "name", to="zstd"),
+        edit_level("codecs", to=[{"name": "sharding_indexed", "configuration": {
+            "chunk_shape": [7, 7], "codecs": [{"name": "bytes"}], "index_codecs": [{"name": "bytes"}]
+        }}, {"name": "gzip"}]),
+    ],
+    ids=["index", "shard"],
+)  # fmt: skip
+def test_packed_shards_are_refused(tmp_path, change):
+    path = made_image(tmp_path / "a.zarr", noise((20, 20)), "yx", chunks=(7, 7), shards=(14, 14))
+    change(path)
+    with pytest.raises(ValueError, match="their index must not be packed: write the image again"):
+        open_image(path)
 
 
 def test_memory_bounds_the_chunks(tmp_path, monkeypatch):

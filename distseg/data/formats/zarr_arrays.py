@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import mmap
 import os
 import re
 import warnings
@@ -21,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from distseg.data.formats.plausible import check_memory
+from distseg.data.formats.zarr_packed import Packing, Shard, packing_of, unpacks_to_more
 from distseg.data.packages import optional
 
 _METADATA = ("zarr.json", ".zarray", ".zgroup", ".zattrs", ".zmetadata")
@@ -55,6 +57,7 @@ class Stored:
         fill: the value of chunks that have no file.
         prefix: the beginning of the name of a chunk's file.
         separator: the text between the chunk's indices in the name of its file.
+        packing: how the bytes of a file are packed.
     """
 
     folder: Path
@@ -66,6 +69,7 @@ class Stored:
     fill: Any
     prefix: str
     separator: str
+    packing: Packing | Shard
 
     @property
     def chunks(self) -> int:
@@ -146,7 +150,7 @@ def stored_in(folder: Path, version: int, about: Mapping[str, Any], path: Path) 
     """
     try:
         found = (_stored_v3 if version == 3 else _stored_v2)(folder, about, path)
-    except (AttributeError, KeyError, TypeError, IndexError) as e:
+    except (AttributeError, KeyError, TypeError, IndexError, ZeroDivisionError) as e:
         raise ValueError(
             f"{folder} has metadata of zarr that are not complete or of a wrong form "
             f"({type(e).__name__}: {e}): copy the image again"
@@ -177,9 +181,10 @@ def _stored_v2(folder: Path, about: Mapping[str, Any], path: Path) -> Stored:
     text = about["dtype"]
     if not isinstance(text, str) or not _NUMBERS.fullmatch(text):
         raise _no_numbers(text, path)
-    for codec in [*(about.get("filters") or ()), about.get("compressor")]:
-        if codec is not None:
-            _check_codec(codec["id"], codec["id"] in _CODECS, path)
+    codecs = [*(about.get("filters") or ()), about.get("compressor")]
+    codecs = [codec for codec in codecs if codec is not None]
+    for codec in codecs:
+        _check_codec(codec["id"], codec["id"] in _CODECS, path)
     chunk, separator = tuple(about["chunks"]), about.get("dimension_separator", ".")
     _check_separator(separator, folder)
     return Stored(
@@ -192,6 +197,7 @@ def _stored_v2(folder: Path, about: Mapping[str, Any], path: Path) -> Stored:
         about.get("fill_value"),
         "",
         separator,
+        packing_of([(codec["id"], codec) for codec in codecs], path),
     )
 
 
@@ -216,6 +222,7 @@ def _stored_v3(folder: Path, about: Mapping[str, Any], path: Path) -> Stored:
     chunk = decoded = tuple(grid["configuration"]["chunk_shape"])
     codecs = about["codecs"]
     _check_codecs(codecs, path)
+    packing = _packing_v3(codecs, chunk, path)
     while len(codecs) == 1 and codecs[0]["name"] == _SHARDS:  # its chunks are read one by one
         decoded = tuple(codecs[0]["configuration"]["chunk_shape"])
         codecs = codecs[0]["configuration"]["codecs"]
@@ -229,6 +236,48 @@ def _stored_v3(folder: Path, about: Mapping[str, Any], path: Path) -> Stored:
         about.get("fill_value"),
         "" if plain else f"c{separator}",
         separator,
+        packing,
+    )
+
+
+def _packing_v3(
+    codecs: Sequence[Mapping[str, Any]], chunk: tuple[int, ...], path: Path
+) -> Packing | Shard:
+    """Return how the bytes of a chunk or shard are packed.
+
+    Args:
+        codecs: the codecs of zarr v3.
+        chunk: the shape of the chunk or shard.
+        path: the image's folder, for messages.
+
+    Raises:
+        ValueError: the size of a chunk cannot be checked before it is decoded.
+    """
+    names = [codec["name"] for codec in codecs]
+    if _SHARDS not in names:
+        return packing_of(
+            [
+                (str(name).removeprefix("numcodecs."), codec.get("configuration") or {})
+                for name, codec in zip(names, codecs)
+            ],
+            path,
+        )
+    about = codecs[-1].get("configuration") or {}
+    index = [codec["name"] for codec in about.get("index_codecs", ())]
+    if names.index(_SHARDS) < len(names) - 1 or index not in (["bytes"], ["bytes", "crc32c"]):
+        raise ValueError(
+            f"{path} has shards whose codecs are {', '.join(names)}, and {', '.join(index)} for "
+            "the index, but shards must be the last codec, and their index must not be packed: "
+            "write the image again"
+        )
+    inner = tuple(about["chunk_shape"])
+    big = (about["index_codecs"][0].get("configuration") or {}).get("endian") == "big"
+    return Shard(
+        math.prod(n // m for n, m in zip(chunk, inner)),
+        about.get("index_location", "end") == "start",
+        ">" if big else "<",
+        4 * (len(index) - 1),
+        _packing_v3(about["codecs"], inner, path),
     )
 
 
@@ -302,6 +351,7 @@ class ChunkedArray:
 
     def __init__(self, stored: Stored, path: Path):
         self._stored, self._path = stored, path
+        self._checked: set[tuple[int, ...]] = set()  # indices of chunks that may be decoded
         zarr = imported_zarr(path)
         with warnings.catch_warnings():  # codecs that other programs may not know
             warnings.simplefilter("ignore")
@@ -316,6 +366,7 @@ class ChunkedArray:
         """
         found = np.empty([at.stop - at.start for at in part], self._stored.dtype)
         for index, inside in self._pieces(part):
+            self._check(index)
             here = tuple(slice(a.start - b.start, a.stop - b.start) for a, b in zip(inside, part))
             try:
                 found[here] = self._array[inside]
@@ -327,6 +378,34 @@ class ChunkedArray:
                     f"({str(e) or type(e).__name__}): copy it again"
                 ) from e
         return found
+
+    def _check(self, index: tuple[int, ...]) -> None:
+        """Refuse a chunk that would fill the memory.
+
+        Args:
+            index: the index of the chunk or shard along each axis.
+
+        Raises:
+            ValueError: the chunk unpacks to far more bytes than its numbers have.
+        """
+        file = self._stored.file(index)
+        if index in self._checked or not file.is_file():
+            return
+        numbers, large = math.prod(self._stored.decoded), False
+        if file.stat().st_size:
+            with (
+                open(file, "rb") as opened,
+                mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data,
+                memoryview(data) as view,
+            ):
+                large = unpacks_to_more(view, self._stored.packing, numbers)
+        if large:
+            raise ValueError(
+                f"{self._path} has a chunk, {file}, that holds far more than its "
+                f"{_times(self._stored.decoded)} numbers of {self._stored.dtype}, so it is damaged "
+                "or was made to fill the memory: copy the image again, or write it again"
+            )
+        self._checked.add(index)
 
     def _pieces(self, part: Sequence[slice]) -> Iterator[tuple[tuple[int, ...], tuple[slice, ...]]]:
         """Yield the index of each chunk that a part touches, and its share of the part.
